@@ -1,0 +1,51 @@
+"""The shape of a Qwen3 / Qwen3-MoE model, in the field names of its published `config.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture, and below the blank line how it is computed."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int = 0  # width of a dense feed-forward layer
+    num_experts: int = 0  # 0: every layer is dense
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0  # width of one expert
+    norm_topk_prob: bool = True  # renormalise the chosen experts' probabilities to sum to one
+    decoder_sparse_step: int = 1  # layer l has experts if (l + 1) is a multiple of this ...
+    mlp_only_layers: tuple[int, ...] = ()  # ... and l is not listed here
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 40960
+
+    dtype: str = "float32"  # of activations and matmuls; parameters are float32, logits too
+    remat: bool = False  # recompute each layer in the backward pass instead of storing its activations
+
+
+def is_sparse(config: ModelConfig, layer: int) -> bool:
+    """Whether `layer` (from 0) has experts rather than one dense feed-forward network."""
+    return (
+        config.num_experts > 0 and layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+    )
+
+
+def layer_runs(config: ModelConfig) -> tuple[tuple[bool, int], ...]:
+    """Consecutive layers of one kind as (sparse, count); each run is one stack of parameters and one `lax.scan`."""
+    runs: list[tuple[bool, int]] = []
+    for layer in range(config.num_hidden_layers):
+        sparse = is_sparse(config, layer)
+        if runs and runs[-1][0] == sparse:
+            runs[-1] = (sparse, runs[-1][1] + 1)
+        else:
+            runs.append((sparse, 1))
+    return tuple(runs)

@@ -1,0 +1,53 @@
+"""The structs that travel between the parts: data only, no behaviour.
+
+Letters: B = P·G rows (prompts x samples, the rows of one prompt adjacent), T tokens (prompt, completion,
+padding on the right). `x_BT[b, t]` is always about `tokens_BT[b, t]`; column 0 is never masked in, because
+nothing predicts it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+Array = jax.Array
+Params = Any  # a nested dict of arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """What the sampler hands over."""
+
+    tokens_BT: Array  # int32    prompt, completion, padding
+    mask_BT: Array  # bool     the policy chose this token (the stop token included)
+    logp_BT: Array  # float32  log-prob of the token when it was drawn; 0 where not masked
+    prompt_length_B: Array  # int32    tokens of the prompt
+    length_B: Array  # int32    tokens the policy chose
+    finished_B: Array  # bool     ended with a stop token (False: cut at the maximum length)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What one optimiser update reads."""
+
+    tokens_BT: Array  # int32
+    segment_BT: Array  # int32    1, 2, ... the sequence a token belongs to; 0 = padding
+    mask_BT: Array  # bool     tokens that the loss is about
+    old_logp_BT: Array  # float32  log-prob under the learner before the rollout batch's first update
+    advantage_B: Array  # float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything that a checkpoint saves and a resumed run needs."""
+
+    step: Array  # int32    rollout batches finished (or supervised steps, in the warm start)
+    position: Array  # int32    training problems consumed
+    key: Array  # PRNG key of the run; never advanced, only folded
+    params: Params
+    opt_state: Any
