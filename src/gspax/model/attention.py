@@ -1,0 +1,132 @@
+"""Grouped-query attention with QK-norm and RoPE, and the two places its keys and values can come from.
+
+A layer projects, an `Attend` function decides what is looked at: the row itself (`within_segments`: learner and
+prefill) or a cache (`over_cache`: decode). Letters as in docs/architecture.md; R = N/K queries share a key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from gspax.model.config import ModelConfig
+from gspax.model.layers import RMSNorm, rotate, weight
+from gspax.types import Array
+
+MASKED = -1e30  # finite: a query with nothing to look at gets a harmless mean instead of NaN
+
+# (q [B, T, N, H], k [B, T, K, H], v, cache, layer) -> (context [B, T, N, H], cache)
+Attend = Callable[[Array, Array, Array, Any, Array], tuple[Array, Any]]
+
+
+class Attention(nnx.Module):
+    """Projections in, `attend`, projection out."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        scale = config.initializer_range
+        self.query = weight(rngs, scale, embed=D, heads=N, head=H)
+        self.key = weight(rngs, scale, embed=D, heads=K, head=H)
+        self.value = weight(rngs, scale, embed=D, heads=K, head=H)
+        self.out = weight(rngs, scale, heads=N, head=H, embed=D)
+        self.query_norm = RMSNorm(H, config.rms_norm_eps)
+        self.key_norm = RMSNorm(H, config.rms_norm_eps)
+
+    def __call__(
+        self, x_BTD: Array, angles: tuple[Array, Array], attend: Attend, cache: Any, layer: Array
+    ) -> tuple[Array, Any]:
+        dtype = x_BTD.dtype
+        q_BTNH = jnp.einsum("btd,dnh->btnh", x_BTD, self.query.astype(dtype))
+        k_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.key.astype(dtype))
+        v_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.value.astype(dtype))
+        q_BTNH = rotate(self.query_norm(q_BTNH), angles)
+        k_BTKH = rotate(self.key_norm(k_BTKH), angles)
+        context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer)
+        return jnp.einsum("btnh,nhd->btd", context_BTNH, self.out.astype(dtype)), cache
+
+
+def within_segments(segment_BT: Array) -> Attend:
+    """Causal attention of each token to its own segment (0 = padding, looked at by none). Leaves the cache alone."""
+    T = segment_BT.shape[1]
+    same_BTS = (segment_BT[:, :, None] == segment_BT[:, None, :]) & (segment_BT[:, None, :] > 0)
+    see_BTS = same_BTS & jnp.tril(jnp.ones((1, T, T), bool))
+
+    def attend(q_BTNH, k_BSKH, v_BSKH, cache, layer):
+        B, T, N, H = q_BTNH.shape
+        K = k_BSKH.shape[2]
+        q_BTKRH = q_BTNH.reshape(B, T, K, N // K, H)
+        score_BKRTS = jnp.einsum("btkrh,bskh->bkrts", q_BTKRH, k_BSKH, preferred_element_type=jnp.float32)
+        score_BKRTS = jnp.where(see_BTS[:, None, None], score_BKRTS * H**-0.5, MASKED)
+        share_BKRTS = jax.nn.softmax(score_BKRTS, axis=-1).astype(v_BSKH.dtype)
+        return jnp.einsum("bkrts,bskh->btkrh", share_BKRTS, v_BSKH).reshape(B, T, N, H), cache
+
+    return attend
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """Keys and values: the prompt's once per prompt, the completion's per sample (C positions, filled from 0)."""
+
+    prompt_k_LPKSH: Array
+    prompt_v_LPKSH: Array
+    k_LBKCH: Array
+    v_LBKCH: Array
+
+
+def keeping_prompt(attend: Attend) -> Attend:
+    """`attend`, and the keys and values it saw are written into the cache `(k, v)`, each `[L, P, K, S, H]`."""
+
+    def attend_and_keep(q, k_PSKH, v_PSKH, cache, layer):
+        context, _ = attend(q, k_PSKH, v_PSKH, None, layer)
+        k_LPKSH, v_LPKSH = cache
+        k_LPKSH = k_LPKSH.at[layer].set(k_PSKH.swapaxes(1, 2))
+        v_LPKSH = v_LPKSH.at[layer].set(v_PSKH.swapaxes(1, 2))
+        return context, (k_LPKSH, v_LPKSH)
+
+    return attend_and_keep
+
+
+def over_cache(prompt_length_P: Array, step: Array) -> Attend:
+    """One new token per sample looks at its prompt (shared by the prompt's samples) and at its completion so far.
+
+    Row b belongs to prompt b // (B // P); `step` is the completion position that the new token fills.
+    """
+
+    def attend(q_BTNH, k_BTKH, v_BTKH, cache: Cache, layer):
+        B, _, N, H = q_BTNH.shape
+        P, K, S = cache.prompt_k_LPKSH.shape[1:4]
+        C = cache.k_LBKCH.shape[3]
+        G, R = B // P, N // K
+        k_1BK1H, v_1BK1H = k_BTKH.swapaxes(1, 2)[None], v_BTKH.swapaxes(1, 2)[None]
+        k_LBKCH = jax.lax.dynamic_update_slice(cache.k_LBKCH, k_1BK1H, (layer, 0, 0, step, 0))
+        v_LBKCH = jax.lax.dynamic_update_slice(cache.v_LBKCH, v_1BK1H, (layer, 0, 0, step, 0))
+
+        q_BKRH = q_BTNH.reshape(B, K, R, H)
+        q_PGKRH = q_BKRH.reshape(P, G, K, R, H)
+        prompt_BKRS = jnp.einsum(
+            "pgkrh,pksh->pgkrs", q_PGKRH, cache.prompt_k_LPKSH[layer], preferred_element_type=jnp.float32
+        ).reshape(B, K, R, S)
+        own_BKRC = jnp.einsum("bkrh,bkch->bkrc", q_BKRH, k_LBKCH[layer], preferred_element_type=jnp.float32)
+        in_prompt_BS = jnp.repeat(jnp.arange(S)[None] < prompt_length_P[:, None], G, axis=0)
+        prompt_BKRS = jnp.where(in_prompt_BS[:, None, None], prompt_BKRS * H**-0.5, MASKED)
+        own_BKRC = jnp.where((jnp.arange(C) <= step)[None, None, None], own_BKRC * H**-0.5, MASKED)
+
+        share = jax.nn.softmax(jnp.concatenate([prompt_BKRS, own_BKRC], axis=-1), axis=-1).astype(v_BTKH.dtype)
+        share_PGKRS, share_BKRC = share[..., :S].reshape(P, G, K, R, S), share[..., S:]
+        context = jnp.einsum("pgkrs,pksh->pgkrh", share_PGKRS, cache.prompt_v_LPKSH[layer]).reshape(B, K, R, H)
+        context += jnp.einsum("bkrc,bkch->bkrh", share_BKRC, v_LBKCH[layer])
+        updated = Cache(
+            prompt_k_LPKSH=cache.prompt_k_LPKSH,
+            prompt_v_LPKSH=cache.prompt_v_LPKSH,
+            k_LBKCH=k_LBKCH,
+            v_LBKCH=v_LBKCH,
+        )
+        return context.reshape(B, 1, N, H), updated
+
+    return attend

@@ -1,0 +1,81 @@
+"""The mixture-of-experts layer of Qwen3-MoE: route in float32, then each token through its own experts, dropless."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from gspax.kernels.expert_ffn import expert_ffn
+from gspax.model.config import ModelConfig
+from gspax.model.layers import weight
+from gspax.sharding import spec
+from gspax.types import Array
+
+
+class SparseMlp(nnx.Module):
+    """Softmax over all experts, the best `num_experts_per_tok` of them, their gates renormalised if the config says.
+
+    Padding is routed nowhere: its expert id is `num_experts`, which no expert has.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        D, E, F, scale = (
+            config.hidden_size,
+            config.num_experts,
+            config.moe_intermediate_size,
+            config.initializer_range,
+        )
+        self.router = weight(rngs, scale, embed=D, expert=E)
+        self.gate = weight(rngs, scale, expert=E, embed=D, mlp=F)
+        self.up = weight(rngs, scale, expert=E, embed=D, mlp=F)
+        self.down = weight(rngs, scale, expert=E, mlp=F, embed=D)
+        self.config = config
+
+    def __call__(
+        self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None, mesh: jax.sharding.Mesh | None
+    ) -> tuple[Array, Array]:
+        """The layer's output and the expert ids `[B, T, A]` int32, best first.
+
+        `forced_BTA` replaces the choice (Routing Replay): the gates are then the live router's probabilities of
+        those experts, in their given order.
+        """
+        gate_BTA, expert_BTA = self.route(x_BTD, valid_BT, forced_BTA)
+        dtype = x_BTD.dtype
+        weights = (self.gate.astype(dtype), self.up.astype(dtype), self.down.astype(dtype))
+        return _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights), expert_BTA
+
+    def route(self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None) -> tuple[Array, Array]:
+        """Gates float32 and expert ids int32, both `[B, T, A]`."""
+        E, A = self.config.num_experts, self.config.num_experts_per_tok
+        logits_BTE = jnp.einsum(
+            "btd,de->bte", x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
+        )
+        prob_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+        if forced_BTA is None:
+            expert_BTA = jax.lax.top_k(jax.lax.stop_gradient(prob_BTE), A)[1].astype(jnp.int32)
+        else:
+            expert_BTA = jnp.minimum(forced_BTA, E - 1)  # replayed padding carries the id E
+        gate_BTA = jnp.take_along_axis(prob_BTE, expert_BTA, axis=-1)
+        if self.config.norm_topk_prob:
+            gate_BTA /= gate_BTA.sum(axis=-1, keepdims=True)
+        return gate_BTA, jnp.where(valid_BT[..., None], expert_BTA, E)
+
+
+def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights):
+    """Each device runs its own tokens through all experts, whose weights are gathered for the layer."""
+    if mesh is None or mesh.size == 1:
+        return _local_experts(x_BTD, expert_BTA, gate_BTA, *weights)
+    rows, whole = spec("batch"), spec()
+    mapped = jax.shard_map(
+        _local_experts, mesh=mesh, in_specs=(rows, rows, rows, whole, whole, whole), out_specs=rows
+    )
+    return mapped(x_BTD, expert_BTA, gate_BTA, *weights)
+
+
+def _local_experts(x_BTD, expert_BTA, gate_BTA, *weights):
+    flat = partial(jnp.reshape, shape=(-1, expert_BTA.shape[-1]))
+    y_ND = expert_ffn(x_BTD.reshape(-1, x_BTD.shape[-1]), flat(expert_BTA), flat(gate_BTA), *weights)
+    return y_ND.reshape(x_BTD.shape)
