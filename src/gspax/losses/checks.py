@@ -1,0 +1,78 @@
+"""What the losses refuse, in Python and at trace time: a compiled step on an accelerator cannot raise.
+
+Every message names the argument, what was wanted and what came: TypeError for a wrong kind or dtype, ValueError
+for a wrong shape or number.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+
+
+def array(name: str, value: Any, dtype: Any, axes: str, why: str = "") -> Array:
+    """`value` as a jax array if it has that dtype and one dimension per letter of `axes`."""
+    letters = ", ".join(axes)
+    wanted = f"{name} must be a {np.dtype(dtype).name} array [{letters}]"
+    if not (hasattr(value, "dtype") and hasattr(value, "shape")):
+        raise TypeError(f"{wanted}; got {type(value).__name__}")
+    got = f"{value.dtype} {list(value.shape)}"
+    # The dtype is read before jax sees the array: jnp.asarray would silently make float32 of numpy's float64.
+    if value.dtype != dtype:
+        raise TypeError(f"{wanted}{why}; got {got}")
+    if len(value.shape) != len(axes):
+        raise ValueError(f"{wanted}; got {got}")
+    return jnp.asarray(value)
+
+
+def same_shape(name: str, value: Array, like_name: str, shape: tuple[int, ...]) -> None:
+    """ValueError unless `value` has the given shape, said to be that of `like_name`."""
+    if value.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, as {like_name} has; got {list(value.shape)}")
+
+
+def policy_inputs(
+    logp: Any, old_logp: Any, advantage: Any, mask: Any, *, advantage_axes: tuple[str, ...] = ("B",)
+) -> tuple[Array, Array, Array, Array]:
+    """The four arrays of a policy loss: float32 [B, T] twice, float32 advantage, bool mask [B, T]."""
+    finer = " (the clip band is finer than bfloat16 and float16 can tell from 1)"
+    logp_BT = array("logp", logp, jnp.float32, "BT", finer)
+    old_logp_BT = array("old_logp", old_logp, jnp.float32, "BT", finer)
+    same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
+    mask_BT = array("mask", mask, jnp.bool_, "BT")
+    same_shape("mask", mask_BT, "logp", logp_BT.shape)
+    rank = len(getattr(advantage, "shape", ()))
+    axes = next((a for a in advantage_axes if len(a) == rank), advantage_axes[0])
+    advantage = array("advantage", advantage, jnp.float32, axes)
+    same_shape("advantage", advantage, "logp" if rank == 2 else "logp in its rows", logp_BT.shape[:rank])
+    return logp_BT, old_logp_BT, advantage, mask_BT
+
+
+def clip_range(clip_low: Any, clip_high: Any) -> tuple[float, float]:
+    """Both widths as Python floats if they are numbers ≥ 0 (infinity: no clipping on that side)."""
+    for name, width in (("clip_low", clip_low), ("clip_high", clip_high)):
+        number(name, width)
+        if not width >= 0:  # so that NaN is refused too
+            raise ValueError(f"{name} must be at least 0, the distance of the bound from 1; got {width}")
+    return float(clip_low), float(clip_high)
+
+
+def temperature(value: Any) -> float:
+    """`value` as a Python float if it is a finite number above 0."""
+    number("temperature", value)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"temperature must be finite and above 0; got {value}")
+    return float(value)
+
+
+def number(name: str, value: Any) -> None:
+    """TypeError unless `value` is a Python or numpy number: an array, traced or not, could not be checked."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a Python number, known when the loss is traced; got {type(value).__name__}")

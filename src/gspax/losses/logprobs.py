@@ -1,0 +1,128 @@
+"""Log-probabilities of given tokens, from logits or from hidden states in chunks.
+
+`logp_BT[b, t]` is the log-probability of `tokens_BT[b, t]`. A model's output at position t is about token t + 1;
+`_shift` is the one place that knows. Column 0 has nothing that predicts it: it holds 0 and is never masked in.
+
+Letters: B rows, T tokens, C positions of a chunk, V vocabulary, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspax.losses import checks
+
+Array = jax.Array
+
+_FINER = " (log-probabilities need float32: cast the logits, or better, let the last matrix product accumulate in it)"
+
+
+def token_logp(logits_BTV: Array, tokens_BT: Array, *, temperature: float = 1.0) -> Array:
+    """log π(tokens_BT[b, t] | what stands before it), float32 [B, T], column 0 being 0.
+
+    Args:
+      logits_BTV: float32 [B, T, V], the model's outputs; those at t are about token t + 1, the last ones about nothing.
+      tokens_BT: int32 [B, T], each in [0, V).
+      temperature: the logits are divided by it. For a policy ratio use the one that the tokens were drawn with.
+
+    Raises:
+      TypeError: logits that are not float32, tokens that are not int32, a temperature that is no Python number.
+      ValueError: shapes do not fit; temperature not above 0.
+    """
+    logits_BTV = checks.array("logits_BTV", logits_BTV, jnp.float32, "BTV", _FINER)
+    tokens_BT = _tokens(tokens_BT, "logits_BTV", logits_BTV)
+    temperature = checks.temperature(temperature)
+    return _shift(lambda logits, tokens: _scores(logits, tokens, temperature)[0], logits_BTV, tokens_BT)
+
+
+def chunked_token_logp(
+    project: Callable[[Array], Array], hidden_BTD: Array, tokens_BT: Array, *, temperature: float = 1.0, chunk: int
+) -> tuple[Array, Array]:
+    """`token_logp(project(hidden_BTD), tokens_BT)` and the entropy, without ever holding the logits of all positions.
+
+    The logits of `chunk` positions are made at a time, and made again in the backward pass, so memory for them is
+    B·chunk·V instead of B·T·V, at the price of a second projection. With chunk ≥ T - 1 there is one direct evaluation:
+    no loop and nothing is computed twice.
+
+    Args:
+      project: [B, C, D] -> float32 logits [B, C, V], position by position. Parameters it closes over get gradients.
+      hidden_BTD: [B, T, D], any float dtype.
+      tokens_BT: int32 [B, T], each in [0, V).
+      temperature: the logits are divided by it.
+      chunk: positions at a time, at least 1; need not divide T.
+
+    Returns:
+      logp_BT and entropy_BT, float32 [B, T]. `entropy_BT[b, t]` (in nats) is of the distribution that
+      `tokens_BT[b, t]` was drawn from; column 0 of both is 0. Both can be differentiated.
+
+    Raises:
+      TypeError: logits that are not float32, tokens that are not int32, a number that is none.
+      ValueError: shapes do not fit; temperature not above 0; chunk below 1.
+    """
+    if getattr(hidden_BTD, "ndim", None) != 3:
+        raise ValueError(f"hidden_BTD must be an array [B, T, D]; got {_describe(hidden_BTD)}")
+    tokens_BT = _tokens(tokens_BT, "hidden_BTD", hidden_BTD)
+    temperature = checks.temperature(temperature)
+    if isinstance(chunk, bool) or not isinstance(chunk, int):
+        raise TypeError(f"chunk must be a Python int; got {_describe(chunk)}")
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1; got {chunk}")
+
+    def scores(hidden_BCD: Array, tokens_BC: Array) -> tuple[Array, Array]:
+        logits_BCV = checks.array("the result of project", project(hidden_BCD), jnp.float32, "BCV", _FINER)
+        checks.same_shape("the result of project", logits_BCV[..., 0], "its argument [B, C]", tokens_BC.shape)
+        return _scores(logits_BCV, tokens_BC, temperature)
+
+    return _shift(lambda hidden, tokens: _in_chunks(scores, hidden, tokens, chunk), hidden_BTD, tokens_BT)
+
+
+def _shift(score: Callable[[Array, Array], Any], output: Array, tokens_BT: Array) -> Any:
+    """Score token t + 1 with the model's output at t, and put the result in column t + 1. The only shift in gspax."""
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), score(output[:, :-1], tokens_BT[:, 1:]))
+
+
+def _scores(logits_BCV: Array, tokens_BC: Array, temperature: float) -> tuple[Array, Array]:
+    """(log-probability of each token, entropy of the distribution that its logits give), both [B, C].
+
+    log π = logit - logsumexp and entropy = logsumexp - Σ p·logit: no array of log-probabilities over V is made.
+    """
+    logits_BCV = logits_BCV / temperature
+    lse_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+    logit_BC = jnp.take_along_axis(logits_BCV, tokens_BC[..., None], axis=-1)[..., 0]
+    p_BCV = jnp.exp(logits_BCV - lse_BC[..., None])
+    mean_BC = jnp.sum(p_BCV * jnp.where(p_BCV > 0, logits_BCV, 0), axis=-1)  # p = 0: the logit may be -inf
+    return logit_BC - lse_BC, lse_BC - mean_BC
+
+
+def _in_chunks(
+    scores: Callable[[Array, Array], tuple[Array, Array]], hidden_BTD: Array, tokens_BT: Array, chunk: int
+) -> tuple[Array, Array]:
+    """`scores(hidden_BTD, tokens_BT)`, `chunk` positions at a time."""
+    B, T, D = hidden_BTD.shape
+    if chunk >= T:
+        return scores(hidden_BTD, tokens_BT)
+    K = -(-T // chunk)
+    # Filled up with the last position, not with zeros: a projection is sure to be finite there, with its derivative.
+    fill = (0, K * chunk - T)
+    hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), fill, (0, 0)), mode="edge")
+    tokens_BT = jnp.pad(tokens_BT, ((0, 0), fill), mode="edge")
+    hidden_KBCD = jnp.moveaxis(hidden_BTD.reshape(B, K, chunk, D), 1, 0)
+    tokens_KBC = jnp.moveaxis(tokens_BT.reshape(B, K, chunk), 1, 0)
+    # prevent_cse is for code outside a loop; inside one it only hinders the compiler.
+    body = jax.checkpoint(scores, prevent_cse=False)
+    _, scores_KBC = jax.lax.scan(lambda carry, x: (carry, body(*x)), None, (hidden_KBCD, tokens_KBC))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, K * chunk)[:, :T], scores_KBC)
+
+
+def _tokens(tokens_BT: Any, name: str, output: Array) -> Array:
+    tokens_BT = checks.array("tokens_BT", tokens_BT, jnp.int32, "BT")
+    checks.same_shape("tokens_BT", tokens_BT, f"{name} in [B, T]", output.shape[:2])
+    return tokens_BT
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
