@@ -1,0 +1,67 @@
+"""Held-out accuracy: sampled at temperature 1, and greedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from gspax.config import Experiment, Sampling
+from gspax.rewards import completions
+from gspax.sampler import sample
+from gspax.sharding import batch_shards
+from gspax.types import Array, Params
+
+SHOWN = 16  # problems whose first sample is kept for the report
+
+
+def evaluate(
+    experiment: Experiment, params: Params, key: Array, mesh: jax.sharding.Mesh
+) -> tuple[dict[str, float], list[dict]]:
+    """Mean held-out rewards, and the first samples as rows for the report.
+
+    The same key gives the same noise at every evaluation, so that two evaluations differ by the policy alone.
+    """
+    settings = experiment.evaluation
+    plain = replace(
+        experiment.sampling,
+        max_tokens=settings.max_tokens or experiment.sampling.max_tokens,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+    )
+    sampled = _rewards(experiment, params, key, mesh, replace(plain, group=settings.samples, temperature=1.0))
+    greedy = _rewards(experiment, params, key, mesh, replace(plain, group=1, temperature=0.0))
+    metrics = {
+        "eval/accuracy": float(np.mean([row["reward"] for row in sampled])),
+        "eval/greedy_accuracy": float(np.mean([row["reward"] for row in greedy])),
+        "eval/truncated": float(np.mean([not row["finished"] for row in sampled])),
+    }
+    return metrics, sampled[:: settings.samples][:SHOWN]
+
+
+def _rewards(
+    experiment: Experiment, params: Params, key: Array, mesh: jax.sharding.Mesh, sampling: Sampling
+) -> list[dict]:
+    """One row per completion of the held-out problems, in chunks of about a rollout batch's rows."""
+    total = experiment.evaluation.problems
+    shards = batch_shards(mesh)
+    chunk = max(1, min(total, experiment.sampling.prompts * experiment.sampling.group // sampling.group))
+    chunk = -(-chunk // shards) * shards
+    rows: list[dict] = []
+    for first in range(0, total, chunk):
+        ids = range(first, first + chunk)  # past the end: the last chunk is filled up and cut
+        problems = [experiment.data.heldout(index) for index in ids]
+        rollout = sample(
+            params,
+            experiment.model,
+            [experiment.tokenizer.encode(problem.prompt) for problem in problems],
+            ids,
+            key,
+            sampling=sampling,
+            stop_ids=experiment.tokenizer.stop_ids,
+            mesh=mesh,
+        )
+        rows += completions(experiment, problems, jax.device_get(rollout))
+    return rows[: total * sampling.group]

@@ -1,0 +1,102 @@
+"""Supervised warm start: imitate demonstrations. A small stage of its own, usable alone (`gspax sft`).
+
+It is the reinforcement-learning train step with another loss, so the two stages share every line of the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from gspax import interrupt, progress
+from gspax.checkpoint import Checkpoints
+from gspax.config import Experiment, WarmStart
+from gspax.errors import UserError
+from gspax.experiment import describe
+from gspax.losses import Terms
+from gspax.optimizer import make_optimizer
+from gspax.record import Recorder
+from gspax.rundir import RunDir, open_run
+from gspax.sharding import make_mesh, named
+from gspax.state import abstract_state, init_state
+from gspax.train_step import make_train_step
+from gspax.types import Array, Batch, TrainState
+
+
+def nll(logp_BT: Array, old_logp_BT: Array, advantage_B: Array, mask_BT: Array) -> Terms:
+    """Negative log-likelihood, every demonstrated token weighing the same. Only log-probs and mask are read."""
+    value_B = -logp_BT.sum(axis=-1, where=mask_BT)
+    return Terms(value_B=value_B, weight_B=mask_BT.sum(axis=-1).astype(value_B.dtype), metrics={})
+
+
+def run(experiment: Experiment, workdir: Path) -> None:
+    """`gspax sft`: only this stage, in `workdir/warm_start`, where `gspax train` finds it again."""
+    if experiment.warm_start is None:
+        raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
+    with interrupt.watch() as interrupted:
+        warm_start(experiment, open_run(workdir, describe(experiment)), make_mesh(experiment.mesh), interrupted)
+
+
+def warm_start(
+    experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, interrupted: interrupt.Interrupted
+) -> TrainState:
+    """Parameters after `warm_start.steps` updates from scratch, resuming the stage where it was left.
+
+    The state's position says how many training problems were demonstrated.
+    """
+    stage = experiment.warm_start
+    assert stage is not None
+    optimizer = make_optimizer(stage.optimizer)
+    train_step = make_train_step(experiment.model, nll, optimizer, mesh=mesh)
+    with Checkpoints(run.warm_start.checkpoints, keep=1) as checkpoints:
+        if checkpoints.latest() is None:
+            state = init_state(experiment.model, optimizer, jax.random.key(experiment.seed), mesh)
+        else:
+            state, _ = checkpoints.restore(abstract_state(experiment.model, optimizer, mesh))
+        done = int(state.step)
+        with Recorder(run.warm_start, done) as recorder, progress.bar(stage.steps, done, "warm start") as bar:
+            while done < stage.steps:
+                state, metrics = train_step(state, demonstrations(experiment, stage, int(state.position), mesh))
+                state = replace(state, position=state.position + stage.rows)
+                done += 1
+                shown = {name: float(value) for name, value in metrics.items()}
+                recorder.metrics(done, shown)
+                bar.step(done, {"loss": shown["loss"]})
+                if interrupted() or done == stage.steps:
+                    checkpoints.save(done, state, {})
+                interrupted.stop_here()
+    return state
+
+
+def demonstrations(experiment: Experiment, stage: WarmStart, first: int, mesh: jax.sharding.Mesh) -> Batch:
+    """`stage.rows` demonstrated problems from index `first` on; a function of (seed, index) only."""
+    longest = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
+    tokens_BT = np.zeros((stage.rows, longest), np.int32)
+    segment_BT = np.zeros_like(tokens_BT)
+    mask_BT = np.zeros(tokens_BT.shape, bool)
+    for row in range(stage.rows):
+        problem = experiment.data.train(first + row)
+        rng = np.random.default_rng((experiment.seed, first + row))
+        prompt = experiment.tokenizer.encode(problem.prompt)
+        answer = experiment.tokenizer.encode(stage.demonstration(problem, rng))
+        text = [*prompt, *answer, experiment.tokenizer.stop_ids[0]]
+        if len(text) > longest:
+            raise UserError(
+                f"warm_start: wanted at most {longest} tokens of prompt and demonstration "
+                f"(sampling.max_prompt_tokens + max_tokens), got {len(text)} for training problem {first + row}"
+            )
+        tokens_BT[row, : len(text)] = text
+        segment_BT[row, : len(text)] = 1
+        mask_BT[row, len(prompt) : len(text)] = True
+    zero_B = np.zeros(stage.rows, np.float32)
+    batch = Batch(
+        tokens_BT=tokens_BT,
+        segment_BT=segment_BT,
+        mask_BT=mask_BT,
+        old_logp_BT=np.zeros(tokens_BT.shape, np.float32),
+        advantage_B=zero_B,
+    )
+    return jax.device_put(batch, named(mesh, "batch"))

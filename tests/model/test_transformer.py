@@ -1,0 +1,181 @@
+"""The model against a numpy reference, transformers' vectors, and the laws that sampler and learner rely on."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference_model
+import tiny
+
+from gspax.model import transformer
+from gspax.sharding import RULES, spec
+
+apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
+decode = jax.jit(transformer.decode, static_argnames=("config", "mesh"))
+
+
+def logits_of(params, config, tokens_BT, segment_BT, **kwargs):
+    hidden, experts = apply(params, config, jnp.asarray(tokens_BT), jnp.asarray(segment_BT), **kwargs)
+    return np.asarray(transformer.logits(params, hidden)), np.asarray(experts)
+
+
+def random_tokens(config, *shape, seed=0):
+    return np.random.default_rng(seed).integers(0, config.vocab_size, shape, dtype=np.int32)
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_agrees_with_the_numpy_reference(name):
+    config = tiny.CONFIGS[name]
+    params = tiny.params(config)
+    tokens = random_tokens(config, 1, 9)
+    logits, experts = logits_of(params, config, tokens, np.ones_like(tokens))
+    expected, expected_experts = reference_model.forward(params, config, tokens[0])
+    np.testing.assert_allclose(logits[0], expected, atol=2e-5)
+    if expected_experts.size:
+        np.testing.assert_array_equal(experts[:, 0], expected_experts)
+    else:
+        assert experts.shape[0] == 0
+
+
+def test_left_padded_right_padded_and_packed_rows_are_the_sequences_alone():
+    config, params = tiny.MOE, tiny.params(tiny.MOE)
+    first, second = random_tokens(config, 4, seed=1), random_tokens(config, 5, seed=2)
+    junk = random_tokens(config, 3, 12, seed=3)
+    segment = np.zeros_like(junk)
+    junk[0, 7:11], segment[0, 7:11] = first, 1  # padding on both sides
+    junk[1, :5], segment[1, :5] = second, 1
+    junk[2, :4], segment[2, :4], junk[2, 4:9], segment[2, 4:9] = first, 1, second, 2
+    logits, experts = logits_of(params, config, junk, segment)
+    want_first, _ = reference_model.forward(params, config, first)
+    want_second, _ = reference_model.forward(params, config, second)
+    for got, want in [
+        (logits[0, 7:11], want_first),
+        (logits[1, :5], want_second),
+        (logits[2, :4], want_first),
+        (logits[2, 4:9], want_second),
+    ]:
+        np.testing.assert_allclose(got, want, atol=2e-5)
+    assert (experts[:, segment == 0] == config.num_experts).all()
+    assert (experts[:, segment > 0] < config.num_experts).all()
+
+
+def test_positions_restart_with_each_segment():
+    segment = jnp.array([[0, 0, 1, 1, 1, 2, 2, 0], [1, 1, 2, 3, 3, 3, 3, 3]])
+    expected = [[0, 1, 0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2, 3, 4]]
+    np.testing.assert_array_equal(transformer.positions(segment), expected)
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    config, params = tiny.MOE, tiny.params(tiny.MOE)
+    tokens = random_tokens(config, 6, 8)
+    together, _ = logits_of(params, config, tokens, np.ones_like(tokens))
+    for row in range(6):
+        alone, _ = logits_of(params, config, tokens[row : row + 1], np.ones_like(tokens[:1]))
+        np.testing.assert_allclose(together[row], alone[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["moe", "dense", "some layers dense"])
+def test_prefill_and_decode_are_the_whole_sequence(name):
+    config = tiny.CONFIGS[name]
+    params = tiny.params(config)
+    P, G, S, C = 3, 2, 7, 5
+    length_P = np.array([7, 2, 4], np.int32)
+    prompts = random_tokens(config, P, S)
+    completions = random_tokens(config, P * G, C, seed=1)
+    last, cache = transformer.prefill(params, config, prompts, jnp.asarray(length_P), group=G, max_tokens=C)
+    steps = []
+    for step in range(C):
+        hidden, cache = decode(
+            params, config, completions[:, step], jnp.ones(P * G, bool), jnp.asarray(length_P), jnp.int32(step), cache
+        )
+        steps.append(hidden)
+    for row in range(P * G):
+        length = length_P[row // G]
+        whole = np.concatenate([prompts[row // G, :length], completions[row]])[None]
+        hidden, _ = apply(params, config, whole, np.ones_like(whole))
+        np.testing.assert_allclose(last[row // G], hidden[0, length - 1], atol=1e-5)
+        for step in range(C):
+            np.testing.assert_allclose(steps[step][row], hidden[0, length + step], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["moe", "gates not renormalised", "some layers dense"])
+def test_forcing_the_free_choice_changes_nothing(name):
+    config = tiny.CONFIGS[name]
+    params = tiny.params(config)
+    tokens = random_tokens(config, 2, 9)
+    segment = np.ones_like(tokens)
+    segment[1, 6:] = 0
+    free, experts = logits_of(params, config, tokens, segment)
+    forced, again = logits_of(params, config, tokens, segment, forced_LBTA=jnp.asarray(experts))
+    np.testing.assert_array_equal(free, forced)
+    np.testing.assert_array_equal(experts, again)
+
+
+def test_forced_experts_get_live_gates_in_their_given_order():
+    config, params = tiny.MOE, tiny.params(tiny.MOE)
+    tokens = random_tokens(config, 1, 6)
+    rng = np.random.default_rng(0)
+    forced = np.array([[[rng.permutation(5)[:2] for _ in range(6)]] for _ in range(3)], np.int32)
+    logits, experts = logits_of(params, config, tokens, np.ones_like(tokens), forced_LBTA=jnp.asarray(forced))
+    expected, _ = reference_model.forward(params, config, tokens[0], forced=forced[:, 0])
+    np.testing.assert_allclose(logits[0], expected, atol=2e-5)
+    np.testing.assert_array_equal(experts, forced)
+
+
+def test_forced_routing_still_trains_the_router():
+    config, params = tiny.MOE, tiny.params(tiny.MOE)
+    tokens = random_tokens(config, 1, 6)
+    forced = jnp.zeros((3, 1, 6, 2), jnp.int32).at[..., 1].set(3)
+
+    def objective(params):
+        hidden, _ = transformer.apply(params, config, tokens, jnp.ones_like(tokens), forced_LBTA=forced)
+        return jnp.square(hidden).sum() + hidden.sum()
+
+    router = jax.grad(objective)(params)["runs"][0]["mlp"]["router"]
+    assert np.abs(router).max() > 1e-4
+
+
+def test_remat_changes_neither_value_nor_gradient():
+    config = tiny.MOE
+    params, tokens = tiny.params(config), random_tokens(config, 2, 7)
+
+    def objective(params, config):
+        hidden, _ = transformer.apply(params, config, tokens, jnp.ones_like(tokens))
+        return jnp.sin(hidden).sum()
+
+    plain = jax.value_and_grad(objective)(params, config)
+    again = jax.value_and_grad(objective)(params, replace(config, remat=True))
+    for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_compute_keeps_float32_logits():
+    config = replace(tiny.MOE, dtype="bfloat16")
+    params, tokens = tiny.params(config), random_tokens(config, 2, 7)
+    hidden, _ = apply(params, config, tokens, jnp.ones_like(tokens))
+    logits = transformer.logits(params, hidden)
+    assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
+    exact, _ = logits_of(params, tiny.MOE, tokens, np.ones_like(tokens))
+    assert np.abs(logits - exact).mean() < 0.1 * np.abs(exact).mean()
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_every_parameter_has_known_axes_and_its_abstract_shape(name):
+    config = tiny.CONFIGS[name]
+    params = tiny.params(config)
+    axes, abstract = transformer.logical_axes(config), transformer.abstract_params(config)
+
+    def check(param, names, shape):
+        assert len(names) == param.ndim and set(names) <= set(RULES)
+        assert shape.shape == param.shape and shape.dtype == param.dtype == jnp.float32
+        spec(*names)
+
+    jax.tree.map(check, params, axes, abstract)
+
+
+def test_layers_of_a_stack_start_different():
+    router = tiny.params(tiny.MOE)["runs"][0]["mlp"]["router"]
+    assert not np.array_equal(router[0], router[1])
+    np.testing.assert_allclose(np.std(router), tiny.MOE.initializer_range, rtol=0.2)

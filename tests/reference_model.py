@@ -1,0 +1,96 @@
+"""Qwen3 / Qwen3-MoE in float64 numpy, one token at a time, written from the architecture: slow and obviously right."""
+
+import numpy as np
+
+from gspax.model.config import is_sparse, layer_runs
+
+
+def rms_norm(x, scale, eps):
+    return x / np.sqrt(np.mean(x * x) + eps) * scale
+
+
+def rotate(x, position, theta):
+    half = len(x) // 2
+    out = np.empty_like(x)
+    for i in range(half):
+        angle = position * theta ** (-i / half)
+        out[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
+        out[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
+    return out
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def swiglu(x, gate, up, down):
+    return (silu(x @ gate) * (x @ up)) @ down
+
+
+def layer_params(params, config, layer):
+    """The float64 parameters of one layer, found in its run's stack."""
+    first = 0
+    for run, (_, count) in enumerate(layer_runs(config)):
+        if layer < first + count:
+            pick = layer - first
+            return {
+                part: {
+                    name: {k: np.asarray(v[pick], np.float64) for k, v in leaf.items()}
+                    if isinstance(leaf, dict)
+                    else np.asarray(leaf[pick], np.float64)
+                    for name, leaf in params["runs"][run][part].items()
+                }
+                for part in params["runs"][run]
+            }
+        first += count
+    raise IndexError(layer)
+
+
+def forward(params, config, tokens, forced=None):
+    """Logits `[T, V]` of one unpadded sequence, and the expert ids `[sparse layers, T, A]`, best first."""
+    embedding = np.asarray(params["embedding"], np.float64)
+    head = np.asarray(params["head"], np.float64) if "head" in params else embedding.T
+    K, N, H = config.num_key_value_heads, config.num_attention_heads, config.head_dim
+    xs = [embedding[token] for token in tokens]
+    experts = []
+    for index in range(config.num_hidden_layers):
+        p = layer_params(params, config, index)
+        a, eps = p["attention"], config.rms_norm_eps
+        keys, values, attended = [], [], []
+        for t, x in enumerate(xs):
+            h = rms_norm(x, p["attention_norm"]["scale"], eps)
+            q = [rotate(rms_norm(h @ a["query"][:, n], a["query_norm"]["scale"], eps), t, config.rope_theta) for n in range(N)]
+            keys.append(
+                [rotate(rms_norm(h @ a["key"][:, k], a["key_norm"]["scale"], eps), t, config.rope_theta) for k in range(K)]
+            )
+            values.append([h @ a["value"][:, k] for k in range(K)])
+            y = np.zeros_like(x)
+            for n in range(N):
+                k = n // (N // K)
+                share = softmax(np.array([q[n] @ keys[s][k] / np.sqrt(H) for s in range(t + 1)]))
+                y += sum(w * values[s][k] for s, w in enumerate(share)) @ a["out"][n]
+            attended.append(x + y)
+        xs, chosen = [], []
+        for t, x in enumerate(attended):
+            h = rms_norm(x, p["mlp_norm"]["scale"], eps)
+            m = p["mlp"]
+            if not is_sparse(config, index):
+                xs.append(x + swiglu(h, m["gate"], m["up"], m["down"]))
+                continue
+            prob = softmax(h @ m["router"])
+            ids = np.argsort(-prob, kind="stable")[: config.num_experts_per_tok]
+            if forced is not None:
+                ids = forced[len(experts)][t]
+            gates = prob[ids] / prob[ids].sum() if config.norm_topk_prob else prob[ids]
+            y = sum(g * swiglu(h, m["gate"][e], m["up"][e], m["down"][e]) for g, e in zip(gates, ids, strict=True))
+            xs.append(x + y)
+            chosen.append(ids)
+        if is_sparse(config, index):
+            experts.append(chosen)
+    scale = np.asarray(params["norm"]["scale"], np.float64)
+    return np.array([rms_norm(x, scale, config.rms_norm_eps) @ head for x in xs]), np.array(experts)

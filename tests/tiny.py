@@ -1,0 +1,38 @@
+"""Model shapes small enough for loops in numpy, one for each thing that a Qwen3 config can say."""
+
+from dataclasses import replace
+
+import jax
+
+from gspax.model import transformer
+from gspax.model.config import ModelConfig
+
+MOE = ModelConfig(
+    vocab_size=23,
+    hidden_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,  # heads x head_dim is not hidden_size, on purpose
+    intermediate_size=24,
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+    rope_theta=1e4,
+    initializer_range=0.3,
+)
+
+CONFIGS = {
+    "moe": MOE,
+    "dense": replace(MOE, num_experts=0),
+    "tied": replace(MOE, tie_word_embeddings=True),
+    "gates not renormalised": replace(MOE, norm_topk_prob=False),
+    "some layers dense": replace(MOE, mlp_only_layers=(0,)),
+    "every second layer sparse": replace(MOE, decoder_sparse_step=2),
+    "one key head": replace(MOE, num_key_value_heads=1),
+    "all experts": replace(MOE, num_experts_per_tok=5),
+}
+
+
+def params(config, seed=0):
+    return jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(seed))
