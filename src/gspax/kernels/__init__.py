@@ -1,0 +1,1 @@
+"""Kernels: arithmetic that a plain `jnp` expression would do too slowly."""

@@ -1,0 +1,275 @@
+"""The experts of a mixture-of-experts layer, dropless: every row visits its experts however uneven the routing is.
+
+    y_n = Σ_a gate[n, a] · (silu(x_n W_gate[e]) * (x_n W_up[e])) W_down[e],      e = expert[n, a]
+
+Rows are copied once per choice and sorted by expert (dispatch), a backend multiplies each expert's rows by that
+expert's matrices, and the A results of a row are added up (combine). Two backends do the middle part:
+
+- `blocked`, for CPU and GPU, is plain XLA: a scan over the experts, inside it a loop over as many blocks of BLOCK
+  rows as the expert has. One block's intermediates stay in cache and its result overwrites its input.
+- `ragged`, for TPU, is `jax.lax.ragged_dot`, which is a real kernel there (and dense over the experts elsewhere).
+
+`expert_ffn` takes the right one when the program is lowered, so compiling for TPU on a CPU host needs no flag.
+
+The backward pass is written out. It recomputes gate and up from x, which costs less than storing them across a
+`lax.scan` over layers, and keeps nothing but the arguments and the sorting permutation. Dispatch and combine are each
+other's transpose (at gate = 1), so no gather turns into a scatter-add.
+
+On a mesh, call it inside `jax.shard_map`: the partitioner splits neither backend by itself.
+
+Letters: N rows, A experts per row, M = N·A choices, S = M + BLOCK sorted rows, D model, F expert width, E experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+BLOCK = 40  # rows; larger blocks waste more of a small batch, and XLA:CPU splits their products among threads at a loss
+
+
+class Routing(NamedTuple):
+    """Where the choices go when they are sorted by expert. All int32."""
+
+    order_S: Array  # the choice n·A + a that stands at a sorted row; M where there is none
+    place_NA: Array  # the sorted row of a choice; S where the choice is nowhere
+    count_E: Array  # rows of each expert
+
+
+class Experts(NamedTuple):
+    gate_EDF: Array
+    up_EDF: Array
+    down_EFD: Array
+
+
+class Backend(NamedTuple):
+    """Two functions on sorted rows; neither may let the rows behind the last expert's touch a result that is read.
+
+    forward(x_SD, gate_S, experts, count_E) -> y_SD
+    backward(x_SD, gate_S, experts, count_E, dy_SD) -> dx_SD, dgate_S, dexperts
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def expert_ffn(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
+    """Sends each row through its experts and adds up what they return, weighted by the gate: y_ND in x's dtype.
+
+    Differentiable in x, gate and the weights. A row's result does not depend on the other rows.
+
+    Args:
+        x_ND: float32 or bfloat16. Products are computed in this dtype and accumulated in float32.
+        expert_NA: int32 in [0, E]. E is nowhere: it adds zero to the row, and passes no gradient and no NaN on.
+        gate_NA: the weight of each choice, used in float32.
+        w_gate_EDF: any float dtype, cast to x's; the gradient comes back in the weights' own.
+        w_up_EDF: as w_gate_EDF.
+        w_down_EFD: as w_gate_EDF.
+    """
+    return _apply(_CHOSEN_WHEN_LOWERED, x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD)
+
+
+def blocked(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
+    """`expert_ffn` with the backend for CPU and GPU."""
+    return _apply(_BLOCKED, x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD)
+
+
+def ragged(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
+    """`expert_ffn` with the backend for TPU."""
+    return _apply(_RAGGED, x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD)
+
+
+def _apply(backend, x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD):
+    (N, D), (E, _, F) = x_ND.shape, w_gate_EDF.shape
+    shapes = [a.shape for a in (expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD)]
+    A = expert_NA.shape[-1]
+    if shapes != [(N, A), (N, A), (E, D, F), (E, D, F), (E, F, D)]:
+        raise ValueError(f"for x {x_ND.shape}, wanted shapes [N, A] twice, [E, D, F] twice, [E, F, D]; got {shapes}")
+    if expert_NA.dtype != jnp.int32:
+        raise TypeError(f"expert_NA must be int32, got {expert_NA.dtype}")
+    x_ND, gate_NA, *weights = _vary_alike(x_ND, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD)
+    return _ffn(backend, x_ND, expert_NA, gate_NA, Experts(*weights))
+
+
+def _vary_alike(*arrays):
+    """The same arrays, typed under `shard_map` as varying over every mesh axis that any of them varies over.
+
+    A loop's carry must keep its type. Selecting by False adds the types and no work; done outside the custom
+    derivative, it makes JAX sum the gradient of a replicated array over the axes.
+    """
+
+    def typed_like(a, b):
+        return jnp.where(False, lax.stop_gradient(b[(0,) * b.ndim]).astype(a.dtype), a)
+
+    return [functools.reduce(typed_like, arrays, a) for a in arrays]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ffn(backend, x_ND, expert_NA, gate_NA, experts):
+    return _ffn_forward(backend, x_ND, expert_NA, gate_NA, experts)[0]
+
+
+def _ffn_forward(backend, x_ND, expert_NA, gate_NA, experts):
+    routing = route(expert_NA, experts.gate_EDF.shape[0])
+    x_SD, gate_S = _dispatch(routing, x_ND), _take(gate_NA.reshape(-1), routing.order_S)
+    y_SD = backend.forward(x_SD, gate_S, experts, routing.count_E)
+    return _combine(routing, y_SD), (x_ND, gate_NA, experts, routing)
+
+
+def _ffn_backward(backend, saved, dy_ND):
+    x_ND, gate_NA, experts, routing = saved
+    x_SD, gate_S = _dispatch(routing, x_ND), _take(gate_NA.reshape(-1), routing.order_S)
+    dx_SD, dgate_S, dexperts = backend.backward(x_SD, gate_S, experts, routing.count_E, _dispatch(routing, dy_ND))
+    return _combine(routing, dx_SD), None, _take(dgate_S, routing.place_NA), dexperts
+
+
+_ffn.defvjp(_ffn_forward, _ffn_backward)
+
+
+def route(expert_NA: Array, num_experts: int) -> Routing:
+    """Sorts the choices by expert. One key holds expert and position: far cheaper to sort, and to compile, than two."""
+    expert_M = expert_NA.reshape(-1)
+    M = expert_M.size
+    if (num_experts + 1) * M >= 2**31:
+        raise ValueError(f"{M} choices among {num_experts} experts do not fit an int32 sort key")
+    position_M = jnp.arange(M, dtype=jnp.int32)
+    order_M = lax.sort(expert_M * M + position_M, is_stable=False) % M
+    place_M = jnp.zeros_like(order_M).at[order_M].set(position_M, unique_indices=True)
+    count_E = (expert_M[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
+    return Routing(
+        order_S=jnp.pad(jnp.where(position_M < count_E.sum(), order_M, M), (0, BLOCK), constant_values=M),
+        place_NA=jnp.where(expert_M < num_experts, place_M, M + BLOCK).reshape(expert_NA.shape),
+        count_E=count_E,
+    )
+
+
+def _dispatch(routing, x_ND):
+    return _take(x_ND, routing.order_S // routing.place_NA.shape[1])
+
+
+def _combine(routing, y_SD):
+    return _take(y_SD, routing.place_NA).sum(1, dtype=jnp.float32).astype(y_SD.dtype)
+
+
+def _take(x, index):
+    """Rows of x; zeros where the index points behind its end."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+# --- blocked ---------------------------------------------------------------------------------------------------------
+
+
+def _blocked_forward(x_SD, gate_S, experts, count_E):
+    """Turns x_SD into y_SD in place. A block may reach into the next expert's rows, which it writes back untouched."""
+
+    def one_expert(x_SD, xs):
+        experts, start, count = xs
+        w = _cast(experts, x_SD.dtype)
+
+        def one_block(i, x_SD):
+            at = start + i * BLOCK
+            x_BD = _slice(x_SD, at)
+            mine_B = jnp.arange(BLOCK) < count - i * BLOCK
+            a_BF, u_BF = _dot("bd,df->bf", x_BD, w.gate_EDF), _dot("bd,df->bf", x_BD, w.up_EDF)
+            h_BF = jax.nn.silu(a_BF) * u_BF * _slice(gate_S, at)[:, None]
+            y_BD = _dot("bf,fd->bd", h_BF.astype(x_BD.dtype), w.down_EFD)
+            return _update(x_SD, at, mine_B[:, None], y_BD)
+
+        return lax.fori_loop(0, -(-count // BLOCK), one_block, x_SD), None
+
+    return lax.scan(one_expert, x_SD, (experts, jnp.cumsum(count_E) - count_E, count_E))[0]
+
+
+def _blocked_backward(x_SD, gate_S, experts, count_E, dy_SD):
+    """Turns x_SD into dx_SD and gate_S into dgate_S in place, expert by expert, and sums each expert's gradient."""
+
+    def one_expert(rows, xs):
+        experts, start, count = xs
+        w = _cast(experts, x_SD.dtype)
+
+        def one_block(i, carry):
+            (x_SD, gate_S), dw = carry
+            at = start + i * BLOCK
+            x_BD, dy_BD, gate_B = _slice(x_SD, at), _slice(dy_SD, at), _slice(gate_S, at)
+            mine_B = jnp.arange(BLOCK) < count - i * BLOCK
+            dx_BD, dgate_B, dw_block = _block_gradients(x_BD, jnp.where(mine_B, gate_B, 0), w, dy_BD)
+            rows = _update(x_SD, at, mine_B[:, None], dx_BD), _update(gate_S, at, mine_B, dgate_B)
+            return rows, jax.tree.map(jnp.add, dw, dw_block)
+
+        zero = jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), experts)
+        rows, dw = lax.fori_loop(0, -(-count // BLOCK), one_block, (rows, zero))
+        return rows, jax.tree.map(lambda d, a: d.astype(a.dtype), dw, experts)
+
+    (dx_SD, dgate_S), dexperts = lax.scan(one_expert, (x_SD, gate_S), (experts, jnp.cumsum(count_E) - count_E, count_E))
+    return dx_SD, dgate_S, dexperts
+
+
+def _block_gradients(x_BD, gate_B, w, dy_BD):
+    """dx, dgate and the gradient of one expert's matrices, from one block; a row with gate 0 adds nothing to them."""
+    dtype = x_BD.dtype
+    a_BF, u_BF = _dot("bd,df->bf", x_BD, w.gate_EDF), _dot("bd,df->bf", x_BD, w.up_EDF)
+    dh_BF = _dot("bd,fd->bf", dy_BD, w.down_EFD)  # of the gated h, divided by the gate
+    sigmoid_BF = jax.nn.sigmoid(a_BF)
+    silu_BF = a_BF * sigmoid_BF
+    h_BF = silu_BF * u_BF
+    dgate_B = (dh_BF * h_BF).sum(1)
+    dh_BF, h_BF = dh_BF * gate_B[:, None], h_BF * gate_B[:, None]
+    du_BF = (dh_BF * silu_BF).astype(dtype)
+    da_BF = (dh_BF * u_BF * sigmoid_BF * (1 + a_BF * (1 - sigmoid_BF))).astype(dtype)
+    dx_BD = _dot("bf,df->bd", da_BF, w.gate_EDF) + _dot("bf,df->bd", du_BF, w.up_EDF)
+    dw = Experts(
+        _dot("bd,bf->df", x_BD, da_BF), _dot("bd,bf->df", x_BD, du_BF), _dot("bf,bd->fd", h_BF.astype(dtype), dy_BD)
+    )
+    return dx_BD, dgate_B, dw
+
+
+def _slice(x_S, at):
+    return lax.dynamic_slice_in_dim(x_S, at, BLOCK)
+
+
+def _update(x_S, at, mine_B, new_B):
+    """Writes a block's own rows, and nothing else."""
+    return lax.dynamic_update_slice_in_dim(x_S, jnp.where(mine_B, new_B.astype(x_S.dtype), _slice(x_S, at)), at, 0)
+
+
+def _dot(subscripts, a, b):
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+def _cast(experts, dtype):
+    return jax.tree.map(lambda a: a.astype(dtype), experts)
+
+
+# --- ragged ----------------------------------------------------------------------------------------------------------
+
+
+def _ragged_forward(x_SD, gate_S, experts, count_E):
+    # What a kernel leaves behind the last group is not promised to be finite, hence the mask after every product.
+    routed_S1 = (jnp.arange(x_SD.shape[0], dtype=jnp.int32) < count_E.sum())[:, None]
+
+    def grouped(x_SK, w_EKO):
+        return jnp.where(routed_S1, lax.ragged_dot(x_SK, w_EKO, count_E), 0)
+
+    w = _cast(experts, x_SD.dtype)
+    a_SF, u_SF = (grouped(x_SD, w_EDF).astype(jnp.float32) for w_EDF in (w.gate_EDF, w.up_EDF))
+    h_SF = jax.nn.silu(a_SF) * u_SF * gate_S[:, None]
+    return grouped(h_SF.astype(x_SD.dtype), w.down_EFD)
+
+
+def _ragged_backward(x_SD, gate_S, experts, count_E, dy_SD):
+    _, pullback = jax.vjp(lambda x, gate, w: _ragged_forward(x, gate, w, count_E), x_SD, gate_S, experts)
+    return pullback(dy_SD)
+
+
+_BLOCKED = Backend(_blocked_forward, _blocked_backward)
+_RAGGED = Backend(_ragged_forward, _ragged_backward)
+_CHOSEN_WHEN_LOWERED = Backend(
+    partial(lax.platform_dependent, tpu=_ragged_forward, default=_blocked_forward),
+    partial(lax.platform_dependent, tpu=_ragged_backward, default=_blocked_backward),
+)

@@ -1,0 +1,200 @@
+"""Every backend against a loop over tokens in float64, in value and gradient; then the laws that a layer relies on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from gspax.kernels.expert_ffn import BLOCK, blocked, expert_ffn, ragged, route
+
+BACKENDS = [blocked, ragged, expert_ffn]
+D, F = 6, 10
+
+ROUTINGS = {  # name: (rows, experts, active, how the ids are drawn)
+    "even": (64, 4, 2, "any"),
+    "one_row": (1, 4, 2, "any"),
+    "one_expert": (5, 1, 1, "any"),
+    "every_expert": (9, 3, 3, "distinct"),
+    "padding": (70, 4, 2, "some nowhere"),
+    "all_padding": (7, 4, 2, "nowhere"),
+    "all_to_first": (BLOCK + 3, 5, 2, 0),
+    "all_to_last": (BLOCK, 5, 1, 4),
+    "many_blocks": (3 * BLOCK, 2, 2, "any"),
+}
+
+
+def draw(name, dtype=np.float32):
+    """x, expert, gate and the three weights."""
+    N, E, A, how = ROUTINGS[name]
+    rng = np.random.default_rng(len(name))
+    expert_NA = {
+        "any": lambda: rng.integers(0, E, (N, A)),
+        "distinct": lambda: np.argsort(rng.random((N, E)), axis=1)[:, :A],
+        "some nowhere": lambda: np.where(rng.random((N, A)) < 0.4, E, rng.integers(0, E, (N, A))),
+        "nowhere": lambda: np.full((N, A), E),
+    }.get(how, lambda: np.full((N, A), how))()
+    floats = [rng.normal(size=s) for s in ((N, D), (N, A), (E, D, F), (E, D, F), (E, F, D))]
+    x, gate, *weights = (jnp.asarray(v, dtype) for v in floats)
+    return x, jnp.asarray(expert_NA, jnp.int32), gate, *weights
+
+
+def reference(x, expert, gate, w_gate, w_up, w_down, dy):
+    """y and the gradients of Σ y·dy, one token and one choice at a time."""
+    x, gate, w_gate, w_up, w_down, dy = (np.asarray(v, np.float64) for v in (x, gate, w_gate, w_up, w_down, dy))
+    y, grads = np.zeros_like(x), [np.zeros_like(v) for v in (x, gate, w_gate, w_up, w_down)]
+    dx, dgate, dw_gate, dw_up, dw_down = grads
+    for (n, a), e in np.ndenumerate(np.asarray(expert)):
+        if e == len(w_gate):
+            continue
+        u, v = x[n] @ w_gate[e], x[n] @ w_up[e]
+        s = 1 / (1 + np.exp(-u))
+        h = u * s * v
+        y[n] += gate[n, a] * (h @ w_down[e])
+        dgate[n, a] = h @ w_down[e] @ dy[n]
+        dh = gate[n, a] * (w_down[e] @ dy[n])
+        du, dv = dh * v * (s + u * s * (1 - s)), dh * u * s
+        dx[n] += w_gate[e] @ du + w_up[e] @ dv
+        dw_gate[e] += np.outer(x[n], du)
+        dw_up[e] += np.outer(x[n], dv)
+        dw_down[e] += gate[n, a] * np.outer(h, dy[n])
+    return y, grads
+
+
+def value_and_gradients(ffn, x, expert, gate, *weights):
+    dy = jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype)
+    y, pullback = jax.vjp(lambda x, gate, *w: ffn(x, expert, gate, *w), x, gate, *weights)
+    return dy, y, pullback(dy)
+
+
+def assert_close(got, want, tolerance):
+    """Relative to the largest wanted number: float error does not shrink with the entry."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1.0, float(np.abs(want).max())))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("ffn", BACKENDS)
+def test_agrees_with_a_loop_over_tokens(ffn, name):
+    args = draw(name)
+    dy, y, grads = jax.jit(partial(value_and_gradients, ffn))(*args)
+    want_y, want_grads = reference(*args, dy)
+    assert_close(y, want_y, 2e-6)
+    for got, want in zip(grads, want_grads, strict=True):
+        assert_close(got, want, 2e-6)
+
+
+@pytest.mark.parametrize("ffn", BACKENDS)
+def test_bfloat16_rounds_but_agrees(ffn):
+    args = draw("padding", jnp.bfloat16)
+    dy, y, grads = value_and_gradients(ffn, *args)
+    want_y, want_grads = reference(*args, dy)
+    for got, want in zip((y, *grads), (want_y, *want_grads), strict=True):
+        assert got.dtype == jnp.bfloat16
+        assert_close(got, want, 0.02)
+
+
+@pytest.mark.parametrize("ffn", BACKENDS)
+def test_float32_weights_under_bfloat16_rows_get_float32_gradients(ffn):
+    x, expert, gate, *weights = draw("even")
+    args = x.astype(jnp.bfloat16), expert, gate, *weights
+    dy, y, grads = value_and_gradients(ffn, *args)
+    want_y, want_grads = reference(*args, dy)
+    assert [v.dtype for v in (y, *grads)] == [jnp.bfloat16] * 2 + [jnp.float32] * 4
+    for got, want in zip((y, *grads), (want_y, *want_grads), strict=True):
+        assert_close(got, want, 0.02)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("ffn", BACKENDS)
+def test_garbage_in_unrouted_rows_goes_nowhere(ffn, bad):
+    x, expert, gate, *weights = draw("padding")
+    E = len(weights[0])
+    nowhere_N = jnp.arange(len(x)) % 3 == 0
+    expert = jnp.where(nowhere_N[:, None], E, expert)
+    dirty = jnp.where(nowhere_N[:, None], bad, x)
+    clean = value_and_gradients(ffn, x, expert, gate, *weights)
+    got = value_and_gradients(ffn, dirty, expert, jnp.where(nowhere_N[:, None], bad, gate), *weights)
+    jax.tree.map(np.testing.assert_array_equal, got, clean)
+    assert not np.any(got[1][nowhere_N]) and not np.any(got[2][0][nowhere_N])
+
+
+@pytest.mark.parametrize("ffn", BACKENDS)
+def test_a_row_does_not_depend_on_the_others(ffn):
+    x, expert, gate, *weights = draw("many_blocks")
+    together = ffn(x, expert, gate, *weights)
+    reversed_ = ffn(x[::-1], expert[::-1], gate[::-1], *weights)[::-1]
+    half = ffn(x[::2], expert[::2], gate[::2], *weights)
+    assert_close(reversed_, together, 1e-6)
+    assert_close(half, together[::2], 1e-6)
+
+
+@pytest.mark.parametrize("ffn", BACKENDS)
+def test_a_scan_over_rematerialised_layers_equals_a_loop(ffn):
+    x, expert, gate, *weights = draw("even")
+    stacked = [jnp.stack([w, 0.5 * w, -w]) for w in weights]
+
+    def layer(x, weights):
+        return x + jnp.tanh(ffn(x, expert, gate, *weights)), None
+
+    def scanned(x, stacked):
+        return jax.lax.scan(jax.checkpoint(layer), x, stacked)[0].sum()
+
+    def looped(x, stacked):
+        for i in range(3):
+            x, _ = layer(x, [w[i] for w in stacked])
+        return x.sum()
+
+    got = jax.jit(jax.value_and_grad(scanned, argnums=(0, 1)))(x, stacked)
+    want = jax.value_and_grad(looped, argnums=(0, 1))(x, stacked)
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-5), got, want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "tensor": 2}])
+@pytest.mark.parametrize("ffn", BACKENDS)
+def test_eight_devices_agree_with_one(ffn, axes, check_vma):
+    """Rows over data, the experts' width over tensor; the weights' gradients are summed over data."""
+    x, expert, gate, *weights = draw("even")
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    tensor = "tensor" if "tensor" in axes else None
+
+    def local(*args):
+        y = ffn(*args)
+        return jax.lax.psum(y, tensor) if tensor else y
+
+    specs = (P("data"),) * 3 + (P(None, None, tensor),) * 2 + (P(None, tensor),)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
+    got = jax.jit(partial(value_and_gradients, sharded))(x, expert, gate, *weights)
+    jax.tree.map(lambda a, b: assert_close(a, b, 2e-6), got, value_and_gradients(ffn, x, expert, gate, *weights))
+
+
+def test_the_platform_chooses_the_backend():
+    args = draw("even")
+    traced = jax.jit(partial(value_and_gradients, expert_ffn)).trace(*args)
+    on_cpu, on_tpu = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "tpu"))
+    assert "ragged_dot" in on_tpu and "ragged_dot" not in on_cpu
+
+
+def test_routing_keeps_choices_of_one_expert_together():
+    expert_NA = jnp.array([[2, 0], [3, 2], [0, 3]], jnp.int32)  # 3 is nowhere
+    routing = route(expert_NA, 3)
+    assert routing.count_E.tolist() == [2, 0, 2]
+    assert routing.order_S[:6].tolist() == [1, 4, 0, 3, 6, 6]
+    assert routing.place_NA.tolist() == [[2, 0], [6 + BLOCK, 3], [1, 6 + BLOCK]]
+
+
+def test_refuses_wrong_shapes_and_dtypes():
+    x, expert, gate, *weights = draw("even")
+    with pytest.raises(TypeError, match="int32"):
+        expert_ffn(x, expert.astype(jnp.float32), gate, *weights)
+    with pytest.raises(ValueError, match="shapes"):
+        expert_ffn(x, expert, gate, *weights[:2], weights[0])
+    with pytest.raises(ValueError, match="sort key"):
+        jax.eval_shape(partial(route, num_experts=2**10), jax.ShapeDtypeStruct((2**21, 1), jnp.int32))
