@@ -1,0 +1,180 @@
+"""Checkpoints on disk: the whole state and a JSON `extra`, or nothing.
+
+A state is stored as a flat table `path in the tree -> array`, so that any pytree can be saved (integer keys, typed
+PRNG keys, optimiser tuples) and a checkpoint of another model is told apart by its names, shapes and dtypes before an
+array is read. Orbax writes into a temporary directory and renames it; a killed save leaves nothing that counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+from gspax.errors import UserError
+
+STATE, EXTRA = "state", "extra"
+
+
+class Checkpoints:
+    """Owns a directory of checkpoints, the newest `keep` of them. Use it as a context manager.
+
+    Without `keep` it only reads: nothing is created, cleaned up or saved, and another process may be writing there.
+    It raises the level of the `absl` logger, through which Orbax speaks, to ERROR.
+    """
+
+    def __init__(self, directory: Path | str, keep: int | None = None) -> None:
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        self.directory = Path(directory).absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, read_only=keep is None, cleanup_tmp_directories=keep is not None
+        )
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=options,
+            item_handlers={STATE: ocp.StandardCheckpointHandler(), EXTRA: ocp.JsonCheckpointHandler()},
+        )
+        self._saved: set[int] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
+        """Begin to write a checkpoint; `state` may be donated as soon as this returns.
+
+        The writing goes on in the background: the step counts once `wait`, `steps` or `latest` has returned. Saving
+        a step twice writes it once. After a run went back to an older checkpoint, the first save deletes the
+        later ones, which belong to a run that was abandoned.
+        """
+        self.wait()
+        if step in self._saved:
+            return
+        try:
+            for later in [old for old in self._manager.all_steps() if old >= step]:
+                self._manager.delete(later)
+            items = ocp.args.Composite(
+                **{STATE: ocp.args.StandardSave(_storable(_table(state))), EXTRA: ocp.args.JsonSave(dict(extra))}
+            )
+            self._manager.save(step, args=items, force=True)
+        except Exception as error:
+            raise UserError(f"checkpoint {step} could not be written to {self.directory}: {_brief(error)}") from error
+        self._saved.add(step)
+
+    def wait(self) -> None:
+        """Return when the last save is on disk."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise UserError(f"a checkpoint could not be written to {self.directory}: {_brief(error)}") from error
+
+    def steps(self) -> list[int]:
+        """The steps on disk, oldest first. A directory that lacks a part, as a broken copy does, is left out."""
+        self.wait()
+        return sorted(step for step in self._manager.all_steps() if self._whole(step))
+
+    def latest(self) -> int | None:
+        """The newest step on disk, if there is one."""
+        return max(self.steps(), default=None)
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Read a checkpoint (the newest without `step`) and place each array by its sharding in `abstract_state`.
+
+        `abstract_state` has the structure of the saved state and `jax.ShapeDtypeStruct` leaves with shardings. They may
+        name other devices and another mesh than the ones that the state was saved from.
+        """
+        steps = self.steps()
+        if not steps:
+            raise UserError(f"there is no checkpoint in {self.directory}")
+        step = steps[-1] if step is None else step
+        if step not in steps:
+            raise UserError(f"there is no checkpoint {step} in {self.directory}, only {', '.join(map(str, steps))}")
+        wanted = _table(abstract_state)
+        target = {name: _abstract_storable(leaf) for name, leaf in wanted.items()}
+        try:
+            stored = self._manager.item_metadata(step)[STATE].tree
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+        if problem := _mismatch(stored, target):
+            raise UserError(f"checkpoint {step} in {self.directory} is of another model or optimiser: {problem}")
+        try:
+            items = ocp.args.Composite(
+                **{STATE: ocp.args.StandardRestore(target), EXTRA: ocp.args.JsonRestore()},
+            )
+            read = self._manager.restore(step, args=items)
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+        leaves = [_as_wanted(read[STATE][name], leaf) for name, leaf in wanted.items()]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), read[EXTRA]
+
+    def _whole(self, step: int) -> bool:
+        folder = self.directory / str(step)
+        return (folder / STATE / "_METADATA").exists() and (folder / EXTRA / "metadata").exists()
+
+    def _unreadable(self, step: int, error: Exception) -> UserError:
+        return UserError(f"checkpoint {step} in {self.directory} cannot be read: {_brief(error)}")
+
+
+def _table(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their path, such as `params/layers/0/router`, in the order of the tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    table = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    if len(table) != len(leaves):
+        raise ValueError("two leaves of the state have the same path, such as the keys 0 and '0' of one dict")
+    return table
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _storable(table: dict[str, Any]) -> dict[str, Any]:
+    """Typed PRNG keys as their integers; arrays as they are."""
+    return {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in table.items()}
+
+
+def _abstract_storable(leaf: Any) -> jax.ShapeDtypeStruct:
+    """What to read for a leaf: its shape, dtype and sharding, those of the integers for a typed key."""
+    data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+
+
+def _as_wanted(array: Any, leaf: Any) -> Any:
+    """The inverse of `_storable` for one leaf."""
+    if not _is_key(leaf):
+        return array
+    return jax.random.wrap_key_data(array, impl=str(leaf.dtype._impl.name))
+
+
+def _mismatch(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """How the stored table differs from the wanted one: its first difference, and how many more there are."""
+    differences = []
+    for name in {**wanted, **stored}:
+        if name not in stored:
+            differences.append(f"it has no {name}")
+        elif name not in wanted:
+            differences.append(f"it has {name}, which is not wanted")
+        elif _kind(stored[name]) != _kind(wanted[name]):
+            differences.append(f"{name} is {_kind(stored[name])}, wanted {_kind(wanted[name])}")
+    more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
+    return differences[0] + more if differences else None
+
+
+def _kind(leaf: Any) -> str:
+    return f"{jax.numpy.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+
+def _brief(error: Exception) -> str:
+    """The type of an error and the beginning of its first line: Orbax's messages fill pages."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:160]}"

@@ -1,0 +1,98 @@
+"""The state of a run on the screen: a bar on a terminal, a line every few steps elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+
+class Bar(Protocol):
+    """What `bar` gives."""
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Show that a step is finished. Values that are not given keep their last number."""
+
+    def print(self, message: str) -> None:
+        """Show a line of text, above the bar."""
+
+
+# Of the metrics of a run (`group/name`) these are shown, under these names. A name without a group is shown as it is.
+SHOWN = {
+    "reward/mean": "reward",
+    "response/length_mean": "length",
+    "policy/entropy": "entropy",
+    "eval/accuracy": "eval",
+}
+
+
+@contextlib.contextmanager
+def bar(
+    total: int, start: int = 0, title: str = "step", *, every: int = 10, console: Console | None = None
+) -> Iterator[Bar]:
+    """Show `start` of `total` steps done. Without a terminal it prints every `every`th step and the last."""
+    console = console or Console(highlight=False)
+    clock = _Clock(total, start)
+    if not console.is_terminal:
+        yield _Lines(console, clock, title, every)
+        return
+    text = TextColumn("{task.fields[text]}", markup=False)
+    with Progress(
+        TextColumn(title, markup=False), MofNCompleteColumn(), BarColumn(24), text, console=console
+    ) as progress:
+        task = progress.add_task("", total=total, completed=start, text="")
+        yield _Live(progress, task, clock)
+
+
+class _Clock:
+    """The latest values, and the time left by the mean step since the first, which compiles."""
+
+    def __init__(self, total: int, start: int) -> None:
+        self.total = total
+        self.values: dict[str, float] = {}
+        self._marks = [(start, time.monotonic())]
+
+    def text(self, step: int, values: Mapping[str, float]) -> str:
+        self.values |= {SHOWN.get(name, name): x for name, x in values.items() if name in SHOWN or "/" not in name}
+        self._marks = [*self._marks[:2], (step, time.monotonic())]
+        (first, began), (last, now) = self._marks[-2:]
+        pace = (now - began) / max(last - first, 1)
+        numbers = "  ".join(f"{name} {value:.3g}" for name, value in self.values.items())
+        return f"{numbers}  {pace:.2g} s/step  {_duration(pace * (self.total - step))} left"
+
+
+class _Lines:
+    def __init__(self, console: Console, clock: _Clock, title: str, every: int) -> None:
+        self._console, self._clock, self._title, self._every = console, clock, title, every
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        text = self._clock.text(step, values)
+        if step % self._every == 0 or step == self._clock.total:
+            self.print(f"{self._title} {step}/{self._clock.total}  {text}")
+
+    def print(self, message: str) -> None:
+        self._console.print(Text(message), soft_wrap=True)
+        self._console.file.flush()
+
+
+class _Live:
+    def __init__(self, progress: Progress, task: object, clock: _Clock) -> None:
+        self._progress, self._task, self._clock = progress, task, clock
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        text = self._clock.text(step, values)
+        self._progress.update(self._task, completed=step, text=text)  # type: ignore[arg-type]
+
+    def print(self, message: str) -> None:
+        self._progress.console.print(Text(message))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
