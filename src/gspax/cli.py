@@ -1,0 +1,269 @@
+"""The program `gspax`: train, sft, eval, bench, report.
+
+Exit codes: 0 done; 1 a failure while running; 2 a mistake in the input, told in one line each on stderr; 128 + the
+signal's number for a run that a signal ended (130 for ctrl-c, 143 for SIGTERM). GSPAX_TRACEBACK=1 adds the traceback to
+the messages that come without one.
+
+jax and what stands on it are imported by the verbs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gspax
+from gspax.errors import UserError
+
+if TYPE_CHECKING:
+    from gspax.config import Experiment
+
+OWN_EXTRA = ("flax", "jinja2", "matplotlib", "optax", "orbax", "rich", "tensorboardX", "transformers")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program with these arguments (those of the process by default) and give its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except SystemExit as done:  # argparse, after --help and --version
+        return int(done.code or 0)
+    except UserError as problem:
+        return _fail(problem, str(problem).splitlines(), 2)
+    except _interrupted() as stop:
+        return _fail(stop, [str(stop)], 128 + getattr(stop, "signum", signal.SIGINT))
+    except KeyboardInterrupt as stop:
+        return _fail(stop, ["interrupted"], 128 + signal.SIGINT)
+    except BrokenPipeError:  # the reader of our output has gone, as in `gspax ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package in OWN_EXTRA:
+            return _fail(missing, [f"this needs the package {package!r}: pip install 'gspax[train]'"], 2)
+        traceback.print_exc()
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _interrupted() -> Any:
+    """The exception of a run that a signal ended; none can be raised before its module, with jax, is imported."""
+    return getattr(sys.modules.get("gspax.interrupt"), "Interrupted", ())
+
+
+def _fail(problem: BaseException, lines: Sequence[str], code: int) -> int:
+    if os.environ.get("GSPAX_TRACEBACK", "0") not in ("", "0"):
+        traceback.print_exception(problem)
+    for line in lines:
+        print(f"gspax: {line}", file=sys.stderr)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    verb = arguments[0] if arguments else "--help"
+    if verb not in VERBS:
+        _overview().parse_args([verb])
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(VERBS)}"
+        raise UserError(f"there is no verb {verb!r}; {hint}")
+    parse, act = VERBS[verb]
+    act(parse().parse_intermixed_args(arguments[1:]))
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the usage."""
+
+    def error(self, message: str) -> Any:
+        raise UserError(f"{message} (see `{self.prog} --help`)")
+
+
+def _overview() -> _Parser:
+    parser = _Parser(
+        prog="gspax",
+        description="GSPO and GRPO post-training of mixture-of-experts language models in JAX.",
+        epilog="verbs:\n"
+        "  train FILE --workdir DIR   run an experiment; continue it if DIR holds a checkpoint of it\n"
+        "  sft FILE --workdir DIR     only its supervised warm start\n"
+        "  eval FILE --workdir DIR    measure a checkpoint on held-out problems\n"
+        "  bench FILE                 measure speed on this machine\n"
+        "  report DIR                 write report.html of a run\n\n"
+        "`gspax VERB --help` explains one. For a first look, without any computation:\n"
+        "  gspax train experiments/sort_gspo.py --dry-run",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="gspax [-h] [--version] VERB ...",
+    )
+    parser.add_argument("verb", nargs="?", metavar="VERB", help="train, sft, eval, bench or report")
+    parser.add_argument("--version", action="version", version=f"gspax {gspax.__version__}")
+    parser.set_defaults(verb="--help")
+    return parser
+
+
+def _parser(verb: str, description: str, example: str) -> _Parser:
+    return _Parser(
+        prog=f"gspax {verb}",
+        description=description,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _add_experiment(parser: _Parser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a Python file that defines `experiment = Experiment(...)`")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="a.b=c", help="set a field of the experiment; later ones win (null for None)"
+    )
+
+
+def _add_dry_run(parser: _Parser) -> None:
+    parser.add_argument("--workdir", type=Path, metavar="DIR", help="where the run writes (not needed for a dry run)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print settings and costs, and stop")
+    parser.add_argument("--devices", type=_at_least(1), metavar="N", help="of the dry run's machine (default: 1)")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"wanted a whole number of at least {least}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def _train_parser() -> _Parser:
+    parser = _parser(
+        "train",
+        "Run an experiment: warm start, sampling, updates, evaluation. If DIR holds a checkpoint of it, continue.",
+        "gspax train experiments/sort_gspo.py --workdir runs/sort schedule.steps=200 optimizer.learning_rate=1e-4",
+    )
+    _add_experiment(parser)
+    _add_dry_run(parser)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> None:
+    experiment = _experiment(options)
+    if not _dry_run(options, experiment):
+        _verb("loop").train(experiment, options.workdir)
+
+
+def _sft_parser() -> _Parser:
+    parser = _parser(
+        "sft",
+        "Only the supervised warm start of an experiment.",
+        "gspax sft experiments/sort_gspo.py --workdir runs/sort_sft warm_start.steps=100",
+    )
+    _add_experiment(parser)
+    _add_dry_run(parser)
+    return parser
+
+
+def _sft(options: argparse.Namespace) -> None:
+    experiment = _experiment(options)
+    if experiment.warm_start is None:
+        raise UserError("warm_start: wanted a WarmStart for `gspax sft`, the experiment has None")
+    if not _dry_run(options, experiment):
+        _verb("sft").run(experiment, options.workdir)
+
+
+def _eval_parser() -> _Parser:
+    parser = _parser(
+        "eval",
+        "Measure a checkpoint on held-out problems, sampled at temperature 1 and decoded greedily.",
+        "gspax eval experiments/sort_gspo.py --workdir runs/sort --step 100 evaluation.problems=1024",
+    )
+    _add_experiment(parser)
+    parser.add_argument("--workdir", type=Path, metavar="DIR", required=True, help="of the run")
+    parser.add_argument("--step", type=_at_least(0), metavar="N", help="the checkpoint (default: the newest)")
+    return parser
+
+
+def _eval(options: argparse.Namespace) -> None:
+    experiment = _experiment(options)
+    _directory(options.workdir)
+    _verb("evaluate").run(experiment, options.workdir, options.step)
+
+
+def _bench_parser() -> _Parser:
+    parser = _parser(
+        "bench",
+        "Measure how fast an experiment samples and trains on this machine.",
+        "gspax bench experiments/sort_gspo.py sampling.prompts=128",
+    )
+    _add_experiment(parser)
+    return parser
+
+
+def _bench(options: argparse.Namespace) -> None:
+    _verb("bench").run(_experiment(options))
+
+
+def _report_parser() -> _Parser:
+    parser = _parser("report", "Write report.html of a run: curves, samples, settings.", "gspax report runs/sort")
+    parser.add_argument("workdir", type=Path, metavar="DIR", help="of the run")
+    return parser
+
+
+def _report(options: argparse.Namespace) -> None:
+    _directory(options.workdir)
+    print(_verb("report").write(options.workdir))
+
+
+VERBS: dict[str, tuple[Callable[[], _Parser], Callable[[argparse.Namespace], None]]] = {
+    "train": (_train_parser, _train),
+    "sft": (_sft_parser, _sft),
+    "eval": (_eval_parser, _eval),
+    "bench": (_bench_parser, _bench),
+    "report": (_report_parser, _report),
+}
+
+
+def _experiment(options: argparse.Namespace) -> Experiment:
+    """The experiment of the command line, checked as far as it can be without asking for the devices."""
+    from gspax import experiment as experiments
+
+    dry_run = getattr(options, "dry_run", False)
+    if getattr(options, "devices", None) is not None and not dry_run:
+        raise UserError("--devices is for --dry-run; a run uses all devices that it finds")
+    if not dry_run and "workdir" in options and options.workdir is None:
+        raise UserError("wanted --workdir DIR, the directory that the run writes to (or --dry-run)")
+    experiment = experiments.override(experiments.load(options.file), options.overrides)
+    experiments.check(experiment, (options.devices or 1) if dry_run else None)
+    for sentence in experiments.warnings(experiment):
+        print(f"gspax: warning: {sentence}", file=sys.stderr)
+    return experiment
+
+
+def _dry_run(options: argparse.Namespace, experiment: Experiment) -> bool:
+    """Print the plan if that is all that was asked for."""
+    if options.dry_run:
+        from gspax import plan
+
+        keys = [assignment.partition("=")[0].strip() for assignment in options.overrides]
+        print(plan.render(plan.plan(experiment, options.devices or 1, overridden=keys)))
+    return options.dry_run
+
+
+def _verb(module: str) -> Any:
+    """A module that is imported only by the verb that needs it."""
+    return importlib.import_module(f"gspax.{module}")
+
+
+def _directory(path: Path) -> None:
+    if not path.is_dir():
+        raise UserError(f"{path}: wanted the directory of a run, there is none")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

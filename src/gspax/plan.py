@@ -1,0 +1,256 @@
+"""The dry run: what an experiment would cost, from its numbers alone. No array is made and no device is asked.
+
+Parameters and the cache are exact; activations are an estimate of what the compiler keeps, without fragmentation and
+its own scratch space. Parameters, gradients and moments are split over the mesh's fsdp axis, rows over both axes.
+
+Letters: P prompts, G samples per prompt, B = P·G rows, T tokens, V vocabulary, D model, N query heads, K key/value
+heads, H head, E experts, A active experts, F expert width, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from gspax import sharding
+from gspax.config import Experiment
+from gspax.description import describe, flatten, show
+from gspax.model.config import ModelConfig, is_sparse
+
+LOGIT_BUDGET = 2**25  # as in gspax.train_step, which would import the optimiser
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `plan` found. Bytes are per device, except the checkpoint's."""
+
+    settings: dict[str, Any]  # dotted key -> value
+    overridden: tuple[str, ...]  # keys given on the command line
+    devices: int
+    mesh: dict[str, int]
+    parameters: int
+    active_parameters: int
+    rows: int  # of a rollout batch
+    completion_tokens: int  # drawn in a step, at most
+    tokens: int  # prompts and completions that a step trains on, at most
+    updates: int  # per step
+    steps: int
+    warm_start_updates: int
+    learner: dict[str, int]  # part -> bytes at the learner's peak
+    sampler: dict[str, int]  # part -> bytes at the sampler's peak
+    activations_with_remat: int
+    activations_without_remat: int
+    checkpoint: int
+
+
+def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str] = ()) -> Plan:
+    """The cost of an experiment that `validate` finds nothing wrong with, on so many devices.
+
+    Raises:
+      UserError: the mesh does not fit the devices.
+    """
+    config, sampling, schedule = experiment.model, experiment.sampling, experiment.schedule
+    mesh = sharding.mesh_shape(experiment.mesh, devices)
+    rows, length = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
+    parameters = parameter_count(config)
+    return Plan(
+        settings=flatten(describe(experiment)),
+        overridden=tuple(overridden),
+        devices=devices,
+        mesh=mesh,
+        parameters=parameters,
+        active_parameters=active_parameter_count(config),
+        rows=rows,
+        completion_tokens=rows * sampling.max_tokens,
+        tokens=rows * length,
+        updates=schedule.minibatches,
+        steps=schedule.steps,
+        warm_start_updates=experiment.warm_start.steps if experiment.warm_start else 0,
+        learner=_learner_bytes(experiment, mesh),
+        sampler=_sampler_bytes(experiment, mesh),
+        activations_with_remat=_activation_bytes(experiment, mesh, remat=True),
+        activations_without_remat=_activation_bytes(experiment, mesh, remat=False),
+        checkpoint=3 * FLOAT32 * parameters,
+    )
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Numbers in the model's parameters, embedding and head included."""
+    return _outer_count(config) + sum(
+        _attention_count(config) + _mlp_count(config, layer, config.num_experts)
+        for layer in range(config.num_hidden_layers)
+    )
+
+
+def active_parameter_count(config: ModelConfig) -> int:
+    """The parameters that belong to one token's path, with only its own experts; embedding and head counted whole, as
+    in the published "A3B" and "A22B"."""
+    return _outer_count(config) + sum(
+        _attention_count(config) + _mlp_count(config, layer, config.num_experts_per_tok)
+        for layer in range(config.num_hidden_layers)
+    )
+
+
+def _outer_count(config: ModelConfig) -> int:
+    """Embedding, final norm and, unless tied, head."""
+    tables = 1 if config.tie_word_embeddings else 2
+    return tables * config.vocab_size * config.hidden_size + config.hidden_size
+
+
+def _attention_count(config: ModelConfig) -> int:
+    """Projections, the norms of queries and keys, and the layer's two norms."""
+    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    return 2 * D * N * H + 2 * D * K * H + 2 * H + 2 * D
+
+
+def _mlp_count(config: ModelConfig, layer: int, experts: int) -> int:
+    """The router and so many experts, or one dense network."""
+    D = config.hidden_size
+    if is_sparse(config, layer):
+        return D * config.num_experts + 3 * experts * D * config.moe_intermediate_size
+    return 3 * D * config.intermediate_size
+
+
+def _learner_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
+    """What is alive during the backward pass of an update."""
+    config = experiment.model
+    own = FLOAT32 * math.ceil(parameter_count(config) / mesh["fsdp"])
+    rows = experiment.sampling.prompts * experiment.sampling.group
+    micro_rows = _microbatch_rows(experiment, mesh)
+    length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
+    split = micro_rows * mesh["data"] * mesh["fsdp"] < rows // experiment.schedule.minibatches
+    chunk = min(length, max(1, LOGIT_BUDGET // (micro_rows * config.vocab_size)))
+    parts = {
+        "parameters, float32": own,
+        "gradients, float32" + (" (sum and micro-batch)" if split else ""): own * (2 if split else 1),
+        "Adam moments, float32": 2 * own,
+        "one gathered layer": _gathered_bytes(config, mesh),
+        f"activations, estimated, remat {'on' if config.remat else 'off'}": _activation_bytes(
+            experiment, mesh, remat=config.remat
+        ),
+        # The logits, their softmax and its gradient.
+        f"logits of {chunk} positions": 3 * FLOAT32 * micro_rows * chunk * config.vocab_size,
+        "rollout batch": _rollout_bytes(experiment, mesh),
+    }
+    return {part: size for part, size in parts.items() if size}
+
+
+def _sampler_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
+    """What is alive while completions are drawn: no gradients, but the moments stay."""
+    config, sampling = experiment.model, experiment.sampling
+    own = FLOAT32 * math.ceil(parameter_count(config) / mesh["fsdp"])
+    prompts = math.ceil(sampling.prompts / (mesh["data"] * mesh["fsdp"]))
+    rows = prompts * sampling.group
+    position = 2 * _dtype_bytes(config) * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    parts = {
+        "parameters, float32": own,
+        "Adam moments, float32": 2 * own,
+        "one gathered layer": _gathered_bytes(config, mesh),
+        "cache of the prompts, once per prompt": position * prompts * sampling.max_prompt_tokens,
+        "cache of the completions": position * rows * sampling.max_tokens,
+        "logits of one position, and noise": 2 * FLOAT32 * rows * config.vocab_size,
+        "rollout batch": _rollout_bytes(experiment, mesh),
+    }
+    return {part: size for part, size in parts.items() if size}
+
+
+def _microbatch_rows(experiment: Experiment, mesh: dict[str, int]) -> int:
+    """Rows of one forward and backward pass on one device."""
+    minibatch = experiment.sampling.prompts * experiment.sampling.group // experiment.schedule.minibatches
+    return math.ceil((experiment.schedule.microbatch_rows or minibatch) / (mesh["data"] * mesh["fsdp"]))
+
+
+def _gathered_bytes(config: ModelConfig, mesh: dict[str, int]) -> int:
+    """The largest layer, or the head, whole and in the compute dtype: each device needs it to run its own rows."""
+    if mesh["fsdp"] == 1:
+        return 0
+    layers = [_mlp_count(config, layer, config.num_experts) for layer in range(config.num_hidden_layers)]
+    largest = max(max(layers) + _attention_count(config), config.vocab_size * config.hidden_size)
+    return _dtype_bytes(config) * largest
+
+
+def _activation_bytes(experiment: Experiment, mesh: dict[str, int], *, remat: bool) -> int:
+    """What a micro-batch keeps for its backward pass: with remat each layer's input and one layer in full, else every
+    layer in full."""
+    config = experiment.model
+    length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
+    tokens = _microbatch_rows(experiment, mesh) * length
+    layers = [_layer_bytes(config, layer, length) for layer in range(config.num_hidden_layers)]
+    stream = _dtype_bytes(config) * config.hidden_size
+    return tokens * (len(layers) * stream + max(layers) if remat else sum(layers))
+
+
+def _layer_bytes(config: ModelConfig, layer: int, length: int) -> int:
+    """Bytes per token that the backward pass of one layer reads."""
+    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    size = _dtype_bytes(config)
+    attention = size * (3 * D + 3 * N * H + 3 * K * H)  # stream, norm, output; projected, rotated, context
+    scores = (2 * FLOAT32 + size) * N * length  # the scores, their softmax, and that in the compute dtype
+    if is_sparse(config, layer):
+        A, F = config.num_experts_per_tok, config.moe_intermediate_size
+        mlp = size * (2 * D + A * (2 * D + 3 * F)) + 2 * FLOAT32 * config.num_experts
+    else:
+        mlp = size * (2 * D + 3 * config.intermediate_size)
+    return attention + scores + mlp
+
+
+def _rollout_bytes(experiment: Experiment, mesh: dict[str, int]) -> int:
+    """Tokens, segments, three kinds of log-probs (4 bytes each) and a mask for every position of a rollout batch."""
+    length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
+    rows = experiment.sampling.prompts * experiment.sampling.group
+    return math.ceil(rows / (mesh["data"] * mesh["fsdp"])) * length * (5 * 4 + 1)
+
+
+def _dtype_bytes(config: ModelConfig) -> int:
+    return 2 if config.dtype == "bfloat16" else 4
+
+
+def render(plan: Plan) -> str:
+    """The plan as text."""
+    lines = ["Settings" + (" (* given on the command line)" if plan.overridden else "")]
+    width = max(map(len, plan.settings))
+    for key, value in plan.settings.items():
+        mark = "*" if any(key == given or key.startswith(given + ".") for given in plan.overridden) else " "
+        lines.append(f"{mark} {key:<{width}}  {show(value)}")
+    several = "s" if plan.devices > 1 else ""
+    per_step = f"{plan.updates} updates, at most {plan.completion_tokens:,} tokens drawn, {plan.tokens:,} trained on"
+    lines += [
+        "",
+        f"Model       {_count(plan.parameters)} parameters, {_count(plan.active_parameters)} active per token "
+        "(embedding and head counted in both)",
+        f"Mesh        {', '.join(f'{axis}={size}' for axis, size in plan.mesh.items())}: "
+        f"{plan.devices} device{several} (--devices N for another number)",
+        f"One step    {plan.rows:,} rows, {per_step}",
+        f"In total    {plan.steps:,} steps, {plan.steps * plan.updates:,} updates, "
+        f"at most {plan.steps * plan.tokens:,} tokens",
+    ]
+    if plan.warm_start_updates:
+        lines.append(f"Warm start  {plan.warm_start_updates:,} supervised updates before them")
+    lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: parameters and two moments, float32")
+    for title, parts in (("learner, backward pass", plan.learner), ("sampler", plan.sampler)):
+        lines += ["", f"Memory per device, {title}"]
+        lines += [f"  {part:<44}{_bytes(size):>12}" for part, size in parts.items()]
+        lines.append(f"  {'together':<44}{_bytes(sum(parts.values())):>12}")
+    lines += [
+        "",
+        f"Activations with remat {_bytes(plan.activations_with_remat)}, without "
+        f"{_bytes(plan.activations_without_remat)} (model.remat; estimates)",
+    ]
+    return "\n".join(lines)
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:,}"
+
+
+def _bytes(number: int) -> str:
+    size, units = float(number), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.2f} {units[0]}"

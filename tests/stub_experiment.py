@@ -1,0 +1,70 @@
+"""An experiment file of parts that hold nothing of gspax but its dataclasses; tests copy it and change lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from gspax.config import Experiment, Mesh, Sampling, Schedule, WarmStart
+from gspax.model.presets import tiny_moe
+
+
+@dataclass(frozen=True)
+class Problems:
+    seed: int = 0
+    max_digits: int = 6
+    share: float = 0.5
+    label: str | None = None
+
+    def __post_init__(self):
+        if self.max_digits > 9:
+            raise ValueError(f"wanted max_digits of at most 9, got {self.max_digits}")
+
+    def train(self, index):
+        raise NotImplementedError
+
+    def heldout(self, index):
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Digits:
+    vocab_size: int = 11
+    stop_ids: tuple[int, ...] = (10,)
+
+    def encode(self, text):
+        raise NotImplementedError
+
+    def decode(self, ids):
+        raise NotImplementedError
+
+
+def reward(problem, completion):
+    raise NotImplementedError
+
+
+def demonstration(problem, rng):
+    raise NotImplementedError
+
+
+def advantage(rewards, *, eps: float = 1e-6):
+    raise NotImplementedError
+
+
+def gspo(logp, old_logp, advantage, mask, *, clip_low: float = 3e-4, clip_high: float = 4e-4):
+    raise NotImplementedError
+
+
+experiment = Experiment(
+    name="stub",
+    model=tiny_moe,
+    data=Problems(),
+    tokenizer=Digits(),
+    reward=reward,
+    advantage=advantage,
+    loss=partial(gspo, clip_low=2e-4),
+    sampling=Sampling(prompts=16, group=4, max_prompt_tokens=8, max_tokens=8),
+    schedule=Schedule(steps=10, minibatches=4),
+    warm_start=WarmStart(demonstration=demonstration, rows=32),
+    mesh=Mesh(fsdp=-1),
+)

@@ -1,0 +1,255 @@
+"""Loading an experiment file, finding its mistakes, and describing it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import stub_experiment
+
+from gspax import losses
+from gspax.errors import UserError
+from gspax.experiment import RESUMABLE, check, describe, difference, flatten, load, override, validate, warnings
+
+STUB = Path(stub_experiment.__file__)
+EXPERIMENT = load(STUB)
+
+
+def write(folder, text):
+    path = folder / "mine.py"
+    path.write_text(text)
+    return path
+
+
+def error(path):
+    with pytest.raises(UserError) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_good_file_loads():
+    assert EXPERIMENT.name == "stub"
+    assert validate(EXPERIMENT, 1) == validate(EXPERIMENT, None) == warnings(EXPERIMENT) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("x = 1\nexperiment = (\n", 2, "syntax error: '(' was never closed"),
+        ("x = 1\n\nimport no_such_module_here\n", 3, "No module named 'no_such_module_here'"),
+        ("from gspax import lossess\n", 1, "cannot import name 'lossess' from 'gspax'"),
+        ("\nraise ValueError('two\\nlines')\n", 2, "ValueError: two lines"),
+        ("\ndef f():\n    return 1 / 0\nf()\n", 3, "ZeroDivisionError: division by zero"),
+        ("from gspax.config import Sampling\nSampling(promts=3)\n", 2, "unexpected keyword argument 'promts'"),
+        ("exit(3)\n", 1, "should only define `experiment`"),
+        ("x = '\0'\n", 1, "null"),
+    ],
+)
+def test_a_file_that_fails_names_the_line(tmp_path, text, line, said):
+    path = write(tmp_path, text)
+    message = error(path)
+    assert message.startswith(f"{path}:{line}: ")
+    assert said in message
+
+
+def test_a_file_without_an_experiment(tmp_path):
+    assert "defines no `experiment`" in error(write(tmp_path, "experment = 3\n"))
+    assert "must be a gspax.config.Experiment, got dict" in error(write(tmp_path, "experiment = {}\n"))
+    assert "got the class Experiment" in error(
+        write(tmp_path, "from gspax.config import Experiment\nexperiment = Experiment\n")
+    )
+
+
+def test_no_file(tmp_path):
+    assert error(tmp_path / "none.py") == f"{tmp_path / 'none.py'}: there is no such file"
+    assert "this is a directory" in error(tmp_path)
+
+
+def test_a_changed_file_is_not_loaded_from_a_cache(tmp_path):
+    text = STUB.read_text()
+    path = write(tmp_path, text)
+    assert load(path).name == "stub"
+    assert load(write(tmp_path, text.replace('name="stub"', 'name="stab"'))).name == "stab"
+    assert [each.name for each in tmp_path.iterdir()] == ["mine.py"]
+
+
+def test_a_variant_imports_the_file_beside_it(tmp_path):
+    (tmp_path / "the_base_of_a_variant.py").write_text(STUB.read_text())
+    path = write(
+        tmp_path,
+        "from dataclasses import replace\nimport the_base_of_a_variant as base\n"
+        "experiment = replace(base.experiment, name='variant')\n",
+    )
+    assert load(path).name == "variant"
+
+
+# Each override, and the one sentence that it must give for 1 device.
+MISTAKES = {
+    "sampling.prompts=0": "sampling.prompts: wanted at least 1, got 0",
+    "sampling.group=1": "sampling.group: wanted at least 2, got 1",
+    "sampling.max_tokens=0": "sampling.max_tokens: wanted at least 1, got 0",
+    "sampling.temperature=0": "sampling.temperature: wanted above 0, got 0.0",
+    "sampling.temperature=nan": "sampling.temperature: wanted above 0, got nan",
+    "sampling.temperature=inf": "sampling.temperature: wanted above 0, got inf",
+    "sampling.top_k=-1": "sampling.top_k: wanted at least 0, got -1",
+    "sampling.top_p=0": "sampling.top_p: wanted above 0 and at most 1, got 0.0",
+    "sampling.top_p=1.1": "sampling.top_p: wanted above 0 and at most 1, got 1.1",
+    "sampling.min_p=1": "sampling.min_p: wanted at least 0 and below 1, got 1.0",
+    "optimizer.learning_rate=0": "optimizer.learning_rate: wanted above 0, got 0.0",
+    "warm_start.optimizer.b2=1": "warm_start.optimizer.b2: wanted at least 0 and below 1, got 1.0",
+    "warm_start.rows=0": "warm_start.rows: wanted at least 1, got 0",
+    "schedule.minibatches=0": "schedule.minibatches: wanted at least 1, got 0",
+    "schedule.minibatches=3": "schedule.minibatches: wanted a divisor of the 64 rows of a rollout batch, got 3",
+    "schedule.microbatch_rows=3": "schedule.microbatch_rows: wanted a divisor of a mini-batch's 16 rows, got 3",
+    "schedule.steps=-1": "schedule.steps: wanted at least 0, got -1",
+    "schedule.keep_checkpoints=0": "schedule.keep_checkpoints: wanted at least 1, got 0",
+    "seed=-1": "seed: wanted at least 0 and below 2^32, got -1",
+    "name=a b": "name: wanted letters, digits, '.', '_' and '-', a letter or digit first, got 'a b'",
+    "name=../up": "name: wanted letters, digits, '.', '_' and '-', a letter or digit first, got '../up'",
+    "model.dtype=float16": "model.dtype: wanted float32 or bfloat16, got 'float16'",
+    "model.num_experts_per_tok=5": "model.num_experts_per_tok: wanted 1 to model.num_experts (4), got 5",
+    "model.num_experts_per_tok=0": "model.num_experts_per_tok: wanted 1 to model.num_experts (4), got 0",
+    "model.moe_intermediate_size=0": "model.moe_intermediate_size: wanted at least 1 for the experts, got 0",
+    "model.num_experts=0": "model.intermediate_size: wanted at least 1 for the dense layers, got 0",
+    "model.mlp_only_layers=0": "model.intermediate_size: wanted at least 1 for the dense layers, got 0",
+    "model.mlp_only_layers=7": "model.mlp_only_layers: wanted layers below 2, got 7",
+    "model.num_key_value_heads=3": "model.num_attention_heads: wanted a multiple of model.num_key_value_heads (3), "
+    "got 4",
+    "model.head_dim=15": "model.head_dim: wanted an even number (RoPE turns pairs), got 15",
+    "model.max_position_embeddings=15": "sampling.max_tokens: wanted prompt and completion within "
+    "model.max_position_embeddings (15), got 8 + 8 = 16 tokens",
+    "evaluation.max_tokens=600": "evaluation.max_tokens: wanted prompt and completion within "
+    "model.max_position_embeddings (512), got 8 + 600 = 608 tokens",
+    "model.vocab_size=10": "model.vocab_size: wanted at least the tokenizer's 11, got 10",
+    "tokenizer.stop_ids=11": "tokenizer.stop_ids: wanted a tuple of one or more ids below 11, got (11,)",
+    "mesh.data=0": "mesh.data: wanted at least 1, or -1 for the devices that are left, got 0",
+    "loss.clip_low=1": "loss.clip_low: wanted a number at least 0 and below 1, got 1.0",
+    "loss.clip_high=-1": "loss.clip_high: wanted a number at least 0, got -1.0",
+}
+
+
+@pytest.mark.parametrize("assignment", MISTAKES)
+def test_a_mistake_is_one_sentence(assignment):
+    assert validate(override(EXPERIMENT, [assignment]), 1) == [MISTAKES[assignment]]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": "3"}, "seed: wanted an integer, got '3'"),
+        ({"seed": True}, "seed: wanted an integer, got True"),
+        ({"reward": 3}, "reward: wanted a function, got 3"),
+        ({"warm_start": 3}, "warm_start: wanted a WarmStart or None, got 3"),
+        ({"sampling": replace(EXPERIMENT.sampling, top_p="1")}, "sampling.top_p: wanted a number, got '1'"),
+        ({"model": None}, "model: wanted a ModelConfig, got None"),
+        ({"data": stub_experiment.Problems}, "data: wanted an instance, got the class Problems (write Problems(...))"),
+        ({"data": 3}, "data: wanted an object with train and heldout, int has no train"),
+        (
+            {"reward": lambda text: 0},
+            "reward: wanted a function of (problem, completion), test_experiment.<lambda> cannot be called so: "
+            "too many positional arguments",
+        ),
+        (
+            {"loss": partial(stub_experiment.gspo, clip_lo=0.1)},
+            "loss: wanted a function of (logp, old_logp, advantage, mask), stub_experiment.gspo has no parameter "
+            "'clip_lo' (did you mean 'clip_low'?)",
+        ),
+    ],
+)
+def test_a_wrong_part_is_one_sentence(change, said):
+    assert validate(replace(EXPERIMENT, **change), 1) == [said]
+
+
+def test_all_mistakes_are_found_at_once():
+    bad = override(EXPERIMENT, ["sampling.group=1", "optimizer.b1=2", "name=/"])
+    assert len(validate(bad, 1)) == 3
+    with pytest.raises(UserError) as caught:
+        check(bad)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("assignments", "devices", "said"),
+    [
+        ([], 8, []),
+        (["mesh.data=-1"], None, ["mesh: wanted at most one axis of -1, got data=-1, fsdp=-1"]),
+        (
+            ["mesh.data=3"],
+            8,
+            [
+                "mesh: the axes must multiply to the 8 devices at hand (at most one may be -1); got data=3, fsdp=-1",
+            ],
+        ),
+        (["sampling.prompts=12", "mesh.data=2"], 8, ["sampling.prompts", "schedule.minibatches"]),
+        (["mesh.data=4", "mesh.fsdp=2", "schedule.microbatch_rows=4"], None, ["schedule.microbatch_rows"]),
+        (["warm_start.rows=12"], 8, ["warm_start.rows"]),
+        (["model.hidden_size=36"], 8, ["model.hidden_size: wanted a multiple of mesh.fsdp (8), got 36"]),
+    ],
+)
+def test_the_mesh(assignments, devices, said):
+    found = validate(override(EXPERIMENT, assignments), devices)
+    assert len(found) == len(said)
+    assert all(one.startswith(start) for one, start in zip(found, said, strict=True))
+
+
+def test_warnings():
+    (filtered,) = warnings(override(EXPERIMENT, ["sampling.top_p=0.9", "sampling.min_p=0.1"]))
+    assert filtered.startswith("sampling.top_p, sampling.min_p: ")
+    (inert,) = warnings(override(EXPERIMENT, ["loss.clip_low=0.2"]))
+    assert inert.startswith("loss.clip_low=0.2: GSPO's ratio")
+    assert warnings(override(EXPERIMENT, ["loss=gspax.losses.grpo"])) == []  # its band is meant to be wide
+
+
+def test_the_description_is_json_and_keeps_what_runs():
+    description = describe(EXPERIMENT)
+    assert json.loads(json.dumps(description)) == description
+    assert description["reward"] == "experiment_file.reward"
+    assert description["loss"] == {"function": "experiment_file.gspo", "clip_low": 2e-4, "clip_high": 4e-4}
+    assert description["data"]["type"] == "experiment_file.Problems"
+    assert description["model"]["mlp_only_layers"] == []
+    assert " at 0x" not in json.dumps(description)
+
+
+def test_the_description_is_the_same_in_every_process():
+    code = (
+        "import json, sys; from gspax.experiment import describe, load; print(json.dumps(describe(load(sys.argv[1]))))"
+    )
+    other = subprocess.run([sys.executable, "-c", code, str(STUB)], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == json.dumps(describe(EXPERIMENT))
+
+
+def test_a_partial_that_spells_out_a_default_is_the_same_loss():
+    assert describe(losses.gspo) == describe(partial(losses.gspo, clip_low=3e-4))
+    assert describe(partial(partial(max, 3), key=len)) == {
+        "function": "builtins.max",
+        "arguments": [3],
+        "key": "builtins.len",
+    }
+
+
+def test_difference_and_what_a_resume_may_change():
+    old = describe(EXPERIMENT)
+    assert difference(old, old) == []
+    changes = ["optimizer.learning_rate=3e-4", "schedule.steps=20", "evaluation.problems=8", "schedule.eval_every=1"]
+    new = describe(override(EXPERIMENT, changes))
+    assert sorted(difference(old, new)) == [
+        "evaluation.problems: 256 -> 8",
+        "optimizer.learning_rate: 1e-6 -> 3e-4",
+        "schedule.eval_every: 20 -> 1",
+        "schedule.steps: 10 -> 20",
+    ]
+    assert difference(old, new, ignore=RESUMABLE) == ["optimizer.learning_rate: 1e-6 -> 3e-4"]
+    gone = difference(old, describe(override(EXPERIMENT, ["warm_start=null"])))
+    assert "warm_start: gspax.config.WarmStart -> null" in gone
+    assert "warm_start.steps: 60 -> (absent)" in gone
+
+
+def test_flat_keys_are_those_of_overrides():
+    flat = flatten(describe(EXPERIMENT))
+    assert flat["loss"] == "experiment_file.gspo"
+    assert flat["loss.clip_low"] == 2e-4
+    assert flat["model.head_dim"] == 16

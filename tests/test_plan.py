@@ -1,0 +1,115 @@
+"""The dry run's numbers against the model's real shapes and the published sizes."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+import stub_experiment
+from tiny import CONFIGS
+
+from gspax.experiment import load, override
+from gspax.model import presets, transformer
+from gspax.plan import LOGIT_BUDGET, active_parameter_count, parameter_count, plan, render
+
+EXPERIMENT = load(Path(stub_experiment.__file__))
+PRESETS = {name: getattr(presets, name) for name in ("tiny_moe", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_235b_a22b")}
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *PRESETS])
+def test_the_parameter_count_is_that_of_the_model(name):
+    config = {**CONFIGS, **PRESETS}[name]
+    assert parameter_count(config) == sum(leaf.size for leaf in jax.tree.leaves(transformer.abstract_params(config)))
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active"),
+    [
+        (presets.qwen3_30b_a3b, 30.53e9, 3.35e9),
+        (presets.qwen3_235b_a22b, 235.09e9, 22.19e9),
+        (presets.qwen3_0_6b, 0.596e9, 0.596e9),
+    ],
+)
+def test_the_published_sizes(config, total, active):
+    assert parameter_count(config) == pytest.approx(total, rel=1e-3)
+    assert active_parameter_count(config) == pytest.approx(active, rel=1.5e-3)
+
+
+def test_a_dense_layer_among_sparse_ones_is_active_as_a_whole():
+    config = CONFIGS["some layers dense"]
+    dense = 3 * config.hidden_size * config.intermediate_size
+    one = replace(config, num_hidden_layers=1, num_experts_per_tok=1)
+    assert parameter_count(one) == active_parameter_count(one)
+    unused = 3 * (config.num_experts - config.num_experts_per_tok) * config.hidden_size * config.moe_intermediate_size
+    assert parameter_count(config) - active_parameter_count(config) == 2 * unused
+    assert dense > 0
+
+
+def test_the_logit_budget_is_that_of_the_train_step():
+    from gspax import train_step
+
+    assert LOGIT_BUDGET == train_step.LOGIT_BUDGET
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_cache_is_that_of_the_sampler(dtype):
+    experiment = override(EXPERIMENT, [f"model.dtype={dtype}"])
+    config, sampling = experiment.model, experiment.sampling
+    prefill = partial(transformer.prefill, config=config, group=sampling.group, max_tokens=sampling.max_tokens)
+    _, cache = jax.eval_shape(
+        lambda params, tokens, length: prefill(params, tokens_PS=tokens, length_P=length),
+        transformer.abstract_params(config),
+        jax.ShapeDtypeStruct((sampling.prompts, sampling.max_prompt_tokens), jnp.int32),
+        jax.ShapeDtypeStruct((sampling.prompts,), jnp.int32),
+    )
+    sizes = plan(experiment, 1).sampler
+    prompts = sum(leaf.size * leaf.dtype.itemsize for leaf in (cache.prompt_k_LPKSH, cache.prompt_v_LPKSH))
+    completions = sum(leaf.size * leaf.dtype.itemsize for leaf in (cache.k_LBKCH, cache.v_LBKCH))
+    assert sizes["cache of the prompts, once per prompt"] == prompts
+    assert sizes["cache of the completions"] == completions
+    eight = plan(experiment, 8).sampler
+    assert eight["cache of the prompts, once per prompt"] == prompts // 8
+
+
+def test_tokens_and_updates():
+    found = plan(EXPERIMENT, 1)
+    assert (found.rows, found.completion_tokens, found.tokens) == (64, 64 * 8, 64 * 16)
+    assert (found.updates, found.steps, found.warm_start_updates) == (4, 10, 60)
+    assert found.checkpoint == 12 * parameter_count(EXPERIMENT.model)
+    text = render(found)
+    assert "10 steps, 40 updates, at most 10,240 tokens" in text
+    assert "60 supervised updates" in text
+
+
+def test_fsdp_splits_the_parameters_and_data_does_not():
+    one = plan(EXPERIMENT, 1)
+    fsdp, data = plan(EXPERIMENT, 8), plan(override(EXPERIMENT, ["mesh.data=8"]), 8)
+    assert fsdp.mesh == {"data": 1, "fsdp": 8}
+    assert data.mesh == {"data": 8, "fsdp": 1}
+    key = "parameters, float32"
+    assert fsdp.learner[key] == one.learner[key] // 8
+    assert data.learner[key] == one.learner[key]
+    assert "one gathered layer" in fsdp.learner
+    assert "one gathered layer" not in data.learner
+    assert fsdp.activations_without_remat == data.activations_without_remat == one.activations_without_remat // 8
+
+
+def test_remat_and_micro_batches_lower_the_activations():
+    one = plan(EXPERIMENT, 1)
+    assert one.activations_with_remat < one.activations_without_remat
+    split = plan(override(EXPERIMENT, ["schedule.microbatch_rows=4"]), 1)
+    assert 4 * split.activations_without_remat == one.activations_without_remat
+    assert split.learner["gradients, float32 (sum and micro-batch)"] == 2 * one.learner["gradients, float32"]
+    assert "activations, estimated, remat off" in one.learner
+    assert "activations, estimated, remat on" in plan(override(EXPERIMENT, ["model.remat=true"])).learner
+
+
+def test_overridden_keys_are_marked():
+    text = render(plan(EXPERIMENT, 1, overridden=["seed", "optimizer"]))
+    marked = [line.split()[1] for line in text.splitlines() if line.startswith("* ")]
+    assert "seed" in marked
+    assert "optimizer.b1" in marked
+    assert not any(key.startswith("sampling") for key in marked)
+    assert "\n* " not in render(plan(EXPERIMENT, 1))
