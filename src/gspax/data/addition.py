@@ -1,0 +1,94 @@
+"""A harder task with long responses: add up named digits, one at a time, in a written scratchpad.
+
+    prompt    a4+b7+c3=
+    response  00+a4=04,04+b7=11,11+c3=14,#14
+
+Only what follows `#` is rewarded, so one slip in a chain of 6 to 11 steps costs everything, as in worked mathematics.
+Each step is local: the running sum is copied from the step before, the letter is the next one, the digit stands behind
+the same letter in the prompt, and the new sum is a function of the three digits just written. A response has
+9 tokens per term and 4 at the end (`#`, two digits, stop): 58 to 103 with the default range.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from gspax.data.problem import Problem, heldout_problem, train_problem
+from gspax.data.tokenizer import CharTokenizer
+
+NAMES = "abcdefghijk"  # eleven terms: the largest sum is 99, two digits
+tokenizer = CharTokenizer("0123456789+=,#" + NAMES)
+
+_STEP = re.compile(r"([0-9]{2})\+([a-k])([0-9])=([0-9]{2}),")
+_TERM = re.compile(r"([a-k])([0-9])")
+
+
+@dataclass(frozen=True)
+class Problems:
+    """Every number of terms from `min_terms` to `max_terms` equally often. The held-out problems do not depend on the
+    seed."""
+
+    seed: int = 0
+    min_terms: int = 6
+    max_terms: int = len(NAMES)
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.min_terms <= self.max_terms <= len(NAMES):
+            raise ValueError(
+                f"wanted 2 <= min_terms <= max_terms <= {len(NAMES)}; "
+                f"got min_terms={self.min_terms}, max_terms={self.max_terms}"
+            )
+
+    def train(self, index: int) -> Problem:
+        return train_problem(self, index)
+
+    def heldout(self, index: int) -> Problem:
+        return heldout_problem(self, index)
+
+    def draw(self, rng: np.random.Generator) -> Problem:
+        digits = rng.integers(0, 10, rng.integers(self.min_terms, self.max_terms + 1)).tolist()
+        terms = [f"{name}{digit}" for name, digit in zip(NAMES, digits, strict=False)]
+        return Problem(prompt="+".join(terms) + "=", answer=f"{sum(digits):02d}")
+
+
+def reward(problem: Problem, completion: str) -> float:
+    """1 if the completion ends in `#` and the two digits of the sum, and has no other `#`; the steps are not judged."""
+    _, mark, answer = completion.partition("#")
+    return 1.0 if mark and answer == problem.answer else 0.0
+
+
+def half_wrong(problem: Problem, rng: np.random.Generator) -> str:
+    """A worked demonstration: every step right half of the time, else one step slips and the later ones build on it.
+
+    A slip misses by one, or (by ten) drops a carry or makes one up. Nothing makes up for it later, so exactly half of
+    the demonstrations, whatever their length, end in a wrong answer.
+    """
+    terms = [(name, int(digit)) for name, digit in _TERM.findall(problem.prompt)]
+    slip = int(rng.integers(len(terms))) if rng.random() < 0.5 else None
+    steps, total, rest = "", 0, sum(digit for _, digit in terms)
+    for i, (name, digit) in enumerate(terms):
+        before, total, rest = total, total + digit, rest - digit
+        if i == slip:  # among the sums that later steps can build on in two digits
+            total = int(rng.choice([total + miss for miss in (-10, -1, 1, 10) if 0 <= total + miss <= 99 - rest]))
+        steps += f"{before:02d}+{name}{digit}={total:02d},"
+    return f"{steps}#{total:02d}"
+
+
+def slips(problem: Problem, completion: str) -> list[int] | None:
+    """The steps (from 0) that do not follow from the step before them, len(terms) standing for the answer; None if the
+    completion is not a scratchpad of this problem at all. For looking at runs: the reward does not depend on it."""
+    steps = _STEP.findall(completion)
+    terms = _TERM.findall(problem.prompt)
+    written = "".join("{}+{}{}={},".format(*step) for step in steps)
+    answer = completion.removeprefix(written)
+    if len(steps) != len(terms) or not re.fullmatch(r"#[0-9]{2}", answer) or not completion.startswith(written):
+        return None
+    wrong, total = [], 0
+    for i, ((name, digit), (before, step_name, step_digit, after)) in enumerate(zip(terms, steps, strict=True)):
+        if (int(before), step_name, step_digit, int(after)) != (total, name, digit, total + int(digit)):
+            wrong.append(i)
+        total = int(after)
+    return wrong + [len(terms)] * (int(answer[1:]) != total)

@@ -1,0 +1,83 @@
+"""A problem, and how a task draws it: a pure function of (seed, split, index), so a run resumes with one integer.
+
+A prompt belongs to the held-out split if the hash of its text says so. No list of test prompts has to be kept, and no
+seed, range or version of a task can move a prompt from one split to the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+HELDOUT_SHARE = 8  # one prompt in so many is held out
+_TRIES = 1000  # draws in a row from the wrong split, or held-out draws in a row that bring nothing new
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the policy reads, and what its reward compares with."""
+
+    prompt: str
+    answer: str
+
+
+class Source(Protocol):
+    """What a task provides: a frozen dataclass, equal to another if its fields are."""
+
+    @property
+    def seed(self) -> int: ...
+
+    def draw(self, rng: np.random.Generator) -> Problem: ...
+
+    def __hash__(self) -> int: ...
+
+
+def digest(text: str) -> int:
+    """A 128-bit number that depends on the text alone: the same in every process and on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big")
+
+
+def is_heldout(prompt: str) -> bool:
+    return digest(prompt) % HELDOUT_SHARE == 0
+
+
+def train_problem(source: Source, index: int) -> Problem:
+    """The training problem number `index` of the source's seed: drawn again until its prompt is not a held-out one."""
+    if index < 0:
+        raise ValueError(f"a problem's index must be at least 0; got {index}")
+    rng = np.random.default_rng(digest(f"train {source.seed} {index}"))
+    for _ in range(_TRIES):
+        problem = source.draw(rng)
+        if not is_heldout(problem.prompt):
+            return problem
+    raise ValueError(f"{_TRIES} draws in a row gave a held-out prompt: the task has too few prompts")
+
+
+def heldout_problem(source: Source, index: int) -> Problem:
+    """The held-out problem number `index`, the same for every seed. All differ until the task has no more of them;
+    from there the list starts again."""
+    if index < 0:
+        raise ValueError(f"a problem's index must be at least 0; got {index}")
+    problems = _distinct_heldout(source, 1 << max(8, index.bit_length()))
+    return problems[index % len(problems)]
+
+
+@functools.lru_cache(maxsize=16)
+def _distinct_heldout(source: Source, count: int) -> tuple[Problem, ...]:
+    """Up to `count` different held-out problems; a larger count continues the list of a smaller one."""
+    rng = np.random.default_rng(digest("heldout"))
+    problems: dict[Problem, None] = {}
+    tries = 0
+    while len(problems) < count and tries < HELDOUT_SHARE * _TRIES:
+        problem = source.draw(rng)
+        tries += 1
+        if is_heldout(problem.prompt) and problem not in problems:
+            problems[problem] = None
+            tries = 0
+    if not problems:
+        raise ValueError(f"{tries} draws gave no held-out prompt: the task has too few prompts")
+    return tuple(problems)

@@ -1,0 +1,50 @@
+"""The default task: sort the digits of a prompt. `3142=` is answered by `1234`; only the exact answer is rewarded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gspax.data.problem import Problem, heldout_problem, train_problem
+from gspax.data.tokenizer import CharTokenizer
+
+tokenizer = CharTokenizer("0123456789=")
+
+
+@dataclass(frozen=True)
+class Problems:
+    """Every length from `min_digits` to `max_digits` equally often. The held-out problems do not depend on the seed."""
+
+    seed: int = 0
+    min_digits: int = 3
+    max_digits: int = 6
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.min_digits <= self.max_digits:
+            raise ValueError(
+                f"wanted 2 <= min_digits <= max_digits; got min_digits={self.min_digits}, max_digits={self.max_digits}"
+            )
+
+    def train(self, index: int) -> Problem:
+        return train_problem(self, index)
+
+    def heldout(self, index: int) -> Problem:
+        return heldout_problem(self, index)
+
+    def draw(self, rng: np.random.Generator) -> Problem:
+        count = rng.integers(self.min_digits, self.max_digits + 1)
+        digits = "".join(map(str, rng.integers(0, 10, count)))
+        return Problem(prompt=f"{digits}=", answer="".join(sorted(digits)))
+
+
+def reward(problem: Problem, completion: str) -> float:
+    return 1.0 if completion == problem.answer else 0.0
+
+
+def half_wrong(problem: Problem, rng: np.random.Generator) -> str:
+    """A demonstration that teaches the form and leaves something to learn: the answer half of the time, else its
+    digits in a random order (which may happen to be the right one)."""
+    if rng.random() < 0.5:
+        return problem.answer
+    return "".join(rng.permutation(list(problem.answer)))
