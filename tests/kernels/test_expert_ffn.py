@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspax.kernels.expert_ffn import BLOCK, blocked, expert_ffn, ragged, route
 
-BACKENDS = [blocked, ragged, expert_ffn]
+BACKENDS = [blocked, ragged]  # on the CPU, expert_ffn is blocked
 D, F = 6, 10
 
 ROUTINGS = {  # name: (rows, experts, active, how the ids are drawn)
@@ -66,6 +66,7 @@ def reference(x, expert, gate, w_gate, w_up, w_down, dy):
     return y, grads
 
 
+@partial(jax.jit, static_argnums=0)
 def value_and_gradients(ffn, x, expert, gate, *weights):
     dy = jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype)
     y, pullback = jax.vjp(lambda x, gate, *w: ffn(x, expert, gate, *w), x, gate, *weights)
@@ -83,7 +84,7 @@ def assert_close(got, want, tolerance):
 @pytest.mark.parametrize("ffn", BACKENDS)
 def test_agrees_with_a_loop_over_tokens(ffn, name):
     args = draw(name)
-    dy, y, grads = jax.jit(partial(value_and_gradients, ffn))(*args)
+    dy, y, grads = value_and_gradients(ffn, *args)
     want_y, want_grads = reference(*args, dy)
     assert_close(y, want_y, 2e-6)
     for got, want in zip(grads, want_grads, strict=True):
@@ -128,6 +129,7 @@ def test_garbage_in_unrouted_rows_goes_nowhere(ffn, bad):
 @pytest.mark.parametrize("ffn", BACKENDS)
 def test_a_row_does_not_depend_on_the_others(ffn):
     x, expert, gate, *weights = draw("many_blocks")
+    ffn = jax.jit(ffn)
     together = ffn(x, expert, gate, *weights)
     reversed_ = ffn(x[::-1], expert[::-1], gate[::-1], *weights)[::-1]
     half = ffn(x[::2], expert[::2], gate[::2], *weights)
@@ -152,32 +154,29 @@ def test_a_scan_over_rematerialised_layers_equals_a_loop(ffn):
         return x.sum()
 
     got = jax.jit(jax.value_and_grad(scanned, argnums=(0, 1)))(x, stacked)
-    want = jax.value_and_grad(looped, argnums=(0, 1))(x, stacked)
+    want = jax.jit(jax.value_and_grad(looped, argnums=(0, 1)))(x, stacked)
     jax.tree.map(lambda a, b: assert_close(a, b, 1e-5), got, want)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "tensor": 2}])
-@pytest.mark.parametrize("ffn", BACKENDS)
-def test_eight_devices_agree_with_one(ffn, axes, check_vma):
+@pytest.mark.parametrize("ffn", [expert_ffn, ragged])
+def test_eight_devices_agree_with_one(ffn, check_vma):
     """Rows over data, the experts' width over tensor; the weights' gradients are summed over data."""
     x, expert, gate, *weights = draw("even")
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-    tensor = "tensor" if "tensor" in axes else None
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
     def local(*args):
-        y = ffn(*args)
-        return jax.lax.psum(y, tensor) if tensor else y
+        return jax.lax.psum(ffn(*args), "tensor")
 
-    specs = (P("data"),) * 3 + (P(None, None, tensor),) * 2 + (P(None, tensor),)
+    specs = (P("data"),) * 3 + (P(None, None, "tensor"),) * 2 + (P(None, "tensor"),)
     sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
-    got = jax.jit(partial(value_and_gradients, sharded))(x, expert, gate, *weights)
+    got = value_and_gradients(sharded, x, expert, gate, *weights)
     jax.tree.map(lambda a, b: assert_close(a, b, 2e-6), got, value_and_gradients(ffn, x, expert, gate, *weights))
 
 
 def test_the_platform_chooses_the_backend():
     args = draw("even")
-    traced = jax.jit(partial(value_and_gradients, expert_ffn)).trace(*args)
+    traced = value_and_gradients.trace(expert_ffn, *args)
     on_cpu, on_tpu = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "tpu"))
     assert "ragged_dot" in on_tpu and "ragged_dot" not in on_cpu
 
