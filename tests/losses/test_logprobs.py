@@ -1,0 +1,242 @@
+"""Log-probabilities and entropies: the shift, the reference, and chunks against the whole."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from gspax import losses
+
+B, T, D, V = 3, 11, 5, 7
+
+
+def inputs(seed=0):
+    rng = np.random.default_rng(seed)
+    hidden = rng.standard_normal((B, T, D)).astype(np.float32)
+    matrix = rng.standard_normal((D, V)).astype(np.float32)
+    tokens = rng.integers(0, V, (B, T)).astype(np.int32)
+    return jnp.asarray(hidden), jnp.asarray(matrix), jnp.asarray(tokens)
+
+
+def primitives(jaxpr):
+    """Names of all primitives in a jaxpr, those inside other primitives included."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for parameter in equation.params.values():
+            for inner in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from primitives(inner)
+
+
+@pytest.mark.parametrize("temperature", (1.0, 0.7, 3))
+def test_values_are_the_references(temperature):
+    hidden, matrix, tokens = inputs()
+    logits = hidden @ matrix
+    wanted_logp, wanted_entropy = reference.token_logp(np.asarray(logits), np.asarray(tokens), temperature)
+    logp, entropy = losses.chunked_token_logp(lambda h: h @ matrix, hidden, tokens, temperature=temperature, chunk=T)
+    np.testing.assert_allclose(losses.token_logp(logits, tokens, temperature=temperature), wanted_logp, atol=2e-6)
+    np.testing.assert_allclose(logp, wanted_logp, atol=2e-6)
+    np.testing.assert_allclose(entropy, wanted_entropy, atol=2e-6)
+
+
+def test_a_column_is_about_its_own_token():
+    """Logits that make token t + 1 certain at position t, and nothing else."""
+    tokens = jnp.array([[3, 1, 4, 1, 5]], jnp.int32)
+    logits = 50 * jax.nn.one_hot(jnp.array([[1, 4, 1, 5, 0]]), 6)
+    logp = losses.token_logp(logits, tokens)
+    np.testing.assert_allclose(logp, np.zeros((1, 5)), atol=1e-6)
+    assert losses.token_logp(logits, tokens.at[0, 2].set(0))[0, 2] == -50
+
+
+def test_column_0_and_the_last_logits_take_no_part():
+    hidden, matrix, tokens = inputs()
+    gradient = jax.jit(jax.grad(lambda logits: losses.token_logp(logits, tokens).sum()))(hidden @ matrix)
+    assert not losses.token_logp(hidden @ matrix, tokens)[:, 0].any()
+    assert np.asarray(gradient)[:, :-1].any(-1).all() and not gradient[:, -1].any()
+
+
+WEIGHT = jnp.asarray(np.random.default_rng(1).standard_normal((2, B, T)).astype(np.float32))
+
+
+@functools.cache
+def whole():
+    """Values and gradients from the logits of all positions at once, temperature 0.7."""
+    hidden, matrix, tokens = inputs()
+
+    def total(hidden, matrix):
+        logits = hidden @ matrix
+        logp = losses.token_logp(logits, tokens, temperature=0.7)
+        p = jax.nn.log_softmax(logits[:, :-1] / 0.7)
+        entropy = jnp.pad(-(jnp.exp(p) * p).sum(-1), ((0, 0), (1, 0)))
+        return (logp * WEIGHT[0] + entropy * WEIGHT[1]).sum(), (logp, entropy)
+
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(hidden, matrix)
+
+
+@pytest.mark.parametrize(
+    "chunk, compiled", [(1, True), (3, True), (4, False), (5, True), (9, True), (10, True), (11, True)]
+)
+def test_chunks_equal_the_whole_in_value_and_gradient(chunk, compiled):
+    """Of the T - 1 = 10 predictions, chunks of 3, 4 and 9 leave a remainder."""
+    hidden, matrix, tokens = inputs()
+
+    def chunked(hidden, matrix):
+        logp, entropy = losses.chunked_token_logp(lambda h: h @ matrix, hidden, tokens, temperature=0.7, chunk=chunk)
+        return (logp * WEIGHT[0] + entropy * WEIGHT[1]).sum(), (logp, entropy)
+
+    maybe_jit = jax.jit if compiled else lambda f: f
+    (_, wanted), wanted_gradient = whole()
+    (_, got), gradient = maybe_jit(jax.value_and_grad(chunked, argnums=(0, 1), has_aux=True))(hidden, matrix)
+    for a, b in zip(got, wanted, strict=True):
+        assert a.shape == (B, T) and a.dtype == jnp.float32
+        np.testing.assert_allclose(a, b, atol=2e-6)
+    for a, b in zip(gradient, wanted_gradient, strict=True):
+        assert np.abs(b).max() > 0.1
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk, looped", ((1, True), (4, True), (9, True), (10, False), (11, False), (12, False)))
+def test_there_is_a_loop_only_where_the_sequence_exceeds_the_chunk(chunk, looped):
+    """T tokens make T - 1 predictions."""
+    hidden, matrix, tokens = inputs()
+
+    def total(matrix):
+        return losses.chunked_token_logp(lambda h: h @ matrix, hidden, tokens, chunk=chunk)[0].sum()
+
+    names = set(primitives(jax.make_jaxpr(jax.grad(total))(matrix).jaxpr))
+    assert ("scan" in names) == looped
+    assert any(name.startswith(("remat", "checkpoint")) for name in names) == looped
+
+
+def test_the_logits_of_all_positions_are_never_held():
+    """Neither forward nor backward does an array as large as [B, T, V] exist, though [B, chunk, V] ones do."""
+    rows, steps, vocab = 2, 64, 512
+    hidden = jnp.ones((rows, steps, D))
+    tokens = jnp.zeros((rows, steps), jnp.int32)
+
+    def total(matrix, chunk):
+        logp, entropy = losses.chunked_token_logp(lambda h: h @ matrix, hidden, tokens, chunk=chunk)
+        return logp.sum() + entropy.sum()
+
+    def temporary(chunk):
+        gradient = jax.jit(jax.grad(functools.partial(total, chunk=chunk)))
+        return gradient.lower(jnp.ones((D, vocab))).compile().memory_analysis().temp_size_in_bytes
+
+    everything = 4 * rows * steps * vocab
+    assert temporary(8) < everything
+    assert temporary(steps) > everything
+
+
+def test_an_entropy_that_is_only_reported_costs_no_gradient():
+    hidden, matrix, tokens = inputs()
+
+    def operations(report):
+        def total(matrix):
+            logp, entropy = losses.chunked_token_logp(lambda h: h @ matrix, hidden, tokens, chunk=4)
+            return logp.sum(), report(entropy)
+
+        compiled = jax.jit(jax.value_and_grad(total, has_aux=True)).lower(matrix).compile()
+        return compiled.cost_analysis()["flops"]
+
+    assert operations(lambda x: x) == operations(jax.lax.stop_gradient)
+
+
+def test_entropy_of_uniform_logits_is_log_v_and_of_a_certain_token_0():
+    hidden = jnp.stack([jnp.zeros((4, V)), 1e4 * jax.nn.one_hot(jnp.full(4, 2), V)])
+    tokens = jnp.full((2, 4), 2, jnp.int32)
+    logp, entropy = losses.chunked_token_logp(lambda h: h, hidden, tokens, chunk=2)
+    np.testing.assert_allclose(entropy, [[0] + [np.log(V)] * 3, [0] * 4], rtol=1e-6)
+    np.testing.assert_allclose(logp, [[0] + [-np.log(V)] * 3, [0] * 4], rtol=1e-6)
+
+
+def test_tokens_ruled_out_by_a_logit_of_minus_infinity_are_no_nan():
+    tokens = jnp.ones((1, 4), jnp.int32)
+    logits = jnp.zeros((1, 4, 3)).at[..., 2].set(-jnp.inf)
+    logp, entropy = losses.chunked_token_logp(lambda h: h, logits, tokens, chunk=2)
+    np.testing.assert_allclose(logp[:, 1:], -np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(entropy[:, 1:], np.log(2), rtol=1e-6)
+    gradient = jax.jit(
+        jax.grad(lambda x: sum(y.sum() for y in losses.chunked_token_logp(lambda h: h, x, tokens, chunk=2)))
+    )
+    assert np.isfinite(gradient(logits)).all()
+
+
+def test_large_logits_do_not_overflow():
+    hidden, matrix, tokens = inputs()
+    logp, entropy = losses.chunked_token_logp(lambda h: 1e5 + h @ matrix, hidden, tokens, chunk=4)
+    assert np.isfinite(logp).all() and np.isfinite(entropy).all()
+
+
+def test_filling_up_the_last_chunk_makes_no_nan_where_a_projection_cannot_take_zeros():
+    hidden, matrix, tokens = inputs()
+
+    def total(hidden):
+        def project(h):
+            return (h / jnp.sqrt((h**2).sum(-1, keepdims=True))) @ matrix
+
+        return losses.chunked_token_logp(project, hidden, tokens, chunk=4)[0].sum()
+
+    value, gradient = jax.jit(jax.value_and_grad(total))(hidden)
+    assert np.isfinite(value) and np.isfinite(gradient).all()
+
+
+def test_hidden_states_may_be_bfloat16():
+    hidden, matrix, tokens = inputs()
+    hidden = hidden.astype(jnp.bfloat16)
+
+    def project(h):
+        return jnp.einsum("bcd,dv->bcv", h, matrix.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+
+    def total(hidden):
+        return losses.chunked_token_logp(project, hidden, tokens, chunk=4)[0].sum()
+
+    logp, _ = losses.chunked_token_logp(project, hidden, tokens, chunk=4)
+    np.testing.assert_allclose(logp, losses.token_logp(project(hidden), tokens), atol=2e-6)
+    assert jax.jit(jax.grad(total))(hidden).dtype == jnp.bfloat16
+
+
+def test_sequence_of_one_token_has_nothing_to_predict():
+    hidden, matrix, tokens = inputs()
+    np.testing.assert_array_equal(losses.token_logp(hidden[:, :1] @ matrix, tokens[:, :1]), np.zeros((B, 1)))
+    for x in losses.chunked_token_logp(lambda h: h @ matrix, hidden[:, :1], tokens[:, :1], chunk=1):
+        np.testing.assert_array_equal(x, np.zeros((B, 1)))
+
+
+def test_what_is_refused():
+    hidden, matrix, tokens = inputs()
+    logits = hidden @ matrix
+    with pytest.raises(TypeError, match=r"logits_BTV must be a float32 .*got bfloat16"):
+        losses.token_logp(logits.astype(jnp.bfloat16), tokens)
+    with pytest.raises(TypeError, match=r"logits_BTV must be a float32 .*got float64"):
+        losses.token_logp(np.asarray(logits, np.float64), tokens)
+    with pytest.raises(ValueError, match=r"logits_BTV must be .*\[B, T, V\]; got float32 \[11, 7\]"):
+        losses.token_logp(logits[0], tokens)
+    with pytest.raises(TypeError, match=r"tokens_BT must be a int32 .*got float32"):
+        losses.token_logp(logits, tokens.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"tokens_BT must have shape \[3, 11\].*got \[3, 10\]"):
+        losses.token_logp(logits, tokens[:, 1:])
+    for wrong in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="temperature must be finite and above 0"):
+            losses.token_logp(logits, tokens, temperature=wrong)
+    with pytest.raises(TypeError, match="temperature must be a Python number"):
+        losses.token_logp(logits, tokens, temperature=jnp.ones(3))
+
+    def chunked(project=lambda h: h @ matrix, hidden=hidden, **kwargs):
+        return losses.chunked_token_logp(project, hidden, tokens, **{"chunk": 4, **kwargs})
+
+    with pytest.raises(TypeError, match=r"result of project must be a float32 .*got bfloat16 \[3, 4, 7\]"):
+        chunked(lambda h: (h @ matrix).astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"result of project must have shape \[3, 4\].*got \[3, 3\]"):
+        chunked(lambda h: (h @ matrix)[:, 1:])
+    with pytest.raises(ValueError, match=r"hidden_BTD must be an array \[B, T, D\]; got float32 \[3, 11\]"):
+        chunked(hidden=hidden[..., 0])
+    with pytest.raises(ValueError, match=r"tokens_BT must have shape \[3, 5\].*got \[3, 11\]"):
+        chunked(hidden=hidden[:, :5])
+    with pytest.raises(ValueError, match="chunk must be at least 1; got 0"):
+        chunked(chunk=0)
+    with pytest.raises(TypeError, match="chunk must be a Python int; got float"):
+        chunked(chunk=2.0)

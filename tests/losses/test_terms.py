@@ -1,0 +1,60 @@
+"""Terms and what reduces them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspax import losses
+from gspax.losses.terms import by_sequence
+
+VALUE = jnp.array([[1.0, 2.0, 6.0], [5.0, 7.0, 9.0], [4.0, 4.0, 4.0]])
+MASK = jnp.array([[True, True, False], [False, False, True], [False, False, False]])
+
+
+def test_by_sequence_gives_every_non_empty_row_the_same_weight():
+    value, weight = by_sequence(VALUE, MASK)
+    np.testing.assert_array_equal(value, [1.5, 9, 0])
+    np.testing.assert_array_equal(weight, [1, 1, 0])
+    gradient = jax.grad(lambda x: by_sequence(x, MASK)[0].sum())(VALUE)
+    np.testing.assert_array_equal(gradient, [[0.5, 0.5, 0], [0, 0, 1], [0, 0, 0]])
+
+
+def test_reduce():
+    terms = losses.Terms(
+        value_B=jnp.array([3.0, -1.0, 0.0]),
+        weight_B=jnp.array([3.0, 0.5, 0.5]),
+        metrics={
+            "share": losses.Share(jnp.array([1.0, 2.0, 0.0]), jnp.array([4.0, 6.0, 0.0])),
+            "spread": losses.Spread(jnp.array([5.0, 7.0, jnp.nan]), jnp.array([True, True, False])),
+        },
+    )
+    loss, metrics = losses.reduce(terms)
+    assert loss == 0.5
+    wanted = {"share": 0.3, "spread_mean": 6, "spread_min": 5, "spread_max": 7}
+    assert metrics.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert metrics[key] == pytest.approx(value)
+
+
+def test_reduce_of_nothing_is_0_with_a_gradient_of_0():
+    def loss(value):
+        nothing = jnp.zeros(2)
+        metrics = {"share": losses.Share(nothing, nothing), "spread": losses.Spread(nothing / 0, nothing > 0)}
+        return losses.reduce(losses.Terms(value, nothing, metrics))
+
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.zeros(2))
+    assert value == 0 and all(metric == 0 for metric in metrics.values())
+    np.testing.assert_array_equal(gradient, 0)
+
+
+def test_weights_below_1_divide_too():
+    """Not max(weight, 1): a loss may weigh its rows by less."""
+    assert losses.reduce(losses.Terms(jnp.array([1.0]), jnp.array([0.25]), {}))[0] == 4
+
+
+def test_terms_are_a_pytree_by_rows():
+    terms = losses.gspo(VALUE, VALUE, jnp.ones(3), MASK)
+    leaves = jax.tree.leaves(terms)
+    assert len(leaves) == 2 + 6 * 2
+    assert all(leaf.shape == (3,) for leaf in leaves)
