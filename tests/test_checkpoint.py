@@ -1,6 +1,7 @@
 """Checkpoints: exact, on any mesh, whole or absent, and short messages for what cannot be restored."""
 
 import gc
+import logging
 import signal
 import subprocess
 import sys
@@ -99,7 +100,8 @@ def test_the_newest_are_kept(tmp_path):
         assert checkpoints.latest() is None
         for step in (1, 2, 3):
             checkpoints.save(step, {"w": jnp.full(2, step * 1.0)}, {"step": step})
-        checkpoints.save(3, state, {})  # written already
+        checkpoints.save(3, state, {})  # written already: this does nothing
+        assert checkpoints.restore(abstract(state))[1] == {"step": 3}
         assert (checkpoints.steps(), checkpoints.latest()) == ([2, 3], 3)
         got, extra = checkpoints.restore(abstract(state), step=2)
     assert (got["w"][0], extra) == (2.0, {"step": 2})
@@ -166,13 +168,15 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(tmp_path):
     gc.collect()
 
 
-def test_orbax_is_quiet(tmp_path, capfd):
+def test_orbax_is_quiet(tmp_path, capfd, caplog):
+    caplog.set_level(logging.INFO)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(2)}, {})
         checkpoints.restore(abstract({"w": jnp.ones(2)}))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.latest()
     assert capfd.readouterr() == ("", "")
+    assert not [each for each in caplog.records if each.name == "absl"]
 
 
 CHILD = """

@@ -16,13 +16,18 @@ def show(terminal, total=20, start=0, every=10):
             bar.step(step, {"reward/mean": step / 100, "policy/loss": 9.0})
             if step == 4:
                 bar.step(step, {"eval/accuracy": 0.625})
-                bar.print("checkpoint [4] saved")
+                bar.print("checkpoint [red] saved")
     return file.getvalue()
 
 
 def test_without_a_terminal_every_tenth_step_and_the_last_is_a_line():
     lines = show(terminal=False, total=23).splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["checkpoint [4] saved", "sort 10/23", "sort 20/23", "sort 23/23"]
+    assert [line.split("  ")[0] for line in lines] == [
+        "checkpoint [red] saved",
+        "sort 10/23",
+        "sort 20/23",
+        "sort 23/23",
+    ]
     assert "reward 0.1  eval 0.625" in lines[1] and "left" in lines[1]
     assert "loss" not in lines[1] and "\x1b" not in "".join(lines)
 
@@ -34,7 +39,7 @@ def test_a_resumed_run_goes_on_counting():
 def test_on_a_terminal_there_is_a_bar_and_messages_stand_above_it():
     text = show(terminal=True)
     assert "20/20" in text and "reward 0.2" in text and "━" in text
-    assert "checkpoint [4] saved\n" in text
+    assert "checkpoint [red] saved\n" in text
 
 
 def test_the_time_left_does_not_count_the_first_step(monkeypatch):
