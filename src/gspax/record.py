@@ -42,12 +42,10 @@ class Recorder:
         if SummaryWriter is None:
             print("tensorboardX is not installed: metrics go to metrics.jsonl only", file=sys.stderr)
         else:
-            own = (
-                f".{time.time_ns()}"  # the name has seconds only: a second writer would overwrite the first one's file
-            )
-            self._tensorboard = SummaryWriter(
-                str(run.tensorboard), purge_step=first, flush_secs=10, filename_suffix=own
-            )
+            # Event files are named by the second: without a suffix a second writer could overwrite the first one's.
+            suffix = f".{time.time_ns()}"
+            folder = str(run.tensorboard)
+            self._tensorboard = SummaryWriter(folder, purge_step=first, flush_secs=10, filename_suffix=suffix)
 
     def __enter__(self) -> Self:
         return self
