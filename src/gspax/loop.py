@@ -20,8 +20,8 @@ import optax
 from gspax import advantages, interrupt, progress, report
 from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment
+from gspax.description import describe
 from gspax.evaluate import evaluate
-from gspax.experiment import describe
 from gspax.optimizer import learning_rate, make_optimizer
 from gspax.record import Recorder
 from gspax.rewards import completions
@@ -109,7 +109,7 @@ def rollouts_done(learner: Learner, state: TrainState) -> int:
 
 
 def restore_or_start(
-    learner: Learner, run: RunDir, checkpoints: Checkpoints, interrupted: interrupt.Interrupted
+    learner: Learner, run: RunDir, checkpoints: Checkpoints, interrupted: interrupt.Watch
 ) -> TrainState:
     """The last checkpoint's state; else random parameters, after the warm start if the experiment has one."""
     experiment, mesh, optimizer = learner.experiment, learner.mesh, learner.optimizer

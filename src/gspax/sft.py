@@ -15,7 +15,7 @@ from gspax import interrupt, progress
 from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, WarmStart
 from gspax.errors import UserError
-from gspax.experiment import describe
+from gspax.description import describe
 from gspax.losses import Terms
 from gspax.optimizer import make_optimizer
 from gspax.record import Recorder
@@ -41,7 +41,7 @@ def run(experiment: Experiment, workdir: Path) -> None:
 
 
 def warm_start(
-    experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, interrupted: interrupt.Interrupted
+    experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, interrupted: interrupt.Watch
 ) -> TrainState:
     """Parameters after `warm_start.steps` updates from scratch, resuming the stage where it was left.
 

@@ -14,8 +14,10 @@ from gspax.types import Array, Params, TrainState
 
 def new_state(params: Params, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
     """State before the first update."""
-    zero = jnp.int32(0)
-    return TrainState(step=zero, position=zero, key=key, params=params, opt_state=optimizer.init(params))
+    # step and position are two arrays: a donated state must not hold one buffer twice
+    return TrainState(
+        step=jnp.int32(0), position=jnp.int32(0), key=key, params=params, opt_state=optimizer.init(params)
+    )
 
 
 def init_state(

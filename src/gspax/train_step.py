@@ -61,7 +61,7 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         state = replace(state, step=state.step + 1, params=params, opt_state=opt_state)
-        return state, {"loss": value, "grad_norm": optax.global_norm(grads), **metrics}
+        return state, {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
 
     return train_step
 

@@ -14,6 +14,7 @@ tiny_moe = ModelConfig(
     moe_intermediate_size=64,
     rope_theta=1e4,
     tie_word_embeddings=True,
+    initializer_range=0.1,
     max_position_embeddings=512,
 )
 
