@@ -1,0 +1,283 @@
+"""The budgets and floors of docs/architecture.md, read from its table, and the hygiene of the files.
+
+Nothing is exempt: a module that does not fit is split, or the document is changed first.
+"""
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+FILES = {
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((SOURCE / "gspax").rglob("*.py"))
+}
+EXPERIMENTS = sorted((ROOT / "experiments").glob("*.py"))
+BUDGETED = [*FILES.values(), *EXPERIMENTS]
+
+# What may be imported outside the standard library and gspax itself, by the modules that promise to need little.
+PURE = {"gspax.losses", "gspax.masked", "gspax.advantages"}  # with their submodules: also no other gspax module
+LIGHT = ["gspax", "gspax.losses", "gspax.masked", "gspax.advantages"]  # `pip install gspax` brings jax and numpy only
+DECLARATIVE = ["gspax.config", "gspax.model.config", "gspax.model.presets"]  # priced before any accelerator code loads
+ACCELERATOR = {"jax", "jaxlib", "flax", "optax", "orbax"}
+
+MACHINE_PATH = re.compile(r"(?<![\w.$}~-])/(?:home|root|tmp|work|Users)/\w")
+
+
+@functools.cache
+def tree(path):
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def label(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+# Imports
+
+
+def target(base, name):
+    """`from base import name` means the module base.name if there is one, else something inside base."""
+    return f"{base}.{name}" if f"{base}.{name}" in FILES else base
+
+
+def is_type_checking(node):
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def nodes(node, *, functions):
+    """Every node that runs (those for the type checker do not), with or without the bodies of functions."""
+    for child in ast.iter_child_nodes(node):
+        if is_type_checking(child):
+            continue
+        if not functions and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        yield child
+        yield from nodes(child, functions=functions)
+
+
+@functools.cache
+def imports(module, *, functions=True):
+    """The dotted names that a module imports; with `functions=False` only what importing it runs."""
+    found = set()
+    for node in nodes(tree(FILES[module]), functions=functions):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{label(FILES[module])}:{node.lineno}: relative import; write gspax. in full"
+            found |= {target(node.module, alias.name) for alias in node.names}
+    return found
+
+
+def own(module):
+    """The gspax modules that a module imports, in functions too."""
+    return {name for name in imports(module) if name.split(".")[0] == "gspax"}
+
+
+def packages(module):
+    parts = module.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
+
+
+def outside_after_import(module):
+    """Top-level names of everything outside gspax that `import module` loads directly, by whichever gspax file."""
+    seen, queue, outside = set(), packages(module), set()
+    while queue:
+        name = queue.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for other in imports(name, functions=False):
+            if other.split(".")[0] == "gspax":
+                queue |= packages(other)
+            else:
+                outside.add(other.split(".")[0])
+    return outside
+
+
+def find_cycle(graph):
+    """One cycle of a directed graph as a list of its nodes, or None."""
+    done, path = set(), []
+
+    def visit(node):
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return None
+        path.append(node)
+        for other in sorted(graph.get(node, ())):
+            if cycle := visit(other):
+                return cycle
+        done.add(path.pop())
+        return None
+
+    return next(filter(None, map(visit, sorted(graph))), None)
+
+
+def test_no_import_cycle():
+    cycle = find_cycle({module: own(module) - {module} for module in FILES})
+    assert cycle is None, " -> ".join(cycle)
+
+
+def test_the_search_finds_a_cycle():
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}}) is None
+
+
+@pytest.mark.parametrize("package", sorted(PURE))
+def test_losses_masked_and_advantages_need_jax_and_numpy_only(package):
+    allowed = {"jax", "numpy", *sys.stdlib_module_names}
+    for module in FILES:
+        if not (module + ".").startswith(package + "."):
+            continue
+        for name in imports(module):
+            pure = any((name + ".").startswith(other + ".") for other in PURE)
+            assert pure or name.split(".")[0] in allowed, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_the_losses_can_be_imported_with_jax_alone(module):
+    extra = outside_after_import(module) - {"jax", "numpy", "gspax", *sys.stdlib_module_names}
+    assert not extra, f"import {module} loads {sorted(extra)}"
+
+
+@pytest.mark.parametrize("module", DECLARATIVE)
+def test_the_configuration_loads_no_accelerator_code(module):
+    loaded = outside_after_import(module) & ACCELERATOR
+    assert not loaded, f"import {module} loads {sorted(loaded)}"
+
+
+# Floors
+
+
+def read_floors():
+    """{path under src/gspax as the document writes it: floor}."""
+    floors = {}
+    for line in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) == 3 and cells[0].isdigit():
+            floors |= dict.fromkeys(re.findall(r"`([\w/]+(?:\.py|/))`", cells[1]), int(cells[0]))
+    return floors
+
+
+def floor(module):
+    """A module's own row, else that of the nearest folder above it; None if the table has neither."""
+    floors = read_floors()
+    parts = module.split(".")[1:]
+    rows = ["/".join(parts) + ".py", *("/".join(parts[:i]) + "/" for i in range(len(parts), 0, -1))]
+    return next((floors[row] for row in rows if row in floors), None)
+
+
+def test_the_table_of_floors_is_read():
+    floors = read_floors()
+    assert {0, 1, 2, 3, 4} == set(floors.values())
+    assert floors["masked.py"] == 0 and floors["losses/"] == 1 and floors["cli.py"] == 4
+    assert (floor("gspax.model.config"), floor("gspax.model.moe"), floor("gspax.losses")) == (0, 1, 1)
+
+
+def test_every_module_has_a_floor():
+    homeless = [module for module in FILES if module not in ("gspax", "gspax.__main__") and floor(module) is None]
+    assert not homeless, f"add to the table in docs/architecture.md: {homeless}"
+
+
+def test_every_row_of_the_table_is_a_file_or_folder():
+    gone = [name for name in read_floors() if not (SOURCE / "gspax" / name).exists()]
+    assert not gone, f"remove from the table in docs/architecture.md: {gone}"
+
+
+def test_nothing_imports_a_higher_floor():
+    wrong = [
+        f"{module} (floor {floor(module)}) imports {other} (floor {floor(other)})"
+        for module in FILES
+        for other in own(module)
+        if None not in (floor(module), floor(other)) and floor(other) > floor(module)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# Budgets
+
+
+def lines(node):
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return node.end_lineno - first + 1
+
+
+def positional(function, *, method):
+    names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+    return names[1:] if method and names[:1] in (["self"], ["cls"]) else names
+
+
+def over_budget(path):
+    """What in a file is too large, one sentence each."""
+    found = []
+    length = len(path.read_text(encoding="utf-8").splitlines())
+    if length > 400:
+        found.append(f"{label(path)}: {length} lines, more than 400")
+    methods = {id(item) for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef) for item in node.body}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ClassDef) and lines(node) > 150:
+            found.append(f"{label(path)}:{node.lineno}: class {node.name} has {lines(node)} lines, more than 150")
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if lines(node) > 80:
+                found.append(f"{label(path)}:{node.lineno}: {node.name} has {lines(node)} lines, more than 80")
+            names = positional(node, method=id(node) in methods)
+            if len(names) > 6:
+                found.append(
+                    f"{label(path)}:{node.lineno}: {node.name} takes {len(names)} positional parameters: {names}"
+                )
+    return found
+
+
+@pytest.mark.parametrize("path", BUDGETED, ids=label)
+def test_budgets(path):
+    assert not over_budget(path), "\n".join(over_budget(path))
+
+
+# Hygiene
+
+
+def tracked_files():
+    """The files of the repository, those about to be added included; everything but caches if git is not there."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        skipped = {".git", ".venv", ".cache", "__pycache__", "runs", "build", "dist"}
+        return [path for path in ROOT.rglob("*") if path.is_file() and not skipped & {*path.relative_to(ROOT).parts}]
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def test_no_file_names_a_path_of_one_machine():
+    files = tracked_files()
+    assert Path(__file__) in files
+    wrong = []
+    for path in files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # not a text file
+        for number, line in enumerate(text.splitlines(), 1):
+            if MACHINE_PATH.search(line):
+                wrong.append(f"{label(path)}:{number}: {line.strip()[:120]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("folder", ["home", "root", "tmp", "work", "Users"])
+def test_the_pattern_knows_a_path_of_one_machine(folder):
+    assert MACHINE_PATH.search(f"see /{folder}/anna/run")
+    assert MACHINE_PATH.search(f'"/{folder}/run"')
+    for fine in (
+        f"https://example.org/{folder}/x",
+        f"~/{folder}/x",
+        f"./{folder}/x",
+        f"$HOME/{folder}/x",
+        f"a/{folder}/x",
+    ):
+        assert not MACHINE_PATH.search(fine), fine
