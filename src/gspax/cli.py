@@ -13,6 +13,7 @@ import argparse
 import difflib
 import importlib
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -156,6 +157,22 @@ def _train(options: argparse.Namespace) -> None:
     experiment = _experiment(options)
     if not _dry_run(options, experiment):
         _verb("loop").train(experiment, options.workdir)
+        print(_verb("report").summary(options.workdir))
+        print(_next_commands(options, experiment))
+
+
+def _next_commands(options: argparse.Namespace, experiment: Experiment) -> str:
+    """Three things to do after a run: go on, measure more closely, compare with another loss."""
+    steps, loss = experiment.schedule.steps, "grpo" if "gspo" in experiment.name else "gspo"
+    kept = [each for each in options.overrides if not each.startswith("schedule.steps=")]
+    same = shlex.join([options.file, "--workdir", str(options.workdir), *kept])
+    other = shlex.join([options.file, "--workdir", f"{options.workdir}_{loss}", *kept, f"loss=gspax.losses.{loss}"])
+    return (
+        "Next:\n"
+        f"  gspax train {same} schedule.steps={2 * steps}\n"
+        f"  gspax eval {same} evaluation.problems=2048\n"
+        f"  gspax train {other}"
+    )
 
 
 def _sft_parser() -> _Parser:

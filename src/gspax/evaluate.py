@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 
+from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, Sampling
+from gspax.description import describe
+from gspax.optimizer import make_optimizer
 from gspax.rewards import completions
+from gspax.rundir import existing_run
 from gspax.sampler import sample
-from gspax.sharding import batch_shards
+from gspax.sharding import batch_shards, make_mesh
+from gspax.state import abstract_state
 from gspax.types import Array, Params
+from gspax.validation import check
 
+EVALUATION = 2  # folded into the run's key
 SHOWN = 16  # problems whose first sample is kept for the report
+
+
+def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
+    """`gspax eval`: measure a checkpoint (the newest, or that of `step`), print it and add it to evaluations.jsonl."""
+    check(experiment, jax.device_count())
+    paths = existing_run(workdir, describe(experiment))
+    mesh = make_mesh(experiment.mesh)
+    optimizer = make_optimizer(experiment.optimizer)
+    with Checkpoints(paths.checkpoints) as checkpoints:
+        step = checkpoints.latest() if step is None else step
+        state, _ = checkpoints.restore(abstract_state(experiment.model, optimizer, mesh), step)
+    metrics, _ = evaluate(experiment, state.params, state.key, mesh)
+    settings = describe(experiment.evaluation)
+    with paths.evaluations.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **metrics, "evaluation": settings}) + "\n")
+    print(f"step {step}, {experiment.evaluation.problems} held-out problems")
+    for name, value in metrics.items():
+        print(f"  {name:22} {value:.4f}")
 
 
 def evaluate(
@@ -21,9 +48,9 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict]]:
     """Mean held-out rewards, and the first samples as rows for the report.
 
-    The same key gives the same noise at every evaluation, so that two evaluations differ by the policy alone.
+    `key` is the run's. Every evaluation draws with the same noise, so that two differ by the policy alone.
     """
-    settings = experiment.evaluation
+    settings, key = experiment.evaluation, jax.random.fold_in(key, EVALUATION)
     plain = replace(
         experiment.sampling,
         max_tokens=settings.max_tokens or experiment.sampling.max_tokens,

@@ -28,7 +28,7 @@ class Interrupted(Exception):  # noqa: N818  (not an error)
     """A signal ended the run after its state had been saved."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+        super().__init__(f"{signal.Signals(signum).name}: the state is saved; the same command continues the run")
         self.signum = signum
 
 

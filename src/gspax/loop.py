@@ -33,9 +33,9 @@ from gspax.sharding import make_mesh, named
 from gspax.state import abstract_state, init_state, new_state
 from gspax.train_step import make_score, make_train_step
 from gspax.types import Array, Batch, Rollout, TrainState
+from gspax.validation import check
 
-# The run's key is never advanced; each use folds in its own number.
-SAMPLING, EVALUATION = 1, 2
+SAMPLING = 1  # folded into the run's key
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Learner:
 
 
 def make_learner(experiment: Experiment) -> Learner:
-    """Build the mesh, the optimiser and the jitted steps of an experiment."""
+    """Build the mesh, the optimiser and the jitted steps of an experiment. UserError where it does not fit the devices."""
+    check(experiment, jax.device_count())
     mesh = make_mesh(experiment.mesh)
     optimizer = make_optimizer(experiment.optimizer)
     alike = {
@@ -97,7 +98,8 @@ def train(experiment: Experiment, workdir: Path) -> None:
                 if _due(done, schedule.checkpoint_every, schedule.steps) or interrupted():
                     checkpoints.save(done, state, {"experiment": describe(experiment)})
                 interrupted.stop_here()
-    report.write(run.path)
+    if jax.process_index() == 0:
+        report.write(run.path)
 
 
 def _due(done: int, every: int, last: int) -> bool:
@@ -126,8 +128,7 @@ def restore_or_start(
 
 def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, done: int, samples: Path) -> None:
     """Evaluate on the held-out problems, write the metrics and the completions that the report shows."""
-    key = jax.random.fold_in(state.key, EVALUATION)
-    metrics, rows = evaluate(learner.experiment, state.params, key, learner.mesh)
+    metrics, rows = evaluate(learner.experiment, state.params, state.key, learner.mesh)
     recorder.metrics(done, metrics)
     recorder.samples_to(samples, rows)
 
@@ -204,19 +205,24 @@ def minibatches(learner: Learner, rollout: Rollout, advantage_B: np.ndarray) -> 
 
 
 class Clock:
-    """Wall seconds of the parts of a step."""
+    """Seconds of the parts of a step: wall (`time/`), and of this process's processors (`cpu/`)."""
 
     def __init__(self) -> None:
-        self.start = self.last = time.perf_counter()
+        self.start = self.last = self.now()
         self.seconds: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[f"time/{name}"], self.last = now - self.last, now
+    @staticmethod
+    def now() -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+    def lap(self, name: str, since: tuple[float, float] | None = None) -> None:
+        now, since = self.now(), since or self.last
+        self.seconds |= {f"time/{name}": now[0] - since[0], f"cpu/{name}": now[1] - since[1]}
+        self.last = now
 
     def metrics(self, tokens: int) -> dict[str, float]:
-        whole = time.perf_counter() - self.start
-        return {**self.seconds, "time/step": whole, "perf/tokens_per_second": tokens / whole}
+        self.lap("step", since=self.start)
+        return {**self.seconds, "perf/tokens_per_second": tokens / self.seconds["time/step"]}
 
 
 def reward_metrics(reward_PG: np.ndarray) -> dict[str, float]:

@@ -138,6 +138,20 @@ def write(workdir: Path) -> Path:
     return run.report
 
 
+def summary(workdir: Path) -> str:
+    """What improved and where the files are, for the end of a run."""
+    run = RunDir(workdir)
+    series = _series(read_metrics(run.metrics))
+    lines = [
+        f"{label}: {values[0]:.3f} at step {steps[0]}, {values[-1]:.3f} at step {steps[-1]}"
+        for metric, label in (("eval/accuracy", "held-out accuracy, sampled"), ("eval/greedy_accuracy", "greedy"))
+        if metric in series
+        for steps, values in [series[metric]]
+    ]
+    files = [f"  {path}" for path in (run.report, run.curves, run.metrics, run.samples, run.checkpoints)]
+    return "\n".join([*lines, "Files:", *files])
+
+
 def _series(rows: Iterable[Mapping[str, float]]) -> Series:
     """Columns of the metrics."""
     series: Series = {}

@@ -3,7 +3,7 @@
 experiment.json    the resolved experiment          metrics.jsonl   one line per record
 environment.json   one entry per attempt            tensorboard/    the same numbers
 checkpoints/       of the run                       samples/        completions by step, before and after
-warm_start/        the same for the warm start      report.html, curves.png
+warm_start/        the same for the warm start      evaluations.jsonl, report.html, curves.png
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ class RunDir:
         return RunDir(self.path / "warm_start")
 
     @property
+    def evaluations(self) -> Path:
+        """Results of `gspax eval`, JSON lines."""
+        return self.path / "evaluations.jsonl"
+
+    @property
     def report(self) -> Path:
         """The report, one self-contained page."""
         return self.path / "report.html"
@@ -107,10 +112,7 @@ def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
         raise UserError(f"{run.path} is a file, not a run directory")
     old = read_json(run.experiment) if run.experiment.exists() else None
     if old is not None:
-        if different := difference(old, description, ignore=RESUMABLE):
-            raise UserError(
-                f"{run.path} holds another experiment; take another directory or undo: {'; '.join(different)}"
-            )
+        _refuse_other(run, old, description)
     elif run.path.exists() and any(not entry.name.endswith(".tmp") for entry in run.path.iterdir()):
         raise UserError(f"{run.path} is not empty and is no gspax run (it has no experiment.json)")
     attempts = read_json(run.environment) if run.environment.exists() else []
@@ -119,6 +121,20 @@ def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
         write_atomically(run.experiment, json.dumps(description, indent=2) + "\n")
     write_atomically(run.environment, json.dumps([*attempts, environment()], indent=2) + "\n")
     return run
+
+
+def existing_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
+    """The directory of a run of this experiment, to read from. UserError if it holds none, or another's."""
+    run = RunDir(Path(workdir))
+    if not run.experiment.exists():
+        raise UserError(f"{run.path} is no gspax run (it has no experiment.json)")
+    _refuse_other(run, read_json(run.experiment), json.loads(json.dumps(description)))
+    return run
+
+
+def _refuse_other(run: RunDir, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    if different := difference(old, new, ignore=RESUMABLE):
+        raise UserError(f"{run.path} holds another experiment; take another directory or undo: {'; '.join(different)}")
 
 
 def environment() -> dict[str, Any]:

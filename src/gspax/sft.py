@@ -24,6 +24,7 @@ from gspax.sharding import make_mesh, named
 from gspax.state import abstract_state, init_state
 from gspax.train_step import make_train_step
 from gspax.types import Array, Batch, TrainState
+from gspax.validation import check
 
 
 def nll(logp_BT: Array, old_logp_BT: Array, advantage_B: Array, mask_BT: Array) -> Terms:
@@ -36,6 +37,7 @@ def run(experiment: Experiment, workdir: Path) -> None:
     """`gspax sft`: only this stage, in `workdir/warm_start`, where `gspax train` finds it again."""
     if experiment.warm_start is None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
+    check(experiment, jax.device_count())
     with interrupt.watch() as interrupted:
         warm_start(experiment, open_run(workdir, describe(experiment)), make_mesh(experiment.mesh), interrupted)
 

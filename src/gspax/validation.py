@@ -239,8 +239,10 @@ def _parts(experiment: Experiment) -> Iterator[str]:
         yield f"tokenizer.vocab_size: wanted an integer, got {size!r}"
     elif experiment.model.vocab_size < size:
         yield f"model.vocab_size: wanted at least the tokenizer's {size}, got {experiment.model.vocab_size}"
-    elif not isinstance(stops, tuple) or not stops or not all(stop in range(size) for stop in stops):
-        yield f"tokenizer.stop_ids: wanted a tuple of one or more ids below {size}, got {stops!r}"
+    elif not isinstance(stops, tuple) or not all(stop in range(size) for stop in stops):
+        yield f"tokenizer.stop_ids: wanted a tuple of ids below {size}, got {stops!r}"
+    elif experiment.warm_start and not stops:
+        yield "tokenizer.stop_ids: wanted at least one, which ends a demonstration of the warm_start, got none"
 
 
 def _model(experiment: Experiment) -> Iterator[str]:

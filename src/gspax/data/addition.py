@@ -84,7 +84,7 @@ def slips(problem: Problem, completion: str) -> list[int] | None:
     terms = _TERM.findall(problem.prompt)
     written = "".join("{}+{}{}={},".format(*step) for step in steps)
     answer = completion.removeprefix(written)
-    if len(steps) != len(terms) or not re.fullmatch(r"#[0-9]{2}", answer) or not completion.startswith(written):
+    if len(steps) != len(terms) or not re.fullmatch(r"#[0-9]{2}", answer):
         return None
     wrong, total = [], 0
     for i, ((name, digit), (before, step_name, step_digit, after)) in enumerate(zip(terms, steps, strict=True)):

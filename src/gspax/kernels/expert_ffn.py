@@ -5,9 +5,9 @@
 Rows are copied once per choice and sorted by expert (dispatch), a backend multiplies each expert's rows by that
 expert's matrices, and the A results of a row are added up (combine). Two backends do the middle part:
 
-- `blocked`, for CPU and GPU, is plain XLA: a scan over the experts, inside it a loop over as many blocks of BLOCK
+- `blocked`, for CPU, is plain XLA: a scan over the experts, inside it a loop over as many blocks of BLOCK
   rows as the expert has. One block's intermediates stay in cache and its result overwrites its input.
-- `ragged`, for TPU, is `jax.lax.ragged_dot`, which is a real kernel there (and dense over the experts elsewhere).
+- `ragged`, for accelerators, is `jax.lax.ragged_dot`: a real kernel on TPU, dense over the experts on CPU.
 
 `expert_ffn` takes the right one when the program is lowered, so compiling for TPU on a CPU host needs no flag.
 
@@ -76,12 +76,12 @@ def expert_ffn(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Ar
 
 
 def blocked(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
-    """`expert_ffn` with the backend for CPU and GPU."""
+    """`expert_ffn` with the backend for CPU."""
     return _apply(_BLOCKED, x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD)
 
 
 def ragged(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
-    """`expert_ffn` with the backend for TPU."""
+    """`expert_ffn` with the backend for accelerators."""
     return _apply(_RAGGED, x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD)
 
 
@@ -270,6 +270,6 @@ def _ragged_backward(x_SD, gate_S, experts, count_E, dy_SD):
 _BLOCKED = Backend(_blocked_forward, _blocked_backward)
 _RAGGED = Backend(_ragged_forward, _ragged_backward)
 _CHOSEN_WHEN_LOWERED = Backend(
-    partial(lax.platform_dependent, tpu=_ragged_forward, default=_blocked_forward),
-    partial(lax.platform_dependent, tpu=_ragged_backward, default=_blocked_backward),
+    partial(lax.platform_dependent, cpu=_blocked_forward, default=_ragged_forward),
+    partial(lax.platform_dependent, cpu=_blocked_backward, default=_ragged_backward),
 )

@@ -1,0 +1,55 @@
+"""A fixed amount of work to measure: 16 prompts x 8 samples x 64 new tokens, one update, a 1.9M-parameter Qwen3-MoE.
+
+No stop token, so every completion has its 64 tokens; the reward is the share of digits.
+
+Run: gspax bench experiments/bench_small_moe.py
+"""
+
+from dataclasses import dataclass
+
+from gspax import advantages, losses
+from gspax.config import Experiment, Optimizer, Sampling, Schedule
+from gspax.data import addition
+from gspax.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """One id per byte; nothing stops."""
+
+    vocab_size: int = 512
+    stop_ids: tuple[int, ...] = ()
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return "".join(chr(i) for i in ids)
+
+
+def share_of_digits(problem, completion):
+    return sum(character in "0123456789" for character in completion) / max(len(completion), 1)
+
+
+experiment = Experiment(
+    name="bench_small_moe",
+    model=ModelConfig(
+        vocab_size=512,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+    ),
+    data=addition.Problems(min_terms=3, max_terms=5),
+    tokenizer=Bytes(),
+    reward=share_of_digits,
+    advantage=advantages.standardize,
+    loss=losses.gspo,
+    sampling=Sampling(prompts=16, group=8, max_prompt_tokens=16, max_tokens=64),
+    optimizer=Optimizer(learning_rate=1e-3),
+    schedule=Schedule(minibatches=1),
+)

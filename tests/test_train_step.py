@@ -1,0 +1,192 @@
+"""The update against the plain formula, under any split, on one device and on eight; memory; the warm start's loss."""
+
+from dataclasses import replace
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from gspax import config, losses, sft, sharding, train_step
+from gspax.model import transformer
+from gspax.optimizer import learning_rate, make_optimizer
+from gspax.state import abstract_state, init_state, new_state
+from gspax.types import Batch
+
+CONFIG = tiny.MOE
+B, T = 16, 12
+LOSSES = {"gspo": losses.gspo, "gspo_token": losses.gspo_token, "grpo": losses.grpo, "nll": sft.nll}
+SGD = optax.sgd(1.0)  # the parameters' change is the gradient
+
+
+def batch(seed=0):
+    """Ragged prompts and completions; old log-probs near the policy's so that both sides of the clip are met."""
+    rng = np.random.default_rng(seed)
+    prompt, length = rng.integers(1, 5, B), rng.integers(0, 7, B)
+    column = np.arange(T)[None]
+    end = (prompt + length)[:, None]
+    tokens = rng.integers(0, CONFIG.vocab_size, (B, T), dtype=np.int32)
+    given = Batch(
+        tokens_BT=jnp.asarray(tokens),
+        segment_BT=jnp.asarray((column < end).astype(np.int32)),
+        mask_BT=jnp.asarray((column >= prompt[:, None]) & (column < end)),
+        old_logp_BT=jnp.zeros((B, T)),
+        advantage_B=jnp.asarray(rng.normal(size=B), jnp.float32),
+    )
+    logp = direct_logp(tiny.params(CONFIG), given)
+    return replace(given, old_logp_BT=logp + jnp.asarray(rng.normal(size=(B, T)) * 0.1, jnp.float32))
+
+
+def direct_logp(params, batch, temperature=1.0):
+    """Log-probs from whole logits."""
+    hidden, _ = transformer.apply(params, CONFIG, batch.tokens_BT, batch.segment_BT)
+    return losses.token_logp(transformer.logits(params, hidden), batch.tokens_BT, temperature=temperature)
+
+
+def fresh(optimizer=SGD):
+    return new_state(tiny.params(CONFIG), optimizer, jax.random.key(0))
+
+
+def close(got, want, rtol=2e-4, atol=2e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, want)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_update_is_the_gradient_of_the_reduced_loss(name):
+    loss, data, temperature = LOSSES[name], batch(), 0.8
+
+    def plain(params):
+        logp = direct_logp(params, data, temperature)
+        return losses.reduce(loss(logp, data.old_logp_BT, data.advantage_B, data.mask_BT))
+
+    (value, metrics), grads = jax.value_and_grad(plain, has_aux=True)(tiny.params(CONFIG))
+    step = train_step.make_train_step(CONFIG, loss, SGD, temperature=temperature)
+    state, got = step(fresh(), data)
+    close(state.params, jax.tree.map(jnp.subtract, tiny.params(CONFIG), grads))
+    np.testing.assert_allclose(got["loss"], value, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got["grad_norm"], optax.tree.norm(grads), rtol=1e-4)
+    close({name: got[name] for name in metrics}, metrics)
+    assert state.step == 1
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+def test_any_split_into_micro_batches_is_the_same_update(name, rows):
+    data = batch()
+    whole, want = train_step.make_train_step(CONFIG, LOSSES[name], SGD)(fresh(), data)
+    split, got = train_step.make_train_step(CONFIG, LOSSES[name], SGD, microbatch_rows=rows)(fresh(), data)
+    close(split.params, whole.params)
+    close(got, want)
+
+
+@pytest.mark.parametrize("mesh", [config.Mesh(), config.Mesh(data=2, fsdp=4), config.Mesh(data=8, fsdp=1)])
+@pytest.mark.parametrize("rows", [0, 8])
+def test_eight_devices_make_the_update_of_one(mesh, rows):
+    data, optimizer = batch(), make_optimizer(config.Optimizer(learning_rate=1e-2))
+    alone, want = train_step.make_train_step(CONFIG, losses.gspo, optimizer)(fresh(optimizer), data)
+    devices = sharding.make_mesh(mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(CONFIG, optimizer, devices))
+    state = jax.device_put(fresh(optimizer), shardings)
+    step = train_step.make_train_step(CONFIG, losses.gspo, optimizer, microbatch_rows=rows, mesh=devices)
+    spread, got = step(state, jax.device_put(data, sharding.named(devices, "batch")))
+    close(got, want, rtol=1e-3)
+    # Adam divides by the gradient's own size, so only gradients above rounding can be compared
+    close(spread.params, alone.params, rtol=1e-3, atol=1e-3)
+    jax.tree.map(lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted, leaf.ndim) or pytest.fail(), spread, shardings)
+
+
+def test_score_is_the_direct_log_prob_in_micro_batches_too():
+    data, params = batch(), tiny.params(CONFIG)
+    want = direct_logp(params, data, 0.8)
+    hidden, experts = transformer.apply(params, CONFIG, data.tokens_BT, data.segment_BT)
+    logp_all = jax.nn.log_softmax(transformer.logits(params, hidden) / 0.8)
+    entropy = -(jnp.exp(logp_all) * logp_all).sum(-1)
+    for rows in (0, 4):
+        score = train_step.make_score(CONFIG, temperature=0.8, microbatch_rows=rows)
+        logp, got_entropy, got_experts = score(params, data)
+        close(logp[data.mask_BT], want[data.mask_BT], rtol=1e-5, atol=1e-5)
+        close(got_entropy[:, 1:], entropy[:, :-1], rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(got_experts, experts)
+
+
+def test_first_update_of_a_rollout_batch_has_ratio_one():
+    data, params = batch(), tiny.params(CONFIG)
+    score = train_step.make_score(CONFIG, microbatch_rows=4)
+    data = replace(data, old_logp_BT=score(params, data)[0])
+    _, metrics = train_step.make_train_step(CONFIG, losses.gspo, SGD, microbatch_rows=4)(fresh(), data)
+    assert abs(metrics["ratio_min"] - 1) < 1e-5 and abs(metrics["ratio_max"] - 1) < 1e-5
+    assert metrics["clip_fraction_tokens"] == 0
+
+
+def array_sizes(jaxpr):
+    """Sizes of all arrays that a jaxpr and the jaxprs within it make."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.size for variable in equation.outvars if hasattr(variable.aval, "size"))
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from array_sizes(inner)
+
+
+@pytest.mark.parametrize("budget", [2 * B * 1000, 2**40])
+def test_logits_of_the_whole_batch_are_never_held(monkeypatch, budget):
+    wide = replace(CONFIG, vocab_size=1000)
+    monkeypatch.setattr(train_step, "LOGIT_BUDGET", budget)
+    optimizer = optax.sgd(1.0)
+    params = transformer.abstract_params(wide)
+    state = jax.eval_shape(lambda params: new_state(params, optimizer, jax.random.key(0)), params)
+    step = train_step.make_train_step(wide, losses.gspo, optimizer)
+    largest = max(array_sizes(jax.make_jaxpr(step)(state, batch()).jaxpr))
+    assert (largest >= B * (T - 1) * 1000) == (budget == 2**40)
+
+
+def test_rows_without_a_response_do_not_move_the_parameters():
+    data = batch()
+    empty = replace(data, mask_BT=jnp.zeros_like(data.mask_BT))
+    state, metrics = train_step.make_train_step(CONFIG, losses.gspo, SGD)(fresh(), empty)
+    close(state.params, tiny.params(CONFIG), rtol=0, atol=0)
+    assert metrics["loss"] == 0 and np.isfinite(list(metrics.values())).all()
+
+
+def test_the_given_state_is_donated():
+    state = fresh()
+    train_step.make_train_step(CONFIG, losses.gspo, SGD)(state, batch())
+    assert state.params["embedding"].is_deleted()
+
+
+def test_rows_that_do_not_split_are_refused():
+    with pytest.raises(ValueError, match="must divide the batch's 16 rows, got 5"):
+        train_step.make_train_step(CONFIG, losses.gspo, SGD, microbatch_rows=5)(fresh(), batch())
+
+
+def test_warm_start_loss_is_the_mean_negative_log_likelihood_per_token():
+    data = batch()
+    logp = direct_logp(tiny.params(CONFIG), data)
+    value, _ = losses.reduce(sft.nll(logp, None, None, data.mask_BT))
+    np.testing.assert_allclose(value, -np.asarray(logp)[np.asarray(data.mask_BT)].mean(), rtol=1e-5)
+
+
+def test_learning_rate_warms_up_then_stays():
+    rate = learning_rate(config.Optimizer(learning_rate=2.0, warmup_updates=4))
+    assert [float(rate(count)) for count in (0, 1, 2, 4, 100)] == [0.0, 0.5, 1.0, 2.0, 2.0]
+    assert float(learning_rate(config.Optimizer(learning_rate=2.0))(0)) == 2.0
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    optimizer = make_optimizer(config.Optimizer(learning_rate=1.0, max_grad_norm=0.5, b1=0.0, b2=0.0, eps=1e3))
+    params = {"w": jnp.zeros(2)}
+    updates, _ = optimizer.update({"w": jnp.array([3.0, 4.0])}, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["w"], -np.array([0.3, 0.4]) / (np.array([0.3, 0.4]) + 1e3), rtol=1e-3)
+
+
+def test_initial_state_is_sharded_by_the_table_and_the_same_on_any_mesh():
+    optimizer = make_optimizer(config.Optimizer())
+    key = jax.random.key(3)
+    spread = init_state(CONFIG, optimizer, key, sharding.make_mesh(config.Mesh(data=2, fsdp=4)))
+    alone = init_state(CONFIG, optimizer, key, sharding.make_mesh(config.Mesh(), jax.devices()[:1]))
+    close(spread.params, alone.params, rtol=0, atol=0)
+    gate = spread.params["runs"][0]["mlp"]["gate"]
+    assert gate.sharding.spec[2] == "fsdp" and gate.addressable_shards[0].data.shape[2] == CONFIG.hidden_size // 4
+    moment = spread.opt_state[1][0].mu["runs"][0]["mlp"]["gate"]
+    assert moment.sharding.is_equivalent_to(gate.sharding, gate.ndim)
