@@ -1,8 +1,12 @@
 """What every test runs under. This must come before the first use of a device."""
 
+from pathlib import Path
+
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)  # every sharding test runs on any machine
-jax.config.update(
-    "jax_numpy_rank_promotion", "raise"
-)  # an advantage [B] where [B, T] was due is an error, B == T or not
+# an advantage [B] where [B, T] was due is an error, B == T or not
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# most of the suite's time is compilation, much of it of the same programs
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -1,0 +1,41 @@
+"""A whole experiment in seconds: sorting two or three digits, a few steps of everything. Loaded as a file by the tests."""
+
+from gspax import advantages, losses
+from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule, WarmStart
+from gspax.data import sort
+from gspax.model.config import ModelConfig
+
+
+def share_right(problem, completion):
+    """Share of the answer's digits that stand in their place: unlike the exact reward, it rarely is the same for all."""
+    right = sum(a == b for a, b in zip(problem.answer, completion, strict=False))
+    return right / max(len(problem.answer), len(completion))
+
+
+experiment = Experiment(
+    name="small",
+    model=ModelConfig(
+        vocab_size=sort.tokenizer.vocab_size,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        rope_theta=1e4,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+    ),
+    data=sort.Problems(min_digits=2, max_digits=3),
+    tokenizer=sort.tokenizer,
+    reward=share_right,
+    advantage=advantages.standardize,
+    loss=losses.gspo,
+    sampling=Sampling(prompts=8, group=4, max_prompt_tokens=4, max_tokens=4),
+    optimizer=Optimizer(learning_rate=1e-3),
+    schedule=Schedule(steps=4, minibatches=2, eval_every=3, checkpoint_every=2),
+    evaluation=Evaluation(problems=16),
+    warm_start=WarmStart(demonstration=sort.half_wrong, steps=3, rows=16, optimizer=Optimizer(learning_rate=3e-3)),
+)

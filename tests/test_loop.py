@@ -1,0 +1,247 @@
+"""Whole runs: what they leave, that a resumed run gives the bits of an uninterrupted one, and how they fail."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from small_experiment import experiment
+
+from gspax import config, loop, losses, record, sft
+from gspax.checkpoint import Checkpoints
+from gspax.errors import UserError
+from gspax.evaluate import run as evaluate_run
+from gspax.rundir import RunDir
+from gspax.state import abstract_state
+
+EXPERIMENT = str(Path(__file__).with_name("small_experiment.py"))
+CLOCKS = ("time/", "cpu/", "perf/")
+
+
+def with_schedule(**changes):
+    return replace(experiment, schedule=replace(experiment.schedule, **changes))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of four steps."""
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    loop.train(experiment, workdir)
+    return RunDir(workdir)
+
+
+def final_state(run, step=None):
+    learner = loop.make_learner(experiment)
+    with Checkpoints(run.checkpoints) as checkpoints:
+        state, _ = checkpoints.restore(abstract_state(experiment.model, learner.optimizer, learner.mesh), step)
+    return jax.device_get(replace(state, key=jax.random.key_data(state.key)))
+
+
+def timeless(run):
+    rows = record.read_metrics(run.metrics)
+    return [{name: x for name, x in row.items() if not name.startswith(CLOCKS)} for row in rows]
+
+
+def assert_same_run(run, other):
+    jax.tree.map(np.testing.assert_array_equal, final_state(run), final_state(other))
+    assert timeless(run) == timeless(other)
+    for path in other.samples.iterdir():
+        assert (run.samples / path.name).read_text() == path.read_text()
+
+
+def test_a_run_leaves_its_files(whole):
+    assert json.loads(whole.experiment.read_text())["name"] == "small"
+    for path in (whole.environment, whole.report, whole.curves, whole.before, whole.after, whole.warm_start.metrics):
+        assert path.stat().st_size > 0
+    assert any(whole.tensorboard.iterdir())
+    with Checkpoints(whole.checkpoints) as checkpoints:
+        assert checkpoints.steps() == [2, 4]
+
+
+def test_metrics_of_every_step_have_the_fields_names(whole):
+    rows = record.read_metrics(whole.metrics)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 3, 4, 4]
+    step = rows[1]
+    wanted = {
+        *("reward/mean", "reward/std", "reward/zero_std_groups"),
+        *("policy/loss", "policy/clip_fraction_tokens", "policy/clip_fraction_sequences", "policy/kl", "policy/entropy"),
+        *("policy/ratio_mean", "policy/ratio_min", "policy/ratio_max", "optim/grad_norm", "optim/learning_rate"),
+        *("response/length_mean", "response/length_min", "response/length_max", "response/truncated"),
+        *("mismatch/logp_diff_mean", "mismatch/logp_diff_max"),
+        *("routing/load_max", "routing/load_min", "routing/changed"),
+        *("time/rollout", "time/reward", "time/old_logp", "time/train", "time/step", "perf/tokens_per_second"),
+    }
+    assert wanted <= set(step)
+    assert all(np.isfinite(list(row.values())).all() for row in rows)
+    assert 0 < step["mismatch/logp_diff_max"] < 1e-4 or step["mismatch/logp_diff_max"] == 0
+    assert step["policy/ratio_min"] < 1 < step["policy/ratio_max"], "the second mini-batch is off-policy"
+    assert 0 < step["policy/entropy"] < np.log(12)
+    assert step["routing/load_min"] < 1 < step["routing/load_max"]
+    assert 1 <= step["response/length_min"] <= step["response/length_mean"] <= step["response/length_max"] <= 4
+    assert {"eval/accuracy", "eval/greedy_accuracy", "eval/truncated"} <= set(rows[0])
+
+
+def test_samples_hold_reward_and_advantage(whole):
+    rows = record.read_rows(whole.samples / "step_000004.jsonl")
+    assert len(rows) == 32
+    advantages = np.array([row["advantage"] for row in rows]).reshape(8, 4)
+    rewards = np.array([row["reward"] for row in rows]).reshape(8, 4)
+    np.testing.assert_allclose(advantages.sum(axis=1), 0, atol=1e-5)
+    assert (advantages[rewards.std(axis=1) == 0] == 0).all()
+    before, after = record.read_rows(whole.before), record.read_rows(whole.after)
+    assert [row["prompt"] for row in before] == [row["prompt"] for row in after]
+
+
+def test_parameters_moved_and_the_state_counts(whole):
+    start, end = final_state(whole, 2), final_state(whole, 4)
+    assert (start.step, end.step) == (4, 8), "two updates per rollout batch"
+    assert (start.position, end.position) == (48 + 16, 48 + 32), "after the demonstrated problems"
+    np.testing.assert_array_equal(start.key, end.key)
+    assert not np.array_equal(start.params["embedding"], end.params["embedding"])
+
+
+def test_resume_gives_the_bits_of_an_uninterrupted_run(whole, tmp_path):
+    loop.train(with_schedule(steps=2), tmp_path / "run")
+    loop.train(with_schedule(steps=3), tmp_path / "run")
+    loop.train(experiment, tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, final_state(run), final_state(whole))
+    # the shorter runs evaluated at their own ends too
+    assert [row for row in timeless(run) if "reward/mean" in row] == [
+        row for row in timeless(whole) if "reward/mean" in row
+    ]
+    assert len(json.loads(run.environment.read_text())) == 3
+
+
+def test_what_a_lost_step_recorded_is_cut_on_resume(whole, tmp_path):
+    loop.train(with_schedule(steps=2), tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    with run.metrics.open("a") as file:
+        file.write('{"step": 3, "reward/mean": 99}\n{"step": 4, "rew')
+    loop.train(experiment, tmp_path / "run")
+    assert all(row.get("reward/mean", 0) <= 1 for row in timeless(run))
+    assert timeless(run)[-1] == timeless(whole)[-1]
+
+
+def test_another_experiment_is_refused_and_nothing_changes(whole):
+    files = {path: path.read_bytes() for path in whole.path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"optimizer.learning_rate: 0.001 -> 0.002"):
+        loop.train(replace(experiment, optimizer=config.Optimizer(learning_rate=2e-3)), whole.path)
+    assert {path: path.read_bytes() for path in whole.path.rglob("*") if path.is_file()} == files
+
+
+def test_the_warm_start_alone_is_the_one_that_a_run_makes(whole, tmp_path):
+    sft.run(experiment, tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    assert timeless(run.warm_start) == timeless(whole.warm_start)
+    assert not run.metrics.exists()
+    loop.train(experiment, tmp_path / "run")
+    assert_same_run(run, whole)
+
+
+def test_eval_measures_what_the_run_recorded(whole, capsys):
+    evaluate_run(experiment, whole.path, 4)
+    recorded = [row for row in timeless(whole) if row["step"] == 4 and "eval/accuracy" in row][0]
+    measured = record.read_rows(whole.evaluations)[-1]
+    assert {name: measured[name] for name in recorded} == recorded
+    assert f"eval/accuracy          {recorded['eval/accuracy']:.4f}" in capsys.readouterr().out
+
+
+def test_eval_of_a_missing_checkpoint_says_so(whole, tmp_path):
+    with pytest.raises(UserError, match="no checkpoint 3 .* only 2, 4"):
+        evaluate_run(experiment, whole.path, 3)
+    with pytest.raises(UserError, match="is no gspax run"):
+        evaluate_run(experiment, tmp_path, None)
+
+
+def raises(problem, completion):
+    raise KeyError("answer")
+
+
+def gives_nan(problem, completion):
+    return float("nan")
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"reward": raises}, r"reward: raises raised KeyError: 'answer' for the prompt '\d+=' and the completion"),
+        ({"reward": gives_nan}, "reward: wanted a finite number from gives_nan, got nan for the completion"),
+        ({"sampling": replace(experiment.sampling, max_prompt_tokens=3)}, r"prompt \d: wanted 1 to 3 tokens .* got 4"),
+    ],
+)
+def test_broken_input_is_said_in_one_sentence(tmp_path, broken, said):
+    with pytest.raises(UserError, match=said):
+        loop.train(replace(experiment, warm_start=None, **broken), tmp_path / "run")
+
+
+def test_an_empty_prompt_is_refused(tmp_path):
+    mute = replace(experiment, warm_start=None, tokenizer=replace(experiment.tokenizer))
+    object.__setattr__(mute.tokenizer, "encode", lambda text: [])
+    with pytest.raises(UserError, match="prompt 0: wanted 1 to 4 tokens .* got 0"):
+        loop.train(mute, tmp_path / "run")
+
+
+@pytest.mark.parametrize("loss", [losses.gspo_token, losses.grpo])
+def test_other_losses_run_and_give_their_metrics(tmp_path, loss):
+    loop.train(replace(with_schedule(steps=1), loss=loss, warm_start=None), tmp_path / "run")
+    rows = record.read_metrics(RunDir(tmp_path / "run").metrics)
+    assert "policy/clip_fraction_sequences" in rows[1]
+
+
+def gspax(*arguments, **kwargs):
+    """The program in a process of its own, on one device."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    command = [sys.executable, "-m", "gspax.cli", *arguments]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
+def finished(process, timeout=300):
+    out, error = process.communicate(timeout=timeout)
+    return process.returncode, out, error
+
+
+def test_sigterm_saves_and_the_same_command_continues_bit_for_bit(tmp_path):
+    straight = ("train", EXPERIMENT, "schedule.steps=12", "schedule.checkpoint_every=0", "--workdir")
+    code, out, error = finished(gspax(*straight, str(tmp_path / "whole")))
+    assert code == 0, error
+    assert "held-out accuracy, sampled" in out and "schedule.steps=24" in out and "report.html" in out
+
+    stopped = gspax(*straight, str(tmp_path / "cut"))
+    metrics = RunDir(tmp_path / "cut").metrics
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_text().count("reward/mean") >= 2):
+        assert stopped.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    stopped.send_signal(signal.SIGTERM)
+    code, out, error = finished(stopped)
+    assert code == 143 and "the same command continues the run" in error
+    with Checkpoints(RunDir(tmp_path / "cut").checkpoints) as checkpoints:
+        assert 2 <= checkpoints.latest() < 12
+
+    code, out, error = finished(gspax(*straight, str(tmp_path / "cut")))
+    assert code == 0, error
+    assert_same_run(RunDir(tmp_path / "cut"), RunDir(tmp_path / "whole"))
+
+
+def test_gspo_learns_to_sort(tmp_path):
+    """The short version of the default experiment: held-out accuracy clearly rises above the warm start's."""
+    overrides = [
+        *("sampling.prompts=32", "sampling.group=8", "schedule.steps=40", "schedule.minibatches=4"),
+        *("schedule.eval_every=0", "schedule.checkpoint_every=0", "evaluation.problems=200"),
+        "reward=gspax.data.sort.reward",
+        *("warm_start.steps=40", "warm_start.rows=64"),
+    ]
+    code, _, error = finished(gspax("train", EXPERIMENT, "--workdir", str(tmp_path / "run"), *overrides))
+    assert code == 0, error
+    accuracy = [row["eval/accuracy"] for row in timeless(RunDir(tmp_path / "run")) if "eval/accuracy" in row]
+    assert accuracy[-1] > accuracy[0] + 0.15
