@@ -7,6 +7,9 @@ Only what follows `#` is rewarded, so one slip in a chain of 6 to 11 steps costs
 Each step is local: the running sum is copied from the step before, the letter is the next one, the digit stands behind
 the same letter in the prompt, and the new sum is a function of the three digits just written. A response has
 9 tokens per term and 4 at the end (`#`, two digits, stop): 58 to 103 with the default range.
+
+A model of the size of `presets.tiny_moe` learns the form from some 500 batches of 32 demonstrations at rate 6e-3, two
+minutes on two cores. It then slips as often as they do, which is what reinforcement learning has to take away.
 """
 
 from __future__ import annotations

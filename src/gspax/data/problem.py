@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 HELDOUT_SHARE = 8  # one prompt in so many is held out
-_TRIES = 1000  # draws in a row from the wrong split, or held-out draws in a row that bring nothing new
+_TRIES = 1000  # draws in a row that bring nothing, before the task is said to have too few prompts
 
 
 @dataclass(frozen=True)
