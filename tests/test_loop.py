@@ -239,9 +239,10 @@ def test_gspo_learns_to_sort(tmp_path):
         *("sampling.prompts=32", "sampling.group=8", "schedule.steps=40", "schedule.minibatches=4"),
         *("schedule.eval_every=0", "schedule.checkpoint_every=0", "evaluation.problems=200"),
         "reward=gspax.data.sort.reward",
-        *("warm_start.steps=40", "warm_start.rows=64"),
+        *("warm_start.steps=80", "warm_start.rows=64", "warm_start.optimizer.learning_rate=1e-2"),
+        "optimizer.learning_rate=2e-3",
     ]
     code, _, error = finished(gspax("train", EXPERIMENT, "--workdir", str(tmp_path / "run"), *overrides))
     assert code == 0, error
     accuracy = [row["eval/accuracy"] for row in timeless(RunDir(tmp_path / "run")) if "eval/accuracy" in row]
-    assert accuracy[-1] > accuracy[0] + 0.15
+    assert accuracy[-1] > accuracy[0] + 0.25

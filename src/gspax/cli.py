@@ -163,7 +163,9 @@ def _train(options: argparse.Namespace) -> None:
 
 def _next_commands(options: argparse.Namespace, experiment: Experiment) -> str:
     """Three things to do after a run: go on, measure more closely, compare with another loss."""
-    steps, loss = experiment.schedule.steps, "grpo" if "gspo" in experiment.name else "gspo"
+    from gspax.description import unwrapped
+
+    steps, loss = experiment.schedule.steps, "gspo" if unwrapped(experiment.loss).__name__ == "grpo" else "grpo"
     kept = [each for each in options.overrides if not each.startswith("schedule.steps=")]
     same = shlex.join([options.file, "--workdir", str(options.workdir), *kept])
     other = shlex.join([options.file, "--workdir", f"{options.workdir}_{loss}", *kept, f"loss=gspax.losses.{loss}"])

@@ -46,7 +46,7 @@ class Batch:
 class TrainState:
     """Everything that a checkpoint saves and a resumed run needs."""
 
-    step: Array  # int32    rollout batches finished (or supervised steps, in the warm start)
+    step: Array  # int32    optimiser updates done
     position: Array  # int32    training problems consumed
     key: Array  # PRNG key of the run; never advanced, only folded
     params: Params
