@@ -1,4 +1,4 @@
-"""A small mixture of experts learns to sort digits: by GSPO in sort_gspo.py, by GRPO in sort_grpo.py (two lines differ).
+"""A small mixture of experts learns to sort digits: GSPO in sort_gspo.py, GRPO in sort_grpo.py (two lines differ).
 
 A 125k-parameter Qwen3-MoE from scratch: a supervised warm start on half-wrong demonstrations, then reinforcement
 learning on an exact reward with the settings of the GSPO paper (arXiv 2507.18071, section 5: 4 mini-batches per rollout

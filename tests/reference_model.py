@@ -64,9 +64,15 @@ def forward(params, config, tokens, forced=None):
         keys, values, attended = [], [], []
         for t, x in enumerate(xs):
             h = rms_norm(x, p["attention_norm"]["scale"], eps)
-            q = [rotate(rms_norm(h @ a["query"][:, n], a["query_norm"]["scale"], eps), t, config.rope_theta) for n in range(N)]
+            q = [
+                rotate(rms_norm(h @ a["query"][:, n], a["query_norm"]["scale"], eps), t, config.rope_theta)
+                for n in range(N)
+            ]
             keys.append(
-                [rotate(rms_norm(h @ a["key"][:, k], a["key_norm"]["scale"], eps), t, config.rope_theta) for k in range(K)]
+                [
+                    rotate(rms_norm(h @ a["key"][:, k], a["key_norm"]["scale"], eps), t, config.rope_theta)
+                    for k in range(K)
+                ]
             )
             values.append([h @ a["value"][:, k] for k in range(K)])
             y = np.zeros_like(x)

@@ -1,4 +1,4 @@
-"""A whole experiment in seconds: sorting two or three digits, a few steps of everything. Loaded as a file by the tests."""
+"""A whole experiment in seconds: sorting two or three digits, a few steps of everything."""
 
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule, WarmStart
@@ -7,7 +7,7 @@ from gspax.model.config import ModelConfig
 
 
 def share_right(problem, completion):
-    """Share of the answer's digits that stand in their place: unlike the exact reward, it rarely is the same for all."""
+    """Share of the answer's digits in their place: unlike the exact reward, it is rarely the same for a group."""
     right = sum(a == b for a, b in zip(problem.answer, completion, strict=False))
     return right / max(len(problem.answer), len(completion))
 

@@ -71,7 +71,13 @@ def test_metrics_of_every_step_have_the_fields_names(whole):
     step = rows[1]
     wanted = {
         *("reward/mean", "reward/std", "reward/zero_std_groups"),
-        *("policy/loss", "policy/clip_fraction_tokens", "policy/clip_fraction_sequences", "policy/kl", "policy/entropy"),
+        *(
+            "policy/loss",
+            "policy/clip_fraction_tokens",
+            "policy/clip_fraction_sequences",
+            "policy/kl",
+            "policy/entropy",
+        ),
         *("policy/ratio_mean", "policy/ratio_min", "policy/ratio_max", "optim/grad_norm", "optim/learning_rate"),
         *("response/length_mean", "response/length_min", "response/length_max", "response/truncated"),
         *("mismatch/logp_diff_mean", "mismatch/logp_diff_max"),
@@ -148,14 +154,14 @@ def test_the_warm_start_alone_is_the_one_that_a_run_makes(whole, tmp_path):
 
 def test_eval_measures_what_the_run_recorded(whole, capsys):
     evaluate_run(experiment, whole.path, 4)
-    recorded = [row for row in timeless(whole) if row["step"] == 4 and "eval/accuracy" in row][0]
+    recorded = next(row for row in timeless(whole) if row["step"] == 4 and "eval/accuracy" in row)
     measured = record.read_rows(whole.evaluations)[-1]
     assert {name: measured[name] for name in recorded} == recorded
     assert f"eval/accuracy          {recorded['eval/accuracy']:.4f}" in capsys.readouterr().out
 
 
 def test_eval_of_a_missing_checkpoint_says_so(whole, tmp_path):
-    with pytest.raises(UserError, match="no checkpoint 3 .* only 2, 4"):
+    with pytest.raises(UserError, match=r"no checkpoint 3 .* only 2, 4"):
         evaluate_run(experiment, whole.path, 3)
     with pytest.raises(UserError, match="is no gspax run"):
         evaluate_run(experiment, tmp_path, None)
@@ -185,7 +191,7 @@ def test_broken_input_is_said_in_one_sentence(tmp_path, broken, said):
 def test_an_empty_prompt_is_refused(tmp_path):
     mute = replace(experiment, warm_start=None, tokenizer=replace(experiment.tokenizer))
     object.__setattr__(mute.tokenizer, "encode", lambda text: [])
-    with pytest.raises(UserError, match="prompt 0: wanted 1 to 4 tokens .* got 0"):
+    with pytest.raises(UserError, match=r"prompt 0: wanted 1 to 4 tokens .* got 0"):
         loop.train(mute, tmp_path / "run")
 
 
@@ -198,7 +204,11 @@ def test_other_losses_run_and_give_their_metrics(tmp_path, loss):
 
 def gspax(*arguments, **kwargs):
     """The program in a process of its own, on one device."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+    }
     command = [sys.executable, "-m", "gspax.cli", *arguments]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs

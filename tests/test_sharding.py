@@ -21,9 +21,10 @@ def test_the_free_axis_takes_the_devices_that_are_left(mesh, devices, expected):
     assert sharding.mesh_shape(mesh, devices) == expected
 
 
-@pytest.mark.parametrize("mesh", [config.Mesh(data=3), config.Mesh(data=2, fsdp=2), config.Mesh(data=-1, fsdp=-1), config.Mesh(data=0)])
-def test_a_mesh_that_does_not_fit_is_refused(mesh):
-    with pytest.raises(UserError, match="multiply to the 8 devices .* got data="):
+@pytest.mark.parametrize(("data", "fsdp"), [(3, -1), (2, 2), (-1, -1), (0, -1)])
+def test_a_mesh_that_does_not_fit_is_refused(data, fsdp):
+    mesh = config.Mesh(data=data, fsdp=fsdp)
+    with pytest.raises(UserError, match=r"multiply to the 8 devices .* got data="):
         sharding.mesh_shape(mesh, 8)
 
 

@@ -63,7 +63,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
-    """A short supervised stage before reinforcement learning: `demonstration(problem, rng)` gives the text to imitate."""
+    """A short supervised stage before reinforcement learning; `demonstration(problem, rng)` is the text to imitate."""
 
     demonstration: Callable[..., str]
     steps: int = 60

@@ -50,11 +50,11 @@ class Learner:
 
 
 def make_learner(experiment: Experiment) -> Learner:
-    """Build the mesh, the optimiser and the jitted steps of an experiment. UserError where it does not fit the devices."""
+    """The mesh, optimiser and jitted steps of an experiment. UserError where it does not fit the devices."""
     check(experiment, jax.device_count())
     mesh = make_mesh(experiment.mesh)
     optimizer = make_optimizer(experiment.optimizer)
-    alike = {
+    alike: dict[str, Any] = {
         "temperature": experiment.sampling.temperature,
         "microbatch_rows": experiment.schedule.microbatch_rows,
         "mesh": mesh,
@@ -133,7 +133,9 @@ def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, d
     recorder.samples_to(samples, rows)
 
 
-def rollout_and_update(learner: Learner, state: TrainState) -> tuple[TrainState, dict[str, float], list[dict]]:
+def rollout_and_update(
+    learner: Learner, state: TrainState
+) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One rollout batch and its optimiser updates: the new state, the metrics, and every completion."""
     experiment = learner.experiment
     P, G = experiment.sampling.prompts, experiment.sampling.group
@@ -155,11 +157,11 @@ def rollout_and_update(learner: Learner, state: TrainState) -> tuple[TrainState,
     clock.lap("rollout")
 
     rows = completions(experiment, problems, rollout)
-    reward_PG = np.array([row["reward"] for row in rows], np.float32).reshape(P, G)
-    advantage_PG = np.asarray(experiment.advantage(reward_PG))
+    reward_PG = jnp.array([row["reward"] for row in rows], jnp.float32).reshape(P, G)
+    advantage_B = np.asarray(experiment.advantage(reward_PG)).reshape(-1)
     clock.lap("reward")
 
-    batches = minibatches(learner, rollout, advantage_PG.reshape(-1))
+    batches = minibatches(learner, rollout, advantage_B)
     scores = [learner.score(state.params, batch) for batch in batches]
     batches = [replace(batch, old_logp_BT=logp) for batch, (logp, _, _) in zip(batches, scores, strict=True)]
     jax.block_until_ready(scores)
@@ -167,8 +169,8 @@ def rollout_and_update(learner: Learner, state: TrainState) -> tuple[TrainState,
 
     updates = []
     for batch in batches:
-        state, metrics = learner.train_step(state, batch)
-        updates.append(metrics)
+        state, update = learner.train_step(state, batch)
+        updates.append(update)
     state = replace(state, position=state.position + P)
     jax.block_until_ready(state)
     clock.lap("train")
@@ -182,7 +184,7 @@ def rollout_and_update(learner: Learner, state: TrainState) -> tuple[TrainState,
         **routing_metrics(learner, state, batches[0], scores[0][2]),
         **clock.metrics(int(rollout.length_B.sum())),
     }
-    for row, advantage in zip(rows, advantage_PG.reshape(-1), strict=True):
+    for row, advantage in zip(rows, advantage_B, strict=True):
         row["advantage"] = float(advantage)
     return state, metrics, rows
 
@@ -191,16 +193,19 @@ def minibatches(learner: Learner, rollout: Rollout, advantage_B: np.ndarray) -> 
     """The rollout cut into `schedule.minibatches` runs of whole groups, placed on the mesh. Old log-probs are zeros."""
     experiment = learner.experiment
     total_B1 = (rollout.prompt_length_B + rollout.length_B)[:, None]
-    whole = Batch(
-        tokens_BT=rollout.tokens_BT,
-        segment_BT=(np.arange(rollout.tokens_BT.shape[1])[None] < total_B1).astype(np.int32),
-        mask_BT=rollout.mask_BT,
-        old_logp_BT=np.zeros_like(rollout.logp_BT),
-        advantage_B=advantage_B.astype(np.float32),
-    )
+    columns: dict[str, Any] = {
+        "tokens_BT": rollout.tokens_BT,
+        "segment_BT": (np.arange(rollout.tokens_BT.shape[1])[None] < total_B1).astype(np.int32),
+        "mask_BT": rollout.mask_BT,
+        "old_logp_BT": np.zeros_like(rollout.logp_BT),
+        "advantage_B": advantage_B.astype(np.float32),
+    }
     count = experiment.schedule.minibatches
     size = len(advantage_B) // count
-    parts = [jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], whole) for i in range(count)]
+    parts = [
+        Batch(**{name: column[first : first + size] for name, column in columns.items()})
+        for first in range(0, count * size, size)
+    ]
     return [jax.device_put(part, named(learner.mesh, "batch")) for part in parts]
 
 
@@ -225,11 +230,11 @@ class Clock:
         return {**self.seconds, "perf/tokens_per_second": tokens / self.seconds["time/step"]}
 
 
-def reward_metrics(reward_PG: np.ndarray) -> dict[str, float]:
+def reward_metrics(reward_PG: Array) -> dict[str, float]:
     return {
         "reward/mean": float(reward_PG.mean()),
         "reward/std": float(reward_PG.std()),
-        "reward/zero_std_groups": float(np.mean(advantages.constant_groups(reward_PG))),
+        "reward/zero_std_groups": float(advantages.constant_groups(reward_PG).mean()),
     }
 
 
@@ -254,7 +259,7 @@ def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
     return combined
 
 
-def score_metrics(learner: Learner, rollout: Rollout, scores: list) -> dict[str, float]:
+def score_metrics(learner: Learner, rollout: Rollout, scores: list[tuple[Array, Array, Array]]) -> dict[str, float]:
     """Entropy of the policy that sampled, and how far sampler and learner disagree about their log-probs."""
     mask_BT = rollout.mask_BT
     learner_logp_BT = np.concatenate([np.asarray(logp) for logp, _, _ in scores])

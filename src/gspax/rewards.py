@@ -35,7 +35,7 @@ def completions(experiment: Experiment, problems: Sequence[Problem], rollout: Ro
 
 
 def checked_reward(experiment: Experiment, problem: Problem, text: str) -> float:
-    """The experiment's reward as a finite float; UserError with the completion where it raises or gives another thing."""
+    """The experiment's reward as a finite float; UserError with the completion where it raises or is not one."""
     name = getattr(experiment.reward, "__qualname__", repr(experiment.reward))
     try:
         value = float(experiment.reward(problem, text))

@@ -114,7 +114,14 @@ def _generate(params, tokens_PS, length_P, id_P, key, *, config, sampling, stop_
 
     def advance(state: _State) -> _State:
         hidden_BD, cache = transformer.decode(
-            params, config, state.token_B, state.live_B, length_P, state.step - 1, state.cache, mesh=mesh
+            params,
+            config,
+            state.token_B,
+            state.cache,
+            step=state.step - 1,
+            prompt_length_P=length_P,
+            live_B=state.live_B,
+            mesh=mesh,
         )
         return draw(hidden_BD, state._replace(cache=cache))
 

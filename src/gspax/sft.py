@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +15,8 @@ import numpy as np
 from gspax import interrupt, progress
 from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, WarmStart
-from gspax.errors import UserError
 from gspax.description import describe
+from gspax.errors import UserError
 from gspax.losses import Terms
 from gspax.optimizer import make_optimizer
 from gspax.record import Recorder
@@ -93,12 +94,11 @@ def demonstrations(experiment: Experiment, stage: WarmStart, first: int, mesh: j
         tokens_BT[row, : len(text)] = text
         segment_BT[row, : len(text)] = 1
         mask_BT[row, len(prompt) : len(text)] = True
-    zero_B = np.zeros(stage.rows, np.float32)
-    batch = Batch(
-        tokens_BT=tokens_BT,
-        segment_BT=segment_BT,
-        mask_BT=mask_BT,
-        old_logp_BT=np.zeros(tokens_BT.shape, np.float32),
-        advantage_B=zero_B,
-    )
-    return jax.device_put(batch, named(mesh, "batch"))
+    columns: dict[str, Any] = {
+        "tokens_BT": tokens_BT,
+        "segment_BT": segment_BT,
+        "mask_BT": mask_BT,
+        "old_logp_BT": np.zeros(tokens_BT.shape, np.float32),
+        "advantage_B": np.zeros(stage.rows, np.float32),
+    }
+    return jax.device_put(Batch(**columns), named(mesh, "batch"))

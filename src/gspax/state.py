@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -32,9 +34,7 @@ def init_state(
     return jax.jit(init, out_shardings=shardings)(key)
 
 
-def abstract_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
-) -> TrainState:
+def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> TrainState:
     """`ShapeDtypeStruct`s with shardings: parameters and their moments by the table, everything else replicated."""
     everywhere = named(mesh)
     params = jax.tree.map(
@@ -50,7 +50,7 @@ def abstract_state(
         params,
         transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),
     )
-    small = {
+    small: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
         for name, leaf in (("step", state.step), ("position", state.position), ("key", state.key))
     }

@@ -19,7 +19,9 @@ def read(folder):
     safetensors = pytest.importorskip("safetensors.numpy")
     raw = json.loads((folder / "config.json").read_text())
     names = {"num_experts": "num_local_experts"}
-    fields = {name: raw[names.get(name, name)] for name in ModelConfig.__dataclass_fields__ if names.get(name, name) in raw}
+    fields = {
+        name: raw[names.get(name, name)] for name in ModelConfig.__dataclass_fields__ if names.get(name, name) in raw
+    }
     fields |= {"rope_theta": raw["rope_parameters"]["rope_theta"], "dtype": "float32"}
     config = ModelConfig(**{**fields, "mlp_only_layers": ()})
     tensors = safetensors.load_file(folder / "model.safetensors")
@@ -47,7 +49,10 @@ def read(folder):
         mlp["router"] = stack("mlp.gate", (D, E))
     else:
         F = config.intermediate_size
-        mlp = {name: stack(f"mlp.{name}_proj", shape) for name, shape in [("gate", (D, F)), ("up", (D, F)), ("down", (F, D))]}
+        mlp = {
+            name: stack(f"mlp.{name}_proj", shape)
+            for name, shape in [("gate", (D, F)), ("up", (D, F)), ("down", (F, D))]
+        }
     layers = {
         "attention_norm": {"scale": stack("input_layernorm", D)},
         "attention": attention,

@@ -88,7 +88,13 @@ def test_prefill_and_decode_are_the_whole_sequence(name):
     steps = []
     for step in range(C):
         hidden, cache = decode(
-            params, config, completions[:, step], jnp.ones(P * G, bool), jnp.asarray(length_P), jnp.int32(step), cache
+            params,
+            config,
+            completions[:, step],
+            cache,
+            step=jnp.int32(step),
+            prompt_length_P=jnp.asarray(length_P),
+            live_B=jnp.ones(P * G, bool),
         )
         steps.append(hidden)
     for row in range(P * G):

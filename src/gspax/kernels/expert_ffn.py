@@ -72,28 +72,28 @@ def expert_ffn(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Ar
         w_up_EDF: as w_gate_EDF.
         w_down_EFD: as w_gate_EDF.
     """
-    return _apply(_CHOSEN_WHEN_LOWERED, x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD)
+    return _apply(_CHOSEN_WHEN_LOWERED, x_ND, expert_NA, gate_NA, Experts(w_gate_EDF, w_up_EDF, w_down_EFD))
 
 
 def blocked(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
     """`expert_ffn` with the backend for CPU."""
-    return _apply(_BLOCKED, x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD)
+    return _apply(_BLOCKED, x_ND, expert_NA, gate_NA, Experts(w_gate_EDF, w_up_EDF, w_down_EFD))
 
 
 def ragged(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
     """`expert_ffn` with the backend for accelerators."""
-    return _apply(_RAGGED, x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD)
+    return _apply(_RAGGED, x_ND, expert_NA, gate_NA, Experts(w_gate_EDF, w_up_EDF, w_down_EFD))
 
 
-def _apply(backend, x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD):
-    (N, D), (E, _, F) = x_ND.shape, w_gate_EDF.shape
-    shapes = [a.shape for a in (expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD)]
+def _apply(backend, x_ND, expert_NA, gate_NA, experts):
+    (N, D), (E, _, F) = x_ND.shape, experts.gate_EDF.shape
+    shapes = [a.shape for a in (expert_NA, gate_NA, *experts)]
     A = expert_NA.shape[-1]
     if shapes != [(N, A), (N, A), (E, D, F), (E, D, F), (E, F, D)]:
         raise ValueError(f"for x {x_ND.shape}, wanted shapes [N, A] twice, [E, D, F] twice, [E, F, D]; got {shapes}")
     if expert_NA.dtype != jnp.int32:
         raise TypeError(f"expert_NA must be int32, got {expert_NA.dtype}")
-    x_ND, gate_NA, *weights = _vary_alike(x_ND, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD)
+    x_ND, gate_NA, *weights = _vary_alike(x_ND, gate_NA, *experts)
     return _ffn(backend, x_ND, expert_NA, gate_NA, Experts(*weights))
 
 

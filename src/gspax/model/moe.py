@@ -69,9 +69,7 @@ def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights):
     if mesh is None or mesh.size == 1:
         return _local_experts(x_BTD, expert_BTA, gate_BTA, *weights)
     rows, whole = spec("batch"), spec()
-    mapped = jax.shard_map(
-        _local_experts, mesh=mesh, in_specs=(rows, rows, rows, whole, whole, whole), out_specs=rows
-    )
+    mapped = jax.shard_map(_local_experts, mesh=mesh, in_specs=(rows, rows, rows, whole, whole, whole), out_specs=rows)
     return mapped(x_BTD, expert_BTA, gate_BTA, *weights)
 
 

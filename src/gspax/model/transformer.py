@@ -7,7 +7,7 @@ each other are stacked and run by `lax.scan` (`config.layer_runs`).
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,15 @@ from gspax.model.moe import SparseMlp
 from gspax.types import Array, Params
 
 
+class Shared(NamedTuple):
+    """What all layers of one call are given."""
+
+    angles: tuple[Array, Array]
+    valid_BT: Array  # not padding
+    attend: Attend
+    mesh: jax.sharding.Mesh | None
+
+
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward network, each added to the residual stream."""
 
@@ -29,13 +38,13 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SparseMlp(config, rngs=rngs) if sparse else DenseMlp(config, rngs=rngs)
 
-    def __call__(self, x_BTD, angles, valid_BT, attend, cache, layer, forced_BTA, mesh):
+    def __call__(self, x_BTD: Array, shared: Shared, cache: Any, layer: Array, forced_BTA: Array | None):
         """Residual stream, cache and, of a sparse layer, the chosen experts `[B, T, A]` (else None)."""
-        attended, cache = self.attention(self.attention_norm(x_BTD), angles, attend, cache, layer)
+        attended, cache = self.attention(self.attention_norm(x_BTD), shared.angles, shared.attend, cache, layer)
         x_BTD += attended
         normed_BTD = self.mlp_norm(x_BTD)
         if isinstance(self.mlp, SparseMlp):
-            y_BTD, expert_BTA = self.mlp(normed_BTD, valid_BT, forced_BTA, mesh)
+            y_BTD, expert_BTA = self.mlp(normed_BTD, shared.valid_BT, forced_BTA, shared.mesh)
             return x_BTD + y_BTD, cache, expert_BTA
         return x_BTD + self.mlp(normed_BTD), cache, None
 
@@ -65,6 +74,7 @@ class Transformer(nnx.Module):
         """Final hidden states `[B, T, D]`, the cache, and the experts `[sparse layers, B, T, A]`."""
         config = self.config
         angles = rotary_angles(position_BT, config.head_dim, config.rope_theta)
+        shared = Shared(angles, valid_BT, attend, mesh)
         x_BTD = self.embedding[tokens_BT].astype(config.dtype)
         chosen, first, first_sparse = [], 0, 0
         for (sparse, count), run in zip(layer_runs(config), self.runs, strict=True):
@@ -74,9 +84,7 @@ class Transformer(nnx.Module):
                 layer_params, layer, forced_BTA = inputs
                 x_BTD, cache = carry
                 module = nnx.merge(graph, layer_params)
-                x_BTD, cache, expert_BTA = module(
-                    x_BTD, angles, valid_BT, attend, cache, layer, forced_BTA, mesh
-                )
+                x_BTD, cache, expert_BTA = module(x_BTD, shared, cache, layer, forced_BTA)
                 return (x_BTD, cache), expert_BTA
 
             if config.remat:
@@ -84,9 +92,7 @@ class Transformer(nnx.Module):
             forced = None
             if sparse and forced_LBTA is not None:
                 forced = forced_LBTA[first_sparse : first_sparse + count]
-            (x_BTD, cache), expert = jax.lax.scan(
-                body, (x_BTD, cache), (layers, first + jnp.arange(count), forced)
-            )
+            (x_BTD, cache), expert = jax.lax.scan(body, (x_BTD, cache), (layers, first + jnp.arange(count), forced))
             first, first_sparse = first + count, first_sparse + count * sparse
             chosen += [expert] if sparse else []
         none = jnp.zeros((0, *tokens_BT.shape, config.num_experts_per_tok), jnp.int32)
@@ -219,11 +225,11 @@ def decode(
     params: Params,
     config: ModelConfig,
     token_B: Array,
-    live_B: Array,
-    prompt_length_P: Array,
-    step: Array,
     cache: Cache,
     *,
+    step: Array,
+    prompt_length_P: Array,
+    live_B: Array,
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Array, Cache]:
     """Feed completion token number `step` of every sample; its hidden state `[B, D]` and the cache with it added.
