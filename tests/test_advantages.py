@@ -107,6 +107,10 @@ def test_eps_bounds_the_advantage_of_a_hardly_varying_group():
     assert np.abs(advantages.standardize(reward, eps=0.0)).max() > 1
 
 
+def test_differences_whose_squares_underflow_are_no_nan_without_eps():
+    assert np.isfinite(advantages.standardize(jnp.array([[0.0, 0.0, 1e-30]]), eps=0.0)).all()
+
+
 @over_functions
 @pytest.mark.parametrize(
     "dtype", (np.float64, np.float16, np.int32, np.int64, np.uint8, np.bool_, jnp.bfloat16), ids=str

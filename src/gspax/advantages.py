@@ -43,15 +43,14 @@ def standardize(reward_PG: Array, *, ddof: int = 1, eps: float = 1e-6) -> Array:
     # Two passes: E[R²] - E[R]² would cancel, and can come out negative.
     variance_P1 = jnp.sum(centered_PG**2, axis=-1, keepdims=True) / max(G - ddof, 1)
     scale_P1 = jnp.sqrt(variance_P1) + eps
-    return _zero_if_constant(centered_PG / jnp.where(scale_P1 > 0, scale_P1, 1), reward_PG)
+    return centered_PG / jnp.where(scale_P1 > 0, scale_P1, 1)
 
 
 def center(reward_PG: Array) -> Array:
     """A = R - mean in each group (Dr. GRPO, arXiv 2503.20783)."""
     reward_PG = _rewards(reward_PG)
-    # From the first reward on, so that rewards which are large against their differences lose no digits to the sum.
-    offset_PG = reward_PG - reward_PG[:, :1]
-    return _zero_if_constant(offset_PG - offset_PG.mean(-1, keepdims=True), reward_PG)
+    centered_PG = reward_PG - reward_PG.mean(-1, keepdims=True)
+    return jnp.where(constant_groups(reward_PG)[:, None], 0, centered_PG)
 
 
 def leave_one_out(reward_PG: Array) -> Array:
@@ -65,10 +64,6 @@ def constant_groups(reward_PG: Array) -> Array:
     """bool [P]: all rewards of the group are equal. Its mean is the share of groups that teach nothing."""
     reward_PG = _rewards(reward_PG)
     return jnp.all(reward_PG == reward_PG[:, :1], axis=-1)
-
-
-def _zero_if_constant(advantage_PG: Array, reward_PG: Array) -> Array:
-    return jnp.where(constant_groups(reward_PG)[:, None], 0, advantage_PG)
 
 
 def _rewards(reward_PG: Any) -> Array:

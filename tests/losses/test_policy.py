@@ -32,7 +32,7 @@ def rows_and_gradient(member, arguments):
 def _compiled_rows(member):
     def numerator(logp, *rest):
         terms = member.terms(logp, *rest)
-        return terms.value_B.sum(), terms
+        return terms.value.sum(), terms
 
     compiled = jax.jit(jax.grad(numerator, has_aux=True))
     return lambda *arguments: jax.device_get(compiled(*arguments)[::-1])
@@ -50,10 +50,10 @@ def test_value_and_gradient_are_the_references(member, name):
     terms, gradient = rows_and_gradient(member, CASES[name].arguments(member))
     # Per row, because the extreme case has rows of very different size.
     for b in range(len(wanted.value)):
-        assert_near(terms.value_B[b], wanted.value[b])
+        assert_near(terms.value[b], wanted.value[b])
         assert_near(gradient[b], wanted.gradient[b])
-    np.testing.assert_array_equal(terms.weight_B, wanted.weight)
-    assert terms.value_B.dtype == terms.weight_B.dtype == gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(terms.weight, wanted.weight)
+    assert terms.value.dtype == terms.weight.dtype == gradient.dtype == jnp.float32
 
 
 @over_family
@@ -136,7 +136,7 @@ def test_a_token_is_counted_as_clipped_exactly_if_its_gradient_is_cut(member, si
     advantage = np.full((logp.size, 1), sign * 0.3, np.float32)
     x = Case(logp[:, None], np.zeros_like(mask, np.float32), advantage, mask)
     terms, gradient = rows_and_gradient(member, x.arguments(member))
-    cut = np.asarray(terms.metrics["clip_fraction_tokens"].count_B) == 1
+    cut = np.asarray(terms.metrics["clip_fraction_tokens"].count) == 1
     assert cut.any() and not cut.all()
     whole = -advantage[:, 0] * np.exp(logp)
     np.testing.assert_allclose(gradient[:, 0], np.where(cut, 0, whole), rtol=1e-6)
@@ -220,5 +220,5 @@ def test_clip_fractions_of_grpo_count_single_tokens():
 def test_weights_depend_on_the_mask_alone(name):
     a, b = case(MASKS[name], 1e-3, seed=1), case(MASKS[name], 0.3, seed=2)
     for member in FAMILY:
-        weights = [member.terms(*x.arguments(member)).weight_B for x in (a, b)]
+        weights = [member.terms(*x.arguments(member)).weight for x in (a, b)]
         np.testing.assert_array_equal(*weights)

@@ -22,8 +22,8 @@ def test_by_sequence_gives_every_non_empty_row_the_same_weight():
 
 def test_reduce():
     terms = losses.Terms(
-        value_B=jnp.array([3.0, -1.0, 0.0]),
-        weight_B=jnp.array([3.0, 0.5, 0.5]),
+        value=jnp.array([3.0, -1.0, 0.0]),
+        weight=jnp.array([3.0, 0.5, 0.5]),
         metrics={
             "share": losses.Share(jnp.array([1.0, 2.0, 0.0]), jnp.array([4.0, 6.0, 0.0])),
             "spread": losses.Spread(jnp.array([5.0, 7.0, jnp.nan]), jnp.array([True, True, False])),

@@ -4,7 +4,7 @@ Letters: B rows (one sequence each), T tokens. `x_BT[b, t]` is about token t of 
 tokens, those that the policy chose, and |y_i| is their number in row i. What stands outside the mask never
 matters, NaN and infinity included. A row without a response token weighs nothing.
 
-All three maximise the mean over the non-empty sequences i of a clipped objective, so each `value_B` is its negative:
+All three maximise the mean over the non-empty sequences i of a clipped objective, so each `value` is its negative:
 
     r_it = π(y_it)/π_old(y_it)             token ratio
     s_i  = exp(1/|y_i| Σ_t log r_it)       sequence ratio, the geometric mean of the token ratios
@@ -71,7 +71,7 @@ def gspo(
       clip_high: width of the band above 1, at least 0. The default is the paper's.
 
     Returns:
-      Terms with float32 [B] leaves: value_B = -min(...), weight_B = 1; both 0 for a row without response tokens.
+      Terms with float32 [B] leaves: value = -min(...), weight = 1; both 0 for a row without response tokens.
 
     Raises:
       TypeError: an argument is no array, or of another dtype; a clip width is no Python number.
@@ -117,7 +117,7 @@ def gspo_token(
       clip_high: width of the band above 1, at least 0. The default is the paper's.
 
     Returns:
-      Terms with float32 [B] leaves: value_B = -1/|y_i| Σ_t min(...), weight_B = 1; both 0 for an empty row.
+      Terms with float32 [B] leaves: value = -1/|y_i| Σ_t min(...), weight = 1; both 0 for an empty row.
 
     Raises:
       TypeError: an argument is no array, or of another dtype; a clip width is no Python number.
@@ -164,7 +164,7 @@ def grpo(
       clip_high: width of the band above 1, at least 0. The default is that of the GSPO paper's GRPO baseline.
 
     Returns:
-      Terms with float32 [B] leaves: value_B = -1/|y_i| Σ_t min(...), weight_B = 1; both 0 for an empty row.
+      Terms with float32 [B] leaves: value = -1/|y_i| Σ_t min(...), weight = 1; both 0 for an empty row.
 
     Raises:
       TypeError: an argument is no array, or of another dtype; a clip width is no Python number.

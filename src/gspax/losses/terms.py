@@ -2,11 +2,11 @@
 
 A loss returns `Terms`: for every row (sequence) what it adds to the numerator and to the denominator of
 
-    loss = Σ_b value_B / Σ_b weight_B.
+    loss = Σ value / Σ weight.
 
 Both sums run over all rows of the batch, so the loss does not depend on how the rows were split into
-micro-batches: differentiate Σ value_B of each micro-batch, add the gradients up, divide once by Σ weight_B.
-`weight_B` depends on the mask alone, so that denominator is known before the first forward pass. The metrics are
+micro-batches: differentiate Σ value of each micro-batch, add the gradients up, divide once by Σ weight.
+`weight` depends on the mask alone, so that denominator is known before the first forward pass. The metrics are
 sums and extremes over rows as well: put the rows of all micro-batches back together and call `reduce` once.
 """
 
@@ -23,24 +23,24 @@ Array = jax.Array
 
 
 class Share(NamedTuple):
-    """A metric that reduces to Σ count_B / Σ of_B, 0 if there is nothing to count."""
+    """A metric that reduces to Σ count / Σ of, 0 if there is nothing to count."""
 
-    count_B: Array  # float32
-    of_B: Array  # float32
+    count: Array  # float32 [B]
+    of: Array  # float32 [B]
 
 
 class Spread(NamedTuple):
     """A metric that reduces to its mean, min and max over the kept rows, 0 if none is kept."""
 
-    value_B: Array  # float32
-    keep_B: Array  # bool
+    value: Array  # float32 [B]
+    keep: Array  # bool [B]
 
 
 class Terms(NamedTuple):
     """What a loss returns. A pytree: it can be differentiated, scanned over, stacked and concatenated by rows."""
 
-    value_B: Array  # float32  contribution to the numerator, to be minimised; 0 where the weight is 0
-    weight_B: Array  # float32  contribution to the denominator; depends on the mask alone
+    value: Array  # float32 [B]  contribution to the numerator, to be minimised; 0 where the weight is 0
+    weight: Array  # float32 [B]  contribution to the denominator; depends on the mask alone
     metrics: dict[str, Share | Spread]  # by name; no gradient flows through them
 
 
@@ -52,17 +52,17 @@ def by_sequence(value_BT: Array, mask_BT: Array) -> tuple[Array, Array]:
 def reduce(terms: Terms) -> tuple[Array, dict[str, Array]]:
     """Terms of all rows -> (loss, metrics): scalars, float32.
 
-    The loss is Σ value_B / Σ weight_B, and 0 if no row weighs anything. A `Share` called x becomes `x`, a `Spread`
+    The loss is Σ value / Σ weight, and 0 if no row weighs anything. A `Share` called x becomes `x`, a `Spread`
     becomes `x_mean`, `x_min` and `x_max`. The leaves may have any shape, [micro-batches, rows] as well as [B].
     """
     metrics = {}
     for name, metric in terms.metrics.items():
         if isinstance(metric, Share):
-            metrics[name] = _divide(jnp.sum(metric.count_B), jnp.sum(metric.of_B))
+            metrics[name] = _divide(jnp.sum(metric.count), jnp.sum(metric.of))
         else:
             for reduction in (masked.mean, masked.min, masked.max):
-                metrics[f"{name}_{reduction.__name__}"] = reduction(metric.value_B, metric.keep_B)
-    return _divide(jnp.sum(terms.value_B), jnp.sum(terms.weight_B)), metrics
+                metrics[f"{name}_{reduction.__name__}"] = reduction(metric.value, metric.keep)
+    return _divide(jnp.sum(terms.value), jnp.sum(terms.weight)), metrics
 
 
 def share_of_tokens(flag_BT: Array, mask_BT: Array) -> Share:
