@@ -31,7 +31,7 @@ from gspax.validation import check
 def nll(logp_BT: Array, old_logp_BT: Array, advantage_B: Array, mask_BT: Array) -> Terms:
     """Negative log-likelihood, every demonstrated token weighing the same. Only log-probs and mask are read."""
     value_B = -logp_BT.sum(axis=-1, where=mask_BT)
-    return Terms(value_B=value_B, weight_B=mask_BT.sum(axis=-1).astype(value_B.dtype), metrics={})
+    return Terms(value=value_B, weight=mask_BT.sum(axis=-1).astype(value_B.dtype), metrics={})
 
 
 def run(experiment: Experiment, workdir: Path) -> None:

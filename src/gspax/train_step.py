@@ -51,12 +51,12 @@ def make_train_step(
     def objective(params: Params, batch: Batch) -> tuple[Array, losses.Terms]:
         logp_BT, _, _ = token_logp(params, config, batch, temperature=temperature, mesh=mesh)
         terms = loss(logp_BT, batch.old_logp_BT, batch.advantage_B, batch.mask_BT)
-        return terms.value_B.sum(), terms
+        return terms.value.sum(), terms
 
     @partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         grads, terms = _summed_gradient(objective, state.params, batch, microbatch_rows)
-        grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight_B.sum(), 1e-30), grads)
+        grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
         value, metrics = losses.reduce(terms)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -136,7 +136,7 @@ def test_a_token_is_counted_as_clipped_exactly_if_its_gradient_is_cut(member, si
     advantage = np.full((logp.size, 1), sign * 0.3, np.float32)
     x = Case(logp[:, None], np.zeros_like(mask, np.float32), advantage, mask)
     terms, gradient = rows_and_gradient(member, x.arguments(member))
-    cut = np.asarray(terms.metrics["clip_fraction_tokens"].count) == 1
+    cut = np.asarray(terms.metrics["clip_fraction_tokens"].part) == 1
     assert cut.any() and not cut.all()
     whole = -advantage[:, 0] * np.exp(logp)
     np.testing.assert_allclose(gradient[:, 0], np.where(cut, 0, whole), rtol=1e-6)

@@ -23,10 +23,10 @@ Array = jax.Array
 
 
 class Share(NamedTuple):
-    """A metric that reduces to Σ count / Σ of, 0 if there is nothing to count."""
+    """A metric that reduces to Σ part / Σ whole, 0 if there is nothing to count."""
 
-    count: Array  # float32 [B]
-    of: Array  # float32 [B]
+    part: Array  # float32 [B]
+    whole: Array  # float32 [B]
 
 
 class Spread(NamedTuple):
@@ -58,7 +58,7 @@ def reduce(terms: Terms) -> tuple[Array, dict[str, Array]]:
     metrics = {}
     for name, metric in terms.metrics.items():
         if isinstance(metric, Share):
-            metrics[name] = _divide(jnp.sum(metric.count), jnp.sum(metric.of))
+            metrics[name] = _divide(jnp.sum(metric.part), jnp.sum(metric.whole))
         else:
             for reduction in (masked.mean, masked.min, masked.max):
                 metrics[f"{name}_{reduction.__name__}"] = reduction(metric.value, metric.keep)
