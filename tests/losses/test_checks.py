@@ -86,10 +86,14 @@ def test_wrong_clip_widths(member, name, value, error, message):
 def test_clip_widths_are_keyword_only(member):
     with pytest.raises(TypeError, match="positional"):
         member.loss(*arguments(member).values(), 0.2, 0.3)
+    with pytest.raises(TypeError, match="positional"):
+        member.terms(*arguments(member).values(), 0.2, 0.3)
 
 
 @over_family
 def test_numpy_numbers_are_clip_widths_too(member):
+    """And the loss stays in float32 where jax would compute in float64."""
     given = arguments(member)
-    loss = member.loss(**given, clip_low=np.float32(0.25), clip_high=np.float64(0.5))[0]
+    with jax.enable_x64(True):
+        loss = member.loss(**given, clip_low=np.float32(0.25), clip_high=np.float64(0.5))[0]
     assert loss.dtype == jnp.float32 and loss == member.loss(**given, clip_low=0.25, clip_high=0.5)[0]

@@ -20,7 +20,7 @@ over_cases = pytest.mark.parametrize("name", ("some_empty-0.001", "some_empty-0.
 
 
 def numerator_and_terms(member, arguments):
-    """Gradient of Σ value_B by logp, and the terms: what a trainer takes from a micro-batch."""
+    """Gradient of Σ value by logp, and the terms: what a trainer takes from a micro-batch."""
 
     return _numerator(member)(*arguments)
 

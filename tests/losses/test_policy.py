@@ -24,7 +24,7 @@ def _compiled(member, *clip):
 
 
 def rows_and_gradient(member, arguments):
-    """(terms, gradient of Σ value_B by logp)."""
+    """(terms, gradient of Σ value by logp)."""
     return _compiled_rows(member)(*arguments)
 
 
