@@ -22,7 +22,7 @@ from gspax.rundir import RunDir, read_json, write_atomically
 
 Series = dict[str, tuple[list[int], list[float]]]  # metric -> steps, values
 
-BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
+BLUE, ORANGE, GREEN, GREY, PINK = "#2b6cb0", "#dd6b20", "#2f855a", "#718096", "#b83280"
 WIDTH, HEIGHT = 4.6, 3.0  # of a panel, inches
 MARGINS = (0.17, 0.17, 0.8, 0.67)  # left, bottom, width and height of its axes, of the panel
 MANY = 40  # from so many points on, a line is drawn pale with its running mean over it
@@ -54,6 +54,14 @@ PANELS = (
         (
             ("policy/clip_fraction_tokens", "of tokens", BLUE),
             ("policy/clip_fraction_sequences", "of sequences", ORANGE),
+        ),
+    ),
+    Panel(
+        "Clipped by side",
+        "share",
+        (
+            ("policy/clip_fraction_high", "above 1 + clip_high", ORANGE),
+            ("policy/clip_fraction_low", "below 1 - clip_low", GREEN),
         ),
     ),
     Panel(
@@ -104,7 +112,19 @@ PANELS = (
             ("time/train", "training", BLUE),
             ("time/rollout", "rollout", ORANGE),
             ("time/old_logp", "old log-probs", GREEN),
-            ("time/reward", "reward", "#b83280"),
+            ("time/reward", "reward", PINK),
+        ),
+        log=True,
+    ),
+    Panel(
+        "Processor time per step",
+        "CPU-seconds of this host",
+        (
+            ("cpu/step", "whole", GREY),
+            ("cpu/train", "training", BLUE),
+            ("cpu/rollout", "rollout", ORANGE),
+            ("cpu/old_logp", "old log-probs", GREEN),
+            ("cpu/reward", "reward", PINK),
         ),
         log=True,
     ),
