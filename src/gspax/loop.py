@@ -75,8 +75,8 @@ def train(experiment: Experiment, workdir: Path) -> None:
       UserError: the directory belongs to another experiment, or the experiment's functions misbehave.
       Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved first.
     """
-    run = open_run(workdir, describe(experiment))
     learner = make_learner(experiment)
+    run = open_run(workdir, describe(experiment))
     schedule = experiment.schedule
     with (
         interrupt.watch() as interrupted,
