@@ -1,6 +1,8 @@
 """Rewards to advantages, against the float64 reference."""
 
 import functools
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -163,3 +165,291 @@ def test_finite_rewards_never_give_nan(reward):
         assert np.isfinite(got).all()
     assert np.abs(advantages.standardize(reward)).max() <= 5**0.5
     assert np.isfinite(advantages.standardize(reward, eps=0.0)).all()
+
+
+# The masked forms, rows in any order, and the members whose statistics are those of the batch.
+
+
+def loop_center(groups):
+    return [[r - math.fsum(group) / len(group) for r in group] for group in groups]
+
+
+def loop_leave_one_out(groups):
+    return [
+        [r - (math.fsum(group) - r) / (len(group) - 1) if len(group) > 1 else 0.0 for r in group] for group in groups
+    ]
+
+
+def loop_divide(groups, each):
+    """Each group over its own number."""
+    return [[x / n if n else x for x in group] for group, n in zip(groups, each, strict=True)]
+
+
+def loop_std(numbers, ddof):
+    mean = math.fsum(numbers) / len(numbers)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / max(len(numbers) - ddof, 1))
+
+
+def loop_standardize(groups, ddof=1, eps=1e-6):
+    return loop_divide(loop_center(groups), [loop_std(group, ddof) + eps for group in groups])
+
+
+def loop_over_batch(groups, ddof=1, eps=1e-6):
+    """(x - mean) / (std + eps), both of all numbers."""
+    numbers = [x for group in groups for x in group]
+    mean, std = math.fsum(numbers) / len(numbers), loop_std(numbers, ddof)
+    return [[(x - mean) / (std + eps) for x in group] for group in groups]
+
+
+def loop_maxrl(groups):
+    means = [math.fsum(group) / len(group) for group in groups]
+    return [[(r - m) / m if m > 0 else 0.0 for r in g] for g, m in zip(groups, means, strict=True)]
+
+
+GROUPED = {
+    "standardize": (advantages.standardize, loop_standardize),
+    "standardize_0": (
+        functools.partial(advantages.standardize, ddof=0, eps=1e-3),
+        functools.partial(loop_standardize, ddof=0, eps=1e-3),
+    ),
+    "center": (advantages.center, loop_center),
+    "leave_one_out": (advantages.leave_one_out, loop_leave_one_out),
+    "reinforce_plus_plus": (advantages.reinforce_plus_plus, loop_over_batch),
+    "reinforce_plus_plus_baseline": (
+        advantages.reinforce_plus_plus_baseline,
+        lambda groups: loop_over_batch(loop_center(groups)),
+    ),
+    "maxrl": (advantages.maxrl, loop_maxrl),
+}
+over_grouped = pytest.mark.parametrize("ours, loop", GROUPED.values(), ids=GROUPED)
+
+RAGGED = [
+    [0.0, 1.0, 0.0],
+    [1.0],
+    [0.0, 0.95, 0.95, 0.95, 0.95, 0.95, 0.95, 0.95],
+    [0.7, 0.7, 0.7],
+    [0.25, 0.5],
+    [0.0, 0.0, 0.0, 0.0],
+]
+
+
+def padded(groups, size, garbage=0.0):
+    """(reward_PG, mask_PG) with the samples of each group spread over its row."""
+    rng = np.random.default_rng(0)
+    reward, mask = np.full((len(groups), size), garbage, np.float32), np.zeros((len(groups), size), bool)
+    for p, group in enumerate(groups):
+        where = np.sort(rng.permutation(size)[: len(group)])
+        reward[p, where], mask[p, where] = group, True
+    return reward, mask
+
+
+def flat(groups):
+    return np.array([x for group in groups for x in group], np.float32)
+
+
+def as_floats(groups):
+    """What the functions are given: the float32 numbers, in Python's."""
+    return [[float(np.float32(x)) for x in group] for group in groups]
+
+
+def assert_close(got, wanted):
+    """1e-6 of the largest advantage: those near 0 are differences."""
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max(initial=1e-30))
+
+
+@over_grouped
+@pytest.mark.parametrize("offset", (0.0, 100.0))
+def test_ragged_groups(ours, loop, offset):
+    groups = as_floats([[x + offset for x in group] for group in RAGGED])
+    reward, mask = padded(groups, 9)
+    got = np.asarray(ours(reward, mask))
+    assert got.dtype == np.float32 and not got[~mask].any()
+    assert_close(got[mask], flat(loop(groups)))
+
+
+@over_grouped
+@pytest.mark.parametrize("garbage", (np.nan, np.inf, -np.inf, 3e38, -7.0))
+def test_samples_outside_the_mask_never_matter(ours, loop, garbage):
+    clean, mask = padded(RAGGED, 9)
+    np.testing.assert_array_equal(ours(padded(RAGGED, 9, garbage)[0], mask), ours(clean, mask))
+
+
+@over_grouped
+def test_a_mask_of_all_is_no_mask(ours, loop):
+    reward = np.random.default_rng(1).random((4, 5)).astype(np.float32)
+    np.testing.assert_array_equal(ours(reward, np.ones((4, 5), bool)), ours(reward))
+
+
+@over_grouped
+def test_an_empty_batch_is_zeros(ours, loop):
+    np.testing.assert_array_equal(ours(np.full((2, 3), np.nan, np.float32), np.zeros((2, 3), bool)), np.zeros((2, 3)))
+
+
+@over_grouped
+@pytest.mark.parametrize("traced", (False, True))
+@pytest.mark.parametrize("size", (None, 8))
+def test_rows_in_any_order(ours, loop, traced, size):
+    groups = as_floats(RAGGED)
+    wanted = flat(loop(groups))
+    reward = flat(groups)
+    group = np.repeat([7, -3, 2**30, 0, 5, 1], [len(g) for g in groups]).astype(np.int32)
+    order = np.random.default_rng(2).permutation(len(reward))
+    function = functools.partial(advantages.by_group, ours, size=size)
+    got = (jax.jit(function) if traced else function)(jnp.asarray(reward[order]), jnp.asarray(group[order]))
+    assert got.shape == reward.shape and got.dtype == jnp.float32
+    assert_close(got, wanted[order])
+
+
+def test_ids_of_64_bits_are_told_apart_by_all_of_them():
+    group = np.array([1, 1 + 2**40, 1, 1 + 2**40])
+    got = advantages.by_group(advantages.center, np.array([0.0, 4.0, 2.0, 8.0]), group)
+    np.testing.assert_array_equal(got, [-1, -2, 1, 2])
+
+
+def test_a_group_larger_than_size_is_refused_or_seen():
+    reward, group = np.array([1.0, 0.0, 1.0], np.float32), np.array([0, 0, 0], np.int32)
+    with pytest.raises(ValueError, match="size must be at least the rows of the largest group, 3; got 2"):
+        advantages.by_group(advantages.center, reward, group, size=2)
+    traced = jax.jit(lambda r, g: advantages.by_group(advantages.center, r, g, size=2))
+    np.testing.assert_array_equal(np.isnan(traced(reward, group)), [False, False, True])
+
+
+def test_wrong_arguments_of_by_group():
+    reward = np.ones(3, np.float32)
+    ids = np.zeros(3, np.int32)
+    cases = (
+        ((reward, ids[:2]), {}, ValueError, r"group_B must have shape \[3\].*got \[2\]"),
+        ((reward, reward), {}, TypeError, r"group_B must hold integers; got float32 \[3\]"),
+        ((reward, [0, 0, 0]), {}, TypeError, r"group_B must be an array \[B\] of integers; got list"),
+        (([1.0], ids), {}, TypeError, r"reward must be an array \[B\] of real numbers; got list"),
+        ((reward[None, None], ids), {}, ValueError, r"reward must be \[B\].*got float32 \[1, 1, 3\]"),
+        ((reward, ids), {"size": 0}, ValueError, "size must be at least 1; got 0"),
+        ((reward, ids), {"size": 1.0}, TypeError, "size must be a Python int; got float"),
+    )
+    for arguments, options, error, message in cases:
+        with pytest.raises(error, match=message):
+            advantages.by_group(advantages.center, *arguments, **options)
+
+
+@over_grouped
+def test_wrong_masks(ours, loop):
+    reward = np.ones((2, 3), np.float32)
+    with pytest.raises(TypeError, match=r"mask_PG must be a bool array \[P, G\]; got float32 \[2, 3\]"):
+        ours(reward, reward)
+    with pytest.raises(ValueError, match=r"mask_PG must have shape \[2, 3\], as reward_PG has; got \[2, 2\]"):
+        ours(reward, np.ones((2, 2), bool))
+
+
+def test_rewards_of_one_loser():
+    """Rewards [0, .95 x 7]: the other seven are equal, and their variance must not be the residue of a cancellation."""
+    reward = np.array([[0.0] + [0.95] * 7])
+    np.testing.assert_allclose(advantages.leave_one_out(reward)[0], [-0.95] + [0.95 / 7] * 7, rtol=1e-6)
+    np.testing.assert_allclose(advantages.standardize(reward, eps=0.0)[0], [-7 / 8**0.5] + [1 / 8**0.5] * 7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("function", (advantages.reinforce_plus_plus, advantages.reinforce_plus_plus_baseline))
+def test_statistics_of_the_batch(function):
+    reward = np.random.default_rng(3).random((6, 4)).astype(np.float32)
+    got = np.asarray(function(reward, ddof=0, eps=0.0))
+    np.testing.assert_allclose([got.mean(), got.std()], [0, 1], atol=1e-6)
+    assert abs(got.std(-1) - 1).min() > 1e-3  # not those of the groups
+    np.testing.assert_allclose(function(reward[::-1])[::-1], function(reward), rtol=1e-6, atol=1e-6)
+
+
+def test_equal_groups_have_exact_zeros_under_the_batchs_deviation():
+    """And none under REINFORCE++ without a baseline, where a group is like any other rows."""
+    reward = np.array([[0.1] * 10, [0.0, 1.0] * 5, [0.7] * 10], np.float32)
+    got = np.asarray(advantages.reinforce_plus_plus_baseline(reward))
+    assert not got[[0, 2]].any() and got[1].all()
+    assert np.asarray(advantages.reinforce_plus_plus(reward)).all()
+
+
+def test_gdpo_is_the_loop():
+    rng = np.random.default_rng(4)
+    reward = rng.random((5, 6, 3)).astype(np.float32)
+    reward[..., 1] *= 300
+    reward[2, :, 2] = 0.1
+    reward[3] = 0.7
+    mask = rng.random((5, 6)) < 0.8
+    weights = (1.0, 0.5, -2.0)
+    summed = [[0.0] * int(row.sum()) for row in mask]
+    for r, weight in enumerate(weights):
+        groups = [[float(x) for x in row[keep]] for row, keep in zip(reward[..., r], mask, strict=True)]
+        for total, group in zip(summed, loop_standardize(groups), strict=True):
+            total[:] = [t + weight * a for t, a in zip(total, group, strict=True)]
+    got = np.asarray(jax.jit(functools.partial(advantages.gdpo, weights=weights))(reward, mask))
+    assert_close(got[mask], flat(loop_over_batch(summed)))
+    assert not got[~mask].any() and not got[3].any()
+
+
+def test_gdpo_tells_groups_apart_that_one_sum_does_not():
+    """One reward differs in the first group, both do in the second: standardised sums are the same, GDPO is not."""
+    reward = np.array([[[0, 1], [1, 1]], [[0, 0], [1, 1]]], np.float32)
+    summed = np.asarray(advantages.standardize(reward.sum(-1)))
+    np.testing.assert_allclose(summed[0], summed[1], rtol=1e-5)
+    got = np.asarray(advantages.gdpo(reward))
+    np.testing.assert_allclose(got[1], 2 * got[0], rtol=1e-5)
+
+
+def test_gdpo_by_group():
+    reward = np.random.default_rng(5).random((3, 4, 2)).astype(np.float32)
+    order = np.random.default_rng(6).permutation(12)
+    group = np.repeat(np.arange(3), 4)
+    got = advantages.by_group(advantages.gdpo, reward.reshape(12, 2)[order], group[order], size=4)
+    np.testing.assert_allclose(got, np.asarray(advantages.gdpo(reward)).reshape(-1)[order], rtol=1e-6, atol=1e-6)
+
+
+def test_wrong_arguments_of_gdpo():
+    reward = np.ones((2, 3, 2), np.float32)
+    for weights in ((1.0,), (1.0, float("nan")), (1.0, 2.0, 3.0)):
+        with pytest.raises(ValueError, match="weights must be 2 finite numbers, one for each reward; got"):
+            advantages.gdpo(reward, weights=weights)
+    with pytest.raises(TypeError, match=r"weights must be a Python number.*got str"):
+        advantages.gdpo(reward, weights=("1", 2.0))
+    with pytest.raises(ValueError, match=r"reward_PGR must be \[P, G, R\].*got float32 \[2, 3\]"):
+        advantages.gdpo(reward[..., 0])
+
+
+def test_maxrl_of_one_success():
+    """One of four: the success has 3, the failures -1; all or none: nothing."""
+    reward = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]])
+    np.testing.assert_allclose(advantages.maxrl(reward), [[3, -1, -1, -1], [0] * 4, [0] * 4, [1, 1, -1, -1]])
+
+
+@pytest.mark.parametrize("G", (2, 3, 4))
+@pytest.mark.parametrize("p", (0.1, 0.5, 0.85))
+def test_maxrls_expectation_is_a_truncated_log_likelihoods_gradient(G, p):
+    """One draw is a success with probability p = sigmoid(x): all 2^G groups, each with its probability.
+
+    ∇ log p of a draw by x is r - p, and that of Σ_k (1 - (1 - p)^k) / k, k to G - 1, is Σ_k (1 - p)^(k-1) p (1 - p).
+    """
+    expected = 0.0
+    for group in itertools.product((0.0, 1.0), repeat=G):
+        probability = math.prod(p if r else 1 - p for r in group)
+        advantage = np.asarray(advantages.maxrl(np.array([group])), np.float64)[0]
+        expected += probability * sum(a * (r - p) for a, r in zip(advantage, group, strict=True)) / G
+    wanted = sum((1 - p) ** (k - 1) for k in range(1, G)) * p * (1 - p)
+    assert expected == pytest.approx(wanted, rel=1e-6)
+
+
+def test_maxrl_refuses_negative_rewards():
+    """As a penalty for length would make them. A sample outside the mask is not meant."""
+    reward = np.array([[1.0, -1.0], [1.0, 0.0]], np.float32)
+    with pytest.raises(ValueError, match=r"reward_PG must not be negative, best 0 or 1, for maxrl; got -1\.0"):
+        advantages.maxrl(reward)
+    np.testing.assert_array_equal(jax.jit(advantages.maxrl)(reward), [[np.nan, np.nan], [1, -1]])
+    np.testing.assert_array_equal(advantages.maxrl(reward, reward >= 0), [[0, 0], [1, -1]])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    hnp.arrays(np.float32, (3, 4), elements=st.floats(0, 2.0**40, width=32)),
+    hnp.arrays(bool, (3, 4)),
+)
+def test_no_mask_of_finite_rewards_gives_nan(reward, mask):
+    for ours, _ in GROUPED.values():
+        got = np.asarray(ours(reward, mask))
+        assert np.isfinite(got).all() and not got[~mask].any()
+    assert np.isfinite(advantages.gdpo(np.stack([reward, -reward], -1), mask, eps=0.0)).all()
+    bounded = np.asarray(advantages.maxrl(reward, mask))
+    assert bounded.min() >= -1.0001 and bounded.max() <= 3.001

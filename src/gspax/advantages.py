@@ -1,79 +1,281 @@
 """Rewards [P, G] -> advantages [P, G]: P prompts, G samples of each, a prompt's samples in one row.
 
-A group whose rewards are all equal has nothing to learn from and gets exact zeros. It is recognised by comparing the
-rewards, not by its standard deviation: the mean of equal numbers is rounded, so that can come out above 0. A group of
-one is such a group.
+Every function takes an optional mask [P, G] of the samples that there are: groups of unequal size are padded, a sample
+left out (one that was cut off, say) matters to nothing, NaN included, and has the advantage 0. Rows that come in
+another order, each with the id of its group, go through `by_group`.
+
+A group whose rewards are all equal has nothing to learn from and gets exact zeros: rewards are measured from the
+group's lowest before a mean is taken, because the mean of equal numbers is rounded and then is not that number. A group
+of one is such a group. Measured like this, rewards of any offset also keep their differences, and no variance is ever
+a difference of two large numbers.
 
 Rewards are float32, or any other real dtype (bool, integers, other floats), which is converted to float32 first: a
 reward is often a right or a wrong, or a count, and numpy makes float64 of Python's numbers. Advantages are float32.
 All functions are pure and can be compiled. They raise TypeError for what is no array of real numbers, and ValueError
 for a rank other than 2 or an empty group.
+
+Where this leaves the papers: they say neither what the standard deviation divides by nor what is added to it. Here
+that is G - ddof with ddof 1, and eps 1e-6. What else differs stands with each function.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from gspax import masked
+from gspax.losses import checks
 
 Array = jax.Array
 
 
-def standardize(reward_PG: Array, *, ddof: int = 1, eps: float = 1e-6) -> Array:
+def standardize(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6) -> Array:
     """A = (R - mean) / (std + eps) in each group, as in GRPO (arXiv 2402.03300) and GSPO (arXiv 2507.18071, eq. 6).
 
     Rewards 0.8, 0.4, 0.6 give +1, -1, 0: exactly so with eps 0, and 0.999995 for 1 with the default.
 
     Args:
       reward_PG: [P, G].
+      mask_PG: bool [P, G], the samples that there are; None for all.
       ddof: what the sum of squares is divided by is G - ddof; 1 for the sample's standard deviation.
       eps: added to the standard deviation. It bounds the advantages of a group whose rewards hardly differ.
 
     Raises:
       TypeError, ValueError: see the module; also a ddof outside [0, G), unless G is 1, and a negative eps.
     """
-    reward_PG = _rewards(reward_PG)
-    G = reward_PG.shape[1]
+    reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
+    _check_scale(ddof, eps, reward_PG.shape[1], "the group size")
+    return _standardize(reward_PG, mask_PG, ddof, eps)
+
+
+def center(reward_PG: Array, mask_PG: Array | None = None) -> Array:
+    """A = R - mean in each group (Dr. GRPO, arXiv 2503.20783)."""
+    return _center(*_rewards(reward_PG, mask_PG))
+
+
+def leave_one_out(reward_PG: Array, mask_PG: Array | None = None) -> Array:
+    """A_i = R_i - mean of the group's other rewards (RLOO, arXiv 2402.14740), which is (R_i - mean)·G/(G - 1).
+
+    The baseline does not depend on the sample, so the policy gradient is unbiased. There is no leave-one-out standard
+    deviation: it is 0 for the one sample that differs from all others.
+    """
+    reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
+    count_P1 = _count(mask_PG)
+    return _center(reward_PG, mask_PG) * (count_P1 / jnp.maximum(count_P1 - 1, 1))
+
+
+def reinforce_plus_plus(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6) -> Array:
+    """A = (R - mean) / (std + eps), both over the whole batch (REINFORCE++, arXiv 2501.03262).
+
+    There is no group: any [P, G] of the same rewards gives the same advantages, and G may be 1. Where this leaves the
+    paper: a sequence has one advantage, so the statistics weigh sequences equally and not by their tokens, and there
+    is no KL penalty inside. To have one, subtract β Σ_t k1 (`losses.kl`) from the rewards first.
+    """
+    reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
+    _check_scale(ddof, eps, reward_PG.size, "the batch size")
+    return _standardize(reward_PG.reshape(1, -1), mask_PG.reshape(1, -1), ddof, eps).reshape(reward_PG.shape)
+
+
+def reinforce_plus_plus_baseline(
+    reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6
+) -> Array:
+    """A = (R - mean of the group) / (std of that over the batch + eps) (REINFORCE++ w/ baseline, arXiv 2501.03262).
+
+    The paper also subtracts the batch's mean of R - mean of the group, which is 0; here it is left out, so that a group
+    of equal rewards has exact zeros. Such groups count in the batch's standard deviation, as in the paper.
+    """
+    reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
+    _check_scale(ddof, eps, reward_PG.size, "the batch size")
+    return _over_batch_std(_center(reward_PG, mask_PG), mask_PG, ddof, eps)
+
+
+def gdpo(
+    reward_PGR: Array,
+    mask_PG: Array | None = None,
+    *,
+    weights: Sequence[float] | None = None,
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Array:
+    """Several rewards, each standardised in its group before they are added (GDPO, arXiv 2601.05242, eq. 4 to 6).
+
+    A_r = (R_r - mean) / (std + eps) in each group (eq. 4);  S = Σ_r w_r A_r (eq. 5);  A = S / (std of S over the
+    batch + eps) (eq. 6). Adding first and standardising then would let the reward of the widest range decide, and make
+    groups in which one reward differs look like groups in which all do. A reward that is constant in a group adds
+    exact zeros there. The batch's mean of S, which eq. 6 subtracts, is 0 and left out, for the same exact zeros.
+
+    Args:
+      reward_PGR: [P, G, R], R rewards of each sample.
+      mask_PG: bool [P, G], the samples that there are; None for all.
+      weights: R finite Python numbers; None for 1 each.
+      ddof, eps: as in `standardize`, in the group and in the batch.
+
+    Raises:
+      TypeError, ValueError: see the module; also weights that are not R numbers.
+    """
+    reward_PGR = _real("reward_PGR", reward_PGR, "PGR")
+    P, G, R = reward_PGR.shape
+    mask_PG = _mask(mask_PG, "reward_PGR", (P, G))
+    _check_scale(ddof, eps, G, "the group size")
+    weights = (1.0,) * R if weights is None else tuple(weights)
+    for weight in weights:
+        checks.number("weights", weight)
+    if len(weights) != R or not all(map(math.isfinite, weights)):
+        raise ValueError(f"weights must be {R} finite numbers, one for each reward; got {weights}")
+    each_R = [_standardize(reward_PGR[..., r], mask_PG, ddof, eps) * float(weights[r]) for r in range(R)]
+    return _over_batch_std(sum(each_R[1:], start=each_R[0]), mask_PG, ddof, eps)
+
+
+def maxrl(reward_PG: Array, mask_PG: Array | None = None) -> Array:
+    """A = (R - mean) / mean in each group, 0 if no sample succeeds (MaxRL, arXiv 2602.02710, Algorithm 1).
+
+    For rewards 0 and 1. The likelihood of success has log p = -Σ_k (1 - pass@k)/k; the usual policy gradient is that of
+    the first term alone, and a prompt of success rate p has a weight of about 1/p here, so hard prompts count more.
+    With the mean as baseline, the expectation of Σ_i A_i ∇log π(y_i) / G is the gradient of Σ_k pass@k / k for k from 1
+    to G - 1: a test finds so by enumeration. (Without the baseline the sum runs to G, as in the paper's Theorem 2.) The
+    1/G is left to the loss.
+
+    The paper has no rewards but 0 and 1. Others that are not negative also have advantages between -1 and G - 1. With a
+    negative one the division means nothing: ValueError, and while traced, where that cannot be raised, NaN.
+    """
+    reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
+    lowest_P1 = masked.min(reward_PG, mask_PG, axis=-1)[:, None]
+    if not isinstance(lowest_P1, jax.core.Tracer) and (lowest_P1 < 0).any():
+        raise ValueError(f"reward_PG must not be negative, best 0 or 1, for maxrl; got {float(lowest_P1.min())}")
+    mean_P1 = jnp.where(lowest_P1 < 0, jnp.nan, _mean(reward_PG, mask_PG))
+    return jnp.where(mean_P1 == 0, 0, _center(reward_PG, mask_PG) / jnp.where(mean_P1 == 0, 1, mean_P1))
+
+
+def constant_groups(reward_PG: Array, mask_PG: Array | None = None) -> Array:
+    """bool [P]: all rewards of the group are equal. Its mean is the share of groups that teach nothing."""
+    reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
+    highest_P = jnp.max(jnp.where(mask_PG, reward_PG, -jnp.inf), axis=-1)
+    return highest_P <= jnp.min(jnp.where(mask_PG, reward_PG, jnp.inf), axis=-1)
+
+
+def by_group(
+    advantage: Callable[[Array, Array], Array], reward: Array, group_B: Array, *, size: int | None = None
+) -> Array:
+    """Advantages of rows that come in any order, in groups of any sizes: reward [B] -> advantage float32 [B].
+
+        by_group(standardize, reward_B, group_B)
+        by_group(functools.partial(standardize, eps=1e-4), reward_B, group_B, size=8)
+
+    Rows with one id are put into one row of [P, G] with a mask, and the result is put back where they came from. P is
+    B, as there cannot be more groups; the empty ones do not matter.
+
+    Args:
+      advantage: one of this module's functions, or any other (reward_PG, mask_PG) -> advantage_PG.
+      reward: [B], or [B, R] for `gdpo`.
+      group_B: integer [B], the id of each row's group: any numbers, equal for the samples of one prompt.
+      size: G, the rows of the largest group; None for B, which always suffices but takes B² numbers.
+
+    Raises:
+      TypeError, ValueError: reward and group_B do not fit; size is no int above 0; a group has more rows than `size`.
+        While traced that last cannot be raised: the rows too many then have the advantage NaN.
+    """
+    axes = "BR" if len(getattr(reward, "shape", ())) == 2 else "B"
+    reward = _real("reward", reward, axes)
+    B = reward.shape[0]
+    group_B = _ids(group_B, B)
+    size = B if size is None else size
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"size must be a Python int; got {type(size).__name__}")
+    if size < 1:
+        raise ValueError(f"size must be at least 1; got {size}")
+
+    order_B = jnp.argsort(group_B, stable=True)
+    sorted_B = group_B[order_B]
+    first_B = jnp.concatenate([jnp.ones(1, bool), sorted_B[1:] != sorted_B[:-1]])
+    start_B = jax.lax.cummax(jnp.where(first_B, jnp.arange(B), 0))
+    p_B = jnp.zeros(B, jnp.int32).at[order_B].set(jnp.cumsum(first_B, dtype=jnp.int32) - 1)
+    g_B = jnp.zeros(B, jnp.int32).at[order_B].set((jnp.arange(B) - start_B).astype(jnp.int32))
+    if not isinstance(g_B, jax.core.Tracer) and int(g_B.max()) >= size:
+        raise ValueError(f"size must be at least the rows of the largest group, {int(g_B.max()) + 1}; got {size}")
+
+    reward_PG = jnp.zeros((B, size, *reward.shape[1:]), jnp.float32).at[p_B, g_B].set(reward, mode="drop")
+    mask_PG = jnp.zeros((B, size), bool).at[p_B, g_B].set(True, mode="drop")
+    return advantage(reward_PG, mask_PG).at[p_B, g_B].get(mode="fill", fill_value=jnp.nan)
+
+
+def _center(reward_PG: Array, mask_PG: Array) -> Array:
+    """R - mean, from the differences to the lowest reward; 0 outside the mask."""
+    lowest_P1 = masked.min(reward_PG, mask_PG, axis=-1)[:, None]
+    above_PG = reward_PG - lowest_P1
+    return jnp.where(mask_PG, above_PG - _mean(above_PG, mask_PG), 0)
+
+
+def _standardize(reward_PG: Array, mask_PG: Array, ddof: int, eps: float) -> Array:
+    """(R - mean) / (std + eps), 0 where that is 0/0."""
+    centered_PG = _center(reward_PG, mask_PG)
+    scale_P1 = _root_mean_square(centered_PG, mask_PG, ddof) + eps
+    return centered_PG / jnp.where(scale_P1 == 0, 1, scale_P1)
+
+
+def _over_batch_std(centered_PG: Array, mask_PG: Array, ddof: int, eps: float) -> Array:
+    """Numbers whose mean over the batch is 0, divided by their standard deviation over the batch + eps."""
+    scale = _root_mean_square(centered_PG.reshape(1, -1), mask_PG.reshape(1, -1), ddof)[0, 0] + eps
+    return centered_PG / jnp.where(scale == 0, 1, scale)
+
+
+def _root_mean_square(centered_PG: Array, mask_PG: Array, ddof: int) -> Array:
+    """sqrt(Σ x² / (G - ddof)) of numbers that are centered already: E[x²] - E[x]² would cancel. [P, 1]"""
+    return jnp.sqrt(jnp.sum(centered_PG**2, axis=-1, keepdims=True) / jnp.maximum(_count(mask_PG) - ddof, 1))
+
+
+def _mean(value_PG: Array, mask_PG: Array) -> Array:
+    return masked.mean(value_PG, mask_PG, axis=-1)[:, None]
+
+
+def _count(mask_PG: Array) -> Array:
+    return jnp.sum(mask_PG, axis=-1, keepdims=True, dtype=jnp.float32)
+
+
+def _check_scale(ddof: Any, eps: Any, size: int, of_what: str) -> None:
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0; got {eps}")
-    if ddof < 0 or (ddof >= G and G > 1):
-        raise ValueError(f"ddof must be at least 0 and below the group size {G}; got {ddof}")
-    centered_PG = center(reward_PG)
-    # Two passes: E[R²] - E[R]² would cancel, and can come out negative.
-    variance_P1 = jnp.sum(centered_PG**2, axis=-1, keepdims=True) / max(G - ddof, 1)
-    scale_P1 = jnp.sqrt(variance_P1) + eps
-    return centered_PG / jnp.where(scale_P1 > 0, scale_P1, 1)
+    if ddof < 0 or (ddof >= size and size > 1):
+        raise ValueError(f"ddof must be at least 0 and below {of_what} {size}; got {ddof}")
 
 
-def center(reward_PG: Array) -> Array:
-    """A = R - mean in each group (Dr. GRPO, arXiv 2503.20783)."""
-    reward_PG = _rewards(reward_PG)
-    centered_PG = reward_PG - reward_PG.mean(-1, keepdims=True)
-    return jnp.where(constant_groups(reward_PG)[:, None], 0, centered_PG)
+def _rewards(reward_PG: Any, mask_PG: Any) -> tuple[Array, Array]:
+    """The rewards as float32 [P, G], and the mask."""
+    reward_PG = _real("reward_PG", reward_PG, "PG")
+    return reward_PG, _mask(mask_PG, "reward_PG", reward_PG.shape)
 
 
-def leave_one_out(reward_PG: Array) -> Array:
-    """A_i = R_i - mean of the group's other rewards (RLOO, arXiv 2402.14740), which is (R_i - mean)·G/(G - 1)."""
-    reward_PG = _rewards(reward_PG)
-    G = reward_PG.shape[1]
-    return center(reward_PG) * (G / max(G - 1, 1))
+def _mask(mask_PG: Any, like: str, shape: tuple[int, ...]) -> Array:
+    if mask_PG is None:
+        return jnp.ones(shape, bool)
+    mask_PG = checks.array("mask_PG", mask_PG, jnp.bool_, "PG")
+    checks.same_shape("mask_PG", mask_PG, like, shape)
+    return mask_PG
 
 
-def constant_groups(reward_PG: Array) -> Array:
-    """bool [P]: all rewards of the group are equal. Its mean is the share of groups that teach nothing."""
-    reward_PG = _rewards(reward_PG)
-    return jnp.all(reward_PG == reward_PG[:, :1], axis=-1)
+def _real(name: str, value: Any, axes: str) -> Array:
+    """A non-empty array of real numbers as float32."""
+    letters = ", ".join(axes)
+    if not (hasattr(value, "dtype") and hasattr(value, "shape")):
+        raise TypeError(f"{name} must be an array [{letters}] of real numbers; got {type(value).__name__}")
+    got = f"{value.dtype} {list(value.shape)}"
+    if not any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise TypeError(f"{name} must hold real numbers; got {got}")
+    if len(value.shape) != len(axes) or 0 in value.shape[1:]:
+        raise ValueError(f"{name} must be [{letters}] with at least one sample of each prompt; got {got}")
+    return jnp.asarray(value, jnp.float32)
 
 
-def _rewards(reward_PG: Any) -> Array:
-    """The rewards as float32 [P, G]."""
-    if not (hasattr(reward_PG, "dtype") and hasattr(reward_PG, "shape")):
-        raise TypeError(f"reward_PG must be an array [P, G] of real numbers; got {type(reward_PG).__name__}")
-    got = f"{reward_PG.dtype} {list(reward_PG.shape)}"
-    real = (jnp.floating, jnp.integer, jnp.bool_)
-    if not any(jnp.issubdtype(reward_PG.dtype, kind) for kind in real):
-        raise TypeError(f"reward_PG must hold real numbers; got {got}")
-    if len(reward_PG.shape) != 2 or reward_PG.shape[1] == 0:
-        raise ValueError(f"reward_PG must be [P, G] with at least one sample of each prompt; got {got}")
-    return jnp.asarray(reward_PG, jnp.float32)
+def _ids(group_B: Any, B: int) -> Array:
+    if not (hasattr(group_B, "dtype") and hasattr(group_B, "shape")):
+        raise TypeError(f"group_B must be an array [B] of integers; got {type(group_B).__name__}")
+    if not jnp.issubdtype(group_B.dtype, jnp.integer):
+        raise TypeError(f"group_B must hold integers; got {group_B.dtype} {list(group_B.shape)}")
+    checks.same_shape("group_B", group_B, "reward in its rows", (B,))
+    if isinstance(group_B, np.ndarray):  # 64-bit ids, hashes of prompts say, would lose their upper half in jax
+        group_B = np.unique(group_B, return_inverse=True)[1].reshape(-1)
+    return jnp.asarray(group_B)
