@@ -1,0 +1,193 @@
+"""KL to a reference policy, KL(π‖π_ref): as a value, and as a loss term. The two are different things.
+
+Letters: B rows (one sequence each), T tokens; `logp` of the policy that is trained, `ref_logp` of the reference, a
+constant, both of tokens that the policy drew. For a token let x = log π - log π_ref. Then (Schulman 2020,
+"Approximating KL divergence")
+
+    k1 = x,   k2 = x²/2,   k3 = exp(-x) - 1 + x
+
+are estimates of its KL: k1 and k3 have the right expectation, k3 is never negative and varies less, k2 is biased.
+
+**As values** `k1`, `k2`, `k3` give [B, T] without a gradient, for metrics or to be taken off a reward. None of them is
+a loss: what matters there is the expectation of the gradient. That of k1 is E[∇ log π] = 0, the reference drops out;
+that of k3 is the gradient of KL(π_ref‖π), the other direction; that of k2 is E[x ∇ log π], which is the right one
+(arXiv 2510.01555, 2512.21852).
+
+**As loss terms** three functions give `Terms` whose gradient is written out, whatever the value. Pick by what is meant:
+
+- `token_kl`: the KL of each next token, in the contexts at hand. Joins a loss of the same aggregation.
+- `sequence_kl`: the KL of whole sequences, in which a token also answers for the contexts it leads to.
+- `grpo_kl`: the term of GRPO as published, for comparison.
+
+`add_penalty(terms, penalty, coefficient=...)` adds one to a policy loss. Tests hold the first two against the exact
+gradient of the KL of a small policy, by enumeration of all sequences.
+
+Where this leaves the sources: x is held within ±25, in the value and as a factor of the gradient, so that `exp` cannot
+overflow; such a token is still pulled back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+
+from gspax import masked
+from gspax.losses import checks
+from gspax.losses.terms import Share, Spread, Terms, by_sequence
+
+Array = jax.Array
+Aggregate = Callable[[Array, Array], tuple[Array, Array]]  # (value_BT, mask_BT) -> (value_B, weight_B)
+
+LOG_RATIO_LIMIT = 25.0
+
+
+def k1(logp: Array, ref_logp: Array, mask: Array) -> Array:
+    """log π - log π_ref, float32 [B, T], 0 outside the mask, without a gradient. Unbiased; negative for some tokens."""
+    return stop_gradient(_log_ratio(*_inputs(logp, ref_logp, mask)))
+
+
+def k2(logp: Array, ref_logp: Array, mask: Array) -> Array:
+    """(log π - log π_ref)² / 2, float32 [B, T], 0 outside the mask, without a gradient. Biased; never negative."""
+    return k1(logp, ref_logp, mask) ** 2 / 2
+
+
+def k3(logp: Array, ref_logp: Array, mask: Array) -> Array:
+    """π_ref/π - 1 - log(π_ref/π), float32 [B, T], 0 outside the mask, without a gradient. Unbiased; never negative."""
+    return _k3(k1(logp, ref_logp, mask))
+
+
+def token_kl(
+    logp: Array, ref_logp: Array, mask: Array, *, old_logp: Array | None = None, aggregate: Aggregate = by_sequence
+) -> Terms:
+    """Σ_t KL(π(·|c_t)‖π_ref(·|c_t)) over the contexts c_t at hand, aggregated like the policy loss it joins.
+
+    The value is k3 of each token and the gradient x ∇ log π, that of k2. For a token drawn from π in its context the
+    expectation of the one is the KL of the next token and that of the other its gradient. Contexts are data here:
+    what a token does to the contexts after it is left out, as by all losses per token (`sequence_kl` has it).
+
+    With `old_logp` the tokens are taken as drawn from π_old, and value and gradient are multiplied by r = π/π_old. Then
+    both expectations are right after updates too; contexts stay those that π_old led to. This is the unbiased KL
+    estimate of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1): the gradient of r·k3 through both factors is r x ∇ log π.
+
+    Args:
+      logp: float32 [B, T], of the policy that is trained.
+      ref_logp: float32 [B, T], of the reference; a constant.
+      mask: bool [B, T], True on response tokens.
+      old_logp: float32 [B, T], of the policy that drew the tokens; a constant. None: it is the one that is trained.
+      aggregate: (value_BT, mask_BT) -> (value_B, weight_B), the one of the policy loss.
+
+    Returns:
+      Terms with float32 [B] leaves and the metrics `ref_kl` (k3) and `ref_kl_k1`, means over the response tokens.
+
+    Raises:
+      TypeError, ValueError: an argument is no array, or of another dtype or shape.
+    """
+    logp_BT, ref_logp_BT, mask_BT = _inputs(logp, ref_logp, mask)
+    x_BT = stop_gradient(_log_ratio(logp_BT, ref_logp_BT, mask_BT))
+    ratio_BT = jnp.ones_like(x_BT)
+    if old_logp is not None:
+        old_logp_BT = checks.array("old_logp", old_logp, jnp.float32, "BT")
+        checks.same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
+        ratio_BT = stop_gradient(jnp.exp(_log_ratio(logp_BT, old_logp_BT, mask_BT)))
+    value_BT = _with_gradient(ratio_BT * _k3(x_BT), ratio_BT * x_BT, logp_BT, mask_BT)
+    return Terms(*aggregate(value_BT, mask_BT), _metrics(x_BT, mask_BT))
+
+
+def sequence_kl(logp: Array, ref_logp: Array, mask: Array) -> Terms:
+    """KL(π‖π_ref) of whole sequences: E[Σ_t x_t], of sequences drawn from π.
+
+    Its gradient is E[Σ_t (Σ_{u≥t} x_u) ∇ log π_t]: what a token does to the tokens after it counts. Earlier ones are
+    left out because their expectation is 0. The value is Σ_t x_t (k1), and so can be negative.
+
+    Sums over tokens are not divided by their number, which the policy influences: every non-empty sequence has the
+    weight 1. So this joins losses aggregated by sequence, and its scale against them grows with the length. The
+    expectation is right for sequences of the policy itself, that is before the rollout batch's first update.
+
+    Args, Raises:
+      as `token_kl`.
+
+    Returns:
+      Terms with float32 [B] leaves and the metrics `ref_kl` (k3) and `ref_kl_k1`, means over the response tokens.
+    """
+    logp_BT, ref_logp_BT, mask_BT = _inputs(logp, ref_logp, mask)
+    x_BT = stop_gradient(_log_ratio(logp_BT, ref_logp_BT, mask_BT))
+    to_go_BT = jnp.cumsum(x_BT[:, ::-1], axis=-1)[:, ::-1]
+    value_BT = _with_gradient(x_BT, to_go_BT, logp_BT, mask_BT)
+    value_B = masked.sum(value_BT, mask_BT, axis=-1)
+    return Terms(value_B, mask_BT.any(-1).astype(jnp.float32), _metrics(x_BT, mask_BT))
+
+
+def grpo_kl(logp: Array, ref_logp: Array, mask: Array, *, aggregate: Aggregate = by_sequence) -> Terms:
+    """The KL term of GRPO as published: k3, differentiated (arXiv 2402.03300, eq. 4).
+
+    Its gradient (1 - π_ref/π) ∇ log π has the expectation ∇ KL(π_ref‖π), the KL of the other direction, not that of
+    the KL which k3 estimates. The two agree to first order where π is near π_ref. To regularise, take `token_kl`.
+
+    Args, Returns, Raises:
+      as `token_kl`.
+    """
+    logp_BT, ref_logp_BT, mask_BT = _inputs(logp, ref_logp, mask)
+    x_BT = stop_gradient(_log_ratio(logp_BT, ref_logp_BT, mask_BT))
+    value_BT = _with_gradient(_k3(x_BT), -jnp.expm1(-x_BT), logp_BT, mask_BT)
+    return Terms(*aggregate(value_BT, mask_BT), _metrics(x_BT, mask_BT))
+
+
+def add_penalty(terms: Terms, penalty: Terms, *, coefficient: float) -> Terms:
+    """The policy loss plus `coefficient` times a penalty of the same aggregation, row by row; metrics joined.
+
+    The sum divides by the weights of `terms`, so those of the penalty must be the same numbers: both aggregated by
+    sequence, or both by token. As rows stay rows, any split into micro-batches gives the same gradient.
+
+    Raises:
+      TypeError: coefficient is no Python number.
+      ValueError: rows do not fit; coefficient is not finite; a metric is in both.
+    """
+    checks.number("coefficient", coefficient)
+    if not math.isfinite(coefficient):
+        raise ValueError(f"coefficient must be finite; got {coefficient}")
+    checks.same_shape("penalty", penalty.value, "terms in its rows", terms.value.shape)
+    if both := sorted(terms.metrics.keys() & penalty.metrics.keys()):
+        raise ValueError(f"penalty must not have metrics that terms has; got {both} in both")
+    value_B = terms.value + float(coefficient) * penalty.value
+    return Terms(value_B, terms.weight, {**terms.metrics, **penalty.metrics})
+
+
+def _inputs(logp: Any, ref_logp: Any, mask: Any) -> tuple[Array, Array, Array]:
+    logp_BT = checks.array("logp", logp, jnp.float32, "BT")
+    ref_logp_BT = checks.array("ref_logp", ref_logp, jnp.float32, "BT")
+    checks.same_shape("ref_logp", ref_logp_BT, "logp", logp_BT.shape)
+    mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
+    checks.same_shape("mask", mask_BT, "logp", logp_BT.shape)
+    return logp_BT, ref_logp_BT, mask_BT
+
+
+def _log_ratio(logp_BT: Array, other_BT: Array, mask_BT: Array) -> Array:
+    """log π - log of the other, held within ±25, 0 outside the mask."""
+    return jnp.clip(jnp.where(mask_BT, logp_BT - other_BT, 0), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _k3(x_BT: Array) -> Array:
+    """exp(-x) - 1 + x; near 0 by its power series x²/2 - x³/6 + ..., because there 1 and x cancel."""
+    series_BT = jnp.zeros_like(x_BT)
+    for n in range(10, 1, -1):
+        series_BT = series_BT * -x_BT + 1 / math.factorial(n)
+    return jnp.where(jnp.abs(x_BT) < 0.5, x_BT**2 * series_BT, jnp.expm1(-x_BT) + x_BT)
+
+
+def _with_gradient(value_BT: Array, gradient_BT: Array, logp_BT: Array, mask_BT: Array) -> Array:
+    """The value, with the given gradient by logp: the added term is 0 but for its derivative."""
+    logp_BT = jnp.where(mask_BT, logp_BT, 0)
+    return stop_gradient(value_BT) + stop_gradient(gradient_BT) * (logp_BT - stop_gradient(logp_BT))
+
+
+def _metrics(x_BT: Array, mask_BT: Array) -> dict[str, Share | Spread]:
+    tokens_B = jnp.sum(mask_BT, -1, dtype=jnp.float32)
+    return {
+        "ref_kl": Share(masked.sum(_k3(x_BT), mask_BT, axis=-1), tokens_B),
+        "ref_kl_k1": Share(masked.sum(x_BT, mask_BT, axis=-1), tokens_B),
+    }
