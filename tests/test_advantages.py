@@ -286,6 +286,14 @@ def test_an_empty_batch_is_zeros(ours, loop):
 
 
 @over_grouped
+def test_no_nan_on_the_way_either(ours, loop):
+    """jax.debug_nans stops at a 0/0 that a selection then hides."""
+    reward, mask = padded([[0.0, 0.0], [1.0], []], 3)
+    with jax.debug_nans(True):
+        assert not np.asarray(ours(reward, mask))[[0, 2]].all()
+
+
+@over_grouped
 @pytest.mark.parametrize("traced", (False, True))
 @pytest.mark.parametrize("size", (None, 8))
 def test_rows_in_any_order(ours, loop, traced, size):

@@ -1,0 +1,231 @@
+"""Corrections for a sampler that is not the learner, and how far apart the two are.
+
+An inference engine gives other log-probabilities than the learner with the same weights, and asynchronous runs also
+sample with older weights. Letters: B rows (one sequence each), T tokens; π_old is the learner's policy at the weights
+of the rollout batch (`old_logp`), μ the policy that drew the tokens (`sampler_logp`), ρ_t = π_old(y_t)/μ(y_t).
+
+Each correction gives float32 weights, [B, T] or [B], without a gradient, that multiply the policy loss of a token or of
+a sequence; outside the mask, and in rows without a response token, they are 0. The loss's own ratio stays π/π_old.
+
+| function | weight | of |
+| --- | --- | --- |
+| `truncate_tokens` | min(ρ_t, cap) | token |
+| `truncate_sequences` | min(Π_t ρ_t, cap) | sequence |
+| `truncate_geometric` | min((Π_t ρ_t)^(1/|y|), cap) | sequence |
+| `mask_tokens` | ρ_t if low ≤ ρ_t ≤ high, else 0 (IcePop) | token |
+| `mask_sequences` | Π_t ρ_t if low ≤ Π_t ρ_t ≤ high, else 0 | sequence |
+| `reject_geometric` | 1 if low ≤ (Π_t ρ_t)^(1/|y|) ≤ high, else 0 | sequence |
+| `reject_off_policy` | 0 if A < 0 and the mean of log(π_old/π) is above δ, else 1 (OPSM) | sequence |
+
+Which one: by token is biased but tame; the product is the exact ratio of a sequence, and its spread grows with the
+length; the geometric mean does not depend on the length, and is a yardstick rather than an importance weight.
+
+Only the loss of a token is weighed: the denominator of the batch stays what the mask says, so a rejected sequence
+pulls the loss towards 0 instead of giving its weight to the others.
+
+Comparisons are made between logarithms and `exp` comes last, so nothing overflows, and a NaN stays a NaN.
+`mismatch_metrics` says how far apart the two policies are; log it before choosing, and always.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+
+from gspax import masked
+from gspax.losses import checks
+from gspax.losses.terms import Share, Spread, share_of_sequences, share_of_tokens
+
+Array = jax.Array
+
+LOG_RATIO_LIMIT = 25.0
+
+
+def truncate_tokens(old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0) -> Array:
+    """min(ρ_t, cap), [B, T]: truncated importance sampling by token.
+
+    Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". verl's default is 2 too.
+    """
+    log_ratio_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
+    return _truncated(log_ratio_BT, mask_BT, cap)
+
+
+def truncate_sequences(old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0) -> Array:
+    """min(Π_t ρ_t, cap), [B]: truncated importance sampling by sequence.
+
+    Liu, Li et al. 2025, "When Speed Kills Stability". Long sequences reach the cap, or 0, by length alone.
+    """
+    log_ratio_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
+    return _truncated(masked.sum(log_ratio_BT, mask_BT, axis=-1), mask_BT.any(-1), cap)
+
+
+def truncate_geometric(old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0) -> Array:
+    """min((Π_t ρ_t)^(1/|y|), cap), [B]: the geometric mean, which is GSPO's sequence ratio, truncated."""
+    log_ratio_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
+    return _truncated(masked.mean(log_ratio_BT, mask_BT, axis=-1), mask_BT.any(-1), cap)
+
+
+def mask_tokens(old_logp: Array, sampler_logp: Array, mask: Array, *, low: float = 0.5, high: float = 5.0) -> Array:
+    """ρ_t inside [low, high] and 0 outside, [B, T]: IcePop (Ring-1T, arXiv 2510.18855)."""
+    log_ratio_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
+    return _masked(log_ratio_BT, mask_BT, low, high, jnp.exp)
+
+
+def mask_sequences(old_logp: Array, sampler_logp: Array, mask: Array, *, low: float, high: float) -> Array:
+    """Π_t ρ_t inside [low, high] and 0 outside, [B]: masked importance sampling by sequence.
+
+    Liu, Li et al. 2025, "When Speed Kills Stability", where low is 0. A weight far above 1 marks a sequence that the
+    sampler should hardly have drawn; truncating keeps it, this drops it.
+    """
+    log_ratio_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
+    return _masked(masked.sum(log_ratio_BT, mask_BT, axis=-1), mask_BT.any(-1), low, high, jnp.exp)
+
+
+def reject_geometric(old_logp: Array, sampler_logp: Array, mask: Array, *, low: float, high: float) -> Array:
+    """1 if the geometric mean of ρ_t is inside [low, high], else 0, [B].
+
+    Liu, Li et al. 2025, part 3 of "When Speed Kills Stability". The mean of many tokens hardly leaves 1, so useful
+    bounds are narrow, some 1e-3 from 1: look at `mismatch_log_ppl_diff`, which is its logarithm, first.
+    """
+    log_ratio_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
+    mean_B = masked.mean(log_ratio_BT, mask_BT, axis=-1)
+    return _masked(mean_B, mask_BT.any(-1), low, high, lambda x: x * 0 + 1)
+
+
+def reject_off_policy(logp: Array, sampler_logp: Array, advantage: Array, mask: Array, *, delta: float) -> Array:
+    """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): [B], 0 or 1.
+
+    0 if A < 0 and 1/|y| Σ_t log(μ(y_t)/π(y_t)) > delta, else 1. Bad samples that the policy of now would hardly draw
+    teach it little and can destabilise it; good ones are kept however far away. π is the policy that is trained, of
+    now, and μ what the sampler said, so this sees the mismatch and the staleness together. The paper gives no delta.
+
+    Args:
+      logp: float32 [B, T], of the policy that is trained.
+      sampler_logp: float32 [B, T], of the policy that drew the tokens.
+      advantage: float32 [B], or [B, T]; then the weight is [B, T] too, 0 where that token's advantage is negative.
+      mask: bool [B, T], True on response tokens.
+      delta: at least 0.
+    """
+    log_ratio_BT, mask_BT = _log_ratio(logp, sampler_logp, mask, "logp")
+    checks.number("delta", delta)
+    if not delta >= 0:
+        raise ValueError(f"delta must be at least 0; got {delta}")
+    per_token = len(getattr(advantage, "shape", ())) == 2
+    advantage = checks.array("advantage", advantage, jnp.float32, "BT" if per_token else "B")
+    like = mask_BT.shape if per_token else mask_BT.shape[:1]
+    checks.same_shape("advantage", advantage, "logp" if per_token else "logp in its rows", like)
+    away_B = -masked.mean(log_ratio_BT, mask_BT, axis=-1)
+    keep = mask_BT if per_token else mask_BT.any(-1)
+    if per_token:
+        away_B = jnp.broadcast_to(away_B[:, None], mask_BT.shape)
+    weight = jnp.where((advantage < 0) & (away_B > delta), 0, away_B * 0 + 1)  # a NaN stays one
+    return stop_gradient(jnp.where(keep, weight, 0))
+
+
+def mismatch_metrics(
+    old_logp: Array, sampler_logp: Array, mask: Array, *, low: float = 0.5, high: float = 2.0
+) -> dict[str, Share | Spread]:
+    """How far the sampler is from the learner: metrics per row, to be joined with those of `Terms` and reduced.
+
+    With d = log π_old - log μ of a token that μ drew:
+
+    - `mismatch_kl`: mean of -d over the tokens, an estimate of KL(μ‖π_old) that can be negative.
+    - `mismatch_k3`: mean of exp(d) - 1 - d, another, never negative.
+    - `mismatch_log_ppl_diff` (_mean, _min, _max): log-perplexity of a sequence under the learner minus that under the
+      sampler, which is the mean of -d over its tokens.
+    - `mismatch_ratio_tokens`, `mismatch_ratio_squared_tokens`, and the same of `sequences`: means of ρ and ρ², of
+      tokens and of the products of sequences. The first should be 1. `effective_sample_sizes` needs both.
+    - `mismatch_chi2_tokens`, `mismatch_chi2_sequences`: mean of ρ² - 1, an estimate of χ²(π_old‖μ).
+    - `mismatch_out_of_range_tokens`, `mismatch_out_of_range_sequences`: share with ρ, or its product, outside
+      [low, high].
+    - `mismatch_extreme_tokens`: share of tokens with |d| > ln 2 (arXiv 2510.11370).
+    - `mismatch_abs_diff`: mean of |d|; `mismatch_abs_diff_largest` (_max): the largest |d| of each row, and of all.
+
+    A log-ratio beyond ±25 is held there before `exp`. No gradient flows through metrics.
+    """
+    d_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
+    bounds = _bounds(low, high)
+    some_B = mask_BT.any(-1)
+    tokens_B = jnp.sum(mask_BT, -1, dtype=jnp.float32)
+    sequences_B = some_B.astype(jnp.float32)
+    sum_B = masked.sum(d_BT, mask_BT, axis=-1)
+
+    def of_tokens(value_BT: Array) -> Share:
+        return Share(masked.sum(value_BT, mask_BT, axis=-1), tokens_B)
+
+    def of_sequences(value_B: Array) -> Share:
+        return Share(jnp.where(some_B, value_B, 0), sequences_B)
+
+    held_BT, held_B = (jnp.clip(x, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for x in (d_BT, sum_B))
+    size_BT = jnp.abs(d_BT)
+    return {
+        "mismatch_kl": of_tokens(-d_BT),
+        "mismatch_k3": of_tokens(jnp.expm1(held_BT) - held_BT),
+        "mismatch_log_ppl_diff": Spread(-masked.mean(d_BT, mask_BT, axis=-1), some_B),
+        "mismatch_ratio_tokens": of_tokens(jnp.exp(held_BT)),
+        "mismatch_ratio_sequences": of_sequences(jnp.exp(held_B)),
+        "mismatch_ratio_squared_tokens": of_tokens(jnp.exp(2 * held_BT)),
+        "mismatch_ratio_squared_sequences": of_sequences(jnp.exp(2 * held_B)),
+        "mismatch_chi2_tokens": of_tokens(jnp.expm1(2 * held_BT)),
+        "mismatch_chi2_sequences": of_sequences(jnp.expm1(2 * held_B)),
+        "mismatch_out_of_range_tokens": share_of_tokens(_outside(d_BT, *bounds), mask_BT),
+        "mismatch_out_of_range_sequences": share_of_sequences(_outside(sum_B, *bounds)[:, None] & mask_BT, mask_BT),
+        "mismatch_extreme_tokens": share_of_tokens(size_BT > math.log(2), mask_BT),
+        "mismatch_abs_diff": of_tokens(size_BT),
+        "mismatch_abs_diff_largest": Spread(masked.max(size_BT, mask_BT, axis=-1), some_B),
+    }
+
+
+def effective_sample_sizes(metrics: dict[str, Array]) -> dict[str, Array]:
+    """`mismatch_ess_tokens` and `_sequences` of reduced metrics: (Σ ρ)² / (N Σ ρ²), 1 if all ratios are equal.
+
+    The share of the N samples that would do as well if they came from the learner. It is made of two means, so it
+    comes after `reduce`: the effective sample sizes of parts do not add up to that of the whole. 0 of nothing.
+    """
+    sizes = {}
+    for of in ("tokens", "sequences"):
+        mean, square = metrics[f"mismatch_ratio_{of}"], metrics[f"mismatch_ratio_squared_{of}"]
+        sizes[f"mismatch_ess_{of}"] = jnp.where(square > 0, mean**2 / jnp.where(square > 0, square, 1), 0)
+    return sizes
+
+
+def _log_ratio(old_logp: Any, sampler_logp: Any, mask: Any, name: str = "old_logp") -> tuple[Array, Array]:
+    """(log ρ, 0 outside the mask and without a gradient; the mask)."""
+    old_logp_BT = checks.array(name, old_logp, jnp.float32, "BT")
+    sampler_logp_BT = checks.array("sampler_logp", sampler_logp, jnp.float32, "BT")
+    checks.same_shape("sampler_logp", sampler_logp_BT, name, old_logp_BT.shape)
+    mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
+    checks.same_shape("mask", mask_BT, name, old_logp_BT.shape)
+    return stop_gradient(jnp.where(mask_BT, old_logp_BT - sampler_logp_BT, 0)), mask_BT
+
+
+def _truncated(log_ratio: Array, keep: Array, cap: Any) -> Array:
+    checks.number("cap", cap)
+    if not (cap > 0 and math.isfinite(cap)):
+        raise ValueError(f"cap must be finite and above 0; got {cap}")
+    return jnp.where(keep, jnp.exp(jnp.minimum(log_ratio, math.log(cap))), 0)
+
+
+def _masked(log_ratio: Array, keep: Array, low: Any, high: Any, weight: Any) -> Array:
+    outside = _outside(log_ratio, *_bounds(low, high))
+    return jnp.where(keep & ~outside, weight(jnp.where(outside, 0, log_ratio)), 0)
+
+
+def _outside(log_ratio: Array, log_low: float, log_high: float) -> Array:
+    """False for NaN, which so is kept and seen."""
+    return (log_ratio < log_low) | (log_ratio > log_high)
+
+
+def _bounds(low: Any, high: Any) -> tuple[float, float]:
+    """The logarithms of 0 ≤ low ≤ 1 ≤ high < infinity."""
+    for name, bound in (("low", low), ("high", high)):
+        checks.number(name, bound)
+    if not 0 <= low <= 1:
+        raise ValueError(f"low must be from 0 to 1, so that equal policies are inside; got {low}")
+    if not (high >= 1 and math.isfinite(high)):
+        raise ValueError(f"high must be finite and at least 1, so that equal policies are inside; got {high}")
+    return math.log(low) if low > 0 else -math.inf, math.log(high)
