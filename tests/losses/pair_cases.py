@@ -79,4 +79,5 @@ MASKS = {
     "all_empty": _spans(*[(0, 0)] * 8),
 }
 CASES = {f"{name}-{scale:g}": pair(mask, scale) for name, mask in MASKS.items() for scale in (1e-3, 0.3)}
+CASES["ragged-3"] = pair(MASKS["ragged"], 3.0)
 CASES["extreme"] = _extreme()

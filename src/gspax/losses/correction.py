@@ -194,13 +194,13 @@ def effective_sample_sizes(metrics: dict[str, Array]) -> dict[str, Array]:
 
 
 def _log_ratio(old_logp: Any, sampler_logp: Any, mask: Any, name: str = "old_logp") -> tuple[Array, Array]:
-    """(log ρ, 0 outside the mask and without a gradient; the mask)."""
+    """(log ρ without a gradient, anything outside the mask; the mask)."""
     old_logp_BT = checks.array(name, old_logp, jnp.float32, "BT")
     sampler_logp_BT = checks.array("sampler_logp", sampler_logp, jnp.float32, "BT")
     checks.same_shape("sampler_logp", sampler_logp_BT, name, old_logp_BT.shape)
     mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
     checks.same_shape("mask", mask_BT, name, old_logp_BT.shape)
-    return stop_gradient(jnp.where(mask_BT, old_logp_BT - sampler_logp_BT, 0)), mask_BT
+    return stop_gradient(old_logp_BT - sampler_logp_BT), mask_BT
 
 
 def _truncated(log_ratio: Array, keep: Array, cap: Any) -> Array:

@@ -180,9 +180,9 @@ def _k3(x_BT: Array) -> Array:
 
 
 def _with_gradient(value_BT: Array, gradient_BT: Array, logp_BT: Array, mask_BT: Array) -> Array:
-    """The value, with the given gradient by logp: the added term is 0 but for its derivative."""
+    """The value, with the given gradient by logp, both constants: the added term is 0 but for its derivative."""
     logp_BT = jnp.where(mask_BT, logp_BT, 0)
-    return stop_gradient(value_BT) + stop_gradient(gradient_BT) * (logp_BT - stop_gradient(logp_BT))
+    return value_BT + gradient_BT * (logp_BT - stop_gradient(logp_BT))
 
 
 def _metrics(x_BT: Array, mask_BT: Array) -> dict[str, Share | Spread]:

@@ -1,0 +1,104 @@
+"""Penalties of the policy's entropy and of its routers: `Terms` that `kl.add_penalty` adds to a policy loss.
+
+None is part of any loss unless it is added: for reinforcement learning of a trained model all are off by default, and
+the sources that each function names disagree about the routers'.
+
+Letters: L layers, B rows, T tokens, E experts. `aggregate` is that of the policy loss, (value_BT, mask_BT) -> (value_B,
+weight_B). What stands outside the mask never matters, NaN included. The metrics are means over the mask's tokens. All
+raise TypeError and ValueError, naming the argument, for another dtype or shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+
+from gspax import masked
+from gspax.losses import checks
+from gspax.losses.terms import Share, Terms, by_sequence
+
+Array = jax.Array
+Aggregate = Callable[[Array, Array], tuple[Array, Array]]
+
+
+def entropy_bonus(entropy: Array, mask: Array, *, aggregate: Aggregate = by_sequence) -> Terms:
+    """-H(π(·|context)) of each token, so that a coefficient above 0 rewards entropy (PPO, arXiv 1707.06347, eq. 9).
+
+    Long runs on verifiable rewards lose entropy, and with it exploration; a fixed bonus is sensitive to its coefficient
+    (arXiv 2505.22312 adapts it), and a wider upper clip range is the more usual remedy (arXiv 2503.14476).
+
+    The gradient goes through the entropy alone: contexts are data, as in `kl.token_kl`.
+
+    Args:
+      entropy: float32 [B, T], with its gradient, such as `chunked_token_logp` gives.
+      mask: bool [B, T], True on response tokens.
+
+    Returns:
+      Terms with float32 [B] leaves and the metric `entropy_bonus`, the mean entropy.
+    """
+    entropy_BT = checks.array("entropy", entropy, jnp.float32, "BT")
+    mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
+    checks.same_shape("mask", mask_BT, "entropy", entropy_BT.shape)
+    return _terms("entropy_bonus", -jnp.where(mask_BT, entropy_BT, 0), mask_BT, aggregate, sign=-1)
+
+
+def load_balance(prob: Array, load: Array, mask: Array, *, aggregate: Aggregate = by_sequence) -> Terms:
+    """E Σ_e f_e P_e of the routers, averaged over layers (Switch Transformer, arXiv 2101.03961, eq. 4 to 6).
+
+    f_e is the share of the expert choices that went to e, a constant, and P_e the mean probability of e. `load` is
+    E f_e: give that of the whole batch to every micro-batch, and the sum over tokens is linear in the probabilities, so
+    any split gives the same gradient (balance over the global batch, arXiv 2501.11873). Under perfect balance it is 1.
+
+    In pre-training it keeps experts in use, there with a coefficient of 0.01. In RL it pulls against the reward: verl
+    leaves it off because it hurts there, NeMo-RL because log-probabilities then diverge more between engines; TRL has
+    it on with 0.001. Load stays measurable without it (`routing.expert_load`).
+
+    Args:
+      prob: float32 [L, B, T, E], softmax of the router's logits over all experts.
+      load: float32 [L, E], each expert's tokens over the mean of its layer, as `routing.expert_load` gives.
+      mask: bool [B, T], True on the tokens that count, those of prompts too if `load` has them.
+
+    Returns:
+      Terms with float32 [B] leaves and the metric `load_balance`.
+    """
+    prob_LBTE, mask_BT = _routers("prob", prob, mask)
+    load_LE = checks.array("load", load, jnp.float32, "LE")
+    checks.same_shape("load", load_LE, "prob in L and E", (prob_LBTE.shape[0], prob_LBTE.shape[-1]))
+    value_BT = jnp.einsum("lbte,le->bt", prob_LBTE, stop_gradient(load_LE)) / prob_LBTE.shape[0]
+    return _terms("load_balance", value_BT, mask_BT, aggregate)
+
+
+def router_z(logits: Array, mask: Array, *, aggregate: Aggregate = by_sequence) -> Terms:
+    """(log Σ_e exp x_e)² of the router's logits x, averaged over layers (ST-MoE, arXiv 2202.08906, eq. 5).
+
+    It keeps the logits small, where rounding changes a choice of experts less. ST-MoE pre-trains with a coefficient of
+    0.001. For RL the sources above have no evidence for it; the routers' precision (float32) does the same for free.
+
+    Args:
+      logits: float32 [L, B, T, E], of the routers, before the softmax.
+      mask: bool [B, T], True on the tokens that count.
+
+    Returns:
+      Terms with float32 [B] leaves and the metric `router_z`.
+    """
+    logits_LBTE, mask_BT = _routers("logits", logits, mask)
+    value_BT = jnp.mean(jax.nn.logsumexp(logits_LBTE, axis=-1) ** 2, axis=0)
+    return _terms("router_z", jnp.where(mask_BT, value_BT, 0), mask_BT, aggregate)
+
+
+def _routers(name: str, value: Any, mask: Any) -> tuple[Array, Array]:
+    """The routers' numbers, 0 outside the mask, and the mask."""
+    value_LBTE = checks.array(name, value, jnp.float32, "LBTE")
+    mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
+    checks.same_shape("mask", mask_BT, f"{name} in [B, T]", value_LBTE.shape[1:3])
+    return jnp.where(mask_BT[None, :, :, None], value_LBTE, 0), mask_BT
+
+
+def _terms(name: str, value_BT: Array, mask_BT: Array, aggregate: Aggregate, sign: int = 1) -> Terms:
+    total_B = masked.sum(stop_gradient(value_BT), mask_BT, axis=-1)
+    metric = Share(sign * total_B, jnp.sum(mask_BT, -1, dtype=jnp.float32))
+    return Terms(*aggregate(value_BT, mask_BT), {name: metric})
