@@ -16,11 +16,11 @@ EXP_LIMIT = 25.0  # a log-ratio is held within ±25 before exp, and has no gradi
 
 @dataclass
 class Result:
-    value: np.ndarray  # [B]     minus the sequence's objective; 0 for an empty row
-    weight: np.ndarray  # [B]     1, or 0 for an empty row
+    value: np.ndarray  # [B]     minus the sequence's part of the objective; 0 for an empty row
+    weight: np.ndarray  # [B]     1 or the number of tokens, as aggregated; 0 for an empty row
     gradient: np.ndarray  # [B, T]  of the sum of `value` by each log-probability
-    high: np.ndarray  # [B, T]  response token cut from above
-    low: np.ndarray  # [B, T]  response token cut from below
+    high: np.ndarray  # [B, T]  response token held from above
+    low: np.ndarray  # [B, T]  response token held from below
     ratio: np.ndarray  # [B]     sequence ratio s_i; 1 for an empty row
     k3: np.ndarray  # [B, T]  r - 1 - log r of the response tokens
     mask: np.ndarray  # [B, T]
@@ -58,49 +58,169 @@ class Result:
         }
 
 
-def gspo(logp, old_logp, advantage, mask, clip_low, clip_high) -> Result:
+@dataclass
+class Sequence:
+    """One sequence's response tokens, and what a loss says about them. All lists have one entry per response token."""
+
+    logp: list[float]
+    old_logp: list[float]
+    advantage: list[float]
+    objective: list[float]  # J is the aggregate of these
+    slope: list[list[float]]  # slope[t][u]: derivative of objective[t] by logp[u]
+    high: list[bool]
+    low: list[bool]
+    margin: float = math.inf
+
+    @property
+    def log_ratio(self) -> list[float]:
+        return [new - old for new, old in zip(self.logp, self.old_logp, strict=True)]
+
+
+# Per token's share of its sequence's sum, and the sequence's weight, given its number of response tokens.
+AGGREGATES = {
+    "by_sequence": lambda length: (1 / length, 1.0),
+    "by_token": lambda length: (1.0, float(length)),
+    "by_constant": lambda length: (1.0, 1.0),
+}
+
+
+def policy(loss, aggregate, logp, old_logp, advantage, mask, correction=None, **options) -> Result:
+    """A loss of the family over a batch. `advantage` and `correction` [B] or [B, T]; `loss` fills in a `Sequence`."""
+    result = _begin(logp, old_logp, mask)
+    for i, tokens in _sequences(mask):
+        n = len(tokens)
+        s = Sequence(
+            logp=[float(logp[i, t]) for t in tokens],
+            old_logp=[float(old_logp[i, t]) for t in tokens],
+            advantage=[float(advantage[i] if np.ndim(advantage) == 1 else advantage[i, t]) for t in tokens],
+            objective=[0.0] * n,
+            slope=[[0.0] * n for _ in tokens],
+            high=[False] * n,
+            low=[False] * n,
+        )
+        loss(s, **options)
+        share, result.weight[i] = AGGREGATES[aggregate](n)
+        for t, at in enumerate(tokens):
+            factor = 1.0 if correction is None else float(np.broadcast_to(correction.T, mask.T.shape).T[i, at])
+            result.value[i] -= share * factor * s.objective[t]
+            for u, other in enumerate(tokens):
+                result.gradient[i, other] -= share * factor * s.slope[t][u]
+            result.high[i, at], result.low[i, at] = s.high[t], s.low[t]
+        result.margin = min(result.margin, s.margin)
+    return result
+
+
+def gspo(s: Sequence, clip_low, clip_high) -> None:
     """GSPO, eq. 5 to 7; its gradient is s_i A_i 1/|y_i| Σ_t ∇log π where the minimum is the first of its two."""
-    result, ratios = _begin(logp, old_logp, mask)
-    for i, tokens in _sequences(mask):
-        s, derivative = ratios[i]
-        surrogate, kept = _clip(result, s, advantage[i], clip_low, clip_high)
-        result.value[i] = -surrogate
-        for t in tokens:
-            if kept:
-                result.gradient[i, t] = -derivative * advantage[i] / len(tokens)
-            else:
-                (result.high if advantage[i] > 0 else result.low)[i, t] = True
-    return result
+    n = len(s.logp)
+    ratio, derivative = _ratio(sum(s.log_ratio) / n)
+    for t in range(n):
+        s.objective[t], kept = _clip(s, t, ratio, clip_low, clip_high)
+        s.slope[t] = [derivative * s.advantage[t] / n * kept] * n
 
 
-def gspo_token(logp, old_logp, advantage, mask, clip_low, clip_high) -> Result:
-    """GSPO-token, eq. 13 and 14; `advantage` [B, T]. The gradient is 1/|y_i| Σ_t s_i A_it ∇log π(y_it)."""
-    result, ratios = _begin(logp, old_logp, mask)
-    for i, tokens in _sequences(mask):
-        s, derivative = ratios[i]
-        for t in tokens:
-            surrogate, kept = _clip(result, s, advantage[i, t], clip_low, clip_high)
-            result.value[i] -= surrogate / len(tokens)
-            if kept:
-                result.gradient[i, t] = -derivative * advantage[i, t] / len(tokens)
-            else:
-                (result.high if advantage[i, t] > 0 else result.low)[i, t] = True
-    return result
+def gspo_token(s: Sequence, clip_low, clip_high) -> None:
+    """GSPO-token, eq. 13 and 14. The gradient is 1/|y_i| Σ_t s_i A_it ∇log π(y_it)."""
+    n = len(s.logp)
+    ratio, derivative = _ratio(sum(s.log_ratio) / n)
+    for t in range(n):
+        s.objective[t], kept = _clip(s, t, ratio, clip_low, clip_high)
+        s.slope[t][t] = derivative * s.advantage[t] * kept
 
 
-def grpo(logp, old_logp, advantage, mask, clip_low, clip_high) -> Result:
-    """GRPO, eq. 3 with β = 0; the gradient is 1/|y_i| Σ_t r_it A_i ∇log π(y_it)."""
-    result, _ = _begin(logp, old_logp, mask)
-    for i, tokens in _sequences(mask):
-        for t in tokens:
-            r, derivative = _ratio(logp[i, t] - old_logp[i, t])
-            surrogate, kept = _clip(result, r, advantage[i], clip_low, clip_high)
-            result.value[i] -= surrogate / len(tokens)
-            if kept:
-                result.gradient[i, t] = -derivative * advantage[i] / len(tokens)
-            else:
-                (result.high if advantage[i] > 0 else result.low)[i, t] = True
-    return result
+def grpo(s: Sequence, clip_low, clip_high, dual_clip=None) -> None:
+    """GRPO, eq. 3 with β = 0; the gradient is r_it A_i ∇log π(y_it). Dr. GRPO and DAPO aggregate it differently."""
+    for t, log_ratio in enumerate(s.log_ratio):
+        ratio, derivative = _ratio(log_ratio)
+        s.objective[t], kept = _clip(s, t, ratio, clip_low, clip_high)
+        a = s.advantage[t]
+        if dual_clip is not None and a < 0:
+            s.margin = min(s.margin, abs(ratio - dual_clip))
+            if dual_clip * a > s.objective[t]:  # max(min(...), c A)
+                s.objective[t], kept, s.high[t] = dual_clip * a, False, True
+        s.slope[t][t] = derivative * a * kept
+
+
+def reinforce(s: Sequence) -> None:
+    """r A, with the gradient r A ∇log π."""
+    for t, log_ratio in enumerate(s.log_ratio):
+        ratio, derivative = _ratio(log_ratio)
+        s.objective[t], s.slope[t][t] = ratio * s.advantage[t], derivative * s.advantage[t]
+
+
+def cispo(s: Sequence, clip_low, clip_high) -> None:
+    """CISPO, eq. 4 and 5: sg[clip(r)] A log π; the gradient is clip(r) A ∇log π."""
+    for t, log_ratio in enumerate(s.log_ratio):
+        ratio, _ = _ratio(log_ratio)
+        bounds = 1 - clip_low, 1 + clip_high
+        s.margin = min(s.margin, *(abs(ratio - bound) for bound in bounds))
+        weight = min(max(ratio, bounds[0]), bounds[1])
+        s.low[t], s.high[t] = ratio < bounds[0], ratio > bounds[1]
+        s.objective[t], s.slope[t][t] = weight * s.advantage[t] * s.logp[t], weight * s.advantage[t]
+
+
+def sapo(s: Sequence, tau_positive, tau_negative) -> None:
+    """SAPO: f(r) A with f(r) = 4/τ σ(τ (r - 1)), whose derivative is 4 σ (1 - σ)."""
+    for t, log_ratio in enumerate(s.log_ratio):
+        ratio, derivative = _ratio(log_ratio)
+        a = s.advantage[t]
+        tau = tau_positive if a > 0 else tau_negative
+        away = math.exp(-min(tau * (ratio - 1), 700.0))  # 1/σ - 1
+        s.objective[t] = 4 / tau / (1 + away) * a
+        s.slope[t][t] = 4 * away / (1 + away) ** 2 * derivative * a
+
+
+def gmpo(s: Sequence, clip_low, clip_high) -> None:
+    """GMPO: A times the geometric mean of ratios, each clipped to [e^-low, e^high] on the side that sgn(A) says.
+
+    Π_t min(r_t^sgn, clip(r_t)^sgn)^sgn, to the power 1/|y|.
+    """
+    n = len(s.logp)
+    total, kept = 0.0, []
+    for t, log_ratio in enumerate(s.log_ratio):
+        sign = (s.advantage[t] > 0) - (s.advantage[t] < 0)
+        clip = min(max(log_ratio, -clip_low), clip_high)
+        chosen = sign * min(sign * log_ratio, sign * clip) if sign else log_ratio
+        s.margin = min(s.margin, abs(log_ratio + clip_low), abs(log_ratio - clip_high))
+        kept.append(chosen == log_ratio)
+        s.high[t], s.low[t] = chosen < log_ratio, chosen > log_ratio
+        total += chosen
+    mean, derivative = _ratio(total / n)
+    for t in range(n):
+        s.objective[t] = mean * s.advantage[t]
+        s.slope[t] = [derivative * s.advantage[t] / n * kept[u] for u in range(n)]
+
+
+def vespo(s: Sequence, k_positive, lambda_positive, k_negative, lambda_negative) -> None:
+    """VESPO: sg[φ(W)] A log π with φ(W) = W^k exp(λ (1 - W)) and W the product of the ratios."""
+    log_w = min(max(sum(s.log_ratio), -EXP_LIMIT), EXP_LIMIT)
+    for t, a in enumerate(s.advantage):
+        k, lam = (k_positive, lambda_positive) if a >= 0 else (k_negative, lambda_negative)
+        phi = math.exp(k * log_w) * math.exp(lam * (1 - math.exp(log_w)))
+        s.objective[t], s.slope[t][t] = phi * a * s.logp[t], phi * a
+
+
+def dppo(s: Sequence, divergence, threshold, ratio_limit) -> None:
+    """DPPO: M sg[min(r, c)] A log π, M = 0 where the divergence is too large and the update would increase it."""
+    for t, log_ratio in enumerate(s.log_ratio):
+        a, p, q = s.advantage[t], math.exp(min(s.old_logp[t], 0)), math.exp(min(s.logp[t], 0))
+        distance = divergence(p, q)
+        s.margin = min(s.margin, abs(distance - threshold))
+        s.high[t] = distance > threshold and a > 0 and log_ratio > 0
+        s.low[t] = distance > threshold and a < 0 and log_ratio < 0
+        weight = 0.0 if s.high[t] or s.low[t] else min(_ratio(log_ratio)[0], ratio_limit)
+        s.objective[t], s.slope[t][t] = weight * a * s.logp[t], weight * a
+
+
+def binary_tv(p: float, q: float) -> float:
+    return abs(p - q)
+
+
+def binary_kl(p: float, q: float) -> float:
+    """KL of two coins that show heads with probability p and q; neither is certain."""
+    p, q = (min(x, math.exp(-(2.0**-24))) for x in (p, q))
+    heads = p * math.log(p / q) if p and q else math.inf if p else 0.0
+    return heads + (1 - p) * math.log((1 - p) / (1 - q))
 
 
 def token_logp(logits, tokens, temperature):
@@ -160,15 +280,18 @@ def _ratio(log_ratio: float) -> tuple[float, float]:
     return math.exp(log_ratio), math.exp(log_ratio)
 
 
-def _clip(result: Result, x: float, advantage: float, clip_low: float, clip_high: float) -> tuple[float, bool]:
-    """min(x A, clip(x) A), and whether it still depends on x."""
+def _clip(s: Sequence, t: int, x: float, clip_low: float, clip_high: float) -> tuple[float, bool]:
+    """min(x A, clip(x) A) for token t, and whether it still depends on x; notes what it does."""
+    a = s.advantage[t]
     clipped = min(max(x, 1 - clip_low), 1 + clip_high)
-    result.margin = min(result.margin, abs(x - (1 - clip_low)), abs(x - (1 + clip_high)))
-    return min(x * advantage, clipped * advantage), x * advantage <= clipped * advantage
+    s.margin = min(s.margin, abs(x - (1 - clip_low)), abs(x - (1 + clip_high)))
+    kept = x * a <= clipped * a
+    s.high[t], s.low[t] = not kept and a > 0, not kept and a < 0
+    return min(x * a, clipped * a), kept
 
 
-def _begin(logp, old_logp, mask) -> tuple[Result, dict[int, tuple[float, float]]]:
-    """An empty result with the metrics that all losses share, and {row: (s_i, its derivative)}."""
+def _begin(logp, old_logp, mask) -> Result:
+    """An empty result with what the metrics of all losses share."""
     B, T = mask.shape
     result = Result(
         value=np.zeros(B),
@@ -181,7 +304,6 @@ def _begin(logp, old_logp, mask) -> tuple[Result, dict[int, tuple[float, float]]
         mask=mask,
         margin=math.inf,
     )
-    ratios = {}
     for i, tokens in _sequences(mask):
         total = 0.0
         for t in tokens:
@@ -189,7 +311,5 @@ def _begin(logp, old_logp, mask) -> tuple[Result, dict[int, tuple[float, float]]
             total += log_ratio
             held = min(max(log_ratio, -EXP_LIMIT), EXP_LIMIT)
             result.k3[i, t] = math.expm1(held) - held
-        ratios[i] = _ratio(total / len(tokens))
-        result.ratio[i] = ratios[i][0]
-        result.weight[i] = 1.0
-    return result, ratios
+        result.ratio[i] = _ratio(total / len(tokens))[0]
+    return result

@@ -5,6 +5,7 @@ A loss that joins `FAMILY` inherits every law in `test_laws.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,23 +19,68 @@ from gspax import losses
 @dataclass(frozen=True)
 class Member:
     name: str
-    terms: Callable[..., losses.Terms]
-    loss: Callable[..., Any]
-    reference: Callable[..., reference.Result]
-    split: str  # what clip_fraction_high and _low are shares of
-    clip: tuple[float, float]  # the defaults, low and high
-    token_advantage: bool = False  # the advantage is [B, T]
+    function: Callable[..., losses.Terms]
+    of_sequence: Callable[..., None]  # the reference
+    options: tuple[tuple[str, float], ...] = ()  # given to both, although most are the defaults
+    aggregate: str = "by_sequence"  # the default
+    split: str = "tokens"  # what clip_fraction_high and _low are shares of
+    token_advantage: bool = False  # the advantage is [B, T] although a row is one sequence
 
     def __str__(self) -> str:
         return self.name
 
+    def terms(self, logp: Any, old_logp: Any, advantage: Any, mask: Any, **keywords: Any) -> losses.Terms:
+        return self.function(logp, old_logp, advantage, mask, **dict(self.options) | keywords)
 
-GSPO = Member("gspo", losses.gspo, losses.gspo_loss, reference.gspo, "sequences", (3e-4, 4e-4))
+    def loss(self, logp: Any, old_logp: Any, advantage: Any, mask: Any, **keywords: Any) -> Any:
+        return losses.reduce(self.terms(logp, old_logp, advantage, mask, **keywords))
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        return dict(self.options)["clip_low"], dict(self.options)["clip_high"]
+
+
+def band(low: float, high: float) -> tuple[tuple[str, float], ...]:
+    return ("clip_low", low), ("clip_high", high)
+
+
+def _dppo(divergence: Callable[[float, float], float]) -> Callable[..., None]:
+    return functools.partial(reference.dppo, divergence=divergence)
+
+
+GSPO = Member("gspo", losses.gspo, reference.gspo, band(3e-4, 4e-4), split="sequences")
 GSPO_TOKEN = Member(
-    "gspo_token", losses.gspo_token, losses.gspo_token_loss, reference.gspo_token, "sequences", (3e-4, 4e-4), True
+    "gspo_token", losses.gspo_token, reference.gspo_token, band(3e-4, 4e-4), split="sequences", token_advantage=True
 )
-GRPO = Member("grpo", losses.grpo, losses.grpo_loss, reference.grpo, "tokens", (0.2, 0.27))
-FAMILY = (GSPO, GSPO_TOKEN, GRPO)
+LUSPO = Member("luspo", losses.luspo, reference.gspo, band(2e-3, 2.5e-3), "by_constant", "sequences")
+GRPO = Member("grpo", losses.grpo, reference.grpo, band(0.2, 0.27))
+DUAL = Member("grpo_dual_clip", losses.grpo, reference.grpo, (*band(0.2, 0.27), ("dual_clip", 1.4)))
+DR_GRPO = Member("dr_grpo", losses.dr_grpo, reference.grpo, band(0.2, 0.2), "by_constant")
+DAPO = Member("dapo", losses.dapo, reference.grpo, band(0.2, 0.28), "by_token")
+REINFORCE = Member("reinforce", losses.reinforce, reference.reinforce)
+CISPO = Member("cispo", losses.cispo, reference.cispo, band(0.3, 0.4), "by_token")  # not the defaults: both bounds
+SAPO = Member("sapo", losses.sapo, reference.sapo, (("tau_positive", 1.0), ("tau_negative", 1.05)))
+GMPO = Member("gmpo", losses.gmpo, reference.gmpo, band(0.4, 0.4))
+VESPO = Member(
+    "vespo",
+    losses.vespo,
+    reference.vespo,
+    (("k_positive", 2.0), ("lambda_positive", 3.0), ("k_negative", 3.0), ("lambda_negative", 2.0)),
+    "by_token",
+)
+DPPO_TV = Member(
+    "dppo_tv", losses.dppo_tv, _dppo(reference.binary_tv), (("threshold", 0.15), ("ratio_limit", 20.0)), "by_token"
+)
+DPPO_KL = Member(
+    "dppo_kl", losses.dppo_kl, _dppo(reference.binary_kl), (("threshold", 0.05), ("ratio_limit", 20.0)), "by_token"
+)
+FAMILY = (
+    *(GSPO, GSPO_TOKEN, LUSPO, GRPO, DUAL, DR_GRPO, DAPO),
+    *(REINFORCE, CISPO, SAPO, GMPO, VESPO, DPPO_TV, DPPO_KL),
+)
+MINIMUM = (GSPO, GSPO_TOKEN, LUSPO, GRPO, DR_GRPO, DAPO)  # min(x A, clip(x) A) of a ratio x
+BOUNDED = tuple(member for member in FAMILY if member not in (REINFORCE, SAPO, VESPO))  # something is held at a bound
+SEQUENCE = (GSPO, GSPO_TOKEN, LUSPO, VESPO)  # no two tokens of a sequence differ in weight
 
 
 @dataclass(frozen=True)
@@ -51,9 +97,11 @@ class Case:
         advantage = self.advantage if member.token_advantage else self.advantage[:, 0]
         return self.logp, self.old_logp, advantage, self.mask
 
-    def reference(self, member: Member) -> reference.Result:
+    def reference(self, member: Member, **keywords: Any) -> reference.Result:
+        """Perhaps with other options, another `aggregate` or a `correction`."""
         arguments = [np.asarray(x, bool if x.dtype == bool else np.float64) for x in self.arguments(member)]
-        return member.reference(*arguments, *member.clip)
+        keywords = {"aggregate": member.aggregate} | dict(member.options) | keywords
+        return reference.policy(member.of_sequence, keywords.pop("aggregate"), *arguments, **keywords)
 
 
 def case(mask: np.ndarray, scale: float, seed: int = 0) -> Case:
@@ -72,6 +120,37 @@ def extreme() -> Case:
     advantage = np.where(np.arange(16)[:, None] < 8, 1.5, -0.5) * np.ones((1, 3))
     mask = np.tile([[False, True, True]], (16, 1))
     return Case(log_ratio, np.zeros_like(log_ratio), advantage.astype(np.float32), mask)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A case with several sequences in each row, their tokens in no order."""
+
+    case: Case
+    sequences_per_row: int
+
+    def pack(self, value: np.ndarray) -> np.ndarray:
+        """[B, T] of the case -> [B / sequences, T · sequences]."""
+        rows = value.reshape(len(value) // self.sequences_per_row, -1)
+        return rows[:, np.random.default_rng(0).permutation(rows.shape[1])]
+
+    def unpack(self, value: np.ndarray) -> np.ndarray:
+        order = np.random.default_rng(0).permutation(value.shape[1])
+        return np.asarray(value)[:, np.argsort(order)].reshape(self.case.mask.shape)
+
+    @property
+    def segment_ids(self) -> np.ndarray:
+        """Ids out of order with gaps; half of the tokens outside the mask have their sequence's, half have 0."""
+        B, T = self.case.mask.shape
+        ids = np.array([5, 2, 9, 1], np.int32)[np.arange(B) % self.sequences_per_row][:, None] * np.ones(
+            (1, T), np.int32
+        )
+        return self.pack(np.where(self.case.mask | (np.arange(T) % 2 == 0), ids, 0))
+
+    def arguments(self, member: Member) -> tuple[np.ndarray, ...]:
+        x = self.case
+        advantage = x.advantage if member.token_advantage else np.broadcast_to(x.advantage[:, :1], x.mask.shape)
+        return tuple(self.pack(a) for a in (x.logp, x.old_logp, advantage, x.mask))
 
 
 def _lengths(*spans: tuple[int, int], T: int = 9) -> np.ndarray:

@@ -39,6 +39,8 @@ logp = jnp.zeros((2, 3))
 advantage = gspax.advantages.standardize(jnp.array([[1.0, 0.0]])).reshape(-1)
 for loss in (gspax.losses.gspo_loss, gspax.losses.gspo_token_loss, gspax.losses.grpo_loss):
     print(float(loss(logp, logp, advantage, jnp.ones((2, 3), bool))[0]))
+for name in "luspo dr_grpo dapo reinforce cispo sapo gmpo vespo dppo_tv dppo_kl".split():
+    getattr(gspax.losses, name)(logp, logp, advantage, jnp.ones((2, 3), bool))
 assert not BLOCKED & set(sys.modules)
 """
 

@@ -4,9 +4,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loss_cases import CASES, FAMILY, GRPO, GSPO, GSPO_TOKEN
+from loss_cases import (
+    CASES,
+    CISPO,
+    DAPO,
+    DPPO_KL,
+    DPPO_TV,
+    DR_GRPO,
+    FAMILY,
+    GMPO,
+    GRPO,
+    GSPO,
+    GSPO_TOKEN,
+    MINIMUM,
+    SAPO,
+    VESPO,
+    Packed,
+)
+
+from gspax import losses
 
 over_family = pytest.mark.parametrize("member", FAMILY, ids=str)
+over_banded = pytest.mark.parametrize("member", (*MINIMUM, CISPO, GMPO), ids=str)
 
 
 def arguments(member, **replaced):
@@ -51,7 +70,7 @@ def test_wrong_arrays(member, wrong, traced):
         (jax.jit(member.loss) if traced else member.loss)(**given)
 
 
-@pytest.mark.parametrize("member", (GSPO, GRPO), ids=str)
+@pytest.mark.parametrize("member", (GSPO, GRPO, VESPO), ids=str)
 @pytest.mark.parametrize("columns", (9, 8, 1))
 def test_advantages_per_token_are_refused_where_the_loss_has_one_per_sequence(member, columns):
     """Also [B, 1], and [B, T] with B == T: nothing is broadcast by chance."""
@@ -64,7 +83,7 @@ def test_gspo_token_refuses_advantages_of_another_length():
         GSPO_TOKEN.loss(**arguments(GSPO_TOKEN, advantage=np.zeros((8, 8), np.float32)))
 
 
-@over_family
+@over_banded
 @pytest.mark.parametrize("name", ("clip_low", "clip_high"))
 @pytest.mark.parametrize(
     "value, error, message",
@@ -82,7 +101,7 @@ def test_wrong_clip_widths(member, name, value, error, message):
         member.loss(**arguments(member), **{name: value})
 
 
-@over_family
+@over_banded
 def test_clip_widths_are_keyword_only(member):
     with pytest.raises(TypeError, match="positional"):
         member.loss(*arguments(member).values(), 0.2, 0.3)
@@ -90,10 +109,96 @@ def test_clip_widths_are_keyword_only(member):
         member.terms(*arguments(member).values(), 0.2, 0.3)
 
 
-@over_family
+@over_banded
 def test_numpy_numbers_are_clip_widths_too(member):
     """And the loss stays in float32 where jax would compute in float64."""
     given = arguments(member)
     with jax.enable_x64(True):
         loss = member.loss(**given, clip_low=np.float32(0.25), clip_high=np.float64(0.5))[0]
     assert loss.dtype == jnp.float32 and loss == member.loss(**given, clip_low=0.25, clip_high=0.5)[0]
+
+
+def test_clip_widths_and_options_are_keyword_only():
+    for member in FAMILY:
+        with pytest.raises(TypeError, match="positional"):
+            member.function(*arguments(member).values(), losses.by_token)
+
+
+NUMBERS = (
+    (GRPO, "dual_clip", "above 1", (1.0, 0.5, float("nan"))),
+    (DR_GRPO, "dual_clip", "above 1", (1.0,)),
+    (DAPO, "dual_clip", "above 1", (1.0,)),
+    (SAPO, "tau_positive", "finite and above 0", (0.0, -1.0, float("inf"), float("nan"))),
+    (SAPO, "tau_negative", "finite and above 0", (0.0,)),
+    (VESPO, "k_positive", "at least 0", (-1.0, float("nan"))),
+    (VESPO, "k_negative", "at least 0", (-1.0,)),
+    (VESPO, "lambda_positive", "at least 0", (-1.0,)),
+    (VESPO, "lambda_negative", "at least 0", (-1.0,)),
+    (DPPO_TV, "threshold", "at least 0", (-1e-9, float("nan"))),
+    (DPPO_KL, "ratio_limit", "finite and above 0", (0.0, float("inf"))),
+)
+
+
+@pytest.mark.parametrize("member, name, wanted, values", NUMBERS, ids=lambda x: x if isinstance(x, str) else None)
+def test_wrong_numbers(member, name, wanted, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{name} must be {wanted}.*; got {value}$"):
+            member.loss(**arguments(member), **{name: value})
+    for value in ("1", True, jnp.float32(2)):
+        with pytest.raises(TypeError, match=f"^{name} must be a Python number.*got {type(value).__name__}"):
+            member.loss(**arguments(member), **{name: value})
+
+
+WRONG_KEYWORDS = {
+    "segments_of_another_dtype": (dict(segment_ids=np.ones((8, 9))), TypeError, "^segment_ids must .*int32.*float64"),
+    "segments_of_rows": (dict(segment_ids=np.ones(8, np.int32)), ValueError, r"^segment_ids must .*\[B, T\].*\[8\]"),
+    "short_segments": (
+        dict(segment_ids=np.ones((8, 8), np.int32)),
+        ValueError,
+        r"^segment_ids must .*\[8, 9\].*\[8, 8\]",
+    ),
+    "corrections_of_another_dtype": (dict(correction=np.ones(8)), TypeError, "^correction must .*float32.*float64"),
+    "short_correction": (dict(correction=np.ones(7, np.float32)), ValueError, r"^correction must .*\[8\].*\[7\]"),
+    "short_corrections": (
+        dict(correction=np.ones((8, 1), np.float32)),
+        ValueError,
+        r"^correction must .*\[8, 9\].*\[8, 1\]",
+    ),
+    "one_correction": (dict(correction=1.5), TypeError, "^correction must .*got float"),
+    "an_aggregate_by_name": (dict(aggregate="by_token"), TypeError, "^aggregate must be a function.*got str"),
+}
+
+
+@over_family
+@pytest.mark.parametrize("wrong", WRONG_KEYWORDS)
+def test_wrong_keywords(member, wrong):
+    keywords, error, message = WRONG_KEYWORDS[wrong]
+    given = arguments(member)
+    if "segment_ids" in keywords:
+        given["advantage"] = CASES["ragged-0.3"].advantage
+    with pytest.raises(error, match=message):
+        member.loss(**given, **keywords)
+
+
+@over_family
+def test_packed_rows_want_an_advantage_and_a_correction_per_token(member):
+    packed = Packed(CASES["ragged-0.3"], sequences_per_row=4)
+    logp, old_logp, advantage, mask = packed.arguments(member)
+    keywords = dict(segment_ids=packed.segment_ids)
+    with pytest.raises(ValueError, match=r"^advantage must be a float32 array \[B, T\]; got float32 \[2\]"):
+        member.loss(logp, old_logp, advantage[:, 0], mask, **keywords)
+    with pytest.raises(ValueError, match=r"^correction must be a float32 array \[B, T\]; got float32 \[2\]"):
+        member.loss(logp, old_logp, advantage, mask, **keywords, correction=np.ones(2, np.float32))
+
+
+def test_wrong_arguments_of_an_aggregate():
+    value, mask = np.ones((2, 3), np.float32), np.ones((2, 3), bool)
+    for aggregate in (losses.by_sequence, losses.by_token, losses.by_constant):
+        with pytest.raises(TypeError, match=r"^value must be a float32 array"):
+            aggregate(value.astype(np.int32), mask)
+        with pytest.raises(ValueError, match=r"^mask must have shape \[2, 3\], as value has; got \[2, 2\]"):
+            aggregate(value, mask[:, :2])
+        with pytest.raises(ValueError, match=r"^segment_ids must have shape \[2, 3\], as value has; got \[2, 2\]"):
+            aggregate(value, mask, np.ones((2, 2), np.int32))
+    with pytest.raises(ValueError, match=r"^length must be finite and above 0; got 0"):
+        losses.by_constant(value, mask, length=0)

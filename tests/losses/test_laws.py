@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import NamedSharding, PartitionSpec
-from loss_cases import CASES, FAMILY, Case
+from loss_cases import CASES, FAMILY, Case, Packed
 
 from gspax import losses
 
@@ -160,6 +160,52 @@ def test_one_device_and_eight_agree(member, name):
     (loss, metrics), gradient = jax.jit(jax.value_and_grad(member.loss, has_aux=True))(*split)
     assert len(gradient.sharding.device_set) == 8
     assert_same((loss, metrics, gradient), everything(member, arguments))
+
+
+@over_family
+@pytest.mark.parametrize("name", ("some_empty-0.001", "some_empty-0.3", "extreme"))
+def test_packed_rows_agree_with_one_row_per_sequence(member, name):
+    x = CASES[name]
+    packed = Packed(x, sequences_per_row=4)
+    terms, gradient = packed_terms_and_gradient(member, packed.arguments(member), packed.segment_ids)
+    wanted_gradient, wanted = numerator_and_terms(member, x.arguments(member))
+    np.testing.assert_array_equal(terms.weight, wanted.weight.reshape(-1, 4).sum(-1))
+    scale = np.abs(wanted.value).reshape(-1, 4).sum(-1)
+    assert np.all(np.abs(terms.value - wanted.value.reshape(-1, 4).sum(-1)) <= 2e-6 * scale)
+    got, wanted_gradient = packed.unpack(gradient), np.asarray(wanted_gradient)
+    rows = np.abs(wanted_gradient).max(-1, keepdims=True)
+    assert np.all(np.abs(got - wanted_gradient) <= 2e-6 * rows)
+    got_metrics, wanted_metrics = losses.reduce(terms)[1], losses.reduce(wanted)[1]
+    assert got_metrics.keys() == wanted_metrics.keys()
+    for key in wanted_metrics:
+        np.testing.assert_allclose(got_metrics[key], wanted_metrics[key], rtol=1e-5, err_msg=key)
+
+
+@over_family
+def test_padding_of_packed_rows_never_matters(member):
+    x = CASES["some_empty-0.3"]
+    packed, garbage = (Packed(y, sequences_per_row=4) for y in (x, fill(x, np.nan)))
+    terms, gradient = packed_terms_and_gradient(member, packed.arguments(member), packed.segment_ids)
+    arguments = list(garbage.arguments(member))
+    got, got_gradient = packed_terms_and_gradient(member, arguments, packed.segment_ids)
+    jax.tree.map(np.testing.assert_array_equal, (got, got_gradient), (terms, gradient))
+    # The segments say as much as the mask where they are 0.
+    arguments[3] = arguments[3] | (packed.segment_ids == 0)
+    got, got_gradient = packed_terms_and_gradient(member, arguments, packed.segment_ids)
+    jax.tree.map(np.testing.assert_array_equal, (got, got_gradient), (terms, gradient))
+
+
+def packed_terms_and_gradient(member, arguments, segment_ids):
+    return jax.device_get(_packed(member)(*arguments, segment_ids)[::-1])
+
+
+@functools.cache
+def _packed(member):
+    def numerator(logp, old_logp, advantage, mask, segment_ids):
+        terms = member.terms(logp, old_logp, advantage, mask, segment_ids=segment_ids)
+        return terms.value.sum(), terms
+
+    return jax.jit(jax.grad(numerator, has_aux=True))
 
 
 @over_family

@@ -1,44 +1,70 @@
 """GSPO, GSPO-token and GRPO against the float64 reference, and the identities between them."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loss_cases import CASES, FAMILY, GRPO, GSPO, GSPO_TOKEN, MASKS, Case, case
+import reference
+from loss_cases import (
+    CASES,
+    CISPO,
+    DAPO,
+    DPPO_KL,
+    DPPO_TV,
+    DR_GRPO,
+    FAMILY,
+    GMPO,
+    GRPO,
+    GSPO,
+    GSPO_TOKEN,
+    LUSPO,
+    MASKS,
+    MINIMUM,
+    REINFORCE,
+    SEQUENCE,
+    VESPO,
+    Case,
+    case,
+)
 
 from gspax import losses
 
 over_family = pytest.mark.parametrize("member", FAMILY, ids=str)
+over_minimum = pytest.mark.parametrize("member", MINIMUM, ids=str)
+over_banded = pytest.mark.parametrize("member", (*MINIMUM, CISPO, GMPO), ids=str)
 
 
-def value_and_gradient(member, arguments, **clip):
-    """((loss, metrics), gradient by logp), each member compiled once per clip range and shape."""
-    return _compiled(member, *clip.items())(*arguments)
+def value_and_gradient(member, arguments, **keywords):
+    """((loss, metrics), gradient by logp), each member compiled once per choice of keywords and shape."""
+    (loss, metrics), gradient = _compiled(member, *keywords.items())(*arguments)
+    return (loss, metrics), gradient
 
 
 @functools.cache
-def _compiled(member, *clip):
-    return jax.jit(jax.value_and_grad(functools.partial(member.loss, **dict(clip)), has_aux=True))
+def _compiled(member, *keywords):
+    return jax.jit(jax.value_and_grad(functools.partial(member.loss, **dict(keywords)), has_aux=True))
 
 
-def rows_and_gradient(member, arguments):
+def rows_and_gradient(member, arguments, **arrays):
     """(terms, gradient of Σ value by logp)."""
-    return _compiled_rows(member)(*arguments)
+    terms, gradient = jax.device_get(_compiled_rows(member)(*arguments, **arrays)[::-1])
+    return terms, gradient
 
 
 @functools.cache
 def _compiled_rows(member):
-    def numerator(logp, *rest):
-        terms = member.terms(logp, *rest)
+    def numerator(logp, *rest, **arrays):
+        terms = member.terms(logp, *rest, **arrays)
         return terms.value.sum(), terms
 
-    compiled = jax.jit(jax.grad(numerator, has_aux=True))
-    return lambda *arguments: jax.device_get(compiled(*arguments)[::-1])
+    return jax.jit(jax.grad(numerator, has_aux=True))
 
 
-def assert_near(got, wanted, rtol=1e-5):
+def assert_near(got, wanted, rtol=1e-6):
+    """Relative to the largest entry of `wanted`, which is one row, or one number."""
     wanted = np.asarray(wanted)
     np.testing.assert_allclose(got, wanted, rtol=rtol, atol=rtol * max(np.abs(wanted).max(initial=0), 1e-6))
 
@@ -61,7 +87,7 @@ def test_value_and_gradient_are_the_references(member, name):
 def test_reduced_loss_and_metrics_are_the_references(member, name):
     wanted = CASES[name].reference(member)
     (loss, metrics), gradient = value_and_gradient(member, CASES[name].arguments(member))
-    assert_near(loss, wanted.loss)
+    assert_near(loss, wanted.loss, rtol=2e-6 * max(1, np.abs(wanted.value).sum() / max(abs(wanted.value.sum()), 1e-9)))
     assert_near(gradient, wanted.loss_gradient)
     assert metrics.keys() == wanted.metrics(member.split).keys()
     for key, value in wanted.metrics(member.split).items():
@@ -71,15 +97,154 @@ def test_reduced_loss_and_metrics_are_the_references(member, name):
 
 
 @over_family
-def test_on_policy_gradient_is_minus_advantage_over_length_over_rows(member):
+def test_on_policy_gradient_is_that_of_reinforce(member):
+    """Minus the advantage, times a token's share in its aggregate."""
     x = CASES["some_empty-0.3"]
     _, _, advantage, mask = x.arguments(member)
-    rows, length = mask.any(-1).sum(), np.maximum(mask.sum(-1, keepdims=True), 1)
-    wanted = np.where(mask, -(x.advantage if member.token_advantage else x.advantage[:, :1]) / length / rows, 0)
+    result = Case(x.logp, x.logp, x.advantage, mask).reference(REINFORCE, aggregate=member.aggregate)
+    share = np.abs(result.gradient / np.where(mask, x.advantage[:, :1], 1)) / result.weight.sum()
+    wanted = -share * (x.advantage if member.token_advantage else x.advantage[:, :1])
     (_, metrics), gradient = value_and_gradient(member, (x.logp, x.logp, advantage, mask))
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+    if not member.token_advantage:
+        aggregate = getattr(losses, member.aggregate)
+        _, reinforce = value_and_gradient(REINFORCE, (x.logp, x.logp, advantage, mask), aggregate=aggregate)
+        np.testing.assert_allclose(gradient, reinforce, rtol=1e-6)
     assert metrics["clip_fraction_tokens"] == metrics["kl"] == 0
     assert metrics["ratio_min"] == metrics["ratio_max"] == 1
+
+
+@over_family
+@pytest.mark.parametrize("aggregate", reference.AGGREGATES)
+def test_any_loss_can_be_aggregated_in_any_way(member, aggregate):
+    x = CASES["some_empty-0.3"]
+    wanted = x.reference(member, aggregate=aggregate)
+    terms = member.terms(*x.arguments(member), aggregate=getattr(losses, aggregate))
+    np.testing.assert_array_equal(terms.weight, wanted.weight)
+    for b in range(len(wanted.value)):
+        assert_near(terms.value[b], wanted.value[b], rtol=2e-6)
+
+
+@over_family
+@pytest.mark.parametrize("axes", ("B", "BT"))
+def test_a_correction_multiplies_each_tokens_objective(member, axes):
+    x = CASES["some_empty-0.3"]
+    correction = np.random.default_rng(3).exponential(size=x.mask.shape[: len(axes)]).astype(np.float32)
+    wanted = x.reference(member, correction=correction.astype(np.float64))
+    garbage = np.where(x.mask if axes == "BT" else x.mask.any(-1), correction, np.float32(np.nan))
+    for given in (correction, garbage):
+        terms, gradient = rows_and_gradient(member, x.arguments(member), correction=given)
+        for b in range(len(wanted.value)):
+            assert_near(terms.value[b], wanted.value[b], rtol=2e-6)
+            assert_near(gradient[b], wanted.gradient[b], rtol=2e-6)
+        np.testing.assert_array_equal(terms.weight, wanted.weight)
+
+
+@over_family
+def test_no_gradient_flows_through_a_correction(member):
+    x = CASES["some_empty-0.3"]
+    correction = jnp.ones(x.mask.shape, jnp.float32)
+    gradient = jax.grad(lambda c: member.loss(*x.arguments(member), correction=c)[0])(correction)
+    np.testing.assert_array_equal(gradient, 0)
+
+
+def test_the_defaults_are_those_that_the_docstrings_state():
+    wanted = {
+        losses.gspo: (3e-4, 4e-4, losses.by_sequence),
+        losses.gspo_token: (3e-4, 4e-4, losses.by_sequence),
+        losses.luspo: (2e-3, 2.5e-3, losses.by_constant),
+        losses.grpo: (0.2, 0.27, None, losses.by_sequence),
+        losses.dr_grpo: (0.2, 0.2, None, losses.by_constant),
+        losses.dapo: (0.2, 0.28, None, losses.by_token),
+        losses.reinforce: (losses.by_sequence,),
+        losses.cispo: (1.0, 4.0, losses.by_token),
+        losses.sapo: (1.0, 1.05, losses.by_sequence),
+        losses.gmpo: (0.4, 0.4, losses.by_sequence),
+        losses.vespo: (2.0, 3.0, 3.0, 2.0, losses.by_token),
+        losses.dppo_tv: (0.15, 20.0, losses.by_token),
+        losses.dppo_kl: (0.05, 20.0, losses.by_token),
+    }
+    assert wanted.keys() == {member.function for member in FAMILY}
+    for function, defaults in wanted.items():
+        parameters = inspect.signature(function).parameters.values()
+        keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        assert tuple(p.default for p in keywords) == (*defaults, None, None), function.__name__
+        assert [p.name for p in parameters][:4] == ["logp", "old_logp", "advantage", "mask"]
+        assert [p.name for p in keywords][-3:] == ["aggregate", "segment_ids", "correction"]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("relative, base", ((LUSPO, GSPO), (DR_GRPO, GRPO), (DAPO, GRPO)), ids=str)
+def test_luspo_is_gspo_and_dr_grpo_and_dapo_are_grpo_but_for_the_aggregate(relative, base, name):
+    arguments = CASES[name].arguments(base)
+    keywords = dict(relative.options)
+    terms = relative.terms(*arguments)
+    same = base.terms(*arguments, aggregate=getattr(losses, relative.aggregate), **keywords)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), terms, same))
+    # A row has one sequence, so its value is that of the base times the number of tokens.
+    length = CASES[name].mask.sum(-1)
+    np.testing.assert_allclose(terms.value, base.terms(*arguments, **keywords).value * length, rtol=1e-6)
+
+
+def test_a_dual_clip_that_no_ratio_reaches_is_none():
+    x = CASES["ragged-0.3"]
+    (loss, metrics), gradient = value_and_gradient(GRPO, x.arguments(GRPO))
+    (dual_loss, dual_metrics), dual_gradient = value_and_gradient(GRPO, x.arguments(GRPO), dual_clip=1e6)
+    assert dual_loss == loss and dual_metrics == metrics
+    np.testing.assert_array_equal(dual_gradient, gradient)
+
+
+@pytest.mark.parametrize("member", SEQUENCE, ids=str)
+def test_tokens_of_a_sequence_have_the_same_weight(member):
+    x = CASES["holes-0.3"]
+    _, gradient = value_and_gradient(
+        member, Case(x.logp, x.old_logp, x.advantage[:, :1] + 0 * x.advantage, x.mask).arguments(member)
+    )
+    for row, keep in zip(np.asarray(gradient), x.mask, strict=True):
+        assert np.ptp(row[keep]) <= 1e-6 * np.abs(row).max()
+
+
+def test_gmpo_with_infinite_widths_is_gspo_with_infinite_widths():
+    x = CASES["ragged-0.3"]
+    wide = dict(clip_low=np.inf, clip_high=np.inf)
+    (loss, _), gradient = value_and_gradient(GMPO, x.arguments(GMPO), **wide)
+    (gspo_loss, _), gspo_gradient = value_and_gradient(GSPO, x.arguments(GSPO), **wide)
+    np.testing.assert_allclose(loss, gspo_loss, rtol=1e-6)
+    np.testing.assert_allclose(gradient, gspo_gradient, rtol=1e-6)
+
+
+def test_cispo_with_infinite_widths_has_the_gradient_of_reinforce():
+    x = CASES["ragged-0.3"]
+    wide = dict(clip_low=np.inf, clip_high=np.inf)
+    _, gradient = value_and_gradient(CISPO, x.arguments(CISPO), **wide)
+    _, wanted = value_and_gradient(REINFORCE, x.arguments(REINFORCE), aggregate=losses.by_token)
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+
+
+def test_cispo_keeps_a_gradient_where_grpo_cuts_it():
+    x = CASES["ragged-0.3"]
+    _, gradient = value_and_gradient(CISPO, x.arguments(CISPO))
+    (_, metrics), cut = value_and_gradient(GRPO, x.arguments(GRPO))
+    assert metrics["clip_fraction_tokens"] > 0
+    assert np.all((np.asarray(gradient) != 0) == x.mask) and not np.all((np.asarray(cut) != 0) == x.mask)
+
+
+def test_dppo_lets_a_rare_token_move_by_a_ratio_at_which_it_stops_a_frequent_one():
+    p = np.array([[1e-4, 0.5]])
+    logp, old_logp = (np.log(p * factor).astype(np.float32) for factor in (1.8, 1.0))
+    mask = np.ones((1, 2), bool)
+    for member in (DPPO_TV, DPPO_KL):
+        _, gradient = value_and_gradient(member, (logp, old_logp, np.ones(1, np.float32), mask))
+        assert gradient[0, 0] == pytest.approx(-1.8 / 2, rel=1e-5) and gradient[0, 1] == 0
+
+
+def test_vespos_weight_is_1_on_policy_and_largest_at_k_over_lambda():
+    w = np.array([0.25, 0.5, 2 / 3, 1.0, 2.0], np.float32)[:, None]
+    mask = np.ones_like(w, bool)
+    _, gradient = value_and_gradient(VESPO, (np.log(w), 0 * w, np.ones(5, np.float32), mask))
+    weight = -5 * np.asarray(gradient)[:, 0]
+    assert weight[3] == 1 and weight.argmax() == 2
+    np.testing.assert_allclose(weight, (w**2 * np.exp(3 * (1 - w)))[:, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,7 +290,7 @@ def test_gspo_token_follows_the_sign_of_each_tokens_advantage():
     assert metrics["clip_fraction_sequences"] == metrics["clip_fraction_high"] == 1
 
 
-@over_family
+@over_minimum
 @pytest.mark.parametrize("sign", (1.0, -1.0))
 def test_a_token_is_counted_as_clipped_exactly_if_its_gradient_is_cut(member, sign):
     """Ratio by ratio around both bounds. A gradient between whole and none would be a tie that minimum() splits."""
@@ -142,7 +307,7 @@ def test_a_token_is_counted_as_clipped_exactly_if_its_gradient_is_cut(member, si
     np.testing.assert_allclose(gradient[:, 0], np.where(cut, 0, whole), rtol=1e-6)
 
 
-@over_family
+@over_minimum
 def test_a_ratio_at_the_bound_is_not_clipped(member):
     """With widths of 0 and equal policies every ratio is 1, which is both bounds."""
     x = CASES["ragged-0.3"]
@@ -153,7 +318,7 @@ def test_a_ratio_at_the_bound_is_not_clipped(member):
     assert metrics["clip_fraction_tokens"] == 0
 
 
-@over_family
+@over_banded
 def test_infinite_widths_switch_clipping_off(member):
     x = CASES["ragged-0.3"]
     (_, metrics), gradient = value_and_gradient(member, x.arguments(member), clip_low=np.inf, clip_high=np.inf)
@@ -161,7 +326,7 @@ def test_infinite_widths_switch_clipping_off(member):
     assert np.all((np.asarray(gradient) != 0) == x.mask)
 
 
-@over_family
+@pytest.mark.parametrize("member", [m for m in FAMILY if m is not CISPO], ids=str)  # CISPO holds weights, not updates
 def test_a_zero_advantage_is_never_clipped(member):
     x = CASES["full-0.3"]
     (loss, metrics), gradient = value_and_gradient(
@@ -184,8 +349,15 @@ def test_parameters_are_called_as_documented(member):
     logp, old_logp, advantage, mask = CASES["ragged-0.001"].arguments(member)
     by_name = member.loss(logp=logp, old_logp=old_logp, advantage=advantage, mask=mask)
     assert by_name == member.loss(logp, old_logp, advantage, mask)
-    default = member.loss(logp, old_logp, advantage, mask, clip_low=member.clip[0], clip_high=member.clip[1])
-    assert default == by_name
+
+
+@pytest.mark.parametrize("loss", (losses.gspo, losses.gspo_token, losses.grpo))
+def test_the_reduced_losses_reduce(loss):
+    x = CASES["ragged-0.001"]
+    reduced = getattr(losses, f"{loss.__name__}_loss")
+    assert reduced(*x.arguments(GSPO)) == losses.reduce(loss(*x.arguments(GSPO)))
+    wide = dict(clip_low=0.5, clip_high=0.5)
+    assert reduced(*x.arguments(GSPO), **wide) == losses.reduce(loss(*x.arguments(GSPO), **wide))
 
 
 def test_loss_works_on_a_batch_of_no_rows():

@@ -3,24 +3,51 @@
 import numpy as np
 import pytest
 import reference
-from loss_cases import CASES, FAMILY, GRPO, GSPO, MASKS, case
+from loss_cases import (
+    BOUNDED,
+    CASES,
+    CISPO,
+    DAPO,
+    DPPO_KL,
+    DPPO_TV,
+    DR_GRPO,
+    DUAL,
+    FAMILY,
+    GMPO,
+    GRPO,
+    GSPO,
+    LUSPO,
+    MASKS,
+    REINFORCE,
+    SAPO,
+    VESPO,
+    Case,
+    case,
+)
 
 
-@pytest.mark.parametrize("member", (GSPO, GRPO), ids=str)  # the token form's gradient is not that of its value
+# Where nothing is held constant in the gradient only: not the token form, and no loss that is a weight times log π.
+@pytest.mark.parametrize("member", (GSPO, LUSPO, GRPO, DUAL, DR_GRPO, DAPO, REINFORCE, SAPO, GMPO), ids=str)
 @pytest.mark.parametrize("scale", (1e-3, 0.3))
 def test_analytic_gradient_is_the_finite_difference(member, scale):
-    logp, old_logp, advantage, mask = case(MASKS["ragged"], scale).arguments(member)
-    logp, old_logp, advantage = (x.astype(np.float64) for x in (logp, old_logp, advantage))
+    x = case(MASKS["ragged"], scale)
     step = 1e-6
-    numeric = np.zeros(mask.shape)
-    for b, t in np.ndindex(*mask.shape):
-        moved = [logp.copy(), logp.copy()]
+    numeric = np.zeros(x.mask.shape)
+    for b, t in np.ndindex(*x.mask.shape):
+        moved = [x.logp.astype(np.float64), x.logp.astype(np.float64)]
         moved[0][b, t] += step
         moved[1][b, t] -= step
-        up, down = (member.reference(x, old_logp, advantage, mask, *member.clip).value.sum() for x in moved)
+        up, down = (Case(logp, x.old_logp, x.advantage, x.mask).reference(member).value.sum() for logp in moved)
         numeric[b, t] = (up - down) / (2 * step)
-    analytic = member.reference(logp, old_logp, advantage, mask, *member.clip).gradient
-    np.testing.assert_allclose(analytic, numeric, atol=1e-7)
+    np.testing.assert_allclose(x.reference(member).gradient, numeric, atol=1e-7)
+
+
+@pytest.mark.parametrize("member", (CISPO, VESPO, DPPO_TV, DPPO_KL), ids=str)
+@pytest.mark.parametrize("scale", (1e-3, 0.3))
+def test_a_constant_weight_times_log_π_has_that_weight_as_gradient(member, scale):
+    x = case(MASKS["ragged"], scale)
+    result = x.reference(member)
+    np.testing.assert_allclose((result.gradient * x.logp).sum(-1), result.value, rtol=1e-12)
 
 
 @pytest.mark.parametrize("member", FAMILY, ids=str)
@@ -29,10 +56,9 @@ def test_no_ratio_of_a_case_is_so_near_a_bound_that_float32_may_fall_on_its_othe
 
 
 @pytest.mark.parametrize("member", FAMILY, ids=str)
-def test_the_cases_clip_from_both_sides_and_leave_some_alone(member):
+def test_the_cases_hold_from_both_sides_and_leave_some_alone(member):
     results = [x.reference(member) for x in CASES.values()]
-    assert any(r.high.any() for r in results)
-    assert any(r.low.any() for r in results)
+    assert any(r.high.any() for r in results) == any(r.low.any() for r in results) == (member in BOUNDED)
     assert any((r.gradient > 0).any() for r in results)
     assert any((r.gradient < 0).any() for r in results)
 
@@ -41,5 +67,10 @@ def test_worked_example_of_the_ratio():
     """A response of 10 tokens that became twice as likely has s = 2^(1/10), not 2."""
     logp, mask = np.full((1, 10), -1.0), np.ones((1, 10), bool)
     logp[0, 3] += np.log(2)
-    result = reference.gspo(logp, np.full((1, 10), -1.0), np.ones(1), mask, *GSPO.clip)
-    assert result.ratio[0] == pytest.approx(2**0.1)
+    x = Case(logp, np.full((1, 10), -1.0), np.ones((1, 10)), mask)
+    assert x.reference(GSPO).ratio[0] == pytest.approx(2**0.1)
+
+
+def test_the_two_binary_divergences():
+    assert reference.binary_tv(0.2, 0.3) == pytest.approx(0.1)
+    assert reference.binary_kl(0.5, 0.25) == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(2 / 3))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gspax import losses
-from gspax.losses.terms import by_sequence
+from gspax.losses import by_constant, by_sequence, by_token
 
 VALUE = jnp.array([[1.0, 2.0, 6.0], [5.0, 7.0, 9.0], [4.0, 4.0, 4.0]])
 MASK = jnp.array([[True, True, False], [False, False, True], [False, False, False]])
@@ -18,6 +18,41 @@ def test_by_sequence_gives_every_non_empty_row_the_same_weight():
     np.testing.assert_array_equal(weight, [1, 1, 0])
     gradient = jax.grad(lambda x: by_sequence(x, MASK)[0].sum())(VALUE)
     np.testing.assert_array_equal(gradient, [[0.5, 0.5, 0], [0, 0, 1], [0, 0, 0]])
+
+
+def test_by_token_gives_every_token_the_same_weight():
+    value, weight = by_token(VALUE, MASK)
+    np.testing.assert_array_equal(value, [3, 9, 0])
+    np.testing.assert_array_equal(weight, [2, 1, 0])
+    gradient = jax.grad(lambda x: by_token(x, MASK)[0].sum())(VALUE)
+    np.testing.assert_array_equal(gradient, MASK)
+
+
+def test_by_constant_sums_over_tokens_and_weighs_sequences():
+    value, weight = by_constant(VALUE, MASK)
+    np.testing.assert_array_equal(value, [3, 9, 0])
+    np.testing.assert_array_equal(weight, [1, 1, 0])
+    np.testing.assert_array_equal(by_constant(VALUE, MASK, length=4)[0], [0.75, 2.25, 0])
+
+
+PACKED = jnp.array([[1.0, 2.0, 6.0, 8.0, 5.0], [7.0, 9.0, 1.0, 1.0, 1.0]])
+SEGMENTS = jnp.array([[2, 1, 2, 0, 3], [1, 1, 1, 2, 0]], jnp.int32)
+PACKED_MASK = jnp.array([[True, True, True, True, False], [True, True, False, False, True]])
+
+
+@pytest.mark.parametrize(
+    "aggregate, value, weight",
+    (
+        (by_sequence, [3.5 + 2, 8], [2, 1]),
+        (by_token, [9, 16], [3, 2]),
+        (by_constant, [9, 16], [2, 1]),
+    ),
+)
+def test_the_sequences_of_a_packed_row_add_up(aggregate, value, weight):
+    """A segment of 0 is padding whatever the mask says, and a segment without a response token is no sequence."""
+    got_value, got_weight = aggregate(PACKED, PACKED_MASK, SEGMENTS)
+    np.testing.assert_array_equal(got_value, value)
+    np.testing.assert_array_equal(got_weight, weight)
 
 
 def test_reduce():

@@ -1,25 +1,40 @@
-"""GSPO, GSPO-token and GRPO as pure functions of arrays. Importing this needs jax alone.
+"""GSPO, GRPO and their relatives as pure functions of arrays. Importing this needs jax alone.
 
-`gspo`, `gspo_token` and `grpo` give `Terms`, one value per row, and `reduce` makes the loss and the metrics of them;
-`gspo_loss`, `gspo_token_loss` and `grpo_loss` do both. `token_logp` makes log-probabilities of logits. What is not
-listed here may change.
+Each policy loss gives `Terms`, one value per row, and `reduce` makes the loss and the metrics of them;
+`gspo_loss`, `gspo_token_loss` and `grpo_loss` do both. `by_sequence`, `by_token` and `by_constant` are what a loss
+takes as `aggregate`. `token_logp` makes log-probabilities of logits. What is not listed here may change.
 """
 
 from gspax.losses.logprobs import chunked_token_logp, token_logp
 from gspax.losses.policy import grpo, grpo_loss, gspo, gspo_loss, gspo_token, gspo_token_loss
-from gspax.losses.terms import Share, Spread, Terms, reduce
+from gspax.losses.sequence_policy import gmpo, luspo, vespo
+from gspax.losses.terms import Share, Spread, Terms, by_constant, by_sequence, by_token, reduce
+from gspax.losses.token_policy import cispo, dapo, dppo_kl, dppo_tv, dr_grpo, reinforce, sapo
 
 __all__ = [
     "Share",
     "Spread",
     "Terms",
+    "by_constant",
+    "by_sequence",
+    "by_token",
     "chunked_token_logp",
+    "cispo",
+    "dapo",
+    "dppo_kl",
+    "dppo_tv",
+    "dr_grpo",
+    "gmpo",
     "grpo",
     "grpo_loss",
     "gspo",
     "gspo_loss",
     "gspo_token",
     "gspo_token_loss",
+    "luspo",
     "reduce",
+    "reinforce",
+    "sapo",
     "token_logp",
+    "vespo",
 ]

@@ -55,6 +55,33 @@ def policy_inputs(
     return logp_BT, old_logp_BT, advantage, mask_BT
 
 
+def segment_ids(value: Any, shape: tuple[int, ...], like_name: str = "logp") -> Array | None:
+    """`value` if it is None (a row is one sequence) or int32 [B, T] of that shape."""
+    if value is None:
+        return None
+    segment_BT = array("segment_ids", value, jnp.int32, "BT")
+    same_shape("segment_ids", segment_BT, like_name, shape)
+    return segment_BT
+
+
+def correction(value: Any, shape: tuple[int, ...], *, packed: bool) -> Array | None:
+    """`value` if it is None (no correction) or float32 [B, T] like logp; [B] too if a row is one sequence."""
+    if value is None:
+        return None
+    rank = 1 if len(getattr(value, "shape", ())) == 1 and not packed else 2
+    value = array("correction", value, jnp.float32, "BT"[:rank])
+    same_shape("correction", value, "logp" if rank == 2 else "logp in its rows", shape[:rank])
+    return value
+
+
+def aggregate_inputs(value: Any, mask: Any, segments: Any) -> tuple[Array, Array, Array | None]:
+    """The arrays of an aggregation: float32 [B, T], bool [B, T], and None or int32 [B, T]."""
+    value_BT = array("value", value, jnp.float32, "BT")
+    mask_BT = array("mask", mask, jnp.bool_, "BT")
+    same_shape("mask", mask_BT, "value", value_BT.shape)
+    return value_BT, mask_BT, segment_ids(segments, value_BT.shape, "value")
+
+
 def clip_range(clip_low: Any, clip_high: Any) -> tuple[float, float]:
     """Both widths as Python floats if they are numbers ≥ 0 (infinity: no clipping on that side)."""
     for name, width in (("clip_low", clip_low), ("clip_high", clip_high)):
@@ -64,12 +91,36 @@ def clip_range(clip_low: Any, clip_high: Any) -> tuple[float, float]:
     return float(clip_low), float(clip_high)
 
 
-def temperature(value: Any) -> float:
-    """`value` as a Python float if it is a finite number above 0."""
-    number("temperature", value)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"temperature must be finite and above 0; got {value}")
+def dual_clip(value: Any) -> float | None:
+    """`value` as a Python float if it is a number above 1, or None."""
+    if value is None:
+        return None
+    number("dual_clip", value)
+    if not value > 1:
+        raise ValueError(f"dual_clip must be above 1, a bound of the ratio itself; got {value}")
     return float(value)
+
+
+def at_least_0(name: str, value: Any) -> float:
+    """`value` as a Python float if it is a number ≥ 0; infinity is one."""
+    number(name, value)
+    if not value >= 0:
+        raise ValueError(f"{name} must be at least 0; got {value}")
+    return float(value)
+
+
+def positive(name: str, value: Any) -> float:
+    """`value` as a Python float if it is a finite number above 0."""
+    number(name, value)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be finite and above 0; got {value}")
+    return float(value)
+
+
+def function(name: str, value: Any) -> None:
+    """TypeError unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, as losses.by_sequence is; got {type(value).__name__}")
 
 
 def number(name: str, value: Any) -> None:

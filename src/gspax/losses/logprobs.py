@@ -35,7 +35,7 @@ def token_logp(logits_BTV: Array, tokens_BT: Array, *, temperature: float = 1.0)
     """
     logits_BTV = checks.array("logits_BTV", logits_BTV, jnp.float32, "BTV", _FINER)
     tokens_BT = _tokens(tokens_BT, "logits_BTV", logits_BTV)
-    temperature = checks.temperature(temperature)
+    temperature = checks.positive("temperature", temperature)
     return _shift(lambda logits, tokens: _scores(logits, tokens, temperature)[0], logits_BTV, tokens_BT)
 
 
@@ -66,7 +66,7 @@ def chunked_token_logp(
     if getattr(hidden_BTD, "ndim", None) != 3:
         raise ValueError(f"hidden_BTD must be an array [B, T, D]; got {_describe(hidden_BTD)}")
     tokens_BT = _tokens(tokens_BT, "hidden_BTD", hidden_BTD)
-    temperature = checks.temperature(temperature)
+    temperature = checks.positive("temperature", temperature)
     if isinstance(chunk, bool) or not isinstance(chunk, int):
         raise TypeError(f"chunk must be a Python int; got {_describe(chunk)}")
     if chunk < 1:

@@ -1,14 +1,26 @@
-"""The policy losses: GSPO, GSPO-token and GRPO, each a pure function of arrays.
+"""The policy losses GSPO, GSPO-token and GRPO, each a pure function of arrays; `token_policy` and `sequence_policy`
+hold their relatives.
 
-Letters: B rows (one sequence each), T tokens. `x_BT[b, t]` is about token t of row b; `mask` is True on the response
-tokens, those that the policy chose, and |y_i| is their number in row i. What stands outside the mask never
-matters, NaN and infinity included. A row without a response token weighs nothing.
+Letters: B rows, T tokens. `x_BT[b, t]` is about token t of row b; `mask` is True on the response
+tokens, those that the policy chose, and |y_i| is their number in sequence i. What stands outside the mask never
+matters, NaN and infinity included. A sequence without a response token weighs nothing.
 
-All three maximise the mean over the non-empty sequences i of a clipped objective, so each `value` is its negative:
+All of them maximise an objective J, so each `value` is its negative. GSPO's and GRPO's is the mean over the non-empty
+sequences i of a clipped objective:
 
     r_it = π(y_it)/π_old(y_it)             token ratio
     s_i  = exp(1/|y_i| Σ_t log r_it)       sequence ratio, the geometric mean of the token ratios
     min(x A, clip(x, 1 - clip_low, 1 + clip_high) A)     with x = s_i, s_it or r_it
+
+Every loss of the family is called as `f(logp, old_logp, advantage, mask, *, ...) -> Terms` and shares these keywords:
+
+- `aggregate`: the function from values per token to values and weights per row, `by_sequence`, `by_token` or
+  `by_constant` (see `terms`). The default is the paper's.
+- `segment_ids`: int32 [B, T] if several sequences share a row: 1, 2, ... up to T say which of its row's sequences a
+  token belongs to, 0 is padding. Then `advantage` is float32 [B, T], the same for all response tokens of a
+  sequence (for GSPO-token it need not be). Σ value, Σ weight, gradient and metrics are those of the unpacked batch.
+- `correction`: float32 [B, T], or [B] if not packed. A constant that multiplies each token's objective before it is
+  aggregated, so that a sampler that differs from the learner can be corrected for. The weights stay as they are.
 
 Where this leaves the papers:
 1. The mean runs over the non-empty sequences of the whole batch rather than over G of one prompt and then over
@@ -19,32 +31,24 @@ Where this leaves the papers:
 4. `old_logp` and `advantage` are constants: no gradient flows through them, so `old_logp=logp` gives the on-policy
    gradient.
 
-Metrics of every loss, about the whole batch once reduced:
-
-- `clip_fraction_tokens`: share of the response tokens whose gradient is cut. GSPO cuts all tokens of a sequence.
-- `clip_fraction_sequences`: share of the non-empty sequences with at least one such token.
-- `clip_fraction_high`, `clip_fraction_low`: the part cut above 1 + clip_high (A > 0) and below 1 - clip_low (A < 0).
-  Shares of sequences for GSPO and GSPO-token (with advantages of both signs a sequence can be in both), of tokens
-  for GRPO.
-- `ratio_mean`, `ratio_min`, `ratio_max`: the sequence ratio s_i over the non-empty sequences.
-- `kl`: mean over the response tokens of r - 1 - log r (the k3 estimate of KL(π_old‖π), tokens drawn from π_old).
+The metrics are those of `policy_terms`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from gspax import masked
 from gspax.losses import checks
-from gspax.losses.terms import Share, Spread, Terms, by_sequence, reduce, share_of_sequences, share_of_tokens
+from gspax.losses.policy_terms import policy_terms
+from gspax.losses.surrogate import clipped, exp, prepare, sequence_log_ratio
+from gspax.losses.terms import Terms, by_sequence, reduce, share_of_sequences
 
 Array = jax.Array
-
-LOG_RATIO_LIMIT = 25.0
+Aggregate = Callable[[Array, Array, Array | None], tuple[Array, Array]]
 
 
 def gspo(
@@ -55,6 +59,9 @@ def gspo(
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
 ) -> Terms:
     """Group Sequence Policy Optimization (arXiv 2507.18071, eq. 5 to 7): one ratio and one clip per sequence.
 
@@ -65,10 +72,13 @@ def gspo(
     Args:
       logp: float32 [B, T], log-probability of each token under the policy that is trained.
       old_logp: float32 [B, T], the same under the policy that the rollout batch started from.
-      advantage: float32 [B], one per sequence.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
       clip_low: width of the band below 1, at least 0. The default is the paper's.
       clip_high: width of the band above 1, at least 0. The default is the paper's.
+      aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Returns:
       Terms with float32 [B] leaves: value = -min(...), weight = 1; both 0 for a row without response tokens.
@@ -77,18 +87,12 @@ def gspo(
       TypeError: an argument is no array, or of another dtype; a clip width is no Python number.
       ValueError: shapes do not fit; a clip width is negative.
     """
-    logp_BT, old_logp_BT, advantage_B, mask_BT = checks.policy_inputs(logp, old_logp, advantage, mask)
+    x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     clip_low, clip_high = checks.clip_range(clip_low, clip_high)
 
-    log_ratio_BT = _log_ratio(logp_BT, old_logp_BT, mask_BT)
-    ratio_B = _exp(masked.mean(log_ratio_BT, mask_BT, axis=-1))
-    objective_B, high_B, low_B = _clipped(ratio_B, stop_gradient(advantage_B), clip_low, clip_high)
-
-    weight_B = mask_BT.any(-1).astype(jnp.float32)
-    value_B = jnp.where(weight_B > 0, -objective_B, 0)
-    high_BT = jnp.broadcast_to(high_B[:, None], mask_BT.shape)
-    low_BT = jnp.broadcast_to(low_B[:, None], mask_BT.shape)
-    return Terms(value_B, weight_B, _metrics(log_ratio_BT, high_BT, low_BT, mask_BT, share_of_sequences))
+    ratio_BT = exp(sequence_log_ratio(x))
+    objective_BT, high_BT, low_BT = clipped(ratio_BT, x.advantage_BT, clip_low, clip_high)
+    return policy_terms(objective_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT, share=share_of_sequences)
 
 
 def gspo_token(
@@ -99,6 +103,9 @@ def gspo_token(
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
 ) -> Terms:
     """GSPO-token (arXiv 2507.18071, eq. 13 and 14): the sequence ratio, but an advantage for every token.
 
@@ -115,6 +122,9 @@ def gspo_token(
       mask: bool [B, T], True on response tokens.
       clip_low: width of the band below 1, at least 0. The default is the paper's.
       clip_high: width of the band above 1, at least 0. The default is the paper's.
+      aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Returns:
       Terms with float32 [B] leaves: value = -1/|y_i| Σ_t min(...), weight = 1; both 0 for an empty row.
@@ -123,21 +133,13 @@ def gspo_token(
       TypeError: an argument is no array, or of another dtype; a clip width is no Python number.
       ValueError: shapes do not fit; a clip width is negative.
     """
-    logp_BT, old_logp_BT, advantage, mask_BT = checks.policy_inputs(
-        logp, old_logp, advantage, mask, advantage_axes=("B", "BT")
-    )
+    x = prepare(logp, old_logp, advantage, mask, segment_ids, correction, advantage_axes=("B", "BT"))
     clip_low, clip_high = checks.clip_range(clip_low, clip_high)
-    advantage_BT = advantage if advantage.ndim == 2 else jnp.broadcast_to(advantage[:, None], mask_BT.shape)
 
-    log_ratio_BT = _log_ratio(logp_BT, old_logp_BT, mask_BT)
-    log_ratio_B = stop_gradient(masked.mean(log_ratio_BT, mask_BT, axis=-1))
-    # log(π_it / sg[π_it]) is 0 and carries the gradient.
-    own_BT = _log_ratio(logp_BT, logp_BT, mask_BT)
-    ratio_BT = _exp(log_ratio_B[:, None] + own_BT)
-    objective_BT, high_BT, low_BT = _clipped(ratio_BT, stop_gradient(advantage_BT), clip_low, clip_high)
-
-    value_B, weight_B = by_sequence(-objective_BT, mask_BT)
-    return Terms(value_B, weight_B, _metrics(log_ratio_BT, high_BT, low_BT, mask_BT, share_of_sequences))
+    own_BT = x.logp_BT - stop_gradient(x.logp_BT)  # log(π_it / sg[π_it]) is 0 and carries the gradient
+    ratio_BT = exp(stop_gradient(sequence_log_ratio(x)) + own_BT)
+    objective_BT, high_BT, low_BT = clipped(ratio_BT, x.advantage_BT, clip_low, clip_high)
+    return policy_terms(objective_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT, share=share_of_sequences)
 
 
 def grpo(
@@ -148,20 +150,29 @@ def grpo(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.27,
+    dual_clip: float | None = None,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
 ) -> Terms:
     """Group Relative Policy Optimization (arXiv 2402.03300, eq. 3, with β = 0): a ratio and a clip per token.
 
     J = 1/N Σ_i 1/|y_i| Σ_t min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i),   r_it = π_it / π_old,it.
 
-    A token's weight in the gradient is r_it A_i / |y_i|, or none if r_it is clipped.
+    A token's weight in the gradient is r_it A_i / |y_i|, or none if r_it is clipped. With `dual_clip` c the objective
+    of a token with A_i < 0 is max(min(...), c A_i) (dual-clip PPO, arXiv 1912.09729): none either if r_it > c.
 
     Args:
       logp: float32 [B, T], log-probability of each token under the policy that is trained.
       old_logp: float32 [B, T], the same under the policy that the rollout batch started from.
-      advantage: float32 [B], one per sequence.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
       clip_low: width of the band below 1, at least 0. The default is that of the GSPO paper's GRPO baseline.
       clip_high: width of the band above 1, at least 0. The default is that of the GSPO paper's GRPO baseline.
+      dual_clip: None, or the largest ratio that matters where A < 0, above 1. It bounds the ratio itself: 3 means 3.
+      aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Returns:
       Terms with float32 [B] leaves: value = -1/|y_i| Σ_t min(...), weight = 1; both 0 for an empty row.
@@ -170,80 +181,32 @@ def grpo(
       TypeError: an argument is no array, or of another dtype; a clip width is no Python number.
       ValueError: shapes do not fit; a clip width is negative.
     """
-    logp_BT, old_logp_BT, advantage_B, mask_BT = checks.policy_inputs(logp, old_logp, advantage, mask)
+    x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     clip_low, clip_high = checks.clip_range(clip_low, clip_high)
-    advantage_BT = jnp.broadcast_to(advantage_B[:, None], mask_BT.shape)
 
-    log_ratio_BT = _log_ratio(logp_BT, old_logp_BT, mask_BT)
-    ratio_BT = _exp(log_ratio_BT)
-    objective_BT, high_BT, low_BT = _clipped(ratio_BT, stop_gradient(advantage_BT), clip_low, clip_high)
-
-    value_B, weight_B = by_sequence(-objective_BT, mask_BT)
-    return Terms(value_B, weight_B, _metrics(log_ratio_BT, high_BT, low_BT, mask_BT, share_of_tokens))
+    ratio_BT = exp(x.log_ratio_BT)
+    objective_BT, high_BT, low_BT = clipped(
+        ratio_BT, x.advantage_BT, clip_low, clip_high, dual_clip=checks.dual_clip(dual_clip)
+    )
+    return policy_terms(objective_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT)
 
 
 def gspo_loss(
-    logp: Array, old_logp: Array, advantage: Array, mask: Array, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, **keywords: Any
 ) -> tuple[Array, dict[str, Array]]:
     """`reduce(gspo(...))`: the scalar loss and the metrics of one whole batch."""
-    return reduce(gspo(logp, old_logp, advantage, mask, clip_low=clip_low, clip_high=clip_high))
+    return reduce(gspo(logp, old_logp, advantage, mask, **keywords))
 
 
 def gspo_token_loss(
-    logp: Array, old_logp: Array, advantage: Array, mask: Array, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, **keywords: Any
 ) -> tuple[Array, dict[str, Array]]:
     """`reduce(gspo_token(...))`: the scalar loss and the metrics of one whole batch."""
-    return reduce(gspo_token(logp, old_logp, advantage, mask, clip_low=clip_low, clip_high=clip_high))
+    return reduce(gspo_token(logp, old_logp, advantage, mask, **keywords))
 
 
 def grpo_loss(
-    logp: Array, old_logp: Array, advantage: Array, mask: Array, *, clip_low: float = 0.2, clip_high: float = 0.27
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, **keywords: Any
 ) -> tuple[Array, dict[str, Array]]:
     """`reduce(grpo(...))`: the scalar loss and the metrics of one whole batch."""
-    return reduce(grpo(logp, old_logp, advantage, mask, clip_low=clip_low, clip_high=clip_high))
-
-
-def _log_ratio(logp_BT: Array, old_logp_BT: Array, mask_BT: Array) -> Array:
-    """log r, 0 outside the mask. Masked here, before any `exp`: behind it, a NaN would reach the gradient."""
-    return jnp.where(mask_BT, logp_BT - stop_gradient(old_logp_BT), 0)
-
-
-def _exp(log_ratio: Array) -> Array:
-    """exp of a log-ratio held within ±25, so that float32 cannot overflow; ±25 itself still has its gradient."""
-    limit = jnp.sign(log_ratio) * LOG_RATIO_LIMIT
-    return jnp.exp(jnp.where(jnp.abs(log_ratio) > LOG_RATIO_LIMIT, limit, log_ratio))
-
-
-def _clipped(ratio: Array, advantage: Array, clip_low: float, clip_high: float) -> tuple[Array, Array, Array]:
-    """min(r A, clip(r, 1 - low, 1 + high) A), elementwise, and where it is cut from above and from below.
-
-    Written with the two cases in which the minimum is the constant bound. `jnp.minimum` gives the same value, but
-    splits its gradient on ties, and r A rounds to the bound's product before r rounds to the bound: then the
-    gradient would be cut in half and the metrics would say that it was cut or that it was not.
-    """
-    high = (advantage > 0) & (ratio > 1 + clip_high)
-    low = (advantage < 0) & (ratio < 1 - clip_low)
-    held = jnp.where(high, 1 + clip_high, jnp.where(low, 1 - clip_low, ratio))
-    return held * advantage, high, low
-
-
-def _metrics(
-    log_ratio_BT: Array,
-    high_BT: Array,
-    low_BT: Array,
-    mask_BT: Array,
-    share: Callable[[Array, Array], Share],
-) -> dict[str, Share | Spread]:
-    """The metrics that the module's docstring lists; `share` says what high and low are shares of."""
-    log_ratio_BT = stop_gradient(log_ratio_BT)
-    ratio_B = _exp(masked.mean(log_ratio_BT, mask_BT, axis=-1))
-    held_BT = jnp.clip(log_ratio_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    k3_BT = jnp.expm1(held_BT) - held_BT  # expm1: near 0 the difference r - 1 would cancel
-    return {
-        "clip_fraction_tokens": share_of_tokens(high_BT | low_BT, mask_BT),
-        "clip_fraction_sequences": share_of_sequences(high_BT | low_BT, mask_BT),
-        "clip_fraction_high": share(high_BT, mask_BT),
-        "clip_fraction_low": share(low_BT, mask_BT),
-        "ratio": Spread(ratio_B, mask_BT.any(-1)),
-        "kl": Share(masked.sum(k3_BT, mask_BT, axis=-1), jnp.sum(mask_BT, -1, dtype=jnp.float32)),
-    }
+    return reduce(grpo(logp, old_logp, advantage, mask, **keywords))

@@ -6,8 +6,18 @@ A loss returns `Terms`: for every row (sequence) what it adds to the numerator a
 
 Both sums run over all rows of the batch, so the loss does not depend on how the rows were split into
 micro-batches: differentiate Σ value of each micro-batch, add the gradients up, divide once by Σ weight.
-`weight` depends on the mask alone, so that denominator is known before the first forward pass. The metrics are
-sums and extremes over rows as well: put the rows of all micro-batches back together and call `reduce` once.
+`weight` depends on the mask alone (and on the segments of packed rows), so that denominator is known before the first
+forward pass. The metrics are sums and extremes over rows as well: put the rows of all micro-batches back together and
+call `reduce` once.
+
+A policy loss takes one of three functions as `aggregate`, from values per token to a value and a weight per row:
+
+    by_sequence   1/N Σ_i 1/|y_i| Σ_t    every sequence weighs the same: a token of a long one weighs less
+    by_token      1/Σ_i |y_i| Σ_i Σ_t    every token weighs the same: a long sequence weighs more
+    by_constant   1/N Σ_i 1/L Σ_t        the same, but a token's weight does not depend on the other sequences' lengths
+
+N is the number of sequences with a response token, |y_i| the number of response tokens of sequence i, L a constant.
+Each gives the same number under any split into micro-batches, and packed or not.
 """
 
 from __future__ import annotations
@@ -18,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax import masked
+from gspax.losses import checks, sequences
 
 Array = jax.Array
 
@@ -30,10 +41,10 @@ class Share(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """A metric that reduces to its mean, min and max over the kept rows, 0 if none is kept."""
+    """A metric that reduces to its mean, min and max over the kept entries, 0 if none is kept."""
 
-    value: Array  # float32 [B]
-    keep: Array  # bool [B]
+    value: Array  # float32 [B], or [B, S] with one entry per sequence of a packed row
+    keep: Array  # bool, the same shape
 
 
 class Terms(NamedTuple):
@@ -44,9 +55,47 @@ class Terms(NamedTuple):
     metrics: dict[str, Share | Spread]  # by name; no gradient flows through them
 
 
-def by_sequence(value_BT: Array, mask_BT: Array) -> tuple[Array, Array]:
-    """Every non-empty sequence weighs the same: (mean over its tokens, 1), and (0, 0) for an empty row."""
-    return masked.mean(value_BT, mask_BT, axis=-1), mask_BT.any(-1).astype(value_BT.dtype)
+def by_sequence(value: Array, mask: Array, segment_ids: Array | None = None) -> tuple[Array, Array]:
+    """Every non-empty sequence weighs the same: (Σ of the means over its sequences, their number) for each row.
+
+    GRPO (arXiv 2402.03300, eq. 3) and GSPO (arXiv 2507.18071, eq. 5).
+
+    Args:
+      value: float32 [B, T], a value per token.
+      mask: bool [B, T], True on response tokens.
+      segment_ids: int32 [B, T] for packed rows, 0 for padding; None if every row is one sequence.
+
+    Returns:
+      value and weight, float32 [B]; both 0 for a row without a response token.
+    """
+    value_BT, mask_BT, segment_BT = checks.aggregate_inputs(value, mask, segment_ids)
+    mask_BT = sequences.response(mask_BT, segment_BT)
+    return sequences.mean(value_BT, mask_BT, segment_BT).sum(-1), _sequences(mask_BT, segment_BT)
+
+
+def by_token(value: Array, mask: Array, segment_ids: Array | None = None) -> tuple[Array, Array]:
+    """Every response token weighs the same: (Σ over the row's response tokens, their number).
+
+    DAPO (arXiv 2503.14476, eq. 8). Arguments and results as of `by_sequence`.
+    """
+    value_BT, mask_BT, segment_BT = checks.aggregate_inputs(value, mask, segment_ids)
+    mask_BT = sequences.response(mask_BT, segment_BT)
+    return masked.sum(value_BT, mask_BT, axis=-1), jnp.sum(mask_BT, -1, dtype=jnp.float32)
+
+
+def by_constant(
+    value: Array, mask: Array, segment_ids: Array | None = None, *, length: float = 1.0
+) -> tuple[Array, Array]:
+    """A sum over tokens, a mean over non-empty sequences: (Σ over the row's response tokens / length, its sequences).
+
+    Dr. GRPO (arXiv 2503.20783). Its equation has no divisor (`length` 1); its code divides by the number of tokens that
+    a response may have, which only scales the loss: `functools.partial(by_constant, length=4096)`. Arguments and
+    results as of `by_sequence`; `length` is a number above 0.
+    """
+    value_BT, mask_BT, segment_BT = checks.aggregate_inputs(value, mask, segment_ids)
+    length = checks.positive("length", length)
+    mask_BT = sequences.response(mask_BT, segment_BT)
+    return masked.sum(value_BT, mask_BT, axis=-1) / length, _sequences(mask_BT, segment_BT)
 
 
 def reduce(terms: Terms) -> tuple[Array, dict[str, Array]]:
@@ -65,14 +114,19 @@ def reduce(terms: Terms) -> tuple[Array, dict[str, Array]]:
     return _divide(jnp.sum(terms.value), jnp.sum(terms.weight)), metrics
 
 
-def share_of_tokens(flag_BT: Array, mask_BT: Array) -> Share:
-    """The share of response tokens with the flag."""
+def share_of_tokens(flag_BT: Array, mask_BT: Array, segment_BT: Array | None = None) -> Share:
+    """The share of response tokens with the flag. The segments do not matter."""
     return Share(jnp.sum(flag_BT & mask_BT, -1, dtype=jnp.float32), jnp.sum(mask_BT, -1, dtype=jnp.float32))
 
 
-def share_of_sequences(flag_BT: Array, mask_BT: Array) -> Share:
+def share_of_sequences(flag_BT: Array, mask_BT: Array, segment_BT: Array | None = None) -> Share:
     """The share of non-empty sequences with the flag on at least one response token."""
-    return Share((flag_BT & mask_BT).any(-1).astype(jnp.float32), mask_BT.any(-1).astype(jnp.float32))
+    return Share(_sequences(flag_BT & mask_BT, segment_BT), _sequences(mask_BT, segment_BT))
+
+
+def _sequences(mask_BT: Array, segment_BT: Array | None) -> Array:
+    """The number of non-empty sequences in each row, float32 [B]."""
+    return jnp.sum(sequences.count(mask_BT, segment_BT) > 0, axis=-1, dtype=jnp.float32)
 
 
 def _divide(total: Array, of: Array) -> Array:

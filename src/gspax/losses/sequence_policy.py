@@ -1,0 +1,163 @@
+"""Relatives of GSPO, with one ratio per sequence: LUSPO, GMPO and VESPO.
+
+Names, the keywords that every loss takes and where all of them leave the papers: see `policy`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+
+from gspax.losses import checks, sequences
+from gspax.losses.policy import Aggregate, gspo
+from gspax.losses.policy_terms import policy_terms
+from gspax.losses.surrogate import LOG_RATIO_LIMIT, exp, prepare
+from gspax.losses.terms import Terms, by_constant, by_sequence, by_token
+
+Array = jax.Array
+
+
+def luspo(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    clip_low: float = 2e-3,
+    clip_high: float = 2.5e-3,
+    aggregate: Aggregate = by_constant,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """Length-Unbiased Sequence Policy Optimization (arXiv 2602.05261, its objective): GSPO times the length.
+
+    J = 1/N Σ_i |y_i| min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),   s_i = exp(1/|y_i| Σ_t log r_it).
+
+    Every token of every sequence weighs s_i A_i in the gradient, or nothing if s_i is clipped: the length is gone from
+    it. This is `gspo` summed over tokens, so other widths and another `aggregate` are all that differs here.
+
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout batch started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
+      clip_low: width of the band below 1, at least 0. The default is the paper's (Section 5.1).
+      clip_high: width of the band above 1, at least 0. The default is the paper's (Section 5.1).
+      aggregate: values [B, T] -> value and weight [B]. The paper's is `by_constant`, a sum over the tokens.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
+
+    Returns:
+      Terms with float32 [B] leaves: value = -|y_i| min(...), weight = 1; both 0 for an empty row.
+    """
+    return gspo(
+        logp,
+        old_logp,
+        advantage,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        aggregate=aggregate,
+        segment_ids=segment_ids,
+        correction=correction,
+    )
+
+
+def gmpo(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """Geometric-Mean Policy Optimization (arXiv 2507.20673, its objective): tokens are clipped, then averaged as logs.
+
+    J = 1/N Σ_i A_i exp(1/|y_i| Σ_t l_it),
+    l_it = min(log r_it, clip_high) if A_i > 0,   max(log r_it, -clip_low) if A_i < 0.
+
+    That is GSPO with the clip on each token before the mean. A token weighs g_i A_i / |y_i|, where g_i is the
+    geometric mean of the clipped ratios, or nothing if it is clipped itself.
+
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout batch started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
+      clip_low: how far log r may fall, at least 0: the ratio's bound is e^-clip_low. The default is the paper's.
+      clip_high: how far log r may rise, at least 0: the ratio's bound is e^clip_high. The default is the paper's.
+      aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
+
+    Returns:
+      Terms with float32 [B] leaves: value = -A_i exp(...), weight = 1; both 0 for an empty row.
+
+    Leaves the paper: the mean of the logs, not each log, is held within ±25.
+    """
+    x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
+    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
+
+    high_BT = (x.advantage_BT > 0) & (x.log_ratio_BT > clip_high)
+    low_BT = (x.advantage_BT < 0) & (x.log_ratio_BT < -clip_low)
+    held_BT = jnp.where(high_BT, clip_high, jnp.where(low_BT, -clip_low, x.log_ratio_BT))
+    mean_BS = sequences.mean(held_BT, x.mask_BT, x.segment_BT)
+    objective_BT = exp(sequences.at_tokens(mean_BS, x.mask_BT, x.segment_BT)) * x.advantage_BT
+    return policy_terms(objective_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT)
+
+
+def vespo(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+    aggregate: Aggregate = by_token,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """Variational Sequence-level Soft Policy Optimization (arXiv 2602.10693, its kernel φ): a soft weight per sequence.
+
+    J = 1/Σ_i |y_i| Σ_i Σ_t sg[φ(W_i)] A_i log π_it,   φ(W) = W^k e^(λ(1 - W)),   W_i = Π_t r_it,
+
+    with one pair k, λ for A ≥ 0 and one for A < 0. φ(1) = 1, and φ is largest at W = k/λ. Every token of a sequence has
+    the same weight in the gradient, φ(W_i) A_i. W is the product of the ratios, not their geometric mean.
+
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout batch started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
+      k_positive, lambda_positive: k and λ where A ≥ 0, at least 0. The defaults are those of the authors' code.
+      k_negative, lambda_negative: k and λ where A < 0, at least 0. The defaults are those of the authors' code.
+      aggregate: values [B, T] -> value and weight [B]. The authors' is `by_token`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
+
+    Returns:
+      Terms with float32 [B] leaves: value = -Σ_t φ(W_i) A_i log π_it, weight = |y_i|.
+
+    Leaves the paper: log W, not each log r, is held within ±25; the authors put a correction into W, where φ softens
+    it too, while `correction` multiplies the objective as in every other loss.
+    """
+    x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
+    k_positive, k_negative = checks.at_least_0("k_positive", k_positive), checks.at_least_0("k_negative", k_negative)
+    lambda_positive = checks.at_least_0("lambda_positive", lambda_positive)
+    lambda_negative = checks.at_least_0("lambda_negative", lambda_negative)
+
+    log_w_BS = sequences.total(stop_gradient(x.log_ratio_BT), x.mask_BT, x.segment_BT)
+    log_w_BT = sequences.at_tokens(log_w_BS, x.mask_BT, x.segment_BT)
+    log_w_BT = jnp.clip(log_w_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    k_BT = jnp.where(x.advantage_BT >= 0, k_positive, k_negative)
+    lambda_BT = jnp.where(x.advantage_BT >= 0, lambda_positive, lambda_negative)
+    weight_BT = jnp.exp(k_BT * log_w_BT + lambda_BT * -jnp.expm1(log_w_BT))  # expm1(log W) is W - 1
+    return policy_terms(weight_BT * x.advantage_BT * x.logp_BT, x, aggregate)

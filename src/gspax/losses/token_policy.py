@@ -1,0 +1,271 @@
+"""Relatives of GRPO, with a ratio per token: REINFORCE, Dr. GRPO, DAPO, CISPO, SAPO and DPPO.
+
+Names, the keywords that every loss takes and where all of them leave the papers: see `policy`. Arguments that are not
+described in a function mean what they mean in `policy.grpo`: `logp` and `old_logp` are float32 [B, T], `advantage`
+float32 [B] (packed: [B, T]), `mask` bool [B, T], `segment_ids` None or int32 [B, T], `correction` None or float32 [B]
+or [B, T]. A result is `Terms` with float32 [B] leaves.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+
+from gspax.losses import checks
+from gspax.losses.policy import Aggregate, grpo
+from gspax.losses.policy_terms import policy_terms
+from gspax.losses.surrogate import Inputs, exp, prepare
+from gspax.losses.terms import Terms, by_constant, by_sequence, by_token
+
+Array = jax.Array
+
+
+def reinforce(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """The importance-weighted policy gradient, with nothing to hold it: the reference for all others.
+
+    J = 1/N Σ_i 1/|y_i| Σ_t r_it A_i.
+
+    A token's weight in the gradient is r_it A_i / |y_i|. On policy, where r = 1, this is the gradient of REINFORCE
+    (Williams, Machine Learning 8, 1992), 1/|y_i| Σ_t A_i ∇log π_it, and so is that of every loss of the family with
+    the same `aggregate`.
+
+    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+      aggregate: values [B, T] -> value and weight [B]; `by_sequence` as in GRPO.
+    """
+    x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
+    return policy_terms(exp(x.log_ratio_BT) * x.advantage_BT, x, aggregate)
+
+
+def dr_grpo(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    aggregate: Aggregate = by_constant,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """Dr. GRPO (arXiv 2503.20783, Section 3.2): GRPO without 1/|y_i|, so length does not change a token's weight.
+
+    J = 1/N Σ_i Σ_t min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i).
+
+    A token's weight in the gradient is r_it A_i, or none if r_it is clipped. The paper also leaves out the division of
+    the advantages by their standard deviation: pass `advantages.center`, not `advantages.standardize`.
+
+    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+      clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's code's.
+      dual_clip: None, or the largest ratio that matters where A < 0, above 1; see `policy.grpo`.
+      aggregate: values [B, T] -> value and weight [B]. The paper's is `by_constant`; its code divides by the longest
+        response allowed, `functools.partial(by_constant, length=...)`.
+    """
+    return grpo(
+        logp,
+        old_logp,
+        advantage,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        aggregate=aggregate,
+        segment_ids=segment_ids,
+        correction=correction,
+    )
+
+
+def dapo(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = None,
+    aggregate: Aggregate = by_token,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """DAPO's loss (arXiv 2503.14476, eq. 8): GRPO with a higher upper bound, every token weighing the same.
+
+    J = 1/Σ_i |y_i| Σ_i Σ_t min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i).
+
+    A token's weight in the gradient is r_it A_i, or none if r_it is clipped. The rest of DAPO is about the batch:
+    dynamic sampling drops groups of equal rewards, and overlong responses are punished or masked.
+
+    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+      clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's.
+      dual_clip: None, or the largest ratio that matters where A < 0, above 1; see `policy.grpo`.
+      aggregate: values [B, T] -> value and weight [B]. The paper's is `by_token`; its sum runs over one group, ours
+        over the batch.
+    """
+    return grpo(
+        logp,
+        old_logp,
+        advantage,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        aggregate=aggregate,
+        segment_ids=segment_ids,
+        correction=correction,
+    )
+
+
+def cispo(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+    aggregate: Aggregate = by_token,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5): the weight is clipped, no token's gradient is cut.
+
+    J = 1/Σ_i |y_i| Σ_i Σ_t sg[clip(r_it, 1 - clip_low, 1 + clip_high)] A_i log π_it.
+
+    A token's weight in the gradient is clip(r_it) A_i, whatever the sign of A_i.
+
+    Both widths are distances from 1, as in the paper: the default 4 bounds the weight by 5. Some frameworks call the
+    bound itself `epsilon_high`; their 5 is 4 here. The metrics `clip_fraction_*` count the tokens with a held weight.
+
+    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+      clip_low: width of the band below 1, at least 0. With 1 or more there is no lower bound, as in the paper.
+      clip_high: width of the band above 1, at least 0. The paper tunes it and gives no number; 4 is a common choice.
+      aggregate: values [B, T] -> value and weight [B]. The paper's is `by_token`.
+    """
+    x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
+    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
+
+    ratio_BT = stop_gradient(exp(x.log_ratio_BT))
+    weight_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
+    high_BT, low_BT = ratio_BT > 1 + clip_high, ratio_BT < 1 - clip_low
+    return policy_terms(weight_BT * x.advantage_BT * x.logp_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT)
+
+
+def sapo(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """Soft Adaptive Policy Optimization (arXiv 2511.20347, its objective): a smooth gate instead of a clip.
+
+    J = 1/N Σ_i 1/|y_i| Σ_t f(r_it) A_i,   f(r) = 4/τ σ(τ (r - 1)),   τ = tau_positive if A_i > 0, else tau_negative.
+
+    A token's weight in the gradient is 4 p (1 - p) r_it A_i / |y_i| with p = σ(τ (r_it - 1)): r_it near 1, and less and
+    less away from it, the sooner the larger τ. f(1) is 2/τ: only the gradient is that of the others on policy.
+
+    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+      tau_positive, tau_negative: temperatures, finite and above 0. The defaults are the paper's.
+      aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
+    """
+    x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
+    tau_positive = checks.positive("tau_positive", tau_positive)
+    tau_negative = checks.positive("tau_negative", tau_negative)
+
+    tau_BT = jnp.where(x.advantage_BT > 0, tau_positive, tau_negative)
+    gate_BT = 4 / tau_BT * jax.nn.sigmoid(tau_BT * (exp(x.log_ratio_BT) - 1))
+    return policy_terms(gate_BT * x.advantage_BT, x, aggregate)
+
+
+def dppo_tv(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    threshold: float = 0.15,
+    ratio_limit: float = 20.0,
+    aggregate: Aggregate = by_token,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """Divergence Proximal Policy Optimization with binary total variation (arXiv 2602.04879).
+
+    J = 1/Σ_i |y_i| Σ_i Σ_t M_it sg[min(r_it, c)] A_i log π_it,   D_it = |π_it - π_old,it|,
+    M_it = 0 if D_it > threshold and the update would move on: r_it > 1 with A_i > 0, or r_it < 1 with A_i < 0; else 1.
+
+    A token's weight in the gradient is min(r_it, c) A_i, or none where M_it = 0. What is bounded is how far the
+    probability of the drawn token moved, not its ratio: a rare token may become many times as likely, while a
+    frequent one is stopped at a ratio near 1.
+
+    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+      threshold: largest divergence, at least 0. The default is the paper's for total variation.
+      ratio_limit: c, finite and above 0. The default is that of the authors' code.
+      aggregate: values [B, T] -> value and weight [B]. `by_token` as in two published implementations.
+
+    Leaves the paper: only its binary divergences are here, which need the drawn token's probabilities and no others.
+    """
+    x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
+    p_BT, q_BT = jnp.exp(jnp.minimum(x.old_logp_BT, 0)), jnp.exp(jnp.minimum(stop_gradient(x.logp_BT), 0))
+    return _dppo(x, jnp.abs(q_BT - p_BT), threshold, ratio_limit, aggregate)
+
+
+def dppo_kl(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    threshold: float = 0.05,
+    ratio_limit: float = 20.0,
+    aggregate: Aggregate = by_token,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """Divergence Proximal Policy Optimization with binary KL (arXiv 2602.04879): `dppo_tv` with another divergence.
+
+    D_it = p log(p/q) + (1 - p) log((1 - p)/(1 - q))   with p = π_old,it and q = π_it.
+
+    A token's weight in the gradient is min(r_it, c) A_i, or none where D_it > threshold and the update would move on.
+
+    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+      threshold: largest divergence, at least 0. The default is the paper's for KL.
+      ratio_limit: c, finite and above 0. The default is that of the authors' code.
+      aggregate: values [B, T] -> value and weight [B]. `by_token` as in two published implementations.
+
+    Leaves the paper: a log-probability above -2^-24 is taken for -2^-24 in D, so that 1 - p is never 0.
+    """
+    x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
+    log_p_BT = jnp.minimum(x.old_logp_BT, -(2.0**-24))
+    log_q_BT = jnp.minimum(stop_gradient(x.logp_BT), -(2.0**-24))
+    not_p_BT, not_q_BT = -jnp.expm1(log_p_BT), -jnp.expm1(log_q_BT)  # 1 - p and 1 - q
+    kl_BT = jnp.exp(log_p_BT) * (log_p_BT - log_q_BT) + not_p_BT * (jnp.log(not_p_BT) - jnp.log(not_q_BT))
+    return _dppo(x, kl_BT, threshold, ratio_limit, aggregate)
+
+
+def _dppo(x: Inputs, divergence_BT: Array, threshold: float, ratio_limit: float, aggregate: Aggregate) -> Terms:
+    """The objective of `dppo_tv` and `dppo_kl`, given D."""
+    threshold = checks.at_least_0("threshold", threshold)
+    ratio_limit = checks.positive("ratio_limit", ratio_limit)
+    far_BT = divergence_BT > threshold
+    high_BT = far_BT & (x.advantage_BT > 0) & (x.log_ratio_BT > 0)
+    low_BT = far_BT & (x.advantage_BT < 0) & (x.log_ratio_BT < 0)
+    ratio_BT = jnp.minimum(stop_gradient(exp(x.log_ratio_BT)), ratio_limit)
+    weight_BT = jnp.where(high_BT | low_BT, 0, ratio_BT)
+    return policy_terms(weight_BT * x.advantage_BT * x.logp_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT)
