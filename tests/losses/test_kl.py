@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from pair_cases import CASES, held, pair
+from pair_cases import CASES, exact_k3, held, pair
 
 from gspax import losses
 from gspax.losses import kl
@@ -37,11 +37,6 @@ TERMS = {
 over_terms = pytest.mark.parametrize("name", TERMS)
 over_cases = pytest.mark.parametrize("case", CASES)
 LAWS = pytest.mark.parametrize("case", ("some_empty-0.3", "holes-0.3"))
-
-
-def exact_k3(x):
-    """exp(-x) - 1 + x; the difference in float64 would keep 1e-10 of a small one, so those by their series."""
-    return math.fsum((-x) ** n / math.factorial(n) for n in range(2, 20)) if abs(x) < 1 else math.expm1(-x) + x
 
 
 def loop(name, x):

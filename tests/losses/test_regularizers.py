@@ -172,6 +172,13 @@ def test_row_order_and_any_split_change_nothing(name):
 
 
 @over_members
+def test_no_gradient_flows_through_the_metric(name):
+    function, x = members()[name]
+    gradient = jax.grad(lambda x: function(x, MASKS["some_empty"]).metrics[name].part.sum())(jnp.asarray(x))
+    assert not np.asarray(gradient).any()
+
+
+@over_members
 def test_a_nan_inside_the_mask_is_not_hidden(name):
     function, x = members()[name]
     x = x.copy()

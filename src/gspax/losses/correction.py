@@ -38,11 +38,10 @@ from jax.lax import stop_gradient
 
 from gspax import masked
 from gspax.losses import checks
+from gspax.losses.kl import LOG_RATIO_LIMIT, k3_of
 from gspax.losses.terms import Share, Spread, share_of_sequences, share_of_tokens
 
 Array = jax.Array
-
-LOG_RATIO_LIMIT = 25.0
 
 
 def truncate_tokens(old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0) -> Array:
@@ -164,7 +163,7 @@ def mismatch_metrics(
     size_BT = jnp.abs(d_BT)
     return {
         "mismatch_kl": of_tokens(-d_BT),
-        "mismatch_k3": of_tokens(jnp.expm1(held_BT) - held_BT),
+        "mismatch_k3": of_tokens(k3_of(-held_BT)),
         "mismatch_log_ppl_diff": Spread(-masked.mean(d_BT, mask_BT, axis=-1), some_B),
         "mismatch_ratio_tokens": of_tokens(jnp.exp(held_BT)),
         "mismatch_ratio_sequences": of_sequences(jnp.exp(held_B)),
@@ -189,7 +188,7 @@ def effective_sample_sizes(metrics: dict[str, Array]) -> dict[str, Array]:
     sizes = {}
     for of in ("tokens", "sequences"):
         mean, square = metrics[f"mismatch_ratio_{of}"], metrics[f"mismatch_ratio_squared_{of}"]
-        sizes[f"mismatch_ess_{of}"] = jnp.where(square > 0, mean**2 / jnp.where(square > 0, square, 1), 0)
+        sizes[f"mismatch_ess_{of}"] = mean**2 / jnp.maximum(square, jnp.finfo(jnp.float32).tiny)
     return sizes
 
 

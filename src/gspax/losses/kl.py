@@ -58,7 +58,15 @@ def k2(logp: Array, ref_logp: Array, mask: Array) -> Array:
 
 def k3(logp: Array, ref_logp: Array, mask: Array) -> Array:
     """π_ref/π - 1 - log(π_ref/π), float32 [B, T], 0 outside the mask, without a gradient. Unbiased; never negative."""
-    return _k3(k1(logp, ref_logp, mask))
+    return k3_of(k1(logp, ref_logp, mask))
+
+
+def k3_of(x_BT: Array) -> Array:
+    """exp(-x) - 1 + x of x = log π - log π_ref; near 0 by its series x²/2 - x³/6 + ..., as there 1 and x cancel."""
+    series_BT = jnp.zeros_like(x_BT)
+    for n in range(10, 1, -1):
+        series_BT = series_BT * -x_BT + 1 / math.factorial(n)
+    return jnp.where(jnp.abs(x_BT) < 0.5, x_BT**2 * series_BT, jnp.expm1(-x_BT) + x_BT)
 
 
 def token_kl(
@@ -94,7 +102,7 @@ def token_kl(
         old_logp_BT = checks.array("old_logp", old_logp, jnp.float32, "BT")
         checks.same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
         ratio_BT = stop_gradient(jnp.exp(_log_ratio(logp_BT, old_logp_BT, mask_BT)))
-    value_BT = _with_gradient(ratio_BT * _k3(x_BT), ratio_BT * x_BT, logp_BT, mask_BT)
+    value_BT = _with_gradient(ratio_BT * k3_of(x_BT), ratio_BT * x_BT, logp_BT)
     return Terms(*aggregate(value_BT, mask_BT), _metrics(x_BT, mask_BT))
 
 
@@ -117,7 +125,7 @@ def sequence_kl(logp: Array, ref_logp: Array, mask: Array) -> Terms:
     logp_BT, ref_logp_BT, mask_BT = _inputs(logp, ref_logp, mask)
     x_BT = stop_gradient(_log_ratio(logp_BT, ref_logp_BT, mask_BT))
     to_go_BT = jnp.cumsum(x_BT[:, ::-1], axis=-1)[:, ::-1]
-    value_BT = _with_gradient(x_BT, to_go_BT, logp_BT, mask_BT)
+    value_BT = _with_gradient(x_BT, to_go_BT, logp_BT)
     value_B = masked.sum(value_BT, mask_BT, axis=-1)
     return Terms(value_B, mask_BT.any(-1).astype(jnp.float32), _metrics(x_BT, mask_BT))
 
@@ -133,7 +141,7 @@ def grpo_kl(logp: Array, ref_logp: Array, mask: Array, *, aggregate: Aggregate =
     """
     logp_BT, ref_logp_BT, mask_BT = _inputs(logp, ref_logp, mask)
     x_BT = stop_gradient(_log_ratio(logp_BT, ref_logp_BT, mask_BT))
-    value_BT = _with_gradient(_k3(x_BT), -jnp.expm1(-x_BT), logp_BT, mask_BT)
+    value_BT = _with_gradient(k3_of(x_BT), -jnp.expm1(-x_BT), logp_BT)
     return Terms(*aggregate(value_BT, mask_BT), _metrics(x_BT, mask_BT))
 
 
@@ -171,23 +179,17 @@ def _log_ratio(logp_BT: Array, other_BT: Array, mask_BT: Array) -> Array:
     return jnp.clip(jnp.where(mask_BT, logp_BT - other_BT, 0), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def _k3(x_BT: Array) -> Array:
-    """exp(-x) - 1 + x; near 0 by its power series x²/2 - x³/6 + ..., because there 1 and x cancel."""
-    series_BT = jnp.zeros_like(x_BT)
-    for n in range(10, 1, -1):
-        series_BT = series_BT * -x_BT + 1 / math.factorial(n)
-    return jnp.where(jnp.abs(x_BT) < 0.5, x_BT**2 * series_BT, jnp.expm1(-x_BT) + x_BT)
+def _with_gradient(value_BT: Array, gradient_BT: Array, logp_BT: Array) -> Array:
+    """The value, with the given gradient by logp, both constants: the added term is 0 but for its derivative.
 
-
-def _with_gradient(value_BT: Array, gradient_BT: Array, logp_BT: Array, mask_BT: Array) -> Array:
-    """The value, with the given gradient by logp, both constants: the added term is 0 but for its derivative."""
-    logp_BT = jnp.where(mask_BT, logp_BT, 0)
+    Anything may stand outside the mask, as every aggregation leaves that out.
+    """
     return value_BT + gradient_BT * (logp_BT - stop_gradient(logp_BT))
 
 
 def _metrics(x_BT: Array, mask_BT: Array) -> dict[str, Share | Spread]:
     tokens_B = jnp.sum(mask_BT, -1, dtype=jnp.float32)
     return {
-        "ref_kl": Share(masked.sum(_k3(x_BT), mask_BT, axis=-1), tokens_B),
+        "ref_kl": Share(masked.sum(k3_of(x_BT), mask_BT, axis=-1), tokens_B),
         "ref_kl_k1": Share(masked.sum(x_BT, mask_BT, axis=-1), tokens_B),
     }

@@ -4,8 +4,8 @@ None is part of any loss unless it is added: for reinforcement learning of a tra
 the sources that each function names disagree about the routers'.
 
 Letters: L layers, B rows, T tokens, E experts. `aggregate` is that of the policy loss, (value_BT, mask_BT) -> (value_B,
-weight_B). What stands outside the mask never matters, NaN included. The metrics are means over the mask's tokens. All
-raise TypeError and ValueError, naming the argument, for another dtype or shape.
+weight_B), which leaves out what the mask does: what stands there never matters, NaN included. The metrics are means
+over the mask's tokens. All raise TypeError and ValueError, naming the argument, for another dtype or shape.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def entropy_bonus(entropy: Array, mask: Array, *, aggregate: Aggregate = by_sequ
     entropy_BT = checks.array("entropy", entropy, jnp.float32, "BT")
     mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
     checks.same_shape("mask", mask_BT, "entropy", entropy_BT.shape)
-    return _terms("entropy_bonus", -jnp.where(mask_BT, entropy_BT, 0), mask_BT, aggregate, sign=-1)
+    return _terms("entropy_bonus", -entropy_BT, mask_BT, aggregate, sign=-1)
 
 
 def load_balance(prob: Array, load: Array, mask: Array, *, aggregate: Aggregate = by_sequence) -> Terms:
@@ -87,7 +87,7 @@ def router_z(logits: Array, mask: Array, *, aggregate: Aggregate = by_sequence) 
     """
     logits_LBTE, mask_BT = _routers("logits", logits, mask)
     value_BT = jnp.mean(jax.nn.logsumexp(logits_LBTE, axis=-1) ** 2, axis=0)
-    return _terms("router_z", jnp.where(mask_BT, value_BT, 0), mask_BT, aggregate)
+    return _terms("router_z", value_BT, mask_BT, aggregate)
 
 
 def _routers(name: str, value: Any, mask: Any) -> tuple[Array, Array]:

@@ -1,0 +1,199 @@
+"""The measured clip range: what it proposes is what the loss then cuts."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from pair_cases import CASES, pair
+
+from gspax import losses
+from gspax.losses import calibration
+
+over_cases = pytest.mark.parametrize("case", CASES)
+
+
+def batch(B=200, T=40, scale=0.01, positive=0.5, seed=0):
+    """(logp, old_logp, mask, advantage): ragged rows of which the given share has a positive advantage."""
+    rng = np.random.default_rng(seed)
+    mask = np.arange(T)[None] < rng.integers(2, T, (B, 1))
+    mask[:, 0] = False
+    x = pair(mask, scale, seed)
+    size = rng.exponential(1.0, B) + 0.1
+    return x.logp, x.other, mask, np.where(rng.random(B) < positive, size, -size).astype(np.float32)
+
+
+@over_cases
+def test_log_ratio_is_the_loops(case):
+    x = CASES[case]
+    wanted = np.zeros(len(x.mask))
+    for b, tokens, ratios in x.sequences():
+        wanted[b] = math.fsum(ratios) / len(tokens)
+    for garbage in (0.0, np.nan, np.inf):
+        y = x.fill(garbage)
+        got = jax.jit(calibration.sequence_log_ratio)(y.logp, y.other, y.mask)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7 * np.abs(wanted).max(initial=0))
+
+
+@pytest.mark.parametrize("share", (0.02, 0.15, 0.3))
+@pytest.mark.parametrize("positive", (0.5, 0.1))
+@pytest.mark.parametrize("scale", (3e-4, 0.01, 0.3))
+def test_gspo_cuts_the_wished_share(share, positive, scale):
+    logp, old_logp, mask, advantage = batch(scale=scale, positive=positive)
+    log_ratio = calibration.sequence_log_ratio(logp, old_logp, mask)
+    proposed = calibration.propose(log_ratio, advantage, share=share)
+    clip = {"clip_low": proposed.clip_low, "clip_high": proposed.clip_high}
+    _, metrics = losses.gspo_loss(logp, old_logp, advantage, mask, **clip)
+    assert metrics["clip_fraction_sequences"] == pytest.approx(share, abs=1e-6)
+    assert proposed.share == pytest.approx(share, abs=1e-9)
+    assert calibration.cut_share(log_ratio, advantage, **clip) == proposed.share
+    # Both signs bear the same share.
+    high, low = float(metrics["clip_fraction_high"]), float(metrics["clip_fraction_low"])
+    assert high / np.mean(advantage > 0) == pytest.approx(low / np.mean(advantage < 0), abs=0.05)
+
+
+def loop_cut_share(log_ratio, advantage, clip_low, clip_high):
+    cut = 0
+    for x, a in zip(log_ratio, advantage, strict=True):
+        above = math.expm1(float(x))  # s - 1, also where exp rounds to 1
+        cut += (a > 0 and above > clip_high) or (a < 0 and above < -clip_low)
+    return cut / len(log_ratio)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    hnp.arrays(np.float32, 12, elements=st.floats(-25, 25, width=32)),
+    hnp.arrays(np.float32, 12, elements=st.sampled_from([-1.0, 0.0, 0.5])),
+    st.floats(0.01, 0.99),
+    st.sampled_from([0.0, 1e-3]),
+)
+def test_any_measurement_gives_a_range(log_ratio, advantage, share, floor):
+    if not advantage.any():
+        advantage[0] = 1
+    got = calibration.propose(log_ratio, advantage, share=share, floor=floor)
+    assert floor <= got.clip_low < math.inf and floor <= got.clip_high < math.inf
+    assert got.share <= round(share * 12) / 12 + 1e-9
+    assert got.share == pytest.approx(loop_cut_share(log_ratio, advantage, got.clip_low, got.clip_high), abs=1e-9)
+
+
+def test_a_share_out_of_reach_is_said():
+    """Half of all ratios are on the side that is never cut."""
+    logp, old_logp, mask, advantage = batch()
+    log_ratio = calibration.sequence_log_ratio(logp, old_logp, mask)
+    got = calibration.propose(log_ratio, advantage, share=0.9)
+    assert got.clip_low == got.clip_high == 0 and 0.4 < got.share < 0.6
+
+
+def test_one_sign_alone_gives_both_widths():
+    logp, old_logp, mask, advantage = batch()
+    log_ratio = calibration.sequence_log_ratio(logp, old_logp, mask)
+    got = calibration.propose(log_ratio, np.abs(advantage), share=0.15)
+    assert got.clip_low == got.clip_high > 0 and got.share == 0.15
+    with pytest.raises(ValueError, match="advantage must have an entry that is not 0"):
+        calibration.propose(log_ratio, 0 * advantage)
+
+
+def test_the_noise_floor_of_a_repeat_in_bfloat16():
+    """Rounding alone moves s: no width goes below that, and the share says what is left."""
+    logp, _, mask, advantage = batch()
+    rounded = np.asarray(jnp.asarray(logp).astype(jnp.bfloat16).astype(jnp.float32))
+    noise = calibration.sequence_log_ratio(rounded, logp, mask)
+    floor = calibration.noise_floor(noise)
+    deviation = np.sort(np.abs(np.expm1(np.asarray(noise, np.float64))))
+    assert deviation[196] <= floor <= deviation[198] and floor > 1e-4
+    log_ratio = noise + calibration.sequence_log_ratio(
+        logp, logp + np.float32(1e-6) * mask, mask
+    )  # an update smaller than that
+    got = calibration.propose(log_ratio, advantage, share=0.15, floor=floor)
+    assert got.clip_low == got.clip_high == got.noise_floor == floor and got.share < 0.02
+    assert calibration.noise_floor(jnp.zeros(4)) == 0
+
+
+def test_the_same_weights_have_no_floor():
+    logp, _, mask, _ = batch()
+    assert calibration.noise_floor(calibration.sequence_log_ratio(logp, logp, mask)) == 0
+
+
+def share_of(log_ratio, advantage, clip):
+    return calibration.cut_share(log_ratio, advantage, clip_low=clip[0], clip_high=clip[1])
+
+
+@pytest.mark.parametrize("start", (1e-5, 0.04))
+def test_the_schedule_finds_the_share_and_stays(start):
+    """Ratios whose spread trebles half-way: found from both ends, and still while within the tolerance."""
+    rng = np.random.default_rng(0)
+    clip, shares, ranges = (start, 1.3 * start), [], set()
+    for step in range(200):
+        log_ratio = rng.normal(0, 3e-4 if step < 100 else 9e-4, 400)
+        advantage = np.where(rng.random(400) < 0.5, 1.0, -1.0)
+        shares.append(share_of(log_ratio, advantage, clip))
+        if 60 <= step < 100 or step >= 140:
+            ranges.add(clip)
+        clip = calibration.next_range(*clip, shares[-1], share=0.15, gain=2.0)
+    assert np.mean(shares[60:100]) == pytest.approx(0.15, abs=0.06)
+    assert np.mean(shares[140:]) == pytest.approx(0.15, abs=0.06)
+    assert len(ranges) < 25 and clip[1] / clip[0] == pytest.approx(1.3)
+
+
+def test_the_schedules_factor_and_bounds():
+    step = calibration.next_range
+    assert step(3e-4, 4e-4, 0.19) == (3e-4, 4e-4)  # within the tolerance
+    wider = step(3e-4, 4e-4, 0.35)
+    np.testing.assert_allclose(wider, (3e-4 * math.exp(0.2), 4e-4 * math.exp(0.2)))
+    narrower = step(3e-4, 4e-4, 0.0, gain=2.0)
+    np.testing.assert_allclose(narrower, (3e-4 * math.exp(-0.3), 4e-4 * math.exp(-0.3)))
+    assert step(3e-4, 4e-4, 0.0, floor=3.9e-4) == (3.9e-4, 3.9e-4)
+    assert step(0.04, 0.049, 1.0) == (0.05, 0.05)
+
+
+def test_warnings():
+    assert calibration.range_warnings(3e-4, 4e-4) == ()
+    assert calibration.range_warnings(3e-4, 4e-4, floor=1e-5) == ()
+    for low, high in ((0.05, 4e-4), (3e-4, 0.2)):
+        (sentence,) = calibration.range_warnings(low, high)
+        assert "hardly ever 0.05 away from 1" in sentence
+    assert [s.split()[0] for s in calibration.range_warnings(0.2, 0.27)] == ["clip_low", "clip_high"]
+    (sentence,) = calibration.range_warnings(3e-4, 4e-4, floor=3.5e-4)
+    assert sentence.startswith("clip_low is 0.0003, below the noise floor 0.00035")
+    assert calibration.range_warnings(0.049, 0.049) == ()
+
+
+def test_refusals():
+    x, a = np.zeros(3, np.float32), np.ones(3, np.float32)
+    nan = np.array([0, np.nan, np.inf], np.float32)
+    propose, following = calibration.propose, calibration.next_range
+    cases = (
+        (lambda: propose([0.0], a), TypeError, r"^log_ratio must be an array \[B\]; got list"),
+        (lambda: propose(x, a.astype(int)), TypeError, r"^advantage must hold floats; got int64 \[3\]"),
+        (lambda: propose(x, a[:2]), ValueError, r"^advantage must have shape \[3\], as log_ratio has; got \[2\]"),
+        (lambda: propose(x[None], a), ValueError, r"^log_ratio must be \[B\] with at least one.*got float32 \[1, 3\]"),
+        (lambda: propose(x[:0], a[:0]), ValueError, r"^log_ratio must be \[B\] with at least one.*got float32 \[0\]"),
+        (lambda: propose(nan, a), ValueError, r"^log_ratio must be finite; got 2 entries that are not"),
+        (lambda: propose(x, a, share=0.0), ValueError, r"^share must be above 0 and below 1; got 0"),
+        (lambda: propose(x, a, share="0.1"), TypeError, r"^share must be a Python number.*got str"),
+        (lambda: propose(x, a, floor=-1.0), ValueError, r"^floor must be finite and at least 0; got -1"),
+        (lambda: calibration.noise_floor(x, quantile=1.0), ValueError, r"^quantile must be above 0 and below 1; got 1"),
+        (
+            lambda: following(0.0, 4e-4, 0.1),
+            ValueError,
+            r"^clip_low and clip_high must be above 0.*got 0\.0 and 0\.0004",
+        ),
+        (lambda: following(3e-4, 4e-4, 1.5), ValueError, r"^measured must be a share from 0 to 1; got 1\.5"),
+        (lambda: following(3e-4, 4e-4, float("nan")), ValueError, r"^measured must be a share from 0 to 1; got nan"),
+        (lambda: following(3e-4, 4e-4, 0.1, gain=-1.0), ValueError, r"^gain must be finite and at least 0; got -1"),
+        (
+            lambda: following(3e-4, 4e-4, 0.1, floor=0.1),
+            ValueError,
+            r"^floor must not be above ceiling 0\.05; got 0\.1",
+        ),
+        (lambda: calibration.range_warnings(-1.0, 0.1), ValueError, r"^clip_low must be at least 0.*got -1"),
+        (lambda: calibration.sequence_log_ratio(x, x, x > 0), ValueError, r"^logp must be a float32 array \[B, T\]"),
+    )
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
