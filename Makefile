@@ -1,5 +1,6 @@
 # `make train` learns to sort digits in a few minutes on a CPU; `make test` runs every check. Both work on a bare
-# checkout: they make .venv first, and again whenever what it is made from has changed.
+# checkout: they make .venv first, and again whenever what it is made from has changed. A test file stays on one worker,
+# where its tests share what they compile.
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info

@@ -195,7 +195,7 @@ def test_an_empty_prompt_is_refused(tmp_path):
         loop.train(mute, tmp_path / "run")
 
 
-@pytest.mark.parametrize("loss", [losses.gspo_token, losses.grpo])
+@pytest.mark.parametrize("loss", [losses.grpo, pytest.param(losses.gspo_token, marks=pytest.mark.slow)])
 def test_other_losses_run_and_give_their_metrics(tmp_path, loss):
     loop.train(replace(with_schedule(steps=1), loss=loss, warm_start=None), tmp_path / "run")
     rows = record.read_metrics(RunDir(tmp_path / "run").metrics)

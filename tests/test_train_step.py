@@ -1,7 +1,9 @@
 """The update against the plain formula, under any split, on one device and on eight; memory; the warm start's loss."""
 
+import functools
 from dataclasses import replace
 
+import chex
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -20,8 +22,10 @@ CONFIG = tiny.MOE
 B, T = 16, 12
 LOSSES = {"gspo": losses.gspo, "gspo_token": losses.gspo_token, "grpo": losses.grpo, "nll": sft.nll}
 SGD = optax.sgd(1.0)  # the parameters' change is the gradient
+TEMPERATURE = 0.8
 
 
+@functools.cache
 def batch(seed=0):
     """Ragged prompts and completions; old log-probs near the policy's so that both sides of the clip are met."""
     rng = np.random.default_rng(seed)
@@ -36,62 +40,109 @@ def batch(seed=0):
         old_logp_BT=jnp.zeros((B, T)),
         advantage_B=jnp.asarray(rng.normal(size=B), jnp.float32),
     )
-    logp = direct_logp(tiny.params(CONFIG), given)
+    logp = direct(tiny.params(CONFIG), given)[0]
     return replace(given, old_logp_BT=logp + jnp.asarray(rng.normal(size=(B, T)) * 0.1, jnp.float32))
 
 
-def direct_logp(params, batch, temperature=1.0):
-    """Log-probs from whole logits."""
-    hidden, _ = transformer.apply(params, CONFIG, batch.tokens_BT, batch.segment_BT)
-    return losses.token_logp(transformer.logits(params, hidden), batch.tokens_BT, temperature=temperature)
+@functools.partial(jax.jit, static_argnames="temperature")
+def direct(params, batch, temperature=TEMPERATURE):
+    """Log-probs, entropies (both about the token in their column) and experts, from whole logits."""
+    hidden, experts = transformer.apply(params, CONFIG, batch.tokens_BT, batch.segment_BT)
+    logits = transformer.logits(params, hidden)
+    logp_all = jax.nn.log_softmax(logits / temperature)
+    entropy = jnp.pad(-(jnp.exp(logp_all) * logp_all).sum(-1)[:, :-1], ((0, 0), (1, 0)))
+    return losses.token_logp(logits, batch.tokens_BT, temperature=temperature), entropy, experts
 
 
 def fresh(optimizer=SGD):
-    return new_state(tiny.params(CONFIG), optimizer, jax.random.key(0))
+    return new_state(jax.tree.map(jnp.copy, tiny.params(CONFIG)), optimizer, jax.random.key(0))
+
+
+@functools.cache
+def step(name="gspo", rows=0):
+    """The train step of a loss on one device; most tests share one, since compiling is what takes the time."""
+    return train_step.make_train_step(CONFIG, LOSSES[name], SGD, temperature=TEMPERATURE, microbatch_rows=rows)
+
+
+@functools.cache
+def whole(name):
+    """State and metrics after one update of the batch without micro-batches."""
+    return step(name)(fresh(), batch())
 
 
 def close(got, want, rtol=2e-4, atol=2e-6):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, want)
+    chex.assert_trees_all_close(got, want, rtol=rtol, atol=atol)
+
+
+@functools.cache
+def pullback():
+    """Gradients of the log-probs, on from the gradient of a loss: compiled once for all losses."""
+    logp, pull = jax.vjp(lambda params: direct(params, batch())[0], tiny.params(CONFIG))
+    return logp, jax.jit(pull)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_update_is_the_gradient_of_the_reduced_loss(name):
-    loss, data, temperature = LOSSES[name], batch(), 0.8
+    data, (logp, pull) = batch(), pullback()
 
-    def plain(params):
-        logp = direct_logp(params, data, temperature)
-        return losses.reduce(loss(logp, data.old_logp_BT, data.advantage_B, data.mask_BT))
+    def reduced(logp):
+        return losses.reduce(LOSSES[name](logp, data.old_logp_BT, data.advantage_B, data.mask_BT))
 
-    (value, metrics), grads = jax.value_and_grad(plain, has_aux=True)(tiny.params(CONFIG))
-    step = train_step.make_train_step(CONFIG, loss, SGD, temperature=temperature)
-    state, got = step(fresh(), data)
+    (value, metrics), of_logp = jax.value_and_grad(reduced, has_aux=True)(logp)
+    (grads,) = pull(of_logp)
+    state, got = whole(name)
     close(state.params, jax.tree.map(jnp.subtract, tiny.params(CONFIG), grads))
     np.testing.assert_allclose(got["loss"], value, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got["grad_norm"], optax.tree.norm(grads), rtol=1e-4)
     close({name: got[name] for name in metrics}, metrics)
-    assert state.step == 1
+    assert state.step == 1 and state.position == 0
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        *((name, 4) for name in LOSSES),
+        ("gspo", 1),
+        ("gspo", 16),
+        *(
+            pytest.param(name, rows, marks=pytest.mark.slow)
+            for name in ("gspo_token", "grpo", "nll")
+            for rows in (1, 8)
+        ),
+    ],
+)
 def test_any_split_into_micro_batches_is_the_same_update(name, rows):
-    data = batch()
-    whole, want = train_step.make_train_step(CONFIG, LOSSES[name], SGD)(fresh(), data)
-    split, got = train_step.make_train_step(CONFIG, LOSSES[name], SGD, microbatch_rows=rows)(fresh(), data)
-    close(split.params, whole.params)
+    want_state, want = whole(name)
+    state, got = step(name, rows)(fresh(), batch())
+    close(state.params, want_state.params)
     close(got, want)
 
 
-@pytest.mark.parametrize("mesh", [config.Mesh(), config.Mesh(data=2, fsdp=4), config.Mesh(data=8, fsdp=1)])
-@pytest.mark.parametrize("rows", [0, 8])
+ADAM = make_optimizer(config.Optimizer(learning_rate=1e-2))
+
+
+@functools.cache
+def adam_alone():
+    return train_step.make_train_step(CONFIG, losses.gspo, ADAM)(fresh(ADAM), batch())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [
+        (config.Mesh(data=2, fsdp=4), 8),
+        (config.Mesh(data=8, fsdp=1), 0),
+        pytest.param(config.Mesh(), 0, marks=pytest.mark.slow),
+        pytest.param(config.Mesh(), 8, marks=pytest.mark.slow),
+        pytest.param(config.Mesh(data=2, fsdp=4), 0, marks=pytest.mark.slow),
+    ],
+)
 def test_eight_devices_make_the_update_of_one(mesh, rows):
-    data, optimizer = batch(), make_optimizer(config.Optimizer(learning_rate=1e-2))
-    alone, want = train_step.make_train_step(CONFIG, losses.gspo, optimizer)(fresh(optimizer), data)
+    alone, want = adam_alone()
     devices = sharding.make_mesh(mesh)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(CONFIG, optimizer, devices))
-    state = jax.device_put(fresh(optimizer), shardings)
-    step = train_step.make_train_step(CONFIG, losses.gspo, optimizer, microbatch_rows=rows, mesh=devices)
-    spread, got = step(state, jax.device_put(data, sharding.named(devices, "batch")))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(CONFIG, ADAM, devices))
+    state = jax.device_put(fresh(ADAM), shardings)
+    update = train_step.make_train_step(CONFIG, losses.gspo, ADAM, microbatch_rows=rows, mesh=devices)
+    spread, got = update(state, jax.device_put(batch(), sharding.named(devices, "batch")))
     close(got, want, rtol=1e-3)
     # Adam divides by the gradient's own size, so only gradients above rounding can be compared
     close(spread.params, alone.params, rtol=1e-3, atol=1e-3)
@@ -99,27 +150,33 @@ def test_eight_devices_make_the_update_of_one(mesh, rows):
     assert all(jax.tree.leaves(kept))
 
 
-def test_score_is_the_direct_log_prob_in_micro_batches_too():
+@functools.cache
+def score(rows):
+    return train_step.make_score(CONFIG, temperature=TEMPERATURE, microbatch_rows=rows)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_score_is_the_direct_log_prob_in_micro_batches_too(rows):
     data, params = batch(), tiny.params(CONFIG)
-    want = direct_logp(params, data, 0.8)
-    hidden, experts = transformer.apply(params, CONFIG, data.tokens_BT, data.segment_BT)
-    logp_all = jax.nn.log_softmax(transformer.logits(params, hidden) / 0.8)
-    entropy = -(jnp.exp(logp_all) * logp_all).sum(-1)
-    for rows in (0, 4):
-        score = train_step.make_score(CONFIG, temperature=0.8, microbatch_rows=rows)
-        logp, got_entropy, got_experts = score(params, data)
-        close(logp[data.mask_BT], want[data.mask_BT], rtol=1e-5, atol=1e-5)
-        close(got_entropy[:, 1:], entropy[:, :-1], rtol=1e-4, atol=1e-4)
-        np.testing.assert_array_equal(got_experts, experts)
+    want, entropy, experts = direct(params, data)
+    logp, got_entropy, got_experts = score(rows)(params, data)
+    close(logp[data.mask_BT], want[data.mask_BT], rtol=1e-5, atol=1e-5)
+    close(got_entropy, entropy, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(got_experts, experts)
 
 
 def test_first_update_of_a_rollout_batch_has_ratio_one():
-    data, params = batch(), tiny.params(CONFIG)
-    score = train_step.make_score(CONFIG, microbatch_rows=4)
-    data = replace(data, old_logp_BT=score(params, data)[0])
-    _, metrics = train_step.make_train_step(CONFIG, losses.gspo, SGD, microbatch_rows=4)(fresh(), data)
+    data = replace(batch(), old_logp_BT=score(4)(tiny.params(CONFIG), batch())[0])
+    _, metrics = step("gspo", 4)(fresh(), data)
     assert abs(metrics["ratio_min"] - 1) < 1e-5 and abs(metrics["ratio_max"] - 1) < 1e-5
     assert metrics["clip_fraction_tokens"] == 0
+
+
+def test_the_step_compiles_once():
+    state = step()(fresh(), batch())[0]
+    compiled = step()._cache_size()
+    state = step()(state, replace(batch(), mask_BT=~batch().mask_BT))[0]
+    assert state.step == 2 and step()._cache_size() == compiled == 1
 
 
 def array_sizes(jaxpr):
@@ -134,25 +191,24 @@ def array_sizes(jaxpr):
 def test_logits_of_the_whole_batch_are_never_held(monkeypatch, budget):
     wide = replace(CONFIG, vocab_size=1000)
     monkeypatch.setattr(train_step, "LOGIT_BUDGET", budget)
-    optimizer = optax.sgd(1.0)
     params = transformer.abstract_params(wide)
-    state = jax.eval_shape(lambda params: new_state(params, optimizer, jax.random.key(0)), params)
-    step = train_step.make_train_step(wide, losses.gspo, optimizer)
-    largest = max(array_sizes(jax.make_jaxpr(step)(state, batch()).jaxpr))
+    state = jax.eval_shape(lambda params: new_state(params, SGD, jax.random.key(0)), params)
+    update = train_step.make_train_step(wide, losses.gspo, SGD)
+    largest = max(array_sizes(jax.make_jaxpr(update)(state, batch()).jaxpr))
     assert (largest >= B * (T - 1) * 1000) == (budget == 2**40)
 
 
 def test_rows_without_a_response_do_not_move_the_parameters():
     data = batch()
     empty = replace(data, mask_BT=jnp.zeros_like(data.mask_BT))
-    state, metrics = train_step.make_train_step(CONFIG, losses.gspo, SGD)(fresh(), empty)
+    state, metrics = step()(fresh(), empty)
     close(state.params, tiny.params(CONFIG), rtol=0, atol=0)
     assert metrics["loss"] == 0 and np.isfinite(list(metrics.values())).all()
 
 
 def test_the_given_state_is_donated():
     state = fresh()
-    train_step.make_train_step(CONFIG, losses.gspo, SGD)(state, batch())
+    step()(state, batch())
     assert state.params["embedding"].is_deleted()
 
 
@@ -163,7 +219,7 @@ def test_rows_that_do_not_split_are_refused():
 
 def test_warm_start_loss_is_the_mean_negative_log_likelihood_per_token():
     data = batch()
-    logp = direct_logp(tiny.params(CONFIG), data)
+    logp = direct(tiny.params(CONFIG), data)[0]
     value, _ = losses.reduce(sft.nll(logp, None, None, data.mask_BT))
     np.testing.assert_allclose(value, -np.asarray(logp)[np.asarray(data.mask_BT)].mean(), rtol=1e-5)
 

@@ -1,5 +1,6 @@
 """Model shapes small enough for loops in numpy, one for each thing that a Qwen3 config can say."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -34,5 +35,7 @@ CONFIGS = {
 }
 
 
+@functools.cache
 def params(config, seed=0):
+    """Shared by all tests of a process: copy before donating."""
     return jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(seed))

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
+import chex
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from gspax.model import transformer
 from gspax.sharding import RULES, spec
 
 apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
+prefill = jax.jit(transformer.prefill, static_argnames=("config", "group", "max_tokens"))
 decode = jax.jit(transformer.decode, static_argnames=("config", "mesh"))
 
 
@@ -84,7 +87,7 @@ def test_prefill_and_decode_are_the_whole_sequence(name):
     length_P = np.array([7, 2, 4], np.int32)
     prompts = random_tokens(config, P, S)
     completions = random_tokens(config, P * G, C, seed=1)
-    last, cache = transformer.prefill(params, config, prompts, jnp.asarray(length_P), group=G, max_tokens=C)
+    last, cache = prefill(params, config, prompts, jnp.asarray(length_P), group=G, max_tokens=C)
     steps = []
     for step in range(C):
         hidden, cache = decode(
@@ -97,13 +100,16 @@ def test_prefill_and_decode_are_the_whole_sequence(name):
             live_B=jnp.ones(P * G, bool),
         )
         steps.append(hidden)
+    whole, segment = np.zeros((2, P * G, S + C), np.int32)
+    for row in range(P * G):
+        sequence = [*prompts[row // G, : length_P[row // G]], *completions[row]]
+        whole[row, : len(sequence)], segment[row, : len(sequence)] = sequence, 1
+    hidden, _ = apply(params, config, whole, segment)
     for row in range(P * G):
         length = length_P[row // G]
-        whole = np.concatenate([prompts[row // G, :length], completions[row]])[None]
-        hidden, _ = apply(params, config, whole, np.ones_like(whole))
-        np.testing.assert_allclose(last[row // G], hidden[0, length - 1], atol=1e-5)
+        np.testing.assert_allclose(last[row // G], hidden[row, length - 1], atol=1e-5)
         for step in range(C):
-            np.testing.assert_allclose(steps[step][row], hidden[0, length + step], atol=1e-5)
+            np.testing.assert_allclose(steps[step][row], hidden[row, length + step], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["moe", "gates not renormalised", "some layers dense"])
@@ -135,6 +141,7 @@ def test_forced_routing_still_trains_the_router():
     tokens = random_tokens(config, 1, 6)
     forced = jnp.zeros((3, 1, 6, 2), jnp.int32).at[..., 1].set(3)
 
+    @jax.jit
     def objective(params):
         hidden, _ = transformer.apply(params, config, tokens, jnp.ones_like(tokens), forced_LBTA=forced)
         return jnp.square(hidden).sum() + hidden.sum()
@@ -151,10 +158,22 @@ def test_remat_changes_neither_value_nor_gradient():
         hidden, _ = transformer.apply(params, config, tokens, jnp.ones_like(tokens))
         return jnp.sin(hidden).sum()
 
-    plain = jax.value_and_grad(objective)(params, config)
-    again = jax.value_and_grad(objective)(params, replace(config, remat=True))
-    for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    gradient = jax.jit(jax.value_and_grad(objective), static_argnums=1)
+    remat = replace(config, remat=True)
+    chex.assert_trees_all_close(gradient(params, remat), gradient(params, config), rtol=1e-4, atol=1e-5)
+    names = [
+        str(equation.primitive)
+        for equation in equations(jax.make_jaxpr(gradient, static_argnums=1)(params, remat).jaxpr)
+    ]
+    assert any("remat" in name or "checkpoint" in name for name in names), "the layers are not recomputed"
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr and of the jaxprs within it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
 def test_bfloat16_compute_keeps_float32_logits():
