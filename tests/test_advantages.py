@@ -3,6 +3,8 @@
 import functools
 import itertools
 import math
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gspax import advantages, losses
+from gspax import advantages, losses, shaping
 
 FUNCTIONS = {
     "standardize": (advantages.standardize, functools.partial(reference.standardize, ddof=1, eps=1e-6)),
@@ -461,3 +463,26 @@ def test_no_mask_of_finite_rewards_gives_nan(reward, mask):
     assert np.isfinite(advantages.gdpo(np.stack([reward, -reward], -1), mask, eps=0.0)).all()
     bounded = np.asarray(advantages.maxrl(reward, mask))
     assert bounded.min() >= -1.0001 and bounded.max() <= 3.001
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "advantages.md").read_text(encoding="utf-8")
+
+
+def test_the_example_of_the_page_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    scope = {}
+    exec(compile(example, "docs/advantages.md", "exec"), scope)
+    np.testing.assert_allclose(scope["advantage"], [0.5**0.5, -1, -(0.5**0.5), 1, 0], atol=1e-5)
+    np.testing.assert_allclose(scope["no_std"], [0.5, -0.5, -0.5, 0.5, 0], atol=1e-7)
+
+
+def test_the_page_has_every_function_and_its_numbers():
+    for module in (advantages, shaping):
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_"):
+                assert f"`{name}" in PAGE or f".{name}(" in PAGE, name
+    rows = re.findall(r"^\| `(\w+)` \| (-[\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 4
+    for name, loser, winner in rows:
+        got = getattr(advantages, name)(np.array([[0, 1, 1, 1]]))[0]
+        np.testing.assert_allclose(got, [float(loser)] + [float(winner)] * 3, atol=5e-4)

@@ -81,6 +81,19 @@ def test_any_measurement_gives_a_range(log_ratio, advantage, share, floor):
     assert got.share == pytest.approx(loop_cut_share(log_ratio, advantage, got.clip_low, got.clip_high), abs=1e-9)
 
 
+def test_a_width_lies_midway_between_two_deviations_or_one_and_0():
+    advantage = np.ones(4, np.float32)
+    above = calibration.propose(np.log1p([0.04, 0.02, 0.01, -0.5]), advantage, share=0.5)
+    assert above.clip_high == pytest.approx(0.015) and above.share == 0.5
+    above = calibration.propose(np.log1p([0.04, -0.02, -0.01, -0.5]), advantage, share=0.25)
+    assert above.clip_high == pytest.approx(0.02) and above.share == 0.25
+
+
+def test_the_noise_floor_has_no_sign():
+    noise = np.log1p([-1e-4] * 10)
+    assert calibration.noise_floor(noise) == pytest.approx(1e-4)
+
+
 def test_a_share_out_of_reach_is_said():
     """Half of all ratios are on the side that is never cut."""
     logp, old_logp, mask, advantage = batch()

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from pair_cases import CASES, Pair, exact_k3, held, pair
 
 from gspax import losses
-from gspax.losses import correction
+from gspax.losses import calibration, correction, kl, regularizers
 
 ADVANTAGE = np.array([-1, 1, -0.5, 0, -2, 0.5, -1, -1], np.float32)
 
@@ -350,3 +352,25 @@ def test_wrong_numbers():
             opsm(x.logp, x.other, x.mask, delta=delta)
     with pytest.raises(ValueError, match=r"^advantage must have shape \[8\], as logp in its rows has; got \[4\]"):
         correction.reject_off_policy(x.logp, x.other, ADVANTAGE[:4], x.mask, delta=0.1)
+
+
+# The page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "corrections.md").read_text(encoding="utf-8")
+
+
+def test_the_example_of_the_page_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    scope = {}
+    exec(compile(example, "docs/corrections.md", "exec"), scope)
+    assert np.isfinite(scope["loss"]) and scope["metrics"]["mismatch_ess_tokens"] < 1
+
+
+def test_the_page_has_every_function_and_metric():
+    for module in (kl, correction, regularizers, calibration):
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_") and name != "k3_of":
+                assert f"`{name}" in PAGE or f".{name}`" in PAGE or f"`{name}(" in PAGE, name
+    for key in reduced(CASES["ragged-0.3"]):
+        if not key.endswith(("_min", "_max", "_mean")):
+            assert f"`{key}`" in PAGE, key

@@ -172,14 +172,15 @@ def range_warnings(clip_low: float, clip_high: float, *, floor: float | None = N
 def _width(deviation: np.ndarray, cut: int) -> float | None:
     """A width that the `cut` largest deviations exceed, or fewer if some are equal; None if there are none at all.
 
-    It lies midway between two deviations, so that float32 does not decide which side one is on.
+    It lies midway between two deviations, so that float32 does not decide which side one is on. Below 0 if all that
+    could be cut still is not enough.
     """
     if not deviation.size:
         return None
     falling = np.sort(deviation)[::-1]
     below = falling[cut] if cut < deviation.size else -math.inf
     above = falling[falling > below][-1] if falling[0] > below else below + abs(below) / 50
-    return float(max((above + max(below, 0.0)) / 2, 0.0))
+    return float((above + max(below, 0.0)) / 2)
 
 
 def _deviation(log_ratio: Any, advantage: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -80,7 +80,7 @@ def token_kl(
 
     With `old_logp` the tokens are taken as drawn from π_old, and value and gradient are multiplied by r = π/π_old. Then
     both expectations are right after updates too; contexts stay those that π_old led to. This is the unbiased KL
-    estimate of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1): the gradient of r·k3 through both factors is r x ∇ log π.
+    estimate of DeepSeek-V3.2 (arXiv 2512.02556, "Scaling GRPO"): the gradient of r·k3 through both is r x ∇ log π.
 
     Args:
       logp: float32 [B, T], of the policy that is trained.
