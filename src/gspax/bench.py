@@ -46,8 +46,15 @@ def table(experiment: Experiment, measured: list[dict[str, float]], ceiling: flo
     rows = experiment.sampling.prompts * experiment.sampling.group
     drawn = rows * median["response/length_mean"]
     length = experiment.sampling.max_prompt_tokens + median["response/length_mean"]
-    once = rows * length * forward_flops(experiment.model, length)
-    flops = {"rollout": once, "old_logp": once, "train": 3 * once, "step": 5 * once}
+    each = forward_flops(experiment.model, length)
+    once = rows * length * each
+    # a prompt runs once for all its samples
+    flops = {
+        "rollout": (experiment.sampling.prompts * experiment.sampling.max_prompt_tokens + drawn) * each,
+        "old_logp": once,
+        "train": 3 * once,
+    }
+    flops["step"] = sum(flops.values())
     tokens = {"rollout": drawn, "old_logp": rows * length, "train": rows * length, "step": drawn}
     lines = [f"{'':10}{'wall s':>9}{'CPU s':>9}{'tokens/s':>12}{'GFLOP/s':>10}{'of matmul':>11}"]
     for phase in PHASES:
