@@ -19,7 +19,9 @@ from gspax.checkpoint import Checkpoints
 from gspax.errors import UserError
 from gspax.evaluate import run as evaluate_run
 from gspax.rundir import RunDir
+from gspax.sharding import make_mesh
 from gspax.state import abstract_state
+from gspax.types import Rollout
 
 EXPERIMENT = str(Path(__file__).with_name("small_experiment.py"))
 CLOCKS = ("time/", "cpu/", "perf/")
@@ -256,3 +258,66 @@ def test_gspo_learns_to_sort(tmp_path):
     assert code == 0, error
     accuracy = [row["eval/accuracy"] for row in timeless(RunDir(tmp_path / "run")) if "eval/accuracy" in row]
     assert accuracy[-1] > accuracy[0] + 0.25
+
+
+def test_metrics_of_several_updates_are_extremes_or_means():
+    updates = [
+        {"loss": 1.0, "grad_norm": 2.0, "ratio_min": 0.5, "ratio_max": 1.5, "ratio_mean": 1.0},
+        {"loss": 4.0, "grad_norm": 4.0, "ratio_min": 0.9, "ratio_max": 1.2, "ratio_mean": 1.1},
+    ]
+    assert loop.update_metrics(updates) == {
+        "policy/loss": 2.5,
+        "optim/grad_norm": 3.0,
+        "policy/ratio_min": 0.5,
+        "policy/ratio_max": 1.5,
+        "policy/ratio_mean": 1.05,
+    }
+
+
+def a_rollout():
+    """Eight rows whose tokens tell them apart."""
+    tokens = np.arange(64, dtype=np.int32).reshape(8, 8)
+    return Rollout(
+        tokens_BT=tokens,
+        mask_BT=tokens % 3 == 0,
+        logp_BT=-tokens.astype(np.float32),
+        prompt_length_B=np.array([1, 1, 2, 2, 3, 3, 4, 4], np.int32),
+        length_B=np.array([1, 2, 3, 4, 4, 4, 4, 2], np.int32),
+        finished_B=np.array([True, True, True, False, False, True, True, True]),
+    )
+
+
+def test_response_metrics_by_hand():
+    assert loop.response_metrics(a_rollout(), 4) == {
+        "response/length_mean": 3.0,
+        "response/length_min": 1.0,
+        "response/length_max": 4.0,
+        "response/truncated": 0.25,
+    }
+
+
+def test_reward_metrics_by_hand():
+    reward_PG = np.array([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]], np.float32)
+    assert loop.reward_metrics(reward_PG) == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "reward/zero_std_groups": 0.5,
+    }
+
+
+def test_mini_batches_are_the_rollout_in_order_each_row_once():
+    learner = loop.Learner(with_schedule(minibatches=4), make_mesh(config.Mesh(), jax.devices()[:1]), None, None, None)
+    rollout, advantage = a_rollout(), np.arange(8) / 8
+    batches = loop.minibatches(learner, rollout, advantage)
+    assert [len(batch.tokens_BT) for batch in batches] == [2, 2, 2, 2]
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+    np.testing.assert_array_equal(joined.tokens_BT, rollout.tokens_BT)
+    np.testing.assert_array_equal(joined.mask_BT, rollout.mask_BT)
+    np.testing.assert_array_equal(joined.advantage_B, advantage)
+    np.testing.assert_array_equal(joined.segment_BT.sum(axis=1), rollout.prompt_length_B + rollout.length_B)
+    assert (np.diff(joined.segment_BT, axis=1) <= 0).all(), "the sequence first, then padding"
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, [7]), (3, [3, 6, 7]), (7, [7]), (10, [7])])
+def test_what_is_due_every_so_often_is_due_at_the_end_too(every, due):
+    assert [done for done in range(1, 8) if loop._due(done, every, 7)] == due

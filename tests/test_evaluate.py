@@ -1,0 +1,116 @@
+"""An evaluation reads held-out problems only, each once, whatever the chunks and devices."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from small_experiment import experiment
+
+from gspax import config, evaluate
+from gspax.sharding import make_mesh
+from gspax.types import Rollout
+
+PROBLEMS, SAMPLES = 10, 2
+
+
+@dataclass(frozen=True)
+class HeldoutOnly:
+    data: object = experiment.data
+
+    def heldout(self, index):
+        return self.data.heldout(index)
+
+
+def small(**sampling):
+    return replace(
+        experiment,
+        data=HeldoutOnly(),
+        evaluation=config.Evaluation(problems=PROBLEMS, samples=SAMPLES),
+        sampling=replace(experiment.sampling, **sampling),
+    )
+
+
+def run(experiment, devices=1, seed=0):
+    mesh = make_mesh(config.Mesh(), jax.devices()[:devices])
+    return evaluate.evaluate(experiment, tiny.params(experiment.model), jax.random.key(seed), mesh)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments that the sampler was called with; each sample's text is one digit, told by its id."""
+    calls = []
+
+    def fake(params, model, prompts, ids, key, *, sampling, stop_ids, mesh):
+        ids = np.repeat(np.asarray(ids), sampling.group)
+        calls.append({"prompts": prompts, "ids": list(ids), "key": key, "sampling": sampling})
+        lengths = np.repeat([len(prompt) for prompt in prompts], sampling.group)
+        tokens = np.zeros((len(ids), 8), np.int32)
+        for row, length in enumerate(lengths):
+            tokens[row, :length] = prompts[row // sampling.group]
+            tokens[row, length] = ids[row] % 10
+        return Rollout(
+            tokens_BT=tokens,
+            mask_BT=tokens > 0,
+            logp_BT=np.zeros(tokens.shape, np.float32),
+            prompt_length_B=lengths,
+            length_B=np.ones(len(ids), np.int32),
+            finished_B=ids % 4 > 0,
+        )
+
+    monkeypatch.setattr(evaluate, "sample", fake)
+    return calls
+
+
+def test_chunks_and_devices_do_not_matter_and_only_heldout_problems_are_read():
+    # one device: chunks of 4, 4 and 2 problems filled up to 4; eight devices: one chunk of 10 filled up to 16
+    metrics, rows = run(small(prompts=4, group=2))
+    spread, spread_rows = run(small(prompts=8, group=4), devices=8)
+    assert metrics == spread and rows == spread_rows
+    assert [row["prompt"] for row in rows] == [experiment.data.heldout(index).prompt for index in range(PROBLEMS)]
+    assert set(metrics) == {"eval/accuracy", "eval/greedy_accuracy", "eval/truncated"}
+    other, other_rows = run(small(prompts=4, group=2), seed=1)
+    assert [row["completion"] for row in other_rows] != [row["completion"] for row in rows]
+    assert other["eval/greedy_accuracy"] == metrics["eval/greedy_accuracy"]
+
+
+def test_one_pass_is_sampled_at_temperature_one_and_one_is_greedy(calls):
+    filtered = small(prompts=64, temperature=0.5, top_k=3, top_p=0.5, min_p=0.1)
+    run(filtered)
+    sampled, greedy = (call["sampling"] for call in calls)
+    alike = {"max_tokens": 4, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    assert sampled == replace(filtered.sampling, group=SAMPLES, temperature=1.0, **alike)
+    assert greedy == replace(filtered.sampling, group=1, temperature=0.0, **alike)
+
+
+def test_a_limit_of_its_own_replaces_the_rollouts(calls):
+    run(replace(small(), evaluation=config.Evaluation(problems=1, max_tokens=2)))
+    assert {call["sampling"].max_tokens for call in calls} == {2}
+
+
+def test_every_evaluation_of_a_run_draws_with_one_key_that_no_rollout_draws_with(calls):
+    run(small())
+    run(small())
+    keys = {tuple(jax.random.key_data(call["key"]).tolist()) for call in calls}
+    assert len(keys) == 1
+    assert keys.isdisjoint(
+        tuple(jax.random.key_data(key).tolist())
+        for key in (jax.random.key(0), *(jax.random.fold_in(jax.random.key(0), number) for number in (0, 1)))
+    )
+
+
+def test_metrics_are_means_over_the_wanted_problems_alone(calls):
+    def last_digit(problem, completion):
+        return float(completion)
+
+    metrics, rows = run(replace(small(prompts=3, group=2), reward=last_digit))
+    assert [call["ids"] for call in calls[:4]] == [[i, i, i + 1, i + 1, i + 2, i + 2] for i in (0, 3, 6, 9)]
+    assert metrics["eval/accuracy"] == metrics["eval/greedy_accuracy"] == np.mean(range(10))
+    assert metrics["eval/truncated"] == 0.3, "0, 4 and 8 of ten"
+    assert [row["completion"] for row in rows] == [str(i) for i in range(10)], "the first sample of each problem"
+
+
+def test_a_report_gets_sixteen_rows_at_most(calls):
+    _, rows = run(replace(small(), evaluation=config.Evaluation(problems=40, samples=3)))
+    assert [row["prompt"] for row in rows] == [experiment.data.heldout(index).prompt for index in range(16)]
