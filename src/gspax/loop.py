@@ -6,7 +6,6 @@ One rollout from prompt to gradient: `loop.py`, `sampler.py`, `advantages.py`, `
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gspax import advantages, interrupt, progress, report
+from gspax import interrupt, progress, report
 from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment
 from gspax.description import describe
 from gspax.evaluate import evaluate
+from gspax.metrics import Clock, response_metrics, reward_metrics, routing_metrics, score_metrics, update_metrics
 from gspax.optimizer import learning_rate, make_optimizer
 from gspax.record import Recorder
 from gspax.rewards import completions
-from gspax.routing import changed_share, expert_load
 from gspax.rundir import RunDir, open_run
 from gspax.sampler import sample
 from gspax.sft import warm_start
@@ -175,13 +174,15 @@ def rollout_and_update(
     jax.block_until_ready(state)
     clock.lap("train")
 
+    # on one mini-batch: a forward pass of them all would be a tenth of a step
+    experts_before, experts_after = scores[0][2], learner.score(state.params, batches[0])[2]
     metrics = {
         **reward_metrics(reward_PG),
-        **response_metrics(rollout, experiment.sampling.max_tokens),
+        **response_metrics(rollout),
         **update_metrics(jax.device_get(updates)),
         "optim/learning_rate": float(learning_rate(experiment.optimizer)(state.step - 1)),
-        **score_metrics(learner, rollout, scores),
-        **routing_metrics(learner, state, batches[0], scores[0][2]),
+        **score_metrics(rollout, scores),
+        **routing_metrics(experts_before, experts_after, experiment.model.num_experts),
         **clock.metrics(int(rollout.length_B.sum())),
     }
     for row, advantage in zip(rows, advantage_B, strict=True):
@@ -207,80 +208,3 @@ def minibatches(learner: Learner, rollout: Rollout, advantage_B: np.ndarray) -> 
         for first in range(0, count * size, size)
     ]
     return [jax.device_put(part, named(learner.mesh, "batch")) for part in parts]
-
-
-class Clock:
-    """Seconds of the parts of a step: wall (`time/`), and of this process's processors (`cpu/`)."""
-
-    def __init__(self) -> None:
-        self.start = self.last = self.now()
-        self.seconds: dict[str, float] = {}
-
-    @staticmethod
-    def now() -> tuple[float, float]:
-        return time.perf_counter(), time.process_time()
-
-    def lap(self, name: str, since: tuple[float, float] | None = None) -> None:
-        now, since = self.now(), since or self.last
-        self.seconds |= {f"time/{name}": now[0] - since[0], f"cpu/{name}": now[1] - since[1]}
-        self.last = now
-
-    def metrics(self, tokens: int) -> dict[str, float]:
-        self.lap("step", since=self.start)
-        return {**self.seconds, "perf/tokens_per_second": tokens / self.seconds["time/step"]}
-
-
-def reward_metrics(reward_PG: Array) -> dict[str, float]:
-    return {
-        "reward/mean": float(reward_PG.mean()),
-        "reward/std": float(reward_PG.std()),
-        "reward/zero_std_groups": float(advantages.constant_groups(reward_PG).mean()),
-    }
-
-
-def response_metrics(rollout: Rollout, limit: int) -> dict[str, float]:
-    """Lengths in tokens; truncated is the share of responses cut at the limit without a stop token."""
-    return {
-        "response/length_mean": float(rollout.length_B.mean()),
-        "response/length_min": float(rollout.length_B.min()),
-        "response/length_max": float(rollout.length_B.max()),
-        "response/truncated": float(1.0 - rollout.finished_B.mean()),
-    }
-
-
-def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
-    """The train step's metrics over the rollout batch's updates: least of the `_min`, most of the `_max`, else mean."""
-    combined = {}
-    for name in updates[0]:
-        values = [float(update[name]) for update in updates]
-        reduce = min if name.endswith("_min") else max if name.endswith("_max") else np.mean
-        group = "optim" if name == "grad_norm" else "policy"
-        combined[f"{group}/{name}"] = float(reduce(values))
-    return combined
-
-
-def score_metrics(learner: Learner, rollout: Rollout, scores: list[tuple[Array, Array, Array]]) -> dict[str, float]:
-    """Entropy of the policy that sampled, and how far sampler and learner disagree about their log-probs."""
-    mask_BT = rollout.mask_BT
-    learner_logp_BT = np.concatenate([np.asarray(logp) for logp, _, _ in scores])
-    entropy_BT = np.concatenate([np.asarray(entropy) for _, entropy, _ in scores])
-    gap = np.abs(learner_logp_BT - rollout.logp_BT)[mask_BT]
-    return {
-        "policy/entropy": float(entropy_BT[mask_BT].mean()),
-        "mismatch/logp_diff_mean": float(gap.mean()),
-        "mismatch/logp_diff_max": float(gap.max()),
-    }
-
-
-def routing_metrics(learner: Learner, state: TrainState, batch: Batch, before_LBTA: Array) -> dict[str, float]:
-    """Expert load before, and choices changed by, this rollout batch's updates; both on its first mini-batch."""
-    if before_LBTA.size == 0:
-        return {}
-    experts = learner.experiment.model.num_experts
-    after_LBTA = learner.score(state.params, batch)[2]
-    load_LE = expert_load(before_LBTA, experts)
-    return {
-        "routing/load_max": float(jnp.max(load_LE)),
-        "routing/load_min": float(jnp.min(load_LE)),
-        "routing/changed": float(changed_share(before_LBTA, after_LBTA, experts)),
-    }
