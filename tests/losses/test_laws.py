@@ -187,6 +187,7 @@ def test_padding_of_packed_rows_never_matters(member):
     packed, garbage = (Packed(y, sequences_per_row=4) for y in (x, fill(x, np.nan)))
     terms, gradient = packed_terms_and_gradient(member, packed.arguments(member), packed.segment_ids)
     arguments = list(garbage.arguments(member))
+    arguments[2] = np.where(arguments[3], arguments[2], np.float32(np.nan))
     got, got_gradient = packed_terms_and_gradient(member, arguments, packed.segment_ids)
     jax.tree.map(np.testing.assert_array_equal, (got, got_gradient), (terms, gradient))
     # The segments say as much as the mask where they are 0.
@@ -236,7 +237,7 @@ finite = st.floats(-HUGE, HUGE, width=32, allow_subnormal=False)
 
 
 @over_family
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_finite_input_never_gives_nan(member, data):
     shape = (2, 3)

@@ -247,6 +247,14 @@ def test_vespos_weight_is_1_on_policy_and_largest_at_k_over_lambda():
     np.testing.assert_allclose(weight, (w**2 * np.exp(3 * (1 - w)))[:, 0], rtol=1e-6)
 
 
+def test_vespo_holds_log_w_within_25():
+    """Seen where the exponential does not hide it, with λ = 0: then φ(W) = W^k."""
+    logp = np.array([[1e4], [30], [20], [-1e4]], np.float32)
+    arguments = logp, 0 * logp, np.ones(4, np.float32), np.ones_like(logp, bool)
+    _, gradient = value_and_gradient(VESPO, arguments, k_positive=0.5, lambda_positive=0.0)
+    np.testing.assert_allclose(gradient[:, 0], -np.exp([12.5, 12.5, 10, -12.5]) / 4, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_gspo_token_with_one_advantage_per_sequence_is_gspo(name):
     arguments = CASES[name].arguments(GSPO)

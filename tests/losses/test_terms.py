@@ -35,6 +35,15 @@ def test_by_constant_sums_over_tokens_and_weighs_sequences():
     np.testing.assert_array_equal(by_constant(VALUE, MASK, length=4)[0], [0.75, 2.25, 0])
 
 
+@pytest.mark.parametrize("aggregate", (by_sequence, by_token, by_constant))
+@pytest.mark.parametrize("segments", (None, jnp.ones((3, 3), jnp.int32)), ids=("rows", "packed"))
+def test_what_stands_outside_the_mask_never_matters(aggregate, segments):
+    garbage = jnp.where(MASK, VALUE, jnp.nan)
+    for value in (VALUE, garbage):
+        numerator = jax.value_and_grad(lambda x: aggregate(x, MASK, segments)[0].sum())
+        jax.tree.map(np.testing.assert_array_equal, numerator(value), numerator(VALUE))
+
+
 PACKED = jnp.array([[1.0, 2.0, 6.0, 8.0, 5.0], [7.0, 9.0, 1.0, 1.0, 1.0]])
 SEGMENTS = jnp.array([[2, 1, 2, 0, 3], [1, 1, 1, 2, 0]], jnp.int32)
 PACKED_MASK = jnp.array([[True, True, True, True, False], [True, True, False, False, True]])
