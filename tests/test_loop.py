@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_experiment import experiment
@@ -21,7 +22,7 @@ from gspax.evaluate import run as evaluate_run
 from gspax.rundir import RunDir
 from gspax.sharding import make_mesh
 from gspax.state import abstract_state
-from gspax.types import Rollout
+from gspax.types import Rollout, TrainState
 
 EXPERIMENT = str(Path(__file__).with_name("small_experiment.py"))
 CLOCKS = ("time/", "cpu/", "perf/")
@@ -260,6 +261,20 @@ def test_gspo_learns_to_sort(tmp_path):
     assert accuracy[-1] > accuracy[0] + 0.25
 
 
+def test_metrics_of_several_updates_are_extremes_or_means():
+    updates = [
+        {"loss": 1.0, "grad_norm": 2.0, "ratio_min": 0.5, "ratio_max": 1.5, "ratio_mean": 1.0},
+        {"loss": 4.0, "grad_norm": 4.0, "ratio_min": 0.9, "ratio_max": 1.2, "ratio_mean": 1.1},
+    ]
+    assert loop.update_metrics(updates) == {
+        "policy/loss": 2.5,
+        "optim/grad_norm": 3.0,
+        "policy/ratio_min": 0.5,
+        "policy/ratio_max": 1.5,
+        "policy/ratio_mean": 1.05,
+    }
+
+
 def a_rollout():
     """Eight rows whose tokens tell them apart."""
     tokens = np.arange(64, dtype=np.int32).reshape(8, 8)
@@ -271,6 +286,24 @@ def a_rollout():
         length_B=np.array([1, 2, 3, 4, 4, 4, 4, 2], np.int32),
         finished_B=np.array([True, True, True, False, False, True, True, True]),
     )
+
+
+def test_response_metrics_by_hand():
+    assert loop.response_metrics(a_rollout(), 4) == {
+        "response/length_mean": 3.0,
+        "response/length_min": 1.0,
+        "response/length_max": 4.0,
+        "response/truncated": 0.25,
+    }
+
+
+def test_reward_metrics_by_hand():
+    reward_PG = np.array([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]], np.float32)
+    assert loop.reward_metrics(reward_PG) == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "reward/zero_std_groups": 0.5,
+    }
 
 
 def test_mini_batches_are_the_rollout_in_order_each_row_once():
@@ -289,3 +322,62 @@ def test_mini_batches_are_the_rollout_in_order_each_row_once():
 @pytest.mark.parametrize(("every", "due"), [(0, [7]), (3, [3, 6, 7]), (7, [7]), (10, [7])])
 def test_what_is_due_every_so_often_is_due_at_the_end_too(every, due):
     assert [done for done in range(1, 8) if loop._due(done, every, 7)] == due
+
+
+def test_a_rollout_batch_step_by_step(monkeypatch):
+    """Parameters are a counter of updates: what scored and what updated can be told from what it gave."""
+    small = replace(
+        experiment,
+        sampling=replace(experiment.sampling, prompts=4, group=2),
+        schedule=replace(experiment.schedule, minibatches=2),
+        optimizer=config.Optimizer(learning_rate=1.0, warmup_updates=8),
+        advantage=lambda reward_PG: jnp.arange(8.0).reshape(4, 2),
+    )
+    drawn, updated = {}, []
+
+    def sample(params, model, prompts, ids, key, **kwargs):
+        drawn.update(params=params, prompts=prompts, ids=list(ids), key=key, **kwargs)
+        rollout = a_rollout()
+        return replace(rollout, logp_BT=np.where(rollout.mask_BT, -0.25, 0.0).astype(np.float32))
+
+    def score(params, batch):
+        rows, columns = batch.tokens_BT.shape
+        logp = jnp.where(batch.mask_BT, params + 0.25, 100.0)
+        experts = jnp.stack([jnp.zeros((1, rows, columns), jnp.int32), jnp.full((1, rows, columns), 1 + params)], -1)
+        return logp, jnp.where(batch.mask_BT, 2.0, 100.0), experts.astype(jnp.int32)
+
+    def train_step(state, batch):
+        updated.append(batch)
+        return replace(state, step=state.step + 1, params=state.params + 1), {"loss": jnp.float32(len(updated))}
+
+    monkeypatch.setattr(loop, "sample", sample)
+    learner = loop.Learner(small, make_mesh(config.Mesh(), jax.devices()[:1]), None, train_step, score)
+    key = jax.random.key(5)
+    state = TrainState(step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=None)
+    state, metrics, rows = loop.rollout_and_update(learner, state)
+
+    assert drawn["params"] == 0 and drawn["ids"] == [40, 41, 42, 43] and drawn["sampling"] == small.sampling
+    assert drawn["prompts"] == [small.tokenizer.encode(small.data.train(index).prompt) for index in range(40, 44)]
+    assert drawn["key"] not in (key, jax.random.fold_in(key, 2)), "neither the run's key nor the evaluation's"
+    assert (state.step, state.position, state.params) == (6, 44, 2) and state.key == key
+    for part, batch in enumerate(updated):
+        np.testing.assert_array_equal(batch.tokens_BT, a_rollout().tokens_BT[4 * part : 4 * part + 4])
+        np.testing.assert_array_equal(batch.advantage_B, np.arange(4.0) + 4 * part)
+        np.testing.assert_array_equal(np.asarray(batch.old_logp_BT)[batch.mask_BT], 0.25)
+    assert [row["advantage"] for row in rows] == list(range(8))
+    assert metrics["policy/loss"] == 1.5 and metrics["policy/entropy"] == 2.0
+    assert metrics["mismatch/logp_diff_mean"] == metrics["mismatch/logp_diff_max"] == 0.5
+    assert metrics["optim/learning_rate"] == 5 / 8, "of the last update, the sixth, after five"
+    assert metrics["routing/changed"] == 0.5, "one of two experts is another one after two updates"
+    assert metrics["routing/load_max"] == 2.0 and metrics["routing/load_min"] == 0.0
+
+
+def test_sampler_and_learner_have_one_temperature_and_score_and_update_one_split(monkeypatch):
+    given = []
+    for name in ("make_train_step", "make_score"):
+        monkeypatch.setattr(loop, name, lambda *args, **kwargs: given.append(kwargs))
+    learner = loop.make_learner(
+        replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
+    )
+    wanted = {"temperature": 0.7, "microbatch_rows": 8, "mesh": learner.mesh}
+    assert given == [wanted, wanted] and learner.mesh.size == 8

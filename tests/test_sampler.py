@@ -89,6 +89,16 @@ def test_a_sample_is_a_function_of_key_id_and_position(params):
     assert len({tuple(completion(whole, row)) for row in range(3)}) == 3, "samples of one prompt differ"
 
 
+def test_a_sample_continues_from_any_of_its_prefixes(params):
+    whole = draw(params, stop_ids=())
+    for sample in range(3):
+        drawn = [completion(whole, 3 * prompt + sample) for prompt in range(4)]
+        longer = [PROMPTS[prompt] + drawn[prompt][: prompt + 1] for prompt in range(4)]
+        again = draw(params, prompts=longer, stop_ids=())
+        for prompt in range(4):
+            assert completion(again, 3 * prompt + sample)[: 9 - prompt] == drawn[prompt][prompt + 1 :]
+
+
 def test_a_longer_limit_only_continues(params):
     short = draw(params, stop_ids=())
     longer = draw(params, stop_ids=(), sampling=replace(SAMPLING, max_tokens=14))

@@ -1,0 +1,81 @@
+"""The demonstrations of the warm start: what is taught, and in which order."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_experiment import experiment
+
+from gspax import config, sft
+from gspax.errors import UserError
+from gspax.sharding import make_mesh
+
+LENGTH = 9
+ROOMY = replace(
+    experiment, sampling=replace(experiment.sampling, max_tokens=LENGTH - experiment.sampling.max_prompt_tokens)
+)
+STOP = experiment.tokenizer.stop_ids[0]
+
+
+def digits(problem, rng):
+    """The answer, and a digit that the row's generator chose."""
+    return problem.answer + str(rng.integers(10))
+
+
+def demonstrated(first=0, rows=4, demonstration=digits, **changes):
+    stage = config.WarmStart(demonstration=demonstration, rows=rows)
+    mesh = make_mesh(config.Mesh(), jax.devices()[:1])
+    return sft.demonstrations(replace(ROOMY, **changes), stage, first, mesh)
+
+
+def test_rows_are_prompt_demonstration_stop_and_the_prompt_is_not_taught():
+    batch = jax.device_get(demonstrated(first=3))
+    for row in range(4):
+        problem = experiment.data.train(3 + row)
+        prompt, answer = (experiment.tokenizer.encode(text) for text in (problem.prompt, problem.answer))
+        start, end = len(prompt), len(prompt) + len(answer) + 2
+        tokens = batch.tokens_BT[row]
+        assert tokens[: end - 2].tolist() == [*prompt, *answer] and tokens[end - 2] < 10 and tokens[end - 1] == STOP
+        assert np.flatnonzero(batch.mask_BT[row]).tolist() == list(range(start, end))
+        assert batch.segment_BT[row].tolist() == [1] * end + [0] * (LENGTH - end)
+        assert not tokens[end:].any()
+
+
+def test_a_row_is_a_function_of_seed_and_index():
+    whole, part = demonstrated(first=0, rows=16), demonstrated(first=8, rows=8)
+    np.testing.assert_array_equal(whole.tokens_BT[8:], part.tokens_BT)
+    other = demonstrated(first=0, rows=16, seed=1)
+    assert not np.array_equal(whole.tokens_BT, other.tokens_BT)
+    alike = demonstrated(rows=16, data=Always(experiment.data.train(0)))
+    assert len({tuple(row) for row in alike.tokens_BT.tolist()}) > 3, "each row has a generator of its own"
+
+
+class Always:
+    def __init__(self, problem):
+        self.problem = problem
+
+    def train(self, index):
+        return self.problem
+
+
+def test_a_demonstration_that_does_not_fit_is_refused():
+    with pytest.raises(UserError, match="wanted at most 9 tokens .* got .* for training problem 2"):
+        demonstrated(first=2, demonstration=lambda problem, rng: "1" * 9)
+
+
+def test_each_update_sees_the_next_problems(monkeypatch, tmp_path):
+    firsts, demonstrations = [], sft.demonstrations
+
+    def spy(experiment, stage, first, mesh):
+        firsts.append(first)
+        return demonstrations(experiment, stage, first, mesh)
+
+    def update(state, batch):
+        return replace(state, step=state.step + 1), {"loss": jnp.float32(1)}
+
+    monkeypatch.setattr(sft, "demonstrations", spy)
+    monkeypatch.setattr(sft, "make_train_step", lambda *args, **kwargs: update)
+    sft.run(experiment, tmp_path / "run")
+    assert firsts == [0, 16, 32]
