@@ -128,6 +128,16 @@ def test_eight_devices_draw_the_same(params):
     np.testing.assert_allclose(alone.logp_BT, spread.logp_BT, atol=1e-5)
 
 
+def test_on_a_mesh_prefill_and_decode_run_their_own_rows_through_the_experts(params):
+    mesh = sharding.make_mesh(Mesh())
+
+    def run(params):
+        key = jax.random.key(0)
+        return sampler.sample(params, CONFIG, [[1]] * 8, range(8), key, sampling=SAMPLING, stop_ids=STOP, mesh=mesh)
+
+    assert tiny.primitives(run, params).count("shard_map") == 2
+
+
 @pytest.mark.parametrize(
     ("prompts", "said"), [([[1], []], "prompt 1: wanted 1 to 16"), ([[1] * 17], "prompt 0: wanted 1 to 16 .* got 17")]
 )

@@ -61,7 +61,7 @@ class Always:
 
 
 def test_a_demonstration_that_does_not_fit_is_refused():
-    with pytest.raises(UserError, match="wanted at most 9 tokens .* got .* for training problem 2"):
+    with pytest.raises(UserError, match=r"wanted at most 9 tokens .* got .* for training problem 2"):
         demonstrated(first=2, demonstration=lambda problem, rng: "1" * 9)
 
 

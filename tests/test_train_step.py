@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import chex
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -123,7 +122,7 @@ ADAM = make_optimizer(config.Optimizer(learning_rate=1e-2))
 
 @functools.cache
 def adam_alone():
-    return train_step.make_train_step(CONFIG, losses.gspo, ADAM)(fresh(ADAM), batch())
+    return train_step.make_train_step(CONFIG, losses.gspo, ADAM, temperature=TEMPERATURE)(fresh(ADAM), batch())
 
 
 @pytest.mark.parametrize(
@@ -141,13 +140,27 @@ def test_eight_devices_make_the_update_of_one(mesh, rows):
     devices = sharding.make_mesh(mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(CONFIG, ADAM, devices))
     state = jax.device_put(fresh(ADAM), shardings)
-    update = train_step.make_train_step(CONFIG, losses.gspo, ADAM, microbatch_rows=rows, mesh=devices)
+    update = train_step.make_train_step(
+        CONFIG, losses.gspo, ADAM, temperature=TEMPERATURE, microbatch_rows=rows, mesh=devices
+    )
     spread, got = update(state, jax.device_put(batch(), sharding.named(devices, "batch")))
     close(got, want, rtol=1e-3)
+    close(want, whole("gspo")[1])  # metrics do not depend on the optimiser: the gradient's norm is before its clip
+    assert optax.tree.get(spread.opt_state, "count") == optax.tree.get(alone.opt_state, "count") == 1
+    close(optax.tree.get(spread.opt_state, "mu"), optax.tree.get(alone.opt_state, "mu"), atol=1e-5)
     # Adam divides by the gradient's own size, so only gradients above rounding can be compared
     close(spread.params, alone.params, rtol=1e-3, atol=1e-3)
     kept = jax.tree.map(lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted, leaf.ndim), spread, shardings)
     assert all(jax.tree.leaves(kept))
+
+
+def test_on_a_mesh_each_device_runs_its_own_rows_through_the_experts():
+    devices = sharding.make_mesh(config.Mesh())
+    state = abstract_state(CONFIG, SGD, devices)
+    update = train_step.make_train_step(CONFIG, losses.gspo, SGD, mesh=devices)
+    assert tiny.primitives(update, state, batch()).count("shard_map") >= 2, "forward and backward"
+    score = train_step.make_score(CONFIG, mesh=devices)
+    assert tiny.primitives(score, state.params, batch()).count("shard_map") == 1
 
 
 @functools.cache
@@ -179,14 +192,6 @@ def test_the_step_compiles_once():
     assert state.step == 2 and step()._cache_size() == compiled == 1
 
 
-def array_sizes(jaxpr):
-    """Sizes of all arrays that a jaxpr and the jaxprs within it make."""
-    for equation in jaxpr.eqns:
-        yield from (variable.aval.size for variable in equation.outvars if hasattr(variable.aval, "size"))
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
-            yield from array_sizes(inner)
-
-
 @pytest.mark.parametrize("budget", [2 * B * 1000, 2**40])
 def test_logits_of_the_whole_batch_are_never_held(monkeypatch, budget):
     wide = replace(CONFIG, vocab_size=1000)
@@ -194,7 +199,8 @@ def test_logits_of_the_whole_batch_are_never_held(monkeypatch, budget):
     params = transformer.abstract_params(wide)
     state = jax.eval_shape(lambda params: new_state(params, SGD, jax.random.key(0)), params)
     update = train_step.make_train_step(wide, losses.gspo, SGD)
-    largest = max(array_sizes(jax.make_jaxpr(update)(state, batch()).jaxpr))
+    made = tiny.equations(jax.make_jaxpr(update)(state, batch()).jaxpr)
+    largest = max(array.aval.size for equation in made for array in equation.outvars if hasattr(array.aval, "size"))
     assert (largest >= B * (T - 1) * 1000) == (budget == 2**40)
 
 
@@ -247,3 +253,18 @@ def test_initial_state_is_sharded_by_the_table_and_the_same_on_any_mesh():
     assert gate.sharding.spec[2] == "fsdp" and gate.addressable_shards[0].data.shape[2] == CONFIG.hidden_size // 4
     moment = spread.opt_state[1][0].mu["runs"][0]["mlp"]["gate"]
     assert moment.sharding.is_equivalent_to(gate.sharding, gate.ndim)
+
+
+def test_the_optimizer_is_adamw_with_its_settings_and_clips_only_when_asked():
+    settings = config.Optimizer(learning_rate=0.1, max_grad_norm=0.0, weight_decay=0.3, b1=0.8, b2=0.7, eps=1e-2)
+    optimizer, params = make_optimizer(settings), jnp.array([2.0, -3.0])
+    state = optimizer.init(params)
+    mean = square = np.zeros(2)
+    for count, grad in enumerate(([3.0, 40.0], [-1.0, 5.0], [2.0, 0.1]), start=1):
+        grad = np.array(grad)
+        mean, square = 0.8 * mean + 0.2 * grad, 0.7 * square + 0.3 * grad**2
+        adam = mean / (1 - 0.8**count) / (np.sqrt(square / (1 - 0.7**count)) + 1e-2)
+        expected = -0.1 * (adam + 0.3 * np.asarray(params))
+        updates, state = optimizer.update(jnp.asarray(grad, jnp.float32), state, params)
+        np.testing.assert_allclose(updates, expected, rtol=1e-4)
+        params = params + updates

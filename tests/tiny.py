@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 
 import jax
+import jax.extend
 
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
@@ -39,3 +40,16 @@ CONFIGS = {
 def params(config, seed=0):
     """Shared by all tests of a process: copy before donating."""
     return jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(seed))
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr and of the jaxprs within it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def primitives(function, *args, **kwargs):
+    """The names of all primitives that a function of these arguments is made of, each as often as it stands there."""
+    return [str(equation.primitive) for equation in equations(jax.make_jaxpr(function, **kwargs)(*args).jaxpr)]
