@@ -1,5 +1,6 @@
 """The program: what it calls, what it says, and its exit codes."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ def called(monkeypatch):
     def stand_in(module, function):
         made = ModuleType(f"gspax.{module}")
         setattr(made, function, lambda *arguments: calls.append((module, *arguments)) or Path("report.html"))
+        made.summary = lambda workdir: f"what {workdir} came to"
         monkeypatch.setitem(sys.modules, made.__name__, made)
 
     for module, function in (("loop", "train"), ("sft", "run"), ("evaluate", "run"), ("bench", "run")):
@@ -50,6 +52,20 @@ def test_train_with_options_in_any_order(called, tmp_path):
     assert module == "loop"
     assert workdir == tmp_path
     assert (experiment.seed, experiment.schedule.steps) == (3, 4)
+
+
+def test_a_run_ends_with_its_summary_and_three_commands_to_go_on(called, capsys):
+    assert cli.main(["train", STUB, "--workdir", "my runs/w", "seed=3", "schedule.steps=4"]) == 0
+    first, title, *commands = capsys.readouterr().out.splitlines()
+    assert (first, title) == ("what my runs/w came to", "Next:")
+    same = f"{shlex.quote(STUB)} --workdir 'my runs/w' seed=3"
+    assert [command.strip() for command in commands] == [
+        f"gspax train {same} schedule.steps=8",
+        f"gspax eval {same} evaluation.problems=2048",
+        f"gspax train {shlex.quote(STUB)} --workdir 'my runs/w_grpo' seed=3 loss=gspax.losses.grpo",
+    ]
+    cli.main(["train", STUB, "--workdir", "w", "loss=gspax.losses.grpo"])
+    assert "--workdir w_gspo loss=gspax.losses.grpo loss=gspax.losses.gspo" in capsys.readouterr().out
 
 
 def test_the_other_verbs(called, tmp_path, capsys):
@@ -130,7 +146,9 @@ def test_an_interrupted_run(monkeypatch, capsys, signum, code):
     from gspax.interrupt import Interrupted
 
     assert failing(monkeypatch, Interrupted(signum)) == code
-    assert capsys.readouterr().err == f"gspax: interrupted by {signum.name}\n"
+    assert capsys.readouterr().err == (
+        f"gspax: {signum.name}: the state is saved; the same command continues the run\n"
+    )
 
 
 def test_ctrl_c_outside_of_a_run(monkeypatch):

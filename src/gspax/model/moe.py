@@ -53,14 +53,14 @@ class SparseMlp(nnx.Module):
         logits_BTE = jnp.einsum(
             "btd,de->bte", x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
         )
-        prob_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+        log_prob_BTE = jax.nn.log_softmax(logits_BTE, axis=-1)
         if forced_BTA is None:
-            expert_BTA = jax.lax.top_k(jax.lax.stop_gradient(prob_BTE), A)[1].astype(jnp.int32)
+            expert_BTA = jax.lax.top_k(jax.lax.stop_gradient(log_prob_BTE), A)[1].astype(jnp.int32)
         else:
             expert_BTA = jnp.minimum(forced_BTA, E - 1)  # replayed padding carries the id E
-        gate_BTA = jnp.take_along_axis(prob_BTE, expert_BTA, axis=-1)
-        if self.config.norm_topk_prob:
-            gate_BTA /= gate_BTA.sum(axis=-1, keepdims=True)
+        chosen_BTA = jnp.take_along_axis(log_prob_BTE, expert_BTA, axis=-1)
+        # p / Σ p as a softmax: replayed experts whose probabilities have all fallen to 0 still have gates
+        gate_BTA = jax.nn.softmax(chosen_BTA, axis=-1) if self.config.norm_topk_prob else jnp.exp(chosen_BTA)
         return gate_BTA, jnp.where(valid_BT[..., None], expert_BTA, E)
 
 
