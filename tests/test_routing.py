@@ -11,6 +11,8 @@ IDS = jnp.array([[[[0, 1], [1, 0], [1, 2], [3, 3]]]])
 
 def test_load_is_relative_to_the_layers_mean():
     np.testing.assert_allclose(expert_load(IDS, 3), [[2 / 2, 3 / 2, 1 / 2]])
+    two_layers = jnp.concatenate([IDS, jnp.where(IDS < 3, 0, 3)])
+    np.testing.assert_allclose(expert_load(two_layers, 3), [[2 / 2, 3 / 2, 1 / 2], [3, 0, 0]])
 
 
 def test_changed_ignores_order_and_padding():

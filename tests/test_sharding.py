@@ -28,6 +28,14 @@ def test_a_mesh_that_does_not_fit_is_refused(data, fsdp):
         sharding.mesh_shape(mesh, 8)
 
 
+def test_the_table():
+    assert sharding.spec("batch") == PartitionSpec(("data", "fsdp"))
+    assert sharding.spec("embed") == PartitionSpec("fsdp")
+    whole = sharding.RULES.keys() - {"batch", "embed"}
+    assert sharding.spec(*whole) == PartitionSpec(*[None] * len(whole)), "no code splits these"
+    assert sharding.spec() == PartitionSpec()
+
+
 def test_an_unknown_axis_is_an_error_and_not_a_replica():
     assert sharding.spec("expert", "embed", "mlp") == PartitionSpec(None, "fsdp", None)
     with pytest.raises(KeyError):
@@ -37,4 +45,5 @@ def test_an_unknown_axis_is_an_error_and_not_a_replica():
 def test_one_device_is_a_mesh_of_size_one():
     mesh = sharding.make_mesh(config.Mesh(), jax.devices()[:1])
     assert mesh.size == 1 and sharding.batch_shards(mesh) == 1
-    assert sharding.batch_shards(sharding.make_mesh(config.Mesh(data=2))) == 8
+    spread = sharding.make_mesh(config.Mesh(data=2))
+    assert dict(spread.shape) == {"data": 2, "fsdp": 4} and sharding.batch_shards(spread) == 8

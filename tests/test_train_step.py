@@ -250,6 +250,8 @@ def test_initial_state_is_sharded_by_the_table_and_the_same_on_any_mesh():
     spread = init_state(CONFIG, optimizer, key, sharding.make_mesh(config.Mesh(data=2, fsdp=4)))
     alone = init_state(CONFIG, optimizer, key, sharding.make_mesh(config.Mesh(), jax.devices()[:1]))
     close(spread.params, alone.params, rtol=0, atol=0)
+    # what is drawn with the key itself, or folded with another number, has nothing to do with the parameters
+    close(alone.params, jax.jit(transformer.init, static_argnums=0)(CONFIG, jax.random.fold_in(key, 0)))
     gate = spread.params["runs"][0]["mlp"]["gate"]
     assert gate.sharding.spec[2] == "fsdp" and gate.addressable_shards[0].data.shape[2] == CONFIG.hidden_size // 4
     moment = spread.opt_state[1][0].mu["runs"][0]["mlp"]["gate"]

@@ -135,6 +135,23 @@ def test_forced_experts_get_live_gates_in_their_given_order():
     np.testing.assert_array_equal(experts, forced)
 
 
+def test_forced_experts_of_no_probability_have_gates_and_gradients():
+    config, params = tiny.MOE, tiny.params(tiny.MOE)
+    tokens = random_tokens(config, 1, 6)
+    sure = jax.tree.map(jnp.copy, params)
+    sure["runs"][0]["mlp"]["router"] *= 1e4  # all probabilities but one are 0 in float32
+    _, experts = logits_of(sure, replace(config, num_experts_per_tok=5), tokens, np.ones_like(tokens))
+    forced = jnp.asarray(experts[..., 3:])
+
+    @jax.jit
+    def objective(params):
+        hidden, _ = transformer.apply(params, config, tokens, jnp.ones_like(tokens), forced_LBTA=forced)
+        return jnp.sin(hidden).sum(), hidden
+
+    grads, hidden = jax.grad(objective, has_aux=True)(sure)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((grads, hidden)))
+
+
 def test_forced_routing_still_trains_the_router():
     config, params = tiny.MOE, tiny.params(tiny.MOE)
     tokens = random_tokens(config, 1, 6)
