@@ -261,20 +261,6 @@ def test_gspo_learns_to_sort(tmp_path):
     assert accuracy[-1] > accuracy[0] + 0.25
 
 
-def test_metrics_of_several_updates_are_extremes_or_means():
-    updates = [
-        {"loss": 1.0, "grad_norm": 2.0, "ratio_min": 0.5, "ratio_max": 1.5, "ratio_mean": 1.0},
-        {"loss": 4.0, "grad_norm": 4.0, "ratio_min": 0.9, "ratio_max": 1.2, "ratio_mean": 1.1},
-    ]
-    assert loop.update_metrics(updates) == {
-        "policy/loss": 2.5,
-        "optim/grad_norm": 3.0,
-        "policy/ratio_min": 0.5,
-        "policy/ratio_max": 1.5,
-        "policy/ratio_mean": 1.05,
-    }
-
-
 def a_rollout():
     """Eight rows whose tokens tell them apart."""
     tokens = np.arange(64, dtype=np.int32).reshape(8, 8)
@@ -286,24 +272,6 @@ def a_rollout():
         length_B=np.array([1, 2, 3, 4, 4, 4, 4, 2], np.int32),
         finished_B=np.array([True, True, True, False, False, True, True, True]),
     )
-
-
-def test_response_metrics_by_hand():
-    assert loop.response_metrics(a_rollout(), 4) == {
-        "response/length_mean": 3.0,
-        "response/length_min": 1.0,
-        "response/length_max": 4.0,
-        "response/truncated": 0.25,
-    }
-
-
-def test_reward_metrics_by_hand():
-    reward_PG = np.array([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]], np.float32)
-    assert loop.reward_metrics(reward_PG) == {
-        "reward/mean": 0.5,
-        "reward/std": 0.5,
-        "reward/zero_std_groups": 0.5,
-    }
 
 
 def test_mini_batches_are_the_rollout_in_order_each_row_once():
