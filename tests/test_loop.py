@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from small_experiment import experiment
 
-from gspax import config, loop, losses, record, sft
+from gspax import config, interrupt, loop, losses, record, sft
 from gspax.checkpoint import Checkpoints
+from gspax.description import describe
 from gspax.errors import UserError
 from gspax.evaluate import run as evaluate_run
-from gspax.rundir import RunDir
+from gspax.rundir import RunDir, open_run
 from gspax.sharding import make_mesh
 from gspax.state import abstract_state
 from gspax.types import Rollout, TrainState
@@ -349,3 +350,17 @@ def test_sampler_and_learner_have_one_temperature_and_score_and_update_one_split
     )
     wanted = {"temperature": 0.7, "microbatch_rows": 8, "mesh": learner.mesh}
     assert given == [wanted, wanted] and learner.mesh.size == 8
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_run_starts_with_the_key_of_its_seed(monkeypatch, tmp_path, warm):
+    def update(state, batch):
+        return replace(state, step=state.step + 1), {"loss": jnp.float32(1)}
+
+    monkeypatch.setattr(sft, "make_train_step", lambda *args, **kwargs: update)
+    seeded = replace(experiment, seed=3, warm_start=experiment.warm_start if warm else None)
+    learner, run = loop.make_learner(seeded), open_run(tmp_path / "run", describe(seeded))
+    with interrupt.watch() as interrupted, Checkpoints(run.checkpoints, keep=1) as checkpoints:
+        state = loop.restore_or_start(learner, run, checkpoints, interrupted)
+    assert state.key == jax.random.key(3)
+    assert (state.step, state.position) == (0, 48 if warm else 0)

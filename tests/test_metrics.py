@@ -30,7 +30,7 @@ def a_rollout():
         logp_BT=np.array([[0, -1, -2], [0, -3, 0]], np.float32),
         prompt_length_B=np.array([1, 1], np.int32),
         length_B=np.array([2, 1], np.int32),
-        finished_B=np.array([True, False]),
+        finished_B=np.array([False, False]),
     )
 
 
@@ -39,7 +39,7 @@ def test_response_metrics_by_hand():
         "response/length_mean": 1.5,
         "response/length_min": 1.0,
         "response/length_max": 2.0,
-        "response/truncated": 0.5,
+        "response/truncated": 1.0,
     }
 
 
