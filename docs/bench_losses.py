@@ -5,7 +5,7 @@ gradient is written. That number over the measured time is what a loss moves; it
 of the same shape (16 bytes per token). The mark is half of the copy. Times are the best of several runs, so that
 other work on the machine disturbs little; "loss" returns the loss and the gradient, "metrics" the metrics too.
 
-Run: python experiments/bench_losses.py [rows tokens]
+Run: python docs/bench_losses.py [rows tokens]
 """
 
 import sys
