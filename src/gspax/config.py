@@ -12,6 +12,8 @@ from typing import Any
 
 from gspax.model.config import ModelConfig
 
+LOGIT_BUDGET = 2**25  # logits that the learner holds at once on one device, in numbers (128 MiB)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspax import sharding
-from gspax.config import Experiment
+from gspax.config import LOGIT_BUDGET, Experiment
 from gspax.description import describe, flatten, show
 from gspax.model.config import ModelConfig, is_sparse
 
-LOGIT_BUDGET = 2**25  # as in gspax.train_step, which would import the optimiser
 FLOAT32 = 4
 
 

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import optax
 
 from gspax import losses
+from gspax.config import LOGIT_BUDGET
 from gspax.losses.logprobs import chunked_token_logp
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
 from gspax.sharding import batch_shards
 from gspax.types import Array, Batch, Params, TrainState
-
-LOGIT_BUDGET = 2**25  # logits held at once on one device, in numbers (128 MiB)
 
 Loss = Callable[[Array, Array, Array, Array], losses.Terms]
 Metrics = dict[str, Array]

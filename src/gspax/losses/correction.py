@@ -38,7 +38,8 @@ from jax.lax import stop_gradient
 
 from gspax import masked
 from gspax.losses import checks
-from gspax.losses.kl import LOG_RATIO_LIMIT, k3_of
+from gspax.losses.kl import k3_of
+from gspax.losses.surrogate import LOG_RATIO_LIMIT
 from gspax.losses.terms import Share, Spread, share_of_sequences, share_of_tokens
 
 Array = jax.Array

@@ -38,12 +38,11 @@ from jax.lax import stop_gradient
 
 from gspax import masked
 from gspax.losses import checks
+from gspax.losses.surrogate import LOG_RATIO_LIMIT
 from gspax.losses.terms import Share, Spread, Terms, by_sequence
 
 Array = jax.Array
 Aggregate = Callable[[Array, Array], tuple[Array, Array]]  # (value_BT, mask_BT) -> (value_B, weight_B)
-
-LOG_RATIO_LIMIT = 25.0
 
 
 def k1(logp: Array, ref_logp: Array, mask: Array) -> Array:
