@@ -6,8 +6,24 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """RoPE stretched to `factor` times the context that the model was trained on (YaRN, arXiv 2309.00071)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0  # dimensions that turn more often than this in the original context keep their frequency
+    beta_slow: float = 1.0  # those that turn less often than this have theirs divided by `factor`; a ramp in between
+    truncate: bool = True  # the ramp starts and ends at whole dimensions
+    attention_factor: float | None = (
+        None  # multiplies queries and keys; None: from the next two, else 0.1 ln factor + 1
+    )
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture, and below the blank line how it is computed."""
+    """Architecture, and below the blank line how it is computed and where its parameters come from."""
 
     vocab_size: int
     hidden_size: int
@@ -24,12 +40,17 @@ class ModelConfig:
     mlp_only_layers: tuple[int, ...] = ()  # ... and l is not listed here
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
+    rope_scaling: Yarn | None = None
+    attention_bias: bool = False  # of the four projections of an attention layer
+    sliding_window: int = 0  # tokens that a token of the layers listed next looks at, itself included
+    sliding_layers: tuple[int, ...] = ()  # the others look at everything before them
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     max_position_embeddings: int = 40960
 
     dtype: str = "float32"  # of activations and matmuls; parameters are float32, logits too
     remat: bool = False  # recompute each layer in the backward pass instead of storing its activations
+    checkpoint: str = ""  # folder of a Hugging Face checkpoint that parameters start from; empty: random
 
 
 def is_sparse(config: ModelConfig, layer: int) -> bool:
