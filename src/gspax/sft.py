@@ -84,7 +84,7 @@ def demonstrations(experiment: Experiment, stage: WarmStart, first: int, mesh: j
         problem = experiment.data.train(first + row)
         rng = np.random.default_rng((experiment.seed, first + row))
         prompt = experiment.tokenizer.encode(problem.prompt)
-        answer = experiment.tokenizer.encode(stage.demonstration(problem, rng))
+        answer = experiment.tokenizer.encode_completion(stage.demonstration(problem, rng))
         text = [*prompt, *answer, experiment.tokenizer.stop_ids[0]]
         if len(text) > longest:
             raise UserError(

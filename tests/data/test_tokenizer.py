@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspax.data import CharTokenizer, hf_tokenizer
+from gspax.errors import UserError
 
 ALPHABET = "0123456789=+ aé"
 QWEN3 = Path(__file__).parents[3] / "shared" / "data" / "qwen3_tokenizer"
@@ -18,6 +21,7 @@ def test_characters_come_back(text):
     ids = tokenizer.encode(text)
     assert all(0 <= i < len(ALPHABET) for i in ids) and len(ids) == len(text)
     assert tokenizer.decode(ids) == text
+    assert tokenizer.encode_completion(text) == ids
 
 
 def test_ids_follow_the_alphabet_and_the_stop_id_is_last():
@@ -60,6 +64,12 @@ def test_encode_gives_python_integers():
     assert {type(i) for i in CharTokenizer("01").encode("0110")} == {int}
 
 
+def configure(folder, **changes):
+    """Write tokenizer_config.json."""
+    content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"} | changes
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+
+
 @pytest.fixture
 def small(tmp_path):
     """A word-level tokenizer in a local folder, as `save_pretrained` writes one."""
@@ -74,14 +84,13 @@ def small(tmp_path):
         single="<turn> $A", special_tokens=[("<turn>", 4)]
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    configure(tmp_path)
     return tmp_path
 
 
-def test_a_local_folder_has_the_same_four_members(small):
+def test_a_local_folder_has_the_same_members(small):
     tokenizer = hf_tokenizer(small)
-    assert tokenizer.encode("two one") == [2, 1]
+    assert tokenizer.encode("two one") == tokenizer.encode_completion("two one") == [2, 1]
     assert tokenizer.decode([2, 1]) == "two one"
     assert tokenizer.stop_ids == (0,)
     assert tokenizer.vocab_size == 5
@@ -97,14 +106,78 @@ def test_stop_ids_of_the_generation_settings_are_added(small, more, expected):
     assert hf_tokenizer(small).stop_ids == expected
 
 
-def test_a_tokenizer_that_cannot_stop_is_refused(small):
-    (small / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    with pytest.raises(ValueError, match="no end-of-sequence token"):
+@pytest.mark.parametrize(("eos", "expected"), [({"__type": "AddedToken", "content": "two"}, (2,)), ("<turn>", (4,))])
+def test_the_end_of_sequence_token_in_either_form(small, eos, expected):
+    configure(small, eos_token=eos)
+    tokenizer = hf_tokenizer(small)
+    assert tokenizer.stop_ids == expected == (tokenizer._tokenizer.eos_token_id,)
+
+
+def test_tokens_that_only_the_settings_name_count(small):
+    configure(small, eos_token="<bye>", added_tokens_decoder={"9": {"content": "<bye>"}})
+    tokenizer = hf_tokenizer(small)
+    assert tokenizer.vocab_size == 10 and tokenizer.stop_ids == (9,)
+
+
+def test_a_vocabulary_of_pieces_with_scores(tmp_path):
+    table = {"model": {"vocab": [["<unk>", 0.0], ["a", -1.5], ["b", -2.0]]}, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    configure(tmp_path, eos_token="b")
+    tokenizer = hf_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 3 and tokenizer.stop_ids == (2,)
+
+
+def test_a_dry_run_needs_no_transformers(small):
+    code = (
+        "import sys; from gspax.data import hf_tokenizer; t = hf_tokenizer(sys.argv[1]);"
+        "assert (t.stop_ids, t.vocab_size) == ((0,), 5);"
+        "sys.exit(f'imported {m}' if (m := {'transformers', 'tokenizers', 'jax'} & {*sys.modules}) else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(small)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("tokenizer.json", '{"model": ', r"tokenizer\.json cannot be read: Expecting value"),
+        ("tokenizer.json", "[]", r"tokenizer\.json: wanted a JSON object, got list"),
+        ("tokenizer.json", '{"model": {}}', r"not in the form of a tokenizer: KeyError\('vocab'\)"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 0}}, "added_tokens": [3]}', "not in the form of a tokenizer"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json cannot be read"),
+        ("tokenizer_config.json", '{"eos_token": "<none>"}', "has no token '<none>', which it names as its eos_token"),
+        ("tokenizer_config.json", "{}", "names no end-of-sequence token, so nothing could stop"),
+        ("generation_config.json", "\0", r"generation_config\.json cannot be read"),
+        ("generation_config.json", '{"eos_token_id": ["</s>"]}', r"wanted ids in eos_token_id, got \['</s>'\]"),
+    ],
+)
+def test_a_broken_file_is_named(small, name, content, sentence):
+    (small / name).write_text(content)
+    with pytest.raises(UserError, match=sentence):
         _ = hf_tokenizer(small).stop_ids
 
 
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ('{"model": ', r"tokenizer\.json cannot be read"),
+        ('{"model": {"vocab": {"<end>": 0}, "type": "Telepathy"}}', r"the tokenizer in .* cannot be read: \S.*"),
+    ],
+)
+def test_what_transformers_cannot_read_is_one_sentence(small, table, sentence):
+    (small / "tokenizer.json").write_text(table)
+    with pytest.raises(UserError, match=sentence) as caught:
+        hf_tokenizer(small).encode("one")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_tokenizer_with_a_program_of_its_own_is_refused_without_a_question(small):
+    configure(small, tokenizer_class="Strange", auto_map={"AutoTokenizer": [None, "strange.Strange"]})
+    with pytest.raises(UserError, match="cannot be read"):
+        hf_tokenizer(small).encode("one")
+
+
 def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"wanted a folder that holds a tokenizer\.json"):
+    with pytest.raises(UserError, match=r"wanted a folder that holds a tokenizer\.json"):
         hf_tokenizer(tmp_path / "nowhere")
 
 
@@ -118,10 +191,11 @@ def test_naming_a_tokenizer_reads_nothing_and_equals_its_path(small):
 def test_qwen3():
     pytest.importorskip("transformers")
     tokenizer = hf_tokenizer(QWEN3)
-    assert tokenizer.stop_ids == (151645,)
-    assert tokenizer.vocab_size == 151669
+    assert tokenizer.stop_ids == (151645,) == (tokenizer._tokenizer.eos_token_id,)
+    assert tokenizer.vocab_size == 151669 == 1 + max(tokenizer._tokenizer.get_vocab().values())
     for text in ["3142=", "Ein Satz, 你好 🙂\n\n  x² = 4", " leading and trailing "]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     chat = "<|im_start|>user\nhi<|im_end|>\n"
     assert tokenizer.encode(chat)[0] == 151644
     assert tokenizer.decode(tokenizer.encode(chat)) == "<|im_start|>user\nhi"
+    assert tokenizer.decode([9707, 151900, 11]) == "Hello,"  # an id that only the model has is left out

@@ -1,6 +1,17 @@
 """Where problems come from: a task is a module with `Problems`, `reward`, `half_wrong` and `tokenizer`."""
 
+from gspax.data.chat import ChatTokenizer, hf_chat, reward_answer, split_thinking
 from gspax.data.problem import Problem
 from gspax.data.tokenizer import CharTokenizer, HFTokenizer, Tokenizer, hf_tokenizer
 
-__all__ = ["CharTokenizer", "HFTokenizer", "Problem", "Tokenizer", "hf_tokenizer"]
+__all__ = [
+    "CharTokenizer",
+    "ChatTokenizer",
+    "HFTokenizer",
+    "Problem",
+    "Tokenizer",
+    "hf_chat",
+    "hf_tokenizer",
+    "reward_answer",
+    "split_thinking",
+]

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from gspax.errors import UserError
+
 
 class Tokenizer(Protocol):
-    """The four members that the rest of gspax uses."""
+    """The five members that the rest of gspax uses."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -23,7 +25,10 @@ class Tokenizer(Protocol):
         """One more than the largest id; a model may have more rows than this, never fewer."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the text, with no stop id appended."""
+        """The ids of a problem's prompt, as the policy reads it before it begins its completion."""
+
+    def encode_completion(self, text: str) -> list[int]:
+        """The ids of a text that the policy could have written, with no stop id appended."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text before the first stop id."""
@@ -57,6 +62,9 @@ class CharTokenizer:
             raise ValueError(f"character {unknown!r} of {text!r} is not in the alphabet {self.alphabet!r}")
         return ids
 
+    def encode_completion(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text before the first stop id. An id that only the model has is shown as U+FFFD."""
         size = len(self.alphabet)
@@ -69,28 +77,38 @@ class CharTokenizer:
 class HFTokenizer:
     """A Hugging Face tokenizer in a local folder, read when it is first used; nothing is downloaded.
 
-    The stop ids are the tokenizer's end-of-sequence id and those of `generation_config.json`, if that file is there.
-    Special tokens in a text are encoded as such, none is added, and none but the stop ids is removed.
+    The stop ids are the tokenizer's end-of-sequence id, first, and those of `generation_config.json`, if that file is
+    there. Special tokens in a text are encoded as such, none is added, and none but the stop ids is removed.
+    `stop_ids` and `vocab_size` come from the JSON files alone, so that a dry run does not wait for transformers.
+
+    Every member raises UserError where a file of the folder is missing or broken.
     """
 
     path: str
 
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        ids = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
-        generation = Path(self.path) / "generation_config.json"
-        if generation.is_file():
-            more = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id") or []
-            ids += more if isinstance(more, list) else [more]
+        eos = settings(self.path, "tokenizer_config.json").get("eos_token")
+        token = eos.get("content") if isinstance(eos, dict) else eos
+        if token is not None and token not in self._ids:
+            raise UserError(f"the tokenizer in {self.path} has no token {token!r}, which it names as its eos_token")
+        more = settings(self.path, "generation_config.json").get("eos_token_id")
+        more = [] if more is None else more if isinstance(more, list) else [more]
+        if not all(isinstance(i, int) for i in more):
+            raise UserError(f"generation_config.json in {self.path}: wanted ids in eos_token_id, got {more!r}")
+        ids = ([] if token is None else [self._ids[token]]) + more
         if not ids:
-            raise ValueError(f"the tokenizer in {self.path} names no end-of-sequence token, so nothing could stop")
-        return tuple(dict.fromkeys(int(i) for i in ids))
+            raise UserError(f"the tokenizer in {self.path} names no end-of-sequence token, so nothing could stop")
+        return tuple(dict.fromkeys(ids))
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        return 1 + max(self._tokenizer.get_vocab().values())
+        return 1 + max(self._ids.values())
 
     def encode(self, text: str) -> list[int]:
+        return self.encode_completion(text)
+
+    def encode_completion(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -101,18 +119,57 @@ class HFTokenizer:
         )
 
     @functools.cached_property
+    def _ids(self) -> dict[str, int]:
+        """The id of every token that the folder names."""
+        table = _read_json(Path(self.path, "tokenizer.json"))
+        try:
+            vocab = table["model"]["vocab"]  # a list of (piece, score) in the order of the ids for Unigram models
+            ids = dict(vocab) if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
+            ids |= {token["content"]: int(token["id"]) for token in table.get("added_tokens", ())}
+            added = settings(self.path, "tokenizer_config.json").get("added_tokens_decoder", {})
+            return ids | {token["content"]: int(i) for i, token in added.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"tokenizer.json in {self.path} is not in the form of a tokenizer: {error!r}") from error
+
+    @functools.cached_property
     def _tokenizer(self) -> Any:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it says on import that PyTorch is missing
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        _ = self._ids  # a missing or broken file is said better here than there
+        try:
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # of any kind, some from Rust
+            raise UserError(f"the tokenizer in {self.path} cannot be read: {brief(error)}") from error
 
 
 def hf_tokenizer(path: str | os.PathLike[str]) -> HFTokenizer:
-    """The tokenizer of a local folder that holds a `tokenizer.json`; a folder without one is an error now."""
+    """The tokenizer of a local folder that holds a `tokenizer.json`; UserError for a folder without one."""
     if not (Path(path) / "tokenizer.json").is_file():
-        raise FileNotFoundError(f"wanted a folder that holds a tokenizer.json; there is none in {os.fspath(path)!r}")
+        raise UserError(f"wanted a folder that holds a tokenizer.json; there is none in {os.fspath(path)!r}")
     return HFTokenizer(os.fspath(path))
+
+
+def settings(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    """The JSON object in a file of a tokenizer's folder; empty if there is no such file, UserError if it is broken."""
+    path = Path(folder, name)
+    return _read_json(path) if path.exists() else {}
+
+
+def brief(error: Exception) -> str:
+    """What an error says, on one line of 200 characters at most."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {brief(error)}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: wanted a JSON object, got {type(content).__name__}")
+    return content
 
 
 def _before(ids: Iterable[int], stop_ids: Sequence[int]) -> list[int]:

@@ -1,0 +1,325 @@
+"""Chat templates against transformers' own rendering, and the split of a completion into thinking and answer."""
+
+import functools
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_experiment import experiment
+
+from gspax import sft
+from gspax.data import HFTokenizer, Problem, hf_chat, hf_tokenizer, reward_answer, sort, split_thinking
+from gspax.description import describe
+from gspax.errors import UserError
+from gspax.overrides import override
+from gspax.sharding import make_mesh
+from gspax.validation import validate
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+SPECIAL = ("<eot>", "<turn>", "<end>")
+# Of Qwen3's shape: turns in special tokens, and thinking that is closed in advance unless it is asked for.
+TEMPLATE = """{%- for message in messages %}
+{%- if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('nobody is called ' + message.role) }}
+{%- endif %}
+{{- '<turn>' + message.role + '\n' + message.content + '<end>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<turn>assistant\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}"""
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "<think>\neasy\n</think>\n\n2"},
+    {"role": "user", "content": "And one more?"},
+]
+
+
+def write_folder(folder, template=TEMPLATE):
+    """A tokenizer of bytes with a chat template. If special tokens were added, <eot> would begin every text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<eot> $A", special_tokens=[("<eot>", 256)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [258, 256]}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    return write_folder(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """Qwen3's tokenizer as its chat models come, with the stop ids of their generation_config.json."""
+    if not (DATA / "qwen3_tokenizer").is_dir():
+        pytest.skip("needs the Qwen3 tokenizer beside the checkout (shared/data)")
+    pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    folder = tmp_path_factory.mktemp("qwen3")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).symlink_to(DATA / "qwen3_tokenizer" / name)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [151645, 151643]}')
+    return folder
+
+
+@pytest.fixture(scope="module", params=["small", "qwen3"])
+def folder(request):
+    return request.getfixturevalue(request.param)
+
+
+@functools.cache
+def tokenizer_of_transformers(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def by_transformers(folder, messages, **settings):
+    """The ids of transformers' own rendering."""
+    tokenizer = tokenizer_of_transformers(folder)
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **settings)
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(("system", "thinking"), [(None, False), ("", True), ("Be brief. <end>", False)])
+def test_a_prompt_is_transformers_rendering_token_for_token(folder, system, thinking):
+    tokenizer = hf_chat(folder, system=system, thinking=thinking)
+    first = [] if system is None else [{"role": "system", "content": system}]
+    for text in ("What is 2+2?", "  Zwei\n\nZeilen, 你好 🙂 ", "", "<think>", "<|im_end|><end>"):
+        wanted = by_transformers(folder, [*first, {"role": "user", "content": text}], enable_thinking=thinking)
+        assert tokenizer.encode(text) == wanted
+
+
+def test_a_chat_of_several_turns(folder):
+    assert hf_chat(folder).encode_chat(TURNS) == by_transformers(folder, TURNS, enable_thinking=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "before", "after"),
+    [
+        ({}, "", "<think>\n\n</think>\n\n"),
+        ({"thinking": True}, "", ""),
+        ({"system": "Be brief."}, "<turn>system\nBe brief.<end>\n", "<think>\n\n</think>\n\n"),
+    ],
+)
+def test_the_text_of_a_prompt(small, settings, before, after):
+    tokenizer = hf_chat(small, **settings)
+    wanted = f"{before}<turn>user\nhi<end>\n<turn>assistant\n{after}"
+    assert tokenizer._tokenizer.decode(tokenizer.encode("hi")) == wanted  # no special token twice, none added
+
+
+def test_the_prompt_of_qwen3(qwen3):
+    start, user, newline, hi, end, assistant = 151644, 872, 198, 6023, 151645, 77091
+    head = [start, user, newline, hi, end, newline, start, assistant, newline]
+    tokenizer = hf_chat(qwen3)
+    assert tokenizer.encode("hi") == [*head, 151667, 271, 151668, 271]
+    assert tokenizer.stop_ids == (end, 151643)  # <|im_end|>, <|endoftext|>
+
+
+# Completions
+
+
+def test_a_completion_is_encoded_and_decoded_as_it_is(folder):
+    chat, plain = hf_chat(folder, system="Be brief."), hf_tokenizer(folder)
+    text = "<think>\nTwo and two.\n</think>\n\n4"
+    ids = chat.encode_completion(text)
+    assert ids == plain.encode(text) == plain.encode_completion(text)
+    assert chat.decode([*ids, chat.stop_ids[0], *ids]) == text  # the thinking is kept, what follows the stop is not
+
+
+def test_stop_ids_of_a_chat_model(small):
+    assert hf_chat(small).stop_ids == (258, 256)
+
+
+def test_a_demonstration_is_an_answer_to_the_rendered_prompt(small):
+    tokenizer = hf_chat(small)
+    lengths = replace(experiment.sampling, max_prompt_tokens=64, max_tokens=16)
+    chat = replace(experiment, tokenizer=tokenizer, sampling=lengths)
+    stage = replace(chat.warm_start, rows=8)
+    batch = sft.demonstrations(chat, stage, 0, make_mesh(chat.mesh))
+    for row in range(stage.rows):
+        prompt = tokenizer.encode(chat.data.train(row).prompt)
+        answer = batch.tokens_BT[row][batch.mask_BT[row]].tolist()
+        assert batch.tokens_BT[row, : len(prompt)].tolist() == prompt
+        assert answer[-1] == 258 and set(tokenizer.decode(answer)) <= set("0123456789")
+
+
+# Thinking
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "answer"),
+    [
+        ("4", "", "4"),
+        ("", "", ""),
+        ("<think>\nTwo and two.\n</think>\n\n4", "Two and two.", "4"),
+        ("<think>\n\n</think>\n\n4\n", "", "4"),
+        ("\n<think>a</think>b", "a", "b"),
+        ("  indented\n", "", "  indented"),
+        ("<think>\nnever done", "never done", ""),  # cut off
+        ("<think>a</think>b<think>c", "a</think>b<think>c", ""),  # thinks again, and is cut off
+        ("<think>a</think>b<think>c</think>d", "a</think>b<think>c", "d"),
+        ("a\n</think>\n\nb", "a", "b"),  # the prompt has opened it
+        ("<think>a</think>", "a", ""),
+    ],
+)
+def test_split_thinking(text, thinking, answer):
+    assert split_thinking(text) == (thinking, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "split"), [("still at it", ("still at it", "")), ("a</think>b", ("a", "b")), ("", ("", ""))]
+)
+def test_thinking_that_the_prompt_has_opened(text, split):
+    assert split_thinking(text, opened=True) == split
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "a", " ", "\n"])).map("".join), st.booleans())
+def test_no_thinking_in_an_answer_and_no_word_lost(text, opened):
+    thinking, answer = split_thinking(text, opened=opened)
+    assert "<think>" not in answer and "</think>" not in answer
+    assert (thinking + answer).count("a") == text.count("a")
+    assert text.replace("\n", "").endswith(answer.replace("\n", ""))
+
+
+@given(st.text(alphabet="ab \n<"), st.text(alphabet="ab \n<"))
+def test_the_parts_come_back(thinking, answer):
+    split = split_thinking(f"<think>\n{thinking}\n</think>\n\n{answer}")
+    assert split == (thinking.strip("\n"), answer.strip("\n"))
+
+
+def test_a_reward_of_the_answer():
+    problem = Problem("21=", "12")
+    reward = partial(reward_answer, reward=sort.reward)
+    assert reward(problem, "<think>\n1, 2\n</think>\n\n12") == 1.0 == reward(problem, "12")
+    assert reward(problem, "<think>\n12") == 0.0
+    assert reward_answer(problem, "12", reward=sort.reward, opened=True) == 0.0
+
+
+# In an experiment
+
+
+def test_a_chat_tokenizer_in_an_experiment(small):
+    chat = replace(
+        experiment,
+        tokenizer=hf_chat(small),
+        model=replace(experiment.model, vocab_size=259),
+        reward=partial(reward_answer, reward=sort.reward),
+    )
+    assert not validate(chat)
+    described = describe(chat)["tokenizer"]
+    assert described == {
+        "type": "gspax.data.chat.ChatTokenizer",
+        "path": str(small),
+        "system": None,
+        "thinking": False,
+    }
+    changed = override(chat, ["tokenizer.thinking=true", "tokenizer.system=Be brief."])
+    assert changed.tokenizer == hf_chat(small, system="Be brief.", thinking=True)
+
+
+def test_a_chat_tokenizer_is_not_its_plain_tokenizer(small):
+    assert hf_chat(small) == hf_chat(str(small)) != hf_chat(small, thinking=True)
+    assert hf_chat(small) != HFTokenizer(str(small))
+
+
+# Bad input
+
+
+def test_a_folder_without_a_chat_template_is_refused_at_once(tmp_path):
+    write_folder(tmp_path, template=None)
+    with pytest.raises(UserError, match=r"wanted a chat template in .*there is none"):
+        hf_chat(tmp_path)
+
+
+def test_a_template_in_a_file_of_its_own(tmp_path):
+    write_folder(tmp_path, template=None)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    tokenizer = hf_chat(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("hi")) == "hi!"
+
+
+def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path):
+    with pytest.raises(UserError, match=r"wanted a folder that holds a tokenizer\.json"):
+        hf_chat(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{% for %}", "failed: "),
+        ("{{ raise_exception('no system, please') }}", "failed: no system, please"),
+        ("{{ messages[0].content + 1 }}", "failed: "),
+        (None, "failed: Cannot use chat template functions"),  # as by an override of `tokenizer.path`
+    ],
+)
+def test_a_template_that_fails_is_one_sentence(small, tmp_path, template, sentence):
+    write_folder(tmp_path, template=template)
+    tokenizer = replace(hf_chat(small), path=str(tmp_path))
+    with pytest.raises(UserError, match=f"the chat template in {tmp_path} {sentence}") as caught:
+        tokenizer.encode("hi")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_messages_that_the_template_refuses(small):
+    with pytest.raises(UserError, match="failed: nobody is called judge"):
+        hf_chat(small).encode_chat([{"role": "judge", "content": "hi"}])
+
+
+def test_a_broken_tokenizer_is_not_said_to_be_a_broken_template(small, tmp_path):
+    tokenizer = replace(hf_chat(small), path=str(tmp_path))
+    with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
+        tokenizer.encode("hi")
+
+
+# Round trip over real problems
+
+
+def problems():
+    """Every text of GSM8K's and MATH-500's test sets."""
+    for name, fields in (("gsm8k", ("question", "answer")), ("math500", ("problem", "solution", "answer"))):
+        path = DATA / name / "test.jsonl"
+        if not path.is_file():
+            pytest.skip(f"needs {name} beside the checkout (shared/data)")
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            yield from (row[field] for field in fields)
+
+
+def check_round_trip(folder, texts):
+    """A text comes back as a completion, and a prompt is the same few tokens around it."""
+    tokenizer = hf_chat(folder)
+    head, tail = tokenizer.render([{"role": "user", "content": "\0"}]).split("\0")
+    for text in texts:
+        assert tokenizer.decode(tokenizer.encode_completion(text)) == text
+        assert tokenizer._tokenizer.decode(tokenizer.encode(text)) == head + text + tail
+
+
+def test_round_trip_of_a_sample(folder):
+    texts = list(problems())[::40]
+    assert len(texts) > 100
+    check_round_trip(folder, texts)
+
+
+@pytest.mark.slow
+def test_round_trip_of_all(folder):
+    texts = list(problems())
+    assert len(texts) == 2 * 1319 + 3 * 500
+    check_round_trip(folder, texts)
