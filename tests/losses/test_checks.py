@@ -93,12 +93,27 @@ def test_gspo_token_refuses_advantages_of_another_length():
         ("0.2", TypeError, "Python number.*got str"),
         (None, TypeError, "Python number.*got NoneType"),
         (True, TypeError, "Python number.*got bool"),
-        (jnp.float32(0.2), TypeError, "Python number.*got ArrayImpl"),
+        (jnp.full(2, 0.2), TypeError, "Python number.*got ArrayImpl"),
+        (jnp.bfloat16(0.2), TypeError, "Python number.*got ArrayImpl"),
     ),
 )
 def test_wrong_clip_widths(member, name, value, error, message):
     with pytest.raises(error, match=f"^{name} must .*{message}"):
         member.loss(**arguments(member), **{name: value})
+
+
+@over_banded
+def test_traced_clip_widths_give_what_numbers_give(member):
+    """To float32: 1 + width is rounded once for a number and twice for an array."""
+
+    @jax.jit
+    def loss(clip_low, clip_high):
+        return member.loss(**arguments(member), clip_low=clip_low, clip_high=clip_high)[0]
+
+    wanted = member.loss(**arguments(member), clip_low=0.25, clip_high=0.5)[0]
+    np.testing.assert_allclose(loss(jnp.float32(0.25), jnp.float32(0.5)), wanted, rtol=1e-6)
+    assert loss(jnp.float32(0.0), jnp.float32(0.0)) != wanted, "no constant of the compiled program"
+    assert loss._cache_size() == 1
 
 
 @over_banded

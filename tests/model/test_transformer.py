@@ -19,8 +19,8 @@ decode = jax.jit(transformer.decode, static_argnames=("config", "mesh"))
 
 
 def logits_of(params, config, tokens_BT, segment_BT, **kwargs):
-    hidden, experts = apply(params, config, jnp.asarray(tokens_BT), jnp.asarray(segment_BT), **kwargs)
-    return np.asarray(transformer.logits(params, hidden)), np.asarray(experts)
+    hidden, routing = apply(params, config, jnp.asarray(tokens_BT), jnp.asarray(segment_BT), **kwargs)
+    return np.asarray(transformer.logits(params, hidden)), np.asarray(routing.expert)
 
 
 def random_tokens(config, *shape, seed=0):

@@ -67,7 +67,7 @@ def noise_floor(log_ratio: Array, *, quantile: float = 0.99) -> float:
 def cut_share(log_ratio: Array, advantage: Array, *, clip_low: float, clip_high: float) -> float:
     """Share of the sequences that GSPO cuts: A > 0 and s > 1 + clip_high, or A < 0 and s < 1 - clip_low."""
     above_B, advantage_B = _deviation(log_ratio, advantage)
-    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
+    clip_low, clip_high = checks.known_clip_range(clip_low, clip_high)
     high_B = (advantage_B > 0) & (above_B > clip_high)
     return float(np.mean(high_B | ((advantage_B < 0) & (-above_B > clip_low))))
 
@@ -130,7 +130,7 @@ def next_range(
       TypeError: an argument is no Python number.
       ValueError: one is out of range; a width is 0, from which no factor leads away.
     """
-    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
+    clip_low, clip_high = checks.known_clip_range(clip_low, clip_high)
     if not (clip_low > 0 and clip_high > 0):
         raise ValueError(f"clip_low and clip_high must be above 0 to be scaled; got {clip_low} and {clip_high}")
     for name, number in (("tolerance", tolerance), ("gain", gain), ("floor", floor), ("ceiling", ceiling)):
@@ -155,7 +155,7 @@ def range_warnings(clip_low: float, clip_high: float, *, floor: float | None = N
       floor: `noise_floor` of a repeat with the same weights; None if it was not measured.
     """
     sentences = []
-    for name, width in zip(("clip_low", "clip_high"), checks.clip_range(clip_low, clip_high), strict=True):
+    for name, width in zip(("clip_low", "clip_high"), checks.known_clip_range(clip_low, clip_high), strict=True):
         if width >= INERT:
             sentences.append(
                 f"{name} is {width:g}: a sequence ratio is a geometric mean and hardly ever {INERT:g} away from 1, so "

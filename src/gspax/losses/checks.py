@@ -82,13 +82,29 @@ def aggregate_inputs(value: Any, mask: Any, segments: Any) -> tuple[Array, Array
     return value_BT, mask_BT, segment_ids(segments, value_BT.shape, "value")
 
 
-def clip_range(clip_low: Any, clip_high: Any) -> tuple[float, float]:
-    """Both widths as Python floats if they are numbers ≥ 0 (infinity: no clipping on that side)."""
-    for name, width in (("clip_low", clip_low), ("clip_high", clip_high)):
-        number(name, width)
-        if not width >= 0:  # so that NaN is refused too
-            raise ValueError(f"{name} must be at least 0, the distance of the bound from 1; got {width}")
-    return float(clip_low), float(clip_high)
+def clip_range(clip_low: Any, clip_high: Any) -> tuple[Any, Any]:
+    """Both widths: numbers ≥ 0 as Python floats (infinity: no clipping on that side), or float32 scalar arrays.
+
+    A range that is measured while a run goes on is an array, so that another one is not another program. Its value
+    cannot be checked here.
+    """
+    return _clip_width("clip_low", clip_low), _clip_width("clip_high", clip_high)
+
+
+def known_clip_range(clip_low: Any, clip_high: Any) -> tuple[float, float]:
+    """Both widths as Python floats if they are numbers ≥ 0."""
+    number("clip_low", clip_low)
+    number("clip_high", clip_high)
+    return clip_range(clip_low, clip_high)
+
+
+def _clip_width(name: str, width: Any) -> Any:
+    if isinstance(width, jax.Array) and width.shape == () and width.dtype == jnp.float32:
+        return width
+    number(name, width)
+    if not width >= 0:  # so that NaN is refused too
+        raise ValueError(f"{name} must be at least 0, the distance of the bound from 1; got {width}")
+    return float(width)
 
 
 def dual_clip(value: Any) -> float | None:

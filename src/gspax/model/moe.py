@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,13 @@ from gspax.model.config import ModelConfig
 from gspax.model.layers import weight
 from gspax.sharding import spec
 from gspax.types import Array
+
+
+class Routing(NamedTuple):
+    """What a router did; `[L, B, T, ...]` once the layers are stacked."""
+
+    expert: Array  # int32 [B, T, A]  the chosen experts, best first; padding has the id `num_experts`
+    logits: Array  # float32 [B, T, E]  the router's, before the softmax
 
 
 class SparseMlp(nnx.Module):
@@ -36,19 +44,19 @@ class SparseMlp(nnx.Module):
 
     def __call__(
         self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None, mesh: jax.sharding.Mesh | None
-    ) -> tuple[Array, Array]:
-        """The layer's output and the expert ids `[B, T, A]` int32, best first.
+    ) -> tuple[Array, Routing]:
+        """The layer's output and what its router did.
 
         `forced_BTA` replaces the choice (Routing Replay): the gates are then the live router's probabilities of
         those experts, in their given order.
         """
-        gate_BTA, expert_BTA = self.route(x_BTD, valid_BT, forced_BTA)
+        gate_BTA, routing = self.route(x_BTD, valid_BT, forced_BTA)
         dtype = x_BTD.dtype
         weights = (self.gate.astype(dtype), self.up.astype(dtype), self.down.astype(dtype))
-        return _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights), expert_BTA
+        return _run_experts(mesh, x_BTD, routing.expert, gate_BTA, *weights), routing
 
-    def route(self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None) -> tuple[Array, Array]:
-        """Gates float32 and expert ids int32, both `[B, T, A]`."""
+    def route(self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None) -> tuple[Array, Routing]:
+        """Gates float32 `[B, T, A]` of the chosen experts, and the choice."""
         E, A = self.config.num_experts, self.config.num_experts_per_tok
         logits_BTE = jnp.einsum(
             "btd,de->bte", x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
@@ -61,7 +69,7 @@ class SparseMlp(nnx.Module):
         chosen_BTA = jnp.take_along_axis(log_prob_BTE, expert_BTA, axis=-1)
         # p / Σ p as a softmax: replayed experts whose probabilities have all fallen to 0 still have gates
         gate_BTA = jax.nn.softmax(chosen_BTA, axis=-1) if self.config.norm_topk_prob else jnp.exp(chosen_BTA)
-        return gate_BTA, jnp.where(valid_BT[..., None], expert_BTA, E)
+        return gate_BTA, Routing(jnp.where(valid_BT[..., None], expert_BTA, E), logits_BTE)
 
 
 def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights):
