@@ -9,14 +9,45 @@ def rms_norm(x, scale, eps):
     return x / np.sqrt(np.mean(x * x) + eps) * scale
 
 
-def rotate(x, position, theta):
+def rotate(x, position, config):
     half = len(x) // 2
     out = np.empty_like(x)
     for i in range(half):
-        angle = position * theta ** (-i / half)
+        frequency = config.rope_theta ** (-i / half)
+        if config.rope_scaling is not None:
+            frequency *= yarn_share(i, half, config) + (1 - yarn_share(i, half, config)) / config.rope_scaling.factor
+        angle = position * frequency
         out[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
         out[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
-    return out
+    return out * yarn_factor(config.rope_scaling)
+
+
+def yarn_share(i, half, config):
+    """How much of its frequency pair i keeps: all if it turns often in the original context, none if it hardly turns.
+
+    Pair i turns r = context * theta ** (-i / half) / 2π times, so i = half * ln(context / 2πr) / ln(theta).
+    """
+    yarn = config.rope_scaling
+    low, high = (
+        half * np.log(yarn.original_max_position_embeddings / (2 * np.pi * turns)) / np.log(config.rope_theta)
+        for turns in (yarn.beta_fast, yarn.beta_slow)
+    )
+    if yarn.truncate:
+        low, high = np.floor(low), np.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    if i <= low:
+        return 1.0
+    return 0.0 if i >= high else (high - i) / (high - low)
+
+
+def yarn_factor(yarn):
+    """On queries and on keys alike, so attention scores have it squared."""
+    if yarn is None:
+        return 1.0
+    if yarn.attention_factor is not None:
+        return yarn.attention_factor
+    numerator, denominator = (yarn.mscale, yarn.mscale_all_dim) if yarn.mscale and yarn.mscale_all_dim else (1, 0)
+    return (1 + numerator * np.log(yarn.factor) / 10) / (1 + denominator * np.log(yarn.factor) / 10)
 
 
 def silu(x):
@@ -62,24 +93,22 @@ def forward(params, config, tokens, forced=None):
         p = layer_params(params, config, index)
         a, eps = p["attention"], config.rms_norm_eps
         keys, values, attended = [], [], []
+        zero = {"query_bias": np.zeros((N, H)), "key_bias": np.zeros((K, H)), "value_bias": np.zeros((K, H))}
+        a = {**zero, "out_bias": 0.0, **a}
+        window = config.sliding_window if index in config.sliding_layers and config.sliding_window else len(xs)
         for t, x in enumerate(xs):
             h = rms_norm(x, p["attention_norm"]["scale"], eps)
-            q = [
-                rotate(rms_norm(h @ a["query"][:, n], a["query_norm"]["scale"], eps), t, config.rope_theta)
-                for n in range(N)
-            ]
-            keys.append(
-                [
-                    rotate(rms_norm(h @ a["key"][:, k], a["key_norm"]["scale"], eps), t, config.rope_theta)
-                    for k in range(K)
-                ]
-            )
-            values.append([h @ a["value"][:, k] for k in range(K)])
-            y = np.zeros_like(x)
+            q = [h @ a["query"][:, n] + a["query_bias"][n] for n in range(N)]
+            q = [rotate(rms_norm(each, a["query_norm"]["scale"], eps), t, config) for each in q]
+            k = [h @ a["key"][:, k] + a["key_bias"][k] for k in range(K)]
+            keys.append([rotate(rms_norm(each, a["key_norm"]["scale"], eps), t, config) for each in k])
+            values.append([h @ a["value"][:, k] + a["value_bias"][k] for k in range(K)])
+            y = a["out_bias"] + np.zeros_like(x)
+            seen = range(max(0, t + 1 - window), t + 1)  # `window` positions, t itself the last
             for n in range(N):
                 k = n // (N // K)
-                share = softmax(np.array([q[n] @ keys[s][k] / np.sqrt(H) for s in range(t + 1)]))
-                y += sum(w * values[s][k] for s, w in enumerate(share)) @ a["out"][n]
+                share = softmax(np.array([q[n] @ keys[s][k] / np.sqrt(H) for s in seen]))
+                y += sum(w * values[s][k] for s, w in zip(seen, share, strict=True)) @ a["out"][n]
             attended.append(x + y)
         xs, chosen = [], []
         for t, x in enumerate(attended):

@@ -7,7 +7,7 @@ import jax
 import jax.extend
 
 from gspax.model import transformer
-from gspax.model.config import ModelConfig
+from gspax.model.config import ModelConfig, Yarn
 
 MOE = ModelConfig(
     vocab_size=23,
@@ -24,6 +24,16 @@ MOE = ModelConfig(
     initializer_range=0.3,
 )
 
+YARN_MSCALE = Yarn(
+    factor=4.0,
+    original_max_position_embeddings=32,
+    beta_fast=4.0,
+    beta_slow=0.1,
+    truncate=False,
+    mscale=2.0,
+    mscale_all_dim=0.5,
+)
+
 CONFIGS = {
     "moe": MOE,
     "dense": replace(MOE, num_experts=0),
@@ -33,13 +43,23 @@ CONFIGS = {
     "every second layer sparse": replace(MOE, decoder_sparse_step=2),
     "one key head": replace(MOE, num_key_value_heads=1),
     "all experts": replace(MOE, num_experts_per_tok=5),
+    "biases": replace(MOE, attention_bias=True),
+    "yarn": replace(MOE, rope_scaling=Yarn(factor=4.0, original_max_position_embeddings=64)),
+    "yarn with mscale": replace(MOE, rope_scaling=YARN_MSCALE),
+    "every layer slides": replace(MOE, sliding_window=4, sliding_layers=(0, 1, 2)),
+    "some layers slide": replace(MOE, num_experts=0, sliding_window=3, sliding_layers=(0, 2)),
 }
 
 
 @functools.cache
 def params(config, seed=0):
-    """Shared by all tests of a process: copy before donating."""
-    return jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(seed))
+    """Shared by all tests of a process: copy before donating. Biases start at 0; here they are random."""
+    key = jax.random.key(seed)
+
+    def stir(path, leaf):
+        return 0.3 * jax.random.normal(key, leaf.shape) if str(path[-1].key).endswith("_bias") else leaf
+
+    return jax.tree_util.tree_map_with_path(stir, jax.jit(transformer.init, static_argnums=0)(config, key))
 
 
 def equations(jaxpr):

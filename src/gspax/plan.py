@@ -100,9 +100,10 @@ def _outer_count(config: ModelConfig) -> int:
 
 
 def _attention_count(config: ModelConfig) -> int:
-    """Projections, the norms of queries and keys, and the layer's two norms."""
+    """Projections and their biases, the norms of queries and keys, and the layer's two norms."""
     D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    return 2 * D * N * H + 2 * D * K * H + 2 * H + 2 * D
+    biases = N * H + 2 * K * H + D if config.attention_bias else 0
+    return 2 * D * N * H + 2 * D * K * H + biases + 2 * H + 2 * D
 
 
 def _mlp_count(config: ModelConfig, layer: int, experts: int) -> int:

@@ -41,8 +41,10 @@ def test_agrees_with_the_numpy_reference(name):
         assert experts.shape[0] == 0
 
 
-def test_left_padded_right_padded_and_packed_rows_are_the_sequences_alone():
-    config, params = tiny.MOE, tiny.params(tiny.MOE)
+@pytest.mark.parametrize("name", ["moe", "every layer slides"])
+def test_left_padded_right_padded_and_packed_rows_are_the_sequences_alone(name):
+    config = tiny.CONFIGS[name]
+    params = tiny.params(config)
     first, second = random_tokens(config, 4, seed=1), random_tokens(config, 5, seed=2)
     junk = random_tokens(config, 3, 12, seed=3)
     segment = np.zeros_like(junk)
@@ -78,7 +80,9 @@ def test_a_row_does_not_depend_on_its_batch():
         np.testing.assert_allclose(together[row], alone[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["moe", "dense", "some layers dense"])
+@pytest.mark.parametrize(
+    "name", ["moe", "dense", "some layers dense", "biases", "yarn", "every layer slides", "some layers slide"]
+)
 def test_prefill_and_decode_are_the_whole_sequence(name):
     config = tiny.CONFIGS[name]
     params = tiny.params(config)

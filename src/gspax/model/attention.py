@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gspax.model.config import ModelConfig
-from gspax.model.layers import RMSNorm, rotate, weight
+from gspax.model.layers import RMSNorm, bias, biased, rotate, weight
 from gspax.types import Array
 
 MASKED = -1e30  # finite: a query with nothing to look at gets a harmless mean instead of NaN
@@ -34,6 +34,10 @@ class Attention(nnx.Module):
         self.key = weight(rngs, scale, embed=D, heads=K, head=H)
         self.value = weight(rngs, scale, embed=D, heads=K, head=H)
         self.out = weight(rngs, scale, heads=N, head=H, embed=D)
+        self.query_bias = bias(config.attention_bias, heads=N, head=H)
+        self.key_bias = bias(config.attention_bias, heads=K, head=H)
+        self.value_bias = bias(config.attention_bias, heads=K, head=H)
+        self.out_bias = bias(config.attention_bias, embed=D)
         self.query_norm = RMSNorm(H, config.rms_norm_eps)
         self.key_norm = RMSNorm(H, config.rms_norm_eps)
 
@@ -41,26 +45,33 @@ class Attention(nnx.Module):
         self, x_BTD: Array, angles: tuple[Array, Array], attend: Attend, cache: Any, layer: Array
     ) -> tuple[Array, Any]:
         dtype = x_BTD.dtype
-        q_BTNH = jnp.einsum("btd,dnh->btnh", x_BTD, self.query.astype(dtype))
-        k_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.key.astype(dtype))
-        v_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, self.value.astype(dtype))
+        q_BTNH = biased(jnp.einsum("btd,dnh->btnh", x_BTD, self.query.astype(dtype)), self.query_bias)
+        k_BTKH = biased(jnp.einsum("btd,dkh->btkh", x_BTD, self.key.astype(dtype)), self.key_bias)
+        v_BTKH = biased(jnp.einsum("btd,dkh->btkh", x_BTD, self.value.astype(dtype)), self.value_bias)
         q_BTNH = rotate(self.query_norm(q_BTNH), angles)
         k_BTKH = rotate(self.key_norm(k_BTKH), angles)
         context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer)
-        return jnp.einsum("btnh,nhd->btd", context_BTNH, self.out.astype(dtype)), cache
+        return biased(jnp.einsum("btnh,nhd->btd", context_BTNH, self.out.astype(dtype)), self.out_bias), cache
 
 
-def within_segments(segment_BT: Array) -> Attend:
+def _in_window(back: Array, windows: tuple[int, ...], layer: Array) -> Array | bool:
+    """Whether a key so many positions back is in the layer's window (`layer_windows`; if that is empty, always)."""
+    return back < jnp.asarray(windows)[layer] if windows else True
+
+
+def within_segments(segment_BT: Array, windows: tuple[int, ...] = ()) -> Attend:
     """Causal attention of each token to its own segment (0 = padding, looked at by none). Leaves the cache alone."""
     T = segment_BT.shape[1]
     same_BTS = (segment_BT[:, :, None] == segment_BT[:, None, :]) & (segment_BT[:, None, :] > 0)
-    see_BTS = same_BTS & jnp.tril(jnp.ones((1, T, T), bool))
+    back_1TS = (jnp.arange(T)[:, None] - jnp.arange(T)[None])[None]
+    causal_BTS = same_BTS & (back_1TS >= 0)
 
     def attend(q_BTNH, k_BSKH, v_BSKH, cache, layer):
         B, T, N, H = q_BTNH.shape
         K = k_BSKH.shape[2]
         q_BTKRH = q_BTNH.reshape(B, T, K, N // K, H)
         score_BKRTS = jnp.einsum("btkrh,bskh->bkrts", q_BTKRH, k_BSKH, preferred_element_type=jnp.float32)
+        see_BTS = causal_BTS & _in_window(back_1TS, windows, layer)
         score_BKRTS = jnp.where(see_BTS[:, None, None], score_BKRTS * H**-0.5, MASKED)
         share_BKRTS = jax.nn.softmax(score_BKRTS, axis=-1).astype(v_BSKH.dtype)
         return jnp.einsum("bkrts,bskh->btkrh", share_BKRTS, v_BSKH).reshape(B, T, N, H), cache
@@ -92,7 +103,7 @@ def keeping_prompt(attend: Attend) -> Attend:
     return attend_and_keep
 
 
-def over_cache(prompt_length_P: Array, step: Array) -> Attend:
+def over_cache(prompt_length_P: Array, step: Array, windows: tuple[int, ...] = ()) -> Attend:
     """One new token per sample looks at its prompt (shared by the prompt's samples) and at its completion so far.
 
     Row b belongs to prompt b // (B // P); `step` is the completion position that the new token fills.
@@ -113,9 +124,13 @@ def over_cache(prompt_length_P: Array, step: Array) -> Attend:
             "pgkrh,pksh->pgkrs", q_PGKRH, cache.prompt_k_LPKSH[layer], preferred_element_type=jnp.float32
         ).reshape(B, K, R, S)
         own_BKRC = jnp.einsum("bkrh,bkch->bkrc", q_BKRH, k_LBKCH[layer], preferred_element_type=jnp.float32)
-        in_prompt_BS = jnp.repeat(jnp.arange(S)[None] < prompt_length_P[:, None], G, axis=0)
-        prompt_BKRS = jnp.where(in_prompt_BS[:, None, None], prompt_BKRS * H**-0.5, MASKED)
-        own_BKRC = jnp.where((jnp.arange(C) <= step)[None, None, None], own_BKRC * H**-0.5, MASKED)
+        before_end_PS = prompt_length_P[:, None] - jnp.arange(S)[None]
+        see_PS = (before_end_PS > 0) & _in_window(before_end_PS + step, windows, layer)
+        see_BS = jnp.repeat(see_PS, G, axis=0)
+        back_C = step - jnp.arange(C)
+        see_C = (back_C >= 0) & _in_window(back_C, windows, layer)
+        prompt_BKRS = jnp.where(see_BS[:, None, None], prompt_BKRS * H**-0.5, MASKED)
+        own_BKRC = jnp.where(see_C[None, None, None], own_BKRC * H**-0.5, MASKED)
 
         share = jax.nn.softmax(jnp.concatenate([prompt_BKRS, own_BKRC], axis=-1), axis=-1).astype(v_BTKH.dtype)
         share_PGKRS, share_BKRC = share[..., :S].reshape(P, G, K, R, S), share[..., S:]

@@ -60,6 +60,14 @@ def is_sparse(config: ModelConfig, layer: int) -> bool:
     )
 
 
+def layer_windows(config: ModelConfig) -> tuple[int, ...]:
+    """How many tokens a token of each layer looks at, itself included; empty if all layers look at everything."""
+    sliding = config.sliding_layers if config.sliding_window else ()
+    everything = 2**30
+    layers = range(config.num_hidden_layers)
+    return tuple(config.sliding_window if layer in sliding else everything for layer in layers) if sliding else ()
+
+
 def layer_runs(config: ModelConfig) -> tuple[tuple[bool, int], ...]:
     """Consecutive layers of one kind as (sparse, count); each run is one stack of parameters and one `lax.scan`."""
     runs: list[tuple[bool, int]] = []

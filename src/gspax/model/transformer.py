@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gspax.model.attention import Attend, Attention, Cache, keeping_prompt, over_cache, within_segments
-from gspax.model.config import ModelConfig, layer_runs
+from gspax.model.config import ModelConfig, layer_runs, layer_windows
 from gspax.model.layers import DenseMlp, RMSNorm, rotary_angles, weight
-from gspax.model.moe import SparseMlp
+from gspax.model.moe import Routing, SparseMlp
 from gspax.types import Array, Params
 
 
@@ -39,13 +39,13 @@ class DecoderLayer(nnx.Module):
         self.mlp = SparseMlp(config, rngs=rngs) if sparse else DenseMlp(config, rngs=rngs)
 
     def __call__(self, x_BTD: Array, shared: Shared, cache: Any, layer: Array, forced_BTA: Array | None):
-        """Residual stream, cache and, of a sparse layer, the chosen experts `[B, T, A]` (else None)."""
+        """Residual stream, cache and, of a sparse layer, its `Routing` (else None)."""
         attended, cache = self.attention(self.attention_norm(x_BTD), shared.angles, shared.attend, cache, layer)
         x_BTD += attended
         normed_BTD = self.mlp_norm(x_BTD)
         if isinstance(self.mlp, SparseMlp):
-            y_BTD, expert_BTA = self.mlp(normed_BTD, shared.valid_BT, forced_BTA, shared.mesh)
-            return x_BTD + y_BTD, cache, expert_BTA
+            y_BTD, routing = self.mlp(normed_BTD, shared.valid_BT, forced_BTA, shared.mesh)
+            return x_BTD + y_BTD, cache, routing
         return x_BTD + self.mlp(normed_BTD), cache, None
 
 
@@ -70,13 +70,13 @@ class Transformer(nnx.Module):
         cache: Any = None,
         forced_LBTA: Array | None = None,
         mesh: jax.sharding.Mesh | None = None,
-    ) -> tuple[Array, Any, Array]:
-        """Final hidden states `[B, T, D]`, the cache, and the experts `[sparse layers, B, T, A]`."""
+    ) -> tuple[Array, Any, Routing]:
+        """Final hidden states `[B, T, D]`, the cache, and the routing of the sparse layers, stacked."""
         config = self.config
-        angles = rotary_angles(position_BT, config.head_dim, config.rope_theta)
+        angles = rotary_angles(position_BT, config)
         shared = Shared(angles, valid_BT, attend, mesh)
         x_BTD = self.embedding[tokens_BT].astype(config.dtype)
-        chosen, first, first_sparse = [], 0, 0
+        routings, first, first_sparse = [], 0, 0
         for (sparse, count), run in zip(layer_runs(config), self.runs, strict=True):
             graph, layers = nnx.split(run)
 
@@ -84,19 +84,26 @@ class Transformer(nnx.Module):
                 layer_params, layer, forced_BTA = inputs
                 x_BTD, cache = carry
                 module = nnx.merge(graph, layer_params)
-                x_BTD, cache, expert_BTA = module(x_BTD, shared, cache, layer, forced_BTA)
-                return (x_BTD, cache), expert_BTA
+                x_BTD, cache, routing = module(x_BTD, shared, cache, layer, forced_BTA)
+                return (x_BTD, cache), routing
 
             if config.remat:
                 body = jax.checkpoint(body, prevent_cse=False)
             forced = None
             if sparse and forced_LBTA is not None:
                 forced = forced_LBTA[first_sparse : first_sparse + count]
-            (x_BTD, cache), expert = jax.lax.scan(body, (x_BTD, cache), (layers, first + jnp.arange(count), forced))
+            (x_BTD, cache), routing = jax.lax.scan(body, (x_BTD, cache), (layers, first + jnp.arange(count), forced))
             first, first_sparse = first + count, first_sparse + count * sparse
-            chosen += [expert] if sparse else []
-        none = jnp.zeros((0, *tokens_BT.shape, config.num_experts_per_tok), jnp.int32)
-        return self.norm(x_BTD), cache, jnp.concatenate(chosen) if chosen else none
+            routings += [routing] if sparse else []
+        return self.norm(x_BTD), cache, _all_layers(routings, tokens_BT.shape, config)
+
+
+def _all_layers(routings: list[Routing], shape: tuple[int, ...], config: ModelConfig) -> Routing:
+    """The routing of all runs of sparse layers, one after another; without any, arrays of no layers."""
+    none = Routing(
+        jnp.zeros((0, *shape, config.num_experts_per_tok), jnp.int32), jnp.zeros((0, *shape, config.num_experts))
+    )
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), none, *routings)
 
 
 def _stack(config: ModelConfig, sparse: bool, count: int, rngs: nnx.Rngs) -> DecoderLayer:
@@ -157,8 +164,8 @@ def apply(
     *,
     forced_LBTA: Array | None = None,
     mesh: jax.sharding.Mesh | None = None,
-) -> tuple[Array, Array]:
-    """Hidden states after the final norm and the chosen experts.
+) -> tuple[Array, Routing]:
+    """Hidden states after the final norm, and what the routers did.
 
     Args:
       tokens_BT: int32.
@@ -168,19 +175,20 @@ def apply(
       mesh: the device mesh that the arrays are sharded over, if any.
 
     Returns:
-      hidden_BTD in the compute dtype (for `logits`), and expert ids int32 `[sparse layers, B, T, A]`; padding has
-      the id `num_experts`.
+      hidden_BTD in the compute dtype (for `logits`), and the `Routing` of the sparse layers: expert ids int32
+      `[L, B, T, A]` (padding has the id `num_experts`) and router logits float32 `[L, B, T, E]`. What of it the caller
+      does not use is not computed when compiled.
     """
     model = _module(params, config)
-    hidden_BTD, _, expert_LBTA = model(
+    hidden_BTD, _, routing = model(
         tokens_BT,
         positions(segment_BT),
         segment_BT > 0,
-        within_segments(segment_BT),
+        within_segments(segment_BT, layer_windows(config)),
         forced_LBTA=forced_LBTA,
         mesh=mesh,
     )
-    return hidden_BTD, expert_LBTA
+    return hidden_BTD, routing
 
 
 def logits(params: Params, hidden: Array) -> Array:
@@ -212,7 +220,7 @@ def prefill(
         tokens_PS,
         index_PS,
         segment_PS > 0,
-        keeping_prompt(within_segments(segment_PS)),
+        keeping_prompt(within_segments(segment_PS, layer_windows(config))),
         cache=(empty, empty),
         mesh=mesh,
     )
@@ -242,7 +250,7 @@ def decode(
         token_B[:, None],
         position_B1,
         live_B[:, None],
-        over_cache(prompt_length_P, step),
+        over_cache(prompt_length_P, step, layer_windows(config)),
         cache=cache,
         mesh=mesh,
     )
