@@ -170,10 +170,13 @@ def test_what_transformers_cannot_read_is_one_sentence(small, table, sentence):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_tokenizer_with_a_program_of_its_own_is_refused_without_a_question(small):
+def test_a_tokenizer_with_a_program_of_its_own_is_refused_without_a_question(small, monkeypatch):
     configure(small, tokenizer_class="Strange", auto_map={"AutoTokenizer": [None, "strange.Strange"]})
+    asked = []
+    monkeypatch.setattr("builtins.input", asked.append)
     with pytest.raises(UserError, match="cannot be read"):
         hf_tokenizer(small).encode("one")
+    assert not asked
 
 
 def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path):
