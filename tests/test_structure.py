@@ -24,7 +24,8 @@ BUDGETED = [*FILES.values(), *EXPERIMENTS]
 # What may be imported outside the standard library and gspax itself, by the modules that promise to need little.
 PURE = {"gspax.losses", "gspax.masked", "gspax.advantages"}  # with their submodules: also no other gspax module
 LIGHT = ["gspax", "gspax.losses", "gspax.masked", "gspax.advantages"]  # `pip install gspax` brings jax and numpy only
-DECLARATIVE = ["gspax.config", "gspax.model.config", "gspax.model.presets"]  # priced before any accelerator code loads
+# Priced before any accelerator code loads.
+DECLARATIVE = ["gspax.config", "gspax.model.config", "gspax.model.presets", "gspax.hf.config_json"]
 ACCELERATOR = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 MACHINE_PATH = re.compile(r"(?<![\w.$}~-])/(?:home|root|tmp|work|Users)/\w")

@@ -211,6 +211,9 @@ def _rope(raw: Mapping[str, Any], context: int) -> dict[str, Any]:
         raise ValueError(f"original_max_position_embeddings: wanted at least 1, got {original}")
     if fields.setdefault("factor", context / original) < 1:
         raise ValueError(f"rope_scaling.factor: wanted at least 1, got {fields['factor']}")
+    for name in ("beta_fast", "beta_slow"):
+        if fields.get(name, 1) <= 0:
+            raise ValueError(f"rope_scaling.{name}: wanted above 0, got {fields[name]}")
     return {"rope_theta": theta, "rope_scaling": Yarn(**fields)}
 
 

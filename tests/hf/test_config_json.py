@@ -1,0 +1,252 @@
+"""`config.json`: every key accounted for, both generations of names, and nothing passed over in silence."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import tiny
+
+from gspax.errors import UserError
+from gspax.hf import config_json
+from gspax.hf.config_json import read_config, to_json
+from gspax.model import presets
+from gspax.model.config import ModelConfig, Yarn
+
+PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "qwen3_configs"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+CONFIGS = {
+    **tiny.CONFIGS,
+    "the last layers slide": replace(tiny.MOE, num_experts=0, sliding_window=3, sliding_layers=(1, 2)),
+    "the 0.6B": replace(presets.qwen3_0_6b, remat=False),
+    "the 30B": replace(presets.qwen3_30b_a3b, remat=False),
+}
+
+
+def write(folder, raw):
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def of_its_family(config):
+    """Without the fields of experts that a dense model has no use for, and no checkpoint speaks of."""
+    plain = {name: ModelConfig.__dataclass_fields__[name].default for name in FIELDS_OF_EXPERTS}
+    return config if config.num_experts else replace(config, **plain)
+
+
+FIELDS_OF_EXPERTS = [*config_json.COPIED_OF_EXPERTS]
+DENSE = to_json(of_its_family(tiny.CONFIGS["dense"]))
+MOE = to_json(tiny.MOE)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_written_is_read_again(name, tmp_path):
+    config = of_its_family(CONFIGS[name])
+    assert read_config(write(tmp_path, to_json(config))) == config
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_understands_what_is_written_and_its_own_file_is_read(name, tmp_path):
+    """The newer names: `num_local_experts`, `dtype`, `rope_parameters`, `layer_types`."""
+    transformers = pytest.importorskip("transformers")
+    config = of_its_family(CONFIGS[name])
+    theirs = transformers.AutoConfig.from_pretrained(write(tmp_path, to_json(config)))
+    theirs.save_pretrained(tmp_path / "again")
+    saved = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert "rope_parameters" in saved and "rope_theta" not in saved
+    assert read_config(tmp_path / "again") == config
+
+
+@pytest.mark.parametrize("name", ["Qwen3Config", "Qwen3MoeConfig"])
+def test_every_key_of_transformers_is_in_one_table(name):
+    """Keys that a later version of transformers adds fail here first."""
+    theirs = getattr(pytest.importorskip("transformers"), name)()
+    keys = {*theirs.to_dict(), *(field.name for field in fields(theirs))}
+    tables = [config_json.COPIED, config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS]
+    if name == "Qwen3MoeConfig":
+        tables += [config_json.COPIED_OF_EXPERTS, config_json.TRANSLATED_OF_EXPERTS]
+    keys |= {key for table in tables for key in table}
+    assert {key: sum(key in table for table in tables) for key in keys} == dict.fromkeys(keys, 1)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Config", "Qwen3MoeConfig"])
+def test_absent_keys_have_the_values_of_transformers(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    needed = {key: value for key, value in MOE.items() if value is not None} | {"model_type": "qwen3_moe"}
+    if name == "Qwen3Config":
+        needed = {key: value for key, value in DENSE.items() if value is not None}
+    tables = config_json.COPIED | config_json.COPIED_OF_EXPERTS
+    sizes = [key for key, default in tables.items() if default is config_json.REQUIRED]
+    least = {key: value for key, value in needed.items() if key in ("model_type", "num_experts", *sizes)}
+    getattr(transformers, name)(**least).save_pretrained(tmp_path / "full")
+    assert read_config(write(tmp_path, least)) == read_config(tmp_path / "full")
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("Qwen3-0.6B", presets.qwen3_0_6b),
+        ("Qwen3-30B-A3B", presets.qwen3_30b_a3b),
+        ("Qwen3-235B-A22B", presets.qwen3_235b_a22b),
+    ],
+)
+def test_published_files_are_the_presets(name, preset):
+    if not PUBLISHED.is_dir():
+        pytest.skip("../shared/data/qwen3_configs is not here")
+    assert replace(read_config(PUBLISHED / name), remat=True) == preset
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes"),
+    [
+        (DENSE | {"rope_theta": 5000000}, {"rope_theta": 5e6}),
+        (
+            DENSE | {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}},
+            {"rope_theta": 1e7},
+        ),
+        (
+            DENSE | {"rope_scaling": YARN | {"beta_fast": 16, "truncate": False, "attention_factor": 1.5}},
+            {
+                "rope_scaling": Yarn(
+                    factor=4.0,
+                    original_max_position_embeddings=32768,
+                    beta_fast=16.0,
+                    truncate=False,
+                    attention_factor=1.5,
+                )
+            },
+        ),
+        (
+            DENSE | {"rope_scaling": {"type": "yarn", "factor": 2}},
+            {"rope_scaling": Yarn(factor=2.0, original_max_position_embeddings=40960)},
+        ),
+        (
+            DENSE | {"rope_scaling": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 10240}},
+            {"rope_scaling": Yarn(factor=4.0, original_max_position_embeddings=10240)},
+        ),
+        (DENSE | {"use_sliding_window": False, "sliding_window": 4096}, {"sliding_window": 0, "sliding_layers": ()}),
+        (
+            DENSE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            {"sliding_window": 8, "sliding_layers": (1, 2)},
+        ),
+        (
+            DENSE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+            {"sliding_window": 0, "sliding_layers": ()},
+        ),
+        (
+            MOE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": None},
+            {"sliding_window": 8, "sliding_layers": (0, 1, 2)},
+        ),
+        (DENSE | {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        (DENSE | {"torch_dtype": "float32", "dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        ({**MOE, "num_experts": None, "num_local_experts": 7}, {"num_experts": 7}),
+        ({**MOE, "head_dim": None}, {"head_dim": 4}),
+        ({**DENSE, "head_dim": None}, {"head_dim": 128}),
+        (DENSE | {"bos_token_id": 3, "router_aux_loss_coef": 0.1}, {}),
+    ],
+)
+def test_fields(raw, changes, tmp_path):
+    base = tiny.MOE if raw["model_type"] == "qwen3_moe" else of_its_family(tiny.CONFIGS["dense"])
+    assert read_config(write(tmp_path, raw)) == replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        (DENSE | {"hidden_act": "gelu"}, 'hidden_act: wanted "silu", got "gelu"'),
+        (DENSE | {"attention_dropout": 0.1}, "attention_dropout: wanted 0, got 0.1"),
+        (DENSE | {"quantization_config": {"bits": 4}}, 'quantization_config: wanted null, got {"bits": 4}'),
+        (MOE | {"router_jitter_noise": 0.01}, "router_jitter_noise: wanted null or 0, got 0.01"),
+        (DENSE | {"partial_rotary_factor": 0.5}, "partial_rotary_factor: wanted null or 1, got 0.5"),
+        (DENSE | {"is_encoder_decoder": True}, "is_encoder_decoder: wanted false, got true"),
+        (DENSE | {"qk_clip": 3}, "qk_clip: wanted no such key (gspax does not know what it asks for), got 3"),
+        (DENSE | {"num_experts": 8}, "num_experts: wanted no such key (gspax does not know what it asks for), got 8"),
+        (DENSE | {"model_type": "llama"}, 'model_type: wanted "qwen3" or "qwen3_moe", got "llama"'),
+        (DENSE | {"model_type": None}, 'model_type: wanted "qwen3" or "qwen3_moe", got null'),
+        (
+            DENSE | {"architectures": ["Qwen3ForSequenceClassification"]},
+            'architectures: wanted null or ["Qwen3ForCausalLM"], got ["Qwen3ForSequenceClassification"]',
+        ),
+        (DENSE | {"hidden_size": None}, "hidden_size: wanted a value, there is none"),
+        ({**MOE, "num_experts": None}, "num_experts: wanted a value, there is none"),
+        (DENSE | {"hidden_size": 16.5}, "hidden_size: wanted an integer, got 16.5"),
+        (DENSE | {"hidden_size": True}, "hidden_size: wanted an integer, got true"),
+        (DENSE | {"rms_norm_eps": "1e-6"}, 'rms_norm_eps: wanted a number, got "1e-6"'),
+        (DENSE | {"attention_bias": 1}, "attention_bias: wanted true or false, got 1"),
+        (MOE | {"mlp_only_layers": [0, "1"]}, 'mlp_only_layers: wanted a list of integers, got [0, "1"]'),
+        (DENSE | {"vocab_size": 0}, "vocab_size: wanted at least 1, got 0"),
+        (
+            DENSE | {"num_key_value_heads": 3},
+            "num_attention_heads: wanted a multiple of num_key_value_heads (3), got 4",
+        ),
+        (DENSE | {"head_dim": 7}, "head_dim: wanted an even number (RoPE turns pairs), got 7"),
+        (DENSE | {"torch_dtype": "float16"}, 'dtype: wanted "float32" or "bfloat16", got "float16"'),
+        (
+            DENSE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            'rope_type: wanted "default" or "yarn", got "linear"',
+        ),
+        (
+            DENSE | {"rope_scaling": {"factor": 2.0}},
+            "rope_scaling.factor: wanted no such key with rope_type default, got 2.0",
+        ),
+        (
+            DENSE | {"rope_scaling": YARN | {"ntk": 1}},
+            "rope_scaling.ntk: wanted no such key with rope_type yarn, got 1",
+        ),
+        (DENSE | {"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor: wanted at least 1, got 0.5"),
+        (DENSE | {"rope_scaling": YARN | {"factor": "4"}}, 'factor: wanted a number, got "4"'),
+        (DENSE | {"rope_scaling": YARN | {"beta_slow": 0}}, "rope_scaling.beta_slow: wanted above 0, got 0.0"),
+        (DENSE | {"rope_scaling": "yarn"}, 'rope_scaling: wanted an object or null, got "yarn"'),
+        (
+            DENSE | {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
+            "original_max_position_embeddings: wanted at least 1, got 0",
+        ),
+        (DENSE | {"layer_types": ["full_attention"]}, 'layer_types: wanted a list of 3 names, got ["full_attention"]'),
+        (
+            DENSE | {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]},
+            'layer_types: wanted "full_attention", got "sliding_attention"',
+        ),
+        (
+            DENSE | {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"] * 2 + ["conv"]},
+            'layer_types: wanted "full_attention" or "sliding_attention", got "conv"',
+        ),
+        (
+            DENSE | {"use_sliding_window": True, "sliding_window": -1},
+            "sliding_window: wanted at least 1 or null, got -1",
+        ),
+        (DENSE | {"use_sliding_window": "no"}, 'use_sliding_window: wanted false or true, got "no"'),
+        (
+            MOE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+            "max_window_layers: wanted the window on all 3 layers of a Qwen3-MoE, got 2",
+        ),
+        ([1], "wanted a JSON object, got [1]"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(raw, sentence, tmp_path):
+    with pytest.raises(UserError) as error:
+        read_config(write(tmp_path, raw))
+    assert str(error.value) == f"{tmp_path / 'config.json'}: {sentence}"
+
+
+def test_no_file_and_no_json(tmp_path):
+    with pytest.raises(UserError, match=r"wanted a checkpoint folder with config\.json, there is none"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(
+        UserError, match=r"config\.json: wanted a JSON file, got one that cannot be read: Expecting value"
+    ):
+        read_config(tmp_path)
+
+
+def test_a_window_on_some_of_the_layers_cannot_be_written_for_experts():
+    config = replace(tiny.MOE, sliding_window=4, sliding_layers=(1,))
+    with pytest.raises(UserError, match=r"model\.sliding_layers: wanted all 3 layers or none with experts, got \(1,\)"):
+        to_json(config)
+
+
+def test_the_hub_s_names_are_written():
+    raw = to_json(replace(presets.qwen3_30b_a3b, rope_scaling=Yarn(factor=4.0, original_max_position_embeddings=32768)))
+    assert raw["num_experts"] == 128 and raw["torch_dtype"] == "bfloat16" and raw["rope_theta"] == 1e6
+    assert raw["rope_scaling"] == YARN
+    assert raw["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert not {"num_local_experts", "dtype", "rope_parameters", "layer_types", "remat", "checkpoint"} & {*raw}
