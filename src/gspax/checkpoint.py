@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from gspax.errors import UserError
@@ -115,6 +116,34 @@ class Checkpoints:
             raise self._unreadable(step, error) from error
         leaves = [_as_wanted(read[STATE][name], leaf) for name, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), read[EXTRA]
+
+    def restore_some(self, wanted: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, Any]:
+        """Read only some leaves, by their paths such as `params/embedding`, each cast to the dtype that is wanted.
+
+        Leaves with a sharding become arrays placed by it, the others numpy arrays.
+        """
+        arguments = {
+            name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+            if leaf.sharding is None
+            else ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+            for name, leaf in wanted.items()
+        }
+        try:
+            stored = self._manager.item_metadata(step)[STATE].tree
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+        for name, leaf in wanted.items():
+            if name not in stored or tuple(stored[name].shape) != leaf.shape:
+                got = f"is {_kind(stored[name])}, wanted {_kind(leaf)}" if name in stored else "is missing"
+                raise UserError(f"checkpoint {step} in {self.directory} is of another model: {name} {got}")
+        try:
+            with ocp.PyTreeCheckpointer() as reader:
+                return reader.restore(
+                    self.directory / str(step) / STATE,
+                    args=ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments, partial_restore=True),
+                )
+        except Exception as error:
+            raise self._unreadable(step, error) from error
 
     def _whole(self, step: int) -> bool:
         folder = self.directory / str(step)

@@ -1,4 +1,4 @@
-"""The program `gspax`: train, sft, eval, bench, report.
+"""The program `gspax`: train, sft, eval, bench, report, convert, export.
 
 Exit codes: 0 done; 1 a failure while running; 2 a mistake in the input, told in one line each on stderr; 128 + the
 signal's number for a run that a signal ended (130 for ctrl-c, 143 for SIGTERM). GSPAX_TRACEBACK=1 adds the traceback to
@@ -13,6 +13,7 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import shlex
 import signal
 import sys
@@ -27,7 +28,17 @@ from gspax.errors import UserError
 if TYPE_CHECKING:
     from gspax.config import Experiment
 
-OWN_EXTRA = ("flax", "jinja2", "matplotlib", "optax", "orbax", "rich", "tensorboardX", "transformers")
+OWN_EXTRA = (
+    "flax",
+    "huggingface_hub",
+    "jinja2",
+    "matplotlib",
+    "optax",
+    "orbax",
+    "rich",
+    "tensorboardX",
+    "transformers",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,13 +109,15 @@ def _overview() -> _Parser:
         "  sft FILE --workdir DIR     only its supervised warm start\n"
         "  eval FILE --workdir DIR    measure a checkpoint on held-out problems\n"
         "  bench FILE                 measure speed on this machine\n"
-        "  report DIR                 write report.html of a run\n\n"
+        "  report DIR                 write report.html of a run\n"
+        "  convert --from HF --to DIR a Hugging Face checkpoint as an Orbax one, to start from\n"
+        "  export --from DIR --to HF  a run's parameters as a Hugging Face checkpoint\n\n"
         "`gspax VERB --help` explains one. For a first look, without any computation:\n"
         "  gspax train experiments/sort_gspo.py --dry-run",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="gspax [-h] [--version] VERB ...",
     )
-    parser.add_argument("verb", nargs="?", metavar="VERB", help="train, sft, eval, bench or report")
+    parser.add_argument("verb", nargs="?", metavar="VERB", help=f"one of {', '.join(VERBS)}")
     parser.add_argument("--version", action="version", version=f"gspax {gspax.__version__}")
     parser.set_defaults(verb="--help")
     return parser
@@ -239,12 +252,69 @@ def _report(options: argparse.Namespace) -> None:
     print(_verb("report").write(options.workdir))
 
 
+def _convert_parser() -> _Parser:
+    parser = _parser(
+        "convert",
+        "Write a Hugging Face checkpoint of a Qwen3 model as an Orbax one, which an experiment names as model=hf(DIR).",
+        "gspax convert --from Qwen/Qwen3-30B-A3B --to checkpoints/qwen3_30b",
+    )
+    parser.add_argument("--from", dest="source", metavar="SOURCE", required=True, help="a folder, or a name on the Hub")
+    _add_target(parser, "float32")
+    return parser
+
+
+def _convert(options: argparse.Namespace) -> None:
+    _verb("convert").run(options.source, options.target, options.dtype)
+
+
+def _export_parser() -> _Parser:
+    parser = _parser(
+        "export",
+        "Write a run's newest checkpoint as a Hugging Face one, which transformers, vLLM and SGLang load.",
+        "gspax export --from runs/sort --to exported/sort --dtype float32",
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="DIR", required=True, help="a run, or what `gspax convert` wrote"
+    )
+    _add_target(parser, "bfloat16")
+    parser.add_argument(
+        "--shard-size", type=_size, default="5GB", metavar="SIZE", help="the most bytes in a file (default: 5GB)"
+    )
+    parser.add_argument("--step", type=_at_least(0), metavar="N", help="the checkpoint (default: the newest)")
+    return parser
+
+
+def _export(options: argparse.Namespace) -> None:
+    _directory(options.source)
+    alike = {"dtype": options.dtype, "shard_size": options.shard_size, "step": options.step}
+    _verb("export").run(options.source, options.target, **alike)
+
+
+def _add_target(parser: _Parser, dtype: str) -> None:
+    parser.add_argument(
+        "--to", dest="target", type=Path, metavar="DIR", required=True, help="a new folder; written whole or not at all"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default=dtype, help=f"of the parameters (default: {dtype})"
+    )
+
+
+def _size(text: str) -> int:
+    """`5GB`, `500MB` or `1000000` as a number of bytes."""
+    found = re.fullmatch(r"(\d+)(|KB|MB|GB)", text)
+    if not found or int(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"wanted a size such as 5GB or 500MB, got {text!r}")
+    return int(found[1]) * {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[found[2]]
+
+
 VERBS: dict[str, tuple[Callable[[], _Parser], Callable[[argparse.Namespace], None]]] = {
     "train": (_train_parser, _train),
     "sft": (_sft_parser, _sft),
     "eval": (_eval_parser, _eval),
     "bench": (_bench_parser, _bench),
     "report": (_report_parser, _report),
+    "convert": (_convert_parser, _convert),
+    "export": (_export_parser, _export),
 }
 
 

@@ -1,0 +1,157 @@
+"""One table between gspax's parameters and the tensors of a published Qwen3 checkpoint, for import and export alike.
+
+A row says: this parameter is made of that tensor, and how the axes of the two correspond. Letters are those of
+docs/architecture.md; axes in brackets are one axis of the published tensor. `{layer}` and `{expert}` in a name mean
+that there is one tensor for each; gspax stacks them along leading axes. So
+
+    Row("attention/query", "self_attn.q_proj.weight", "(N H) D -> D N H")
+
+is a published matrix [N·H, D] for every layer, which gspax holds as [layers, D, N, H].
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gspax.model.config import ModelConfig, layer_runs
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter of gspax, the published tensor that it is made of, and the axes of the two."""
+
+    ours: str
+    published: str
+    axes: str  # "published -> ours"
+    half: int | None = None  # 0, 1: only the first or second half of the published tensor's axis 1
+
+
+OUTER = (
+    Row("embedding", "model.embed_tokens.weight", "V D -> V D"),
+    Row("norm/scale", "model.norm.weight", "D -> D"),
+    Row("head", "lm_head.weight", "V D -> D V"),
+)
+LAYER = (
+    Row("attention_norm/scale", "input_layernorm.weight", "D -> D"),
+    Row("attention/query", "self_attn.q_proj.weight", "(N H) D -> D N H"),
+    Row("attention/key", "self_attn.k_proj.weight", "(K H) D -> D K H"),
+    Row("attention/value", "self_attn.v_proj.weight", "(K H) D -> D K H"),
+    Row("attention/out", "self_attn.o_proj.weight", "D (N H) -> N H D"),
+    Row("attention/query_bias", "self_attn.q_proj.bias", "(N H) -> N H"),
+    Row("attention/key_bias", "self_attn.k_proj.bias", "(K H) -> K H"),
+    Row("attention/value_bias", "self_attn.v_proj.bias", "(K H) -> K H"),
+    Row("attention/out_bias", "self_attn.o_proj.bias", "D -> D"),
+    Row("attention/query_norm/scale", "self_attn.q_norm.weight", "H -> H"),
+    Row("attention/key_norm/scale", "self_attn.k_norm.weight", "H -> H"),
+    Row("mlp_norm/scale", "post_attention_layernorm.weight", "D -> D"),
+)
+DENSE = (
+    Row("mlp/gate", "mlp.gate_proj.weight", "F D -> D F"),
+    Row("mlp/up", "mlp.up_proj.weight", "F D -> D F"),
+    Row("mlp/down", "mlp.down_proj.weight", "D F -> F D"),
+)
+ROUTER = (Row("mlp/router", "mlp.gate.weight", "E D -> D E"),)
+EXPERTS = (  # the Hub's layout, the one that is written
+    Row("mlp/gate", "mlp.experts.{expert}.gate_proj.weight", "F D -> D F"),
+    Row("mlp/up", "mlp.experts.{expert}.up_proj.weight", "F D -> D F"),
+    Row("mlp/down", "mlp.experts.{expert}.down_proj.weight", "D F -> F D"),
+)
+FUSED_EXPERTS = (  # transformers 5 with save_original_format=False
+    Row("mlp/gate", "mlp.experts.gate_up_proj", "E F D -> E D F", half=0),
+    Row("mlp/up", "mlp.experts.gate_up_proj", "E F D -> E D F", half=1),
+    Row("mlp/down", "mlp.experts.down_proj", "E D F -> E F D"),
+)
+FUSED_NAME = "mlp.experts.gate_up_proj"  # tells the two layouts apart
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One published tensor, or half of one, and the part of a parameter that it is."""
+
+    published: str  # the tensor's name
+    shape: tuple[int, ...]  # of the published tensor
+    index: tuple[int, ...]  # into the parameter's leading axes: layer of the run, expert
+    row: Row
+
+
+def pieces(
+    config: ModelConfig, parameters: Mapping[str, tuple[int, ...]], *, fused: bool = False
+) -> dict[str, list[Piece]]:
+    """For each parameter the published tensors that it is made of.
+
+    Args:
+      config: of the model.
+      parameters: the shape of each parameter by its path, such as `runs/0/attention/query`.
+      fused: the layout of the experts.
+    """
+    found: dict[str, list[Piece]] = {}
+
+    def add(name: str, row: Row, published: str, index: tuple[int, ...]) -> None:
+        shape = published_shape(row, parameters[name][len(index) :])
+        found.setdefault(name, []).append(Piece(published, shape, index, row))
+
+    for row in OUTER:
+        if row.ours in parameters:  # tied embeddings: no head
+            add(row.ours, row, row.published, ())
+    first = 0
+    for run, (sparse, count) in enumerate(layer_runs(config)):
+        experts = FUSED_EXPERTS if fused else EXPERTS
+        for row in LAYER + (ROUTER + experts if sparse else DENSE):
+            name = f"runs/{run}/{row.ours}"
+            for layer in range(count) if name in parameters else ():  # without biases: none of their rows
+                published = f"model.layers.{first + layer}.{row.published}"
+                if "{expert}" in published:
+                    for expert in range(config.num_experts):
+                        add(name, row, published.replace("{expert}", str(expert)), (layer, expert))
+                else:
+                    add(name, row, published, (layer,))
+        first += count
+    return found
+
+
+def published_shape(row: Row, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the published tensor of which a part of shape `shape` of our parameter is made."""
+    groups, ours = _axes(row)
+    sizes = dict(zip(ours, shape, strict=True))
+    found = [math.prod(sizes[letter] for letter in group) for group in groups]
+    if row.half is not None:
+        found[1] *= 2
+    return tuple(found)
+
+
+def to_ours(row: Row, tensor: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """A published tensor as a view with our axes, of shape `shape`."""
+    groups, ours = _axes(row)
+    letters = "".join(groups)
+    sizes = dict(zip(ours, shape, strict=True))
+    if row.half is not None:
+        tensor = np.split(tensor, 2, axis=1)[row.half]
+    return tensor.reshape([sizes[letter] for letter in letters]).transpose([letters.index(letter) for letter in ours])
+
+
+def to_published(row: Row, array: np.ndarray) -> np.ndarray:
+    """The inverse of `to_ours`: our part of a parameter as the published tensor, contiguous. Not for halves."""
+    groups, ours = _axes(row)
+    ordered = array.transpose([ours.index(letter) for letter in "".join(groups)])
+    tensor = np.empty(ordered.shape, array.dtype)
+    copy(tensor, ordered)
+    return tensor.reshape(published_shape(row, array.shape))
+
+
+def copy(target: np.ndarray, source: np.ndarray) -> None:
+    """`target[...] = source`, in strips of the source's outermost axis: a transposition that stays in the cache."""
+    axis = int(np.argmax(source.strides))
+    for first in range(0, source.shape[axis], 32):
+        strip = (*(slice(None),) * axis, slice(first, first + 32))
+        target[strip] = source[strip]
+
+
+def _axes(row: Row) -> tuple[list[str], str]:
+    """`"(N H) D -> D N H"` as (["NH", "D"], "DNH")."""
+    published, ours = row.axes.replace(" ", "").split("->")
+    return [group.strip("()") for group in re.findall(r"\(\w+\)|\w", published)], ours

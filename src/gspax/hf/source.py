@@ -1,0 +1,64 @@
+"""Where a checkpoint is: a folder, or a name on the Hugging Face Hub. Imports no accelerator code."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from gspax.errors import UserError
+from gspax.hf.config_json import read_config
+from gspax.model.config import ModelConfig
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
+CONFIG = ("config.json",)
+SMALL = ("*.json", "*.txt", "*.jinja")  # everything but the weights
+ALL = (*SMALL, "*.safetensors")
+
+
+def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
+    """The model of a published checkpoint, or of one that `gspax convert` wrote, for a run that starts from it.
+
+    Only `config.json` is needed here; the weights are read, and downloaded if need be, when the run starts.
+
+    Args:
+      checkpoint: a folder, or a name on the Hub, such as "Qwen/Qwen3-30B-A3B"; "name@revision" pins a revision.
+      **changes: of fields of the ModelConfig, such as `remat=True`.
+
+    Raises:
+      UserError: there is no such checkpoint, or gspax does not implement its architecture.
+    """
+    name = os.fspath(checkpoint)
+    return dataclasses.replace(read_config(locate(name, CONFIG)), checkpoint=name, **changes)
+
+
+def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool = True) -> Path:
+    """The folder of a checkpoint, whose files of these patterns have been downloaded if it is a name on the Hub.
+
+    With `download=False` only what an earlier download left on this machine is looked at.
+    """
+    folder = Path(checkpoint)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{checkpoint}: wanted the folder of a checkpoint, this is a file")
+    if not HUB_NAME.fullmatch(checkpoint):
+        raise UserError(
+            f"{checkpoint}: wanted the folder of a checkpoint or a name on the Hub such as Qwen/Qwen3-30B-A3B; "
+            "there is no such folder"
+        )
+    from huggingface_hub import snapshot_download
+
+    repository, _, revision = checkpoint.partition("@")
+    try:
+        found = snapshot_download(
+            repository, revision=revision or None, allow_patterns=list(patterns), local_files_only=not download
+        )
+    except Exception as problem:  # of many kinds: no network, no such name, no permission, no room on the disk
+        said = " ".join(str(problem).split())[:200]
+        raise UserError(
+            f"{checkpoint}: there is no such folder, and the Hub did not give it: {type(problem).__name__}: {said}"
+        ) from problem
+    return Path(str(found))

@@ -1,0 +1,203 @@
+"""The safetensors format: which tensors a folder holds and where, reading one, laying out new files, writing one.
+
+A file is 8 bytes (the length of what follows, little-endian), a JSON object `name -> dtype, shape, byte range`, and the
+bytes. Several files have an index beside them. `safetensors` itself maps files into memory, where pages that were read
+count as the process's own, and writes only what is in memory as a whole; here tensors are read and written one at a
+time, at their places. Format: https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gspax.errors import UserError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
+LONGEST_HEADER = 100_000_000  # bytes; what the format permits
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies."""
+
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int  # byte of the file
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def find(folder: Path) -> dict[str, Stored]:
+    """The tensors of a checkpoint folder by name, from the headers of all its files; no tensor is read.
+
+    Raises:
+      UserError: a file is missing, truncated or corrupt, or there is none that may be read. Pickles are refused.
+    """
+    weight_map = _weight_map(folder)
+    found: dict[str, Stored] = {}
+    for file in sorted({folder / name for name in weight_map.values()} if weight_map else {folder / SINGLE}):
+        if not file.is_file():
+            raise UserError(f"{file}: wanted this file, which {INDEX} names; there is none")
+        for name, stored in read_header(file).items():
+            if name in found:
+                raise UserError(f"{file}: tensor {name} is in {found[name].file.name} too")
+            found[name] = stored
+    for name, file_name in weight_map.items():
+        if name not in found or found[name].file.name != file_name:
+            raise UserError(f"{folder / file_name}: wanted the tensor {name}, which {INDEX} says is in it; it is not")
+    return found
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor -> file, as the index says; empty for a single file, which has no index."""
+    index = folder / INDEX
+    if not index.is_file():
+        if (folder / SINGLE).is_file():
+            return {}
+        if shards := sorted(folder.glob("*.safetensors")):
+            raise UserError(f"{folder}: wanted {INDEX} beside {shards[0].name}, there is none")
+        if pickles := sorted(file.name for pattern in PICKLES for file in folder.glob(pattern)):
+            raise UserError(
+                f"{folder / pickles[0]}: wanted safetensors; this is a pickle, which runs code when it is read, "
+                "and gspax reads none"
+            )
+        raise UserError(f"{folder}: wanted {SINGLE} or {INDEX}, there is neither")
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        items = dict(weight_map.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise UserError(f"{index}: wanted a JSON object with a weight_map, got one that cannot be read") from problem
+    for name, file in items.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise UserError(f"{index}: wanted the name of a safetensors file beside it for tensor {name}, got {file!r}")
+    if not items:
+        raise UserError(f"{index}: wanted tensors in weight_map, there are none")
+    return items
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of one file by name. Raises UserError where the header does not describe the whole file."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > min(size - 8, LONGEST_HEADER):
+            raise UserError(f"{file}: no safetensors file, or a truncated one ({size} bytes, header of {length})")
+        try:
+            header = dict(json.loads(opened.read(length)))
+        except (ValueError, TypeError) as problem:
+            raise UserError(f"{file}: corrupt: its header is no JSON object") from problem
+    header.pop("__metadata__", None)
+    first, end = 8 + length, 0
+    found = {}
+    for name, entry in sorted(header.items(), key=lambda item: _begin(item[1])):
+        stored = _entry(file, name, entry, first)
+        if stored.start != first + end:
+            raise UserError(f"{file}: corrupt: tensor {name} begins at byte {stored.start}, wanted {first + end}")
+        end += stored.nbytes
+        found[name] = stored
+    if first + end != size:
+        raise UserError(f"{file}: truncated or corrupt: its header wants {first + end} bytes, it has {size}")
+    return found
+
+
+def _begin(entry: Any) -> int:
+    try:
+        return int(entry["data_offsets"][0])
+    except (KeyError, IndexError, TypeError, ValueError):
+        return -1  # `_entry` says what is wrong
+
+
+def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        ours = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError):
+        ours = False
+    if not ours:
+        raise UserError(f"{file}: corrupt: the header's entry of tensor {name} has no dtype, shape and byte range")
+    if dtype not in DTYPES:
+        raise UserError(f"{file}: tensor {name}: wanted one of {', '.join(DTYPES)}, got {dtype}")
+    stored = Stored(file, DTYPES[dtype], shape, first + begin)
+    if end - begin != stored.nbytes:
+        raise UserError(
+            f"{file}: corrupt: tensor {name}, {dtype}{list(shape)}, has {end - begin} bytes, wanted {stored.nbytes}"
+        )
+    return stored
+
+
+def read(stored: Stored) -> np.ndarray:
+    """One tensor."""
+    flat = np.fromfile(stored.file, np.uint8, count=stored.nbytes, offset=stored.start)
+    if flat.size != stored.nbytes:
+        raise UserError(f"{stored.file}: became shorter while it was read")
+    return flat.view(stored.dtype).reshape(stored.shape)
+
+
+def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_size: int) -> dict[str, Stored]:
+    """Create the files of a checkpoint, headers and index in place and room for every tensor, in the order given.
+
+    A file is closed before it would exceed `shard_size` bytes of tensors; one larger tensor has a file to itself.
+    """
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    used = 0
+    for name, shape in shapes.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        if shards[-1] and used + nbytes > shard_size:
+            shards.append({})
+            used = 0
+        shards[-1][name] = shape
+        used += nbytes
+    found: dict[str, Stored] = {}
+    for number, shard in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        found |= _create(folder / file, shard, dtype)
+    if len(shards) > 1:
+        total = sum(stored.nbytes for stored in found.values())
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: stored.file.name for name, stored in found.items()},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return found
+
+
+def _create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> dict[str, Stored]:
+    kind = next(name for name, each in DTYPES.items() if each == dtype)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(8 + len(text) + end)
+    return {
+        name: Stored(file, dtype, shape, 8 + len(text) + header[name]["data_offsets"][0])
+        for name, shape in shapes.items()
+    }
+
+
+def write(stored: Stored, tensor: np.ndarray) -> None:
+    """Put a contiguous tensor of the right shape and dtype where it belongs."""
+    assert (tensor.shape, tensor.dtype) == (stored.shape, stored.dtype)
+    with stored.file.open("r+b", buffering=0) as opened:
+        opened.seek(stored.start)
+        left = tensor.reshape(-1).view(np.uint8).data
+        while left:
+            left = left[opened.write(left) :]  # one call writes 2 GiB at most

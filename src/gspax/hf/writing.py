@@ -1,0 +1,74 @@
+"""Parameters -> a checkpoint in the Hub's layout, which transformers, vLLM and SGLang load."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from gspax.hf import config_json, names, tensors
+from gspax.hf.names import Piece
+from gspax.hf.reading import path_name
+from gspax.model import transformer
+from gspax.model.config import ModelConfig
+from gspax.types import Array
+
+SHARD_SIZE = 5_000_000_000  # bytes of tensors in a file; that of transformers up to version 4
+
+
+def write_checkpoint(
+    folder: Path,
+    config: ModelConfig,
+    parameter: Callable[[str], Array | np.ndarray],
+    *,
+    dtype: str = "bfloat16",
+    shard_size: int = SHARD_SIZE,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Write config.json and safetensors, layer by layer as the Hub has them; tied models have no `lm_head.weight`.
+
+    Args:
+      folder: exists and is empty.
+      config: of the model.
+      parameter: gives one by its path, such as `runs/0/attention/query`; asked for each once, so that they need not
+        all be in memory.
+      dtype: of the tensors, `bfloat16` or `float32`.
+      shard_size: of a file, in bytes of tensors.
+      more: further keys of config.json, such as `eos_token_id`.
+    """
+    described = config_json.to_json(config) | {"torch_dtype": dtype} | dict(more or {})
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    table = names.pieces(config, parameter_shapes(config))
+    everything = sorted((piece for each in table.values() for piece in each), key=_place_in_model)
+    shapes = {piece.published: piece.shape for piece in everything}
+    stored = tensors.lay_out(folder, shapes, np.dtype(jax.numpy.dtype(dtype)), shard_size)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, pieces in table.items():
+            array = parameter(name)
+
+            def put(piece: Piece, array=array) -> None:
+                part = np.asarray(array[piece.index])
+                place = stored[piece.published]
+                tensors.write(place, names.to_published(piece.row, part.astype(place.dtype, copy=False)))
+
+            list(pool.map(put, pieces))
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of a model by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(transformer.abstract_params(config))
+    return {path_name(path): leaf.shape for path, leaf in leaves}
+
+
+def _place_in_model(piece: Piece) -> tuple[int, int]:
+    """Embedding, layers, norm and head; within a layer the order of the table."""
+    parts = piece.published.split(".")
+    if parts[1] == "layers":
+        return 1, int(parts[2])
+    return (0 if parts[1] == "embed_tokens" else 2), 0
