@@ -1,0 +1,542 @@
+"""The scripts in tpu/, run against programs that record how they were called. No cloud is ever reached: the PATH holds
+those programs and a few tools of the system, nothing else."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TPU = ROOT / "tpu"
+SOURCED = [TPU / "lib.sh", TPU / "config.example.sh"]
+SCRIPTS = sorted({*TPU.rglob("*.sh")} - {*SOURCED})
+TOOLS = ["bash", "basename", "cat", "dirname", "env", "git", "id", "mkdir", "rm", "sed"]
+FAKES = ["curl", "docker", "gcloud", "gcsfuse", "kubectl", "mountpoint", "python3", "sleep", "sudo", "systemctl"]
+FAKES += ["systemd-run", "uv"]
+SETTINGS = {
+    "GSPAX_PROJECT": "proj",
+    "GSPAX_ZONE": "us-west4-a",
+    "GSPAX_NAME": "pod",
+    "GSPAX_BUCKET": "buck",
+    "GSPAX_RUN": "sort",
+    "GSPAX_ACCELERATOR": "v5litepod-16",
+    "GSPAX_RUNTIME": "v2-alpha-tpuv5-lite",
+    "GSPAX_IMAGE": "registry/gspax:1",
+    "GSPAX_MACHINE": "ct5lp-hightpu-4t",
+    "GSPAX_TPU": "tpu-v5-lite-podslice",
+    "GSPAX_TOPOLOGY": "4x8",
+    "GSPAX_CHIPS": "4",
+    "GSPAX_RESTARTS": "5",
+}
+PLACE = ["--project=proj", "--zone=us-west4-a"]
+EXPERIMENT = "experiments/some.py"
+
+# Records its call as a line of JSON. FAKE_STATES: what `describe` answers, one a line. FAKE_FAIL: a word whose calls
+# fail. FAKE_HOST: the home of the only host, on which what `ssh` sends is run and to which `scp` copies.
+FAKE = r"""#!{python} -IS
+import json, os, shutil, subprocess, sys
+name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
+get = os.environ.get
+if name not in ("sleep", "mountpoint", "sudo"):
+    with open(os.environ["FAKE_RECORD"], "a") as record:
+        record.write(json.dumps([name, *words]) + "\n")
+if get("FAKE_FAIL") and get("FAKE_FAIL") in words:
+    sys.exit(7)
+if name == "sudo":
+    os.execvp(words[0], words)
+if name == "mountpoint":
+    sys.exit(not os.path.exists(words[-1] + "/mounted"))
+if name == "systemd-run" and "--unit=gspax-bucket" in words:
+    open(words[-1] + "/mounted", "w").close()
+if name == "systemctl" and words[0] == "is-active":
+    sys.exit(0 if get("FAKE_RUNNING") else 3)
+if name == "gcloud" and words[:2] == ["projects", "describe"]:
+    print(4242)
+elif "describe" in words:
+    states = open(get("FAKE_STATES")).read().split()
+    open(get("FAKE_STATES"), "w").write("\n".join(states[1:]))
+    if states[0] == "ABSENT":
+        sys.exit("NOT_FOUND")
+    print(states[0])
+host = get("FAKE_HOST")
+if host and "scp" in words:
+    shutil.copy(words[words.index("scp") + 1], host)
+if host and "ssh" in words:
+    command = next(word for word in words if word.startswith("--command=")).partition("=")[2]
+    done = subprocess.run(["bash", "-c", command], cwd=host, env={{**os.environ, "HOME": host}})
+    sys.exit(done.returncode)
+"""
+
+
+class Cloud:
+    """A checkout with the scripts, and a PATH of recording programs."""
+
+    def __init__(self, folder):
+        self.checkout, self.bin, self.record = folder / "checkout", folder / "bin", folder / "record"
+        self.states = folder / "states"
+        shutil.copytree(TPU, self.checkout / "tpu", ignore=shutil.ignore_patterns("config.sh"))
+        (self.checkout / "experiments").mkdir()
+        (self.checkout / EXPERIMENT).write_text("experiment = None\n")
+        shutil.copy(ROOT / ".gitignore", self.checkout)
+        self.bin.mkdir()
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(shutil.which(tool))
+        for fake in FAKES:
+            (self.bin / fake).write_text(FAKE.format(python=sys.executable))
+            (self.bin / fake).chmod(0o755)
+        home = folder / "home"
+        home.mkdir()
+        self.variables = {"PATH": str(self.bin), "HOME": str(home), "FAKE_RECORD": str(self.record)}
+        self.variables |= {"FAKE_STATES": str(self.states), "GIT_CONFIG_GLOBAL": os.devnull}
+
+    def run(self, script, *words, states=("ACTIVE",), settings=SETTINGS, **more):
+        """The finished process and the calls that it made."""
+        self.record.write_text("")
+        self.states.write_text("\n".join(states))
+        done = subprocess.run(
+            [self.checkout / "tpu" / script, *words],
+            env=self.variables | dict(settings) | more,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+        )
+        calls = [json.loads(line) for line in self.record.read_text().splitlines()]
+        return done, calls
+
+    def calls(self, script, *words, **more):
+        done, calls = self.run(script, *words, **more)
+        assert done.returncode == 0, done.stderr
+        return calls
+
+    def commit(self):
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", str(self.checkout)]
+        for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=all"]):
+            subprocess.run([*git, *words], check=True, env=self.variables)
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
+        pytest.skip(f"needs {', '.join(missing)} on the PATH")
+    made = Cloud(tmp_path)
+    made.commit()
+    return made
+
+
+def queued(verb, *words):
+    return ["gcloud", "compute", "tpus", "queued-resources", verb, *words, *PLACE]
+
+
+def verbs(calls):
+    """What was done to queued resources, in order; polls of the state left out."""
+    found = [call[4] for call in calls if call[3:4] == ["queued-resources"]]
+    return [verb for verb in found if verb != "describe"]
+
+
+# The text of the scripts
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, *SOURCED], ids=lambda path: str(path.relative_to(TPU)))
+def test_bash_can_parse_it(script):
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_shellcheck_finds_nothing():
+    program = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([program, *SCRIPTS, *SOURCED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(TPU)))
+def test_a_script_is_strict_short_and_executable(script):
+    text = script.read_text()
+    assert text.startswith("#!/usr/bin/env bash\n# ") and "\nset -euo pipefail\n" in text
+    assert os.access(script, os.X_OK)
+    assert len(text.splitlines()) <= 100
+
+
+def test_every_setting_stands_in_the_example():
+    used = {name for path in SCRIPTS for name in re.findall(r"GSPAX_[A-Z]+", path.read_text())}
+    example = set(re.findall(r"^: \"\$\{(GSPAX_[A-Z]+):=", (TPU / "config.example.sh").read_text(), re.MULTILINE))
+    assert used == example == {*SETTINGS, "GSPAX_SLICES", "GSPAX_SPOT"}
+
+
+def test_the_page_names_files_that_exist():
+    page = (ROOT / "docs" / "tpu.md").read_text()
+    named = {word.rstrip(".") for word in re.findall(r"\btpu/[\w./]+", page)} - {"tpu/config.sh"}
+    assert len(named) > 10
+    assert not [name for name in named if not (ROOT / name).exists()]
+    assert all(str(script.relative_to(ROOT)) in named for script in SCRIPTS)
+
+
+# A dry run
+
+
+CASES = [
+    ("bucket.sh",),
+    ("create.sh",),
+    ("create.sh", "--spot", "--node-count", "3"),
+    ("setup.sh",),
+    ("run.sh", EXPERIMENT, "loss.clip_high=1e-3", 'name="it\'s $HOME"'),
+    ("watch.sh",),
+    ("resume.sh", "--spot", "--node-count=2", EXPERIMENT, "a.b=c"),
+    ("delete.sh",),
+    ("gke/create.sh", "--spot", "--node-count", "2"),
+    ("gke/image.sh",),
+    ("gke/run.sh", EXPERIMENT),
+    ("gke/watch.sh",),
+    ("gke/delete.sh",),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_a_dry_run_calls_nothing_and_prints_what_a_run_calls(cloud, case):
+    script, *words = case
+    states = ["SUSPENDED", "ACTIVE"] if script == "resume.sh" else ["ACTIVE"]
+    calls = cloud.calls(script, *words, states=states)
+    done, none = cloud.run(script, "--dry-run", *words)
+    assert done.returncode == 0 and done.stderr == "" and none == []
+    printed = [shlex.split(line)[1:] for line in done.stdout.splitlines() if line.startswith("+ ")]
+    assert calls and printed == json.loads(json.dumps(calls).replace("projects/4242", "projects/NUMBER"))
+
+
+def test_a_dry_run_needs_none_of_the_programs(cloud):
+    for fake in FAKES:
+        (cloud.bin / fake).unlink()
+    for script, *words in CASES:
+        done, _ = cloud.run(script, "--dry-run", *words)
+        assert done.returncode == 0 and done.stderr == "", script
+    assert not (cloud.checkout / "build").exists()
+
+
+def test_every_case_is_there():
+    assert {case[0] for case in CASES} == {str(path.relative_to(TPU)) for path in SCRIPTS if path.parent.name != "host"}
+
+
+# Queued resources
+
+
+SCOPES = "--scopes=https://www.googleapis.com/auth/cloud-platform"
+ASKED = ["pod", "--accelerator-type=v5litepod-16", "--runtime-version=v2-alpha-tpuv5-lite", SCOPES]
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "more"),
+    [
+        ([], {}, ["--node-id=pod"]),
+        (["--spot"], {}, ["--node-id=pod", "--spot"]),
+        (["--node-count=1"], {"GSPAX_SPOT": "1"}, ["--node-id=pod", "--spot"]),
+        (["--node-count", "4"], {}, ["--node-count=4", "--node-prefix=pod"]),
+        ([], {"GSPAX_SLICES": "2"}, ["--node-count=2", "--node-prefix=pod"]),
+    ],
+)
+def test_create_asks_for_slices_and_spot(cloud, words, settings, more):
+    calls = cloud.calls("create.sh", *words, **settings)
+    assert calls == [queued("create", *ASKED, *more), queued("describe", "pod", "--format=value(state.state)")]
+
+
+def test_create_waits_until_the_resource_is_active(cloud):
+    states = ["CREATING", "WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
+    done, calls = cloud.run("create.sh", states=states)
+    assert done.returncode == 0 and len(calls) == 1 + len(states)
+    shown = [line for line in done.stdout.splitlines() if not line.startswith("+")]
+    assert shown == [f"pod: {state}" for state in dict.fromkeys(states)]
+
+
+@pytest.mark.parametrize("state", ["FAILED", "SUSPENDED", "SUSPENDING", "DELETING", "ABSENT"])
+def test_create_gives_up_where_waiting_is_in_vain(cloud, state):
+    done, _ = cloud.run("create.sh", states=["CREATING", state, "ACTIVE"])
+    assert done.returncode == 1 and f"pod is {state}" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (["ACTIVE"], ["ssh"]),
+        (["SUSPENDED", "CREATING", "ACTIVE"], ["delete", "create", "scp", "ssh", "ssh"]),
+        (["FAILED", "ACTIVE"], ["delete", "create", "scp", "ssh", "ssh"]),
+        (["ABSENT", "ACTIVE"], ["create", "scp", "ssh", "ssh"]),
+        (["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"], ["scp", "ssh", "ssh"]),
+    ],
+)
+def test_resume_does_what_is_missing_and_repeats_the_command(cloud, states, expected):
+    command = [EXPERIMENT, "schedule.steps=20", "name='a b'"]
+    calls = cloud.calls("resume.sh", "--spot", "--node-count", "2", *command, states=states)
+    assert verbs(calls) == expected
+    assert calls[-1] == cloud.calls("run.sh", *command)[-1]
+    for call in calls:
+        if "create" in call:
+            assert call == queued("create", *ASKED, "--node-count=2", "--node-prefix=pod", "--spot")
+        if "delete" in call:
+            assert call == queued("delete", "pod", "--force", "--quiet")
+
+
+@pytest.mark.parametrize(("state", "expected"), [("ACTIVE", ["ssh", "delete"]), ("SUSPENDED", ["delete"])])
+def test_delete_stops_the_run_first(cloud, state, expected):
+    calls = cloud.calls("delete.sh", states=[state])
+    assert verbs(calls) == expected
+    assert state != "ACTIVE" or "systemctl stop gspax" in calls[1][-3]
+
+
+def test_delete_deletes_though_the_run_cannot_be_stopped(cloud):
+    done, calls = cloud.run("delete.sh", FAKE_FAIL="ssh")
+    assert done.returncode == 0 and verbs(calls) == ["ssh", "delete"] and "could not be stopped" in done.stderr
+
+
+@pytest.mark.parametrize(("state", "expected"), [("ACTIVE", ["ssh"]), ("PROVISIONING", []), ("ABSENT", [])])
+def test_watch_follows_the_first_host(cloud, state, expected):
+    done, calls = cloud.run("watch.sh", states=[state])
+    assert done.returncode == 0 and f"pod: {state}" in done.stdout and verbs(calls) == expected
+    assert not expected or calls[-1][5:8] == ["pod", "--node=0", "--worker=0"]
+
+
+@pytest.mark.parametrize(
+    ("case", "fails", "last"),
+    [
+        (("create.sh",), "create", "create"),
+        (("setup.sh",), "scp", "scp"),
+        (("resume.sh", EXPERIMENT), "create", "create"),
+        (("gke/create.sh",), "node-pools", "node-pools"),
+        (("gke/image.sh",), "build", "build"),
+    ],
+)
+def test_a_command_that_fails_ends_the_script(cloud, case, fails, last):
+    done, calls = cloud.run(*case, states=["SUSPENDED", "ACTIVE"], FAKE_FAIL=fails)
+    assert done.returncode == 7 and last in calls[-1]
+
+
+# On a host
+
+
+@pytest.fixture
+def host(cloud, tmp_path):
+    """A host on which what the scripts send is really run, up to the programs that are not there."""
+    home = tmp_path / "host home"
+    home.mkdir()
+    cloud.variables["FAKE_HOST"] = str(home)
+    return home
+
+
+def test_setup_puts_the_last_commit_on_a_host_and_mounts_the_bucket(cloud, host):
+    (cloud.checkout / EXPERIMENT).write_text("changed, not committed")
+    done, calls = cloud.run("setup.sh")
+    assert done.returncode == 0 and done.stderr == "gspax: changes that are not committed are not sent\n"
+    assert (host / "gspax" / EXPERIMENT).read_text() == "experiment = None\n"
+    names = [call[0] for call in calls]
+    assert names.count("systemd-run") == 1 and (host / "bucket" / "mounted").exists()
+    assert next(call for call in calls if call[:3] == ["uv", "pip", "install"])[-1] == ".[train,tpu]"
+    mount = calls[names.index("systemd-run")]
+    assert mount[-5:] == ["--foreground", "--implicit-dirs", "--metadata-cache-ttl-secs=0", "buck", f"{host}/bucket"]
+
+
+def test_setup_twice_mounts_once_and_says_nothing_of_a_clean_checkout(cloud, host):
+    assert cloud.run("setup.sh")[0].stderr == ""
+    done, calls = cloud.run("setup.sh")
+    assert done.returncode == 0 and "systemd-run" not in [call[0] for call in calls]
+
+
+def test_setup_leaves_a_host_alone_that_is_running(cloud, host):
+    cloud.calls("setup.sh")
+    (host / "gspax" / "mark").write_text("")
+    done, _ = cloud.run("setup.sh", FAKE_RUNNING="1")
+    assert done.returncode == 1 and "a run is going on here" in done.stderr and (host / "gspax" / "mark").exists()
+
+
+def test_run_starts_a_unit_that_is_stopped_by_sigterm_before_the_bucket_goes(cloud, host):
+    cloud.calls("setup.sh")
+    words = [EXPERIMENT, 'name="it\'s"', "a.b=c d", "x=$HOME;ls"]
+    calls = cloud.calls("run.sh", *words)
+    (start,) = [call for call in calls if call[0] == "systemd-run"]
+    options, command = start[1 : start.index("--")], start[start.index("--") + 1 :]
+    assert command == [
+        f"{host}/gspax/.venv/bin/gspax",
+        "train",
+        words[0],
+        "--workdir",
+        f"{host}/bucket/sort",
+        *words[1:],
+    ]
+    wanted = ["KillSignal=SIGTERM", "KillMode=mixed", "After=gspax-bucket.service", "Requires=gspax-bucket.service"]
+    assert {"--unit=gspax", *(f"--property={each}" for each in wanted)} <= {*options}
+
+
+def test_a_run_that_is_going_on_is_not_started_again(cloud, host):
+    cloud.calls("setup.sh")
+    calls = cloud.calls("run.sh", EXPERIMENT, FAKE_RUNNING="1")
+    assert "systemd-run" not in [call[0] for call in calls]
+
+
+# GKE
+
+
+def jobset(cloud, *words, **more):
+    yaml = pytest.importorskip("yaml")
+    cloud.calls("gke/run.sh", *words, **more)
+    return yaml.safe_load((cloud.checkout / "build" / "jobset.yaml").read_text())
+
+
+def test_the_jobset(cloud):
+    words = ['name="it\'s"', "a.b=c d", "x=\\$HOME", "y={1: 2}"]
+    made = jobset(cloud, "--node-count", "3", EXPERIMENT, *words)
+    assert (made["apiVersion"], made["kind"], made["metadata"]["name"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet", "pod")
+    (slices,) = made["spec"]["replicatedJobs"]
+    job = slices["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert slices["replicas"] == 3
+    assert job["parallelism"] == job["completions"] == 8 and job["completionMode"] == "Indexed"  # 4 x 8 chips, 4 a host
+    assert container["command"] == ["gspax", "train", EXPERIMENT, "--workdir", "/bucket/sort", *words]
+    assert container["resources"]["limits"] == {"google.com/tpu": 4} and container["image"] == "registry/gspax:1"
+    assert pod["volumes"][0]["csi"]["volumeAttributes"]["bucketName"] == "buck"
+    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x8"
+
+
+def test_the_jobset_repeats_what_was_preempted_but_no_mistake(cloud):
+    spec = jobset(cloud, EXPERIMENT)["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    assert job["backoffLimit"] == 0 and job["template"]["spec"]["restartPolicy"] == "Never"
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]  # the code for a mistake in the input
+    assert spec["failurePolicy"]["maxRestarts"] == 5
+    (policy,) = spec["failurePolicy"]["rules"]
+    assert (policy["action"], policy["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+def test_a_jobset_is_started_when_its_forerunner_has_gone(cloud):
+    delete, apply = cloud.calls("gke/run.sh", EXPERIMENT)
+    assert delete == ["kubectl", "delete", "jobset", "pod", "--ignore-not-found", "--cascade=foreground"]
+    assert apply == ["kubectl", "apply", "-f", f"{cloud.checkout}/build/jobset.yaml"]
+
+
+def test_a_cluster_has_a_pool_for_each_slice(cloud):
+    calls = cloud.calls("gke/create.sh", "--spot", "--node-count", "2")
+    pools = [call for call in calls if "node-pools" in call]
+    assert [pool[4] for pool in pools] == ["slice-0", "slice-1"]
+    for pool in pools:
+        assert {"--tpu-topology=4x8", "--num-nodes=8", "--machine-type=ct5lp-hightpu-4t", "--spot"} <= {*pool}
+    assert calls[-1][-1].endswith(
+        "projects/4242/locations/global/workloadIdentityPools/proj.svc.id.goog/subject/ns/default/sa/gspax"
+    )
+
+
+def test_the_image_is_made_of_files_that_exist_and_are_sent():
+    lines = (TPU / "Dockerfile").read_text().splitlines()
+    ignored = (TPU / "Dockerfile.dockerignore").read_text().splitlines()
+    assert ignored[0] == "*"
+    sources = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert sources and all((ROOT / source).exists() for source in sources)
+    assert all(any(fnmatch(source, line[1:]) for line in ignored if line.startswith("!")) for source in sources)
+    assert 'ENTRYPOINT ["gspax"]' in lines  # no shell between SIGTERM and gspax
+    assert any("--constraint requirements.txt" in line and ".[train,tpu]" in line for line in lines)
+
+
+# Bad input
+
+
+def wrong(cloud, *words, **more):
+    """The one sentence of a mistake, before anything was called."""
+    done, calls = cloud.run(*words, **more)
+    assert done.returncode == 2 and calls == [] and done.stdout == "", done
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("gspax: ")
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (("bucket.sh",), "BUCKET"),
+        (("create.sh",), "PROJECT"),
+        (("create.sh", "--dry-run"), "ZONE"),
+        (("create.sh",), "RUNTIME"),
+        (("setup.sh",), "BUCKET"),
+        (("run.sh", EXPERIMENT), "RUN"),
+        (("watch.sh",), "NAME"),
+        (("resume.sh", EXPERIMENT), "ACCELERATOR"),
+        (("delete.sh",), "NAME"),
+        (("gke/create.sh",), "MACHINE"),
+        (("gke/image.sh",), "IMAGE"),
+        (("gke/run.sh", EXPERIMENT), "TPU"),
+        (("gke/watch.sh",), "NAME"),
+        (("gke/delete.sh",), "PROJECT"),
+    ],
+)
+def test_a_setting_that_is_missing_is_named(cloud, case, name):
+    settings = {key: value for key, value in SETTINGS.items() if key != f"GSPAX_{name}"}
+    assert f"GSPAX_{name} is not set" in wrong(cloud, *case, settings=settings)
+    assert f"GSPAX_{name} is not set" in wrong(cloud, *case, settings=settings | {f"GSPAX_{name}": ""})
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["create.sh", "--sopt"], "create.sh has no option --sopt"),
+        (["create.sh", "--node-count", "two"], "wanted a whole number of at least 1, got 'two'"),
+        (["create.sh", "--node-count=0"], "wanted a whole number of at least 1, got '0'"),
+        (["create.sh", "--node-count"], "wanted a whole number of at least 1, got ''"),
+        (["run.sh"], "wanted an experiment file"),
+        (["run.sh", "experiments/none.py"], "experiments/none.py: wanted an experiment file"),
+        (["run.sh", "/etc/hostname"], "/etc/hostname: wanted an experiment file"),
+        (["resume.sh", "--spot"], "wanted an experiment file"),
+        (["gke/run.sh"], "wanted an experiment file"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_sentence(cloud, words, sentence):
+    assert sentence in wrong(cloud, *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("TOPOLOGY", "4", "wanted chips along each side, as in 4x4, got '4'"),
+        ("TOPOLOGY", "4xa", "wanted chips along each side"),
+        ("CHIPS", "0", "GSPAX_CHIPS: wanted a whole number of at least 1"),
+        ("CHIPS", "5", "GSPAX_CHIPS: wanted a divisor of the 32 chips of a slice, got 5"),
+        ("RESTARTS", "many", "GSPAX_RESTARTS: wanted a whole number of at least 1, got 'many'"),
+        ("SLICES", "", "wanted a whole number of at least 1, got ''"),
+    ],
+)
+def test_a_setting_that_is_wrong_is_one_sentence(cloud, name, value, sentence):
+    assert sentence in wrong(cloud, "gke/run.sh", EXPERIMENT, settings=SETTINGS | {f"GSPAX_{name}": value})
+
+
+@pytest.mark.parametrize(("script", "program"), [("create.sh", "gcloud"), ("gke/watch.sh", "kubectl")])
+def test_a_program_that_is_missing_is_named(cloud, script, program):
+    (cloud.bin / program).unlink()
+    assert f"{program} is not installed" in wrong(cloud, script)
+
+
+def test_help_is_the_head_of_the_script(cloud):
+    done, calls = cloud.run("run.sh", "--help", settings={})
+    assert done.returncode == 0 and calls == [] and done.stdout.splitlines()[0].startswith("Starts an experiment on")
+    assert "tpu/run.sh [--dry-run] experiments/sort_gspo.py [a.b=c ...]" in done.stdout and "#" not in done.stdout
+
+
+# Where settings come from
+
+
+def test_the_environment_wins_over_the_file_and_an_option_over_both(cloud):
+    shutil.copy(cloud.checkout / "tpu" / "config.example.sh", cloud.checkout / "tpu" / "config.sh")
+    (call, _) = cloud.calls("create.sh", settings={})
+    assert call[5] == "gspax" and "--project=my-project" in call and "--node-id=gspax" in call
+    (call, _) = cloud.calls("create.sh", settings={"GSPAX_NAME": "mine", "GSPAX_SLICES": "2"})
+    assert call[5] == "mine" and "--project=my-project" in call and "--node-count=2" in call
+    (call, _) = cloud.calls("create.sh", "--node-count=3", settings={"GSPAX_SLICES": "2"})
+    assert "--node-count=3" in call
+
+
+def test_another_file_can_be_named(cloud, tmp_path):
+    (tmp_path / "other.sh").write_text("GSPAX_PROJECT=theirs\n")
+    calls = cloud.calls("watch.sh", GSPAX_TPU_CONFIG=str(tmp_path / "other.sh"))
+    assert "--project=theirs" in calls[0]
+    assert "there is no file none.sh" in wrong(cloud, "watch.sh", GSPAX_TPU_CONFIG="none.sh")

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Starts an experiment as a JobSet: one job per slice, one pod per host. The run directory is in the bucket.
+#   tpu/gke/run.sh [--dry-run] [--node-count N] experiments/sort_gspo.py [a.b=c ...]
+# The JobSet repeats the command after a preemption. When it has used up its restarts, this script continues the run.
+
+set -euo pipefail
+source "$(dirname "$0")/../lib.sh"
+read_options "$@"
+shift "$used"
+need GSPAX_NAME GSPAX_BUCKET GSPAX_RUN GSPAX_IMAGE GSPAX_TPU GSPAX_TOPOLOGY GSPAX_CHIPS GSPAX_RESTARTS
+experiment "$@"
+hosts=$(count_hosts)
+whole GSPAX_RESTARTS "$GSPAX_RESTARTS"
+tools kubectl
+
+json() { # words as a list of JSON strings
+  local word list=
+  for word in "$@"; do
+    word=${word//\\/\\\\}
+    list+="${list:+, }\"${word//\"/\\\"}\""
+  done
+  echo "[$list]"
+}
+
+# Exit code 2 is a mistake in the input, which no restart can heal; 143 follows a SIGTERM, after a checkpoint.
+jobset=$(
+  cat << YAML
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: $GSPAX_NAME
+  annotations:
+    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
+spec:
+  failurePolicy:
+    maxRestarts: $GSPAX_RESTARTS
+    rules:
+      - name: badInput
+        action: FailJobSet
+        onJobFailureReasons: [PodFailurePolicy]
+  replicatedJobs:
+    - name: slice
+      replicas: $GSPAX_SLICES
+      template:
+        spec:
+          completionMode: Indexed
+          parallelism: $hosts
+          completions: $hosts
+          backoffLimit: 0
+          podFailurePolicy:
+            rules:
+              - action: FailJob
+                onExitCodes: {containerName: gspax, operator: In, values: [2]}
+          template:
+            metadata:
+              annotations:
+                gke-gcsfuse/volumes: "true"
+            spec:
+              restartPolicy: Never
+              terminationGracePeriodSeconds: 600
+              serviceAccountName: gspax
+              nodeSelector:
+                cloud.google.com/gke-tpu-accelerator: $GSPAX_TPU
+                cloud.google.com/gke-tpu-topology: $GSPAX_TOPOLOGY
+              containers:
+                - name: gspax
+                  image: $GSPAX_IMAGE
+                  command: $(json gspax train "$1" --workdir "/bucket/$GSPAX_RUN" "${@:2}")
+                  resources:
+                    limits: {google.com/tpu: $GSPAX_CHIPS}
+                  volumeMounts:
+                    - {name: bucket, mountPath: /bucket}
+              volumes:
+                - name: bucket
+                  csi:
+                    driver: gcsfuse.csi.storage.gke.io
+                    volumeAttributes:
+                      bucketName: $GSPAX_BUCKET
+                      mountOptions: implicit-dirs,metadata-cache:ttl-secs:0
+YAML
+)
+if [[ $dry_run == 1 ]]; then
+  echo "$jobset"
+else
+  mkdir -p "$root/build"
+  echo "$jobset" > "$root/build/jobset.yaml"
+fi
+call kubectl delete jobset "$GSPAX_NAME" --ignore-not-found --cascade=foreground # waits for its checkpoint
+call kubectl apply -f "$root/build/jobset.yaml"

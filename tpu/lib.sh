@@ -1,0 +1,136 @@
+# shellcheck shell=bash
+# What the scripts share: settings, options, and the two ways to call a cloud command. It is sourced, never run.
+# bash 3.2 is enough (macOS): no array is expanded that may be empty.
+
+tpu=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(dirname "$tpu")
+exec 3>&1 # `show` writes here, also where standard output is captured
+
+refuse() { # one sentence, exit code 2: a mistake in the input
+  echo "gspax: $*" >&2
+  exit 2
+}
+
+show() {
+  printf '+' >&3
+  printf ' %q' "$@" >&3
+  printf '\n' >&3
+}
+
+call() { # show a cloud command, and run it unless this is a dry run
+  show "$@"
+  [[ $dry_run == 1 ]] || "$@"
+}
+
+ask() { # the same for one whose answer is captured, maybe many times: shown in a dry run only
+  if [[ $dry_run == 1 ]]; then show "$@"; else "$@"; fi
+}
+
+whole() { # name value: wanted a whole number of at least 1
+  [[ $2 =~ ^[1-9][0-9]*$ ]] || refuse "$1: wanted a whole number of at least 1, got '$2'"
+}
+
+read_settings() {
+  local file=${GSPAX_TPU_CONFIG:-$tpu/config.sh}
+  if [[ -f $file ]]; then
+    # shellcheck source=/dev/null
+    source "$file"
+  elif [[ -n ${GSPAX_TPU_CONFIG:-} ]]; then
+    refuse "GSPAX_TPU_CONFIG: there is no file $file"
+  fi
+}
+
+# Reads --dry-run, --spot and --node-count N (or --node-count=N) up to the first other word. `used` counts them, so that
+# the caller can `shift "$used"`. They are exported: a script that calls another one passes them on.
+read_options() {
+  read_settings
+  used=0
+  while [[ ${1:-} == -* ]]; do
+    case $1 in
+      --dry-run) GSPAX_DRY_RUN=1 ;;
+      --spot) GSPAX_SPOT=1 ;;
+      --node-count=*) GSPAX_SLICES=${1#*=} ;;
+      --node-count)
+        GSPAX_SLICES=${2:-}
+        [[ $# -gt 1 ]] && { shift; used=$((used + 1)); }
+        ;;
+      -h | --help)
+        sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+        exit 0
+        ;;
+      *) refuse "$(basename "$0") has no option $1 (see $(basename "$0") --help)" ;;
+    esac
+    shift
+    used=$((used + 1))
+  done
+  export GSPAX_DRY_RUN=${GSPAX_DRY_RUN:-0} GSPAX_SPOT=${GSPAX_SPOT:-0} GSPAX_SLICES=${GSPAX_SLICES-1}
+  dry_run=$GSPAX_DRY_RUN
+  whole --node-count "$GSPAX_SLICES"
+}
+
+need() { # settings that must be set
+  local name
+  for name in "$@"; do
+    [[ -n ${!name:-} ]] || refuse "$name is not set (copy tpu/config.example.sh to tpu/config.sh, or export it)"
+  done
+}
+
+tools() { # programs that must be there
+  local name
+  [[ $dry_run == 1 ]] && return
+  for name in "$@"; do
+    command -v "$name" > /dev/null || refuse "$name is not installed, or not on the PATH"
+  done
+}
+
+experiment() { # FILE ...: the first word must be an experiment file of this checkout, as seen from its root
+  [[ -n ${1:-} ]] || refuse "wanted an experiment file, as in $(basename "$0") experiments/sort_gspo.py"
+  [[ $1 != /* && -f $root/$1 ]] || refuse "$1: wanted an experiment file, as seen from the root of the checkout"
+}
+
+# GKE
+
+count_hosts() { # prints how many hosts a slice has
+  local chips
+  [[ $GSPAX_TOPOLOGY =~ ^[1-9][0-9]*(x[1-9][0-9]*)+$ ]] ||
+    refuse "GSPAX_TOPOLOGY: wanted chips along each side, as in 4x4, got '$GSPAX_TOPOLOGY'"
+  whole GSPAX_CHIPS "$GSPAX_CHIPS"
+  chips=$((${GSPAX_TOPOLOGY//x/*}))
+  [[ $((chips % GSPAX_CHIPS)) == 0 ]] ||
+    refuse "GSPAX_CHIPS: wanted a divisor of the $chips chips of a slice, got $GSPAX_CHIPS"
+  echo $((chips / GSPAX_CHIPS))
+}
+
+# Queued resources
+
+queued() { # call|ask VERB ARGUMENT...: `gcloud compute tpus queued-resources` in our project and zone
+  local how=$1
+  shift
+  "$how" gcloud compute tpus queued-resources "$@" --project="$GSPAX_PROJECT" --zone="$GSPAX_ZONE"
+}
+
+on_hosts() { # run a shell command on all hosts of all slices
+  queued call ssh "$GSPAX_NAME" --node=all --worker=all --command="$1"
+}
+
+state() { # ACTIVE, SUSPENDED, ...; ABSENT if there is none
+  queued ask describe "$GSPAX_NAME" --format='value(state.state)' 2> /dev/null || echo ABSENT
+}
+
+wait_until_active() {
+  local now before=
+  while true; do
+    now=$(state)
+    [[ $dry_run == 1 ]] && return
+    [[ $now == "$before" ]] || echo "$GSPAX_NAME: $now"
+    before=$now
+    case $now in
+      ACTIVE) return ;;
+      CREATING | ACCEPTED | WAITING_FOR_RESOURCES | PROVISIONING) sleep 30 ;;
+      *)
+        echo "gspax: $GSPAX_NAME is $now and will not become active; tpu/resume.sh asks for a new one" >&2
+        exit 1
+        ;;
+    esac
+  done
+}

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Puts the last commit of this checkout on all hosts, installs it there and mounts the bucket.
+#   tpu/setup.sh [--dry-run]
+# Not while a run is going on.
+
+set -euo pipefail
+source "$(dirname "$0")/lib.sh"
+read_options "$@"
+need GSPAX_PROJECT GSPAX_ZONE GSPAX_NAME GSPAX_BUCKET
+tools gcloud git
+
+bundle=$root/build/gspax.bundle
+if [[ $dry_run != 1 ]]; then
+  mkdir -p "$root/build"
+  git -C "$root" bundle create --quiet "$bundle" HEAD
+  [[ -z $(git -C "$root" status --porcelain) ]] || echo "gspax: changes that are not committed are not sent" >&2
+fi
+queued call scp "$bundle" "$GSPAX_NAME:" --node=all --worker=all
+on_hosts "if systemctl is-active --quiet gspax; then echo 'gspax: a run is going on here' >&2; exit 1; fi; \
+rm -rf gspax && git clone --quiet --config advice.detachedHead=false gspax.bundle gspax && bash gspax/tpu/host/setup.sh $(printf %q "$GSPAX_BUCKET")"
