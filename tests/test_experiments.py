@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax import loop, sampler, sft
+from gspax import loop, minibatches, sampler, sft
 from gspax.experiment import load, validate
+from gspax.objective import of_loss
 from gspax.optimizer import make_optimizer
 from gspax.state import abstract_state
 from gspax.train_step import make_train_step
@@ -44,7 +45,8 @@ def test_a_step_of_every_experiment_can_be_traced(path):
     host = Rollout(**{name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in vars(drawn).items()})
     reward = experiment.reward(problems[0], problems[0].answer)
     advantage = experiment.advantage(jnp.full((P, G), reward, jnp.float32))
-    batches = loop.minibatches(learner, host, np.asarray(advantage).reshape(-1))
+    batches = minibatches.cut(experiment, host, learner.mesh)
+    batches = minibatches.with_advantages(batches, np.asarray(advantage).reshape(-1), learner.mesh)
     assert len(batches) == experiment.schedule.minibatches
     logp, entropy, _ = jax.eval_shape(learner.score, state.params, batches[0])
     assert logp.shape == entropy.shape == batches[0].tokens_BT.shape
@@ -55,7 +57,7 @@ def test_a_step_of_every_experiment_can_be_traced(path):
     if (stage := experiment.warm_start) is not None:
         optimizer = make_optimizer(stage.optimizer)
         start = abstract_state(experiment.model, optimizer, learner.mesh)
-        update = make_train_step(experiment.model, sft.nll, optimizer, mesh=learner.mesh)
+        update = make_train_step(experiment.model, of_loss(sft.nll), optimizer, mesh=learner.mesh)
         jax.eval_shape(update, start, sft.demonstrations(experiment, stage, 0, learner.mesh))
 
 

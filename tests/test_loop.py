@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from small_experiment import experiment
 
-from gspax import config, interrupt, loop, losses, record, sft
+from gspax import config, interrupt, loop, losses, minibatches, record, sft
 from gspax.checkpoint import Checkpoints
 from gspax.description import describe
 from gspax.errors import UserError
@@ -84,13 +84,15 @@ def test_metrics_of_every_step_have_the_fields_names(whole):
         ),
         *("policy/ratio_mean", "policy/ratio_min", "policy/ratio_max", "optim/grad_norm", "optim/learning_rate"),
         *("response/length_mean", "response/length_min", "response/length_max", "response/truncated"),
-        *("mismatch/logp_diff_mean", "mismatch/logp_diff_max"),
+        *("mismatch/kl", "mismatch/k3", "mismatch/abs_diff", "mismatch/abs_diff_largest_max"),
+        *("mismatch/ess_tokens", "mismatch/ess_sequences", "mismatch/chi2_tokens", "mismatch/extreme_tokens"),
         *("routing/load_max", "routing/load_min", "routing/changed"),
         *("time/rollout", "time/reward", "time/old_logp", "time/train", "time/step", "perf/tokens_per_second"),
     }
     assert wanted <= set(step)
     assert all(np.isfinite(list(row.values())).all() for row in rows)
-    assert 0 < step["mismatch/logp_diff_max"] < 1e-4 or step["mismatch/logp_diff_max"] == 0
+    assert 0 <= step["mismatch/abs_diff_largest_max"] < 1e-4
+    assert 0 < step["policy/noise_floor"] < 1e-4
     assert step["policy/ratio_min"] < 1 < step["policy/ratio_max"], "the second mini-batch is off-policy"
     assert 0 < step["policy/entropy"] < np.log(12)
     assert step["routing/load_min"] < 1 < step["routing/load_max"]
@@ -183,7 +185,7 @@ def gives_nan(problem, completion):
     ("broken", "said"),
     [
         ({"reward": raises}, r"reward: raises raised KeyError: 'answer' for the prompt '\d+=' and the completion"),
-        ({"reward": gives_nan}, "reward: wanted a finite number from gives_nan, got nan for the completion"),
+        ({"reward": gives_nan}, "reward: wanted finite numbers from gives_nan, got nan for the completion"),
         ({"sampling": replace(experiment.sampling, max_prompt_tokens=3)}, r"prompt \d: wanted 1 to 3 tokens .* got 4"),
     ],
 )
@@ -276,13 +278,14 @@ def a_rollout():
 
 
 def test_mini_batches_are_the_rollout_in_order_each_row_once():
-    learner = loop.Learner(with_schedule(minibatches=4), make_mesh(config.Mesh(), jax.devices()[:1]), None, None, None)
+    mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     rollout, advantage = a_rollout(), np.arange(8) / 8
-    batches = loop.minibatches(learner, rollout, advantage)
+    batches = minibatches.with_advantages(minibatches.cut(with_schedule(minibatches=4), rollout, mesh), advantage, mesh)
     assert [len(batch.tokens_BT) for batch in batches] == [2, 2, 2, 2]
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
     np.testing.assert_array_equal(joined.tokens_BT, rollout.tokens_BT)
     np.testing.assert_array_equal(joined.mask_BT, rollout.mask_BT)
+    np.testing.assert_array_equal(joined.sampler_logp_BT, rollout.logp_BT)
     np.testing.assert_array_equal(joined.advantage_B, advantage)
     np.testing.assert_array_equal(joined.segment_BT.sum(axis=1), rollout.prompt_length_B + rollout.length_B)
     assert (np.diff(joined.segment_BT, axis=1) <= 0).all(), "the sequence first, then padding"
@@ -322,7 +325,9 @@ def test_a_rollout_batch_step_by_step(monkeypatch):
     monkeypatch.setattr(loop, "sample", sample)
     learner = loop.Learner(small, make_mesh(config.Mesh(), jax.devices()[:1]), None, train_step, score)
     key = jax.random.key(5)
-    state = TrainState(step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=None)
+    state = TrainState(
+        step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=None, clip_range=None
+    )
     state, metrics, rows = loop.rollout_and_update(learner, state)
 
     assert drawn["params"] == 0 and drawn["ids"] == [40, 41, 42, 43] and drawn["sampling"] == small.sampling
@@ -335,7 +340,7 @@ def test_a_rollout_batch_step_by_step(monkeypatch):
         np.testing.assert_array_equal(np.asarray(batch.old_logp_BT)[batch.mask_BT], 0.25)
     assert [row["advantage"] for row in rows] == list(range(8))
     assert metrics["policy/loss"] == 1.5 and metrics["policy/entropy"] == 2.0
-    assert metrics["mismatch/logp_diff_mean"] == metrics["mismatch/logp_diff_max"] == 0.5
+    assert metrics["mismatch/abs_diff"] == metrics["mismatch/abs_diff_largest_max"] == 0.5
     assert metrics["optim/learning_rate"] == 5 / 8, "of the last update, the sixth, after five"
     assert metrics["routing/changed"] == 0.5, "one of two experts is another one after two updates"
     assert metrics["routing/load_max"] == 2.0 and metrics["routing/load_min"] == 0.0
@@ -349,7 +354,7 @@ def test_sampler_and_learner_have_one_temperature_and_score_and_update_one_split
         replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
     )
     wanted = {"temperature": 0.7, "microbatch_rows": 8, "mesh": learner.mesh}
-    assert given == [wanted, wanted] and learner.mesh.size == 8
+    assert given == [{"routing_replay": False, **wanted}, wanted] and learner.mesh.size == 8
 
 
 @pytest.mark.parametrize("warm", [True, False])

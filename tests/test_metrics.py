@@ -1,11 +1,12 @@
 """A step's metrics on numbers counted by hand."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gspax import metrics
-from gspax.types import Rollout
+from gspax.types import Batch, Rollout
 
 
 def test_metrics_of_several_updates_are_extremes_or_means():
@@ -43,15 +44,39 @@ def test_response_metrics_by_hand():
     }
 
 
-def test_score_metrics_look_at_responses_only():
+def scored_parts(ref_logp_BT=None):
+    """The rows of `a_rollout` as two batches with the learner's log-probs, and the entropies of each."""
+    rollout = a_rollout()
     logp = jnp.array([[9.0, -1.5, -2.0], [9.0, -3.25, 9.0]])
     entropy = jnp.array([[9.0, 0.5, 1.0], [9.0, 0.75, 9.0]])
-    parts = [(logp[:1], entropy[:1], None), (logp[1:], entropy[1:], None)]
-    assert metrics.score_metrics(a_rollout(), parts) == {
-        "policy/entropy": 0.75,
-        "mismatch/logp_diff_mean": 0.25,
-        "mismatch/logp_diff_max": 0.5,
-    }
+    batch = Batch(
+        tokens_BT=rollout.tokens_BT,
+        segment_BT=np.ones_like(rollout.tokens_BT),
+        mask_BT=rollout.mask_BT,
+        old_logp_BT=logp,
+        advantage_B=np.zeros(2, np.float32),
+        sampler_logp_BT=rollout.logp_BT,
+        ref_logp_BT=ref_logp_BT,
+    )
+    return [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in range(2)], [entropy[:1], entropy[1:]]
+
+
+def test_score_metrics_look_at_responses_only():
+    found = metrics.score_metrics(*scored_parts())
+    assert found["policy/entropy"] == 0.75
+    assert found["mismatch/abs_diff"] == 0.25 and found["mismatch/abs_diff_largest_max"] == 0.5
+    assert found["mismatch/kl"] == pytest.approx((0.5 + 0 + 0.25) / 3)
+    ratio = np.exp([-0.5, 0.0, -0.25])
+    assert found["mismatch/ess_tokens"] == pytest.approx(ratio.sum() ** 2 / (3 * (ratio**2).sum()), rel=1e-6)
+    assert not any(name.startswith("reference/") for name in found)
+
+
+def test_kl_to_the_reference_is_measured_where_there_is_one():
+    reference = jnp.array([[0.0, -1.0, -2.5], [0.0, -3.0, 0.0]])
+    found = metrics.score_metrics(*scored_parts(reference))
+    x = np.array([-0.5, 0.5, -0.25])
+    assert found["reference/kl_k1"] == pytest.approx(x.mean(), rel=1e-5)
+    assert found["reference/kl"] == pytest.approx((np.exp(-x) - 1 + x).mean(), rel=1e-5)
 
 
 def test_routing_metrics_by_hand_and_none_without_experts():

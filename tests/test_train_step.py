@@ -11,7 +11,7 @@ import optax
 import pytest
 import tiny
 
-from gspax import config, losses, sft, sharding, train_step
+from gspax import config, losses, objective, sft, sharding, train_step
 from gspax.model import transformer
 from gspax.optimizer import learning_rate, make_optimizer
 from gspax.state import abstract_state, init_state, new_state
@@ -46,21 +46,25 @@ def batch(seed=0):
 @functools.partial(jax.jit, static_argnames="temperature")
 def direct(params, batch, temperature=TEMPERATURE):
     """Log-probs, entropies (both about the token in their column) and experts, from whole logits."""
-    hidden, experts = transformer.apply(params, CONFIG, batch.tokens_BT, batch.segment_BT)
+    hidden, routing = transformer.apply(params, CONFIG, batch.tokens_BT, batch.segment_BT)
     logits = transformer.logits(params, hidden)
     logp_all = jax.nn.log_softmax(logits / temperature)
     entropy = jnp.pad(-(jnp.exp(logp_all) * logp_all).sum(-1)[:, :-1], ((0, 0), (1, 0)))
-    return losses.token_logp(logits, batch.tokens_BT, temperature=temperature), entropy, experts
+    return losses.token_logp(logits, batch.tokens_BT, temperature=temperature), entropy, routing.expert
 
 
 def fresh(optimizer=SGD):
     return new_state(jax.tree.map(jnp.copy, tiny.params(CONFIG)), optimizer, jax.random.key(0))
 
 
+def make_step(loss, optimizer, model=CONFIG, **kwargs):
+    return train_step.make_train_step(model, objective.of_loss(loss), optimizer, **kwargs)
+
+
 @functools.cache
 def step(name="gspo", rows=0):
     """The train step of a loss on one device; most tests share one, since compiling is what takes the time."""
-    return train_step.make_train_step(CONFIG, LOSSES[name], SGD, temperature=TEMPERATURE, microbatch_rows=rows)
+    return make_step(LOSSES[name], SGD, temperature=TEMPERATURE, microbatch_rows=rows)
 
 
 @functools.cache
@@ -122,7 +126,7 @@ ADAM = make_optimizer(config.Optimizer(learning_rate=1e-2))
 
 @functools.cache
 def adam_alone():
-    return train_step.make_train_step(CONFIG, losses.gspo, ADAM, temperature=TEMPERATURE)(fresh(ADAM), batch())
+    return make_step(losses.gspo, ADAM, temperature=TEMPERATURE)(fresh(ADAM), batch())
 
 
 @pytest.mark.parametrize(
@@ -140,9 +144,7 @@ def test_eight_devices_make_the_update_of_one(mesh, rows):
     devices = sharding.make_mesh(mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(CONFIG, ADAM, devices))
     state = jax.device_put(fresh(ADAM), shardings)
-    update = train_step.make_train_step(
-        CONFIG, losses.gspo, ADAM, temperature=TEMPERATURE, microbatch_rows=rows, mesh=devices
-    )
+    update = make_step(losses.gspo, ADAM, temperature=TEMPERATURE, microbatch_rows=rows, mesh=devices)
     spread, got = update(state, jax.device_put(batch(), sharding.named(devices, "batch")))
     close(got, want, rtol=1e-3)
     close(want, whole("gspo")[1])  # metrics do not depend on the optimiser: the gradient's norm is before its clip
@@ -158,7 +160,7 @@ def test_eight_devices_make_the_update_of_one(mesh, rows):
 def test_on_a_mesh_each_device_runs_its_own_rows_through_the_experts():
     devices = sharding.make_mesh(config.Mesh())
     state = abstract_state(CONFIG, SGD, devices)
-    update = train_step.make_train_step(CONFIG, losses.gspo, SGD, mesh=devices)
+    update = make_step(losses.gspo, SGD, mesh=devices)
     assert tiny.primitives(update, state, batch()).count("shard_map") >= 2, "forward and backward"
     score = train_step.make_score(CONFIG, mesh=devices)
     assert tiny.primitives(score, state.params, batch()).count("shard_map") == 1
@@ -212,7 +214,7 @@ def test_logits_of_the_whole_batch_are_never_held(monkeypatch, budget):
     monkeypatch.setattr(train_step, "LOGIT_BUDGET", budget)
     params = transformer.abstract_params(wide)
     state = jax.eval_shape(lambda params: new_state(params, SGD, jax.random.key(0)), params)
-    update = train_step.make_train_step(wide, losses.gspo, SGD)
+    update = make_step(losses.gspo, SGD, model=wide)
     assert (largest_array(update, state, batch()) >= B * (T - 1) * 1000) == (budget == 2**40)
 
 
@@ -232,7 +234,7 @@ def test_the_given_state_is_donated():
 
 def test_rows_that_do_not_split_are_refused():
     with pytest.raises(ValueError, match="must divide the batch's 16 rows, got 5"):
-        train_step.make_train_step(CONFIG, losses.gspo, SGD, microbatch_rows=5)(fresh(), batch())
+        make_step(losses.gspo, SGD, microbatch_rows=5)(fresh(), batch())
 
 
 def test_warm_start_loss_is_the_mean_negative_log_likelihood_per_token():

@@ -74,6 +74,36 @@ class WarmStart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reference:
+    """KL to the policy that reinforcement learning started from; with neither function it is only measured."""
+
+    loss: Callable[..., Any] | None = None  # kl.token_kl, kl.sequence_kl, kl.grpo_kl: added to the policy loss
+    reward: Callable[..., Any] | None = None  # kl.k1, kl.k2, kl.k3: their sum over a response is taken off its reward
+    coefficient: float = 1e-3  # of either
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regularizers:
+    """Coefficients of what is added to the policy loss; 0: off. `losses.regularizers` says what sources report."""
+
+    entropy: float = 0.0  # above 0 rewards entropy
+    load_balance: float = 0.0
+    router_z: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A clip range that is measured on the second mini-batch of the run and then follows a drift.
+
+    See `losses.calibration`: `propose` makes the first one, `next_range` every other.
+    """
+
+    share: float = 0.15  # of sequences that are to be cut
+    tolerance: float = 0.05  # how far the measured share may be off before the range moves
+    gain: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mesh:
     """Sizes of the device mesh's axes; at most one -1, filled in with the devices that are left."""
 
@@ -89,9 +119,17 @@ class Experiment:
     model: ModelConfig
     data: Any
     tokenizer: Any
-    reward: Callable[..., float]  # (problem, completion text) -> float
-    advantage: Callable[..., Any]  # rewards [P, G] -> advantages [P, G]
+    reward: Callable[..., Any]  # (problem, completion text) -> float, or a tuple of R floats
+    advantage: Callable[..., Any]  # rewards [P, G], or [P, G, R] -> advantages [P, G]
     loss: Callable[..., Any]  # (logp, old_logp, advantage, mask) -> losses.Terms
+    correction: Callable[..., Any] | None = None  # (old_logp, sampler_logp, mask) -> weights: losses.correction
+    rejection: Callable[..., Any] | None = None  # (logp, sampler_logp, advantage, mask) -> weights: reject_off_policy
+    reference: Reference | None = None
+    regularizers: Regularizers = field(default_factory=Regularizers)
+    length_reward: Callable[..., Any] | None = None  # lengths [B] -> rewards [B] to add: shaping
+    filter_overlong: bool = False  # responses cut at the limit count neither in the loss nor in the advantages
+    calibration: Calibration | None = None
+    routing_replay: bool = False  # updates route as the policy did before the rollout batch's first one
     sampling: Sampling = field(default_factory=Sampling)
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)

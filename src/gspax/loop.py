@@ -6,32 +6,34 @@ One rollout from prompt to gradient: `loop.py`, `sampler.py`, `advantages.py`, `
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from gspax import interrupt, progress, report
+from gspax import clipping, interrupt, minibatches, progress, report
 from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment
 from gspax.description import describe
 from gspax.evaluate import evaluate
 from gspax.metrics import Clock, response_metrics, reward_metrics, routing_metrics, score_metrics, update_metrics
+from gspax.objective import of_experiment
 from gspax.optimizer import learning_rate, make_optimizer
 from gspax.record import Recorder
-from gspax.rewards import completions
+from gspax.rewards import advantages, completions
 from gspax.rundir import RunDir, open_run
 from gspax.sampler import sample
 from gspax.sft import warm_start
 from gspax.sharding import make_mesh, named
 from gspax.state import abstract_state, init_state, new_state
 from gspax.train_step import make_score, make_train_step
-from gspax.types import Array, Batch, Rollout, TrainState
+from gspax.types import Array, Batch, Params, TrainState
 from gspax.validation import check
 
 SAMPLING = 1  # folded into the run's key
@@ -62,7 +64,9 @@ def make_learner(experiment: Experiment) -> Learner:
         experiment,
         mesh,
         optimizer,
-        make_train_step(experiment.model, experiment.loss, optimizer, **alike),
+        make_train_step(
+            experiment.model, of_experiment(experiment), optimizer, routing_replay=experiment.routing_replay, **alike
+        ),
         make_score(experiment.model, **alike),
     )
 
@@ -86,9 +90,12 @@ def train(experiment: Experiment, workdir: Path) -> None:
         with Recorder(run, done) as recorder, progress.bar(schedule.steps, done, experiment.name) as bar:
             if done == 0:
                 record_evaluation(learner, state, recorder, 0, run.before)
+            reference = reference_policy(learner, run, state)
             while done < schedule.steps:
-                state, metrics, rows = rollout_and_update(learner, state)
+                state, metrics, rows = rollout_and_update(learner, state, reference)
                 done += 1
+                if done == 1:
+                    warn_of_noise(learner.experiment, metrics)
                 recorder.metrics(done, metrics)
                 bar.step(done, metrics)
                 if _due(done, schedule.eval_every, schedule.steps):
@@ -99,6 +106,12 @@ def train(experiment: Experiment, workdir: Path) -> None:
                 interrupted.stop_here()
     if jax.process_index() == 0:
         report.write(run.path)
+
+
+def warn_of_noise(experiment: Experiment, metrics: dict[str, float]) -> None:
+    """Say it, once in a run, if the clip range is one that arithmetic alone can reach."""
+    for sentence in clipping.noise_warnings(experiment, metrics.get("policy/noise_floor", 0.0)):
+        print(f"gspax: warning: {sentence}", file=sys.stderr)
 
 
 def _due(done: int, every: int, last: int) -> bool:
@@ -117,12 +130,26 @@ def restore_or_start(
     if checkpoints.latest() is not None:
         state, _ = checkpoints.restore(abstract_state(experiment.model, optimizer, mesh))
         return state
+    clip_range = jax.device_put(clipping.start_range(experiment), named(mesh))
     if experiment.warm_start is None:
-        return init_state(experiment.model, optimizer, jax.random.key(experiment.seed), mesh)
+        state = init_state(experiment.model, optimizer, jax.random.key(experiment.seed), mesh)
+        return replace(state, clip_range=clip_range)
     warm = warm_start(experiment, run, mesh, interrupted)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(experiment.model, optimizer, mesh))
     start = jax.jit(lambda params, key: new_state(params, optimizer, key), out_shardings=shardings)
-    return replace(start(warm.params, warm.key), position=warm.position)
+    return replace(start(warm.params, warm.key), position=warm.position, clip_range=clip_range)
+
+
+def reference_policy(learner: Learner, run: RunDir, state: TrainState) -> Params | None:
+    """The parameters that reinforcement learning started from, kept in the run directory; None if none are needed."""
+    if learner.experiment.reference is None:
+        return None
+    with Checkpoints(run.reference, keep=1) as kept:
+        if int(state.step) == 0:
+            kept.save(0, state.params, {})
+            return jax.tree.map(jnp.copy, state.params)  # the state is donated to the first update
+        params, _ = kept.restore(abstract_state(learner.experiment.model, learner.optimizer, learner.mesh).params)
+        return params
 
 
 def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, done: int, samples: Path) -> None:
@@ -133,7 +160,7 @@ def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, d
 
 
 def rollout_and_update(
-    learner: Learner, state: TrainState
+    learner: Learner, state: TrainState, reference: Params | None = None
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One rollout batch and its optimiser updates: the new state, the metrics, and every completion."""
     experiment = learner.experiment
@@ -156,20 +183,16 @@ def rollout_and_update(
     clock.lap("rollout")
 
     rows = completions(experiment, problems, rollout)
-    reward_PG = jnp.array([row["reward"] for row in rows], jnp.float32).reshape(P, G)
-    advantage_B = np.asarray(experiment.advantage(reward_PG)).reshape(-1)
     clock.lap("reward")
 
-    batches = minibatches(learner, rollout, advantage_B)
-    scores = [learner.score(state.params, batch) for batch in batches]
-    batches = [replace(batch, old_logp_BT=logp) for batch, (logp, _, _) in zip(batches, scores, strict=True)]
-    jax.block_until_ready(scores)
+    batches = minibatches.cut(experiment, rollout, learner.mesh)
+    batches, scores = minibatches.scored(experiment, learner.score, state.params, reference, batches)
+    jax.block_until_ready(batches)
     clock.lap("old_logp")
 
-    updates = []
-    for batch in batches:
-        state, update = learner.train_step(state, batch)
-        updates.append(update)
+    advantage_B, added = advantages(experiment, rows, rollout, batches)
+    batches = minibatches.with_advantages(batches, advantage_B, learner.mesh)
+    state, updates = update(learner, state, batches)
     state = replace(state, position=state.position + P)
     jax.block_until_ready(state)
     clock.lap("train")
@@ -177,11 +200,12 @@ def rollout_and_update(
     # on one mini-batch: a forward pass of them all would be a tenth of a step
     experts_before, experts_after = scores[0][2], learner.score(state.params, batches[0])[2]
     metrics = {
-        **reward_metrics(reward_PG),
+        **reward_metrics(jnp.array([row["reward"] for row in rows], jnp.float32).reshape(P, G)),
+        **added,
         **response_metrics(rollout),
-        **update_metrics(jax.device_get(updates)),
+        **update_metrics(updates),
         "optim/learning_rate": float(learning_rate(experiment.optimizer)(state.step - 1)),
-        **score_metrics(rollout, scores),
+        **score_metrics(batches, [entropy_BT for _, entropy_BT, _ in scores]),
         **routing_metrics(experts_before, experts_after, experiment.model.num_experts),
         **clock.metrics(int(rollout.length_B.sum())),
     }
@@ -190,21 +214,22 @@ def rollout_and_update(
     return state, metrics, rows
 
 
-def minibatches(learner: Learner, rollout: Rollout, advantage_B: np.ndarray) -> list[Batch]:
-    """The rollout cut into `schedule.minibatches` runs of whole groups, placed on the mesh. Old log-probs are zeros."""
-    experiment = learner.experiment
-    total_B1 = (rollout.prompt_length_B + rollout.length_B)[:, None]
-    columns: dict[str, Any] = {
-        "tokens_BT": rollout.tokens_BT,
-        "segment_BT": (np.arange(rollout.tokens_BT.shape[1])[None] < total_B1).astype(np.int32),
-        "mask_BT": rollout.mask_BT,
-        "old_logp_BT": np.zeros_like(rollout.logp_BT),
-        "advantage_B": advantage_B.astype(np.float32),
-    }
-    count = experiment.schedule.minibatches
-    size = len(advantage_B) // count
-    parts = [
-        Batch(**{name: column[first : first + size] for name, column in columns.items()})
-        for first in range(0, count * size, size)
-    ]
-    return [jax.device_put(part, named(learner.mesh, "batch")) for part in parts]
+def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[TrainState, list[dict[str, Any]]]:
+    """One optimiser update of each batch, and the metrics of each on the host; the clip range follows if it is to."""
+    experiment, place = learner.experiment, partial(jax.device_put, device=named(learner.mesh))
+    updates: list[dict[str, Any]] = []
+    begins = experiment.calibration is not None and int(state.step) == 0
+    for batch in batches:
+        if begins and len(updates) == 1:
+            floor, logp_BT = clipping.noise_floor(updates[0]), learner.score(state.params, batch)[0]
+            state = replace(state, clip_range=place(clipping.first_range(experiment, floor, logp_BT, batch)))
+        state, metrics = learner.train_step(state, batch)
+        updates.append(metrics)
+    updates = jax.device_get(updates)
+    if "ratio_max" in updates[0]:  # a loss of the user's may not say
+        updates = [{**metrics, "noise_floor": clipping.noise_floor(updates[0])} for metrics in updates]
+    if experiment.calibration is not None:
+        low, high = state.clip_range
+        updates = [{**metrics, "clip_low": low, "clip_high": high} for metrics in updates]
+        state = replace(state, clip_range=place(clipping.following_range(experiment, state.clip_range, updates)))
+    return state, updates

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from gspax import advantages
+from gspax import advantages, losses, masked
+from gspax.losses import kl
+from gspax.losses.correction import effective_sample_sizes, mismatch_metrics
 from gspax.routing import changed_share, expert_load
-from gspax.types import Array, Rollout
+from gspax.types import Array, Batch, Rollout
 
 
 class Clock:
@@ -62,17 +67,35 @@ def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
     return combined
 
 
-def score_metrics(rollout: Rollout, scores: list[tuple[Array, Array, Array]]) -> dict[str, float]:
-    """Entropy of the policy that sampled, and how far sampler and learner disagree about their log-probs."""
-    mask_BT = rollout.mask_BT
-    learner_logp_BT = np.concatenate([np.asarray(logp) for logp, _, _ in scores])
-    entropy_BT = np.concatenate([np.asarray(entropy) for _, entropy, _ in scores])
-    gap = np.abs(learner_logp_BT - rollout.logp_BT)[mask_BT]
-    return {
-        "policy/entropy": float(entropy_BT[mask_BT].mean()),
-        "mismatch/logp_diff_mean": float(gap.mean()),
-        "mismatch/logp_diff_max": float(gap.max()),
+def score_metrics(batches: Sequence[Batch], entropies: Sequence[Array]) -> dict[str, float]:
+    """Entropy of the policy that sampled, how far the sampler is from the learner, and the learner from the reference.
+
+    `mismatch/` has the metrics of `losses.correction.mismatch_metrics`; `reference/kl` and `reference/kl_k1` are means
+    over the response tokens.
+    """
+    rows = [_score_rows(batch, entropy_BT) for batch, entropy_BT in zip(batches, entropies, strict=True)]
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
+    nothing_B = jnp.zeros(1)
+    _, reduced = losses.reduce(losses.Terms(nothing_B, nothing_B, joined))
+    reduced |= effective_sample_sizes(reduced)
+    return {name.replace("mismatch_", "mismatch/", 1): float(value) for name, value in reduced.items()}
+
+
+@jax.jit
+def _score_rows(batch: Batch, entropy_BT: Array) -> dict[str, losses.Share | losses.Spread]:
+    """The metrics of `score_metrics` by row."""
+    mask_BT = batch.mask_BT
+    assert batch.sampler_logp_BT is not None
+    tokens_B = mask_BT.sum(axis=-1, dtype=jnp.float32)
+    found: dict[str, losses.Share | losses.Spread] = {
+        "policy/entropy": losses.Share(masked.sum(entropy_BT, mask_BT, axis=-1), tokens_B),
+        **mismatch_metrics(batch.old_logp_BT, batch.sampler_logp_BT, mask_BT),
     }
+    if batch.ref_logp_BT is not None:
+        for name, estimate in (("reference/kl", kl.k3), ("reference/kl_k1", kl.k1)):
+            value_BT = estimate(batch.old_logp_BT, batch.ref_logp_BT, mask_BT)
+            found[name] = losses.Share(masked.sum(value_BT, mask_BT, axis=-1), tokens_B)
+    return found
 
 
 def routing_metrics(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> dict[str, float]:

@@ -101,7 +101,7 @@ PANELS = (
     Panel(
         "Sampler against learner",
         "|Δ log-prob|, nats",
-        (("mismatch/logp_diff_max", "max", ORANGE), ("mismatch/logp_diff_mean", "mean", BLUE)),
+        (("mismatch/abs_diff_largest_max", "max", ORANGE), ("mismatch/abs_diff", "mean", BLUE)),
         log=True,
     ),
     Panel(

@@ -1,16 +1,18 @@
-"""From a rollout on the host to text and rewards."""
+"""From a rollout on the host to text, rewards and advantages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Experiment
 from gspax.data.problem import Problem
+from gspax.description import unwrapped
 from gspax.errors import UserError
-from gspax.types import Rollout
+from gspax.types import Batch, Rollout
 
 
 def completions(experiment: Experiment, problems: Sequence[Problem], rollout: Rollout) -> list[dict[str, Any]]:
@@ -21,12 +23,14 @@ def completions(experiment: Experiment, problems: Sequence[Problem], rollout: Ro
         problem = problems[index // group]
         start = rollout.prompt_length_B[index]
         text = experiment.tokenizer.decode(tokens[start : start + rollout.length_B[index]])
+        rewards = checked_rewards(experiment, problem, text)
         rows.append(
             {
                 "prompt": problem.prompt,
                 "answer": problem.answer,
                 "completion": text,
-                "reward": checked_reward(experiment, problem, text),
+                "reward": sum(rewards),
+                **({"rewards": list(rewards)} if len(rewards) > 1 else {}),
                 "length": int(rollout.length_B[index]),
                 "finished": bool(rollout.finished_B[index]),
             }
@@ -34,16 +38,63 @@ def completions(experiment: Experiment, problems: Sequence[Problem], rollout: Ro
     return rows
 
 
-def checked_reward(experiment: Experiment, problem: Problem, text: str) -> float:
-    """The experiment's reward as a finite float; UserError with the completion where it raises or is not one."""
-    name = getattr(experiment.reward, "__qualname__", repr(experiment.reward))
+def checked_rewards(experiment: Experiment, problem: Problem, text: str) -> tuple[float, ...]:
+    """The experiment's reward, or rewards, as finite floats; UserError with the completion where there is none."""
+    name = _name(experiment.reward)
     try:
-        value = float(experiment.reward(problem, text))
+        value = experiment.reward(problem, text)
+        values = tuple(map(float, value)) if isinstance(value, tuple) else (float(value),)
     except Exception as error:
         raise UserError(
             f"reward: {name} raised {type(error).__name__}: {error} for the prompt {problem.prompt!r} "
             f"and the completion {text!r}"
         ) from error
-    if not np.isfinite(value):
-        raise UserError(f"reward: wanted a finite number from {name}, got {value} for the completion {text!r}")
-    return value
+    if not values or not np.isfinite(values).all():
+        raise UserError(f"reward: wanted finite numbers from {name}, got {value} for the completion {text!r}")
+    return values
+
+
+def advantages(
+    experiment: Experiment, rows: Sequence[dict[str, Any]], rollout: Rollout, batches: Sequence[Batch]
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Advantages float32 [B] of the rewards in `rows`, and the metrics of what was added to those rewards.
+
+    Added are `length_reward` of the response lengths, and minus the reference's coefficient times the sum over a
+    response of its `reward` function. Several rewards stay apart, and what is added is one more of them.
+    """
+    several = [row.get("rewards", [row["reward"]]) for row in rows]
+    if len({len(each) for each in several}) > 1:
+        raise UserError(f"reward: wanted as many numbers for every completion, got {sorted({*map(len, several)})}")
+    reward_BR = np.array(several, np.float32)
+    added_B, metrics = _added(experiment, rollout, batches)
+    if metrics:
+        alone = reward_BR.shape[1] == 1
+        reward_BR = reward_BR + added_B[:, None] if alone else np.concatenate([reward_BR, added_B[:, None]], axis=1)
+        metrics["reward/with_added"] = float(reward_BR.sum(axis=1).mean())
+    shape = (-1, experiment.sampling.group)
+    reward_PG = reward_BR.reshape(*shape, *reward_BR.shape[1:]) if reward_BR.shape[1] > 1 else reward_BR.reshape(shape)
+    masks = (jnp.asarray(rollout.finished_B.reshape(shape)),) if experiment.filter_overlong else ()
+    try:
+        advantage_PG = np.asarray(experiment.advantage(jnp.asarray(reward_PG), *masks), np.float32)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"advantage: {_name(experiment.advantage)} refuses these rewards: {error}") from error
+    return advantage_PG.reshape(-1), metrics
+
+
+def _added(experiment: Experiment, rollout: Rollout, batches: Sequence[Batch]) -> tuple[np.ndarray, dict[str, float]]:
+    """What is added to each response's reward, float32 [B], and the mean of each part; no metrics if nothing is."""
+    added_B, metrics = np.zeros(len(rollout.length_B), np.float32), {}
+    if experiment.length_reward is not None:
+        length_B = np.asarray(experiment.length_reward(jnp.asarray(rollout.length_B)), np.float32)
+        added_B, metrics["reward/length"] = added_B + length_B, float(length_B.mean())
+    reference = experiment.reference
+    if reference is not None and reference.reward is not None:
+        kl_B = np.concatenate(
+            [reference.reward(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT).sum(axis=-1) for batch in batches]
+        )
+        added_B, metrics["reward/kl"] = added_B - reference.coefficient * kl_B, float(kl_B.mean())
+    return added_B, metrics
+
+
+def _name(function: Any) -> str:
+    return getattr(unwrapped(function), "__qualname__", repr(function))

@@ -3,6 +3,7 @@
 experiment.json    the resolved experiment          metrics.jsonl   one line per record
 environment.json   one entry per attempt            tensorboard/    the same numbers
 checkpoints/       of the run                       samples/        completions by step, before and after
+reference/         parameters of the reference policy, if the experiment has one
 warm_start/        the same for the warm start      evaluations.jsonl, report.html, curves.png
 """
 
@@ -76,6 +77,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Checkpoints of the run."""
         return self.path / "checkpoints"
+
+    @property
+    def reference(self) -> Path:
+        """The parameters that reinforcement learning started from, as a checkpoint."""
+        return self.path / "reference"
 
     @property
     def warm_start(self) -> RunDir:

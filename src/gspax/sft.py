@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspax import interrupt, progress
+from gspax import interrupt, objective, progress
 from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, WarmStart
 from gspax.description import describe
@@ -53,7 +53,7 @@ def warm_start(
     stage = experiment.warm_start
     assert stage is not None
     optimizer = make_optimizer(stage.optimizer)
-    train_step = make_train_step(experiment.model, nll, optimizer, mesh=mesh)
+    train_step = make_train_step(experiment.model, objective.of_loss(nll), optimizer, mesh=mesh)
     with Checkpoints(run.warm_start.checkpoints, keep=1) as checkpoints:
         if checkpoints.latest() is None:
             state = init_state(experiment.model, optimizer, jax.random.key(experiment.seed), mesh)

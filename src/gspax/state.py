@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from gspax import weights
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
 from gspax.sharding import named
@@ -18,30 +20,50 @@ def new_state(params: Params, optimizer: optax.GradientTransformation, key: Arra
     """State before the first update."""
     # step and position are two arrays: a donated state must not hold one buffer twice
     return TrainState(
-        step=jnp.int32(0), position=jnp.int32(0), key=key, params=params, opt_state=optimizer.init(params)
+        step=jnp.int32(0),
+        position=jnp.int32(0),
+        key=key,
+        params=params,
+        opt_state=optimizer.init(params),
+        clip_range=jnp.zeros(2),
     )
 
 
 def init_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, key: Array, mesh: jax.sharding.Mesh
 ) -> TrainState:
-    """Random parameters (from `fold_in(key, 0)`) and fresh optimiser moments, sharded over the mesh."""
+    """Fresh optimiser moments, and parameters from `config.checkpoint` or random ones, sharded over the mesh.
+
+    Random parameters come from `fold_in(key, 0)`. UserError if the checkpoint is broken or of another model.
+    """
 
     def init(key):
         return new_state(transformer.init(config, jax.random.fold_in(key, 0)), optimizer, key)
 
+    def init_around(params, key):  # parameters that have been read stay where they are
+        return replace(new_state(params, optimizer, key), params=None)
+
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh))
-    return jax.jit(init, out_shardings=shardings)(key)
+    if not config.checkpoint:
+        return jax.jit(init, out_shardings=shardings)(key)
+    params = weights.load(config, abstract_params(config, mesh))
+    around = jax.jit(init_around, out_shardings=replace(shardings, params=None))(params, key)
+    return replace(around, params=params)
+
+
+def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str = "float32") -> Params:
+    """`ShapeDtypeStruct`s of the parameters, with shardings by the table."""
+    return jax.tree.map(
+        lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named(mesh, *axes)),
+        transformer.abstract_params(config),
+        transformer.logical_axes(config),
+    )
 
 
 def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> TrainState:
     """`ShapeDtypeStruct`s with shardings: parameters and their moments by the table, everything else replicated."""
     everywhere = named(mesh)
-    params = jax.tree.map(
-        lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named(mesh, *axes)),
-        transformer.abstract_params(config),
-        transformer.logical_axes(config),
-    )
+    params = abstract_params(config, mesh)
     state = jax.eval_shape(lambda params: new_state(params, optimizer, jax.random.key(0)), params)
     moments = optax.tree_utils.tree_map_params(
         optimizer,
@@ -52,6 +74,7 @@ def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation,
     )
     small: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
-        for name, leaf in (("step", state.step), ("position", state.position), ("key", state.key))
+        for name, leaf in vars(state).items()
+        if name not in ("params", "opt_state")
     }
     return TrainState(params=params, opt_state=moments, **small)

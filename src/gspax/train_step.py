@@ -21,40 +21,46 @@ from gspax.config import LOGIT_BUDGET
 from gspax.losses.logprobs import chunked_token_logp
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
+from gspax.objective import Common, Objective, Outputs
+from gspax.routing import expert_load
 from gspax.sharding import batch_shards
 from gspax.types import Array, Batch, Params, TrainState
 
-Loss = Callable[[Array, Array, Array, Array], losses.Terms]
 Metrics = dict[str, Array]
 
 
 def make_train_step(
     config: ModelConfig,
-    loss: Loss,
+    objective: Objective,
     optimizer: optax.GradientTransformation,
     *,
     temperature: float = 1.0,
     microbatch_rows: int = 0,
+    routing_replay: bool = False,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A pure, jitted `(state, batch) -> (state, metrics)`; the state given is donated.
 
     Args:
-      loss: `(logp_BT, old_logp_BT, advantage_B, mask_BT) -> losses.Terms`.
+      objective: what is minimised, such as `objective.of_loss(losses.gspo)`.
       temperature: of the sampler; log-probs are those of the logits divided by it.
       microbatch_rows: rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once.
+      routing_replay: each token goes to the experts in `batch.expert_BLTA`, with the live router's gates (Routing
+        Replay, arXiv 2507.18071, section 5.3).
 
-    The metrics are float32 scalars: the loss's own, `loss` and `grad_norm` (before clipping).
+    The metrics are float32 scalars: the objective's own, `loss` and `grad_norm` (before clipping).
     """
-
-    def objective(params: Params, batch: Batch) -> tuple[Array, losses.Terms]:
-        logp_BT, _, _ = token_logp(params, config, batch, temperature=temperature, mesh=mesh)
-        terms = loss(logp_BT, batch.old_logp_BT, batch.advantage_B, batch.mask_BT)
-        return terms.value.sum(), terms
+    policy = partial(forward, config=config, temperature=temperature, routing_replay=routing_replay, mesh=mesh)
 
     @partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        grads, terms = _summed_gradient(objective, state.params, batch, microbatch_rows)
+        common = Common(state.clip_range, _response_load(batch, config.num_experts))
+
+        def summed(params: Params, part: Batch) -> tuple[Array, losses.Terms]:
+            terms = objective(policy(params, batch=part), part, common)
+            return terms.value.sum(), terms
+
+        grads, terms = _summed_gradient(summed, state.params, batch, microbatch_rows)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
         value, metrics = losses.reduce(terms)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -76,30 +82,40 @@ def make_score(
     @jax.jit
     def score(params: Params, batch: Batch) -> tuple[Array, Array, Array]:
         rows = batch.tokens_BT.shape[0]
-        each = partial(token_logp, params, config, temperature=temperature, mesh=mesh)
+
+        def each(part: Batch) -> tuple[Array, Array, Array]:
+            outputs = forward(params, config, part, temperature=temperature, mesh=mesh)
+            return outputs.logp_BT, outputs.entropy_BT, outputs.routing.expert
+
         if microbatch_rows in (0, rows):
             return each(batch)
-        parts = _split(batch, rows // microbatch_rows)
-        logp, entropy, expert = jax.lax.map(each, parts)
+        logp, entropy, expert = jax.lax.map(each, _split(batch, rows // microbatch_rows))
         return _join(logp), _join(entropy), jax.vmap(_join, in_axes=1)(expert)
 
     return score
 
 
-def token_logp(
+def forward(
     params: Params,
     config: ModelConfig,
     batch: Batch,
     *,
     temperature: float = 1.0,
+    routing_replay: bool = False,
     mesh: jax.sharding.Mesh | None = None,
-) -> tuple[Array, Array, Array]:
-    """Log-prob of each token and entropy of its distribution, both `[B, T]` float32, and the experts `[L, B, T, A]`.
+) -> Outputs:
+    """The policy's log-probs, entropies and routing of a batch.
 
-    Column 0 is 0. Logits exist for a stretch of time steps at once (`LOGIT_BUDGET`) and are recomputed in the
-    backward pass.
+    Logits exist for a stretch of time steps at once (`LOGIT_BUDGET`) and are recomputed in the backward pass.
     """
-    hidden_BTD, expert_LBTA = transformer.apply(params, config, batch.tokens_BT, batch.segment_BT, mesh=mesh)
+    forced_LBTA = None
+    if routing_replay:
+        if batch.expert_BLTA is None:
+            raise ValueError("batch.expert_BLTA: wanted the experts to replay, got None")
+        forced_LBTA = batch.expert_BLTA.swapaxes(0, 1)
+    hidden_BTD, routing = transformer.apply(
+        params, config, batch.tokens_BT, batch.segment_BT, forced_LBTA=forced_LBTA, mesh=mesh
+    )
     rows = batch.tokens_BT.shape[0] // (batch_shards(mesh) if mesh is not None else 1)
     logp_BT, entropy_BT = chunked_token_logp(
         partial(transformer.logits, params),
@@ -108,12 +124,20 @@ def token_logp(
         temperature=temperature,
         chunk=max(1, LOGIT_BUDGET // (rows * config.vocab_size)),
     )
-    return logp_BT, entropy_BT, expert_LBTA
+    return Outputs(logp_BT, entropy_BT, routing)
 
 
-def _summed_gradient(objective, params: Params, batch: Batch, microbatch_rows: int) -> tuple[Params, losses.Terms]:
+def _response_load(batch: Batch, num_experts: int) -> Array | None:
+    """`routing.expert_load` of the response tokens of a whole mini-batch, where the batch has the experts."""
+    if batch.expert_BLTA is None:
+        return None
+    counted_BLTA = jnp.where(batch.mask_BT[:, None, :, None], batch.expert_BLTA, num_experts)
+    return expert_load(counted_BLTA.swapaxes(0, 1), num_experts)
+
+
+def _summed_gradient(summed, params: Params, batch: Batch, microbatch_rows: int) -> tuple[Params, losses.Terms]:
     """Gradient of Σ value over the whole batch, and the loss's terms of every row."""
-    gradient = jax.grad(objective, has_aux=True)
+    gradient = jax.grad(summed, has_aux=True)
     rows = batch.tokens_BT.shape[0]
     if microbatch_rows in (0, rows):
         return gradient(params, batch)

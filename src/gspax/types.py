@@ -39,6 +39,9 @@ class Batch:
     mask_BT: Array  # bool     tokens that the loss is about
     old_logp_BT: Array  # float32  log-prob under the learner before the rollout batch's first update
     advantage_B: Array  # float32
+    sampler_logp_BT: Array | None = None  # float32  log-prob that the sampler gave, for corrections
+    ref_logp_BT: Array | None = None  # float32  log-prob under the reference policy
+    expert_BLTA: Array | None = None  # int32    experts chosen by the policy of `old_logp`; padding has `num_experts`
 
 
 @jax.tree_util.register_dataclass
@@ -51,3 +54,4 @@ class TrainState:
     key: Array  # PRNG key of the run; never advanced, only folded
     params: Params
     opt_state: Any
+    clip_range: Array  # float32 [2]  clip_low, clip_high where they are calibrated; else zeros that nothing reads

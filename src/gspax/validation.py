@@ -15,9 +15,9 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gspax import sharding
+from gspax import loss_validation, sharding
 from gspax.config import Experiment
-from gspax.description import is_record, keywords, name_of, parameters, show, unwrapped
+from gspax.description import is_record, name_of, parameters, show, unwrapped
 from gspax.errors import UserError
 from gspax.model.config import ModelConfig, is_sparse
 
@@ -29,6 +29,7 @@ AT_LEAST_2: Range = ("at least 2", lambda x: x >= 2)
 ABOVE_0: Range = ("above 0", lambda x: 0 < x < float("inf"))
 SHARE: Range = ("above 0 and at most 1", lambda x: 0 < x <= 1)
 BELOW_1: Range = ("at least 0 and below 1", lambda x: 0 <= x < 1)
+FINITE: Range = ("a finite number", lambda x: abs(x) < float("inf"))
 AXIS: Range = ("at least 1, or -1 for the devices that are left", lambda x: x >= 1 or x == -1)
 
 OPTIMIZER: dict[str, Range] = {
@@ -61,6 +62,13 @@ RANGES: dict[str, Range] = {
     "evaluation.max_tokens": AT_LEAST_0,
     "warm_start.steps": AT_LEAST_1,
     "warm_start.rows": AT_LEAST_1,
+    "reference.coefficient": AT_LEAST_0,
+    "regularizers.entropy": FINITE,
+    "regularizers.load_balance": AT_LEAST_0,
+    "regularizers.router_z": AT_LEAST_0,
+    "calibration.share": ("above 0 and below 1", lambda x: 0 < x < 1),
+    "calibration.tolerance": BELOW_1,
+    "calibration.gain": AT_LEAST_0,
     **{f"warm_start.optimizer.{name}": range_ for name, range_ in OPTIMIZER.items()},
     "mesh.data": AXIS,
     "mesh.fsdp": AXIS,
@@ -85,9 +93,14 @@ SIGNATURES = {
     "reward": ("problem", "completion"),
     "advantage": ("rewards",),
     "loss": ("logp", "old_logp", "advantage", "mask"),
+    "correction": ("old_logp", "sampler_logp", "mask"),
+    "rejection": ("logp", "sampler_logp", "advantage", "mask"),
+    "reference.loss": ("logp", "ref_logp", "mask"),
+    "reference.reward": ("logp", "ref_logp", "mask"),
+    "length_reward": ("length",),
     "warm_start.demonstration": ("problem", "rng"),
 }
-INERT_CLIP = 0.05  # sequence ratios hardly leave [0.95, 1.05], so a GSPO band of this width clips nothing
+OPTIONAL = ("warm_start", "reference", "calibration")  # parts that an experiment may have None for
 
 
 def validate(experiment: Experiment, devices: int | None = None) -> list[str]:
@@ -103,6 +116,7 @@ def validate(experiment: Experiment, devices: int | None = None) -> list[str]:
     problems = [*_ranges(experiment), *_functions(experiment), *_parts(experiment)]
     if not problems:  # these divide by what was found positive above
         problems = [*_model(experiment), *_rows(experiment), *_mesh(experiment, devices)]
+        problems += loss_validation.problems(experiment)
     return problems
 
 
@@ -123,13 +137,7 @@ def warnings(experiment: Experiment) -> list[str]:
             f"{', '.join('sampling.' + name for name in filters)}: log-probabilities are of the unfiltered, "
             "temperature-scaled distribution, so sampling through a filter biases the policy ratio"
         )
-    clip = {name: value for name, value in keywords(experiment.loss).items() if name in ("clip_low", "clip_high")}
-    wide = {name: value for name, value in clip.items() if isinstance(value, int | float) and value >= INERT_CLIP}
-    if "gspo" in getattr(unwrapped(experiment.loss), "__name__", "") and wide:
-        found.append(
-            f"{', '.join(f'loss.{name}={show(value)}' for name, value in wide.items())}: GSPO's ratio is a mean over "
-            "the sequence and stays close to 1, so so wide a band clips nothing (the paper's are 3e-4 and 4e-4)"
-        )
+    found += loss_validation.warnings(experiment)
     return found
 
 
@@ -174,9 +182,15 @@ def _at(experiment: Experiment, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), experiment)
 
 
+def _absent(experiment: Experiment, key: str) -> bool:
+    """Whether the key is in a part that the experiment does not have."""
+    part = key.partition(".")[0]
+    return part in OPTIONAL and getattr(experiment, part) is None
+
+
 def _ranges(experiment: Experiment) -> Iterator[str]:
     for key, (words, holds) in RANGES.items():
-        if key.startswith("warm_start.") and experiment.warm_start is None:
+        if _absent(experiment, key):
             continue
         value = _at(experiment, key)
         if not holds(value):
@@ -188,19 +202,13 @@ def _ranges(experiment: Experiment) -> Iterator[str]:
 
 
 def _functions(experiment: Experiment) -> Iterator[str]:
-    """Functions that could not be called as the run calls them, and clip ranges that are none."""
+    """Functions that could not be called as the run calls them."""
     for key, names in SIGNATURES.items():
-        if key.startswith("warm_start.") and experiment.warm_start is None:
+        if _absent(experiment, key) or (function := _at(experiment, key)) is None:
             continue
-        function = _at(experiment, key)
         problem = _misfit(function, names)
         if problem:
             yield f"{key}: wanted a function of ({', '.join(names)}), {problem}"
-    for name in ("clip_low", "clip_high"):
-        value = keywords(experiment.loss).get(name, 0.0)
-        words, holds = BELOW_1 if name == "clip_low" else AT_LEAST_0
-        if not isinstance(value, int | float) or isinstance(value, bool) or not holds(value):
-            yield f"loss.{name}: wanted a number {words}, got {value!r}"
 
 
 def _misfit(function: Any, names: tuple[str, ...]) -> str:

@@ -1,0 +1,73 @@
+"""The clip range of a run that measures it: where it starts, and how it follows a drift (`losses.calibration`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from gspax.config import Experiment
+from gspax.description import keywords, unwrapped
+from gspax.loss_validation import SEQUENCE_RATIOS
+from gspax.losses import calibration
+from gspax.types import Array, Batch
+
+RESOLUTION = 2.0**-23  # float32 next to 1: a range below it is none
+
+
+def start_range(experiment: Experiment) -> Array:
+    """The widths that the loss has before anything is measured, float32 [2]; zeros if nothing is to be measured."""
+    if experiment.calibration is None:
+        return jnp.zeros(2)
+    settings = keywords(experiment.loss)
+    return jnp.array([settings["clip_low"], settings["clip_high"]], jnp.float32)
+
+
+def noise_floor(first_update: dict[str, Any]) -> float:
+    """The largest |s - 1| in a rollout batch's first update, where policies are equal and only arithmetic differs."""
+    return max(float(first_update["ratio_max"]) - 1, 1 - float(first_update["ratio_min"]), RESOLUTION)
+
+
+def first_range(experiment: Experiment, floor: float, logp_BT: Array, batch: Batch) -> Array:
+    """The range that cuts the wished share of a run's second mini-batch, float32 [2].
+
+    Args:
+      floor: `noise_floor` of the run's first update.
+      logp_BT: log-probs of the second mini-batch's tokens after that update.
+    """
+    assert experiment.calibration is not None
+    some_B = np.asarray(batch.mask_BT).any(axis=-1)
+    log_ratio_B: Any = np.asarray(calibration.sequence_log_ratio(logp_BT, batch.old_logp_BT, batch.mask_BT))[some_B]
+    advantage_B: Any = np.asarray(batch.advantage_B)[some_B]
+    if not advantage_B.any():  # nothing can be cut, so nothing is learnt about the range
+        return start_range(experiment)
+    got = calibration.propose(log_ratio_B, advantage_B, share=experiment.calibration.share, floor=floor)
+    return jnp.array([got.clip_low, got.clip_high], jnp.float32)
+
+
+def following_range(experiment: Experiment, clip_range: Array, updates: list[dict[str, Any]]) -> Array:
+    """The range of the next rollout batch, after the updates of one, float32 [2]."""
+    settings = experiment.calibration
+    assert settings is not None
+    clip_low, clip_high = map(float, clip_range)
+    widths = calibration.next_range(
+        clip_low,
+        clip_high,
+        float(np.mean([float(update["clip_fraction_sequences"]) for update in updates[1:]])),
+        share=settings.share,
+        tolerance=settings.tolerance,
+        gain=settings.gain,
+        floor=min(noise_floor(updates[0]), calibration.INERT),
+    )
+    return jnp.array(widths, jnp.float32)
+
+
+def noise_warnings(experiment: Experiment, floor: float) -> tuple[str, ...]:
+    """What the noise floor of a run's first update says against the range of its loss, a sentence each."""
+    if unwrapped(experiment.loss).__name__ not in SEQUENCE_RATIOS or experiment.calibration is not None:
+        return ()
+    settings = keywords(experiment.loss)
+    widths = settings["clip_low"], settings["clip_high"]
+    told = calibration.range_warnings(*widths)  # before the run, by `validation.warnings`
+    return tuple(sentence for sentence in calibration.range_warnings(*widths, floor=floor) if sentence not in told)

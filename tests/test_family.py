@@ -1,0 +1,192 @@
+"""Every member of the loss library, named in an experiment, trains a small model for a few updates."""
+
+import functools
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_experiment import experiment
+
+from gspax import advantages, config, loop, losses, shaping
+from gspax.clipping import start_range
+from gspax.config import Calibration, Reference, Regularizers
+from gspax.experiment import validate
+from gspax.losses import correction, kl
+from gspax.objective import of_experiment
+from gspax.optimizer import make_optimizer
+from gspax.sharding import make_mesh, named
+from gspax.state import init_state
+from gspax.train_step import make_score, make_train_step
+
+LOSSES = (
+    *(losses.gspo, losses.gspo_token, losses.grpo, losses.reinforce, losses.dr_grpo, losses.dapo, losses.cispo),
+    *(losses.sapo, losses.dppo_tv, losses.dppo_kl, losses.luspo, losses.gmpo, losses.vespo),
+)
+DENSE = replace(experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=32)
+SPARSE = {"model": replace(experiment.model, num_hidden_layers=1)}  # only where routers matter: it compiles longer
+BASE = replace(experiment, model=DENSE, warm_start=None)
+POLICY = {
+    *("loss", "kl", "noise_floor", "entropy", "ratio_mean", "ratio_min", "ratio_max", "clip_fraction_tokens"),
+    *("clip_fraction_sequences", "clip_fraction_high", "clip_fraction_low"),
+}
+MISMATCH = {
+    *("kl", "k3", "chi2_tokens", "chi2_sequences", "ess_tokens", "ess_sequences", "extreme_tokens"),
+    *("abs_diff", "abs_diff_largest_max", "log_ppl_diff_mean", "out_of_range_tokens", "out_of_range_sequences"),
+}
+
+
+MESH = make_mesh(config.Mesh(), jax.devices()[:1])  # eight devices would only compile longer
+OPTIMIZER = make_optimizer(BASE.optimizer)
+
+
+@functools.cache
+def score(model):
+    return make_score(model, mesh=MESH)
+
+
+READ_BY_UPDATES = ["model", "loss", "correction", "rejection", "reference", "regularizers", "calibration", "routing_replay"]
+
+
+@functools.cache
+def step(*values):
+    """The compiled update, shared by experiments that differ in other things."""
+    variant = replace(BASE, **dict(zip(READ_BY_UPDATES, values, strict=True)))
+    objective, replay = of_experiment(variant), variant.routing_replay
+    return make_train_step(variant.model, objective, OPTIMIZER, routing_replay=replay, mesh=MESH)
+
+
+def train(changes, rollouts=2):
+    """The metrics of each rollout batch of two updates, how far the parameters moved, and the last state."""
+    variant = replace(BASE, **changes)
+    assert validate(variant, 1) == []
+    update = step(*(getattr(variant, name) for name in READ_BY_UPDATES))
+    learner = loop.Learner(variant, MESH, OPTIMIZER, update, score(variant.model))
+    state = init_state(variant.model, OPTIMIZER, jax.random.key(0), MESH)
+    state = replace(state, clip_range=jax.device_put(start_range(variant), named(MESH)))
+    start = jax.tree.map(jnp.copy, state.params)
+    reference = None if variant.reference is None else start
+    found = []
+    for _ in range(rollouts):
+        state, reported, rows = loop.rollout_and_update(learner, state, reference)
+        assert all(np.isfinite(list(reported.values()))), reported
+        found.append(reported)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), state.params, start)
+    assert max(jax.tree.leaves(moved)) > 0
+    return found, state, rows
+
+
+def group(found, name):
+    return {key.removeprefix(f"{name}/") for key in found if key.startswith(f"{name}/")}
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_every_loss(loss):
+    (first, second), _, _ = train({"loss": loss})
+    assert group(first, "policy") >= POLICY and group(first, "mismatch") >= MISMATCH
+    assert abs(first["policy/noise_floor"]) < 1e-4, "the first update of a rollout batch has ratio 1"
+    assert second["policy/ratio_max"] > second["policy/ratio_min"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        correction.truncate_tokens,
+        correction.truncate_sequences,
+        correction.truncate_geometric,
+        correction.mask_tokens,
+        partial(correction.mask_sequences, low=0.5, high=2.0),
+        partial(correction.reject_geometric, low=0.999, high=1.001),
+    ],
+    ids=lambda function: getattr(function, "func", function).__name__,
+)
+def test_every_correction(function):
+    (first, _), _, _ = train({"correction": function})
+    assert first["policy/correction_mean"] == pytest.approx(1, abs=1e-4), "sampler and learner are the same policy"
+    assert first["policy/correction_rejected"] == 0
+
+
+def test_rejection_and_correction_together():
+    opsm = partial(correction.reject_off_policy, delta=0.0)
+    (first, _), _, _ = train({"rejection": opsm, "correction": correction.truncate_tokens})
+    assert 0 < first["policy/correction_rejected"] < 1, "with delta 0 rounding alone rejects some bad samples"
+
+
+@pytest.mark.parametrize("function", [kl.token_kl, kl.sequence_kl, kl.grpo_kl], ids=lambda kl: kl.__name__)
+def test_every_kl_loss(function):
+    (first, second), _, _ = train({"reference": Reference(loss=function, coefficient=0.1)})
+    assert first["reference/kl"] == pytest.approx(0, abs=1e-6), "the policy starts as its reference"
+    assert second["reference/kl"] > 1e-6 and second["policy/ref_kl"] > 1e-6
+
+
+@pytest.mark.parametrize("function", [kl.k1, kl.k2, kl.k3], ids=lambda kl: kl.__name__)
+def test_every_kl_as_a_reward(function):
+    (_, second), _, rows = train({"reference": Reference(reward=function, coefficient=0.1)})
+    assert second["reward/kl"] != 0
+    reward = np.mean([row["reward"] for row in rows])
+    assert second["reward/with_added"] == pytest.approx(reward - 0.1 * second["reward/kl"], abs=1e-5)
+    assert second["reward/mean"] == pytest.approx(reward, abs=1e-6), "the task's own"
+
+
+def test_a_reference_may_only_be_measured():
+    (_, second), _, _ = train({"reference": Reference()})
+    assert second["reference/kl"] > 0 and "policy/ref_kl" not in second and "reward/kl" not in second
+
+
+def test_every_regularizer():
+    (first, _), _, _ = train(SPARSE | {"regularizers": Regularizers(entropy=0.01, load_balance=0.01, router_z=0.001)})
+    assert first["policy/entropy_bonus"] == pytest.approx(first["policy/entropy"], rel=0.05)
+    assert first["policy/load_balance"] > 0 and first["policy/router_z"] > 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        advantages.standardize,
+        advantages.center,
+        advantages.leave_one_out,
+        advantages.reinforce_plus_plus,
+        advantages.reinforce_plus_plus_baseline,
+        advantages.maxrl,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_every_advantage(function):
+    train({"advantage": function}, rollouts=1)
+
+
+def share_and_length(problem, completion):
+    return experiment.reward(problem, completion), -float(len(completion))
+
+
+def test_several_rewards():
+    (first,), _, rows = train({"reward": share_and_length, "advantage": advantages.gdpo}, rollouts=1)
+    assert all(row["reward"] == sum(row["rewards"]) for row in rows)
+    assert first["reward/mean"] == pytest.approx(np.mean([row["reward"] for row in rows]), rel=1e-5)
+
+
+def test_length_shaping_and_overlong_filtering():
+    punish = partial(shaping.soft_overlong_punishment, max_length=4, buffer=2)
+    (first,), _, rows = train({"length_reward": punish, "filter_overlong": True}, rollouts=1)
+    assert 0 < first["response/truncated"] < 1
+    assert first["reward/length"] == pytest.approx(np.mean([min(0, (2 - row["length"]) / 2) for row in rows]))
+    assert {row["advantage"] for row in rows if not row["finished"]} == {0.0}
+
+
+@pytest.mark.parametrize("loss", [losses.gspo, losses.gspo_token, losses.luspo], ids=lambda loss: loss.__name__)
+def test_calibrated_clip_range(loss):
+    wide = partial(loss, clip_low=0.04, clip_high=0.04)
+    found, state, _ = train({"loss": wide, "calibration": Calibration(share=0.25, tolerance=0.0)}, rollouts=3)
+    assert found[0]["policy/clip_low"] < 0.03, "measured on the run's second mini-batch, no more what the loss had"
+    # the first of two mini-batches cuts nothing; one sequence more or less of 16 is 0.06
+    assert found[0]["policy/clip_fraction_sequences"] * 2 == pytest.approx(0.25, abs=0.07)
+    low, high = state.clip_range
+    assert (low, high) != (found[2]["policy/clip_low"], found[2]["policy/clip_high"]), "it follows what was cut"
+
+
+def test_routing_replay():
+    """An update that replays routes as the rollout did, so what changed the experts is seen by the score alone."""
+    (first, second), _, _ = train(SPARSE | {"routing_replay": True})
+    assert first["policy/noise_floor"] < 1e-4 and second["policy/noise_floor"] < 1e-4
