@@ -82,13 +82,17 @@ def layer_params(params, config, layer):
     raise IndexError(layer)
 
 
-def forward(params, config, tokens, forced=None):
-    """Logits `[T, V]` of one unpadded sequence, and the expert ids `[sparse layers, T, A]`, best first."""
+def forward(params, config, tokens, forced=None, streams=None):
+    """Logits `[T, V]` of one unpadded sequence, and the expert ids `[sparse layers, T, A]`, best first.
+
+    To a list `streams` the embeddings and the residual stream behind each layer are appended, `[T, D]` each.
+    """
     embedding = np.asarray(params["embedding"], np.float64)
     head = np.asarray(params["head"], np.float64) if "head" in params else embedding.T
     K, N, H = config.num_key_value_heads, config.num_attention_heads, config.head_dim
     xs = [embedding[token] for token in tokens]
-    experts = []
+    experts, streams = [], [] if streams is None else streams
+    streams.append(np.array(xs))
     for index in range(config.num_hidden_layers):
         p = layer_params(params, config, index)
         a, eps = p["attention"], config.rms_norm_eps
@@ -125,6 +129,7 @@ def forward(params, config, tokens, forced=None):
             y = sum(g * swiglu(h, m["gate"][e], m["up"][e], m["down"][e]) for g, e in zip(gates, ids, strict=True))
             xs.append(x + y)
             chosen.append(ids)
+        streams.append(np.array(xs))
         if is_sparse(config, index):
             experts.append(chosen)
     scale = np.asarray(params["norm"]["scale"], np.float64)

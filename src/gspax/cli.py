@@ -1,4 +1,4 @@
-"""The program `gspax`: train, sft, eval, bench, report, convert, export.
+"""The program `gspax`: train, sft, eval, bench, report, convert, export, parity.
 
 Exit codes: 0 done; 1 a failure while running; 2 a mistake in the input, told in one line each on stderr; 128 + the
 signal's number for a run that a signal ended (130 for ctrl-c, 143 for SIGTERM). GSPAX_TRACEBACK=1 adds the traceback to
@@ -111,7 +111,8 @@ def _overview() -> _Parser:
         "  bench FILE                 measure speed on this machine\n"
         "  report DIR                 write report.html of a run\n"
         "  convert --from HF --to DIR a Hugging Face checkpoint as an Orbax one, to start from\n"
-        "  export --from DIR --to HF  a run's parameters as a Hugging Face checkpoint\n\n"
+        "  export --from DIR --to HF  a run's parameters as a Hugging Face checkpoint\n"
+        "  parity HF                  a Hugging Face checkpoint beside transformers, layer by layer\n\n"
         "`gspax VERB --help` explains one. For a first look, without any computation:\n"
         "  gspax train experiments/sort_gspo.py --dry-run",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -307,6 +308,25 @@ def _size(text: str) -> int:
     return int(found[1]) * {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[found[2]]
 
 
+def _parity_parser() -> _Parser:
+    parser = _parser(
+        "parity",
+        "Compute a Hugging Face checkpoint in gspax and in transformers, in float32; exit code 1 if they differ.",
+        "gspax parity Qwen/Qwen3-0.6B --prompt 'Sort: 3 1 2'",
+    )
+    parser.add_argument("checkpoint", metavar="HF", help="a folder, or a name on the Hub")
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--prompt", metavar="TEXT", help="for the checkpoint's tokenizer (default: 32 random tokens)")
+    text.add_argument("--tokens", type=_at_least(0), nargs="+", metavar="ID", help="instead of a text")
+    return parser
+
+
+def _parity(options: argparse.Namespace) -> None:
+    agree = _verb("hf.parity").run(options.checkpoint, prompt=options.prompt, tokens=options.tokens)
+    if not agree:
+        raise SystemExit(1)
+
+
 VERBS: dict[str, tuple[Callable[[], _Parser], Callable[[argparse.Namespace], None]]] = {
     "train": (_train_parser, _train),
     "sft": (_sft_parser, _sft),
@@ -315,6 +335,7 @@ VERBS: dict[str, tuple[Callable[[], _Parser], Callable[[argparse.Namespace], Non
     "report": (_report_parser, _report),
     "convert": (_convert_parser, _convert),
     "export": (_export_parser, _export),
+    "parity": (_parity_parser, _parity),
 }
 
 

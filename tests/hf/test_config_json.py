@@ -130,6 +130,11 @@ def test_published_files_are_the_presets(name, preset):
             {"sliding_window": 8, "sliding_layers": (1, 2)},
         ),
         (
+            DENSE
+            | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": None, "num_hidden_layers": 30},
+            {"sliding_window": 8, "sliding_layers": (28, 29), "num_hidden_layers": 30},
+        ),
+        (
             DENSE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
             {"sliding_window": 0, "sliding_layers": ()},
         ),

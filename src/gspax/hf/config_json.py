@@ -148,7 +148,7 @@ def _window_json(config: ModelConfig, family: str) -> dict[str, Any]:
     }
     if len(sliding) < layers - min(sliding):  # not simply the last layers: only the newer key can say so
         kinds = [SLIDING if layer in sliding else FULL for layer in range(layers)]
-        found |= {"max_window_layers": layers, "layer_types": kinds}
+        found |= {"layer_types": kinds}
     return found
 
 

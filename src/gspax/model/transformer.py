@@ -191,6 +191,19 @@ def apply(
     return hidden_BTD, routing
 
 
+def apply_layer(params: Params, config: ModelConfig, run: int, layer: Array, x_BTD: Array, segment_BT: Array) -> Array:
+    """One step of `apply`, for looking at layers one by one: the residual stream behind a layer, given that before it.
+
+    The layer is number `layer` of the run number `run` of `config.layer_runs`, both from 0.
+    """
+    graph, layers = nnx.split(_module(params, config).runs[run])
+    module = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[layer], layers))
+    number = sum(count for _, count in layer_runs(config)[:run]) + layer
+    attend = within_segments(segment_BT, layer_windows(config))
+    shared = Shared(rotary_angles(positions(segment_BT), config), segment_BT > 0, attend, None)
+    return module(x_BTD, shared, None, number, None)[0]
+
+
 def logits(params: Params, hidden: Array) -> Array:
     """Float32 logits `[..., V]` of hidden states `[..., D]`; with tied embeddings the head is the embedding."""
     head_DV = params["head"] if "head" in params else params["embedding"].T
