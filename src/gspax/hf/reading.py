@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gspax.model.config import ModelConfig
 from gspax.types import Params
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROOM = 2**24  # bytes; larger tensors than this get memory of their own
 Box = tuple[tuple[int, int], ...]  # first and one past the last, of each axis
 
 
@@ -41,8 +43,16 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
     fused = any(name.endswith(names.FUSED_NAME) for name in stored)
     table = names.pieces(config, {name: leaf.shape for name, leaf in leaves.items()}, fused=fused)
     _check(folder, config, stored, table)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        arrays = [_read_parameter(table[name], stored, leaf, pool) for name, leaf in leaves.items()]
+    thread = threading.local()
+
+    def read(name: str) -> np.ndarray:
+        return tensors.read(stored[name], thread.room)
+
+    def prepare() -> None:
+        thread.room = np.empty(ROOM, np.uint8)
+
+    with ThreadPoolExecutor(os.cpu_count(), initializer=prepare) as pool:
+        arrays = [_read_parameter(table[name], read, leaf, pool) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(wanted), arrays)
 
 
@@ -78,7 +88,10 @@ def _check(
 
 
 def _read_parameter(
-    pieces: Sequence[Piece], stored: Mapping[str, Stored], leaf: jax.ShapeDtypeStruct, pool: ThreadPoolExecutor
+    pieces: Sequence[Piece],
+    read: Callable[[str], np.ndarray],
+    leaf: jax.ShapeDtypeStruct,
+    pool: ThreadPoolExecutor,
 ) -> jax.Array:
     """One array on its devices."""
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
@@ -92,7 +105,7 @@ def _read_parameter(
             if all(first <= i < last for i, (first, last) in zip(piece.index, box, strict=False))
         }
         if holders:
-            view = names.to_ours(piece.row, tensors.read(stored[piece.published]), leaf.shape[depth:])
+            view = names.to_ours(piece.row, read(piece.published), leaf.shape[depth:])
         for box, shard in holders.items():
             place = tuple(i - first for i, (first, _) in zip(piece.index, box, strict=False))
             names.copy(shard[place], view[tuple(slice(*each) for each in box[depth:])])

@@ -139,11 +139,18 @@ def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
     return stored
 
 
-def read(stored: Stored) -> np.ndarray:
-    """One tensor."""
-    flat = np.fromfile(stored.file, np.uint8, count=stored.nbytes, offset=stored.start)
-    if flat.size != stored.nbytes:
-        raise UserError(f"{stored.file}: became shorter while it was read")
+def read(stored: Stored, room: np.ndarray | None = None) -> np.ndarray:
+    """One tensor; in `room` (bytes) if that is given and large enough, since fresh memory costs more than reading."""
+    fresh = room is None or room.size < stored.nbytes
+    flat = np.empty(stored.nbytes, np.uint8) if fresh else room[: stored.nbytes]
+    with stored.file.open("rb", buffering=0) as opened:
+        opened.seek(stored.start)
+        left = flat.data
+        while left:
+            count = opened.readinto(left)  # one call reads 2 GiB at most
+            if not count:
+                raise UserError(f"{stored.file}: became shorter while it was read")
+            left = left[count:]
     return flat.view(stored.dtype).reshape(stored.shape)
 
 

@@ -1,0 +1,152 @@
+"""How long reading a published checkpoint takes, and how much memory: the figures in docs/checkpoints.md.
+
+    python docs/bench_checkpoints.py FOLDER
+
+makes a checkpoint of random numbers in FOLDER if there is none: Qwen3-30B-A3B cut to 3 layers, 4.9 GB in bfloat16. Then
+each measurement is a process of its own. Its memory is the highest resident set that the system saw (VmHWM), less
+that just before reading, with jax imported and its devices up. gspax maps no file into memory, so pages of
+the files are not in it. `cold` means that the system was told to drop the files' pages first; `warm` that they had just
+been read. Beside each time stand those of `cat`, which keeps nothing, and of the same bytes read into fresh memory as
+they are, which anything must do that ends with the model in memory; the CPU-seconds tell what other programs on the
+machine cannot disturb.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+LAYERS = 3
+READINGS = [(1, "bfloat16"), (8, "bfloat16"), (1, "float32")]  # devices, dtype of the parameters
+
+
+def make(folder: Path) -> None:
+    import ml_dtypes
+    import numpy as np
+
+    from gspax.hf import writing
+    from gspax.model import presets
+
+    config = replace(presets.qwen3_30b_a3b, num_hidden_layers=LAYERS)
+    shapes = writing.parameter_shapes(config)
+    rng = np.random.default_rng(0)
+
+    def parameter(name: str) -> np.ndarray:
+        array = np.empty(shapes[name], ml_dtypes.bfloat16)
+        for index in np.ndindex(shapes[name][:-2]):
+            array[index] = 0.02 * rng.standard_normal(shapes[name][-2:], np.float32)
+        return array
+
+    folder.mkdir(parents=True)
+    writing.write_checkpoint(folder, config, parameter)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def drop_pages(folder: Path) -> None:
+    for file in files(folder):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def cat(folder: Path) -> float:
+    start = time.perf_counter()
+    with open(os.devnull, "wb") as nowhere:
+        subprocess.run(["cat", *files(folder)], stdout=nowhere, check=True)
+    return time.perf_counter() - start
+
+
+def into_memory(folder: Path) -> None:
+    """In a process of its own: the files' bytes into fresh memory, by a thread for each core."""
+    import numpy as np
+
+    from gspax.hf.reading import _aligned
+
+    start = time.perf_counter()
+    jobs = []
+    for file in files(folder):
+        size = file.stat().st_size
+        room = _aligned(((0, size),), np.uint8)
+        jobs += [(file, first, room[first : first + 2**24]) for first in range(0, size, 2**24)]
+
+    def fill(job: tuple[Path, int, np.ndarray]) -> None:
+        with job[0].open("rb", buffering=0) as opened:
+            opened.seek(job[1])
+            opened.readinto(job[2].data)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(fill, jobs))
+    print(json.dumps({"seconds": time.perf_counter() - start}))
+
+
+def in_process(*arguments: object) -> dict[str, float]:
+    command = [sys.executable, __file__, *map(str, arguments)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def peak() -> int:
+    """Of this process; `ru_maxrss` begins with that of the process which started it."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(found[1])
+
+
+def read(folder: Path, devices: int, dtype: str) -> None:
+    """In a process of its own: one reading, told as a line of JSON."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", devices)
+    from gspax.config import Mesh
+    from gspax.hf.config_json import read_config
+    from gspax.hf.reading import read_params
+    from gspax.sharding import make_mesh
+    from gspax.state import abstract_params
+
+    config = read_config(folder)
+    wanted = abstract_params(config, make_mesh(Mesh()), dtype)
+    jax.block_until_ready(jax.numpy.zeros(8) + 1)
+    before, start, used = peak(), time.perf_counter(), time.process_time()
+    params = read_params(folder, config, wanted)
+    seconds, cpu, rise = time.perf_counter() - start, time.process_time() - used, peak() - before
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": rise, "before": before, "arrays": size}))
+
+
+def main(folder: Path) -> None:
+    if not files(folder):
+        make(folder)
+    total = sum(file.stat().st_size for file in files(folder))
+    print(f"{folder.name}: {total / 1e9:.2f} GB in {len(files(folder))} files; {os.cpu_count()} cores")
+    for devices, dtype in READINGS:
+        for state in ("cold", "warm"):
+            prepare = drop_pages if state == "cold" else cat
+            prepare(folder)
+            alone = cat(folder)
+            prepare(folder)
+            kept = in_process(folder, "memory")["seconds"]
+            prepare(folder)
+            found = in_process(folder, devices, dtype)
+            print(
+                f"{devices} devices, {dtype:8}, {state}: {found['seconds']:5.1f} s ({found['cpu']:4.1f} CPU-s); "
+                f"cat {alone:4.1f} s, into memory {kept:4.1f} s; peak {found['peak'] / 1e9:5.2f} GB above "
+                f"{found['before'] / 1e9:4.2f} GB, {found['peak'] / total:4.2f} x the files; "
+                f"arrays {found['arrays'] / total:4.2f} x",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        read(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    elif len(sys.argv) == 3:
+        into_memory(Path(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]))
