@@ -272,13 +272,23 @@ def test_create_gives_up_where_waiting_is_in_vain(cloud, state):
 def test_resume_does_what_is_missing_and_repeats_the_command(cloud, states, expected):
     command = [EXPERIMENT, "schedule.steps=20", "name='a b'"]
     calls = cloud.calls("resume.sh", "--spot", "--node-count", "2", *command, states=states)
-    assert verbs(calls) == expected
+    assert verbs(calls) == expected and sum("describe" in call for call in calls) == len(states)
     assert calls[-1] == cloud.calls("run.sh", *command)[-1]
     for call in calls:
         if "create" in call:
             assert call == queued("create", *ASKED, "--node-count=2", "--node-prefix=pod", "--spot")
         if "delete" in call:
             assert call == queued("delete", "pod", "--force", "--quiet")
+
+
+def test_setup_and_run_reach_every_host_of_every_slice(cloud):
+    scp, ssh = cloud.calls("setup.sh")
+    everywhere = ["--node=all", "--worker=all"]
+    assert scp == queued("scp", f"{cloud.checkout}/build/gspax.bundle", "pod:", *everywhere)
+    assert ssh[:-3] == queued("ssh", "pod", *everywhere)[:-2]
+    (ssh,) = cloud.calls("run.sh", EXPERIMENT)
+    command = f"--command=bash gspax/tpu/host/run.sh sort {EXPERIMENT}"
+    assert ssh == queued("ssh", "pod", *everywhere, command)
 
 
 @pytest.mark.parametrize(("state", "expected"), [("ACTIVE", ["ssh", "delete"]), ("SUSPENDED", ["delete"])])
@@ -332,6 +342,8 @@ def test_setup_puts_the_last_commit_on_a_host_and_mounts_the_bucket(cloud, host)
     done, calls = cloud.run("setup.sh")
     assert done.returncode == 0 and done.stderr == "gspax: changes that are not committed are not sent\n"
     assert (host / "gspax" / EXPERIMENT).read_text() == "experiment = None\n"
+    sent = subprocess.run(["git", "bundle", "list-heads", host / "gspax.bundle"], check=True, capture_output=True)
+    assert sent.stdout.split()[1:] == [b"HEAD"]  # and no other branch
     names = [call[0] for call in calls]
     assert names.count("systemd-run") == 1 and (host / "bucket" / "mounted").exists()
     assert next(call for call in calls if call[:3] == ["uv", "pip", "install"])[-1] == ".[train,tpu]"

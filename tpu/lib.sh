@@ -85,7 +85,7 @@ tools() { # programs that must be there
 
 experiment() { # FILE ...: the first word must be an experiment file of this checkout, as seen from its root
   [[ -n ${1:-} ]] || refuse "wanted an experiment file, as in $(basename "$0") experiments/sort_gspo.py"
-  [[ $1 != /* && -f $root/$1 ]] || refuse "$1: wanted an experiment file, as seen from the root of the checkout"
+  [[ -f $root/$1 ]] || refuse "$1: wanted an experiment file, as seen from the root of the checkout"
 }
 
 # GKE
