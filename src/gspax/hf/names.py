@@ -20,7 +20,6 @@ import numpy as np
 
 from gspax.model.config import ModelConfig, layer_runs
 
-
 STRIP, GAP = 2**17, 32  # numbers in a strip and after each of its rows, in `copy`
 
 

@@ -96,23 +96,26 @@ def _read_parameter(
     """One array on its devices."""
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     shards = {box: _aligned(box, leaf.dtype) for box in {_box(index, leaf.shape) for index in indices}}
-
-    def place(piece: Piece) -> None:
-        depth = len(piece.index)
-        holders = {
-            box: shard
-            for box, shard in shards.items()
-            if all(first <= i < last for i, (first, last) in zip(piece.index, box, strict=False))
-        }
-        if holders:
-            view = names.to_ours(piece.row, read(piece.published), leaf.shape[depth:])
-        for box, shard in holders.items():
-            place = tuple(i - first for i, (first, _) in zip(piece.index, box, strict=False))
-            names.copy(shard[place], view[tuple(slice(*each) for each in box[depth:])])
-
-    list(pool.map(place, pieces))
+    list(pool.map(lambda piece: _place(piece, read, shards, leaf.shape), pieces))
     array = jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: shards[_box(index, leaf.shape)])
     return array.block_until_ready()  # the host's shards of this parameter can go before those of the next come
+
+
+def _place(
+    piece: Piece, read: Callable[[str], np.ndarray], shards: Mapping[Box, np.ndarray], shape: tuple[int, ...]
+) -> None:
+    """Read one tensor into the shards that hold a part of it; none of them does: leave it unread."""
+    depth = len(piece.index)
+    holders = {
+        box: shard
+        for box, shard in shards.items()
+        if all(first <= i < last for i, (first, last) in zip(piece.index, box, strict=False))
+    }
+    if holders:
+        view = names.to_ours(piece.row, read(piece.published), shape[depth:])
+    for box, shard in holders.items():
+        index = tuple(i - first for i, (first, _) in zip(piece.index, box, strict=False))
+        names.copy(shard[index], view[tuple(slice(*each) for each in box[depth:])])
 
 
 def _box(index: Any, shape: Sequence[int]) -> Box:

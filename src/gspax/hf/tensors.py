@@ -141,8 +141,9 @@ def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
 
 def read(stored: Stored, room: np.ndarray | None = None) -> np.ndarray:
     """One tensor; in `room` (bytes) if that is given and large enough, since fresh memory costs more than reading."""
-    fresh = room is None or room.size < stored.nbytes
-    flat = np.empty(stored.nbytes, np.uint8) if fresh else room[: stored.nbytes]
+    if room is None or room.size < stored.nbytes:
+        room = np.empty(stored.nbytes, np.uint8)
+    flat = room[: stored.nbytes]
     with stored.file.open("rb", buffering=0) as opened:
         opened.seek(stored.start)
         left = flat.data

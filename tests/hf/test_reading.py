@@ -1,0 +1,173 @@
+"""Published checkpoints read: every parameter from its tensors, on any mesh, and refusals by file and tensor."""
+
+import re
+from dataclasses import replace
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from published import published, random_params, save
+
+from gspax import config as experiment_config
+from gspax.errors import UserError
+from gspax.hf import names, reading, tensors
+from gspax.hf.writing import parameter_shapes
+from gspax.sharding import make_mesh
+from gspax.state import abstract_params
+
+CONFIGS = {
+    name: tiny.CONFIGS[name]
+    for name in ("moe", "dense", "tied", "some layers dense", "every second layer sparse", "biases")
+}
+MOE = tiny.MOE
+
+
+def wanted(config, devices=1, dtype="float32"):
+    return abstract_params(config, make_mesh(experiment_config.Mesh(), jax.devices()[:devices]), dtype)
+
+
+def equal(one, other):
+    return all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), one, other)))
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_parameter_is_read_from_its_tensors(name, files, tmp_path):
+    config = CONFIGS[name]
+    params = random_params(config)
+    save(tmp_path, config, published(config, params), files=files)
+    assert equal(reading.read_params(tmp_path, config, wanted(config)), params)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_fused_experts_are_the_same_parameters(devices, tmp_path):
+    config = tiny.CONFIGS["some layers dense"]
+    params = random_params(config)
+    save(tmp_path, config, published(config, params, fused=True))
+    assert equal(reading.read_params(tmp_path, config, wanted(config, devices)), params)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_arrays_are_placed_by_the_table_of_shardings(name, tmp_path):
+    config = CONFIGS[name]
+    params = random_params(config)
+    save(tmp_path, config, published(config, params))
+    found, asked = reading.read_params(tmp_path, config, wanted(config, 8)), wanted(config, 8)
+    assert equal(found, params)
+    assert jax.tree.map(lambda leaf: leaf.sharding, found) == jax.tree.map(lambda leaf: leaf.sharding, asked)
+    gate = found["runs"][0]["mlp"]["gate"]
+    assert gate.addressable_shards[0].data.size * 8 == gate.size
+
+
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_numbers_are_cast_as_asked(stored, dtype, tmp_path):
+    params = random_params(MOE)
+    save(tmp_path, MOE, published(MOE, params, stored))
+    found = reading.read_params(tmp_path, MOE, wanted(MOE, 8, dtype))
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(jax.numpy.dtype(dtype))}
+    assert equal(found, jax.tree.map(lambda leaf: np.asarray(leaf).astype(stored).astype(dtype), params))
+
+
+def test_on_a_cpu_the_host_keeps_no_second_copy(tmp_path, monkeypatch):
+    """The shards that were filled are the arrays' own memory."""
+    rooms = []
+    aligned = reading._aligned
+    monkeypatch.setattr(reading, "_aligned", lambda *where: rooms.append(aligned(*where)) or rooms[-1])
+    save(tmp_path, MOE, published(MOE, random_params(MOE)))
+    found = reading.read_params(tmp_path, MOE, wanted(MOE, 8))
+    own = {shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(found) for shard in leaf.addressable_shards}
+    assert own == {room.ctypes.data for room in rooms}
+
+
+def test_each_tensor_is_read_once_for_all_devices(tmp_path, monkeypatch):
+    read, seen = tensors.read, []
+    monkeypatch.setattr(tensors, "read", lambda stored, *room: seen.append(stored) or read(stored, *room))
+    ours = published(MOE, random_params(MOE))
+    save(tmp_path, MOE, ours)
+    reading.read_params(tmp_path, MOE, wanted(MOE, 8))
+    assert len(seen) == len(set(seen)) == len(ours)
+
+
+def test_a_host_reads_no_expert_that_none_of_its_devices_holds(tmp_path):
+    params, shape = random_params(MOE), wanted(MOE)["runs"][0]["mlp"]["gate"].shape
+    stored = tensors.find(save(tmp_path, MOE, published(MOE, params)))
+    box = ((0, 3), (2, 4), (0, 16), (4, 8))  # all layers, two experts, a part of the width
+    shard = np.zeros([last - first for first, last in box], np.float32)
+    read = []
+    for piece in names.pieces(MOE, parameter_shapes(MOE))["runs/0/mlp/gate"]:
+        reading._place(piece, lambda name: read.append(name) or tensors.read(stored[name]), {box: shard}, shape)
+    experts = [(layer, expert) for layer in range(3) for expert in (2, 3)]
+    assert sorted(read) == [f"model.layers.{layer}.mlp.experts.{e}.gate_proj.weight" for layer, e in experts]
+    assert (shard == np.asarray(params["runs"][0]["mlp"]["gate"])[:, 2:4, :, 4:8]).all()
+
+
+# Refusals
+
+
+def refused(folder, config, said):
+    with pytest.raises(UserError, match=re.escape(said)) as problem:
+        reading.read_params(folder, config, wanted(config))
+    assert "\n" not in str(problem.value)
+
+
+def ours(config=MOE, **options):
+    return published(config, random_params(config), **options)
+
+
+GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
+
+
+def test_a_missing_tensor(tmp_path):
+    found = ours()
+    del found[GATE], found["model.norm.weight"]
+    refused(save(tmp_path, MOE, found), MOE, f"{tmp_path}: tensor model.norm.weight is missing, and 1 more")
+
+
+def test_an_unknown_tensor(tmp_path):
+    save(tmp_path, MOE, ours() | {"model.layers.0.mlp.shared_expert.gate_proj.weight": np.zeros((2, 2), np.float32)})
+    refused(tmp_path, MOE, "model.safetensors: tensor model.layers.0.mlp.shared_expert.gate_proj.weight is none that")
+
+
+def test_experts_in_both_layouts(tmp_path):
+    refused(save(tmp_path, MOE, ours() | ours(fused=True)), MOE, "is none that config.json asks for")
+
+
+def test_a_layer_too_many(tmp_path):
+    save(tmp_path, MOE, ours())
+    fewer = replace(MOE, num_hidden_layers=2)
+    refused(tmp_path, fewer, "tensor model.layers.2.input_layernorm.weight is none that config.json asks for")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        (GATE, (16, 12), "wanted the shape [12, 16], got [16, 12]"),
+        ("model.embed_tokens.weight", (24, 16), "wanted the shape [23, 16], got [24, 16]"),
+        ("model.norm.weight", (1, 16), "wanted the shape [16], got [1, 16]"),
+    ],
+)
+def test_a_tensor_of_another_shape(name, shape, said, tmp_path):
+    save(tmp_path, MOE, ours() | {name: np.zeros(shape, np.float32)}, files=2)
+    refused(tmp_path, MOE, f"tensor {name}: {said}")
+
+
+def test_a_tied_model_may_carry_a_copy_of_its_embedding_but_no_other_head(tmp_path):
+    config = tiny.CONFIGS["tied"]
+    found = ours(config)
+    save(tmp_path, config, found | {"lm_head.weight": found["model.embed_tokens.weight"]})
+    assert equal(reading.read_params(tmp_path, config, wanted(config)), random_params(config))
+    save(tmp_path, config, found | {"lm_head.weight": 2 * found["model.embed_tokens.weight"]})
+    refused(tmp_path, config, "tensor lm_head.weight is not model.embed_tokens.weight, though config.json says")
+
+
+def test_all_headers_are_checked_before_a_tensor_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensors, "read", lambda *_: pytest.fail("a tensor was read"))
+    save(tmp_path, MOE, ours(), files=3)
+    last = tmp_path / "model-00003-of-00003.safetensors"
+    last.write_bytes(last.read_bytes()[:-1])
+    refused(tmp_path, MOE, f"{last}: truncated or corrupt")
+    save(tmp_path, MOE, ours() | {"another": np.zeros(1, np.float32)}, files=3)
+    refused(tmp_path, MOE, "tensor another is none that config.json asks for")

@@ -1,0 +1,104 @@
+"""Checkpoints as others publish them, written without gspax: names spelt out one by one, files by `safetensors`."""
+
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from gspax.hf.config_json import to_json
+from gspax.model import transformer
+from gspax.model.config import is_sparse
+
+BIASES = {"q_proj": "query_bias", "k_proj": "key_bias", "v_proj": "value_bias", "o_proj": "out_bias"}
+
+
+def random_params(config, seed=0):
+    """Parameters of a model, float32 in numpy: nothing is compiled."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), transformer.abstract_params(config))
+
+
+def published(config, params, dtype=np.float32, *, fused=False):
+    """name -> tensor, [out, in] as torch has them."""
+    found = {"model.embed_tokens.weight": params["embedding"], "model.norm.weight": params["norm"]["scale"]}
+    if not config.tie_word_embeddings:
+        found["lm_head.weight"] = np.asarray(params["head"]).T
+    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    for number, (layer, sparse) in enumerate(layers(config, params)):
+        attention, mlp, name = layer["attention"], layer["mlp"], f"model.layers.{number}."
+        found |= {
+            name + "input_layernorm.weight": layer["attention_norm"]["scale"],
+            name + "post_attention_layernorm.weight": layer["mlp_norm"]["scale"],
+            name + "self_attn.q_proj.weight": attention["query"].reshape(D, N * H).T,
+            name + "self_attn.k_proj.weight": attention["key"].reshape(D, K * H).T,
+            name + "self_attn.v_proj.weight": attention["value"].reshape(D, K * H).T,
+            name + "self_attn.o_proj.weight": attention["out"].reshape(N * H, D).T,
+            name + "self_attn.q_norm.weight": attention["query_norm"]["scale"],
+            name + "self_attn.k_norm.weight": attention["key_norm"]["scale"],
+        }
+        if config.attention_bias:
+            found |= {f"{name}self_attn.{theirs}.bias": attention[ours].reshape(-1) for theirs, ours in BIASES.items()}
+        if not sparse:
+            found |= {f"{name}mlp.{part}_proj.weight": mlp[part].T for part in ("gate", "up", "down")}
+            continue
+        found[name + "mlp.gate.weight"] = mlp["router"].T
+        if fused:
+            both = [mlp["gate"].swapaxes(1, 2), mlp["up"].swapaxes(1, 2)]
+            found[name + "mlp.experts.gate_up_proj"] = np.concatenate(both, axis=1)
+            found[name + "mlp.experts.down_proj"] = mlp["down"].swapaxes(1, 2)
+            continue
+        for expert in range(config.num_experts):
+            for part in ("gate", "up", "down"):
+                found[f"{name}mlp.experts.{expert}.{part}_proj.weight"] = mlp[part][expert].T
+    return {name: np.ascontiguousarray(tensor, dtype=dtype) for name, tensor in found.items()}
+
+
+def layers(config, params):
+    """Each layer's parameters, as numpy arrays without the leading axis, and whether it is sparse."""
+    stacked = [(run, index) for run in params["runs"].values() for index in range(len(run["mlp_norm"]["scale"]))]
+    for number, (run, index) in enumerate(stacked):
+        yield take(run, index), is_sparse(config, number)
+
+
+def take(tree, index):
+    return {
+        name: take(each, index) if isinstance(each, dict) else np.asarray(each)[index] for name, each in tree.items()
+    }
+
+
+def save(folder, config, tensors, *, files=1):
+    """A checkpoint folder, its tensors dealt out to `files` files by turns."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = "bfloat16" if next(iter(tensors.values())).dtype == ml_dtypes.bfloat16 else "float32"
+    (folder / "config.json").write_text(json.dumps(to_json(config) | {"torch_dtype": dtype}))
+    if files == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    weight_map = {}
+    for number in range(files):
+        name = f"model-{number + 1:05}-of-{files:05}.safetensors"
+        part = dict(list(tensors.items())[number::files])
+        save_file(part, folder / name, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def load(folder):
+    """Every tensor of a folder, read by `safetensors`."""
+    from safetensors.numpy import load_file
+
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def same_bytes(one, other):
+    """Whether two sets of tensors have the same names, dtypes, shapes and bytes."""
+    return one.keys() == other.keys() and all(
+        (tensor.dtype, tensor.shape, tensor.tobytes()) == (other[name].dtype, other[name].shape, other[name].tobytes())
+        for name, tensor in one.items()
+    )
