@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ from gspax.checkpoint import Checkpoints
 from gspax.description import describe
 from gspax.errors import UserError
 from gspax.evaluate import run as evaluate_run
+from gspax.losses import kl
 from gspax.rundir import RunDir, open_run
 from gspax.sharding import make_mesh
 from gspax.state import abstract_state
@@ -41,7 +43,7 @@ def whole(tmp_path_factory):
     return RunDir(workdir)
 
 
-def final_state(run, step=None):
+def final_state(run, step=None, experiment=experiment):
     learner = loop.make_learner(experiment)
     with Checkpoints(run.checkpoints) as checkpoints:
         state, _ = checkpoints.restore(abstract_state(experiment.model, learner.optimizer, learner.mesh), step)
@@ -262,6 +264,38 @@ def test_gspo_learns_to_sort(tmp_path):
     assert code == 0, error
     accuracy = [row["eval/accuracy"] for row in timeless(RunDir(tmp_path / "run")) if "eval/accuracy" in row]
     assert accuracy[-1] > accuracy[0] + 0.25
+
+
+MEASURED = replace(
+    with_schedule(steps=3, eval_every=0, checkpoint_every=1),
+    warm_start=None,
+    reference=config.Reference(loss=kl.token_kl, coefficient=0.1),
+    calibration=config.Calibration(tolerance=0.0),
+    routing_replay=True,
+)
+
+
+def test_a_resumed_run_has_the_same_reference_and_clip_range(tmp_path):
+    loop.train(MEASURED, tmp_path / "whole")
+    loop.train(replace(MEASURED, schedule=replace(MEASURED.schedule, steps=1)), tmp_path / "resumed")
+    loop.train(MEASURED, tmp_path / "resumed")
+    whole, resumed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "resumed")
+    states = [final_state(run, experiment=MEASURED) for run in (whole, resumed)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    steps = [[row for row in timeless(run) if "policy/loss" in row] for run in (whole, resumed)]
+    assert steps[0] == steps[1] and len(steps[0]) == 3
+    low = [row["policy/clip_low"] for row in steps[0]]
+    assert len(set(low)) == 3 and low[1] != 3e-4, "measured anew after each rollout batch"
+    kl_to_start = [row["reference/kl"] for row in steps[0]]
+    assert kl_to_start[0] < 1e-9 < kl_to_start[1] < kl_to_start[2]
+
+
+def test_a_range_within_the_noise_is_warned_of_once(tmp_path, capsys):
+    narrow = replace(with_schedule(steps=2, eval_every=0), loss=partial(losses.gspo, clip_low=0.0), warm_start=None)
+    loop.train(narrow, tmp_path / "run")
+    assert capsys.readouterr().err.count("clip_low is 0, below the noise floor") == 1
+    loop.train(replace(narrow, schedule=replace(narrow.schedule, steps=3)), tmp_path / "run")
+    assert "noise floor" not in capsys.readouterr().err
 
 
 def a_rollout():

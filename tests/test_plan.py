@@ -12,6 +12,7 @@ from tiny import CONFIGS
 
 from gspax.experiment import load, override
 from gspax.model import presets, transformer
+from gspax.model.config import is_sparse
 from gspax.plan import LOGIT_BUDGET, active_parameter_count, parameter_count, plan, render
 
 EXPERIMENT = load(Path(stub_experiment.__file__))
@@ -104,6 +105,24 @@ def test_remat_and_micro_batches_lower_the_activations():
     assert split.learner["gradients, float32 (sum and micro-batch)"] == 2 * one.learner["gradients, float32"]
     assert "activations, estimated, remat off" in one.learner
     assert "activations, estimated, remat on" in plan(override(EXPERIMENT, ["model.remat=true"])).learner
+
+
+def test_what_an_experiment_adds_is_counted():
+    one = plan(EXPERIMENT, 1)
+    whole = [
+        "reference=gspax.config.Reference",
+        "routing_replay=true",
+        "regularizers.router_z=0.1",
+        "schedule.microbatch_rows=8",
+    ]
+    more = plan(override(EXPERIMENT, whole), 1)
+    for part in (more.learner, more.sampler):
+        assert part["reference policy, float32"] == part["parameters, float32"]
+    model = EXPERIMENT.model
+    tokens, sparse = 8 * 16, sum(is_sparse(model, layer) for layer in range(model.num_hidden_layers))
+    assert more.learner["router logits of all layers"] == 2 * 4 * tokens * sparse * model.num_experts
+    experts = 4 * 64 * 16 * sparse * model.num_experts_per_tok
+    assert more.learner["rollout batch"] == one.learner["rollout batch"] + experts
 
 
 def test_overridden_keys_are_marked():

@@ -10,10 +10,13 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from small_experiment import experiment
 
 from gspax import config, losses, objective, sft, sharding, train_step
+from gspax.losses import correction, kl
 from gspax.model import transformer
 from gspax.optimizer import learning_rate, make_optimizer
+from gspax.routing import expert_load
 from gspax.state import abstract_state, init_state, new_state
 from gspax.types import Batch
 
@@ -179,6 +182,77 @@ def test_score_is_the_direct_log_prob_in_micro_batches_too(rows):
     close(logp[data.mask_BT], want[data.mask_BT], rtol=1e-5, atol=1e-5)
     close(got_entropy, entropy, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(got_experts, experts)
+
+
+def with_experts(data, seed=0):
+    """The batch with experts that no router chose, and a reference near the old policy."""
+    shape = (B, CONFIG.num_hidden_layers, T, 1)
+    first = np.random.default_rng(seed).integers(0, CONFIG.num_experts, shape, dtype=np.int32)
+    expert = jnp.asarray(np.concatenate([first, (first + 1) % CONFIG.num_experts], axis=-1))
+    padding = (data.segment_BT == 0)[:, None, :, None]
+    return replace(
+        data,
+        expert_BLTA=jnp.where(padding, CONFIG.num_experts, expert),
+        ref_logp_BT=data.old_logp_BT - 0.2,
+        sampler_logp_BT=data.old_logp_BT + 0.1,
+    )
+
+
+def test_replay_forces_the_experts_of_the_batch():
+    data, params = with_experts(batch()), tiny.params(CONFIG)
+    run = jax.jit(functools.partial(train_step.forward, config=CONFIG), static_argnames="routing_replay")
+    replayed, free = run(params, batch=data, routing_replay=True), run(params, batch=data)
+    np.testing.assert_array_equal(replayed.routing.expert, data.expert_BLTA.swapaxes(0, 1))
+    assert (free.routing.expert != replayed.routing.expert).any()
+    assert np.abs(replayed.logp_BT - free.logp_BT)[data.mask_BT].max() > 1e-3
+    with pytest.raises(ValueError, match=r"batch\.expert_BLTA: wanted the experts to replay, got None"):
+        train_step.forward(params, CONFIG, batch(), routing_replay=True)
+
+
+EVERYTHING = replace(
+    experiment,
+    loss=losses.gspo,
+    correction=correction.truncate_tokens,
+    reference=config.Reference(loss=kl.token_kl, coefficient=0.3),
+    regularizers=config.Regularizers(entropy=0.1, load_balance=0.1, router_z=0.1),
+    calibration=config.Calibration(),
+)
+
+
+def test_an_objective_with_everything_on_is_the_same_under_any_split_and_moves_the_routers():
+    data, results = with_experts(batch()), []
+    for rows in (0, 4):
+        update = train_step.make_train_step(
+            CONFIG,
+            objective.of_experiment(EVERYTHING),
+            SGD,
+            temperature=TEMPERATURE,
+            microbatch_rows=rows,
+            routing_replay=True,
+        )
+        results.append(update(replace(fresh(), clip_range=jnp.array([0.01, 0.02])), data))
+    (one, want), (split, got) = results
+    close(split.params, one.params)
+    close(got, want)
+    assert {"load_balance", "router_z", "entropy_bonus", "ref_kl", "correction_mean"} <= want.keys()
+    counted = jnp.where(data.mask_BT[:, None, :, None], data.expert_BLTA, CONFIG.num_experts)
+    load = expert_load(counted.swapaxes(0, 1), CONFIG.num_experts)
+    logits = train_step.forward(tiny.params(CONFIG), CONFIG, data, routing_replay=True).routing.logits
+    share = (jax.nn.softmax(logits) * load[:, None, None]).sum(-1).mean(0)[data.mask_BT].mean()
+    np.testing.assert_allclose(want["load_balance"], share, rtol=1e-4)
+
+
+def test_router_logits_are_not_kept_unless_they_are_used():
+    """[layers, rows, tokens, experts] in float32, of all layers, would be the largest thing that an update holds."""
+    data = with_experts(batch())
+    kept = f"f32[{CONFIG.num_hidden_layers},{B},{T},{CONFIG.num_experts}]"
+
+    def compiled(made):
+        update = train_step.make_train_step(replace(CONFIG, remat=True), made, SGD)
+        return update.lower(fresh(), data).compile().as_text()
+
+    assert kept not in compiled(objective.of_loss(losses.gspo))
+    assert kept in compiled(objective.of_experiment(replace(EVERYTHING, correction=None, reference=None)))
 
 
 def test_first_update_of_a_rollout_batch_has_ratio_one():

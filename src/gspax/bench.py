@@ -30,9 +30,10 @@ def run(experiment: Experiment) -> None:
     began = time.perf_counter()
     learner = make_learner(experiment)
     state = init_state(experiment.model, learner.optimizer, jax.random.key(experiment.seed), learner.mesh)
+    reference = jax.tree.map(jnp.copy, state.params) if experiment.reference is not None else None
     measured = []
     for step in range(STEPS + 1):
-        state, metrics, _ = rollout_and_update(learner, state)
+        state, metrics, _ = rollout_and_update(learner, state, reference)
         measured.append(metrics)
         if step == 0:
             print(f"first step done after {time.perf_counter() - began:.1f} s, compilation included")

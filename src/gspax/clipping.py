@@ -1,4 +1,8 @@
-"""The clip range of a run that measures it: where it starts, and how it follows a drift (`losses.calibration`)."""
+"""The clip range of a run that measures it: where it starts, and how it follows a drift (`losses.calibration`).
+
+Shares are of the live sequences, those with an advantage: the others are never cut, and how many there are depends on
+the task.
+"""
 
 from __future__ import annotations
 
@@ -37,30 +41,47 @@ def first_range(experiment: Experiment, floor: float, logp_BT: Array, batch: Bat
       logp_BT: log-probs of the second mini-batch's tokens after that update.
     """
     assert experiment.calibration is not None
-    some_B = np.asarray(batch.mask_BT).any(axis=-1)
-    log_ratio_B: Any = np.asarray(calibration.sequence_log_ratio(logp_BT, batch.old_logp_BT, batch.mask_BT))[some_B]
-    advantage_B: Any = np.asarray(batch.advantage_B)[some_B]
-    if not advantage_B.any():  # nothing can be cut, so nothing is learnt about the range
+    live_B = _live(batch)
+    if not live_B.any():
         return start_range(experiment)
+    log_ratio_B: Any = np.asarray(calibration.sequence_log_ratio(logp_BT, batch.old_logp_BT, batch.mask_BT))[live_B]
+    advantage_B: Any = np.asarray(batch.advantage_B)[live_B]
     got = calibration.propose(log_ratio_B, advantage_B, share=experiment.calibration.share, floor=floor)
     return jnp.array([got.clip_low, got.clip_high], jnp.float32)
 
 
-def following_range(experiment: Experiment, clip_range: Array, updates: list[dict[str, Any]]) -> Array:
-    """The range of the next rollout batch, after the updates of one, float32 [2]."""
+def following_range(
+    experiment: Experiment, clip_range: Array, batches: list[Batch], updates: list[dict[str, Any]]
+) -> Array:
+    """The range of the next rollout batch, after the updates by the batches of one, float32 [2]."""
     settings = experiment.calibration
     assert settings is not None
+    later = list(zip(batches, updates, strict=True))[1:]  # in the first one every ratio is 1
+    live = sum(_live(batch).sum() for batch, _ in later)
+    cut = sum(float(update["clip_fraction_sequences"]) * _some(batch).sum() for batch, update in later)
+    if not live:
+        return clip_range
     clip_low, clip_high = map(float, clip_range)
     widths = calibration.next_range(
         clip_low,
         clip_high,
-        float(np.mean([float(update["clip_fraction_sequences"]) for update in updates[1:]])),
+        min(float(cut / live), 1.0),
         share=settings.share,
         tolerance=settings.tolerance,
         gain=settings.gain,
         floor=min(noise_floor(updates[0]), calibration.INERT),
     )
     return jnp.array(widths, jnp.float32)
+
+
+def _some(batch: Batch) -> np.ndarray:
+    """The rows with response tokens, bool [B]."""
+    return np.asarray(batch.mask_BT).any(axis=-1)
+
+
+def _live(batch: Batch) -> np.ndarray:
+    """The rows that can be cut, bool [B]."""
+    return _some(batch) & (np.asarray(batch.advantage_B) != 0)
 
 
 def noise_warnings(experiment: Experiment, floor: float) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ class Calibration:
     See `losses.calibration`: `propose` makes the first one, `next_range` every other.
     """
 
-    share: float = 0.15  # of sequences that are to be cut
+    share: float = 0.15  # of the sequences with an advantage that are to be cut; half of them is all that can be
     tolerance: float = 0.05  # how far the measured share may be off before the range moves
     gain: float = 1.0
 

@@ -231,5 +231,7 @@ def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[T
     if experiment.calibration is not None:
         low, high = state.clip_range
         updates = [{**metrics, "clip_low": low, "clip_high": high} for metrics in updates]
-        state = replace(state, clip_range=place(clipping.following_range(experiment, state.clip_range, updates)))
+        state = replace(
+            state, clip_range=place(clipping.following_range(experiment, state.clip_range, batches, updates))
+        )
     return state, updates

@@ -9,7 +9,8 @@ keyword of a function (`loss.clip_low` makes a `functools.partial`). What can st
     str             as it is
     tuple           (1,2) or 1,2; () is empty
     optional        null or none, besides the above
-    anything else   a dotted name: loss=gspax.losses.grpo, model=gspax.model.presets.qwen3_0_6b
+    anything else   a dotted name: loss=gspax.losses.grpo, model=gspax.model.presets.qwen3_0_6b; that of a dataclass
+                    stands for its defaults: reference=gspax.config.Reference
 
 Overrides apply from left to right, so a later one may set a field of what an earlier one put there.
 """
@@ -17,6 +18,7 @@ Overrides apply from left to right, so a later one may set a field of what an ea
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -220,6 +222,9 @@ def _named(text: str, hint: Any) -> Any:
     if not _DOTTED.fullmatch(text):
         raise ValueError(wanted + (", as in gspax.losses.gspo" if is_callable else ""))
     value = _lookup(text)
+    if is_class and value is hint and dataclasses.is_dataclass(hint):
+        with contextlib.suppress(TypeError):  # a field without a default: the class stays what it is, and does not fit
+            value = hint()
     fits = isinstance(value, hint) if is_class else callable(value) if is_callable else True
     if not fits or inspect.ismodule(value):
         raise ValueError(f"{wanted} (it names {'a module' if inspect.ismodule(value) else _kind(value)})")

@@ -127,12 +127,14 @@ def _learner_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, in
         "parameters, float32": own,
         "gradients, float32" + (" (sum and micro-batch)" if split else ""): own * (2 if split else 1),
         "Adam moments, float32": 2 * own,
+        **_reference_bytes(experiment, own),
         "one gathered layer": _gathered_bytes(config, mesh),
         f"activations, estimated, remat {'on' if config.remat else 'off'}": _activation_bytes(
             experiment, mesh, remat=config.remat
         ),
         # The logits, their softmax and its gradient.
         f"logits of {chunk} positions": 3 * FLOAT32 * micro_rows * chunk * config.vocab_size,
+        **_router_bytes(experiment, mesh),
         "rollout batch": _rollout_bytes(experiment, mesh),
     }
     return {part: size for part, size in parts.items() if size}
@@ -148,6 +150,7 @@ def _sampler_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, in
     parts = {
         "parameters, float32": own,
         "Adam moments, float32": 2 * own,
+        **_reference_bytes(experiment, own),
         "one gathered layer": _gathered_bytes(config, mesh),
         "cache of the prompts, once per prompt": position * prompts * sampling.max_prompt_tokens,
         "cache of the completions": position * rows * sampling.max_tokens,
@@ -198,10 +201,32 @@ def _layer_bytes(config: ModelConfig, layer: int, length: int) -> int:
 
 
 def _rollout_bytes(experiment: Experiment, mesh: dict[str, int]) -> int:
-    """Tokens, segments, three kinds of log-probs (4 bytes each) and a mask for every position of a rollout batch."""
+    """Tokens, segments, three kinds of log-probs (4 bytes each) and a mask for every position of a rollout batch; the
+    experts too where updates read them."""
+    each = 5 * 4 + 1
+    if experiment.routing_replay or experiment.regularizers.load_balance:
+        each += 4 * _sparse_layers(experiment.model) * experiment.model.num_experts_per_tok
     length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
     rows = experiment.sampling.prompts * experiment.sampling.group
-    return math.ceil(rows / (mesh["data"] * mesh["fsdp"])) * length * (5 * 4 + 1)
+    return math.ceil(rows / (mesh["data"] * mesh["fsdp"])) * length * each
+
+
+def _router_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
+    """The router's logits of all layers and their gradient, which only the routers' losses keep."""
+    regularizers, config = experiment.regularizers, experiment.model
+    if not (regularizers.load_balance or regularizers.router_z):
+        return {}
+    length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
+    tokens = _microbatch_rows(experiment, mesh) * length
+    return {"router logits of all layers": 2 * FLOAT32 * tokens * _sparse_layers(config) * config.num_experts}
+
+
+def _reference_bytes(experiment: Experiment, own: int) -> dict[str, int]:
+    return {} if experiment.reference is None else {"reference policy, float32": own}
+
+
+def _sparse_layers(config: ModelConfig) -> int:
+    return sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
 
 
 def _dtype_bytes(config: ModelConfig) -> int:

@@ -1,0 +1,94 @@
+"""What does not fit a loss is said before anything runs; and what fits but cannot be meant."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from small_experiment import experiment
+
+from gspax import advantages, losses
+from gspax.config import Calibration, Reference, Regularizers
+from gspax.experiment import override, validate, warnings
+from gspax.losses import correction, kl
+
+
+def own_loss(logp, old_logp, advantage, mask):
+    raise NotImplementedError
+
+
+DENSE = replace(experiment.model, num_experts=0, intermediate_size=32)
+WRONG = [
+    ({"loss": own_loss, "correction": correction.truncate_tokens}, "correction: wanted a loss that takes a `corr"),
+    ({"loss": own_loss, "rejection": partial(correction.reject_off_policy, delta=0.0)}, "rejection: wanted a loss"),
+    ({"correction": correction.reject_off_policy}, "correction: wanted a function of (old_logp, sampler_logp, mask)"),
+    ({"rejection": correction.truncate_tokens}, "rejection: wanted a function of (logp, sampler_logp, advantage"),
+    ({"correction": 2.0}, "correction: wanted a function or None, got 2.0"),
+    ({"length_reward": advantages.by_group}, "length_reward: wanted a function of (length)"),
+    ({"loss": own_loss, "regularizers": Regularizers(entropy=0.1)}, "regularizers.entropy: wanted a loss with an `agg"),
+    ({"loss": own_loss, "reference": Reference(loss=kl.token_kl)}, "reference.loss: wanted a loss with an `aggregate"),
+    ({"reference": Reference(loss=kl.token_kl, reward=kl.k1)}, "reference: wanted the KL in the loss or in the rew"),
+    ({"reference": Reference(coefficient=-1.0)}, "reference.coefficient: wanted at least 0, got -1"),
+    (
+        {"loss": losses.dapo, "reference": Reference(loss=kl.sequence_kl)},
+        "reference.loss: sequence_kl weighs sequences",
+    ),
+    ({"regularizers": Regularizers(router_z=-1.0)}, "regularizers.router_z: wanted at least 0"),
+    ({"regularizers": Regularizers(entropy=float("inf"))}, "regularizers.entropy: wanted a finite number"),
+    (
+        {"model": DENSE, "regularizers": Regularizers(load_balance=0.1)},
+        "regularizers.load_balance: wanted a model with",
+    ),
+    ({"model": DENSE, "routing_replay": True}, "routing_replay: wanted a model with experts, got none in 2 layers"),
+    ({"loss": losses.grpo, "calibration": Calibration()}, "calibration: wanted a loss that clips the ratio of a seq"),
+    ({"calibration": Calibration(share=1.0)}, "calibration.share: wanted above 0 and below 1, got 1"),
+    ({"calibration": Calibration(), "schedule": replace(experiment.schedule, minibatches=1)}, "calibration: wanted at"),
+    ({"calibration": Calibration(), "loss": partial(losses.gspo, clip_low=0.0)}, "loss.clip_low: wanted a finite num"),
+    ({"filter_overlong": True, "advantage": lambda rewards: rewards}, "filter_overlong: wanted an advantage of (rewar"),
+    ({"filter_overlong": 1}, "filter_overlong: wanted True or False, got 1"),
+    ({"loss": partial(losses.gspo, clip_low=1.0)}, "loss.clip_low: wanted a number at least 0 and below 1, got 1.0"),
+    ({"loss": partial(losses.gspo, clip_high=-1.0)}, "loss.clip_high: wanted a number at least 0, got -1.0"),
+]
+RIGHT = [
+    {"loss": losses.cispo},  # its lower width of 1 means that there is no lower bound
+    {"loss": losses.dr_grpo, "reference": Reference(loss=kl.sequence_kl)},
+    {"loss": own_loss, "reference": Reference(reward=kl.k1)},
+    {"filter_overlong": True, "advantage": partial(advantages.standardize, eps=0.1)},
+    {"model": DENSE, "regularizers": Regularizers(entropy=-0.1)},
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_does_not_fit_is_said_in_one_sentence(changes, said):
+    found = validate(replace(experiment, **changes))
+    assert [sentence[: len(said)] for sentence in found] == [said]
+
+
+@pytest.mark.parametrize("changes", RIGHT)
+def test_what_fits_is_left_alone(changes):
+    assert validate(replace(experiment, **changes)) == []
+
+
+@pytest.mark.parametrize("loss", [losses.gspo, losses.gspo_token, losses.luspo], ids=lambda loss: loss.__name__)
+def test_a_wide_band_of_sequence_ratios_is_warned_of_unless_it_is_measured(loss):
+    wide = replace(experiment, loss=partial(loss, clip_high=0.27))
+    assert len(warnings(wide)) == 1 and "loss.clip_high=0.27" in warnings(wide)[0]
+    assert warnings(replace(wide, calibration=Calibration())) == []
+    assert warnings(replace(experiment, loss=losses.grpo)) == []
+
+
+def test_parts_are_set_from_the_command_line():
+    changed = override(
+        experiment,
+        [
+            "reference=gspax.config.Reference",
+            "reference.loss=gspax.losses.kl.token_kl",
+            "correction=gspax.losses.correction.truncate_tokens",
+            "correction.cap=3",
+            "calibration=gspax.config.Calibration",
+            "calibration.share=0.2",
+            "regularizers.entropy=0.01",
+        ],
+    )
+    assert validate(changed) == []
+    assert changed.reference == Reference(loss=kl.token_kl) and changed.calibration == Calibration(share=0.2)
+    assert changed.correction.keywords == {"cap": 3}
