@@ -1,4 +1,4 @@
-"""`gspax parity` finds what differs, and only that; the other model is the numpy reference here, so torch is not used."""
+"""`gspax parity` finds what differs, and only that. The other model here is the numpy reference, without torch."""
 
 import sys
 
@@ -89,4 +89,4 @@ def test_a_missing_package_is_named(missing, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "torch", None if missing == "torch" else sys)
     monkeypatch.setitem(sys.modules, "transformers", None if missing == "transformers" else sys)
     assert cli.main(["parity", str(tmp_path)]) == 2
-    assert f"transformers' own model and needs {missing}: pip install torch transformers" in capsys.readouterr().err
+    assert f"needs the package '{missing}': pip install 'gspax[parity]'" in capsys.readouterr().err

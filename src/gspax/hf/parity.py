@@ -11,6 +11,7 @@ routers may choose differently, and that layer differs at that token for no othe
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,7 +64,7 @@ def run(checkpoint: str, *, prompt: str | None, tokens: Sequence[int] | None, to
     Raises:
       UserError: torch or transformers is missing, the checkpoint cannot be read, or the tokens are none of its.
     """
-    theirs = _import_transformers()
+    _, theirs = _import("torch"), _import("transformers")
     folder = locate(checkpoint)
     config = replace(read_config(folder), dtype="float32")
     if prompt is not None:
@@ -82,21 +83,19 @@ def run(checkpoint: str, *, prompt: str | None, tokens: Sequence[int] | None, to
     return first_disagreement(differences, tolerance) is None
 
 
-def _import_transformers() -> Any:
+def _import(package: str) -> Any:
+    """torch or transformers, which gspax does not need otherwise."""
     try:
-        import torch  # noqa: F401
-        import transformers
+        return importlib.import_module(package)
     except ImportError as missing:
         raise UserError(
-            f"gspax parity runs transformers' own model and needs {missing.name}: pip install torch transformers"
+            f"gspax parity runs transformers' own model and needs the package {package!r}: pip install 'gspax[parity]'"
         ) from missing
-    return transformers
 
 
 def forward(model: Any, tokens: Sequence[int]) -> Forward:
     """What a model of transformers computes for a sequence."""
-    import torch
-
+    torch = _import("torch")
     streams = []
 
     def keep(module: Any, inputs: Any, output: Any) -> None:
