@@ -1,0 +1,107 @@
+"""The table of names: every number of every parameter once, axes by plain numpy, and the way back."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from published import published, random_params
+
+from gspax.hf import names
+from gspax.hf.writing import parameter_shapes
+from gspax.model import presets
+
+CONFIGS = {**tiny.CONFIGS, "the 0.6B": presets.qwen3_0_6b, "the 30B": presets.qwen3_30b_a3b}
+ROWS = [*names.OUTER, *names.LAYER, *names.DENSE, *names.ROUTER, *names.EXPERTS, *names.FUSED_EXPERTS]
+SIZES = dict(zip("VDNKHEF", (23, 16, 4, 2, 8, 5, 12), strict=True))
+
+
+def shape_of(row):
+    return tuple(SIZES[letter] for letter in row.axes.split("->")[1].split())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_parameter_is_covered_once(name, fused):
+    shapes = parameter_shapes(CONFIGS[name])
+    table = names.pieces(CONFIGS[name], shapes, fused=fused)
+    assert table.keys() == shapes.keys()
+    for parameter, pieces in table.items():
+        depth = len(pieces[0].index)
+        assert sorted(piece.index for piece in pieces) == list(np.ndindex(shapes[parameter][:depth]))
+    halves = [(piece.published, piece.row.half) for pieces in table.values() for piece in pieces]
+    assert len(halves) == len(set(halves))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_names_and_shapes_are_those_of_the_published_layout(name, fused):
+    config = tiny.CONFIGS[name]
+    table = names.pieces(config, parameter_shapes(config), fused=fused)
+    found = {piece.published: piece.shape for pieces in table.values() for piece in pieces}
+    expected = published(config, random_params(config), fused=fused)
+    assert found == {name: tensor.shape for name, tensor in expected.items()}
+
+
+def test_the_30b_has_a_tensor_for_each_expert():
+    config = presets.qwen3_30b_a3b
+    pieces = [piece for each in names.pieces(config, parameter_shapes(config)).values() for piece in each]
+    assert len(pieces) == 3 + 48 * (9 + 3 * 128)
+    assert max(pieces, key=lambda piece: len(piece.published)).shape == (768, 2048)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.published)
+def test_to_ours_is_the_transposition_and_reshape_that_the_layers_expect(row):
+    """x W in gspax and W x in torch: the published matrix is transposed, and our axes are a reshape of that."""
+    shape = shape_of(row)
+    tensor = np.random.default_rng(0).standard_normal(names.published_shape(row, shape))
+    view = names.to_ours(row, tensor, shape)
+    assert view.shape == shape and np.shares_memory(view, tensor)
+    if row.half is not None:
+        tensor = tensor[:, : shape[2]] if row.half == 0 else tensor[:, shape[2] :]
+    table = row.ours == "embedding" or tensor.ndim == 1
+    assert (view == (tensor if table else tensor.swapaxes(-1, -2)).reshape(shape)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.half is None], ids=lambda row: row.published)
+def test_the_way_back(row, dtype):
+    part = np.random.default_rng(0).standard_normal(shape_of(row)).astype(dtype)
+    tensor = names.to_published(row, part)
+    assert tensor.flags.c_contiguous and tensor.dtype == dtype
+    assert (names.to_ours(row, tensor, part.shape) == part).all()
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((700,), (0,)),
+        ((0, 3), (1, 0)),
+        ((300, 700), (0, 1)),
+        ((300, 700), (1, 0)),  # several strips, the last one not full
+        ((2, 30000), (1, 0)),
+        ((3, 70, 700), (2, 0, 1)),
+        ((700, 3, 70), (1, 2, 0)),
+        ((5, 300, 70), (0, 2, 1)),
+        ((300, 1, 1), (2, 1, 0)),
+    ],
+)
+def test_copy_is_assignment(shape, order, dtypes, monkeypatch):
+    monkeypatch.setattr(names, "STRIP", 10000)
+    source = np.random.default_rng(0).standard_normal(shape).astype(jax.numpy.dtype(dtypes[0])).transpose(order)
+    outer = np.zeros([size + 2 for size in source.shape], jax.numpy.dtype(dtypes[1]))
+    inside = (slice(1, -1),) * source.ndim
+    expected = outer.copy()
+    expected[inside] = source
+    names.copy(outer[inside], source)  # a shard of a larger array
+    assert (outer == expected).all()
+
+
+def test_copy_takes_a_part_of_a_tensor():
+    """As a device does that holds some of the columns."""
+    tensor = np.arange(64.0 * 48).reshape(64, 48)
+    part = tensor.T[12:24]
+    target = np.zeros(part.shape)
+    names.copy(target, part)
+    assert (target == part).all()
