@@ -74,12 +74,12 @@ def following_range(
     return jnp.array(widths, jnp.float32)
 
 
-def _some(batch: Batch) -> np.ndarray:
+def _some(batch: Batch) -> Any:
     """The rows with response tokens, bool [B]."""
     return np.asarray(batch.mask_BT).any(axis=-1)
 
 
-def _live(batch: Batch) -> np.ndarray:
+def _live(batch: Batch) -> Any:
     """The rows that can be cut, bool [B]."""
     return _some(batch) & (np.asarray(batch.advantage_B) != 0)
 

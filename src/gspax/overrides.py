@@ -221,10 +221,10 @@ def _named(text: str, hint: Any) -> Any:
     wanted = "the dotted name of a function" if is_callable else wanted
     if not _DOTTED.fullmatch(text):
         raise ValueError(wanted + (", as in gspax.losses.gspo" if is_callable else ""))
-    value = _lookup(text)
+    value: Any = _lookup(text)
     if is_class and value is hint and dataclasses.is_dataclass(hint):
         with contextlib.suppress(TypeError):  # a field without a default: the class stays what it is, and does not fit
-            value = hint()
+            value = value()
     fits = isinstance(value, hint) if is_class else callable(value) if is_callable else True
     if not fits or inspect.ismodule(value):
         raise ValueError(f"{wanted} (it names {'a module' if inspect.ismodule(value) else _kind(value)})")

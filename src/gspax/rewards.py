@@ -67,15 +67,15 @@ def advantages(
         raise UserError(f"reward: wanted as many numbers for every completion, got {sorted({*map(len, several)})}")
     reward_BR = np.array(several, np.float32)
     added_B, metrics = _added(experiment, rollout, batches)
+    one = reward_BR.shape[1] == 1
     if metrics:
-        alone = reward_BR.shape[1] == 1
-        reward_BR = reward_BR + added_B[:, None] if alone else np.concatenate([reward_BR, added_B[:, None]], axis=1)
+        added_B1 = added_B[:, None]
+        reward_BR = reward_BR + added_B1 if one else np.concatenate([reward_BR, added_B1], axis=1)
         metrics["reward/with_added"] = float(reward_BR.sum(axis=1).mean())
-    shape = (-1, experiment.sampling.group)
-    reward_PG = reward_BR.reshape(*shape, *reward_BR.shape[1:]) if reward_BR.shape[1] > 1 else reward_BR.reshape(shape)
-    masks = (jnp.asarray(rollout.finished_B.reshape(shape)),) if experiment.filter_overlong else ()
+    reward_PGR = jnp.asarray(reward_BR.reshape(-1, experiment.sampling.group, reward_BR.shape[1]))
+    masks = (jnp.asarray(rollout.finished_B).reshape(reward_PGR.shape[:2]),) if experiment.filter_overlong else ()
     try:
-        advantage_PG = np.asarray(experiment.advantage(jnp.asarray(reward_PG), *masks), np.float32)
+        advantage_PG = np.asarray(experiment.advantage(reward_PGR[..., 0] if one else reward_PGR, *masks), np.float32)
     except (TypeError, ValueError) as error:
         raise UserError(f"advantage: {_name(experiment.advantage)} refuses these rewards: {error}") from error
     return advantage_PG.reshape(-1), metrics
@@ -83,7 +83,8 @@ def advantages(
 
 def _added(experiment: Experiment, rollout: Rollout, batches: Sequence[Batch]) -> tuple[np.ndarray, dict[str, float]]:
     """What is added to each response's reward, float32 [B], and the mean of each part; no metrics if nothing is."""
-    added_B, metrics = np.zeros(len(rollout.length_B), np.float32), {}
+    added_B: np.ndarray = np.zeros(len(rollout.length_B), np.float32)
+    metrics: dict[str, float] = {}
     if experiment.length_reward is not None:
         length_B = np.asarray(experiment.length_reward(jnp.asarray(rollout.length_B)), np.float32)
         added_B, metrics["reward/length"] = added_B + length_B, float(length_B.mean())
