@@ -46,7 +46,7 @@ def make_train_step(
       temperature: of the sampler; log-probs are those of the logits divided by it.
       microbatch_rows: rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once.
       routing_replay: each token goes to the experts in `batch.expert_BLTA`, with the live router's gates (Routing
-        Replay, arXiv 2507.18071, section 5.3).
+        Replay, arXiv 2507.18071).
 
     The metrics are float32 scalars: the objective's own, `loss` and `grad_norm` (before clipping).
     """
