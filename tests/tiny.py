@@ -51,6 +51,23 @@ CONFIGS = {
 }
 
 
+TOGETHER = {  # everything at once, for what takes longer to compile
+    "dense": replace(
+        CONFIGS["some layers slide"],
+        tie_word_embeddings=True,
+        attention_bias=True,
+        rope_scaling=CONFIGS["yarn"].rope_scaling,
+    ),
+    "experts": replace(
+        CONFIGS["every layer slides"],
+        norm_topk_prob=False,
+        mlp_only_layers=(0,),
+        attention_bias=True,
+        rope_scaling=YARN_MSCALE,
+    ),
+}
+
+
 @functools.cache
 def params(config, seed=0):
     """Shared by all tests of a process: copy before donating. Biases start at 0; here they are random."""

@@ -1,0 +1,26 @@
+"""Greedy samples of the sampler, token for token, against the numpy reference."""
+
+import jax
+import numpy as np
+import pytest
+import reference_model
+import tiny
+
+from gspax.config import Sampling
+from gspax.sampler import sample
+
+
+@pytest.mark.parametrize("name", tiny.TOGETHER)
+def test_every_token_is_the_reference_s_most_likely_one(name):
+    """Over 64 tokens, with biases, YaRN and windows shorter than the prompt: the reference reads the whole sequence."""
+    config = tiny.TOGETHER[name]
+    params = tiny.params(config, seed=4)
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7]]
+    sampling = Sampling(group=1, max_prompt_tokens=9, max_tokens=64, temperature=0.0)
+    rollout = sample(params, config, prompts, [0, 1], jax.random.key(0), sampling=sampling, stop_ids=())
+    for row, prompt in enumerate(prompts):
+        tokens = np.asarray(rollout.tokens_BT)[row, : len(prompt) + 64]
+        np.testing.assert_array_equal(tokens[: len(prompt)], prompt)
+        logits, _ = reference_model.forward(params, config, tokens)
+        np.testing.assert_array_equal(tokens[len(prompt) :], logits[len(prompt) - 1 : -1].argmax(axis=-1))
+        assert len(set(tokens[len(prompt) :].tolist())) > 3  # not one token over and over
