@@ -2,8 +2,12 @@
 
 The least traffic of a loss and its gradient is 13 bytes per token: both log-probabilities and the mask are read, the
 gradient is written. That number over the measured time is what a loss moves; it is compared with a copy of two arrays
-of the same shape (16 bytes per token). The mark is half of the copy. Times are the best of several runs, so that
-other work on the machine disturbs little; "loss" returns the loss and the gradient, "metrics" the metrics too.
+of the same shape (16 bytes per token). The mark is half of the copy. "loss" returns the loss and the gradient,
+"metrics" the metrics too. "exp pass" is a bound: one loop with one `exp` per token that moves just those 13 bytes.
+
+Everything is run in turn, round after round, and the shortest time of each counts, so that other work on the machine
+disturbs all alike and little. "arrays" is what the compiled program keeps beside its arguments and results, in float32
+arrays of the size of the batch.
 
 Run: python docs/bench_losses.py [rows tokens]
 """
@@ -21,19 +25,8 @@ NAMES = (
     *("gspo", "gspo_token", "luspo", "gmpo", "vespo", "grpo", "dr_grpo", "dapo"),
     *("reinforce", "cispo", "sapo", "dppo_tv", "dppo_kl"),
 )
-RUNS = 15
+ROUNDS = 40
 BYTES = 4 + 4 + 1 + 4  # logp, old_logp, mask, gradient
-
-
-def seconds(function, *arguments):
-    """The shortest of several runs, after one that compiles."""
-    jax.block_until_ready(function(*arguments))
-    times = []
-    for _ in range(RUNS):
-        began = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        times.append(time.perf_counter() - began)
-    return min(times)
 
 
 def batch(rows, tokens):
@@ -46,21 +39,49 @@ def batch(rows, tokens):
     return logp_BT, old_logp_BT, advantage_B, jnp.arange(tokens)[None] < length_B1
 
 
+def copy(logp_BT, old_logp_BT, advantage_B, mask_BT):
+    return jnp.copy(logp_BT), jnp.copy(old_logp_BT)
+
+
+def exp_pass(logp_BT, old_logp_BT, advantage_B, mask_BT):
+    return jnp.where(mask_BT, advantage_B[:, None] * jnp.exp(logp_BT - old_logp_BT), 0)
+
+
+def loss(name, *batch):
+    return losses.reduce(getattr(losses, name)(*batch))
+
+
+def seconds(functions, arguments):
+    """The shortest time of each function, all of them in turn."""
+    best = dict.fromkeys(functions, float("inf"))
+    for _ in range(ROUNDS):
+        for key, function in functions.items():
+            began = time.perf_counter()
+            jax.block_until_ready(function(*arguments))
+            best[key] = min(best[key], time.perf_counter() - began)
+    return best
+
+
 def main(rows=512, tokens=4096):
     arguments = batch(rows, tokens)
-    size = rows * tokens
-    copy = 16 * size / seconds(jax.jit(lambda a, b: (jnp.copy(a), jnp.copy(b))), *arguments[:2])
-    print(f"{rows} x {tokens} float32 on {jax.devices()[0].device_kind}: a copy moves {copy / 1e9:.2f} GB/s")
-    print(f"{'':12}{'loss':>14}{'':8}{'metrics':>14}")
+    functions = {"copy": copy, "exp pass": exp_pass}
     for name in NAMES:
-        both = jax.value_and_grad(partial(reduced, name), has_aux=True)
-        alone = jax.value_and_grad(lambda *batch, name=name: reduced(name, *batch)[0])
-        rates = [BYTES * size / seconds(jax.jit(f), *arguments) for f in (alone, both)]
-        print(f"{name:12}" + "".join(f"{rate / 1e9:9.2f} GB/s {rate / copy:5.0%}  " for rate in rates), flush=True)
+        functions[name, "loss"] = jax.value_and_grad(lambda *batch, name=name: loss(name, *batch)[0])
+        functions[name, "metrics"] = jax.value_and_grad(partial(loss, name), has_aux=True)
+    compiled = {key: jax.jit(function).lower(*arguments).compile() for key, function in functions.items()}
+    time_of = seconds(compiled, arguments)
+    copied = 16 * rows * tokens / time_of["copy"]
+    print(f"{rows} x {tokens} float32 on {jax.devices()[0].device_kind}: a copy moves {copied / 1e9:.2f} GB/s")
 
+    def row(key):
+        rate = BYTES * rows * tokens / time_of[key]
+        arrays = compiled[key].memory_analysis().temp_size_in_bytes / (4 * rows * tokens)
+        return f"{rate / 1e9:9.2f} GB/s {rate / copied:5.0%} {arrays:5.1f} arrays"
 
-def reduced(name, *batch):
-    return losses.reduce(getattr(losses, name)(*batch))
+    print(f"{'exp pass':12}{row('exp pass')}")
+    print(f"{'':12}{'loss':>14}{'':20}{'metrics':>14}")
+    for name in NAMES:
+        print(f"{name:12}{row((name, 'loss'))}  {row((name, 'metrics'))}")
 
 
 if __name__ == "__main__":

@@ -38,8 +38,7 @@ from jax.lax import stop_gradient
 
 from gspax import masked
 from gspax.losses import checks
-from gspax.losses.kl import k3_of
-from gspax.losses.surrogate import LOG_RATIO_LIMIT
+from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of
 from gspax.losses.terms import Share, Spread, share_of_sequences, share_of_tokens
 
 Array = jax.Array
@@ -97,7 +96,7 @@ def reject_geometric(old_logp: Array, sampler_logp: Array, mask: Array, *, low: 
 
 
 def reject_off_policy(logp: Array, sampler_logp: Array, advantage: Array, mask: Array, *, delta: float) -> Array:
-    """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, "Scaling GRPO"): [B], 0 or 1.
+    """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 8 and 9): [B], 0 or 1.
 
     0 if A < 0 and 1/|y| Σ_t log(μ(y_t)/π(y_t)) > delta, else 1. Bad samples that the policy of now would hardly draw
     teach it little and can destabilise it; good ones are kept however far away. π is the policy that is trained, of

@@ -38,7 +38,7 @@ from jax.lax import stop_gradient
 
 from gspax import masked
 from gspax.losses import checks
-from gspax.losses.surrogate import LOG_RATIO_LIMIT
+from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of
 from gspax.losses.terms import Share, Spread, Terms, by_sequence
 
 Array = jax.Array
@@ -60,14 +60,6 @@ def k3(logp: Array, ref_logp: Array, mask: Array) -> Array:
     return k3_of(k1(logp, ref_logp, mask))
 
 
-def k3_of(x_BT: Array) -> Array:
-    """exp(-x) - 1 + x of x = log π - log π_ref; near 0 by its series x²/2 - x³/6 + ..., as there 1 and x cancel."""
-    series_BT = jnp.zeros_like(x_BT)
-    for n in range(10, 1, -1):
-        series_BT = series_BT * -x_BT + 1 / math.factorial(n)
-    return jnp.where(jnp.abs(x_BT) < 0.5, x_BT**2 * series_BT, jnp.expm1(-x_BT) + x_BT)
-
-
 def token_kl(
     logp: Array, ref_logp: Array, mask: Array, *, old_logp: Array | None = None, aggregate: Aggregate = by_sequence
 ) -> Terms:
@@ -79,7 +71,7 @@ def token_kl(
 
     With `old_logp` the tokens are taken as drawn from π_old, and value and gradient are multiplied by r = π/π_old. Then
     both expectations are right after updates too; contexts stay those that π_old led to. This is the unbiased KL
-    estimate of DeepSeek-V3.2 (arXiv 2512.02556, "Scaling GRPO"): the gradient of r·k3 through both is r x ∇ log π.
+    estimate of DeepSeek-V3.2 (arXiv 2512.02556, eq. 7): the gradient of r·k3 through both is r x ∇ log π.
 
     Args:
       logp: float32 [B, T], of the policy that is trained.

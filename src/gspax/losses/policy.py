@@ -15,7 +15,7 @@ sequences i of a clipped objective:
 Every loss of the family is called as `f(logp, old_logp, advantage, mask, *, ...) -> Terms` and shares these keywords:
 
 - `aggregate`: the function from values per token to values and weights per row, `by_sequence`, `by_token` or
-  `by_constant` (see `terms`). The default is the paper's.
+  `by_constant` (see `terms`), or any other that is linear in the values. The default is the paper's.
 - `segment_ids`: int32 [B, T] if several sequences share a row: 1, 2, ... up to T say which of its row's sequences a
   token belongs to, 0 is padding. Then `advantage` is float32 [B, T], the same for all response tokens of a
   sequence (for GSPO-token it need not be). Σ value, Σ weight, gradient and metrics are those of the unpacked batch.
@@ -40,12 +40,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.lax import stop_gradient
 
 from gspax.losses import checks
-from gspax.losses.policy_terms import policy_terms
-from gspax.losses.surrogate import clipped, exp, prepare, sequence_log_ratio
-from gspax.losses.terms import Terms, by_sequence, reduce, share_of_sequences
+from gspax.losses.policy_terms import of_sequences, policy_terms
+from gspax.losses.surrogate import (
+    Inputs,
+    Objective,
+    clipped,
+    computed_again,
+    exp,
+    exp_of_each,
+    prepare,
+    sequence_log_ratio,
+)
+from gspax.losses.terms import Terms, by_sequence, reduce
 
 Array = jax.Array
 Aggregate = Callable[[Array, Array, Array | None], tuple[Array, Array]]
@@ -74,8 +82,8 @@ def gspo(
       old_logp: float32 [B, T], the same under the policy that the rollout batch started from.
       advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
-      clip_low: width of the band below 1, at least 0. The default is the paper's.
-      clip_high: width of the band above 1, at least 0. The default is the paper's.
+      clip_low: width of the band below 1, at least 0. The default is the paper's (Section 5.1).
+      clip_high: width of the band above 1, at least 0. The default is the paper's (Section 5.1).
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
       segment_ids: None, or int32 [B, T] for packed rows.
       correction: None, or float32 [B] or [B, T], a constant factor of the objective.
@@ -90,9 +98,9 @@ def gspo(
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     clip_low, clip_high = checks.clip_range(clip_low, clip_high)
 
-    ratio_BT = exp(sequence_log_ratio(x))
-    objective_BT, high_BT, low_BT = clipped(ratio_BT, x.advantage_BT, clip_low, clip_high)
-    return policy_terms(objective_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT, share=share_of_sequences)
+    ratio_BU = exp(sequence_log_ratio(x))
+    objective_BU, high_BU, low_BU = clipped(ratio_BU, x.advantage_BU, clip_low, clip_high)
+    return policy_terms(objective_BU, x, aggregate, high_BU=high_BU, low_BU=low_BU, share=of_sequences)
 
 
 def gspo_token(
@@ -120,8 +128,8 @@ def gspo_token(
       old_logp: float32 [B, T], the same under the policy that the rollout batch started from.
       advantage: float32 [B, T], or [B] for one advantage per sequence.
       mask: bool [B, T], True on response tokens.
-      clip_low: width of the band below 1, at least 0. The default is the paper's.
-      clip_high: width of the band above 1, at least 0. The default is the paper's.
+      clip_low: width of the band below 1, at least 0. The default is the paper's (Section 5.1).
+      clip_high: width of the band above 1, at least 0. The default is the paper's (Section 5.1).
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
       segment_ids: None, or int32 [B, T] for packed rows.
       correction: None, or float32 [B] or [B, T], a constant factor of the objective.
@@ -136,10 +144,9 @@ def gspo_token(
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction, advantage_axes=("B", "BT"))
     clip_low, clip_high = checks.clip_range(clip_low, clip_high)
 
-    own_BT = x.logp_BT - stop_gradient(x.logp_BT)  # log(π_it / sg[π_it]) is 0 and carries the gradient
-    ratio_BT = exp(stop_gradient(sequence_log_ratio(x)) + own_BT)
-    objective_BT, high_BT, low_BT = clipped(ratio_BT, x.advantage_BT, clip_low, clip_high)
-    return policy_terms(objective_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT, share=share_of_sequences)
+    ratio_BT = exp_of_each(sequence_log_ratio(x), x.logp_BT)
+    objective_BT, high_BT, low_BT = clipped(ratio_BT, x.advantage_BU, clip_low, clip_high)
+    return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT, share=of_sequences)
 
 
 def grpo(
@@ -167,8 +174,8 @@ def grpo(
       old_logp: float32 [B, T], the same under the policy that the rollout batch started from.
       advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
-      clip_low: width of the band below 1, at least 0. The default is that of the GSPO paper's GRPO baseline.
-      clip_high: width of the band above 1, at least 0. The default is that of the GSPO paper's GRPO baseline.
+      clip_low: width of the band below 1, at least 0. The default is that of the GSPO paper's GRPO (Section 5.1).
+      clip_high: width of the band above 1, at least 0. The default is that of the GSPO paper's GRPO (Section 5.1).
       dual_clip: None, or the largest ratio that matters where A < 0, above 1. It bounds the ratio itself: 3 means 3.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
       segment_ids: None, or int32 [B, T] for packed rows.
@@ -183,12 +190,14 @@ def grpo(
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     clip_low, clip_high = checks.clip_range(clip_low, clip_high)
+    dual_clip = checks.dual_clip(dual_clip)
 
-    ratio_BT = exp(x.log_ratio_BT)
-    objective_BT, high_BT, low_BT = clipped(
-        ratio_BT, x.advantage_BT, clip_low, clip_high, dual_clip=checks.dual_clip(dual_clip)
-    )
-    return policy_terms(objective_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT)
+    def objective(x: Inputs) -> Objective:
+        ratio_BT = exp(x.log_ratio_BT)
+        return clipped(ratio_BT, x.advantage_BU, clip_low, clip_high, dual_clip)
+
+    objective_BT, high_BT, low_BT = computed_again(objective, x)
+    return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
 
 def gspo_loss(

@@ -21,44 +21,60 @@ from jax.lax import stop_gradient
 
 from gspax import masked
 from gspax.losses import checks, sequences
-from gspax.losses.surrogate import LOG_RATIO_LIMIT, Inputs, exp
-from gspax.losses.terms import Share, Spread, Terms, share_of_sequences, share_of_tokens
+from gspax.losses.surrogate import LOG_RATIO_LIMIT, Inputs, exp, k3_of
+from gspax.losses.terms import Share, Spread, Terms
 
 Array = jax.Array
 
 
+def of_tokens(held_BS: Array, tokens_BS: Array) -> Share:
+    """The share of response tokens that are held, from their number in each sequence."""
+    return Share(jnp.sum(held_BS, -1), jnp.sum(tokens_BS, -1))
+
+
+def of_sequences(held_BS: Array, tokens_BS: Array) -> Share:
+    """The share of non-empty sequences with at least one token that is held."""
+    return Share(*(jnp.sum(tokens > 0, -1, dtype=jnp.float32) for tokens in (held_BS, tokens_BS)))
+
+
 def policy_terms(
-    objective_BT: Array,
+    objective_BU: Array,
     x: Inputs,
     aggregate: Callable[[Array, Array, Array | None], tuple[Array, Array]],
     *,
-    high_BT: Array | None = None,
-    low_BT: Array | None = None,
-    share: Callable[..., Share] = share_of_tokens,
+    high_BU: Array | None = None,
+    low_BU: Array | None = None,
+    share: Callable[[Array, Array], Share] = of_tokens,
 ) -> Terms:
-    """Terms of the loss that maximises the aggregate of `objective_BT`; None for high and low: nothing is held."""
+    """Terms of the loss that maximises the aggregate of an objective; None for high and low: nothing is held."""
     checks.function("aggregate", aggregate)
-    corrected_BT = objective_BT if x.correction_BT is None else objective_BT * x.correction_BT
-    value_B, weight_B = aggregate(-corrected_BT, x.mask_BT, x.segment_BT)
-    nowhere_BT = jnp.zeros_like(x.mask_BT)
-    high_BT = nowhere_BT if high_BT is None else high_BT
-    low_BT = nowhere_BT if low_BT is None else low_BT
-    return Terms(value_B, weight_B, policy_metrics(x, high_BT, low_BT, share))
+    if x.correction_BU is not None:
+        objective_BU = objective_BU * x.correction_BU
+    if objective_BU.shape == x.mask_BT.shape:
+        value_B, weight_B = aggregate(-objective_BU, x.mask_BT, x.segment_BT)
+    else:  # one number for all tokens of a row comes out of the sum over them
+        share_B, weight_B = aggregate(jnp.ones(x.mask_BT.shape, jnp.float32), x.mask_BT, x.segment_BT)
+        value_B = -objective_BU[:, 0] * share_B
+    return Terms(value_B, weight_B, policy_metrics(x, high_BU, low_BU, share))
 
 
-def policy_metrics(x: Inputs, high_BT: Array, low_BT: Array, share: Callable[..., Share]) -> dict[str, Share | Spread]:
+def policy_metrics(
+    x: Inputs, high_BU: Array | None, low_BU: Array | None, share: Callable[[Array, Array], Share]
+) -> dict[str, Share | Spread]:
     """The metrics that the module's docstring lists; `share` says what high and low are shares of."""
     log_ratio_BT, mask_BT, segment_BT = stop_gradient(x.log_ratio_BT), x.mask_BT, x.segment_BT
-    ratio_BS = exp(sequences.mean(log_ratio_BT, mask_BT, segment_BT))
-    keep_BS = sequences.count(mask_BT, segment_BT) > 0
-    held_BT = jnp.clip(log_ratio_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    k3_BT = jnp.expm1(held_BT) - held_BT  # expm1: near 0 the difference r - 1 would cancel
-    unpacked = segment_BT is None
+    tokens_BS = sequences.count(mask_BT, segment_BT)
+    high_BS, low_BS = (
+        jnp.zeros_like(tokens_BS) if flag is None else sequences.total(flag.astype(jnp.float32), mask_BT, segment_BT)
+        for flag in (high_BU, low_BU)
+    )  # no token is held from above and from below, so the two may be added
+    ratio_BS, keep_BS = exp(sequences.mean(log_ratio_BT, mask_BT, segment_BT)), tokens_BS > 0
+    k3_BT = k3_of(-jnp.clip(log_ratio_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     return {
-        "clip_fraction_tokens": share_of_tokens(high_BT | low_BT, mask_BT, segment_BT),
-        "clip_fraction_sequences": share_of_sequences(high_BT | low_BT, mask_BT, segment_BT),
-        "clip_fraction_high": share(high_BT, mask_BT, segment_BT),
-        "clip_fraction_low": share(low_BT, mask_BT, segment_BT),
-        "ratio": Spread(ratio_BS[:, 0], keep_BS[:, 0]) if unpacked else Spread(ratio_BS, keep_BS),
-        "kl": Share(masked.sum(k3_BT, mask_BT, axis=-1), jnp.sum(mask_BT, -1, dtype=jnp.float32)),
+        "clip_fraction_tokens": of_tokens(high_BS + low_BS, tokens_BS),
+        "clip_fraction_sequences": of_sequences(high_BS + low_BS, tokens_BS),
+        "clip_fraction_high": share(high_BS, tokens_BS),
+        "clip_fraction_low": share(low_BS, tokens_BS),
+        "ratio": Spread(ratio_BS[:, 0], keep_BS[:, 0]) if segment_BT is None else Spread(ratio_BS, keep_BS),
+        "kl": Share(masked.sum(k3_BT, mask_BT, axis=-1), jnp.sum(tokens_BS, -1)),
     }

@@ -30,7 +30,7 @@ def luspo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Length-Unbiased Sequence Policy Optimization (arXiv 2602.05261, its objective): GSPO times the length.
+    """Length-Unbiased Sequence Policy Optimization (arXiv 2602.05261): GSPO times the length.
 
     J = 1/N Σ_i |y_i| min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),   s_i = exp(1/|y_i| Σ_t log r_it).
 
@@ -76,7 +76,7 @@ def gmpo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Geometric-Mean Policy Optimization (arXiv 2507.20673, its objective): tokens are clipped, then averaged as logs.
+    """Geometric-Mean Policy Optimization (arXiv 2507.20673, eq. 4): tokens are clipped, then averaged as logs.
 
     J = 1/N Σ_i A_i exp(1/|y_i| Σ_t l_it),
     l_it = min(log r_it, clip_high) if A_i > 0,   max(log r_it, -clip_low) if A_i < 0.
@@ -103,12 +103,12 @@ def gmpo(
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     clip_low, clip_high = checks.clip_range(clip_low, clip_high)
 
-    high_BT = (x.advantage_BT > 0) & (x.log_ratio_BT > clip_high)
-    low_BT = (x.advantage_BT < 0) & (x.log_ratio_BT < -clip_low)
+    high_BT = (x.advantage_BU > 0) & (x.log_ratio_BT > clip_high)
+    low_BT = (x.advantage_BU < 0) & (x.log_ratio_BT < -clip_low)
     held_BT = jnp.where(high_BT, clip_high, jnp.where(low_BT, -clip_low, x.log_ratio_BT))
     mean_BS = sequences.mean(held_BT, x.mask_BT, x.segment_BT)
-    objective_BT = exp(sequences.at_tokens(mean_BS, x.mask_BT, x.segment_BT)) * x.advantage_BT
-    return policy_terms(objective_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT)
+    objective_BU = exp(sequences.at_tokens(mean_BS, x.segment_BT)) * x.advantage_BU
+    return policy_terms(objective_BU, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
 
 def vespo(
@@ -155,9 +155,9 @@ def vespo(
     lambda_negative = checks.at_least_0("lambda_negative", lambda_negative)
 
     log_w_BS = sequences.total(stop_gradient(x.log_ratio_BT), x.mask_BT, x.segment_BT)
-    log_w_BT = sequences.at_tokens(log_w_BS, x.mask_BT, x.segment_BT)
-    log_w_BT = jnp.clip(log_w_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    k_BT = jnp.where(x.advantage_BT >= 0, k_positive, k_negative)
-    lambda_BT = jnp.where(x.advantage_BT >= 0, lambda_positive, lambda_negative)
-    weight_BT = jnp.exp(k_BT * log_w_BT + lambda_BT * -jnp.expm1(log_w_BT))  # expm1(log W) is W - 1
-    return policy_terms(weight_BT * x.advantage_BT * x.logp_BT, x, aggregate)
+    log_w_BU = sequences.at_tokens(log_w_BS, x.segment_BT)
+    log_w_BU = jnp.clip(log_w_BU, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    k_BU = jnp.where(x.advantage_BU >= 0, k_positive, k_negative)
+    lambda_BU = jnp.where(x.advantage_BU >= 0, lambda_positive, lambda_negative)
+    weight_BU = jnp.exp(k_BU * log_w_BU + lambda_BU * -jnp.expm1(log_w_BU))  # expm1(log W) is W - 1
+    return policy_terms(weight_BU * x.advantage_BU * x.logp_BT, x, aggregate)

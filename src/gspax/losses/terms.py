@@ -76,11 +76,11 @@ def by_sequence(value: Array, mask: Array, segment_ids: Array | None = None) -> 
 def by_token(value: Array, mask: Array, segment_ids: Array | None = None) -> tuple[Array, Array]:
     """Every response token weighs the same: (Σ over the row's response tokens, their number).
 
-    DAPO (arXiv 2503.14476, eq. 8). Arguments and results as of `by_sequence`.
+    DAPO (arXiv 2503.14476, eq. 8 and 12). Arguments and results as of `by_sequence`.
     """
     value_BT, mask_BT, segment_BT = checks.aggregate_inputs(value, mask, segment_ids)
     mask_BT = sequences.response(mask_BT, segment_BT)
-    return masked.sum(value_BT, mask_BT, axis=-1), jnp.sum(mask_BT, -1, dtype=jnp.float32)
+    return masked.sum(value_BT, mask_BT, axis=-1), sequences.count(mask_BT, segment_BT).sum(-1)
 
 
 def by_constant(
@@ -88,9 +88,9 @@ def by_constant(
 ) -> tuple[Array, Array]:
     """A sum over tokens, a mean over non-empty sequences: (Σ over the row's response tokens / length, its sequences).
 
-    Dr. GRPO (arXiv 2503.20783). Its equation has no divisor (`length` 1); its code divides by the number of tokens that
-    a response may have, which only scales the loss: `functools.partial(by_constant, length=4096)`. Arguments and
-    results as of `by_sequence`; `length` is a number above 0.
+    Dr. GRPO (arXiv 2503.20783, Section 3.2). Its equation has no divisor (`length` 1); its code divides by the number
+    of tokens that a response may have, which only scales the loss: `functools.partial(by_constant, length=4096)`.
+    Arguments and results as of `by_sequence`; `length` is a number above 0.
     """
     value_BT, mask_BT, segment_BT = checks.aggregate_inputs(value, mask, segment_ids)
     length = checks.positive("length", length)

@@ -8,6 +8,8 @@ or [B, T]. A result is `Terms` with float32 [B] leaves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
@@ -15,7 +17,7 @@ from jax.lax import stop_gradient
 from gspax.losses import checks
 from gspax.losses.policy import Aggregate, grpo
 from gspax.losses.policy_terms import policy_terms
-from gspax.losses.surrogate import Inputs, exp, prepare
+from gspax.losses.surrogate import Inputs, Objective, computed_again, exp, prepare
 from gspax.losses.terms import Terms, by_constant, by_sequence, by_token
 
 Array = jax.Array
@@ -43,7 +45,11 @@ def reinforce(
       aggregate: values [B, T] -> value and weight [B]; `by_sequence` as in GRPO.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    return policy_terms(exp(x.log_ratio_BT) * x.advantage_BT, x, aggregate)
+
+    def objective(x: Inputs) -> Objective:
+        return exp(x.log_ratio_BT) * x.advantage_BU, None, None
+
+    return policy_terms(computed_again(objective, x)[0], x, aggregate)
 
 
 def dr_grpo(
@@ -67,7 +73,7 @@ def dr_grpo(
     the advantages by their standard deviation: pass `advantages.center`, not `advantages.standardize`.
 
     Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
-      clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's code's.
+      clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's (Table 6).
       dual_clip: None, or the largest ratio that matters where A < 0, above 1; see `policy.grpo`.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_constant`; its code divides by the longest
         response allowed, `functools.partial(by_constant, length=...)`.
@@ -99,7 +105,7 @@ def dapo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """DAPO's loss (arXiv 2503.14476, eq. 8): GRPO with a higher upper bound, every token weighing the same.
+    """DAPO's loss (arXiv 2503.14476, eq. 8 and 12): GRPO with a higher upper bound, every token weighing the same.
 
     J = 1/Σ_i |y_i| Σ_i Σ_t min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i).
 
@@ -107,7 +113,7 @@ def dapo(
     dynamic sampling drops groups of equal rewards, and overlong responses are punished or masked.
 
     Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
-      clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's.
+      clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's (Section 4.1).
       dual_clip: None, or the largest ratio that matters where A < 0, above 1; see `policy.grpo`.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_token`; its sum runs over one group, ours
         over the batch.
@@ -155,10 +161,16 @@ def cispo(
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     clip_low, clip_high = checks.clip_range(clip_low, clip_high)
 
-    ratio_BT = stop_gradient(exp(x.log_ratio_BT))
-    weight_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
-    high_BT, low_BT = ratio_BT > 1 + clip_high, ratio_BT < 1 - clip_low
-    return policy_terms(weight_BT * x.advantage_BT * x.logp_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT)
+    unbounded = isinstance(clip_low, float) and clip_low >= 1  # from below: there is nothing to count
+
+    def objective(x: Inputs) -> Objective:
+        ratio_BT = stop_gradient(exp(x.log_ratio_BT))
+        weight_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
+        low_BT = None if unbounded else ratio_BT < 1 - clip_low
+        return weight_BT * x.advantage_BU * x.logp_BT, ratio_BT > 1 + clip_high, low_BT
+
+    objective_BT, high_BT, low_BT = computed_again(objective, x)
+    return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
 
 def sapo(
@@ -173,24 +185,28 @@ def sapo(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Soft Adaptive Policy Optimization (arXiv 2511.20347, its objective): a smooth gate instead of a clip.
+    """Soft Adaptive Policy Optimization (arXiv 2511.20347, eq. 5 and 6): a smooth gate instead of a clip.
 
     J = 1/N Σ_i 1/|y_i| Σ_t f(r_it) A_i,   f(r) = 4/τ σ(τ (r - 1)),   τ = tau_positive if A_i > 0, else tau_negative.
 
     A token's weight in the gradient is 4 p (1 - p) r_it A_i / |y_i| with p = σ(τ (r_it - 1)): r_it near 1, and less and
-    less away from it, the sooner the larger τ. f(1) is 2/τ: only the gradient is that of the others on policy.
+    less away from it, the sooner the larger τ (eq. 7 and 8). f(1) is 2/τ: only the gradient is that of the others on
+    policy.
 
     Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
-      tau_positive, tau_negative: temperatures, finite and above 0. The defaults are the paper's.
+      tau_positive, tau_negative: temperatures, finite and above 0. The defaults are the paper's (Section 5.1).
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     tau_positive = checks.positive("tau_positive", tau_positive)
     tau_negative = checks.positive("tau_negative", tau_negative)
 
-    tau_BT = jnp.where(x.advantage_BT > 0, tau_positive, tau_negative)
-    gate_BT = 4 / tau_BT * jax.nn.sigmoid(tau_BT * (exp(x.log_ratio_BT) - 1))
-    return policy_terms(gate_BT * x.advantage_BT, x, aggregate)
+    def objective(x: Inputs) -> Objective:
+        tau_BU = jnp.where(x.advantage_BU > 0, tau_positive, tau_negative)
+        gate_BT = 4 / tau_BU * jax.nn.sigmoid(tau_BU * (exp(x.log_ratio_BT) - 1))
+        return gate_BT * x.advantage_BU, None, None
+
+    return policy_terms(computed_again(objective, x)[0], x, aggregate)
 
 
 def dppo_tv(
@@ -215,15 +231,14 @@ def dppo_tv(
     frequent one is stopped at a ratio near 1.
 
     Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
-      threshold: largest divergence, at least 0. The default is the paper's for total variation.
-      ratio_limit: c, finite and above 0. The default is that of the authors' code.
+      threshold: largest divergence, at least 0. The default is that of verl's example; SkyRL's is 0.2.
+      ratio_limit: c, finite and above 0. The default is verl's.
       aggregate: values [B, T] -> value and weight [B]. `by_token` as in two published implementations.
 
     Leaves the paper: only its binary divergences are here, which need the drawn token's probabilities and no others.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    p_BT, q_BT = jnp.exp(jnp.minimum(x.old_logp_BT, 0)), jnp.exp(jnp.minimum(stop_gradient(x.logp_BT), 0))
-    return _dppo(x, jnp.abs(q_BT - p_BT), threshold, ratio_limit, aggregate)
+    return _dppo(_binary_tv, x, threshold, ratio_limit, aggregate)
 
 
 def dppo_kl(
@@ -245,27 +260,41 @@ def dppo_kl(
     A token's weight in the gradient is min(r_it, c) A_i, or none where D_it > threshold and the update would move on.
 
     Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
-      threshold: largest divergence, at least 0. The default is the paper's for KL.
-      ratio_limit: c, finite and above 0. The default is that of the authors' code.
+      threshold: largest divergence, at least 0. The default is that of verl's example and of SkyRL.
+      ratio_limit: c, finite and above 0. The default is verl's.
       aggregate: values [B, T] -> value and weight [B]. `by_token` as in two published implementations.
 
-    Leaves the paper: a log-probability above -2^-24 is taken for -2^-24 in D, so that 1 - p is never 0.
+    Leaves the paper: in D, 1 - p and 1 - q are at least 2^-24, so that none is 0.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    log_p_BT = jnp.minimum(x.old_logp_BT, -(2.0**-24))
-    log_q_BT = jnp.minimum(stop_gradient(x.logp_BT), -(2.0**-24))
-    not_p_BT, not_q_BT = -jnp.expm1(log_p_BT), -jnp.expm1(log_q_BT)  # 1 - p and 1 - q
-    kl_BT = jnp.exp(log_p_BT) * (log_p_BT - log_q_BT) + not_p_BT * (jnp.log(not_p_BT) - jnp.log(not_q_BT))
-    return _dppo(x, kl_BT, threshold, ratio_limit, aggregate)
+    return _dppo(_binary_kl, x, threshold, ratio_limit, aggregate)
 
 
-def _dppo(x: Inputs, divergence_BT: Array, threshold: float, ratio_limit: float, aggregate: Aggregate) -> Terms:
-    """The objective of `dppo_tv` and `dppo_kl`, given D."""
+def _binary_kl(log_p_BT: Array, log_q_BT: Array) -> Array:
+    p_BT, q_BT = jnp.exp(log_p_BT), jnp.exp(log_q_BT)
+    not_p_BT, not_q_BT = (jnp.maximum(1 - x_BT, 2.0**-24) for x_BT in (p_BT, q_BT))
+    return p_BT * (log_p_BT - log_q_BT) + not_p_BT * jnp.log(not_p_BT / not_q_BT)
+
+
+def _binary_tv(log_p_BT: Array, log_q_BT: Array) -> Array:
+    return jnp.abs(jnp.exp(log_q_BT) - jnp.exp(log_p_BT))
+
+
+def _dppo(
+    divergence: Callable[[Array, Array], Array], x: Inputs, threshold: float, ratio_limit: float, aggregate: Aggregate
+) -> Terms:
+    """The objective of `dppo_tv` and `dppo_kl`; `divergence` is D from log π_old and log π, both at most 0."""
     threshold = checks.at_least_0("threshold", threshold)
     ratio_limit = checks.positive("ratio_limit", ratio_limit)
-    far_BT = divergence_BT > threshold
-    high_BT = far_BT & (x.advantage_BT > 0) & (x.log_ratio_BT > 0)
-    low_BT = far_BT & (x.advantage_BT < 0) & (x.log_ratio_BT < 0)
-    ratio_BT = jnp.minimum(stop_gradient(exp(x.log_ratio_BT)), ratio_limit)
-    weight_BT = jnp.where(high_BT | low_BT, 0, ratio_BT)
-    return policy_terms(weight_BT * x.advantage_BT * x.logp_BT, x, aggregate, high_BT=high_BT, low_BT=low_BT)
+
+    def objective(x: Inputs) -> Objective:
+        log_p_BT, log_q_BT = jnp.minimum(x.old_logp_BT, 0), jnp.minimum(stop_gradient(x.logp_BT), 0)
+        far_BT = divergence(log_p_BT, log_q_BT) > threshold
+        high_BT = far_BT & (x.advantage_BU > 0) & (x.log_ratio_BT > 0)
+        low_BT = far_BT & (x.advantage_BU < 0) & (x.log_ratio_BT < 0)
+        ratio_BT = jnp.minimum(stop_gradient(exp(x.log_ratio_BT)), ratio_limit)
+        weight_BT = jnp.where(high_BT | low_BT, 0, ratio_BT)
+        return weight_BT * x.advantage_BU * x.logp_BT, high_BT, low_BT
+
+    objective_BT, high_BT, low_BT = computed_again(objective, x)
+    return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)
