@@ -54,7 +54,7 @@ def standardize(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1
 
 
 def center(reward_PG: Array, mask_PG: Array | None = None) -> Array:
-    """A = R - mean in each group (Dr. GRPO, arXiv 2503.20783)."""
+    """A = R - mean in each group (Dr. GRPO, arXiv 2503.20783, Section 3.2)."""
     return _center(*_rewards(reward_PG, mask_PG))
 
 
@@ -102,12 +102,12 @@ def gdpo(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Array:
-    """Several rewards, each standardised in its group before they are added (GDPO, arXiv 2601.05242, eq. 4 to 6).
+    """Several rewards, each standardised in its group before they are added (GDPO, arXiv 2601.05242).
 
-    A_r = (R_r - mean) / (std + eps) in each group (eq. 4);  S = Σ_r w_r A_r (eq. 5);  A = S / (std of S over the
-    batch + eps) (eq. 6). Adding first and standardising then would let the reward of the widest range decide, and make
-    groups in which one reward differs look like groups in which all do. A reward that is constant in a group adds
-    exact zeros there. The batch's mean of S, which eq. 6 subtracts, is 0 and left out, for the same exact zeros.
+    A_r = (R_r - mean) / (std + eps) in each group;  S = Σ_r w_r A_r;  A = S / (std of S over the batch + eps).
+    Adding first and standardising then would let the reward of the widest range decide, and make groups in which one
+    reward differs look like groups in which all do. A reward that is constant in a group adds exact zeros there. The
+    batch's mean of S, which the paper subtracts, is 0 and left out, for the same exact zeros.
 
     Args:
       reward_PGR: [P, G, R], R rewards of each sample.
@@ -132,12 +132,12 @@ def gdpo(
 
 
 def maxrl(reward_PG: Array, mask_PG: Array | None = None) -> Array:
-    """A = (R - mean) / mean in each group, 0 if no sample succeeds (MaxRL, arXiv 2602.02710, Algorithm 1).
+    """A = (R - mean) / mean in each group, 0 if no sample succeeds (MaxRL, arXiv 2602.02710).
 
     For rewards 0 and 1. The likelihood of success has log p = -Σ_k (1 - pass@k)/k; the usual policy gradient is that of
     the first term alone, and a prompt of success rate p has a weight of about 1/p here, so hard prompts count more.
     With the mean as baseline, the expectation of Σ_i A_i ∇log π(y_i) / G is the gradient of Σ_k pass@k / k for k from 1
-    to G - 1: a test finds so by enumeration. (Without the baseline the sum runs to G, as in the paper's Theorem 2.) The
+    to G - 1: a test finds so by enumeration. (Without the baseline the sum runs to G.) The
     1/G is left to the loss.
 
     The paper has no rewards but 0 and 1. Others that are not negative also have advantages between -1 and G - 1. With a
