@@ -25,10 +25,11 @@ class Checkpoints:
     """Owns a directory of checkpoints, the newest `keep` of them. Use it as a context manager.
 
     Without `keep` it only reads: nothing is created, cleaned up or saved, and another process may be writing there.
-    It raises the level of the `absl` logger, through which Orbax speaks, to ERROR.
+    A save compresses arrays of `concurrent_gb` GB at a time, whose compressed bytes lie beside them in memory; every
+    array must be smaller than that. It raises the level of the `absl` logger, through which Orbax speaks, to ERROR.
     """
 
-    def __init__(self, directory: Path | str, keep: int | None = None) -> None:
+    def __init__(self, directory: Path | str, keep: int | None = None, *, concurrent_gb: int = 96) -> None:
         logging.getLogger("absl").setLevel(logging.ERROR)
         self.directory = Path(directory).absolute()
         options = ocp.CheckpointManagerOptions(
@@ -37,7 +38,10 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=options,
-            item_handlers={STATE: ocp.StandardCheckpointHandler(), EXTRA: ocp.JsonCheckpointHandler()},
+            item_handlers={
+                STATE: ocp.StandardCheckpointHandler(save_concurrent_gb=concurrent_gb),
+                EXTRA: ocp.JsonCheckpointHandler(),
+            },
         )
         self._saved: set[int] = set()
 

@@ -38,6 +38,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
         params = read_params(folder, config, abstract_params(config, mesh, dtype))
         shutil.copyfile(folder / "config.json", temporary / "config.json")
         copy_companions([folder], temporary)
-        with Checkpoints(temporary / CHECKPOINTS, keep=1) as checkpoints:
+        largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))  # and no more is compressed at a time
+        with Checkpoints(temporary / CHECKPOINTS, keep=1, concurrent_gb=1 + largest // 10**9) as checkpoints:
             checkpoints.save(0, {"params": params}, {"source": source, "dtype": dtype})
     print(f"{target}: {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {dtype}")

@@ -28,7 +28,7 @@ from gspax.hf.config_json import read_config
 from gspax.optimizer import make_optimizer
 from gspax.rundir import open_run
 from gspax.sharding import make_mesh
-from gspax.state import init_state, new_state
+from gspax.state import abstract_params, init_state, new_state
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "golden_qwen3_tiny"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
@@ -247,10 +247,12 @@ def test_the_model_of_a_run_is_read_from_its_description(name):
 
 def test_parameters_in_memory_are_written_too(tmp_path):
     """`write_checkpoint` takes arrays of any sharding."""
-    state = start(tiny.MOE)
-    flat = {writing.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
+    params = random_params(tiny.MOE)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(tiny.MOE, MESH))
+    placed = jax.tree_util.tree_leaves_with_path(jax.device_put(params, shardings))
+    flat = {writing.path_name(path): leaf for path, leaf in placed}
     writing.write_checkpoint(tmp_path, tiny.MOE, flat.__getitem__, dtype="float32")
-    assert same_bytes(load(tmp_path), published(tiny.MOE, jax.device_get(state.params)))
+    assert same_bytes(load(tmp_path), published(tiny.MOE, params))
 
 
 # Refusals, and nothing half-written

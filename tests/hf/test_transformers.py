@@ -1,0 +1,101 @@
+"""Import and export beside transformers: what it saves is read, and it loads what is written without a key too many.
+
+The same without torch: test_convert_export.py and test_names.py; logits: test_parity_torch.py.
+"""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from published import load, published, random_params, same_bytes
+
+from gspax import convert, export
+from gspax.config import Mesh
+from gspax.hf import writing
+from gspax.hf.config_json import read_config, to_json
+from gspax.hf.reading import read_params
+from gspax.model import transformer
+from gspax.sharding import make_mesh
+from gspax.state import abstract_params
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+transformers = pytest.importorskip("transformers")
+
+MIXED = "every second layer sparse"
+CONFIGS = {name: tiny.CONFIGS[name] for name in ("moe", "dense", "tied", MIXED, "biases")}
+
+
+def random_model(config, dtype):
+    torch.manual_seed(0)
+    theirs = transformers.AutoConfig.for_model(**to_json(config))
+    model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def loaded(folder, dtype="auto"):
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"], report
+    return model.eval()
+
+
+def to_bytes(state):
+    """name -> bytes of a torch state."""
+    return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in state.items()}
+
+
+def read(folder):
+    config = read_config(folder)
+    return config, read_params(folder, config, abstract_params(config, make_mesh(Mesh())))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("moe", "float32"),
+        ("tied", "bfloat16"),
+        *(pytest.param(name, dtype, marks=pytest.mark.slow) for name in CONFIGS for dtype in ("float32", "bfloat16")),
+    ],
+)
+def test_transformers_to_gspax_to_transformers(name, dtype, tmp_path):
+    model = random_model(CONFIGS[name], getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "theirs")
+    convert.run(str(tmp_path / "theirs"), tmp_path / "orbax", dtype)
+    export.run(tmp_path / "orbax", tmp_path / "ours", dtype=dtype, shard_size=8000)
+    assert same_bytes(load(tmp_path / "ours"), load(tmp_path / "theirs"))
+    again = loaded(tmp_path / "ours")
+    assert again.dtype == getattr(torch, dtype)
+    assert to_bytes(again.state_dict()) == to_bytes(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["tied", pytest.param("moe", marks=pytest.mark.slow)])
+def test_logits_of_an_exported_model(name, tmp_path):
+    config = CONFIGS[name]
+    params = jax.tree.map(lambda leaf: 0.3 * leaf, random_params(config))
+    flat = {writing.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    writing.write_checkpoint(tmp_path, config, flat.__getitem__, dtype="float32")
+    tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (2, 11), dtype=np.int32)
+    with torch.no_grad():
+        theirs = loaded(tmp_path)(torch.tensor(tokens_BT)).logits.numpy()
+    hidden, _ = jax.jit(transformer.apply, static_argnums=1)(params, config, tokens_BT, np.ones_like(tokens_BT))
+    assert np.abs(np.asarray(transformer.logits(params, hidden)) - theirs).max() < 1e-4
+    assert np.abs(theirs).max() > 1
+
+
+def test_experts_that_transformers_saved_fused(tmp_path):
+    model = random_model(CONFIGS[MIXED], torch.float32)
+    model.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in load(tmp_path / "fused"))
+    jax.tree.map(np.testing.assert_array_equal, read(tmp_path / "fused")[1], read(tmp_path / "plain")[1])
+
+
+def test_several_files_with_the_index_of_transformers(tmp_path):
+    model = random_model(CONFIGS["moe"], torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    config, params = read(tmp_path)
+    assert same_bytes(published(config, jax.device_get(params), ml_dtypes.bfloat16), load(tmp_path))
