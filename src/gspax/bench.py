@@ -19,7 +19,7 @@ from gspax.config import Experiment
 from gspax.loop import make_learner, rollout_and_update
 from gspax.model.config import ModelConfig
 from gspax.plan import active_parameter_count
-from gspax.state import init_state
+from gspax.state import add_adapters, init_state
 
 STEPS = 7  # after the first
 PHASES = ("rollout", "old_logp", "train", "step")
@@ -31,6 +31,8 @@ def run(experiment: Experiment) -> None:
     learner = make_learner(experiment)
     state = init_state(experiment.model, learner.optimizer, jax.random.key(experiment.seed), learner.mesh)
     reference = jax.tree.map(jnp.copy, state.params) if experiment.reference is not None else None
+    if experiment.lora is not None:
+        state = add_adapters(state, experiment.model, experiment.lora, learner.optimizer, learner.mesh)
     measured = []
     for step in range(STEPS + 1):
         state, metrics, _ = rollout_and_update(learner, state, reference)

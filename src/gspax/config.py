@@ -83,6 +83,16 @@ class Reference:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Train low-rank adapters instead of the parameters (arXiv 2106.09685): weight + alpha / rank · a b."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    attention: bool = True  # query, key, value, out
+    mlp: bool = True  # gate, up, down, of every expert too
+
+
+@dataclass(frozen=True, kw_only=True)
 class Regularizers:
     """Coefficients of what is added to the policy loss; 0: off. `losses.regularizers` says what sources report."""
 
@@ -132,6 +142,7 @@ class Experiment:
     routing_replay: bool = False  # updates route as the policy did before the rollout batch's first one
     sampling: Sampling = field(default_factory=Sampling)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    lora: Lora | None = None
     schedule: Schedule = field(default_factory=Schedule)
     evaluation: Evaluation = field(default_factory=Evaluation)
     warm_start: WarmStart | None = None

@@ -17,7 +17,7 @@ from gspax.rewards import completions
 from gspax.rundir import existing_run
 from gspax.sampler import sample
 from gspax.sharding import batch_shards, make_mesh
-from gspax.state import abstract_state
+from gspax.starting import restored
 from gspax.types import Array, Params
 from gspax.validation import check
 
@@ -33,7 +33,7 @@ def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
     optimizer = make_optimizer(experiment.optimizer)
     with Checkpoints(paths.checkpoints) as checkpoints:
         step = checkpoints.latest() if step is None else step
-        state, _ = checkpoints.restore(abstract_state(experiment.model, optimizer, mesh), step)
+        state = restored(experiment, paths, checkpoints, optimizer, mesh, step)
     metrics, _ = evaluate(experiment, state.params, state.key, mesh)
     settings = describe(experiment.evaluation)
     with paths.evaluations.open("a", encoding="utf-8") as file:

@@ -23,6 +23,7 @@ from gspax.config import Experiment
 from gspax.description import describe
 from gspax.evaluate import evaluate
 from gspax.metrics import Clock, response_metrics, reward_metrics, routing_metrics, score_metrics, update_metrics
+from gspax.model.low_rank import base
 from gspax.objective import of_experiment
 from gspax.optimizer import learning_rate, make_optimizer
 from gspax.record import Recorder
@@ -31,7 +32,8 @@ from gspax.rundir import RunDir, open_run
 from gspax.sampler import sample
 from gspax.sft import warm_start
 from gspax.sharding import make_mesh, named
-from gspax.state import abstract_state, init_state, new_state
+from gspax.starting import keep_start, kept_start, restored, stored
+from gspax.state import abstract_state, add_adapters, init_state, new_state
 from gspax.train_step import make_score, make_train_step
 from gspax.types import Array, Batch, Params, TrainState
 from gspax.validation import check
@@ -102,7 +104,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
                     record_evaluation(learner, state, recorder, done, run.after)
                     recorder.samples(done, rows)
                 if _due(done, schedule.checkpoint_every, schedule.steps) or interrupted():
-                    checkpoints.save(done, state, {"experiment": describe(experiment)})
+                    checkpoints.save(done, stored(state), {"experiment": describe(experiment)})
                 interrupted.stop_here()
     if jax.process_index() == 0:
         report.write(run.path)
@@ -128,28 +130,31 @@ def restore_or_start(
     """The last checkpoint's state; else random parameters, after the warm start if the experiment has one."""
     experiment, mesh, optimizer = learner.experiment, learner.mesh, learner.optimizer
     if checkpoints.latest() is not None:
-        state, _ = checkpoints.restore(abstract_state(experiment.model, optimizer, mesh))
-        return state
-    clip_range = jax.device_put(clipping.start_range(experiment), named(mesh))
+        return restored(experiment, run, checkpoints, optimizer, mesh)
+    first = optimizer if experiment.lora is None else optax.identity()  # moments are of the adapters alone
     if experiment.warm_start is None:
-        state = init_state(experiment.model, optimizer, jax.random.key(experiment.seed), mesh)
-        return replace(state, clip_range=clip_range)
-    warm = warm_start(experiment, run, mesh, interrupted)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(experiment.model, optimizer, mesh))
-    start = jax.jit(lambda params, key: new_state(params, optimizer, key), out_shardings=shardings)
-    return replace(start(warm.params, warm.key), position=warm.position, clip_range=clip_range)
+        state = init_state(experiment.model, first, jax.random.key(experiment.seed), mesh)
+    else:
+        warm = warm_start(experiment, run, mesh, interrupted)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(experiment.model, first, mesh))
+        start = jax.jit(lambda params, key: new_state(params, first, key), out_shardings=shardings)
+        state = replace(start(warm.params, warm.key), position=warm.position)
+    keep_start(experiment, run, state.params)
+    if experiment.lora is not None:
+        state = add_adapters(state, experiment.model, experiment.lora, optimizer, mesh)
+    return replace(state, clip_range=jax.device_put(clipping.start_range(experiment), named(mesh)))
 
 
 def reference_policy(learner: Learner, run: RunDir, state: TrainState) -> Params | None:
-    """The parameters that reinforcement learning started from, kept in the run directory; None if none are needed."""
-    if learner.experiment.reference is None:
+    """The parameters that reinforcement learning started from, apart from the state; None if none are needed.
+
+    A policy with adapters has them in its state.
+    """
+    if learner.experiment.reference is None or learner.experiment.lora is not None:
         return None
-    with Checkpoints(run.reference, keep=1) as kept:
-        if int(state.step) == 0:
-            kept.save(0, state.params, {})
-            return jax.tree.map(jnp.copy, state.params)  # the state is donated to the first update
-        params, _ = kept.restore(abstract_state(learner.experiment.model, learner.optimizer, learner.mesh).params)
-        return params
+    if int(state.step) == 0:
+        return jax.tree.map(jnp.copy, state.params)  # the state is donated to the first update
+    return kept_start(learner.experiment, run, learner.mesh)
 
 
 def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, done: int, samples: Path) -> None:
@@ -186,6 +191,8 @@ def rollout_and_update(
     clock.lap("reward")
 
     batches = minibatches.cut(experiment, rollout, learner.mesh)
+    if experiment.reference is not None and experiment.lora is not None:
+        reference = base(state.params)
     batches, scores = minibatches.scored(experiment, learner.score, state.params, reference, batches)
     jax.block_until_ready(batches)
     clock.lap("old_logp")

@@ -3,7 +3,7 @@
 experiment.json    the resolved experiment          metrics.jsonl   one line per record
 environment.json   one entry per attempt            tensorboard/    the same numbers
 checkpoints/       of the run                       samples/        completions by step, before and after
-reference/         parameters of the reference policy, if the experiment has one
+start/             parameters before the first update, if a reference or adapters need them
 warm_start/        the same for the warm start      evaluations.jsonl, report.html, curves.png
 """
 
@@ -79,9 +79,9 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
-    def reference(self) -> Path:
+    def start(self) -> Path:
         """The parameters that reinforcement learning started from, as a checkpoint."""
-        return self.path / "reference"
+        return self.path / "start"
 
     @property
     def warm_start(self) -> RunDir:

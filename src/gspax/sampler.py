@@ -20,6 +20,7 @@ from gspax.errors import UserError
 from gspax.model import transformer
 from gspax.model.attention import Cache
 from gspax.model.config import ModelConfig
+from gspax.model.low_rank import dense
 from gspax.sharding import batch_shards, named
 from gspax.types import Array, Params, Rollout
 
@@ -90,6 +91,7 @@ class _State(NamedTuple):
 def _generate(params, tokens_PS, length_P, id_P, key, *, config, sampling, stop_ids, mesh) -> Rollout:
     P, G, C = tokens_PS.shape[0], sampling.group, sampling.max_tokens
     B = P * G
+    params = dense(params)  # once, and not in every layer of every step
     id_B = (id_P[:, None] * np.uint32(G) + jnp.arange(G, dtype=jnp.uint32)[None]).reshape(B)
     key_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, id_B)
     prompt_length_B = jnp.repeat(length_P, G)

@@ -21,6 +21,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "mlp": None,
     "expert": None,
     "norm": None,
+    "rank": None,
 }
 
 

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gspax import weights
+from gspax import adapters, weights
+from gspax.config import Lora
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
+from gspax.model.low_rank import partition
 from gspax.sharding import named
 from gspax.types import Array, Params, TrainState
 
@@ -19,12 +21,13 @@ from gspax.types import Array, Params, TrainState
 def new_state(params: Params, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
     """State before the first update."""
     # step and position are two arrays: a donated state must not hold one buffer twice
+    trained, _ = partition(params)
     return TrainState(
         step=jnp.int32(0),
         position=jnp.int32(0),
         key=key,
         params=params,
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(trained),
         clip_range=jnp.zeros(2),
     )
 
@@ -60,16 +63,49 @@ def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str = "
     )
 
 
-def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> TrainState:
-    """`ShapeDtypeStruct`s with shardings: parameters and their moments by the table, everything else replicated."""
+def add_adapters(
+    state: TrainState,
+    config: ModelConfig,
+    lora: Lora,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+) -> TrainState:
+    """The state with fresh adapters (from `fold_in(key, 1)`) on its parameters, and moments of those alone."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_adapters(config, lora, mesh))
+    make = jax.jit(lambda key: adapters.init(config, lora, jax.random.fold_in(key, 1)), out_shardings=shardings)
+    params = adapters.adapted(state.params, make(state.key), lora)
+    moments = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh, lora).opt_state)
+    trained, _ = partition(params)
+    return replace(state, params=params, opt_state=jax.jit(optimizer.init, out_shardings=moments)(trained))
+
+
+def abstract_adapters(config: ModelConfig, lora: Lora, mesh: jax.sharding.Mesh) -> Params:
+    """`ShapeDtypeStruct`s of the adapters, with shardings by the table."""
+    return jax.tree.map(
+        lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named(mesh, *axes)),
+        adapters.abstract(config, lora),
+        adapters.logical_axes(config, lora),
+    )
+
+
+def abstract_state(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, lora: Lora | None = None
+) -> TrainState:
+    """`ShapeDtypeStruct`s with shardings: parameters and their moments by the table, everything else replicated.
+
+    With `lora` the parameters have adapters.
+    """
     everywhere = named(mesh)
     params = abstract_params(config, mesh)
+    if lora is not None:
+        params = adapters.adapted(params, abstract_adapters(config, lora, mesh), lora)
+    trained, _ = partition(params)
     state = jax.eval_shape(lambda params: new_state(params, optimizer, jax.random.key(0)), params)
     moments = optax.tree_utils.tree_map_params(
         optimizer,
         lambda leaf, param: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding),
         state.opt_state,
-        params,
+        trained,
         transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),
     )
     small: dict[str, Any] = {

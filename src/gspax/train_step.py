@@ -21,6 +21,7 @@ from gspax.config import LOGIT_BUDGET
 from gspax.losses.logprobs import chunked_token_logp
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
+from gspax.model.low_rank import combine, partition
 from gspax.objective import Common, Objective, Outputs
 from gspax.routing import expert_load
 from gspax.sharding import batch_shards
@@ -55,16 +56,17 @@ def make_train_step(
     @partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         common = Common(state.clip_range, _response_load(batch, config.num_experts))
+        trained, frozen = partition(state.params)
 
-        def summed(params: Params, part: Batch) -> tuple[Array, losses.Terms]:
-            terms = objective(policy(params, batch=part), part, common)
+        def summed(trained: Params, part: Batch) -> tuple[Array, losses.Terms]:
+            terms = objective(policy(combine(trained, frozen), batch=part), part, common)
             return terms.value.sum(), terms
 
-        grads, terms = _summed_gradient(summed, state.params, batch, microbatch_rows)
+        grads, terms = _summed_gradient(summed, trained, batch, microbatch_rows)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
         value, metrics = losses.reduce(terms)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+        params = combine(optax.apply_updates(trained, updates), frozen)
         state = replace(state, step=state.step + 1, params=params, opt_state=opt_state)
         return state, {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
 
@@ -135,20 +137,20 @@ def _response_load(batch: Batch, num_experts: int) -> Array | None:
     return expert_load(counted_BLTA.swapaxes(0, 1), num_experts)
 
 
-def _summed_gradient(summed, params: Params, batch: Batch, microbatch_rows: int) -> tuple[Params, losses.Terms]:
+def _summed_gradient(summed, trained: Params, batch: Batch, microbatch_rows: int) -> tuple[Params, losses.Terms]:
     """Gradient of Σ value over the whole batch, and the loss's terms of every row."""
     gradient = jax.grad(summed, has_aux=True)
     rows = batch.tokens_BT.shape[0]
     if microbatch_rows in (0, rows):
-        return gradient(params, batch)
+        return gradient(trained, batch)
     if rows % microbatch_rows:
         raise ValueError(f"microbatch_rows must divide the batch's {rows} rows, got {microbatch_rows}")
 
     def add(total: Params, part: Batch) -> tuple[Params, losses.Terms]:
-        grads, terms = gradient(params, part)
+        grads, terms = gradient(trained, part)
         return jax.tree.map(jnp.add, total, grads), terms
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = jax.tree.map(jnp.zeros_like, trained)
     grads, terms = jax.lax.scan(add, zeros, _split(batch, rows // microbatch_rows))
     return grads, jax.tree.map(_join, terms)
 

@@ -66,6 +66,8 @@ RANGES: dict[str, Range] = {
     "regularizers.entropy": FINITE,
     "regularizers.load_balance": AT_LEAST_0,
     "regularizers.router_z": AT_LEAST_0,
+    "lora.rank": AT_LEAST_1,
+    "lora.alpha": ABOVE_0,
     "calibration.share": ("above 0 and below 1", lambda x: 0 < x < 1),
     "calibration.tolerance": BELOW_1,
     "calibration.gain": AT_LEAST_0,
@@ -100,7 +102,7 @@ SIGNATURES = {
     "length_reward": ("length",),
     "warm_start.demonstration": ("problem", "rng"),
 }
-OPTIONAL = ("warm_start", "reference", "calibration")  # parts that an experiment may have None for
+OPTIONAL = ("warm_start", "reference", "calibration", "lora")  # parts that an experiment may have None for
 
 
 def validate(experiment: Experiment, devices: int | None = None) -> list[str]:

@@ -1,5 +1,7 @@
 """Qwen3 / Qwen3-MoE as pure functions of parameters: `init`, `apply`, `logits`, `prefill`, `decode`.
 
+A weight of a layer may be a `LowRank` instead of an array; it becomes one where the layer is run.
+
 Inside are Flax NNX modules; outside, parameters are a nested dict of float32 arrays. Layers of one kind that follow
 each other are stacked and run by `lax.scan` (`config.layer_runs`).
 """
@@ -16,6 +18,7 @@ from flax import nnx
 from gspax.model.attention import Attend, Attention, Cache, keeping_prompt, over_cache, within_segments
 from gspax.model.config import ModelConfig, layer_runs, layer_windows
 from gspax.model.layers import DenseMlp, RMSNorm, rotary_angles, weight
+from gspax.model.low_rank import dense
 from gspax.model.moe import Routing, SparseMlp
 from gspax.types import Array, Params
 
@@ -83,7 +86,7 @@ class Transformer(nnx.Module):
             def body(carry, inputs, graph=graph):
                 layer_params, layer, forced_BTA = inputs
                 x_BTD, cache = carry
-                module = nnx.merge(graph, layer_params)
+                module = nnx.merge(graph, dense(layer_params))
                 x_BTD, cache, routing = module(x_BTD, shared, cache, layer, forced_BTA)
                 return (x_BTD, cache), routing
 
