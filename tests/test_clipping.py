@@ -77,6 +77,13 @@ def test_the_range_follows_the_share_of_the_live_rows_after_the_first_mini_batch
     np.testing.assert_allclose(found, np.array([0.01, 0.02]) * factor, rtol=1e-5)
 
 
+def test_a_wide_range_stays_wide():
+    batches = [a_batch(np.ones(8))] * 2
+    updates = [{"ratio_min": 1.0, "ratio_max": 1.0, "clip_fraction_sequences": 0.25}] * 2
+    found = clipping.following_range(MEASURED, jnp.array([0.2, 0.3]), batches, updates)
+    np.testing.assert_allclose(found, [0.2, 0.3], rtol=1e-6)
+
+
 def test_the_range_does_not_fall_below_the_noise():
     batches = [a_batch(np.ones(8))] * 2
     updates = [

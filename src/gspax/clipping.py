@@ -17,6 +17,7 @@ from gspax.loss_validation import SEQUENCE_RATIOS
 from gspax.losses import calibration
 from gspax.types import Array, Batch
 
+WIDEST = 1.0  # a lower bound of 0
 RESOLUTION = 2.0**-23  # float32 next to 1: a range below it is none
 
 
@@ -69,7 +70,8 @@ def following_range(
         share=settings.share,
         tolerance=settings.tolerance,
         gain=settings.gain,
-        floor=min(noise_floor(updates[0]), calibration.INERT),
+        floor=min(noise_floor(updates[0]), WIDEST),
+        ceiling=WIDEST,  # short responses leave 1 further than `calibration.INERT`
     )
     return jnp.array(widths, jnp.float32)
 
