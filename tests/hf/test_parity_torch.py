@@ -125,10 +125,13 @@ def test_greedy_decoding_token_for_token(config, tmp_path):
     prompts = [row[:length].tolist() for row, length in zip(random_tokens(config, 2, 9), (9, 5), strict=True)]
     sampling = Sampling(group=1, max_prompt_tokens=9, max_tokens=64, temperature=0.0)
     rollout = sample(params, config, prompts, [0, 1], jax.random.key(0), sampling=sampling, stop_ids=())
+    drawn = set()
     for row, prompt in enumerate(prompts):
         theirs = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=64, eos_token_id=None)[0]
-        assert len(theirs) == len(prompt) + 64 and len(set(theirs[len(prompt) :].tolist())) > 3
+        assert len(theirs) == len(prompt) + 64
         np.testing.assert_array_equal(rollout.tokens_BT[row, : len(theirs)], theirs.numpy())
+        drawn |= {*theirs[len(prompt) :].tolist()}
+    assert len(drawn) > 3  # not one token over and over
 
 
 def test_the_command_agrees_with_an_untouched_checkpoint_and_finds_a_changed_layer(tmp_path, capsys, monkeypatch):
