@@ -20,7 +20,7 @@ from gspax.state import abstract_params
 CONFIGS = {
     name: tiny.CONFIGS[name]
     for name in ("moe", "dense", "tied", "some layers dense", "every second layer sparse", "biases")
-}
+} | {"the last layer dense": replace(tiny.MOE, mlp_only_layers=(2,))}
 MOE = tiny.MOE
 
 
