@@ -25,7 +25,7 @@ BUDGETED = [*FILES.values(), *EXPERIMENTS]
 PURE = {"gspax.losses", "gspax.masked", "gspax.advantages"}  # with their submodules: also no other gspax module
 LIGHT = ["gspax", "gspax.losses", "gspax.masked", "gspax.advantages"]  # `pip install gspax` brings jax and numpy only
 # Priced before any accelerator code loads.
-DECLARATIVE = ["gspax.config", "gspax.model.config", "gspax.model.presets", "gspax.hf.config_json"]
+DECLARATIVE = ["gspax.config", "gspax.hf", "gspax.model.config", "gspax.model.presets", "gspax.hf.config_json"]
 ACCELERATOR = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 MACHINE_PATH = re.compile(r"(?<![\w.$}~-])/(?:home|root|tmp|work|Users)/\w")
