@@ -35,6 +35,8 @@ class Digits:
     def encode(self, text):
         raise NotImplementedError
 
+    encode_completion = encode
+
     def decode(self, ids):
         raise NotImplementedError
 

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import stub_experiment
@@ -148,6 +149,11 @@ def test_a_mistake_is_one_sentence(assignment):
         ({"model": None}, "model: wanted a ModelConfig, got None"),
         ({"data": stub_experiment.Problems}, "data: wanted an instance, got the class Problems (write Problems(...))"),
         ({"data": 3}, "data: wanted an object with train and heldout, int has no train"),
+        (
+            {"tokenizer": SimpleNamespace(encode=len, decode=len, vocab_size=11, stop_ids=(10,))},
+            "tokenizer: wanted an object with encode and decode and encode_completion, SimpleNamespace has no "
+            "encode_completion",
+        ),
         (
             {"reward": lambda text: 0},
             "reward: wanted a function of (problem, completion), test_experiment.<lambda> cannot be called so: "

@@ -10,10 +10,11 @@ import pytest
 import stub_experiment
 from tiny import CONFIGS
 
+from gspax import adapters
 from gspax.experiment import load, override
 from gspax.model import presets, transformer
 from gspax.model.config import is_sparse
-from gspax.plan import LOGIT_BUDGET, active_parameter_count, parameter_count, plan, render
+from gspax.plan import LOGIT_BUDGET, active_parameter_count, parameter_count, plan, render, trained_count
 
 EXPERIMENT = load(Path(stub_experiment.__file__))
 PRESETS = {name: getattr(presets, name) for name in ("tiny_moe", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_235b_a22b")}
@@ -123,6 +124,19 @@ def test_what_an_experiment_adds_is_counted():
     assert more.learner["router logits of all layers"] == 2 * 4 * tokens * sparse * model.num_experts
     experts = 4 * 64 * 16 * sparse * model.num_experts_per_tok
     assert more.learner["rollout batch"] == one.learner["rollout batch"] + experts
+
+
+@pytest.mark.parametrize("changes", [[], ["lora.attention=false"], ["lora.mlp=false"], ["model.mlp_only_layers=(0,)"]])
+def test_adapters_are_what_is_trained(changes):
+    changes = ["lora=gspax.config.Lora", "lora.rank=3", "reference=gspax.config.Reference", *changes]
+    made = override(EXPERIMENT, changes)
+    factors = sum(leaf.size for leaf in jax.tree.leaves(adapters.abstract(made.model, made.lora)))
+    assert trained_count(made) == factors
+    found, whole = plan(made, 1), plan(replace(made, lora=None), 1)
+    assert found.learner["adapters, float32"] == 4 * factors == found.learner["gradients, float32"]
+    assert found.learner["parameters, float32"] == whole.learner["parameters, float32"]
+    assert found.checkpoint == 12 * factors and found.sampler["Adam moments, float32"] == 8 * factors
+    assert "reference policy, float32" not in found.learner
 
 
 def test_overridden_keys_are_marked():

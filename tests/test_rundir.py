@@ -49,6 +49,14 @@ def test_another_experiment_is_refused_by_its_keys_and_changes_nothing(tmp_path)
     assert listing(tmp_path) == before
 
 
+@pytest.mark.parametrize("address", ["gs://bucket/run", "s3:/bucket/run"])
+def test_an_address_is_refused_and_makes_no_folder(address, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="wanted a directory of a file system"):
+        open_run(address, DESCRIPTION)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_directory_of_something_else_is_refused_untouched(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match="not empty and is no gspax run"):

@@ -72,7 +72,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         sampler=_sampler_bytes(experiment, mesh),
         activations_with_remat=_activation_bytes(experiment, mesh, remat=True),
         activations_without_remat=_activation_bytes(experiment, mesh, remat=False),
-        checkpoint=3 * FLOAT32 * parameters,
+        checkpoint=3 * FLOAT32 * trained_count(experiment),
     )
 
 
@@ -91,6 +91,21 @@ def active_parameter_count(config: ModelConfig) -> int:
         _attention_count(config) + _mlp_count(config, layer, config.num_experts_per_tok)
         for layer in range(config.num_hidden_layers)
     )
+
+
+def trained_count(experiment: Experiment) -> int:
+    """Numbers that have a gradient: those of the adapters, if there are any, else all parameters."""
+    config, lora = experiment.model, experiment.lora
+    if lora is None:
+        return parameter_count(config)
+    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    attention = 2 * (D + N * H) + 2 * (D + K * H) if lora.attention else 0
+    total = 0
+    for layer in range(config.num_hidden_layers):
+        sparse = is_sparse(config, layer)
+        experts, width = (config.num_experts, config.moe_intermediate_size) if sparse else (1, config.intermediate_size)
+        total += lora.rank * (attention + (3 * experts * (D + width) if lora.mlp else 0))
+    return total
 
 
 def _outer_count(config: ModelConfig) -> int:
@@ -118,6 +133,7 @@ def _learner_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, in
     """What is alive during the backward pass of an update."""
     config = experiment.model
     own = FLOAT32 * math.ceil(parameter_count(config) / mesh["fsdp"])
+    trained = FLOAT32 * math.ceil(trained_count(experiment) / mesh["fsdp"])
     rows = experiment.sampling.prompts * experiment.sampling.group
     micro_rows = _microbatch_rows(experiment, mesh)
     length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
@@ -125,8 +141,9 @@ def _learner_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, in
     chunk = min(length, max(1, LOGIT_BUDGET // (micro_rows * config.vocab_size)))
     parts = {
         "parameters, float32": own,
-        "gradients, float32" + (" (sum and micro-batch)" if split else ""): own * (2 if split else 1),
-        "Adam moments, float32": 2 * own,
+        "adapters, float32": trained if experiment.lora is not None else 0,
+        "gradients, float32" + (" (sum and micro-batch)" if split else ""): trained * (2 if split else 1),
+        "Adam moments, float32": 2 * trained,
         **_reference_bytes(experiment, own),
         "one gathered layer": _gathered_bytes(config, mesh),
         f"activations, estimated, remat {'on' if config.remat else 'off'}": _activation_bytes(
@@ -149,7 +166,8 @@ def _sampler_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, in
     position = 2 * _dtype_bytes(config) * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     parts = {
         "parameters, float32": own,
-        "Adam moments, float32": 2 * own,
+        "the same with adapters added": own if experiment.lora is not None else 0,
+        "Adam moments, float32": 2 * FLOAT32 * math.ceil(trained_count(experiment) / mesh["fsdp"]),
         **_reference_bytes(experiment, own),
         "one gathered layer": _gathered_bytes(config, mesh),
         "cache of the prompts, once per prompt": position * prompts * sampling.max_prompt_tokens,
@@ -222,7 +240,9 @@ def _router_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int
 
 
 def _reference_bytes(experiment: Experiment, own: int) -> dict[str, int]:
-    return {} if experiment.reference is None else {"reference policy, float32": own}
+    """A copy of the parameters; with adapters their base is the reference."""
+    needed = experiment.reference is not None and experiment.lora is None
+    return {"reference policy, float32": own} if needed else {}
 
 
 def _sparse_layers(config: ModelConfig) -> int:

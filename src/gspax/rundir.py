@@ -111,6 +111,8 @@ def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
     another experiment, or of something else, is refused untouched. Only the first process of a multi-host run writes.
     """
     run = RunDir(Path(workdir))
+    if re.match(r"[a-z][a-z0-9]+:/", str(workdir)):  # Path makes one slash of two
+        raise UserError(f"{workdir}: wanted a directory of a file system (mount the bucket), got an address")
     if jax.process_index() != 0:
         return run
     description = json.loads(json.dumps(description))

@@ -235,7 +235,10 @@ def _misfit(function: Any, names: tuple[str, ...]) -> str:
 
 def _parts(experiment: Experiment) -> Iterator[str]:
     """The data source and the tokenizer have what the run asks of them."""
-    for key, names in (("data", ("train", "heldout")), ("tokenizer", ("encode", "decode"))):
+    asked = {"data": ["train", "heldout"], "tokenizer": ["encode", "decode"]}
+    if experiment.warm_start is not None:
+        asked["tokenizer"].append("encode_completion")
+    for key, names in asked.items():
         part = getattr(experiment, key)
         missing = [name for name in names if not callable(getattr(part, name, None))]
         if isinstance(part, type):
