@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,15 +17,16 @@ import small_experiment
 import tiny
 from published import load, published, random_params, same_bytes, save
 
-from gspax import cli, convert, export, folders
+from gspax import adapters, cli, convert, export, folders, starting
 from gspax import config as experiment_config
 from gspax.checkpoint import Checkpoints
-from gspax.config import Optimizer
+from gspax.config import Lora, Optimizer
 from gspax.data import HFTokenizer
 from gspax.description import describe
 from gspax.errors import UserError
 from gspax.hf import hf, writing
 from gspax.hf.config_json import read_config
+from gspax.model import low_rank
 from gspax.optimizer import make_optimizer
 from gspax.rundir import open_run
 from gspax.sharding import make_mesh
@@ -237,6 +239,37 @@ def test_the_warm_start_is_exported_while_there_is_nothing_else(tmp_path):
     run = a_run(tmp_path / "run", experiment, warm_start=True, steps=(3,))
     export.run(run, tmp_path / "out", dtype="float32")
     assert same_bytes(load(tmp_path / "out"), tensors_of_step(experiment.model, 3))
+
+
+@pytest.mark.parametrize("lora", [Lora(rank=2, alpha=3.0), Lora(rank=3, alpha=1.0, mlp=False)])
+def test_a_run_with_adapters_is_exported_as_the_sum(lora, tmp_path):
+    """What is frozen lies in `start/`, and the checkpoint holds the factors alone; both as the trainer writes them."""
+    experiment = replace(small_experiment.experiment, lora=lora)
+    run = open_run(tmp_path / "run", describe(experiment))
+    base = random_params(experiment.model)
+    rng = np.random.default_rng(1)
+    factors = jax.tree.map(
+        lambda leaf: rng.standard_normal(leaf.shape, np.float32), adapters.abstract(experiment.model, lora)
+    )
+    policy = adapters.adapted(base, factors, lora)
+    starting.keep_start(experiment, run, base)
+    state = new_state(policy, make_optimizer(experiment.optimizer), jax.random.key(0))
+    with Checkpoints(run.checkpoints, keep=1) as checkpoints:
+        checkpoints.save(5, starting.stored(state), {})
+    export.run(run.path, tmp_path / "out", dtype="float32")
+    found, expected = load(tmp_path / "out"), published(experiment.model, jax.device_get(low_rank.dense(policy)))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, rtol=1e-5, atol=1e-5)
+    plain = published(experiment.model, base)
+    changed = {name.split(".")[-2] for name, tensor in found.items() if not np.array_equal(tensor, plain[name])}
+    assert changed == {f"{each}_proj" for each in ("q", "k", "v", "o", *(("gate", "up", "down") if lora.mlp else ()))}
+    export.run(run.path, tmp_path / "half")
+    assert {tensor.dtype for tensor in load(tmp_path / "half").values()} == {np.dtype(ml_dtypes.bfloat16)}
+    shutil.rmtree(run.start)
+    with pytest.raises(UserError, match="start: wanted the parameters that the adapters stand beside, there are none"):
+        export.run(run.path, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)
