@@ -9,7 +9,10 @@ Everything is run in turn, round after round, and the shortest time of each coun
 disturbs all alike and little. "arrays" is what the compiled program keeps beside its arguments and results, in float32
 arrays of the size of the batch.
 
-Run: python docs/bench_losses.py [rows tokens]
+On a machine that others use too, seconds of one core are a steadier clock than those of the day:
+`taskset -c 0 python docs/bench_losses.py cpu`. What waits for memory counts, what waits for a core does not.
+
+Run: python docs/bench_losses.py [cpu] [rows tokens]
 """
 
 import sys
@@ -27,6 +30,7 @@ NAMES = (
 )
 ROUNDS = 40
 BYTES = 4 + 4 + 1 + 4  # logp, old_logp, mask, gradient
+CLOCK = time.process_time if "cpu" in sys.argv else time.perf_counter
 
 
 def batch(rows, tokens):
@@ -56,9 +60,9 @@ def seconds(functions, arguments):
     best = dict.fromkeys(functions, float("inf"))
     for _ in range(ROUNDS):
         for key, function in functions.items():
-            began = time.perf_counter()
+            began = CLOCK()
             jax.block_until_ready(function(*arguments))
-            best[key] = min(best[key], time.perf_counter() - began)
+            best[key] = min(best[key], CLOCK() - began)
     return best
 
 
@@ -85,4 +89,4 @@ def main(rows=512, tokens=4096):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]))
+    main(*(int(word) for word in sys.argv[1:] if word.isdigit()))

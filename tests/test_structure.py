@@ -22,8 +22,9 @@ EXPERIMENTS = sorted((ROOT / "experiments").glob("*.py"))
 BUDGETED = [*FILES.values(), *EXPERIMENTS]
 
 # What may be imported outside the standard library and gspax itself, by the modules that promise to need little.
-PURE = {"gspax.losses", "gspax.masked", "gspax.advantages"}  # with their submodules: also no other gspax module
-LIGHT = ["gspax", "gspax.losses", "gspax.masked", "gspax.advantages"]  # `pip install gspax` brings jax and numpy only
+# The pure ones, with their submodules, import no other gspax module either; `pip install gspax` brings jax and numpy only.
+PURE = {"gspax.losses", "gspax.masked", "gspax.advantages", "gspax.shaping"}
+LIGHT = ["gspax", *sorted(PURE)]
 # Priced before any accelerator code loads.
 DECLARATIVE = ["gspax.config", "gspax.hf", "gspax.model.config", "gspax.model.presets", "gspax.hf.config_json"]
 ACCELERATOR = {"jax", "jaxlib", "flax", "optax", "orbax"}
