@@ -22,7 +22,7 @@ EXPERIMENTS = sorted((ROOT / "experiments").glob("*.py"))
 BUDGETED = [*FILES.values(), *EXPERIMENTS]
 
 # What may be imported outside the standard library and gspax itself, by the modules that promise to need little.
-# The pure ones, with their submodules, import no other gspax module either; `pip install gspax` brings jax and numpy only.
+# The pure ones, with their submodules, import no other gspax module. `pip install gspax` brings jax and numpy only.
 PURE = {"gspax.losses", "gspax.masked", "gspax.advantages", "gspax.shaping"}
 LIGHT = ["gspax", *sorted(PURE)]
 # Priced before any accelerator code loads.
