@@ -39,6 +39,7 @@ def make_state(devices=8, seed=0, rows=16):
         key=jax.random.key(seed, impl="rbg"),
         params=params,
         opt_state=optimizer.init(params),
+        clip_range=jnp.array([0.02, 0.03]),
     )
     everywhere = sharding(devices)
     return jax.tree.map(lambda x: x if len(x.devices()) == devices else jax.device_put(x, everywhere), state)
