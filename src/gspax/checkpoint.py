@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from gspax.errors import UserError
 
 STATE, EXTRA = "state", "extra"
+CHUNK, FILE = 2**26, 2**28  # bytes that are compressed at once, and of a file: what a save needs besides the arrays
 
 
 class Checkpoints:
@@ -39,7 +40,9 @@ class Checkpoints:
             self.directory,
             options=options,
             item_handlers={
-                STATE: ocp.StandardCheckpointHandler(save_concurrent_gb=concurrent_gb),
+                STATE: ocp.PyTreeCheckpointHandler(
+                    save_concurrent_gb=concurrent_gb, save_device_host_concurrent_gb=concurrent_gb
+                ),
                 EXTRA: ocp.JsonCheckpointHandler(),
             },
         )
@@ -67,9 +70,13 @@ class Checkpoints:
         try:
             for later in [old for old in self._manager.all_steps() if old >= step]:
                 self._manager.delete(later)
-            items = ocp.args.Composite(
-                **{STATE: ocp.args.StandardSave(_storable(_table(state))), EXTRA: ocp.args.JsonSave(dict(extra))}
+            table = _storable(_table(state))
+            whole = ocp.args.PyTreeSave(
+                table,
+                save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in table},
+                ocdbt_target_data_file_size=FILE,
             )
+            items = ocp.args.Composite(**{STATE: whole, EXTRA: ocp.args.JsonSave(dict(extra))})
             self._manager.save(step, args=items, force=True)
         except Exception as error:
             raise UserError(f"checkpoint {step} could not be written to {self.directory}: {_brief(error)}") from error
@@ -111,9 +118,11 @@ class Checkpoints:
             raise self._unreadable(step, error) from error
         if problem := _mismatch(stored, target):
             raise UserError(f"checkpoint {step} in {self.directory} is of another model or optimiser: {problem}")
+        places = ocp.checkpoint_utils.construct_restore_args(target)
+        reading = ocp.args.PyTreeRestore(target, restore_args=places)
         try:
             items = ocp.args.Composite(
-                **{STATE: ocp.args.StandardRestore(target), EXTRA: ocp.args.JsonRestore()},
+                **{STATE: reading, EXTRA: ocp.args.JsonRestore()},
             )
             read = self._manager.restore(step, args=items)
         except Exception as error:
