@@ -89,7 +89,7 @@ def test_the_other_verbs(called, tmp_path, capsys):
     ("arguments", "said"),
     [
         (["trian"], "there is no verb 'trian'; did you mean 'train'?"),
-        (["xyz"], "there is no verb 'xyz'; it is one of train, sft, eval, bench, report"),
+        (["xyz"], "there is no verb 'xyz'; it is one of train, sft, eval, bench, compile"),
         (["train"], "the following arguments are required: FILE"),
         (["train", STUB], "wanted --workdir DIR"),
         (["train", STUB, "--workdir", "w", "--devices", "2"], "--devices is for --dry-run"),

@@ -1,4 +1,4 @@
-"""The program `gspax`: train, sft, eval, bench, report, convert, export, parity.
+"""The program `gspax`: train, sft, eval, bench, compile, report, convert, export, parity.
 
 Exit codes: 0 done; 1 a failure while running; 2 a mistake in the input, told in one line each on stderr; 128 + the
 signal's number for a run that a signal ended (130 for ctrl-c, 143 for SIGTERM). GSPAX_TRACEBACK=1 adds the traceback to
@@ -13,7 +13,6 @@ import argparse
 import difflib
 import importlib
 import os
-import re
 import shlex
 import signal
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gspax
+from gspax.arguments import Parser, at_least, size, verb_parser
 from gspax.errors import UserError
 
 if TYPE_CHECKING:
@@ -93,15 +93,8 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, without the usage."""
-
-    def error(self, message: str) -> Any:
-        raise UserError(f"{message} (see `{self.prog} --help`)")
-
-
-def _overview() -> _Parser:
-    parser = _Parser(
+def _overview() -> Parser:
+    parser = Parser(
         prog="gspax",
         description="GSPO and GRPO post-training of mixture-of-experts language models in JAX.",
         epilog="verbs:\n"
@@ -109,6 +102,7 @@ def _overview() -> _Parser:
         "  sft FILE --workdir DIR     only its supervised warm start\n"
         "  eval FILE --workdir DIR    measure a checkpoint on held-out problems\n"
         "  bench FILE                 measure speed on this machine\n"
+        "  compile FILE --topology T  compile for a TPU that is not there: does it fit, how fast could it be\n"
         "  report DIR                 write report.html of a run\n"
         "  convert --from HF --to DIR a Hugging Face checkpoint as an Orbax one, to start from\n"
         "  export --from DIR --to HF  a run's parameters as a Hugging Face checkpoint\n"
@@ -124,40 +118,21 @@ def _overview() -> _Parser:
     return parser
 
 
-def _parser(verb: str, description: str, example: str) -> _Parser:
-    return _Parser(
-        prog=f"gspax {verb}",
-        description=description,
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
-def _add_experiment(parser: _Parser) -> None:
+def _add_experiment(parser: Parser) -> None:
     parser.add_argument("file", metavar="FILE", help="a Python file that defines `experiment = Experiment(...)`")
     parser.add_argument(
         "overrides", nargs="*", metavar="a.b=c", help="set a field of the experiment; later ones win (null for None)"
     )
 
 
-def _add_dry_run(parser: _Parser) -> None:
+def _add_dry_run(parser: Parser) -> None:
     parser.add_argument("--workdir", type=Path, metavar="DIR", help="where the run writes (not needed for a dry run)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print settings and costs, and stop")
-    parser.add_argument("--devices", type=_at_least(1), metavar="N", help="of the dry run's machine (default: 1)")
+    parser.add_argument("--devices", type=at_least(1), metavar="N", help="of the dry run's machine (default: 1)")
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"wanted a whole number of at least {least}, got {text!r}")
-        return int(text)
-
-    return parse
-
-
-def _train_parser() -> _Parser:
-    parser = _parser(
+def _train_parser() -> Parser:
+    parser = verb_parser(
         "train",
         "Run an experiment: warm start, sampling, updates, evaluation. If DIR holds a checkpoint of it, continue.",
         "gspax train experiments/sort_gspo.py --workdir runs/sort schedule.steps=200 optimizer.learning_rate=1e-4",
@@ -191,8 +166,8 @@ def _next_commands(options: argparse.Namespace, experiment: Experiment) -> str:
     )
 
 
-def _sft_parser() -> _Parser:
-    parser = _parser(
+def _sft_parser() -> Parser:
+    parser = verb_parser(
         "sft",
         "Only the supervised warm start of an experiment.",
         "gspax sft experiments/sort_gspo.py --workdir runs/sort_sft warm_start.steps=100",
@@ -210,15 +185,15 @@ def _sft(options: argparse.Namespace) -> None:
         _verb("sft").run(experiment, options.workdir)
 
 
-def _eval_parser() -> _Parser:
-    parser = _parser(
+def _eval_parser() -> Parser:
+    parser = verb_parser(
         "eval",
         "Measure a checkpoint on held-out problems, sampled at temperature 1 and decoded greedily.",
         "gspax eval experiments/sort_gspo.py --workdir runs/sort --step 100 evaluation.problems=1024",
     )
     _add_experiment(parser)
     parser.add_argument("--workdir", type=Path, metavar="DIR", required=True, help="of the run")
-    parser.add_argument("--step", type=_at_least(0), metavar="N", help="the checkpoint (default: the newest)")
+    parser.add_argument("--step", type=at_least(0), metavar="N", help="the checkpoint (default: the newest)")
     return parser
 
 
@@ -228,8 +203,8 @@ def _eval(options: argparse.Namespace) -> None:
     _verb("evaluate").run(experiment, options.workdir, options.step)
 
 
-def _bench_parser() -> _Parser:
-    parser = _parser(
+def _bench_parser() -> Parser:
+    parser = verb_parser(
         "bench",
         "Measure how fast an experiment samples and trains on this machine.",
         "gspax bench experiments/sort_gspo.py sampling.prompts=128",
@@ -242,8 +217,25 @@ def _bench(options: argparse.Namespace) -> None:
     _verb("bench").run(_experiment(options))
 
 
-def _report_parser() -> _Parser:
-    parser = _parser("report", "Write report.html of a run: curves, samples, settings.", "gspax report runs/sort")
+def _compile_parser() -> Parser:
+    parser = verb_parser(
+        "compile",
+        "Compile an experiment for a TPU that is not there: memory, traffic, roofline; exit code 1 if it does not fit.",
+        "gspax compile experiments/qwen3_30b_a3b.py --topology v5p:4x4x4 sampling.max_tokens=2048",
+    )
+    _add_experiment(parser)
+    parser.add_argument("--topology", metavar="CHIP:AxB", required=True, help="such as v5e:8x8 or v5p:4x4x4, in chips")
+    return parser
+
+
+def _compile(options: argparse.Namespace) -> None:
+    topology = _verb("aot.chips").topology(options.topology)
+    if not _verb("compile").run(_experiment(options), topology):
+        raise SystemExit(1)
+
+
+def _report_parser() -> Parser:
+    parser = verb_parser("report", "Write report.html of a run: curves, samples, settings.", "gspax report runs/sort")
     parser.add_argument("workdir", type=Path, metavar="DIR", help="of the run")
     return parser
 
@@ -253,8 +245,8 @@ def _report(options: argparse.Namespace) -> None:
     print(_verb("report").write(options.workdir))
 
 
-def _convert_parser() -> _Parser:
-    parser = _parser(
+def _convert_parser() -> Parser:
+    parser = verb_parser(
         "convert",
         "Write a Hugging Face checkpoint of a Qwen3 model as an Orbax one, which an experiment names as model=hf(DIR).",
         "gspax convert --from Qwen/Qwen3-30B-A3B --to checkpoints/qwen3_30b",
@@ -268,8 +260,8 @@ def _convert(options: argparse.Namespace) -> None:
     _verb("convert").run(options.source, options.target, options.dtype)
 
 
-def _export_parser() -> _Parser:
-    parser = _parser(
+def _export_parser() -> Parser:
+    parser = verb_parser(
         "export",
         "Write a run's newest checkpoint as a Hugging Face one, which transformers, vLLM and SGLang load.",
         "gspax export --from runs/sort --to exported/sort --dtype float32",
@@ -279,9 +271,9 @@ def _export_parser() -> _Parser:
     )
     _add_target(parser, "bfloat16")
     parser.add_argument(
-        "--shard-size", type=_size, default="5GB", metavar="SIZE", help="the most bytes in a file (default: 5GB)"
+        "--shard-size", type=size, default="5GB", metavar="SIZE", help="the most bytes in a file (default: 5GB)"
     )
-    parser.add_argument("--step", type=_at_least(0), metavar="N", help="the checkpoint (default: the newest)")
+    parser.add_argument("--step", type=at_least(0), metavar="N", help="the checkpoint (default: the newest)")
     return parser
 
 
@@ -291,7 +283,7 @@ def _export(options: argparse.Namespace) -> None:
     _verb("export").run(options.source, options.target, **alike)
 
 
-def _add_target(parser: _Parser, dtype: str) -> None:
+def _add_target(parser: Parser, dtype: str) -> None:
     parser.add_argument(
         "--to", dest="target", type=Path, metavar="DIR", required=True, help="a new folder; written whole or not at all"
     )
@@ -300,16 +292,8 @@ def _add_target(parser: _Parser, dtype: str) -> None:
     )
 
 
-def _size(text: str) -> int:
-    """`5GB`, `500MB` or `1000000` as a number of bytes."""
-    found = re.fullmatch(r"(\d+)(|KB|MB|GB)", text)
-    if not found or int(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"wanted a size such as 5GB or 500MB, got {text!r}")
-    return int(found[1]) * {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[found[2]]
-
-
-def _parity_parser() -> _Parser:
-    parser = _parser(
+def _parity_parser() -> Parser:
+    parser = verb_parser(
         "parity",
         "Compute a Hugging Face checkpoint in gspax and in transformers, in float32; exit code 1 if they differ.",
         "gspax parity Qwen/Qwen3-0.6B --prompt 'Sort: 3 1 2'",
@@ -317,7 +301,7 @@ def _parity_parser() -> _Parser:
     parser.add_argument("checkpoint", metavar="HF", help="a folder, or a name on the Hub")
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", help="for the checkpoint's tokenizer (default: 32 random tokens)")
-    text.add_argument("--tokens", type=_at_least(0), nargs="+", metavar="ID", help="instead of a text")
+    text.add_argument("--tokens", type=at_least(0), nargs="+", metavar="ID", help="instead of a text")
     return parser
 
 
@@ -327,11 +311,12 @@ def _parity(options: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-VERBS: dict[str, tuple[Callable[[], _Parser], Callable[[argparse.Namespace], None]]] = {
+VERBS: dict[str, tuple[Callable[[], Parser], Callable[[argparse.Namespace], None]]] = {
     "train": (_train_parser, _train),
     "sft": (_sft_parser, _sft),
     "eval": (_eval_parser, _eval),
     "bench": (_bench_parser, _bench),
+    "compile": (_compile_parser, _compile),
     "report": (_report_parser, _report),
     "convert": (_convert_parser, _convert),
     "export": (_export_parser, _export),

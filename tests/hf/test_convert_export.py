@@ -17,7 +17,7 @@ import small_experiment
 import tiny
 from published import load, published, random_params, same_bytes, save
 
-from gspax import adapters, cli, convert, export, folders, starting
+from gspax import adapters, arguments, cli, convert, export, folders, starting
 from gspax import config as experiment_config
 from gspax.checkpoint import Checkpoints
 from gspax.config import Lora, Optimizer
@@ -406,4 +406,4 @@ def test_bad_input_is_a_sentence_and_exit_2(arguments, said, tmp_path, monkeypat
     ("text", "size"), [("5GB", 5_000_000_000), ("500MB", 500_000_000), ("3KB", 3000), ("1000", 1000)]
 )
 def test_sizes(text, size):
-    assert cli._size(text) == size
+    assert arguments.size(text) == size

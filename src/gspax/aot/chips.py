@@ -1,0 +1,150 @@
+"""TPU chips and topologies: what a device can do, and the devices of a topology that is not there.
+
+A device is what jax calls one: a whole chip, but half a chip of TPU7x. Rates are peaks from the vendor's pages
+(cloud.google.com/tpu/docs: v5e, v5p, v6e, tpu7x), links being the published bidirectional rate of a chip divided by its
+ports and by two. `memory` is what the compiler lets a program use, read from its refusals (libtpu 0.0.42).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gspax.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One device of a kind of TPU."""
+
+    flops: float  # FLOP/s of bfloat16 matrix products
+    memory: int  # bytes that a program may use
+    memory_rate: float  # bytes/s
+    link_rate: float  # bytes/s, one way, of the device's share of one link to a neighbour
+    dimensions: int  # of the torus
+    ring: int  # a dimension of a multiple of this length closes to a ring
+    devices: int  # per chip
+
+
+CHIPS = {
+    "v5e": Chip(
+        flops=197e12,
+        memory=int(15.75 * 2**30),
+        memory_rate=819e9,
+        link_rate=50e9,
+        dimensions=2,
+        ring=16,
+        devices=1,
+    ),
+    "v5p": Chip(
+        flops=459e12,
+        memory=int(95.74 * 2**30),
+        memory_rate=2765e9,
+        link_rate=100e9,
+        dimensions=3,
+        ring=4,
+        devices=1,
+    ),
+    "v6e": Chip(
+        flops=918e12,
+        memory=int(31.25 * 2**30),
+        memory_rate=1638e9,
+        link_rate=100e9,
+        dimensions=2,
+        ring=16,
+        devices=1,
+    ),
+    "tpu7x": Chip(
+        flops=2307e12 / 2,
+        memory=int(94.75 * 2**30),
+        memory_rate=7380e9 / 2,
+        link_rate=100e9 / 2,
+        dimensions=3,
+        ring=4,
+        devices=2,
+    ),
+}
+# libtpu would ask the metadata server of a TPU VM, and lets one process in at a time.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """So many chips of a kind in a box, such as v5p:4x4x4."""
+
+    kind: str
+    sides: tuple[int, ...]
+
+    @property
+    def chip(self) -> Chip:
+        return CHIPS[self.kind]
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{'x'.join(map(str, self.sides))}"
+
+    def network_rate(self, crossed: tuple[int, ...]) -> float:
+        """Bytes/s that a device can send at once along those dimensions of the torus: two links of a ring, one of a
+        line, on whose end devices the others wait."""
+        links = sum(2 if self.sides[axis] % self.chip.ring == 0 else 1 for axis in crossed if self.sides[axis] > 1)
+        return max(links, 1) * self.chip.link_rate
+
+
+def topology(text: str) -> Topology:
+    """`v5p:4x4x4` read. UserError says what is wrong with anything else."""
+    found = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", text.strip())
+    if not found:
+        raise UserError(f"--topology: wanted a chip and the sides of its box such as v5p:4x4x4, got {text!r}")
+    kind, sides = found[1], tuple(map(int, found[2].split("x")))
+    if kind not in CHIPS:
+        near = difflib.get_close_matches(kind, CHIPS, n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(f"--topology: wanted a chip out of {', '.join(CHIPS)}, got {kind!r}{hint}")
+    wanted = CHIPS[kind].dimensions
+    if len(sides) != wanted or min(sides) < 1:
+        example = "x".join("4" * wanted)
+        raise UserError(f"--topology: {kind} has {wanted} dimensions, such as {kind}:{example}; got {text!r}")
+    return Topology(kind=kind, sides=sides)
+
+
+def devices(topology: Topology) -> list[Any]:
+    """The devices of a topology, for compiling alone: nothing can be put on them or run.
+
+    Raises:
+      UserError: libtpu is not installed, or knows no such topology.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError("compiling for a TPU needs the package libtpu: pip install 'gspax[tpu]'")
+    from jax.experimental import topologies
+
+    try:
+        with _environment():
+            return list(topologies.get_topology_desc(platform="tpu", topology_name=str(topology)).devices)
+    except Exception as problem:
+        reason = str(problem).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+        raise UserError(f"--topology {topology}: libtpu knows no such topology: {reason}") from problem
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """`ENVIRONMENT` where nothing else was set; processes started later must not take this machine for a TPU's."""
+    missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)

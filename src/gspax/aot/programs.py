@@ -1,0 +1,121 @@
+"""The programs that a run of an experiment compiles, lowered for any devices from shapes alone: no array is made.
+
+They are the run's own functions; only their arguments are described instead of made. A test compares the described
+batch with the one that a rollout is cut into.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspax import sampler
+from gspax.config import Experiment
+from gspax.model.config import is_sparse
+from gspax.objective import of_experiment
+from gspax.optimizer import make_optimizer
+from gspax.sharding import named
+from gspax.state import abstract_params, abstract_state
+from gspax.train_step import make_score, make_train_step
+from gspax.types import Batch
+
+TRAIN, SCORE, ROLLOUT = "train step", "old log-probs", "rollout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    name: str
+    lower: Callable[[], Any]  # -> jax.stages.Lowered
+    besides: int  # bytes that the run holds on each device while this runs, and does not give it
+
+
+def programs(experiment: Experiment, mesh: jax.sharding.Mesh) -> list[Program]:
+    """The train step, the scoring of a mini-batch (old log-probs; the reference's too) and the sampler.
+
+    The sampler's prompts have their greatest length. The mesh may be of devices that are not there.
+    """
+    optimizer = make_optimizer(experiment.optimizer)
+    state = abstract_state(experiment.model, optimizer, mesh, experiment.lora)
+    batch = abstract_batch(experiment, mesh)
+    reference: Any = ()
+    if experiment.reference is not None and experiment.lora is None:
+        reference = abstract_params(experiment.model, mesh)
+    batches = experiment.schedule.minibatches * device_bytes(batch)
+    held = device_bytes(state) + device_bytes(reference)
+    alike: dict[str, Any] = {
+        "temperature": experiment.sampling.temperature,
+        "microbatch_rows": experiment.schedule.microbatch_rows,
+        "mesh": mesh,
+    }
+
+    def train() -> Any:
+        replay = experiment.routing_replay
+        step: Any = make_train_step(
+            experiment.model, of_experiment(experiment), optimizer, routing_replay=replay, **alike
+        )
+        return step.lower(state, batch)
+
+    def score() -> Any:
+        scoring: Any = make_score(experiment.model, **alike)
+        return scoring.lower(state.params, batch)
+
+    def rollout() -> Any:
+        prompts = _prompts(experiment, mesh)
+        return sampler._generate.lower(
+            state.params,
+            *prompts,
+            state.key,
+            config=experiment.model,
+            sampling=experiment.sampling,
+            stop_ids=experiment.tokenizer.stop_ids,
+            mesh=mesh,
+        )
+
+    params = device_bytes(state.params)
+    return [
+        Program(name=TRAIN, lower=train, besides=held + batches - device_bytes(state) - device_bytes(batch)),
+        Program(name=SCORE, lower=score, besides=held + batches - params - device_bytes(batch)),
+        Program(name=ROLLOUT, lower=rollout, besides=held - params - device_bytes(state.key)),
+    ]
+
+
+def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
+    """`ShapeDtypeStruct`s of a mini-batch as `minibatches.cut` and `scored` make it, with shardings."""
+    config, sampling = experiment.model, experiment.sampling
+    rows = sampling.prompts * sampling.group // experiment.schedule.minibatches
+    shape = (rows, sampling.max_prompt_tokens + sampling.max_tokens)
+    columns: dict[str, Any] = {
+        "tokens_BT": (shape, jnp.int32),
+        "segment_BT": (shape, jnp.int32),
+        "mask_BT": (shape, jnp.bool_),
+        "old_logp_BT": (shape, jnp.float32),
+        "advantage_B": (shape[:1], jnp.float32),
+        "sampler_logp_BT": (shape, jnp.float32),
+    }
+    if experiment.reference is not None:
+        columns["ref_logp_BT"] = (shape, jnp.float32)
+    if experiment.routing_replay or experiment.regularizers.load_balance:
+        sparse = sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+        columns["expert_BLTA"] = ((rows, sparse, shape[1], config.num_experts_per_tok), jnp.int32)
+    described: dict[str, Any] = {name: _rows(mesh, *column) for name, column in columns.items()}
+    return Batch(**described)
+
+
+def _prompts(experiment: Experiment, mesh: jax.sharding.Mesh) -> tuple[Any, Any, Any]:
+    """Tokens, lengths and ids of the prompts of a rollout."""
+    P, S = experiment.sampling.prompts, experiment.sampling.max_prompt_tokens
+    return _rows(mesh, (P, S), jnp.int32), _rows(mesh, (P,), jnp.int32), _rows(mesh, (P,), jnp.uint32)
+
+
+def _rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, "batch"))
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes that one device holds of a tree of `ShapeDtypeStruct`s with shardings, the padding of layouts left out."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,302 @@
+"""`gspax compile`: what an experiment would need on a TPU that is not there, from the code compiled for it.
+
+Each program of a run is compiled ahead of time for the devices of a topology. Memory is what the compiler says, with
+what the run holds besides; bytes moved and sent are read from the compiled text (`aot.traffic`, `aot.hlo`); FLOPs are
+counted from the model's shape. The times are rooflines: a phase takes as long as the slowest of its products at the
+chip's peak, its memory traffic, and what it sends to other devices, as if the three always overlapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from gspax.aot import chips, hlo
+from gspax.aot.chips import Topology
+from gspax.aot.hlo import Collective
+from gspax.aot.programs import ROLLOUT, SCORE, TRAIN, Program, programs
+from gspax.aot.traffic import traffic
+from gspax.bench import forward_flops
+from gspax.config import Experiment
+from gspax.sharding import make_mesh
+from gspax.validation import check
+
+PREFILL, DECODE = "prefill", "decode, a token"
+GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device while a program runs."""
+
+    arguments: int
+    results: int  # that do not take the place of arguments
+    temporaries: int
+    code: int
+    besides: int  # what the run holds and the program is not given
+    peak: int  # as the compiler reports it: without `besides`, and without what it loses between temporaries
+
+    @property
+    def together(self) -> int:
+        return max(self.arguments + self.results + self.temporaries + self.code, self.peak) + self.besides
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A program after compiling."""
+
+    name: str
+    seconds: float
+    memory: Memory | None = None
+    refusal: str = ""  # why the compiler made nothing of it
+    text: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One run of one part of a step, on one device."""
+
+    name: str
+    runs: int  # in a step
+    useful: float  # FLOPs of the model: forward, and backward twice that
+    done: float  # with those of recomputation
+    moved: int  # bytes from and to memory
+    sent: dict[Collective, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of a phase."""
+
+    compute: float
+    memory: float
+    network: float
+
+    @property
+    def bound(self) -> float:
+        return max(self.compute, self.memory, self.network)
+
+    @property
+    def reason(self) -> str:
+        return max(("compute", "memory", "network"), key=lambda name: getattr(self, name))
+
+
+def run(experiment: Experiment, topology: Topology) -> bool:
+    """Compile for the topology and print the report, program by program. Whether everything fits.
+
+    Raises:
+      UserError: libtpu is missing or does not know the topology, or the experiment does not fit its number of devices.
+    """
+    jax.config.update("jax_platforms", "cpu")  # a TPU that may be here has nothing to do with it
+    devices = chips.devices(topology)
+    check(experiment, len(devices))
+    mesh = make_mesh(experiment.mesh, devices)
+    axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+    print(f"{experiment.name} on {topology}: {len(devices)} devices, {axes}", flush=True)
+    compiled = []
+    for program in programs(experiment, mesh):
+        compiled.append(compile_program(program))
+        print(f"  {program.name}: compiled for {compiled[-1].seconds:.0f} s", flush=True)
+    print("\n" + memory_table(compiled, topology))
+    found = [phase for each in compiled if not each.refusal for phase in phases(experiment, each, dict(mesh.shape))]
+    if found:
+        crossed = dimensions_crossed(np.array([device.coords for device in mesh.devices.flat]), dict(mesh.shape))
+        estimates = [(phase, times(phase, topology, crossed)) for phase in found]
+        print("\n" + time_table(estimates, topology))
+        print("\n" + step_lines(experiment, estimates, topology, len(devices)))
+        print("\n" + collective_table(found))
+    wrong = misfits(compiled, topology)
+    print("\n" + ("\n".join(wrong) or f"Everything fits {topology}."))
+    return not wrong
+
+
+def compile_program(program: Program) -> Compiled:
+    """Lower and compile; a refusal for want of memory is part of the answer, anything else is raised."""
+    began = time.perf_counter()
+    try:
+        with _uncached():
+            made = program.lower().compile()
+    except jax.errors.JaxRuntimeError as problem:
+        if "RESOURCE_EXHAUSTED" not in str(problem):
+            raise
+        return Compiled(name=program.name, seconds=time.perf_counter() - began, refusal=refusal(str(problem)))
+    stats = made.memory_analysis()
+    memory = Memory(
+        arguments=stats.argument_size_in_bytes,
+        results=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+        besides=program.besides,
+        peak=stats.peak_memory_in_bytes,
+    )
+    return Compiled(name=program.name, seconds=time.perf_counter() - began, memory=memory, text=made.as_text())
+
+
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    """Nothing goes into jax's persistent cache: what is compiled for devices that are not there cannot be read back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def refusal(message: str) -> str:
+    """The line of the compiler's long message that has the numbers, without full stop and at most 300 characters."""
+    lines = message.removeprefix("RESOURCE_EXHAUSTED: ").strip().splitlines()
+    line = next((line for line in lines if re.search(r"\d.*\bhbm\b", line, re.IGNORECASE)), lines[0])
+    return line.strip()[:300].rstrip(".")
+
+
+def phases(experiment: Experiment, compiled: Compiled, mesh: dict[str, int]) -> list[Phase]:
+    """The parts of a step that a compiled program is: the sampler's are its prefill and its loop over tokens."""
+    config, sampling, schedule = experiment.model, experiment.sampling, experiment.schedule
+    devices = int(np.prod(list(mesh.values())))
+    S, C = sampling.max_prompt_tokens, sampling.max_tokens
+    rows = sampling.prompts * sampling.group / devices
+    tokens = rows / schedule.minibatches * (S + C)
+    module = hlo.parse(compiled.text)
+    moved = [traffic(module, unknown_trips=trips) for trips in (0, 1)]
+    sent = [Counter(hlo.collectives(module, mesh, unknown_trips=trips)) for trips in (0, 1)]
+    if compiled.name != ROLLOUT:
+        once = tokens * forward_flops(config, S + C)
+        useful, done = (3, 3 + config.remat) if compiled.name == TRAIN else (1, 1)
+        scored = 1 + (experiment.reference is not None)
+        runs = schedule.minibatches * (1 if compiled.name == TRAIN else scored)
+        return [
+            Phase(
+                name=compiled.name,
+                runs=runs,
+                useful=useful * once,
+                done=done * once,
+                moved=moved[1],
+                sent=dict(sent[1]),
+            )
+        ]
+    prompts = sampling.prompts / devices * S * forward_flops(config, S)
+    drawn = rows * forward_flops(config, 2 * (S + C / 2))  # a drawn token looks at all before it, not at half a row
+    return [
+        Phase(name=PREFILL, runs=1, useful=prompts, done=prompts, moved=moved[0], sent=dict(sent[0])),
+        Phase(
+            name=DECODE, runs=C - 1, useful=drawn, done=drawn, moved=moved[1] - moved[0], sent=dict(sent[1] - sent[0])
+        ),
+    ]
+
+
+def dimensions_crossed(coords: np.ndarray, mesh: dict[str, int]) -> Callable[[tuple[str, ...]], tuple[int, ...]]:
+    """A function from axes of the mesh to the dimensions of the torus that their groups of devices extend over.
+
+    Args:
+      coords: int [devices, dimensions], the places of the mesh's devices in the torus.
+      mesh: axis sizes, in the devices' order.
+    """
+    grid = coords.reshape(*mesh.values(), -1)
+
+    def crossed(axes: tuple[str, ...]) -> tuple[int, ...]:
+        group = grid[tuple(slice(None) if axis in axes else 0 for axis in mesh)].reshape(-1, grid.shape[-1])
+        return tuple(int(axis) for axis in np.flatnonzero((group != group[0]).any(axis=0)))
+
+    return crossed
+
+
+def times(phase: Phase, topology: Topology, crossed: Callable[[tuple[str, ...]], tuple[int, ...]]) -> Times:
+    """What a phase takes at the chip's peak rates; collectives follow one another, over all links they can use."""
+    every = tuple(range(len(topology.sides)))
+
+    def rate(axes: tuple[str, ...]) -> float:
+        return topology.network_rate(every if axes == ("unread",) else crossed(axes))
+
+    return Times(
+        compute=phase.done / topology.chip.flops,
+        memory=phase.moved / topology.chip.memory_rate,
+        network=sum(sent / rate(collective.axes) for collective, sent in phase.sent.items()),
+    )
+
+
+def misfits(compiled: list[Compiled], topology: Topology) -> list[str]:
+    """One sentence for each program that is too large."""
+    found = []
+    for each in compiled:
+        if each.refusal:
+            found.append(f"Does not fit {topology}: the compiler refuses the {each.name}: {each.refusal}")
+        elif each.memory is not None and each.memory.together > topology.chip.memory:
+            found.append(
+                f"Does not fit {topology}: the {each.name} needs {each.memory.together / GB:.2f} GB on each device, "
+                f"a program may use {topology.chip.memory / GB:.2f}"
+            )
+    return found
+
+
+def memory_table(compiled: list[Compiled], topology: Topology) -> str:
+    """Memory per device of each program that compiled, part by part."""
+    rows = {
+        "arguments": "arguments",
+        "results that replace none": "results",
+        "temporaries": "temporaries",
+        "code": "code",
+        "held by the run besides": "besides",
+        "together": "together",
+        "the compiler's own peak": "peak",
+    }
+    fitting = [each for each in compiled if each.memory is not None]
+    lines = [f"{'Memory per device, GB':<28}" + "".join(f"{each.name:>16}" for each in fitting)]
+    for title, name in rows.items():
+        cells = [f"{getattr(each.memory, name) / GB:>16.3f}" for each in fitting]
+        lines.append(f"  {title:<26}" + "".join(cells))
+    usable = topology.chip.memory / GB
+    return "\n".join([*lines, f"  {'a program may use':<26}" + f"{usable:>16.2f}" * len(fitting)])
+
+
+def time_table(estimates: list[tuple[Phase, Times]], topology: Topology) -> str:
+    """What each phase does on one device, and how long it takes at least."""
+    head = f"{'Per device and run':<18}{'TFLOP':>9}{'moved GB':>10}{'sent GB':>9}"
+    lines = [head + f"{'compute s':>11}{'memory s':>10}{'network s':>11}{'bound by':>10}{'MFU':>8}{'runs':>7}"]
+    for phase, found in estimates:
+        lines.append(
+            f"  {phase.name:<16}{phase.done / 1e12:9.3f}{phase.moved / GB:10.2f}{sum(phase.sent.values()) / GB:9.2f}"
+            f"{found.compute:11.4f}{found.memory:10.4f}{found.network:11.4f}{found.reason:>10}"
+            f"{_mfu([(phase, found)], topology):>8.1%}{phase.runs:>7,}"
+        )
+    return "\n".join(lines)
+
+
+def step_lines(experiment: Experiment, estimates: list[tuple[Phase, Times]], topology: Topology, devices: int) -> str:
+    """The whole step: rollout, scores and updates, if all of them compiled."""
+    parts = {phase.name: phase.runs * found.bound for phase, found in estimates}
+    if set(parts) != {TRAIN, SCORE, PREFILL, DECODE}:
+        return "No estimate of a whole step: not all of it compiled."
+    step = sum(parts.values())
+    drawn = experiment.sampling.prompts * experiment.sampling.group * experiment.sampling.max_tokens
+    return (
+        f"A step takes at least {step:.2f} s: rollout {parts[PREFILL] + parts[DECODE]:.2f}, "
+        f"old log-probs {parts[SCORE]:.2f}, updates {parts[TRAIN]:.2f}\n"
+        f"(responses of {experiment.sampling.max_tokens} tokens, perfect overlap); "
+        f"MFU at most {_mfu(estimates, topology):.1%}, {drawn / step / devices:,.0f} drawn tokens/s on each device"
+    )
+
+
+def _mfu(estimates: list[tuple[Phase, Times]], topology: Topology) -> float:
+    """Share of the chip's peak that goes into the model's FLOPs, recomputation not among them."""
+    seconds = sum(phase.runs * found.bound for phase, found in estimates)
+    useful = sum(phase.runs * phase.useful for phase, _ in estimates)
+    return useful / seconds / topology.chip.flops if seconds else 0.0
+
+
+def collective_table(found: list[Phase]) -> str:
+    """What each phase sends, by collective and axes."""
+    lines = ["Sent by each device in one run, GB"]
+    for phase in found:
+        for collective, sent in sorted(phase.sent.items(), key=lambda item: -item[1]):
+            over = f"{'+'.join(collective.axes) or 'no axis'} ({collective.size})"
+            lines.append(f"  {phase.name:<18}{collective.kind:<20}{over:<24}{sent / GB:12.4f}")
+    return "\n".join(lines)

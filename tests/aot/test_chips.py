@@ -1,0 +1,70 @@
+"""Topologies: what is accepted, what is said to anything else, and how much network a device has."""
+
+import importlib.util
+import os
+
+import pytest
+
+from gspax.aot import chips
+from gspax.errors import UserError
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)"
+)
+
+
+@pytest.mark.parametrize("text", ["v5p:4x4x4", "v5e:16x16", "v6e:2x4", "tpu7x:2x2x1"])
+def test_a_topology_is_read_and_written_the_same(text):
+    assert str(chips.topology(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("v5p", "wanted a chip and the sides of its box such as v5p:4x4x4, got 'v5p'"),
+        ("v5p:4x4x", "wanted a chip and the sides"),
+        ("v5p-64", "wanted a chip and the sides"),
+        ("v5b:4x4", "wanted a chip out of v5e, v5p, v6e, tpu7x, got 'v5b' (did you mean v5"),
+        ("gpu:4x4", "wanted a chip out of v5e, v5p, v6e, tpu7x, got 'gpu'"),
+        ("v5p:8x8", "v5p has 3 dimensions, such as v5p:4x4x4"),
+        ("v5e:4x4x4", "v5e has 2 dimensions, such as v5e:4x4"),
+        ("v5e:0x4", "v5e has 2 dimensions"),
+    ],
+)
+def test_anything_else_gets_one_sentence(text, said):
+    with pytest.raises(UserError) as caught:
+        chips.topology(text)
+    assert said in str(caught.value) and str(caught.value).startswith("--topology: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_libtpu_the_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs the package libtpu: pip install 'gspax\[tpu\]'"):
+        chips.devices(chips.topology("v5e:4x4"))
+
+
+@needs_libtpu
+def test_the_devices_of_a_topology_and_a_topology_that_there_is_not():
+    before = dict(os.environ)
+    assert len(chips.devices(chips.topology("v5p:2x2x4"))) == 16
+    with pytest.raises(UserError, match="--topology v5e:3x5: libtpu knows no such topology: "):
+        chips.devices(chips.topology("v5e:3x5"))
+    assert dict(os.environ) == before, "processes started later would take this machine for a TPU's"
+
+
+@pytest.mark.parametrize(
+    ("text", "crossed", "links"),
+    [
+        ("v5p:4x4x4", (0,), 2),  # a ring: both ways
+        ("v5p:4x4x4", (0, 1, 2), 6),
+        ("v5p:2x2x4", (0,), 1),  # a line of two
+        ("v5e:8x8", (0, 1), 2),  # a v5e dimension closes to a ring at 16
+        ("v5e:16x16", (0, 1), 4),
+        ("v6e:4x1", (1,), 1),
+        ("v5e:4x4", (), 1),
+    ],
+)
+def test_links_that_a_device_can_use_at_once(text, crossed, links):
+    topology = chips.topology(text)
+    assert topology.network_rate(crossed) == links * topology.chip.link_rate

@@ -1,0 +1,235 @@
+"""The text of compiled programs: loops, branches, and what collectives send, by hand and from one compiled here."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gspax.aot import hlo
+from gspax.aot.hlo import Collective
+
+MESH = {"data": 2, "fsdp": 4}
+SUM = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+"""
+
+
+def program(*lines, computations=""):
+    body = "\n".join(f"  {line}" for line in lines)
+    return hlo.parse(f"HloModule m\n{SUM}{computations}\nENTRY %main (x: f32[8,16]) -> f32[8,16] {{\n{body}\n}}\n")
+
+
+ROWS = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+COLUMNS = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
+LINES = {
+    "an all-gather sends all but one part of its result": (
+        f"%g = bf16[8,16]{{1,0:T(8,128)(2,1)}} all-gather(%x), {ROWS}, dimensions={{0}}",
+        ("all-gather", ("fsdp",), 4),
+        256 * 3 // 4,
+    ),
+    "the start of one names its argument too": (
+        f"%g = (f32[2,16]{{1,0}}, f32[8,16]{{1,0}}) all-gather-start(%x), {ROWS}, dimensions={{0}}",
+        ("all-gather", ("fsdp",), 4),
+        512 * 3 // 4,
+    ),
+    "an all-reduce gathers what it has scattered": (
+        f"%r = f32[8,16]{{1,0}} all-reduce(%x), {COLUMNS}, to_apply=%add",
+        ("all-reduce", ("data",), 2),
+        2 * 512 // 2,
+    ),
+    "several arrays at once": (
+        "%r = (f32[8]{0}, /*index=1*/bf16[8]{0}) all-reduce(%x, %y), replica_groups={}, to_apply=%add",
+        ("all-reduce", ("data", "fsdp"), 8),
+        2 * (32 + 16) * 7 // 8,
+    ),
+    "a reduce-scatter sends all but one part of its argument": (
+        f"%s = f32[2,16]{{1,0}} reduce-scatter(%x), {ROWS}, dimensions={{0}}, to_apply=%add",
+        ("reduce-scatter", ("fsdp",), 4),
+        3 * 128,
+    ),
+    "an all-to-all keeps one part": (
+        "%s = f32[8,16]{1,0} all-to-all(%x), replica_groups=[2,4]<=[8], dimensions={0}",
+        ("all-to-all", ("fsdp",), 4),
+        512 * 3 // 4,
+    ),
+    "a permutation sends everything": (
+        "%p = f32[8,16]{1,0} collective-permute(%x), source_target_pairs={{0,0},{1,5},{5,1}}",
+        ("collective-permute", ("data",), 2),
+        512,
+    ),
+    "groups as a transposed array": (
+        "%r = f32[8,16]{1,0} all-gather(%x), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}",
+        ("all-gather", ("data",), 2),
+        256,
+    ),
+    "groups as axes of a mesh": (
+        "%r = f32[8,16]{1,0} all-gather(%x), replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}",
+        ("all-gather", ("fsdp",), 4),
+        512 * 3 // 4,
+    ),
+    "groups as axes of a mesh in another order": (
+        "%r = f32[8,16]{1,0} all-gather(%x), replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}",
+        ("all-gather", ("data",), 2),
+        256,
+    ),
+    "a way to write groups that is not known counts as the whole mesh": (
+        "%r = f32[8,16]{1,0} all-gather(%x), replica_groups=somehow, dimensions={0}",
+        ("all-gather", ("unread",), 8),
+        512 * 7 // 8,
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "collective", "sent"), LINES.values(), ids=LINES)
+def test_what_a_collective_sends(line, collective, sent):
+    found = hlo.collectives(program(line), MESH, unknown_trips=1)
+    assert found == {Collective(*collective): sent}
+
+
+def test_the_end_of_an_asynchronous_collective_sends_nothing_more():
+    text = """
+%inner (x: f32[8]) -> f32[8] {
+  ROOT %r = f32[8]{0} all-to-all(%x), replica_groups={}, dimensions={0}
+}
+"""
+    started = "%s = ((f32[8]), f32[8], u32[]) async-start(%x), calls=%inner"
+    ended = "ROOT %e = f32[8]{0} async-done(%s), calls=%inner"
+    found = hlo.collectives(program(started, ended, computations=text), MESH, unknown_trips=1)
+    assert list(found.values()) == [32 * 7 // 8]
+
+
+def test_a_collective_spread_over_fusions_counts_where_it_starts():
+    """The TPU compiler shows the whole collective in every fusion that does a part of it."""
+    shown = f"%g = f32[8]{{0}} all-gather(%x), {ROWS}, async_collective_fusion_config={{}}"
+    text = f"""
+%starting (x: f32[2]) -> f32[8] {{
+  {shown}
+  ROOT %c = f32[8]{{0}} custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}}
+
+%going_on (x: f32[2]) -> f32[8] {{
+  {shown}
+  ROOT %c = f32[8]{{0}} custom-call(%g), custom_call_target="AsyncCollectiveDone"
+}}
+"""
+    lines = ("%a = f32[8]{0} fusion(%x), calls=%starting", "ROOT %b = f32[8]{0} fusion(%a), calls=%going_on")
+    found = hlo.collectives(program(*lines, computations=text), MESH, unknown_trips=1)
+    assert found == {Collective("all-gather", ("fsdp",), 4): 24}
+
+
+def loop(condition, attributes=""):
+    text = f"""
+%body (s: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {{
+  ROOT %r = f32[8,16]{{1,0}} all-gather(%s), {ROWS}, dimensions={{0}}
+}}
+
+{condition}
+"""
+    line = f"ROOT %w = (s32[], f32[8,16]) while(%x), condition=%test, body=%body{attributes}"
+    return program(line, computations=text)
+
+
+PLAIN = """
+%test (s: (s32[], f32[8,16])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(48)
+  %i = s32[]{:T(128)} get-tuple-element(%s), index=0
+  ROOT %c = pred[]{:T(512)} compare(%i, %limit), direction=LT
+}
+"""
+FUSED = """
+%inner (i: s32[], limit: s32[]) -> pred[] {
+  %i = s32[] parameter(0)
+  %limit = s32[] parameter(1)
+  ROOT %c = pred[] compare(%i, %limit), direction=LT
+}
+
+%test (s: (s32[], f32[8,16])) -> pred[] {
+  %i = s32[] get-tuple-element(%s), index=0
+  %forty = s32[] constant(40)
+  ROOT %f = pred[] fusion(%i, %forty), kind=kLoop, calls=%inner
+}
+"""
+OPEN = """
+%test (s: (s32[], f32[8,16])) -> pred[] {
+  ROOT %c = pred[] get-tuple-element(%s), index=1
+}
+"""
+KNOWN = ', backend_config={"known_trip_count":{"n":"7"}}'
+LOOPS = {
+    "a constant in its condition": (loop(PLAIN), 48),
+    "a constant given to a fused condition": (loop(FUSED), 40),
+    "a number beside it": (loop(OPEN, KNOWN), 7),
+    "nothing": (loop(OPEN), None),
+}
+
+
+@pytest.mark.parametrize(("module", "times"), LOOPS.values(), ids=LOOPS)
+def test_how_often_a_loop_runs(module, times):
+    (found,) = hlo.collectives(module, MESH, unknown_trips=5).values()
+    assert found == 384 * (5 if times is None else times)
+    assert hlo.unread_loops(module) == (times is None)
+
+
+def test_of_the_branches_of_a_condition_the_dearest_counts():
+    text = """
+%cheap (x: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} all-gather(%x), replica_groups={}, dimensions={0}
+}
+
+%dear (x: f32[8]) -> f32[8] {
+  ROOT %b = f32[80]{0} all-gather(%x), replica_groups={}, dimensions={0}
+}
+"""
+    for branches in (
+        "branch_computations={%cheap, %dear, %cheap}",
+        "true_computation=%dear, false_computation=%cheap",
+    ):
+        line = f"ROOT %c = f32[8]{{0}} conditional(%p, %x, %x), {branches}"
+        found = hlo.collectives(program(line, computations=text), MESH, unknown_trips=1)
+        assert list(found.values()) == [320 * 7 // 8]
+
+
+@pytest.mark.parametrize(
+    ("type_", "sizes"),
+    [
+        ("f32[]", [4]),
+        ("(bf16[2,3]{1,0:T(8,128)(2,1)}, pred[8]{0}, s32[0])", [12, 8, 0]),
+        ("f8e4m3fn[16]", [16]),
+        ("s4[3]", [2]),
+    ],
+)
+def test_bytes_of_a_type(type_, sizes):
+    assert hlo.array_bytes(type_) == sizes
+
+
+def test_a_text_without_an_entry_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY"):
+        hlo.parse("HloModule m\n")
+
+
+def test_a_program_compiled_here():
+    """A scan of known collectives on 8 devices: each is found with its axes and bytes, as often as the scan runs."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+
+    def once(x, _):
+        whole = jax.lax.all_gather(x, "fsdp", tiled=True)  # [4, 16] -> [16, 16]
+        part = jax.lax.psum_scatter(jnp.sin(whole), "data", tiled=True)  # -> [8, 16]
+        return jax.lax.ppermute(x + part[:4], "fsdp", [(i, (i + 1) % 4) for i in range(4)]), None
+
+    def run(x):
+        return jax.lax.scan(once, x, None, length=3)[0]
+
+    spec = P(("data", "fsdp"))
+    x = jax.ShapeDtypeStruct((32, 16), jnp.float32, sharding=NamedSharding(mesh, spec))
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    found = hlo.collectives(hlo.parse(mapped.lower(x).compile().as_text()), MESH, unknown_trips=0)
+    assert found == {
+        Collective("all-gather", ("fsdp",), 4): 3 * 1024 * 3 // 4,
+        Collective("reduce-scatter", ("data",), 2): 3 * 1024 // 2,
+        Collective("collective-permute", ("fsdp",), 2): 3 * 256,
+    }

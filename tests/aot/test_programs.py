@@ -1,0 +1,76 @@
+"""What is compiled ahead of time is what a run compiles: the described batch is the one that a rollout is cut into."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_experiment
+
+from gspax import config, losses, minibatches
+from gspax.aot import programs
+from gspax.sharding import make_mesh
+from gspax.types import Rollout
+
+SMALL = small_experiment.experiment
+EXPERIMENTS = {
+    "plain": SMALL,
+    "with a reference": replace(SMALL, reference=config.Reference(loss=losses.kl.token_kl)),
+    "with Routing Replay": replace(SMALL, routing_replay=True),
+    "with a load-balance loss": replace(SMALL, regularizers=config.Regularizers(load_balance=0.01)),
+}
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
+def test_the_batch_is_the_one_that_a_rollout_is_cut_into(experiment):
+    mesh = make_mesh(experiment.mesh, jax.devices()[:4])
+    sampling, model = experiment.sampling, experiment.model
+    B, T = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
+    rollout = Rollout(
+        tokens_BT=np.zeros((B, T), np.int32),
+        mask_BT=np.zeros((B, T), bool),
+        logp_BT=np.zeros((B, T), np.float32),
+        prompt_length_B=np.ones(B, np.int32),
+        length_B=np.ones(B, np.int32),
+        finished_B=np.ones(B, bool),
+    )
+
+    def score(params, batch):
+        rows = batch.tokens_BT.shape
+        expert = jnp.zeros((model.num_hidden_layers, *rows, model.num_experts_per_tok), jnp.int32)
+        return jnp.zeros(rows), jnp.zeros(rows), expert
+
+    batches = minibatches.cut(experiment, rollout, mesh)
+    batches, _ = minibatches.scored(experiment, score, {}, {} if experiment.reference else None, batches)
+    batches = minibatches.with_advantages(batches, np.zeros(B), mesh)
+    assert len(batches) == experiment.schedule.minibatches
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batches[0])
+    abstract = programs.abstract_batch(experiment, mesh)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), abstract) == shapes
+    assert abstract.tokens_BT.sharding == batches[0].tokens_BT.sharding
+    assert abstract.advantage_B.sharding == batches[0].advantage_B.sharding
+
+
+def test_bytes_that_a_run_holds_besides():
+    """With a reference: the train step is not given it, nor the other mini-batches; the sampler has the parameters
+    alone. Against arithmetic on whole trees."""
+    experiment = EXPERIMENTS["with a reference"]
+    mesh = make_mesh(experiment.mesh, jax.devices()[:4])
+    state = programs.abstract_state(experiment.model, programs.make_optimizer(experiment.optimizer), mesh)
+    params, whole = programs.device_bytes(state.params), programs.device_bytes(state)
+    batch = programs.device_bytes(programs.abstract_batch(experiment, mesh))
+    found = {program.name: program.besides for program in programs.programs(experiment, mesh)}
+    others = (experiment.schedule.minibatches - 1) * batch
+    assert found == {
+        programs.TRAIN: params + others,
+        programs.SCORE: whole + others,
+        programs.ROLLOUT: whole - programs.device_bytes(state.key),
+    }
+
+
+def test_bytes_of_a_device():
+    mesh = make_mesh(config.Mesh(), jax.devices()[:4])
+    row = programs._rows(mesh, (8, 6), jnp.bool_)
+    everywhere = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=programs.named(mesh))
+    assert programs.device_bytes({"a": row, "b": everywhere}) == 2 * 6 + 3 * 4

@@ -1,0 +1,95 @@
+"""Bytes between memory and cores, counted by hand."""
+
+import pytest
+
+from gspax.aot import hlo
+from gspax.aot.traffic import traffic
+
+INSIDE = """
+%sums (p0: f32[64], p1: f32[64]) -> f32[64] {
+  %p0 = f32[64]{0} parameter(0)
+  %p1 = f32[64]{0} parameter(1)
+  ROOT %a = f32[64]{0} add(%p0, %p1)
+}
+
+%layer (p0: f32[48,64], p1: s32[]) -> f32[1,64] {
+  %p0 = f32[48,64]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  ROOT %d = f32[1,64]{1,0} dynamic-slice(%p0, %p1), dynamic_slice_sizes={1,64}
+}
+
+%write (p0: f32[48,64], p1: f32[1,64], p2: s32[]) -> f32[48,64] {
+  %p0 = f32[48,64]{1,0} parameter(0)
+  %p1 = f32[1,64]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %two = f32[1,64]{1,0} add(%p1, %p1)
+  ROOT %u = f32[48,64]{1,0} dynamic-update-slice(%p0, %two, %p2)
+}
+
+%both (p0: f32[64]) -> (f32[64], bf16[64]) {
+  %p0 = f32[64]{0} parameter(0)
+  %n = f32[64]{0} negate(%p0)
+  %h = bf16[64]{0} convert(%p0)
+  ROOT %t = (f32[64]{0}, bf16[64]{0}) tuple(%n, %h)
+}
+"""
+GIVEN = [
+    "%x = f32[64]{0} parameter(0)",
+    "%y = f32[64]{0} parameter(1)",
+    "%z = f32[64]{0:T(256)S(1)} copy(%y)",
+    "%stack = f32[48,64]{1,0} parameter(2)",
+    "%row = f32[1,64]{1,0} parameter(3)",
+    "%i = s32[] parameter(4)",
+]
+READ_Y = 256  # what the copy in GIVEN reads; it writes to the chip
+LINES = {
+    "two arguments and a result": ("%r = f32[64]{0} fusion(%x, %y), calls=%sums", 3 * 256),
+    "an argument on the chip is free": ("%r = f32[64]{0} fusion(%x, %z), calls=%sums", 2 * 256),
+    "a result on the chip is free": ("%r = f32[64]{0:T(256)S(1)} fusion(%x, %y), calls=%sums", 2 * 256),
+    "a slice of a stack reads one layer": ("%r = f32[1,64]{1,0} fusion(%stack, %i), calls=%layer", 256 + 4 + 256),
+    "an update in place writes one layer": (
+        "%r = f32[48,64]{1,0} fusion(%stack, %row, %i), calls=%write",
+        256 + 4 + 256,
+    ),
+    "several results": ("%r = (f32[64]{0}, bf16[64]{0}) fusion(%x), calls=%both", 256 + 256 + 128),
+    "a slice outside a fusion": ("%r = f32[1,64]{1,0} dynamic-slice(%stack, %i)", 256 + 4 + 256),
+    "an update outside a fusion": ("%r = f32[48,64]{1,0} dynamic-update-slice(%stack, %row, %i)", 256 + 4 + 256),
+    "a kernel reads its arguments and writes its result": (
+        '%r = f32[64]{0} custom-call(%x, %y), custom_call_target="tpu_custom_call"',
+        3 * 256,
+    ),
+    "names for what is there": ("%r = (f32[64]{0}, f32[64]{0}) tuple(%x, %y)", 0),
+    "the end of a copy": ("%r = f32[64]{0} copy-done(%x)", 0),
+    "a copy that goes on beside": ("%r = (f32[64]{0}, f32[64]{0}, u32[]) copy-start(%x)", 2 * 256 + 4),
+}
+
+
+@pytest.mark.parametrize(("line", "moved"), LINES.values(), ids=LINES)
+def test_what_an_instruction_moves(line, moved):
+    body = "\n  ".join([*GIVEN, f"ROOT {line}"])
+    module = hlo.parse(f"HloModule m\n{INSIDE}\nENTRY %main (x: f32[64]) -> f32[64] {{\n  {body}\n}}\n")
+    assert traffic(module, unknown_trips=1) == READ_Y + moved
+
+
+def test_a_loop_moves_what_its_body_does_as_often_as_it_runs():
+    text = f"""HloModule m
+{INSIDE}
+%body (s: (s32[], f32[64])) -> (s32[], f32[64]) {{
+  %s = (s32[], f32[64]) parameter(0)
+  %v = f32[64]{{0}} get-tuple-element(%s), index=1
+  %i = s32[] get-tuple-element(%s), index=0
+  %r = f32[64]{{0}} fusion(%v, %v), calls=%sums
+  ROOT %t = (s32[], f32[64]) tuple(%i, %r)
+}}
+
+%test (s: (s32[], f32[64])) -> pred[] {{
+  ROOT %c = pred[] constant(true)
+}}
+
+ENTRY %main (x: (s32[], f32[64])) -> (s32[], f32[64]) {{
+  %x = (s32[], f32[64]) parameter(0)
+  ROOT %w = (s32[], f32[64]) while(%x), condition=%test, body=%body
+}}
+"""
+    module = hlo.parse(text)
+    assert [traffic(module, unknown_trips=trips) for trips in (0, 1, 5)] == [0, 768, 5 * 768]
