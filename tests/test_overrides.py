@@ -101,7 +101,7 @@ def test_dotted_names_replace_and_later_overrides_apply_to_them():
             "warm_strat.optimizer.learning_rate=1",
             "unknown key 'warm_strat.optimizer.learning_rate'; did you mean 'warm_start.optimizer.learning_rate'?",
         ),
-        ("mesh.qqqqq=1", "unknown key 'mesh.qqqqq'; mesh has data, fsdp"),
+        ("mesh.qqqqq=1", "unknown key 'mesh.qqqqq'; mesh has slice, data, fsdp, expert, context, tensor"),
         ("seed.x=1", "unknown key 'seed.x': seed is of type int and has no fields"),
         ("data.label.x=1", "unknown key 'data.label.x': data.label is None and has no fields"),
         ("reward.x=1", "unknown key 'reward.x': reward is experiment_file.reward and has no fields"),

@@ -10,7 +10,7 @@ import pytest
 import stub_experiment
 from tiny import CONFIGS
 
-from gspax import adapters
+from gspax import adapters, sharding
 from gspax.experiment import load, override
 from gspax.model import presets, transformer
 from gspax.model.config import is_sparse
@@ -88,14 +88,39 @@ def test_tokens_and_updates():
 def test_fsdp_splits_the_parameters_and_data_does_not():
     one = plan(EXPERIMENT, 1)
     fsdp, data = plan(EXPERIMENT, 8), plan(override(EXPERIMENT, ["mesh.data=8"]), 8)
-    assert fsdp.mesh == {"data": 1, "fsdp": 8}
-    assert data.mesh == {"data": 8, "fsdp": 1}
+    ones = dict.fromkeys(sharding.AXES, 1)
+    assert fsdp.mesh == ones | {"fsdp": 8}
+    assert data.mesh == ones | {"data": 8}
     key = "parameters, float32"
     assert fsdp.learner[key] == one.learner[key] // 8
     assert data.learner[key] == one.learner[key]
     assert "one gathered layer" in fsdp.learner
     assert "one gathered layer" not in data.learner
     assert fsdp.activations_without_remat == data.activations_without_remat == one.activations_without_remat // 8
+
+
+def test_the_tensor_axis_splits_heads_widths_and_vocabulary():
+    one = plan(EXPERIMENT, 1)
+    two = plan(override(EXPERIMENT, ["mesh.tensor=2"]), 2)
+    for part in ("parameters, float32", "logits of 16 positions"):
+        assert two.learner[part] == one.learner[part] // 2
+    for part in ("cache of the completions", "logits of one position, and noise"):
+        assert two.sampler[part] == one.sampler[part] // 2
+    assert one.activations_without_remat / 2 < two.activations_without_remat < one.activations_without_remat
+    assert "gathered" not in "".join(two.learner)
+
+
+def test_the_expert_axis_splits_what_is_gathered():
+    model = replace(presets.qwen3_30b_a3b, vocab_size=EXPERIMENT.model.vocab_size)
+    big = replace(EXPERIMENT, model=model, sampling=replace(EXPERIMENT.sampling, prompts=64))
+    alone = plan(replace(big, mesh=replace(big.mesh, expert=1)), 64)
+    found = plan(big, 64)
+    assert found.mesh["expert"] == 8 and "expert: below 18,432 tokens" in render(found)
+    assert found.learner["parameters, float32"] == alone.learner["parameters, float32"]
+    experts = 2 * 3 * 128 * 2048 * 768
+    difference = alone.learner["one gathered layer"] - found.learner["one gathered layer"]
+    assert difference == experts * 7 // 8
+    assert found.activations_with_remat == alone.activations_with_remat
 
 
 def test_remat_and_micro_batches_lower_the_activations():

@@ -1,49 +1,161 @@
 """The mesh is filled in, clashes are said, the table knows its names."""
 
+import math
+from dataclasses import replace
+
 import jax
 import pytest
+import tiny
 from jax.sharding import PartitionSpec
 
 from gspax import config, sharding
+from gspax.config import Mesh
 from gspax.errors import UserError
+from gspax.model import presets
+
+ONES = dict.fromkeys(sharding.AXES, 1)
 
 
 @pytest.mark.parametrize(
     ("mesh", "devices", "expected"),
     [
-        (config.Mesh(), 1, {"data": 1, "fsdp": 1}),
-        (config.Mesh(), 8, {"data": 1, "fsdp": 8}),
-        (config.Mesh(data=-1, fsdp=2), 8, {"data": 4, "fsdp": 2}),
-        (config.Mesh(data=2, fsdp=4), 8, {"data": 2, "fsdp": 4}),
+        (Mesh(), 1, {}),
+        (Mesh(), 8, {"fsdp": 8}),
+        (Mesh(data=-1, fsdp=2), 8, {"data": 4, "fsdp": 2}),
+        (Mesh(data=2, fsdp=4), 8, {"data": 2, "fsdp": 4}),
+        (Mesh(slice=2, tensor=2), 8, {"slice": 2, "fsdp": 2, "tensor": 2}),
+        (Mesh(fsdp=2, expert=-1), 8, {"fsdp": 2, "expert": 4}),
+        (Mesh(fsdp=1, context=4, tensor=2), 8, {"context": 4, "tensor": 2}),
     ],
 )
 def test_the_free_axis_takes_the_devices_that_are_left(mesh, devices, expected):
-    assert sharding.mesh_shape(mesh, devices) == expected
+    sizes = sharding.mesh_shape(mesh, devices)
+    assert sizes == ONES | expected and tuple(sizes) == sharding.AXES
 
 
-@pytest.mark.parametrize(("data", "fsdp"), [(3, -1), (2, 2), (-1, -1), (0, -1)])
-def test_a_mesh_that_does_not_fit_is_refused(data, fsdp):
-    mesh = config.Mesh(data=data, fsdp=fsdp)
-    with pytest.raises(UserError, match=r"multiply to the 8 devices .* got data="):
+@pytest.mark.parametrize(
+    ("mesh", "got"),
+    [
+        (Mesh(data=3), "data=3, fsdp=-1"),
+        (Mesh(data=2, fsdp=2), "data=2, fsdp=2"),
+        (Mesh(data=-1), "data=-1, fsdp=-1"),
+        (Mesh(data=0), "data=0, fsdp=-1"),
+        (Mesh(fsdp=1), "all of size 1"),
+        (Mesh(expert=3), "fsdp=-1, expert=3"),
+        (Mesh(tensor=16), "fsdp=-1, tensor=16"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(mesh, got):
+    with pytest.raises(UserError, match=f"multiply to the 8 devices .* got {got}$"):
         sharding.mesh_shape(mesh, 8)
 
 
+def test_the_slices_at_hand_are_the_axis_slice():
+    assert sharding.mesh_shape(Mesh(), 8, slices=2) == ONES | {"slice": 2, "fsdp": 4}
+    assert sharding.mesh_shape(Mesh(slice=2), 8, slices=2) == ONES | {"slice": 2, "fsdp": 4}
+    with pytest.raises(UserError, match=r"mesh\.slice: wanted the 2 TPU slices at hand, got 4"):
+        sharding.mesh_shape(Mesh(slice=4), 8, slices=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "expert"),
+    [
+        (presets.qwen3_30b_a3b, 64, 8),
+        (presets.qwen3_30b_a3b, 4, 4),
+        (presets.qwen3_30b_a3b, 1, 1),
+        (presets.qwen3_235b_a22b, 512, 8),
+        (replace(presets.qwen3_30b_a3b, num_experts=126), 64, 2),
+        (presets.qwen3_0_6b, 64, 1),
+        (presets.tiny_moe, 64, 1),
+        (None, 64, 1),
+    ],
+)
+def test_the_expert_axis_is_chosen_by_the_model(model, devices, expert):
+    sizes = sharding.mesh_shape(Mesh(), devices, model)
+    assert sizes == ONES | {"expert": expert, "fsdp": devices // expert}
+    if model is not None and devices > 1:
+        why = sharding.explain(Mesh(), sizes, model)
+        assert ("to send them" in why) == (expert > 1) and "\n" not in why
+    assert sharding.mesh_shape(Mesh(expert=1), devices, model)["expert"] == 1
+    assert sharding.mesh_shape(Mesh(fsdp=devices), devices, model)["expert"] == 1
+
+
+def test_break_even_is_where_the_bytes_are_equal():
+    model = presets.qwen3_30b_a3b
+    weights = 3 * 128 * 2048 * 768  # of the experts of one layer
+    assert sharding.break_even(model) * 2 * 8 * 2048 == weights
+    assert sharding.explain(Mesh(), ONES, model) == "one device"
+    assert sharding.explain(Mesh(fsdp=2, expert=4), ONES | {"fsdp": 2, "expert": 4}, model).startswith("parameters")
+    assert sharding.explain(Mesh(slice=1, fsdp=2, expert=4), ONES | {"fsdp": 2, "expert": 4}, model) == "as given"
+
+
+@pytest.mark.parametrize(
+    ("axis", "said"),
+    [
+        ("fsdp", "model.hidden_size: wanted a multiple of mesh.fsdp (3), got 16"),
+        ("tensor", "model.num_key_value_heads: wanted a multiple of mesh.tensor (3), got 2"),
+        ("tensor", "model.vocab_size: wanted a multiple of mesh.tensor (3), got 23"),
+        ("expert", "model.num_experts: wanted a multiple of mesh.expert (3), got 5"),
+    ],
+)
+def test_what_the_mesh_does_not_divide_is_said(axis, said):
+    assert said in sharding.misfits(ONES | {axis: 3}, tiny.MOE)
+    assert not list(sharding.misfits(ONES, tiny.MOE))
+
+
+def test_two_axes_divide_one_dimension_together():
+    (said,) = sharding.misfits(ONES | {"fsdp": 4, "expert": 5, "tensor": 1}, replace(tiny.MOE, hidden_size=4))
+    assert said == "model.hidden_size: wanted a multiple of mesh.fsdp x mesh.expert (20), got 4"
+    dense = list(sharding.misfits(ONES | {"expert": 2}, tiny.CONFIGS["dense"]))
+    assert dense == ["mesh.expert: wanted 1 for a model without experts, got 2"]
+
+
 def test_the_table():
-    assert sharding.spec("batch") == PartitionSpec(("data", "fsdp"))
-    assert sharding.spec("embed") == PartitionSpec("fsdp")
-    whole = sharding.RULES.keys() - {"batch", "embed"}
-    assert sharding.spec(*whole) == PartitionSpec(*[None] * len(whole)), "no code splits these"
+    assert sharding.spec("batch", "time") == PartitionSpec(("slice", "data", "fsdp", "expert"), "context")
+    assert sharding.spec("vocab", "embed") == PartitionSpec("tensor", ("fsdp", "expert"))
+    assert sharding.spec("expert", "mlp", "expert_embed") == PartitionSpec("expert", "tensor", "fsdp")
+    assert sharding.spec("embed", "heads", "head") == PartitionSpec(("fsdp", "expert"), "tensor", None)
     assert sharding.spec() == PartitionSpec()
 
 
-def test_an_unknown_axis_is_an_error_and_not_a_replica():
-    assert sharding.spec("expert", "embed", "mlp") == PartitionSpec(None, "fsdp", None)
-    with pytest.raises(KeyError):
-        sharding.spec("embd")
+def test_an_unknown_axis_and_a_clash_are_errors():
+    with pytest.raises(UserError, match=r"wanted logical axes out of batch, .* got 'embd'"):
+        sharding.spec("expert", "embd")
+    with pytest.raises(UserError, match="each mesh axis once in an array, got 'expert' twice"):
+        sharding.spec("expert", "embed", "mlp")
+
+
+def test_positions_are_split_where_they_can_be():
+    mesh = sharding.make_mesh(Mesh(context=4))
+    assert sharding.token_spec(mesh, 8) == sharding.spec("batch", "time")
+    assert sharding.token_spec(mesh, 1) == sharding.token_spec(mesh, 6) == sharding.spec("batch")
 
 
 def test_one_device_is_a_mesh_of_size_one():
-    mesh = sharding.make_mesh(config.Mesh(), jax.devices()[:1])
+    mesh = sharding.make_mesh(Mesh(), jax.devices()[:1])
     assert mesh.size == 1 and sharding.batch_shards(mesh) == 1
-    spread = sharding.make_mesh(config.Mesh(data=2))
-    assert dict(spread.shape) == {"data": 2, "fsdp": 4} and sharding.batch_shards(spread) == 8
+    spread = sharding.make_mesh(Mesh(data=2, tensor=2))
+    assert dict(spread.shape) == ONES | {"data": 2, "fsdp": 2, "tensor": 2} and sharding.batch_shards(spread) == 4
+    assert [device.id for device in spread.devices.flat] == list(range(8)), "neighbours share the innermost axis"
+    assert math.prod(spread.shape.values()) == len(jax.devices())
+
+
+class Chip:
+    """As much of a TPU as `make_mesh` looks at; three are no torus."""
+
+    platform, device_kind = "tpu", "TPU v5 lite"
+
+    def __init__(self, number, slice_index):
+        self.id, self.slice_index = number, slice_index
+
+    def __repr__(self):
+        return f"{self.slice_index}.{self.id}"
+
+
+def test_slices_lie_along_the_outermost_axis(monkeypatch):
+    chips = [Chip(number, number % 2) for number in range(8)]  # given in any order
+    monkeypatch.setattr(sharding, "_grid", lambda devices, shape, torus: sharding.np.array(devices).reshape(shape))
+    monkeypatch.setattr(jax.sharding, "Mesh", lambda grid, axes, axis_types: grid)
+    grid = sharding.make_mesh(config.Mesh(tensor=2), chips)
+    assert grid.shape == (2, 1, 2, 1, 1, 2)
+    assert [[chip.slice_index for chip in part.flat] for part in grid] == [[0] * 4, [1] * 4]

@@ -81,7 +81,7 @@ def _adapted(tree: Params, lora: Lora, change: Any) -> Params:
 def _split(axes: tuple[str, ...], of: tuple[Any, ...], rank: Any) -> dict[str, tuple[Any, ...]]:
     """What belongs to the axes of a and of b: the model dimension is one side of a matrix, all other axes the other."""
     stacked = sum(name in STACKED for name in axes)
-    inner = stacked + 1 if axes[stacked] == "embed" else len(axes) - 1
+    inner = stacked + 1 if axes[stacked].endswith("embed") else len(axes) - 1
     return {"a": (*of[:inner], rank), "b": (*of[:stacked], rank, *of[inner:])}
 
 

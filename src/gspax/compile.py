@@ -97,7 +97,7 @@ def run(experiment: Experiment, topology: Topology) -> bool:
     jax.config.update("jax_platforms", "cpu")  # a TPU that may be here has nothing to do with it
     devices = chips.devices(topology)
     check(experiment, len(devices))
-    mesh = make_mesh(experiment.mesh, devices)
+    mesh = make_mesh(experiment.mesh, devices, experiment.model)
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     print(f"{experiment.name} on {topology}: {len(devices)} devices, {axes}", flush=True)
     compiled = []

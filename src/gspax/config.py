@@ -115,10 +115,17 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Sizes of the device mesh's axes; at most one -1, filled in with the devices that are left."""
+    """Sizes of the device mesh's axes, outermost first; at most one -1, filled in with the devices that are left.
 
+    `sharding.RULES` says what is split over which.
+    """
+
+    slice: int = 0  # TPU slices, joined by the data centre's network; 0: as many as there are
     data: int = 1  # parameters replicated, rows split
     fsdp: int = -1  # parameters and rows split
+    expert: int = 0  # experts and rows split, tokens go to their experts; 0: chosen by `sharding.expert_axis`
+    context: int = 1  # positions of a row split
+    tensor: int = 1  # heads, widths and vocabulary split
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
     """`gspax eval`: measure a checkpoint (the newest, or that of `step`), print it and add it to evaluations.jsonl."""
     check(experiment, jax.device_count())
     paths = existing_run(workdir, describe(experiment))
-    mesh = make_mesh(experiment.mesh)
+    mesh = make_mesh(experiment.mesh, model=experiment.model)
     optimizer = make_optimizer(experiment.optimizer)
     with Checkpoints(paths.checkpoints) as checkpoints:
         step = checkpoints.latest() if step is None else step

@@ -55,7 +55,7 @@ class Learner:
 def make_learner(experiment: Experiment) -> Learner:
     """The mesh, optimiser and jitted steps of an experiment. UserError where it does not fit the devices."""
     check(experiment, jax.device_count())
-    mesh = make_mesh(experiment.mesh)
+    mesh = make_mesh(experiment.mesh, model=experiment.model)
     optimizer = make_optimizer(experiment.optimizer)
     alike: dict[str, Any] = {
         "temperature": experiment.sampling.temperature,

@@ -1,7 +1,7 @@
 """The dry run: what an experiment would cost, from its numbers alone. No array is made and no device is asked.
 
 Parameters and the cache are exact; activations are an estimate of what the compiler keeps, without fragmentation and
-its own scratch space. Parameters, gradients and moments are split over the mesh's fsdp axis, rows over both axes.
+its own scratch space. Parameters, gradients and moments are split over the mesh's axes fsdp, expert and tensor.
 
 Letters: P prompts, G samples per prompt, B = P·G rows, T tokens, V vocabulary, D model, N query heads, K key/value
 heads, H head, E experts, A active experts, F expert width, L layers.
@@ -30,6 +30,7 @@ class Plan:
     overridden: tuple[str, ...]  # keys given on the command line
     devices: int
     mesh: dict[str, int]
+    why: str  # the mesh is so
     parameters: int
     active_parameters: int
     rows: int  # of a rollout batch
@@ -52,7 +53,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
       UserError: the mesh does not fit the devices.
     """
     config, sampling, schedule = experiment.model, experiment.sampling, experiment.schedule
-    mesh = sharding.mesh_shape(experiment.mesh, devices)
+    mesh = sharding.mesh_shape(experiment.mesh, devices, config)
     rows, length = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
     parameters = parameter_count(config)
     return Plan(
@@ -60,6 +61,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         overridden=tuple(overridden),
         devices=devices,
         mesh=mesh,
+        why=sharding.explain(experiment.mesh, mesh, config),
         parameters=parameters,
         active_parameters=active_parameter_count(config),
         rows=rows,
@@ -132,13 +134,13 @@ def _mlp_count(config: ModelConfig, layer: int, experts: int) -> int:
 def _learner_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
     """What is alive during the backward pass of an update."""
     config = experiment.model
-    own = FLOAT32 * math.ceil(parameter_count(config) / mesh["fsdp"])
-    trained = FLOAT32 * math.ceil(trained_count(experiment) / mesh["fsdp"])
+    own = FLOAT32 * math.ceil(parameter_count(config) / _weight_shards(mesh))
+    trained = FLOAT32 * math.ceil(trained_count(experiment) / _weight_shards(mesh))
     rows = experiment.sampling.prompts * experiment.sampling.group
     micro_rows = _microbatch_rows(experiment, mesh)
     length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
-    split = micro_rows * mesh["data"] * mesh["fsdp"] < rows // experiment.schedule.minibatches
-    chunk = min(length, max(1, LOGIT_BUDGET // (micro_rows * config.vocab_size)))
+    split = micro_rows * sharding.batch_shards(mesh) < rows // experiment.schedule.minibatches
+    chunk = min(length, max(1, LOGIT_BUDGET // (micro_rows * config.vocab_size // mesh["tensor"])))
     parts = {
         "parameters, float32": own,
         "adapters, float32": trained if experiment.lora is not None else 0,
@@ -150,29 +152,35 @@ def _learner_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, in
             experiment, mesh, remat=config.remat
         ),
         # The logits, their softmax and its gradient.
-        f"logits of {chunk} positions": 3 * FLOAT32 * micro_rows * chunk * config.vocab_size,
+        f"logits of {chunk} positions": 3 * FLOAT32 * micro_rows * chunk * config.vocab_size // mesh["tensor"],
         **_router_bytes(experiment, mesh),
         "rollout batch": _rollout_bytes(experiment, mesh),
     }
     return {part: size for part, size in parts.items() if size}
 
 
+def _weight_shards(mesh: dict[str, int]) -> int:
+    """Into how many parts each matrix is split; norms and the like, which are whole everywhere, weigh nothing."""
+    return mesh["fsdp"] * mesh["expert"] * mesh["tensor"]
+
+
 def _sampler_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
     """What is alive while completions are drawn: no gradients, but the moments stay."""
     config, sampling = experiment.model, experiment.sampling
-    own = FLOAT32 * math.ceil(parameter_count(config) / mesh["fsdp"])
-    prompts = math.ceil(sampling.prompts / (mesh["data"] * mesh["fsdp"]))
+    own = FLOAT32 * math.ceil(parameter_count(config) / _weight_shards(mesh))
+    prompts = math.ceil(sampling.prompts / sharding.batch_shards(mesh))
     rows = prompts * sampling.group
-    position = 2 * _dtype_bytes(config) * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    heads = config.num_key_value_heads // mesh["tensor"]
+    position = 2 * _dtype_bytes(config) * config.num_hidden_layers * heads * config.head_dim
     parts = {
         "parameters, float32": own,
         "the same with adapters added": own if experiment.lora is not None else 0,
-        "Adam moments, float32": 2 * FLOAT32 * math.ceil(trained_count(experiment) / mesh["fsdp"]),
+        "Adam moments, float32": 2 * FLOAT32 * math.ceil(trained_count(experiment) / _weight_shards(mesh)),
         **_reference_bytes(experiment, own),
         "one gathered layer": _gathered_bytes(config, mesh),
         "cache of the prompts, once per prompt": position * prompts * sampling.max_prompt_tokens,
         "cache of the completions": position * rows * sampling.max_tokens,
-        "logits of one position, and noise": 2 * FLOAT32 * rows * config.vocab_size,
+        "logits of one position, and noise": 2 * FLOAT32 * rows * config.vocab_size // mesh["tensor"],
         "rollout batch": _rollout_bytes(experiment, mesh),
     }
     return {part: size for part, size in parts.items() if size}
@@ -181,16 +189,17 @@ def _sampler_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, in
 def _microbatch_rows(experiment: Experiment, mesh: dict[str, int]) -> int:
     """Rows of one forward and backward pass on one device."""
     minibatch = experiment.sampling.prompts * experiment.sampling.group // experiment.schedule.minibatches
-    return math.ceil((experiment.schedule.microbatch_rows or minibatch) / (mesh["data"] * mesh["fsdp"]))
+    return math.ceil((experiment.schedule.microbatch_rows or minibatch) / sharding.batch_shards(mesh))
 
 
 def _gathered_bytes(config: ModelConfig, mesh: dict[str, int]) -> int:
-    """The largest layer, or the head, whole and in the compute dtype: each device needs it to run its own rows."""
-    if mesh["fsdp"] == 1:
+    """The largest layer, or the head, in the compute dtype: each device needs what it computes of it as a whole."""
+    if mesh["fsdp"] * mesh["expert"] == 1:
         return 0
-    layers = [_mlp_count(config, layer, config.num_experts) for layer in range(config.num_hidden_layers)]
+    own = config.num_experts // mesh["expert"]
+    layers = [_mlp_count(config, layer, own) for layer in range(config.num_hidden_layers)]
     largest = max(max(layers) + _attention_count(config), config.vocab_size * config.hidden_size)
-    return _dtype_bytes(config) * largest
+    return _dtype_bytes(config) * largest // mesh["tensor"]
 
 
 def _activation_bytes(experiment: Experiment, mesh: dict[str, int], *, remat: bool) -> int:
@@ -199,22 +208,22 @@ def _activation_bytes(experiment: Experiment, mesh: dict[str, int], *, remat: bo
     config = experiment.model
     length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
     tokens = _microbatch_rows(experiment, mesh) * length
-    layers = [_layer_bytes(config, layer, length) for layer in range(config.num_hidden_layers)]
+    layers = [_layer_bytes(config, layer, length, mesh["tensor"]) for layer in range(config.num_hidden_layers)]
     stream = _dtype_bytes(config) * config.hidden_size
     return tokens * (len(layers) * stream + max(layers) if remat else sum(layers))
 
 
-def _layer_bytes(config: ModelConfig, layer: int, length: int) -> int:
-    """Bytes per token that the backward pass of one layer reads."""
+def _layer_bytes(config: ModelConfig, layer: int, length: int, tensor: int) -> int:
+    """Bytes per token that the backward pass of one layer reads; heads and widths are split over the axis tensor."""
     D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     size = _dtype_bytes(config)
-    attention = size * (3 * D + 3 * N * H + 3 * K * H)  # stream, norm, output; projected, rotated, context
-    scores = (2 * FLOAT32 + size) * N * length  # the scores, their softmax, and that in the compute dtype
+    attention = size * (3 * D + (3 * N * H + 3 * K * H) // tensor)  # stream, norm, output; projected, rotated, context
+    scores = (2 * FLOAT32 + size) * N // tensor * length  # the scores, their softmax, and that in the compute dtype
     if is_sparse(config, layer):
         A, F = config.num_experts_per_tok, config.moe_intermediate_size
-        mlp = size * (2 * D + A * (2 * D + 3 * F)) + 2 * FLOAT32 * config.num_experts
+        mlp = size * (2 * D + A * (2 * D + 3 * F // tensor)) + 2 * FLOAT32 * config.num_experts
     else:
-        mlp = size * (2 * D + 3 * config.intermediate_size)
+        mlp = size * (2 * D + 3 * config.intermediate_size // tensor)
     return attention + scores + mlp
 
 
@@ -226,7 +235,7 @@ def _rollout_bytes(experiment: Experiment, mesh: dict[str, int]) -> int:
         each += 4 * _sparse_layers(experiment.model) * experiment.model.num_experts_per_tok
     length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
     rows = experiment.sampling.prompts * experiment.sampling.group
-    return math.ceil(rows / (mesh["data"] * mesh["fsdp"])) * length * each
+    return math.ceil(rows / sharding.batch_shards(mesh)) * length * each
 
 
 def _router_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
@@ -266,8 +275,9 @@ def render(plan: Plan) -> str:
         "",
         f"Model       {_count(plan.parameters)} parameters, {_count(plan.active_parameters)} active per token "
         "(embedding and head counted in both)",
-        f"Mesh        {', '.join(f'{axis}={size}' for axis, size in plan.mesh.items())}: "
+        f"Mesh        {', '.join(f'{axis}={size}' for axis, size in plan.mesh.items() if size > 1) or 'all axes 1'}: "
         f"{plan.devices} device{several} (--devices N for another number)",
+        f"            {plan.why}",
         f"One step    {plan.rows:,} rows, {per_step}",
         f"In total    {plan.steps:,} steps, {plan.steps * plan.updates:,} updates, "
         f"at most {plan.steps * plan.tokens:,} tokens",

@@ -40,7 +40,8 @@ def run(experiment: Experiment, workdir: Path) -> None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
     check(experiment, jax.device_count())
     with interrupt.watch() as interrupted:
-        warm_start(experiment, open_run(workdir, describe(experiment)), make_mesh(experiment.mesh), interrupted)
+        mesh = make_mesh(experiment.mesh, model=experiment.model)
+        warm_start(experiment, open_run(workdir, describe(experiment)), mesh, interrupted)
 
 
 def warm_start(

@@ -3,54 +3,166 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gspax import config
 from gspax.errors import UserError
+from gspax.model.config import ModelConfig
+
+AXES = ("slice", "data", "fsdp", "expert", "context", "tensor")  # outermost first: neighbours share the innermost
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp"),  # rows of a batch, prompts of the sampler
-    "embed": "fsdp",  # the model dimension of parameters; gathered where a layer uses them
+    "batch": ("slice", "data", "fsdp", "expert"),  # rows of a batch, prompts of the sampler
+    "time": "context",  # positions of a row
+    "embed": ("fsdp", "expert"),  # the model dimension of parameters; gathered where a layer uses them
+    "expert": "expert",
+    "expert_embed": "fsdp",  # the same of an expert's matrices, whose axis expert is taken
+    "heads": "tensor",  # of queries, of keys and values
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "router": None,  # a router's columns: every device routes its own rows
     "layer": None,
-    "vocab": None,
-    "heads": None,
     "head": None,
-    "mlp": None,
-    "expert": None,
     "norm": None,
     "rank": None,
 }
 
+ONES = config.Mesh(fsdp=1)
+LARGEST_EXPERT_AXIS = 8  # a side of a TPU's torus; on it tokens go round at full speed
+BREAK_EVEN_TOKENS = 4096  # on one device in one pass: more than this is rare, decoding has far fewer
+
 
 def spec(*axes: str) -> PartitionSpec:
-    """The mesh axes of an array with these logical axes; an unknown name is a KeyError, not a silent replica."""
+    """The mesh axes of an array with these logical axes.
+
+    UserError for a name that the table does not have (not a silent replica), and for two that need one mesh axis.
+    """
+    unknown = [axis for axis in axes if axis not in RULES]
+    if unknown:
+        raise UserError(f"sharding: wanted logical axes out of {', '.join(RULES)}, got {unknown[0]!r}")
+    used = [name for axis in axes for name in _mesh_axes(axis)]
+    twice = [name for name in used if used.count(name) > 1]
+    if twice:
+        raise UserError(f"sharding: wanted each mesh axis once in an array, got {twice[0]!r} twice in {axes}")
     return PartitionSpec(*(RULES[axis] for axis in axes))
 
 
-def mesh_shape(mesh: config.Mesh, devices: int) -> dict[str, int]:
-    """Axis sizes with -1 filled in. UserError if they do not multiply to the number of devices."""
-    sizes = {"data": mesh.data, "fsdp": mesh.fsdp}
-    free = [name for name, size in sizes.items() if size == -1]
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if len(free) == 1 and known > 0 and devices % known == 0:
+def token_spec(mesh: jax.sharding.Mesh, length: int) -> PartitionSpec:
+    """Of arrays `[rows, length, ...]`: a row's positions are split where the axis divides them (one never is)."""
+    return spec("batch", "time") if length % mesh.shape["context"] == 0 else spec("batch")
+
+
+def mesh_shape(mesh: config.Mesh, devices: int, model: ModelConfig | None = None, *, slices: int = 1) -> dict[str, int]:
+    """Axis sizes, in the order of `AXES`, with 0 and -1 filled in.
+
+    UserError if they do not multiply to the number of devices or do not fit `slices`, the TPU slices that these are.
+    """
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    sizes["slice"] = sizes["slice"] or slices
+    if slices not in (1, sizes["slice"]):
+        raise UserError(f"mesh.slice: wanted the {slices} TPU slices at hand, got {mesh.slice}")
+    free = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size > 0)
+    if sizes["expert"] == 0:
+        sizes["expert"] = expert_axis(model, devices // known) if free and devices % known == 0 else 1
+        known *= sizes["expert"]
+    if len(free) == 1 and devices % known == 0:
         sizes[free[0]] = devices // known
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != devices:
+        given = ", ".join(f"{axis}={size}" for axis in AXES if (size := getattr(mesh, axis)) != getattr(ONES, axis))
         raise UserError(
             f"mesh: the axes must multiply to the {devices} devices at hand (at most one may be -1); "
-            f"got data={mesh.data}, fsdp={mesh.fsdp}"
+            f"got {given or 'all of size 1'}"
         )
     return sizes
 
 
-def make_mesh(mesh: config.Mesh, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """The device mesh, with axes ('data', 'fsdp') that the compiler partitions by itself (`AxisType.Auto`)."""
-    found = jax.devices() if devices is None else devices
-    sizes = mesh_shape(mesh, len(found))
-    grid = np.array(found).reshape(tuple(sizes.values()))
-    return jax.sharding.Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+def expert_axis(model: ModelConfig | None, devices: int) -> int:
+    """The size of the expert axis when it is left to gspax: what `explain` says, or 1."""
+    if model is None or break_even(model) < BREAK_EVEN_TOKENS:
+        return 1
+    common = math.gcd(model.num_experts, devices)
+    return max(size for size in range(1, LARGEST_EXPERT_AXIS + 1) if common % size == 0)
+
+
+def break_even(model: ModelConfig) -> int:
+    """With fewer tokens than this on a device it is cheaper to send them to the experts than to fetch the experts.
+
+    Per layer the three matrices of E experts are 3 E D F numbers; n tokens sent to A experts and back are 2 n A D.
+    """
+    return 3 * model.num_experts * model.moe_intermediate_size // (2 * max(model.num_experts_per_tok, 1))
+
+
+def explain(mesh: config.Mesh, sizes: dict[str, int], model: ModelConfig) -> str:
+    """One line: why the mesh of these sizes is as it is."""
+    if all(getattr(mesh, axis) not in (0, -1) for axis in AXES):
+        return "as given"
+    if math.prod(sizes.values()) == 1:
+        return "one device"
+    if mesh.expert or not model.num_experts:
+        return "parameters and rows split over the devices that are left"
+    tokens = break_even(model)
+    if sizes["expert"] > 1:
+        return f"expert: below {tokens:,} tokens on a device it is cheaper to send them than to gather the experts"
+    if tokens < BREAK_EVEN_TOKENS:
+        return f"no expert axis: gathering the experts is cheaper from {tokens:,} tokens on a device"
+    return "no expert axis: the experts do not divide over the devices that are left"
+
+
+def misfits(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
+    """One sentence for each dimension of the parameters that the mesh does not divide."""
+    dimensions = {
+        "hidden_size": "embed",
+        "num_key_value_heads": "heads",  # which divide the query heads
+        "vocab_size": "vocab",
+        "intermediate_size": "mlp",
+        "num_experts": "expert",
+        "moe_intermediate_size": "mlp",
+    }
+    for name, axis in dimensions.items():
+        size, parts = getattr(model, name), math.prod(sizes[each] for each in _mesh_axes(axis))
+        if size % parts:
+            over = " x ".join(f"mesh.{each}" for each in _mesh_axes(axis) if sizes[each] > 1)
+            yield f"model.{name}: wanted a multiple of {over} ({parts}), got {size}"
+    if sizes["expert"] > 1 and not model.num_experts:
+        yield f"mesh.expert: wanted 1 for a model without experts, got {sizes['expert']}"
+
+
+def make_mesh(
+    mesh: config.Mesh, devices: Sequence[jax.Device] | None = None, model: ModelConfig | None = None
+) -> jax.sharding.Mesh:
+    """The device mesh, with the axes `AXES`, which the compiler partitions by itself (`AxisType.Auto`).
+
+    On TPUs the axes are laid along the torus, and slices, which a slower network joins, lie along `slice`.
+
+    Args:
+      mesh: the sizes asked for.
+      devices: all there are, unless given.
+      model: what the size of the expert axis is chosen by, where that is left open.
+    """
+    found = jax.devices() if devices is None else list(devices)
+    tpu = found[0].platform == "tpu"
+    by_slice: dict[int, list[jax.Device]] = {}
+    for device in found:
+        by_slice.setdefault((getattr(device, "slice_index", None) or 0) if tpu else 0, []).append(device)
+    sizes = mesh_shape(mesh, len(found), model, slices=len(by_slice))
+    shape = (sizes["slice"] // len(by_slice), *list(sizes.values())[1:])
+    parts = [_grid(each, shape, torus=tpu) for each in by_slice.values()]
+    return jax.sharding.Mesh(np.concatenate(parts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _grid(devices: list[jax.Device], shape: tuple[int, ...], *, torus: bool) -> np.ndarray:
+    if torus:
+        try:
+            return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        except (AssertionError, NotImplementedError, ValueError):
+            pass  # a part of a slice is no torus
+    return np.array(devices).reshape(shape)
 
 
 def named(mesh: jax.sharding.Mesh, *axes: str) -> NamedSharding:
@@ -58,6 +170,12 @@ def named(mesh: jax.sharding.Mesh, *axes: str) -> NamedSharding:
     return NamedSharding(mesh, spec(*axes))
 
 
-def batch_shards(mesh: jax.sharding.Mesh) -> int:
-    """Into how many parts a batch is split."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+def batch_shards(mesh: jax.sharding.Mesh | dict[str, int]) -> int:
+    """Into how many parts the rows of a batch are split, on a mesh or with axes of these sizes."""
+    sizes = mesh if isinstance(mesh, dict) else mesh.shape
+    return math.prod(sizes[axis] for axis in _mesh_axes("batch"))
+
+
+def _mesh_axes(axis: str) -> tuple[str, ...]:
+    rule = RULES[axis]
+    return (rule,) if isinstance(rule, str) else rule or ()

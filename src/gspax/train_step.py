@@ -118,13 +118,15 @@ def forward(
     hidden_BTD, routing = transformer.apply(
         params, config, batch.tokens_BT, batch.segment_BT, forced_LBTA=forced_LBTA, mesh=mesh
     )
-    rows = batch.tokens_BT.shape[0] // (batch_shards(mesh) if mesh is not None else 1)
+    rows, vocabulary = batch.tokens_BT.shape[0], config.vocab_size
+    if mesh is not None:
+        rows, vocabulary = rows // batch_shards(mesh), vocabulary // mesh.shape["tensor"]
     logp_BT, entropy_BT = chunked_token_logp(
         partial(transformer.logits, params),
         hidden_BTD,
         batch.tokens_BT,
         temperature=temperature,
-        chunk=max(1, LOGIT_BUDGET // (rows * config.vocab_size)),
+        chunk=max(1, LOGIT_BUDGET // (rows * vocabulary)),
     )
     return Outputs(logp_BT, entropy_BT, routing)
 

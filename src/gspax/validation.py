@@ -9,6 +9,7 @@ import collections.abc
 import difflib
 import functools
 import inspect
+import math
 import re
 import types
 import typing
@@ -31,6 +32,7 @@ SHARE: Range = ("above 0 and at most 1", lambda x: 0 < x <= 1)
 BELOW_1: Range = ("at least 0 and below 1", lambda x: 0 <= x < 1)
 FINITE: Range = ("a finite number", lambda x: abs(x) < float("inf"))
 AXIS: Range = ("at least 1, or -1 for the devices that are left", lambda x: x >= 1 or x == -1)
+CHOSEN_AXIS: Range = ("at least 1, 0 to have it chosen, or -1 for the devices that are left", lambda x: x >= -1)
 
 OPTIMIZER: dict[str, Range] = {
     "learning_rate": ABOVE_0,
@@ -72,8 +74,7 @@ RANGES: dict[str, Range] = {
     "calibration.tolerance": BELOW_1,
     "calibration.gain": AT_LEAST_0,
     **{f"warm_start.optimizer.{name}": range_ for name, range_ in OPTIMIZER.items()},
-    "mesh.data": AXIS,
-    "mesh.fsdp": AXIS,
+    **{f"mesh.{axis}": CHOSEN_AXIS if axis in ("slice", "expert") else AXIS for axis in sharding.AXES},
     "seed": ("at least 0 and below 2^32", lambda x: 0 <= x < 2**32),
     "model.vocab_size": AT_LEAST_1,
     "model.hidden_size": AT_LEAST_1,
@@ -307,18 +308,20 @@ def _rows(experiment: Experiment) -> Iterator[str]:
 def _mesh(experiment: Experiment, devices: int | None) -> Iterator[str]:
     """The axes fit the devices, and what is split over them comes in multiples."""
     mesh = experiment.mesh
+    given = {axis: getattr(mesh, axis) for axis in sharding.AXES}
     if devices is None:
-        if mesh.data == -1 and mesh.fsdp == -1:
-            yield "mesh: wanted at most one axis of -1, got data=-1, fsdp=-1"
-        if -1 in (mesh.data, mesh.fsdp):
+        free = [f"{axis}=-1" for axis, size in given.items() if size == -1]
+        if len(free) > 1:
+            yield f"mesh: wanted at most one axis of -1, got {', '.join(free)}"
+        if free:
             return
-        devices = mesh.data * mesh.fsdp
+        devices = math.prod(size or 1 for size in given.values())
     try:
-        sizes = sharding.mesh_shape(mesh, devices)
+        sizes = sharding.mesh_shape(mesh, devices, experiment.model)
     except UserError as problem:
         yield str(problem)
         return
-    shards, fsdp = sizes["data"] * sizes["fsdp"], sizes["fsdp"]
+    shards = sharding.batch_shards(sizes)
     rows = experiment.sampling.prompts * experiment.sampling.group // experiment.schedule.minibatches
     split = {"sampling.prompts": experiment.sampling.prompts}
     if experiment.schedule.microbatch_rows:
@@ -331,5 +334,4 @@ def _mesh(experiment: Experiment, devices: int | None) -> Iterator[str]:
         if count % shards:
             what = f"{count} rows in a mini-batch" if key == "schedule.minibatches" else str(count)
             yield f"{key}: wanted a multiple of the {shards} devices that rows are split over, got {what}"
-    if experiment.model.hidden_size % fsdp:
-        yield f"model.hidden_size: wanted a multiple of mesh.fsdp ({fsdp}), got {experiment.model.hidden_size}"
+    yield from sharding.misfits(sizes, experiment.model)

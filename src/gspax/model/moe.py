@@ -12,7 +12,7 @@ from flax import nnx
 from gspax.kernels.expert_ffn import expert_ffn
 from gspax.model.config import ModelConfig
 from gspax.model.layers import weight
-from gspax.sharding import spec
+from gspax.sharding import spec, token_spec
 from gspax.types import Array
 
 
@@ -36,10 +36,10 @@ class SparseMlp(nnx.Module):
             config.moe_intermediate_size,
             config.initializer_range,
         )
-        self.router = weight(rngs, scale, embed=D, expert=E)
-        self.gate = weight(rngs, scale, expert=E, embed=D, mlp=F)
-        self.up = weight(rngs, scale, expert=E, embed=D, mlp=F)
-        self.down = weight(rngs, scale, expert=E, mlp=F, embed=D)
+        self.router = weight(rngs, scale, embed=D, router=E)
+        self.gate = weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
+        self.up = weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
+        self.down = weight(rngs, scale, expert=E, mlp=F, expert_embed=D)
         self.config = config
 
     def __call__(
@@ -76,7 +76,7 @@ def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights):
     """Each device runs its own tokens through all experts, whose weights are gathered for the layer."""
     if mesh is None or mesh.size == 1:
         return _local_experts(x_BTD, expert_BTA, gate_BTA, *weights)
-    rows, whole = spec("batch"), spec()
+    rows, whole = token_spec(mesh, x_BTD.shape[1]), spec()
     mapped = jax.shard_map(_local_experts, mesh=mesh, in_specs=(rows, rows, rows, whole, whole, whole), out_specs=rows)
     return mapped(x_BTD, expert_BTA, gate_BTA, *weights)
 
