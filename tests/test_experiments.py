@@ -1,5 +1,8 @@
 """Every experiment file can still run: it is valid, and its warm start, sampler, scores and updates can be traced."""
 
+import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -8,25 +11,34 @@ import numpy as np
 import pytest
 
 from gspax import loop, minibatches, sampler, sft
-from gspax.experiment import load, validate
+from gspax.data import hf_tokenizer
+from gspax.data.problem import Problem
+from gspax.experiment import MODULE, load, validate
 from gspax.objective import of_loss
 from gspax.optimizer import make_optimizer
 from gspax.state import abstract_state
 from gspax.train_step import make_train_step
 from gspax.types import Rollout
 
-FILES = sorted((Path(__file__).parents[1] / "experiments").glob("*.py"))
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "experiments"
+FILES = sorted(FOLDER.glob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_step_of_every_experiment_can_be_traced(path):
     experiment = load(path)
     assert validate(experiment) == []
+    if experiment.model.checkpoint:  # a large model: long rows would cost this machine's memory and show nothing more
+        experiment = replace(experiment, sampling=replace(experiment.sampling, max_prompt_tokens=16, max_tokens=16))
     learner = loop.make_learner(experiment)
     state = abstract_state(experiment.model, learner.optimizer, learner.mesh)
     P, G = experiment.sampling.prompts, experiment.sampling.group
     problems = [experiment.data.train(index) for index in range(P)]
-    prompts = [experiment.tokenizer.encode(problem.prompt) for problem in problems]
+    if experiment.model.checkpoint:  # the tokenizer lies with the weights, which are not here
+        prompts = [[1] * experiment.sampling.max_prompt_tokens] * P
+    else:
+        prompts = [experiment.tokenizer.encode(problem.prompt) for problem in problems]
 
     def rollout(params):
         return sampler.sample(
@@ -62,9 +74,46 @@ def test_a_step_of_every_experiment_can_be_traced(path):
 
 
 def test_the_two_sorting_experiments_differ_in_two_lines():
-    gspo, grpo = (
-        (Path(__file__).parents[1] / "experiments" / f"sort_{name}.py").read_text().splitlines()
-        for name in ("gspo", "grpo")
-    )
+    gspo, grpo = ((FOLDER / f"sort_{name}.py").read_text().splitlines() for name in ("gspo", "grpo"))
     changed = [(a.split("=")[0].strip(), b.split("=")[0].strip()) for a, b in zip(gspo, grpo, strict=True) if a != b]
     assert changed == [("name", "name"), ("loss", "loss")]
+
+
+@pytest.fixture(scope="module")
+def products():
+    load(FOLDER / "qwen3_30b_a3b_v5p_64.py")
+    return sys.modules[MODULE]
+
+
+@pytest.mark.parametrize(
+    ("completion", "right"),
+    [
+        ("so it is \\boxed{391}", 1.0),
+        ("\\boxed{390}, no, \\boxed{ 391 }", 1.0),
+        ("<think>\n\\boxed{391}\n</think>\n\nI do not know.", 0.0),
+        ("<think>\n\\boxed{1}\n</think>\n\n\\boxed{3,91}", 1.0),
+        ("391", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_reward_of_a_product_reads_the_last_box_of_the_answer(completion, right, products):
+    assert products.reward(Problem(prompt="17 * 23", answer="391"), completion) == right
+
+
+def test_products_are_right_and_repeat(products):
+    source = products.Products(seed=3, max_digits=4)
+    problems = [source.train(index) for index in range(20)]
+    for problem in problems:
+        a, b = map(int, re.findall(r"\d+", problem.prompt))
+        assert str(a * b) == problem.answer and min(a, b) >= 100 and max(a, b) < 10_000
+    assert problems == [source.train(index) for index in range(20)]
+    assert source.train(0) != source.heldout(0)
+
+
+def test_the_numbers_of_the_tokenizer_are_those_of_the_published_one(products):
+    folder = ROOT.parent / "shared" / "data" / "qwen3_tokenizer"
+    if not folder.is_dir():
+        pytest.skip("there is no ../shared/data/qwen3_tokenizer")
+    published, written = hf_tokenizer(folder), products.Qwen3Chat("Qwen/Qwen3-30B-A3B")
+    assert written.vocab_size == published.vocab_size
+    assert set(published.stop_ids) <= set(written.stop_ids)

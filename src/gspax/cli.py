@@ -221,7 +221,7 @@ def _compile_parser() -> Parser:
     parser = verb_parser(
         "compile",
         "Compile an experiment for a TPU that is not there: memory, traffic, roofline; exit code 1 if it does not fit.",
-        "gspax compile experiments/qwen3_30b_a3b.py --topology v5p:4x4x4 sampling.max_tokens=2048",
+        "gspax compile experiments/qwen3_30b_a3b_v5p_64.py --topology v5p:4x4x4 sampling.max_tokens=2048",
     )
     _add_experiment(parser)
     parser.add_argument("--topology", metavar="CHIP:AxB", required=True, help="such as v5e:8x8 or v5p:4x4x4, in chips")

@@ -1,0 +1,83 @@
+"""Weak scaling by compilation: docs/scaling.png and the table of docs/compile.md, from 16 to 512 devices of v5p.
+
+A train step of a small mixture of experts with the same rows on each device is compiled for each topology, and its
+compiled text says what a device sends. Nothing runs. The FLOPs are the compiler's own count, in which the body of the
+loop over layers stands once; it shows whether a device's share of the work grows.
+
+Run: python docs/plot_scaling.py (needs libtpu: requirements-tpu.txt)
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import matplotlib
+
+jax.config.update("jax_platforms", "cpu")
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from gspax import config, experiment
+from gspax.aot import chips, hlo, programs
+from gspax.sharding import make_mesh
+
+ROOT = Path(__file__).parents[1]
+TOPOLOGIES = ["v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8", "v5p:4x8x8", "v5p:8x8x8"]
+MESHES = {
+    "fsdp over all": lambda devices: config.Mesh(fsdp=devices),
+    "data x fsdp=16": lambda devices: config.Mesh(data=devices // 16, fsdp=16),
+}
+MB = 1e6
+
+
+def small(devices, mesh):
+    """Two rows of 128 tokens on each device."""
+    start = experiment.load(ROOT / "experiments" / "bench_small_moe.py")
+    model = replace(start.model, hidden_size=512, head_dim=64, num_experts=16, dtype="bfloat16", remat=True)
+    return replace(
+        start,
+        model=model,
+        sampling=config.Sampling(prompts=devices, group=2, max_prompt_tokens=64, max_tokens=64),
+        mesh=mesh,
+    )
+
+
+def measure(topology, make):
+    """(compiler's GFLOP, MB sent by collective) of one train step on one device."""
+    devices = chips.devices(chips.topology(topology))
+    found = small(len(devices), make(len(devices)))
+    mesh = make_mesh(found.mesh, devices)
+    train = programs.programs(found, mesh)[0].lower().compile()
+    sent = {}
+    for collective, size in hlo.collectives(hlo.parse(train.as_text()), dict(mesh.shape), unknown_trips=1).items():
+        sent[collective.kind] = sent.get(collective.kind, 0) + size / MB
+    return train.cost_analysis()["flops"] / 1e9, sent
+
+
+def main():
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))
+    print("| devices | mesh | GFLOP | MB sent | of which |\n| --- | --- | --- | --- | --- |")
+    for title, make in MESHES.items():
+        counts, flops, sent = [], [], []
+        for topology in TOPOLOGIES:
+            each, kinds = measure(topology, make)
+            counts.append(len(chips.devices(chips.topology(topology))))
+            flops.append(each)
+            sent.append(sum(kinds.values()))
+            parts = ", ".join(f"{kind} {size:.1f}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
+            print(f"| {counts[-1]} | {title} | {each:.3f} | {sent[-1]:.1f} | {parts} |", flush=True)
+        axes[0].plot(counts, flops, "o-", label=title)
+        axes[1].plot(counts, sent, "o-", label=title)
+    for axis, name in zip(axes, ("GFLOP per device (loop body once)", "MB sent per device"), strict=True):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(counts, [str(count) for count in counts])
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("devices, the same rows on each")
+        axis.set_title(name, fontsize=10)
+    axes[1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "scaling.png", dpi=100)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Qwen3-30B-A3B by GSPO on 64 chips of v5p (v5p:4x4x4, Google's v5p-128): responses of up to 7,168 tokens.
+
+The settings of the GSPO paper (arXiv 2507.18071, section 5.1): 4 mini-batches per rollout batch, clip ranges 3e-4 and
+4e-4, no KL. Rate, batch and lengths are not in the paper. Its cold-start model is not public either, so this starts
+from the published model, and from problems that need no download: multiply two numbers. Replace `data` and `reward` by
+your own. What it would need, compiled: README.md here. It has not been trained.
+
+Run: gspax train experiments/qwen3_30b_a3b_v5p_64.py --workdir runs/qwen3_30b_a3b (on every host)
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import numpy as np
+
+from gspax import advantages, losses
+from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule
+from gspax.data.chat import ChatTokenizer, hf_chat, split_thinking
+from gspax.data.problem import Problem, heldout_problem, train_problem
+from gspax.hf.source import SMALL, locate
+from gspax.model import presets
+
+
+@dataclass(frozen=True)
+class Products:
+    """Two whole numbers of 3 to `max_digits` digits each, to be multiplied."""
+
+    seed: int = 0
+    max_digits: int = 7
+
+    def train(self, index: int) -> Problem:
+        return train_problem(self, index)
+
+    def heldout(self, index: int) -> Problem:
+        return heldout_problem(self, index)
+
+    def draw(self, rng: np.random.Generator) -> Problem:
+        a, b = (int(rng.integers(10 ** (digits - 1), 10**digits)) for digits in rng.integers(3, self.max_digits + 1, 2))
+        text = f"What is {a} * {b}? Reason step by step, and put the final number within \\boxed{{}}."
+        return Problem(prompt=text, answer=str(a * b))
+
+
+def reward(problem: Problem, completion: str) -> float:
+    """1 if the last box of the answer holds the product, commas and spaces aside; else 0."""
+    boxes = re.findall(r"\\boxed\{([^{}]*)\}", split_thinking(completion)[1])
+    return float(bool(boxes) and re.sub(r"[,\s]", "", boxes[-1]) == problem.answer)
+
+
+@dataclass(frozen=True)
+class Qwen3Chat:
+    """The chat tokenizer of a published Qwen3 model, found when text is first encoded; its numbers are written here, so
+    that an experiment can be checked, priced and compiled without it."""
+
+    checkpoint: str
+    vocab_size: int = 151669
+    stop_ids: tuple[int, ...] = (151645, 151643)
+
+    def encode(self, text: str) -> list[int]:
+        return self._chat.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._chat.decode(ids)
+
+    @cached_property
+    def _chat(self) -> ChatTokenizer:
+        return hf_chat(locate(self.checkpoint, SMALL))
+
+
+CHECKPOINT = "Qwen/Qwen3-30B-A3B"
+
+experiment = Experiment(
+    name="qwen3_30b_a3b_v5p_64",
+    model=replace(presets.qwen3_30b_a3b, checkpoint=CHECKPOINT),
+    data=Products(),
+    tokenizer=Qwen3Chat(CHECKPOINT),
+    reward=reward,
+    advantage=advantages.standardize,
+    loss=partial(losses.gspo, clip_low=3e-4, clip_high=4e-4),
+    sampling=Sampling(prompts=128, group=16, max_prompt_tokens=1024, max_tokens=7168),
+    optimizer=Optimizer(learning_rate=1e-6),
+    schedule=Schedule(steps=500, minibatches=4, microbatch_rows=64, eval_every=50, checkpoint_every=25),
+    evaluation=Evaluation(problems=512),
+)
