@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import matplotlib
 
-jax.config.update("jax_platforms", "cpu")
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
@@ -24,8 +23,8 @@ from gspax.sharding import make_mesh
 ROOT = Path(__file__).parents[1]
 TOPOLOGIES = ["v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8", "v5p:4x8x8", "v5p:8x8x8"]
 MESHES = {
-    "fsdp over all": lambda devices: config.Mesh(fsdp=devices),
-    "data x fsdp=16": lambda devices: config.Mesh(data=devices // 16, fsdp=16),
+    "fsdp": lambda devices: config.Mesh(fsdp=devices, expert=1),
+    "data, fsdp=16": lambda devices: config.Mesh(data=devices // 16, fsdp=16, expert=1),
 }
 MB = 1e6
 
@@ -55,6 +54,7 @@ def measure(topology, make):
 
 
 def main():
+    jax.config.update("jax_platforms", "cpu")
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))
     print("| devices | mesh | GFLOP | MB sent | of which |\n| --- | --- | --- | --- | --- |")
     for title, make in MESHES.items():
