@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gspax.kernels.attention import MASKED, Split, row_attention
 from gspax.model.config import ModelConfig
 from gspax.model.layers import RMSNorm, bias, biased, rotate, weight
+from gspax.sharding import spec
 from gspax.types import Array
-
-MASKED = -1e30  # finite: a query with nothing to look at gets a harmless mean instead of NaN
 
 # (q [B, T, N, H], k [B, T, K, H], v, cache, layer) -> (context [B, T, N, H], cache)
 Attend = Callable[[Array, Array, Array, Any, Array], tuple[Array, Any]]
@@ -59,22 +59,12 @@ def _in_window(back: Array, windows: tuple[int, ...], layer: Array) -> Array | b
     return back < jnp.asarray(windows)[layer] if windows else True
 
 
-def within_segments(segment_BT: Array, windows: tuple[int, ...] = ()) -> Attend:
-    """Causal attention of each token to its own segment (0 = padding, looked at by none). Leaves the cache alone."""
-    T = segment_BT.shape[1]
-    same_BTS = (segment_BT[:, :, None] == segment_BT[:, None, :]) & (segment_BT[:, None, :] > 0)
-    back_1TS = (jnp.arange(T)[:, None] - jnp.arange(T)[None])[None]
-    causal_BTS = same_BTS & (back_1TS >= 0)
+def within_segments(segment_BT: Array, windows: tuple[int, ...] = (), mesh: jax.sharding.Mesh | None = None) -> Attend:
+    """Causal attention of each token to its own segment (padding is one, 0). Leaves the cache alone."""
+    split = None if mesh is None else Split(mesh, spec("batch")[0], None, None)
 
-    def attend(q_BTNH, k_BSKH, v_BSKH, cache, layer):
-        B, T, N, H = q_BTNH.shape
-        K = k_BSKH.shape[2]
-        q_BTKRH = q_BTNH.reshape(B, T, K, N // K, H)
-        score_BKRTS = jnp.einsum("btkrh,bskh->bkrts", q_BTKRH, k_BSKH, preferred_element_type=jnp.float32)
-        see_BTS = causal_BTS & _in_window(back_1TS, windows, layer)
-        score_BKRTS = jnp.where(see_BTS[:, None, None], score_BKRTS * H**-0.5, MASKED)
-        share_BKRTS = jax.nn.softmax(score_BKRTS, axis=-1).astype(v_BSKH.dtype)
-        return jnp.einsum("bkrts,bskh->btkrh", share_BKRTS, v_BSKH).reshape(B, T, N, H), cache
+    def attend(q_BTNH, k_BTKH, v_BTKH, cache, layer):
+        return row_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, windows=windows, split=split), cache
 
     return attend
 

@@ -187,7 +187,7 @@ def apply(
         tokens_BT,
         positions(segment_BT),
         segment_BT > 0,
-        within_segments(segment_BT, layer_windows(config)),
+        within_segments(segment_BT, layer_windows(config), mesh),
         forced_LBTA=forced_LBTA,
         mesh=mesh,
     )
@@ -236,7 +236,7 @@ def prefill(
         tokens_PS,
         index_PS,
         segment_PS > 0,
-        keeping_prompt(within_segments(segment_PS, layer_windows(config))),
+        keeping_prompt(within_segments(segment_PS, layer_windows(config), mesh)),
         cache=(empty, empty),
         mesh=mesh,
     )
