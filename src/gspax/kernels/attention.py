@@ -87,7 +87,7 @@ def row_attention(
       split: how the arrays lie on a mesh, if on one.
 
     Raises:
-      ValueError: an axis of the mesh does not divide the array's; heads that neither split nor share out.
+      ValueError: the mesh does not divide an axis that it splits (rows, time, query heads, key heads).
     """
     platform = jax.default_backend() if split is None else split.mesh.devices.flat[0].platform
     if platform == "tpu":
@@ -130,28 +130,20 @@ def _on_mesh(local: Callable[[Any, Part], Array], split: Split | None, constants
     if split is None:
         return local(constants, Part(q, k, v, segment_BT, segment_BT, 0))
     mesh, rows, time, heads = split
-    N, K, parts = q.shape[2], k.shape[2], split.parts(heads)
-    if N % parts or (K % parts and parts % K):
-        raise ValueError(f"{parts} parts of the heads: wanted to divide {N} heads and to divide {K} key heads or be")
-    shared = K % parts > 0  # fewer key heads than parts: each part takes the one that its queries share
 
     def per_device(constants, q, k, v, segment_BT):
         segment_BS, first = segment_BT, 0
         if split.parts(time) > 1:
             k, v, segment_BS = (lax.all_gather(x, time, axis=1, tiled=True) for x in (k, v, segment_BT))
             first = lax.axis_index(time) * q.shape[1]
-        if shared:
-            head = lax.axis_index(heads) * K // parts
-            k, v = (lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
         return local(constants, Part(q, k, v, segment_BT, segment_BS, first))
 
-    queries = PartitionSpec(rows, time, heads, None)
-    keys = PartitionSpec(rows, time, None if shared else heads, None)
+    spec = PartitionSpec(rows, time, heads)
     return jax.shard_map(
         per_device,
         mesh=mesh,
-        in_specs=(constants_spec, queries, keys, keys, PartitionSpec(rows, time)),
-        out_specs=queries,
+        in_specs=(constants_spec, spec, spec, spec, PartitionSpec(rows, time)),
+        out_specs=spec,
         check_vma=False,  # a Pallas kernel does not say over which axes its result varies
     )(constants, *arrays)
 

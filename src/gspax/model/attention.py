@@ -17,7 +17,7 @@ from flax import nnx
 from gspax.kernels.attention import MASKED, Split, row_attention
 from gspax.model.config import ModelConfig
 from gspax.model.layers import RMSNorm, bias, biased, rotate, weight
-from gspax.sharding import spec
+from gspax.sharding import spec, token_spec
 from gspax.types import Array
 
 # (q [B, T, N, H], k [B, T, K, H], v, cache, layer) -> (context [B, T, N, H], cache)
@@ -61,7 +61,10 @@ def _in_window(back: Array, windows: tuple[int, ...], layer: Array) -> Array | b
 
 def within_segments(segment_BT: Array, windows: tuple[int, ...] = (), mesh: jax.sharding.Mesh | None = None) -> Attend:
     """Causal attention of each token to its own segment (padding is one, 0). Leaves the cache alone."""
-    split = None if mesh is None else Split(mesh, spec("batch")[0], None, None)
+    split = None
+    if mesh is not None:
+        rows, time = (*token_spec(mesh, segment_BT.shape[1]), None)[:2]
+        split = Split(mesh, rows, time, spec("heads")[0])
 
     def attend(q_BTNH, k_BTKH, v_BTKH, cache, layer):
         return row_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, windows=windows, split=split), cache
