@@ -145,6 +145,10 @@ def test_a_step_needs_all_its_parts():
             "capacity by 2.45G.\n\nTotal hbm usage >= 18.73G:\n    reserved 530.00M",
             "Used 18.20G of 15.75G hbm. Exceeded hbm capacity by 2.45G",
         ),
+        (
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom:\nthe program's 112.36G exceeds available HBM (15.75G).\nMore",
+            "the program's 112.36G exceeds available HBM (15.75G)",
+        ),
         ("RESOURCE_EXHAUSTED: something new\nand more", "something new"),
     ],
 )
