@@ -40,12 +40,12 @@ class Memory:
     results: int  # that do not take the place of arguments
     temporaries: int
     code: int
+    peak: int  # what the program needs at once, code aside: by this the compiler decides whether to refuse
     besides: int  # what the run holds and the program is not given
-    peak: int  # as the compiler reports it: without `besides`, and without what it loses between temporaries
 
     @property
     def together(self) -> int:
-        return max(self.arguments + self.results + self.temporaries + self.code, self.peak) + self.besides
+        return self.peak + self.code + self.besides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +133,8 @@ def compile_program(program: Program) -> Compiled:
         results=stats.output_size_in_bytes - stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
-        besides=program.besides,
         peak=stats.peak_memory_in_bytes,
+        besides=program.besides,
     )
     return Compiled(name=program.name, seconds=time.perf_counter() - began, memory=memory, text=made.as_text())
 
@@ -243,10 +243,10 @@ def memory_table(compiled: list[Compiled], topology: Topology) -> str:
         "arguments": "arguments",
         "results that replace none": "results",
         "temporaries": "temporaries",
+        "needed at once": "peak",
         "code": "code",
         "held by the run besides": "besides",
-        "together": "together",
-        "the compiler's own peak": "peak",
+        "together, last three": "together",
     }
     fitting = [each for each in compiled if each.memory is not None]
     lines = [f"{'Memory per device, GB':<28}" + "".join(f"{each.name:>16}" for each in fitting)]
