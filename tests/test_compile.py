@@ -145,7 +145,7 @@ def test_a_step_needs_all_its_parts():
             "Used 18.20G of 15.75G hbm. Exceeded hbm capacity by 2.45G",
         ),
         (
-            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom:\nthe program's 112.36G exceeds available HBM (15.75G).\nMore",
+            "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom:\nthe program's 112.36G exceeds available HBM (15.75G)\nMore",
             "the program's 112.36G exceeds available HBM (15.75G)",
         ),
         ("RESOURCE_EXHAUSTED: something new\nand more", "something new"),
