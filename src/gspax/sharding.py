@@ -57,6 +57,13 @@ def token_spec(mesh: jax.sharding.Mesh, length: int) -> PartitionSpec:
     return spec("batch", "time") if length % mesh.shape["context"] == 0 else spec("batch")
 
 
+def by_tokens(x_BT: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
+    """`x [rows, length, ...]` inside a jitted function, split as `token_spec` says, whatever the compiler would do."""
+    if mesh is None:
+        return x_BT
+    return jax.lax.with_sharding_constraint(x_BT, NamedSharding(mesh, token_spec(mesh, x_BT.shape[1])))
+
+
 def mesh_shape(mesh: config.Mesh, devices: int, model: ModelConfig | None = None, *, slices: int = 1) -> dict[str, int]:
     """Axis sizes, in the order of `AXES`, with 0 and -1 filled in.
 

@@ -115,20 +115,25 @@ def forward(
         if batch.expert_BLTA is None:
             raise ValueError("batch.expert_BLTA: wanted the experts to replay, got None")
         forced_LBTA = batch.expert_BLTA.swapaxes(0, 1)
-    hidden_BTD, routing = transformer.apply(
-        params, config, batch.tokens_BT, batch.segment_BT, forced_LBTA=forced_LBTA, mesh=mesh
-    )
-    rows, vocabulary = batch.tokens_BT.shape[0], config.vocab_size
+    (rows, T), vocabulary, stretches = batch.tokens_BT.shape, config.vocab_size, 1
     if mesh is not None:
         rows, vocabulary = rows // batch_shards(mesh), vocabulary // mesh.shape["tensor"]
-    logp_BT, entropy_BT = chunked_token_logp(
+        stretches = mesh.shape["context"]
+    fill = (0, -T % stretches)  # with padding, so that the devices of a row have equal parts of it
+    tokens_BT, segment_BT = (jnp.pad(x_BT, ((0, 0), fill)) for x_BT in (batch.tokens_BT, batch.segment_BT))
+    if forced_LBTA is not None:
+        forced_LBTA = jnp.pad(forced_LBTA, ((0, 0), (0, 0), fill, (0, 0)))
+    hidden_BTD, routing = transformer.apply(params, config, tokens_BT, segment_BT, forced_LBTA=forced_LBTA, mesh=mesh)
+    scores = chunked_token_logp(
         partial(transformer.logits, params),
         hidden_BTD,
-        batch.tokens_BT,
+        tokens_BT,
         temperature=temperature,
         chunk=max(1, LOGIT_BUDGET // (rows * vocabulary)),
+        stretches=stretches,
     )
-    return Outputs(logp_BT, entropy_BT, routing)
+    logp_BT, entropy_BT = (x_BT[:, :T] for x_BT in scores)
+    return Outputs(logp_BT, entropy_BT, jax.tree.map(lambda x_LBT: x_LBT[:, :, :T], routing))
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:

@@ -20,6 +20,7 @@ from gspax.model.config import ModelConfig, layer_runs, layer_windows
 from gspax.model.layers import DenseMlp, RMSNorm, rotary_angles, weight
 from gspax.model.low_rank import dense
 from gspax.model.moe import Routing, SparseMlp
+from gspax.sharding import by_tokens
 from gspax.types import Array, Params
 
 
@@ -78,7 +79,7 @@ class Transformer(nnx.Module):
         config = self.config
         angles = rotary_angles(position_BT, config)
         shared = Shared(angles, valid_BT, attend, mesh)
-        x_BTD = self.embedding[tokens_BT].astype(config.dtype)
+        x_BTD = by_tokens(self.embedding[tokens_BT].astype(config.dtype), mesh)
         routings, first, first_sparse = [], 0, 0
         for (sparse, count), run in zip(layer_runs(config), self.runs, strict=True):
             graph, layers = nnx.split(run)

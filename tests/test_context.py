@@ -1,0 +1,114 @@
+"""Rows split in time over the mesh axis `context`: the update of one device, and no whole row on any."""
+
+import functools
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from jax.sharding import AxisType, Mesh
+
+from gspax import losses, objective, sharding, train_step
+from gspax.state import abstract_state, new_state
+from gspax.types import Batch
+
+SGD = optax.sgd(1.0)  # the parameters' change is the gradient
+B, T = 8, 21  # no axis of 2, 4 or 8 divides T
+MODELS = {
+    "a window": replace(
+        tiny.MOE,
+        num_experts=0,
+        num_hidden_layers=2,
+        hidden_size=20,
+        vocab_size=24,
+        sliding_window=4,
+        sliding_layers=(1,),
+        remat=True,
+    ),
+    "experts": replace(tiny.MOE, num_experts=4, num_hidden_layers=1, vocab_size=24),
+}
+
+
+def mesh(**axes):
+    """Of the first devices, as many as the axes need; the other axes have size 1."""
+    shape = tuple(axes.get(name, 1) for name in sharding.AXES)
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return Mesh(devices, sharding.AXES, axis_types=(AxisType.Auto,) * len(shape))
+
+
+@functools.cache
+def batch(packed):
+    """Rows of a prompt, a completion and padding; packed ones of two such segments."""
+    rng = np.random.default_rng(0)
+    first_B1, last_B1 = rng.integers(4, 10, (B, 1)), rng.integers(14, T + 1, (B, 1))
+    column = np.arange(T)[None]
+    segment_BT = np.where(column < last_B1, 1 + (packed & (column >= first_B1)), 0)
+    mask_BT = (segment_BT > 0) & (column % 9 > 1)
+    return Batch(
+        tokens_BT=jnp.asarray(rng.integers(0, 24, (B, T)), jnp.int32),
+        segment_BT=jnp.asarray(segment_BT, jnp.int32),
+        mask_BT=jnp.asarray(mask_BT),
+        old_logp_BT=jnp.asarray(-3 + 0.1 * rng.normal(size=(B, T)), jnp.float32),
+        advantage_B=jnp.asarray(rng.normal(size=B), jnp.float32),
+    )
+
+
+def step(config, devices, data):
+    """The compiled train step of a mesh, and what it takes."""
+    make = train_step.make_train_step(config, objective.of_loss(losses.gspo), SGD, mesh=devices)
+    state = new_state(jax.tree.map(jnp.copy, tiny.params(config)), SGD, jax.random.key(0))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, SGD, devices))
+    given = jax.device_put(state, shardings), jax.device_put(data, sharding.named(devices, "batch"))
+    return make.lower(*given).compile(), given
+
+
+def update(config, devices, data):
+    """The gradient of every parameter, and all metrics, the loss among them."""
+    compiled, given = step(config, devices, data)
+    state, metrics = compiled(*given)
+    return jax.device_get((jax.tree.map(jnp.subtract, tiny.params(config), state.params), metrics))
+
+
+@functools.cache
+def alone(model, packed):
+    return update(MODELS[model], mesh(), batch(packed))
+
+
+@pytest.mark.parametrize(
+    ("axes", "model", "packed"),
+    [
+        ({"context": 8}, "a window", True),
+        ({"fsdp": 2, "context": 2, "tensor": 2}, "a window", False),
+        ({"expert": 2, "context": 4}, "experts", True),
+        *(
+            pytest.param(axes, model, packed, marks=pytest.mark.slow)
+            for axes, model, packed in [
+                ({"context": 8}, "experts", False),
+                ({"fsdp": 2, "context": 4}, "experts", True),
+                ({"slice": 2, "data": 2, "context": 2}, "a window", True),
+                ({"context": 4, "tensor": 2}, "experts", False),
+                ({"fsdp": 2, "expert": 2, "context": 2}, "experts", False),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_a_split_in_time_makes_the_update_of_one_device(axes, model, packed, monkeypatch):
+    monkeypatch.setattr(train_step, "LOGIT_BUDGET", 24 * 8)  # log-probs in chunks: rows x vocabulary is more
+    got, want = update(MODELS[model], mesh(**axes), batch(packed)), alone(model, packed)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max(initial=1e-6))
+
+
+def test_no_device_holds_more_of_a_whole_row_than_its_keys():
+    """Nothing in the program of a device is as large as the hidden states of its rows over all their positions."""
+    model = MODELS["a window"]
+    whole = B * 24  # positions, filled up to a multiple of 8
+    text = step(model, mesh(context=8), batch(True))[0].as_text()
+    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", text)]
+    keys = whole * model.num_key_value_heads * model.head_dim
+    assert max(sizes) == keys < whole * model.hidden_size
