@@ -110,6 +110,27 @@ def test_the_tensor_axis_splits_heads_widths_and_vocabulary():
     assert "gathered" not in "".join(two.learner)
 
 
+def test_the_context_axis_splits_positions_and_gathers_keys():
+    one, two = plan(EXPERIMENT, 1), plan(override(EXPERIMENT, ["mesh.context=2"]), 2)
+    config, rows = EXPERIMENT.model, EXPERIMENT.sampling.prompts * EXPERIMENT.sampling.group
+    microbatch = rows // EXPERIMENT.schedule.minibatches
+    keys = 2 * config.num_key_value_heads * config.head_dim * 16 * microbatch * 4 * config.num_hidden_layers
+    assert two.activations_without_remat == one.activations_without_remat // 2 + keys
+    assert two.learner["logits of 8 positions"] == one.learner["logits of 16 positions"] // 2
+
+
+def test_scores_are_kept_up_to_a_budget():
+    """Of twice the length there are four times the scores, but in any length that is too long for them as many."""
+
+    def scores(length):
+        found = plan(override(EXPERIMENT, ["model.remat=true", f"sampling.max_tokens={length - 8}"]), 1)
+        other = plan(override(EXPERIMENT, ["model.remat=true", f"sampling.max_tokens={2 * length - 8}"]), 1)
+        return other.activations_with_remat - 2 * found.activations_with_remat
+
+    assert scores(16) > 0
+    assert scores(2**14) == -12 * 2**25, "4 + 4 + 4 bytes of each"
+
+
 def test_the_expert_axis_splits_what_is_gathered():
     model = replace(presets.qwen3_30b_a3b, vocab_size=EXPERIMENT.model.vocab_size)
     big = replace(EXPERIMENT, model=model, sampling=replace(EXPERIMENT.sampling, prompts=64))

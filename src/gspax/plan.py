@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspax import sharding
-from gspax.config import LOGIT_BUDGET, Experiment
+from gspax.config import LOGIT_BUDGET, SCORE_BUDGET, Experiment
 from gspax.description import describe, flatten, show
 from gspax.model.config import ModelConfig, is_sparse
 
@@ -138,7 +138,7 @@ def _learner_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, in
     trained = FLOAT32 * math.ceil(trained_count(experiment) / _weight_shards(mesh))
     rows = experiment.sampling.prompts * experiment.sampling.group
     micro_rows = _microbatch_rows(experiment, mesh)
-    length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
+    length = math.ceil(_length(experiment) / mesh["context"])
     split = micro_rows * sharding.batch_shards(mesh) < rows // experiment.schedule.minibatches
     chunk = min(length, max(1, LOGIT_BUDGET // (micro_rows * config.vocab_size // mesh["tensor"])))
     parts = {
@@ -192,6 +192,15 @@ def _microbatch_rows(experiment: Experiment, mesh: dict[str, int]) -> int:
     return math.ceil((experiment.schedule.microbatch_rows or minibatch) / sharding.batch_shards(mesh))
 
 
+def _microbatch_tokens(experiment: Experiment, mesh: dict[str, int]) -> int:
+    """Tokens of one forward and backward pass on one device."""
+    return _microbatch_rows(experiment, mesh) * math.ceil(_length(experiment) / mesh["context"])
+
+
+def _length(experiment: Experiment) -> int:
+    return experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
+
+
 def _gathered_bytes(config: ModelConfig, mesh: dict[str, int]) -> int:
     """The largest layer, or the head, in the compute dtype: each device needs what it computes of it as a whole."""
     if mesh["fsdp"] * mesh["expert"] == 1:
@@ -206,25 +215,30 @@ def _activation_bytes(experiment: Experiment, mesh: dict[str, int], *, remat: bo
     """What a micro-batch keeps for its backward pass: with remat each layer's input and one layer in full, else every
     layer in full."""
     config = experiment.model
-    length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
-    tokens = _microbatch_rows(experiment, mesh) * length
-    layers = [_layer_bytes(config, layer, length, mesh["tensor"]) for layer in range(config.num_hidden_layers)]
+    tokens = _microbatch_tokens(experiment, mesh)
+    layers = [_layer_bytes(config, layer, mesh) for layer in range(config.num_hidden_layers)]
     stream = _dtype_bytes(config) * config.hidden_size
-    return tokens * (len(layers) * stream + max(layers) if remat else sum(layers))
+    kept = tokens * (len(layers) * stream + max(layers) if remat else sum(layers))
+    scores = tokens * (config.num_attention_heads // mesh["tensor"]) * _length(experiment)
+    # The scores, their softmax, and that in the compute dtype; more than the budget of them are not kept but made anew.
+    times = 1 if remat or scores > SCORE_BUDGET else len(layers)
+    return kept + times * (2 * FLOAT32 + _dtype_bytes(config)) * min(scores, SCORE_BUDGET)
 
 
-def _layer_bytes(config: ModelConfig, layer: int, length: int, tensor: int) -> int:
-    """Bytes per token that the backward pass of one layer reads; heads and widths are split over the axis tensor."""
+def _layer_bytes(config: ModelConfig, layer: int, mesh: dict[str, int]) -> int:
+    """Bytes per token that the backward pass of one layer reads, but for the attention's scores; heads and widths are
+    split over the axis tensor, and keys and values gathered over the axis context."""
     D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    size = _dtype_bytes(config)
-    attention = size * (3 * D + (3 * N * H + 3 * K * H) // tensor)  # stream, norm, output; projected, rotated, context
-    scores = (2 * FLOAT32 + size) * N // tensor * length  # the scores, their softmax, and that in the compute dtype
+    size, tensor = _dtype_bytes(config), mesh["tensor"]
+    whole_rows = 2 * K * H * mesh["context"] if mesh["context"] > 1 else 0
+    # stream, norm, output; projected, rotated, context
+    attention = size * (3 * D + (3 * N * H + 3 * K * H + whole_rows) // tensor)
     if is_sparse(config, layer):
         A, F = config.num_experts_per_tok, config.moe_intermediate_size
         mlp = size * (2 * D + A * (2 * D + 3 * F // tensor)) + 2 * FLOAT32 * config.num_experts
     else:
         mlp = size * (2 * D + 3 * config.intermediate_size // tensor)
-    return attention + scores + mlp
+    return attention + mlp
 
 
 def _rollout_bytes(experiment: Experiment, mesh: dict[str, int]) -> int:
@@ -233,9 +247,8 @@ def _rollout_bytes(experiment: Experiment, mesh: dict[str, int]) -> int:
     each = 5 * 4 + 1
     if experiment.routing_replay or experiment.regularizers.load_balance:
         each += 4 * _sparse_layers(experiment.model) * experiment.model.num_experts_per_tok
-    length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
     rows = experiment.sampling.prompts * experiment.sampling.group
-    return math.ceil(rows / sharding.batch_shards(mesh)) * length * each
+    return math.ceil(rows / sharding.batch_shards(mesh)) * _length(experiment) * each
 
 
 def _router_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
@@ -243,8 +256,7 @@ def _router_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int
     regularizers, config = experiment.regularizers, experiment.model
     if not (regularizers.load_balance or regularizers.router_z):
         return {}
-    length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
-    tokens = _microbatch_rows(experiment, mesh) * length
+    tokens = _microbatch_tokens(experiment, mesh)
     return {"router logits of all layers": 2 * FLOAT32 * tokens * _sparse_layers(config) * config.num_experts}
 
 

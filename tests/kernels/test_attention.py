@@ -89,14 +89,30 @@ def test_without_windows_every_layer_sees_its_whole_segment():
 def test_every_way_is_plain_xla(way, scores, dtype, monkeypatch):
     case = rows(dtype=dtype)
     wanted = value_and_gradients(XLA, *case, windows=WINDOWS)
-    monkeypatch.setattr(attention, "SCORES", scores)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", scores)
     same(value_and_gradients(way, *case, windows=WINDOWS), wanted, dtype)
+
+
+def test_cudnn_gets_even_lengths_only(monkeypatch):
+    """It refuses others beside a mask."""
+    taken = []
+    attend = jax.nn.dot_product_attention
+
+    def watch(q, k, v, *, mask, implementation):
+        taken.append((q.shape[1] % 2, k.shape[1] % 2, v.shape[1] % 2, implementation))
+        return attend(q, k, v, mask=mask)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", watch)
+    arrays, _, segment_BT = rows(T=21)
+    assert by_stretches(*arrays, segment_BT, 0, kernel=cudnn).shape == arrays[0].shape
+    assert taken == [(0, 0, 0, "cudnn")]
 
 
 @pytest.mark.parametrize(
     ("shape", "windows", "layer"),
     [
-        pytest.param({"T": 200, "N": 4, "K": 2, "H": 64}, WINDOWS, 0, id="two blocks, a window"),
+        pytest.param({"T": 200, "N": 4, "K": 2, "H": 64}, WINDOWS, 1, id="two blocks, no window"),
+        pytest.param({"T": 200, "H": 64}, WINDOWS, 2, id="two blocks, a window", marks=pytest.mark.slow),
         pytest.param({"T": 3, "K": 4}, (), 0, id="tiny", marks=pytest.mark.slow),
         pytest.param({"T": 300, "K": 1, "H": 128}, WINDOWS, 1, id="three blocks, no window", marks=pytest.mark.slow),
         pytest.param({"B": 1, "T": 700, "N": 2, "K": 1}, (300,), 0, id="a window of blocks", marks=pytest.mark.slow),
@@ -123,7 +139,7 @@ MESHES = {
 def test_a_mesh_changes_nothing(split, scores, monkeypatch):
     case = rows(T=24)
     wanted = value_and_gradients(XLA, *case, windows=WINDOWS)
-    monkeypatch.setattr(attention, "SCORES", scores)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", scores)
     same(value_and_gradients(XLA, *case, windows=WINDOWS, split=split), wanted)
 
 
@@ -159,7 +175,7 @@ def test_padding_is_finite_and_seen_by_none(way):
 def test_long_rows_never_hold_all_scores(monkeypatch):
     """Nothing that the gradient's program makes is as large as the scores of a row, or of more than the budget."""
     case = rows(B=1, T=256, N=2, K=1, H=4)
-    monkeypatch.setattr(attention, "SCORES", 2**12)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", 2**12)
 
     def gradients(*arrays):
         return value_and_gradients(XLA, arrays, *case[1:])
@@ -188,7 +204,9 @@ def test_the_devices_of_the_mesh_choose(platform, dtype, H, wanted, monkeypatch)
     assert attention.row_attention(q, k, v, segment_BT, 0) == einsum, "without a mesh: where JAX runs by default"
 
 
-@pytest.mark.parametrize(("T", "shards", "window"), [(512, 2, 2**30), (300, 3, 200), (200, 1, 7)])
+@pytest.mark.parametrize(
+    ("T", "shards", "window"), [(512, 2, 2**30), (300, 3, 200), (200, 1, 7), (512, 1, 2), (512, 1, 255)]
+)
 def test_blocks_are_known_without_looking_at_them(T, shards, window):
     """The quick answers about blocks are those of the mask, so that no block is skipped that has something to see."""
     filled, S = -(-T // 128) * 128, -(-T * shards // 128) * 128

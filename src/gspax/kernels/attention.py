@@ -11,7 +11,7 @@ this host):
 - plain XLA elsewhere.
 
 The last two go over the queries in stretches where rows are long, and make a stretch's scores anew in the backward
-pass: they hold SCORES scores at once, not B·N·T·T.
+pass: they hold SCORE_BUDGET scores at once, not B·N·T·T.
 
 On a mesh each device works at its rows, at its heads and, where the rows' time axis is split, at its stretch of the
 queries, for which it gathers keys and values of the whole rows. That is exact and simple, and under grouped queries
@@ -32,9 +32,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
+from gspax.config import SCORE_BUDGET
 from gspax.kernels import attention_splash
 
-SCORES = 2**25  # attention scores that are held at once on one device, in numbers (128 MiB)
 MASKED = -1e30  # finite: where everything is masked the result is a harmless mean instead of NaN
 
 Axes = str | tuple[str, ...] | None
@@ -149,7 +149,7 @@ def _on_mesh(local: Callable[[Any, Part], Array], split: Split | None, constants
 
 
 def _in_stretches(kernel: Kernel, window: Array, part: Part) -> Array:
-    """The kernel's answer for all queries, for so many at a time that their scores are at most SCORES."""
+    """The kernel's answer for all queries, for so many at a time that their scores are at most SCORE_BUDGET."""
     q_BTNH, k_BSKH, v_BSKH, segment_BT, segment_BS, first = part
     (B, T, N, _), S, dtype = q_BTNH.shape, k_BSKH.shape[1], k_BSKH.dtype
     position_T = first + jnp.arange(T)
@@ -159,7 +159,7 @@ def _in_stretches(kernel: Kernel, window: Array, part: Part) -> Array:
         see_BCS = (segment_BC[:, :, None] == segment_BS[:, None]) & (back_1CS >= 0) & (back_1CS < window)
         return kernel(q_BCNH, k_BSKH.astype(dtype), v_BSKH.astype(dtype), see_BCS)
 
-    C = max(1, SCORES // (B * N * S))
+    C = max(1, SCORE_BUDGET // (B * N * S))
     if C >= T:
         return stretch(q_BTNH, segment_BT, position_T, k_BSKH, v_BSKH)
     count = -(-T // C)
