@@ -45,7 +45,7 @@ def spec(*axes: str) -> PartitionSpec:
     unknown = [axis for axis in axes if axis not in RULES]
     if unknown:
         raise UserError(f"sharding: wanted logical axes out of {', '.join(RULES)}, got {unknown[0]!r}")
-    used = [name for axis in axes for name in _mesh_axes(axis)]
+    used = [name for axis in axes for name in mesh_axes(axis)]
     twice = [name for name in used if used.count(name) > 1]
     if twice:
         raise UserError(f"sharding: wanted each mesh axis once in an array, got {twice[0]!r} twice in {axes}")
@@ -132,9 +132,9 @@ def misfits(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
         "moe_intermediate_size": "mlp",
     }
     for name, axis in dimensions.items():
-        size, parts = getattr(model, name), math.prod(sizes[each] for each in _mesh_axes(axis))
+        size, parts = getattr(model, name), math.prod(sizes[each] for each in mesh_axes(axis))
         if size % parts:
-            over = " x ".join(f"mesh.{each}" for each in _mesh_axes(axis) if sizes[each] > 1)
+            over = " x ".join(f"mesh.{each}" for each in mesh_axes(axis) if sizes[each] > 1)
             yield f"model.{name}: wanted a multiple of {over} ({parts}), got {size}"
     if sizes["expert"] > 1 and not model.num_experts:
         yield f"mesh.expert: wanted 1 for a model without experts, got {sizes['expert']}"
@@ -180,9 +180,10 @@ def named(mesh: jax.sharding.Mesh, *axes: str) -> NamedSharding:
 def batch_shards(mesh: jax.sharding.Mesh | dict[str, int]) -> int:
     """Into how many parts the rows of a batch are split, on a mesh or with axes of these sizes."""
     sizes = mesh if isinstance(mesh, dict) else mesh.shape
-    return math.prod(sizes[axis] for axis in _mesh_axes("batch"))
+    return math.prod(sizes[axis] for axis in mesh_axes("batch"))
 
 
-def _mesh_axes(axis: str) -> tuple[str, ...]:
+def mesh_axes(axis: str) -> tuple[str, ...]:
+    """The mesh axes that a logical axis is split over."""
     rule = RULES[axis]
     return (rule,) if isinstance(rule, str) else rule or ()

@@ -93,11 +93,11 @@ def _apply(backend, x_ND, expert_NA, gate_NA, experts):
         raise ValueError(f"for x {x_ND.shape}, wanted shapes [N, A] twice, [E, D, F] twice, [E, F, D]; got {shapes}")
     if expert_NA.dtype != jnp.int32:
         raise TypeError(f"expert_NA must be int32, got {expert_NA.dtype}")
-    x_ND, gate_NA, *weights = _vary_alike(x_ND, gate_NA, *experts)
+    x_ND, gate_NA, *weights = vary_alike(x_ND, gate_NA, *experts)
     return _ffn(backend, x_ND, expert_NA, gate_NA, Experts(*weights))
 
 
-def _vary_alike(*arrays):
+def vary_alike(*arrays: Array) -> list[Array]:
     """The same arrays, typed under `shard_map` as varying over every mesh axis that any of them varies over.
 
     A loop's carry must keep its type. Selecting by False adds the types and no work; done outside the custom
@@ -117,19 +117,35 @@ def _ffn(backend, x_ND, expert_NA, gate_NA, experts):
 
 def _ffn_forward(backend, x_ND, expert_NA, gate_NA, experts):
     routing = route(expert_NA, experts.gate_EDF.shape[0])
-    x_SD, gate_S = _dispatch(routing, x_ND), _take(gate_NA.reshape(-1), routing.order_S)
-    y_SD = backend.forward(x_SD, gate_S, experts, routing.count_E)
-    return _combine(routing, y_SD), (x_ND, gate_NA, experts, routing)
+    return forward(routing, x_ND, gate_NA, experts, backend=backend), (x_ND, gate_NA, experts, routing)
 
 
 def _ffn_backward(backend, saved, dy_ND):
     x_ND, gate_NA, experts, routing = saved
-    x_SD, gate_S = _dispatch(routing, x_ND), _take(gate_NA.reshape(-1), routing.order_S)
-    dx_SD, dgate_S, dexperts = backend.backward(x_SD, gate_S, experts, routing.count_E, _dispatch(routing, dy_ND))
-    return _combine(routing, dx_SD), None, _take(dgate_S, routing.place_NA), dexperts
+    dx_ND, dgate_NA, dexperts = backward(routing, x_ND, gate_NA, experts, dy_ND, backend=backend)
+    return dx_ND, None, dgate_NA, dexperts
 
 
 _ffn.defvjp(_ffn_forward, _ffn_backward)
+
+
+def forward(
+    routing: Routing, x_ND: Array, gate_NA: Array, experts: Experts, *, backend: Backend | None = None
+) -> Array:
+    """`expert_ffn` of choices that are sorted already: y_ND. For other derivatives than its own."""
+    x_SD, gate_S = dispatch(routing, x_ND), take_rows(gate_NA.reshape(-1), routing.order_S)
+    return combine(routing, (backend or _CHOSEN_WHEN_LOWERED).forward(x_SD, gate_S, experts, routing.count_E))
+
+
+def backward(
+    routing: Routing, x_ND: Array, gate_NA: Array, experts: Experts, dy_ND: Array, *, backend: Backend | None = None
+) -> tuple[Array, Array, Experts]:
+    """The gradients of Σ `forward` · dy: dx_ND, dgate_NA and those of the experts, in their dtypes."""
+    x_SD, gate_S = dispatch(routing, x_ND), take_rows(gate_NA.reshape(-1), routing.order_S)
+    dx_SD, dgate_S, dexperts = (backend or _CHOSEN_WHEN_LOWERED).backward(
+        x_SD, gate_S, experts, routing.count_E, dispatch(routing, dy_ND)
+    )
+    return combine(routing, dx_SD), take_rows(dgate_S, routing.place_NA), dexperts
 
 
 def route(expert_NA: Array, num_experts: int) -> Routing:
@@ -149,15 +165,17 @@ def route(expert_NA: Array, num_experts: int) -> Routing:
     )
 
 
-def _dispatch(routing, x_ND):
-    return _take(x_ND, routing.order_S // routing.place_NA.shape[1])
+def dispatch(routing: Routing, x_ND: Array) -> Array:
+    """Each row once per choice, sorted by expert: x_SD; zeros where no choice stands."""
+    return take_rows(x_ND, routing.order_S // routing.place_NA.shape[1])
 
 
-def _combine(routing, y_SD):
-    return _take(y_SD, routing.place_NA).sum(1, dtype=jnp.float32).astype(y_SD.dtype)
+def combine(routing: Routing, y_SD: Array) -> Array:
+    """The sum of each row's choices, in float32 and then in y's dtype: y_ND."""
+    return take_rows(y_SD, routing.place_NA).sum(1, dtype=jnp.float32).astype(y_SD.dtype)
 
 
-def _take(x, index):
+def take_rows(x: Array, index: Array) -> Array:
     """Rows of x; zeros where the index points behind its end."""
     return x.at[index].get(mode="fill", fill_value=0)
 

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gspax.kernels.expert_ffn import expert_ffn
+from gspax.kernels.expert_parallel import expert_parallel
 from gspax.model.config import ModelConfig
 from gspax.model.layers import weight
-from gspax.sharding import spec, token_spec
+from gspax.sharding import mesh_axes, spec, token_spec
 from gspax.types import Array
 
 
@@ -73,15 +74,24 @@ class SparseMlp(nnx.Module):
 
 
 def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights):
-    """Each device runs its own tokens through all experts, whose weights are gathered for the layer."""
+    """Each device's tokens visit their experts; the matrices of those that live on it are gathered for the layer."""
     if mesh is None or mesh.size == 1:
-        return _local_experts(x_BTD, expert_BTA, gate_BTA, *weights)
-    rows, whole = token_spec(mesh, x_BTD.shape[1]), spec()
-    mapped = jax.shard_map(_local_experts, mesh=mesh, in_specs=(rows, rows, rows, whole, whole, whole), out_specs=rows)
+        return _by_row(expert_ffn, x_BTD, expert_BTA, gate_BTA, *weights)
+    (experts,) = mesh_axes("expert")
+    visit = partial(expert_parallel, axis=experts) if mesh.shape[experts] > 1 else expert_ffn
+
+    def on_device(x_BTD, expert_BTA, gate_BTA, gate_EDF, up_EDF, down_EFD):
+        gather = partial(jax.lax.all_gather, axis_name=mesh_axes("expert_embed"), tiled=True)
+        weights = gather(gate_EDF, axis=1), gather(up_EDF, axis=1), gather(down_EFD, axis=2)
+        return jax.lax.psum(_by_row(visit, x_BTD, expert_BTA, gate_BTA, *weights), mesh_axes("mlp"))
+
+    rows, into = token_spec(mesh, x_BTD.shape[1]), spec("expert", "expert_embed", "mlp")
+    in_specs = (rows, rows, rows, into, into, spec("expert", "mlp", "expert_embed"))
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=rows)
     return mapped(x_BTD, expert_BTA, gate_BTA, *weights)
 
 
-def _local_experts(x_BTD, expert_BTA, gate_BTA, *weights):
+def _by_row(visit, x_BTD, expert_BTA, gate_BTA, *weights):
     flat = partial(jnp.reshape, shape=(-1, expert_BTA.shape[-1]))
-    y_ND = expert_ffn(x_BTD.reshape(-1, x_BTD.shape[-1]), flat(expert_BTA), flat(gate_BTA), *weights)
+    y_ND = visit(x_BTD.reshape(-1, x_BTD.shape[-1]), flat(expert_BTA), flat(gate_BTA), *weights)
     return y_ND.reshape(x_BTD.shape)
