@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
 
 from gspax import config, losses, sampler, sharding
 from gspax.config import Mesh, Sampling
-from gspax.model.low_rank import partition
+from gspax.model import transformer
 from gspax.objective import of_loss
 from gspax.optimizer import make_optimizer
-from gspax.state import abstract_state, init_state, new_state
+from gspax.state import abstract_params, abstract_state, new_state
 from gspax.train_step import make_train_step
 from gspax.types import Batch
 
-MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24)
-DENSE = replace(MOE, num_experts=0)
+MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, attention_bias=True)
+MODELS = {
+    "both": replace(MOE, mlp_only_layers=(0,)),  # one dense layer, one with experts: most of what there is, at once
+    "dense": replace(MOE, num_experts=0, tie_word_embeddings=True),
+    "experts": replace(MOE, norm_topk_prob=False, remat=True),
+}
 OPTIMIZER = make_optimizer(config.Optimizer(learning_rate=1e-2, eps=1e-2))  # of a size at which rounding stays rounding
 ROWS, LENGTH = 16, 8
 
@@ -70,16 +73,80 @@ def assert_close(got, want, tolerance=1e-5):
 
 MESHES = {
     "fsdp": Mesh(),
+    "data": Mesh(data=8),
+    "slice": Mesh(slice=8),
+    "tensor": Mesh(tensor=2),
+    "expert": Mesh(expert=4),
+    "expert alone": Mesh(expert=4, tensor=2),
     "expert and tensor": Mesh(fsdp=2, expert=2, tensor=2),
-    "slices and experts": Mesh(slice=2, data=2, expert=2),
+    "slices of experts": Mesh(slice=2, data=2, expert=2),
+    "slices of tensor": Mesh(slice=2, fsdp=2, tensor=2),
 }
+DEFAULT = [("both", "expert and tensor"), ("both", "slices of experts")]
+ALL = [(model, mesh) for model in MODELS for mesh in MESHES if MODELS[model].num_experts or MESHES[mesh].expert < 2]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model", [MOE])
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL if each not in DEFAULT)],
+)
 def test_an_update_is_that_of_one_device(model, mesh):
-    state, metrics = update(model, make(MESHES[mesh]))
-    wanted, wanted_metrics = alone(model)
-    assert_close(state.opt_state, wanted.opt_state)
+    made = make(MESHES[mesh])
+    state, metrics = update(MODELS[model], made)
+    wanted, wanted_metrics = alone(MODELS[model])
+    assert_close(state.opt_state, wanted.opt_state)  # the first moment is the gradient
     assert_close(state.params, wanted.params)
     assert_close(metrics, wanted_metrics)
+    for tree in (state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu):
+        check_bytes(tree, made.shape)
+
+
+def check_bytes(params, sizes):
+    """Each device holds its part of every array: matrices are split thrice, biases once, norms never."""
+    across, along = sizes["fsdp"] * sizes["expert"], sizes["tensor"]
+    special = {"router": across, "out_bias": across, "query_bias": along, "key_bias": along, "value_bias": along}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = path[-1].key
+        parts = 1 if name == "scale" else special.get(name, across * along)
+        assert {shard.data.nbytes for shard in leaf.addressable_shards} == {leaf.nbytes // parts}, path
+
+
+def draw(model, mesh):
+    prompts = [list(range(1, 2 + row % 3)) for row in range(8)]
+    params = jax.device_put(tiny.params(model), jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh)))
+    sampling = Sampling(prompts=8, group=2, max_prompt_tokens=16, max_tokens=5)
+    key = jax.random.key(2)
+    return sampler.sample(params, model, prompts, range(8), key, sampling=sampling, stop_ids=(0,), mesh=mesh)
+
+
+@functools.cache
+def drawn_alone(model):
+    return jax.device_get(draw(model, make(Mesh(), 1)))
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [
+        ("both", "expert and tensor"),
+        *(
+            pytest.param(model, mesh, marks=pytest.mark.slow)
+            for model, mesh in ALL
+            if model != "both" and mesh in ("expert alone", "slices of experts", "slices of tensor")
+        ),
+    ],
+)
+def test_samples_are_those_of_one_device(model, mesh):
+    got, want = jax.device_get(draw(MODELS[model], make(MESHES[mesh]))), drawn_alone(MODELS[model])
+    np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
+    np.testing.assert_array_equal(got.mask_BT, want.mask_BT)
+    np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
+    assert len(np.unique(want.tokens_BT)) > 10, "tokens that differ"
+
+
+def test_the_cache_is_split_over_rows_and_heads():
+    mesh, model = make(MESHES["expert and tensor"]), MODELS["both"]
+    tokens_PS, length_P = np.ones((8, 4), np.int32), np.full(8, 4, np.int32)
+    prefill = partial(transformer.prefill, config=model, group=2, max_tokens=3, mesh=mesh)
+    _, cache = jax.jit(lambda params: prefill(params, tokens_PS=tokens_PS, length_P=length_P))(tiny.params(model))
+    for leaf in jax.tree.leaves(cache):
+        assert leaf.sharding.shard_shape(leaf.shape) == (2, leaf.shape[1] // 4, 1, *leaf.shape[3:])

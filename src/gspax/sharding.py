@@ -177,6 +177,11 @@ def named(mesh: jax.sharding.Mesh, *axes: str) -> NamedSharding:
     return NamedSharding(mesh, spec(*axes))
 
 
+def constrain(x: jax.Array, mesh: jax.sharding.Mesh | None, *axes: str) -> jax.Array:
+    """x inside a jitted function, split over its logical axes as the table says; without a mesh just x."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, named(mesh, *axes))
+
+
 def batch_shards(mesh: jax.sharding.Mesh | dict[str, int]) -> int:
     """Into how many parts the rows of a batch are split, on a mesh or with axes of these sizes."""
     sizes = mesh if isinstance(mesh, dict) else mesh.shape

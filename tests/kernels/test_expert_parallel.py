@@ -89,3 +89,58 @@ def test_agrees_with_all_experts_on_one_device(way, name):
     for one, other in zip(got, want, strict=True):
         assert one.dtype == other.dtype
         assert_close(one, other, 2e-6)
+
+
+@pytest.mark.parametrize("way", ["ring", "all_to_all"])
+def test_bfloat16_rows_and_float32_weights_keep_their_dtypes(way):
+    (x, *rest), dy = draw("any")
+    args, dy = (x.astype(jnp.bfloat16), *rest), dy.astype(jnp.bfloat16)
+    got, want = value_and_gradients(MAPPED[way], args, dy), value_and_gradients(expert_ffn, args, dy)
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype
+        assert_close(one, other, 0.02)
+
+
+@pytest.mark.parametrize("way", ["ring", "all_to_all"])
+def test_garbage_in_unrouted_rows_goes_nowhere(way):
+    (x, expert, gate, *weights), dy = draw("some nowhere")
+    nowhere_N1 = (jnp.arange(len(x)) % 3 == 0)[:, None]
+    expert = jnp.where(nowhere_N1, E, expert)
+    dirty = jnp.where(nowhere_N1, jnp.nan, x), expert, jnp.where(nowhere_N1, jnp.nan, gate), *weights
+    got, want = (value_and_gradients(MAPPED[way], args, dy) for args in (dirty, (x, expert, gate, *weights)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert not np.any(got[0][nowhere_N1[:, 0]])
+
+
+def lost(operand, output, *offsets, axis_name):
+    """A post that delivers nothing but NaN."""
+    return jnp.full_like(output, jnp.nan) + 0 * operand.sum()
+
+
+@pytest.mark.parametrize(("name", "overflows"), [("even", False), ("all to one device", True)])
+def test_the_ring_is_taken_where_a_buffer_would_overflow(name, overflows):
+    args, dy = draw(name)
+    got = value_and_gradients(on_mesh(partial(ways.all_to_all, room=1.0, slack=8, exchange=lost)), args, dy)
+    assert all(np.isfinite(a).all() == overflows for a in got[:3])
+
+
+def test_a_buffer_has_room_for_shares_and_never_for_more_than_can_come():
+    assert ways.buffer_rows((1000, 8), 8, 16, room=1.5, slack=256) == 12256
+    assert ways.buffer_rows((3, 2), 4, 2, room=1.0, slack=3) == 16  # 9 in tiles of 8
+    assert ways.buffer_rows((4, 8), 8, 16) == 8 * 4 * 8
+    assert ways.buffer_rows((4, 8), 8, 2) == 8 * 4 * 2, "a row visits an expert once"
+
+
+def test_the_platform_chooses_the_way_of_both_passes():
+    visit = on_mesh(ways.expert_parallel)
+    large, dy = draw("any", rows=2 * X * 1000)  # too many rows for a buffer of the worst case
+
+    def count(function, *args, platform, word):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text().count(word)
+
+    both = partial(value_and_gradients, visit), large, dy
+    for word, forward, total in (("ragged_all_to_all", 3, 8), ("collective_permute", 4, 10)):
+        assert count(visit, *large, platform="tpu", word=word) >= forward
+        assert count(*both, platform="tpu", word=word) >= total
+    assert count(*both, platform="cpu", word="ragged_all_to_all") == 0
+    assert count(*both, platform="cpu", word="collective_permute") >= 10

@@ -20,7 +20,7 @@ from gspax.model.config import ModelConfig, layer_runs, layer_windows
 from gspax.model.layers import DenseMlp, RMSNorm, rotary_angles, weight
 from gspax.model.low_rank import dense
 from gspax.model.moe import Routing, SparseMlp
-from gspax.sharding import by_tokens
+from gspax.sharding import by_tokens, constrain
 from gspax.types import Array, Params
 
 
@@ -89,7 +89,7 @@ class Transformer(nnx.Module):
                 x_BTD, cache = carry
                 module = nnx.merge(graph, dense(layer_params))
                 x_BTD, cache, routing = module(x_BTD, shared, cache, layer, forced_BTA)
-                return (x_BTD, cache), routing
+                return (by_tokens(x_BTD, mesh), cache), routing
 
             if config.remat:
                 body = jax.checkpoint(body, prevent_cse=False)
@@ -232,7 +232,7 @@ def prefill(
     P, S = tokens_PS.shape
     index_PS = jnp.broadcast_to(jnp.arange(S)[None], (P, S))
     segment_PS = (index_PS < length_P[:, None]).astype(jnp.int32)
-    empty = jnp.zeros((L, P, K, S, H), config.dtype)
+    empty = constrain(jnp.zeros((L, P, K, S, H), config.dtype), mesh, "layer", "batch", "heads")
     hidden_PSD, (k, v), _ = _module(params, config)(
         tokens_PS,
         index_PS,
@@ -241,7 +241,7 @@ def prefill(
         cache=(empty, empty),
         mesh=mesh,
     )
-    room = jnp.zeros((L, P * group, K, max_tokens, H), config.dtype)
+    room = constrain(jnp.zeros((L, P * group, K, max_tokens, H), config.dtype), mesh, "layer", "batch", "heads")
     last_PD = jnp.take_along_axis(hidden_PSD, length_P[:, None, None] - 1, axis=1)[:, 0]
     return last_PD, Cache(prompt_k_LPKSH=k, prompt_v_LPKSH=v, k_LBKCH=room, v_LBKCH=room)
 
