@@ -120,6 +120,7 @@ def test_prompts_beyond_the_first_bucket(params):
     assert completion(draw(params, sampling=sampling), 0) == completion(draw(params), 0)
 
 
+@pytest.mark.slow  # test_mesh.py has others
 def test_eight_devices_draw_the_same(params):
     mesh = sharding.make_mesh(Mesh(data=2, fsdp=4))
     prompts = [[1, 2, 3]] * 8

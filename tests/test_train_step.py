@@ -136,7 +136,7 @@ def adam_alone():
     ("mesh", "rows"),
     [
         (config.Mesh(data=2, fsdp=4), 8),
-        (config.Mesh(data=8, fsdp=1), 0),
+        pytest.param(config.Mesh(data=8, fsdp=1), 0, marks=pytest.mark.slow),
         pytest.param(config.Mesh(), 0, marks=pytest.mark.slow),
         pytest.param(config.Mesh(), 8, marks=pytest.mark.slow),
         pytest.param(config.Mesh(data=2, fsdp=4), 0, marks=pytest.mark.slow),
