@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 TOPOLOGIES = ["v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8", "v5p:4x8x8", "v5p:8x8x8"]
 MESHES = {
     "fsdp": lambda devices: config.Mesh(fsdp=devices, expert=1),
+    "fsdp, expert=8": lambda devices: config.Mesh(fsdp=devices // 8, expert=8),
     "data, fsdp=16": lambda devices: config.Mesh(data=devices // 16, fsdp=16, expert=1),
 }
 MB = 1e6

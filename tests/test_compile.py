@@ -3,6 +3,7 @@
 import importlib.util
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,12 @@ from gspax.aot import chips, programs
 from gspax.aot.hlo import Collective
 from gspax.bench import forward_flops
 from gspax.compile import Compiled, Memory, Phase, Times
+from gspax.config import Mesh, Sampling
+from gspax.experiment import load
+from gspax.plan import parameter_count
+from gspax.sharding import make_mesh
 
+ROOT = Path(__file__).parents[1]
 SMALL = small_experiment.__file__
 V5E = chips.topology("v5e:4x4")
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
@@ -234,11 +240,45 @@ def test_a_step_compiled_for_a_tpu_that_is_not_there(capsys, monkeypatch):
     reduced = {kind for kind, _ in found[programs.TRAIN]} & {"reduce-scatter", "all-reduce"}
     assert reduced, "gradients are summed over the devices"
     # a device cannot train without having been sent what it has not of the parameters, nor without its gradients' sum
-    missing = 15 / 16 * parameter_bytes(small_experiment.experiment.model)
+    missing = 15 / 16 * 4 * parameter_count(small_experiment.experiment.model)
     assert found[programs.TRAIN]["all-gather", over_fsdp] >= missing / 2
 
 
-def parameter_bytes(config):
-    from gspax.plan import parameter_count
+@needs_libtpu
+def test_experts_and_heads_have_collectives_of_their_own():
+    """Rows travel to their experts along `expert`; what `tensor` splits is added up along it."""
+    small = small_experiment.experiment
+    experiment = replace(
+        small,
+        model=replace(small.model, num_key_value_heads=2),
+        mesh=Mesh(fsdp=2, expert=4, tensor=2),
+        sampling=Sampling(prompts=16, group=2, max_prompt_tokens=4, max_tokens=4),
+        schedule=replace(small.schedule, minibatches=1),
+    )
+    mesh = make_mesh(experiment.mesh, chips.devices(V5E), experiment.model)
+    compiled = compile.compile_program(programs.programs(experiment, mesh)[0])
+    (update,) = compile.phases(experiment, compiled, dict(mesh.shape))
+    found = {(each.kind, each.axes, each.size) for each in update.sent}
+    assert ("ragged-all-to-all", ("expert",), 4) in found
+    assert found & {("all-reduce", ("tensor",), 2), ("reduce-scatter", ("tensor",), 2)}
+    assert ("all-gather", ("fsdp", "expert"), 8) in found  # attention's weights are split over both
 
-    return 4 * parameter_count(config)
+
+MARKS = {  # bytes of a hand-written step of the same size: docs/compile.md
+    "v5e": ("v5e:8x8", {"prompts": 64, "group": 4, "max_prompt_tokens": 1024, "max_tokens": 1024}, 12.4e9),
+    "v5p": ("v5p:4x4x4", {"prompts": 64, "group": 8, "max_prompt_tokens": 1024, "max_tokens": 3072}, 14.9e9),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@needs_libtpu
+@pytest.mark.parametrize(("text", "sampling", "mark"), MARKS.values(), ids=MARKS)
+def test_an_update_of_a_30b_model_stays_below_the_mark(text, sampling, mark):
+    """Rows of 2,048 tokens, one on each device, on v5e; of 4,096 tokens, two on each, on v5p."""
+    experiment = load(ROOT / "experiments" / "qwen3_30b_a3b_v5p_64.py")
+    schedule = replace(experiment.schedule, microbatch_rows=0)
+    experiment = replace(experiment, sampling=Sampling(**sampling), schedule=schedule)
+    mesh = make_mesh(experiment.mesh, chips.devices(chips.topology(text)), experiment.model)
+    found = compile.compile_program(programs.programs(experiment, mesh)[0])
+    assert found.refusal == "" and found.memory.together <= mark

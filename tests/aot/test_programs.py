@@ -74,3 +74,14 @@ def test_bytes_of_a_device():
     row = programs._rows(mesh, (8, 6), jnp.bool_)
     everywhere = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=programs.named(mesh))
     assert programs.device_bytes({"a": row, "b": everywhere}) == 2 * 6 + 3 * 4
+
+
+def test_every_program_can_be_lowered_for_devices_that_are_here():
+    """Without libtpu too: what changes in the run's functions must be followed here."""
+    mesh = make_mesh(SMALL.mesh, jax.devices()[:4])
+    sampling = SMALL.sampling
+    rows, length = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
+    shapes = {program.name: jax.tree.leaves(program.lower().out_info) for program in programs.programs(SMALL, mesh)}
+    assert list(shapes) == [programs.TRAIN, programs.SCORE, programs.ROLLOUT]
+    assert shapes[programs.SCORE][0].shape == (rows // SMALL.schedule.minibatches, length)
+    assert (rows, length) in [leaf.shape for leaf in shapes[programs.ROLLOUT]]
