@@ -117,6 +117,13 @@ def test_the_rollout_is_its_prefill_and_a_loop_over_tokens():
     assert decode.done == sampling.prompts * sampling.group / 16 * forward_flops(config, 2 * (S + C / 2))
 
 
+def test_loops_that_could_not_be_counted_are_told():
+    train, rollout = (Compiled(name=name, seconds=1, text=TEXT) for name in (programs.TRAIN, programs.ROLLOUT))
+    assert compile.uncounted([train, rollout]) == [
+        "The train step has loops (1) that do not say how often they run; each counts once."
+    ]
+
+
 def test_the_flops_of_an_update_are_three_forward_passes_and_one_more_with_remat():
     experiment = small_experiment.experiment
     each = 8 * 4 / 2 / 16 * 8 * forward_flops(experiment.model, 8)  # half of 8 x 4 rows of 8 tokens on 16 devices

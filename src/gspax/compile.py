@@ -112,6 +112,8 @@ def run(experiment: Experiment, topology: Topology) -> bool:
         print("\n" + time_table(estimates, topology))
         print("\n" + step_lines(experiment, estimates, topology, len(devices)))
         print("\n" + collective_table(found))
+    for sentence in uncounted(compiled):
+        print("\n" + sentence)
     wrong = misfits(compiled, topology)
     print("\n" + ("\n".join(wrong) or f"Everything fits {topology}."))
     return not wrong
@@ -234,6 +236,17 @@ def misfits(compiled: list[Compiled], topology: Topology) -> list[str]:
                 f"Does not fit {topology}: the {each.name} needs {each.memory.together / GB:.2f} GB on each device, "
                 f"a program may use {topology.chip.memory / GB:.2f}"
             )
+    return found
+
+
+def uncounted(compiled: list[Compiled]) -> list[str]:
+    """One sentence for each program with loops of which the text does not say how often they run, but for the
+    sampler's loop over tokens."""
+    found = []
+    for each in compiled:
+        loops = 0 if each.refusal else hlo.unread_loops(hlo.parse(each.text)) - (each.name == ROLLOUT)
+        if loops > 0:
+            found.append(f"The {each.name} has loops ({loops}) that do not say how often they run; each counts once.")
     return found
 
 
