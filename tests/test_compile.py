@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_said_in_one_sentence_each():
     refused = Compiled(name="rollout", seconds=1, refusal="Used 20.00G of 15.75G hbm.")
     assert compile.misfits([fits, large, refused], V5E) == [
         "Does not fit v5e:4x4: the train step needs 18.00 GB on each device, a program may use 16.91",
-        "Does not fit v5e:4x4: the compiler refuses the rollout: Used 20.00G of 15.75G hbm.",
+        "Does not compile for v5e:4x4: the rollout: Used 20.00G of 15.75G hbm.",
     ]
     table = compile.memory_table([fits, large, refused], V5E).splitlines()
     assert table[0].split()[-4:] == ["old", "log-probs", "train", "step"]  # no column for what did not compile
@@ -161,12 +161,25 @@ def test_a_step_needs_all_its_parts():
             "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom:\nthe program's 112.36G exceeds available HBM (15.75G)\nMore",
             "the program's 112.36G exceeds available HBM (15.75G)",
         ),
-        ("RESOURCE_EXHAUSTED: something new\nand more", "something new"),
+        ("RESOURCE_EXHAUSTED: something new\nand more", "RESOURCE_EXHAUSTED: something new"),
     ],
 )
 def test_the_sentence_with_the_numbers_out_of_a_refusal(message, said):
     found = compile.refusal(message)
     assert found.endswith(said) and len(found.splitlines()) == 1
+
+
+def test_whatever_the_compiler_refuses_is_part_of_the_answer():
+    """The ragged all-to-all of an expert axis, for one, which it does not have for every topology."""
+
+    def lower():
+        raise jax.errors.JaxRuntimeError("INTERNAL: Ragged all-to-all is not supported here\nat line 325")
+
+    found = compile.compile_program(programs.Program(name="train step", lower=lower, besides=0))
+    assert found.memory is None
+    assert compile.misfits([found], V5E) == [
+        "Does not compile for v5e:4x4: the train step: INTERNAL: Ragged all-to-all is not supported here"
+    ]
 
 
 def gspax(*arguments):
