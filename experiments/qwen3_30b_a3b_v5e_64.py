@@ -16,5 +16,6 @@ experiment = replace(
     v5p,
     name="qwen3_30b_a3b_v5e_64",
     sampling=Sampling(prompts=64, group=16, max_prompt_tokens=512, max_tokens=1536),
+    schedule=replace(v5p.schedule, microbatch_rows=64),
     mesh=Mesh(expert=1),
 )

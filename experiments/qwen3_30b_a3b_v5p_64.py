@@ -80,6 +80,6 @@ experiment = Experiment(
     loss=partial(losses.gspo, clip_low=3e-4, clip_high=4e-4),
     sampling=Sampling(prompts=128, group=16, max_prompt_tokens=1024, max_tokens=7168),
     optimizer=Optimizer(learning_rate=1e-6),
-    schedule=Schedule(steps=500, minibatches=4, microbatch_rows=64, eval_every=50, checkpoint_every=25),
+    schedule=Schedule(steps=500, minibatches=4, microbatch_rows=128, eval_every=50, checkpoint_every=25),
     evaluation=Evaluation(problems=512),
 )
