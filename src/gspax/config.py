@@ -32,7 +32,10 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW behind a global-norm clip, with a linear warm-up to a constant rate."""
+    """AdamW behind a global-norm clip, with a linear warm-up to a constant rate.
+
+    Parameters in bfloat16 (`model.param_dtype`) have a float32 master copy in its state.
+    """
 
     learning_rate: float = 1e-6
     warmup_updates: int = 0
@@ -41,6 +44,7 @@ class Optimizer:
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
+    offload: bool = False  # its state lives in the host's memory, on the devices during an update alone
 
 
 @dataclass(frozen=True, kw_only=True)

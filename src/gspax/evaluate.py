@@ -12,7 +12,7 @@ import numpy as np
 from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, Sampling
 from gspax.description import describe
-from gspax.optimizer import make_optimizer
+from gspax.optimizer import make_optimizer, trained_dtype
 from gspax.rewards import completions
 from gspax.rundir import existing_run
 from gspax.sampler import sample
@@ -30,7 +30,7 @@ def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
     check(experiment, jax.device_count())
     paths = existing_run(workdir, describe(experiment))
     mesh = make_mesh(experiment.mesh, model=experiment.model)
-    optimizer = make_optimizer(experiment.optimizer)
+    optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment))
     with Checkpoints(paths.checkpoints) as checkpoints:
         step = checkpoints.latest() if step is None else step
         state = restored(experiment, paths, checkpoints, optimizer, mesh, step)

@@ -25,7 +25,7 @@ from gspax.evaluate import evaluate
 from gspax.metrics import Clock, response_metrics, reward_metrics, routing_metrics, score_metrics, update_metrics
 from gspax.model.low_rank import base
 from gspax.objective import of_experiment
-from gspax.optimizer import learning_rate, make_optimizer
+from gspax.optimizer import learning_rate, make_optimizer, trained_dtype
 from gspax.record import Recorder
 from gspax.rewards import advantages, completions
 from gspax.rundir import RunDir, open_run
@@ -56,7 +56,7 @@ def make_learner(experiment: Experiment) -> Learner:
     """The mesh, optimiser and jitted steps of an experiment. UserError where it does not fit the devices."""
     check(experiment, jax.device_count())
     mesh = make_mesh(experiment.mesh, model=experiment.model)
-    optimizer = make_optimizer(experiment.optimizer)
+    optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment))
     alike: dict[str, Any] = {
         "temperature": experiment.sampling.temperature,
         "microbatch_rows": experiment.schedule.microbatch_rows,

@@ -53,7 +53,7 @@ def warm_start(
     """
     stage = experiment.warm_start
     assert stage is not None
-    optimizer = make_optimizer(stage.optimizer)
+    optimizer = make_optimizer(stage.optimizer, experiment.model.param_dtype)
     train_step = make_train_step(experiment.model, objective.of_loss(nll), optimizer, mesh=mesh)
     with Checkpoints(run.warm_start.checkpoints, keep=1) as checkpoints:
         if checkpoints.latest() is None:

@@ -14,6 +14,7 @@ from gspax.config import Lora
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
 from gspax.model.low_rank import partition
+from gspax.optimizer import Offloaded
 from gspax.sharding import named
 from gspax.types import Array, Params, TrainState
 
@@ -54,10 +55,10 @@ def init_state(
     return replace(around, params=params)
 
 
-def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str = "float32") -> Params:
-    """`ShapeDtypeStruct`s of the parameters, with shardings by the table."""
+def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str | None = None) -> Params:
+    """`ShapeDtypeStruct`s of the parameters, with shardings by the table; without `dtype` in the model's."""
     return jax.tree.map(
-        lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named(mesh, *axes)),
+        lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=named(mesh, *axes)),
         transformer.abstract_params(config),
         transformer.logical_axes(config),
     )
@@ -93,20 +94,25 @@ def abstract_state(
 ) -> TrainState:
     """`ShapeDtypeStruct`s with shardings: parameters and their moments by the table, everything else replicated.
 
-    With `lora` the parameters have adapters.
+    With `lora` the parameters have adapters. The moments are in the hosts' memory if the optimiser is `Offloaded`.
     """
     everywhere = named(mesh)
+    memory = "pinned_host" if isinstance(optimizer, Offloaded) else "device"
     params = abstract_params(config, mesh)
     if lora is not None:
         params = adapters.adapted(params, abstract_adapters(config, lora, mesh), lora)
     trained, _ = partition(params)
     state = jax.eval_shape(lambda params: new_state(params, optimizer, jax.random.key(0)), params)
+
+    def placed(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding.with_memory_kind(memory))
+
     moments = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda leaf, param: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding),
+        lambda leaf, param: placed(leaf, param.sharding),
         state.opt_state,
         trained,
-        transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),
+        transform_non_params=lambda leaf: placed(leaf, everywhere),
     )
     small: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)

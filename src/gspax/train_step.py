@@ -157,7 +157,7 @@ def _summed_gradient(summed, trained: Params, batch: Batch, microbatch_rows: int
         grads, terms = gradient(trained, part)
         return jax.tree.map(jnp.add, total, grads), terms
 
-    zeros = jax.tree.map(jnp.zeros_like, trained)
+    zeros = jax.tree.map(lambda param: jnp.zeros_like(param, jnp.float32), trained)
     grads, terms = jax.lax.scan(add, zeros, _split(batch, rows // microbatch_rows))
     return grads, jax.tree.map(_join, terms)
 

@@ -25,7 +25,7 @@ def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
 
     Args:
       checkpoint: a folder, or a name on the Hub, such as "Qwen/Qwen3-30B-A3B"; "name@revision" pins a revision.
-      **changes: of fields of the ModelConfig, such as `remat=True`.
+      **changes: of fields of the ModelConfig, such as `remat="full"`.
 
     Raises:
       UserError: there is no such checkpoint, or gspax does not implement its architecture.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,11 @@ class ModelConfig:
     initializer_range: float = 0.02
     max_position_embeddings: int = 40960
 
-    dtype: str = "float32"  # of activations and matmuls; parameters are float32, logits too
-    remat: bool = False  # recompute each layer in the backward pass instead of storing its activations
+    dtype: str = "float32"  # of activations and matmuls; logits are float32
+    param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters; bfloat16 ones have a float32 master copy
+    # What a layer keeps for its backward pass: none: everything; products: matrix products and its input; full: its
+    # input; offload: its input, in the host's memory. The rest is computed again.
+    remat: Literal["none", "products", "full", "offload"] = "none"
     checkpoint: str = ""  # folder of a Hugging Face checkpoint that parameters start from; empty: random
 
 

@@ -28,7 +28,7 @@ qwen3_0_6b = ModelConfig(
     intermediate_size=3072,
     tie_word_embeddings=True,
     dtype="bfloat16",
-    remat=True,
+    remat="full",
 )
 
 qwen3_30b_a3b = ModelConfig(
@@ -43,7 +43,7 @@ qwen3_30b_a3b = ModelConfig(
     num_experts_per_tok=8,
     moe_intermediate_size=768,
     dtype="bfloat16",
-    remat=True,
+    remat="full",
 )
 
 qwen3_235b_a22b = ModelConfig(
@@ -58,5 +58,5 @@ qwen3_235b_a22b = ModelConfig(
     num_experts_per_tok=8,
     moe_intermediate_size=1536,
     dtype="bfloat16",
-    remat=True,
+    remat="full",
 )

@@ -2,18 +2,20 @@
 
 A weight of a layer may be a `LowRank` instead of an array; it becomes one where the layer is run.
 
-Inside are Flax NNX modules; outside, parameters are a nested dict of float32 arrays. Layers of one kind that follow
+Inside are Flax NNX modules; outside, parameters are a nested dict of arrays. Layers of one kind that follow
 each other are stacked and run by `lax.scan` (`config.layer_runs`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from gspax.model.attention import Attend, Attention, Cache, keeping_prompt, over_cache, within_segments
 from gspax.model.config import ModelConfig, layer_runs, layer_windows
@@ -22,6 +24,9 @@ from gspax.model.low_rank import dense
 from gspax.model.moe import Routing, SparseMlp
 from gspax.sharding import by_tokens, constrain
 from gspax.types import Array, Params
+
+
+LAYER_INPUT = "layer_input"  # the residual stream before a layer, as `remat="offload"` knows it
 
 
 class Shared(NamedTuple):
@@ -91,8 +96,7 @@ class Transformer(nnx.Module):
                 x_BTD, cache, routing = module(x_BTD, shared, cache, layer, forced_BTA)
                 return (by_tokens(x_BTD, mesh), cache), routing
 
-            if config.remat:
-                body = jax.checkpoint(body, prevent_cse=False)
+            body = _rematerialised(body, config)
             forced = None
             if sparse and forced_LBTA is not None:
                 forced = forced_LBTA[first_sparse : first_sparse + count]
@@ -100,6 +104,29 @@ class Transformer(nnx.Module):
             first, first_sparse = first + count, first_sparse + count * sparse
             routings += [routing] if sparse else []
         return self.norm(x_BTD), cache, _all_layers(routings, tokens_BT.shape, config)
+
+
+def _rematerialised(body: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
+    """The body of the layer scan, keeping for its backward pass what `config.remat` says."""
+    policies = jax.checkpoint_policies
+    if config.remat == "none":
+        return body
+    if config.remat == "products":
+        return jax.checkpoint(body, prevent_cse=False, policy=policies.dots_with_no_batch_dims_saveable)
+    if config.remat == "full":
+        return jax.checkpoint(body, prevent_cse=False)
+
+    def from_host(carry: Any, inputs: Any) -> Any:
+        x_BTD, cache = carry
+        return body((checkpoint_name(x_BTD, LAYER_INPUT), cache), inputs)
+
+    offload = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(from_host, prevent_cse=False, policy=offload)
 
 
 def _all_layers(routings: list[Routing], shape: tuple[int, ...], config: ModelConfig) -> Routing:
@@ -132,13 +159,15 @@ def _module(params: Params, config: ModelConfig) -> Transformer:
 
 
 def init(config: ModelConfig, key: Array) -> Params:
-    """Random float32 parameters: normal with `initializer_range`, norms one."""
-    return nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(key)), nnx.Param))
+    """Random parameters in `config.param_dtype`: normal with `initializer_range`, norms one."""
+    params = nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(key)), nnx.Param))
+    return jax.tree.map(lambda leaf: leaf.astype(config.param_dtype), params)
 
 
 def abstract_params(config: ModelConfig) -> Params:
     """`ShapeDtypeStruct`s of `init`'s answer."""
-    return nnx.to_pure_dict(_abstract(config)[1])
+    params = nnx.to_pure_dict(_abstract(config)[1])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, config.param_dtype), params)
 
 
 def logical_axes(config: ModelConfig) -> Params:
