@@ -127,7 +127,7 @@ def test_loops_that_could_not_be_counted_are_told():
 def test_the_flops_of_an_update_are_three_forward_passes_and_one_more_with_remat():
     experiment = small_experiment.experiment
     each = 8 * 4 / 2 / 16 * 8 * forward_flops(experiment.model, 8)  # half of 8 x 4 rows of 8 tokens on 16 devices
-    for remat, passes in ((False, 3), (True, 4)):
+    for remat, passes in (("none", 3), ("products", 3), ("full", 4), ("offload", 4)):
         model = replace(experiment.model, remat=remat)
         compiled = Compiled(name=programs.TRAIN, seconds=1, text=TEXT)
         (part,) = compile.phases(replace(experiment, model=model), compiled, {"data": 1, "fsdp": 16})

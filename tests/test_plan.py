@@ -96,7 +96,7 @@ def test_fsdp_splits_the_parameters_and_data_does_not():
     assert data.learner[key] == one.learner[key]
     assert "one gathered layer" in fsdp.learner
     assert "one gathered layer" not in data.learner
-    assert fsdp.activations_without_remat == data.activations_without_remat == one.activations_without_remat // 8
+    assert fsdp.activations["none"] == data.activations["none"] == one.activations["none"] // 8
 
 
 def test_the_tensor_axis_splits_heads_widths_and_vocabulary():
@@ -106,7 +106,7 @@ def test_the_tensor_axis_splits_heads_widths_and_vocabulary():
         assert two.learner[part] == one.learner[part] // 2
     for part in ("cache of the completions", "logits of one position, and noise"):
         assert two.sampler[part] == one.sampler[part] // 2
-    assert one.activations_without_remat / 2 < two.activations_without_remat < one.activations_without_remat
+    assert one.activations["none"] / 2 < two.activations["none"] < one.activations["none"]
     assert "gathered" not in "".join(two.learner)
 
 
@@ -141,17 +141,33 @@ def test_the_expert_axis_splits_what_is_gathered():
     experts = 2 * 3 * 128 * 2048 * 768
     difference = alone.learner["one gathered layer"] - found.learner["one gathered layer"]
     assert difference == experts * 7 // 8
-    assert found.activations_with_remat == alone.activations_with_remat
+    assert found.activations["full"] == alone.activations["full"]
 
 
 def test_remat_and_micro_batches_lower_the_activations():
     one = plan(EXPERIMENT, 1)
-    assert one.activations_with_remat < one.activations_without_remat
+    assert one.activations["full"] < one.activations["none"]
     split = plan(override(EXPERIMENT, ["schedule.microbatch_rows=4"]), 1)
-    assert 4 * split.activations_without_remat == one.activations_without_remat
-    assert split.learner["gradients, float32 (sum and micro-batch)"] == 2 * one.learner["gradients, float32"]
-    assert "activations, estimated, remat off" in one.learner
-    assert "activations, estimated, remat on" in plan(override(EXPERIMENT, ["model.remat=true"])).learner
+    assert 4 * split.activations["none"] == one.activations["none"]
+    assert split.learner["sum of the micro-batches' gradients"] == one.learner["gradients"]
+    for remat, size in one.activations.items():
+        again = plan(override(EXPERIMENT, [f"model.remat={remat}"]), 1)
+        assert again.learner[f"activations, estimated, remat={remat}"] == size
+    assert sorted(one.activations, key=one.activations.get) == ["offload", "full", "products", "none"]
+
+
+def test_bfloat16_parameters_have_a_master_and_an_offloaded_state_is_not_on_the_device():
+    one, half = plan(EXPERIMENT, 1), plan(override(EXPERIMENT, ["model.param_dtype=bfloat16"]), 1)
+    assert 2 * half.learner["parameters, bfloat16"] == one.learner["parameters, float32"]
+    assert 2 * half.learner["gradients"] == one.learner["gradients"]
+    assert half.learner["master copy, float32"] == one.learner["parameters, float32"]
+    assert half.checkpoint == one.checkpoint * 14 // 12
+    away = plan(override(EXPERIMENT, ["model.param_dtype=bfloat16", "optimizer.offload=true"]), 1)
+    moved = {"Adam moments, float32", "master copy, float32"}
+    for there, here in ((half.learner, away.learner), (half.sampler, away.sampler)):
+        assert there.keys() - here.keys() == moved and away.host == sum(there[part] for part in moved)
+    assert one.host == half.host == 0
+    assert "In the host's memory" in render(away) and "In the host's memory" not in render(half)
 
 
 def test_what_an_experiment_adds_is_counted():
@@ -179,7 +195,7 @@ def test_adapters_are_what_is_trained(changes):
     factors = sum(leaf.size for leaf in jax.tree.leaves(adapters.abstract(made.model, made.lora)))
     assert trained_count(made) == factors
     found, whole = plan(made, 1), plan(replace(made, lora=None), 1)
-    assert found.learner["adapters, float32"] == 4 * factors == found.learner["gradients, float32"]
+    assert found.learner["adapters, float32"] == 4 * factors == found.learner["gradients"]
     assert found.learner["parameters, float32"] == whole.learner["parameters, float32"]
     assert found.checkpoint == 12 * factors and found.sampler["Adam moments, float32"] == 8 * factors
     assert "reference policy, float32" not in found.learner

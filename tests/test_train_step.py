@@ -250,7 +250,7 @@ def test_router_logits_are_not_kept_unless_they_are_used():
     kept = f"f32[{CONFIG.num_hidden_layers},{B},{T},{CONFIG.num_experts}]"
 
     def compiled(made):
-        update = train_step.make_train_step(replace(CONFIG, remat=True), made, SGD)
+        update = train_step.make_train_step(replace(CONFIG, remat="full"), made, SGD)
         return update.lower(fresh(), data).compile().as_text()
 
     assert kept not in compiled(objective.of_loss(losses.gspo))

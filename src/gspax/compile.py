@@ -170,7 +170,7 @@ def phases(experiment: Experiment, compiled: Compiled, mesh: dict[str, int]) -> 
     sent = [Counter(hlo.collectives(module, mesh, unknown_trips=trips)) for trips in (0, 1)]
     if compiled.name != ROLLOUT:
         once = tokens * forward_flops(config, S + C)
-        useful, done = (3, 3 + config.remat) if compiled.name == TRAIN else (1, 1)
+        useful, done = (3, 3 + (config.remat in ("full", "offload"))) if compiled.name == TRAIN else (1, 1)
         scored = 1 + (experiment.reference is not None)
         runs = schedule.minibatches * (1 if compiled.name == TRAIN else scored)
         return [

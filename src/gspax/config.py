@@ -160,3 +160,8 @@ class Experiment:
     warm_start: WarmStart | None = None
     mesh: Mesh = field(default_factory=Mesh)
     seed: int = 0
+
+
+def trained_dtype(experiment: Experiment) -> str:
+    """The dtype of what an experiment trains: adapters are float32 whatever stands beside them."""
+    return "float32" if experiment.lora is not None else experiment.model.param_dtype

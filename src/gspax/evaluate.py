@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from gspax.checkpoint import Checkpoints
-from gspax.config import Experiment, Sampling
+from gspax.config import Experiment, Sampling, trained_dtype
 from gspax.description import describe
-from gspax.optimizer import make_optimizer, trained_dtype
+from gspax.optimizer import make_optimizer
 from gspax.rewards import completions
 from gspax.rundir import existing_run
 from gspax.sampler import sample

@@ -19,13 +19,13 @@ import optax
 
 from gspax import clipping, interrupt, minibatches, progress, report
 from gspax.checkpoint import Checkpoints
-from gspax.config import Experiment
+from gspax.config import Experiment, trained_dtype
 from gspax.description import describe
 from gspax.evaluate import evaluate
 from gspax.metrics import Clock, response_metrics, reward_metrics, routing_metrics, score_metrics, update_metrics
 from gspax.model.low_rank import base
 from gspax.objective import of_experiment
-from gspax.optimizer import learning_rate, make_optimizer, trained_dtype
+from gspax.optimizer import learning_rate, make_optimizer
 from gspax.record import Recorder
 from gspax.rewards import advantages, completions
 from gspax.rundir import RunDir, open_run

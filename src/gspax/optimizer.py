@@ -38,11 +38,6 @@ def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -
     return offloaded(optimizer) if settings.offload else optimizer
 
 
-def trained_dtype(experiment: config.Experiment) -> str:
-    """The dtype of what an experiment trains: adapters are float32 whatever stands beside them."""
-    return "float32" if experiment.lora is not None else experiment.model.param_dtype
-
-
 class Master(NamedTuple):
     """The float32 copy of what is trained, and the state of the optimiser that updates it."""
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 from gspax import sharding
-from gspax.config import LOGIT_BUDGET, SCORE_BUDGET, Experiment
+from gspax.config import LOGIT_BUDGET, SCORE_BUDGET, Experiment, trained_dtype
 from gspax.description import describe, flatten, show
-from gspax.model.config import ModelConfig, is_sparse
+from gspax.model.config import ModelConfig, Remat, is_sparse
 
 FLOAT32 = 4
 
@@ -41,8 +41,8 @@ class Plan:
     warm_start_updates: int
     learner: dict[str, int]  # part -> bytes at the learner's peak
     sampler: dict[str, int]  # part -> bytes at the sampler's peak
-    activations_with_remat: int
-    activations_without_remat: int
+    activations: dict[str, int]  # by `model.remat`
+    host: int  # bytes of optimiser state in the host's memory, for each device
     checkpoint: int
 
 
@@ -72,9 +72,12 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         warm_start_updates=experiment.warm_start.steps if experiment.warm_start else 0,
         learner=_learner_bytes(experiment, mesh),
         sampler=_sampler_bytes(experiment, mesh),
-        activations_with_remat=_activation_bytes(experiment, mesh, remat=True),
-        activations_without_remat=_activation_bytes(experiment, mesh, remat=False),
-        checkpoint=3 * FLOAT32 * trained_count(experiment),
+        activations={
+            remat: _activation_bytes(replace(experiment, model=replace(config, remat=remat)), mesh)
+            for remat in get_args(Remat)
+        },
+        host=sum(_optimizer_bytes(experiment, mesh).values()) if experiment.optimizer.offload else 0,
+        checkpoint=(2 * FLOAT32 + _trained_bytes(experiment) + _master_bytes(experiment)) * trained_count(experiment),
     )
 
 
@@ -134,23 +137,22 @@ def _mlp_count(config: ModelConfig, layer: int, experts: int) -> int:
 def _learner_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
     """What is alive during the backward pass of an update."""
     config = experiment.model
-    own = FLOAT32 * math.ceil(parameter_count(config) / _weight_shards(mesh))
-    trained = FLOAT32 * math.ceil(trained_count(experiment) / _weight_shards(mesh))
+    own = _size(config.param_dtype) * math.ceil(parameter_count(config) / _weight_shards(mesh))
+    trained = math.ceil(trained_count(experiment) / _weight_shards(mesh))
     rows = experiment.sampling.prompts * experiment.sampling.group
     micro_rows = _microbatch_rows(experiment, mesh)
     length = math.ceil(_length(experiment) / mesh["context"])
     split = micro_rows * sharding.batch_shards(mesh) < rows // experiment.schedule.minibatches
     chunk = min(length, max(1, LOGIT_BUDGET // (micro_rows * config.vocab_size // mesh["tensor"])))
     parts = {
-        "parameters, float32": own,
-        "adapters, float32": trained if experiment.lora is not None else 0,
-        "gradients, float32" + (" (sum and micro-batch)" if split else ""): trained * (2 if split else 1),
-        "Adam moments, float32": 2 * trained,
+        f"parameters, {config.param_dtype}": own,
+        "adapters, float32": FLOAT32 * trained if experiment.lora is not None else 0,
+        "gradients": _trained_bytes(experiment) * trained,
+        "sum of the micro-batches' gradients": FLOAT32 * trained if split else 0,
+        **_on_device(experiment, mesh),
         **_reference_bytes(experiment, own),
         "one gathered layer": _gathered_bytes(config, mesh),
-        f"activations, estimated, remat {'on' if config.remat else 'off'}": _activation_bytes(
-            experiment, mesh, remat=config.remat
-        ),
+        f"activations, estimated, remat={config.remat}": _activation_bytes(experiment, mesh),
         # The logits, their softmax and its gradient.
         f"logits of {chunk} positions": 3 * FLOAT32 * micro_rows * chunk * config.vocab_size // mesh["tensor"],
         **_router_bytes(experiment, mesh),
@@ -167,15 +169,15 @@ def _weight_shards(mesh: dict[str, int]) -> int:
 def _sampler_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
     """What is alive while completions are drawn: no gradients, but the moments stay."""
     config, sampling = experiment.model, experiment.sampling
-    own = FLOAT32 * math.ceil(parameter_count(config) / _weight_shards(mesh))
+    own = _size(config.param_dtype) * math.ceil(parameter_count(config) / _weight_shards(mesh))
     prompts = math.ceil(sampling.prompts / sharding.batch_shards(mesh))
     rows = prompts * sampling.group
     heads = config.num_key_value_heads // mesh["tensor"]
     position = 2 * _dtype_bytes(config) * config.num_hidden_layers * heads * config.head_dim
     parts = {
-        "parameters, float32": own,
+        f"parameters, {config.param_dtype}": own,
         "the same with adapters added": own if experiment.lora is not None else 0,
-        "Adam moments, float32": 2 * FLOAT32 * math.ceil(trained_count(experiment) / _weight_shards(mesh)),
+        **_on_device(experiment, mesh),
         **_reference_bytes(experiment, own),
         "one gathered layer": _gathered_bytes(config, mesh),
         "cache of the prompts, once per prompt": position * prompts * sampling.max_prompt_tokens,
@@ -211,17 +213,39 @@ def _gathered_bytes(config: ModelConfig, mesh: dict[str, int]) -> int:
     return _dtype_bytes(config) * largest // mesh["tensor"]
 
 
-def _activation_bytes(experiment: Experiment, mesh: dict[str, int], *, remat: bool) -> int:
-    """What a micro-batch keeps for its backward pass: with remat each layer's input and one layer in full, else every
-    layer in full."""
+def _optimizer_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
+    """The optimiser's state, a device's part of it."""
+    trained = math.ceil(trained_count(experiment) / _weight_shards(mesh))
+    return {"Adam moments, float32": 2 * FLOAT32 * trained, "master copy, float32": _master_bytes(experiment) * trained}
+
+
+def _on_device(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
+    return {} if experiment.optimizer.offload else _optimizer_bytes(experiment, mesh)
+
+
+def _trained_bytes(experiment: Experiment) -> int:
+    """Of one number that is trained."""
+    return _size(trained_dtype(experiment))
+
+
+def _master_bytes(experiment: Experiment) -> int:
+    """Of the copy of one number that is trained, where there is one."""
+    return 0 if trained_dtype(experiment) == "float32" else FLOAT32
+
+
+def _activation_bytes(experiment: Experiment, mesh: dict[str, int]) -> int:
+    """What a micro-batch keeps for its backward pass: of each layer what `model.remat` says, and one layer in full."""
     config = experiment.model
     tokens = _microbatch_tokens(experiment, mesh)
     layers = [_layer_bytes(config, layer, mesh) for layer in range(config.num_hidden_layers)]
     stream = _dtype_bytes(config) * config.hidden_size
-    kept = tokens * (len(layers) * stream + max(layers) if remat else sum(layers))
+    whole = config.remat == "none"
+    products = sum(_product_bytes(config, layer, mesh["tensor"]) for layer in range(len(layers)))
+    inputs = {"none": 0, "offload": 0, "full": len(layers) * stream, "products": products}[config.remat]
+    kept = tokens * (sum(layers) if whole else inputs + max(layers))
     scores = tokens * (config.num_attention_heads // mesh["tensor"]) * _length(experiment)
     # The scores, their softmax, and that in the compute dtype; more than the budget of them are not kept but made anew.
-    times = 1 if remat or scores > SCORE_BUDGET else len(layers)
+    times = len(layers) if whole and scores <= SCORE_BUDGET else 1
     return kept + times * (2 * FLOAT32 + _dtype_bytes(config)) * min(scores, SCORE_BUDGET)
 
 
@@ -239,6 +263,15 @@ def _layer_bytes(config: ModelConfig, layer: int, mesh: dict[str, int]) -> int:
     else:
         mlp = size * (2 * D + 3 * config.intermediate_size // tensor)
     return attention + mlp
+
+
+def _product_bytes(config: ModelConfig, layer: int, tensor: int) -> int:
+    """Bytes per token that a layer keeps with remat="products": its input and the products with its own matrices; those
+    of the experts are not kept."""
+    heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim // tensor
+    wide = 0 if is_sparse(config, layer) else 2 * config.intermediate_size // tensor + config.hidden_size
+    routers = FLOAT32 * config.num_experts if is_sparse(config, layer) else 0
+    return _dtype_bytes(config) * (2 * config.hidden_size + heads + wide) + routers
 
 
 def _rollout_bytes(experiment: Experiment, mesh: dict[str, int]) -> int:
@@ -263,7 +296,7 @@ def _router_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int
 def _reference_bytes(experiment: Experiment, own: int) -> dict[str, int]:
     """A copy of the parameters; with adapters their base is the reference."""
     needed = experiment.reference is not None and experiment.lora is None
-    return {"reference policy, float32": own} if needed else {}
+    return {f"reference policy, {experiment.model.param_dtype}": own} if needed else {}
 
 
 def _sparse_layers(config: ModelConfig) -> int:
@@ -271,7 +304,11 @@ def _sparse_layers(config: ModelConfig) -> int:
 
 
 def _dtype_bytes(config: ModelConfig) -> int:
-    return 2 if config.dtype == "bfloat16" else 4
+    return _size(config.dtype)
+
+
+def _size(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else FLOAT32
 
 
 def render(plan: Plan) -> str:
@@ -296,16 +333,18 @@ def render(plan: Plan) -> str:
     ]
     if plan.warm_start_updates:
         lines.append(f"Warm start  {plan.warm_start_updates:,} supervised updates before them")
-    lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: parameters and two moments, float32")
+    lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: what is trained, and the optimiser's state")
     for title, parts in (("learner, backward pass", plan.learner), ("sampler", plan.sampler)):
         lines += ["", f"Memory per device, {title}"]
         lines += [f"  {part:<44}{_bytes(size):>12}" for part, size in parts.items()]
         lines.append(f"  {'together':<44}{_bytes(sum(parts.values())):>12}")
     lines += [
         "",
-        f"Activations with remat {_bytes(plan.activations_with_remat)}, without "
-        f"{_bytes(plan.activations_without_remat)} (model.remat; estimates)",
+        "Activations by model.remat, estimated: "
+        + ", ".join(f"{remat} {_bytes(size)}" for remat, size in plan.activations.items()),
     ]
+    if plan.host:
+        lines.append(f"In the host's memory, for each device: the optimiser's state, {_bytes(plan.host)}")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.shard_alike import shard_alike
 
 from gspax import losses
 from gspax.config import LOGIT_BUDGET
@@ -65,6 +66,8 @@ def make_train_step(
         grads, terms = _summed_gradient(summed, trained, batch, microbatch_rows)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
         value, metrics = losses.reduce(terms)
+        # else the partitioner may leave a small parameter split in another way, and the next step compiles anew
+        grads = jax.tree.map(lambda grad, param: shard_alike(grad, param)[0], grads, trained)
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         params = combine(optax.apply_updates(trained, updates), frozen)
         state = replace(state, step=state.step + 1, params=params, opt_state=opt_state)

@@ -164,6 +164,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and all(_fits(each, members[0]) for each in value)
     if origin is collections.abc.Callable:
         return callable(value)
+    if origin is typing.Literal:
+        return value in members
     if hint in (int, float):
         return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
     return isinstance(value, hint)
@@ -171,6 +173,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _words(hint: Any) -> str:
     origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(map(repr, members))
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_words(member) for member in members)
     if origin is tuple:

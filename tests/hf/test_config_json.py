@@ -18,8 +18,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 CONFIGS = {
     **tiny.CONFIGS,
     "the last layers slide": replace(tiny.MOE, num_experts=0, sliding_window=3, sliding_layers=(1, 2)),
-    "the 0.6B": replace(presets.qwen3_0_6b, remat=False),
-    "the 30B": replace(presets.qwen3_30b_a3b, remat=False),
+    "the 0.6B": replace(presets.qwen3_0_6b, remat="none"),
+    "the 30B": replace(presets.qwen3_30b_a3b, remat="none"),
 }
 
 
@@ -93,7 +93,7 @@ def test_absent_keys_have_the_values_of_transformers(name, tmp_path):
 def test_published_files_are_the_presets(name, preset):
     if not PUBLISHED.is_dir():
         pytest.skip("../shared/data/qwen3_configs is not here")
-    assert replace(read_config(PUBLISHED / name), remat=True) == preset
+    assert replace(read_config(PUBLISHED / name), remat="full") == preset
 
 
 @pytest.mark.parametrize(

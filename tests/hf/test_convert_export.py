@@ -131,7 +131,7 @@ def test_a_run_starts_from_a_published_or_a_converted_checkpoint(between, tmp_pa
 
 def test_hf_says_where_the_weights_are_and_takes_changes(tmp_path):
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE, "bfloat16")
-    assert hf(str(source), remat=True) == replace(tiny.MOE, dtype="bfloat16", remat=True, checkpoint=str(source))
+    assert hf(str(source), remat="full") == replace(tiny.MOE, dtype="bfloat16", remat="full", checkpoint=str(source))
 
 
 def test_a_name_on_the_hub_is_downloaded_when_it_is_needed(tmp_path, monkeypatch):

@@ -170,7 +170,8 @@ def test_forced_routing_still_trains_the_router():
     assert np.abs(router).max() > 1e-4
 
 
-def test_remat_changes_neither_value_nor_gradient():
+@pytest.mark.parametrize("policy", ["products", "full", "offload"])
+def test_remat_changes_neither_value_nor_gradient(policy):
     config = tiny.MOE
     params, tokens = tiny.params(config), random_tokens(config, 2, 7)
 
@@ -179,7 +180,7 @@ def test_remat_changes_neither_value_nor_gradient():
         return jnp.sin(hidden).sum()
 
     gradient = jax.jit(jax.value_and_grad(objective), static_argnums=1)
-    remat = replace(config, remat=True)
+    remat = replace(config, remat=policy)
     chex.assert_trees_all_close(gradient(params, remat), gradient(params, config), rtol=1e-4, atol=1e-5)
     names = tiny.primitives(gradient, params, remat, static_argnums=1)
     assert any("remat" in name or "checkpoint" in name for name in names), "the layers are not recomputed"

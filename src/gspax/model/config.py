@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Remat = Literal["none", "products", "full", "offload"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
@@ -53,7 +55,7 @@ class ModelConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters; bfloat16 ones have a float32 master copy
     # What a layer keeps for its backward pass: none: everything; products: matrix products and its input; full: its
     # input; offload: its input, in the host's memory. The rest is computed again.
-    remat: Literal["none", "products", "full", "offload"] = "none"
+    remat: Remat = "none"
     checkpoint: str = ""  # folder of a Hugging Face checkpoint that parameters start from; empty: random
 
 

@@ -25,7 +25,6 @@ from gspax.model.moe import Routing, SparseMlp
 from gspax.sharding import by_tokens, constrain
 from gspax.types import Array, Params
 
-
 LAYER_INPUT = "layer_input"  # the residual stream before a layer, as `remat="offload"` knows it
 
 
