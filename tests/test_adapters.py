@@ -111,7 +111,7 @@ def a_batch():
 SGD = optax.sgd(1.0)
 
 
-@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("rows", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_update_moves_the_factors_by_the_chain_rule_and_nothing_else(rows):
     before, batch = policy(), a_batch()
     step = train_step.make_train_step(CONFIG, objective.of_loss(losses.grpo), SGD, microbatch_rows=rows)
@@ -173,6 +173,7 @@ WITH = replace(
 )
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_resumes_and_its_base_is_the_reference(tmp_path, capsys):
     loop.train(WITH, tmp_path / "whole")
     loop.train(replace(WITH, schedule=replace(WITH.schedule, steps=1)), tmp_path / "resumed")

@@ -203,7 +203,8 @@ def test_an_empty_prompt_is_refused(tmp_path):
         loop.train(mute, tmp_path / "run")
 
 
-@pytest.mark.parametrize("loss", [losses.grpo, pytest.param(losses.gspo_token, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [losses.grpo, losses.gspo_token])
 def test_other_losses_run_and_give_their_metrics(tmp_path, loss):
     loop.train(replace(with_schedule(steps=1), loss=loss, warm_start=None), tmp_path / "run")
     rows = record.read_metrics(RunDir(tmp_path / "run").metrics)
@@ -275,6 +276,7 @@ MEASURED = replace(
 )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_reference_and_clip_range(tmp_path):
     loop.train(MEASURED, tmp_path / "whole")
     loop.train(replace(MEASURED, schedule=replace(MEASURED.schedule, steps=1)), tmp_path / "resumed")
@@ -290,6 +292,7 @@ def test_a_resumed_run_has_the_same_reference_and_clip_range(tmp_path):
     assert kl_to_start[0] < 1e-9 < kl_to_start[1] < kl_to_start[2]
 
 
+@pytest.mark.slow
 def test_a_range_within_the_noise_is_warned_of_once(tmp_path, capsys):
     narrow = replace(with_schedule(steps=2, eval_every=0), loss=partial(losses.gspo, clip_low=0.0), warm_start=None)
     loop.train(narrow, tmp_path / "run")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.extend
+import pytest
 
 from gspax.model import transformer
 from gspax.model.config import ModelConfig, Yarn
@@ -49,6 +50,11 @@ CONFIGS = {
     "every layer slides": replace(MOE, sliding_window=4, sliding_layers=(0, 1, 2)),
     "some layers slide": replace(MOE, num_experts=0, sliding_window=3, sliding_layers=(0, 2)),
 }
+
+
+def slow_but(*fast):
+    """The names of CONFIGS to parameterise a test with: all but these behind the marker `slow`."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 
 
 TOGETHER = {  # everything at once, for what takes longer to compile

@@ -27,9 +27,9 @@ def random_tokens(config, *shape, seed=0):
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape, dtype=np.int32)
 
 
-@pytest.mark.parametrize("name", tiny.CONFIGS)
+@pytest.mark.parametrize("name", [*tiny.TOGETHER, *tiny.slow_but("moe", "some layers dense")])
 def test_agrees_with_the_numpy_reference(name):
-    config = tiny.CONFIGS[name]
+    config = (tiny.TOGETHER | tiny.CONFIGS)[name]
     params = tiny.params(config)
     tokens = random_tokens(config, 1, 9)
     logits, experts = logits_of(params, config, tokens, np.ones_like(tokens))
@@ -80,9 +80,7 @@ def test_a_row_does_not_depend_on_its_batch():
         np.testing.assert_allclose(together[row], alone[0], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", ["moe", "dense", "some layers dense", "biases", "yarn", "every layer slides", "some layers slide"]
-)
+@pytest.mark.parametrize("name", tiny.slow_but("moe", "some layers slide"))
 def test_prefill_and_decode_are_the_whole_sequence(name):
     config = tiny.CONFIGS[name]
     params = tiny.params(config)
@@ -115,7 +113,10 @@ def test_prefill_and_decode_are_the_whole_sequence(name):
             np.testing.assert_allclose(steps[step][row], hidden[row, length + step], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["moe", "gates not renormalised", "some layers dense"])
+@pytest.mark.parametrize(
+    "name",
+    ["some layers dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("moe", "gates not renormalised"))],
+)
 def test_forcing_the_free_choice_changes_nothing(name):
     config = tiny.CONFIGS[name]
     params = tiny.params(config)
