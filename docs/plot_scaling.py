@@ -33,7 +33,7 @@ MB = 1e6
 def small(devices, mesh):
     """Two rows of 128 tokens on each device."""
     start = experiment.load(ROOT / "experiments" / "bench_small_moe.py")
-    model = replace(start.model, hidden_size=512, head_dim=64, num_experts=16, dtype="bfloat16", remat=True)
+    model = replace(start.model, hidden_size=512, head_dim=64, num_experts=16, dtype="bfloat16", remat="full")
     return replace(
         start,
         model=model,

@@ -27,7 +27,7 @@ MODELS = {
         vocab_size=24,
         sliding_window=4,
         sliding_layers=(1,),
-        remat=True,
+        remat="full",
     ),
     "experts": replace(tiny.MOE, num_experts=4, num_hidden_layers=1, vocab_size=24),
 }

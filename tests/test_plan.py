@@ -115,7 +115,7 @@ def test_the_context_axis_splits_positions_and_gathers_keys():
     config, rows = EXPERIMENT.model, EXPERIMENT.sampling.prompts * EXPERIMENT.sampling.group
     microbatch = rows // EXPERIMENT.schedule.minibatches
     keys = 2 * config.num_key_value_heads * config.head_dim * 16 * microbatch * 4 * config.num_hidden_layers
-    assert two.activations_without_remat == one.activations_without_remat // 2 + keys
+    assert two.activations["none"] == one.activations["none"] // 2 + keys
     assert two.learner["logits of 8 positions"] == one.learner["logits of 16 positions"] // 2
 
 
@@ -123,9 +123,9 @@ def test_scores_are_kept_up_to_a_budget():
     """Of twice the length there are four times the scores, but in any length that is too long for them as many."""
 
     def scores(length):
-        found = plan(override(EXPERIMENT, ["model.remat=true", f"sampling.max_tokens={length - 8}"]), 1)
-        other = plan(override(EXPERIMENT, ["model.remat=true", f"sampling.max_tokens={2 * length - 8}"]), 1)
-        return other.activations_with_remat - 2 * found.activations_with_remat
+        found = plan(override(EXPERIMENT, ["model.remat=full", f"sampling.max_tokens={length - 8}"]), 1)
+        other = plan(override(EXPERIMENT, ["model.remat=full", f"sampling.max_tokens={2 * length - 8}"]), 1)
+        return other.activations["full"] - 2 * found.activations["full"]
 
     assert scores(16) > 0
     assert scores(2**14) == -12 * 2**23, "4 + 4 + 4 bytes of each"

@@ -18,6 +18,9 @@ prefill = jax.jit(transformer.prefill, static_argnames=("config", "group", "max_
 decode = jax.jit(transformer.decode, static_argnames=("config", "mesh"))
 
 
+TOGETHER = {f"{name}, all at once": config for name, config in tiny.TOGETHER.items()}
+
+
 def logits_of(params, config, tokens_BT, segment_BT, **kwargs):
     hidden, routing = apply(params, config, jnp.asarray(tokens_BT), jnp.asarray(segment_BT), **kwargs)
     return np.asarray(transformer.logits(params, hidden)), np.asarray(routing.expert)
@@ -27,9 +30,9 @@ def random_tokens(config, *shape, seed=0):
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape, dtype=np.int32)
 
 
-@pytest.mark.parametrize("name", [*tiny.TOGETHER, *tiny.slow_but("moe", "some layers dense")])
+@pytest.mark.parametrize("name", [*TOGETHER, *tiny.slow_but("moe", "some layers dense")])
 def test_agrees_with_the_numpy_reference(name):
-    config = (tiny.TOGETHER | tiny.CONFIGS)[name]
+    config = (TOGETHER | tiny.CONFIGS)[name]
     params = tiny.params(config)
     tokens = random_tokens(config, 1, 9)
     logits, experts = logits_of(params, config, tokens, np.ones_like(tokens))
