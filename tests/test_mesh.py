@@ -25,7 +25,7 @@ MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, atten
 MODELS = {
     "both": replace(MOE, mlp_only_layers=(0,)),  # one dense layer, one with experts: most of what there is, at once
     "dense": replace(MOE, num_experts=0, tie_word_embeddings=True),
-    "experts": replace(MOE, norm_topk_prob=False, remat=True),
+    "experts": replace(MOE, norm_topk_prob=False, remat="full"),
 }
 OPTIMIZER = make_optimizer(config.Optimizer(learning_rate=1e-2, eps=1e-2))  # of a size at which rounding stays rounding
 ROWS, LENGTH = 16, 8

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from gspax.model.attention import Attend, Attention, Cache, keeping_prompt, over_cache, within_segments
-from gspax.model.config import ModelConfig, layer_runs, layer_windows
+from gspax.model.config import ModelConfig, Remat, layer_runs, layer_windows
 from gspax.model.layers import DenseMlp, RMSNorm, rotary_angles, weight
 from gspax.model.low_rank import dense
 from gspax.model.moe import Routing, SparseMlp
@@ -114,6 +114,9 @@ def _rematerialised(body: Callable[..., Any], config: ModelConfig) -> Callable[.
         return jax.checkpoint(body, prevent_cse=False, policy=policies.dots_with_no_batch_dims_saveable)
     if config.remat == "full":
         return jax.checkpoint(body, prevent_cse=False)
+
+    if config.remat != "offload":
+        raise ValueError(f"remat: wanted one of {', '.join(get_args(Remat))}, got {config.remat!r}")
 
     def from_host(carry: Any, inputs: Any) -> Any:
         x_BTD, cache = carry
