@@ -100,4 +100,6 @@ def test_noise_warnings_are_for_fixed_ranges_of_sequence_ratios():
     assert sentence.startswith("clip_low is 0.01, below the noise floor 0.015")
     assert clipping.noise_warnings(narrow, 0.001) == ()
     assert clipping.noise_warnings(MEASURED, 0.015) == ()
+    wide = replace(narrow, loss=partial(losses.gspo, clip_low=0.2, clip_high=0.2))
+    assert clipping.noise_warnings(wide, 0.015) == ()  # that such a range hardly cuts was said before the run
     assert clipping.noise_warnings(replace(narrow, loss=losses.grpo), 0.5) == ()
