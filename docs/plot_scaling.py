@@ -24,8 +24,7 @@ ROOT = Path(__file__).parents[1]
 TOPOLOGIES = ["v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8", "v5p:4x8x8", "v5p:8x8x8"]
 MESHES = {
     "fsdp": lambda devices: config.Mesh(fsdp=devices, expert=1),
-    "fsdp, expert=8": lambda devices: config.Mesh(fsdp=devices // 8, expert=8),
-    "data, fsdp=16": lambda devices: config.Mesh(data=devices // 16, fsdp=16, expert=1),
+    "expert=8, fsdp up to 8, data": lambda devices: config.Mesh(data=-1, fsdp=min(devices // 8, 8), expert=8),
 }
 MB = 1e6
 
@@ -54,19 +53,22 @@ def measure(topology, make):
     return train.cost_analysis()["flops"] / 1e9, sent
 
 
-def main():
-    jax.config.update("jax_platforms", "cpu")
+def table(title, make):
+    """Prints a row for each topology as it is compiled, and gives (devices, GFLOP, MB sent) of all."""
+    rows = []
+    for topology in TOPOLOGIES:
+        devices = len(chips.devices(chips.topology(topology)))
+        flops, kinds = measure(topology, make)
+        rows.append((devices, flops, sum(kinds.values())))
+        parts = ", ".join(f"{kind} {size:.1f}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
+        print(f"| {devices} | {title} | {flops:.3f} | {rows[-1][2]:.1f} | {parts} |", flush=True)
+    return rows
+
+
+def draw(tables, path):
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))
-    print("| devices | mesh | GFLOP | MB sent | of which |\n| --- | --- | --- | --- | --- |")
-    for title, make in MESHES.items():
-        counts, flops, sent = [], [], []
-        for topology in TOPOLOGIES:
-            each, kinds = measure(topology, make)
-            counts.append(len(chips.devices(chips.topology(topology))))
-            flops.append(each)
-            sent.append(sum(kinds.values()))
-            parts = ", ".join(f"{kind} {size:.1f}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))
-            print(f"| {counts[-1]} | {title} | {each:.3f} | {sent[-1]:.1f} | {parts} |", flush=True)
+    for title, rows in tables.items():
+        counts, flops, sent = zip(*rows, strict=True)
         axes[0].plot(counts, flops, "o-", label=title)
         axes[1].plot(counts, sent, "o-", label=title)
     for axis, name in zip(axes, ("GFLOP per device (loop body once)", "MB sent per device"), strict=True):
@@ -75,9 +77,15 @@ def main():
         axis.set_ylim(bottom=0)
         axis.set_xlabel("devices, the same rows on each")
         axis.set_title(name, fontsize=10)
-    axes[1].legend(fontsize=8)
+    axes[0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "scaling.png", dpi=100)
+    figure.savefig(path, dpi=100)
+
+
+def main():
+    jax.config.update("jax_platforms", "cpu")
+    print("| devices | mesh | GFLOP | MB sent | of which |\n| --- | --- | --- | --- | --- |")
+    draw({title: table(title, make) for title, make in MESHES.items()}, ROOT / "docs" / "scaling.png")
 
 
 if __name__ == "__main__":

@@ -194,6 +194,25 @@ def test_of_the_branches_of_a_condition_the_dearest_counts():
         assert list(found.values()) == [320 * 7 // 8]
 
 
+def test_the_way_around_for_rows_without_room_does_not_count():
+    text = """
+%usual (x: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} fusion(%x), calls=%sends
+}
+
+%sends (x: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} ragged-all-to-all(%x, %x, %i, %i, %i, %i), replica_groups={}
+}
+
+%around (x: f32[8]) -> f32[8] {
+  ROOT %b = f32[80]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}
+}
+"""
+    line = "ROOT %c = f32[8]{0} conditional(%p, %x, %x), branch_computations={%around, %usual}"
+    found = hlo.collectives(program(line, computations=text), MESH, unknown_trips=1)
+    assert found == {Collective("ragged-all-to-all", ("data", "fsdp"), 8): 28}
+
+
 @pytest.mark.parametrize(
     ("type_", "sizes"),
     [

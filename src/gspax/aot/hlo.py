@@ -3,7 +3,7 @@
 The compiler's own cost analysis counts the body of a loop once; here a loop's body counts as often as it runs. How
 often is written beside the loop (CPU) or is the constant that its condition compares the counter with (TPU). A loop
 that tells neither, such as one that ends when all samples have, counts as often as the caller says. Of the branches of
-a condition the dearest counts.
+a condition the dearest counts, but none that is there for rows that a ragged all-to-all has no room for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+RAGGED = "ragged-all-to-all"
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", RAGGED)
 STEPS = "async_collective_fusion_config"  # marks a collective that the TPU compiler has spread over several fusions
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -134,7 +135,7 @@ def total(module: Module, count: Callable[[str, Instruction], Counter], *, unkno
             for called in called_here:
                 for key, value in of(called).items():
                     found[key] += times * value
-            if branches := _branches(each):
+            if branches := _usual(_branches(each), module):
                 found.update(max(map(of, branches), key=lambda branch: sum(branch.values())))
         return found
 
@@ -145,6 +146,20 @@ def _branches(instruction: Instruction) -> list[str]:
     """The computations of which a `conditional` runs one."""
     found = _BRANCHES.findall(instruction.attributes)
     return [name for several, one in found for name in re.findall(r"[\w.\-]+", several or one)]
+
+
+def _usual(branches: list[str], module: Module) -> list[str]:
+    """Those with a ragged all-to-all, if there are any: the others are for rows that do not fit its buffer."""
+    return [name for name in branches if _ragged(name, module)] or branches
+
+
+def _ragged(name: str, module: Module) -> bool:
+    inside = module.computations.get(name, [])
+    return any(
+        each.opcode.startswith(RAGGED)
+        or any(_ragged(called, module) for called in [*_CALLED.findall(each.attributes), *_branches(each)])
+        for each in inside
+    )
 
 
 def unread_loops(module: Module) -> int:
