@@ -12,7 +12,8 @@ import pytest
 import tiny
 from jax.sharding import AxisType, Mesh
 
-from gspax import losses, objective, sharding, train_step
+from gspax import losses, objective, sampler, sharding, train_step
+from gspax.config import Sampling
 from gspax.state import abstract_state, new_state
 from gspax.types import Batch
 
@@ -57,8 +58,15 @@ def batch(packed):
     )
 
 
-def step(config, devices, data):
+@pytest.fixture(autouse=True)
+def log_probs_in_chunks(monkeypatch):
+    monkeypatch.setattr(train_step, "LOGIT_BUDGET", 24 * 8)  # rows x vocabulary is more
+
+
+@functools.cache
+def step(model, packed, **axes):
     """The compiled train step of a mesh, and what it takes."""
+    config, devices, data = MODELS[model], mesh(**axes), batch(packed)
     make = train_step.make_train_step(config, objective.of_loss(losses.gspo), SGD, mesh=devices)
     state = new_state(jax.tree.map(jnp.copy, tiny.params(config)), SGD, jax.random.key(0))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, SGD, devices))
@@ -66,16 +74,16 @@ def step(config, devices, data):
     return make.lower(*given).compile(), given
 
 
-def update(config, devices, data):
+def update(model, packed, **axes):
     """The gradient of every parameter, and all metrics, the loss among them."""
-    compiled, given = step(config, devices, data)
-    state, metrics = compiled(*given)
-    return jax.device_get((jax.tree.map(jnp.subtract, tiny.params(config), state.params), metrics))
+    compiled, given = step(model, packed, **axes)
+    state, metrics = compiled(*jax.tree.map(jnp.copy, given))  # the state is donated
+    return jax.device_get((jax.tree.map(jnp.subtract, tiny.params(MODELS[model]), state.params), metrics))
 
 
 @functools.cache
 def alone(model, packed):
-    return update(MODELS[model], mesh(), batch(packed))
+    return update(model, packed)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +105,8 @@ def alone(model, packed):
     ],
     ids=str,
 )
-def test_a_split_in_time_makes_the_update_of_one_device(axes, model, packed, monkeypatch):
-    monkeypatch.setattr(train_step, "LOGIT_BUDGET", 24 * 8)  # log-probs in chunks: rows x vocabulary is more
-    got, want = update(MODELS[model], mesh(**axes), batch(packed)), alone(model, packed)
+def test_a_split_in_time_makes_the_update_of_one_device(axes, model, packed):
+    got, want = update(model, packed, **axes), alone(model, packed)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max(initial=1e-6))
 
@@ -108,7 +115,25 @@ def test_no_device_holds_more_of_a_whole_row_than_its_keys():
     """Nothing in the program of a device is as large as the hidden states of its rows over all their positions."""
     model = MODELS["a window"]
     whole = B * 24  # positions, filled up to a multiple of 8
-    text = step(model, mesh(context=8), batch(True))[0].as_text()
+    text = step("a window", True, context=8)[0].as_text()
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", text)]
     keys = whole * model.num_key_value_heads * model.head_dim
     assert max(sizes) == keys < whole * model.hidden_size
+
+
+def test_the_sampler_splits_its_rows_instead_while_they_grow():
+    model, sampling = MODELS["a window"], Sampling(prompts=2, group=4, max_prompt_tokens=4, max_tokens=6)
+
+    def draw(devices):
+        def run(params):
+            prompts, key = [[1, 2, 3], [4]], jax.random.key(0)
+            return sampler.sample(params, model, prompts, range(2), key, sampling=sampling, stop_ids=(5,), mesh=devices)
+
+        compiled = jax.jit(run).lower(tiny.params(model)).compile()
+        return jax.device_get(compiled(tiny.params(model))), compiled.as_text()
+
+    (want, _), (got, text) = draw(mesh()), draw(mesh(fsdp=2, context=2, tensor=2))
+    np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
+    np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
+    caches = set(re.findall(r"f32\[2,(\d+),1,6,8\]", text))  # [L, B, K / 2, C, H]
+    assert caches == {"2"}, "8 rows on 4 devices, and two halves of the heads"

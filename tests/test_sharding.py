@@ -127,8 +127,9 @@ def test_an_unknown_axis_and_a_clash_are_errors():
 
 def test_positions_are_split_where_they_can_be():
     mesh = sharding.make_mesh(Mesh(context=4))
-    assert sharding.token_spec(mesh, 8) == sharding.spec("batch", "time")
-    assert sharding.token_spec(mesh, 1) == sharding.token_spec(mesh, 6) == sharding.spec("batch")
+    assert sharding.token_spec(mesh, 2, 8) == sharding.spec("batch", "time")
+    assert sharding.token_spec(mesh, 8, 6) == sharding.token_spec(mesh, 6, 1) == sharding.spec("batch")
+    assert sharding.token_spec(mesh, 8, 1) == PartitionSpec(("slice", "data", "fsdp", "expert", "context"))
 
 
 def test_one_device_is_a_mesh_of_size_one():

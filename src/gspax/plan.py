@@ -172,6 +172,7 @@ def _sampler_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, in
     own = _size(config.param_dtype) * math.ceil(parameter_count(config) / _weight_shards(mesh))
     prompts = math.ceil(sampling.prompts / sharding.batch_shards(mesh))
     rows = prompts * sampling.group
+    rows = rows if rows % mesh["context"] else rows // mesh["context"]
     heads = config.num_key_value_heads // mesh["tensor"]
     position = 2 * _dtype_bytes(config) * config.num_hidden_layers * heads * config.head_dim
     parts = {

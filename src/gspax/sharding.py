@@ -19,6 +19,7 @@ AXES = ("slice", "data", "fsdp", "expert", "context", "tensor")  # outermost fir
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "batch": ("slice", "data", "fsdp", "expert"),  # rows of a batch, prompts of the sampler
     "time": "context",  # positions of a row
+    "sample": ("slice", "data", "fsdp", "expert", "context"),  # rows while they grow by one position, not to be split
     "embed": ("fsdp", "expert"),  # the model dimension of parameters; gathered where a layer uses them
     "expert": "expert",
     "expert_embed": "fsdp",  # the same of an expert's matrices, whose axis expert is taken
@@ -52,16 +53,23 @@ def spec(*axes: str) -> PartitionSpec:
     return PartitionSpec(*(RULES[axis] for axis in axes))
 
 
-def token_spec(mesh: jax.sharding.Mesh, length: int) -> PartitionSpec:
-    """Of arrays `[rows, length, ...]`: a row's positions are split where the axis divides them (one never is)."""
-    return spec("batch", "time") if length % mesh.shape["context"] == 0 else spec("batch")
+def token_spec(mesh: jax.sharding.Mesh, rows: int, length: int) -> PartitionSpec:
+    """Of arrays `[rows, length, ...]`: positions are split where the axis divides them; of single ones the rows are."""
+    if length % mesh.shape["context"] == 0:
+        return spec("batch", "time")
+    return spec(sample_axis(mesh, rows) if length == 1 else "batch")
+
+
+def sample_axis(mesh: jax.sharding.Mesh | None, rows: int) -> str:
+    """The logical axis of so many rows that grow by one position at a time: "sample" where that divides them."""
+    return "batch" if mesh is None or rows % (batch_shards(mesh) * mesh.shape["context"]) else "sample"
 
 
 def by_tokens(x_BT: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
     """`x [rows, length, ...]` inside a jitted function, split as `token_spec` says, whatever the compiler would do."""
     if mesh is None:
         return x_BT
-    return jax.lax.with_sharding_constraint(x_BT, NamedSharding(mesh, token_spec(mesh, x_BT.shape[1])))
+    return jax.lax.with_sharding_constraint(x_BT, NamedSharding(mesh, token_spec(mesh, *x_BT.shape[:2])))
 
 
 def mesh_shape(mesh: config.Mesh, devices: int, model: ModelConfig | None = None, *, slices: int = 1) -> dict[str, int]:

@@ -63,7 +63,7 @@ def within_segments(segment_BT: Array, windows: tuple[int, ...] = (), mesh: jax.
     """Causal attention of each token to its own segment (padding is one, 0). Leaves the cache alone."""
     split = None
     if mesh is not None:
-        rows, time = (*token_spec(mesh, segment_BT.shape[1]), None)[:2]
+        rows, time = (*token_spec(mesh, *segment_BT.shape), None)[:2]
         split = Split(mesh, rows, time, spec("heads")[0])
 
     def attend(q_BTNH, k_BTKH, v_BTKH, cache, layer):

@@ -85,7 +85,7 @@ def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights):
         weights = gather(gate_EDF, axis=1), gather(up_EDF, axis=1), gather(down_EFD, axis=2)
         return jax.lax.psum(_by_row(visit, x_BTD, expert_BTA, gate_BTA, *weights), mesh_axes("mlp"))
 
-    rows, into = token_spec(mesh, x_BTD.shape[1]), spec("expert", "expert_embed", "mlp")
+    rows, into = token_spec(mesh, *x_BTD.shape[:2]), spec("expert", "expert_embed", "mlp")
     in_specs = (rows, rows, rows, into, into, spec("expert", "mlp", "expert_embed"))
     mapped = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=rows)
     return mapped(x_BTD, expert_BTA, gate_BTA, *weights)

@@ -22,7 +22,7 @@ from gspax.model.config import ModelConfig, Remat, layer_runs, layer_windows
 from gspax.model.layers import DenseMlp, RMSNorm, rotary_angles, weight
 from gspax.model.low_rank import dense
 from gspax.model.moe import Routing, SparseMlp
-from gspax.sharding import by_tokens, constrain
+from gspax.sharding import by_tokens, constrain, sample_axis
 from gspax.types import Array, Params
 
 LAYER_INPUT = "layer_input"  # the residual stream before a layer, as `remat="offload"` knows it
@@ -272,7 +272,9 @@ def prefill(
         cache=(empty, empty),
         mesh=mesh,
     )
-    room = constrain(jnp.zeros((L, P * group, K, max_tokens, H), config.dtype), mesh, "layer", "batch", "heads")
+    k, v = (constrain(x, mesh, "layer", "batch", "heads") for x in (k, v))  # once, and not in every decoding step
+    rows = sample_axis(mesh, P * group)
+    room = constrain(jnp.zeros((L, P * group, K, max_tokens, H), config.dtype), mesh, "layer", rows, "heads")
     last_PD = jnp.take_along_axis(hidden_PSD, length_P[:, None, None] - 1, axis=1)[:, 0]
     return last_PD, Cache(prompt_k_LPKSH=k, prompt_v_LPKSH=v, k_LBKCH=room, v_LBKCH=room)
 
