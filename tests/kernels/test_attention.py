@@ -134,7 +134,14 @@ MESHES = {
 
 
 @pytest.mark.parametrize(
-    ("split", "scores"), [*((split, 2**25) for split in MESHES.values()), (MESHES["time and heads"], 200)]
+    ("split", "scores"),
+    [
+        pytest.param(MESHES["time"], 2**25, id="time"),
+        pytest.param(MESHES["rows, time and heads"], 2**25, id="all"),
+        pytest.param(MESHES["time and heads"], 200, id="in stretches"),
+        pytest.param(MESHES["rows"], 2**25, id="rows", marks=pytest.mark.slow),
+        pytest.param(MESHES["an axis that splits nothing"], 2**25, id="one axis idle", marks=pytest.mark.slow),
+    ],
 )
 def test_a_mesh_changes_nothing(split, scores, monkeypatch):
     case = rows(T=24)
