@@ -22,10 +22,10 @@ from gspax.config import LOGIT_BUDGET
 from gspax.losses.logprobs import chunked_token_logp
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
-from gspax.model.low_rank import combine, partition
+from gspax.model.low_rank import combine, is_low_rank, partition
 from gspax.objective import Common, Objective, Outputs
 from gspax.routing import expert_load
-from gspax.sharding import batch_shards
+from gspax.sharding import batch_shards, constrain
 from gspax.types import Array, Batch, Params, TrainState
 
 Metrics = dict[str, Array]
@@ -66,8 +66,7 @@ def make_train_step(
         grads, terms = _summed_gradient(summed, trained, batch, microbatch_rows)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
         value, metrics = losses.reduce(terms)
-        # else the partitioner may leave a small parameter split in another way, and the next step compiles anew
-        grads = jax.tree.map(lambda grad, param: shard_alike(grad, param)[0], grads, trained)
+        grads = _placed(grads, trained, config, mesh)
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         params = combine(optax.apply_updates(trained, updates), frozen)
         state = replace(state, step=state.step + 1, params=params, opt_state=opt_state)
@@ -163,6 +162,16 @@ def _summed_gradient(summed, trained: Params, batch: Batch, microbatch_rows: int
     zeros = jax.tree.map(lambda param: jnp.zeros_like(param, jnp.float32), trained)
     grads, terms = jax.lax.scan(add, zeros, _split(batch, rows // microbatch_rows))
     return grads, jax.tree.map(_join, terms)
+
+
+def _placed(grads: Params, trained: Params, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Params:
+    """The gradients, lying as the parameters do.
+
+    Else the partitioner may leave a small parameter split in another way, and the next step compiles anew.
+    """
+    if any(is_low_rank(leaf) for leaf in jax.tree.leaves(trained, is_leaf=is_low_rank)):
+        return jax.tree.map(lambda grad, param: shard_alike(grad, param)[0], grads, trained)
+    return jax.tree.map(lambda grad, axes: constrain(grad, mesh, *axes), grads, transformer.logical_axes(config))
 
 
 def _split(tree: Any, parts: int) -> Any:
