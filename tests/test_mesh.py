@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
-from gspax import config, losses, sampler, sharding
+from gspax import adapters, config, losses, sampler, sharding
 from gspax.config import Mesh, Sampling
 from gspax.model import transformer
 from gspax.objective import of_loss
@@ -47,10 +47,14 @@ def batch():
     )
 
 
-def update(model, mesh):
+def update(model, mesh, lora=None):
     """One update from the same parameters: the new state and the metrics."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, OPTIMIZER, mesh))
-    state = jax.tree.map(jnp.array, new_state(tiny.params(model), OPTIMIZER, jax.random.key(1)))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, OPTIMIZER, mesh, lora))
+    params = tiny.params(model)
+    if lora is not None:
+        factors = adapters.init(model, lora, jax.random.key(3))
+        params = adapters.adapted(params, jax.tree.map(lambda leaf: leaf + 0.1, factors), lora)
+    state = jax.tree.map(jnp.array, new_state(params, OPTIMIZER, jax.random.key(1)))
     step = make_train_step(model, of_loss(losses.grpo), OPTIMIZER, mesh=mesh)
     return step(jax.device_put(state, shardings), jax.device_put(batch(), sharding.named(mesh, "batch")))
 
@@ -60,8 +64,8 @@ def make(mesh, devices=8):
 
 
 @functools.cache
-def alone(model):
-    return jax.device_get(update(model, make(Mesh(), 1)))
+def alone(model, lora=None):
+    return jax.device_get(update(model, make(Mesh(), 1), lora))
 
 
 def assert_close(got, want, tolerance=1e-5):
@@ -81,6 +85,8 @@ MESHES = {
     "expert and tensor": Mesh(fsdp=2, expert=2, tensor=2),
     "slices of experts": Mesh(slice=2, data=2, expert=2),
     "slices of tensor": Mesh(slice=2, fsdp=2, tensor=2),
+    "context": Mesh(context=2),
+    "experts, context and tensor": Mesh(expert=2, context=2, tensor=2),
 }
 DEFAULT = [("both", "expert and tensor"), ("both", "slices of experts")]
 ALL = [(model, mesh) for model in MODELS for mesh in MESHES if MODELS[model].num_experts or MESHES[mesh].expert < 2]
@@ -99,6 +105,14 @@ def test_an_update_is_that_of_one_device(model, mesh):
     assert_close(metrics, wanted_metrics)
     for tree in (state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu):
         check_bytes(tree, made.shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["expert and tensor", "slices of experts"])
+def test_an_update_of_adapters_is_that_of_one_device(mesh):
+    lora = config.Lora(rank=2)
+    got, wanted = update(MODELS["both"], make(MESHES[mesh]), lora), alone(MODELS["both"], lora)
+    assert_close(got, wanted)
 
 
 def check_bytes(params, sizes):

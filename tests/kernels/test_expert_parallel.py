@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from collections import Counter
 from functools import partial
 
 import jax
@@ -9,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gspax import config, sharding
+from gspax.aot import chips
 from gspax.kernels import expert_parallel as ways
 from gspax.kernels.expert_ffn import expert_ffn
+from gspax.model import moe
 
 X, N, A, K, D, F = 4, 6, 2, 2, 6, 10  # devices of the axis, rows and choices on each, experts on each
 E = X * K
@@ -144,3 +150,46 @@ def test_the_platform_chooses_the_way_of_both_passes():
         assert count(*both, platform="tpu", word=word) >= total
     assert count(*both, platform="cpu", word="ragged_all_to_all") == 0
     assert count(*both, platform="cpu", word="collective_permute") >= 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "exchange"),
+    [("TPU v5 lite", 16, True), ("TPU v5 lite", 64, False), ("TPU v6 lite", 64, True), ("TPU v5", 512, True)],
+)
+def test_only_large_slices_of_v5e_cannot_exchange(kind, devices, exchange):
+    assert ways.can_exchange(kind, devices) == exchange
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)")
+@pytest.mark.parametrize("topology", ["v5e:4x4", pytest.param("v5e:4x8", marks=pytest.mark.slow)])
+def test_a_layer_compiled_for_a_tpu_exchanges_rows_and_scatters_gradients(topology):
+    devices = chips.devices(chips.topology(topology))
+    made = sharding.make_mesh(config.Mesh(fsdp=2, data=-1, expert=4, tensor=2), devices)
+    B, T, A, E, D, F = len(devices) // 2, 256, 2, 8, 128, 256
+    into, out = ("expert", "expert_embed", "mlp"), ("expert", "mlp", "expert_embed")
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(made, sharding.spec(*axes)))
+        for shape, dtype, axes in [
+            ((B, T, D), jnp.bfloat16, ("batch",)),
+            ((B, T, A), jnp.int32, ("batch",)),
+            ((B, T, A), jnp.float32, ("batch",)),
+            ((E, D, F), jnp.bfloat16, into),
+            ((E, D, F), jnp.bfloat16, into),
+            ((E, F, D), jnp.bfloat16, out),
+        ]
+    ]
+
+    def total(*arguments):
+        return moe._run_experts(made, *arguments).astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(total, argnums=(0, 2, 3, 4, 5))).lower(*arguments).compile().as_text()
+    found = Counter(
+        re.findall(r" (ragged-all-to-all|reduce-scatter|collective-permute|conditional)(?:-start)?\(", text)
+    )
+    assert found["reduce-scatter"] >= 3, "the gradients of the three matrices"
+    assert found["collective-permute"] >= 1, "the ring, at least where there is no room"
+    if topology == "v5e:4x4":
+        assert found["ragged-all-to-all"] >= 5, "x, gate and dy there, dx and dgate back"
+        assert found["conditional"] >= 1
+    else:
+        assert found["ragged-all-to-all"] == 0

@@ -10,7 +10,8 @@ For use inside `jax.shard_map`, where every device has its own N rows. Two ways 
   overflow, all devices of the mesh take the ring instead (a permutation is one operation of them all): no choice is
   ever dropped, and no memory is held for the worst case.
 
-`expert_parallel` takes the right one when the program is lowered: XLA has no ragged_all_to_all for CPUs.
+`expert_parallel` takes the right one when the program is lowered: XLA has no ragged_all_to_all for CPUs. For some TPUs
+it has none either (`can_exchange`); on those call `ring`.
 
 The backward pass is written out and recomputes: it keeps nothing but the arguments, sends x and the result's gradient,
 and gets x's gradient back.
@@ -62,6 +63,14 @@ def expert_parallel(x_ND, expert_NA, gate_NA, w_gate_KDF, w_up_KDF, w_down_KFD, 
         partial(lax.platform_dependent, tpu=there.backward, default=around.backward),
     )
     return _apply(chosen, x_ND, expert_NA, gate_NA, Experts(w_gate_KDF, w_up_KDF, w_down_KFD))
+
+
+def can_exchange(device_kind: str, devices: int) -> bool:
+    """Whether the TPU compiler has a ragged all-to-all for so many devices of a kind that calls itself so.
+
+    It refuses v5e in slices of more than 16 chips ("limited ICI routing", libtpu 0.0.51).
+    """
+    return devices <= 16 or device_kind not in ("TPU v5 lite", "TPU v5e")
 
 
 def ring(x_ND, expert_NA, gate_NA, w_gate_KDF, w_up_KDF, w_down_KFD, *, axis: str) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gspax.kernels.expert_ffn import expert_ffn
-from gspax.kernels.expert_parallel import expert_parallel
+from gspax.kernels.expert_parallel import can_exchange, expert_parallel, ring
 from gspax.model.config import ModelConfig
 from gspax.model.layers import weight
 from gspax.sharding import mesh_axes, spec, token_spec
@@ -78,7 +78,11 @@ def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights):
     if mesh is None or mesh.size == 1:
         return _by_row(expert_ffn, x_BTD, expert_BTA, gate_BTA, *weights)
     (experts,) = mesh_axes("expert")
-    visit = partial(expert_parallel, axis=experts) if mesh.shape[experts] > 1 else expert_ffn
+    visit = expert_ffn
+    if mesh.shape[experts] > 1:
+        per_slice = mesh.size // mesh.shape["slice"]
+        split = expert_parallel if can_exchange(mesh.devices.flat[0].device_kind, per_slice) else ring
+        visit = partial(split, axis=experts)
 
     def on_device(x_BTD, expert_BTA, gate_BTA, gate_EDF, up_EDF, down_EFD):
         gather = partial(jax.lax.all_gather, axis_name=mesh_axes("expert_embed"), tiled=True)
