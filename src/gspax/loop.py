@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gspax import clipping, interrupt, minibatches, progress, report
+from gspax import clipping, exchange, interrupt, minibatches, progress, report
 from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, trained_dtype
 from gspax.description import describe
@@ -27,9 +27,9 @@ from gspax.model.low_rank import base
 from gspax.objective import of_experiment
 from gspax.optimizer import learning_rate, make_optimizer
 from gspax.record import Recorder
-from gspax.rewards import advantages, completions
-from gspax.rundir import RunDir, open_run
-from gspax.sampler import sample
+from gspax.rewards import advantages, completions, encoded, whole
+from gspax.rundir import RunDir, open_run, shared
+from gspax.sampler import counted, sample
 from gspax.sft import warm_start
 from gspax.sharding import make_mesh, named
 from gspax.starting import keep_start, kept_start, restored, stored
@@ -81,7 +81,8 @@ def train(experiment: Experiment, workdir: Path) -> None:
       Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved first.
     """
     learner = make_learner(experiment)
-    run = open_run(workdir, describe(experiment))
+    run = exchange.agreed(lambda: open_run(workdir, describe(experiment)))
+    shared(run)
     schedule = experiment.schedule
     with (
         interrupt.watch() as interrupted,
@@ -102,7 +103,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
                 bar.step(done, metrics)
                 if _due(done, schedule.eval_every, schedule.steps):
                     record_evaluation(learner, state, recorder, done, run.after)
-                    recorder.samples(done, rows)
+                    recorder.samples(done, whole(rows))
                 if _due(done, schedule.checkpoint_every, schedule.steps) or interrupted():
                     checkpoints.save(done, stored(state), {"experiment": describe(experiment)})
                 interrupted.stop_here()
@@ -113,7 +114,8 @@ def train(experiment: Experiment, workdir: Path) -> None:
 def warn_of_noise(experiment: Experiment, metrics: dict[str, float]) -> None:
     """Say it, once in a run, if the clip range is one that arithmetic alone can reach."""
     for sentence in clipping.noise_warnings(experiment, metrics.get("policy/noise_floor", 0.0)):
-        print(f"gspax: warning: {sentence}", file=sys.stderr)
+        if jax.process_index() == 0:
+            print(f"gspax: warning: {sentence}", file=sys.stderr)
 
 
 def _due(done: int, every: int, last: int) -> bool:
@@ -142,7 +144,7 @@ def restore_or_start(
     keep_start(experiment, run, state.params)
     if experiment.lora is not None:
         state = add_adapters(state, experiment.model, experiment.lora, optimizer, mesh)
-    return replace(state, clip_range=jax.device_put(clipping.start_range(experiment), named(mesh)))
+    return replace(state, clip_range=exchange.place(clipping.start_range(experiment), named(mesh)))
 
 
 def reference_policy(learner: Learner, run: RunDir, state: TrainState) -> Params | None:
@@ -167,24 +169,25 @@ def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, d
 def rollout_and_update(
     learner: Learner, state: TrainState, reference: Params | None = None
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
-    """One rollout batch and its optimiser updates: the new state, the metrics, and every completion."""
+    """One rollout batch and its optimiser updates: the new state, the metrics, and `rewards.completions`."""
     experiment = learner.experiment
     P, G = experiment.sampling.prompts, experiment.sampling.group
     clock = Clock()
 
     first = int(state.position)
-    problems = [experiment.data.train(index) for index in range(first, first + P)]
+    ids, by_row = range(first, first + P), named(learner.mesh, "batch")
+    problems = exchange.agreed(lambda: exchange.held(experiment.data.train, ids, by_row))
     rollout = sample(
         state.params,
         experiment.model,
-        [experiment.tokenizer.encode(problem.prompt) for problem in problems],
-        range(first, first + P),
+        encoded(experiment, problems),
+        ids,
         jax.random.fold_in(state.key, SAMPLING),
         sampling=experiment.sampling,
         stop_ids=experiment.tokenizer.stop_ids,
         mesh=learner.mesh,
     )
-    rollout = jax.device_get(rollout)
+    rollout = counted(rollout)
     clock.lap("rollout")
 
     rows = completions(experiment, problems, rollout)
@@ -223,7 +226,7 @@ def rollout_and_update(
 
 def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[TrainState, list[dict[str, Any]]]:
     """One optimiser update of each batch, and the metrics of each on the host; the clip range follows if it is to."""
-    experiment, place = learner.experiment, partial(jax.device_put, device=named(learner.mesh))
+    experiment, place = learner.experiment, partial(exchange.place, sharding=named(learner.mesh))
     updates: list[dict[str, Any]] = []
     begins = experiment.calibration is not None and int(state.step) == 0
     for batch in batches:
@@ -236,7 +239,7 @@ def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[T
     if "ratio_max" in updates[0]:  # a loss of the user's may not say
         updates = [{**metrics, "noise_floor": clipping.noise_floor(updates[0])} for metrics in updates]
     if experiment.calibration is not None:
-        low, high = state.clip_range
+        low, high = exchange.to_host(state.clip_range)
         updates = [{**metrics, "clip_low": low, "clip_high": high} for metrics in updates]
         state = replace(
             state, clip_range=place(clipping.following_range(experiment, state.clip_range, batches, updates))
