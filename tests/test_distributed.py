@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspax import distributed, exchange
 from gspax.distributed import Place, call_roll, find
-from gspax.errors import UserError
+from gspax.errors import AbsentError, UserError
 
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 SLURM = {
@@ -146,6 +146,13 @@ def test_who_is_missing_is_named_everywhere(address):
     assert set(heard.values()) == {"processes: processes 1, 2, 4 of 5 did not join within 1 seconds"}
     heard = roll(address, {0: CARD, 1: CARD}, count=3, timeout=0.7)
     assert set(heard.values()) == {"processes: process 2 of 3 did not join within 1 seconds"}
+
+
+def test_absence_is_told_apart_because_trying_again_may_help(address):
+    with pytest.raises(AbsentError):
+        call_roll(Place(address, 2, 0), CARD, 0.1)
+    with pytest.raises(AbsentError):
+        call_roll(Place(address, 2, 1), CARD, 0.1)
 
 
 def test_a_missing_coordinator_is_named(address):

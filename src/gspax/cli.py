@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import gspax
 from gspax import launch
 from gspax.arguments import Parser, at_least, size, verb_parser
-from gspax.errors import UserError
+from gspax.errors import AbsentError, UserError
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -56,7 +56,7 @@ def _run_and_tell(arguments: list[str]) -> int:
     except SystemExit as done:  # argparse, after --help and --version
         return int(done.code or 0)
     except UserError as problem:
-        return _fail(problem, str(problem).splitlines(), 2)
+        return _fail(problem, str(problem).splitlines(), 1 if isinstance(problem, AbsentError) else 2)
     except _interrupted() as stop:
         return _fail(stop, [str(stop)], 128 + getattr(stop, "signum", signal.SIGINT))
     except KeyboardInterrupt as stop:

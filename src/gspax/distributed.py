@@ -29,7 +29,7 @@ import jax
 from jax._src import clusters, distributed
 
 from gspax.description import difference
-from gspax.errors import UserError
+from gspax.errors import AbsentError, UserError
 
 TIMEOUT = 300.0  # seconds until all processes must have joined
 FAREWELL = 10.0  # seconds that a failing process waits for the others to fail the same way
@@ -108,7 +108,8 @@ def join(place: Place | None, card: Card, timeout: float = TIMEOUT) -> None:
     """Wait for all processes, compare their cards and connect them. To be called before jax is asked for devices.
 
     Raises:
-      UserError: on every process that is there, if one does not come within `timeout` seconds, or brings another card.
+      UserError: on every process, if one brings another card or was told another number of processes.
+      AbsentError: on every process that is there, if one does not come within `timeout` seconds.
     """
     if place is None:
         return
@@ -141,15 +142,17 @@ def call_roll(place: Place, card: Card, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     message = {"index": place.index, "count": place.count, "card": card}
     verdict = _listen(place, message, deadline) if place.index == 0 else _report(place, message, deadline, timeout)
-    if verdict:
-        raise UserError(verdict)
+    if verdict["wrong"]:
+        raise UserError(f"processes: {'; '.join(verdict['wrong'])}")
+    if verdict["absent"]:
+        raise AbsentError(f"processes: {verdict['absent']}")
 
 
-def _listen(place: Place, message: dict[str, Any], deadline: float) -> str:
-    """Process 0's part: the verdict on all that came, empty if all is well."""
+def _listen(place: Place, message: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """Process 0's part. The verdict: what is wrong with those that came, and who is absent; empty if all is well."""
     card, port = message["card"], int(place.address.rpartition(":")[2])
     came: dict[int, dict[str, Any]] = {0: message}
-    problems: list[str] = []
+    verdict: dict[str, Any] = {"wrong": [], "absent": ""}
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         try:
@@ -157,7 +160,7 @@ def _listen(place: Place, message: dict[str, Any], deadline: float) -> str:
         except OSError as error:
             raise UserError(f"processes: cannot listen on port {port}: {error.strerror}") from error
         guests = []
-        while len(came) < place.count and not problems and (left := deadline - time.monotonic()) > 0:
+        while len(came) < place.count and not verdict["wrong"] and (left := deadline - time.monotonic()) > 0:
             server.settimeout(left)
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # anyone may knock at a port
                 guest = stack.enter_context(server.accept()[0])
@@ -165,38 +168,38 @@ def _listen(place: Place, message: dict[str, Any], deadline: float) -> str:
                 told = _receive(guest)
                 index = int(told["index"])
                 if index in came or told["count"] != place.count or not 0 <= index < place.count:
-                    problems.append(_misplaced(index, told["count"], place.count))
+                    verdict["wrong"].append(_misplaced(index, told["count"], place.count))
                 came.setdefault(index, told)
                 guests.append(guest)
         server.close()  # jax will listen here, and the others connect as soon as they hear the verdict
         missing = [index for index in range(place.count) if index not in came]
-        if missing and not problems:
+        if missing:
             names = f"process {missing[0]}" if len(missing) == 1 else f"processes {', '.join(map(str, missing))}"
             seconds = time.monotonic() - began
-            problems.append(f"{names} of {place.count} did not join within {seconds:.0f} seconds")
+            verdict["absent"] = f"{names} of {place.count} did not join within {seconds:.0f} seconds"
         for index in sorted(came):
             if changed := difference(card, came[index]["card"]):
-                problems.append(f"process {index} differs from process 0 in {'; '.join(changed)}")
-        verdict = "processes: " + "; ".join(problems) if problems else ""
+                verdict["wrong"].append(f"process {index} differs from process 0 in {'; '.join(changed)}")
         for guest in guests:
             with contextlib.suppress(OSError):  # it has gone in the meantime: jax will notice
                 _send(guest, verdict)
     return verdict
 
 
-def _report(place: Place, message: dict[str, Any], deadline: float, timeout: float) -> str:
+def _report(place: Place, message: dict[str, Any], deadline: float, timeout: float) -> dict[str, Any]:
     """The part of all others: what process 0 says, once it is there."""
     host, _, port = place.address.rpartition(":")
     while time.monotonic() < deadline:
         with (
-            contextlib.suppress(OSError, ValueError),  # it is not there yet
+            contextlib.suppress(OSError, ValueError, TypeError),  # it is not there yet
             socket.create_connection((host.strip("[]"), int(port)), timeout=5) as coordinator,
         ):
             _send(coordinator, message)
             coordinator.settimeout(timeout + 10)  # it may have begun to wait later than this process
-            return str(_receive(coordinator))
+            return dict(_receive(coordinator))
         time.sleep(0.1)
-    return f"processes: process 0 of {place.count} did not answer at {place.address} within {timeout:.0f} seconds"
+    sentence = f"process 0 of {place.count} did not answer at {place.address} within {timeout:.0f} seconds"
+    return {"wrong": [], "absent": sentence}
 
 
 def _server(port: int) -> socket.socket:
