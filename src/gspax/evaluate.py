@@ -15,10 +15,11 @@ from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, Sampling, trained_dtype
 from gspax.description import describe
 from gspax.optimizer import make_optimizer
+from gspax.placement import learner_mesh
 from gspax.rewards import completions, encoded, whole
 from gspax.rundir import existing_run
 from gspax.sampler import counted, sample
-from gspax.sharding import batch_shards, make_mesh, named
+from gspax.sharding import batch_shards, named
 from gspax.starting import restored
 from gspax.types import Array, Params
 from gspax.validation import check
@@ -31,7 +32,7 @@ def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
     """`gspax eval`: measure a checkpoint (the newest, or that of `step`), print it and add it to evaluations.jsonl."""
     check(experiment, jax.device_count())
     paths = existing_run(workdir, describe(experiment))
-    mesh = make_mesh(experiment.mesh, model=experiment.model)
+    mesh = learner_mesh(experiment)
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment))
     with Checkpoints(paths.checkpoints) as checkpoints:
         step = checkpoints.latest() if step is None else step
