@@ -212,6 +212,22 @@ def test_strangers_at_the_port_do_not_count(address):
     assert heard == {0: None, 1: None}
 
 
+def test_the_port_is_free_again_before_anyone_hears_the_verdict(address, monkeypatch):
+    """Jax's own service listens there next, and the others turn to it at once."""
+    servers, closed = [], []
+    listen, send = distributed._server, distributed._send
+
+    def tell(connection, value):
+        if "wrong" in value:
+            closed.append(servers[0].fileno() == -1)
+        send(connection, value)
+
+    monkeypatch.setattr(distributed, "_server", lambda port: servers.append(listen(port)) or servers[0])
+    monkeypatch.setattr(distributed, "_send", tell)
+    roll(address, dict.fromkeys((0, 1, 2), CARD))
+    assert closed == [True, True]
+
+
 def test_a_port_in_use_is_an_error(address):
     port = int(address.rpartition(":")[2])
     with socket.create_server(("", port)), pytest.raises(UserError, match=f"cannot listen on port {port}"):

@@ -140,10 +140,12 @@ def assert_near(params, others):
 CHILD = """
 import json, os, signal, sys
 import jax
+import numpy as np
 from gspax import distributed, exchange, interrupt, loop
 from gspax.checkpoint import Checkpoints
 from gspax.errors import UserError
 from gspax.rewards import whole
+from gspax.sharding import named
 from gspax.state import init_state
 from test_processes import SMALL
 
@@ -163,13 +165,17 @@ except UserError as error:
 else:
     raise AssertionError("must fail on both")
 
+learner = loop.make_learner(SMALL)
+everywhere = exchange.place(np.zeros((4, 2)), named(learner.mesh))
+assert len(exchange.own_rows(everywhere)) == (0 if index else 4), "each row has one owner"
+np.testing.assert_array_equal(exchange.to_host(exchange.place(np.arange(8), named(learner.mesh, "batch"))), np.arange(8))
+
 with interrupt.watch() as interrupted:
     assert not interrupted()
     if index == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     assert interrupted() == signal.SIGTERM, "everywhere"
 
-learner = loop.make_learner(SMALL)
 state = init_state(SMALL.model, learner.optimizer, jax.random.key(SMALL.seed), learner.mesh)
 state, metrics, rows = loop.rollout_and_update(learner, state)
 with Checkpoints(directory, keep=1) as checkpoints:
