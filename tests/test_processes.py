@@ -168,7 +168,8 @@ else:
 learner = loop.make_learner(SMALL)
 everywhere = exchange.place(np.zeros((4, 2)), named(learner.mesh))
 assert len(exchange.own_rows(everywhere)) == (0 if index else 4), "each row has one owner"
-np.testing.assert_array_equal(exchange.to_host(exchange.place(np.arange(8), named(learner.mesh, "batch"))), np.arange(8))
+spread = exchange.place(np.arange(8), named(learner.mesh, "batch"))
+np.testing.assert_array_equal(exchange.to_host(spread), np.arange(8))
 
 with interrupt.watch() as interrupted:
     assert not interrupted()
