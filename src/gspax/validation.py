@@ -109,7 +109,8 @@ SIGNATURES = {
     "length_reward": ("length",),
     "warm_start.demonstration": ("problem", "rng"),
 }
-OPTIONAL = ("warm_start", "reference", "calibration", "lora")  # parts that an experiment may have None for
+# parts that an experiment may have None for
+OPTIONAL = ("warm_start", "reference", "calibration", "placement", "lora")
 
 
 def validate(experiment: Experiment, devices: int | None = None) -> list[str]:
