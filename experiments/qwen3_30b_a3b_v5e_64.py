@@ -1,7 +1,7 @@
 """Qwen3-30B-A3B by GSPO on 64 chips of v5e (v5e:8x8): a chip has a sixth of a v5p's memory, responses 1,536 tokens.
 
-No expert axis: the TPU compiler has no ragged all-to-all for more than 16 chips of v5e. Everything else is
-qwen3_30b_a3b_v5p_64.py. What it would need, compiled: README.md here. It has not been trained.
+No expert axis: the TPU compiler has no ragged all-to-all for more than 16 chips of v5e, only the ring is left.
+Everything else is qwen3_30b_a3b_v5p_64.py. What it would need, compiled: README.md here. It has not been trained.
 
 Run: gspax train experiments/qwen3_30b_a3b_v5e_64.py --workdir runs/qwen3_30b_a3b (on every host)
 """

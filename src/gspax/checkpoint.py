@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from gspax import exchange
 from gspax.errors import UserError
 
 STATE, EXTRA = "state", "extra"
@@ -69,7 +68,7 @@ class Checkpoints:
         if step in self._saved:
             return
         try:
-            for later in exchange.gather([old for old in self._manager.all_steps() if old >= step])[0]:
+            for later in [old for old in self._manager.all_steps() if old >= step]:
                 self._manager.delete(later)
             table = _storable(_table(state))
             whole = ocp.args.PyTreeSave(
@@ -91,12 +90,9 @@ class Checkpoints:
             raise UserError(f"a checkpoint could not be written to {self.directory}: {_brief(error)}") from error
 
     def steps(self) -> list[int]:
-        """The steps on disk, oldest first. A directory that lacks a part, as a broken copy does, is left out.
-
-        Of several processes the first one looks, for all: they must not disagree about a file that is just appearing.
-        """
+        """The steps on disk, oldest first. A directory that lacks a part, as a broken copy does, is left out."""
         self.wait()
-        return exchange.gather(sorted(step for step in self._manager.all_steps() if self._whole(step)))[0]
+        return sorted(step for step in self._manager.all_steps() if self._whole(step))
 
     def latest(self) -> int | None:
         """The newest step on disk, if there is one."""

@@ -73,7 +73,8 @@ def test_bytes_of_a_device():
     mesh = make_mesh(config.Mesh(), jax.devices()[:4])
     row = programs._rows(mesh, (8, 6), jnp.bool_)
     everywhere = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=programs.named(mesh))
-    assert programs.device_bytes({"a": row, "b": everywhere}) == 2 * 6 + 3 * 4
+    away = jax.ShapeDtypeStruct((5,), jnp.float32, sharding=programs.named(mesh).with_memory_kind("pinned_host"))
+    assert programs.device_bytes({"a": row, "b": everywhere, "c": away}) == 2 * 6 + 3 * 4
 
 
 def test_every_program_can_be_lowered_for_devices_that_are_here():

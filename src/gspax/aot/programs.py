@@ -117,5 +117,10 @@ def _rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Sh
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes that one device holds of a tree of `ShapeDtypeStruct`s with shardings, the padding of layouts left out."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Bytes that one device holds of a tree of `ShapeDtypeStruct`s with shardings, the padding of layouts and what lies
+    in the host's memory left out."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind != "pinned_host"
+    )
