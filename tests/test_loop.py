@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from small_experiment import experiment
 
-from gspax import config, interrupt, loop, losses, minibatches, record, sft
+from gspax import config, interrupt, loop, losses, minibatches, placement, record, sft
 from gspax.checkpoint import Checkpoints
 from gspax.description import describe
 from gspax.errors import UserError
@@ -360,7 +360,8 @@ def test_a_rollout_batch_step_by_step(monkeypatch):
         return replace(state, step=state.step + 1, params=state.params + 1), {"loss": jnp.float32(len(updated))}
 
     monkeypatch.setattr(loop, "sample", sample)
-    learner = loop.Learner(small, make_mesh(config.Mesh(), jax.devices()[:1]), None, train_step, score)
+    mesh = make_mesh(config.Mesh(), jax.devices()[:1])
+    learner = loop.Learner(small, mesh, None, train_step, score, placement.Sampler(mesh, lambda params: params))
     key = jax.random.key(5)
     state = TrainState(
         step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=None, clip_range=None

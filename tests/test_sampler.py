@@ -115,8 +115,8 @@ def test_another_prompt_length_does_not_recompile(params):
 
 def test_prompts_beyond_the_first_bucket(params):
     sampling = replace(SAMPLING, max_prompt_tokens=40)
-    assert sampler.pad_prompts([[1] * 17], 40)[0].shape == (1, 32)
-    assert sampler.pad_prompts([[1] * 33], 40)[0].shape == (1, 40)
+    assert sampler.pad_prompts([[1] * 17], 40, 17)[0].shape == (1, 32)
+    assert sampler.pad_prompts([[1] * 33], 40, 33)[0].shape == (1, 40)
     assert completion(draw(params, sampling=sampling), 0) == completion(draw(params), 0)
 
 

@@ -37,8 +37,10 @@ def run(experiment: Experiment) -> None:
     for step in range(STEPS + 1):
         state, metrics, _ = rollout_and_update(learner, state, reference)
         measured.append(metrics)
-        if step == 0:
+        if step == 0 and jax.process_index() == 0:
             print(f"first step done after {time.perf_counter() - began:.1f} s, compilation included")
+    if jax.process_index() != 0:
+        return
     print(table(experiment, measured[1:], matmul_ceiling()))
     print(f"peak memory {peak_memory() / 2**30:.2f} GiB")
 

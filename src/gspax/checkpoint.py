@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from gspax import exchange
 from gspax.errors import UserError
 
 STATE, EXTRA = "state", "extra"
@@ -68,7 +69,7 @@ class Checkpoints:
         if step in self._saved:
             return
         try:
-            for later in [old for old in self._manager.all_steps() if old >= step]:
+            for later in exchange.gather([old for old in self._manager.all_steps() if old >= step])[0]:
                 self._manager.delete(later)
             table = _storable(_table(state))
             whole = ocp.args.PyTreeSave(
@@ -90,9 +91,12 @@ class Checkpoints:
             raise UserError(f"a checkpoint could not be written to {self.directory}: {_brief(error)}") from error
 
     def steps(self) -> list[int]:
-        """The steps on disk, oldest first. A directory that lacks a part, as a broken copy does, is left out."""
+        """The steps on disk, oldest first. A directory that lacks a part, as a broken copy does, is left out.
+
+        Of several processes the first one looks, for all: they must not disagree about a file that is just appearing.
+        """
         self.wait()
-        return sorted(step for step in self._manager.all_steps() if self._whole(step))
+        return exchange.gather(sorted(step for step in self._manager.all_steps() if self._whole(step)))[0]
 
     def latest(self) -> int | None:
         """The newest step on disk, if there is one."""

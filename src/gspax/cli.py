@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gspax
+from gspax import launch
 from gspax.arguments import Parser, at_least, size, verb_parser
-from gspax.errors import UserError
+from gspax.errors import AbsentError, UserError
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -44,12 +45,18 @@ OWN_EXTRA = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (those of the process by default) and give its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    code = _run_and_tell(arguments)
+    launch.leave(code)
+    return code
+
+
+def _run_and_tell(arguments: list[str]) -> int:
     try:
         return _run(arguments)
     except SystemExit as done:  # argparse, after --help and --version
         return int(done.code or 0)
     except UserError as problem:
-        return _fail(problem, str(problem).splitlines(), 2)
+        return _fail(problem, str(problem).splitlines(), 1 if isinstance(problem, AbsentError) else 2)
     except _interrupted() as stop:
         return _fail(stop, [str(stop)], 128 + getattr(stop, "signum", signal.SIGINT))
     except KeyboardInterrupt as stop:
@@ -139,15 +146,18 @@ def _train_parser() -> Parser:
     )
     _add_experiment(parser)
     _add_dry_run(parser)
+    launch.add_options(parser)
     return parser
 
 
 def _train(options: argparse.Namespace) -> None:
     experiment = _experiment(options)
     if not _dry_run(options, experiment):
+        speaks = launch.join("train", options, experiment)
         _verb("loop").train(experiment, options.workdir)
-        print(_verb("report").summary(options.workdir))
-        print(_next_commands(options, experiment))
+        if speaks:
+            print(_verb("report").summary(options.workdir))
+            print(_next_commands(options, experiment))
 
 
 def _next_commands(options: argparse.Namespace, experiment: Experiment) -> str:
@@ -174,6 +184,7 @@ def _sft_parser() -> Parser:
     )
     _add_experiment(parser)
     _add_dry_run(parser)
+    launch.add_options(parser)
     return parser
 
 
@@ -182,6 +193,7 @@ def _sft(options: argparse.Namespace) -> None:
     if experiment.warm_start is None:
         raise UserError("warm_start: wanted a WarmStart for `gspax sft`, the experiment has None")
     if not _dry_run(options, experiment):
+        launch.join("sft", options, experiment)
         _verb("sft").run(experiment, options.workdir)
 
 
@@ -194,12 +206,14 @@ def _eval_parser() -> Parser:
     _add_experiment(parser)
     parser.add_argument("--workdir", type=Path, metavar="DIR", required=True, help="of the run")
     parser.add_argument("--step", type=at_least(0), metavar="N", help="the checkpoint (default: the newest)")
+    launch.add_options(parser)
     return parser
 
 
 def _eval(options: argparse.Namespace) -> None:
     experiment = _experiment(options)
     _directory(options.workdir)
+    launch.join("eval", options, experiment)
     _verb("evaluate").run(experiment, options.workdir, options.step)
 
 
@@ -210,11 +224,14 @@ def _bench_parser() -> Parser:
         "gspax bench experiments/sort_gspo.py sampling.prompts=128",
     )
     _add_experiment(parser)
+    launch.add_options(parser)
     return parser
 
 
 def _bench(options: argparse.Namespace) -> None:
-    _verb("bench").run(_experiment(options))
+    experiment = _experiment(options)
+    launch.join("bench", options, experiment)
+    _verb("bench").run(experiment)
 
 
 def _compile_parser() -> Parser:

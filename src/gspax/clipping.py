@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
+from gspax import exchange
 from gspax.config import Experiment
 from gspax.description import keywords, unwrapped
 from gspax.loss_validation import SEQUENCE_RATIOS
@@ -45,8 +45,8 @@ def first_range(experiment: Experiment, floor: float, logp_BT: Array, batch: Bat
     live_B = _live(batch)
     if not live_B.any():
         return start_range(experiment)
-    log_ratio_B: Any = np.asarray(calibration.sequence_log_ratio(logp_BT, batch.old_logp_BT, batch.mask_BT))[live_B]
-    advantage_B: Any = np.asarray(batch.advantage_B)[live_B]
+    log_ratio_B = calibration.sequence_log_ratio(logp_BT, batch.old_logp_BT, batch.mask_BT)
+    log_ratio_B, advantage_B = (each[live_B] for each in exchange.to_host((log_ratio_B, batch.advantage_B)))
     got = calibration.propose(log_ratio_B, advantage_B, share=experiment.calibration.share, floor=floor)
     return jnp.array([got.clip_low, got.clip_high], jnp.float32)
 
@@ -62,7 +62,7 @@ def following_range(
     cut = sum(float(update["clip_fraction_sequences"]) * _some(batch).sum() for batch, update in later)
     if not live:
         return clip_range
-    clip_low, clip_high = map(float, clip_range)
+    clip_low, clip_high = map(float, exchange.to_host(clip_range))
     widths = calibration.next_range(
         clip_low,
         clip_high,
@@ -78,12 +78,12 @@ def following_range(
 
 def _some(batch: Batch) -> Any:
     """The rows with response tokens, bool [B]."""
-    return np.asarray(batch.mask_BT).any(axis=-1)
+    return exchange.to_host(batch.mask_BT).any(axis=-1)
 
 
 def _live(batch: Batch) -> Any:
     """The rows that can be cut, bool [B]."""
-    return _some(batch) & (np.asarray(batch.advantage_B) != 0)
+    return _some(batch) & (exchange.to_host(batch.advantage_B) != 0)
 
 
 def noise_warnings(experiment: Experiment, floor: float) -> tuple[str, ...]:

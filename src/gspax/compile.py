@@ -25,6 +25,7 @@ from gspax.aot.programs import ROLLOUT, SCORE, TRAIN, Program, programs
 from gspax.aot.traffic import traffic
 from gspax.bench import forward_flops
 from gspax.config import Experiment
+from gspax.errors import UserError
 from gspax.sharding import make_mesh
 from gspax.validation import check
 
@@ -97,6 +98,8 @@ def run(experiment: Experiment, topology: Topology) -> bool:
     jax.config.update("jax_platforms", "cpu")  # a TPU that may be here has nothing to do with it
     devices = chips.devices(topology)
     check(experiment, len(devices))
+    if experiment.placement is not None:
+        raise UserError("placement: wanted None for `gspax compile`, which puts learner and sampler on one mesh")
     mesh = make_mesh(experiment.mesh, devices, experiment.model)
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     print(f"{experiment.name} on {topology}: {len(devices)} devices, {axes}", flush=True)

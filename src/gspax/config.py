@@ -134,6 +134,15 @@ class Mesh:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A sampler on devices of its own, the last of all; `Experiment.mesh` is of the others. See `gspax.placement`."""
+
+    devices: int
+    staleness: int = 0  # rollout batches that it may draw ahead; 0: each with the newest parameters
+    mesh: Mesh = field(default_factory=Mesh)  # of the sampler's devices
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
     """A whole run. `data` has `train(index)` and `heldout(index)`, each giving a `gspax.data.Problem`."""
 
@@ -159,6 +168,7 @@ class Experiment:
     evaluation: Evaluation = field(default_factory=Evaluation)
     warm_start: WarmStart | None = None
     mesh: Mesh = field(default_factory=Mesh)
+    placement: Placement | None = None  # None: the sampler runs on the learner's devices
     seed: int = 0
 
 

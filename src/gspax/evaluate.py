@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from gspax import exchange
 from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, Sampling, trained_dtype
 from gspax.description import describe
 from gspax.optimizer import make_optimizer
-from gspax.rewards import completions
+from gspax.placement import learner_mesh
+from gspax.rewards import completions, encoded, whole
 from gspax.rundir import existing_run
-from gspax.sampler import sample
-from gspax.sharding import batch_shards, make_mesh
+from gspax.sampler import counted, sample
+from gspax.sharding import batch_shards, named
 from gspax.starting import restored
 from gspax.types import Array, Params
 from gspax.validation import check
@@ -29,12 +32,14 @@ def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
     """`gspax eval`: measure a checkpoint (the newest, or that of `step`), print it and add it to evaluations.jsonl."""
     check(experiment, jax.device_count())
     paths = existing_run(workdir, describe(experiment))
-    mesh = make_mesh(experiment.mesh, model=experiment.model)
+    mesh = learner_mesh(experiment)
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment))
     with Checkpoints(paths.checkpoints) as checkpoints:
         step = checkpoints.latest() if step is None else step
         state = restored(experiment, paths, checkpoints, optimizer, mesh, step)
     metrics, _ = evaluate(experiment, state.params, state.key, mesh)
+    if jax.process_index() != 0:
+        return
     settings = describe(experiment.evaluation)
     with paths.evaluations.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, **metrics, "evaluation": settings}) + "\n")
@@ -65,7 +70,7 @@ def evaluate(
         "eval/greedy_accuracy": float(np.mean([row["reward"] for row in greedy])),
         "eval/truncated": float(np.mean([not row["finished"] for row in sampled])),
     }
-    return metrics, sampled[:: settings.samples][:SHOWN]
+    return metrics, whole(sampled[:: settings.samples][:SHOWN])
 
 
 def _rewards(
@@ -79,16 +84,16 @@ def _rewards(
     rows: list[dict] = []
     for first in range(0, total, chunk):
         ids = range(first, first + chunk)  # past the end: the last chunk is filled up and cut
-        problems = [experiment.data.heldout(index) for index in ids]
+        problems = exchange.agreed(partial(exchange.held, experiment.data.heldout, ids, named(mesh, "batch")))
         rollout = sample(
             params,
             experiment.model,
-            [experiment.tokenizer.encode(problem.prompt) for problem in problems],
+            encoded(experiment, problems),
             ids,
             key,
             sampling=sampling,
             stop_ids=experiment.tokenizer.stop_ids,
             mesh=mesh,
         )
-        rows += completions(experiment, problems, jax.device_get(rollout))
+        rows += completions(experiment, problems, counted(rollout))
     return rows[: total * sampling.group]

@@ -7,6 +7,7 @@ One rollout from prompt to gradient: `loop.py`, `sampler.py`, `advantages.py`, `
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,25 +18,27 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gspax import clipping, interrupt, minibatches, progress, report
+from gspax import clipping, exchange, interrupt, minibatches, progress, report
 from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, trained_dtype
+from gspax.data.problem import Problem
 from gspax.description import describe
 from gspax.evaluate import evaluate
 from gspax.metrics import Clock, response_metrics, reward_metrics, routing_metrics, score_metrics, update_metrics
 from gspax.model.low_rank import base
 from gspax.objective import of_experiment
 from gspax.optimizer import learning_rate, make_optimizer
+from gspax.placement import Sampler, last_ahead, learner_mesh, make_sampler
 from gspax.record import Recorder
-from gspax.rewards import advantages, completions
-from gspax.rundir import RunDir, open_run
-from gspax.sampler import sample
+from gspax.rewards import advantages, completions, encoded, whole
+from gspax.rundir import RunDir, open_run, shared
+from gspax.sampler import counted, sample
 from gspax.sft import warm_start
-from gspax.sharding import make_mesh, named
+from gspax.sharding import named
 from gspax.starting import keep_start, kept_start, restored, stored
 from gspax.state import abstract_state, add_adapters, init_state, new_state
 from gspax.train_step import make_score, make_train_step
-from gspax.types import Array, Batch, Params, TrainState
+from gspax.types import Array, Batch, Params, Rollout, TrainState
 from gspax.validation import check
 
 SAMPLING = 1  # folded into the run's key
@@ -50,12 +53,22 @@ class Learner:
     optimizer: optax.GradientTransformation
     train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
     score: Callable[[Any, Batch], tuple[Array, Array, Array]]
+    sampler: Sampler
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A rollout batch that the sampler has or is working at."""
+
+    done: int  # rollout batches that its parameters had learnt from
+    problems: list[Problem | None]
+    rollout: Rollout
 
 
 def make_learner(experiment: Experiment) -> Learner:
     """The mesh, optimiser and jitted steps of an experiment. UserError where it does not fit the devices."""
     check(experiment, jax.device_count())
-    mesh = make_mesh(experiment.mesh, model=experiment.model)
+    mesh = learner_mesh(experiment)
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment))
     alike: dict[str, Any] = {
         "temperature": experiment.sampling.temperature,
@@ -70,6 +83,7 @@ def make_learner(experiment: Experiment) -> Learner:
             experiment.model, of_experiment(experiment), optimizer, routing_replay=experiment.routing_replay, **alike
         ),
         make_score(experiment.model, **alike),
+        make_sampler(experiment, mesh),
     )
 
 
@@ -81,7 +95,8 @@ def train(experiment: Experiment, workdir: Path) -> None:
       Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved first.
     """
     learner = make_learner(experiment)
-    run = open_run(workdir, describe(experiment))
+    run = exchange.agreed(lambda: open_run(workdir, describe(experiment)))
+    shared(run)
     schedule = experiment.schedule
     with (
         interrupt.watch() as interrupted,
@@ -93,8 +108,11 @@ def train(experiment: Experiment, workdir: Path) -> None:
             if done == 0:
                 record_evaluation(learner, state, recorder, 0, run.before)
             reference = reference_policy(learner, run, state)
+            ahead: deque[Drawn] = deque()
             while done < schedule.steps:
-                state, metrics, rows = rollout_and_update(learner, state, reference)
+                clock = Clock()
+                draw_ahead(learner, state, done, ahead)
+                state, metrics, rows = learn(learner, state, reference, ahead.popleft(), clock)
                 done += 1
                 if done == 1:
                     warn_of_noise(learner.experiment, metrics)
@@ -102,7 +120,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
                 bar.step(done, metrics)
                 if _due(done, schedule.eval_every, schedule.steps):
                     record_evaluation(learner, state, recorder, done, run.after)
-                    recorder.samples(done, rows)
+                    recorder.samples(done, whole(rows))
                 if _due(done, schedule.checkpoint_every, schedule.steps) or interrupted():
                     checkpoints.save(done, stored(state), {"experiment": describe(experiment)})
                 interrupted.stop_here()
@@ -113,7 +131,8 @@ def train(experiment: Experiment, workdir: Path) -> None:
 def warn_of_noise(experiment: Experiment, metrics: dict[str, float]) -> None:
     """Say it, once in a run, if the clip range is one that arithmetic alone can reach."""
     for sentence in clipping.noise_warnings(experiment, metrics.get("policy/noise_floor", 0.0)):
-        print(f"gspax: warning: {sentence}", file=sys.stderr)
+        if jax.process_index() == 0:
+            print(f"gspax: warning: {sentence}", file=sys.stderr)
 
 
 def _due(done: int, every: int, last: int) -> bool:
@@ -142,7 +161,7 @@ def restore_or_start(
     keep_start(experiment, run, state.params)
     if experiment.lora is not None:
         state = add_adapters(state, experiment.model, experiment.lora, optimizer, mesh)
-    return replace(state, clip_range=jax.device_put(clipping.start_range(experiment), named(mesh)))
+    return replace(state, clip_range=exchange.place(clipping.start_range(experiment), named(mesh)))
 
 
 def reference_policy(learner: Learner, run: RunDir, state: TrainState) -> Params | None:
@@ -167,27 +186,57 @@ def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, d
 def rollout_and_update(
     learner: Learner, state: TrainState, reference: Params | None = None
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
-    """One rollout batch and its optimiser updates: the new state, the metrics, and every completion."""
-    experiment = learner.experiment
-    P, G = experiment.sampling.prompts, experiment.sampling.group
+    """One rollout batch and its optimiser updates: the new state, the metrics, and `rewards.completions`."""
     clock = Clock()
+    drawn = draw(learner, learner.sampler.push(state.params), state, int(state.position))
+    return learn(learner, state, reference, drawn, clock)
 
-    first = int(state.position)
-    problems = [experiment.data.train(index) for index in range(first, first + P)]
+
+def draw_ahead(learner: Learner, state: TrainState, done: int, ahead: deque[Drawn]) -> None:
+    """Have the sampler begin with the next rollout batch and those that it may draw ahead, unless it has already."""
+    schedule, P = learner.experiment.schedule, learner.experiment.sampling.prompts
+    last = last_ahead(learner.experiment, done, lambda n: _due(n, schedule.checkpoint_every, schedule.steps))
+    missing = range(done + len(ahead), last + 1)
+    if missing:
+        params = learner.sampler.push(state.params)
+        for batch in missing:
+            ahead.append(draw(learner, params, state, int(state.position) + (batch - done) * P))
+
+
+def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Drawn:
+    """The completions of a rollout batch, by the parameters on the sampler's mesh. It does not wait for them."""
+    experiment, mesh = learner.experiment, learner.sampler.mesh
+    key = jax.random.fold_in(state.key, SAMPLING)
+    if experiment.placement is not None:
+        key = jax.device_put(key, named(mesh))
+    ids = range(first, first + experiment.sampling.prompts)
+    problems = exchange.agreed(lambda: exchange.held(experiment.data.train, ids, named(mesh, "batch")))
     rollout = sample(
-        state.params,
+        params,
         experiment.model,
-        [experiment.tokenizer.encode(problem.prompt) for problem in problems],
-        range(first, first + P),
-        jax.random.fold_in(state.key, SAMPLING),
+        encoded(experiment, problems),
+        ids,
+        key,
         sampling=experiment.sampling,
         stop_ids=experiment.tokenizer.stop_ids,
-        mesh=learner.mesh,
+        mesh=mesh,
     )
-    rollout = jax.device_get(rollout)
+    return Drawn(rollouts_done(learner, state), problems, rollout)
+
+
+def learn(
+    learner: Learner, state: TrainState, reference: Params | None, drawn: Drawn, clock: Clock
+) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
+    """The optimiser updates of a rollout batch; see `rollout_and_update`."""
+    experiment = learner.experiment
+    P, G = experiment.sampling.prompts, experiment.sampling.group
+    rollout, stale = counted(drawn.rollout), {}
+    if experiment.placement is not None:
+        rollout = jax.device_put(rollout, named(learner.mesh, "batch"))
+        stale = {"rollout/staleness": float(rollouts_done(learner, state) - drawn.done)}
     clock.lap("rollout")
 
-    rows = completions(experiment, problems, rollout)
+    rows = completions(experiment, drawn.problems, rollout)
     clock.lap("reward")
 
     batches = minibatches.cut(experiment, rollout, learner.mesh)
@@ -209,6 +258,7 @@ def rollout_and_update(
     metrics = {
         **reward_metrics(jnp.array([row["reward"] for row in rows], jnp.float32).reshape(P, G)),
         **added,
+        **stale,
         **response_metrics(rollout),
         **update_metrics(updates),
         "optim/learning_rate": float(learning_rate(experiment.optimizer)(state.step - 1)),
@@ -223,7 +273,7 @@ def rollout_and_update(
 
 def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[TrainState, list[dict[str, Any]]]:
     """One optimiser update of each batch, and the metrics of each on the host; the clip range follows if it is to."""
-    experiment, place = learner.experiment, partial(jax.device_put, device=named(learner.mesh))
+    experiment, place = learner.experiment, partial(exchange.place, sharding=named(learner.mesh))
     updates: list[dict[str, Any]] = []
     begins = experiment.calibration is not None and int(state.step) == 0
     for batch in batches:
@@ -236,7 +286,7 @@ def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[T
     if "ratio_max" in updates[0]:  # a loss of the user's may not say
         updates = [{**metrics, "noise_floor": clipping.noise_floor(updates[0])} for metrics in updates]
     if experiment.calibration is not None:
-        low, high = state.clip_range
+        low, high = exchange.to_host(state.clip_range)
         updates = [{**metrics, "clip_low": low, "clip_high": high} for metrics in updates]
         state = replace(
             state, clip_range=place(clipping.following_range(experiment, state.clip_range, batches, updates))

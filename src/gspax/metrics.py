@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax import advantages, losses, masked
+from gspax import advantages, exchange, losses, masked
 from gspax.losses import kl
 from gspax.losses.correction import effective_sample_sizes, mismatch_metrics
 from gspax.routing import changed_share, expert_load
@@ -73,7 +73,8 @@ def score_metrics(batches: Sequence[Batch], entropies: Sequence[Array]) -> dict[
     `mismatch/` has the metrics of `losses.correction.mismatch_metrics`; `reference/kl` and `reference/kl_k1` are means
     over the response tokens.
     """
-    rows = [_score_rows(batch, entropy_BT) for batch, entropy_BT in zip(batches, entropies, strict=True)]
+    parts = [_score_rows(batch, entropy_BT) for batch, entropy_BT in zip(batches, entropies, strict=True)]
+    rows = exchange.to_host(parts)
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
     nothing_B = jnp.zeros(1)
     _, reduced = losses.reduce(losses.Terms(nothing_B, nothing_B, joined))

@@ -1,4 +1,4 @@
-"""From a rollout on the host to the batches of its optimiser updates: cut, scored, given advantages."""
+"""From a rollout to the batches of its optimiser updates: cut, scored, given advantages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from gspax import exchange
 from gspax.config import Experiment
 from gspax.shaping import filter_overlong
 from gspax.sharding import named
@@ -18,25 +20,25 @@ Score = tuple[Array, Array, Array]  # log-probs, entropies, experts: see `train_
 
 
 def cut(experiment: Experiment, rollout: Rollout, mesh: jax.sharding.Mesh) -> list[Batch]:
-    """`schedule.minibatches` runs of adjacent rows, placed on the mesh. Old log-probs and advantages are zeros."""
+    """`schedule.minibatches` runs of adjacent rows, split over the mesh. Old log-probs and advantages are zeros."""
+    # rows that one device drew are spread over all of them, without a detour by the host
+    spread = jax.jit(_cut, static_argnums=(1, 2), out_shardings=named(mesh, "batch"))
+    return spread(rollout, experiment.schedule.minibatches, experiment.filter_overlong)
+
+
+def _cut(rollout: Rollout, parts: int, without_overlong: bool) -> list[Batch]:
     total_B1 = (rollout.prompt_length_B + rollout.length_B)[:, None]
-    mask_BT = np.asarray(rollout.mask_BT)
-    if experiment.filter_overlong:
-        mask_BT = np.asarray(filter_overlong(rollout.mask_BT, ~rollout.finished_B))
-    columns: dict[str, Any] = dict(
+    rows, columns = rollout.tokens_BT.shape
+    batch = Batch(
         tokens_BT=rollout.tokens_BT,
-        segment_BT=(np.arange(rollout.tokens_BT.shape[1])[None] < total_B1).astype(np.int32),
-        mask_BT=mask_BT,
-        old_logp_BT=np.zeros_like(rollout.logp_BT),
-        advantage_B=np.zeros(len(mask_BT), np.float32),
+        segment_BT=(jnp.arange(columns)[None] < total_B1).astype(jnp.int32),
+        mask_BT=filter_overlong(rollout.mask_BT, ~rollout.finished_B) if without_overlong else rollout.mask_BT,
+        old_logp_BT=jnp.zeros_like(rollout.logp_BT),
+        advantage_B=jnp.zeros(rows),
         sampler_logp_BT=rollout.logp_BT,
     )
-    batch = Batch(**columns)
-    size = len(mask_BT) // experiment.schedule.minibatches
-    parts = [
-        jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], batch) for i in range(experiment.schedule.minibatches)
-    ]
-    return [jax.device_put(part, named(mesh, "batch")) for part in parts]
+    size = rows // parts
+    return [jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], batch) for i in range(parts)]
 
 
 def scored(
@@ -62,5 +64,5 @@ def scored(
 def with_advantages(batches: list[Batch], advantage_B: np.ndarray, mesh: jax.sharding.Mesh) -> list[Batch]:
     """The batches with their rows' advantages."""
     parts: list[Any] = np.split(advantage_B.astype(np.float32), len(batches))
-    placed = [jax.device_put(part, named(mesh, "batch")) for part in parts]
+    placed = exchange.place(parts, named(mesh, "batch"))
     return [replace(batch, advantage_B=part) for batch, part in zip(batches, placed, strict=True)]

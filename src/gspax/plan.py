@@ -53,7 +53,8 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
       UserError: the mesh does not fit the devices.
     """
     config, sampling, schedule = experiment.model, experiment.sampling, experiment.schedule
-    mesh = sharding.mesh_shape(experiment.mesh, devices, config)
+    apart = experiment.placement.devices if experiment.placement else 0
+    mesh = sharding.mesh_shape(experiment.mesh, devices - apart, config)
     rows, length = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
     parameters = parameter_count(config)
     return Plan(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
@@ -35,8 +36,11 @@ SHOWN = {
 def bar(
     total: int, start: int = 0, title: str = "step", *, every: int = 10, console: Console | None = None
 ) -> Iterator[Bar]:
-    """Show `start` of `total` steps done. Without a terminal it prints every `every`th step and the last."""
-    console = console or Console(highlight=False)
+    """Show `start` of `total` steps done. Without a terminal it prints every `every`th step and the last.
+
+    Of several processes the first shows it.
+    """
+    console = console or Console(highlight=False, quiet=jax.process_index() != 0)
     clock = _Clock(total, start)
     if not console.is_terminal:
         yield _Lines(console, clock, title, every)

@@ -1,4 +1,4 @@
-"""From a rollout on the host to text, rewards and advantages."""
+"""From a rollout to text, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -8,33 +8,58 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from gspax import exchange
 from gspax.config import Experiment
 from gspax.data.problem import Problem
 from gspax.description import unwrapped
 from gspax.errors import UserError
 from gspax.types import Batch, Rollout
 
+TEXTS = ("completion", "prompt", "answer")  # of a row; the rest are numbers
 
-def completions(experiment: Experiment, problems: Sequence[Problem], rollout: Rollout) -> list[dict[str, Any]]:
-    """Prompt, answer, completion, reward, length and finished of every row of a rollout on the host."""
+
+def encoded(experiment: Experiment, problems: Sequence[Problem | None]) -> list[Sequence[int] | None]:
+    """The tokens of the prompts that are here."""
+    encode = experiment.tokenizer.encode
+    return exchange.agreed(lambda: [None if problem is None else encode(problem.prompt) for problem in problems])
+
+
+def completions(experiment: Experiment, problems: Sequence[Problem | None], rollout: Rollout) -> list[dict[str, Any]]:
+    """Prompt, answer, completion, reward, length and finished of every row of a rollout.
+
+    Each process decodes and rewards its own rows, of which it needs the problems (`exchange.held`). Of the others it
+    gets the numbers; `whole` fetches their texts. The rollout's lengths must be on the host (`sampler.counted`).
+    """
+    own = exchange.agreed(lambda: _own_completions(experiment, problems, rollout))
+    numbers = exchange.merged([row and {name: x for name, x in row.items() if name not in TEXTS} for row in own])
+    return [mine or theirs for mine, theirs in zip(own, numbers, strict=True)]
+
+
+def whole(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of `completions`, all with their texts. Collective."""
+    return exchange.merged([row if TEXTS[0] in row else None for row in rows])
+
+
+def _own_completions(
+    experiment: Experiment, problems: Sequence[Problem | None], rollout: Rollout
+) -> list[dict[str, Any] | None]:
     group = len(rollout.length_B) // len(problems)
-    rows = []
-    for index, tokens in enumerate(rollout.tokens_BT):
+    rows: list[dict[str, Any] | None] = [None] * len(rollout.length_B)
+    for index, tokens in exchange.own_rows(rollout.tokens_BT).items():
         problem = problems[index // group]
+        assert problem is not None
         start = rollout.prompt_length_B[index]
         text = experiment.tokenizer.decode(tokens[start : start + rollout.length_B[index]])
         rewards = checked_rewards(experiment, problem, text)
-        rows.append(
-            {
-                "prompt": problem.prompt,
-                "answer": problem.answer,
-                "completion": text,
-                "reward": sum(rewards),
-                **({"rewards": list(rewards)} if len(rewards) > 1 else {}),
-                "length": int(rollout.length_B[index]),
-                "finished": bool(rollout.finished_B[index]),
-            }
-        )
+        rows[index] = {
+            "prompt": problem.prompt,
+            "answer": problem.answer,
+            "completion": text,
+            "reward": sum(rewards),
+            **({"rewards": list(rewards)} if len(rewards) > 1 else {}),
+            "length": int(rollout.length_B[index]),
+            "finished": bool(rollout.finished_B[index]),
+        }
     return rows
 
 
@@ -91,7 +116,10 @@ def _added(experiment: Experiment, rollout: Rollout, batches: Sequence[Batch]) -
     reference = experiment.reference
     if reference is not None and reference.reward is not None:
         kl_B = np.concatenate(
-            [reference.reward(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT).sum(axis=-1) for batch in batches]
+            [
+                exchange.to_host(reference.reward(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT).sum(axis=-1))
+                for batch in batches
+            ]
         )
         added_B, metrics["reward/kl"] = added_B - reference.coefficient * kl_B, float(kl_B.mean())
     return added_B, metrics

@@ -16,6 +16,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -24,6 +25,7 @@ from typing import Any
 
 import jax
 
+from gspax import exchange
 from gspax.description import RESUMABLE, difference
 from gspax.errors import UserError
 
@@ -129,6 +131,23 @@ def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
         write_atomically(run.experiment, json.dumps(description, indent=2) + "\n")
     write_atomically(run.environment, json.dumps([*attempts, environment()], indent=2) + "\n")
     return run
+
+
+def shared(run: RunDir, patience: float = 30.0) -> None:
+    """Make sure that every process sees what the first one wrote. Collective; one process always does.
+
+    Raises:
+      UserError: the directory of another process is another one, or still empty after `patience` seconds.
+    """
+
+    def look() -> None:
+        until = time.monotonic() + patience
+        while not run.experiment.exists():
+            if time.monotonic() > until:
+                raise UserError(f"{run.path} is not the run directory of process 0: hosts must share it")
+            time.sleep(0.1)
+
+    exchange.agreed(look)
 
 
 def existing_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:

@@ -8,13 +8,15 @@ in the learner alike; top-k, top-p and min-p therefore bias the ratio and are fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspax import exchange
 from gspax.config import Sampling
 from gspax.errors import UserError
 from gspax.model import transformer
@@ -30,7 +32,7 @@ SMALLEST_BUCKET = 16
 def sample(
     params: Params,
     config: ModelConfig,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | None],
     prompt_ids: Sequence[int],
     key: Array,
     *,
@@ -41,7 +43,8 @@ def sample(
     """Draw `sampling.group` completions of each prompt; rows of one prompt are adjacent.
 
     Args:
-      prompts: P token lists; their number is free here, `sampling.prompts` is not read.
+      prompts: P token lists; their number is free here, `sampling.prompts` is not read. A process needs only those of
+        `exchange.held`; the others may be None.
       prompt_ids: P numbers in the whole run; sample g of a prompt has the id `prompt_id * group + g`.
       key: the run's key; equal (key, id) give equal samples.
       sampling: temperature 0 decodes greedily and reports log-probs at temperature 1.
@@ -50,29 +53,41 @@ def sample(
     Raises:
       UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or P not a multiple of the devices.
     """
-    tokens_PS, length_P = pad_prompts(prompts, sampling.max_prompt_tokens)
+    limit = sampling.max_prompt_tokens
+    longest = max(exchange.gather(exchange.agreed(lambda: longest_prompt(prompts, limit))))
     if mesh is not None and len(prompts) % batch_shards(mesh):
         raise UserError(f"sampling: wanted prompts in multiples of {batch_shards(mesh)} devices, got {len(prompts)}")
-    id_P = np.asarray(prompt_ids, np.uint32)
-    inputs = (tokens_PS, length_P, id_P)
+    inputs: Any = (*pad_prompts(prompts, limit, longest), np.asarray(prompt_ids, np.uint32))
     if mesh is not None:
-        inputs = jax.device_put(inputs, named(mesh, "batch"))
+        inputs = exchange.place(inputs, named(mesh, "batch"))
     return _generate(params, *inputs, key, config=config, sampling=sampling, stop_ids=stop_ids, mesh=mesh)
 
 
-def pad_prompts(prompts: Sequence[Sequence[int]], limit: int) -> tuple[np.ndarray, np.ndarray]:
+def counted(rollout: Rollout) -> Rollout:
+    """The rollout with its lengths, and whether rows finished, on the host of every process."""
+    small = {name: getattr(rollout, name) for name in ("prompt_length_B", "length_B", "finished_B")}
+    return replace(rollout, **exchange.to_host(small))
+
+
+def longest_prompt(prompts: Sequence[Sequence[int] | None], limit: int) -> int:
+    """The most tokens of a prompt that is here. UserError for one that is empty or exceeds the limit."""
+    longest = 0
+    for row, prompt in enumerate(prompts):
+        if prompt is not None and not 0 < len(prompt) <= limit:
+            raise UserError(f"prompt {row}: wanted 1 to {limit} tokens (sampling.max_prompt_tokens), got {len(prompt)}")
+        longest = max(longest, len(prompt or ()))
+    return longest
+
+
+def pad_prompts(prompts: Sequence[Sequence[int] | None], limit: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
     """Right-padded int32 tokens `[P, S]` and lengths `[P]`; S is a bucket (16, 32, 64, … or the limit)."""
-    length_P = np.array([len(prompt) for prompt in prompts], np.int32)
-    for row, length in enumerate(length_P):
-        if not 0 < length <= limit:
-            raise UserError(f"prompt {row}: wanted 1 to {limit} tokens (sampling.max_prompt_tokens), got {length}")
     size = SMALLEST_BUCKET
-    while size < length_P.max():
+    while size < longest:
         size *= 2
     tokens_PS = np.zeros((len(prompts), min(size, limit)), np.int32)
     for row, prompt in enumerate(prompts):
-        tokens_PS[row, : len(prompt)] = prompt
-    return tokens_PS, length_P
+        tokens_PS[row, : len(prompt or ())] = prompt or ()
+    return tokens_PS, np.array([len(prompt or ()) for prompt in prompts], np.int32)
 
 
 class _State(NamedTuple):
@@ -139,7 +154,8 @@ def _generate(params, tokens_PS, length_P, id_P, key, *, config, sampling, stop_
     )
     first = draw(jnp.repeat(last_PD, G, axis=0), empty)
     last = jax.lax.while_loop(lambda state: (state.step < C) & state.live_B.any(), advance, first)
-    return _assemble(tokens_PS, prompt_length_B, last)
+    rollout = _assemble(tokens_PS, prompt_length_B, last)
+    return rollout if mesh is None else jax.lax.with_sharding_constraint(rollout, named(mesh, "batch"))
 
 
 def _assemble(tokens_PS: Array, prompt_length_B: Array, last: _State) -> Rollout:

@@ -5,23 +5,26 @@ It is the reinforcement-learning train step with another loss, so the two stages
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from gspax import interrupt, objective, progress
+from gspax import exchange, interrupt, objective, progress
 from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, WarmStart
 from gspax.description import describe
 from gspax.errors import UserError
 from gspax.losses import Terms
 from gspax.optimizer import make_optimizer
+from gspax.placement import learner_mesh
 from gspax.record import Recorder
-from gspax.rundir import RunDir, open_run
-from gspax.sharding import make_mesh, named
+from gspax.rundir import RunDir, open_run, shared
+from gspax.sharding import named
 from gspax.state import abstract_state, init_state
 from gspax.train_step import make_train_step
 from gspax.types import Array, Batch, TrainState
@@ -40,8 +43,10 @@ def run(experiment: Experiment, workdir: Path) -> None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
     check(experiment, jax.device_count())
     with interrupt.watch() as interrupted:
-        mesh = make_mesh(experiment.mesh, model=experiment.model)
-        warm_start(experiment, open_run(workdir, describe(experiment)), mesh, interrupted)
+        mesh = learner_mesh(experiment)
+        run = exchange.agreed(lambda: open_run(workdir, describe(experiment)))
+        shared(run)
+        warm_start(experiment, run, mesh, interrupted)
 
 
 def warm_start(
@@ -77,24 +82,18 @@ def warm_start(
 
 def demonstrations(experiment: Experiment, stage: WarmStart, first: int, mesh: jax.sharding.Mesh) -> Batch:
     """`stage.rows` demonstrated problems from index `first` on; a function of (seed, index) only."""
-    longest = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
+    longest, by_row = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens, named(mesh, "batch")
+    ids = range(first, first + stage.rows)
+    texts = exchange.agreed(lambda: exchange.held(partial(_demonstration, experiment, stage, longest), ids, by_row))
     tokens_BT = np.zeros((stage.rows, longest), np.int32)
     segment_BT = np.zeros_like(tokens_BT)
     mask_BT = np.zeros(tokens_BT.shape, bool)
-    for row in range(stage.rows):
-        problem = experiment.data.train(first + row)
-        rng = np.random.default_rng((experiment.seed, first + row))
-        prompt = experiment.tokenizer.encode(problem.prompt)
-        answer = experiment.tokenizer.encode_completion(stage.demonstration(problem, rng))
-        text = [*prompt, *answer, experiment.tokenizer.stop_ids[0]]
-        if len(text) > longest:
-            raise UserError(
-                f"warm_start: wanted at most {longest} tokens of prompt and demonstration "
-                f"(sampling.max_prompt_tokens + max_tokens), got {len(text)} for training problem {first + row}"
-            )
-        tokens_BT[row, : len(text)] = text
-        segment_BT[row, : len(text)] = 1
-        mask_BT[row, len(prompt) : len(text)] = True
+    for row, text in enumerate(texts):
+        if text is not None:
+            prompt, whole = text
+            tokens_BT[row, : len(whole)] = whole
+            segment_BT[row, : len(whole)] = 1
+            mask_BT[row, len(prompt) : len(whole)] = True
     columns: dict[str, Any] = {
         "tokens_BT": tokens_BT,
         "segment_BT": segment_BT,
@@ -102,4 +101,21 @@ def demonstrations(experiment: Experiment, stage: WarmStart, first: int, mesh: j
         "old_logp_BT": np.zeros(tokens_BT.shape, np.float32),
         "advantage_B": np.zeros(stage.rows, np.float32),
     }
-    return jax.device_put(Batch(**columns), named(mesh, "batch"))
+    return exchange.place(Batch(**columns), by_row)
+
+
+def _demonstration(
+    experiment: Experiment, stage: WarmStart, longest: int, index: int
+) -> tuple[Sequence[int], list[int]]:
+    """The tokens of a training problem's prompt, and of prompt, demonstration and stop token together."""
+    problem = experiment.data.train(index)
+    rng = np.random.default_rng((experiment.seed, index))
+    prompt = experiment.tokenizer.encode(problem.prompt)
+    answer = experiment.tokenizer.encode_completion(stage.demonstration(problem, rng))
+    text = [*prompt, *answer, experiment.tokenizer.stop_ids[0]]
+    if len(text) > longest:
+        raise UserError(
+            f"warm_start: wanted at most {longest} tokens of prompt and demonstration "
+            f"(sampling.max_prompt_tokens + max_tokens), got {len(text)} for training problem {index}"
+        )
+    return prompt, text

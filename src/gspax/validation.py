@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gspax import loss_validation, sharding
-from gspax.config import Experiment
+from gspax.config import Experiment, Placement
 from gspax.description import is_record, name_of, parameters, show, unwrapped
 from gspax.errors import UserError
 from gspax.model.config import ModelConfig, is_sparse
@@ -74,7 +74,13 @@ RANGES: dict[str, Range] = {
     "calibration.tolerance": BELOW_1,
     "calibration.gain": AT_LEAST_0,
     **{f"warm_start.optimizer.{name}": range_ for name, range_ in OPTIMIZER.items()},
-    **{f"mesh.{axis}": CHOSEN_AXIS if axis in ("slice", "expert") else AXIS for axis in sharding.AXES},
+    **{
+        f"{mesh}.{axis}": CHOSEN_AXIS if axis in ("slice", "expert") else AXIS
+        for mesh in ("mesh", "placement.mesh")
+        for axis in sharding.AXES
+    },
+    "placement.devices": AT_LEAST_1,
+    "placement.staleness": AT_LEAST_0,
     "seed": ("at least 0 and below 2^32", lambda x: 0 <= x < 2**32),
     "model.vocab_size": AT_LEAST_1,
     "model.hidden_size": AT_LEAST_1,
@@ -103,7 +109,8 @@ SIGNATURES = {
     "length_reward": ("length",),
     "warm_start.demonstration": ("problem", "rng"),
 }
-OPTIONAL = ("warm_start", "reference", "calibration", "lora")  # parts that an experiment may have None for
+# parts that an experiment may have None for
+OPTIONAL = ("warm_start", "reference", "calibration", "placement", "lora")
 
 
 def validate(experiment: Experiment, devices: int | None = None) -> list[str]:
@@ -320,6 +327,12 @@ def _mesh(experiment: Experiment, devices: int | None) -> Iterator[str]:
         if free:
             return
         devices = math.prod(size or 1 for size in given.values())
+    elif experiment.placement is not None:
+        if devices <= experiment.placement.devices:
+            yield f"placement.devices: wanted fewer than the {devices} devices, got {experiment.placement.devices}"
+            return
+        devices -= experiment.placement.devices
+        yield from _sampler_mesh(experiment, experiment.placement)
     try:
         sizes = sharding.mesh_shape(mesh, devices, experiment.model)
     except UserError as problem:
@@ -339,3 +352,16 @@ def _mesh(experiment: Experiment, devices: int | None) -> Iterator[str]:
             what = f"{count} rows in a mini-batch" if key == "schedule.minibatches" else str(count)
             yield f"{key}: wanted a multiple of the {shards} devices that rows are split over, got {what}"
     yield from sharding.misfits(sizes, experiment.model)
+
+
+def _sampler_mesh(experiment: Experiment, placement: Placement) -> Iterator[str]:
+    """The same for the sampler's own devices."""
+    try:
+        sizes = sharding.mesh_shape(placement.mesh, placement.devices, experiment.model)
+    except UserError as problem:
+        yield f"placement.{problem}"
+        return
+    if experiment.sampling.prompts % (shards := sharding.batch_shards(sizes)):
+        got = experiment.sampling.prompts
+        yield f"sampling.prompts: wanted a multiple of the {shards} devices of placement.mesh for rows, got {got}"
+    yield from (f"placement: {misfit}" for misfit in sharding.misfits(sizes, experiment.model))

@@ -1,0 +1,117 @@
+"""What the processes of a run tell each other, and which rows of an array each of them holds.
+
+Every process runs the same loop over the same global arrays. What happens on the host (tokenizing, rewards) each does
+for the rows of its own devices; numbers and errors are then exchanged, so that all go on with the same. With one
+process nothing is sent, and every row is its own.
+
+`gather` and `agreed` are collective: all processes call them at the same places.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from gspax.errors import UserError
+
+T = TypeVar("T")
+
+
+def gather(value: T) -> list[T]:
+    """What each process gave, in their order, on all of them. It travels pickled, over the devices' network."""
+    if jax.process_count() == 1:
+        return [value]
+    data = pickle.dumps(value)
+    sizes = multihost_utils.process_allgather(np.int32(len(data)))
+    room = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)  # few sizes: each is a compilation
+    room[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = multihost_utils.process_allgather(room)
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """What `work` gives here, after it has gone well everywhere.
+
+    Raises:
+      UserError: it failed on another process; that process raises its own exception.
+    """
+    try:
+        answer, problem = work(), None
+    except Exception as error:
+        answer, problem = None, error
+    told = gather(None if problem is None else _sentence(problem))
+    if problem is not None:
+        raise problem
+    for index, sentence in enumerate(told):
+        if sentence is not None:
+            raise UserError(f"process {index}: {sentence}")
+    return answer  # type: ignore[return-value]
+
+
+def merged(entries: Sequence[T | None]) -> list[T]:
+    """A list of which each process has some entries and None elsewhere, whole: the first that has one gives it."""
+    if jax.process_count() == 1:
+        return list(entries)  # type: ignore[arg-type]
+    found: dict[int, T] = {}
+    for part in gather({row: entry for row, entry in enumerate(entries) if entry is not None}):
+        found = part | found
+    return [found[row] for row in range(len(entries))]
+
+
+def _sentence(problem: Exception) -> str:
+    return str(problem) if isinstance(problem, UserError) else f"{type(problem).__name__}: {problem}"
+
+
+def held(make: Callable[[int], T], ids: Sequence[int], sharding: Sharding) -> list[T | None]:
+    """`make(id)` for the rows that this process's devices hold if `ids` are split by `sharding`, else None."""
+    indices = sharding.addressable_devices_indices_map((len(ids),)).values()
+    mine = {row for (box,) in filter(None, indices) for row in range(*box.indices(len(ids)))}
+    return [make(each) if row in mine else None for row, each in enumerate(ids)]
+
+
+def own_rows(array: Any) -> dict[int, np.ndarray]:
+    """The rows of an array, by number, such that each belongs to one process, also where several hold a copy."""
+    if not isinstance(array, jax.Array):
+        return dict(enumerate(array))
+    rows: dict[int, np.ndarray] = {}
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            first = shard.index[0].indices(array.shape[0])[0]
+            rows |= {first + row: values for row, values in enumerate(np.asarray(shard.data))}
+    return rows
+
+
+def place(tree: Any, sharding: Sharding) -> Any:
+    """numpy arrays, of which each process needs only the rows of its devices to be right, as arrays on the devices."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(lambda x: _placed(np.asarray(x), sharding), tree)
+
+
+def _placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def to_host(tree: Any) -> Any:
+    """Every array of a tree whole, as numpy, on every process."""
+    leaves, structure = jax.tree.flatten(tree)
+    spread = {i: leaf for i, leaf in enumerate(leaves) if _is_spread(leaf)}
+    if spread:
+        mesh = next(iter(spread.values())).sharding.mesh
+        spread = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(spread)
+    return jax.device_get(jax.tree.unflatten(structure, [spread.get(i, leaf) for i, leaf in enumerate(leaves)]))
+
+
+def _is_spread(leaf: Any) -> bool:
+    """Whether this process holds a part of an array only."""
+    return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+
+
+def _same(tree: Any) -> Any:  # at the top of the module: jax compiles it once for each shape, not at each call
+    return tree

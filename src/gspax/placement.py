@@ -1,0 +1,78 @@
+"""Where completions are drawn: on the learner's devices, or on devices of the sampler's own, ahead of the learner.
+
+Colocated, the sampler reads the learner's parameters where they lie. Apart (`Experiment.placement`), the last devices
+of all are the sampler's mesh; parameters are pushed to it before each rollout batch, in the model's compute dtype where
+the model computes in it, and the rollout comes back. While the learner updates, the sampler draws what follows: batch n
+with the parameters that the learner had after batch n - 1 - k, where k is at most `placement.staleness`.
+
+Whatever drew a batch, its old log-probs are the learner's own, of its parameters before the batch's first update: they
+are the ratio's denominator. The sampler's log-probs are of the older parameters; `correction` makes up for the
+difference (`losses.correction`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from gspax.config import Experiment
+from gspax.errors import UserError
+from gspax.model import transformer
+from gspax.model.low_rank import dense
+from gspax.sharding import make_mesh
+from gspax.state import abstract_params
+from gspax.types import Params
+
+FULL = {"norm", "router"}  # axes of the parameters that the model reads in float32 whatever its compute dtype
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The sampler's mesh, and what brings the learner's parameters there (the same arrays if it is the learner's)."""
+
+    mesh: jax.sharding.Mesh
+    push: Callable[[Params], Params]
+
+
+def learner_mesh(experiment: Experiment) -> jax.sharding.Mesh:
+    """The mesh of updates, scores and evaluations: all devices but the sampler's own."""
+    apart = experiment.placement.devices if experiment.placement else 0
+    return make_mesh(experiment.mesh, jax.devices()[: jax.device_count() - apart], experiment.model)
+
+
+def make_sampler(experiment: Experiment, mesh: jax.sharding.Mesh) -> Sampler:
+    """The sampler of an experiment whose learner has this mesh. UserError if it is to be apart in several processes."""
+    placement, config = experiment.placement, experiment.model
+    if placement is None:
+        return Sampler(mesh, lambda params: params)
+    if jax.process_count() > 1:
+        raise UserError(f"placement: wanted None for a run of several processes, got {placement}")
+    own = make_mesh(placement.mesh, jax.devices()[-placement.devices :], config)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(config, own))
+    axes = transformer.logical_axes(config)
+
+    @jax.jit
+    def cast(params: Params) -> Params:
+        return jax.tree.map(
+            lambda leaf, names: leaf if FULL & set(names) else leaf.astype(config.dtype), dense(params), axes
+        )
+
+    def push(params: Params) -> Params:
+        return jax.device_put(cast(params), shardings)
+
+    return Sampler(own, push)
+
+
+def last_ahead(experiment: Experiment, done: int, due: Callable[[int], Any]) -> int:
+    """The number of the last rollout batch that may be drawn when `done` are learnt from (they count from 0).
+
+    None is drawn ahead over a checkpoint (`due(n)`: one is saved after n batches), so that a resumed run draws what the
+    uninterrupted one did.
+    """
+    last = done
+    while experiment.placement and last < done + experiment.placement.staleness and not due(last + 1):
+        last += 1
+    return last

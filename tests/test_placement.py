@@ -1,0 +1,150 @@
+"""A sampler on devices of its own: where arrays go, which parameters draw what, and that a resumed run repeats it."""
+
+from collections import deque
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from small_experiment import experiment
+
+from gspax import config, loop, placement, record, sampler
+from gspax.config import Lora, Mesh, Placement
+from gspax.metrics import Clock
+from gspax.placement import Sampler, last_ahead, make_sampler
+from gspax.rewards import completions
+from gspax.rundir import RunDir
+from gspax.sharding import make_mesh
+from gspax.state import add_adapters, init_state
+from gspax.validation import validate
+
+# A learning rate at which one rollout batch changes what is drawn.
+APART = replace(
+    experiment,
+    warm_start=None,
+    optimizer=config.Optimizer(learning_rate=0.3),
+    schedule=replace(experiment.schedule, steps=4, eval_every=0, checkpoint_every=2),
+    evaluation=config.Evaluation(problems=8, samples=4),
+    placement=Placement(devices=4, staleness=1),
+)
+CLOCKS = ("time/", "cpu/", "perf/")
+
+
+@pytest.fixture(scope="module")
+def learner():
+    return loop.make_learner(APART)
+
+
+def fresh(learner):
+    """A state of its own: the first update takes it."""
+    return init_state(APART.model, learner.optimizer, jax.random.key(0), learner.mesh)
+
+
+def texts(learner, drawn):
+    return [row["completion"] for row in completions(APART, drawn.problems, sampler.counted(drawn.rollout))]
+
+
+def devices(tree):
+    return {device for leaf in jax.tree.leaves(tree) for device in leaf.sharding.device_set}
+
+
+def test_each_has_its_devices(learner):
+    state = fresh(learner)
+    assert devices(state) == set(jax.devices()[:4]) and set(learner.mesh.devices.flat) == set(jax.devices()[:4])
+    pushed = learner.sampler.push(state.params)
+    assert devices(pushed) == set(jax.devices()[4:])
+    jax.tree.map(np.testing.assert_array_equal, pushed, state.params)
+    drawn = loop.draw(learner, pushed, state, 0)
+    assert devices(drawn.rollout) == set(jax.devices()[4:])
+
+
+def test_synchronously_it_is_the_colocated_run_bit_for_bit(learner):
+    """The same mesh of four devices, elsewhere."""
+    colocated = replace(learner, sampler=Sampler(learner.mesh, lambda params: params))
+    results = [loop.rollout_and_update(each, fresh(learner)) for each in (learner, colocated)]
+    (state, metrics, rows), (state_too, metrics_too, rows_too) = results
+    assert rows == rows_too
+    jax.tree.map(np.testing.assert_array_equal, state.params, state_too.params)
+    assert {name: x for name, x in metrics.items() if not name.startswith(CLOCKS)} == {
+        name: x for name, x in metrics_too.items() if not name.startswith(CLOCKS)
+    }
+
+
+def test_one_batch_ahead_is_drawn_by_the_parameters_of_one_batch_before(learner):
+    state, ahead, stale = fresh(learner), deque(), []
+    first, second = range(8, 16), range(16, 24)
+    by_first = texts(learner, loop.draw(learner, learner.sampler.push(state.params), state, first[0]))
+    for done in (0, 1):
+        loop.draw_ahead(no_checkpoints(learner), state, done, ahead)
+        assert len(ahead) == 2 and [each.done for each in ahead] == ([0, 0] if done == 0 else [0, 1])
+        if done == 1:
+            assert texts(learner, ahead[0]) == by_first
+            newest = loop.draw(learner, learner.sampler.push(state.params), state, first[0])
+            assert texts(learner, newest) != by_first, "the update changed what is drawn"
+            wanted = loop.draw(learner, learner.sampler.push(state.params), state, second[0])
+            assert texts(learner, ahead[1]) == texts(learner, wanted)
+        drawn = ahead.popleft()
+        state, metrics, _ = loop.learn(learner, state, None, drawn, Clock())
+        stale.append(metrics["rollout/staleness"])
+        if done == 0:
+            assert metrics["mismatch/kl"] < 1e-6
+    assert stale == [0.0, 1.0]
+    assert metrics["mismatch/abs_diff"] > 1e-3, "old log-probs are those of the newest parameters"
+
+
+def no_checkpoints(learner):
+    return replace(learner, experiment=replace(APART, schedule=replace(APART.schedule, steps=9, checkpoint_every=0)))
+
+
+@pytest.mark.parametrize(
+    ("staleness", "wanted"), [(0, [0, 1, 2, 3, 4, 5]), (1, [1, 2, 2, 4, 5, 5]), (9, [2, 2, 2, 5, 5, 5])]
+)
+def test_nothing_is_drawn_ahead_over_a_checkpoint(staleness, wanted):
+    apart = replace(APART, placement=Placement(devices=4, staleness=staleness))
+    assert [last_ahead(apart, done, lambda n: n % 3 == 0) for done in range(6)] == wanted
+    assert last_ahead(replace(APART, placement=None), 1, lambda n: False) == 1
+
+
+def test_parameters_travel_in_the_dtype_in_which_they_are_read_and_adapters_as_the_weights_that_they_make():
+    half = replace(APART, model=replace(APART.model, dtype="bfloat16"), lora=Lora(rank=2))
+    mesh = placement.learner_mesh(half)
+    state = init_state(half.model, loop.optax.identity(), jax.random.key(0), mesh)
+    whole = make_sampler(half, mesh).push(state.params)
+    optimizer = loop.make_optimizer(half.optimizer)
+    adapted = add_adapters(state, half.model, half.lora, optimizer, mesh)
+    pushed = make_sampler(half, mesh).push(adapted.params)
+    assert jax.tree.structure(pushed) == jax.tree.structure(whole)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(pushed):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert leaf.dtype == ("float32" if "norm" in name or "router" in name else "bfloat16"), name
+
+
+def test_what_does_not_fit_is_said():
+    def problems(**changes):
+        return validate(replace(APART, placement=replace(APART.placement, **changes)), 8)
+
+    assert problems() == []
+    assert problems(devices=8) == ["placement.devices: wanted fewer than the 8 devices, got 8"]
+    assert problems(staleness=-1) == ["placement.staleness: wanted at least 0, got -1"]
+    assert "placement.mesh: the axes must multiply to the 4 devices" in problems(mesh=Mesh(fsdp=3))[0]
+    said = problems(devices=3, mesh=Mesh(data=3, fsdp=1))
+    assert "sampling.prompts: wanted a multiple of the 3 devices of placement.mesh for rows, got 8" in said
+
+
+def test_in_several_processes_it_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(placement.UserError, match="placement: wanted None for a run of several processes"):
+        make_sampler(APART, make_mesh(Mesh(), jax.devices()[:4]))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_draws_what_the_uninterrupted_one_did(tmp_path):
+    loop.train(APART, tmp_path / "whole")
+    loop.train(replace(APART, schedule=replace(APART.schedule, steps=2)), tmp_path / "cut")
+    loop.train(APART, tmp_path / "cut")
+    steps = []
+    for name in ("whole", "cut"):
+        rows = [row for row in record.read_metrics(RunDir(tmp_path / name).metrics) if "policy/loss" in row]
+        steps.append([{key: x for key, x in row.items() if not key.startswith(CLOCKS)} for row in rows])
+    assert steps[0] == steps[1]
+    assert [row["rollout/staleness"] for row in steps[0]] == [0, 1, 0, 1]
