@@ -271,6 +271,7 @@ def everything(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_path):
     file, whole = everything(tmp_path)
     loop.train(whole, tmp_path / "one")
