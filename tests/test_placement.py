@@ -124,6 +124,8 @@ def test_what_does_not_fit_is_said():
         return validate(replace(APART, placement=replace(APART.placement, **changes)), 8)
 
     assert problems() == []
+    assert validate(replace(APART, mesh=Mesh(fsdp=4)), 8) == [], "of the devices that are left"
+    assert "must multiply to the 4 devices" in validate(replace(APART, mesh=Mesh(fsdp=8)), 8)[0]
     assert problems(devices=8) == ["placement.devices: wanted fewer than the 8 devices, got 8"]
     assert problems(staleness=-1) == ["placement.staleness: wanted at least 0, got -1"]
     assert "placement.mesh: the axes must multiply to the 4 devices" in problems(mesh=Mesh(fsdp=3))[0]
