@@ -85,6 +85,7 @@ def test_fresh_adapters_change_nothing_and_have_unit_gain():
         assert np.var(leaf.a) == pytest.approx(1 / incoming, rel=0.35), path
 
 
+@pytest.mark.slow
 def test_the_model_with_adapters_is_the_model_with_their_sums():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (B, T)), jnp.int32)
     run = jax.jit(transformer.apply, static_argnums=1)

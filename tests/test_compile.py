@@ -265,6 +265,7 @@ def test_a_step_compiled_for_a_tpu_that_is_not_there(capsys, monkeypatch):
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_experts_and_heads_have_collectives_of_their_own():
     """Rows travel to their experts along `expert`; what `tensor` splits is added up along it."""
     small = small_experiment.experiment

@@ -17,6 +17,7 @@ from gspax.experiment import validate
 from gspax.losses import correction, kl
 from gspax.objective import of_experiment
 from gspax.optimizer import make_optimizer
+from gspax.placement import make_sampler
 from gspax.sharding import make_mesh, named
 from gspax.state import init_state
 from gspax.train_step import make_score, make_train_step
@@ -66,7 +67,7 @@ def train(changes, rollouts=2):
     variant = replace(BASE, **changes)
     assert validate(variant, 1) == []
     update = step(*(getattr(variant, name) for name in READ_BY_UPDATES))
-    learner = loop.Learner(variant, MESH, OPTIMIZER, update, score(variant.model))
+    learner = loop.Learner(variant, MESH, OPTIMIZER, update, score(variant.model), make_sampler(variant, MESH))
     state = init_state(variant.model, OPTIMIZER, jax.random.key(0), MESH)
     state = replace(state, clip_range=jax.device_put(start_range(variant), named(MESH)))
     start = jax.tree.map(jnp.copy, state.params)

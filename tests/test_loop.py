@@ -134,6 +134,7 @@ def test_resume_gives_the_bits_of_an_uninterrupted_run(whole, tmp_path):
     assert len(json.loads(run.environment.read_text())) == 3
 
 
+@pytest.mark.slow
 def test_what_a_lost_step_recorded_is_cut_on_resume(whole, tmp_path):
     loop.train(with_schedule(steps=2), tmp_path / "run")
     run = RunDir(tmp_path / "run")
@@ -151,6 +152,7 @@ def test_another_experiment_is_refused_and_nothing_changes(whole):
     assert {path: path.read_bytes() for path in whole.path.rglob("*") if path.is_file()} == files
 
 
+@pytest.mark.slow
 def test_the_warm_start_alone_is_the_one_that_a_run_makes(whole, tmp_path):
     sft.run(experiment, tmp_path / "run")
     run = RunDir(tmp_path / "run")
@@ -229,6 +231,7 @@ def finished(process, timeout=300):
     return process.returncode, out, error
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_continues_bit_for_bit(tmp_path):
     straight = ("train", EXPERIMENT, "schedule.steps=12", "schedule.checkpoint_every=0", "--workdir")
     code, out, error = finished(gspax(*straight, str(tmp_path / "whole")))

@@ -54,6 +54,7 @@ def variables(devices):
     """The environment of a process with so many devices."""
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "XLA_FLAGS"))},
+        "PYTHONPATH": os.pathsep.join(sys.path),  # the children import this file and what it imports
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

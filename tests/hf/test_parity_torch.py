@@ -119,8 +119,9 @@ def test_prefill_and_decode_beside_the_cache_of_transformers(config, tmp_path):
     np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=1e-4, rtol=0)
 
 
-@configs()
-def test_greedy_decoding_token_for_token(config, tmp_path):
+@pytest.mark.parametrize("name", ["experts", pytest.param("dense", marks=pytest.mark.slow)])
+def test_greedy_decoding_token_for_token(name, tmp_path):
+    config = tiny.TOGETHER[name]
     params, config, model = make_pair(config, tmp_path)
     prompts = [row[:length].tolist() for row, length in zip(random_tokens(config, 2, 9), (9, 5), strict=True)]
     sampling = Sampling(group=1, max_prompt_tokens=9, max_tokens=64, temperature=0.0)

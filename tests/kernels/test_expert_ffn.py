@@ -80,8 +80,14 @@ def assert_close(got, want, tolerance):
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(1.0, float(np.abs(want).max())))
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
-@pytest.mark.parametrize("ffn", BACKENDS)
+@pytest.mark.parametrize(
+    ("ffn", "name"),
+    [
+        *((blocked, name) for name in ROUTINGS),
+        *((ragged, name) for name in ("even", "padding")),
+        *(pytest.param(ragged, name, marks=pytest.mark.slow) for name in ROUTINGS if name not in ("even", "padding")),
+    ],
+)
 def test_agrees_with_a_loop_over_tokens(ffn, name):
     args = draw(name)
     dy, y, grads = value_and_gradients(ffn, *args)

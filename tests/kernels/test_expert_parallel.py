@@ -161,7 +161,8 @@ def test_only_large_slices_of_v5e_cannot_exchange(kind, devices, exchange):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)")
-@pytest.mark.parametrize("topology", ["v5e:4x4", pytest.param("v5e:4x8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5e:4x8"])
 def test_a_layer_compiled_for_a_tpu_exchanges_rows_and_scatters_gradients(topology):
     devices = chips.devices(chips.topology(topology))
     made = sharding.make_mesh(config.Mesh(fsdp=2, data=-1, expert=4, tensor=2), devices)

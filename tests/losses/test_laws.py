@@ -163,7 +163,9 @@ def test_one_device_and_eight_agree(member, name):
 
 
 @over_family
-@pytest.mark.parametrize("name", ("some_empty-0.001", "some_empty-0.3", "extreme"))
+@pytest.mark.parametrize(
+    "name", ("extreme", *(pytest.param(f"some_empty-{size}", marks=pytest.mark.slow) for size in (0.001, 0.3)))
+)
 def test_packed_rows_agree_with_one_row_per_sequence(member, name):
     x = CASES[name]
     packed = Packed(x, sequences_per_row=4)

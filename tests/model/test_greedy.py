@@ -10,7 +10,7 @@ from gspax.config import Sampling
 from gspax.sampler import sample
 
 
-@pytest.mark.parametrize("name", tiny.TOGETHER)
+@pytest.mark.parametrize("name", ["experts", pytest.param("dense", marks=pytest.mark.slow)])
 def test_every_token_is_the_reference_s_most_likely_one(name):
     """Over 64 tokens, with biases, YaRN and windows shorter than the prompt: the reference reads the whole sequence."""
     config = tiny.TOGETHER[name]

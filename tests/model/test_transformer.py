@@ -174,7 +174,7 @@ def test_forced_routing_still_trains_the_router():
     assert np.abs(router).max() > 1e-4
 
 
-@pytest.mark.parametrize("policy", ["products", "full", "offload"])
+@pytest.mark.parametrize("policy", ["full", "offload", pytest.param("products", marks=pytest.mark.slow)])
 def test_remat_changes_neither_value_nor_gradient(policy):
     config = tiny.MOE
     params, tokens = tiny.params(config), random_tokens(config, 2, 7)
