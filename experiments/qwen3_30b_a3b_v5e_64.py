@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B by GSPO on 64 chips of v5e (v5e:8x8): a chip has a sixth of a v5p's memory, responses 1,536 tokens.
 
-No expert axis: the TPU compiler has no ragged all-to-all for more than 16 chips of v5e, only the ring is left.
+The TPU compiler has no ragged all-to-all for more than 16 chips of v5e: tokens go around the expert axis in a ring.
 Everything else is qwen3_30b_a3b_v5p_64.py. What it would need, compiled: README.md here. It has not been trained.
 
 Run: gspax train experiments/qwen3_30b_a3b_v5e_64.py --workdir runs/qwen3_30b_a3b (on every host)
@@ -10,12 +10,11 @@ from dataclasses import replace
 
 from qwen3_30b_a3b_v5p_64 import experiment as v5p
 
-from gspax.config import Mesh, Sampling
+from gspax.config import Sampling
 
 experiment = replace(
     v5p,
     name="qwen3_30b_a3b_v5e_64",
     sampling=Sampling(prompts=64, group=16, max_prompt_tokens=512, max_tokens=1536),
     schedule=replace(v5p.schedule, microbatch_rows=64),
-    mesh=Mesh(expert=1),
 )

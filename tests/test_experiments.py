@@ -25,7 +25,13 @@ FOLDER = ROOT / "experiments"
 FILES = sorted(FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+SAME = ("qwen3_30b_a3b_v5e_64", "qwen3_30b_a3b_v6e_64")  # the same programs as on v5p, of other sizes
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in SAME else ()) for path in FILES],
+)
 def test_a_step_of_every_experiment_can_be_traced(path):
     experiment = load(path)
     assert validate(experiment) == []

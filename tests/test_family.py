@@ -179,7 +179,9 @@ def test_length_shaping_and_overlong_filtering():
     assert {row["advantage"] for row in rows if not row["finished"]} == {0.0}
 
 
-@pytest.mark.parametrize("loss", [losses.gspo, losses.gspo_token, losses.luspo], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss", [losses.gspo, *(pytest.param(loss, marks=pytest.mark.slow) for loss in (losses.gspo_token, losses.luspo))]
+)
 def test_calibrated_clip_range(loss):
     wide = partial(loss, clip_low=0.04, clip_high=0.04)
     measured = {"loss": wide, "calibration": Calibration(share=0.25, tolerance=0.0)}

@@ -88,7 +88,7 @@ MESHES = {
     "context": Mesh(context=2),
     "experts, context and tensor": Mesh(expert=2, context=2, tensor=2),
 }
-DEFAULT = [("both", "expert and tensor"), ("both", "slices of experts")]
+DEFAULT = [("both", "expert and tensor")]
 ALL = [(model, mesh) for model in MODELS for mesh in MESHES if MODELS[model].num_experts or MESHES[mesh].expert < 2]
 
 

@@ -50,6 +50,7 @@ def test_the_reward_rises(name):
     assert max(numbers["clipped"]) > 0, "the second update of a batch is off policy"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("equinox") is None, reason="Equinox is not installed")
 def test_the_reward_rises_with_equinox():
     numbers = printed(FOLDER / "equinox_loop.py")
