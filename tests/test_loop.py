@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from small_experiment import experiment
 
-from gspax import config, interrupt, loop, losses, minibatches, placement, record, sft
+from gspax import config, interrupt, loop, losses, minibatches, placement, record, sft, train_step
 from gspax.checkpoint import Checkpoints
 from gspax.description import describe
 from gspax.errors import UserError
@@ -390,7 +390,7 @@ def test_a_rollout_batch_step_by_step(monkeypatch):
 def test_sampler_and_learner_have_one_temperature_and_score_and_update_one_split(monkeypatch):
     given = []
     for name in ("make_train_step", "make_score"):
-        monkeypatch.setattr(loop, name, lambda *args, **kwargs: given.append(kwargs))
+        monkeypatch.setattr(train_step, name, lambda *args, **kwargs: given.append(kwargs))
     learner = loop.make_learner(
         replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
     )

@@ -11,6 +11,7 @@ from small_experiment import experiment
 from gspax import config, loop, placement, record, sampler
 from gspax.config import Lora, Mesh, Placement
 from gspax.metrics import Clock
+from gspax.optimizer import make_optimizer
 from gspax.placement import Sampler, last_ahead, make_sampler
 from gspax.rewards import completions
 from gspax.rundir import RunDir
@@ -110,7 +111,7 @@ def test_parameters_travel_in_the_dtype_in_which_they_are_read_and_adapters_as_t
     mesh = placement.learner_mesh(half)
     state = init_state(half.model, loop.optax.identity(), jax.random.key(0), mesh)
     whole = make_sampler(half, mesh).push(state.params)
-    optimizer = loop.make_optimizer(half.optimizer)
+    optimizer = make_optimizer(half.optimizer)
     adapted = add_adapters(state, half.model, half.lora, optimizer, mesh)
     pushed = make_sampler(half, mesh).push(adapted.params)
     assert jax.tree.structure(pushed) == jax.tree.structure(whole)

@@ -96,6 +96,14 @@ def start():
         process.communicate()
 
 
+def wait_for_steps(run, count, processes):
+    """Until that many steps are recorded; all the while process 0 must be alive."""
+    deadline = time.monotonic() + 400
+    while not (run.metrics.exists() and run.metrics.read_text().count("reward/mean") >= count):
+        assert processes[0].poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def finished(processes, code=0, timeout=500):
     """What each of them printed and complained of; all must end with this exit code."""
     said = [process.communicate(timeout=timeout) for process in processes]
@@ -327,10 +335,7 @@ def test_a_signal_to_one_host_ends_the_run_on_all_and_it_goes_on(start, tmp_path
     overrides = [*SMALL_OVERRIDES, "schedule.steps=1000"]
     processes = start(2, 1, tmp_path / "run", *overrides)
     run = RunDir(tmp_path / "run")
-    deadline = time.monotonic() + 400
-    while not (run.metrics.exists() and run.metrics.read_text().count("reward/mean") >= 2):
-        assert processes[0].poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_steps(run, 2, processes)
     processes[1].send_signal(signal.SIGTERM)
     for _, complaints in finished(processes, 143):
         assert "SIGTERM: the state is saved" in complaints and "Traceback" not in complaints
@@ -364,9 +369,6 @@ def test_a_mistake_that_one_process_meets_ends_all(start, tmp_path):
 def test_a_process_that_is_killed_takes_the_others_with_it(start, tmp_path):
     processes = start(2, 1, tmp_path / "run", *SMALL_OVERRIDES, "schedule.steps=1000")
     run = RunDir(tmp_path / "run")
-    deadline = time.monotonic() + 400
-    while not (run.metrics.exists() and "reward/mean" in run.metrics.read_text()):
-        assert processes[0].poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_steps(run, 1, processes)
     processes[1].kill()
     assert processes[0].wait(timeout=150) != 0

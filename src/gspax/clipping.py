@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from gspax import exchange
 from gspax.config import Experiment
@@ -42,7 +43,7 @@ def first_range(experiment: Experiment, floor: float, logp_BT: Array, batch: Bat
       logp_BT: log-probs of the second mini-batch's tokens after that update.
     """
     assert experiment.calibration is not None
-    live_B = _live(batch)
+    _, live_B = _some_and_live(batch)
     if not live_B.any():
         return start_range(experiment)
     log_ratio_B = calibration.sequence_log_ratio(logp_BT, batch.old_logp_BT, batch.mask_BT)
@@ -57,9 +58,11 @@ def following_range(
     """The range of the next rollout batch, after the updates by the batches of one, float32 [2]."""
     settings = experiment.calibration
     assert settings is not None
-    later = list(zip(batches, updates, strict=True))[1:]  # in the first one every ratio is 1
-    live = sum(_live(batch).sum() for batch, _ in later)
-    cut = sum(float(update["clip_fraction_sequences"]) * _some(batch).sum() for batch, update in later)
+    live, cut = 0, 0.0
+    for batch, update in zip(batches[1:], updates[1:], strict=True):  # in the first one every ratio is 1
+        some_B, live_B = _some_and_live(batch)
+        live += live_B.sum()
+        cut += float(update["clip_fraction_sequences"]) * some_B.sum()
     if not live:
         return clip_range
     clip_low, clip_high = map(float, exchange.to_host(clip_range))
@@ -76,14 +79,11 @@ def following_range(
     return jnp.array(widths, jnp.float32)
 
 
-def _some(batch: Batch) -> Any:
-    """The rows with response tokens, bool [B]."""
-    return exchange.to_host(batch.mask_BT).any(axis=-1)
-
-
-def _live(batch: Batch) -> Any:
-    """The rows that can be cut, bool [B]."""
-    return _some(batch) & (exchange.to_host(batch.advantage_B) != 0)
+def _some_and_live(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """The rows with response tokens, and those of them that can be cut, both bool [B]."""
+    mask_BT, advantage_B = exchange.to_host((batch.mask_BT, batch.advantage_B))
+    some_B = mask_BT.any(axis=-1)
+    return some_B, some_B & (advantage_B != 0)
 
 
 def noise_warnings(experiment: Experiment, floor: float) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ import numpy as np
 
 from gspax import exchange
 from gspax.checkpoint import Checkpoints
-from gspax.config import Experiment, Sampling, trained_dtype
+from gspax.config import Experiment, Sampling
 from gspax.description import describe
-from gspax.optimizer import make_optimizer
+from gspax.optimizer import optimizer_of
 from gspax.placement import learner_mesh
 from gspax.rewards import completions, encoded, whole
 from gspax.rundir import existing_run
@@ -33,7 +33,7 @@ def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
     check(experiment, jax.device_count())
     paths = existing_run(workdir, describe(experiment))
     mesh = learner_mesh(experiment)
-    optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment))
+    optimizer = optimizer_of(experiment)
     with Checkpoints(paths.checkpoints) as checkpoints:
         step = checkpoints.latest() if step is None else step
         state = restored(experiment, paths, checkpoints, optimizer, mesh, step)

@@ -20,14 +20,13 @@ import optax
 
 from gspax import clipping, exchange, interrupt, minibatches, progress, report
 from gspax.checkpoint import Checkpoints
-from gspax.config import Experiment, trained_dtype
+from gspax.config import Experiment
 from gspax.data.problem import Problem
 from gspax.description import describe
 from gspax.evaluate import evaluate
 from gspax.metrics import Clock, response_metrics, reward_metrics, routing_metrics, score_metrics, update_metrics
 from gspax.model.low_rank import base
-from gspax.objective import of_experiment
-from gspax.optimizer import learning_rate, make_optimizer
+from gspax.optimizer import learning_rate, optimizer_of
 from gspax.placement import Sampler, last_ahead, learner_mesh, make_sampler
 from gspax.record import Recorder
 from gspax.rewards import advantages, completions, encoded, whole
@@ -37,7 +36,7 @@ from gspax.sft import warm_start
 from gspax.sharding import named
 from gspax.starting import keep_start, kept_start, restored, stored
 from gspax.state import abstract_state, add_adapters, init_state, new_state
-from gspax.train_step import make_score, make_train_step
+from gspax.train_step import Score, make_steps
 from gspax.types import Array, Batch, Params, Rollout, TrainState
 from gspax.validation import check
 
@@ -52,7 +51,7 @@ class Learner:
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
     train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
-    score: Callable[[Any, Batch], tuple[Array, Array, Array]]
+    score: Callable[[Params, Batch], Score]
     sampler: Sampler
 
 
@@ -69,22 +68,9 @@ def make_learner(experiment: Experiment) -> Learner:
     """The mesh, optimiser and jitted steps of an experiment. UserError where it does not fit the devices."""
     check(experiment, jax.device_count())
     mesh = learner_mesh(experiment)
-    optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment))
-    alike: dict[str, Any] = {
-        "temperature": experiment.sampling.temperature,
-        "microbatch_rows": experiment.schedule.microbatch_rows,
-        "mesh": mesh,
-    }
-    return Learner(
-        experiment,
-        mesh,
-        optimizer,
-        make_train_step(
-            experiment.model, of_experiment(experiment), optimizer, routing_replay=experiment.routing_replay, **alike
-        ),
-        make_score(experiment.model, **alike),
-        make_sampler(experiment, mesh),
-    )
+    optimizer = optimizer_of(experiment)
+    train_step, score = make_steps(experiment, optimizer, mesh)
+    return Learner(experiment, mesh, optimizer, train_step, score, make_sampler(experiment, mesh))
 
 
 def train(experiment: Experiment, workdir: Path) -> None:

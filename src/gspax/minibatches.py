@@ -14,9 +14,8 @@ from gspax import exchange
 from gspax.config import Experiment
 from gspax.shaping import filter_overlong
 from gspax.sharding import named
-from gspax.types import Array, Batch, Params, Rollout
-
-Score = tuple[Array, Array, Array]  # log-probs, entropies, experts: see `train_step.make_score`
+from gspax.train_step import Score
+from gspax.types import Batch, Params, Rollout
 
 
 def cut(experiment: Experiment, rollout: Rollout, mesh: jax.sharding.Mesh) -> list[Batch]:

@@ -38,6 +38,11 @@ def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -
     return offloaded(optimizer) if settings.offload else optimizer
 
 
+def optimizer_of(experiment: config.Experiment) -> optax.GradientTransformation:
+    """The optimiser of what an experiment trains."""
+    return make_optimizer(experiment.optimizer, config.trained_dtype(experiment))
+
+
 class Master(NamedTuple):
     """The float32 copy of what is trained, and the state of the optimiser that updates it."""
 

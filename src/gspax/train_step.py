@@ -18,17 +18,18 @@ import optax
 from jax.experimental.shard_alike import shard_alike
 
 from gspax import losses
-from gspax.config import LOGIT_BUDGET
+from gspax.config import LOGIT_BUDGET, Experiment
 from gspax.losses.logprobs import chunked_token_logp
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
 from gspax.model.low_rank import combine, is_low_rank, partition
-from gspax.objective import Common, Objective, Outputs
+from gspax.objective import Common, Objective, Outputs, of_experiment
 from gspax.routing import expert_load
 from gspax.sharding import batch_shards, constrain
 from gspax.types import Array, Batch, Params, TrainState
 
 Metrics = dict[str, Array]
+Score = tuple[Array, Array, Array]  # log-probs, entropies, experts: see `make_score`
 
 
 def make_train_step(
@@ -77,17 +78,17 @@ def make_train_step(
 
 def make_score(
     config: ModelConfig, *, temperature: float = 1.0, microbatch_rows: int = 0, mesh: jax.sharding.Mesh | None = None
-) -> Callable[[Params, Batch], tuple[Array, Array, Array]]:
+) -> Callable[[Params, Batch], Score]:
     """A jitted `(params, batch) -> (logp_BT, entropy_BT, expert_LBTA)`: what the learner thinks of a batch.
 
     It runs in the micro-batches of the train step, so that the first update's ratios are 1 to float32 rounding.
     """
 
     @jax.jit
-    def score(params: Params, batch: Batch) -> tuple[Array, Array, Array]:
+    def score(params: Params, batch: Batch) -> Score:
         rows = batch.tokens_BT.shape[0]
 
-        def each(part: Batch) -> tuple[Array, Array, Array]:
+        def each(part: Batch) -> Score:
             outputs = forward(params, config, part, temperature=temperature, mesh=mesh)
             return outputs.logp_BT, outputs.entropy_BT, outputs.routing.expert
 
@@ -97,6 +98,22 @@ def make_score(
         return _join(logp), _join(entropy), jax.vmap(_join, in_axes=1)(expert)
 
     return score
+
+
+def make_steps(
+    experiment: Experiment, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+) -> tuple[Callable[[TrainState, Batch], tuple[TrainState, Metrics]], Callable[[Params, Batch], Score]]:
+    """The train step and the scoring of an experiment, with one temperature and one split into micro-batches."""
+    alike: dict[str, Any] = {
+        "temperature": experiment.sampling.temperature,
+        "microbatch_rows": experiment.schedule.microbatch_rows,
+        "mesh": mesh,
+    }
+    replay, minimised = experiment.routing_replay, of_experiment(experiment)
+    return (
+        make_train_step(experiment.model, minimised, optimizer, routing_replay=replay, **alike),
+        make_score(experiment.model, **alike),
+    )
 
 
 def forward(

@@ -10,6 +10,7 @@ import small_experiment
 
 from gspax import config, losses, minibatches
 from gspax.aot import programs
+from gspax.optimizer import optimizer_of
 from gspax.sharding import make_mesh
 from gspax.types import Rollout
 
@@ -52,12 +53,16 @@ def test_the_batch_is_the_one_that_a_rollout_is_cut_into(experiment):
     assert abstract.advantage_B.sharding == batches[0].advantage_B.sharding
 
 
-def test_bytes_that_a_run_holds_besides():
+HALF = replace(SMALL.model, param_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("model", [SMALL.model, HALF], ids=["float32", "bfloat16 with a master copy"])
+def test_bytes_that_a_run_holds_besides(model):
     """With a reference: the train step is not given it, nor the other mini-batches; the sampler has the parameters
     alone. Against arithmetic on whole trees."""
-    experiment = EXPERIMENTS["with a reference"]
+    experiment = replace(EXPERIMENTS["with a reference"], model=model)
     mesh = make_mesh(experiment.mesh, jax.devices()[:4])
-    state = programs.abstract_state(experiment.model, programs.make_optimizer(experiment.optimizer), mesh)
+    state = programs.abstract_state(experiment.model, optimizer_of(experiment), mesh)
     params, whole = programs.device_bytes(state.params), programs.device_bytes(state)
     batch = programs.device_bytes(programs.abstract_batch(experiment, mesh))
     found = {program.name: program.besides for program in programs.programs(experiment, mesh)}

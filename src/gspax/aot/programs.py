@@ -17,11 +17,10 @@ import jax.numpy as jnp
 from gspax import sampler
 from gspax.config import Experiment
 from gspax.model.config import is_sparse
-from gspax.objective import of_experiment
-from gspax.optimizer import make_optimizer
+from gspax.optimizer import optimizer_of
 from gspax.sharding import named
 from gspax.state import abstract_params, abstract_state
-from gspax.train_step import make_score, make_train_step
+from gspax.train_step import make_steps
 from gspax.types import Batch
 
 TRAIN, SCORE, ROLLOUT = "train step", "old log-probs", "rollout"
@@ -39,7 +38,7 @@ def programs(experiment: Experiment, mesh: jax.sharding.Mesh) -> list[Program]:
 
     The sampler's prompts have their greatest length. The mesh may be of devices that are not there.
     """
-    optimizer = make_optimizer(experiment.optimizer)
+    optimizer = optimizer_of(experiment)
     state = abstract_state(experiment.model, optimizer, mesh, experiment.lora)
     batch = abstract_batch(experiment, mesh)
     reference: Any = ()
@@ -47,22 +46,13 @@ def programs(experiment: Experiment, mesh: jax.sharding.Mesh) -> list[Program]:
         reference = abstract_params(experiment.model, mesh)
     batches = experiment.schedule.minibatches * device_bytes(batch)
     held = device_bytes(state) + device_bytes(reference)
-    alike: dict[str, Any] = {
-        "temperature": experiment.sampling.temperature,
-        "microbatch_rows": experiment.schedule.microbatch_rows,
-        "mesh": mesh,
-    }
+    steps: Any = make_steps(experiment, optimizer, mesh)
 
     def train() -> Any:
-        replay = experiment.routing_replay
-        step: Any = make_train_step(
-            experiment.model, of_experiment(experiment), optimizer, routing_replay=replay, **alike
-        )
-        return step.lower(state, batch)
+        return steps[0].lower(state, batch)
 
     def score() -> Any:
-        scoring: Any = make_score(experiment.model, **alike)
-        return scoring.lower(state.params, batch)
+        return steps[1].lower(state.params, batch)
 
     def rollout() -> Any:
         prompts = _prompts(experiment, mesh)

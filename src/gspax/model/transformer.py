@@ -91,6 +91,7 @@ class Transformer(nnx.Module):
             def body(carry, inputs, graph=graph):
                 layer_params, layer, forced_BTA = inputs
                 x_BTD, cache = carry
+                x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
                 module = nnx.merge(graph, dense(layer_params))
                 x_BTD, cache, routing = module(x_BTD, shared, cache, layer, forced_BTA)
                 return (by_tokens(x_BTD, mesh), cache), routing
@@ -107,28 +108,22 @@ class Transformer(nnx.Module):
 
 def _rematerialised(body: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
     """The body of the layer scan, keeping for its backward pass what `config.remat` says."""
-    policies = jax.checkpoint_policies
     if config.remat == "none":
         return body
-    if config.remat == "products":
-        return jax.checkpoint(body, prevent_cse=False, policy=policies.dots_with_no_batch_dims_saveable)
-    if config.remat == "full":
-        return jax.checkpoint(body, prevent_cse=False)
-
-    if config.remat != "offload":
+    known = jax.checkpoint_policies
+    policies = {
+        "products": known.dots_with_no_batch_dims_saveable,
+        "full": known.nothing_saveable,
+        "offload": known.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }
+    if config.remat not in policies:
         raise ValueError(f"remat: wanted one of {', '.join(get_args(Remat))}, got {config.remat!r}")
-
-    def from_host(carry: Any, inputs: Any) -> Any:
-        x_BTD, cache = carry
-        return body((checkpoint_name(x_BTD, LAYER_INPUT), cache), inputs)
-
-    offload = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[LAYER_INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    return jax.checkpoint(from_host, prevent_cse=False, policy=offload)
+    return jax.checkpoint(body, prevent_cse=False, policy=policies[config.remat])
 
 
 def _all_layers(routings: list[Routing], shape: tuple[int, ...], config: ModelConfig) -> Routing:
