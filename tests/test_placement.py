@@ -12,7 +12,7 @@ from gspax import config, loop, placement, record, sampler
 from gspax.config import Lora, Mesh, Placement
 from gspax.metrics import Clock
 from gspax.optimizer import make_optimizer
-from gspax.placement import Sampler, last_ahead, make_sampler
+from gspax.placement import Sampler, last_ahead, make_sampler, meshes
 from gspax.rewards import completions
 from gspax.rundir import RunDir
 from gspax.sharding import make_mesh
@@ -108,12 +108,12 @@ def test_nothing_is_drawn_ahead_over_a_checkpoint(staleness, wanted):
 
 def test_parameters_travel_in_the_dtype_in_which_they_are_read_and_adapters_as_the_weights_that_they_make():
     half = replace(APART, model=replace(APART.model, dtype="bfloat16"), lora=Lora(rank=2))
-    mesh = placement.learner_mesh(half)
+    mesh, sampler_mesh = meshes(half)
     state = init_state(half.model, loop.optax.identity(), jax.random.key(0), mesh)
-    whole = make_sampler(half, mesh).push(state.params)
+    whole = make_sampler(half, sampler_mesh).push(state.params)
     optimizer = make_optimizer(half.optimizer)
     adapted = add_adapters(state, half.model, half.lora, optimizer, mesh)
-    pushed = make_sampler(half, mesh).push(adapted.params)
+    pushed = make_sampler(half, sampler_mesh).push(adapted.params)
     assert jax.tree.structure(pushed) == jax.tree.structure(whole)
     for path, leaf in jax.tree_util.tree_leaves_with_path(pushed):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

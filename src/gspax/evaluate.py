@@ -15,7 +15,7 @@ from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, Sampling
 from gspax.description import describe
 from gspax.optimizer import optimizer_of
-from gspax.placement import learner_mesh
+from gspax.placement import meshes
 from gspax.rewards import completions, encoded, whole
 from gspax.rundir import existing_run
 from gspax.sampler import counted, sample
@@ -32,7 +32,7 @@ def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
     """`gspax eval`: measure a checkpoint (the newest, or that of `step`), print it and add it to evaluations.jsonl."""
     check(experiment, jax.device_count())
     paths = existing_run(workdir, describe(experiment))
-    mesh = learner_mesh(experiment)
+    mesh, _ = meshes(experiment)
     optimizer = optimizer_of(experiment)
     with Checkpoints(paths.checkpoints) as checkpoints:
         step = checkpoints.latest() if step is None else step

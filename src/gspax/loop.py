@@ -27,7 +27,7 @@ from gspax.evaluate import evaluate
 from gspax.metrics import Clock, response_metrics, reward_metrics, routing_metrics, score_metrics, update_metrics
 from gspax.model.low_rank import base
 from gspax.optimizer import learning_rate, optimizer_of
-from gspax.placement import Sampler, last_ahead, learner_mesh, make_sampler
+from gspax.placement import Sampler, last_ahead, make_sampler, meshes
 from gspax.record import Recorder
 from gspax.rewards import advantages, completions, encoded, whole
 from gspax.rundir import RunDir, open_run, shared
@@ -67,10 +67,10 @@ class Drawn:
 def make_learner(experiment: Experiment) -> Learner:
     """The mesh, optimiser and jitted steps of an experiment. UserError where it does not fit the devices."""
     check(experiment, jax.device_count())
-    mesh = learner_mesh(experiment)
+    mesh, sampler_mesh = meshes(experiment)
     optimizer = optimizer_of(experiment)
     train_step, score = make_steps(experiment, optimizer, mesh)
-    return Learner(experiment, mesh, optimizer, train_step, score, make_sampler(experiment, mesh))
+    return Learner(experiment, mesh, optimizer, train_step, score, make_sampler(experiment, sampler_mesh))
 
 
 def train(experiment: Experiment, workdir: Path) -> None:

@@ -12,7 +12,7 @@ difference (`losses.correction`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import jax
 from gspax.config import Experiment
 from gspax.errors import UserError
 from gspax.model import transformer
+from gspax.model.config import ModelConfig
 from gspax.model.low_rank import dense
 from gspax.sharding import make_mesh
 from gspax.state import abstract_params
@@ -37,33 +38,51 @@ class Sampler:
     push: Callable[[Params], Params]
 
 
-def learner_mesh(experiment: Experiment) -> jax.sharding.Mesh:
-    """The mesh of updates, scores and evaluations: all devices but the sampler's own."""
-    apart = experiment.placement.devices if experiment.placement else 0
-    return make_mesh(experiment.mesh, jax.devices()[: jax.device_count() - apart], experiment.model)
+def meshes(
+    experiment: Experiment, devices: Sequence[jax.Device] | None = None
+) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
+    """The learner's mesh and the sampler's; the same one unless the experiment places them apart.
+
+    The learner's is also that of scores and evaluations. The sampler's own devices are the last of `devices` (all there
+    are, unless given), which jax sorts by process.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    placement, config = experiment.placement, experiment.model
+    if placement is None:
+        mesh = make_mesh(experiment.mesh, devices, config)
+        return mesh, mesh
+    first = len(devices) - placement.devices
+    return make_mesh(experiment.mesh, devices[:first], config), make_mesh(placement.mesh, devices[first:], config)
+
+
+def abstract_pushed(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
+    """`ShapeDtypeStruct`s of the parameters on a sampler's own mesh: dense, in the compute dtype but for `FULL`."""
+
+    def pushed(leaf: Any, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+        dtype = leaf.dtype if FULL & set(axes) else config.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(pushed, abstract_params(config, mesh), transformer.logical_axes(config))
 
 
 def make_sampler(experiment: Experiment, mesh: jax.sharding.Mesh) -> Sampler:
-    """The sampler of an experiment whose learner has this mesh. UserError if it is to be apart in several processes."""
-    placement, config = experiment.placement, experiment.model
-    if placement is None:
+    """The sampler on this mesh. UserError if it is to be apart in several processes."""
+    config = experiment.model
+    if experiment.placement is None:
         return Sampler(mesh, lambda params: params)
     if jax.process_count() > 1:
-        raise UserError(f"placement: wanted None for a run of several processes, got {placement}")
-    own = make_mesh(placement.mesh, jax.devices()[-placement.devices :], config)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(config, own))
-    axes = transformer.logical_axes(config)
+        raise UserError(f"placement: wanted None for a run of several processes, got {experiment.placement}")
+    wanted = abstract_pushed(config, mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
 
     @jax.jit
     def cast(params: Params) -> Params:
-        return jax.tree.map(
-            lambda leaf, names: leaf if FULL & set(names) else leaf.astype(config.dtype), dense(params), axes
-        )
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), dense(params), wanted)
 
     def push(params: Params) -> Params:
         return jax.device_put(cast(params), shardings)
 
-    return Sampler(own, push)
+    return Sampler(mesh, push)
 
 
 def last_ahead(experiment: Experiment, done: int, due: Callable[[int], Any]) -> int:

@@ -21,7 +21,7 @@ from gspax.description import describe
 from gspax.errors import UserError
 from gspax.losses import Terms
 from gspax.optimizer import make_optimizer
-from gspax.placement import learner_mesh
+from gspax.placement import meshes
 from gspax.record import Recorder
 from gspax.rundir import RunDir, open_run, shared
 from gspax.sharding import named
@@ -43,7 +43,7 @@ def run(experiment: Experiment, workdir: Path) -> None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
     check(experiment, jax.device_count())
     with interrupt.watch() as interrupted:
-        mesh = learner_mesh(experiment)
+        mesh, _ = meshes(experiment)
         run = exchange.agreed(lambda: open_run(workdir, describe(experiment)))
         shared(run)
         warm_start(experiment, run, mesh, interrupted)
