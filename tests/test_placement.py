@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from small_experiment import experiment
 
-from gspax import config, loop, placement, record, sampler
+from gspax import config, loop, record, sampler
 from gspax.config import Lora, Mesh, Placement
+from gspax.errors import UserError
 from gspax.metrics import Clock
 from gspax.optimizer import make_optimizer
 from gspax.placement import Sampler, last_ahead, make_sampler, meshes
@@ -134,10 +135,17 @@ def test_what_does_not_fit_is_said():
     assert "sampling.prompts: wanted a multiple of the 3 devices of placement.mesh for rows, got 8" in said
 
 
-def test_in_several_processes_it_is_refused(monkeypatch):
+@pytest.mark.parametrize(("devices", "fits"), [(1, True), (2, True), (3, False), (4, True), (5, False), (6, True)])
+def test_between_processes_one_number_of_devices_divides_the_other(monkeypatch, devices, fits):
+    mesh = make_mesh(Mesh(), jax.devices()[-devices:])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(placement.UserError, match="placement: wanted None for a run of several processes"):
-        make_sampler(APART, make_mesh(Mesh(), jax.devices()[:4]))
+    if fits:
+        assert make_sampler(APART, mesh).mesh is mesh
+        return
+    with pytest.raises(
+        UserError, match=f"placement.devices: wanted a divisor or a multiple of the other {8 - devices}"
+    ):
+        make_sampler(APART, mesh)
 
 
 @pytest.mark.slow

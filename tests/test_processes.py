@@ -150,7 +150,9 @@ CHILD = """
 import json, os, signal, sys
 import jax
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gspax import distributed, exchange, interrupt, loop
+from gspax.between_meshes import move, move_key
 from gspax.checkpoint import Checkpoints
 from gspax.errors import UserError
 from gspax.rewards import whole
@@ -180,6 +182,7 @@ assert len(exchange.own_rows(everywhere)) == (0 if index else 4), "each row has 
 spread = exchange.place(np.arange(8), named(learner.mesh, "batch"))
 np.testing.assert_array_equal(exchange.to_host(spread), np.arange(8))
 
+PLACES
 with interrupt.watch() as interrupted:
     assert not interrupted()
     if index == 1:
@@ -194,10 +197,53 @@ own = [row for row, entry in enumerate(rows) if "completion" in entry]
 print(json.dumps({"metrics": metrics, "own": own, "rows": whole(rows)}))
 """
 
+# Four devices of two processes: meshes of all, of some, of one process alone.
+PLACES = """
+def on(devices, *axes, shape=(-1, 1)):
+    grid = np.array(devices).reshape(shape)
+    return NamedSharding(Mesh(grid, ("a", "b"), axis_types=(AxisType.Auto,) * 2), PartitionSpec(*axes))
+
+devices, values = jax.devices(), np.arange(96.0, dtype=np.float32).reshape(4, 4, 6)
+for givers, takers in [((0, 1), (2, 3)), ((2, 3), (0, 1)), ((0,), (1, 2)), ((1, 2), (3,)), ((3,), (0, 1, 2))]:
+    for given in [("a", None, "b"), (None, ("a", "b")), ()]:
+        source = on([devices[i] for i in givers], *given)
+        target = on([devices[i] for i in takers], None, "b" if len(takers) == 2 else None, shape=(1, -1))
+        made = jax.jit(lambda: jax.numpy.asarray(values), out_shardings=source)()
+        moved = move({"x": made, "y": made > 50}, target)
+        assert moved["x"].sharding == target and moved["y"].dtype == bool
+        for shard in moved["x"].addressable_shards:
+            np.testing.assert_array_equal(shard.data, values[shard.index])
+        for got in exchange.to_host((made, moved["x"])):
+            np.testing.assert_array_equal(got, values)
+        np.testing.assert_array_equal(exchange.to_host(moved["y"]), values > 50)
+
+first = on(devices[:2], "a")  # on process 0
+key = jax.jit(lambda: jax.random.key(3), out_shardings=on(devices[:2]))()
+rested = move_key(key, on(devices[2:]))
+state = {"x": jax.jit(lambda: jax.numpy.arange(4.0), out_shardings=first)(), "key": key}
+with Checkpoints(directory + "_first", keep=1, mesh=first.mesh) as checkpoints:
+    assert checkpoints.latest() is None
+    checkpoints.save(5, state, {"extra": 1})
+    assert checkpoints.latest() == 5
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    read, extra = checkpoints.restore(shapes)
+    assert extra == {"extra": 1} and read["x"].sharding == first
+    np.testing.assert_array_equal(exchange.to_host(read["x"]), np.arange(4.0))
+    drawn = [exchange.to_host(jax.random.uniform(each, 3)) for each in (read["key"], rested)]
+    np.testing.assert_array_equal(drawn[0], jax.random.uniform(jax.random.key(3), 3))
+    np.testing.assert_array_equal(drawn[1], drawn[0])
+    try:
+        checkpoints.restore({"x": shapes["x"]})
+    except UserError as error:
+        assert ("process 0: " if index else "") + "checkpoint 5 in " in str(error)
+    else:
+        raise AssertionError("must fail on both")
+"""
+
 
 def test_a_step_of_two_processes_is_that_of_one(tmp_path):
     """Also what they tell each other, a signal to one of them, and a checkpoint of both that this process reads."""
-    command = [sys.executable, "-c", CHILD, f"localhost:{free_port()}"]
+    command = [sys.executable, "-c", CHILD.replace("PLACES", PLACES), f"localhost:{free_port()}"]
     alike = {"env": variables(2), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*command, str(index), str(tmp_path / "saved")], **alike) for index in (0, 1)]
     try:
@@ -298,6 +344,25 @@ def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_pat
         for name in ("policy/loss", "optim/grad_norm", "reward/mean", "reference/kl", "policy/clip_low"):
             got, wanted = ([row[name] for row in rows] for rows in steps)
             np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_sampler_in_processes_of_its_own(start, tmp_path):
+    """Four processes, two of them the sampler's; then two, one of them; beside one process with all four devices."""
+    file = tmp_path / "apart.py"
+    placed = "placement=config.Placement(devices=2, staleness=1))"
+    file.write_text(
+        EVERYTHING.removesuffix(")\n").replace("checkpoint_every=1", "checkpoint_every=2") + f"    {placed}\n"
+    )
+    finished(start(1, 4, tmp_path / "one", "schedule.steps=4", file=str(file)))
+    finished(start(4, 1, tmp_path / "apart", "schedule.steps=2", file=str(file)))
+    finished(start(2, 2, tmp_path / "apart", "schedule.steps=4", file=str(file)))
+    apart, one = (record.read_metrics(RunDir(tmp_path / name).metrics) for name in ("apart", "one"))
+    apart, one = ([row for row in rows if "policy/loss" in row] for rows in (apart, one))
+    assert [row["rollout/staleness"] for row in apart] == [row["rollout/staleness"] for row in one] == [0, 1, 0, 1]
+    for row, other in zip(apart, one, strict=True):
+        assert_close_rows(row, other, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -29,25 +29,29 @@ class Checkpoints:
     Without `keep` it only reads: nothing is created, cleaned up or saved, and another process may be writing there.
     A save compresses arrays of `concurrent_gb` GB at a time, whose compressed bytes lie beside them in memory; every
     array must be smaller than that. It raises the level of the `absl` logger, through which Orbax speaks, to ERROR.
+
+    All processes of a run call the same methods. Those without devices in `mesh`, that of what is saved and restored,
+    touch no file: they are told what the others found. Process 0 is never among them.
     """
 
-    def __init__(self, directory: Path | str, keep: int | None = None, *, concurrent_gb: int = 96) -> None:
+    def __init__(
+        self,
+        directory: Path | str,
+        keep: int | None = None,
+        *,
+        mesh: jax.sharding.Mesh | None = None,
+        concurrent_gb: int = 96,
+    ) -> None:
         logging.getLogger("absl").setLevel(logging.ERROR)
         self.directory = Path(directory).absolute()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, read_only=keep is None, cleanup_tmp_directories=keep is not None
-        )
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=options,
-            item_handlers={
-                STATE: ocp.PyTreeCheckpointHandler(
-                    save_concurrent_gb=concurrent_gb, save_device_host_concurrent_gb=concurrent_gb
-                ),
-                EXTRA: ocp.JsonCheckpointHandler(),
-            },
-        )
         self._saved: set[int] = set()
+        everyone = set(range(jax.process_count()))
+        active = everyone if mesh is None else exchange.processes(mesh)
+        self._looks_on, self._alone = jax.process_index() not in active, len(active) == 1 < len(everyone)
+        if self._looks_on:
+            self._manager: Any = _Onlooker()
+            return
+        self._manager = _manager(self.directory, keep, concurrent_gb, None if active == everyone else active)
 
     def __enter__(self) -> Self:
         return self
@@ -72,6 +76,8 @@ class Checkpoints:
             for later in exchange.gather([old for old in self._manager.all_steps() if old >= step])[0]:
                 self._manager.delete(later)
             table = _storable(_table(state))
+            if self._alone and not self._looks_on:
+                table = jax.device_get(table)  # Orbax would take it for parts that several processes have alike
             whole = ocp.args.PyTreeSave(
                 table,
                 save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in table},
@@ -116,6 +122,13 @@ class Checkpoints:
             raise UserError(f"there is no checkpoint {step} in {self.directory}, only {', '.join(map(str, steps))}")
         wanted = _table(abstract_state)
         target = {name: _abstract_storable(leaf) for name, leaf in wanted.items()}
+        found, extra = exchange.agreed(lambda: self._read(target, step))
+        leaves = [_as_wanted(found[name], leaf) for name, leaf in wanted.items()]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), exchange.gather(extra)[0]
+
+    def _read(self, target: dict[str, jax.ShapeDtypeStruct], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        if self._looks_on:
+            return {name: _no_part(leaf) for name, leaf in target.items()}, {}
         try:
             stored = self._manager.item_metadata(step)[STATE].tree
         except Exception as error:
@@ -125,20 +138,23 @@ class Checkpoints:
         places = ocp.checkpoint_utils.construct_restore_args(target)
         reading = ocp.args.PyTreeRestore(target, restore_args=places)
         try:
-            items = ocp.args.Composite(
-                **{STATE: reading, EXTRA: ocp.args.JsonRestore()},
+            read = self._manager.restore(
+                step, args=ocp.args.Composite(**{STATE: reading, EXTRA: ocp.args.JsonRestore()})
             )
-            read = self._manager.restore(step, args=items)
         except Exception as error:
             raise self._unreadable(step, error) from error
-        leaves = [_as_wanted(read[STATE][name], leaf) for name, leaf in wanted.items()]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), read[EXTRA]
+        return read[STATE], read[EXTRA]
 
     def restore_some(self, wanted: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, Any]:
         """Read only some leaves, by their paths such as `params/embedding`, each cast to the dtype that is wanted.
 
         Leaves with a sharding become arrays placed by it, the others numpy arrays.
         """
+        return exchange.agreed(lambda: self._read_some(wanted, step))
+
+    def _read_some(self, wanted: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, Any]:
+        if self._looks_on:
+            return {name: _no_part(leaf) for name, leaf in wanted.items()}
         arguments = {
             name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
             if leaf.sharding is None
@@ -168,6 +184,48 @@ class Checkpoints:
 
     def _unreadable(self, step: int, error: Exception) -> UserError:
         return UserError(f"checkpoint {step} in {self.directory} cannot be read: {_brief(error)}")
+
+
+class _Onlooker:
+    """The part of Orbax's manager that `Checkpoints` uses, for a process with no part in the checkpoints."""
+
+    def all_steps(self) -> list[int]:
+        return []
+
+    def save(self, step: int, **arguments: Any) -> None: ...
+    def delete(self, step: int) -> None: ...
+    def wait_until_finished(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def _manager(
+    directory: Path, keep: int | None, concurrent_gb: int, processes: set[int] | None
+) -> ocp.CheckpointManager:
+    """Orbax's, for these processes; without them, for all."""
+    some: dict[str, Any] = {}
+    if processes is not None:  # Orbax makes no directory then
+        some["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
+            primary_host=0, active_processes=processes, barrier_sync_key_prefix="gspax"
+        )
+        if keep is not None and jax.process_index() == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+    handler = ocp.PyTreeCheckpointHandler(
+        save_concurrent_gb=concurrent_gb, save_device_host_concurrent_gb=concurrent_gb, **some
+    )
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        read_only=keep is None,
+        cleanup_tmp_directories=keep is not None,
+        create=processes is None,
+        **some,
+    )
+    handlers = {STATE: handler, EXTRA: ocp.JsonCheckpointHandler(**some)}
+    return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+
+def _no_part(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of which this process holds nothing."""
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
 
 
 def _table(tree: Any) -> dict[str, Any]:

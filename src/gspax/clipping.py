@@ -63,9 +63,9 @@ def following_range(
         some_B, live_B = _some_and_live(batch)
         live += live_B.sum()
         cut += float(update["clip_fraction_sequences"]) * some_B.sum()
-    if not live:
-        return clip_range
     clip_low, clip_high = map(float, exchange.to_host(clip_range))
+    if not live:
+        return jnp.array([clip_low, clip_high], jnp.float32)
     widths = calibration.next_range(
         clip_low,
         clip_high,

@@ -34,7 +34,7 @@ def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
     paths = existing_run(workdir, describe(experiment))
     mesh, _ = meshes(experiment)
     optimizer = optimizer_of(experiment)
-    with Checkpoints(paths.checkpoints) as checkpoints:
+    with Checkpoints(paths.checkpoints, mesh=mesh) as checkpoints:
         step = checkpoints.latest() if step is None else step
         state = restored(experiment, paths, checkpoints, optimizer, mesh, step)
     metrics, _ = evaluate(experiment, state.params, state.key, mesh)

@@ -1,10 +1,10 @@
 """What the processes of a run tell each other, and which rows of an array each of them holds.
 
-Every process runs the same loop over the same global arrays. What happens on the host (tokenizing, rewards) each does
-for the rows of its own devices; numbers and errors are then exchanged, so that all go on with the same. With one
-process nothing is sent, and every row is its own.
+Every process runs the same loop over the same global arrays, also one whose devices hold no part of some. What happens
+on the host (tokenizing, rewards) each does for the rows of its own devices; numbers and errors are then exchanged, so
+that all go on with the same. With one process nothing is sent, and every row is its own.
 
-`gather` and `agreed` are collective: all processes call them at the same places.
+`gather`, `agreed`, `merged` and `to_host` are collective: all processes call them at the same places.
 """
 
 from __future__ import annotations
@@ -15,24 +15,36 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax._src import distributed
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from gspax.errors import UserError
 
 T = TypeVar("T")
 
+PATIENCE = 7 * 24 * 3600 * 1000  # ms; a process that dies is noticed by jax's service, not here
+
 
 def gather(value: T) -> list[T]:
-    """What each process gave, in their order, on all of them. It travels pickled, over the devices' network."""
+    """What each process gave, in their order, on all of them.
+
+    It travels pickled, through the store of jax's coordination service: no device takes part, so that it does not wait
+    for what the devices are doing.
+    """
     if jax.process_count() == 1:
         return [value]
-    data = pickle.dumps(value)
-    sizes = multihost_utils.process_allgather(np.int32(len(data)))
-    room = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)  # few sizes: each is a compilation
-    room[: len(data)] = np.frombuffer(data, np.uint8)
-    rows = multihost_utils.process_allgather(room)
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    store: Any = distributed.global_state.client
+    index = jax.process_index()
+    number = store.key_value_increment(f"gspax/gathered/{index}", 1)
+    given, whole = f"gspax/given/{number}", "gspax/whole/{}"
+    store.key_value_set_bytes(f"{given}/{index}", pickle.dumps(value))
+    if index == 0:
+        parts = [store.blocking_key_value_get_bytes(f"{given}/{i}", PATIENCE) for i in range(jax.process_count())]
+        store.key_value_set_bytes(whole.format(number), pickle.dumps(parts))
+        store.key_value_delete(given)  # with all below it
+        store.key_value_delete(whole.format(number - 1))  # who has given now has read that
+    parts = pickle.loads(store.blocking_key_value_get_bytes(whole.format(number), PATIENCE))
+    return [pickle.loads(part) for part in parts]
 
 
 def agreed(work: Callable[[], T]) -> T:
@@ -95,7 +107,8 @@ def place(tree: Any, sharding: Sharding) -> Any:
 
 
 def _placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)  # for a process that has no part to tell it by
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index], dtype=dtype)
 
 
 def to_host(tree: Any) -> Any:
@@ -105,12 +118,39 @@ def to_host(tree: Any) -> Any:
     if spread:
         mesh = next(iter(spread.values())).sharding.mesh
         spread = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(spread)
-    return jax.device_get(jax.tree.unflatten(structure, [spread.get(i, leaf) for i, leaf in enumerate(leaves)]))
+    leaves = [spread.get(i, leaf) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, _known_to_all(leaves))
 
 
 def _is_spread(leaf: Any) -> bool:
-    """Whether this process holds a part of an array only."""
+    """Whether the processes that hold an array hold a part of it only."""
     return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+
+
+def _known_to_all(leaves: list[Any]) -> list[Any]:
+    """Arrays that some processes have whole and the others not at all, as numpy, told by the first that has one."""
+    holders = [_holders(leaf) for leaf in leaves]
+    here = [jax.process_index() in each for each in holders]
+    found = [jax.device_get(leaf) if mine else None for leaf, mine in zip(leaves, here, strict=True)]
+    foreign = [i for i, each in enumerate(holders) if len(each) < jax.process_count()]
+    if foreign:
+        first = {i: min(holders[i]) for i in foreign}
+        told = gather({i: found[i] for i in foreign if first[i] == jax.process_index()})
+        for i in foreign:
+            found[i] = told[first[i]][i]
+    return found
+
+
+def _holders(leaf: Any) -> set[int]:
+    """The processes that have an array; what is not on a mesh, each has for itself."""
+    if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+        return processes(leaf.sharding.mesh)
+    return set(range(jax.process_count()))
+
+
+def processes(mesh: Any) -> set[int]:
+    """Those with devices in a mesh."""
+    return {device.process_index for device in mesh.devices.flat}
 
 
 def _same(tree: Any) -> Any:  # at the top of the module: jax compiles it once for each shape, not at each call

@@ -16,9 +16,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
+from gspax import exchange
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it, and the second signal leaves no time to show it again
@@ -45,9 +43,7 @@ class Watch:
         In a multi-host run every process must ask at the same places: all get the same answer, so that a signal to
         one host ends the run on all.
         """
-        self._answered = self._received
-        if jax.process_count() > 1:
-            self._answered = int(np.max(multihost_utils.process_allgather(np.int32(self._received))))
+        self._answered = max(exchange.gather(self._received))
         return self._answered
 
     def stop_here(self) -> None:

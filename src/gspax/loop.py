@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from gspax import clipping, exchange, interrupt, minibatches, progress, report
+from gspax.between_meshes import move, move_key
 from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment
 from gspax.data.problem import Problem
@@ -86,7 +87,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
     schedule = experiment.schedule
     with (
         interrupt.watch() as interrupted,
-        Checkpoints(run.checkpoints, keep=schedule.keep_checkpoints) as checkpoints,
+        Checkpoints(run.checkpoints, keep=schedule.keep_checkpoints, mesh=learner.mesh) as checkpoints,
     ):
         state = restore_or_start(learner, run, checkpoints, interrupted)
         done = rollouts_done(learner, state)
@@ -126,7 +127,15 @@ def _due(done: int, every: int, last: int) -> bool:
 
 
 def rollouts_done(learner: Learner, state: TrainState) -> int:
-    return int(state.step) // learner.experiment.schedule.minibatches
+    return updates_done(state) // learner.experiment.schedule.minibatches
+
+
+def updates_done(state: TrainState) -> int:
+    return int(exchange.to_host(state.step))
+
+
+def problems_taken(state: TrainState) -> int:
+    return int(exchange.to_host(state.position))
 
 
 def restore_or_start(
@@ -144,7 +153,7 @@ def restore_or_start(
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(experiment.model, first, mesh))
         start = jax.jit(lambda params, key: new_state(params, first, key), out_shardings=shardings)
         state = replace(start(warm.params, warm.key), position=warm.position)
-    keep_start(experiment, run, state.params)
+    keep_start(experiment, run, state.params, mesh)
     if experiment.lora is not None:
         state = add_adapters(state, experiment.model, experiment.lora, optimizer, mesh)
     return replace(state, clip_range=exchange.place(clipping.start_range(experiment), named(mesh)))
@@ -157,7 +166,7 @@ def reference_policy(learner: Learner, run: RunDir, state: TrainState) -> Params
     """
     if learner.experiment.reference is None or learner.experiment.lora is not None:
         return None
-    if int(state.step) == 0:
+    if updates_done(state) == 0:
         return jax.tree.map(jnp.copy, state.params)  # the state is donated to the first update
     return kept_start(learner.experiment, run, learner.mesh)
 
@@ -174,7 +183,7 @@ def rollout_and_update(
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One rollout batch and its optimiser updates: the new state, the metrics, and `rewards.completions`."""
     clock = Clock()
-    drawn = draw(learner, learner.sampler.push(state.params), state, int(state.position))
+    drawn = draw(learner, learner.sampler.push(state.params), state, problems_taken(state))
     return learn(learner, state, reference, drawn, clock)
 
 
@@ -184,9 +193,8 @@ def draw_ahead(learner: Learner, state: TrainState, done: int, ahead: deque[Draw
     last = last_ahead(learner.experiment, done, lambda n: _due(n, schedule.checkpoint_every, schedule.steps))
     missing = range(done + len(ahead), last + 1)
     if missing:
-        params = learner.sampler.push(state.params)
-        for batch in missing:
-            ahead.append(draw(learner, params, state, int(state.position) + (batch - done) * P))
+        params, first = learner.sampler.push(state.params), problems_taken(state)
+        ahead.extend(draw(learner, params, state, first + (batch - done) * P) for batch in missing)
 
 
 def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Drawn:
@@ -194,7 +202,7 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Dra
     experiment, mesh = learner.experiment, learner.sampler.mesh
     key = jax.random.fold_in(state.key, SAMPLING)
     if experiment.placement is not None:
-        key = jax.device_put(key, named(mesh))
+        key = move_key(key, named(mesh))
     ids = range(first, first + experiment.sampling.prompts)
     problems = exchange.agreed(lambda: exchange.held(experiment.data.train, ids, named(mesh, "batch")))
     rollout = sample(
@@ -210,6 +218,12 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Dra
     return Drawn(rollouts_done(learner, state), problems, rollout)
 
 
+def arrived(rollout: Rollout, mesh: jax.sharding.Mesh) -> Rollout:
+    """A rollout from the sampler's mesh on the learner's; what is on the host stays there."""
+    large = {name: x for name, x in vars(rollout).items() if isinstance(x, jax.Array)}
+    return replace(rollout, **move(large, named(mesh, "batch")))
+
+
 def learn(
     learner: Learner, state: TrainState, reference: Params | None, drawn: Drawn, clock: Clock
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
@@ -217,13 +231,14 @@ def learn(
     experiment = learner.experiment
     P, G = experiment.sampling.prompts, experiment.sampling.group
     rollout, stale = counted(drawn.rollout), {}
-    if experiment.placement is not None:
-        rollout = jax.device_put(rollout, named(learner.mesh, "batch"))
-        stale = {"rollout/staleness": float(rollouts_done(learner, state) - drawn.done)}
     clock.lap("rollout")
 
     rows = completions(experiment, drawn.problems, rollout)
     clock.lap("reward")
+
+    if experiment.placement is not None:
+        rollout = arrived(rollout, learner.mesh)
+        stale = {"rollout/staleness": float(rollouts_done(learner, state) - drawn.done)}
 
     batches = minibatches.cut(experiment, rollout, learner.mesh)
     if experiment.reference is not None and experiment.lora is not None:
@@ -247,7 +262,7 @@ def learn(
         **stale,
         **response_metrics(rollout),
         **update_metrics(updates),
-        "optim/learning_rate": float(learning_rate(experiment.optimizer)(state.step - 1)),
+        "optim/learning_rate": float(learning_rate(experiment.optimizer)(updates_done(state) - 1)),
         **score_metrics(batches, [entropy_BT for _, entropy_BT, _ in scores]),
         **routing_metrics(experts_before, experts_after, experiment.model.num_experts),
         **clock.metrics(int(rollout.length_B.sum())),
@@ -261,14 +276,14 @@ def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[T
     """One optimiser update of each batch, and the metrics of each on the host; the clip range follows if it is to."""
     experiment, place = learner.experiment, partial(exchange.place, sharding=named(learner.mesh))
     updates: list[dict[str, Any]] = []
-    begins = experiment.calibration is not None and int(state.step) == 0
+    begins = experiment.calibration is not None and updates_done(state) == 0
     for batch in batches:
         if begins and len(updates) == 1:
             floor, logp_BT = clipping.noise_floor(updates[0]), learner.score(state.params, batch)[0]
             state = replace(state, clip_range=place(clipping.first_range(experiment, floor, logp_BT, batch)))
         state, metrics = learner.train_step(state, batch)
         updates.append(metrics)
-    updates = jax.device_get(updates)
+    updates = exchange.to_host(updates)
     if "ratio_max" in updates[0]:  # a loss of the user's may not say
         updates = [{**metrics, "noise_floor": clipping.noise_floor(updates[0])} for metrics in updates]
     if experiment.calibration is not None:

@@ -103,9 +103,11 @@ def routing_metrics(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> 
     """Expert load before some updates and the choices changed by them, on the same tokens; empty without experts."""
     if before_LBTA.size == 0:
         return {}
-    load_LE = expert_load(before_LBTA, num_experts)
+    load_LE, changed = exchange.to_host(
+        (expert_load(before_LBTA, num_experts), changed_share(before_LBTA, after_LBTA, num_experts))
+    )
     return {
         "routing/load_max": float(load_LE.max()),
         "routing/load_min": float(load_LE.min()),
-        "routing/changed": float(changed_share(before_LBTA, after_LBTA, num_experts)),
+        "routing/changed": float(changed),
     }

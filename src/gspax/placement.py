@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from gspax.between_meshes import misfit, move
 from gspax.config import Experiment
 from gspax.errors import UserError
 from gspax.model import transformer
@@ -66,23 +67,19 @@ def abstract_pushed(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
 
 
 def make_sampler(experiment: Experiment, mesh: jax.sharding.Mesh) -> Sampler:
-    """The sampler on this mesh. UserError if it is to be apart in several processes."""
-    config = experiment.model
+    """The sampler on this mesh. UserError if several processes cannot bring parameters there."""
     if experiment.placement is None:
         return Sampler(mesh, lambda params: params)
-    if jax.process_count() > 1:
-        raise UserError(f"placement: wanted None for a run of several processes, got {experiment.placement}")
-    wanted = abstract_pushed(config, mesh)
+    if jax.process_count() > 1 and (problem := misfit(jax.device_count() - mesh.size, mesh.size)):
+        raise UserError(f"placement.devices: {problem}")
+    wanted = abstract_pushed(experiment.model, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
 
     @jax.jit
     def cast(params: Params) -> Params:
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), dense(params), wanted)
 
-    def push(params: Params) -> Params:
-        return jax.device_put(cast(params), shardings)
-
-    return Sampler(mesh, push)
+    return Sampler(mesh, lambda params: move(cast(params), shardings))
 
 
 def last_ahead(experiment: Experiment, done: int, due: Callable[[int], Any]) -> int:

@@ -60,18 +60,18 @@ def warm_start(
     assert stage is not None
     optimizer = make_optimizer(stage.optimizer, experiment.model.param_dtype)
     train_step = make_train_step(experiment.model, objective.of_loss(nll), optimizer, mesh=mesh)
-    with Checkpoints(run.warm_start.checkpoints, keep=1) as checkpoints:
+    with Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints:
         if checkpoints.latest() is None:
             state = init_state(experiment.model, optimizer, jax.random.key(experiment.seed), mesh)
         else:
             state, _ = checkpoints.restore(abstract_state(experiment.model, optimizer, mesh))
-        done = int(state.step)
+        done, first = (int(x) for x in exchange.to_host((state.step, state.position)))
         with Recorder(run.warm_start, done) as recorder, progress.bar(stage.steps, done, "warm start") as bar:
             while done < stage.steps:
-                state, metrics = train_step(state, demonstrations(experiment, stage, int(state.position), mesh))
+                state, metrics = train_step(state, demonstrations(experiment, stage, first, mesh))
                 state = replace(state, position=state.position + stage.rows)
-                done += 1
-                shown = {name: float(value) for name, value in metrics.items()}
+                done, first = done + 1, first + stage.rows
+                shown = {name: float(value) for name, value in exchange.to_host(metrics).items()}
                 recorder.metrics(done, shown)
                 bar.step(done, {"loss": shown["loss"]})
                 if interrupted() or done == stage.steps:

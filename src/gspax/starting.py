@@ -20,16 +20,16 @@ from gspax.state import abstract_adapters, abstract_params, abstract_state
 from gspax.types import Params, TrainState
 
 
-def keep_start(experiment: Experiment, run: RunDir, params: Params) -> None:
+def keep_start(experiment: Experiment, run: RunDir, params: Params, mesh: jax.sharding.Mesh) -> None:
     """Write the parameters to `start/`, if the run will need them again."""
     if experiment.reference is not None or experiment.lora is not None:
-        with Checkpoints(run.start, keep=1) as kept:
+        with Checkpoints(run.start, keep=1, mesh=mesh) as kept:
             kept.save(0, params, {})
 
 
 def kept_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh) -> Params:
     """What `keep_start` wrote. UserError if it is not there."""
-    with Checkpoints(run.start) as kept:
+    with Checkpoints(run.start, mesh=mesh) as kept:
         params, _ = kept.restore(abstract_params(experiment.model, mesh))
     return params
 

@@ -30,7 +30,8 @@ def load(config: ModelConfig, wanted: Params) -> Params:
 
 def _converted(directory: Path, wanted: Params) -> Params:
     leaves = {f"params/{path_name(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)}
-    with Checkpoints(directory) as checkpoints:
+    mesh = next(iter(leaves.values())).sharding.mesh
+    with Checkpoints(directory, mesh=mesh) as checkpoints:
         step = checkpoints.latest()
         if step is None:
             raise UserError(f"there is no checkpoint in {directory}")
