@@ -351,13 +351,12 @@ def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_pat
 def test_a_sampler_in_processes_of_its_own(start, tmp_path):
     """Four processes, two of them the sampler's; then two, one of them; beside one process with all four devices."""
     file = tmp_path / "apart.py"
-    placed = "placement=config.Placement(devices=2, staleness=1))"
-    file.write_text(
-        EVERYTHING.removesuffix(")\n").replace("checkpoint_every=1", "checkpoint_every=2") + f"    {placed}\n"
-    )
-    finished(start(1, 4, tmp_path / "one", "schedule.steps=4", file=str(file)))
-    finished(start(4, 1, tmp_path / "apart", "schedule.steps=2", file=str(file)))
-    finished(start(2, 2, tmp_path / "apart", "schedule.steps=4", file=str(file)))
+    overrides = ["schedule.checkpoint_every=2", "schedule.steps=4"]
+    apart = "experiment = replace(experiment, placement=config.Placement(devices=2, staleness=1))\n"
+    file.write_text(EVERYTHING + apart)
+    finished(start(1, 4, tmp_path / "one", *overrides, file=str(file)))
+    finished(start(4, 1, tmp_path / "apart", *overrides, "schedule.steps=2", file=str(file)))
+    finished(start(2, 2, tmp_path / "apart", *overrides, file=str(file)))
     apart, one = (record.read_metrics(RunDir(tmp_path / name).metrics) for name in ("apart", "one"))
     apart, one = ([row for row in rows if "policy/loss" in row] for rows in (apart, one))
     assert [row["rollout/staleness"] for row in apart] == [row["rollout/staleness"] for row in one] == [0, 1, 0, 1]
