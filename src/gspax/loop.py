@@ -279,7 +279,7 @@ def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[T
     begins = experiment.calibration is not None and updates_done(state) == 0
     for batch in batches:
         if begins and len(updates) == 1:
-            floor, logp_BT = clipping.noise_floor(updates[0]), learner.score(state.params, batch)[0]
+            floor, logp_BT = clipping.noise_floor(exchange.to_host(updates[0])), learner.score(state.params, batch)[0]
             state = replace(state, clip_range=place(clipping.first_range(experiment, floor, logp_BT, batch)))
         state, metrics = learner.train_step(state, batch)
         updates.append(metrics)
