@@ -105,7 +105,7 @@ class Files:
                 got = f"is {_kind(stored[name])}, wanted {_kind(leaf)}" if name in stored else "is missing"
                 raise UserError(f"checkpoint {step} in {self.directory} is of another model: {name} {got}")
         try:
-            with ocp.PyTreeCheckpointer(**self.shared) as reader:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**self.shared), **self.shared) as reader:
                 return reader.restore(
                     self.directory / str(step) / STATE,
                     args=ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments, partial_restore=True),

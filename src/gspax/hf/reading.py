@@ -97,6 +97,8 @@ def _read_parameter(
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     shards = {box: _aligned(box, leaf.dtype) for box in {_box(index, leaf.shape) for index in indices}}
     list(pool.map(lambda piece: _place(piece, read, shards, leaf.shape), pieces))
+    if not shards:  # of a process with no device of this mesh
+        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
     array = jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: shards[_box(index, leaf.shape)])
     return array.block_until_ready()  # the host's shards of this parameter can go before those of the next come
 
