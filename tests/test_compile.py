@@ -331,7 +331,7 @@ def placed(tmp_path, **changes):
     file = tmp_path / "placed.py"
     given = ", ".join(f"{name}={value}" for name, value in changes.items())
     file.write_text(
-        "import dataclasses\nimport small_experiment\nfrom gspax.config import Placement\n"
+        "import dataclasses\nimport small_experiment\nfrom gspax.config import Mesh, Placement\n"
         "small = dataclasses.replace(small_experiment.experiment, warm_start=None)\n"
         f"experiment = dataclasses.replace(small, placement=Placement(devices=4, {given}))\n"
     )
@@ -346,16 +346,30 @@ APART = pytest.mark.parametrize(
 @needs_libtpu
 @APART
 def test_the_report_of_a_sampler_on_devices_of_its_own(topology, part, dcn, capsys, monkeypatch, tmp_path):
-    """Whole slices or parts of one: each program is for its side's four devices, and the rates are those of a side."""
+    """Whole slices or parts of one: each program is compiled and counted for its side's four devices."""
     stub = Compiled(name="", seconds=1, memory=memory(), text=TEXT)
+    meshes, counted = [], {}
+
+    def listed(experiment, learner, sampler):
+        meshes.extend(mesh.shape["fsdp"] for mesh in (learner, sampler))
+        return programs.programs(experiment, learner, sampler)
+
+    def phases(experiment, compiled, sizes, slices, of=compile.phases):
+        counted[compiled.name] = (sizes["data"], sizes["fsdp"], slices)
+        return of(experiment, compiled, sizes, slices)
+
+    monkeypatch.setattr(compile, "programs", listed)
+    monkeypatch.setattr(compile, "phases", phases)
     monkeypatch.setattr(compile, "compile_program", lambda program: replace(stub, name=program.name))
-    assert gspax(placed(tmp_path, staleness=1), "--topology", topology) == 0
+    assert gspax(placed(tmp_path, staleness=1, mesh="Mesh(data=2, fsdp=2)"), "--topology", topology) == 0
+    assert meshes == [4, 2]
+    assert counted == {programs.TRAIN: (1, 4, 1), programs.SCORE: (1, 4, 1), programs.ROLLOUT: (2, 2, 1)}
     out = capsys.readouterr().out
     assert f"small on {topology}\n  learner, train step, old log-probs: 4 devices, fsdp=4 of {part}\n" in out
-    assert f"  sampler, rollout: 4 devices, fsdp=4 of {part}\n" in out
+    assert f"  sampler, rollout: 4 devices, data=2, fsdp=2 of {part}\n" in out
     assert " and meanwhile old log-probs " in out and out.endswith(f"Everything fits {topology}.\n")
     rows = [line.split() for line in out.splitlines() if line.split()[:1] == ["push"]]
-    assert rows[-1][3:-1] == f"push fsdp (4){dcn}".split()
+    assert rows[-1][3:-1] == f"push data+fsdp (4){dcn}".split()
 
 
 @needs_libtpu
