@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from gspax.aot import chips, hlo
 from gspax.aot.hlo import Collective
+from gspax.aot.programs import Program
+from gspax.compile import compile_program
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)"
@@ -311,8 +313,8 @@ def test_collectives_over_slices_as_libtpu_writes_them():
 
     def found(function, out):
         mapped = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False))
-        module = hlo.parse(mapped.lower(x).compile().as_text())
-        return hlo.collectives(module, dict(mesh.shape), unknown_trips=1, slices=2)
+        compiled = compile_program(Program(name="", lower=lambda: mapped.lower(x), besides=0))
+        return hlo.collectives(hlo.parse(compiled.text), dict(mesh.shape), unknown_trips=1, slices=2)
 
     assert found(lambda x: jax.lax.psum(x, "slice"), spec) == {Collective("all-reduce", ("slice",), 2, dcn=True): part}
     assert found(lambda x: jax.lax.psum(x, ("slice", "fsdp")), P()) == {
