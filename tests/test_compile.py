@@ -1,6 +1,7 @@
 """`gspax compile`: rooflines by hand, what it says, its exit codes, and a step compiled for a TPU that is not there."""
 
 import importlib.util
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,15 @@ import pytest
 import small_experiment
 
 from gspax import cli, compile
-from gspax.aot import chips, programs
+from gspax.aot import chips, programs, sides
 from gspax.aot.hlo import Collective
+from gspax.aot.sides import Side
 from gspax.bench import forward_flops
 from gspax.compile import Compiled, Memory, Phase, Times
-from gspax.config import Mesh, Sampling
+from gspax.config import Mesh, Placement, Sampling
 from gspax.experiment import load
 from gspax.plan import parameter_count
-from gspax.sharding import make_mesh
+from gspax.sharding import AXES, make_mesh
 
 ROOT = Path(__file__).parents[1]
 SMALL = small_experiment.__file__
@@ -28,39 +30,28 @@ HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu is not installed (requirements-tpu.txt)")
 
 
-def grid(*sides):
-    return np.stack(np.meshgrid(*map(np.arange, sides), indexing="ij"), axis=-1).reshape(-1, len(sides))
-
-
-def test_axes_of_the_mesh_cross_dimensions_of_the_torus():
-    mesh = {"data": 2, "fsdp": 4, "tensor": 2}
-    crossed = compile.dimensions_crossed(grid(4, 4), mesh)  # 16 devices, row by row: data is half of the rows
-    assert crossed(("data",)) == (0,)
-    assert crossed(("fsdp",)) == (0, 1)
-    assert crossed(("tensor",)) == (1,)
-    assert crossed(("data", "tensor")) == (0, 1)
-    assert crossed(()) == ()
-
-
 def phase(**changes):
-    fields = {"name": "p", "runs": 3, "useful": 197e12, "done": 394e12, "moved": 819 * 10**9, "sent": {}}
+    fields = {"name": "p", "runs": 3, "useful": 197e12, "done": 394e12, "moved": 819 * 10**9, "sent": {}, "devices": 16}
     return Phase(**{**fields, **changes})
 
 
 def test_a_roofline_by_hand():
     gather, reduce = Collective("all-gather", ("fsdp",), 16), Collective("all-reduce", ("tensor",), 4)
-    one = phase(sent={gather: 200 * 10**9, reduce: 50 * 10**9})
-    crossed = {("fsdp",): (0, 1), ("tensor",): (1,)}.__getitem__
-    found = compile.times(one, V5E, crossed)  # 394/197 s; 819/819 s; two links of 50 GB/s, then one
-    assert found == Times(compute=2.0, memory=1.0, network=3.0)
-    assert (found.bound, found.reason) == (3.0, "network")
-    (row,) = compile.time_table([(one, found)], V5E).splitlines()[1:]
-    assert row.split() == ["p", "394.000", "819.00", "250.00", "2.0000", "1.0000", "3.0000", "network", "33.3%", "3"]
-
-
-def test_groups_that_could_not_be_read_are_taken_to_cross_everything():
-    unread = phase(sent={Collective("all-gather", ("unread",), 16): 100 * 10**9})
-    assert compile.times(unread, V5E, lambda axes: pytest.fail(f"asked for {axes}")).network == 1.0
+    between = Collective("all-reduce", ("slice",), 2, dcn=True)
+    one = phase(sent={gather: 200 * 10**9, reduce: 50 * 10**9, between: 10 * 10**9})
+    link_rate = {("fsdp",): 100e9, ("tensor",): 50e9}.__getitem__
+    found = compile.times(one, V5E.chip, link_rate)  # 394/197 s; 819/819 s; 2 s and 1 s; 10 GB at 25 Gb/s
+    assert found == Times(compute=2.0, memory=1.0, network=3.0, dcn=3.2)
+    assert (found.bound, found.reason) == (3.2, "dcn")
+    (row,) = compile.time_table([(one, found)], V5E.chip).splitlines()[1:]
+    numbers = ["p", "394.000", "819.00", "260.00", "2.0000", "1.0000", "3.0000", "3.2000", "dcn", "31.2%", "3"]
+    assert row.split() == numbers
+    lines = compile.collective_table([one]).splitlines()
+    assert [line.split()[1:] for line in lines[1:]] == [
+        ["all-gather", "fsdp", "(16)", "200.0000"],
+        ["all-reduce", "tensor", "(4)", "50.0000"],
+        ["all-reduce", "slice", "(2),", "DCN", "10.0000"],
+    ]
 
 
 def memory(**changes):
@@ -134,14 +125,64 @@ def test_the_flops_of_an_update_are_three_forward_passes_and_one_more_with_remat
         assert (part.useful, part.done, part.runs) == (3 * each, passes * each, 2)
 
 
+NAMES = (programs.TRAIN, programs.SCORE, compile.PREFILL, compile.DECODE)
+
+
 def test_a_step_needs_all_its_parts():
     times = Times(compute=1.0, memory=0.5, network=0.5)
-    names = (programs.TRAIN, programs.SCORE, compile.PREFILL, compile.DECODE)
-    estimates = [(phase(name=name, done=197e12), times) for name in names]
-    lines = compile.step_lines(small_experiment.experiment, estimates, V5E, 16)
+    estimates = [(phase(name=name, done=197e12), times) for name in NAMES]
+    lines = compile.step_lines(small_experiment.experiment, estimates, V5E)
     assert "A step takes at least 12.00 s: rollout 6.00, old log-probs 3.00, updates 3.00" in lines
     assert "MFU at most 100.0%, 1 drawn tokens/s on each device" in lines  # 128 tokens in 12 s on 16 devices
-    assert "not all of it compiled" in compile.step_lines(small_experiment.experiment, estimates[1:], V5E, 16)
+    assert "not all of it compiled" in compile.step_lines(small_experiment.experiment, estimates[1:], V5E)
+
+
+@pytest.mark.parametrize(
+    ("staleness", "checkpoint_every", "takes"),
+    [
+        (0, 2, "10.00 s: push of weights 1.00, rollout 6.00, old log-probs 1.00, updates 2.00"),
+        (1, 2, "7.00 s: push of weights 1.00, rollout 6.00 and meanwhile old log-probs 1.00, updates 2.00"),
+        (2, 0, "7.00 s: push of weights 1.00, rollout 6.00 and meanwhile"),
+        (1, 1, "10.00 s: push of weights 1.00, rollout 6.00, old"),  # nothing is drawn ahead over a checkpoint
+    ],
+)
+def test_sides_take_turns_or_work_at_once(staleness, checkpoint_every, takes):
+    small = small_experiment.experiment
+    schedule = replace(small.schedule, checkpoint_every=checkpoint_every)
+    placed = replace(small, schedule=schedule, placement=Placement(devices=4, staleness=staleness))
+    seconds = dict(zip((compile.PUSH, *NAMES), (1.0, 2.0, 1.0, 2.0, 4.0), strict=True))
+    estimates = [
+        (
+            phase(name=name, runs=1, useful=197e12 * (name != compile.PUSH), devices=12),
+            Times(compute=0, memory=t, network=0),
+        )
+        for name, t in seconds.items()
+    ]
+    lines = compile.step_lines(placed, estimates, V5E)
+    assert f"A step takes at least {takes}" in lines
+    share = 4 * 12 / 16 / float(takes.split()[0])  # four seconds of work at the peak, on 12 devices of the 16
+    assert f"MFU at most {share:.1%}" in lines
+
+
+def side(name, sizes, topology):
+    devices = np.array(jax.devices()[: math.prod(sizes.values())]).reshape(tuple(sizes.values()))
+    return Side(name=name, mesh=jax.sharding.Mesh(devices, tuple(sizes)), topology=topology)
+
+
+def test_the_push_goes_at_the_pace_of_the_side_with_fewer_devices():
+    def mesh(devices, topology):
+        return side("", dict.fromkeys(AXES, 1) | {"fsdp": devices}, topology)
+
+    model = small_experiment.experiment.model
+    apart, other = chips.topology("v5e:2x2"), chips.topology("v5e:2x2")
+    whole = 4 * parameter_count(model)  # float32
+    few = compile.pushed(small_experiment.experiment, mesh(4, apart), mesh(2, other))
+    ((over, sent),) = few.sent.items()
+    assert over == Collective("push", ("fsdp",), 2, dcn=True)
+    assert whole / 2 <= sent <= whole / 2 * 1.1  # norms and routers are whole everywhere
+    ((over, sent),) = compile.pushed(small_experiment.experiment, mesh(2, apart), mesh(4, apart)).sent.items()
+    assert over == Collective("push", ("fsdp",), 4, dcn=False)
+    assert whole / 2 <= sent <= whole / 2 * 1.2
 
 
 @pytest.mark.parametrize(
@@ -192,6 +233,7 @@ def gspax(*arguments):
         ([SMALL], "the following arguments are required: --topology"),
         ([SMALL, "--topolgy", "v5e:4x4"], "--topology"),
         ([SMALL, "--topology", "v5e"], "--topology: wanted a chip and the sides of its box such as v5p:4x4x4"),
+        ([SMALL, "--topology", "0xv5e:4x4"], "--topology: wanted at least one slice, got '0xv5e:4x4'"),
         ([SMALL, "--topology", "v5f:4x4"], "--topology: wanted a chip out of v5e, v5p, v6e, tpu7x, got 'v5f'"),
         ([SMALL, "--topology", "v5e:4x4", "smapling.group=4"], "sampling"),
         (["gone.py", "--topology", "v5e:4x4"], "gone.py: there is no such file"),
@@ -235,33 +277,110 @@ def test_a_program_that_is_too_large_is_refused_with_the_numbers():
 ROWS = ["warm_start=null", "sampling.prompts=16", "sampling.group=2", "schedule.minibatches=1"]
 
 
-@needs_libtpu
-def test_a_step_compiled_for_a_tpu_that_is_not_there(capsys, monkeypatch):
-    """The whole command: it fits, and the collectives of parameters split over fsdp are there and no others."""
+@pytest.fixture
+def sent(monkeypatch):
+    """Bytes by collective of each phase that `gspax compile` has read, as (kind, axes, over DCN)."""
     found = {}
     phases = compile.phases
 
     def keep(*arguments):
         for each in (kept := phases(*arguments)):
             found[each.name] = Counter()
-            for collective, sent in each.sent.items():
-                found[each.name][collective.kind, collective.axes] += sent
+            for collective, size in each.sent.items():
+                found[each.name][collective.kind, collective.axes, collective.dcn] += size
         return kept
 
     monkeypatch.setattr(compile, "phases", keep)
+    return found
+
+
+@needs_libtpu
+def test_a_step_compiled_for_a_tpu_that_is_not_there(capsys, sent):
+    """The whole command: it fits, and the collectives of parameters split over fsdp are there and no others."""
     assert gspax(SMALL, "--topology", "v5e:4x4", *ROWS) == 0
     out = capsys.readouterr().out
     assert "small on v5e:4x4: 16 devices, fsdp=16" in out and out.endswith("Everything fits v5e:4x4.\n")
-    assert set(found) == {programs.TRAIN, programs.SCORE, compile.PREFILL, compile.DECODE}
-    over_fsdp = ("fsdp",)
-    for name, sent in found.items():
-        assert sent["all-gather", over_fsdp] > 0, name
-        assert {axes for _, axes in sent} == {over_fsdp}, name
-    reduced = {kind for kind, _ in found[programs.TRAIN]} & {"reduce-scatter", "all-reduce"}
+    assert set(sent) == {programs.TRAIN, programs.SCORE, compile.PREFILL, compile.DECODE}
+    for name, found in sent.items():
+        assert found["all-gather", ("fsdp",), False] > 0, name
+        assert {(axes, dcn) for _, axes, dcn in found} == {(("fsdp",), False)}, name
+    reduced = {kind for kind, _, _ in sent[programs.TRAIN]} & {"reduce-scatter", "all-reduce"}
     assert reduced, "gradients are summed over the devices"
     # a device cannot train without having been sent what it has not of the parameters, nor without its gradients' sum
     missing = 15 / 16 * 4 * parameter_count(small_experiment.experiment.model)
-    assert found[programs.TRAIN]["all-gather", over_fsdp] >= missing / 2
+    assert sent[programs.TRAIN]["all-gather", ("fsdp",), False] >= missing / 2
+
+
+@needs_libtpu
+def test_an_update_compiled_for_two_slices():
+    """Between slices goes the sum of what a device has of the gradients; all else stays in a slice."""
+    small = small_experiment.experiment
+    experiment = replace(small, warm_start=None, sampling=replace(small.sampling, prompts=8))
+    learner, _ = sides.sides(experiment, chips.topology("2xv5e:2x2"))
+    compiled = compile.compile_program(programs.programs(experiment, learner.mesh)[0])
+    (update,) = compile.phases(experiment, compiled, learner.sizes, slices=2)
+    assert {each.axes for each in update.sent if not each.dcn} == {("fsdp",)}
+    over = Collective("all-reduce", ("slice",), 2, dcn=True)
+    assert [each for each in update.sent if each.dcn] == [over]
+    mine = 4 * parameter_count(small.model) / 4  # bytes of a device's part of the gradients
+    assert mine <= update.sent[over] <= 4.4 * mine  # rows of 32 numbers travel as rows of 128
+
+
+def placed(tmp_path, **changes):
+    """The file of an experiment with a sampler on four devices of its own."""
+    file = tmp_path / "placed.py"
+    given = ", ".join(f"{name}={value}" for name, value in changes.items())
+    file.write_text(
+        "import dataclasses\nimport small_experiment\nfrom gspax.config import Mesh, Placement\n"
+        "small = dataclasses.replace(small_experiment.experiment, warm_start=None)\n"
+        f"experiment = dataclasses.replace(small, placement=Placement(devices=4, {given}))\n"
+    )
+    return str(file)
+
+
+APART = pytest.mark.parametrize(
+    ("topology", "part", "dcn"), [("2xv5e:2x2", "v5e:2x2", ", DCN"), ("v5e:2x4", "v5e:2x4", "")]
+)
+
+
+@needs_libtpu
+@APART
+def test_the_report_of_a_sampler_on_devices_of_its_own(topology, part, dcn, capsys, monkeypatch, tmp_path):
+    """Whole slices or parts of one: each program is compiled and counted for its side's four devices."""
+    stub = Compiled(name="", seconds=1, memory=memory(), text=TEXT)
+    meshes, counted = [], {}
+
+    def listed(experiment, learner, sampler):
+        meshes.extend(mesh.shape["fsdp"] for mesh in (learner, sampler))
+        return programs.programs(experiment, learner, sampler)
+
+    def phases(experiment, compiled, sizes, slices, of=compile.phases):
+        counted[compiled.name] = (sizes["data"], sizes["fsdp"], slices)
+        return of(experiment, compiled, sizes, slices)
+
+    monkeypatch.setattr(compile, "programs", listed)
+    monkeypatch.setattr(compile, "phases", phases)
+    monkeypatch.setattr(compile, "compile_program", lambda program: replace(stub, name=program.name))
+    assert gspax(placed(tmp_path, staleness=1, mesh="Mesh(data=2, fsdp=2)"), "--topology", topology) == 0
+    assert meshes == [4, 2]
+    assert counted == {programs.TRAIN: (1, 4, 1), programs.SCORE: (1, 4, 1), programs.ROLLOUT: (2, 2, 1)}
+    out = capsys.readouterr().out
+    assert f"small on {topology}\n  learner, train step, old log-probs: 4 devices, fsdp=4 of {part}\n" in out
+    assert f"  sampler, rollout: 4 devices, data=2, fsdp=2 of {part}\n" in out
+    assert " and meanwhile old log-probs " in out and out.endswith(f"Everything fits {topology}.\n")
+    rows = [line.split() for line in out.splitlines() if line.split()[:1] == ["push"]]
+    assert rows[-1][3:-1] == f"push data+fsdp (4){dcn}".split()
+
+
+@needs_libtpu
+@pytest.mark.slow
+@APART
+def test_a_sampler_on_devices_of_its_own(topology, part, dcn, capsys, sent, tmp_path):
+    """All of it compiled: neither side sends anything to the other slice."""
+    assert gspax(placed(tmp_path, staleness=1), "--topology", topology) == 0
+    assert f"fsdp=4 of {part}\n" in capsys.readouterr().out
+    assert set(sent) == {programs.TRAIN, programs.SCORE, compile.PREFILL, compile.DECODE}
+    assert {(axes, dcn) for found in sent.values() for _, axes, dcn in found} == {(("fsdp",), False)}
 
 
 @needs_libtpu

@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from published import published, random_params, save
 from small_experiment import experiment
 
 from gspax import config, loop, record
@@ -155,9 +156,12 @@ from gspax import distributed, exchange, interrupt, loop
 from gspax.between_meshes import move, move_key
 from gspax.checkpoint import Checkpoints
 from gspax.errors import UserError
+from gspax.hf.reading import read_params
 from gspax.rewards import whole
-from gspax.sharding import named
-from gspax.state import init_state
+from gspax.sharding import make_mesh, named
+from gspax.state import abstract_params, init_state
+from pathlib import Path
+from published import random_params
 from test_processes import SMALL
 
 address, index, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -232,17 +236,24 @@ with Checkpoints(directory + "_first", keep=1, mesh=first.mesh) as checkpoints:
     drawn = [exchange.to_host(jax.random.uniform(each, 3)) for each in (read["key"], rested)]
     np.testing.assert_array_equal(drawn[0], jax.random.uniform(jax.random.key(3), 3))
     np.testing.assert_array_equal(drawn[1], drawn[0])
+    some = checkpoints.restore_some({"x": shapes["x"]}, 5)
+    np.testing.assert_array_equal(exchange.to_host(some["x"]), np.arange(4.0))
     try:
         checkpoints.restore({"x": shapes["x"]})
     except UserError as error:
         assert ("process 0: " if index else "") + "checkpoint 5 in " in str(error)
     else:
         raise AssertionError("must fail on both")
+
+mesh = make_mesh(SMALL.mesh, devices[:2], SMALL.model)
+params = read_params(Path(directory).with_name("published"), SMALL.model, abstract_params(SMALL.model, mesh))
+jax.tree.map(np.testing.assert_array_equal, exchange.to_host(params), random_params(SMALL.model))
 """
 
 
 def test_a_step_of_two_processes_is_that_of_one(tmp_path):
     """Also what they tell each other, a signal to one of them, and a checkpoint of both that this process reads."""
+    save(tmp_path / "published", SMALL.model, published(SMALL.model, random_params(SMALL.model)))
     command = [sys.executable, "-c", CHILD.replace("PLACES", PLACES), f"localhost:{free_port()}"]
     alike = {"env": variables(2), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*command, str(index), str(tmp_path / "saved")], **alike) for index in (0, 1)]

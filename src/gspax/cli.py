@@ -241,7 +241,8 @@ def _compile_parser() -> Parser:
         "gspax compile experiments/qwen3_30b_a3b_v5p_64.py --topology v5p:4x4x4 sampling.max_tokens=2048",
     )
     _add_experiment(parser)
-    parser.add_argument("--topology", metavar="CHIP:AxB", required=True, help="such as v5e:8x8 or v5p:4x4x4, in chips")
+    in_chips = "such as v5e:8x8 or v5p:4x4x4, in chips; 2xv5p:4x4x4 are two slices"
+    parser.add_argument("--topology", metavar="CHIP:AxB", required=True, help=in_chips)
     return parser
 
 

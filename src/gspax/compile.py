@@ -3,7 +3,8 @@
 Each program of a run is compiled ahead of time for the devices of a topology. Memory is what the compiler says, with
 what the run holds besides; bytes moved and sent are read from the compiled text (`aot.traffic`, `aot.hlo`); FLOPs are
 counted from the model's shape. The times are rooflines: a phase takes as long as the slowest of its products at the
-chip's peak, its memory traffic, and what it sends to other devices, as if the three always overlapped.
+chip's peak, its memory traffic, and what it sends to other devices of its slice and to other slices, as if all these
+always overlapped.
 """
 
 from __future__ import annotations
@@ -12,24 +13,23 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import jax
 import numpy as np
 
-from gspax.aot import chips, hlo
-from gspax.aot.chips import Topology
+from gspax.aot import hlo
+from gspax.aot.chips import Chip, Topology
 from gspax.aot.hlo import Collective
-from gspax.aot.programs import ROLLOUT, SCORE, TRAIN, Program, programs
+from gspax.aot.programs import ROLLOUT, SCORE, TRAIN, Program, device_bytes, programs
+from gspax.aot.sides import Rate, Side, sides
 from gspax.aot.traffic import traffic
 from gspax.bench import forward_flops
 from gspax.config import Experiment
-from gspax.errors import UserError
-from gspax.sharding import make_mesh
-from gspax.validation import check
+from gspax.placement import abstract_pushed
 
-PREFILL, DECODE = "prefill", "decode, a token"
+PUSH, PREFILL, DECODE = "push of weights", "prefill", "decode, a token"
 GB = 1e9
 
 
@@ -70,6 +70,7 @@ class Phase:
     done: float  # with those of recomputation
     moved: int  # bytes from and to memory
     sent: dict[Collective, int]
+    devices: int  # that run it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,48 +79,64 @@ class Times:
 
     compute: float
     memory: float
-    network: float
+    network: float  # within a slice
+    dcn: float = 0.0  # between slices
 
     @property
     def bound(self) -> float:
-        return max(self.compute, self.memory, self.network)
+        return getattr(self, self.reason)
 
     @property
     def reason(self) -> str:
-        return max(("compute", "memory", "network"), key=lambda name: getattr(self, name))
+        return max(("compute", "memory", "network", "dcn"), key=lambda name: getattr(self, name))
 
 
 def run(experiment: Experiment, topology: Topology) -> bool:
     """Compile for the topology and print the report, program by program. Whether everything fits.
 
     Raises:
-      UserError: libtpu is missing or does not know the topology, or the experiment does not fit its number of devices.
+      UserError: as `sides` does.
     """
     jax.config.update("jax_platforms", "cpu")  # a TPU that may be here has nothing to do with it
-    devices = chips.devices(topology)
-    check(experiment, len(devices))
-    if experiment.placement is not None:
-        raise UserError("placement: wanted None for `gspax compile`, which puts learner and sampler on one mesh")
-    mesh = make_mesh(experiment.mesh, devices, experiment.model)
-    axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-    print(f"{experiment.name} on {topology}: {len(devices)} devices, {axes}", flush=True)
+    learner, sampler = sides(experiment, topology)
+    print(heading(experiment, topology, learner, sampler), flush=True)
     compiled = []
-    for program in programs(experiment, mesh):
+    for program in programs(experiment, learner.mesh, sampler.mesh):
         compiled.append(compile_program(program))
         print(f"  {program.name}: compiled for {compiled[-1].seconds:.0f} s", flush=True)
     print("\n" + memory_table(compiled, topology))
-    found = [phase for each in compiled if not each.refusal for phase in phases(experiment, each, dict(mesh.shape))]
-    if found:
-        crossed = dimensions_crossed(np.array([device.coords for device in mesh.devices.flat]), dict(mesh.shape))
-        estimates = [(phase, times(phase, topology, crossed)) for phase in found]
-        print("\n" + time_table(estimates, topology))
-        print("\n" + step_lines(experiment, estimates, topology, len(devices)))
-        print("\n" + collective_table(found))
+    estimates = estimated(experiment, compiled, learner, sampler)
+    if estimates:
+        print("\n" + time_table(estimates, topology.chip))
+        print("\n" + step_lines(experiment, estimates, topology))
+        print("\n" + collective_table([phase for phase, _ in estimates]))
     for sentence in uncounted(compiled):
         print("\n" + sentence)
     wrong = misfits(compiled, topology)
     print("\n" + ("\n".join(wrong) or f"Everything fits {topology}."))
     return not wrong
+
+
+def heading(experiment: Experiment, topology: Topology, learner: Side, sampler: Side) -> str:
+    """What is compiled for which devices."""
+    if learner is sampler:
+        return f"{experiment.name} on {topology}: {learner}"
+    lines = [f"{experiment.name} on {topology}"]
+    for side, does in ((learner, f"{TRAIN}, {SCORE}"), (sampler, ROLLOUT)):
+        lines.append(f"  {side.name}, {does}: {side} of {side.topology}")
+    return "\n".join(lines)
+
+
+def estimated(
+    experiment: Experiment, compiled: list[Compiled], learner: Side, sampler: Side
+) -> list[tuple[Phase, Times]]:
+    """The phases of what compiled, and what each takes where it runs."""
+    found = [] if learner is sampler else [(pushed(experiment, learner, sampler), sampler)]
+    for each in compiled:
+        side = sampler if each.name == ROLLOUT else learner
+        if not each.refusal:
+            found += [(phase, side) for phase in phases(experiment, each, side.sizes, side.topology.slices)]
+    return [(phase, times(phase, side.topology.chip, side.link_rate())) for phase, side in found]
 
 
 def compile_program(program: Program) -> Compiled:
@@ -161,7 +178,7 @@ def refusal(message: str) -> str:
     return line.strip()[:300].rstrip(".")
 
 
-def phases(experiment: Experiment, compiled: Compiled, mesh: dict[str, int]) -> list[Phase]:
+def phases(experiment: Experiment, compiled: Compiled, mesh: dict[str, int], slices: int = 1) -> list[Phase]:
     """The parts of a step that a compiled program is: the sampler's are its prefill and its loop over tokens."""
     config, sampling, schedule = experiment.model, experiment.sampling, experiment.schedule
     devices = int(np.prod(list(mesh.values())))
@@ -170,59 +187,44 @@ def phases(experiment: Experiment, compiled: Compiled, mesh: dict[str, int]) -> 
     tokens = rows / schedule.minibatches * (S + C)
     module = hlo.parse(compiled.text)
     moved = [traffic(module, unknown_trips=trips) for trips in (0, 1)]
-    sent = [Counter(hlo.collectives(module, mesh, unknown_trips=trips)) for trips in (0, 1)]
+    sent = [Counter(hlo.collectives(module, mesh, unknown_trips=trips, slices=slices)) for trips in (0, 1)]
+
+    def phase(name: str, runs: int, useful: float, done: float, moved: int, sent: Counter) -> Phase:
+        return Phase(name=name, runs=runs, useful=useful, done=done, moved=moved, sent=dict(sent), devices=devices)
+
     if compiled.name != ROLLOUT:
         once = tokens * forward_flops(config, S + C)
         useful, done = (3, 3 + (config.remat in ("full", "offload"))) if compiled.name == TRAIN else (1, 1)
         scored = 1 + (experiment.reference is not None)
         runs = schedule.minibatches * (1 if compiled.name == TRAIN else scored)
-        return [
-            Phase(
-                name=compiled.name,
-                runs=runs,
-                useful=useful * once,
-                done=done * once,
-                moved=moved[1],
-                sent=dict(sent[1]),
-            )
-        ]
+        return [phase(compiled.name, runs, useful * once, done * once, moved[1], sent[1])]
     prompts = sampling.prompts / devices * S * forward_flops(config, S)
     drawn = rows * forward_flops(config, 2 * (S + C / 2))  # a drawn token looks at all before it, not at half a row
     return [
-        Phase(name=PREFILL, runs=1, useful=prompts, done=prompts, moved=moved[0], sent=dict(sent[0])),
-        Phase(
-            name=DECODE, runs=C - 1, useful=drawn, done=drawn, moved=moved[1] - moved[0], sent=dict(sent[1] - sent[0])
-        ),
+        phase(PREFILL, 1, prompts, prompts, moved[0], sent[0]),
+        phase(DECODE, C - 1, drawn, drawn, moved[1] - moved[0], sent[1] - sent[0]),
     ]
 
 
-def dimensions_crossed(coords: np.ndarray, mesh: dict[str, int]) -> Callable[[tuple[str, ...]], tuple[int, ...]]:
-    """A function from axes of the mesh to the dimensions of the torus that their groups of devices extend over.
-
-    Args:
-      coords: int [devices, dimensions], the places of the mesh's devices in the torus.
-      mesh: axis sizes, in the devices' order.
-    """
-    grid = coords.reshape(*mesh.values(), -1)
-
-    def crossed(axes: tuple[str, ...]) -> tuple[int, ...]:
-        group = grid[tuple(slice(None) if axis in axes else 0 for axis in mesh)].reshape(-1, grid.shape[-1])
-        return tuple(int(axis) for axis in np.flatnonzero((group != group[0]).any(axis=0)))
-
-    return crossed
+def pushed(experiment: Experiment, learner: Side, sampler: Side) -> Phase:
+    """The learner's parameters on their way to a sampler apart: what the side with fewer devices sends or receives."""
+    received = device_bytes(abstract_pushed(experiment.model, sampler.mesh))
+    sent = received * max(sampler.mesh.size, learner.mesh.size) // learner.mesh.size
+    axes = tuple(axis for axis, size in sampler.sizes.items() if size > 1)
+    over = Collective("push", axes, sampler.mesh.size, dcn=learner.topology is not sampler.topology)
+    return Phase(name=PUSH, runs=1, useful=0, done=0, moved=0, sent={over: sent}, devices=learner.mesh.size)
 
 
-def times(phase: Phase, topology: Topology, crossed: Callable[[tuple[str, ...]], tuple[int, ...]]) -> Times:
-    """What a phase takes at the chip's peak rates; collectives follow one another, over all links they can use."""
-    every = tuple(range(len(topology.sides)))
-
-    def rate(axes: tuple[str, ...]) -> float:
-        return topology.network_rate(every if axes == ("unread",) else crossed(axes))
-
+def times(phase: Phase, chip: Chip, link_rate: Rate) -> Times:
+    """What a phase takes at the chip's peak rates. Collectives follow one another, over all links that they can use;
+    what goes between slices goes over the device's share of the data centre's network, meanwhile."""
+    within = [(each.axes, sent) for each, sent in phase.sent.items() if not each.dcn]
+    between = sum(sent for each, sent in phase.sent.items() if each.dcn)
     return Times(
-        compute=phase.done / topology.chip.flops,
-        memory=phase.moved / topology.chip.memory_rate,
-        network=sum(sent / rate(collective.axes) for collective, sent in phase.sent.items()),
+        compute=phase.done / chip.flops,
+        memory=phase.moved / chip.memory_rate,
+        network=sum(sent / link_rate(axes) for axes, sent in within),
+        dcn=between / chip.dcn_rate,
     )
 
 
@@ -271,39 +273,51 @@ def memory_table(compiled: list[Compiled], topology: Topology) -> str:
     return "\n".join([*lines, f"  {'a program may use':<26}" + f"{usable:>16.2f}" * len(fitting)])
 
 
-def time_table(estimates: list[tuple[Phase, Times]], topology: Topology) -> str:
+def time_table(estimates: list[tuple[Phase, Times]], chip: Chip) -> str:
     """What each phase does on one device, and how long it takes at least."""
     head = f"{'Per device and run':<18}{'TFLOP':>9}{'moved GB':>10}{'sent GB':>9}"
-    lines = [head + f"{'compute s':>11}{'memory s':>10}{'network s':>11}{'bound by':>10}{'MFU':>8}{'runs':>7}"]
+    lines = [
+        head + f"{'compute s':>11}{'memory s':>10}{'network s':>11}{'DCN s':>9}{'bound by':>10}{'MFU':>8}{'runs':>7}"
+    ]
     for phase, found in estimates:
+        mfu = phase.useful / found.bound / chip.flops if found.bound else 0.0
         lines.append(
             f"  {phase.name:<16}{phase.done / 1e12:9.3f}{phase.moved / GB:10.2f}{sum(phase.sent.values()) / GB:9.2f}"
-            f"{found.compute:11.4f}{found.memory:10.4f}{found.network:11.4f}{found.reason:>10}"
-            f"{_mfu([(phase, found)], topology):>8.1%}{phase.runs:>7,}"
+            f"{found.compute:11.4f}{found.memory:10.4f}{found.network:11.4f}{found.dcn:9.4f}{found.reason:>10}"
+            f"{mfu:>8.1%}{phase.runs:>7,}"
         )
     return "\n".join(lines)
 
 
-def step_lines(experiment: Experiment, estimates: list[tuple[Phase, Times]], topology: Topology, devices: int) -> str:
-    """The whole step: rollout, scores and updates, if all of them compiled."""
+def step_lines(experiment: Experiment, estimates: list[tuple[Phase, Times]], topology: Topology) -> str:
+    """The whole step: rollout, scores and updates, if all of them compiled.
+
+    A sampler apart that draws ahead works while the learner does, so that the slower of them makes the step.
+    """
     parts = {phase.name: phase.runs * found.bound for phase, found in estimates}
-    if set(parts) != {TRAIN, SCORE, PREFILL, DECODE}:
+    if not {TRAIN, SCORE, PREFILL, DECODE} <= set(parts):
         return "No estimate of a whole step: not all of it compiled."
-    step = sum(parts.values())
+    sampler = parts.get(PUSH, 0.0) + parts[PREFILL] + parts[DECODE]
+    learner = parts[SCORE] + parts[TRAIN]
+    step = max(sampler, learner) if draws_ahead(experiment) else sampler + learner
+    push = f"push of weights {parts[PUSH]:.2f}, " if PUSH in parts else ""
+    meanwhile = " and meanwhile" if draws_ahead(experiment) else ","
+    devices = topology.slices * topology.slice_devices
     drawn = experiment.sampling.prompts * experiment.sampling.group * experiment.sampling.max_tokens
+    useful = sum(phase.runs * phase.useful * phase.devices for phase, _ in estimates)
     return (
-        f"A step takes at least {step:.2f} s: rollout {parts[PREFILL] + parts[DECODE]:.2f}, "
+        f"A step takes at least {step:.2f} s: {push}rollout {parts[PREFILL] + parts[DECODE]:.2f}{meanwhile} "
         f"old log-probs {parts[SCORE]:.2f}, updates {parts[TRAIN]:.2f}\n"
         f"(responses of {experiment.sampling.max_tokens} tokens, perfect overlap); "
-        f"MFU at most {_mfu(estimates, topology):.1%}, {drawn / step / devices:,.0f} drawn tokens/s on each device"
+        f"MFU at most {useful / step / devices / topology.chip.flops:.1%}, "
+        f"{drawn / step / devices:,.0f} drawn tokens/s on each device"
     )
 
 
-def _mfu(estimates: list[tuple[Phase, Times]], topology: Topology) -> float:
-    """Share of the chip's peak that goes into the model's FLOPs, recomputation not among them."""
-    seconds = sum(phase.runs * found.bound for phase, found in estimates)
-    useful = sum(phase.runs * phase.useful for phase, _ in estimates)
-    return useful / seconds / topology.chip.flops if seconds else 0.0
+def draws_ahead(experiment: Experiment) -> bool:
+    """Whether the sampler draws while the learner updates, but for once after each checkpoint."""
+    placement = experiment.placement
+    return placement is not None and placement.staleness > 0 and experiment.schedule.checkpoint_every != 1
 
 
 def collective_table(found: list[Phase]) -> str:
@@ -311,6 +325,6 @@ def collective_table(found: list[Phase]) -> str:
     lines = ["Sent by each device in one run, GB"]
     for phase in found:
         for collective, sent in sorted(phase.sent.items(), key=lambda item: -item[1]):
-            over = f"{'+'.join(collective.axes) or 'no axis'} ({collective.size})"
+            over = f"{'+'.join(collective.axes) or 'no axis'} ({collective.size})" + ", DCN" * collective.dcn
             lines.append(f"  {phase.name:<18}{collective.kind:<20}{over:<24}{sent / GB:12.4f}")
     return "\n".join(lines)

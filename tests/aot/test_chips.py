@@ -13,15 +13,21 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("text", ["v5p:4x4x4", "v5e:16x16", "v6e:2x4", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("text", ["v5p:4x4x4", "v5e:16x16", "v6e:2x4", "tpu7x:2x2x1", "2xv5p:4x4x4"])
 def test_a_topology_is_read_and_written_the_same(text):
     assert str(chips.topology(text)) == text
+
+
+def test_slices_and_their_devices():
+    one, two = chips.topology("1xv5e:4x4"), chips.topology("12xtpu7x:2x2x1")
+    assert (one, str(one)) == (chips.topology("v5e:4x4"), "v5e:4x4")
+    assert (two.slices, two.kind, two.slice_devices) == (12, "tpu7x", 8)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("v5p", "wanted a chip and the sides of its box such as v5p:4x4x4, got 'v5p'"),
+        ("v5p", "wanted a chip and the sides of its box such as v5p:4x4x4, or several such slices such as 2xv5p:4x4x4"),
         ("v5p:4x4x", "wanted a chip and the sides"),
         ("v5p-64", "wanted a chip and the sides"),
         ("v5b:4x4", "wanted a chip out of v5e, v5p, v6e, tpu7x, got 'v5b' (did you mean v5"),
@@ -29,6 +35,9 @@ def test_a_topology_is_read_and_written_the_same(text):
         ("v5p:8x8", "v5p has 3 dimensions, such as v5p:4x4x4"),
         ("v5e:4x4x4", "v5e has 2 dimensions, such as v5e:4x4"),
         ("v5e:0x4", "v5e has 2 dimensions"),
+        ("0xv5e:4x4", "wanted at least one slice, got '0xv5e:4x4'"),
+        ("xv5e:4x4", "wanted a chip out of v5e"),
+        ("2 v5e:4x4", "wanted a chip and the sides"),
     ],
 )
 def test_anything_else_gets_one_sentence(text, said):
@@ -48,6 +57,9 @@ def test_without_libtpu_the_sentence_says_what_to_install(monkeypatch):
 def test_the_devices_of_a_topology_and_a_topology_that_there_is_not():
     before = dict(os.environ)
     assert len(chips.devices(chips.topology("v5p:2x2x4"))) == 16
+    of_two = chips.devices(chips.topology("2xv5e:2x2"))
+    assert [device.slice_index for device in of_two] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [device.coords for device in of_two[:4]] == [device.coords for device in of_two[4:]]
     with pytest.raises(UserError, match="--topology v5e:3x5: libtpu knows no such topology: "):
         chips.devices(chips.topology("v5e:3x5"))
     assert dict(os.environ) == before, "processes started later would take this machine for a TPU's"
@@ -68,3 +80,10 @@ def test_the_devices_of_a_topology_and_a_topology_that_there_is_not():
 def test_links_that_a_device_can_use_at_once(text, crossed, links):
     topology = chips.topology(text)
     assert topology.network_rate(crossed) == links * topology.chip.link_rate
+
+
+def test_a_part_of_a_slice_closes_no_ring():
+    topology = chips.topology("v5p:4x4x4")
+    assert topology.network_rate((0, 1, 2), (2, 4, 4)) == 5 * topology.chip.link_rate
+    large = chips.topology("v5p:8x4x4")
+    assert large.network_rate((0,), (4, 4, 4)) == large.chip.link_rate

@@ -1,14 +1,22 @@
 """The text of compiled programs: loops, branches, and what collectives send, by hand and from one compiled here."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspax.aot import hlo
+from gspax.aot import chips, hlo
 from gspax.aot.hlo import Collective
+from gspax.aot.programs import Program
+from gspax.compile import compile_program
 
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)"
+)
 MESH = {"data": 2, "fsdp": 4}
 SUM = """
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -89,6 +97,46 @@ LINES = {
 def test_what_a_collective_sends(line, collective, sent):
     found = hlo.collectives(program(line), MESH, unknown_trips=1)
     assert found == {Collective(*collective): sent}
+
+
+def send(type_, transfer):
+    """As libtpu writes what goes between slices."""
+    said = f'frontend_attributes={{_xla_host_transfer_handler_name="xla_megascale_runtime"{transfer}}}'
+    return f"%s = ({type_}, u32[], token[]) send(%x, %t), channel_id=2, is_host_transfer=true, {said}"
+
+
+TRANSFERS = {"ALL_REDUCE": 2 * 512 * 2 // 3, "ALL_GATHER": 2 * 512, "REDUCE_SCATTER": 512 * 2 // 3}
+TRANSFERS |= {"ALL_TO_ALL": 512 * 2 // 3, "ONE_TO_ONE": 512, "NEW_KIND": 512}
+
+
+@pytest.mark.parametrize(("transfer", "sent"), TRANSFERS.items())
+def test_what_goes_between_three_slices(transfer, sent):
+    """The argument of a send, 512 bytes, is a device's own part of a gather, and the whole of all else."""
+    line = send("f32[8,16]{1,0:T(8,128)}", f',_xla_megascale_transfer_type="{transfer}"')
+    ends = "%e = token[] send-done(%s), channel_id=2, is_host_transfer=true"
+    found = hlo.collectives(program(line, ends), {"slice": 3, "fsdp": 4}, unknown_trips=1, slices=3)
+    kind = hlo.TRANSFERS.get(transfer, "new_kind")
+    assert found == {Collective(kind, ("slice",), 3, dcn=True): sent}
+
+
+def test_what_goes_to_the_host_alone_is_not_sent():
+    assert not hlo.collectives(program(send("f32[8]{0}", "")), {"slice": 2, "fsdp": 4}, unknown_trips=1, slices=2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes", "size"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("fsdp",), 4),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",), 2),
+        ("replica_groups={}", ("data", "fsdp"), 8),
+        ("replica_groups={{0,1,8,9}}", ("unread",), 8),  # of another slice, which it cannot be
+    ],
+)
+def test_groups_of_devices_are_within_a_slice(groups, axes, size):
+    line = f"%g = f32[8]{{0}} all-gather(%x), {groups}, dimensions={{0}}"
+    mesh = {"slice": 2, "data": 2, "fsdp": 4}
+    found = hlo.collectives(program(line), mesh, unknown_trips=1, slices=2)
+    assert found == {Collective("all-gather", axes, size): 32 * (size - 1) // size}
 
 
 def test_the_end_of_an_asynchronous_collective_sends_nothing_more():
@@ -251,4 +299,36 @@ def test_a_program_compiled_here():
         Collective("all-gather", ("fsdp",), 4): 3 * 1024 * 3 // 4,
         Collective("reduce-scatter", ("data",), 2): 3 * 1024 // 2,
         Collective("collective-permute", ("fsdp",), 2): 3 * 256,
+    }
+
+
+@needs_libtpu
+def test_collectives_over_slices_as_libtpu_writes_them():
+    """A sum over all axes is scattered in the slice, summed between slices and gathered again; one over `slice` alone
+    is a device's whole array; a gather sends its own part to the other slice first."""
+    mesh = jax.sharding.Mesh(np.array(chips.devices(chips.topology("2xv5e:2x2"))).reshape(2, 4), ("slice", "fsdp"))
+    spec = P(("slice", "fsdp"))
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(mesh, spec))
+    part = 128 * 1024 * 4
+
+    def found(function, out):
+        mapped = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False))
+        compiled = compile_program(Program(name="", lower=lambda: mapped.lower(x), besides=0))
+        return hlo.collectives(hlo.parse(compiled.text), dict(mesh.shape), unknown_trips=1, slices=2)
+
+    assert found(lambda x: jax.lax.psum(x, "slice"), spec) == {Collective("all-reduce", ("slice",), 2, dcn=True): part}
+    assert found(lambda x: jax.lax.psum(x, ("slice", "fsdp")), P()) == {
+        Collective("reduce-scatter", ("fsdp",), 4): part * 3 // 4,
+        Collective("all-reduce", ("slice",), 2, dcn=True): part // 4,
+        Collective("all-gather", ("fsdp",), 4): part * 3 // 4,
+    }
+    assert found(lambda x: jax.lax.all_gather(x, ("slice", "fsdp"), tiled=True), P()) == {
+        Collective("all-gather", ("slice",), 2, dcn=True): part,
+        Collective("all-gather", ("fsdp",), 4): 2 * part * 3,
+    }
+    assert found(lambda x: jax.lax.all_to_all(x, "slice", 0, 0, tiled=True), spec) == {
+        Collective("all-to-all", ("slice",), 2, dcn=True): part // 2
+    }
+    assert found(lambda x: jax.lax.ppermute(x, "slice", [(0, 1), (1, 0)]), spec) == {
+        Collective("collective-permute", ("slice",), 2, dcn=True): part
     }

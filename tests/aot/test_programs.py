@@ -11,6 +11,7 @@ import small_experiment
 from gspax import config, losses, minibatches
 from gspax.aot import programs
 from gspax.optimizer import optimizer_of
+from gspax.placement import abstract_pushed
 from gspax.sharding import make_mesh
 from gspax.types import Rollout
 
@@ -74,6 +75,37 @@ def test_bytes_that_a_run_holds_besides(model):
     }
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_bytes_beside_a_sampler_apart(staleness):
+    """The learner holds what it did, and while it scores the parameters on their way if rollouts are drawn ahead. The
+    sampler holds no optimiser's state and no reference, but parameters and a rollout of each batch drawn ahead."""
+    experiment = replace(EXPERIMENTS["with a reference"], model=replace(SMALL.model, dtype="bfloat16"))
+    mesh, own = (make_mesh(config.Mesh(), jax.devices()[part]) for part in (slice(4), slice(4, 6)))
+    together = {program.name: program.besides for program in programs.programs(experiment, mesh)}
+    placed = replace(experiment, placement=config.Placement(devices=2, staleness=staleness))
+    found = {program.name: program.besides for program in programs.programs(placed, mesh, own)}
+    positions = SMALL.sampling.max_prompt_tokens + SMALL.sampling.max_tokens
+    rows = SMALL.sampling.prompts * SMALL.sampling.group // 2
+    rollout = rows * (positions * (4 + 4 + 1) + 4 + 4 + 1)  # tokens, log-probs, mask; two lengths, whether it ended
+    way = programs.device_bytes(abstract_pushed(placed.model, mesh)) if staleness else 0
+    assert found == {
+        programs.TRAIN: together[programs.TRAIN],
+        programs.SCORE: together[programs.SCORE] + way,
+        programs.ROLLOUT: staleness * (programs.device_bytes(abstract_pushed(placed.model, own)) + rollout),
+    }
+
+
+def test_a_sampler_apart_is_lowered_for_its_mesh_and_given_what_is_pushed():
+    mesh, own = make_mesh(config.Mesh(), jax.devices()[:4]), make_mesh(config.Mesh(), jax.devices()[4:6])
+    placed = replace(SMALL, model=replace(SMALL.model, dtype="bfloat16"), placement=config.Placement(devices=2))
+    lowered = {program.name: program.lower() for program in programs.programs(placed, mesh, own)}
+    given = jax.tree.map(lambda leaf: leaf.dtype, lowered[programs.ROLLOUT].args_info[0][0])
+    assert given == jax.tree.map(lambda leaf: leaf.dtype, abstract_pushed(placed.model, own))
+    text = {name: each.as_text() for name, each in lowered.items()}
+    assert '"fsdp"=2' in text[programs.ROLLOUT] and '"fsdp"=4' not in text[programs.ROLLOUT]
+    assert '"fsdp"=4' in text[programs.TRAIN] and '"fsdp"=2' not in text[programs.TRAIN]
+
+
 def test_bytes_of_a_device():
     mesh = make_mesh(config.Mesh(), jax.devices()[:4])
     row = programs._rows(mesh, (8, 6), jnp.bool_)
@@ -90,4 +122,6 @@ def test_every_program_can_be_lowered_for_devices_that_are_here():
     shapes = {program.name: jax.tree.leaves(program.lower().out_info) for program in programs.programs(SMALL, mesh)}
     assert list(shapes) == [programs.TRAIN, programs.SCORE, programs.ROLLOUT]
     assert shapes[programs.SCORE][0].shape == (rows // SMALL.schedule.minibatches, length)
-    assert (rows, length) in [leaf.shape for leaf in shapes[programs.ROLLOUT]]
+    shape_of = programs.abstract_rollout(SMALL, mesh)
+    wanted = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shape_of)]
+    assert [(leaf.shape, leaf.dtype) for leaf in shapes[programs.ROLLOUT]] == wanted

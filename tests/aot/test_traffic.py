@@ -60,6 +60,9 @@ LINES = {
     ),
     "names for what is there": ("%r = (f32[64]{0}, f32[64]{0}) tuple(%x, %y)", 0),
     "the end of a copy": ("%r = f32[64]{0} copy-done(%x)", 0),
+    "what goes to another slice is read": ("%r = (f32[64]{0}, u32[], token[]) send(%x, %t), channel_id=1", 256),
+    "what comes from one is written": ("%r = (f32[64]{0}, u32[], token[]) recv(%t), channel_id=1", 256 + 4),
+    "the end of it": ("%r = (f32[64]{0}, token[]) recv-done(%x), channel_id=1", 0),
     "a copy that goes on beside": ("%r = (f32[64]{0}, f32[64]{0}, u32[]) copy-start(%x)", 2 * 256 + 4),
 }
 

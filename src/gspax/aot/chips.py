@@ -2,7 +2,9 @@
 
 A device is what jax calls one: a whole chip, but half a chip of TPU7x. Rates are peaks from the vendor's pages
 (cloud.google.com/tpu/docs: v5e, v5p, v6e, tpu7x), links being the published bidirectional rate of a chip divided by its
-ports and by two. `memory` is what the compiler lets a program use, read from its refusals (libtpu 0.0.42).
+ports and by two. Of the data centre's network a chip of v5p has 50 Gb/s, of tpu7x 100 (the page tpu7x), a pod of 256
+chips of v5e 6.4 Tb/s, of v6e 25.6 (the page v6e). `memory` is what the compiler lets a program use, read from its
+refusals (libtpu 0.0.42).
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gspax.errors import UserError
@@ -27,6 +30,7 @@ class Chip:
     memory: int  # bytes that a program may use
     memory_rate: float  # bytes/s
     link_rate: float  # bytes/s, one way, of the device's share of one link to a neighbour
+    dcn_rate: float  # bytes/s, one way, of its share of the data centre's network, which joins slices
     dimensions: int  # of the torus
     ring: int  # a dimension of a multiple of this length closes to a ring
     devices: int  # per chip
@@ -38,6 +42,7 @@ CHIPS = {
         memory=int(15.75 * 2**30),
         memory_rate=819e9,
         link_rate=50e9,
+        dcn_rate=25e9 / 8,
         dimensions=2,
         ring=16,
         devices=1,
@@ -47,6 +52,7 @@ CHIPS = {
         memory=int(95.74 * 2**30),
         memory_rate=2765e9,
         link_rate=100e9,
+        dcn_rate=50e9 / 8,
         dimensions=3,
         ring=4,
         devices=1,
@@ -56,6 +62,7 @@ CHIPS = {
         memory=int(31.25 * 2**30),
         memory_rate=1638e9,
         link_rate=100e9,
+        dcn_rate=100e9 / 8,
         dimensions=2,
         ring=16,
         devices=1,
@@ -65,6 +72,7 @@ CHIPS = {
         memory=int(94.75 * 2**30),
         memory_rate=7380e9 / 2,
         link_rate=100e9 / 2,
+        dcn_rate=100e9 / 8 / 2,
         dimensions=3,
         ring=4,
         devices=2,
@@ -84,31 +92,47 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """So many chips of a kind in a box, such as v5p:4x4x4."""
+    """So many chips of a kind in a box, such as v5p:4x4x4, or several such slices, 2xv5p:4x4x4."""
 
     kind: str
-    sides: tuple[int, ...]
+    sides: tuple[int, ...]  # of a slice
+    slices: int = 1
 
     @property
     def chip(self) -> Chip:
         return CHIPS[self.kind]
 
-    def __str__(self) -> str:
-        return f"{self.kind}:{'x'.join(map(str, self.sides))}"
+    @property
+    def slice_devices(self) -> int:
+        return math.prod(self.sides) * self.chip.devices
 
-    def network_rate(self, crossed: tuple[int, ...]) -> float:
+    def __str__(self) -> str:
+        return (f"{self.slices}x" if self.slices > 1 else "") + f"{self.kind}:{'x'.join(map(str, self.sides))}"
+
+    def network_rate(self, crossed: tuple[int, ...], extent: tuple[int, ...] | None = None) -> float:
         """Bytes/s that a device can send at once along those dimensions of the torus: two links of a ring, one of a
-        line, on whose end devices the others wait."""
-        links = sum(2 if self.sides[axis] % self.chip.ring == 0 else 1 for axis in crossed if self.sides[axis] > 1)
+        line, on whose end devices the others wait.
+
+        Args:
+          crossed: dimensions.
+          extent: how far a program's devices reach along each dimension, where it has but a part of a slice: no ring
+            is closed then.
+        """
+        extent = extent or self.sides
+        closed = [a == b and b % self.chip.ring == 0 for a, b in zip(extent, self.sides, strict=True)]
+        links = sum(1 + closed[axis] for axis in crossed if self.sides[axis] > 1)
         return max(links, 1) * self.chip.link_rate
 
 
 def topology(text: str) -> Topology:
-    """`v5p:4x4x4` read. UserError says what is wrong with anything else."""
-    found = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", text.strip())
+    """`v5p:4x4x4` or `2xv5p:4x4x4` read. UserError says what is wrong with anything else."""
+    found = re.fullmatch(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)", text.strip())
     if not found:
-        raise UserError(f"--topology: wanted a chip and the sides of its box such as v5p:4x4x4, got {text!r}")
-    kind, sides = found[1], tuple(map(int, found[2].split("x")))
+        raise UserError(
+            "--topology: wanted a chip and the sides of its box such as v5p:4x4x4, or several such slices such as "
+            f"2xv5p:4x4x4, got {text!r}"
+        )
+    slices, kind, sides = int(found[1] or 1), found[2], tuple(map(int, found[3].split("x")))
     if kind not in CHIPS:
         near = difflib.get_close_matches(kind, CHIPS, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
@@ -117,11 +141,13 @@ def topology(text: str) -> Topology:
     if len(sides) != wanted or min(sides) < 1:
         example = "x".join("4" * wanted)
         raise UserError(f"--topology: {kind} has {wanted} dimensions, such as {kind}:{example}; got {text!r}")
-    return Topology(kind=kind, sides=sides)
+    if slices < 1:
+        raise UserError(f"--topology: wanted at least one slice, got {text!r}")
+    return Topology(kind=kind, sides=sides, slices=slices)
 
 
 def devices(topology: Topology) -> list[Any]:
-    """The devices of a topology, for compiling alone: nothing can be put on them or run.
+    """The devices of a topology, slice by slice, for compiling alone: nothing can be put on them or run.
 
     Raises:
       UserError: libtpu is not installed, or knows no such topology.
@@ -130,12 +156,14 @@ def devices(topology: Topology) -> list[Any]:
         raise UserError("compiling for a TPU needs the package libtpu: pip install 'gspax[tpu]'")
     from jax.experimental import topologies
 
+    name = str(replace(topology, slices=1))
     try:
         with _environment():
-            return list(topologies.get_topology_desc(platform="tpu", topology_name=str(topology)).devices)
+            found = topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=topology.slices)
     except Exception as problem:
         reason = str(problem).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise UserError(f"--topology {topology}: libtpu knows no such topology: {reason}") from problem
+    return list(found.devices)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,8 @@
 """The text of a compiled program, read: its instructions, how often each runs, and what its collectives move.
 
+In a program for several slices the compiler has split each collective that crosses them: groups of devices are within a
+slice and counted there, and what is left goes between slices by `send` and `recv`, which say what they stand for.
+
 The compiler's own cost analysis counts the body of a loop once; here a loop's body counts as often as it runs. How
 often is written beside the loop (CPU) or is the constant that its condition compares the counter with (TPU). A loop
 that tells neither, such as one that ends when all samples have, counts as often as the caller says. Of the branches of
@@ -19,6 +22,13 @@ import numpy as np
 
 RAGGED = "ragged-all-to-all"
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", RAGGED)
+TRANSFERS = {  # between slices, as libtpu names them
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
 STEPS = "async_collective_fusion_config"  # marks a collective that the TPU compiler has spread over several fusions
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -61,7 +71,8 @@ class Collective:
 
     kind: str
     axes: tuple[str, ...]  # that its groups of devices extend over; ('unread',) if the text could not be read
-    size: int  # devices of a group
+    size: int  # devices of a group; slices where it goes between these
+    dcn: bool = False  # between slices, over the data centre's network
 
 
 def _closing(text: str) -> int:
@@ -168,15 +179,17 @@ def unread_loops(module: Module) -> int:
     return sum(trips(each, module) is None for each in loops)
 
 
-def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int) -> dict[Collective, int]:
+def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int, slices: int = 1) -> dict[Collective, int]:
     """Bytes that a device must send, at the least, for the collectives of a program: for each kind and its axes.
 
     In a group of n devices an all-gather sends (n - 1)/n of its result, a reduce-scatter as much of its argument, an
-    all-reduce both, one after the other; an all-to-all (n - 1)/n of its result, a permutation all of it.
+    all-reduce both, one after the other; an all-to-all (n - 1)/n of its result, a permutation all of it. Between n
+    slices it is the same, each device with those in its place in the other slices.
 
     Args:
       mesh: axis sizes in the order of the devices that the program was compiled for.
       unknown_trips: how often the loops run that do not say how often.
+      slices: TPU slices that the program was compiled for; if several, the mesh's axis `slice` lies along them.
     """
     # The TPU compiler spreads one collective over several fusions, which all show it; the one that starts it counts.
     starts = {
@@ -184,12 +197,15 @@ def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int) -> 
         for name, inside in module.computations.items()
         if any('custom_call_target="AsyncCollectiveStart"' in each.attributes for each in inside)
     }
+    within = {**mesh, "slice": mesh["slice"] // slices} if slices > 1 else mesh
 
     def count(computation: str, each: Instruction) -> Counter:
+        if each.opcode == "send":
+            return _between_slices(each, slices)
         kind = each.opcode.removesuffix("-start")
         if kind not in KINDS or (STEPS in each.attributes and computation not in starts):
             return Counter()
-        axes, size = _group_axes(each.attributes, mesh)
+        axes, size = _group_axes(each.attributes, within)
         sizes = array_bytes(each.type)
         result = sum(sizes)
         if kind == "all-gather" and each.opcode != kind:  # the arguments stand before the results
@@ -207,10 +223,28 @@ def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int) -> 
     return {key: sent for key, sent in total(module, count, unknown_trips=unknown_trips).items() if sent}
 
 
+def _between_slices(send: Instruction, slices: int) -> Counter:
+    """What a device sends to other slices by a `send`; nothing if it is to the host alone. Of a kind that is not known
+    here it is the whole."""
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.attributes)
+    if not found:
+        return Counter()
+    kind = TRANSFERS.get(found[1], found[1].lower())
+    given = sum(array_bytes(send.type)[:-1])  # the last is a handle
+    others = slices - 1
+    sent = {
+        "all-gather": given * others,
+        "all-reduce": 2 * given * others // slices,
+        "reduce-scatter": given * others // slices,
+        "all-to-all": given * others // slices,
+    }.get(kind, given)
+    return Counter({Collective(kind, ("slice",), slices, dcn=True): sent})
+
+
 def _group_axes(attributes: str, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
     """Axes that the groups of a collective extend over, and the devices of a group."""
     group = _first_group(attributes, math.prod(mesh.values()))
-    if group is None:
+    if group is None or max(group) >= math.prod(mesh.values()):
         return ("unread",), math.prod(mesh.values())
     places = np.array(np.unravel_index(np.array(group), tuple(mesh.values())))
     return tuple(axis for axis, row in zip(mesh, places, strict=True) if len(set(row.tolist())) > 1), len(group)

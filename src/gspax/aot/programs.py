@@ -18,10 +18,11 @@ from gspax import sampler
 from gspax.config import Experiment
 from gspax.model.config import is_sparse
 from gspax.optimizer import optimizer_of
+from gspax.placement import abstract_pushed
 from gspax.sharding import named
 from gspax.state import abstract_params, abstract_state
 from gspax.train_step import make_steps
-from gspax.types import Batch
+from gspax.types import Batch, Rollout, TrainState
 
 TRAIN, SCORE, ROLLOUT = "train step", "old log-probs", "rollout"
 
@@ -33,10 +34,13 @@ class Program:
     besides: int  # bytes that the run holds on each device while this runs, and does not give it
 
 
-def programs(experiment: Experiment, mesh: jax.sharding.Mesh) -> list[Program]:
+def programs(
+    experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh: jax.sharding.Mesh | None = None
+) -> list[Program]:
     """The train step, the scoring of a mini-batch (old log-probs; the reference's too) and the sampler.
 
-    The sampler's prompts have their greatest length. The mesh may be of devices that are not there.
+    The sampler's prompts have their greatest length. The meshes may be of devices that are not there; the sampler's is
+    the learner's unless the experiment places them apart.
     """
     optimizer = optimizer_of(experiment)
     state = abstract_state(experiment.model, optimizer, mesh, experiment.lora)
@@ -54,24 +58,47 @@ def programs(experiment: Experiment, mesh: jax.sharding.Mesh) -> list[Program]:
     def score() -> Any:
         return steps[1].lower(state.params, batch)
 
-    def rollout() -> Any:
-        prompts = _prompts(experiment, mesh)
+    params = device_bytes(state.params)
+    scoring = held + batches - params - device_bytes(batch) + _in_flight(experiment, mesh)
+    return [
+        Program(name=TRAIN, lower=train, besides=held + batches - device_bytes(state) - device_bytes(batch)),
+        Program(name=SCORE, lower=score, besides=scoring),
+        _rollout(experiment, state, held, mesh if sampler_mesh is None else sampler_mesh),
+    ]
+
+
+def _rollout(experiment: Experiment, state: TrainState, held: int, mesh: jax.sharding.Mesh) -> Program:
+    """The sampler. On devices of its own it is given the pushed parameters, and besides it there are those of each
+    rollout batch drawn ahead, and as many rollouts."""
+    params: Any = state.params
+    key: Any = state.key
+    besides = held - device_bytes(state.params) - device_bytes(state.key)
+    if experiment.placement is not None:
+        params = abstract_pushed(experiment.model, mesh)
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=named(mesh))
+        one = device_bytes(params) + device_bytes(abstract_rollout(experiment, mesh))
+        besides = experiment.placement.staleness * one
+
+    def lower() -> Any:
         return sampler._generate.lower(
-            state.params,
-            *prompts,
-            state.key,
+            params,
+            *_prompts(experiment, mesh),
+            key,
             config=experiment.model,
             sampling=experiment.sampling,
             stop_ids=experiment.tokenizer.stop_ids,
             mesh=mesh,
         )
 
-    params = device_bytes(state.params)
-    return [
-        Program(name=TRAIN, lower=train, besides=held + batches - device_bytes(state) - device_bytes(batch)),
-        Program(name=SCORE, lower=score, besides=held + batches - params - device_bytes(batch)),
-        Program(name=ROLLOUT, lower=rollout, besides=held - params - device_bytes(state.key)),
-    ]
+    return Program(name=ROLLOUT, lower=lower, besides=besides)
+
+
+def _in_flight(experiment: Experiment, mesh: jax.sharding.Mesh) -> int:
+    """Bytes on a learner's device of the parameters on their way to a sampler apart, which scoring does not wait for
+    where rollouts are drawn ahead."""
+    if experiment.placement is None or experiment.placement.staleness == 0:
+        return 0
+    return device_bytes(abstract_pushed(experiment.model, mesh))
 
 
 def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
@@ -94,6 +121,22 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         columns["expert_BLTA"] = ((rows, sparse, shape[1], config.num_experts_per_tok), jnp.int32)
     described: dict[str, Any] = {name: _rows(mesh, *column) for name, column in columns.items()}
     return Batch(**described)
+
+
+def abstract_rollout(experiment: Experiment, mesh: jax.sharding.Mesh) -> Rollout:
+    """`ShapeDtypeStruct`s of what the sampler hands over, with shardings."""
+    sampling = experiment.sampling
+    rows = (sampling.prompts * sampling.group,)
+    shape = (*rows, sampling.max_prompt_tokens + sampling.max_tokens)
+    described: dict[str, Any] = {
+        "tokens_BT": _rows(mesh, shape, jnp.int32),
+        "mask_BT": _rows(mesh, shape, jnp.bool_),
+        "logp_BT": _rows(mesh, shape, jnp.float32),
+        "prompt_length_B": _rows(mesh, rows, jnp.int32),
+        "length_B": _rows(mesh, rows, jnp.int32),
+        "finished_B": _rows(mesh, rows, jnp.bool_),
+    }
+    return Rollout(**described)
 
 
 def _prompts(experiment: Experiment, mesh: jax.sharding.Mesh) -> tuple[Any, Any, Any]:

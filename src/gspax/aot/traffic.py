@@ -55,6 +55,8 @@ def _moved(each: Instruction, around: Computation, named: dict[str, Computation]
         return 0
     if each.opcode == "copy-start":  # its result names both ends
         return memory_bytes(each.type)
+    if each.opcode == "send":  # its result names its argument again
+        return _reads(each, around)
     if each.opcode == "slice-start":
         source, target = each.type.rsplit("}), ", 1) if "}), " in each.type else ("", each.type)
         part = array_bytes(target)[0]
