@@ -135,6 +135,18 @@ def test_what_does_not_fit_is_said():
     assert "sampling.prompts: wanted a multiple of the 3 devices of placement.mesh for rows, got 8" in said
 
 
+def test_slices_are_counted_apart_from_the_devices_of_one():
+    """Parameters of width 32 are split over the 32 devices of a slice, not over the 64 of two."""
+    sampling = replace(APART.sampling, prompts=64)
+    wide = replace(APART, placement=None, sampling=sampling, schedule=replace(APART.schedule, minibatches=1))
+    too_few = "model.hidden_size: wanted a multiple of mesh.fsdp (64), got 32"
+    assert too_few in validate(wide, 64)
+    assert validate(wide, 64, slices=(2, 1)) == []
+    apart = replace(wide, placement=Placement(devices=64))
+    assert validate(apart, 128, slices=(2, 1)) == ["placement: " + too_few]
+    assert validate(apart, 128, slices=(2, 2)) == []
+
+
 @pytest.mark.parametrize(("devices", "fits"), [(1, True), (2, True), (3, False), (4, True), (5, False), (6, True)])
 def test_between_processes_one_number_of_devices_divides_the_other(monkeypatch, devices, fits):
     mesh = make_mesh(Mesh(), jax.devices()[-devices:])

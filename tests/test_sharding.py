@@ -155,7 +155,7 @@ class Chip:
 
 def test_slices_lie_along_the_outermost_axis(monkeypatch):
     chips = [Chip(number, number % 2) for number in range(8)]  # given in any order
-    monkeypatch.setattr(sharding, "_grid", lambda devices, shape, torus: sharding.np.array(devices).reshape(shape))
+    monkeypatch.setattr(sharding, "_grid", lambda devices, shape: sharding.np.array(devices).reshape(shape))
     monkeypatch.setattr(jax.sharding, "Mesh", lambda grid, axes, axis_types: grid)
     grid = sharding.make_mesh(config.Mesh(tensor=2), chips)
     assert grid.shape == (2, 1, 2, 1, 1, 2)

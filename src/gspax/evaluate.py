@@ -22,7 +22,6 @@ from gspax.sampler import counted, sample
 from gspax.sharding import batch_shards, named
 from gspax.starting import restored
 from gspax.types import Array, Params
-from gspax.validation import check
 
 EVALUATION = 2  # folded into the run's key
 SHOWN = 16  # problems whose first sample is kept for the report
@@ -30,9 +29,8 @@ SHOWN = 16  # problems whose first sample is kept for the report
 
 def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
     """`gspax eval`: measure a checkpoint (the newest, or that of `step`), print it and add it to evaluations.jsonl."""
-    check(experiment, jax.device_count())
-    paths = existing_run(workdir, describe(experiment))
     mesh, _ = meshes(experiment)
+    paths = existing_run(workdir, describe(experiment))
     optimizer = optimizer_of(experiment)
     with Checkpoints(paths.checkpoints, mesh=mesh) as checkpoints:
         step = checkpoints.latest() if step is None else step

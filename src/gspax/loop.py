@@ -39,7 +39,6 @@ from gspax.starting import keep_start, kept_start, restored, stored
 from gspax.state import abstract_state, add_adapters, init_state, new_state
 from gspax.train_step import Score, make_steps
 from gspax.types import Array, Batch, Params, Rollout, TrainState
-from gspax.validation import check
 
 SAMPLING = 1  # folded into the run's key
 
@@ -67,7 +66,6 @@ class Drawn:
 
 def make_learner(experiment: Experiment) -> Learner:
     """The mesh, optimiser and jitted steps of an experiment. UserError where it does not fit the devices."""
-    check(experiment, jax.device_count())
     mesh, sampler_mesh = meshes(experiment)
     optimizer = optimizer_of(experiment)
     train_step, score = make_steps(experiment, optimizer, mesh)

@@ -24,9 +24,10 @@ from gspax.errors import UserError
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
 from gspax.model.low_rank import dense
-from gspax.sharding import make_mesh
+from gspax.sharding import by_slice, make_mesh
 from gspax.state import abstract_params
 from gspax.types import Params
+from gspax.validation import check
 
 FULL = {"norm", "router"}  # axes of the parameters that the model reads in float32 whatever its compute dtype
 
@@ -46,14 +47,17 @@ def meshes(
 
     The learner's is also that of scores and evaluations. The sampler's own devices are the last of `devices` (all there
     are, unless given), which jax sorts by process.
+
+    Raises:
+      UserError: anything is wrong with the experiment, on these devices or on any (`validation.check`).
     """
     devices = jax.devices() if devices is None else list(devices)
     placement, config = experiment.placement, experiment.model
-    if placement is None:
-        mesh = make_mesh(experiment.mesh, devices, config)
-        return mesh, mesh
-    first = len(devices) - placement.devices
-    return make_mesh(experiment.mesh, devices[:first], config), make_mesh(placement.mesh, devices[first:], config)
+    first = len(devices) - (placement.devices if placement else 0)
+    learners, own = devices[:first], devices[first:]
+    check(experiment, len(devices), (len(by_slice(learners)), len(by_slice(own))))
+    mesh = make_mesh(experiment.mesh, learners, config)
+    return mesh, make_mesh(placement.mesh, own, config) if placement else mesh
 
 
 def abstract_pushed(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:

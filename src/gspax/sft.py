@@ -28,7 +28,6 @@ from gspax.sharding import named
 from gspax.state import abstract_state, init_state
 from gspax.train_step import make_train_step
 from gspax.types import Array, Batch, TrainState
-from gspax.validation import check
 
 
 def nll(logp_BT: Array, old_logp_BT: Array, advantage_B: Array, mask_BT: Array) -> Terms:
@@ -41,9 +40,8 @@ def run(experiment: Experiment, workdir: Path) -> None:
     """`gspax sft`: only this stage, in `workdir/warm_start`, where `gspax train` finds it again."""
     if experiment.warm_start is None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
-    check(experiment, jax.device_count())
+    mesh, _ = meshes(experiment)
     with interrupt.watch() as interrupted:
-        mesh, _ = meshes(experiment)
         run = exchange.agreed(lambda: open_run(workdir, describe(experiment)))
         shared(run)
         warm_start(experiment, run, mesh, interrupted)

@@ -161,18 +161,24 @@ def make_mesh(
       model: what the size of the expert axis is chosen by, where that is left open.
     """
     found = jax.devices() if devices is None else list(devices)
-    tpu = found[0].platform == "tpu"
-    by_slice: dict[int, list[jax.Device]] = {}
-    for device in found:
-        by_slice.setdefault((getattr(device, "slice_index", None) or 0) if tpu else 0, []).append(device)
-    sizes = mesh_shape(mesh, len(found), model, slices=len(by_slice))
-    shape = (sizes["slice"] // len(by_slice), *list(sizes.values())[1:])
-    parts = [_grid(each, shape, torus=tpu) for each in by_slice.values()]
+    slices = by_slice(found)
+    sizes = mesh_shape(mesh, len(found), model, slices=len(slices))
+    shape = (sizes["slice"] // len(slices), *list(sizes.values())[1:])
+    parts = [_grid(each, shape) for each in slices]
     return jax.sharding.Mesh(np.concatenate(parts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _grid(devices: list[jax.Device], shape: tuple[int, ...], *, torus: bool) -> np.ndarray:
-    if torus:
+def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices of each TPU slice; other devices are all in one."""
+    slices: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        number = getattr(device, "slice_index", None) if device.platform == "tpu" else None
+        slices.setdefault(number or 0, []).append(device)
+    return list(slices.values())
+
+
+def _grid(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+    if devices[0].platform == "tpu":
         try:
             return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         except (AssertionError, NotImplementedError, ValueError):

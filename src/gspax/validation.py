@@ -113,26 +113,27 @@ SIGNATURES = {
 OPTIONAL = ("warm_start", "reference", "calibration", "placement", "lora")
 
 
-def validate(experiment: Experiment, devices: int | None = None) -> list[str]:
+def validate(experiment: Experiment, devices: int | None = None, slices: tuple[int, int] = (1, 1)) -> list[str]:
     """Everything that is wrong with an experiment, one sentence each; empty if it can run.
 
     Args:
       experiment: as loaded and overridden.
       devices: how many there are; None leaves out what depends on it.
+      slices: the TPU slices of the learner's devices and of a sampler's own.
     """
     problems = list(_types(experiment, ""))
     if problems:
         return problems  # comparing a string with a number says nothing more
     problems = [*_ranges(experiment), *_functions(experiment), *_parts(experiment)]
     if not problems:  # these divide by what was found positive above
-        problems = [*_model(experiment), *_rows(experiment), *_mesh(experiment, devices)]
+        problems = [*_model(experiment), *_rows(experiment), *_mesh(experiment, devices, slices)]
         problems += loss_validation.problems(experiment)
     return problems
 
 
-def check(experiment: Experiment, devices: int | None = None) -> None:
+def check(experiment: Experiment, devices: int | None = None, slices: tuple[int, int] = (1, 1)) -> None:
     """Raise UserError with the sentences of `validate`, if there are any."""
-    problems = validate(experiment, devices)
+    problems = validate(experiment, devices, slices)
     if problems:
         raise UserError("\n".join(problems))
 
@@ -316,7 +317,7 @@ def _rows(experiment: Experiment) -> Iterator[str]:
         yield f"schedule.microbatch_rows: wanted a divisor of a mini-batch's {rows // minibatches} rows, got {micro}"
 
 
-def _mesh(experiment: Experiment, devices: int | None) -> Iterator[str]:
+def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) -> Iterator[str]:
     """The axes fit the devices, and what is split over them comes in multiples."""
     mesh = experiment.mesh
     given = {axis: getattr(mesh, axis) for axis in sharding.AXES}
@@ -332,9 +333,9 @@ def _mesh(experiment: Experiment, devices: int | None) -> Iterator[str]:
             yield f"placement.devices: wanted fewer than the {devices} devices, got {experiment.placement.devices}"
             return
         devices -= experiment.placement.devices
-        yield from _sampler_mesh(experiment, experiment.placement)
+        yield from _sampler_mesh(experiment, experiment.placement, slices[1])
     try:
-        sizes = sharding.mesh_shape(mesh, devices, experiment.model)
+        sizes = sharding.mesh_shape(mesh, devices, experiment.model, slices=slices[0])
     except UserError as problem:
         yield str(problem)
         return
@@ -354,10 +355,10 @@ def _mesh(experiment: Experiment, devices: int | None) -> Iterator[str]:
     yield from sharding.misfits(sizes, experiment.model)
 
 
-def _sampler_mesh(experiment: Experiment, placement: Placement) -> Iterator[str]:
+def _sampler_mesh(experiment: Experiment, placement: Placement, slices: int) -> Iterator[str]:
     """The same for the sampler's own devices."""
     try:
-        sizes = sharding.mesh_shape(placement.mesh, placement.devices, experiment.model)
+        sizes = sharding.mesh_shape(placement.mesh, placement.devices, experiment.model, slices=slices)
     except UserError as problem:
         yield f"placement.{problem}"
         return

@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from gspax import config
 from gspax.aot import chips
 from gspax.aot.chips import Topology
 from gspax.config import Experiment
 from gspax.errors import UserError
 from gspax.placement import meshes
-from gspax.validation import check
 
 Rate = Callable[[tuple[str, ...]], float]
 
@@ -55,10 +53,8 @@ def sides(experiment: Experiment, topology: Topology) -> tuple[Side, Side]:
         the sampler is to have a part of a slice of several.
     """
     learner, sampler = _parts(experiment, topology)
-    experiment = _along_slices(experiment, learner.slices, sampler.slices)
     shared = learner is sampler  # no placement, or one in a slice that both have a part of
     devices = [*chips.devices(learner), *(() if shared else chips.devices(sampler))]
-    check(experiment, len(devices))
     mesh, own = meshes(experiment, devices)
     if experiment.placement is None:
         both = Side(name="", mesh=mesh, topology=topology)
@@ -78,18 +74,6 @@ def _parts(experiment: Experiment, topology: Topology) -> tuple[Topology, Topolo
             f"all, got {wanted} (a part of a slice is compiled for where there is one slice alone)"
         )
     return replace(topology, slices=topology.slices - own), replace(topology, slices=own)
-
-
-def _along_slices(experiment: Experiment, learner: int, sampler: int) -> Experiment:
-    """With the mesh's axis `slice` said where several slices choose it, for a check that is not told of slices."""
-
-    def said(mesh: config.Mesh, slices: int) -> config.Mesh:
-        return replace(mesh, slice=slices) if slices > 1 and mesh.slice == 0 else mesh
-
-    placement = experiment.placement
-    if placement is not None:
-        placement = replace(placement, mesh=said(placement.mesh, sampler))
-    return replace(experiment, mesh=said(experiment.mesh, learner), placement=placement)
 
 
 def link_rate(coords: np.ndarray, mesh: dict[str, int], topology: Topology) -> Rate:
