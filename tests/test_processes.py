@@ -168,6 +168,10 @@ address, index, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 distributed.join(distributed.Place(address, 2, index), {}, 100)
 assert exchange.gather("long" * (1 + 999 * index)) == ["long", "long" * 1000]
 assert exchange.merged([None, "b"] if index else ["a", None]) == ["a", "b"]
+for number in range(20):
+    assert exchange.gather((index, number)) == [(0, number), (1, number)]
+left = jax._src.distributed.global_state.client.key_value_dir_get_bytes("gspax/")
+assert len(left) <= 2 + 2 + 2, f"counters, the last two answers, what one has given since: {left}"
 
 def fail():
     if index == 1:
