@@ -97,6 +97,9 @@ def test_fsdp_splits_the_parameters_and_data_does_not():
     assert "one gathered layer" in fsdp.learner
     assert "one gathered layer" not in data.learner
     assert fsdp.activations["none"] == data.activations["none"] == one.activations["none"] // 8
+    head = "the head's gradient before it is summed, float32"
+    whole = 4 * EXPERIMENT.model.vocab_size * EXPERIMENT.model.hidden_size
+    assert fsdp.learner[head] == data.learner[head] == whole and head not in one.learner
 
 
 def test_the_tensor_axis_splits_heads_widths_and_vocabulary():

@@ -25,6 +25,7 @@ B, T = 16, 12
 LOSSES = {"gspo": losses.gspo, "gspo_token": losses.gspo_token, "grpo": losses.grpo, "nll": sft.nll}
 SGD = optax.sgd(1.0)  # the parameters' change is the gradient
 TEMPERATURE = 0.8
+SCORING = 3  # what log-probs run on each device: two copies of the head are made, one of them for its gradient alone
 
 
 @functools.cache
@@ -158,11 +159,9 @@ def test_on_a_mesh_each_device_runs_its_own_rows_through_attention_and_experts()
     devices = sharding.make_mesh(config.Mesh())
     state = abstract_state(CONFIG, SGD, devices)
     update = make_step(losses.gspo, SGD, mesh=devices)
-    assert tiny.primitives(update, state, batch()).count("shard_map") >= 4, (
-        "attention and experts, forward and backward"
-    )
+    assert tiny.primitives(update, state, batch()).count("shard_map") >= 2 * (2 + SCORING), "forward and backward"
     score = train_step.make_score(CONFIG, mesh=devices)
-    assert tiny.primitives(score, state.params, batch()).count("shard_map") == 2
+    assert tiny.primitives(score, state.params, batch()).count("shard_map") == 2 + SCORING
 
 
 @functools.cache

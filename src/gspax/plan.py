@@ -153,6 +153,7 @@ def _learner_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, in
         **_on_device(experiment, mesh),
         **_reference_bytes(experiment, own),
         "one gathered layer": _gathered_bytes(config, mesh),
+        "the head's gradient before it is summed, float32": _head_bytes(experiment, mesh),
         f"activations, estimated, remat={config.remat}": _activation_bytes(experiment, mesh),
         # The logits, their softmax and its gradient.
         f"logits of {chunk} positions": 3 * FLOAT32 * micro_rows * chunk * config.vocab_size // mesh["tensor"],
@@ -160,6 +161,13 @@ def _learner_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, in
         "rollout batch": _rollout_bytes(experiment, mesh),
     }
     return {part: size for part, size in parts.items() if size}
+
+
+def _head_bytes(experiment: Experiment, mesh: dict[str, int]) -> int:
+    """Where rows or positions are split, each device adds up what its own say about the whole head (`scoring`)."""
+    if experiment.lora is not None or sharding.batch_shards(mesh) * mesh["context"] == 1:
+        return 0
+    return FLOAT32 * experiment.model.vocab_size * experiment.model.hidden_size // mesh["tensor"]
 
 
 def _weight_shards(mesh: dict[str, int]) -> int:

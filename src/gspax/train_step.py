@@ -19,12 +19,12 @@ from jax.experimental.shard_alike import shard_alike
 
 from gspax import losses
 from gspax.config import LOGIT_BUDGET, Experiment
-from gspax.losses.logprobs import chunked_token_logp
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
 from gspax.model.low_rank import combine, is_low_rank, partition
 from gspax.objective import Common, Objective, Outputs, of_experiment
 from gspax.routing import expert_load
+from gspax.scoring import score_tokens
 from gspax.sharding import batch_shards, constrain
 from gspax.types import Array, Batch, Params, TrainState
 
@@ -134,23 +134,16 @@ def forward(
         if batch.expert_BLTA is None:
             raise ValueError("batch.expert_BLTA: wanted the experts to replay, got None")
         forced_LBTA = batch.expert_BLTA.swapaxes(0, 1)
-    (rows, T), vocabulary, stretches = batch.tokens_BT.shape, config.vocab_size, 1
+    (rows, T), vocabulary, fill = batch.tokens_BT.shape, config.vocab_size, (0, 0)
     if mesh is not None:
         rows, vocabulary = rows // batch_shards(mesh), vocabulary // mesh.shape["tensor"]
-        stretches = mesh.shape["context"]
-    fill = (0, -T % stretches)  # with padding, so that the devices of a row have equal parts of it
+        fill = (0, -T % mesh.shape["context"])  # with padding, so that the devices of a row have equal parts of it
     tokens_BT, segment_BT = (jnp.pad(x_BT, ((0, 0), fill)) for x_BT in (batch.tokens_BT, batch.segment_BT))
     if forced_LBTA is not None:
         forced_LBTA = jnp.pad(forced_LBTA, ((0, 0), (0, 0), fill, (0, 0)))
     hidden_BTD, routing = transformer.apply(params, config, tokens_BT, segment_BT, forced_LBTA=forced_LBTA, mesh=mesh)
-    scores = chunked_token_logp(
-        partial(transformer.logits, params),
-        hidden_BTD,
-        tokens_BT,
-        temperature=temperature,
-        chunk=max(1, LOGIT_BUDGET // (rows * vocabulary)),
-        stretches=stretches,
-    )
+    chunk = max(1, LOGIT_BUDGET // (rows * vocabulary))
+    scores = score_tokens(params, hidden_BTD, tokens_BT, temperature=temperature, chunk=chunk, mesh=mesh)
     logp_BT, entropy_BT = (x_BT[:, :T] for x_BT in scores)
     return Outputs(logp_BT, entropy_BT, jax.tree.map(lambda x_LBT: x_LBT[:, :, :T], routing))
 

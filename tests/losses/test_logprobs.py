@@ -9,6 +9,7 @@ import pytest
 import reference
 
 from gspax import losses
+from gspax.losses import logprobs
 
 B, T, D, V = 3, 11, 5, 7
 
@@ -99,28 +100,32 @@ def test_chunks_equal_the_whole_in_value_and_gradient(chunk, compiled):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk, stretches", [(2, 2), (5, 2), (1, 5), (11, 10)])
-def test_chunks_of_several_stretches_equal_the_whole_too(chunk, stretches):
-    """Of stretches of 5 positions, chunks of 2 leave a remainder; the last position's output stays unused."""
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_parts_of_the_positions_may_be_scored_each_by_itself(parts):
+    """As by devices that have a part each: no position looks at another before the shift, which keeps the length."""
     hidden, matrix, tokens = inputs()
     hidden, tokens = hidden[:, :10], tokens[:, :10]
+    how = {"temperature": 0.7, "chunk": 4}
 
-    def total(hidden, matrix, **how):
-        logp, entropy = losses.chunked_token_logp(lambda h: h @ matrix, hidden, tokens, temperature=0.7, **how)
-        return (logp * WEIGHT[0, :, :10] + entropy * WEIGHT[1, :, :10]).sum(), (logp, entropy)
+    def total(scored):
+        logp, entropy = scored
+        return (logp * WEIGHT[0, :, :10] + entropy * WEIGHT[1, :, :10]).sum(), scored
 
-    gradient = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True), static_argnames=("chunk", "stretches"))
-    got, wanted = (gradient(hidden, matrix, **how) for how in ({"chunk": chunk, "stretches": stretches}, {"chunk": 10}))
+    def by_parts(hidden, matrix):
+        def score(hidden, tokens):
+            pairs = zip(jnp.split(hidden, parts, axis=1), jnp.split(tokens, parts, axis=1), strict=True)
+            scores = [logprobs.chunked_scores(lambda h: h @ matrix, *pair, **how) for pair in pairs]
+            return tuple(jnp.concatenate(each, axis=1) for each in zip(*scores, strict=True))
+
+        return total(logprobs.shift(score, hidden, tokens, keep_length=True))
+
+    def whole(hidden, matrix):
+        return total(losses.chunked_token_logp(lambda h: h @ matrix, hidden, tokens, **how))
+
+    got, wanted = (jax.jit(jax.grad(f, argnums=(0, 1), has_aux=True))(hidden, matrix) for f in (by_parts, whole))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     assert not got[0][0][:, -1].any() and not got[1][0][:, 0].any()
-
-
-@pytest.mark.parametrize("stretches", [0, 3])
-def test_stretches_that_do_not_divide_the_row_are_refused(stretches):
-    hidden, matrix, tokens = inputs()
-    with pytest.raises(ValueError, match="stretches must be a divisor of the 11 positions"):
-        losses.chunked_token_logp(lambda h: h @ matrix, hidden, tokens, chunk=4, stretches=stretches)
 
 
 @pytest.mark.parametrize("chunk, looped", ((1, True), (4, True), (9, True), (10, False), (11, False), (12, False)))

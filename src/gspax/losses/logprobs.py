@@ -1,14 +1,15 @@
 """Log-probabilities of given tokens, from logits or from hidden states in chunks.
 
 `logp_BT[b, t]` is the log-probability of `tokens_BT[b, t]`. A model's output at position t is about token t + 1;
-`_shift` is the one place that knows. Column 0 has nothing that predicts it: it holds 0 and is never masked in.
+`shift` is the one place that knows. Column 0 has nothing that predicts it: it holds 0 and is never masked in.
 
-Letters: B rows, T tokens, S stretches of L tokens, K chunks, C positions of one, V vocabulary, D model.
+Letters: B rows, T tokens, K chunks, C positions of one, V vocabulary, D model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ def token_logp(logits_BTV: Array, tokens_BT: Array, *, temperature: float = 1.0)
     logits_BTV = checks.array("logits_BTV", logits_BTV, jnp.float32, "BTV", _FINER)
     tokens_BT = _tokens(tokens_BT, "logits_BTV", logits_BTV)
     temperature = checks.positive("temperature", temperature)
-    return _shift(lambda logits, tokens: _scores(logits, tokens, temperature)[0], logits_BTV, tokens_BT)
+    return shift(lambda logits, tokens: _scores(logits, tokens, temperature)[0], logits_BTV, tokens_BT)
 
 
 def chunked_token_logp(
@@ -46,7 +47,6 @@ def chunked_token_logp(
     *,
     temperature: float = 1.0,
     chunk: int,
-    stretches: int = 1,
 ) -> tuple[Array, Array]:
     """`token_logp(project(hidden_BTD), tokens_BT)` and the entropy, without ever holding the logits of all positions.
 
@@ -60,8 +60,6 @@ def chunked_token_logp(
       tokens_BT: int32 [B, T], each in [0, V).
       temperature: the logits are divided by it.
       chunk: positions at a time, at least 1; need not divide T.
-      stretches: where the time axis is split over so many devices: `chunk` positions of each of so many equal stretches
-        of the rows at a time, so that all devices have work all the time.
 
     Returns:
       logp_BT and entropy_BT, float32 [B, T]. `entropy_BT[b, t]` (in nats) is of the distribution that
@@ -69,34 +67,48 @@ def chunked_token_logp(
 
     Raises:
       TypeError: logits that are not float32, tokens that are not int32, a number that is none.
-      ValueError: shapes do not fit; temperature not above 0; chunk below 1; stretches that do not divide T.
+      ValueError: shapes do not fit; temperature not above 0; chunk below 1.
     """
-    if getattr(hidden_BTD, "ndim", None) != 3:
-        raise ValueError(f"hidden_BTD must be an array [B, T, D]; got {_describe(hidden_BTD)}")
-    tokens_BT = _tokens(tokens_BT, "hidden_BTD", hidden_BTD)
+    score = partial(chunked_scores, project, temperature=temperature, chunk=chunk)
+    return shift(score, *_hidden_and_tokens(hidden_BTD, tokens_BT))
+
+
+def chunked_scores(
+    project: Callable[[Array], Array],
+    hidden_BTD: Array,
+    tokens_BT: Array,
+    *,
+    temperature: float = 1.0,
+    chunk: int,
+) -> tuple[Array, Array]:
+    """`chunked_token_logp` before the shift: column t is about `tokens_BT[b, t]` by the output at t itself.
+
+    As every position stands for itself, any part of the rows and positions can be scored where it lies. Arguments and
+    errors are those of `chunked_token_logp`.
+    """
+    hidden_BTD, tokens_BT = _hidden_and_tokens(hidden_BTD, tokens_BT)
     temperature = checks.positive("temperature", temperature)
     if isinstance(chunk, bool) or not isinstance(chunk, int):
         raise TypeError(f"chunk must be a Python int; got {_describe(chunk)}")
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1; got {chunk}")
-    if stretches < 1 or hidden_BTD.shape[1] % stretches:
-        raise ValueError(f"stretches must be a divisor of the {hidden_BTD.shape[1]} positions; got {stretches}")
 
     def scores(hidden_BCD: Array, tokens_BC: Array) -> tuple[Array, Array]:
         logits_BCV = checks.array("the result of project", project(hidden_BCD), jnp.float32, "BCV", _FINER)
         checks.same_shape("the result of project", logits_BCV[..., 0], "its argument [B, C]", tokens_BC.shape)
         return _scores(logits_BCV, tokens_BC, temperature)
 
-    def chunked(hidden_BTD: Array, tokens_BT: Array) -> tuple[Array, Array]:
-        return _in_chunks(scores, hidden_BTD, tokens_BT, chunk, stretches)
-
-    return _shift(chunked, hidden_BTD, tokens_BT, keep_length=stretches > 1)
+    return _in_chunks(scores, hidden_BTD, tokens_BT, chunk)
 
 
-def _shift(score: Callable[[Array, Array], Any], output: Array, tokens_BT: Array, *, keep_length: bool = False) -> Any:
+def shift(score: Callable[[Array, Array], Any], output: Array, tokens_BT: Array, *, keep_length: bool = False) -> Any:
     """Score token t + 1 with the model's output at t, and put the result in column t + 1. The only shift in gspax.
 
-    To keep the length, T is what is scored: the last output too, with the first token, and that result is dropped.
+    To keep the length, as where the time axis is split over devices, T is what is scored: the last output too, with the
+    first token, and that result is dropped.
+
+    Args:
+      score: (output [B, T', ...], tokens_BT') -> arrays [B, T'], position by position; T' is T - 1 or, kept, T.
     """
     if keep_length:
         scored = jax.tree.map(lambda x: x[:, :-1], score(output, jnp.roll(tokens_BT, -1, axis=1)))
@@ -119,33 +131,29 @@ def _scores(logits_BCV: Array, tokens_BC: Array, temperature: float) -> tuple[Ar
 
 
 def _in_chunks(
-    scores: Callable[[Array, Array], tuple[Array, Array]],
-    hidden_BTD: Array,
-    tokens_BT: Array,
-    chunk: int,
-    stretches: int,
+    scores: Callable[[Array, Array], tuple[Array, Array]], hidden_BTD: Array, tokens_BT: Array, chunk: int
 ) -> tuple[Array, Array]:
-    """`scores(hidden_BTD, tokens_BT)`, `chunk` positions of each stretch at a time."""
+    """`scores(hidden_BTD, tokens_BT)`, `chunk` positions at a time."""
     B, T, D = hidden_BTD.shape
-    S, L = stretches, T // stretches
-    if chunk >= L:
+    if chunk >= T:
         return scores(hidden_BTD, tokens_BT)
-    K = -(-L // chunk)
+    K = -(-T // chunk)
     # Filled up with the last position, not with zeros: a projection is sure to be finite there, with its derivative.
-    fill = (0, K * chunk - L)
-    hidden_BSLD = jnp.pad(hidden_BTD.reshape(B, S, L, D), ((0, 0), (0, 0), fill, (0, 0)), mode="edge")
-    tokens_BSL = jnp.pad(tokens_BT.reshape(B, S, L), ((0, 0), (0, 0), fill), mode="edge")
-    hidden_KBCD = jnp.moveaxis(hidden_BSLD.reshape(B, S, K, chunk, D), 2, 0).reshape(K, B, S * chunk, D)
-    tokens_KBC = jnp.moveaxis(tokens_BSL.reshape(B, S, K, chunk), 2, 0).reshape(K, B, S * chunk)
+    fill = (0, K * chunk - T)
+    hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), fill, (0, 0)), mode="edge")
+    tokens_BT = jnp.pad(tokens_BT, ((0, 0), fill), mode="edge")
+    hidden_KBCD = hidden_BTD.reshape(B, K, chunk, D).swapaxes(0, 1)
+    tokens_KBC = tokens_BT.reshape(B, K, chunk).swapaxes(0, 1)
     # prevent_cse is for code outside a loop; inside one it only hinders the compiler.
     body = jax.checkpoint(scores, prevent_cse=False)
     _, scores_KBC = jax.lax.scan(lambda carry, x: (carry, body(*x)), None, (hidden_KBCD, tokens_KBC))
+    return jax.tree.map(lambda x_KBC: x_KBC.swapaxes(0, 1).reshape(B, K * chunk)[:, :T], scores_KBC)
 
-    def joined(x_KBC: Array) -> Array:
-        x_BSKC = jnp.moveaxis(x_KBC.reshape(K, B, S, chunk), 0, 2)
-        return x_BSKC.reshape(B, S, K * chunk)[:, :, :L].reshape(B, T)
 
-    return jax.tree.map(joined, scores_KBC)
+def _hidden_and_tokens(hidden_BTD: Any, tokens_BT: Any) -> tuple[Array, Array]:
+    if getattr(hidden_BTD, "ndim", None) != 3:
+        raise ValueError(f"hidden_BTD must be an array [B, T, D]; got {_describe(hidden_BTD)}")
+    return hidden_BTD, _tokens(tokens_BT, "hidden_BTD", hidden_BTD)
 
 
 def _tokens(tokens_BT: Any, name: str, output: Array) -> Array:

@@ -235,9 +235,13 @@ def apply_layer(params: Params, config: ModelConfig, run: int, layer: Array, x_B
 
 
 def logits(params: Params, hidden: Array) -> Array:
-    """Float32 logits `[..., V]` of hidden states `[..., D]`; with tied embeddings the head is the embedding."""
-    head_DV = params["head"] if "head" in params else params["embedding"].T
-    return jnp.matmul(hidden, head_DV.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    """Float32 logits `[..., V]` of hidden states `[..., D]`."""
+    return jnp.matmul(hidden, head(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+
+def head(params: Params) -> Array:
+    """head_DV, what hidden states are multiplied with: with tied embeddings the embedding."""
+    return params["head"] if "head" in params else params["embedding"].T
 
 
 def prefill(
