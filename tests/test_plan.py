@@ -1,5 +1,6 @@
 """The dry run's numbers against the model's real shapes and the published sizes."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import stub_experiment
 from tiny import CONFIGS
 
-from gspax import adapters, sharding
+from gspax import adapters, config, sharding
 from gspax.experiment import load, override
 from gspax.model import presets, transformer
 from gspax.model.config import is_sparse
@@ -211,3 +212,18 @@ def test_overridden_keys_are_marked():
     assert "optimizer.b1" in marked
     assert not any(key.startswith("sampling") for key in marked)
     assert "\n* " not in render(plan(EXPERIMENT, 1))
+
+
+def test_a_sampler_on_devices_of_its_own_holds_what_is_pushed_and_no_moments():
+    half = replace(EXPERIMENT, model=replace(EXPERIMENT.model, dtype="bfloat16"))
+    apart = replace(half, placement=config.Placement(devices=2, staleness=2))
+    found, alone = plan(apart, 6), plan(half, 4)
+    assert found.mesh == alone.mesh and math.prod(found.sampler_mesh.values()) == 2
+    assert found.learner == alone.learner
+    pushed = found.sampler["parameters, bfloat16, pushed 3 times"]
+    assert pushed == 3 * 2 * math.ceil(parameter_count(half.model) / 2)
+    assert "Adam moments, float32" in alone.sampler and "Adam moments, float32" not in found.sampler
+    two = plan(half, 2)
+    for part in ("cache of the completions", "one gathered layer"):
+        assert found.sampler[part] == two.sampler[part] > 0
+    assert "fsdp=4: 4 devices of the learner; fsdp=2: 2 devices of the sampler (" in render(found)

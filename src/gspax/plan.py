@@ -28,9 +28,9 @@ class Plan:
 
     settings: dict[str, Any]  # dotted key -> value
     overridden: tuple[str, ...]  # keys given on the command line
-    devices: int
     mesh: dict[str, int]
-    why: str  # the mesh is so
+    sampler_mesh: dict[str, int] | None  # of a sampler's own devices
+    why: str  # the (learner's) mesh is so
     parameters: int
     active_parameters: int
     rows: int  # of a rollout batch
@@ -53,15 +53,16 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
       UserError: the mesh does not fit the devices.
     """
     config, sampling, schedule = experiment.model, experiment.sampling, experiment.schedule
-    apart = experiment.placement.devices if experiment.placement else 0
-    mesh = sharding.mesh_shape(experiment.mesh, devices - apart, config)
+    placement = experiment.placement
+    own = sharding.mesh_shape(placement.mesh, placement.devices, config) if placement else None
+    mesh = sharding.mesh_shape(experiment.mesh, devices - (placement.devices if placement else 0), config)
     rows, length = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
     parameters = parameter_count(config)
     return Plan(
         settings=flatten(describe(experiment)),
         overridden=tuple(overridden),
-        devices=devices,
         mesh=mesh,
+        sampler_mesh=own,
         why=sharding.explain(experiment.mesh, mesh, config),
         parameters=parameters,
         active_parameters=active_parameter_count(config),
@@ -72,7 +73,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         steps=schedule.steps,
         warm_start_updates=experiment.warm_start.steps if experiment.warm_start else 0,
         learner=_learner_bytes(experiment, mesh),
-        sampler=_sampler_bytes(experiment, mesh),
+        sampler=_sampler_bytes(experiment, own or mesh),
         activations={
             remat: _activation_bytes(replace(experiment, model=replace(config, remat=remat)), mesh)
             for remat in get_args(Remat)
@@ -176,19 +177,15 @@ def _weight_shards(mesh: dict[str, int]) -> int:
 
 
 def _sampler_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
-    """What is alive while completions are drawn: no gradients, but the moments stay."""
+    """What is alive while completions are drawn on this mesh, the sampler's own or the learner's."""
     config, sampling = experiment.model, experiment.sampling
-    own = _size(config.param_dtype) * math.ceil(parameter_count(config) / _weight_shards(mesh))
     prompts = math.ceil(sampling.prompts / sharding.batch_shards(mesh))
     rows = prompts * sampling.group
     rows = rows if rows % mesh["context"] else rows // mesh["context"]
     heads = config.num_key_value_heads // mesh["tensor"]
     position = 2 * _dtype_bytes(config) * config.num_hidden_layers * heads * config.head_dim
     parts = {
-        f"parameters, {config.param_dtype}": own,
-        "the same with adapters added": own if experiment.lora is not None else 0,
-        **_on_device(experiment, mesh),
-        **_reference_bytes(experiment, own),
+        **(_kept_bytes(experiment, mesh) if experiment.placement is None else _pushed_bytes(experiment, mesh)),
         "one gathered layer": _gathered_bytes(config, mesh),
         "cache of the prompts, once per prompt": position * prompts * sampling.max_prompt_tokens,
         "cache of the completions": position * rows * sampling.max_tokens,
@@ -196,6 +193,25 @@ def _sampler_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, in
         "rollout batch": _rollout_bytes(experiment, mesh),
     }
     return {part: size for part, size in parts.items() if size}
+
+
+def _kept_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
+    """What the learner's devices hold while they draw: no gradients, but the moments stay."""
+    own = _size(experiment.model.param_dtype) * math.ceil(parameter_count(experiment.model) / _weight_shards(mesh))
+    return {
+        f"parameters, {experiment.model.param_dtype}": own,
+        "the same with adapters added": own if experiment.lora is not None else 0,
+        **_on_device(experiment, mesh),
+        **_reference_bytes(experiment, own),
+    }
+
+
+def _pushed_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
+    """What a sampler's own devices hold: the parameters of the batch that is drawn, and of those drawn ahead."""
+    assert experiment.placement is not None
+    pushes = 1 + experiment.placement.staleness
+    own = _dtype_bytes(experiment.model) * math.ceil(parameter_count(experiment.model) / _weight_shards(mesh))
+    return {f"parameters, {experiment.model.dtype}, pushed {pushes} times": pushes * own}
 
 
 def _microbatch_rows(experiment: Experiment, mesh: dict[str, int]) -> int:
@@ -328,14 +344,12 @@ def render(plan: Plan) -> str:
     for key, value in plan.settings.items():
         mark = "*" if any(key == given or key.startswith(given + ".") for given in plan.overridden) else " "
         lines.append(f"{mark} {key:<{width}}  {show(value)}")
-    several = "s" if plan.devices > 1 else ""
     per_step = f"{plan.updates} updates, at most {plan.completion_tokens:,} tokens drawn, {plan.tokens:,} trained on"
     lines += [
         "",
         f"Model       {_count(plan.parameters)} parameters, {_count(plan.active_parameters)} active per token "
         "(embedding and head counted in both)",
-        f"Mesh        {', '.join(f'{axis}={size}' for axis, size in plan.mesh.items() if size > 1) or 'all axes 1'}: "
-        f"{plan.devices} device{several} (--devices N for another number)",
+        f"Mesh        {_meshes(plan)} (--devices N for another number)",
         f"            {plan.why}",
         f"One step    {plan.rows:,} rows, {per_step}",
         f"In total    {plan.steps:,} steps, {plan.steps * plan.updates:,} updates, "
@@ -356,6 +370,16 @@ def render(plan: Plan) -> str:
     if plan.host:
         lines.append(f"In the host's memory, for each device: the optimiser's state, {_bytes(plan.host)}")
     return "\n".join(lines)
+
+
+def _meshes(plan: Plan) -> str:
+    def axes(mesh: dict[str, int]) -> str:
+        devices = math.prod(mesh.values())
+        named = ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "all axes 1"
+        return f"{named}: {devices} device{'s' if devices > 1 else ''}"
+
+    own = plan.sampler_mesh
+    return axes(plan.mesh) + (f" of the learner; {axes(own)} of the sampler" if own else "")
 
 
 def _count(number: int) -> str:
