@@ -19,8 +19,8 @@ from gspax.aot.sides import Side
 from gspax.bench import forward_flops
 from gspax.compile import Compiled, Memory, Phase, Times
 from gspax.config import Mesh, Placement, Sampling
+from gspax.counts import parameter_count
 from gspax.experiment import load
-from gspax.plan import parameter_count
 from gspax.sharding import AXES, make_mesh
 
 ROOT = Path(__file__).parents[1]

@@ -12,10 +12,11 @@ import stub_experiment
 from tiny import CONFIGS
 
 from gspax import adapters, config, sharding
+from gspax.counts import active_parameter_count, parameter_count, trained_count
 from gspax.experiment import load, override
 from gspax.model import presets, transformer
 from gspax.model.config import is_sparse
-from gspax.plan import LOGIT_BUDGET, active_parameter_count, parameter_count, plan, render, trained_count
+from gspax.plan import LOGIT_BUDGET, plan, render
 
 EXPERIMENT = load(Path(stub_experiment.__file__))
 PRESETS = {name: getattr(presets, name) for name in ("tiny_moe", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_235b_a22b")}

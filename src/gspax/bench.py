@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from gspax.config import Experiment
+from gspax.counts import active_parameter_count
 from gspax.loop import make_learner, rollout_and_update
 from gspax.model.config import ModelConfig
-from gspax.plan import active_parameter_count
 from gspax.state import add_adapters, init_state
 
 STEPS = 7  # after the first

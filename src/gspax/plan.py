@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 from gspax import sharding
 from gspax.config import LOGIT_BUDGET, SCORE_BUDGET, Experiment, trained_dtype
+from gspax.counts import active_parameter_count, attention_count, mlp_count, parameter_count, trained_count
 from gspax.description import describe, flatten, show
 from gspax.model.config import ModelConfig, Remat, is_sparse
 
@@ -81,59 +82,6 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         host=sum(_optimizer_bytes(experiment, mesh).values()) if experiment.optimizer.offload else 0,
         checkpoint=(2 * FLOAT32 + _trained_bytes(experiment) + _master_bytes(experiment)) * trained_count(experiment),
     )
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Numbers in the model's parameters, embedding and head included."""
-    return _outer_count(config) + sum(
-        _attention_count(config) + _mlp_count(config, layer, config.num_experts)
-        for layer in range(config.num_hidden_layers)
-    )
-
-
-def active_parameter_count(config: ModelConfig) -> int:
-    """The parameters that belong to one token's path, with only its own experts; embedding and head counted whole, as
-    in the published "A3B" and "A22B"."""
-    return _outer_count(config) + sum(
-        _attention_count(config) + _mlp_count(config, layer, config.num_experts_per_tok)
-        for layer in range(config.num_hidden_layers)
-    )
-
-
-def trained_count(experiment: Experiment) -> int:
-    """Numbers that have a gradient: those of the adapters, if there are any, else all parameters."""
-    config, lora = experiment.model, experiment.lora
-    if lora is None:
-        return parameter_count(config)
-    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    attention = 2 * (D + N * H) + 2 * (D + K * H) if lora.attention else 0
-    total = 0
-    for layer in range(config.num_hidden_layers):
-        sparse = is_sparse(config, layer)
-        experts, width = (config.num_experts, config.moe_intermediate_size) if sparse else (1, config.intermediate_size)
-        total += lora.rank * (attention + (3 * experts * (D + width) if lora.mlp else 0))
-    return total
-
-
-def _outer_count(config: ModelConfig) -> int:
-    """Embedding, final norm and, unless tied, head."""
-    tables = 1 if config.tie_word_embeddings else 2
-    return tables * config.vocab_size * config.hidden_size + config.hidden_size
-
-
-def _attention_count(config: ModelConfig) -> int:
-    """Projections and their biases, the norms of queries and keys, and the layer's two norms."""
-    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    biases = N * H + 2 * K * H + D if config.attention_bias else 0
-    return 2 * D * N * H + 2 * D * K * H + biases + 2 * H + 2 * D
-
-
-def _mlp_count(config: ModelConfig, layer: int, experts: int) -> int:
-    """The router and so many experts, or one dense network."""
-    D = config.hidden_size
-    if is_sparse(config, layer):
-        return D * config.num_experts + 3 * experts * D * config.moe_intermediate_size
-    return 3 * D * config.intermediate_size
 
 
 def _learner_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
@@ -234,8 +182,8 @@ def _gathered_bytes(config: ModelConfig, mesh: dict[str, int]) -> int:
     if mesh["fsdp"] * mesh["expert"] == 1:
         return 0
     own = config.num_experts // mesh["expert"]
-    layers = [_mlp_count(config, layer, own) for layer in range(config.num_hidden_layers)]
-    largest = max(max(layers) + _attention_count(config), config.vocab_size * config.hidden_size)
+    layers = [mlp_count(config, layer, own) for layer in range(config.num_hidden_layers)]
+    largest = max(max(layers) + attention_count(config), config.vocab_size * config.hidden_size)
     return _dtype_bytes(config) * largest // mesh["tensor"]
 
 
