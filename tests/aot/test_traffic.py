@@ -26,6 +26,38 @@ INSIDE = """
   ROOT %u = f32[48,64]{1,0} dynamic-update-slice(%p0, %two, %p2)
 }
 
+%nested (p0: s32[], p1: f32[48,64], p2: f32[1,64]) -> f32[1,64] {
+  %p0 = s32[] parameter(0)
+  %p1 = f32[48,64]{1,0} parameter(1)
+  %p2 = f32[1,64]{1,0} parameter(2)
+  %l = f32[1,64]{1,0} fusion(%p1, %p0), kind=kLoop, calls=%layer
+  ROOT %a = f32[1,64]{1,0} add(%l, %p2)
+}
+
+%flat (p0: f32[48,64]) -> f32[3072] {
+  %p0 = f32[48,64]{1,0} parameter(0)
+  ROOT %b = f32[3072]{0} bitcast(%p0)
+}
+
+%renamed (p0: f32[48,64]) -> f32[3072] {
+  %p0 = f32[48,64]{1,0} parameter(0)
+  %b = f32[3072]{0} fusion(%p0), kind=kLoop, calls=%flat
+  ROOT %n = f32[3072]{0} negate(%b)
+}
+
+%shaped (p0: f32[48,64]) -> f32[3072] {
+  %p0 = f32[48,64]{1,0} parameter(0)
+  %n = f32[48,64]{1,0} negate(%p0)
+  ROOT %b = f32[3072]{0} fusion(%n), kind=kLoop, calls=%flat
+}
+
+%rewrite (p0: f32[48,64], p1: f32[1,64], p2: s32[]) -> f32[48,64] {
+  %p0 = f32[48,64]{1,0} parameter(0)
+  %p1 = f32[1,64]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  ROOT %w = f32[48,64]{1,0} fusion(%p0, %p1, %p2), kind=kLoop, calls=%write
+}
+
 %both (p0: f32[64]) -> (f32[64], bf16[64]) {
   %p0 = f32[64]{0} parameter(0)
   %n = f32[64]{0} negate(%p0)
@@ -49,6 +81,19 @@ LINES = {
     "a slice of a stack reads one layer": ("%r = f32[1,64]{1,0} fusion(%stack, %i), calls=%layer", 256 + 4 + 256),
     "an update in place writes one layer": (
         "%r = f32[48,64]{1,0} fusion(%stack, %row, %i), calls=%write",
+        256 + 4 + 256,
+    ),
+    "a slice in a fusion of a fusion reads one layer": (
+        "%r = f32[1,64]{1,0} fusion(%i, %stack, %row), calls=%nested",
+        4 + 3 * 256,
+    ),
+    "what a fusion of a fusion names anew is read where it is used": (
+        "%r = f32[3072]{0} fusion(%stack), calls=%renamed",
+        2 * 48 * 256,
+    ),
+    "and written where it was made": ("%r = f32[3072]{0} fusion(%stack), calls=%shaped", 2 * 48 * 256),
+    "an update in a fusion of a fusion writes one layer": (
+        "%r = f32[48,64]{1,0} fusion(%stack, %row, %i), calls=%rewrite",
         256 + 4 + 256,
     ),
     "several results": ("%r = (f32[64]{0}, bf16[64]{0}) fusion(%x), calls=%both", 256 + 256 + 128),

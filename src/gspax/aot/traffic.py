@@ -1,8 +1,8 @@
 """What a compiled program moves between a device's memory and its cores, read from its text.
 
 Every instruction reads its arguments and writes its result, a fusion being one instruction. A slice reads and an update
-in place writes only its part, in a fusion too. Arrays that the compiler keeps on the chip (memory space other than 0)
-cost nothing; the padding of layouts is not counted.
+in place writes only its part, in a fusion too, and in a fusion of fusions. Arrays that the compiler keeps on the chip
+(memory space other than 0) cost nothing; the padding of layouts is not counted.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ def _moved(each: Instruction, around: Computation, named: dict[str, Computation]
         source, target = each.type.rsplit("}), ", 1) if "}), " in each.type else ("", each.type)
         part = array_bytes(target)[0]
         return (part if memory_bytes(source + "}") else 0) + (part if memory_bytes(target) >= part else 0)
-    inside = named.get(each.attribute("calls"), {}) if each.opcode in FUSED else {}
-    if inside:
-        return _fusion(each, around, inside)
+    if inside := _fused(each, named):
+        return _fusion(each, around, inside, named)
     return _reads(each, around) + _writes(each, around)
 
 
@@ -86,21 +85,45 @@ def _writes(each: Instruction, around: Computation) -> int:
     return min(memory_bytes(each.type), sum(array_bytes(around[each.operands[place]].type)))
 
 
-def _fusion(each: Instruction, around: Computation, inside: Computation) -> int:
+def _fused(each: Instruction, named: dict[str, Computation]) -> Computation:
+    """What a fusion is of; empty for other instructions."""
+    return named.get(each.attribute("calls"), {}) if each.opcode in FUSED else {}
+
+
+def _root(inside: Computation) -> Instruction:
+    return next(each for each in inside.values() if each.root)
+
+
+def _number(parameter: Instruction) -> int:
+    return int(parameter.rest.split(")")[0])
+
+
+def _unnamed(each: Instruction, inside: Computation, named: dict[str, Computation]) -> Instruction:
+    """The instruction behind its further names: a bitcast gives one, or a fusion of nothing else."""
+    if each.opcode == "bitcast":
+        number = 0
+    elif (nested := _fused(each, named)) and (made := _unnamed(_root(nested), nested, named)).opcode == "parameter":
+        number = _number(made)
+    else:
+        return each
+    given = each.operands[number]
+    return _unnamed(inside[given], inside, named) if given in inside else each
+
+
+def _fusion(each: Instruction, around: Computation, inside: Computation, named: dict[str, Computation]) -> int:
     """What a fusion reads of its arguments, and writes of its results."""
     given = [memory_bytes(around[name].type) if name in around else 0 for name in each.operands]
     moved = 0
     for parameter in inside.values():
-        if parameter.opcode == "parameter":
-            number = int(parameter.rest.split(")")[0])
-            moved += min(given[number], _read_of(parameter, inside)) if number < len(given) else 0
-    root = next(instruction for instruction in inside.values() if instruction.root)
+        if parameter.opcode == "parameter" and (number := _number(parameter)) < len(given):
+            moved += min(given[number], _read_of(parameter, inside, named))
+    root = _root(inside)
     if ASYNC in root.attributes:  # its result is the collective's, among others
-        return moved + sum(_writes_of(inner, inside) for inner in inside.values() if _in_steps(inner))
+        return moved + sum(_writes_of(inner, inside, named) for inner in inside.values() if _in_steps(inner))
     results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
     parts = _split(each.type) if root.opcode == "tuple" else [each.type]
     for result, type_ in zip(results, parts, strict=False):
-        moved += min(memory_bytes(type_), _writes_of(result, inside))
+        moved += min(memory_bytes(type_), _writes_of(result, inside, named))
     return moved
 
 
@@ -113,15 +136,16 @@ def _starts(inside: Computation) -> bool:
     return any(f'"{ASYNC}Start"' in each.attributes for each in inside.values())
 
 
-def _read_of(parameter: Instruction, inside: Computation) -> int:
+def _read_of(parameter: Instruction, inside: Computation, named: dict[str, Computation]) -> int:
     """Bytes of a fusion's parameter that are looked at: all, what slices take, or none if it is only handed on."""
+    whole = sum(array_bytes(parameter.type))
     read = 0
     for user in inside.values():
         if parameter.name not in user.operands:
             continue
         first = user.operands[0] == parameter.name
-        if user.opcode == "bitcast":
-            read += _read_of(user, inside)
+        if _unnamed(user, inside, named) is _unnamed(parameter, inside, named):
+            read += _read_of(user, inside, named)
         elif user.opcode in SLICES and first:
             read += sum(array_bytes(user.type))
         elif (
@@ -131,16 +155,21 @@ def _read_of(parameter: Instruction, inside: Computation) -> int:
             or (_in_steps(user) and not _starts(inside))
         ):
             continue
+        elif nested := _fused(user, named):
+            for inner in nested.values():
+                if inner.opcode == "parameter" and user.operands[_number(inner)] == parameter.name:
+                    read += _read_of(inner, nested, named)
         else:
-            return sum(array_bytes(parameter.type))
-    return read
+            return whole
+    return min(whole, read)
 
 
-def _writes_of(result: Instruction, inside: Computation) -> int:
-    while result.opcode == "bitcast" and result.operands[0] in inside:
-        result = inside[result.operands[0]]
+def _writes_of(result: Instruction, inside: Computation, named: dict[str, Computation]) -> int:
+    result = _unnamed(result, inside, named)
     if result.opcode == "parameter" or ASYNC in result.attributes or (_in_steps(result) and not _starts(inside)):
         return 0
+    if nested := _fused(result, named):
+        return _writes_of(_root(nested), nested, named)
     if result.opcode == "dynamic-update-slice" and result.operands[1] in inside:
         return sum(array_bytes(inside[result.operands[1]].type))
     return sum(array_bytes(result.type))
