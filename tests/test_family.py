@@ -86,7 +86,16 @@ def group(found, name):
     return {key.removeprefix(f"{name}/") for key in found if key.startswith(f"{name}/")}
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def each(functions, *fast):
+    """These functions by name, and behind the marker `slow` all but the `fast` ones."""
+    named = {getattr(function, "func", function).__name__: function for function in functions}
+    return [
+        pytest.param(function, id=name, marks=() if name in fast else pytest.mark.slow)
+        for name, function in named.items()
+    ]
+
+
+@pytest.mark.parametrize("loss", each(LOSSES, "gspo", "grpo", "cispo", "dppo_kl"))
 def test_every_loss(loss):
     (first, second), _, _ = train({"loss": loss})
     assert group(first, "policy") >= POLICY and group(first, "mismatch") >= MISMATCH
@@ -94,18 +103,17 @@ def test_every_loss(loss):
     assert second["policy/ratio_max"] > second["policy/ratio_min"]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        correction.truncate_tokens,
-        correction.truncate_sequences,
-        correction.truncate_geometric,
-        correction.mask_tokens,
-        partial(correction.mask_sequences, low=0.5, high=2.0),
-        partial(correction.reject_geometric, low=0.999, high=1.001),
-    ],
-    ids=lambda function: getattr(function, "func", function).__name__,
+CORRECTIONS = (
+    correction.truncate_tokens,
+    correction.truncate_sequences,
+    correction.truncate_geometric,
+    correction.mask_tokens,
+    partial(correction.mask_sequences, low=0.5, high=2.0),
+    partial(correction.reject_geometric, low=0.999, high=1.001),
 )
+
+
+@pytest.mark.parametrize("function", each(CORRECTIONS, "truncate_tokens", "reject_geometric"))
 def test_every_correction(function):
     (first, _), _, _ = train({"correction": function})
     assert first["policy/correction_mean"] == pytest.approx(1, abs=1e-4), "sampler and learner are the same policy"

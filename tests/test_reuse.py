@@ -43,7 +43,7 @@ def check_reward(numbers):
     assert 0.9 < last <= 1
 
 
-@pytest.mark.parametrize("name", ["flax_linen", "plain_jax"])
+@pytest.mark.parametrize("name", ["plain_jax", pytest.param("flax_linen", marks=pytest.mark.slow)])
 def test_the_reward_rises(name):
     numbers = printed(FOLDER / f"{name}.py")
     check_reward(numbers)

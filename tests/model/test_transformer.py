@@ -174,7 +174,9 @@ def test_forced_routing_still_trains_the_router():
     assert np.abs(router).max() > 1e-4
 
 
-@pytest.mark.parametrize("policy", ["full", "offload", pytest.param("products", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", ["full", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("offload", "products"))]
+)
 def test_remat_changes_neither_value_nor_gradient(policy):
     config = tiny.MOE
     params, tokens = tiny.params(config), random_tokens(config, 2, 7)
@@ -200,7 +202,7 @@ def test_bfloat16_compute_keeps_float32_logits():
     assert np.abs(logits - exact).mean() < 0.1 * np.abs(exact).mean()
 
 
-@pytest.mark.parametrize("name", tiny.CONFIGS)
+@pytest.mark.parametrize("name", tiny.slow_but("moe", "some layers dense"))
 def test_every_parameter_has_known_axes_and_its_abstract_shape(name):
     config = tiny.CONFIGS[name]
     params = tiny.params(config)
