@@ -77,21 +77,50 @@ def test_one_batch_ahead_is_drawn_by_the_parameters_of_one_batch_before(learner)
     first, second = range(8, 16), range(16, 24)
     by_first = texts(learner, loop.draw(learner, learner.sampler.push(state.params), state, first[0]))
     for done in (0, 1):
-        loop.draw_ahead(no_checkpoints(learner), state, done, ahead)
-        assert len(ahead) == 2 and [each.done for each in ahead] == ([0, 0] if done == 0 else [0, 1])
+        drawn = loop.next_drawn(no_checkpoints(learner), state, done, ahead)
+        assert drawn.done == 0 and [each.done for each in ahead] == [done]
         if done == 1:
-            assert texts(learner, ahead[0]) == by_first
+            assert texts(learner, drawn) == by_first
             newest = loop.draw(learner, learner.sampler.push(state.params), state, first[0])
             assert texts(learner, newest) != by_first, "the update changed what is drawn"
             wanted = loop.draw(learner, learner.sampler.push(state.params), state, second[0])
-            assert texts(learner, ahead[1]) == texts(learner, wanted)
-        drawn = ahead.popleft()
+            assert texts(learner, ahead[0]) == texts(learner, wanted)
         state, metrics, _ = loop.learn(learner, state, None, drawn, Clock())
         stale.append(metrics["rollout/staleness"])
         if done == 0:
             assert metrics["mismatch/kl"] < 1e-6
     assert stale == [0.0, 1.0]
     assert metrics["mismatch/abs_diff"] > 1e-3, "old log-probs are those of the newest parameters"
+
+
+@pytest.mark.parametrize(
+    ("staleness", "wanted"),
+    [
+        (0, ["draw 0", "take 0", "learn", "draw 1", "take 1", "learn", "draw 2", "take 2", "learn"]),
+        (1, ["draw 0", "take 0", "draw 1", "learn", "take 1", "draw 2", "learn", "take 2", "draw 3", "learn"]),
+        (
+            2,
+            ["draw 0", "take 0", "draw 1", "draw 2", "learn", "take 1", "draw 3", "learn", "take 2", "draw 4", "learn"],
+        ),
+    ],
+)
+def test_a_batch_is_taken_before_the_sampler_is_told_more(learner, monkeypatch, staleness, wanted):
+    """Or else, between processes, what is taken would wait for what was told last, and neither side for nothing."""
+    said, ahead = [], deque()
+    ahead_of = no_checkpoints(learner)
+    ahead_of = replace(
+        ahead_of, experiment=replace(ahead_of.experiment, placement=Placement(devices=4, staleness=staleness))
+    )
+    pushing = replace(ahead_of.sampler, push=lambda params: params)
+    ahead_of = replace(ahead_of, sampler=pushing)
+    state = replace(fresh(learner), params=None, opt_state=None)
+    monkeypatch.setattr(loop, "draw", lambda learner, params, state, first: said.append(f"draw {first // 8}") or first)
+    monkeypatch.setattr(loop, "received", lambda learner, first: said.append(f"take {first // 8}"))
+    for done in range(3):
+        now = replace(state, position=state.position + 8 * done)
+        loop.next_drawn(ahead_of, now, done, ahead)
+        said.append("learn")
+    assert said == wanted
 
 
 def no_checkpoints(learner):

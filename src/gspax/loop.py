@@ -61,7 +61,8 @@ class Drawn:
 
     done: int  # rollout batches that its parameters had learnt from
     problems: list[Problem | None]
-    rollout: Rollout
+    rollout: Rollout  # on the sampler's mesh
+    arrived: Rollout  # on the learner's, once it is `received`
 
 
 def make_learner(experiment: Experiment) -> Learner:
@@ -96,8 +97,8 @@ def train(experiment: Experiment, workdir: Path) -> None:
             ahead: deque[Drawn] = deque()
             while done < schedule.steps:
                 clock = Clock()
-                draw_ahead(learner, state, done, ahead)
-                state, metrics, rows = learn(learner, state, reference, ahead.popleft(), clock)
+                drawn = next_drawn(learner, state, done, ahead)
+                state, metrics, rows = learn(learner, state, reference, drawn, clock)
                 done += 1
                 if done == 1:
                     warn_of_noise(learner.experiment, metrics)
@@ -181,18 +182,34 @@ def rollout_and_update(
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One rollout batch and its optimiser updates: the new state, the metrics, and `rewards.completions`."""
     clock = Clock()
-    drawn = draw(learner, learner.sampler.push(state.params), state, problems_taken(state))
-    return learn(learner, state, reference, drawn, clock)
+    return learn(learner, state, reference, next_drawn(learner, state, 0, deque(), last=0), clock)
 
 
-def draw_ahead(learner: Learner, state: TrainState, done: int, ahead: deque[Drawn]) -> None:
-    """Have the sampler begin with the next rollout batch and those that it may draw ahead, unless it has already."""
-    schedule, P = learner.experiment.schedule, learner.experiment.sampling.prompts
-    last = last_ahead(learner.experiment, done, lambda n: _due(n, schedule.checkpoint_every, schedule.steps))
-    missing = range(done + len(ahead), last + 1)
-    if missing:
+def next_drawn(learner: Learner, state: TrainState, done: int, ahead: deque[Drawn], last: int | None = None) -> Drawn:
+    """Rollout batch number `done`, drawn and brought to the learner; the sampler goes on with those up to `last`.
+
+    In this order: between processes, bringing a batch here waits for all that the sampler was told to do before.
+
+    Args:
+      ahead: the batches from `done` on that the sampler has already or is working at; those that it begins are added.
+      last: the number of the last one that it may draw; by default what the experiment says (`last_ahead`).
+    """
+    schedule = learner.experiment.schedule
+    if last is None:
+        last = last_ahead(learner.experiment, done, lambda n: _due(n, schedule.checkpoint_every, schedule.steps))
+    if not ahead:
+        draw_batches(learner, state, done, range(done, done + 1), ahead)
+    drawn = received(learner, ahead.popleft())
+    draw_batches(learner, state, done, range(done + 1 + len(ahead), last + 1), ahead)
+    return drawn
+
+
+def draw_batches(learner: Learner, state: TrainState, done: int, batches: range, ahead: deque[Drawn]) -> None:
+    """Have the sampler begin with the rollout batches of these numbers, by the parameters after `done` of them."""
+    if batches:
         params, first = learner.sampler.push(state.params), problems_taken(state)
-        ahead.extend(draw(learner, params, state, first + (batch - done) * P) for batch in missing)
+        P = learner.experiment.sampling.prompts
+        ahead.extend(draw(learner, params, state, first + (batch - done) * P) for batch in batches)
 
 
 def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Drawn:
@@ -213,31 +230,33 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Dra
         stop_ids=experiment.tokenizer.stop_ids,
         mesh=mesh,
     )
-    return Drawn(rollouts_done(learner, state), problems, rollout)
+    return Drawn(rollouts_done(learner, state), problems, rollout, rollout)
 
 
-def arrived(rollout: Rollout, mesh: jax.sharding.Mesh) -> Rollout:
-    """A rollout from the sampler's mesh on the learner's; what is on the host stays there."""
+def received(learner: Learner, drawn: Drawn) -> Drawn:
+    """The same when it has been drawn: lengths on the host, and `arrived` on the learner's mesh."""
+    rollout = counted(drawn.rollout)
+    if learner.experiment.placement is None:
+        return replace(drawn, rollout=rollout, arrived=rollout)
     large = {name: x for name, x in vars(rollout).items() if isinstance(x, jax.Array)}
-    return replace(rollout, **move(large, named(mesh, "batch")))
+    moved = replace(rollout, **move(large, named(learner.mesh, "batch")))
+    return replace(drawn, rollout=rollout, arrived=moved)
 
 
 def learn(
     learner: Learner, state: TrainState, reference: Params | None, drawn: Drawn, clock: Clock
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
-    """The optimiser updates of a rollout batch; see `rollout_and_update`."""
+    """The optimiser updates of a rollout batch that was `received`; see `rollout_and_update`."""
     experiment = learner.experiment
     P, G = experiment.sampling.prompts, experiment.sampling.group
-    rollout, stale = counted(drawn.rollout), {}
     clock.lap("rollout")
 
-    rows = completions(experiment, drawn.problems, rollout)
+    rows = completions(experiment, drawn.problems, drawn.rollout)
     clock.lap("reward")
 
+    rollout, stale = drawn.arrived, {}
     if experiment.placement is not None:
-        rollout = arrived(rollout, learner.mesh)
         stale = {"rollout/staleness": float(rollouts_done(learner, state) - drawn.done)}
-
     batches = minibatches.cut(experiment, rollout, learner.mesh)
     if experiment.reference is not None and experiment.lora is not None:
         reference = base(state.params)
