@@ -60,7 +60,7 @@ def test_a_batch_without_advantages_teaches_nothing():
     start = clipping.start_range(MEASURED)
     np.testing.assert_array_equal(clipping.first_range(MEASURED, 0.0, batch.old_logp_BT, batch), start)
     updates = [{"ratio_min": 1.0, "ratio_max": 1.0, "clip_fraction_sequences": 0.0}] * 2
-    np.testing.assert_array_equal(clipping.following_range(MEASURED, start, [batch, batch], updates), start)
+    assert clipping.following_range(MEASURED, start, [batch, batch], updates) is start
 
 
 @pytest.mark.parametrize(

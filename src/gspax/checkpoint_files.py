@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from gspax import exchange
 from gspax.errors import UserError
 
 STATE, EXTRA = "state", "extra"
@@ -142,8 +143,7 @@ class NoFiles:
 
     def read_some(self, step: int, wanted: Shapes) -> dict[str, Any]:
         """Arrays of which this process holds nothing."""
-        empty = jax.make_array_from_single_device_arrays
-        return {name: empty(leaf.shape, leaf.sharding, [], dtype=leaf.dtype) for name, leaf in wanted.items()}
+        return {name: exchange.without_part(leaf) for name, leaf in wanted.items()}
 
 
 def _mismatch(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:

@@ -63,7 +63,6 @@ def following_range(
         some_B, live_B = _some_and_live(batch)
         live += live_B.sum()
         cut += float(update["clip_fraction_sequences"]) * some_B.sum()
-    clip_range = exchange.to_host(clip_range)
     if not live:
         return clip_range
     clip_low, clip_high = map(float, clip_range)

@@ -36,14 +36,16 @@ def gather(value: T) -> list[T]:
     store: Any = distributed.global_state.client
     index = jax.process_index()
     number = store.key_value_increment(f"gspax/gathered/{index}", 1)
-    given, whole = f"gspax/given/{number}", "gspax/whole/{}"
-    store.key_value_set_bytes(f"{given}/{index}", pickle.dumps(value))
+    given, whole, own = f"gspax/given/{number}", f"gspax/whole/{number}", pickle.dumps(value)
     if index == 0:
-        parts = [store.blocking_key_value_get_bytes(f"{given}/{i}", PATIENCE) for i in range(jax.process_count())]
-        store.key_value_set_bytes(whole.format(number), pickle.dumps(parts))
+        others = range(1, jax.process_count())
+        parts = [own, *(store.blocking_key_value_get_bytes(f"{given}/{i}", PATIENCE) for i in others)]
+        store.key_value_set_bytes(whole, pickle.dumps(parts))
         store.key_value_delete(given)  # with all below it
-        store.key_value_delete(whole.format(number - 1))  # who has given now has read that
-    parts = pickle.loads(store.blocking_key_value_get_bytes(whole.format(number), PATIENCE))
+        store.key_value_delete(f"gspax/whole/{number - 1}")  # who has given now has read that
+    else:
+        store.key_value_set_bytes(f"{given}/{index}", own)
+        parts = pickle.loads(store.blocking_key_value_get_bytes(whole, PATIENCE))
     return [pickle.loads(part) for part in parts]
 
 
@@ -113,6 +115,8 @@ def _placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
 
 def to_host(tree: Any) -> Any:
     """Every array of a tree whole, as numpy, on every process."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
     leaves, structure = jax.tree.flatten(tree)
     spread = {i: leaf for i, leaf in enumerate(leaves) if _is_spread(leaf)}
     if spread:
@@ -131,7 +135,7 @@ def _known_to_all(leaves: list[Any]) -> list[Any]:
     """Arrays that some processes have whole and the others not at all, as numpy, told by the first that has one."""
     holders = [_holders(leaf) for leaf in leaves]
     here = [jax.process_index() in each for each in holders]
-    found = [jax.device_get(leaf) if mine else None for leaf, mine in zip(leaves, here, strict=True)]
+    found = jax.device_get([leaf if mine else None for leaf, mine in zip(leaves, here, strict=True)])
     foreign = [i for i, each in enumerate(holders) if len(each) < jax.process_count()]
     if foreign:
         first = {i: min(holders[i]) for i in foreign}
@@ -151,6 +155,11 @@ def _holders(leaf: Any) -> set[int]:
 def processes(mesh: Any) -> set[int]:
     """Those with devices in a mesh."""
     return {device.process_index for device in mesh.devices.flat}
+
+
+def without_part(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array on devices of other processes alone."""
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
 
 
 def _same(tree: Any) -> Any:  # at the top of the module: jax compiles it once for each shape, not at each call

@@ -62,7 +62,7 @@ class Drawn:
     done: int  # rollout batches that its parameters had learnt from
     problems: list[Problem | None]
     rollout: Rollout  # on the sampler's mesh
-    arrived: Rollout  # on the learner's, once it is `received`
+    arrived: Rollout | None = None  # on the learner's, once it is `received`
 
 
 def make_learner(experiment: Experiment) -> Learner:
@@ -182,21 +182,20 @@ def rollout_and_update(
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
     """One rollout batch and its optimiser updates: the new state, the metrics, and `rewards.completions`."""
     clock = Clock()
-    return learn(learner, state, reference, next_drawn(learner, state, 0, deque(), last=0), clock)
+    drawn = draw(learner, learner.sampler.push(state.params), state, problems_taken(state))
+    return learn(learner, state, reference, received(learner, drawn), clock)
 
 
-def next_drawn(learner: Learner, state: TrainState, done: int, ahead: deque[Drawn], last: int | None = None) -> Drawn:
-    """Rollout batch number `done`, drawn and brought to the learner; the sampler goes on with those up to `last`.
+def next_drawn(learner: Learner, state: TrainState, done: int, ahead: deque[Drawn]) -> Drawn:
+    """Rollout batch number `done`, drawn and brought to the learner; the sampler goes on with what it may draw ahead.
 
     In this order: between processes, bringing a batch here waits for all that the sampler was told to do before.
 
     Args:
       ahead: the batches from `done` on that the sampler has already or is working at; those that it begins are added.
-      last: the number of the last one that it may draw; by default what the experiment says (`last_ahead`).
     """
     schedule = learner.experiment.schedule
-    if last is None:
-        last = last_ahead(learner.experiment, done, lambda n: _due(n, schedule.checkpoint_every, schedule.steps))
+    last = last_ahead(learner.experiment, done, lambda n: _due(n, schedule.checkpoint_every, schedule.steps))
     if not ahead:
         draw_batches(learner, state, done, range(done, done + 1), ahead)
     drawn = received(learner, ahead.popleft())
@@ -230,7 +229,7 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Dra
         stop_ids=experiment.tokenizer.stop_ids,
         mesh=mesh,
     )
-    return Drawn(rollouts_done(learner, state), problems, rollout, rollout)
+    return Drawn(rollouts_done(learner, state), problems, rollout)
 
 
 def received(learner: Learner, drawn: Drawn) -> Drawn:
@@ -254,6 +253,7 @@ def learn(
     rows = completions(experiment, drawn.problems, drawn.rollout)
     clock.lap("reward")
 
+    assert drawn.arrived is not None
     rollout, stale = drawn.arrived, {}
     if experiment.placement is not None:
         stale = {"rollout/staleness": float(rollouts_done(learner, state) - drawn.done)}
@@ -304,9 +304,8 @@ def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[T
     if "ratio_max" in updates[0]:  # a loss of the user's may not say
         updates = [{**metrics, "noise_floor": clipping.noise_floor(updates[0])} for metrics in updates]
     if experiment.calibration is not None:
-        low, high = exchange.to_host(state.clip_range)
+        clip_range = exchange.to_host(state.clip_range)
+        low, high = clip_range
         updates = [{**metrics, "clip_low": low, "clip_high": high} for metrics in updates]
-        state = replace(
-            state, clip_range=place(clipping.following_range(experiment, state.clip_range, batches, updates))
-        )
+        state = replace(state, clip_range=place(clipping.following_range(experiment, clip_range, batches, updates)))
     return state, updates

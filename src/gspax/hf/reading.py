@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gspax import exchange
 from gspax.errors import UserError
 from gspax.hf import names, tensors
 from gspax.hf.names import Piece
@@ -95,10 +96,10 @@ def _read_parameter(
 ) -> jax.Array:
     """One array on its devices."""
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+    if not indices:
+        return exchange.without_part(leaf)
     shards = {box: _aligned(box, leaf.dtype) for box in {_box(index, leaf.shape) for index in indices}}
     list(pool.map(lambda piece: _place(piece, read, shards, leaf.shape), pieces))
-    if not shards:  # of a process with no device of this mesh
-        return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
     array = jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: shards[_box(index, leaf.shape)])
     return array.block_until_ready()  # the host's shards of this parameter can go before those of the next come
 
