@@ -8,6 +8,7 @@ base, which therefore is the reference of a KL at no cost.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from gspax.config import Lora
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
-from gspax.model.low_rank import LowRank
+from gspax.model.low_rank import LowRank, is_low_rank
 from gspax.types import Array, Params
 
 ATTENTION = ("query", "key", "value", "out")
@@ -61,6 +62,18 @@ def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
     if isinstance(adapters, dict) and adapters.keys() == FACTORS:
         return LowRank(base, adapters["a"], adapters["b"], lora.alpha / lora.rank)
     return {name: adapted(leaf, adapters[name], lora) if name in adapters else leaf for name, leaf in base.items()}
+
+
+def trained_axes(config: ModelConfig, trained: Params) -> Params:
+    """The axis names of what is trained (`low_rank.partition`): of all parameters, or of the factors alone."""
+    axes = transformer.logical_axes(config)
+    if not any(is_low_rank(leaf) for leaf in jax.tree.leaves(trained, is_leaf=is_low_rank)):
+        return axes
+
+    def factors(leaf: Any, names: tuple[str, ...]) -> Any:
+        return None if leaf is None else replace(leaf, **_split(names, names, "rank"))
+
+    return jax.tree.map(factors, trained, axes, is_leaf=lambda leaf: leaf is None or is_low_rank(leaf))
 
 
 def _adapted(tree: Params, lora: Lora, change: Any) -> Params:

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental.shard_alike import shard_alike
 
 from gspax import losses
+from gspax.adapters import trained_axes
 from gspax.config import LOGIT_BUDGET, Experiment
 from gspax.model import transformer
 from gspax.model.config import ModelConfig
-from gspax.model.low_rank import combine, is_low_rank, partition
+from gspax.model.low_rank import combine, partition
 from gspax.objective import Common, Objective, Outputs, of_experiment
 from gspax.routing import expert_load
 from gspax.scoring import score_tokens
@@ -179,9 +179,7 @@ def _placed(grads: Params, trained: Params, config: ModelConfig, mesh: jax.shard
 
     Else the partitioner may leave a small parameter split in another way, and the next step compiles anew.
     """
-    if any(is_low_rank(leaf) for leaf in jax.tree.leaves(trained, is_leaf=is_low_rank)):
-        return jax.tree.map(lambda grad, param: shard_alike(grad, param)[0], grads, trained)
-    return jax.tree.map(lambda grad, axes: constrain(grad, mesh, *axes), grads, transformer.logical_axes(config))
+    return jax.tree.map(lambda grad, axes: constrain(grad, mesh, *axes), grads, trained_axes(config, trained))
 
 
 def _split(tree: Any, parts: int) -> Any:
