@@ -107,8 +107,8 @@ def read(folder: Path, devices: int, dtype: str) -> None:
     from gspax.config import Mesh
     from gspax.hf.config_json import read_config
     from gspax.hf.reading import read_params
+    from gspax.learner.state import abstract_params
     from gspax.sharding import make_mesh
-    from gspax.state import abstract_params
 
     config = read_config(folder)
     wanted = abstract_params(config, make_mesh(Mesh()), dtype)

@@ -16,8 +16,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from gspax import config, experiment
+from gspax import config
 from gspax.aot import chips, hlo, programs
+from gspax.experiment import loading
 from gspax.sharding import make_mesh
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +32,7 @@ MB = 1e6
 
 def small(devices, mesh):
     """Two rows of 128 tokens on each device."""
-    start = experiment.load(ROOT / "experiments" / "bench_small_moe.py")
+    start = loading.load(ROOT / "experiments" / "bench_small_moe.py")
     model = replace(start.model, hidden_size=512, head_dim=64, num_experts=16, dtype="bfloat16", remat="full")
     return replace(
         start,

@@ -8,9 +8,8 @@ Run: gspax bench experiments/bench_small_moe.py
 from dataclasses import dataclass
 
 from gspax import advantages, losses
-from gspax.config import Experiment, Optimizer, Sampling, Schedule
+from gspax.config import Experiment, ModelConfig, Optimizer, Sampling, Schedule
 from gspax.data import addition
-from gspax.model.config import ModelConfig
 
 
 @dataclass(frozen=True)

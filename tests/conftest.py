@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 
+jax.config.update("jax_platforms", "cpu")  # an installed libtpu without a TPU may wait for one
 jax.config.update("jax_num_cpu_devices", 8)  # every sharding test runs on any machine
 # an advantage [B] where [B, T] was due is an error, B == T or not
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from gspax.config import is_sparse
 from gspax.hf.config_json import to_json
 from gspax.model import transformer
-from gspax.model.config import is_sparse
 
 BIASES = {"q_proj": "query_bias", "k_proj": "key_bias", "v_proj": "value_bias", "o_proj": "out_bias"}
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gspax.model.config import is_sparse, layer_runs
+from gspax.config import is_sparse, layer_runs
 
 
 def rms_norm(x, scale, eps):

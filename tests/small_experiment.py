@@ -1,9 +1,8 @@
 """A whole experiment in seconds: sorting two or three digits, a few steps of everything."""
 
 from gspax import advantages, losses
-from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule, WarmStart
+from gspax.config import Evaluation, Experiment, ModelConfig, Optimizer, Sampling, Schedule, WarmStart
 from gspax.data import sort
-from gspax.model.config import ModelConfig
 
 
 def share_right(problem, completion):

@@ -12,9 +12,11 @@ import pytest
 import tiny
 from jax.sharding import AxisType, Mesh
 
-from gspax import losses, objective, sampler, sharding, train_step
+from gspax import losses, sharding
 from gspax.config import Sampling
-from gspax.state import abstract_state, new_state
+from gspax.learner import objective, train_step
+from gspax.learner.state import abstract_state, new_state
+from gspax.rollout import sampler
 from gspax.types import Batch
 
 SGD = optax.sgd(1.0)  # the parameters' change is the gradient
@@ -67,10 +69,10 @@ def log_probs_in_chunks(monkeypatch):
 def step(model, packed, **axes):
     """The compiled train step of a mesh, and what it takes."""
     config, devices, data = MODELS[model], mesh(**axes), batch(packed)
-    make = train_step.make_train_step(config, objective.of_loss(losses.gspo), SGD, mesh=devices)
+    make = train_step.make_train_step(config, objective.from_loss(losses.gspo), SGD, mesh=devices)
     state = new_state(jax.tree.map(jnp.copy, tiny.params(config)), SGD, jax.random.key(0))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, SGD, devices))
-    given = jax.device_put(state, shardings), jax.device_put(data, sharding.named(devices, "batch"))
+    given = jax.device_put(state, shardings), jax.device_put(data, sharding.named_sharding(devices, "batch"))
     return make.lower(*given).compile(), given
 
 

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax import loop, minibatches, sampler, sft
+from gspax import loop, sft
 from gspax.data import hf_tokenizer
 from gspax.data.problem import Problem
-from gspax.experiment import MODULE, load, validate
-from gspax.objective import of_loss
-from gspax.optimizer import make_optimizer
-from gspax.state import abstract_state
-from gspax.train_step import make_train_step
+from gspax.experiment import load, validate
+from gspax.experiment.loading import MODULE
+from gspax.learner import minibatches
+from gspax.learner.objective import from_loss
+from gspax.learner.optimizer import make_optimizer
+from gspax.learner.state import abstract_state
+from gspax.learner.train_step import make_train_step
+from gspax.rollout import sampler
 from gspax.types import Rollout
 
 ROOT = Path(__file__).parents[1]
@@ -63,8 +66,8 @@ def test_a_step_of_every_experiment_can_be_traced(path):
     host = Rollout(**{name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in vars(drawn).items()})
     reward = experiment.reward(problems[0], problems[0].answer)
     advantage = experiment.advantage(jnp.full((P, G), reward, jnp.float32))
-    batches = minibatches.cut(experiment, host, learner.mesh)
-    batches = minibatches.with_advantages(batches, np.asarray(advantage).reshape(-1), learner.mesh)
+    batches = minibatches.split_minibatches(experiment, host, learner.mesh)
+    batches = minibatches.set_advantages(batches, np.asarray(advantage).reshape(-1), learner.mesh)
     assert len(batches) == experiment.schedule.minibatches
     logp, entropy, _ = jax.eval_shape(learner.score, state.params, batches[0])
     assert logp.shape == entropy.shape == batches[0].tokens_BT.shape
@@ -75,7 +78,7 @@ def test_a_step_of_every_experiment_can_be_traced(path):
     if (stage := experiment.warm_start) is not None:
         optimizer = make_optimizer(stage.optimizer)
         start = abstract_state(experiment.model, optimizer, learner.mesh)
-        update = make_train_step(experiment.model, of_loss(sft.nll), optimizer, mesh=learner.mesh)
+        update = make_train_step(experiment.model, from_loss(sft.nll), optimizer, mesh=learner.mesh)
         jax.eval_shape(update, start, sft.demonstrations(experiment, stage, 0, learner.mesh))
 
 

@@ -11,16 +11,16 @@ import pytest
 from small_experiment import experiment
 
 from gspax import advantages, config, loop, losses, shaping
-from gspax.clipping import start_range
 from gspax.config import Calibration, Reference, Regularizers
 from gspax.experiment import validate
+from gspax.learner.clipping import initial_range
+from gspax.learner.objective import from_experiment
+from gspax.learner.optimizer import make_optimizer
+from gspax.learner.state import init_state
+from gspax.learner.train_step import make_score, make_train_step
 from gspax.losses import correction, kl
-from gspax.objective import of_experiment
-from gspax.optimizer import make_optimizer
-from gspax.placement import make_sampler
-from gspax.sharding import make_mesh, named
-from gspax.state import init_state
-from gspax.train_step import make_score, make_train_step
+from gspax.rollout.placement import make_sampler
+from gspax.sharding import make_mesh, named_sharding
 
 LOSSES = (
     *(losses.gspo, losses.gspo_token, losses.grpo, losses.reinforce, losses.dr_grpo, losses.dapo, losses.cispo),
@@ -58,7 +58,7 @@ READ_BY_UPDATES = (
 def step(*values):
     """The compiled update, shared by experiments that differ in other things."""
     variant = replace(BASE, **dict(zip(READ_BY_UPDATES, values, strict=True)))
-    objective, replay = of_experiment(variant), variant.routing_replay
+    objective, replay = from_experiment(variant), variant.routing_replay
     return make_train_step(variant.model, objective, OPTIMIZER, routing_replay=replay, mesh=MESH)
 
 
@@ -69,7 +69,7 @@ def train(changes, rollouts=2):
     update = step(*(getattr(variant, name) for name in READ_BY_UPDATES))
     learner = loop.Learner(variant, MESH, OPTIMIZER, update, score(variant.model), make_sampler(variant, MESH))
     state = init_state(variant.model, OPTIMIZER, jax.random.key(0), MESH)
-    state = replace(state, clip_range=jax.device_put(start_range(variant), named(MESH)))
+    state = replace(state, clip_range=jax.device_put(initial_range(variant), named_sharding(MESH)))
     start = jax.tree.map(jnp.copy, state.params)
     reference = None if variant.reference is None else start
     found = []

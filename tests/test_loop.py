@@ -16,15 +16,18 @@ import numpy as np
 import pytest
 from small_experiment import experiment
 
-from gspax import config, interrupt, loop, losses, minibatches, placement, record, sft, train_step
-from gspax.checkpoint import Checkpoints
-from gspax.description import describe
+from gspax import config, loop, losses, sft
 from gspax.errors import UserError
 from gspax.evaluate import run as evaluate_run
+from gspax.experiment.description import describe
+from gspax.learner import minibatches, train_step
+from gspax.learner.state import abstract_state
 from gspax.losses import kl
-from gspax.rundir import RunDir, open_run
+from gspax.rollout import placement
+from gspax.run import interrupt, record
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import RunDir, open_run
 from gspax.sharding import make_mesh
-from gspax.state import abstract_state
 from gspax.types import Rollout, TrainState
 
 EXPERIMENT = str(Path(__file__).with_name("small_experiment.py"))
@@ -220,7 +223,7 @@ def gspax(*arguments, **kwargs):
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
     }
-    command = [sys.executable, "-m", "gspax.cli", *arguments]
+    command = [sys.executable, "-m", "gspax.commands.main", *arguments]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
     )
@@ -320,7 +323,9 @@ def a_rollout():
 def test_mini_batches_are_the_rollout_in_order_each_row_once():
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     rollout, advantage = a_rollout(), np.arange(8) / 8
-    batches = minibatches.with_advantages(minibatches.cut(with_schedule(minibatches=4), rollout, mesh), advantage, mesh)
+    batches = minibatches.set_advantages(
+        minibatches.split_minibatches(with_schedule(minibatches=4), rollout, mesh), advantage, mesh
+    )
     assert [len(batch.tokens_BT) for batch in batches] == [2, 2, 2, 2]
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
     np.testing.assert_array_equal(joined.tokens_BT, rollout.tokens_BT)

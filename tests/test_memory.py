@@ -11,13 +11,13 @@ import pytest
 import tiny
 
 from gspax import config, losses
-from gspax.checkpoint import Checkpoints
+from gspax.learner.objective import from_loss
+from gspax.learner.optimizer import make_optimizer, with_master
+from gspax.learner.state import abstract_state, init_state
+from gspax.learner.train_step import make_train_step
 from gspax.model import transformer
-from gspax.objective import of_loss
-from gspax.optimizer import make_optimizer, with_master
-from gspax.sharding import make_mesh, named
-from gspax.state import abstract_state, init_state
-from gspax.train_step import make_train_step
+from gspax.run.checkpoints import Checkpoints
+from gspax.sharding import make_mesh, named_sharding
 from gspax.types import Batch
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2, num_experts=0)
@@ -87,14 +87,14 @@ def batch():
         old_logp_BT=np.full((8, 6), -3.0, np.float32),
         advantage_B=rng.standard_normal(8).astype(np.float32),
     )
-    return jax.device_put(made, named(MESH, "batch"))
+    return jax.device_put(made, named_sharding(MESH, "batch"))
 
 
 def updated(model, settings, updates=2, rows=0):
     """The state after some updates."""
     optimizer = make_optimizer(settings, model.param_dtype)
     state = init_state(model, optimizer, jax.random.key(0), MESH)
-    step = make_train_step(model, of_loss(losses.reinforce), optimizer, microbatch_rows=rows, mesh=MESH)
+    step = make_train_step(model, from_loss(losses.reinforce), optimizer, microbatch_rows=rows, mesh=MESH)
     for _ in range(updates):
         state, _ = step(state, batch())
     return state

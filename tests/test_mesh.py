@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import tiny
 
-from gspax import adapters, config, losses, sampler, sharding
+from gspax import config, losses, sharding
 from gspax.config import Mesh, Sampling
+from gspax.learner import adapters
+from gspax.learner.objective import from_loss
+from gspax.learner.optimizer import make_optimizer
+from gspax.learner.state import abstract_params, abstract_state, new_state
+from gspax.learner.train_step import make_train_step
 from gspax.model import transformer
-from gspax.objective import of_loss
-from gspax.optimizer import make_optimizer
-from gspax.state import abstract_params, abstract_state, new_state
-from gspax.train_step import make_train_step
+from gspax.rollout import sampler
 from gspax.types import Batch
 
 MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, attention_bias=True)
@@ -53,10 +55,10 @@ def update(model, mesh, lora=None):
     params = tiny.params(model)
     if lora is not None:
         factors = adapters.init(model, lora, jax.random.key(3))
-        params = adapters.adapted(params, jax.tree.map(lambda leaf: leaf + 0.02, factors), lora)
+        params = adapters.attach_adapters(params, jax.tree.map(lambda leaf: leaf + 0.02, factors), lora)
     state = jax.tree.map(jnp.array, new_state(params, OPTIMIZER, jax.random.key(1)))
-    step = make_train_step(model, of_loss(losses.grpo), OPTIMIZER, mesh=mesh)
-    return step(jax.device_put(state, shardings), jax.device_put(batch(), sharding.named(mesh, "batch")))
+    step = make_train_step(model, from_loss(losses.grpo), OPTIMIZER, mesh=mesh)
+    return step(jax.device_put(state, shardings), jax.device_put(batch(), sharding.named_sharding(mesh, "batch")))
 
 
 def make(mesh, devices=8):

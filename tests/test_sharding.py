@@ -74,7 +74,7 @@ def test_the_expert_axis_is_chosen_by_the_model(model, devices, expert):
     sizes = sharding.mesh_shape(Mesh(), devices, model)
     assert sizes == ONES | {"expert": expert, "fsdp": devices // expert}
     if model is not None and devices > 1:
-        why = sharding.explain(Mesh(), sizes, model)
+        why = sharding.explain_mesh(Mesh(), sizes, model)
         assert ("to send them" in why) == (expert > 1) and "\n" not in why
     assert sharding.mesh_shape(Mesh(expert=1), devices, model)["expert"] == 1
     assert sharding.mesh_shape(Mesh(fsdp=devices), devices, model)["expert"] == 1
@@ -84,9 +84,11 @@ def test_break_even_is_where_the_bytes_are_equal():
     model = presets.qwen3_30b_a3b
     weights = 3 * 128 * 2048 * 768  # of the experts of one layer
     assert sharding.break_even(model) * 2 * 8 * 2048 == weights
-    assert sharding.explain(Mesh(), ONES, model) == "one device"
-    assert sharding.explain(Mesh(fsdp=2, expert=4), ONES | {"fsdp": 2, "expert": 4}, model).startswith("parameters")
-    assert sharding.explain(Mesh(slice=1, fsdp=2, expert=4), ONES | {"fsdp": 2, "expert": 4}, model) == "as given"
+    assert sharding.explain_mesh(Mesh(), ONES, model) == "one device"
+    assert sharding.explain_mesh(Mesh(fsdp=2, expert=4), ONES | {"fsdp": 2, "expert": 4}, model).startswith(
+        "parameters"
+    )
+    assert sharding.explain_mesh(Mesh(slice=1, fsdp=2, expert=4), ONES | {"fsdp": 2, "expert": 4}, model) == "as given"
 
 
 @pytest.mark.parametrize(
@@ -99,14 +101,14 @@ def test_break_even_is_where_the_bytes_are_equal():
     ],
 )
 def test_what_the_mesh_does_not_divide_is_said(axis, said):
-    assert said in sharding.misfits(ONES | {axis: 3}, tiny.MOE)
-    assert not list(sharding.misfits(ONES, tiny.MOE))
+    assert said in sharding.mismatches(ONES | {axis: 3}, tiny.MOE)
+    assert not list(sharding.mismatches(ONES, tiny.MOE))
 
 
 def test_two_axes_divide_one_dimension_together():
-    (said,) = sharding.misfits(ONES | {"fsdp": 4, "expert": 5, "tensor": 1}, replace(tiny.MOE, hidden_size=4))
+    (said,) = sharding.mismatches(ONES | {"fsdp": 4, "expert": 5, "tensor": 1}, replace(tiny.MOE, hidden_size=4))
     assert said == "model.hidden_size: wanted a multiple of mesh.fsdp x mesh.expert (20), got 4"
-    dense = list(sharding.misfits(ONES | {"expert": 2}, tiny.CONFIGS["dense"]))
+    dense = list(sharding.mismatches(ONES | {"expert": 2}, tiny.CONFIGS["dense"]))
     assert dense == ["mesh.expert: wanted 1 for a model without experts, got 2"]
 
 

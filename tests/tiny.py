@@ -7,8 +7,8 @@ import jax
 import jax.extend
 import pytest
 
+from gspax.config import ModelConfig, Yarn
 from gspax.model import transformer
-from gspax.model.config import ModelConfig, Yarn
 
 MOE = ModelConfig(
     vocab_size=23,

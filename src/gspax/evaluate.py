@@ -10,17 +10,17 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from gspax import exchange
-from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, Sampling
-from gspax.description import describe
-from gspax.optimizer import optimizer_of
-from gspax.placement import meshes
-from gspax.rewards import completions, encoded, whole
-from gspax.rundir import existing_run
-from gspax.sampler import counted, sample
-from gspax.sharding import batch_shards, named
-from gspax.starting import restored
+from gspax.distributed import multihost
+from gspax.experiment.description import describe
+from gspax.learner.optimizer import optimizer_of
+from gspax.learner.restore import restore_state
+from gspax.rollout.placement import make_meshes
+from gspax.rollout.rewards import encode_prompts, gather_texts, reward_completions
+from gspax.rollout.sampler import lengths_to_host, sample
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import find_run
+from gspax.sharding import batch_shards, named_sharding
 from gspax.types import Array, Params
 
 EVALUATION = 2  # folded into the run's key
@@ -29,12 +29,12 @@ SHOWN = 16  # problems whose first sample is kept for the report
 
 def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
     """`gspax eval`: measure a checkpoint (the newest, or that of `step`), print it and add it to evaluations.jsonl."""
-    mesh, _ = meshes(experiment)
-    paths = existing_run(workdir, describe(experiment))
+    mesh, _ = make_meshes(experiment)
+    paths = find_run(workdir, describe(experiment))
     optimizer = optimizer_of(experiment)
     with Checkpoints(paths.checkpoints, mesh=mesh) as checkpoints:
         step = checkpoints.latest() if step is None else step
-        state = restored(experiment, paths, checkpoints, optimizer, mesh, step)
+        state = restore_state(experiment, paths, checkpoints, optimizer, mesh, step)
     metrics, _ = evaluate(experiment, state.params, state.key, mesh)
     if jax.process_index() != 0:
         return
@@ -68,7 +68,7 @@ def evaluate(
         "eval/greedy_accuracy": float(np.mean([row["reward"] for row in greedy])),
         "eval/truncated": float(np.mean([not row["finished"] for row in sampled])),
     }
-    return metrics, whole(sampled[:: settings.samples][:SHOWN])
+    return metrics, gather_texts(sampled[:: settings.samples][:SHOWN])
 
 
 def _rewards(
@@ -82,16 +82,18 @@ def _rewards(
     rows: list[dict] = []
     for first in range(0, total, chunk):
         ids = range(first, first + chunk)  # past the end: the last chunk is filled up and cut
-        problems = exchange.agreed(partial(exchange.held, experiment.data.heldout, ids, named(mesh, "batch")))
+        problems = multihost.all_or_raise(
+            partial(multihost.local_rows, experiment.data.heldout, ids, named_sharding(mesh, "batch"))
+        )
         rollout = sample(
             params,
             experiment.model,
-            encoded(experiment, problems),
+            encode_prompts(experiment, problems),
             ids,
             key,
             sampling=sampling,
             stop_ids=experiment.tokenizer.stop_ids,
             mesh=mesh,
         )
-        rows += completions(experiment, problems, counted(rollout))
+        rows += reward_completions(experiment, problems, lengths_to_host(rollout))
     return rows[: total * sampling.group]

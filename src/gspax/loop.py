@@ -18,26 +18,35 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gspax import clipping, exchange, interrupt, minibatches, progress, report
-from gspax.between_meshes import move, move_key
-from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment
 from gspax.data.problem import Problem
-from gspax.description import describe
+from gspax.distributed import multihost
+from gspax.distributed.transfer import transfer, transfer_key
 from gspax.evaluate import evaluate
-from gspax.metrics import Clock, response_metrics, reward_metrics, routing_metrics, score_metrics, update_metrics
+from gspax.experiment.description import describe
+from gspax.learner import clipping, minibatches
+from gspax.learner.metrics import (
+    Clock,
+    response_metrics,
+    reward_metrics,
+    routing_metrics,
+    score_metrics,
+    update_metrics,
+)
+from gspax.learner.optimizer import learning_rate, optimizer_of
+from gspax.learner.restore import drop_frozen, load_start, restore_state, save_start
+from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
+from gspax.learner.train_step import Score, make_steps
 from gspax.model.low_rank import base
-from gspax.optimizer import learning_rate, optimizer_of
-from gspax.placement import Sampler, last_ahead, make_sampler, meshes
-from gspax.record import Recorder
-from gspax.rewards import advantages, completions, encoded, whole
-from gspax.rundir import RunDir, open_run, shared
-from gspax.sampler import counted, sample
+from gspax.rollout.placement import Sampler, last_ahead, make_meshes, make_sampler
+from gspax.rollout.rewards import compute_advantages, encode_prompts, gather_texts, reward_completions
+from gspax.rollout.sampler import lengths_to_host, sample
+from gspax.run import interrupt, progress, report
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import RunDir, open_run, wait_until_shared
+from gspax.run.record import Recorder
 from gspax.sft import warm_start
-from gspax.sharding import named
-from gspax.starting import keep_start, kept_start, restored, stored
-from gspax.state import abstract_state, add_adapters, init_state, new_state
-from gspax.train_step import Score, make_steps
+from gspax.sharding import named_sharding
 from gspax.types import Array, Batch, Params, Rollout, TrainState
 
 SAMPLING = 1  # folded into the run's key
@@ -67,7 +76,7 @@ class Drawn:
 
 def make_learner(experiment: Experiment) -> Learner:
     """The mesh, optimiser and jitted steps of an experiment. UserError where it does not fit the devices."""
-    mesh, sampler_mesh = meshes(experiment)
+    mesh, sampler_mesh = make_meshes(experiment)
     optimizer = optimizer_of(experiment)
     train_step, score = make_steps(experiment, optimizer, mesh)
     return Learner(experiment, mesh, optimizer, train_step, score, make_sampler(experiment, sampler_mesh))
@@ -81,8 +90,8 @@ def train(experiment: Experiment, workdir: Path) -> None:
       Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved first.
     """
     learner = make_learner(experiment)
-    run = exchange.agreed(lambda: open_run(workdir, describe(experiment)))
-    shared(run)
+    run = multihost.all_or_raise(lambda: open_run(workdir, describe(experiment)))
+    wait_until_shared(run)
     schedule = experiment.schedule
     with (
         interrupt.watch() as interrupted,
@@ -106,9 +115,9 @@ def train(experiment: Experiment, workdir: Path) -> None:
                 bar.step(done, metrics)
                 if _due(done, schedule.eval_every, schedule.steps):
                     record_evaluation(learner, state, recorder, done, run.after)
-                    recorder.samples(done, whole(rows))
+                    recorder.samples(done, gather_texts(rows))
                 if _due(done, schedule.checkpoint_every, schedule.steps) or interrupted():
-                    checkpoints.save(done, stored(state), {"experiment": describe(experiment)})
+                    checkpoints.save(done, drop_frozen(state), {"experiment": describe(experiment)})
                 interrupted.stop_here()
     if jax.process_index() == 0:
         report.write(run.path)
@@ -130,11 +139,11 @@ def rollouts_done(learner: Learner, state: TrainState) -> int:
 
 
 def updates_done(state: TrainState) -> int:
-    return int(exchange.to_host(state.step))
+    return int(multihost.to_host(state.step))
 
 
 def problems_taken(state: TrainState) -> int:
-    return int(exchange.to_host(state.position))
+    return int(multihost.to_host(state.position))
 
 
 def restore_or_start(
@@ -143,7 +152,7 @@ def restore_or_start(
     """The last checkpoint's state; else random parameters, after the warm start if the experiment has one."""
     experiment, mesh, optimizer = learner.experiment, learner.mesh, learner.optimizer
     if checkpoints.latest() is not None:
-        return restored(experiment, run, checkpoints, optimizer, mesh)
+        return restore_state(experiment, run, checkpoints, optimizer, mesh)
     first = optimizer if experiment.lora is None else optax.identity()  # moments are of the adapters alone
     if experiment.warm_start is None:
         state = init_state(experiment.model, first, jax.random.key(experiment.seed), mesh)
@@ -152,10 +161,10 @@ def restore_or_start(
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(experiment.model, first, mesh))
         start = jax.jit(lambda params, key: new_state(params, first, key), out_shardings=shardings)
         state = replace(start(warm.params, warm.key), position=warm.position)
-    keep_start(experiment, run, state.params, mesh)
+    save_start(experiment, run, state.params, mesh)
     if experiment.lora is not None:
         state = add_adapters(state, experiment.model, experiment.lora, optimizer, mesh)
-    return replace(state, clip_range=exchange.place(clipping.start_range(experiment), named(mesh)))
+    return replace(state, clip_range=multihost.to_devices(clipping.initial_range(experiment), named_sharding(mesh)))
 
 
 def reference_policy(learner: Learner, run: RunDir, state: TrainState) -> Params | None:
@@ -167,7 +176,7 @@ def reference_policy(learner: Learner, run: RunDir, state: TrainState) -> Params
         return None
     if updates_done(state) == 0:
         return jax.tree.map(jnp.copy, state.params)  # the state is donated to the first update
-    return kept_start(learner.experiment, run, learner.mesh)
+    return load_start(learner.experiment, run, learner.mesh)
 
 
 def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, done: int, samples: Path) -> None:
@@ -180,7 +189,7 @@ def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, d
 def rollout_and_update(
     learner: Learner, state: TrainState, reference: Params | None = None
 ) -> tuple[TrainState, dict[str, float], list[dict[str, Any]]]:
-    """One rollout batch and its optimiser updates: the new state, the metrics, and `rewards.completions`."""
+    """One rollout batch and its optimiser updates: the new state, the metrics, and `rewards.reward_completions`."""
     clock = Clock()
     drawn = draw(learner, learner.sampler.push(state.params), state, problems_taken(state))
     return learn(learner, state, reference, received(learner, drawn), clock)
@@ -216,13 +225,15 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Dra
     experiment, mesh = learner.experiment, learner.sampler.mesh
     key = jax.random.fold_in(state.key, SAMPLING)
     if experiment.placement is not None:
-        key = move_key(key, named(mesh))
+        key = transfer_key(key, named_sharding(mesh))
     ids = range(first, first + experiment.sampling.prompts)
-    problems = exchange.agreed(lambda: exchange.held(experiment.data.train, ids, named(mesh, "batch")))
+    problems = multihost.all_or_raise(
+        lambda: multihost.local_rows(experiment.data.train, ids, named_sharding(mesh, "batch"))
+    )
     rollout = sample(
         params,
         experiment.model,
-        encoded(experiment, problems),
+        encode_prompts(experiment, problems),
         ids,
         key,
         sampling=experiment.sampling,
@@ -234,11 +245,11 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Dra
 
 def received(learner: Learner, drawn: Drawn) -> Drawn:
     """The same when it has been drawn: lengths on the host, and `arrived` on the learner's mesh."""
-    rollout = counted(drawn.rollout)
+    rollout = lengths_to_host(drawn.rollout)
     if learner.experiment.placement is None:
         return replace(drawn, rollout=rollout, arrived=rollout)
     large = {name: x for name, x in vars(rollout).items() if isinstance(x, jax.Array)}
-    moved = replace(rollout, **move(large, named(learner.mesh, "batch")))
+    moved = replace(rollout, **transfer(large, named_sharding(learner.mesh, "batch")))
     return replace(drawn, rollout=rollout, arrived=moved)
 
 
@@ -250,22 +261,22 @@ def learn(
     P, G = experiment.sampling.prompts, experiment.sampling.group
     clock.lap("rollout")
 
-    rows = completions(experiment, drawn.problems, drawn.rollout)
+    rows = reward_completions(experiment, drawn.problems, drawn.rollout)
     clock.lap("reward")
 
     assert drawn.arrived is not None
     rollout, stale = drawn.arrived, {}
     if experiment.placement is not None:
         stale = {"rollout/staleness": float(rollouts_done(learner, state) - drawn.done)}
-    batches = minibatches.cut(experiment, rollout, learner.mesh)
+    batches = minibatches.split_minibatches(experiment, rollout, learner.mesh)
     if experiment.reference is not None and experiment.lora is not None:
         reference = base(state.params)
-    batches, scores = minibatches.scored(experiment, learner.score, state.params, reference, batches)
+    batches, scores = minibatches.score_minibatches(experiment, learner.score, state.params, reference, batches)
     jax.block_until_ready(batches)
     clock.lap("old_logp")
 
-    advantage_B, added = advantages(experiment, rows, rollout, batches)
-    batches = minibatches.with_advantages(batches, advantage_B, learner.mesh)
+    advantage_B, added = compute_advantages(experiment, rows, rollout, batches)
+    batches = minibatches.set_advantages(batches, advantage_B, learner.mesh)
     state, updates = update(learner, state, batches)
     state = replace(state, position=state.position + P)
     jax.block_until_ready(state)
@@ -291,21 +302,21 @@ def learn(
 
 def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[TrainState, list[dict[str, Any]]]:
     """One optimiser update of each batch, and the metrics of each on the host; the clip range follows if it is to."""
-    experiment, place = learner.experiment, partial(exchange.place, sharding=named(learner.mesh))
+    experiment, place = learner.experiment, partial(multihost.to_devices, sharding=named_sharding(learner.mesh))
     updates: list[dict[str, Any]] = []
     begins = experiment.calibration is not None and updates_done(state) == 0
     for batch in batches:
         if begins and len(updates) == 1:
-            floor, logp_BT = clipping.noise_floor(exchange.to_host(updates[0])), learner.score(state.params, batch)[0]
-            state = replace(state, clip_range=place(clipping.first_range(experiment, floor, logp_BT, batch)))
+            floor, logp_BT = clipping.ratio_noise(multihost.to_host(updates[0])), learner.score(state.params, batch)[0]
+            state = replace(state, clip_range=place(clipping.measure_range(experiment, floor, logp_BT, batch)))
         state, metrics = learner.train_step(state, batch)
         updates.append(metrics)
-    updates = exchange.to_host(updates)
+    updates = multihost.to_host(updates)
     if "ratio_max" in updates[0]:  # a loss of the user's may not say
-        updates = [{**metrics, "noise_floor": clipping.noise_floor(updates[0])} for metrics in updates]
+        updates = [{**metrics, "noise_floor": clipping.ratio_noise(updates[0])} for metrics in updates]
     if experiment.calibration is not None:
-        clip_range = exchange.to_host(state.clip_range)
+        clip_range = multihost.to_host(state.clip_range)
         low, high = clip_range
         updates = [{**metrics, "clip_low": low, "clip_high": high} for metrics in updates]
-        state = replace(state, clip_range=place(clipping.following_range(experiment, clip_range, batches, updates)))
+        state = replace(state, clip_range=place(clipping.adapt_range(experiment, clip_range, batches, updates)))
     return state, updates

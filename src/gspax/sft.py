@@ -14,19 +14,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspax import exchange, interrupt, objective, progress
-from gspax.checkpoint import Checkpoints
 from gspax.config import Experiment, WarmStart
-from gspax.description import describe
+from gspax.distributed import multihost
 from gspax.errors import UserError
+from gspax.experiment.description import describe
+from gspax.learner import objective
+from gspax.learner.optimizer import make_optimizer
+from gspax.learner.state import abstract_state, init_state
+from gspax.learner.train_step import make_train_step
 from gspax.losses import Terms
-from gspax.optimizer import make_optimizer
-from gspax.placement import meshes
-from gspax.record import Recorder
-from gspax.rundir import RunDir, open_run, shared
-from gspax.sharding import named
-from gspax.state import abstract_state, init_state
-from gspax.train_step import make_train_step
+from gspax.rollout.placement import make_meshes
+from gspax.run import interrupt, progress
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import RunDir, open_run, wait_until_shared
+from gspax.run.record import Recorder
+from gspax.sharding import named_sharding
 from gspax.types import Array, Batch, TrainState
 
 
@@ -40,10 +42,10 @@ def run(experiment: Experiment, workdir: Path) -> None:
     """`gspax sft`: only this stage, in `workdir/warm_start`, where `gspax train` finds it again."""
     if experiment.warm_start is None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
-    mesh, _ = meshes(experiment)
+    mesh, _ = make_meshes(experiment)
     with interrupt.watch() as interrupted:
-        run = exchange.agreed(lambda: open_run(workdir, describe(experiment)))
-        shared(run)
+        run = multihost.all_or_raise(lambda: open_run(workdir, describe(experiment)))
+        wait_until_shared(run)
         warm_start(experiment, run, mesh, interrupted)
 
 
@@ -57,19 +59,19 @@ def warm_start(
     stage = experiment.warm_start
     assert stage is not None
     optimizer = make_optimizer(stage.optimizer, experiment.model.param_dtype)
-    train_step = make_train_step(experiment.model, objective.of_loss(nll), optimizer, mesh=mesh)
+    train_step = make_train_step(experiment.model, objective.from_loss(nll), optimizer, mesh=mesh)
     with Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints:
         if checkpoints.latest() is None:
             state = init_state(experiment.model, optimizer, jax.random.key(experiment.seed), mesh)
         else:
             state, _ = checkpoints.restore(abstract_state(experiment.model, optimizer, mesh))
-        done, first = (int(x) for x in exchange.to_host((state.step, state.position)))
+        done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
         with Recorder(run.warm_start, done) as recorder, progress.bar(stage.steps, done, "warm start") as bar:
             while done < stage.steps:
                 state, metrics = train_step(state, demonstrations(experiment, stage, first, mesh))
                 state = replace(state, position=state.position + stage.rows)
                 done, first = done + 1, first + stage.rows
-                shown = {name: float(value) for name, value in exchange.to_host(metrics).items()}
+                shown = {name: float(value) for name, value in multihost.to_host(metrics).items()}
                 recorder.metrics(done, shown)
                 bar.step(done, {"loss": shown["loss"]})
                 if interrupted() or done == stage.steps:
@@ -80,9 +82,14 @@ def warm_start(
 
 def demonstrations(experiment: Experiment, stage: WarmStart, first: int, mesh: jax.sharding.Mesh) -> Batch:
     """`stage.rows` demonstrated problems from index `first` on; a function of (seed, index) only."""
-    longest, by_row = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens, named(mesh, "batch")
+    longest, by_row = (
+        experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens,
+        named_sharding(mesh, "batch"),
+    )
     ids = range(first, first + stage.rows)
-    texts = exchange.agreed(lambda: exchange.held(partial(_demonstration, experiment, stage, longest), ids, by_row))
+    texts = multihost.all_or_raise(
+        lambda: multihost.local_rows(partial(_demonstration, experiment, stage, longest), ids, by_row)
+    )
     tokens_BT = np.zeros((stage.rows, longest), np.int32)
     segment_BT = np.zeros_like(tokens_BT)
     mask_BT = np.zeros(tokens_BT.shape, bool)
@@ -99,7 +106,7 @@ def demonstrations(experiment: Experiment, stage: WarmStart, first: int, mesh: j
         "old_logp_BT": np.zeros(tokens_BT.shape, np.float32),
         "advantage_B": np.zeros(stage.rows, np.float32),
     }
-    return exchange.place(Batch(**columns), by_row)
+    return multihost.to_devices(Batch(**columns), by_row)
 
 
 def _demonstration(

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from gspax import config
+from gspax import config, unstable
+from gspax.config import ModelConfig
 from gspax.errors import UserError
-from gspax.model.config import ModelConfig
 
 AXES = ("slice", "data", "fsdp", "expert", "context", "tensor")  # outermost first: neighbours share the innermost
 
@@ -65,7 +64,7 @@ def sample_axis(mesh: jax.sharding.Mesh | None, rows: int) -> str:
     return "batch" if mesh is None or rows % (batch_shards(mesh) * mesh.shape["context"]) else "sample"
 
 
-def by_tokens(x_BT: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
+def constrain_tokens(x_BT: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
     """`x [rows, length, ...]` inside a jitted function, split as `token_spec` says, whatever the compiler would do."""
     if mesh is None:
         return x_BT
@@ -113,7 +112,7 @@ def break_even(model: ModelConfig) -> int:
     return 3 * model.num_experts * model.moe_intermediate_size // (2 * max(model.num_experts_per_tok, 1))
 
 
-def explain(mesh: config.Mesh, sizes: dict[str, int], model: ModelConfig) -> str:
+def explain_mesh(mesh: config.Mesh, sizes: dict[str, int], model: ModelConfig) -> str:
     """One line: why the mesh of these sizes is as it is."""
     if all(getattr(mesh, axis) not in (0, -1) for axis in AXES):
         return "as given"
@@ -129,7 +128,7 @@ def explain(mesh: config.Mesh, sizes: dict[str, int], model: ModelConfig) -> str
     return "no expert axis: the experts do not divide over the devices that are left"
 
 
-def misfits(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
+def mismatches(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
     """One sentence for each dimension of the parameters that the mesh does not divide."""
     dimensions = {
         "hidden_size": "embed",
@@ -180,20 +179,20 @@ def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
 def _grid(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
     if devices[0].platform == "tpu":
         try:
-            return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+            return unstable.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         except (AssertionError, NotImplementedError, ValueError):
             pass  # a part of a slice is no torus
     return np.array(devices).reshape(shape)
 
 
-def named(mesh: jax.sharding.Mesh, *axes: str) -> NamedSharding:
+def named_sharding(mesh: jax.sharding.Mesh, *axes: str) -> NamedSharding:
     """`spec(*axes)` on this mesh; without axes, replicated."""
     return NamedSharding(mesh, spec(*axes))
 
 
 def constrain(x: jax.Array, mesh: jax.sharding.Mesh | None, *axes: str) -> jax.Array:
     """x inside a jitted function, split over its logical axes as the table says; without a mesh just x."""
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, named(mesh, *axes))
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, named_sharding(mesh, *axes))
 
 
 def batch_shards(mesh: jax.sharding.Mesh | dict[str, int]) -> int:

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import small_experiment
 
-from gspax import config, losses, minibatches
+from gspax import config, losses
 from gspax.aot import programs
-from gspax.optimizer import optimizer_of
-from gspax.placement import abstract_pushed
+from gspax.learner import minibatches
+from gspax.learner.optimizer import optimizer_of
+from gspax.rollout.placement import abstract_pushed
 from gspax.sharding import make_mesh
 from gspax.types import Rollout
 
@@ -43,9 +44,9 @@ def test_the_batch_is_the_one_that_a_rollout_is_cut_into(experiment):
         expert = jnp.zeros((model.num_hidden_layers, *rows, model.num_experts_per_tok), jnp.int32)
         return jnp.zeros(rows), jnp.zeros(rows), expert
 
-    batches = minibatches.cut(experiment, rollout, mesh)
-    batches, _ = minibatches.scored(experiment, score, {}, {} if experiment.reference else None, batches)
-    batches = minibatches.with_advantages(batches, np.zeros(B), mesh)
+    batches = minibatches.split_minibatches(experiment, rollout, mesh)
+    batches, _ = minibatches.score_minibatches(experiment, score, {}, {} if experiment.reference else None, batches)
+    batches = minibatches.set_advantages(batches, np.zeros(B), mesh)
     assert len(batches) == experiment.schedule.minibatches
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batches[0])
     abstract = programs.abstract_batch(experiment, mesh)

@@ -13,11 +13,11 @@ from small_experiment import experiment
 
 from gspax import sft
 from gspax.data import HFTokenizer, Problem, hf_chat, hf_tokenizer, reward_answer, sort, split_thinking
-from gspax.description import describe
 from gspax.errors import UserError
-from gspax.overrides import override
+from gspax.experiment.description import describe
+from gspax.experiment.overrides import override
+from gspax.experiment.validation import validate
 from gspax.sharding import make_mesh
-from gspax.validation import validate
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SPECIAL = ("<eot>", "<turn>", "<end>")

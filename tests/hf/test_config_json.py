@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import tiny
 
+from gspax.config import ModelConfig, Yarn
 from gspax.errors import UserError
 from gspax.hf import config_json
 from gspax.hf.config_json import read_config, to_json
 from gspax.model import presets
-from gspax.model.config import ModelConfig, Yarn
 
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "qwen3_configs"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -14,8 +14,8 @@ from gspax import config as experiment_config
 from gspax.errors import UserError
 from gspax.hf import names, reading, tensors
 from gspax.hf.writing import parameter_shapes
+from gspax.learner.state import abstract_params
 from gspax.sharding import make_mesh
-from gspax.state import abstract_params
 
 CONFIGS = {
     name: tiny.CONFIGS[name]

@@ -10,14 +10,14 @@ import pytest
 import tiny
 from published import load, published, random_params, same_bytes
 
-from gspax import convert, export
+from gspax.commands import convert, export
 from gspax.config import Mesh
 from gspax.hf import writing
 from gspax.hf.config_json import read_config, to_json
 from gspax.hf.reading import read_params
+from gspax.learner.state import abstract_params
 from gspax.model import transformer
 from gspax.sharding import make_mesh
-from gspax.state import abstract_params
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 transformers = pytest.importorskip("transformers")

@@ -11,10 +11,10 @@ from jax.sharding import Mesh
 from tiny import equations
 
 from gspax.kernels import attention, attention_splash
-from gspax.kernels.attention import Split, by_splash, by_stretches, cudnn, einsum
+from gspax.kernels.attention import Split, by_chunks, by_splash, cudnn, einsum
 
-XLA = partial(by_stretches, kernel=einsum)
-CUDNN = partial(by_stretches, kernel=partial(cudnn, implementation="xla"))  # its masks and shapes, without its kernel
+XLA = partial(by_chunks, kernel=einsum)
+CUDNN = partial(by_chunks, kernel=partial(cudnn, implementation="xla"))  # its masks and shapes, without its kernel
 SPLASH = partial(by_splash, interpret=True)
 WINDOWS = (7, 2**30, 7)  # of three layers
 
@@ -104,7 +104,7 @@ def test_cudnn_gets_even_lengths_only(monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", watch)
     arrays, _, segment_BT = rows(T=21)
-    assert by_stretches(*arrays, segment_BT, 0, kernel=cudnn).shape == arrays[0].shape
+    assert by_chunks(*arrays, segment_BT, 0, kernel=cudnn).shape == arrays[0].shape
     assert taken == [(0, 0, 0, "cudnn")]
 
 
@@ -204,7 +204,7 @@ def test_long_rows_never_hold_all_scores(monkeypatch):
 )
 def test_the_devices_of_the_mesh_choose(platform, dtype, H, wanted, monkeypatch):
     monkeypatch.setattr(attention, "by_splash", lambda *args, **kwargs: "splash")
-    monkeypatch.setattr(attention, "by_stretches", lambda *args, kernel, **kwargs: kernel)
+    monkeypatch.setattr(attention, "by_chunks", lambda *args, kernel, **kwargs: kernel)
     (q, k, v), _, segment_BT = rows(H=H, dtype=dtype)
     split = Split(SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)])), None, None, None)
     assert attention.row_attention(q, k, v, segment_BT, 0, split=split) == wanted

@@ -7,7 +7,7 @@ import reference_model
 import tiny
 
 from gspax.config import Sampling
-from gspax.sampler import sample
+from gspax.rollout.sampler import sample
 
 
 @pytest.mark.parametrize("name", ["experts", pytest.param("dense", marks=pytest.mark.slow)])

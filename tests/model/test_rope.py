@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference_model
 
-from gspax.model.config import Yarn
+from gspax.config import Yarn
 from gspax.model.layers import attention_factor, rotary_frequencies
 from gspax.model.presets import qwen3_0_6b
 

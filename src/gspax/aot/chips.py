@@ -154,12 +154,12 @@ def devices(topology: Topology) -> list[Any]:
     """
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("compiling for a TPU needs the package libtpu: pip install 'gspax[tpu]'")
-    from jax.experimental import topologies
+    from gspax import unstable
 
     name = str(replace(topology, slices=1))
     try:
         with _environment():
-            found = topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=topology.slices)
+            found = unstable.get_topology_desc(platform="tpu", topology_name=name, num_slices=topology.slices)
     except Exception as problem:
         reason = str(problem).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise UserError(f"--topology {topology}: libtpu knows no such topology: {reason}") from problem

@@ -14,14 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspax import sampler
-from gspax.config import Experiment
-from gspax.model.config import is_sparse
-from gspax.optimizer import optimizer_of
-from gspax.placement import abstract_pushed
-from gspax.sharding import named
-from gspax.state import abstract_params, abstract_state
-from gspax.train_step import make_steps
+from gspax.config import Experiment, is_sparse
+from gspax.learner.optimizer import optimizer_of
+from gspax.learner.state import abstract_params, abstract_state
+from gspax.learner.train_step import make_steps
+from gspax.rollout import sampler
+from gspax.rollout.placement import abstract_pushed
+from gspax.sharding import named_sharding
 from gspax.types import Batch, Rollout, TrainState
 
 TRAIN, SCORE, ROLLOUT = "train step", "old log-probs", "rollout"
@@ -75,7 +74,7 @@ def _rollout(experiment: Experiment, state: TrainState, held: int, mesh: jax.sha
     besides = held - device_bytes(state.params) - device_bytes(state.key)
     if experiment.placement is not None:
         params = abstract_pushed(experiment.model, mesh)
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=named(mesh))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=named_sharding(mesh))
         one = device_bytes(params) + device_bytes(abstract_rollout(experiment, mesh))
         besides = experiment.placement.staleness * one
 
@@ -102,7 +101,7 @@ def _in_flight(experiment: Experiment, mesh: jax.sharding.Mesh) -> int:
 
 
 def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
-    """`ShapeDtypeStruct`s of a mini-batch as `minibatches.cut` and `scored` make it, with shardings."""
+    """`ShapeDtypeStruct`s of a mini-batch as `minibatches.split_minibatches` and `scored` make it, with shardings."""
     config, sampling = experiment.model, experiment.sampling
     rows = sampling.prompts * sampling.group // experiment.schedule.minibatches
     shape = (rows, sampling.max_prompt_tokens + sampling.max_tokens)
@@ -146,7 +145,7 @@ def _prompts(experiment: Experiment, mesh: jax.sharding.Mesh) -> tuple[Any, Any,
 
 
 def _rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, "batch"))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, "batch"))
 
 
 def device_bytes(tree: Any) -> int:

@@ -17,7 +17,7 @@ from gspax.aot import chips
 from gspax.aot.chips import Topology
 from gspax.config import Experiment
 from gspax.errors import UserError
-from gspax.placement import meshes
+from gspax.rollout.placement import make_meshes
 
 Rate = Callable[[tuple[str, ...]], float]
 
@@ -55,7 +55,7 @@ def sides(experiment: Experiment, topology: Topology) -> tuple[Side, Side]:
     learner, sampler = _parts(experiment, topology)
     shared = learner is sampler  # no placement, or one in a slice that both have a part of
     devices = [*chips.devices(learner), *(() if shared else chips.devices(sampler))]
-    mesh, own = meshes(experiment, devices)
+    mesh, own = make_meshes(experiment, devices)
     if experiment.placement is None:
         both = Side(name="", mesh=mesh, topology=topology)
         return both, both

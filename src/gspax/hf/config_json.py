@@ -18,8 +18,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from gspax.config import ModelConfig, Yarn
 from gspax.errors import UserError
-from gspax.model.config import ModelConfig, Yarn
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}  # by model_type
 

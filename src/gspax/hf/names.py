@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspax.model.config import ModelConfig, layer_runs
+from gspax.config import ModelConfig, layer_runs
 
 STRIP, GAP = 2**17, 32  # numbers in a strip and after each of its rows, in `copy`
 

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from gspax import exchange
+from gspax.config import ModelConfig
+from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.hf import names, tensors
 from gspax.hf.names import Piece
 from gspax.hf.tensors import Stored
-from gspax.model.config import ModelConfig
 from gspax.types import Params
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -97,7 +97,7 @@ def _read_parameter(
     """One array on its devices."""
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     if not indices:
-        return exchange.without_part(leaf)
+        return multihost.remote_array(leaf)
     shards = {box: _aligned(box, leaf.dtype) for box in {_box(index, leaf.shape) for index in indices}}
     list(pool.map(lambda piece: _place(piece, read, shards, leaf.shape), pieces))
     array = jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: shards[_box(index, leaf.shape)])

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from gspax.config import ModelConfig
 from gspax.errors import UserError
 from gspax.hf.config_json import read_config
-from gspax.model.config import ModelConfig
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 CONFIG = ("config.json",)

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from gspax.config import ModelConfig
 from gspax.hf import config_json, names, tensors
 from gspax.hf.names import Piece
 from gspax.hf.reading import path_name
 from gspax.model import transformer
-from gspax.model.config import ModelConfig
 from gspax.types import Array
 
 SHARD_SIZE = 5_000_000_000  # bytes of tensors in a file; that of transformers up to version 4

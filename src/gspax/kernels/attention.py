@@ -93,9 +93,9 @@ def row_attention(
     if platform == "tpu":
         attend = by_splash
     elif platform == "gpu" and cudnn_takes(q_BTNH):
-        attend = partial(by_stretches, kernel=cudnn)
+        attend = partial(by_chunks, kernel=cudnn)
     else:
-        attend = partial(by_stretches, kernel=einsum)
+        attend = partial(by_chunks, kernel=einsum)
     return attend(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, windows=windows, split=split)
 
 
@@ -117,11 +117,11 @@ def by_splash(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), split=No
     return _on_mesh(local, split, (tables, choice), (specs, PartitionSpec()), arrays)
 
 
-def by_stretches(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), split=None, kernel: Kernel) -> Array:
+def by_chunks(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), split=None, kernel: Kernel) -> Array:
     """`row_attention` by a kernel that is told for each query and key whether one sees the other."""
     window = jnp.asarray(windows, jnp.int32)[layer] if windows else jnp.int32(q_BTNH.shape[1])
     arrays = (q_BTNH, k_BTKH, v_BTKH, segment_BT)
-    return _on_mesh(partial(_in_stretches, kernel), split, window, PartitionSpec(), arrays)
+    return _on_mesh(partial(_in_chunks, kernel), split, window, PartitionSpec(), arrays)
 
 
 def _on_mesh(local: Callable[[Any, Part], Array], split: Split | None, constants, constants_spec, arrays) -> Array:
@@ -148,7 +148,7 @@ def _on_mesh(local: Callable[[Any, Part], Array], split: Split | None, constants
     )(constants, *arrays)
 
 
-def _in_stretches(kernel: Kernel, window: Array, part: Part) -> Array:
+def _in_chunks(kernel: Kernel, window: Array, part: Part) -> Array:
     """The kernel's answer for all queries, for so many at a time that their scores are at most SCORE_BUDGET."""
     q_BTNH, k_BSKH, v_BSKH, segment_BT, segment_BS, first = part
     (B, T, N, _), S, dtype = q_BTNH.shape, k_BSKH.shape[1], k_BSKH.dtype

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import LocalMask, MultiHeadMask
 from jax.sharding import NamedSharding, PartitionSpec
+
+from gspax.unstable import LocalMask, MultiHeadMask, splash
 
 LANES = 128  # lengths are filled up to a multiple of this
 BLOCKS = (512, 384, 256, 128)  # the largest that divides the filled length is used

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gspax.config import ModelConfig
 from gspax.kernels.attention import MASKED, Split, row_attention
-from gspax.model.config import ModelConfig
 from gspax.model.layers import RMSNorm, bias, biased, rotate, weight
 from gspax.sharding import spec, token_spec
 from gspax.types import Array

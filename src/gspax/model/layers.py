@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from gspax.model.config import ModelConfig, Yarn
+from gspax.config import ModelConfig, Yarn
 from gspax.types import Array
 
 

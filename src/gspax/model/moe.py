@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from gspax.config import ModelConfig
 from gspax.kernels.expert_ffn import expert_ffn
 from gspax.kernels.expert_parallel import can_exchange, expert_parallel, ring
-from gspax.model.config import ModelConfig
 from gspax.model.layers import weight
 from gspax.sharding import mesh_axes, spec, token_spec
 from gspax.types import Array

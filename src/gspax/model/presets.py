@@ -1,6 +1,6 @@
 """Named model shapes: two tiny ones that train on a laptop, and the published Qwen3 shapes."""
 
-from gspax.model.config import ModelConfig
+from gspax.config import ModelConfig
 
 tiny_moe = ModelConfig(
     vocab_size=16,

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from gspax.config import ModelConfig, Remat, layer_runs, layer_windows
 from gspax.model.attention import Attend, Attention, Cache, keeping_prompt, over_cache, within_segments
-from gspax.model.config import ModelConfig, Remat, layer_runs, layer_windows
 from gspax.model.layers import DenseMlp, RMSNorm, rotary_angles, weight
 from gspax.model.low_rank import dense
 from gspax.model.moe import Routing, SparseMlp
-from gspax.sharding import by_tokens, constrain, sample_axis
+from gspax.sharding import constrain, constrain_tokens, sample_axis
 from gspax.types import Array, Params
 
 LAYER_INPUT = "layer_input"  # the residual stream before a layer, as `remat="offload"` knows it
@@ -83,7 +83,7 @@ class Transformer(nnx.Module):
         config = self.config
         angles = rotary_angles(position_BT, config)
         shared = Shared(angles, valid_BT, attend, mesh)
-        x_BTD = by_tokens(self.embedding[tokens_BT].astype(config.dtype), mesh)
+        x_BTD = constrain_tokens(self.embedding[tokens_BT].astype(config.dtype), mesh)
         routings, first, first_sparse = [], 0, 0
         for (sparse, count), run in zip(layer_runs(config), self.runs, strict=True):
             graph, layers = nnx.split(run)
@@ -94,7 +94,7 @@ class Transformer(nnx.Module):
                 x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
                 module = nnx.merge(graph, dense(layer_params))
                 x_BTD, cache, routing = module(x_BTD, shared, cache, layer, forced_BTA)
-                return (by_tokens(x_BTD, mesh), cache), routing
+                return (constrain_tokens(x_BTD, mesh), cache), routing
 
             body = _rematerialised(body, config)
             forced = None

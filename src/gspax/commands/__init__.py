@@ -1,0 +1,1 @@
+"""The program `gspax`: one module for each subcommand."""

@@ -1,0 +1,99 @@
+"""How fast an experiment samples and trains on this machine: `gspax bench`.
+
+Seconds are medians over the steps after the first, which compiles. FLOPs are counted from the model's shape (two per
+multiplied parameter and token, plus attention; backward twice forward), not read from the compiler, which counts a
+loop's body once.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+
+from gspax.config import Experiment, ModelConfig
+from gspax.experiment.counts import active_parameter_count
+from gspax.learner.state import add_adapters, init_state
+from gspax.loop import make_learner, rollout_and_update
+
+STEPS = 7  # after the first
+PHASES = ("rollout", "old_logp", "train", "step")
+
+
+def run(experiment: Experiment) -> None:
+    """Measure, and print a table. Random parameters; nothing is written."""
+    began = time.perf_counter()
+    learner = make_learner(experiment)
+    state = init_state(experiment.model, learner.optimizer, jax.random.key(experiment.seed), learner.mesh)
+    reference = jax.tree.map(jnp.copy, state.params) if experiment.reference is not None else None
+    if experiment.lora is not None:
+        state = add_adapters(state, experiment.model, experiment.lora, learner.optimizer, learner.mesh)
+    measured = []
+    for step in range(STEPS + 1):
+        state, metrics, _ = rollout_and_update(learner, state, reference)
+        measured.append(metrics)
+        if step == 0 and jax.process_index() == 0:
+            print(f"first step done after {time.perf_counter() - began:.1f} s, compilation included")
+    if jax.process_index() != 0:
+        return
+    print(table(experiment, measured[1:], matmul_ceiling()))
+    print(f"peak memory {peak_memory() / 2**30:.2f} GiB")
+
+
+def table(experiment: Experiment, measured: list[dict[str, float]], ceiling: float) -> str:
+    """One row per phase: wall and CPU seconds, tokens/s, FLOP/s and its share of the matmul ceiling (FLOP/s)."""
+    median = {name: statistics.median(metrics[name] for metrics in measured) for name in measured[0]}
+    rows = experiment.sampling.prompts * experiment.sampling.group
+    drawn = rows * median["response/length_mean"]
+    length = experiment.sampling.max_prompt_tokens + median["response/length_mean"]
+    each = forward_flops(experiment.model, length)
+    once = rows * length * each
+    # a prompt runs once for all its samples
+    flops = {
+        "rollout": (experiment.sampling.prompts * experiment.sampling.max_prompt_tokens + drawn) * each,
+        "old_logp": once,
+        "train": 3 * once,
+    }
+    flops["step"] = sum(flops.values())
+    tokens = {"rollout": drawn, "old_logp": rows * length, "train": rows * length, "step": drawn}
+    lines = [f"{'':10}{'wall s':>9}{'CPU s':>9}{'tokens/s':>12}{'GFLOP/s':>10}{'of matmul':>11}"]
+    for phase in PHASES:
+        wall, rate = median[f"time/{phase}"], flops[phase] / median[f"time/{phase}"]
+        lines.append(
+            f"{phase:10}{wall:9.3f}{median[f'cpu/{phase}']:9.3f}{tokens[phase] / wall:12,.0f}"
+            f"{rate / 1e9:10.2f}{rate / ceiling:11.1%}"
+        )
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    return "\n".join([*lines, f"matmul ceiling {ceiling / 1e9:.1f} GFLOP/s ({experiment.model.dtype}, {devices})"])
+
+
+def forward_flops(config: ModelConfig, length: float) -> float:
+    """FLOPs of one token's forward pass in a row of `length` tokens: matrix products, and attention to half the row."""
+    lookups = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
+    return 2 * (active_parameter_count(config) - lookups) + attention
+
+
+def matmul_ceiling(size: int = 2048, repeats: int = 5) -> float:
+    """FLOP/s of one large float32 matrix product on all local devices together, the best of a few."""
+    x = jnp.ones((size, size))
+    product = jax.jit(jnp.matmul)
+    product(x, x).block_until_ready()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        product(x, x).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best * jax.local_device_count()
+
+
+def peak_memory() -> int:
+    """Bytes: the most that an accelerator held, or on CPU the process."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

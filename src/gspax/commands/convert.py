@@ -1,0 +1,44 @@
+"""`gspax convert`: a published checkpoint becomes an Orbax one, which a run starts from without reading safetensors."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import jax
+
+from gspax.config import Mesh
+from gspax.hf.config_json import read_config
+from gspax.hf.reading import read_params
+from gspax.hf.source import locate
+from gspax.learner.state import abstract_params
+from gspax.learner.weights import CHECKPOINTS
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.folders import atomic_folder, copy_companions
+from gspax.sharding import make_mesh
+
+
+def run(source: str, target: Path, dtype: str = "float32") -> None:
+    """Write `target`: config.json, the tokenizer's files, and the parameters in `checkpoints/0`, or nothing.
+
+    Args:
+      source: the folder of a published checkpoint, or its name on the Hub.
+      target: a new or empty folder.
+      dtype: of the parameters on disk, `float32` or `bfloat16`; a run has them in float32 either way.
+
+    Raises:
+      UserError: the checkpoint is broken or not implemented, or `target` is not free.
+    """
+    folder = locate(source)
+    config = read_config(folder)
+    with atomic_folder(target) as temporary:
+        devices = jax.devices()
+        mesh = make_mesh(Mesh(), devices[: math.gcd(len(devices), config.hidden_size)])
+        params = read_params(folder, config, abstract_params(config, mesh, dtype))
+        shutil.copyfile(folder / "config.json", temporary / "config.json")
+        copy_companions([folder], temporary)
+        largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))  # and no more is compressed at a time
+        with Checkpoints(temporary / CHECKPOINTS, keep=1, concurrent_gb=1 + largest // 10**9) as checkpoints:
+            checkpoints.save(0, {"params": params}, {"source": source, "dtype": dtype})
+    print(f"{target}: {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {dtype}")

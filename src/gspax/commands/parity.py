@@ -1,0 +1,155 @@
+"""`gspax parity`: a checkpoint in gspax beside the same in transformers, layer by layer, both in float32.
+
+Each layer of gspax is given what transformers' layer was given, so a difference is that layer's own and does not show
+up again in those behind it. The last line is the learner's whole forward pass, from tokens to logits, with whatever
+has added up.
+
+A difference is judged relative to the largest number that transformers has for the same token: the residual stream of
+a trained model has tokens that are a thousand times as large as others. Where two experts tie to rounding, the two
+routers may choose differently, and that layer differs at that token for no other reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspax.config import Mesh, ModelConfig, layer_runs
+from gspax.data.tokenizer import hf_tokenizer
+from gspax.errors import UserError
+from gspax.hf.config_json import read_config
+from gspax.hf.reading import read_params
+from gspax.hf.source import locate
+from gspax.learner.state import abstract_params
+from gspax.model import transformer
+from gspax.sharding import make_mesh
+from gspax.types import Params
+
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """What a model computes for one sequence, float32."""
+
+    streams: Sequence[np.ndarray]  # [T, D] each: the embeddings, then the residual stream behind each layer
+    logits_TV: np.ndarray
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between gspax and another model, in one part of it."""
+
+    part: str
+    largest: float
+    relative: float  # to the largest number of the same token
+
+
+def run(checkpoint: str, *, prompt: str | None, tokens: Sequence[int] | None, tolerance: float = TOLERANCE) -> bool:
+    """Print the table of a checkpoint (a folder or a name on the Hub); whether all of it agrees.
+
+    Args:
+      checkpoint: in the published layout.
+      prompt: text for the checkpoint's own tokenizer.
+      tokens: instead; without either 32 tokens drawn at random.
+      tolerance: the largest relative difference that still counts as rounding.
+
+    Raises:
+      UserError: torch or transformers is missing, the checkpoint cannot be read, or the tokens are none of its.
+    """
+    _, theirs = _import("torch"), _import("transformers")
+    folder = locate(checkpoint)
+    config = replace(read_config(folder), dtype="float32")
+    if prompt is not None:
+        tokens = hf_tokenizer(folder).encode(prompt)
+    if tokens is None:
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, 32).tolist()
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
+        raise UserError(f"tokens: wanted at least one, from 0 to {config.vocab_size - 1}, got {list(tokens)}")
+    mesh = make_mesh(Mesh(), jax.devices()[:1])
+    params = read_params(folder, config, abstract_params(config, mesh))
+    theirs.utils.logging.disable_progress_bar()
+    model = theirs.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+    with jax.default_matmul_precision("highest"):  # accelerators round float32 products without being asked
+        differences = compare(params, config, tokens, forward(model, tokens))
+    print(render(differences, tolerance))
+    return first_disagreement(differences, tolerance) is None
+
+
+def _import(package: str) -> Any:
+    """torch or transformers, which gspax does not need otherwise."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as missing:
+        raise UserError(
+            f"gspax parity runs transformers' own model and needs the package {package!r}: pip install 'gspax[parity]'"
+        ) from missing
+
+
+def forward(model: Any, tokens: Sequence[int]) -> Forward:
+    """What a model of transformers computes for a sequence."""
+    torch = _import("torch")
+    streams = []
+
+    def keep(module: Any, inputs: Any, output: Any) -> None:
+        stream = output[0] if isinstance(output, tuple) else output  # a tuple in transformers 4
+        streams.append(stream[0].float().numpy())
+
+    watched = [model.model.embed_tokens, *model.model.layers]
+    handles = [module.register_forward_hook(keep) for module in watched]
+    try:
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Forward(streams=streams, logits_TV=logits_TV)
+
+
+def compare(params: Params, config: ModelConfig, tokens: Sequence[int], theirs: Forward) -> list[Difference]:
+    """Embedding, every layer on the other model's input, and the whole, in this order."""
+    tokens_1T = jnp.asarray(tokens, jnp.int32)[None]
+    segment_1T = jnp.ones_like(tokens_1T)
+    found = [_difference("embedding", params["embedding"][tokens_1T][0], theirs.streams[0])]
+    one_layer = jax.jit(transformer.apply_layer, static_argnames=("config", "run"))
+    number = 0
+    for run, (_, count) in enumerate(layer_runs(config)):
+        for layer in range(count):
+            before_1TD = jnp.asarray(theirs.streams[number])[None]
+            after_1TD = one_layer(params, config, run, jnp.int32(layer), before_1TD, segment_1T)
+            found.append(_difference(f"layer {number}", after_1TD[0], theirs.streams[number + 1]))
+            number += 1
+    whole = jax.jit(transformer.apply, static_argnames="config")
+    hidden_1TD, _ = whole(params, config, tokens_1T, segment_1T)
+    found.append(_difference("logits", transformer.logits(params, hidden_1TD)[0], theirs.logits_TV))
+    return found
+
+
+def _difference(part: str, ours: Any, theirs: np.ndarray) -> Difference:
+    gap_T = np.abs(np.asarray(ours) - theirs).max(axis=-1)
+    size_T = np.abs(theirs).max(axis=-1)
+    relative_T = np.where(gap_T == 0, 0.0, gap_T / np.maximum(size_T, np.finfo(np.float32).tiny))
+    return Difference(part, float(gap_T.max()), float(relative_T.max()))
+
+
+def first_disagreement(differences: Sequence[Difference], tolerance: float = TOLERANCE) -> str | None:
+    """The first part that differs by more than rounding; NaN differs."""
+    return next((each.part for each in differences if not each.relative <= tolerance), None)
+
+
+def render(differences: Sequence[Difference], tolerance: float) -> str:
+    """The table, and the verdict as its last line."""
+    lines = [f"{'':<12}{'largest difference':>20}{'relative':>12}"]
+    for each in differences:
+        mark = "" if each.relative <= tolerance else "  differs"
+        lines.append(f"{each.part:<12}{each.largest:>20.3g}{each.relative:>12.3g}{mark}")
+    first = first_disagreement(differences, tolerance)
+    if first is None:
+        return "\n".join([*lines, f"All parts agree to {tolerance:g}."])
+    return "\n".join([*lines, f"The first part that differs by more than {tolerance:g} is: {first}."])

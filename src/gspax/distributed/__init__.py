@@ -1,0 +1,1 @@
+"""Several processes, one run: joining, host-side exchange, arrays between meshes."""

@@ -1,0 +1,58 @@
+"""How many numbers a model has."""
+
+from __future__ import annotations
+
+from gspax.config import Experiment, ModelConfig, is_sparse
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Numbers in the model's parameters, embedding and head included."""
+    return _outer_count(config) + sum(
+        attention_count(config) + mlp_count(config, layer, config.num_experts)
+        for layer in range(config.num_hidden_layers)
+    )
+
+
+def active_parameter_count(config: ModelConfig) -> int:
+    """The parameters that belong to one token's path, with only its own experts; embedding and head counted whole, as
+    in the published "A3B" and "A22B"."""
+    return _outer_count(config) + sum(
+        attention_count(config) + mlp_count(config, layer, config.num_experts_per_tok)
+        for layer in range(config.num_hidden_layers)
+    )
+
+
+def trained_count(experiment: Experiment) -> int:
+    """Numbers that have a gradient: those of the adapters, if there are any, else all parameters."""
+    config, lora = experiment.model, experiment.lora
+    if lora is None:
+        return parameter_count(config)
+    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    attention = 2 * (D + N * H) + 2 * (D + K * H) if lora.attention else 0
+    total = 0
+    for layer in range(config.num_hidden_layers):
+        sparse = is_sparse(config, layer)
+        experts, width = (config.num_experts, config.moe_intermediate_size) if sparse else (1, config.intermediate_size)
+        total += lora.rank * (attention + (3 * experts * (D + width) if lora.mlp else 0))
+    return total
+
+
+def _outer_count(config: ModelConfig) -> int:
+    """Embedding, final norm and, unless tied, head."""
+    tables = 1 if config.tie_word_embeddings else 2
+    return tables * config.vocab_size * config.hidden_size + config.hidden_size
+
+
+def attention_count(config: ModelConfig) -> int:
+    """Projections and their biases, the norms of queries and keys, and the layer's two norms."""
+    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    biases = N * H + 2 * K * H + D if config.attention_bias else 0
+    return 2 * D * N * H + 2 * D * K * H + biases + 2 * H + 2 * D
+
+
+def mlp_count(config: ModelConfig, layer: int, experts: int) -> int:
+    """The router and so many experts, or one dense network."""
+    D = config.hidden_size
+    if is_sparse(config, layer):
+        return D * config.num_experts + 3 * experts * D * config.moe_intermediate_size
+    return 3 * D * config.intermediate_size

@@ -1,0 +1,81 @@
+"""Load an experiment file.
+
+An experiment file is Python that defines `experiment = Experiment(...)`. Files beside it can be imported from it, so a
+variant is `dataclasses.replace` of another file's experiment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from gspax.config import Experiment
+from gspax.errors import UserError
+
+MODULE = "experiment_file"  # what every file is called while it runs: a description does not depend on its path
+
+
+def load(path: str | os.PathLike[str]) -> Experiment:
+    """Run an experiment file and give the `experiment` that it defines.
+
+    Raises:
+      UserError: the file cannot be read or run, or `experiment` is missing or no `Experiment`; with file and line.
+    """
+    file = Path(path)
+    module = ModuleType(MODULE)
+    module.__file__ = str(file)
+    code = _compile(file)
+    sys.modules[MODULE] = module  # dataclasses in the file look up their annotations here
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: a file beside it must not hide an installed module
+    try:
+        exec(code, module.__dict__)
+    except (Exception, SystemExit) as problem:
+        raise UserError(f"{file}:{_line(problem, file)}: {_sentence(problem)}") from problem
+    found = vars(module).get("experiment")
+    if found is None:
+        raise UserError(f"{file}: wanted a line `experiment = Experiment(...)`, the file defines no `experiment`")
+    if not isinstance(found, Experiment):
+        raise UserError(f"{file}: `experiment` must be a gspax.config.Experiment, got {_kind(found)}")
+    return found
+
+
+def _compile(file: Path):
+    """The file's code object. It is not cached: a file that changed within a second must not run as it was."""
+    if file.is_dir():
+        raise UserError(f"{file}: wanted an experiment file, this is a directory")
+    try:
+        return compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+    except FileNotFoundError:
+        raise UserError(f"{file}: there is no such file") from None
+    except OSError as problem:
+        raise UserError(f"{file}: cannot be read: {problem.strerror}") from problem
+    except SyntaxError as problem:
+        raise UserError(f"{file}:{problem.lineno or 1}: syntax error: {problem.msg}") from problem
+    except ValueError as problem:  # a null byte
+        raise UserError(f"{file}:1: not Python source: {problem}") from problem
+
+
+def _line(problem: BaseException, file: Path) -> int:
+    """The last line of the file that was running."""
+    lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == str(file)]
+    return next((line for line in reversed(lines) if line), 1)
+
+
+def _sentence(problem: BaseException) -> str:
+    if isinstance(problem, SystemExit):
+        return "the file ended the program; it should only define `experiment`"
+    text = " ".join(str(problem).split())
+    if isinstance(problem, UserError | ImportError) and text:
+        return text
+    if isinstance(problem, SyntaxError):  # in a file that this one imports
+        return f"syntax error in {problem.filename}, line {problem.lineno}: {problem.msg}"
+    return f"{type(problem).__name__}: {text}" if text else type(problem).__name__
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -1,0 +1,1 @@
+"""From rollouts to updates: minibatches, the objective, the train step, its state."""

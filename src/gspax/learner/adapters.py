@@ -1,0 +1,103 @@
+"""LoRA: adapters beside frozen parameters. Their tree is that of the parameters, with {a, b} where one is adapted.
+
+The parameters of such a policy are those of its base with a `LowRank` in place of each adapted weight. The learner
+makes base + scale · a b of it layer by layer, inside the layer scan, so it holds no second copy of the model; only a
+and b have gradients and moments. The sampler makes the sum once per rollout. At first b is 0: the policy starts as its
+base, which therefore is the reference of a KL at no cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gspax.config import Lora, ModelConfig
+from gspax.model import transformer
+from gspax.model.low_rank import LowRank, is_low_rank
+from gspax.types import Array, Params
+
+ATTENTION = ("query", "key", "value", "out")
+MLP = ("gate", "up", "down")  # of every expert, and of dense layers; routers stay as they are
+STACKED = ("layer", "expert")  # axes that stack matrices
+FACTORS = {"a", "b"}
+
+
+def logical_axes(config: ModelConfig, lora: Lora) -> Params:
+    """For each factor the names of its axes, as `gspax.sharding.RULES` knows them."""
+    return _adapted(transformer.logical_axes(config), lora, lambda axes: _split(axes, axes, "rank"))
+
+
+def abstract(config: ModelConfig, lora: Lora) -> Params:
+    """`ShapeDtypeStruct`s of `init`'s answer."""
+    axes = transformer.logical_axes(config)
+    shapes = jax.tree.map(
+        lambda leaf, names: _split(names, leaf.shape, lora.rank), transformer.abstract_params(config), axes
+    )
+    leaves = _adapted(shapes, lora, lambda factors: factors)
+    return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), leaves, is_leaf=_is_tuple)
+
+
+def init(config: ModelConfig, lora: Lora, key: Array) -> Params:
+    """a normal with variance 1 / (what comes in), b zero; float32."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(abstract(config, lora))
+    axes = jax.tree.leaves(logical_axes(config, lora), is_leaf=_is_tuple)
+    factors = []
+    for index, ((path, leaf), names) in enumerate(zip(paths, axes, strict=True)):
+        if path[-1].key == "b":
+            factors.append(jnp.zeros(leaf.shape))
+            continue
+        fan_in = 1
+        for name, size in zip(names[:-1], leaf.shape[:-1], strict=True):
+            fan_in *= 1 if name in STACKED else size
+        factors.append(jax.random.normal(jax.random.fold_in(key, index), leaf.shape) * fan_in**-0.5)
+    return jax.tree.unflatten(tree, factors)
+
+
+def attach_adapters(base: Params, adapters: Params, lora: Lora) -> Params:
+    """The base with `LowRank`s where there are adapters. Nothing is computed."""
+    if isinstance(adapters, dict) and adapters.keys() == FACTORS:
+        return LowRank(base, adapters["a"], adapters["b"], lora.alpha / lora.rank)
+    return {
+        name: attach_adapters(leaf, adapters[name], lora) if name in adapters else leaf for name, leaf in base.items()
+    }
+
+
+def trained_axes(config: ModelConfig, trained: Params) -> Params:
+    """The axis names of what is trained (`low_rank.partition`): of all parameters, or of the factors alone."""
+    axes = transformer.logical_axes(config)
+    if not any(is_low_rank(leaf) for leaf in jax.tree.leaves(trained, is_leaf=is_low_rank)):
+        return axes
+
+    def factors(leaf: Any, names: tuple[str, ...]) -> Any:
+        return None if leaf is None else replace(leaf, **_split(names, names, "rank"))
+
+    return jax.tree.map(factors, trained, axes, is_leaf=lambda leaf: leaf is None or is_low_rank(leaf))
+
+
+def _adapted(tree: Params, lora: Lora, change: Any) -> Params:
+    """The part of a tree like the parameters' that has adapters, each leaf changed."""
+    names = {"attention": ATTENTION if lora.attention else (), "mlp": MLP if lora.mlp else ()}
+    return {
+        "runs": {
+            run: {
+                part: {name: change(leaf) for name, leaf in layer[part].items() if name in chosen}
+                for part, chosen in names.items()
+                if chosen
+            }
+            for run, layer in tree["runs"].items()
+        }
+    }
+
+
+def _split(axes: tuple[str, ...], of: tuple[Any, ...], rank: Any) -> dict[str, tuple[Any, ...]]:
+    """What belongs to the axes of a and of b: the model dimension is one side of a matrix, all other axes the other."""
+    stacked = sum(name in STACKED for name in axes)
+    inner = stacked + 1 if axes[stacked].endswith("embed") else len(axes) - 1
+    return {"a": (*of[:inner], rank), "b": (*of[:stacked], rank, *of[inner:])}
+
+
+def _is_tuple(leaf: Any) -> bool:
+    return isinstance(leaf, tuple)

@@ -1,0 +1,114 @@
+"""What a step reports: rollouts, updates, routing and time as flat dicts of floats, named `group/name`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspax import advantages, losses, masked
+from gspax.distributed import multihost
+from gspax.learner.expert_load import changed_share, expert_load
+from gspax.losses import kl
+from gspax.losses.correction import effective_sample_sizes, mismatch_metrics
+from gspax.types import Array, Batch, Rollout
+
+
+class Clock:
+    """Seconds of the parts of a step: wall (`time/`), and of this process's processors (`cpu/`)."""
+
+    def __init__(self) -> None:
+        self.start = self.last = self.now()
+        self.seconds: dict[str, float] = {}
+
+    @staticmethod
+    def now() -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+    def lap(self, name: str, since: tuple[float, float] | None = None) -> None:
+        now, since = self.now(), since or self.last
+        self.seconds |= {f"time/{name}": now[0] - since[0], f"cpu/{name}": now[1] - since[1]}
+        self.last = now
+
+    def metrics(self, tokens: int) -> dict[str, float]:
+        self.lap("step", since=self.start)
+        return {**self.seconds, "perf/tokens_per_second": tokens / self.seconds["time/step"]}
+
+
+def reward_metrics(reward_PG: Array) -> dict[str, float]:
+    return {
+        "reward/mean": float(reward_PG.mean()),
+        "reward/std": float(reward_PG.std()),
+        "reward/zero_std_groups": float(advantages.constant_groups(reward_PG).mean()),
+    }
+
+
+def response_metrics(rollout: Rollout) -> dict[str, float]:
+    """Lengths in tokens; truncated is the share of responses cut at the limit without a stop token."""
+    return {
+        "response/length_mean": float(rollout.length_B.mean()),
+        "response/length_min": float(rollout.length_B.min()),
+        "response/length_max": float(rollout.length_B.max()),
+        "response/truncated": float(1.0 - rollout.finished_B.mean()),
+    }
+
+
+def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
+    """The train step's metrics over the rollout batch's updates: least of the `_min`, most of the `_max`, else mean."""
+    combined = {}
+    for name in updates[0]:
+        values = [float(update[name]) for update in updates]
+        reduce = min if name.endswith("_min") else max if name.endswith("_max") else np.mean
+        group = "optim" if name == "grad_norm" else "policy"
+        combined[f"{group}/{name}"] = float(reduce(values))
+    return combined
+
+
+def score_metrics(batches: Sequence[Batch], entropies: Sequence[Array]) -> dict[str, float]:
+    """Entropy of the policy that sampled, how far the sampler is from the learner, and the learner from the reference.
+
+    `mismatch/` has the metrics of `losses.correction.mismatch_metrics`; `reference/kl` and `reference/kl_k1` are means
+    over the response tokens.
+    """
+    parts = [_score_rows(batch, entropy_BT) for batch, entropy_BT in zip(batches, entropies, strict=True)]
+    rows = multihost.to_host(parts)
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
+    nothing_B = jnp.zeros(1)
+    _, reduced = losses.reduce(losses.Terms(nothing_B, nothing_B, joined))
+    reduced |= effective_sample_sizes(reduced)
+    return {name.replace("mismatch_", "mismatch/", 1): float(value) for name, value in reduced.items()}
+
+
+@jax.jit
+def _score_rows(batch: Batch, entropy_BT: Array) -> dict[str, losses.Share | losses.Spread]:
+    """The metrics of `score_metrics` by row."""
+    mask_BT = batch.mask_BT
+    assert batch.sampler_logp_BT is not None
+    tokens_B = mask_BT.sum(axis=-1, dtype=jnp.float32)
+    found: dict[str, losses.Share | losses.Spread] = {
+        "policy/entropy": losses.Share(masked.sum(entropy_BT, mask_BT, axis=-1), tokens_B),
+        **mismatch_metrics(batch.old_logp_BT, batch.sampler_logp_BT, mask_BT),
+    }
+    if batch.ref_logp_BT is not None:
+        for name, estimate in (("reference/kl", kl.k3), ("reference/kl_k1", kl.k1)):
+            value_BT = estimate(batch.old_logp_BT, batch.ref_logp_BT, mask_BT)
+            found[name] = losses.Share(masked.sum(value_BT, mask_BT, axis=-1), tokens_B)
+    return found
+
+
+def routing_metrics(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> dict[str, float]:
+    """Expert load before some updates and the choices changed by them, on the same tokens; empty without experts."""
+    if before_LBTA.size == 0:
+        return {}
+    load_LE, changed = multihost.to_host(
+        (expert_load(before_LBTA, num_experts), changed_share(before_LBTA, after_LBTA, num_experts))
+    )
+    return {
+        "routing/load_max": float(load_LE.max()),
+        "routing/load_min": float(load_LE.min()),
+        "routing/changed": float(changed),
+    }

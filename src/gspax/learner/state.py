@@ -1,0 +1,121 @@
+"""The training state: made already sharded, never on one device first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gspax.config import Lora, ModelConfig
+from gspax.learner import adapters, weights
+from gspax.learner.optimizer import Offloaded
+from gspax.model import transformer
+from gspax.model.low_rank import partition
+from gspax.sharding import named_sharding
+from gspax.types import Array, Params, TrainState
+
+
+def new_state(params: Params, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
+    """State before the first update."""
+    # step and position are two arrays: a donated state must not hold one buffer twice
+    trained, _ = partition(params)
+    return TrainState(
+        step=jnp.int32(0),
+        position=jnp.int32(0),
+        key=key,
+        params=params,
+        opt_state=optimizer.init(trained),
+        clip_range=jnp.zeros(2),
+    )
+
+
+def init_state(
+    config: ModelConfig, optimizer: optax.GradientTransformation, key: Array, mesh: jax.sharding.Mesh
+) -> TrainState:
+    """Fresh optimiser moments, and parameters from `config.checkpoint` or random ones, sharded over the mesh.
+
+    Random parameters come from `fold_in(key, 0)`. UserError if the checkpoint is broken or of another model.
+    """
+
+    def init(key):
+        return new_state(transformer.init(config, jax.random.fold_in(key, 0)), optimizer, key)
+
+    def init_around(params, key):  # parameters that have been read stay where they are
+        return replace(new_state(params, optimizer, key), params=None)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh))
+    if not config.checkpoint:
+        return jax.jit(init, out_shardings=shardings)(key)
+    params = weights.load(config, abstract_params(config, mesh))
+    around = jax.jit(init_around, out_shardings=replace(shardings, params=None))(params, key)
+    return replace(around, params=params)
+
+
+def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str | None = None) -> Params:
+    """`ShapeDtypeStruct`s of the parameters, with shardings by the table; without `dtype` in the model's."""
+    return jax.tree.map(
+        lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=named_sharding(mesh, *axes)),
+        transformer.abstract_params(config),
+        transformer.logical_axes(config),
+    )
+
+
+def add_adapters(
+    state: TrainState,
+    config: ModelConfig,
+    lora: Lora,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+) -> TrainState:
+    """The state with fresh adapters (from `fold_in(key, 1)`) on its parameters, and moments of those alone."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_adapters(config, lora, mesh))
+    make = jax.jit(lambda key: adapters.init(config, lora, jax.random.fold_in(key, 1)), out_shardings=shardings)
+    params = adapters.attach_adapters(state.params, make(state.key), lora)
+    moments = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh, lora).opt_state)
+    trained, _ = partition(params)
+    return replace(state, params=params, opt_state=jax.jit(optimizer.init, out_shardings=moments)(trained))
+
+
+def abstract_adapters(config: ModelConfig, lora: Lora, mesh: jax.sharding.Mesh) -> Params:
+    """`ShapeDtypeStruct`s of the adapters, with shardings by the table."""
+    return jax.tree.map(
+        lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named_sharding(mesh, *axes)),
+        adapters.abstract(config, lora),
+        adapters.logical_axes(config, lora),
+    )
+
+
+def abstract_state(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh, lora: Lora | None = None
+) -> TrainState:
+    """`ShapeDtypeStruct`s with shardings: parameters and their moments by the table, everything else replicated.
+
+    With `lora` the parameters have adapters. The moments are in the hosts' memory if the optimiser is `Offloaded`.
+    """
+    everywhere = named_sharding(mesh)
+    memory = "pinned_host" if isinstance(optimizer, Offloaded) else "device"
+    params = abstract_params(config, mesh)
+    if lora is not None:
+        params = adapters.attach_adapters(params, abstract_adapters(config, lora, mesh), lora)
+    trained, _ = partition(params)
+    state = jax.eval_shape(lambda params: new_state(params, optimizer, jax.random.key(0)), params)
+
+    def placed(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding.with_memory_kind(memory))
+
+    moments = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, param: placed(leaf, param.sharding),
+        state.opt_state,
+        trained,
+        transform_non_params=lambda leaf: placed(leaf, everywhere),
+    )
+    small: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+        for name, leaf in vars(state).items()
+        if name not in ("params", "opt_state")
+    }
+    return TrainState(params=params, opt_state=moments, **small)

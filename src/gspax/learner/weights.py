@@ -1,0 +1,39 @@
+"""The parameters that a run starts from: a published checkpoint, or one that `gspax convert` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from gspax.config import ModelConfig
+from gspax.errors import UserError
+from gspax.hf.reading import path_name, read_params
+from gspax.hf.source import locate
+from gspax.run.checkpoints import Checkpoints
+from gspax.types import Params
+
+CHECKPOINTS = "checkpoints"  # of a converted folder; config.json and the tokenizer's files lie beside it
+
+
+def load(config: ModelConfig, wanted: Params) -> Params:
+    """The parameters of `config.checkpoint`, placed and cast as `wanted` says (`ShapeDtypeStruct`s with shardings).
+
+    Raises:
+      UserError: the checkpoint is broken, or of another architecture than `config`.
+    """
+    folder = locate(config.checkpoint)
+    if (folder / CHECKPOINTS).is_dir():
+        return _converted(folder / CHECKPOINTS, wanted)
+    return read_params(folder, config, wanted)
+
+
+def _converted(directory: Path, wanted: Params) -> Params:
+    leaves = {f"params/{path_name(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)}
+    mesh = next(iter(leaves.values())).sharding.mesh
+    with Checkpoints(directory, mesh=mesh) as checkpoints:
+        step = checkpoints.latest()
+        if step is None:
+            raise UserError(f"there is no checkpoint in {directory}")
+        arrays = checkpoints.restore_some(leaves, step)
+    return jax.tree.unflatten(jax.tree.structure(wanted), [arrays[name] for name in leaves])

@@ -1,0 +1,1 @@
+"""From prompts to rewarded rollouts: the sampler, the devices it runs on, rewards and advantages."""

@@ -1,0 +1,170 @@
+"""The files of checkpoints, by Orbax: flat tables `name -> array` and a JSON `extra`, each of its step.
+
+`Files` is of a process whose devices hold parts of the arrays, `NoFiles` of one whose devices hold none: it does
+nothing and finds nothing. `checkpoint.Checkpoints` is what the two have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from gspax.distributed import multihost
+from gspax.errors import UserError
+
+STATE, EXTRA = "state", "extra"
+CHUNK, FILE = 2**26, 2**28  # bytes that are compressed at once, and of a file: what a save needs besides the arrays
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+
+
+class Files:
+    """A directory that these processes read, and write unless `keep` is None; see `Checkpoints`."""
+
+    def __init__(self, directory: Path, keep: int | None, concurrent_gb: int, processes: set[int]) -> None:
+        self.directory = directory
+        self.shared: dict[str, Any] = {}
+        some = processes != set(range(jax.process_count()))
+        if some:
+            self.shared["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
+                primary_host=min(processes), active_processes=processes, barrier_sync_key_prefix="gspax"
+            )
+            if keep is not None:  # for some processes Orbax makes no directory
+                directory.mkdir(parents=True, exist_ok=True)
+        self.alone = some and len(processes) == 1
+        state = ocp.PyTreeCheckpointHandler(
+            save_concurrent_gb=concurrent_gb, save_device_host_concurrent_gb=concurrent_gb, **self.shared
+        )
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            read_only=keep is None,
+            cleanup_tmp_directories=keep is not None,
+            create=not some,
+            **self.shared,
+        )
+        handlers = {STATE: state, EXTRA: ocp.JsonCheckpointHandler(**self.shared)}
+        self.manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+    def steps(self) -> list[int]:
+        """All that are named, whole or not."""
+        return sorted(self.manager.all_steps())
+
+    def is_whole(self, step: int) -> bool:
+        folder = self.directory / str(step)
+        return (folder / STATE / "_METADATA").exists() and (folder / EXTRA / "metadata").exists()
+
+    def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any]) -> None:
+        """Begin to write; the arrays may be donated as soon as this returns."""
+        if self.alone:
+            table = jax.device_get(table)  # Orbax would take the arrays for copies that every process has
+        whole = ocp.args.PyTreeSave(
+            dict(table),
+            save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in table},
+            ocdbt_target_data_file_size=FILE,
+        )
+        items = ocp.args.Composite(**{STATE: whole, EXTRA: ocp.args.JsonSave(dict(extra))})
+        self.manager.save(step, args=items, force=True)
+
+    def delete(self, step: int) -> None:
+        self.manager.delete(step)
+
+    def wait(self) -> None:
+        self.manager.wait_until_finished()
+
+    def close(self) -> None:
+        self.manager.close()
+
+    def read(self, step: int, target: Shapes) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        """A whole table of these shapes, and the JSON."""
+        if problem := _mismatch(self._stored(step), target):
+            raise UserError(f"checkpoint {step} in {self.directory} is of another model or optimiser: {problem}")
+        places = ocp.checkpoint_utils.construct_restore_args(dict(target))
+        table = ocp.args.PyTreeRestore(dict(target), restore_args=places)
+        try:
+            items = ocp.args.Composite(**{STATE: table, EXTRA: ocp.args.JsonRestore()})
+            read = self.manager.restore(step, args=items)
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+        return read[STATE], read[EXTRA]
+
+    def read_some(self, step: int, wanted: Shapes) -> dict[str, Any]:
+        """Some entries, cast; see `Checkpoints.restore_some`."""
+        arguments = {
+            name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+            if leaf.sharding is None
+            else ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+            for name, leaf in wanted.items()
+        }
+        stored = self._stored(step)
+        for name, leaf in wanted.items():
+            if name not in stored or tuple(stored[name].shape) != leaf.shape:
+                got = f"is {_kind(stored[name])}, wanted {_kind(leaf)}" if name in stored else "is missing"
+                raise UserError(f"checkpoint {step} in {self.directory} is of another model: {name} {got}")
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**self.shared), **self.shared) as reader:
+                return reader.restore(
+                    self.directory / str(step) / STATE,
+                    args=ocp.args.PyTreeRestore(item=dict(wanted), restore_args=arguments, partial_restore=True),
+                )
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+
+    def _stored(self, step: int) -> Mapping[str, Any]:
+        try:
+            return self.manager.item_metadata(step)[STATE].tree
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+
+    def _unreadable(self, step: int, error: Exception) -> UserError:
+        return UserError(f"checkpoint {step} in {self.directory} cannot be read: {brief(error)}")
+
+
+class NoFiles:
+    """The methods of `Files` for a process with no part in the arrays."""
+
+    def steps(self) -> list[int]:
+        return []
+
+    def is_whole(self, step: int) -> bool:
+        return False
+
+    def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any]) -> None: ...
+    def delete(self, step: int) -> None: ...
+    def wait(self) -> None: ...
+    def close(self) -> None: ...
+
+    def read(self, step: int, target: Shapes) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        return self.read_some(step, target), {}
+
+    def read_some(self, step: int, wanted: Shapes) -> dict[str, Any]:
+        """Arrays of which this process holds nothing."""
+        return {name: multihost.remote_array(leaf) for name, leaf in wanted.items()}
+
+
+def _mismatch(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """How the stored table differs from the wanted one: its first difference, and how many more there are."""
+    differences = []
+    for name in {**wanted, **stored}:
+        if name not in stored:
+            differences.append(f"it has no {name}")
+        elif name not in wanted:
+            differences.append(f"it has {name}, which is not wanted")
+        elif _kind(stored[name]) != _kind(wanted[name]):
+            differences.append(f"{name} is {_kind(stored[name])}, wanted {_kind(wanted[name])}")
+    more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
+    return differences[0] + more if differences else None
+
+
+def _kind(leaf: Any) -> str:
+    return f"{jax.numpy.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+
+def brief(error: Exception) -> str:
+    """The type of an error and the beginning of its first line: Orbax's messages fill pages."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:160]}"

@@ -1,0 +1,411 @@
+"""`gspax convert` and `gspax export`: the same bytes come out that went in, whole or not at all."""
+
+import gc
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import small_experiment
+import tiny
+from published import load, published, random_params, same_bytes, save
+
+from gspax import config as experiment_config
+from gspax.commands import arguments, convert, export, main
+from gspax.config import Lora, Optimizer
+from gspax.data import HFTokenizer
+from gspax.errors import UserError
+from gspax.experiment.description import describe
+from gspax.hf import hf, writing
+from gspax.hf.config_json import read_config
+from gspax.learner import adapters, restore
+from gspax.learner.optimizer import make_optimizer
+from gspax.learner.state import abstract_params, init_state, new_state
+from gspax.model import low_rank
+from gspax.run import folders
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import open_run
+from gspax.sharding import make_mesh
+
+GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "golden_qwen3_tiny"
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+MESH = make_mesh(experiment_config.Mesh())
+COMPANIONS = {"tokenizer.json": "{}", "generation_config.json": '{"eos_token_id": [7, 8]}', "merges.txt": "#"}
+
+
+def checkpoint(folder, config, dtype="float32", **options):
+    tensors = published(config, random_params(config), DTYPES[dtype])
+    for name, text in COMPANIONS.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return save(folder, config, tensors, **options), tensors
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "between"),
+    [
+        ("moe", "bfloat16"),
+        ("tied", "float32"),
+        ("every second layer sparse", "bfloat16"),
+        ("biases", "float32"),
+        ("some layers slide", "bfloat16"),
+    ],
+)
+def test_import_and_export_give_the_same_bytes(name, between, tmp_path):
+    config = tiny.CONFIGS[name]
+    source, tensors = checkpoint(tmp_path / "hf", config, between, files=2)
+    convert.run(str(source), tmp_path / "orbax", between)
+    export.run(tmp_path / "orbax", tmp_path / "out", dtype=between, shard_size=4000)
+    assert same_bytes(load(tmp_path / "out"), tensors)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert replace(read_config(tmp_path / "out"), dtype="float32") == replace(read_config(source), dtype="float32")
+    assert read_config(tmp_path / "out").dtype == between
+
+
+def test_bfloat16_through_float32_gives_the_same_bytes(tmp_path):
+    source, tensors = checkpoint(tmp_path / "hf", tiny.MOE, "bfloat16")
+    convert.run(str(source), tmp_path / "orbax")
+    export.run(tmp_path / "orbax", tmp_path / "out")
+    assert same_bytes(load(tmp_path / "out"), tensors)
+
+
+def test_float32_is_rounded_to_the_nearest_bfloat16(tmp_path):
+    source, tensors = checkpoint(tmp_path / "hf", tiny.MOE)
+    convert.run(str(source), tmp_path / "orbax")
+    export.run(tmp_path / "orbax", tmp_path / "out")
+    assert same_bytes(load(tmp_path / "out"), {name: each.astype(DTYPES["bfloat16"]) for name, each in tensors.items()})
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_dense"])
+def test_what_transformers_saved_comes_back(name, tmp_path):
+    if not GOLDEN.is_dir():
+        pytest.skip("../shared/data/golden_qwen3_tiny is not here")
+    convert.run(str(GOLDEN / name), tmp_path / "orbax")
+    export.run(tmp_path / "orbax", tmp_path / "out", dtype="float32")
+    assert same_bytes(load(tmp_path / "out"), load(GOLDEN / name))
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", GOLDEN / name))
+    assert [ours[key] for key in export.SPECIAL_TOKENS] == [theirs[key] for key in export.SPECIAL_TOKENS]
+
+
+def test_the_tokenizer_s_files_travel_along(tmp_path):
+    source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
+    (source / "pytorch_model.bin").write_text("not this one")
+    convert.run(str(source), tmp_path / "orbax")
+    assert names_in(tmp_path / "orbax") == sorted(["checkpoints", "config.json", *COMPANIONS])
+    export.run(tmp_path / "orbax", tmp_path / "out")
+    assert names_in(tmp_path / "out") == sorted(["config.json", "model.safetensors", *COMPANIONS])
+    for name, text in COMPANIONS.items():
+        assert (tmp_path / "out" / name).read_text() == text
+
+
+# A run that starts from a checkpoint
+
+
+def start(model):
+    return init_state(model, make_optimizer(Optimizer()), jax.random.key(3), MESH)
+
+
+@pytest.mark.parametrize("between", [None, "float32", "bfloat16"])
+def test_a_run_starts_from_a_published_or_a_converted_checkpoint(between, tmp_path):
+    """In float32 and sharded, as random parameters would be; the optimiser and the rest of the state are fresh."""
+    source, _ = checkpoint(tmp_path / "hf", tiny.MOE, "bfloat16")
+    if between:
+        convert.run(str(source), source := tmp_path / "orbax", between)
+    found, random = start(hf(source)), start(tiny.MOE)
+    expected = jax.tree.map(lambda leaf: leaf.astype(DTYPES["bfloat16"]).astype("float32"), random_params(tiny.MOE))
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected)
+    for name in ("step", "position", "key", "opt_state", "clip_range"):
+        same = jax.tree.map(lambda a, b: bool((a == b).all()), getattr(found, name), getattr(random, name))
+        assert all(jax.tree.leaves(same)), name
+    jax.tree.map(lambda a, b: [] if (a.sharding, a.dtype) == (b.sharding, b.dtype) else 1 / 0, found, random)
+
+
+def test_hf_says_where_the_weights_are_and_takes_changes(tmp_path):
+    source, _ = checkpoint(tmp_path / "hf", tiny.MOE, "bfloat16")
+    assert hf(str(source), remat="full") == replace(tiny.MOE, dtype="bfloat16", remat="full", checkpoint=str(source))
+
+
+def test_a_name_on_the_hub_is_downloaded_when_it_is_needed(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
+    calls = []
+
+    def snapshot_download(name, *, revision, allow_patterns, local_files_only):
+        calls.append((name, revision, tuple(allow_patterns), local_files_only))
+        return str(source)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    model = hf("Qwen/Qwen3-30B-A3B@main")
+    assert model == replace(tiny.MOE, checkpoint="Qwen/Qwen3-30B-A3B@main")
+    assert calls == [("Qwen/Qwen3-30B-A3B", "main", ("config.json",), False)]
+    jax.tree.map(np.testing.assert_array_equal, start(model).params, random_params(tiny.MOE))
+    assert "*.safetensors" in calls[1][2] and not any("bin" in pattern for pattern in calls[1][2])
+
+
+def test_a_name_that_nobody_knows(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def snapshot_download(*_, **__):
+        raise OSError("no\nsuch thing")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^a/b: there is no such folder, and the Hub did not give it: OSError: no s"):
+        hf("a/b")
+    (tmp_path / "file").touch()
+    for name in ("no such", "/a/b", "../a", "a/b/c", "a", ""):
+        with pytest.raises(UserError, match=r"wanted the folder of a checkpoint|there is none"):
+            hf(name)
+    with pytest.raises(UserError, match=r"^file: wanted the folder of a checkpoint, this is a file"):
+        hf("file")
+
+
+def test_a_converted_checkpoint_of_another_model(tmp_path):
+    source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
+    convert.run(str(source), tmp_path / "orbax")
+    wider = replace(hf(tmp_path / "orbax"), vocab_size=24)
+    with pytest.raises(UserError, match=re.escape("params/embedding is float32[23, 16], wanted float32[24, 16]")):
+        start(wider)
+    with pytest.raises(UserError, match="params/runs/0/attention/key_bias is missing"):
+        start(replace(hf(tmp_path / "orbax"), attention_bias=True))
+
+
+# A run that is exported
+
+
+def a_run(workdir, experiment, *, warm_start=False, steps=(2, 4)):
+    """A run directory with a checkpoint at each step, of parameters that tell the step."""
+    run = open_run(workdir, describe(experiment))
+    directory = run.warm_start.checkpoints if warm_start else run.checkpoints
+    optimizer = make_optimizer(experiment.optimizer)
+    with Checkpoints(directory, keep=2) as checkpoints:
+        for step in steps:
+            params = jax.tree.map(
+                lambda leaf, step=step: jax.numpy.asarray(leaf + step), random_params(experiment.model)
+            )
+            checkpoints.save(step, new_state(params, optimizer, jax.random.key(0)), {})
+    return workdir
+
+
+def tensors_of_step(config, step):
+    return published(config, jax.tree.map(lambda leaf: leaf + step, random_params(config)))
+
+
+def experiment_with(tmp_path):
+    """One whose tokenizer and starting checkpoint have files to take along."""
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "tok" / "tokenizer.json").write_text("of the tokenizer")
+    source, _ = checkpoint(tmp_path / "hf", small_experiment.experiment.model)
+    raw = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(raw | {"eos_token_id": 9}))
+    return replace(small_experiment.experiment, model=hf(source), tokenizer=HFTokenizer(str(tmp_path / "tok")))
+
+
+def test_a_run_is_exported_with_the_newest_parameters_or_those_of_a_step(tmp_path):
+    experiment = small_experiment.experiment
+    run = a_run(tmp_path / "run", experiment)
+    export.run(run, tmp_path / "newest", dtype="float32")
+    export.run(run, tmp_path / "older", dtype="float32", step=2)
+    assert same_bytes(load(tmp_path / "newest"), tensors_of_step(experiment.model, 4))
+    assert same_bytes(load(tmp_path / "older"), tensors_of_step(experiment.model, 2))
+    assert "lm_head.weight" not in load(tmp_path / "newest")
+    assert read_config(tmp_path / "newest") == experiment.model
+    with pytest.raises(UserError, match=r"there is no checkpoint 3 in .*checkpoints"):
+        export.run(run, tmp_path / "none", step=3)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_takes_the_files_of_its_tokenizer_and_of_the_checkpoint_it_started_from(tmp_path):
+    run = a_run(tmp_path / "run", experiment_with(tmp_path), steps=(1,))
+    export.run(run, tmp_path / "out")
+    assert names_in(tmp_path / "out") == sorted(["config.json", "model.safetensors", *COMPANIONS])
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "of the tokenizer"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 9
+
+
+def test_the_warm_start_is_exported_while_there_is_nothing_else(tmp_path):
+    experiment = small_experiment.experiment
+    run = a_run(tmp_path / "run", experiment, warm_start=True, steps=(3,))
+    export.run(run, tmp_path / "out", dtype="float32")
+    assert same_bytes(load(tmp_path / "out"), tensors_of_step(experiment.model, 3))
+
+
+@pytest.mark.parametrize("lora", [Lora(rank=2, alpha=3.0), Lora(rank=3, alpha=1.0, mlp=False)])
+def test_a_run_with_adapters_is_exported_as_the_sum(lora, tmp_path):
+    """What is frozen lies in `start/`, and the checkpoint holds the factors alone; both as the trainer writes them."""
+    experiment = replace(small_experiment.experiment, lora=lora)
+    run = open_run(tmp_path / "run", describe(experiment))
+    base = random_params(experiment.model)
+    rng = np.random.default_rng(1)
+    factors = jax.tree.map(
+        lambda leaf: rng.standard_normal(leaf.shape, np.float32), adapters.abstract(experiment.model, lora)
+    )
+    policy = adapters.attach_adapters(base, factors, lora)
+    restore.save_start(experiment, run, base, MESH)
+    state = new_state(policy, make_optimizer(experiment.optimizer), jax.random.key(0))
+    with Checkpoints(run.checkpoints, keep=1) as checkpoints:
+        checkpoints.save(5, restore.drop_frozen(state), {})
+    export.run(run.path, tmp_path / "out", dtype="float32")
+    found, expected = load(tmp_path / "out"), published(experiment.model, jax.device_get(low_rank.dense(policy)))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, rtol=1e-5, atol=1e-5)
+    plain = published(experiment.model, base)
+    changed = {name.split(".")[-2] for name, tensor in found.items() if not np.array_equal(tensor, plain[name])}
+    assert changed == {f"{each}_proj" for each in ("q", "k", "v", "o", *(("gate", "up", "down") if lora.mlp else ()))}
+    export.run(run.path, tmp_path / "half")
+    assert {tensor.dtype for tensor in load(tmp_path / "half").values()} == {np.dtype(ml_dtypes.bfloat16)}
+    shutil.rmtree(run.start)
+    with pytest.raises(UserError, match="start: wanted the parameters that the adapters stand beside, there are none"):
+        export.run(run.path, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_the_model_of_a_run_is_read_from_its_description(name):
+    config = replace(tiny.CONFIGS[name], checkpoint="a/b")
+    assert export._undescribed(type(config), json.loads(json.dumps(describe(config)))) == config
+
+
+def test_parameters_in_memory_are_written_too(tmp_path):
+    """`write_checkpoint` takes arrays of any sharding."""
+    params = random_params(tiny.MOE)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(tiny.MOE, MESH))
+    placed = jax.tree_util.tree_leaves_with_path(jax.device_put(params, shardings))
+    flat = {writing.path_name(path): leaf for path, leaf in placed}
+    writing.write_checkpoint(tmp_path, tiny.MOE, flat.__getitem__, dtype="float32")
+    assert same_bytes(load(tmp_path), published(tiny.MOE, params))
+
+
+# Refusals, and nothing half-written
+
+
+def test_a_target_that_is_not_empty_is_left_alone(tmp_path):
+    source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
+    target = tmp_path / "target"
+    target.mkdir()
+    convert.run(str(source), target)  # an empty one will do
+    before = names_in(target)
+    for verb in (convert.run, export.run):
+        with pytest.raises(UserError, match="target: wanted a new or an empty folder, it exists and is not empty"):
+            verb(str(source) if verb is convert.run else target, target)
+    assert names_in(target) == before
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file: wanted a new or an empty folder"):
+        convert.run(str(source), tmp_path / "file")
+    assert names_in(tmp_path) == ["file", "hf", "target"]
+
+
+def test_nothing_is_left_of_a_conversion_or_an_export_that_failed(tmp_path, monkeypatch):
+    source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
+    convert.run(str(source), tmp_path / "orbax")
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"model.safetensors: truncated or corrupt"):
+        convert.run(str(source), tmp_path / "new")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writing.tensors, "write", full)
+    with pytest.raises(UserError, match="new: cannot be written: No space left on device"):
+        export.run(tmp_path / "orbax", tmp_path / "new")
+    monkeypatch.setattr(writing.tensors, "write", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export.run(tmp_path / "orbax", tmp_path / "new")
+    assert names_in(tmp_path) == ["hf", "orbax"]
+
+
+def test_a_process_killed_while_writing_leaves_no_target(tmp_path):
+    code = "import os, sys; from pathlib import Path; from gspax.run import folders\n"
+    code += "with folders.atomic_folder(Path(sys.argv[1])) as temporary: (temporary / 'half').touch(); os._exit(9)"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "new")], timeout=60, check=False)
+    assert done.returncode == 9
+    assert not (tmp_path / "new").exists()
+    with folders.atomic_folder(tmp_path / "new") as temporary:
+        (temporary / "whole").touch()
+    assert names_in(tmp_path / "new") == ["whole"]
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o777 & ~folders._umask()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the threads that Orbax leaves
+@pytest.mark.parametrize("content", [b"", b"garbage"])
+def test_an_orbax_checkpoint_that_is_broken(content, tmp_path):
+    source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
+    convert.run(str(source), tmp_path / "orbax")
+    for file in (tmp_path / "orbax" / "checkpoints" / "0" / "state").rglob("d/*"):
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=r"checkpoint 0 in .* cannot be read"):
+        export.run(tmp_path / "orbax", tmp_path / "new")
+    with pytest.raises(UserError, match=r"checkpoint 0 in .* cannot be read"):
+        start(hf(tmp_path / "orbax"))
+    assert not (tmp_path / "new").exists()
+    gc.collect()  # here, and not in another test
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    with pytest.raises(UserError, match=r"wanted a run directory \(experiment.json\) or a converted checkpoint"):
+        export.run(tmp_path, tmp_path / "new")
+    open_run(tmp_path / "run", describe(small_experiment.experiment))
+    with pytest.raises(UserError, match="run: wanted a checkpoint of the run or of its warm start, there is none"):
+        export.run(tmp_path / "run", tmp_path / "new")
+    (tmp_path / "run" / "experiment.json").write_text('{"model": {"vocab_size": 3}}')
+    with pytest.raises(UserError, match=r"experiment.json: wanted a model of this version of gspax"):
+        export.run(tmp_path / "run", tmp_path / "new")
+
+
+# The program
+
+
+def test_the_program_converts_and_exports(tmp_path, capsys):
+    source, tensors = checkpoint(tmp_path / "hf", tiny.MOE)
+    orbax, out = str(tmp_path / "orbax"), str(tmp_path / "out")
+    assert main.main(["convert", "--from", str(source), "--to", orbax]) == 0
+    assert main.main(["export", "--from", orbax, "--to", out, "--dtype", "float32", "--shard-size", "10KB"]) == 0
+    assert same_bytes(load(tmp_path / "out"), tensors)
+    assert max(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")) < 13_000  # and a header
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said] == [orbax, out]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["convert", "--to", "x"], "the following arguments are required: --from"),
+        (["convert", "--from", "{}/none", "--to", "x"], "none: wanted the folder of a checkpoint or a name on the Hub"),
+        (["convert", "--from", "{}", "--to", "x"], "wanted a checkpoint folder with config.json, there is none"),
+        (["convert", "--from", "{}", "--to", "x", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["export", "--from", "{}/none", "--to", "x"], "none: wanted the directory of a run, there is none"),
+        (["export", "--from", "{}", "--to", "x", "--shard-size", "5 gigs"], "wanted a size such as 5GB or 500MB, got"),
+        (["export", "--from", "{}", "--to", "x", "--shard-size", "0"], "wanted a size such as 5GB or 500MB, got '0'"),
+        (["export", "--from", "{}", "--to", "x"], "wanted a run directory (experiment.json) or a converted checkpoint"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_exit_2(arguments, said, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main.main([argument.format(folder) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert said in err and err.startswith("gspax: ") and out == ""
+    assert names_in(tmp_path) == ["folder"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5_000_000_000), ("500MB", 500_000_000), ("3KB", 3000), ("1000", 1000)]
+)
+def test_sizes(text, size):
+    assert arguments.size(text) == size

@@ -1,0 +1,216 @@
+"""The program: what it calls, what it says, and its exit codes."""
+
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import stub_experiment
+
+import gspax
+from gspax.commands import main
+
+STUB = stub_experiment.__file__
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Put stand-ins in place of the verbs' modules; the calls that they got."""
+    calls = []
+
+    def stand_in(module, function):
+        made = ModuleType(f"gspax.{module}")
+        setattr(made, function, lambda *arguments: calls.append((module, *arguments)) or Path("report.html"))
+        made.summary = lambda workdir: f"what {workdir} came to"
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+
+    for module, function in (("loop", "train"), ("sft", "run"), ("evaluate", "run"), ("commands.bench", "run")):
+        stand_in(module, function)
+    stand_in("run.report", "write")
+    return calls
+
+
+def failing(monkeypatch, problem):
+    """A `gspax.loop` whose `train` raises."""
+
+    def train(experiment, workdir):
+        raise problem
+
+    module = ModuleType("gspax.loop")
+    module.train = train
+    monkeypatch.setitem(sys.modules, "gspax.loop", module)
+    return main.main(["train", STUB, "--workdir", "w"])
+
+
+def test_train_with_options_in_any_order(called, tmp_path):
+    assert main.main(["train", STUB, "seed=3", "--workdir", str(tmp_path), "schedule.steps=4"]) == 0
+    ((module, experiment, workdir),) = called
+    assert module == "loop"
+    assert workdir == tmp_path
+    assert (experiment.seed, experiment.schedule.steps) == (3, 4)
+
+
+def test_a_run_ends_with_its_summary_and_three_commands_to_go_on(called, capsys):
+    assert main.main(["train", STUB, "--workdir", "my runs/w", "seed=3", "schedule.steps=4"]) == 0
+    first, title, *commands = capsys.readouterr().out.splitlines()
+    assert (first, title) == ("what my runs/w came to", "Next:")
+    same = f"{shlex.quote(STUB)} --workdir 'my runs/w' seed=3"
+    assert [command.strip() for command in commands] == [
+        f"gspax train {same} schedule.steps=8",
+        f"gspax eval {same} evaluation.problems=2048",
+        f"gspax train {shlex.quote(STUB)} --workdir 'my runs/w_grpo' seed=3 loss=gspax.losses.grpo",
+    ]
+    main.main(["train", STUB, "--workdir", "w", "loss=gspax.losses.grpo"])
+    assert "--workdir w_gspo loss=gspax.losses.grpo loss=gspax.losses.gspo" in capsys.readouterr().out
+
+
+def test_the_other_verbs(called, tmp_path, capsys):
+    assert main.main(["sft", "--workdir", "new", STUB]) == 0
+    assert main.main(["eval", STUB, "--workdir", str(tmp_path), "--step", "12"]) == 0
+    assert main.main(["eval", STUB, "--workdir", str(tmp_path)]) == 0
+    assert main.main(["bench", STUB, "seed=2"]) == 0
+    assert main.main(["report", str(tmp_path)]) == 0
+    assert [(call[0], *call[2:]) for call in called] == [
+        ("sft", Path("new")),
+        ("evaluate", tmp_path, 12),
+        ("evaluate", tmp_path, None),
+        ("commands.bench",),
+        ("run.report",),
+    ]
+    assert called[-1] == ("report", tmp_path)
+    assert capsys.readouterr().out == "report.html\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "there is no verb 'trian'; did you mean 'train'?"),
+        (["xyz"], "there is no verb 'xyz'; it is one of train, sft, eval, bench, compile"),
+        (["train"], "the following arguments are required: FILE"),
+        (["train", STUB], "wanted --workdir DIR"),
+        (["train", STUB, "--workdir", "w", "--devices", "2"], "--devices is for --dry-run"),
+        (["train", STUB, "--dry-run", "--devices", "0"], "wanted a whole number of at least 1, got '0'"),
+        (["train", STUB, "--dryrun", "--workdir", "w"], "unrecognized arguments: --dryrun"),
+        (["train", "none.py", "--dry-run"], "none.py: there is no such file"),
+        (["train", STUB, "--dry-run", "sede=1"], "unknown key 'sede'; did you mean 'seed'?"),
+        (["train", STUB, "--dry-run", "sampling.group=1"], "sampling.group: wanted at least 2, got 1"),
+        (["train", STUB, "--dry-run", "--devices", "3"], "sampling.prompts: wanted a multiple of the 3 devices"),
+        (["eval", STUB], "the following arguments are required: --workdir"),
+        (["eval", STUB, "--workdir", "no/such"], "no/such: wanted the directory of a run, there is none"),
+        (["eval", STUB, "--workdir", ".", "--step", "-1"], "at least 0, got '-1'"),
+        (["sft", STUB, "--dry-run", "warm_start=null"], "warm_start: wanted a WarmStart for `gspax sft`"),
+        (["report", "no/such"], "no/such: wanted the directory of a run, there is none"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_exit_2(arguments, said, called, capsys):
+    assert main.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("gspax: ")
+    assert said in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert called == []
+
+
+def test_several_mistakes_are_several_lines(capsys):
+    assert main.main(["train", STUB, "--dry-run", "seed=x", "sede=1"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "gspax: seed: wanted an integer, got 'x'",
+        "gspax: unknown key 'sede'; did you mean 'seed'?",
+    ]
+
+
+def test_a_traceback_on_request(monkeypatch, capsys):
+    monkeypatch.setenv("GSPAX_TRACEBACK", "1")
+    assert main.main(["train", "none.py", "--dry-run"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_warning_does_not_stop_the_run(called, capsys):
+    assert main.main(["train", STUB, "--workdir", "w", "sampling.top_p=0.5"]) == 0
+    assert "gspax: warning: sampling.top_p: " in capsys.readouterr().err
+    assert len(called) == 1
+
+
+def test_a_failure_while_running_exits_1_with_its_traceback(monkeypatch, capsys):
+    assert failing(monkeypatch, ZeroDivisionError("oh")) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run(monkeypatch, capsys, signum, code):
+    from gspax.run.interrupt import Interrupted
+
+    assert failing(monkeypatch, Interrupted(signum)) == code
+    assert capsys.readouterr().err == (
+        f"gspax: {signum.name}: the state is saved; the same command continues the run\n"
+    )
+
+
+def test_ctrl_c_outside_of_a_run(monkeypatch):
+    assert failing(monkeypatch, KeyboardInterrupt()) == 130
+
+
+def test_a_missing_package_is_a_sentence(monkeypatch, capsys):
+    assert failing(monkeypatch, ModuleNotFoundError("No module named 'flax'", name="flax.nnx")) == 2
+    assert capsys.readouterr().err == "gspax: this needs the package 'flax': pip install 'gspax[train]'\n"
+    assert failing(monkeypatch, ModuleNotFoundError("No module named 'gspax.nope'", name="gspax.nope")) == 1
+
+
+@pytest.mark.parametrize("verb", main.VERBS)
+def test_every_verb_has_help_with_an_example(verb, capsys):
+    assert main.main([verb, "--help"]) == 0
+    assert f"example:\n  gspax {verb} " in capsys.readouterr().out
+
+
+def test_help_and_version(capsys):
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gspax {gspax.__version__}\n"
+    for arguments in ([], ["--help"]):
+        assert main.main(arguments) == 0
+        out = capsys.readouterr().out
+        assert all(verb in out for verb in main.VERBS)
+
+
+def run(code, *arguments):
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_help_imports_no_jax():
+    done = run(
+        "import sys; from gspax.commands import main; main.main(['train', '--help']); assert 'jax' not in sys.modules"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_dry_run_touches_no_device_and_writes_nothing(tmp_path):
+    """No backend is up afterwards, the model's and the optimiser's packages are not even imported, and it is quick."""
+    code = (
+        "import sys; from gspax.commands import main; code = main.main(sys.argv[1:]); "
+        "import jax._src.xla_bridge as bridge; "
+        "assert not bridge.backends_are_initialized(); assert not {'flax', 'optax', 'orbax'} & set(sys.modules); "
+        "sys.exit(code)"
+    )
+    workdir = tmp_path / "run"
+    start = time.monotonic()
+    done = run(
+        code, "train", STUB, "model=gspax.model.presets.qwen3_235b_a22b", "--dry-run", "--devices", "16",
+        "--workdir", str(workdir),
+    )  # fmt: skip
+    wall = time.monotonic() - start
+    assert done.returncode == 0, done.stderr
+    assert "235.09 B parameters, 22.19 B active" in done.stdout
+    assert "16 devices" in done.stdout
+    assert not workdir.exists()
+    assert wall < 15  # about 1.5 seconds on an idle machine
+
+
+def test_a_reader_that_goes_away_is_no_failure():
+    command = f"{sys.executable} -m gspax.commands.main train {STUB} --dry-run | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr

@@ -1,0 +1,461 @@
+"""Runs of several real processes on this machine, beside the same run of one: the same samples, numbers, checkpoints.
+
+Each process has its own devices; they find each other over loopback.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from published import published, random_params, save
+from small_experiment import experiment
+
+from gspax import config, loop
+from gspax.learner.optimizer import make_optimizer
+from gspax.learner.restore import restore_state
+from gspax.learner.state import abstract_state, init_state
+from gspax.losses import kl
+from gspax.run import record
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import RunDir
+from gspax.sharding import make_mesh
+
+FILE = str(Path(__file__).parents[1] / "small_experiment.py")
+CLOCKS = ("time/", "cpu/", "perf/")
+
+# The sampled evaluation has the shape of a rollout batch: one program less to compile. A large eps, because Adam's
+# first updates blow up the rounding of the smallest gradients.
+SMALL = replace(
+    experiment,
+    warm_start=None,
+    optimizer=config.Optimizer(learning_rate=1e-2, eps=1e-2),
+    schedule=replace(experiment.schedule, steps=1, eval_every=0, checkpoint_every=0),
+    evaluation=config.Evaluation(problems=8, samples=4),
+)
+SMALL_OVERRIDES = [
+    *("warm_start=null", "schedule.steps=1", "schedule.eval_every=0", "schedule.checkpoint_every=0"),
+    *("evaluation.problems=8", "evaluation.samples=4", "optimizer.learning_rate=1e-2", "optimizer.eps=1e-2"),
+]
+
+
+def free_port():
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
+def variables(devices):
+    """The environment of a process with so many devices."""
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "XLA_FLAGS"))},
+        "PYTHONPATH": os.pathsep.join(sys.path),  # the children import this file and what it imports
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+
+
+@pytest.fixture
+def start():
+    """`start(count, devices, workdir, *overrides)`: that many processes of `gspax train`, with devices of their own.
+
+    Only those of the numbers `only` are started; `apart` has further overrides of some.
+    """
+    started = []
+
+    def begin(count, devices, workdir, *overrides, file=FILE, timeout=100, only=None, apart=None):
+        together = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count)]
+        processes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "gspax.commands.main", "train", file, "--workdir", str(workdir), *together),
+                    *("--process", str(index), "--join-timeout", str(timeout)),
+                    *(*overrides, *(apart or {}).get(index, ())),
+                ],
+                env=variables(devices),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for index in only or range(count)
+        ]
+        started.extend(processes)
+        return processes
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_steps(run, count, processes):
+    """Until that many steps are recorded; all the while process 0 must be alive."""
+    deadline = time.monotonic() + 400
+    while not (run.metrics.exists() and run.metrics.read_text().count("reward/mean") >= count):
+        assert processes[0].poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def finished(processes, code=0, timeout=500):
+    """What each of them printed and complained of; all must end with this exit code."""
+    said = [process.communicate(timeout=timeout) for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), said
+    return [(without_gloo(out), error) for out, error in said]
+
+
+def without_gloo(out):
+    """gloo's threads tell of their connections all at once, and into each other's lines."""
+    return "".join(line for line in out.splitlines(True) if "[Gloo]" not in line and "peer ranks" not in line)
+
+
+def assert_close(got, wanted, rtol=1e-5):
+    """Metrics of every step but clocks, to rounding: sums run in another order across processes."""
+    rows, others = record.read_metrics(got.metrics), record.read_metrics(wanted.metrics)
+    assert [row.keys() for row in rows] == [row.keys() for row in others]
+    for row, other in zip(rows, others, strict=True):
+        assert_close_rows(row, other, rtol)
+
+
+def assert_close_rows(row, other, rtol=1e-5):
+    assert row.keys() == other.keys()
+    for name in row:
+        if not name.startswith(CLOCKS):  # mismatches and noise floors are themselves rounding, at most 1e-6
+            np.testing.assert_allclose(row[name], other[name], rtol, atol=2e-6, err_msg=name)
+
+
+def assert_same_samples(got, wanted):
+    """The texts, rewards and advantages of every completion."""
+    assert [path.name for path in sorted(got.samples.iterdir())] == [p.name for p in sorted(wanted.samples.iterdir())]
+    for path in wanted.samples.iterdir():
+        assert (got.samples / path.name).read_text() == path.read_text()
+
+
+def parameters(run, experiment, step=None):
+    """Of a checkpoint, read by this process onto its own eight devices."""
+    mesh = make_mesh(experiment.mesh, model=experiment.model)
+    with Checkpoints(run.checkpoints) as checkpoints:
+        optimizer = make_optimizer(experiment.optimizer)
+        state = restore_state(experiment, run, checkpoints, optimizer, mesh, step)
+    return jax.device_get(state.params)
+
+
+def assert_near(params, others):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, others)
+
+
+CHILD = """
+import json, os, signal, sys
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from gspax.distributed import joining, multihost; from gspax.run import interrupt; from gspax import loop
+from gspax.distributed.transfer import transfer, transfer_key
+from gspax.run.checkpoints import Checkpoints
+from gspax.errors import UserError
+from gspax.hf.reading import read_params
+from gspax.rollout.rewards import gather_texts
+from gspax.sharding import make_mesh, named_sharding
+from gspax.learner.state import abstract_params, init_state
+from pathlib import Path
+from published import random_params
+from test_processes import SMALL
+
+address, index, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+joining.join(joining.ProcessInfo(address, 2, index), {}, 100)
+assert multihost.gather("long" * (1 + 999 * index)) == ["long", "long" * 1000]
+assert multihost.gather_rows([None, "b"] if index else ["a", None]) == ["a", "b"]
+for number in range(20):
+    assert multihost.gather((index, number)) == [(0, number), (1, number)]
+left = jax._src.distributed.global_state.client.key_value_dir_get_bytes("gspax/")
+assert len(left) <= 2 + 2 + 2, f"counters, the last two answers, what one has given since: {left}"
+
+def fail():
+    if index == 1:
+        raise UserError("no")
+
+try:
+    multihost.all_or_raise(fail)
+except UserError as error:
+    assert str(error) == ("no" if index else "process 1: no")
+else:
+    raise AssertionError("must fail on both")
+
+learner = loop.make_learner(SMALL)
+everywhere = multihost.to_devices(np.zeros((4, 2)), named_sharding(learner.mesh))
+assert len(multihost.owned_rows(everywhere)) == (0 if index else 4), "each row has one owner"
+spread = multihost.to_devices(np.arange(8), named_sharding(learner.mesh, "batch"))
+np.testing.assert_array_equal(multihost.to_host(spread), np.arange(8))
+
+PLACES
+with interrupt.watch() as interrupted:
+    assert not interrupted()
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupted() == signal.SIGTERM, "everywhere"
+
+state = init_state(SMALL.model, learner.optimizer, jax.random.key(SMALL.seed), learner.mesh)
+state, metrics, rows = loop.rollout_and_update(learner, state)
+with Checkpoints(directory, keep=1) as checkpoints:
+    checkpoints.save(1, state, {})
+own = [row for row, entry in enumerate(rows) if "completion" in entry]
+told = {"metrics": metrics, "own": own, "rows": gather_texts(rows)}
+Path(directory).with_name(f"{index}.json").write_text(json.dumps(told))
+"""
+
+# Four devices of two processes: meshes of all, of some, of one process alone.
+PLACES = """
+def on(devices, *axes, shape=(-1, 1)):
+    grid = np.array(devices).reshape(shape)
+    return NamedSharding(Mesh(grid, ("a", "b"), axis_types=(AxisType.Auto,) * 2), PartitionSpec(*axes))
+
+devices, values = jax.devices(), np.arange(96.0, dtype=np.float32).reshape(4, 4, 6)
+for givers, takers in [((0, 1), (2, 3)), ((2, 3), (0, 1)), ((0,), (1, 2)), ((1, 2), (3,)), ((3,), (0, 1, 2))]:
+    for given in [("a", None, "b"), (None, ("a", "b")), ()]:
+        source = on([devices[i] for i in givers], *given)
+        target = on([devices[i] for i in takers], None, "b" if len(takers) == 2 else None, shape=(1, -1))
+        made = jax.jit(lambda: jax.numpy.asarray(values), out_shardings=source)()
+        moved = transfer({"x": made, "y": made > 50}, target)
+        assert moved["x"].sharding == target and moved["y"].dtype == bool
+        for shard in moved["x"].addressable_shards:
+            np.testing.assert_array_equal(shard.data, values[shard.index])
+        for got in multihost.to_host((made, moved["x"])):
+            np.testing.assert_array_equal(got, values)
+        np.testing.assert_array_equal(multihost.to_host(moved["y"]), values > 50)
+
+first = on(devices[:2], "a")  # on process 0
+key = jax.jit(lambda: jax.random.key(3), out_shardings=on(devices[:2]))()
+rested = transfer_key(key, on(devices[2:]))
+state = {"x": jax.jit(lambda: jax.numpy.arange(4.0), out_shardings=first)(), "key": key}
+with Checkpoints(directory + "_first", keep=1, mesh=first.mesh) as checkpoints:
+    assert checkpoints.latest() is None
+    checkpoints.save(5, state, {"extra": 1})
+    assert checkpoints.latest() == 5
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    read, extra = checkpoints.restore(shapes)
+    assert extra == {"extra": 1} and read["x"].sharding == first
+    np.testing.assert_array_equal(multihost.to_host(read["x"]), np.arange(4.0))
+    drawn = [multihost.to_host(jax.random.uniform(each, 3)) for each in (read["key"], rested)]
+    np.testing.assert_array_equal(drawn[0], jax.random.uniform(jax.random.key(3), 3))
+    np.testing.assert_array_equal(drawn[1], drawn[0])
+    some = checkpoints.restore_some({"x": shapes["x"]}, 5)
+    np.testing.assert_array_equal(multihost.to_host(some["x"]), np.arange(4.0))
+    try:
+        checkpoints.restore({"x": shapes["x"]})
+    except UserError as error:
+        assert ("process 0: " if index else "") + "checkpoint 5 in " in str(error)
+    else:
+        raise AssertionError("must fail on both")
+
+mesh = make_mesh(SMALL.mesh, devices[:2], SMALL.model)
+params = read_params(Path(directory).with_name("published"), SMALL.model, abstract_params(SMALL.model, mesh))
+jax.tree.map(np.testing.assert_array_equal, multihost.to_host(params), random_params(SMALL.model))
+"""
+
+
+def test_a_step_of_two_processes_is_that_of_one(tmp_path):
+    """Also what they tell each other, a signal to one of them, and a checkpoint of both that this process reads."""
+    save(tmp_path / "published", SMALL.model, published(SMALL.model, random_params(SMALL.model)))
+    command = [sys.executable, "-c", CHILD.replace("PLACES", PLACES), f"localhost:{free_port()}"]
+    alike = {"env": variables(2), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, str(index), str(tmp_path / "saved")], **alike) for index in (0, 1)]
+    try:
+        learner = loop.make_learner(SMALL)
+        state = init_state(SMALL.model, learner.optimizer, jax.random.key(SMALL.seed), learner.mesh)
+        state, metrics, rows = loop.rollout_and_update(learner, state)
+        finished(processes)
+        first, second = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
+    finally:
+        for process in processes:
+            process.kill()
+    assert [first["own"], second["own"]] == [list(range(16)), list(range(16, 32))], "each rewards its own rows"
+    assert first["rows"] == second["rows"] == rows
+    for told in (first["metrics"], second["metrics"]):
+        assert_close_rows(told, metrics)
+    with Checkpoints(tmp_path / "saved") as checkpoints:
+        saved, _ = checkpoints.restore(abstract_state(SMALL.model, learner.optimizer, learner.mesh))
+    assert_near(jax.device_get(saved.params), jax.device_get(state.params))
+    assert (int(saved.step), int(saved.position)) == (2, 8)
+
+
+def test_hosts_that_do_not_come_or_differ_are_said_before_anything_is_written(start, tmp_path):
+    alone = [start(2, 1, tmp_path / "run", only=[index], timeout=1)[0] for index in (0, 1)]
+    differing = start(2, 1, tmp_path / "run", *SMALL_OVERRIDES, apart={1: ["optimizer.learning_rate=0.5"]})
+    (_, no_other), (_, no_coordinator) = finished(alone, 1)
+    assert no_other == "gspax: processes: process 1 of 2 did not join within 1 seconds\n"
+    assert "gspax: processes: process 0 of 2 did not answer at localhost:" in no_coordinator
+    sentence = "processes: process 1 differs from process 0 in experiment.optimizer.learning_rate: 0.01 -> 0.5"
+    for _, complaints in finished(differing, 2):
+        assert complaints == f"gspax: {sentence}\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_run(start, tmp_path):
+    processes = start(2, 4, tmp_path / "two", *SMALL_OVERRIDES)
+    loop.train(SMALL, tmp_path / "one")
+    two, one = RunDir(tmp_path / "two"), RunDir(tmp_path / "one")
+    (first, _), (second, complaints) = finished(processes)
+    assert "report.html" in first and second == "" and "gspax" not in complaints, "one process speaks"
+    assert_close(two, one)
+    assert_same_samples(two, one)
+    assert_near(parameters(two, SMALL), parameters(one, SMALL))
+    attempts = json.loads(two.environment.read_text())
+    assert len(attempts) == 1 and attempts[0]["processes"] == 2 and attempts[0]["devices"] == "8 x cpu"
+    assert two.report.stat().st_size > 0
+
+
+EVERYTHING = """
+from dataclasses import replace
+from functools import partial
+from small_experiment import experiment as small
+from gspax import config, losses
+from gspax.losses import kl
+experiment = replace(
+    small,
+    optimizer=config.Optimizer(learning_rate=1e-2, eps=1e-2),
+    schedule=replace(small.schedule, steps=3, eval_every=2, checkpoint_every=1, keep_checkpoints=3),
+    reference=config.Reference(reward=kl.k3, coefficient=0.1),
+    calibration=config.Calibration(tolerance=0.0),
+    routing_replay=True,
+    filter_overlong=True,
+)
+"""
+
+
+def everything(tmp_path):
+    """An experiment file of all that crosses processes, and the experiment: with a warm start and a reference."""
+    file = tmp_path / "everything.py"
+    file.write_text(EVERYTHING)
+    whole = replace(
+        experiment,
+        optimizer=SMALL.optimizer,
+        schedule=replace(experiment.schedule, steps=3, eval_every=2, checkpoint_every=1, keep_checkpoints=3),
+        reference=config.Reference(reward=kl.k3, coefficient=0.1),
+        calibration=config.Calibration(tolerance=0.0),
+        routing_replay=True,
+        filter_overlong=True,
+    )
+    return str(file), whole
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_path):
+    file, whole = everything(tmp_path)
+    loop.train(whole, tmp_path / "one")
+    finished(start(4, 2, tmp_path / "four", "schedule.steps=2", file=file))
+    one, four = RunDir(tmp_path / "one"), RunDir(tmp_path / "four")
+    assert_near(parameters(four, whole, 2), parameters(one, whole, 2))
+
+    copied = tmp_path / "then_two"
+    subprocess.run(["cp", "-r", str(four.path), str(copied)], check=True)
+    loop.train(whole, four.path)
+    finished(start(2, 4, copied, file=file))
+    for run in (four, RunDir(copied)):
+        assert_near(parameters(run, whole), parameters(one, whole))
+        steps = [[row for row in record.read_metrics(each.metrics) if "policy/loss" in row] for each in (run, one)]
+        for name in ("policy/loss", "optim/grad_norm", "reward/mean", "reference/kl", "policy/clip_low"):
+            got, wanted = ([row[name] for row in rows] for rows in steps)
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_sampler_in_processes_of_its_own(start, tmp_path):
+    """Four processes, two of them the sampler's; then two, one of them; beside one process with all four devices."""
+    file = tmp_path / "apart.py"
+    overrides = ["schedule.checkpoint_every=2", "schedule.steps=4"]
+    apart = "experiment = replace(experiment, placement=config.Placement(devices=2, staleness=1))\n"
+    file.write_text(EVERYTHING + apart)
+    finished(start(1, 4, tmp_path / "one", *overrides, file=str(file)))
+    finished(start(4, 1, tmp_path / "apart", *overrides, "schedule.steps=2", file=str(file)))
+    finished(start(2, 2, tmp_path / "apart", *overrides, file=str(file)))
+    apart, one = (record.read_metrics(RunDir(tmp_path / name).metrics) for name in ("apart", "one"))
+    apart, one = ([row for row in rows if "policy/loss" in row] for rows in (apart, one))
+    assert [row["rollout/staleness"] for row in apart] == [row["rollout/staleness"] for row in one] == [0, 1, 0, 1]
+    for row, other in zip(apart, one, strict=True):
+        assert_close_rows(row, other, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [["mesh.tensor=2", "mesh.fsdp=2"], ["mesh.expert=4", "mesh.fsdp=1"], ["mesh.context=4", "mesh.data=1"]],
+    ids=" ".join,
+)
+def test_rows_that_several_processes_hold(start, tmp_path, mesh):
+    """Four processes of one device: axes within a row lie across processes."""
+    changed = [*SMALL_OVERRIDES, "model.num_key_value_heads=2", *mesh]
+    finished(start(4, 1, tmp_path / "four", *changed))
+    finished(start(1, 4, tmp_path / "one", *changed))
+    assert_close(RunDir(tmp_path / "four"), RunDir(tmp_path / "one"))
+    assert_same_samples(RunDir(tmp_path / "four"), RunDir(tmp_path / "one"))
+
+
+@pytest.mark.slow
+def test_adapters_across_processes(start, tmp_path):
+    file = tmp_path / "adapted.py"
+    file.write_text(
+        "from dataclasses import replace\n"
+        "from small_experiment import experiment as small\n"
+        "from gspax.config import Lora\n"
+        "experiment = replace(small, lora=Lora(rank=2))\n"
+    )
+    overrides = [*SMALL_OVERRIDES, "schedule.steps=2"]
+    finished(start(2, 1, tmp_path / "two", *overrides, file=str(file)))
+    finished(start(1, 2, tmp_path / "one", *overrides, file=str(file)))
+    assert_close(RunDir(tmp_path / "two"), RunDir(tmp_path / "one"))
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_host_ends_the_run_on_all_and_it_goes_on(start, tmp_path):
+    overrides = [*SMALL_OVERRIDES, "schedule.steps=1000"]
+    processes = start(2, 1, tmp_path / "run", *overrides)
+    run = RunDir(tmp_path / "run")
+    wait_for_steps(run, 2, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    for _, complaints in finished(processes, 143):
+        assert "SIGTERM: the state is saved" in complaints and "Traceback" not in complaints
+    with Checkpoints(run.checkpoints) as checkpoints:
+        done = checkpoints.latest()
+    assert 2 <= done < 1000
+    finished(start(2, 1, run.path, *overrides[:-1], f"schedule.steps={done + 1}"))
+    steps = [row["step"] for row in record.read_metrics(run.metrics) if "policy/loss" in row]
+    assert steps == list(range(1, done + 2))
+
+
+@pytest.mark.slow
+def test_a_mistake_that_one_process_meets_ends_all(start, tmp_path):
+    file = tmp_path / "unlucky.py"
+    file.write_text(
+        "import jax\n"
+        "from dataclasses import replace\n"
+        "from small_experiment import experiment as small, share_right\n"
+        "def reward(problem, completion):\n"
+        "    if jax.process_index() == 1:\n"
+        "        raise KeyError('answer')\n"
+        "    return share_right(problem, completion)\n"
+        "experiment = replace(small, reward=reward)\n"
+    )
+    said = finished(start(2, 1, tmp_path / "run", *SMALL_OVERRIDES, file=str(file)), 2)
+    assert "gspax: reward: reward raised KeyError: 'answer' for the prompt" in said[1][1]
+    assert "gspax: process 1: reward: reward raised KeyError" in said[0][1]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_takes_the_others_with_it(start, tmp_path):
+    processes = start(2, 1, tmp_path / "run", *SMALL_OVERRIDES, "schedule.steps=1000")
+    run = RunDir(tmp_path / "run")
+    wait_for_steps(run, 1, processes)
+    processes[1].kill()
+    assert processes[0].wait(timeout=150) != 0

@@ -1,0 +1,99 @@
+"""Arrays from one mesh to another; `tests/test_processes.py` does the same between processes."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gspax.aot import chips
+from gspax.commands import compile
+from gspax.distributed import transfer
+
+DEVICES = jax.devices()
+VALUES = np.arange(2 * 24 * 12, dtype=np.float32).reshape(2, 24, 12)
+
+
+def mesh(devices, rows, columns):
+    return Mesh(np.array(devices).reshape(rows, columns), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+def shapes(devices):
+    return [(size, devices // size) for size in range(1, devices + 1) if devices % size == 0 and 24 % size == 0]
+
+
+def check(moved, wanted, values):
+    assert moved.sharding == wanted and moved.dtype == values.dtype
+    assert {shard.device for shard in moved.addressable_shards} == set(wanted.mesh.devices.flat)
+    for shard in moved.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), values[shard.index])
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 6, 7])
+@pytest.mark.parametrize("spec", [P(), P(None, "a"), P(None, ("a", "b")), P(None, "b", "a")], ids=str)
+def test_it_is_the_same_array_in_the_layout_that_is_wanted(number, spec):
+    """From all devices but the last ones to those, and back."""
+    others = 8 - number
+    for given in shapes(others)[:1]:
+        for taken in shapes(number)[-2:]:
+            source, target = (
+                NamedSharding(mesh(devices, *shape), spec if 12 % shape[0] == 0 and 12 % shape[1] == 0 else P())
+                for devices, shape in ((DEVICES[:others], given), (DEVICES[others:], taken))
+            )
+            array = jax.device_put(VALUES, source)
+            there = transfer._transfer_array(array, target)
+            check(there, target, VALUES)
+            check(transfer._transfer_array(there, source), source, VALUES)
+            assert not array.is_deleted()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, bool, np.int32, np.uint32])
+def test_every_dtype(dtype):
+    values = (VALUES % 3).astype(dtype)
+    source, target = NamedSharding(mesh(DEVICES[:4], 2, 2), P(None, "a")), NamedSharding(mesh(DEVICES[4:], 1, 4), P())
+    check(transfer._transfer_array(jax.device_put(values, source), target), target, values)
+
+
+def test_a_tree_goes_by_one_sharding_or_a_tree_of_them():
+    source, target = NamedSharding(mesh(DEVICES[:4], 4, 1), P()), NamedSharding(mesh(DEVICES[4:], 4, 1), P(None, "a"))
+    tree = jax.device_put({"x": VALUES, "y": VALUES[0]}, source)
+    split = {"x": target, "y": NamedSharding(target.mesh, P("a"))}
+    assert jax.tree.map(lambda leaf: leaf.sharding, transfer.transfer(tree, split)) == split
+    assert transfer.transfer(tree, target)["x"].sharding == target
+    key = jax.device_put(jax.random.key(5), source)
+    moved = transfer.transfer_key(key, NamedSharding(target.mesh, P()))
+    assert set(moved.sharding.device_set) == set(DEVICES[4:])
+    np.testing.assert_array_equal(jax.random.uniform(moved, 3), jax.random.uniform(jax.random.key(5), 3))
+
+
+def test_what_does_not_divide_is_said():
+    source, target = NamedSharding(mesh(DEVICES[:5], 5, 1), P()), NamedSharding(mesh(DEVICES[5:], 3, 1), P())
+    with pytest.raises(transfer.UserError, match=r"a divisor or a multiple of the other 5 devices .*, got 3"):
+        transfer._transfer_array(jax.device_put(VALUES, source), target)
+
+
+def test_stacked_layers_are_laid_out_one_by_one():
+    """Between these two layouts XLA gathers the whole array on every device: never all layers of it at once."""
+    spec = P(None, "b", "a")
+    given = NamedSharding(mesh(DEVICES, 8, 1), spec)
+    wanted = transfer._copies(given.mesh, NamedSharding(mesh(DEVICES[:4], 1, 4), spec))
+    array = jax.ShapeDtypeStruct((16, 64, 128), jnp.float32, sharding=given)
+    compiled = jax.jit(transfer._by_layers, static_argnums=1, out_shardings=wanted).lower(array, wanted).compile()
+    assert "all-gather" in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < array.size * 4 / 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)")
+def test_it_compiles_between_two_slices_of_a_tpu():
+    from jax.experimental import topologies
+
+    with chips._environment():
+        devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4", num_slices=2).devices
+    together = Mesh(np.array(devices), "device")
+    parts = jax.ShapeDtypeStruct((32, 128), jnp.bfloat16, sharding=NamedSharding(together, P("device")))
+    with compile._uncached():
+        text = transfer._hand_over.lower(parts, together, 16).compile().as_text()
+    assert {device.slice_index for device in devices} == {0, 1} and "xla_megascale" in text

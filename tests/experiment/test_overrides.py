@@ -1,0 +1,157 @@
+"""`a.b=c`: what can be set, to what, and what is said about what cannot."""
+
+from pathlib import Path
+
+import pytest
+import stub_experiment
+
+from gspax import losses
+from gspax.errors import UserError
+from gspax.experiment import describe, difference, flatten, load, override
+from gspax.experiment.overrides import keys
+from gspax.model import presets
+
+EXPERIMENT = load(Path(stub_experiment.__file__))
+
+
+def changed(*assignments):
+    return difference(describe(EXPERIMENT), describe(override(EXPERIMENT, assignments)))
+
+
+def error(*assignments):
+    with pytest.raises(UserError) as caught:
+        override(EXPERIMENT, assignments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "line"),
+    [
+        ("seed=7", "seed: 0 -> 7"),
+        ("schedule.steps=1e3", "schedule.steps: 10 -> 1000"),
+        ("schedule.steps=1_000", "schedule.steps: 10 -> 1000"),
+        (" schedule.steps = 3 ", "schedule.steps: 10 -> 3"),
+        ("optimizer.learning_rate=3e-4", "optimizer.learning_rate: 1e-6 -> 3e-4"),
+        ("model.rope_theta=2.5e6", "model.rope_theta: 10000.0 -> 2.5e6"),
+        ("sampling.temperature=2", "sampling.temperature: 1.0 -> 2.0"),
+        ("model.remat=full", "model.remat: none -> full"),
+        ("model.tie_word_embeddings=false", "model.tie_word_embeddings: true -> false"),
+        ("name=a=b", "name: stub -> a=b"),
+        ("model.mlp_only_layers=(0,1)", "model.mlp_only_layers: [] -> [0, 1]"),
+        ("model.mlp_only_layers=0, 1", "model.mlp_only_layers: [] -> [0, 1]"),
+        ("model.mlp_only_layers=1", "model.mlp_only_layers: [] -> [1]"),
+        ("model.mlp_only_layers=(1,)", "model.mlp_only_layers: [] -> [1]"),
+        ("tokenizer.stop_ids=[3,4]", "tokenizer.stop_ids: [10] -> [3, 4]"),
+        ("tokenizer.stop_ids=()", "tokenizer.stop_ids: [10] -> []"),
+        ("data.max_digits=8", "data.max_digits: 6 -> 8"),
+        ("data.label=null", None),
+        ("data.label=x", "data.label: null -> x"),
+        ("loss.clip_low=1e-3", "loss.clip_low: 2e-4 -> 0.001"),
+        ("loss.clip_high=1e-3", "loss.clip_high: 4e-4 -> 0.001"),
+        ("advantage.eps=1", "advantage.eps: 1e-6 -> 1.0"),
+        ("warm_start.optimizer.learning_rate=1", "warm_start.optimizer.learning_rate: 0.003 -> 1.0"),
+    ],
+)
+def test_a_value_is_read_by_its_type(assignment, line):
+    assert changed(assignment) == ([] if line is None else [line])
+
+
+def test_the_types_are_exact():
+    new = override(EXPERIMENT, ["schedule.steps=1e3", "sampling.temperature=2", "model.mlp_only_layers=1"])
+    assert type(new.schedule.steps) is int
+    assert type(new.sampling.temperature) is float
+    assert new.model.mlp_only_layers == (1,)
+    assert EXPERIMENT.schedule.steps == 10  # the original is as it was
+
+
+def test_a_keyword_of_a_bare_function_makes_a_partial():
+    new = override(EXPERIMENT, ["loss=gspax.losses.gspo", "loss.clip_low=1e-3"])
+    assert new.loss.func is losses.gspo
+    assert new.loss.keywords == {"clip_low": 1e-3}
+
+
+def test_dotted_names_replace_and_later_overrides_apply_to_them():
+    new = override(EXPERIMENT, ["model=gspax.model.presets.qwen3_30b_a3b", "model.num_hidden_layers=2"])
+    assert new.model.num_hidden_layers == 2
+    assert new.model.num_experts == presets.qwen3_30b_a3b.num_experts
+    last = override(EXPERIMENT, ["model.num_hidden_layers=2", "model=gspax.model.presets.qwen3_30b_a3b"])
+    assert last.model is presets.qwen3_30b_a3b
+    assert override(EXPERIMENT, ["warm_start=none"]).warm_start is None
+    assert override(EXPERIMENT, ["data=stub_experiment.experiment.data"]).data is stub_experiment.experiment.data
+
+
+@pytest.mark.parametrize(
+    ("assignment", "said"),
+    [
+        ("schedule.steps=1.5", "schedule.steps: wanted an integer, got '1.5'"),
+        ("schedule.steps=1e999", "schedule.steps: wanted an integer, got '1e999'"),
+        ("schedule.steps=", "schedule.steps: wanted an integer, got ''"),
+        ("optimizer.eps=tiny", "optimizer.eps: wanted a number, got 'tiny'"),
+        ("model.attention_bias=1", "model.attention_bias: wanted true or false, got '1'"),
+        ("model.mlp_only_layers=1,x", "model.mlp_only_layers: wanted an integer, got '1,x'"),
+        ("data.max_digits=10", "data.max_digits=10: wanted max_digits of at most 9, got 10"),
+        ("schedule.steps", "'schedule.steps': an override is written key=value, as in optimizer.learning_rate=1e-5"),
+        ("=3", "'=3': an override is written key=value, as in optimizer.learning_rate=1e-5"),
+        ("optimizer.learning_rat=1", "unknown key 'optimizer.learning_rat'; did you mean 'optimizer.learning_rate'?"),
+        ("learning_rate=1", "unknown key 'learning_rate'; did you mean 'optimizer.learning_rate'?"),
+        ("smapling.prompts=1", "unknown key 'smapling.prompts'; did you mean 'sampling.prompts'?"),
+        ("loss.clip_lo=1", "unknown key 'loss.clip_lo'; did you mean 'loss.clip_low'?"),
+        ("steps=1", "unknown key 'steps'; did you mean 'schedule.steps'?"),
+        (
+            "warm_strat.optimizer.learning_rate=1",
+            "unknown key 'warm_strat.optimizer.learning_rate'; did you mean 'warm_start.optimizer.learning_rate'?",
+        ),
+        ("mesh.qqqqq=1", "unknown key 'mesh.qqqqq'; mesh has slice, data, fsdp, expert, context, tensor"),
+        ("seed.x=1", "unknown key 'seed.x': seed is of type int and has no fields"),
+        ("data.label.x=1", "unknown key 'data.label.x': data.label is None and has no fields"),
+        ("reward.x=1", "unknown key 'reward.x': reward is experiment_file.reward and has no fields"),
+        ("loss=gspo", "loss: wanted the dotted name of a function, as in gspax.losses.gspo, got 'gspo'"),
+        (
+            "loss=gspax.losses.gspp",
+            "loss: wanted a name that exists (gspax.losses has no 'gspp'; did you mean 'gspo'?), "
+            "got 'gspax.losses.gspp'",
+        ),
+        (
+            "loss=gspax.losses",
+            "loss: wanted the dotted name of a function (it names a module), got 'gspax.losses'",
+        ),
+        (
+            "model=gspax.losses.gspo",
+            "model: wanted the dotted name of a ModelConfig (it names gspax.losses.policy.gspo), "
+            "got 'gspax.losses.gspo'",
+        ),
+        (
+            "loss=no_such_package.gspo",
+            "loss: wanted a name that can be imported (there is no module 'no_such_package'), "
+            "got 'no_such_package.gspo'",
+        ),
+        ("warm_start=3", "warm_start: wanted the dotted name of a WarmStart or null, got '3'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(assignment, said):
+    assert error(assignment) == said
+
+
+def test_a_module_that_fails_on_import_is_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "breaks_on_import.py").write_text("1 / 0\n")
+    (tmp_path / "needs_a_module.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert error("loss=breaks_on_import.f") == (
+        "breaks_on_import.f: importing breaks_on_import failed: ZeroDivisionError: division by zero"
+    )
+    assert error("loss=needs_a_module.f") == (
+        "needs_a_module.f: importing needs_a_module needs the module 'no_such_package'"
+    )
+
+
+def test_all_mistakes_are_told_at_once():
+    assert error("seed=x", "schedule.steps=3", "sede=1", "seed=1.5").splitlines() == [
+        "seed: wanted an integer, got 'x'",
+        "unknown key 'sede'; did you mean 'seed'?",
+        "seed: wanted an integer, got '1.5'",
+    ]
+
+
+def test_every_described_key_can_be_set():
+    described = set(flatten(describe(EXPERIMENT))) - {"type"}
+    assert described <= set(keys(EXPERIMENT))

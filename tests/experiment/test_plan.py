@@ -1,0 +1,231 @@
+"""The dry run's numbers against the model's real shapes and the published sizes."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+import stub_experiment
+from tiny import CONFIGS
+
+from gspax import config, sharding
+from gspax.config import is_sparse
+from gspax.experiment import load, override
+from gspax.experiment.counts import active_parameter_count, parameter_count, trained_count
+from gspax.experiment.plan import LOGIT_BUDGET, plan, render
+from gspax.learner import adapters
+from gspax.model import presets, transformer
+
+EXPERIMENT = load(Path(stub_experiment.__file__))
+PRESETS = {name: getattr(presets, name) for name in ("tiny_moe", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_235b_a22b")}
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *PRESETS])
+def test_the_parameter_count_is_that_of_the_model(name):
+    config = {**CONFIGS, **PRESETS}[name]
+    assert parameter_count(config) == sum(leaf.size for leaf in jax.tree.leaves(transformer.abstract_params(config)))
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active"),
+    [
+        (presets.qwen3_30b_a3b, 30.53e9, 3.35e9),
+        (presets.qwen3_235b_a22b, 235.09e9, 22.19e9),
+        (presets.qwen3_0_6b, 0.596e9, 0.596e9),
+    ],
+)
+def test_the_published_sizes(config, total, active):
+    assert parameter_count(config) == pytest.approx(total, rel=1e-3)
+    assert active_parameter_count(config) == pytest.approx(active, rel=1.5e-3)
+
+
+def test_a_dense_layer_among_sparse_ones_is_active_as_a_whole():
+    config = CONFIGS["some layers dense"]
+    dense = 3 * config.hidden_size * config.intermediate_size
+    one = replace(config, num_hidden_layers=1, num_experts_per_tok=1)
+    assert parameter_count(one) == active_parameter_count(one)
+    unused = 3 * (config.num_experts - config.num_experts_per_tok) * config.hidden_size * config.moe_intermediate_size
+    assert parameter_count(config) - active_parameter_count(config) == 2 * unused
+    assert dense > 0
+
+
+def test_the_logit_budget_is_that_of_the_train_step():
+    from gspax.learner import train_step
+
+    assert LOGIT_BUDGET == train_step.LOGIT_BUDGET
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_cache_is_that_of_the_sampler(dtype):
+    experiment = override(EXPERIMENT, [f"model.dtype={dtype}"])
+    config, sampling = experiment.model, experiment.sampling
+    prefill = partial(transformer.prefill, config=config, group=sampling.group, max_tokens=sampling.max_tokens)
+    _, cache = jax.eval_shape(
+        lambda params, tokens, length: prefill(params, tokens_PS=tokens, length_P=length),
+        transformer.abstract_params(config),
+        jax.ShapeDtypeStruct((sampling.prompts, sampling.max_prompt_tokens), jnp.int32),
+        jax.ShapeDtypeStruct((sampling.prompts,), jnp.int32),
+    )
+    sizes = plan(experiment, 1).sampler
+    prompts = sum(leaf.size * leaf.dtype.itemsize for leaf in (cache.prompt_k_LPKSH, cache.prompt_v_LPKSH))
+    completions = sum(leaf.size * leaf.dtype.itemsize for leaf in (cache.k_LBKCH, cache.v_LBKCH))
+    assert sizes["cache of the prompts, once per prompt"] == prompts
+    assert sizes["cache of the completions"] == completions
+    eight = plan(experiment, 8).sampler
+    assert eight["cache of the prompts, once per prompt"] == prompts // 8
+
+
+def test_tokens_and_updates():
+    found = plan(EXPERIMENT, 1)
+    assert (found.rows, found.completion_tokens, found.tokens) == (64, 64 * 8, 64 * 16)
+    assert (found.updates, found.steps, found.warm_start_updates) == (4, 10, 60)
+    assert found.checkpoint == 12 * parameter_count(EXPERIMENT.model)
+    text = render(found)
+    assert "10 steps, 40 updates, at most 10,240 tokens" in text
+    assert "60 supervised updates" in text
+
+
+def test_fsdp_splits_the_parameters_and_data_does_not():
+    one = plan(EXPERIMENT, 1)
+    fsdp, data = plan(EXPERIMENT, 8), plan(override(EXPERIMENT, ["mesh.data=8"]), 8)
+    ones = dict.fromkeys(sharding.AXES, 1)
+    assert fsdp.mesh == ones | {"fsdp": 8}
+    assert data.mesh == ones | {"data": 8}
+    key = "parameters, float32"
+    assert fsdp.learner[key] == one.learner[key] // 8
+    assert data.learner[key] == one.learner[key]
+    assert "one gathered layer" in fsdp.learner
+    assert "one gathered layer" not in data.learner
+    assert fsdp.activations["none"] == data.activations["none"] == one.activations["none"] // 8
+    head = "the head's gradient before it is summed, float32"
+    whole = 4 * EXPERIMENT.model.vocab_size * EXPERIMENT.model.hidden_size
+    assert fsdp.learner[head] == data.learner[head] == whole and head not in one.learner
+
+
+def test_the_tensor_axis_splits_heads_widths_and_vocabulary():
+    one = plan(EXPERIMENT, 1)
+    two = plan(override(EXPERIMENT, ["mesh.tensor=2"]), 2)
+    for part in ("parameters, float32", "logits of 16 positions"):
+        assert two.learner[part] == one.learner[part] // 2
+    for part in ("cache of the completions", "logits of one position, and noise"):
+        assert two.sampler[part] == one.sampler[part] // 2
+    assert one.activations["none"] / 2 < two.activations["none"] < one.activations["none"]
+    assert "gathered" not in "".join(two.learner)
+
+
+def test_the_context_axis_splits_positions_and_gathers_keys():
+    one, two = plan(EXPERIMENT, 1), plan(override(EXPERIMENT, ["mesh.context=2"]), 2)
+    config, rows = EXPERIMENT.model, EXPERIMENT.sampling.prompts * EXPERIMENT.sampling.group
+    microbatch = rows // EXPERIMENT.schedule.minibatches
+    keys = 2 * config.num_key_value_heads * config.head_dim * 16 * microbatch * 4 * config.num_hidden_layers
+    assert two.activations["none"] == one.activations["none"] // 2 + keys
+    assert two.learner["logits of 8 positions"] == one.learner["logits of 16 positions"] // 2
+
+
+def test_scores_are_kept_up_to_a_budget():
+    """Of twice the length there are four times the scores, but in any length that is too long for them as many."""
+
+    def scores(length):
+        found = plan(override(EXPERIMENT, ["model.remat=full", f"sampling.max_tokens={length - 8}"]), 1)
+        other = plan(override(EXPERIMENT, ["model.remat=full", f"sampling.max_tokens={2 * length - 8}"]), 1)
+        return other.activations["full"] - 2 * found.activations["full"]
+
+    assert scores(16) > 0
+    assert scores(2**14) == -12 * 2**23, "4 + 4 + 4 bytes of each"
+
+
+def test_the_expert_axis_splits_what_is_gathered():
+    model = replace(presets.qwen3_30b_a3b, vocab_size=EXPERIMENT.model.vocab_size)
+    big = replace(EXPERIMENT, model=model, sampling=replace(EXPERIMENT.sampling, prompts=64))
+    alone = plan(replace(big, mesh=replace(big.mesh, expert=1)), 64)
+    found = plan(big, 64)
+    assert found.mesh["expert"] == 8 and "expert: below 18,432 tokens" in render(found)
+    assert found.learner["parameters, float32"] == alone.learner["parameters, float32"]
+    experts = 2 * 3 * 128 * 2048 * 768
+    difference = alone.learner["one gathered layer"] - found.learner["one gathered layer"]
+    assert difference == experts * 7 // 8
+    assert found.activations["full"] == alone.activations["full"]
+
+
+def test_remat_and_micro_batches_lower_the_activations():
+    one = plan(EXPERIMENT, 1)
+    assert one.activations["full"] < one.activations["none"]
+    split = plan(override(EXPERIMENT, ["schedule.microbatch_rows=4"]), 1)
+    assert 4 * split.activations["none"] == one.activations["none"]
+    assert split.learner["sum of the micro-batches' gradients"] == one.learner["gradients"]
+    for remat, size in one.activations.items():
+        again = plan(override(EXPERIMENT, [f"model.remat={remat}"]), 1)
+        assert again.learner[f"activations, estimated, remat={remat}"] == size
+    assert sorted(one.activations, key=one.activations.get) == ["offload", "full", "products", "none"]
+
+
+def test_bfloat16_parameters_have_a_master_and_an_offloaded_state_is_not_on_the_device():
+    one, half = plan(EXPERIMENT, 1), plan(override(EXPERIMENT, ["model.param_dtype=bfloat16"]), 1)
+    assert 2 * half.learner["parameters, bfloat16"] == one.learner["parameters, float32"]
+    assert 2 * half.learner["gradients"] == one.learner["gradients"]
+    assert half.learner["master copy, float32"] == one.learner["parameters, float32"]
+    assert half.checkpoint == one.checkpoint * 14 // 12
+    away = plan(override(EXPERIMENT, ["model.param_dtype=bfloat16", "optimizer.offload=true"]), 1)
+    moved = {"Adam moments, float32", "master copy, float32"}
+    for there, here in ((half.learner, away.learner), (half.sampler, away.sampler)):
+        assert there.keys() - here.keys() == moved and away.host == sum(there[part] for part in moved)
+    assert one.host == half.host == 0
+    assert "In the host's memory" in render(away) and "In the host's memory" not in render(half)
+
+
+def test_what_an_experiment_adds_is_counted():
+    one = plan(EXPERIMENT, 1)
+    whole = [
+        "reference=gspax.config.Reference",
+        "routing_replay=true",
+        "regularizers.router_z=0.1",
+        "schedule.microbatch_rows=8",
+    ]
+    more = plan(override(EXPERIMENT, whole), 1)
+    for part in (more.learner, more.sampler):
+        assert part["reference policy, float32"] == part["parameters, float32"]
+    model = EXPERIMENT.model
+    tokens, sparse = 8 * 16, sum(is_sparse(model, layer) for layer in range(model.num_hidden_layers))
+    assert more.learner["router logits of all layers"] == 2 * 4 * tokens * sparse * model.num_experts
+    experts = 4 * 64 * 16 * sparse * model.num_experts_per_tok
+    assert more.learner["rollout batch"] == one.learner["rollout batch"] + experts
+
+
+@pytest.mark.parametrize("changes", [[], ["lora.attention=false"], ["lora.mlp=false"], ["model.mlp_only_layers=(0,)"]])
+def test_adapters_are_what_is_trained(changes):
+    changes = ["lora=gspax.config.Lora", "lora.rank=3", "reference=gspax.config.Reference", *changes]
+    made = override(EXPERIMENT, changes)
+    factors = sum(leaf.size for leaf in jax.tree.leaves(adapters.abstract(made.model, made.lora)))
+    assert trained_count(made) == factors
+    found, whole = plan(made, 1), plan(replace(made, lora=None), 1)
+    assert found.learner["adapters, float32"] == 4 * factors == found.learner["gradients"]
+    assert found.learner["parameters, float32"] == whole.learner["parameters, float32"]
+    assert found.checkpoint == 12 * factors and found.sampler["Adam moments, float32"] == 8 * factors
+    assert "reference policy, float32" not in found.learner
+
+
+def test_overridden_keys_are_marked():
+    text = render(plan(EXPERIMENT, 1, overridden=["seed", "optimizer"]))
+    marked = [line.split()[1] for line in text.splitlines() if line.startswith("* ")]
+    assert "seed" in marked
+    assert "optimizer.b1" in marked
+    assert not any(key.startswith("sampling") for key in marked)
+    assert "\n* " not in render(plan(EXPERIMENT, 1))
+
+
+def test_a_sampler_on_devices_of_its_own_holds_what_is_pushed_and_no_moments():
+    half = replace(EXPERIMENT, model=replace(EXPERIMENT.model, dtype="bfloat16"))
+    apart = replace(half, placement=config.Placement(devices=2, staleness=2))
+    found, alone = plan(apart, 6), plan(half, 4)
+    assert found.mesh == alone.mesh and math.prod(found.sampler_mesh.values()) == 2
+    assert found.learner == alone.learner
+    pushed = found.sampler["parameters, bfloat16, pushed 3 times"]
+    assert pushed == 3 * 2 * math.ceil(parameter_count(half.model) / 2)
+    assert "Adam moments, float32" in alone.sampler and "Adam moments, float32" not in found.sampler
+    two = plan(half, 2)
+    for part in ("cache of the completions", "one gathered layer"):
+        assert found.sampler[part] == two.sampler[part] > 0
+    assert "fsdp=4: 4 devices of the learner; fsdp=2: 2 devices of the sampler (" in render(found)

@@ -1,0 +1,200 @@
+"""Adapters: what they stand for, that only they are trained, and whole runs with them."""
+
+import functools
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from small_experiment import experiment
+
+from gspax import config, loop, losses, sharding
+from gspax.evaluate import run as evaluate_run
+from gspax.learner import adapters, objective, train_step
+from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
+from gspax.model import transformer
+from gspax.model.low_rank import base, combine, dense, is_low_rank, partition
+from gspax.rollout import sampler
+from gspax.run import record
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import RunDir
+from gspax.types import Batch
+
+LORA = config.Lora(rank=3, alpha=6.0)
+CONFIG = replace(tiny.MOE, mlp_only_layers=(1,))  # three runs of layers, a dense one among them
+B, T = 8, 6
+
+
+@functools.cache
+def policy(seed=0, lora=LORA):
+    """Adapters whose b is not 0, on the parameters of CONFIG."""
+    factors = adapters.init(CONFIG, lora, jax.random.key(seed))
+    noise = jax.random.split(jax.random.key(seed + 1), len(jax.tree.leaves(factors)))
+    leaves, tree = jax.tree.flatten(factors)
+    leaves = [0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(noise, leaves, strict=True)]
+    return adapters.attach_adapters(tiny.params(CONFIG), jax.tree.unflatten(tree, leaves), lora)
+
+
+def low_ranks(params):
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_low_rank)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves if is_low_rank(leaf)}
+
+
+def by_hand(name, leaf):
+    """base + alpha / rank · a b of one weight, from its axes."""
+    equation = {
+        "query": "ldr,lrnh->ldnh",
+        "key": "ldr,lrnh->ldnh",
+        "value": "ldr,lrnh->ldnh",
+        "out": "lnhr,lrd->lnhd",
+        "gate": "ledr,lerf->ledf",
+        "up": "ledr,lerf->ledf",
+        "down": "lefr,lerd->lefd",
+    }[name]
+    if leaf.base.ndim == 3:  # of a dense layer
+        equation = equation.replace("e", "")
+    parts = [np.asarray(part, np.float64) for part in (leaf.base, leaf.a, leaf.b)]
+    return parts[0] + LORA.alpha / LORA.rank * np.einsum(equation, *parts[1:])
+
+
+def test_a_weight_is_its_base_plus_the_product_of_its_factors():
+    found = low_ranks(policy())
+    names = {f"runs/{run}/attention/{name}" for run in range(3) for name in adapters.ATTENTION}
+    assert found.keys() == names | {f"runs/{run}/mlp/{name}" for run in range(3) for name in adapters.MLP}
+    for path, leaf in found.items():
+        np.testing.assert_allclose(leaf.dense(), by_hand(path.split("/")[-1], leaf), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("attention", "mlp"), [(True, False), (False, True)])
+def test_a_part_of_the_weights_can_be_adapted(attention, mlp):
+    found = low_ranks(policy(lora=replace(LORA, attention=attention, mlp=mlp)))
+    assert {path.split("/")[2] for path in found} == {"attention" if attention else "mlp"}
+
+
+def test_fresh_adapters_change_nothing_and_have_unit_gain():
+    fresh = adapters.init(CONFIG, config.Lora(rank=64), jax.random.key(0))
+    whole = adapters.attach_adapters(tiny.params(CONFIG), fresh, LORA)
+    chex.assert_trees_all_equal(dense(whole), tiny.params(CONFIG))
+    chex.assert_trees_all_equal(base(policy()), tiny.params(CONFIG))
+    for path, leaf in low_ranks(whole).items():
+        incoming = leaf.a.size // leaf.a.shape[-1] // np.prod(leaf.b.shape[: leaf.b.ndim - 2], dtype=int)
+        incoming = (
+            leaf.base.shape[-3] * leaf.base.shape[-2] if path.endswith("out") else leaf.base.shape[leaf.a.ndim - 2]
+        )
+        assert np.var(leaf.a) == pytest.approx(1 / incoming, rel=0.35), path
+
+
+@pytest.mark.slow
+def test_the_model_with_adapters_is_the_model_with_their_sums():
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (B, T)), jnp.int32)
+    run = jax.jit(transformer.apply, static_argnums=1)
+    with_adapters, _ = run(policy(), CONFIG, tokens, jnp.ones_like(tokens))
+    summed, _ = run(dense(policy()), CONFIG, tokens, jnp.ones_like(tokens))
+    chex.assert_trees_all_close(with_adapters, summed, rtol=1e-5, atol=1e-5)
+    sampling = config.Sampling(group=2, max_prompt_tokens=4, max_tokens=5)
+    draw = functools.partial(sampler.sample, config=CONFIG, prompts=[[1, 2], [3]], prompt_ids=[0, 1])
+    draw = functools.partial(draw, key=jax.random.key(0), sampling=sampling, stop_ids=(0,))
+    chex.assert_trees_all_equal(draw(policy()), draw(dense(policy())))
+
+
+def a_batch():
+    rng = np.random.default_rng(1)
+    return Batch(
+        tokens_BT=jnp.asarray(rng.integers(0, CONFIG.vocab_size, (B, T)), jnp.int32),
+        segment_BT=jnp.ones((B, T), jnp.int32),
+        mask_BT=jnp.asarray(np.arange(T)[None] >= rng.integers(1, T, (B, 1))),
+        old_logp_BT=-jnp.asarray(rng.random((B, T)) * 4, jnp.float32),
+        advantage_B=jnp.asarray(rng.normal(size=B), jnp.float32),
+    )
+
+
+SGD = optax.sgd(1.0)
+
+
+@pytest.mark.parametrize("rows", [4, pytest.param(0, marks=pytest.mark.slow)])
+def test_an_update_moves_the_factors_by_the_chain_rule_and_nothing_else(rows):
+    before, batch = policy(), a_batch()
+    step = train_step.make_train_step(CONFIG, objective.from_loss(losses.grpo), SGD, microbatch_rows=rows)
+    state, metrics = step(new_state(jax.tree.map(jnp.copy, before), SGD, jax.random.key(0)), batch)
+    chex.assert_trees_all_equal(base(state.params), base(before))
+
+    def value(params):
+        outputs = train_step.forward(params, CONFIG, batch)
+        terms = losses.grpo(outputs.logp_BT, batch.old_logp_BT, batch.advantage_B, batch.mask_BT)
+        return losses.reduce(terms)[0]
+
+    of_weight, squares = jax.jit(jax.grad(value))(dense(before)), 0.0
+    for (path, new), old in zip(low_ranks(state.params).items(), low_ranks(before).values(), strict=True):
+        gradient = functools.reduce(
+            lambda tree, key: tree[int(key) if key.isdigit() else key], path.split("/"), of_weight
+        )
+        stack = old.base.shape[: old.a.ndim + old.b.ndim - 2 - old.base.ndim]
+        a, b = old.a.reshape(*stack, -1, 3), old.b.reshape(*stack, 3, -1)
+        gradient = 2.0 * gradient.reshape(*stack, a.shape[-2], b.shape[-1])
+        wanted = (gradient @ b.swapaxes(-1, -2), a.swapaxes(-1, -2) @ gradient)
+        got = ((old.a - new.a).reshape(a.shape), (old.b - new.b).reshape(b.shape))
+        chex.assert_trees_all_close(got, wanted, rtol=1e-3, atol=2e-5)
+        squares += sum(float((part**2).sum()) for part in wanted)
+    assert metrics["grad_norm"] == pytest.approx(squares**0.5, rel=1e-4), "of the factors"
+
+
+def test_partition_and_combine_are_inverse():
+    for params in (policy(), tiny.params(CONFIG)):
+        trained, frozen = partition(params)
+        chex.assert_trees_all_equal(combine(trained, frozen), params)
+        assert len(jax.tree.leaves(trained)) + len(jax.tree.leaves(frozen)) == len(jax.tree.leaves(params))
+    assert jax.tree.leaves(partition(tiny.params(CONFIG))[1]) == []
+    assert {leaf.shape for leaf in jax.tree.leaves(partition(policy())[1])} == {
+        leaf.shape for leaf in jax.tree.leaves(tiny.params(CONFIG))
+    }
+
+
+def test_state_is_sharded_by_the_table_and_moments_are_of_the_factors():
+    mesh = sharding.make_mesh(config.Mesh(data=2, fsdp=4))
+    adam = optax.adam(1e-3)
+    state = init_state(CONFIG, optax.identity(), jax.random.key(0), mesh)
+    state = add_adapters(state, CONFIG, LORA, adam, mesh)
+    wanted = abstract_state(CONFIG, adam, mesh, LORA)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, wanted)
+    for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+    query = state.params["runs"][0]["attention"]["query"]
+    assert query.a.sharding.spec[1] == ("fsdp", "expert") and not query.a.is_fully_replicated
+    trained = sum(leaf.size for leaf in jax.tree.leaves(partition(state.params)[0]))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) == 2 * trained + 1
+
+
+WITH = replace(
+    experiment,
+    lora=config.Lora(rank=2),
+    reference=config.Reference(),
+    warm_start=replace(experiment.warm_start, steps=1),
+    schedule=replace(experiment.schedule, steps=3, eval_every=0, checkpoint_every=1),
+)
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters_resumes_and_its_base_is_the_reference(tmp_path, capsys):
+    loop.train(WITH, tmp_path / "whole")
+    loop.train(replace(WITH, schedule=replace(WITH.schedule, steps=1)), tmp_path / "resumed")
+    loop.train(WITH, tmp_path / "resumed")
+    runs = [RunDir(tmp_path / name) for name in ("whole", "resumed")]
+    rows = [[row for row in record.read_metrics(run.metrics) if "policy/loss" in row] for run in runs]
+    for whole, resumed in zip(*rows, strict=True):
+        clocks = ("time/", "cpu/", "perf/")
+        assert {k: v for k, v in whole.items() if not k.startswith(clocks)} == {
+            k: v for k, v in resumed.items() if not k.startswith(clocks)
+        }
+    assert rows[0][0]["reference/kl"] < 1e-9 < rows[0][1]["reference/kl"]
+    with Checkpoints(runs[0].checkpoints) as checkpoints:
+        stored = checkpoints._manager.item_metadata(3)["state"].tree
+    assert "params/runs/0/attention/query/a" in stored and "params/embedding" not in stored
+    assert not any(name.endswith("/base") for name in stored)
+    capsys.readouterr()
+    evaluate_run(WITH, runs[0].path, None)
+    (last,) = [row for row in record.read_metrics(runs[0].metrics) if "eval/accuracy" in row and row["step"] == 3]
+    assert f"eval/accuracy          {last['eval/accuracy']:.4f}" in capsys.readouterr().out

@@ -1,0 +1,151 @@
+"""The objective of an experiment against its parts put together by hand, on arrays alone."""
+
+from dataclasses import replace
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_experiment import experiment
+
+from gspax import losses
+from gspax.config import Calibration, Reference, Regularizers
+from gspax.learner import objective
+from gspax.losses import correction, kl, regularizers
+from gspax.model.moe import Routing
+from gspax.types import Batch
+
+L, B, T, E, A = 2, 6, 7, 4, 2
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+MASK = jnp.asarray(np.random.default_rng(0).random((B, T)) < 0.7).at[2].set(False)
+LOGP = -jnp.abs(draw(1, B, T))
+OUTPUTS = objective.Outputs(LOGP, jnp.abs(draw(2, B, T)), Routing(jnp.zeros((L, B, T, A), int), draw(3, L, B, T, E)))
+BATCH = Batch(
+    tokens_BT=jnp.zeros((B, T), jnp.int32),
+    segment_BT=jnp.ones((B, T), jnp.int32),
+    mask_BT=MASK,
+    old_logp_BT=LOGP + 0.1 * draw(4, B, T),
+    advantage_B=draw(5, B),
+    sampler_logp_BT=LOGP + 0.3 * draw(6, B, T),
+    ref_logp_BT=LOGP + 0.3 * draw(7, B, T),
+)
+COMMON = objective.Common(jnp.array([0.01, 0.02]), jnp.abs(draw(8, L, E)))
+GIVEN = (BATCH.old_logp_BT, BATCH.advantage_B, MASK)
+TOKENS = partial(losses.grpo, aggregate=losses.by_token)
+
+
+def truncated():
+    return correction.truncate_tokens(BATCH.old_logp_BT, BATCH.sampler_logp_BT, MASK)
+
+
+def kept(logp):
+    return correction.reject_off_policy(logp, BATCH.sampler_logp_BT, BATCH.advantage_B, MASK, delta=0.01)
+
+
+def penalised(loss, penalty, coefficient):
+    return losses.kl.add_penalty(loss, penalty, coefficient=coefficient)
+
+
+def entropy(outputs, **how):
+    return regularizers.entropy_bonus(outputs.entropy_BT, MASK, **how)
+
+
+CASES = {
+    "bare": ({"loss": losses.gspo}, lambda o: losses.gspo(o.logp_BT, *GIVEN)),
+    "correction": (
+        {"correction": correction.truncate_tokens},
+        lambda o: losses.gspo(o.logp_BT, *GIVEN, correction=truncated()),
+    ),
+    "rejection": (
+        {"rejection": partial(correction.reject_off_policy, delta=0.01)},
+        lambda o: losses.gspo(o.logp_BT, *GIVEN, correction=kept(o.logp_BT)),
+    ),
+    "both": (
+        {
+            "correction": correction.truncate_tokens,
+            "rejection": partial(correction.reject_off_policy, delta=0.01),
+        },
+        lambda o: losses.gspo(o.logp_BT, *GIVEN, correction=truncated() * kept(o.logp_BT)[:, None]),
+    ),
+    "calibrated": (
+        {"calibration": Calibration()},
+        lambda o: losses.gspo(o.logp_BT, *GIVEN, clip_low=0.01, clip_high=0.02),
+    ),
+    "kl of the tokens the old policy drew": (
+        {"reference": Reference(loss=kl.token_kl, coefficient=0.3)},
+        lambda o: penalised(
+            losses.gspo(o.logp_BT, *GIVEN),
+            kl.token_kl(o.logp_BT, BATCH.ref_logp_BT, MASK, old_logp=BATCH.old_logp_BT),
+            0.3,
+        ),
+    ),
+    "kl aggregated as the loss is": (
+        {"loss": TOKENS, "reference": Reference(loss=kl.grpo_kl, coefficient=0.3)},
+        lambda o: penalised(
+            TOKENS(o.logp_BT, *GIVEN),
+            kl.grpo_kl(o.logp_BT, BATCH.ref_logp_BT, MASK, aggregate=losses.by_token),
+            0.3,
+        ),
+    ),
+    "kl told its own way": (
+        {"reference": Reference(loss=partial(kl.token_kl, old_logp=None), coefficient=0.3)},
+        lambda o: penalised(losses.gspo(o.logp_BT, *GIVEN), kl.token_kl(o.logp_BT, BATCH.ref_logp_BT, MASK), 0.3),
+    ),
+    "a reference that is only measured": ({"reference": Reference()}, lambda o: losses.gspo(o.logp_BT, *GIVEN)),
+    "entropy": (
+        {"loss": TOKENS, "regularizers": Regularizers(entropy=0.2)},
+        lambda o: penalised(TOKENS(o.logp_BT, *GIVEN), entropy(o, aggregate=losses.by_token), 0.2),
+    ),
+    "routers": (
+        {"regularizers": Regularizers(load_balance=0.2, router_z=0.1)},
+        lambda o: penalised(
+            penalised(
+                losses.gspo(o.logp_BT, *GIVEN),
+                regularizers.load_balance(jax.nn.softmax(o.routing.logits), COMMON.load_LE, MASK),
+                0.2,
+            ),
+            regularizers.router_z(o.routing.logits, MASK),
+            0.1,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_objective_is_its_parts(name):
+    changes, by_hand = CASES[name]
+    made = objective.from_experiment(replace(experiment, **changes))
+
+    def both(terms_of):
+        def value(logp, entropy, logits):
+            outputs = objective.Outputs(logp, entropy, OUTPUTS.routing._replace(logits=logits))
+            terms = terms_of(outputs)
+            return losses.reduce(terms)[0], terms
+
+        given = (OUTPUTS.logp_BT, OUTPUTS.entropy_BT, OUTPUTS.routing.logits)
+        return jax.grad(value, argnums=(0, 1, 2), has_aux=True)(*given)
+
+    gradient, terms = both(lambda outputs: made(outputs, BATCH, COMMON))
+    wanted_gradient, wanted = both(by_hand)
+    chex.assert_trees_all_close(gradient, wanted_gradient, rtol=1e-6, atol=1e-9)
+    chex.assert_trees_all_close((terms.value, terms.weight), (wanted.value, wanted.weight), rtol=1e-6)
+    assert terms.metrics.keys() >= wanted.metrics.keys()
+
+
+def test_correction_metrics_by_hand():
+    weight = jnp.array([[9.0, 2.0, 0.0], [0.0, 0.0, 9.0], [9.0, 9.0, 9.0]])
+    mask = jnp.array([[False, True, True], [True, True, False], [False, False, False]])
+    terms = losses.Terms(jnp.zeros(3), jnp.ones(3), objective.correction_metrics(weight, mask))
+    found = losses.reduce(terms)[1]
+    assert found["correction_mean"] == 0.5, "of the two rows that have tokens"
+    assert (found["correction_min"], found["correction_max"]) == (0.0, 1.0)
+    assert found["correction_rejected"] == 0.75
+    by_row = objective.correction_metrics(jnp.array([2.0, 0.0, 5.0]), mask)
+    assert losses.reduce(terms._replace(metrics=by_row))[1]["correction_mean"] == 1.0

@@ -1,0 +1,117 @@
+"""Log-probs on a mesh: those of one device, the head gathered once and its gradient summed over the devices once."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from gspax import config, losses, sharding
+from gspax.aot import hlo
+from gspax.config import Mesh
+from gspax.learner import objective, train_step
+from gspax.learner.scoring import score_tokens
+from gspax.learner.state import abstract_state
+from gspax.types import Batch
+
+V, D, B, T, CHUNK = 1000, 16, 16, 12, 3
+MODEL = replace(tiny.MOE, num_experts=0, num_hidden_layers=1, vocab_size=V)
+LORA = config.Lora(rank=2, alpha=2.0)
+ONCE = {"all-gather, whole": 1, "reduce-scatter": 1}  # by what the result is
+
+
+def compiled_step(mesh, lora):
+    """The text of a train step that scores CHUNK positions of its rows at a time."""
+    state, rows = abstract_state(MODEL, optax.sgd(1.0), mesh, lora), sharding.named_sharding(mesh, "batch")
+    shapes = {"tokens_BT": jnp.int32, "segment_BT": jnp.int32, "mask_BT": jnp.bool_, "old_logp_BT": jnp.float32}
+    columns = {name: jax.ShapeDtypeStruct((B, T), dtype, sharding=rows) for name, dtype in shapes.items()}
+    batch = Batch(**columns, advantage_B=jax.ShapeDtypeStruct((B,), jnp.float32, sharding=rows))
+    step = train_step.make_train_step(MODEL, objective.from_loss(losses.gspo), optax.sgd(1.0), mesh=mesh)
+    return step.lower(state, batch).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    ("axes", "lora", "wanted"),
+    [
+        (Mesh(), None, ONCE),
+        # over the axis that parameters are not split over only parts are summed: the head's, the embedding's
+        (Mesh(fsdp=2, context=2, tensor=2), None, ONCE | {"all-reduce": 2}),
+        pytest.param(Mesh(tensor=2), None, ONCE, marks=pytest.mark.slow),
+        pytest.param(Mesh(), LORA, {"all-gather, whole": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_head_is_gathered_once_for_all_chunks_and_its_gradient_summed_once(monkeypatch, axes, lora, wanted):
+    mesh = sharding.make_mesh(axes)
+    vocabulary = V // mesh.shape["tensor"]
+    monkeypatch.setattr(train_step, "LOGIT_BUDGET", CHUNK * B // sharding.batch_shards(mesh) * vocabulary)
+
+    def count(_, each):
+        kind = each.opcode.removesuffix("-start")
+        wide = re.search(rf"\[{vocabulary},|,{vocabulary}\]", each.type)
+        if kind not in hlo.KINDS or not wide or not hlo._group_axes(each.attributes, dict(mesh.shape))[0]:
+            return Counter()
+        return Counter([kind + ", whole" * bool(re.search(rf"{D},{vocabulary}\]|{vocabulary},{D}\]", each.type))])
+
+    assert hlo.total(hlo.parse(compiled_step(mesh, lora)), count, unknown_trips=1) == wanted
+
+
+def scored(mesh, head, hidden, tokens, chunk, tied=False):
+    """A loss's gradients to head and hidden states, and the scores themselves."""
+
+    def total(head, hidden):
+        params = {"embedding": head.T} if tied else {"head": head}
+        logp, entropy = score_tokens(params, hidden, tokens, temperature=0.7, chunk=chunk, mesh=mesh)
+        return (WEIGHT * logp + WEIGHT[:, ::-1] * entropy).sum(), (logp, entropy)
+
+    return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(head, hidden)
+
+
+WEIGHT = np.random.default_rng(1).standard_normal((B, T)).astype(np.float32)
+
+
+def inputs(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    head, hidden = rng.standard_normal((D, 40)) / 4, rng.standard_normal((B, T, D))
+    tokens = rng.integers(0, 40, (B, T), dtype=np.int32)
+    return jnp.asarray(head, jnp.float32), jnp.asarray(hidden, dtype), jnp.asarray(tokens)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        Mesh(),
+        Mesh(slice=2, fsdp=2, context=2),
+        Mesh(fsdp=2, expert=2, tensor=2),
+        *(
+            pytest.param(axes, marks=pytest.mark.slow)
+            for axes in [
+                Mesh(data=8),
+                Mesh(fsdp=1, context=4, tensor=2),
+                Mesh(fsdp=1, tensor=8),
+                Mesh(data=2, context=2, tensor=2),
+            ]
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("chunk", "tied"), [(2, False), (4, True), (T, False)])
+def test_scores_and_gradients_are_those_of_one_device(axes, chunk, tied):
+    got, wanted = (scored(mesh, *inputs(), chunk, tied) for mesh in (sharding.make_mesh(axes), None))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+def test_chunks_are_added_up_in_float32_whatever_they_are_multiplied_in():
+    """On a mesh that is the gradient of one chunk. Rounding each to bfloat16 would show: that is 1 part in 256."""
+    mesh = sharding.make_mesh(Mesh())
+    (got, _), _ = scored(mesh, *inputs(jnp.bfloat16), 1)
+    (wanted, _), _ = scored(mesh, *inputs(jnp.bfloat16), T)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    assert np.abs(wanted - wanted.astype(jnp.bfloat16)).max() > 1e-4 * np.abs(wanted).max()

@@ -1,0 +1,356 @@
+"""The update against the plain formula, under any split, on one device and on eight; memory; the warm start's loss."""
+
+import functools
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from small_experiment import experiment
+
+from gspax import config, losses, sft, sharding
+from gspax.learner import objective, train_step
+from gspax.learner.expert_load import expert_load
+from gspax.learner.optimizer import learning_rate, make_optimizer
+from gspax.learner.state import abstract_state, init_state, new_state
+from gspax.losses import correction, kl
+from gspax.model import transformer
+from gspax.types import Batch
+
+CONFIG = tiny.MOE
+B, T = 16, 12
+LOSSES = {"gspo": losses.gspo, "gspo_token": losses.gspo_token, "grpo": losses.grpo, "nll": sft.nll}
+SGD = optax.sgd(1.0)  # the parameters' change is the gradient
+TEMPERATURE = 0.8
+SCORING = 3  # what log-probs run on each device: two copies of the head are made, one of them for its gradient alone
+
+
+@functools.cache
+def batch(seed=0):
+    """Ragged prompts and completions; old log-probs near the policy's so that both sides of the clip are met."""
+    rng = np.random.default_rng(seed)
+    prompt, length = rng.integers(1, 5, B), rng.integers(0, 7, B)
+    column = np.arange(T)[None]
+    end = (prompt + length)[:, None]
+    tokens = rng.integers(0, CONFIG.vocab_size, (B, T), dtype=np.int32)
+    given = Batch(
+        tokens_BT=jnp.asarray(tokens),
+        segment_BT=jnp.asarray((column < end).astype(np.int32)),
+        mask_BT=jnp.asarray((column >= prompt[:, None]) & (column < end)),
+        old_logp_BT=jnp.zeros((B, T)),
+        advantage_B=jnp.asarray(rng.normal(size=B), jnp.float32),
+    )
+    logp = direct(tiny.params(CONFIG), given)[0]
+    return replace(given, old_logp_BT=logp + jnp.asarray(rng.normal(size=(B, T)) * 0.1, jnp.float32))
+
+
+@functools.partial(jax.jit, static_argnames="temperature")
+def direct(params, batch, temperature=TEMPERATURE):
+    """Log-probs, entropies (both about the token in their column) and experts, from whole logits."""
+    hidden, routing = transformer.apply(params, CONFIG, batch.tokens_BT, batch.segment_BT)
+    logits = transformer.logits(params, hidden)
+    logp_all = jax.nn.log_softmax(logits / temperature)
+    entropy = jnp.pad(-(jnp.exp(logp_all) * logp_all).sum(-1)[:, :-1], ((0, 0), (1, 0)))
+    return losses.token_logp(logits, batch.tokens_BT, temperature=temperature), entropy, routing.expert
+
+
+def fresh(optimizer=SGD):
+    return new_state(jax.tree.map(jnp.copy, tiny.params(CONFIG)), optimizer, jax.random.key(0))
+
+
+def make_step(loss, optimizer, model=CONFIG, **kwargs):
+    return train_step.make_train_step(model, objective.from_loss(loss), optimizer, **kwargs)
+
+
+@functools.cache
+def step(name="gspo", rows=0):
+    """The train step of a loss on one device; most tests share one, since compiling is what takes the time."""
+    return make_step(LOSSES[name], SGD, temperature=TEMPERATURE, microbatch_rows=rows)
+
+
+@functools.cache
+def whole(name):
+    """State and metrics after one update of the batch without micro-batches."""
+    return step(name)(fresh(), batch())
+
+
+def close(got, want, rtol=2e-4, atol=2e-6):
+    chex.assert_trees_all_close(got, want, rtol=rtol, atol=atol)
+
+
+@functools.cache
+def pullback():
+    """Gradients of the log-probs, on from the gradient of a loss: compiled once for all losses."""
+    logp, pull = jax.vjp(lambda params: direct(params, batch())[0], tiny.params(CONFIG))
+    return logp, jax.jit(pull)
+
+
+@pytest.mark.parametrize("name", ["gspo", *(pytest.param(name, marks=pytest.mark.slow) for name in (*LOSSES,)[1:])])
+def test_update_is_the_gradient_of_the_reduced_loss(name):
+    data, (logp, pull) = batch(), pullback()
+
+    def reduced(logp):
+        return losses.reduce(LOSSES[name](logp, data.old_logp_BT, data.advantage_B, data.mask_BT))
+
+    (value, metrics), of_logp = jax.value_and_grad(reduced, has_aux=True)(logp)
+    (grads,) = pull(of_logp)
+    state, got = whole(name)
+    close(state.params, jax.tree.map(jnp.subtract, tiny.params(CONFIG), grads))
+    np.testing.assert_allclose(got["loss"], value, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got["grad_norm"], optax.tree.norm(grads), rtol=1e-4)
+    close({name: got[name] for name in metrics}, metrics)
+    assert state.step == 1 and state.position == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("gspo", 4),
+        ("nll", 4),
+        ("gspo", 16),
+        *(
+            pytest.param(name, rows, marks=pytest.mark.slow)
+            for name in LOSSES
+            for rows in (1, 4, 8)
+            if (name, rows) not in (("gspo", 4), ("nll", 4))
+        ),
+    ],
+)
+def test_any_split_into_micro_batches_is_the_same_update(name, rows):
+    want_state, want = whole(name)
+    state, got = step(name, rows)(fresh(), batch())
+    close(state.params, want_state.params)
+    close(got, want)
+
+
+ADAM = make_optimizer(config.Optimizer(learning_rate=1e-2))
+
+
+@functools.cache
+def adam_alone():
+    return make_step(losses.gspo, ADAM, temperature=TEMPERATURE)(fresh(ADAM), batch())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [0, 8])
+@pytest.mark.parametrize("mesh", [config.Mesh(), config.Mesh(data=2, fsdp=4), config.Mesh(data=8, fsdp=1)], ids=str)
+def test_eight_devices_make_the_update_of_one(mesh, rows):
+    alone, want = adam_alone()
+    devices = sharding.make_mesh(mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(CONFIG, ADAM, devices))
+    state = jax.device_put(fresh(ADAM), shardings)
+    update = make_step(losses.gspo, ADAM, temperature=TEMPERATURE, microbatch_rows=rows, mesh=devices)
+    spread, got = update(state, jax.device_put(batch(), sharding.named_sharding(devices, "batch")))
+    close(got, want, rtol=1e-3)
+    close(want, whole("gspo")[1])  # metrics do not depend on the optimiser: the gradient's norm is before its clip
+    moments, wanted = spread.opt_state[1][0], alone.opt_state[1][0]
+    assert moments.count == wanted.count == 1
+    close(moments.mu, wanted.mu, rtol=1e-3, atol=1e-5)
+    # Adam divides by the gradient's own size, so only gradients above rounding can be compared
+    close(spread.params, alone.params, rtol=1e-3, atol=1e-3)
+    kept = jax.tree.map(lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted, leaf.ndim), spread, shardings)
+    assert all(jax.tree.leaves(kept))
+
+
+def test_on_a_mesh_each_device_runs_its_own_rows_through_attention_and_experts():
+    devices = sharding.make_mesh(config.Mesh())
+    state = abstract_state(CONFIG, SGD, devices)
+    update = make_step(losses.gspo, SGD, mesh=devices)
+    assert tiny.primitives(update, state, batch()).count("shard_map") >= 2 * (2 + SCORING), "forward and backward"
+    score = train_step.make_score(CONFIG, mesh=devices)
+    assert tiny.primitives(score, state.params, batch()).count("shard_map") == 2 + SCORING
+
+
+@functools.cache
+def score(rows):
+    return train_step.make_score(CONFIG, temperature=TEMPERATURE, microbatch_rows=rows)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_score_is_the_direct_log_prob_in_micro_batches_too(rows):
+    data, params = batch(), tiny.params(CONFIG)
+    want, entropy, experts = direct(params, data)
+    logp, got_entropy, got_experts = score(rows)(params, data)
+    close(logp[data.mask_BT], want[data.mask_BT], rtol=1e-5, atol=1e-5)
+    close(got_entropy, entropy, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(got_experts, experts)
+
+
+def with_experts(data, seed=0):
+    """The batch with experts that no router chose, and a reference near the old policy."""
+    shape = (B, CONFIG.num_hidden_layers, T, 1)
+    first = np.random.default_rng(seed).integers(0, CONFIG.num_experts, shape, dtype=np.int32)
+    expert = jnp.asarray(np.concatenate([first, (first + 1) % CONFIG.num_experts], axis=-1))
+    padding = (data.segment_BT == 0)[:, None, :, None]
+    return replace(
+        data,
+        expert_BLTA=jnp.where(padding, CONFIG.num_experts, expert),
+        ref_logp_BT=data.old_logp_BT - 0.2,
+        sampler_logp_BT=data.old_logp_BT + 0.1,
+    )
+
+
+def test_replay_forces_the_experts_of_the_batch():
+    data, params = with_experts(batch()), tiny.params(CONFIG)
+    run = jax.jit(functools.partial(train_step.forward, config=CONFIG), static_argnames="routing_replay")
+    replayed, free = run(params, batch=data, routing_replay=True), run(params, batch=data)
+    np.testing.assert_array_equal(replayed.routing.expert, data.expert_BLTA.swapaxes(0, 1))
+    assert (free.routing.expert != replayed.routing.expert).any()
+    assert np.abs(replayed.logp_BT - free.logp_BT)[data.mask_BT].max() > 1e-3
+    with pytest.raises(ValueError, match=r"batch\.expert_BLTA: wanted the experts to replay, got None"):
+        train_step.forward(params, CONFIG, batch(), routing_replay=True)
+
+
+EVERYTHING = replace(
+    experiment,
+    loss=losses.gspo,
+    correction=correction.truncate_tokens,
+    reference=config.Reference(loss=kl.token_kl, coefficient=0.3),
+    regularizers=config.Regularizers(entropy=0.1, load_balance=0.1, router_z=0.1),
+    calibration=config.Calibration(),
+)
+
+
+def test_an_objective_with_everything_on_is_the_same_under_any_split_and_moves_the_routers():
+    data, results = with_experts(batch()), []
+    for rows in (0, 4):
+        update = train_step.make_train_step(
+            CONFIG,
+            objective.from_experiment(EVERYTHING),
+            SGD,
+            temperature=TEMPERATURE,
+            microbatch_rows=rows,
+            routing_replay=True,
+        )
+        results.append(update(replace(fresh(), clip_range=jnp.array([0.01, 0.02])), data))
+    (one, want), (split, got) = results
+    close(split.params, one.params)
+    close(got, want)
+    assert {"load_balance", "router_z", "entropy_bonus", "ref_kl", "correction_mean"} <= want.keys()
+    counted = jnp.where(data.mask_BT[:, None, :, None], data.expert_BLTA, CONFIG.num_experts)
+    load = expert_load(counted.swapaxes(0, 1), CONFIG.num_experts)
+    logits = train_step.forward(tiny.params(CONFIG), CONFIG, data, routing_replay=True).routing.logits
+    share = (jax.nn.softmax(logits) * load[:, None, None]).sum(-1).mean(0)[data.mask_BT].mean()
+    np.testing.assert_allclose(want["load_balance"], share, rtol=1e-4)
+
+
+def test_router_logits_are_not_kept_unless_they_are_used():
+    """[layers, rows, tokens, experts] in float32, of all layers, would be the largest thing that an update holds."""
+    data = with_experts(batch())
+    kept = f"f32[{CONFIG.num_hidden_layers},{B},{T},{CONFIG.num_experts}]"
+
+    def compiled(made):
+        update = train_step.make_train_step(replace(CONFIG, remat="full"), made, SGD)
+        return update.lower(fresh(), data).compile().as_text()
+
+    assert kept not in compiled(objective.from_loss(losses.gspo))
+    assert kept in compiled(objective.from_experiment(replace(EVERYTHING, correction=None, reference=None)))
+
+
+def test_first_update_of_a_rollout_batch_has_ratio_one():
+    data = replace(batch(), old_logp_BT=score(4)(tiny.params(CONFIG), batch())[0])
+    _, metrics = step("gspo", 4)(fresh(), data)
+    assert abs(metrics["ratio_min"] - 1) < 1e-5 and abs(metrics["ratio_max"] - 1) < 1e-5
+    assert metrics["clip_fraction_tokens"] == 0
+
+
+def test_the_step_compiles_once():
+    state = step()(fresh(), batch())[0]
+    compiled = step()._cache_size()
+    state = step()(state, replace(batch(), mask_BT=~batch().mask_BT))[0]
+    assert state.step == 2 and step()._cache_size() == compiled == 1
+
+
+def largest_array(function, *args):
+    """Elements of the largest array that a function makes."""
+    made = tiny.equations(jax.make_jaxpr(function)(*args).jaxpr)
+    return max(array.aval.size for equation in made for array in equation.outvars if hasattr(array.aval, "size"))
+
+
+def test_micro_batches_hold_a_part_of_the_activations():
+    params, data = tiny.params(CONFIG), batch()
+    assert largest_array(score(4), params, data) <= largest_array(score(0), params, data) / 2
+    state = new_state(params, SGD, jax.random.key(0))
+    assert largest_array(step("gspo", 4), state, data) <= largest_array(step(), state, data) / 2
+
+
+@pytest.mark.parametrize("budget", [2 * B * 1000, 2**40])
+def test_logits_of_the_whole_batch_are_never_held(monkeypatch, budget):
+    wide = replace(CONFIG, vocab_size=1000)
+    monkeypatch.setattr(train_step, "LOGIT_BUDGET", budget)
+    params = transformer.abstract_params(wide)
+    state = jax.eval_shape(lambda params: new_state(params, SGD, jax.random.key(0)), params)
+    update = make_step(losses.gspo, SGD, model=wide)
+    assert (largest_array(update, state, batch()) >= B * (T - 1) * 1000) == (budget == 2**40)
+
+
+def test_rows_without_a_response_do_not_move_the_parameters():
+    data = batch()
+    empty = replace(data, mask_BT=jnp.zeros_like(data.mask_BT))
+    state, metrics = step()(fresh(), empty)
+    close(state.params, tiny.params(CONFIG), rtol=0, atol=0)
+    assert metrics["loss"] == 0 and np.isfinite(list(metrics.values())).all()
+
+
+def test_the_given_state_is_donated():
+    state = fresh()
+    step()(state, batch())
+    assert state.params["embedding"].is_deleted()
+
+
+def test_rows_that_do_not_split_are_refused():
+    with pytest.raises(ValueError, match="must divide the batch's 16 rows, got 5"):
+        make_step(losses.gspo, SGD, microbatch_rows=5)(fresh(), batch())
+
+
+def test_warm_start_loss_is_the_mean_negative_log_likelihood_per_token():
+    data = batch()
+    logp = direct(tiny.params(CONFIG), data)[0]
+    value, _ = losses.reduce(sft.nll(logp, None, None, data.mask_BT))
+    np.testing.assert_allclose(value, -np.asarray(logp)[np.asarray(data.mask_BT)].mean(), rtol=1e-5)
+
+
+def test_learning_rate_warms_up_then_stays():
+    rate = learning_rate(config.Optimizer(learning_rate=2.0, warmup_updates=4))
+    assert [float(rate(count)) for count in (0, 1, 2, 4, 100)] == [0.0, 0.5, 1.0, 2.0, 2.0]
+    assert float(learning_rate(config.Optimizer(learning_rate=2.0))(0)) == 2.0
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    optimizer = make_optimizer(config.Optimizer(learning_rate=1.0, max_grad_norm=0.5, b1=0.0, b2=0.0, eps=1e3))
+    params = {"w": jnp.zeros(2)}
+    updates, _ = optimizer.update({"w": jnp.array([3.0, 4.0])}, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["w"], -np.array([0.3, 0.4]) / (np.array([0.3, 0.4]) + 1e3), rtol=1e-3)
+
+
+def test_initial_state_is_sharded_by_the_table_and_the_same_on_any_mesh():
+    optimizer = make_optimizer(config.Optimizer())
+    key = jax.random.key(3)
+    spread = init_state(CONFIG, optimizer, key, sharding.make_mesh(config.Mesh(data=2, fsdp=4)))
+    alone = init_state(CONFIG, optimizer, key, sharding.make_mesh(config.Mesh(), jax.devices()[:1]))
+    close(spread.params, alone.params, rtol=0, atol=0)
+    # what is drawn with the key itself, or folded with another number, has nothing to do with the parameters
+    close(alone.params, jax.jit(transformer.init, static_argnums=0)(CONFIG, jax.random.fold_in(key, 0)))
+    gate = spread.params["runs"][0]["mlp"]["gate"]
+    assert gate.sharding.spec[2] == "fsdp" and gate.addressable_shards[0].data.shape[2] == CONFIG.hidden_size // 4
+    moment = spread.opt_state[1][0].mu["runs"][0]["mlp"]["gate"]
+    assert moment.sharding.is_equivalent_to(gate.sharding, gate.ndim)
+
+
+def test_the_optimizer_is_adamw_with_its_settings_and_clips_only_when_asked():
+    settings = config.Optimizer(learning_rate=0.1, max_grad_norm=0.0, weight_decay=0.3, b1=0.8, b2=0.7, eps=1e-2)
+    optimizer, params = make_optimizer(settings), jnp.array([2.0, -3.0])
+    state = optimizer.init(params)
+    mean = square = np.zeros(2)
+    for count, grad in enumerate(([3.0, 40.0], [-1.0, 5.0], [2.0, 0.1]), start=1):
+        grad = np.array(grad)
+        mean, square = 0.8 * mean + 0.2 * grad, 0.7 * square + 0.3 * grad**2
+        adam = mean / (1 - 0.8**count) / (np.sqrt(square / (1 - 0.7**count)) + 1e-2)
+        expected = -0.1 * (adam + 0.3 * np.asarray(params))
+        updates, state = optimizer.update(jnp.asarray(grad, jnp.float32), state, params)
+        np.testing.assert_allclose(updates, expected, rtol=1e-4)
+        params = params + updates

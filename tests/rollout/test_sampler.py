@@ -1,0 +1,206 @@
+"""What a sample may depend on, what its log-probs are, and that the filters keep what they should."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from gspax import losses, sharding
+from gspax.config import Mesh, Sampling
+from gspax.errors import UserError
+from gspax.model import transformer
+from gspax.rollout import sampler
+
+CONFIG = tiny.MOE
+SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
+NARROW = replace(SAMPLING, temperature=0.6, top_k=2)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2]]
+STOP = (11, 17)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny.params(CONFIG)
+
+
+def draw(params, prompts=PROMPTS, ids=None, seed=0, sampling=SAMPLING, stop_ids=STOP, mesh=None):
+    ids = range(len(prompts)) if ids is None else ids
+    key = jax.random.key(seed)
+    rollout = sampler.sample(params, CONFIG, prompts, ids, key, sampling=sampling, stop_ids=stop_ids, mesh=mesh)
+    return jax.device_get(rollout)
+
+
+def completion(rollout, row):
+    start = rollout.prompt_length_B[row]
+    return rollout.tokens_BT[row, start : start + rollout.length_B[row]].tolist()
+
+
+@partial(jax.jit, static_argnames="temperature")
+def learner_logp(params, tokens, segment, temperature):
+    hidden, _ = transformer.apply(params, CONFIG, tokens, segment)
+    return losses.token_logp(transformer.logits(params, hidden), tokens, temperature=temperature)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, NARROW])
+def test_log_probs_are_the_learners(params, sampling):
+    rollout = draw(params, sampling=sampling)
+    total = rollout.prompt_length_B + rollout.length_B
+    segment = (np.arange(rollout.tokens_BT.shape[1])[None] < total[:, None]).astype(np.int32)
+    logp = learner_logp(params, rollout.tokens_BT, segment, sampling.temperature)
+    assert np.abs(rollout.logp_BT[rollout.mask_BT]).min() > 0
+    np.testing.assert_allclose(rollout.logp_BT[rollout.mask_BT], np.asarray(logp)[rollout.mask_BT], atol=1e-5)
+
+
+def test_rows_are_prompt_completion_padding(params):
+    rollout = draw(params)
+    for row in range(12):
+        prompt, length = PROMPTS[row // 3], rollout.length_B[row]
+        tokens, mask = rollout.tokens_BT[row], rollout.mask_BT[row]
+        end = len(prompt) + length
+        assert tokens[: len(prompt)].tolist() == prompt and rollout.prompt_length_B[row] == len(prompt)
+        assert np.flatnonzero(mask).tolist() == list(range(len(prompt), end))
+        assert not tokens[end:].any() and not rollout.logp_BT[row][~mask].any()
+        drawn = completion(rollout, row)
+        stopped = [token in STOP for token in drawn]
+        assert not any(stopped[:-1])
+        assert rollout.finished_B[row] == stopped[-1]
+        assert stopped[-1] or length == SAMPLING.max_tokens
+    assert 0 < rollout.finished_B.sum() < 12, "the seed should give both kinds"
+
+
+def test_a_drawn_zero_stays_in_the_mask(params):
+    rollout = draw(params, seed=3, stop_ids=())
+    assert rollout.mask_BT.sum() == 12 * SAMPLING.max_tokens
+    assert (rollout.tokens_BT[rollout.mask_BT] == 0).any(), "the seed should draw token 0"
+
+
+def test_a_sample_is_a_function_of_key_id_and_position(params):
+    whole = draw(params)
+    part = draw(params, prompts=[PROMPTS[2], PROMPTS[0], *[[20, 21]] * 6], ids=[2, 0, 3, 3, 3, 3, 3, 3])
+    for row in range(3):
+        assert completion(part, row) == completion(whole, 6 + row)
+        assert completion(part, 3 + row) == completion(whole, row)
+    other_ids = draw(params, ids=[4, 5, 6, 7])
+    other_key = draw(params, seed=1)
+    assert all(completion(other, 0) != completion(whole, 0) for other in (other_ids, other_key))
+    assert len({tuple(completion(whole, row)) for row in range(3)}) == 3, "samples of one prompt differ"
+
+
+def test_a_sample_continues_from_any_of_its_prefixes(params):
+    whole = draw(params, stop_ids=())
+    for sample in range(3):
+        drawn = [completion(whole, 3 * prompt + sample) for prompt in range(4)]
+        longer = [PROMPTS[prompt] + drawn[prompt][: prompt + 1] for prompt in range(4)]
+        again = draw(params, prompts=longer, stop_ids=())
+        for prompt in range(4):
+            assert completion(again, 3 * prompt + sample)[: 9 - prompt] == drawn[prompt][prompt + 1 :]
+
+
+def test_a_longer_limit_only_continues(params):
+    short = draw(params, stop_ids=())
+    longer = draw(params, stop_ids=(), sampling=replace(SAMPLING, max_tokens=14))
+    for row in range(12):
+        assert completion(longer, row)[: SAMPLING.max_tokens] == completion(short, row)
+
+
+def test_another_prompt_length_does_not_recompile(params):
+    draw(params)
+    compiled = sampler._generate._cache_size()
+    draw(params, prompts=[[1] * 16, [3], [2] * 9, [5] * 2])
+    assert sampler._generate._cache_size() == compiled
+
+
+def test_prompts_beyond_the_first_bucket(params):
+    sampling = replace(SAMPLING, max_prompt_tokens=40)
+    assert sampler.pad_prompts([[1] * 17], 40, 17)[0].shape == (1, 32)
+    assert sampler.pad_prompts([[1] * 33], 40, 33)[0].shape == (1, 40)
+    assert completion(draw(params, sampling=sampling), 0) == completion(draw(params), 0)
+
+
+@pytest.mark.slow  # test_mesh.py has others
+def test_eight_devices_draw_the_same(params):
+    mesh = sharding.make_mesh(Mesh(data=2, fsdp=4))
+    prompts = [[1, 2, 3]] * 8
+    alone, spread = draw(params, prompts=prompts), draw(params, prompts=prompts, mesh=mesh)
+    np.testing.assert_array_equal(alone.tokens_BT, spread.tokens_BT)
+    np.testing.assert_allclose(alone.logp_BT, spread.logp_BT, atol=1e-5)
+
+
+def test_on_a_mesh_prefill_and_decode_run_their_own_rows_through_the_experts(params):
+    mesh = sharding.make_mesh(Mesh())
+
+    def run(params):
+        key = jax.random.key(0)
+        return sampler.sample(params, CONFIG, [[1]] * 8, range(8), key, sampling=SAMPLING, stop_ids=STOP, mesh=mesh)
+
+    assert tiny.primitives(run, params).count("shard_map") == 3, (
+        "attention and experts of the prefill, experts of a decoding step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"), [([[1], []], "prompt 1: wanted 1 to 16"), ([[1] * 17], "prompt 0: wanted 1 to 16 .* got 17")]
+)
+def test_bad_prompts_are_refused(params, prompts, said):
+    with pytest.raises(UserError, match=said):
+        draw(params, prompts=prompts)
+
+
+def test_prompts_must_divide_over_the_devices(params):
+    with pytest.raises(UserError, match="multiples of 8 devices, got 4"):
+        draw(params, mesh=sharding.make_mesh(Mesh()))
+
+
+def test_drawn_tokens_follow_the_tempered_distribution():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=6) * 1.5, jnp.float32)
+    rows = 20_000
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(0), jnp.arange(rows))
+    token, logp = sampler.draw_tokens(jnp.tile(logits[None], (rows, 1)), keys, Sampling(temperature=0.7))
+    expected = np.asarray(jax.nn.softmax(logits / 0.7))
+    share = np.bincount(token, minlength=6) / rows
+    assert np.abs(share - expected).max() < 4 * np.sqrt(0.25 / rows)
+    np.testing.assert_allclose(logp, np.log(expected)[np.asarray(token)], atol=1e-5)
+
+
+def test_temperature_zero_is_greedy():
+    logits = jnp.array([[0.0, 2.0, 1.0], [3.0, -1.0, 2.5]])
+    keys = jax.random.split(jax.random.key(0), 2)
+    token, logp = sampler.draw_tokens(logits, keys, Sampling(temperature=0.0))
+    assert token.tolist() == [1, 0]
+    np.testing.assert_allclose(logp, jax.nn.log_softmax(logits).max(axis=-1), atol=1e-6)
+
+
+def kept_by_hand(logits, top_k, top_p, min_p):
+    """Ids that survive: top-k, then top-p on what is left, then min-p, in plain Python."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])
+    if top_k:
+        order = order[:top_k]
+    mass = np.exp([logits[i] for i in order])
+    mass = mass / mass.sum()
+    if top_p < 1:
+        count = next(n for n in range(1, len(order) + 1) if mass[:n].sum() >= top_p or n == len(order))
+        order = order[:count]
+    return {i for i in order if logits[i] >= logits[order[0]] + (np.log(min_p) if min_p else -np.inf)}
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 4, 50])
+@pytest.mark.parametrize("top_p", [1.0, 0.75, 0.2, 1e-6])
+@pytest.mark.parametrize("min_p", [0.0, 0.1, 0.9])
+def test_filters_keep_what_they_should(top_k, top_p, min_p):
+    logits = np.random.default_rng(1).normal(size=(5, 12)).astype(np.float32) * 2
+    filtered = np.asarray(sampler.filter_logits(jnp.asarray(logits), Sampling(top_k=top_k, top_p=top_p, min_p=min_p)))
+    for row in range(5):
+        assert set(np.flatnonzero(np.isfinite(filtered[row]))) == kept_by_hand(logits[row], top_k, top_p, min_p)
+        finite = np.isfinite(filtered[row])
+        np.testing.assert_array_equal(filtered[row][finite], logits[row][finite])
+
+
+def test_filtered_tokens_are_never_drawn(params):
+    alike = [PROMPTS[0]] * 4
+    free, narrow = draw(params, prompts=alike), draw(params, prompts=alike, sampling=NARROW)
+    assert len({completion(free, row)[0] for row in range(12)}) > 2
+    assert len({completion(narrow, row)[0] for row in range(12)}) == 2

@@ -1,0 +1,102 @@
+"""The report: complete, self-contained, safe against what a model writes."""
+
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from gspax.errors import UserError
+from gspax.run import report
+from gspax.run.directory import open_run
+from gspax.run.record import Recorder
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=y>&amp;\x1b[2J\u202egnp.exe\x00\n'\""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of 50 steps with every metric that the report knows, one that it does not, and hostile completions."""
+    description = {"name": "sort <b>", "loss": {"function": "gspax.losses.gspo", "clip_low": 3e-4}}
+    run = open_run(tmp_path_factory.mktemp("run"), description)
+    with Recorder(run.warm_start, 0) as recorder:
+        recorder.metrics(1, {"loss": 2.0})
+    names = [metric for panel in report.PANELS for metric, _, _ in panel.lines]
+    with Recorder(run, 0) as recorder:
+        recorder.metrics(0, {"eval/accuracy": 0.25, "eval/greedy_accuracy": 0.5})
+        for step in range(1, 51):
+            recorder.metrics(step, {name: 0.1 + step / 100 for name in names if not name.startswith("eval/")})
+            recorder.metrics(step, {"my<metric>": math.nan if step == 7 else 1.0, "policy/kl": math.inf})
+        recorder.metrics(50, {"eval/accuracy": 0.875, "eval/greedy_accuracy": 1.0})
+        rows = [{"prompt": f"{n}<p>=", "answer": "1", "completion": HOSTILE, "reward": n / 2} for n in range(3)]
+        recorder.samples_to(run.before, rows)
+        recorder.samples_to(run.after, [*rows[:2], {"prompt": "other", "completion": "", "reward": math.nan}])
+    assert report.write(run.path) == run.report
+    return run
+
+
+class Tags(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.open = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in ("meta", "path", "use", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_needs_nothing_from_outside(run):
+    page = run.report.read_text()
+    assert "http" not in page and "@import" not in page and "//" not in re.sub(r"</?\w[^>]*>", "", page)
+    tags = Tags(page)
+    assert tags.open == []
+    assert not {"script", "link", "img", "iframe", "object"} & set(tags.tags)
+    references = [value for name, value in tags.attributes if name in ("src", "href", "xlink:href")]
+    assert all(value.startswith("#") for value in references)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
+
+
+def test_what_a_model_wrote_is_escaped(run):
+    page = run.report.read_text()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "\\x1b[2J" in page and "\\u202e" in page and "\\x00" in page
+    assert not any(char in page for char in "\x1b\u202e\x00")
+    assert "my&lt;metric&gt;" in page and "sort &lt;b&gt;" in page
+
+
+def test_it_says_what_improved_how_and_what_it_was(run):
+    page = run.report.read_text()
+    assert "<b>0.250</b> at step 0" in page and "<b>0.875</b> at step 50" in page
+    for panel in report.PANELS:
+        assert panel.title in page
+    assert page.count("<svg") == len(report.PANELS) + 2  # the unknown metric, the warm start's loss
+    assert "loss.clip_low" in page and "3e-4" in page and "packages.jax" in page
+    assert page.count("&lt;p&gt;=") == 2  # prompts that were answered both before and after
+
+
+def test_the_picture_is_a_png(run):
+    assert run.curves.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_evaluation_or_samples_has_a_report(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
+    page = report.write(tmp_path).read_text()
+    assert "Reward" in page and "Held-out" not in page
+
+
+@pytest.mark.parametrize("content", [None, "", '{"step": 1}\n'])
+def test_nothing_to_report_is_one_sentence(tmp_path, content):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(UserError, match="nothing to report"):
+        report.write(tmp_path)
