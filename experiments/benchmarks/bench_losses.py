@@ -1,18 +1,17 @@
-"""Bytes per second of each policy loss with its gradient, beside a copy on the same machine.
+"""Bytes per second of each policy loss with its gradient, compared with a copy on the same machine.
 
-The least traffic of a loss and its gradient is 13 bytes per token: both log-probabilities and the mask are read, the
-gradient is written. That number over the measured time is what a loss moves; it is compared with a copy of two arrays
-of the same shape (16 bytes per token). The mark is half of the copy. "loss" returns the loss and the gradient,
-"metrics" the metrics too. "exp pass" is a bound: one loop with one `exp` per token that moves just those 13 bytes.
+A loss and its gradient move at least 13 bytes per token: both log-probabilities and the mask are read, the gradient is
+written. That number over the measured time is the loss's rate; the copy moves two float32 arrays of the same shape (16
+bytes per token). "loss" returns the loss and its gradient, "metrics" the metrics too. "exp pass" is an upper bound: one
+loop with one `exp` per token that moves exactly those 13 bytes.
 
-Everything is run in turn, round after round, and the shortest time of each counts, so that other work on the machine
-disturbs all alike and little. "arrays" is what the compiled program keeps beside its arguments and results, in float32
-arrays of the size of the batch.
+The functions run in turn, round after round, and the shortest time of each counts, so that other work on the machine
+affects all of them alike. "arrays" is the compiled program's temporary memory, in float32 arrays of the batch's size.
 
-On a machine that others use too, seconds of one core are a steadier clock than those of the day:
-`taskset -c 0 python docs/bench_losses.py cpu`. What waits for memory counts, what waits for a core does not.
+On a shared machine the CPU time of one core is steadier than wall time: it includes waiting for memory, but not waiting
+for a core.
 
-Run: python docs/bench_losses.py [cpu] [rows tokens]
+Run: [taskset -c 0] python experiments/benchmarks/bench_losses.py [cpu] [rows tokens]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """How long reading a published checkpoint takes, and how much memory: the figures in docs/checkpoints.md.
 
-    python docs/bench_checkpoints.py FOLDER
+    python experiments/benchmarks/bench_checkpoints.py FOLDER
 
 makes a checkpoint of random numbers in FOLDER if there is none: Qwen3-30B-A3B cut to 3 layers, 4.9 GB in bfloat16. Then
 each measurement is a process of its own. Its memory is the highest resident set that the system saw (VmHWM), less

@@ -1,10 +1,10 @@
-"""Draws docs/losses.png: what each policy loss maximises, and the weight it gives to ∇log π, against the ratio.
+"""Draws losses.png: what each policy loss maximises, and the weight it gives to ∇log π, against the ratio.
 
 One sequence of one token, so token and sequence ratio are the same; the old probability is 0.2. The weight is minus the
 gradient of the loss by log π, the surrogate its integral over the ratio from 1: for losses that are a constant weight
 times log π the value itself would say nothing.
 
-Run: python docs/plot_losses.py
+Run: python experiments/benchmarks/plot_losses.py
 """
 
 from pathlib import Path

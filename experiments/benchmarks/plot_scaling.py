@@ -1,10 +1,10 @@
-"""Weak scaling by compilation: docs/scaling.png and the table of docs/compile.md, from 16 to 512 devices of v5p.
+"""Weak scaling by compilation: scaling.png and the table of docs/compile.md, from 16 to 512 devices of v5p.
 
 A train step of a small mixture of experts with the same rows on each device is compiled for each topology, and its
 compiled text says what a device sends. Nothing runs. The FLOPs are the compiler's own count, in which the body of the
 loop over layers stands once; it shows whether a device's share of the work grows.
 
-Run: python docs/plot_scaling.py (needs libtpu: requirements-tpu.txt)
+Run: python experiments/benchmarks/plot_scaling.py (needs libtpu: requirements-tpu.txt)
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from gspax.aot import chips, hlo, programs
 from gspax.experiment import loading
 from gspax.sharding import make_mesh
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TOPOLOGIES = ["v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v5p:4x4x8", "v5p:4x8x8", "v5p:8x8x8"]
 MESHES = {
     "fsdp": lambda devices: config.Mesh(fsdp=devices, expert=1),
@@ -86,7 +86,7 @@ def draw(tables, path):
 def main():
     jax.config.update("jax_platforms", "cpu")
     print("| devices | mesh | GFLOP | MB sent | of which |\n| --- | --- | --- | --- | --- |")
-    draw({title: table(title, make) for title, make in MESHES.items()}, ROOT / "docs" / "scaling.png")
+    draw({title: table(title, make) for title, make in MESHES.items()}, Path(__file__).with_name("scaling.png"))
 
 
 if __name__ == "__main__":
