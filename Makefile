@@ -1,37 +1,63 @@
-# `make train` learns to sort digits in a few minutes on a CPU; `make test` runs every check. Both work on a bare
-# checkout: they make .venv first, and again whenever what it is made from has changed. A test file stays on one worker,
-# where its tests share what they compile.
+# `make train` learns to sort digits in a few minutes on a CPU; `make test` runs every check; `make docs` builds the site.
+# All work on a bare checkout: they create .venv first, and again whenever its requirements have changed.
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 TORCH := $(VENV)/torch
 TPU := $(VENV)/tpu
+DOCS := $(VENV)/docs
 
-.PHONY: train test clean
+# pip's output goes to a log, which is shown if pip fails.
+LOG := $(VENV)/pip.log
+PIP = $(BIN)/python -m pip install --disable-pip-version-check >> $(LOG) 2>&1
+SHOW_LOG = { cat $(LOG) >&2; exit 1; }
+
+# The fast half of the tests: the losses, one train step, the model, the experiment files and the documents.
+QUICK := tests/test_structure.py tests/test_advantages.py tests/test_masked.py \
+	tests/test_shaping.py tests/losses tests/experiment tests/model tests/data tests/run tests/learner/test_objective.py \
+	tests/learner/test_train_step.py tests/rollout/test_sampler.py
+RUN := $(VENV)/run
+
+.PHONY: train test test-python docs clean
 
 train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
 
+# A test file stays on one worker, where its tests share what they compile.
 test: $(INSTALLED) $(TORCH) $(TPU)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-clean:
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist src/*.egg-info
-	find src tests experiments -name __pycache__ -type d -prune -exec rm -rf {} +
+# Another Python, in a virtual environment of its own: make test-python PYTHON=python3.13 VENV=.venv-3.13
+test-python: $(INSTALLED)
+	rm -rf $(RUN)
+	$(BIN)/gspax train experiments/sort_gspo.py --workdir $(RUN) warm_start.steps=2 schedule.steps=2 evaluation.problems=16
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(QUICK)
 
-# Not a failure where there is none: the tests that need it then skip, and each has one beside it that does not.
+docs: $(DOCS)
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+clean:
+	rm -rf $(VENV) .venv-* .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site src/*.egg-info
+	find src tests experiments docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Optional: without torch, the tests that compare with transformers are skipped.
 $(TORCH): $(INSTALLED) requirements-torch.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements-torch.txt || echo "No CPU build of torch at hand (see requirements-torch.txt): tests beside transformers' models are skipped."
+	@$(PIP) --requirement requirements-torch.txt || echo "pip found no CPU build of torch (see requirements-torch.txt): the tests that compare with transformers are skipped."
 	@touch $@
 
-# Not a failure either: it compiles for TPUs without one, but exists for Linux on x86-64 only. 213 MB, some 15 seconds.
+# Optional: without libtpu (Linux on x86-64 only, 213 MB), the tests that compile for a TPU are skipped.
 $(TPU): $(INSTALLED) requirements-tpu.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-tpu.txt || echo "No libtpu at hand (see requirements-tpu.txt): tests that compile for a TPU are skipped."
+	@$(PIP) --no-deps --requirement requirements-tpu.txt || echo "pip found no libtpu (see requirements-tpu.txt): the tests that compile for a TPU are skipped."
+	@touch $@
+
+$(DOCS): $(INSTALLED) requirements-docs.txt
+	@$(PIP) --requirement requirements-docs.txt || $(SHOW_LOG)
 	@touch $@
 
 $(INSTALLED): requirements.txt setup.cfg
@@ -39,6 +65,7 @@ $(INSTALLED): requirements.txt setup.cfg
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), but gspax needs 3.11 or newer: run make PYTHON=/path/to/it" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || { echo "$(PYTHON) cannot make virtual environments: install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@echo "installing requirements.txt into $(VENV)"
+	@$(PIP) --requirement requirements.txt || $(SHOW_LOG)
+	@$(PIP) --no-deps --no-build-isolation --editable . || $(SHOW_LOG)
 	@touch $@
