@@ -17,7 +17,7 @@ EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 def test_sampled_accuracy_doubles_and_reaches_three_quarters_in_two_minutes(name, seed, tmp_path):
     workdir = tmp_path / name
     overrides = [f"seed={seed}", f"data.seed={seed}"]
-    command = [sys.executable, "-m", "gspax.commands.main", "train", str(EXPERIMENTS / f"{name}.py"), *overrides]
+    command = [sys.executable, "-m", "gspax", "train", str(EXPERIMENTS / f"{name}.py"), *overrides]
     subprocess.run([*command, "--workdir", str(workdir)], check=True, timeout=600)
     rows = read_metrics(workdir / "metrics.jsonl")
     accuracy = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]

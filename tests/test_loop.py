@@ -223,7 +223,7 @@ def gspax(*arguments, **kwargs):
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
     }
-    command = [sys.executable, "-m", "gspax.commands.main", *arguments]
+    command = [sys.executable, "-m", "gspax", *arguments]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
     )

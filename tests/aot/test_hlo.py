@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from gspax.aot import chips, hlo
 from gspax.aot.hlo import Collective
 from gspax.aot.programs import Program
-from gspax.commands.compile import compile_program
+from gspax.aot.report import compile_program
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)"

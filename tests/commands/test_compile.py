@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import small_experiment
 
-from gspax.aot import chips, programs, sides
+from gspax.aot import chips, programs, report, sides
 from gspax.aot.hlo import Collective
+from gspax.aot.report import Compiled, Memory, Phase, Times
 from gspax.aot.sides import Side
-from gspax.commands import compile, main
-from gspax.commands.bench import forward_flops
-from gspax.commands.compile import Compiled, Memory, Phase, Times
+from gspax.commands import main
 from gspax.config import Mesh, Placement, Sampling
 from gspax.experiment import load
-from gspax.experiment.counts import parameter_count
+from gspax.experiment.counts import forward_flops, parameter_count
 from gspax.sharding import AXES, make_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -40,13 +39,13 @@ def test_a_roofline_by_hand():
     between = Collective("all-reduce", ("slice",), 2, dcn=True)
     one = phase(sent={gather: 200 * 10**9, reduce: 50 * 10**9, between: 10 * 10**9})
     link_rate = {("fsdp",): 100e9, ("tensor",): 50e9}.__getitem__
-    found = compile.times(one, V5E.chip, link_rate)  # 394/197 s; 819/819 s; 2 s and 1 s; 10 GB at 25 Gb/s
+    found = report.times(one, V5E.chip, link_rate)  # 394/197 s; 819/819 s; 2 s and 1 s; 10 GB at 25 Gb/s
     assert found == Times(compute=2.0, memory=1.0, network=3.0, dcn=3.2)
     assert (found.bound, found.reason) == (3.2, "dcn")
-    (row,) = compile.time_table([(one, found)], V5E.chip).splitlines()[1:]
+    (row,) = report.time_table([(one, found)], V5E.chip).splitlines()[1:]
     numbers = ["p", "394.000", "819.00", "260.00", "2.0000", "1.0000", "3.0000", "3.2000", "dcn", "31.2%", "3"]
     assert row.split() == numbers
-    lines = compile.collective_table([one]).splitlines()
+    lines = report.collective_table([one]).splitlines()
     assert [line.split()[1:] for line in lines[1:]] == [
         ["all-gather", "fsdp", "(16)", "200.0000"],
         ["all-reduce", "tensor", "(4)", "50.0000"],
@@ -64,11 +63,11 @@ def test_what_does_not_fit_is_said_in_one_sentence_each():
     fits = Compiled(name="old log-probs", seconds=1, memory=memory())
     large = Compiled(name="train step", seconds=1, memory=memory(peak=15))
     refused = Compiled(name="rollout", seconds=1, refusal="Used 20.00G of 15.75G hbm.")
-    assert compile.misfits([fits, large, refused], V5E) == [
+    assert report.misfits([fits, large, refused], V5E) == [
         "Does not fit v5e:4x4: the train step needs 18.00 GB on each device, a program may use 16.91",
         "Does not compile for v5e:4x4: the rollout: Used 20.00G of 15.75G hbm.",
     ]
-    table = compile.memory_table([fits, large, refused], V5E).splitlines()
+    table = report.memory_table([fits, large, refused], V5E).splitlines()
     assert table[0].split()[-4:] == ["old", "log-probs", "train", "step"]  # no column for what did not compile
     assert table[7].split()[-2:] == ["12.000", "18.000"]
 
@@ -95,7 +94,7 @@ ENTRY %main (x: f32[64]) -> f32[64] {
 def test_the_rollout_is_its_prefill_and_a_loop_over_tokens():
     experiment = small_experiment.experiment
     mesh = {"data": 1, "fsdp": 16}
-    parts = compile.phases(experiment, Compiled(name=programs.ROLLOUT, seconds=1, text=TEXT), mesh)
+    parts = report.phases(experiment, Compiled(name=programs.ROLLOUT, seconds=1, text=TEXT), mesh)
     prefill, decode = parts
     sampling, config = experiment.sampling, experiment.model
     S, C = sampling.max_prompt_tokens, sampling.max_tokens
@@ -110,7 +109,7 @@ def test_the_rollout_is_its_prefill_and_a_loop_over_tokens():
 
 def test_loops_that_could_not_be_counted_are_told():
     train, rollout = (Compiled(name=name, seconds=1, text=TEXT) for name in (programs.TRAIN, programs.ROLLOUT))
-    assert compile.uncounted([train, rollout]) == [
+    assert report.uncounted([train, rollout]) == [
         "The train step has loops (1) that do not say how often they run; each counts once."
     ]
 
@@ -121,20 +120,20 @@ def test_the_flops_of_an_update_are_three_forward_passes_and_one_more_with_remat
     for remat, passes in (("none", 3), ("products", 3), ("full", 4), ("offload", 4)):
         model = replace(experiment.model, remat=remat)
         compiled = Compiled(name=programs.TRAIN, seconds=1, text=TEXT)
-        (part,) = compile.phases(replace(experiment, model=model), compiled, {"data": 1, "fsdp": 16})
+        (part,) = report.phases(replace(experiment, model=model), compiled, {"data": 1, "fsdp": 16})
         assert (part.useful, part.done, part.runs) == (3 * each, passes * each, 2)
 
 
-NAMES = (programs.TRAIN, programs.SCORE, compile.PREFILL, compile.DECODE)
+NAMES = (programs.TRAIN, programs.SCORE, report.PREFILL, report.DECODE)
 
 
 def test_a_step_needs_all_its_parts():
     times = Times(compute=1.0, memory=0.5, network=0.5)
     estimates = [(phase(name=name, done=197e12), times) for name in NAMES]
-    lines = compile.step_lines(small_experiment.experiment, estimates, V5E)
+    lines = report.step_lines(small_experiment.experiment, estimates, V5E)
     assert "A step takes at least 12.00 s: rollout 6.00, old log-probs 3.00, updates 3.00" in lines
     assert "MFU at most 100.0%, 1 drawn tokens/s on each device" in lines  # 128 tokens in 12 s on 16 devices
-    assert "not all of it compiled" in compile.step_lines(small_experiment.experiment, estimates[1:], V5E)
+    assert "not all of it compiled" in report.step_lines(small_experiment.experiment, estimates[1:], V5E)
 
 
 @pytest.mark.parametrize(
@@ -150,15 +149,15 @@ def test_sides_take_turns_or_work_at_once(staleness, checkpoint_every, takes):
     small = small_experiment.experiment
     schedule = replace(small.schedule, checkpoint_every=checkpoint_every)
     placed = replace(small, schedule=schedule, placement=Placement(devices=4, staleness=staleness))
-    seconds = dict(zip((compile.PUSH, *NAMES), (1.0, 2.0, 1.0, 2.0, 4.0), strict=True))
+    seconds = dict(zip((report.PUSH, *NAMES), (1.0, 2.0, 1.0, 2.0, 4.0), strict=True))
     estimates = [
         (
-            phase(name=name, runs=1, useful=197e12 * (name != compile.PUSH), devices=12),
+            phase(name=name, runs=1, useful=197e12 * (name != report.PUSH), devices=12),
             Times(compute=0, memory=t, network=0),
         )
         for name, t in seconds.items()
     ]
-    lines = compile.step_lines(placed, estimates, V5E)
+    lines = report.step_lines(placed, estimates, V5E)
     assert f"A step takes at least {takes}" in lines
     share = 4 * 12 / 16 / float(takes.split()[0])  # four seconds of work at the peak, on 12 devices of the 16
     assert f"MFU at most {share:.1%}" in lines
@@ -176,11 +175,11 @@ def test_the_push_goes_at_the_pace_of_the_side_with_fewer_devices():
     model = small_experiment.experiment.model
     apart, other = chips.topology("v5e:2x2"), chips.topology("v5e:2x2")
     whole = 4 * parameter_count(model)  # float32
-    few = compile.pushed(small_experiment.experiment, mesh(4, apart), mesh(2, other))
+    few = report.pushed(small_experiment.experiment, mesh(4, apart), mesh(2, other))
     ((over, sent),) = few.sent.items()
     assert over == Collective("push", ("fsdp",), 2, dcn=True)
     assert whole / 2 <= sent <= whole / 2 * 1.1  # norms and routers are whole everywhere
-    ((over, sent),) = compile.pushed(small_experiment.experiment, mesh(2, apart), mesh(4, apart)).sent.items()
+    ((over, sent),) = report.pushed(small_experiment.experiment, mesh(2, apart), mesh(4, apart)).sent.items()
     assert over == Collective("push", ("fsdp",), 4, dcn=False)
     assert whole / 2 <= sent <= whole / 2 * 1.2
 
@@ -206,7 +205,7 @@ def test_the_push_goes_at_the_pace_of_the_side_with_fewer_devices():
     ],
 )
 def test_the_sentence_with_the_numbers_out_of_a_refusal(message, said):
-    found = compile.refusal(message)
+    found = report.refusal(message)
     assert found.endswith(said) and len(found.splitlines()) == 1
 
 
@@ -216,9 +215,9 @@ def test_whatever_the_compiler_refuses_is_part_of_the_answer():
     def lower():
         raise jax.errors.JaxRuntimeError("INTERNAL: Ragged all-to-all is not supported here\nat line 325")
 
-    found = compile.compile_program(programs.Program(name="train step", lower=lower, besides=0))
+    found = report.compile_program(programs.Program(name="train step", lower=lower, besides=0))
     assert found.memory is None
-    assert compile.misfits([found], V5E) == [
+    assert report.misfits([found], V5E) == [
         "Does not compile for v5e:4x4: the train step: INTERNAL: Ragged all-to-all is not supported here"
     ]
 
@@ -253,7 +252,7 @@ def test_without_libtpu_exit_2(monkeypatch, capsys):
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_the_exit_code_says_whether_it_fits(fits, monkeypatch):
-    monkeypatch.setattr(compile, "run", lambda experiment, topology: fits)
+    monkeypatch.setattr(report, "run", lambda experiment, topology: fits)
     assert gspax(SMALL, "--topology", "v5e:4x4") == (0 if fits else 1)
 
 
@@ -269,9 +268,9 @@ def test_a_program_that_is_too_large_is_refused_with_the_numbers():
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     x = jax.ShapeDtypeStruct((2**18, 2**18), jnp.float32, sharding=replicated)
     program = programs.Program(name="sum", lower=lambda: jax.jit(lambda x: x + 1).lower(x), besides=0)
-    found = compile.compile_program(program)
+    found = report.compile_program(program)
     assert found.memory is None and "15.75G" in found.refusal
-    assert len(compile.misfits([found], V5E)) == 1
+    assert len(report.misfits([found], V5E)) == 1
 
 
 ROWS = ["warm_start=null", "sampling.prompts=16", "sampling.group=2", "schedule.minibatches=1"]
@@ -281,7 +280,7 @@ ROWS = ["warm_start=null", "sampling.prompts=16", "sampling.group=2", "schedule.
 def sent(monkeypatch):
     """Bytes by collective of each phase that `gspax compile` has read, as (kind, axes, over DCN)."""
     found = {}
-    phases = compile.phases
+    phases = report.phases
 
     def keep(*arguments):
         for each in (kept := phases(*arguments)):
@@ -290,7 +289,7 @@ def sent(monkeypatch):
                 found[each.name][collective.kind, collective.axes, collective.dcn] += size
         return kept
 
-    monkeypatch.setattr(compile, "phases", keep)
+    monkeypatch.setattr(report, "phases", keep)
     return found
 
 
@@ -300,7 +299,7 @@ def test_a_step_compiled_for_a_tpu_that_is_not_there(capsys, sent):
     assert gspax(SMALL, "--topology", "v5e:4x4", *ROWS) == 0
     out = capsys.readouterr().out
     assert "small on v5e:4x4: 16 devices, fsdp=16" in out and out.endswith("Everything fits v5e:4x4.\n")
-    assert set(sent) == {programs.TRAIN, programs.SCORE, compile.PREFILL, compile.DECODE}
+    assert set(sent) == {programs.TRAIN, programs.SCORE, report.PREFILL, report.DECODE}
     for name, found in sent.items():
         assert found["all-gather", ("fsdp",), False] > 0, name
         assert {(axes, dcn) for _, axes, dcn in found} == {(("fsdp",), False)}, name
@@ -317,8 +316,8 @@ def test_an_update_compiled_for_two_slices():
     small = small_experiment.experiment
     experiment = replace(small, warm_start=None, sampling=replace(small.sampling, prompts=8))
     learner, _ = sides.sides(experiment, chips.topology("2xv5e:2x2"))
-    compiled = compile.compile_program(programs.programs(experiment, learner.mesh)[0])
-    (update,) = compile.phases(experiment, compiled, learner.sizes, slices=2)
+    compiled = report.compile_program(programs.programs(experiment, learner.mesh)[0])
+    (update,) = report.phases(experiment, compiled, learner.sizes, slices=2)
     assert {each.axes for each in update.sent if not each.dcn} == {("fsdp",)}
     over = Collective("all-reduce", ("slice",), 2, dcn=True)
     assert [each for each in update.sent if each.dcn] == [over]
@@ -354,13 +353,13 @@ def test_the_report_of_a_sampler_on_devices_of_its_own(topology, part, dcn, caps
         meshes.extend(mesh.shape["fsdp"] for mesh in (learner, sampler))
         return programs.programs(experiment, learner, sampler)
 
-    def phases(experiment, compiled, sizes, slices, of=compile.phases):
+    def phases(experiment, compiled, sizes, slices, of=report.phases):
         counted[compiled.name] = (sizes["data"], sizes["fsdp"], slices)
         return of(experiment, compiled, sizes, slices)
 
-    monkeypatch.setattr(compile, "programs", listed)
-    monkeypatch.setattr(compile, "phases", phases)
-    monkeypatch.setattr(compile, "compile_program", lambda program: replace(stub, name=program.name))
+    monkeypatch.setattr(report, "programs", listed)
+    monkeypatch.setattr(report, "phases", phases)
+    monkeypatch.setattr(report, "compile_program", lambda program: replace(stub, name=program.name))
     assert gspax(placed(tmp_path, staleness=1, mesh="Mesh(data=2, fsdp=2)"), "--topology", topology) == 0
     assert meshes == [4, 2]
     assert counted == {programs.TRAIN: (1, 4, 1), programs.SCORE: (1, 4, 1), programs.ROLLOUT: (2, 2, 1)}
@@ -379,7 +378,7 @@ def test_a_sampler_on_devices_of_its_own(topology, part, dcn, capsys, sent, tmp_
     """All of it compiled: neither side sends anything to the other slice."""
     assert gspax(placed(tmp_path, staleness=1), "--topology", topology) == 0
     assert f"fsdp=4 of {part}\n" in capsys.readouterr().out
-    assert set(sent) == {programs.TRAIN, programs.SCORE, compile.PREFILL, compile.DECODE}
+    assert set(sent) == {programs.TRAIN, programs.SCORE, report.PREFILL, report.DECODE}
     assert {(axes, dcn) for found in sent.values() for _, axes, dcn in found} == {(("fsdp",), False)}
 
 
@@ -396,8 +395,8 @@ def test_experts_and_heads_have_collectives_of_their_own():
         schedule=replace(small.schedule, minibatches=1),
     )
     mesh = make_mesh(experiment.mesh, chips.devices(V5E), experiment.model)
-    compiled = compile.compile_program(programs.programs(experiment, mesh)[0])
-    (update,) = compile.phases(experiment, compiled, dict(mesh.shape))
+    compiled = report.compile_program(programs.programs(experiment, mesh)[0])
+    (update,) = report.phases(experiment, compiled, dict(mesh.shape))
     found = {(each.kind, each.axes, each.size) for each in update.sent}
     assert ("ragged-all-to-all", ("expert",), 4) in found
     assert found & {("all-reduce", ("tensor",), 2), ("reduce-scatter", ("tensor",), 2)}
@@ -423,5 +422,5 @@ def test_an_update_of_a_30b_model_stays_below_the_mark(file, topology, axes, sam
     schedule = replace(experiment.schedule, microbatch_rows=0)
     experiment = replace(experiment, sampling=sampling, schedule=schedule, mesh=axes)
     mesh = make_mesh(axes, chips.devices(chips.topology(topology)), experiment.model)
-    found = compile.compile_program(programs.programs(experiment, mesh)[0])
+    found = report.compile_program(programs.programs(experiment, mesh)[0])
     assert found.refusal == "" and found.memory.together <= mark

@@ -299,9 +299,9 @@ def test_a_target_that_is_not_empty_is_left_alone(tmp_path):
     target.mkdir()
     convert.run(str(source), target)  # an empty one will do
     before = names_in(target)
-    for verb in (convert.run, export.run):
+    for command in (convert.run, export.run):
         with pytest.raises(UserError, match="target: wanted a new or an empty folder, it exists and is not empty"):
-            verb(str(source) if verb is convert.run else target, target)
+            command(str(source) if command is convert.run else target, target)
     assert names_in(target) == before
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file: wanted a new or an empty folder"):

@@ -135,7 +135,7 @@ def test_greedy_decoding_token_for_token(name, tmp_path):
 
 
 def test_the_command_agrees_with_an_untouched_checkpoint_and_finds_a_changed_layer(tmp_path, capsys, monkeypatch):
-    from gspax.commands import parity
+    from gspax.hf import reading
 
     make_pair(CONFIGS["dense"], tmp_path)
     assert main.main(["parity", str(tmp_path)]) == 0
@@ -146,7 +146,7 @@ def test_the_command_agrees_with_an_untouched_checkpoint_and_finds_a_changed_lay
         params["runs"][0]["attention"]["value"] = params["runs"][0]["attention"]["value"].at[2].multiply(1.01)
         return params
 
-    monkeypatch.setattr(parity, "read_params", wrong)
+    monkeypatch.setattr(reading, "read_params", wrong)
     assert main.main(["parity", str(tmp_path)]) == 1
     assert capsys.readouterr().out.endswith("The first part that differs by more than 0.0001 is: layer 2.\n")
 

@@ -78,7 +78,7 @@ def start():
         processes = [
             subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "gspax.commands.main", "train", file, "--workdir", str(workdir), *together),
+                    *(sys.executable, "-m", "gspax", "train", file, "--workdir", str(workdir), *together),
                     *("--process", str(index), "--join-timeout", str(timeout)),
                     *(*overrides, *(apart or {}).get(index, ())),
                 ],

@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspax.aot import chips
-from gspax.commands import compile
+from gspax.aot import chips, report
 from gspax.distributed import transfer
 
 DEVICES = jax.devices()
@@ -94,6 +93,6 @@ def test_it_compiles_between_two_slices_of_a_tpu():
         devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4", num_slices=2).devices
     together = Mesh(np.array(devices), "device")
     parts = jax.ShapeDtypeStruct((32, 128), jnp.bfloat16, sharding=NamedSharding(together, P("device")))
-    with compile._uncached():
+    with report._uncached():
         text = transfer._hand_over.lower(parts, together, 16).compile().as_text()
     assert {device.slice_index for device in devices} == {0, 1} and "xla_megascale" in text

@@ -1,26 +1,27 @@
-"""The parts that the program's command lines are made of."""
+"""The parts that the subcommands' parsers are made of."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from gspax.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, without the usage."""
+    """Reports a usage error as one sentence, without the usage text."""
 
     def error(self, message: str) -> Any:
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
-def verb_parser(verb: str, description: str, example: str) -> Parser:
-    """The parser of one verb, with an example at the end of its help."""
+def subcommand_parser(name: str, description: str, example: str) -> Parser:
+    """The parser of one subcommand, with an example at the end of its help."""
     return Parser(
-        prog=f"gspax {verb}",
+        prog=f"gspax {name}",
         description=description,
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -28,12 +29,37 @@ def verb_parser(verb: str, description: str, example: str) -> Parser:
     )
 
 
+def add_experiment(parser: Parser) -> None:
+    """`FILE` and its overrides."""
+    parser.add_argument("file", metavar="FILE", help="a Python file that defines `experiment = Experiment(...)`")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="a.b=c", help="set a field of the experiment; the last one wins (null for None)"
+    )
+
+
+def add_dry_run(parser: Parser) -> None:
+    """`--workdir`, and `--dry-run` with its `--devices`."""
+    parser.add_argument("--workdir", type=Path, metavar="DIR", help="the run directory (not needed for a dry run)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print settings and costs, and stop")
+    parser.add_argument("--devices", type=at_least(1), metavar="N", help="devices that a dry run assumes (default: 1)")
+
+
+def add_target(parser: Parser, dtype: str) -> None:
+    """`--to` and `--dtype` of a command that writes a checkpoint; `dtype` is the default."""
+    parser.add_argument(
+        "--to", dest="target", type=Path, metavar="DIR", required=True, help="a new folder; written whole or not at all"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default=dtype, help=f"of the parameters (default: {dtype})"
+    )
+
+
 def at_least(least: int) -> Callable[[str], int]:
-    """A type of argument: whole numbers of at least that much."""
+    """An argument type: integers of at least `least`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"wanted a whole number of at least {least}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"wanted an integer of at least {least}, got {text!r}")
         return int(text)
 
     return parse

@@ -7,25 +7,50 @@ loop's body once.
 
 from __future__ import annotations
 
+import argparse
 import resource
 import statistics
 import sys
 import time
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
+from gspax.commands import launch
+from gspax.commands.arguments import Parser, add_experiment, subcommand_parser
+from gspax.commands.inputs import load_experiment
 
-from gspax.config import Experiment, ModelConfig
-from gspax.experiment.counts import active_parameter_count
-from gspax.learner.state import add_adapters, init_state
-from gspax.loop import make_learner, rollout_and_update
+if TYPE_CHECKING:
+    from gspax.config import Experiment
 
 STEPS = 7  # after the first
 PHASES = ("rollout", "old_logp", "train", "step")
 
 
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "bench",
+        "Measure how fast an experiment samples and trains on this machine.",
+        "gspax bench experiments/sort_gspo.py sampling.prompts=128",
+    )
+    add_experiment(parser)
+    launch.add_options(parser)
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    experiment = load_experiment(options)
+    launch.join("bench", options, experiment)
+    run(experiment)
+    return 0
+
+
 def run(experiment: Experiment) -> None:
     """Measure, and print a table. Random parameters; nothing is written."""
+    import jax
+    import jax.numpy as jnp
+
+    from gspax.learner.state import add_adapters, init_state
+    from gspax.loop import make_learner, rollout_and_update
+
     began = time.perf_counter()
     learner = make_learner(experiment)
     state = init_state(experiment.model, learner.optimizer, jax.random.key(experiment.seed), learner.mesh)
@@ -46,6 +71,10 @@ def run(experiment: Experiment) -> None:
 
 def table(experiment: Experiment, measured: list[dict[str, float]], ceiling: float) -> str:
     """One row per phase: wall and CPU seconds, tokens/s, FLOP/s and its share of the matmul ceiling (FLOP/s)."""
+    import jax
+
+    from gspax.experiment.counts import forward_flops
+
     median = {name: statistics.median(metrics[name] for metrics in measured) for name in measured[0]}
     rows = experiment.sampling.prompts * experiment.sampling.group
     drawn = rows * median["response/length_mean"]
@@ -71,15 +100,11 @@ def table(experiment: Experiment, measured: list[dict[str, float]], ceiling: flo
     return "\n".join([*lines, f"matmul ceiling {ceiling / 1e9:.1f} GFLOP/s ({experiment.model.dtype}, {devices})"])
 
 
-def forward_flops(config: ModelConfig, length: float) -> float:
-    """FLOPs of one token's forward pass in a row of `length` tokens: matrix products, and attention to half the row."""
-    lookups = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
-    return 2 * (active_parameter_count(config) - lookups) + attention
-
-
 def matmul_ceiling(size: int = 2048, repeats: int = 5) -> float:
     """FLOP/s of one large float32 matrix product on all local devices together, the best of a few."""
+    import jax
+    import jax.numpy as jnp
+
     x = jnp.ones((size, size))
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()
@@ -93,6 +118,8 @@ def matmul_ceiling(size: int = 2048, repeats: int = 5) -> float:
 
 def peak_memory() -> int:
     """Bytes: the most that an accelerator held, or on CPU the process."""
+    import jax
+
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])

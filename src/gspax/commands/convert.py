@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import shutil
 from pathlib import Path
 
-import jax
+from gspax.commands.arguments import Parser, add_target, subcommand_parser
 
-from gspax.config import Mesh
-from gspax.hf.config_json import read_config
-from gspax.hf.reading import read_params
-from gspax.hf.source import locate
-from gspax.learner.state import abstract_params
-from gspax.learner.weights import CHECKPOINTS
-from gspax.run.checkpoints import Checkpoints
-from gspax.run.folders import atomic_folder, copy_companions
-from gspax.sharding import make_mesh
+
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "convert",
+        "Write a Hugging Face checkpoint of a Qwen3 model as an Orbax one, which an experiment names as model=hf(DIR).",
+        "gspax convert --from Qwen/Qwen3-30B-A3B --to checkpoints/qwen3_30b",
+    )
+    parser.add_argument("--from", dest="source", metavar="SOURCE", required=True, help="a folder, or a name on the Hub")
+    add_target(parser, "float32")
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    run(options.source, options.target, options.dtype)
+    return 0
 
 
 def run(source: str, target: Path, dtype: str = "float32") -> None:
@@ -30,6 +37,18 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
     Raises:
       UserError: the checkpoint is broken or not implemented, or `target` is not free.
     """
+    import jax
+
+    from gspax.config import Mesh
+    from gspax.hf.config_json import read_config
+    from gspax.hf.reading import read_params
+    from gspax.hf.source import locate
+    from gspax.learner.state import abstract_params
+    from gspax.learner.weights import CHECKPOINTS
+    from gspax.run.checkpoints import Checkpoints
+    from gspax.run.folders import atomic_folder, copy_companions
+    from gspax.sharding import make_mesh
+
     folder = locate(source)
     config = read_config(folder)
     with atomic_folder(target) as temporary:

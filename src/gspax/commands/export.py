@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
+import argparse
 import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
+from gspax.commands.arguments import Parser, add_target, at_least, size, subcommand_parser
+from gspax.commands.inputs import require_directory
 from gspax.config import Lora, ModelConfig
 from gspax.errors import UserError
 from gspax.hf.config_json import read_config
-from gspax.hf.reading import path_name
 from gspax.hf.source import SMALL, locate
-from gspax.hf.writing import SHARD_SIZE, parameter_shapes, write_checkpoint
-from gspax.learner import adapters
-from gspax.model.low_rank import LowRank
-from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import atomic_folder, copy_companions
 
+if TYPE_CHECKING:
+    from gspax.run.checkpoints import Checkpoints
+    from gspax.run.directory import RunDir
+
+SHARD_SIZE = "5GB"  # that of transformers up to version 4
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json; no part of a ModelConfig
 
 
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "export",
+        "Write a run's newest checkpoint as a Hugging Face one, which transformers, vLLM and SGLang load.",
+        "gspax export --from runs/sort --to exported/sort --dtype float32",
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="DIR", required=True, help="a run, or what `gspax convert` wrote"
+    )
+    add_target(parser, "bfloat16")
+    parser.add_argument(
+        "--shard-size",
+        type=size,
+        default=SHARD_SIZE,
+        metavar="SIZE",
+        help=f"the maximum size of a file (default: {SHARD_SIZE})",
+    )
+    parser.add_argument("--step", type=at_least(0), metavar="N", help="the checkpoint (default: the newest)")
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    require_directory(options.source)
+    run(options.source, options.target, dtype=options.dtype, shard_size=options.shard_size, step=options.step)
+    return 0
+
+
 def run(
-    source: Path, target: Path, *, dtype: str = "bfloat16", shard_size: int = SHARD_SIZE, step: int | None = None
+    source: Path, target: Path, *, dtype: str = "bfloat16", shard_size: int = size(SHARD_SIZE), step: int | None = None
 ) -> None:
     """Write `target`: config.json, safetensors with their index, and the tokenizer's files where they are known.
 
@@ -44,6 +72,10 @@ def run(
     Raises:
       UserError: `source` holds no checkpoint that can be read, or `target` is not free.
     """
+    from gspax.hf.writing import parameter_shapes, write_checkpoint
+    from gspax.run.checkpoints import Checkpoints
+    from gspax.run.directory import RunDir
+
     config, lora, companions = _describe(source)
     run = RunDir(source)
     with Checkpoints(_directory(run)) as checkpoints, atomic_folder(target) as temporary:
@@ -69,6 +101,8 @@ def _read(
     checkpoints: Checkpoints, step: int, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32"
 ) -> list[np.ndarray]:
     """Leaves of a checkpoint by their paths, cast."""
+    import jax
+
     wanted = {path: jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for path, shape in shapes.items()}
     found = checkpoints.restore_some(wanted, step)
     return [found[path] for path in shapes]
@@ -78,6 +112,14 @@ def _sums(
     checkpoints: Checkpoints, step: int, run: RunDir, config: ModelConfig, lora: Lora
 ) -> Callable[[str], np.ndarray]:
     """Parameters of a run with adapters, float32: the frozen ones lie in `start/`, the factors in the checkpoint."""
+    import jax
+
+    from gspax.hf.reading import path_name
+    from gspax.hf.writing import parameter_shapes
+    from gspax.learner import adapters
+    from gspax.model.low_rank import LowRank
+    from gspax.run.checkpoints import Checkpoints
+
     shapes = parameter_shapes(config)
     leaves = jax.tree_util.tree_leaves_with_path(adapters.abstract(config, lora))
     factors = {path_name(path): leaf.shape for path, leaf in leaves}
@@ -100,6 +142,8 @@ def _sums(
 
 def _describe(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
     """The model, its adapters, and the folders in which its tokenizer's files may be, the likeliest first."""
+    from gspax.run.directory import RunDir, read_json
+
     run = RunDir(source)
     if run.experiment.is_file():
         experiment = read_json(run.experiment)
@@ -138,6 +182,8 @@ def _local(checkpoint: str) -> list[Path]:
 
 def _directory(run: RunDir) -> Path:
     """The checkpoints of the run; while it has none, those of its warm start."""
+    from gspax.run.checkpoints import Checkpoints
+
     for directory in (run.checkpoints, run.warm_start.checkpoints):
         if directory.is_dir():
             with Checkpoints(directory) as checkpoints:
@@ -148,6 +194,8 @@ def _directory(run: RunDir) -> Path:
 
 def _special_tokens(folders: list[Path]) -> dict[str, Any]:
     """What config.json says of them, where transformers looks when there is no generation_config.json."""
+    from gspax.run.directory import read_json
+
     for folder in folders:
         if (folder / "config.json").is_file():
             raw = read_json(folder / "config.json")

@@ -1,6 +1,6 @@
-"""The verbs that run on several hosts: their options, and joining the other processes before anything is computed.
+"""The subcommands that run on several hosts: their options, and joining the other processes before anything runs.
 
-jax is imported by the functions, so that `--help` answers at once.
+Functions import what needs jax, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--processes", type=at_least(1), metavar="N", help="how many (or JAX_NUM_PROCESSES)")
     group.add_argument("--process", type=at_least(0), metavar="I", help="which one this is (or JAX_PROCESS_ID)")
     group.add_argument(
-        "--join-timeout", type=at_least(1), default=300, metavar="SECONDS", help="for all to come (default: 300)"
+        "--join-timeout", type=at_least(1), default=300, metavar="SECONDS", help="for all to join (default: 300)"
     )
 
 
-def join(verb: str, options: argparse.Namespace, experiment: Experiment) -> bool:
-    """Find the other processes of this command, if there are any; give whether this one speaks for them.
+def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -> bool:
+    """Join the other processes of this command, if there are any; whether this is the primary process.
 
     Raises:
-      UserError: not all come in time, or one of them has another command, version, file or experiment.
+      UserError: a process does not join in time, or has another subcommand, version, file or experiment.
     """
     from gspax.distributed import joining
     from gspax.experiment.description import describe
 
-    place = joining.find_process(options.coordinator, options.processes, options.process, options.join_timeout)
-    card = {
-        "verb": verb,
+    info = joining.find_process(options.coordinator, options.processes, options.process, options.join_timeout)
+    fingerprint = {
+        "subcommand": subcommand,
         "gspax": gspax.__version__,
         "jax": metadata.version("jax"),
         "file": hashlib.sha256(Path(options.file).read_bytes()).hexdigest()[:16],
         "experiment": describe(experiment),
     }
-    joining.join(place, card, options.join_timeout)
-    return place is None or place.index == 0
+    joining.join(info, fingerprint, options.join_timeout)
+    return info is None or info.index == 0
 
 
 def leave(code: int) -> None:
-    """`distributed.leave`, if `join` was called."""
+    """`joining.leave`, if `join` was called."""
     if "gspax.distributed.joining" in sys.modules:
         sys.modules["gspax.distributed.joining"].leave(code)

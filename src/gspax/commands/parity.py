@@ -11,27 +11,43 @@ routers may choose differently, and that layer differs at that token for no othe
 
 from __future__ import annotations
 
+import argparse
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from gspax.commands.arguments import Parser, at_least, subcommand_parser
 from gspax.config import Mesh, ModelConfig, layer_runs
 from gspax.data.tokenizer import hf_tokenizer
 from gspax.errors import UserError
 from gspax.hf.config_json import read_config
-from gspax.hf.reading import read_params
 from gspax.hf.source import locate
-from gspax.learner.state import abstract_params
-from gspax.model import transformer
-from gspax.sharding import make_mesh
-from gspax.types import Params
+
+if TYPE_CHECKING:
+    from gspax.types import Params
 
 TOLERANCE = 1e-4
+
+
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "parity",
+        "Compute a Hugging Face checkpoint in gspax and in transformers, in float32; exit code 1 if they differ.",
+        "gspax parity Qwen/Qwen3-0.6B --prompt 'Sort: 3 1 2'",
+    )
+    parser.add_argument("checkpoint", metavar="HF", help="a folder, or a name on the Hub")
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--prompt", metavar="TEXT", help="for the checkpoint's tokenizer (default: 32 random tokens)")
+    text.add_argument("--tokens", type=at_least(0), nargs="+", metavar="ID", help="instead of a text")
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Print the table; 1 if a part differs."""
+    return 0 if run(options.checkpoint, prompt=options.prompt, tokens=options.tokens) else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +79,12 @@ def run(checkpoint: str, *, prompt: str | None, tokens: Sequence[int] | None, to
     Raises:
       UserError: torch or transformers is missing, the checkpoint cannot be read, or the tokens are none of its.
     """
+    import jax
+
+    from gspax.hf.reading import read_params
+    from gspax.learner.state import abstract_params
+    from gspax.sharding import make_mesh
+
     _, theirs = _import("torch"), _import("transformers")
     folder = locate(checkpoint)
     config = replace(read_config(folder), dtype="float32")
@@ -114,6 +136,11 @@ def forward(model: Any, tokens: Sequence[int]) -> Forward:
 
 def compare(params: Params, config: ModelConfig, tokens: Sequence[int], theirs: Forward) -> list[Difference]:
     """Embedding, every layer on the other model's input, and the whole, in this order."""
+    import jax
+    import jax.numpy as jnp
+
+    from gspax.model import transformer
+
     tokens_1T = jnp.asarray(tokens, jnp.int32)[None]
     segment_1T = jnp.ones_like(tokens_1T)
     found = [_difference("embedding", params["embedding"][tokens_1T][0], theirs.streams[0])]

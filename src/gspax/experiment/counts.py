@@ -1,4 +1,4 @@
-"""How many numbers a model has."""
+"""How many parameters a model has, and the FLOPs of its forward pass."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ def active_parameter_count(config: ModelConfig) -> int:
         attention_count(config) + mlp_count(config, layer, config.num_experts_per_tok)
         for layer in range(config.num_hidden_layers)
     )
+
+
+def forward_flops(config: ModelConfig, length: float) -> float:
+    """FLOPs of one token's forward pass in a row of `length` tokens: matrix products, and attention to half the row."""
+    lookups = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
+    return 2 * (active_parameter_count(config) - lookups) + attention
 
 
 def trained_count(experiment: Experiment) -> int:

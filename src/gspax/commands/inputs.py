@@ -1,0 +1,57 @@
+"""What a subcommand reads before it computes anything: the experiment of its options, a run directory.
+
+Functions import what needs jax, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gspax.errors import UserError
+
+if TYPE_CHECKING:
+    from gspax.config import Experiment
+
+
+def load_experiment(options: argparse.Namespace) -> Experiment:
+    """Load FILE, apply the overrides and validate the result; warnings go to stderr.
+
+    The device count is checked in a dry run only; a run checks it when it builds its mesh.
+
+    Raises:
+      UserError: the file, an override, a field or a combination of options is invalid.
+    """
+    from gspax import experiment as experiments
+
+    dry_run = getattr(options, "dry_run", False)
+    if getattr(options, "devices", None) is not None and not dry_run:
+        raise UserError("--devices is for --dry-run; a run uses all devices that it finds")
+    if not dry_run and "workdir" in options and options.workdir is None:
+        raise UserError("wanted --workdir DIR, the directory that the run writes to (or --dry-run)")
+    experiment = experiments.override(experiments.load(options.file), options.overrides)
+    experiments.check(experiment, (options.devices or 1) if dry_run else None)
+    for sentence in experiments.warnings(experiment):
+        print(f"gspax: warning: {sentence}", file=sys.stderr)
+    return experiment
+
+
+def print_plan(options: argparse.Namespace, experiment: Experiment) -> None:
+    """The output of a dry run: settings, sizes and costs."""
+    from gspax.experiment import plan
+
+    keys = [override_key(assignment) for assignment in options.overrides]
+    print(plan.render(plan.plan(experiment, options.devices or 1, overridden=keys)))
+
+
+def override_key(assignment: str) -> str:
+    """The `a.b` of `a.b=c`."""
+    return assignment.partition("=")[0].strip()
+
+
+def require_directory(path: Path) -> None:
+    """UserError unless `path` is a directory."""
+    if not path.is_dir():
+        raise UserError(f"{path}: wanted the directory of a run, there is none")

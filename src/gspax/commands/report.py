@@ -1,0 +1,25 @@
+"""`gspax report`: report.html of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gspax.commands.arguments import Parser, subcommand_parser
+from gspax.commands.inputs import require_directory
+
+
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "report", "Write report.html of a run: curves, samples, settings.", "gspax report runs/sort"
+    )
+    parser.add_argument("workdir", type=Path, metavar="DIR", help="the run directory")
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    require_directory(options.workdir)
+    from gspax.run.report import write
+
+    print(write(options.workdir))
+    return 0

@@ -1,0 +1,36 @@
+"""`gspax sft`: only the supervised warm start of an experiment."""
+
+from __future__ import annotations
+
+import argparse
+
+from gspax.commands import launch
+from gspax.commands.arguments import Parser, add_dry_run, add_experiment, subcommand_parser
+from gspax.commands.inputs import load_experiment, print_plan
+from gspax.errors import UserError
+
+
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "sft",
+        "Run only the supervised warm start of an experiment.",
+        "gspax sft experiments/sort_gspo.py --workdir runs/sort_sft warm_start.steps=100",
+    )
+    add_experiment(parser)
+    add_dry_run(parser)
+    launch.add_options(parser)
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    experiment = load_experiment(options)
+    if experiment.warm_start is None:
+        raise UserError("warm_start: wanted a WarmStart for `gspax sft`, got None")
+    if options.dry_run:
+        print_plan(options, experiment)
+        return 0
+    launch.join("sft", options, experiment)
+    from gspax.sft import run
+
+    run(experiment, options.workdir)
+    return 0

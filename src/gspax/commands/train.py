@@ -1,0 +1,57 @@
+"""`gspax train`: run an experiment, or continue it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import TYPE_CHECKING
+
+from gspax.commands import launch
+from gspax.commands.arguments import Parser, add_dry_run, add_experiment, subcommand_parser
+from gspax.commands.inputs import load_experiment, override_key, print_plan
+
+if TYPE_CHECKING:
+    from gspax.config import Experiment
+
+
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "train",
+        "Run an experiment: warm start, sampling, updates, evaluation. If DIR holds a checkpoint of it, continue.",
+        "gspax train experiments/sort_gspo.py --workdir runs/sort schedule.steps=200 optimizer.learning_rate=1e-4",
+    )
+    add_experiment(parser)
+    add_dry_run(parser)
+    launch.add_options(parser)
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Train; process 0 then prints a summary and what to run next."""
+    experiment = load_experiment(options)
+    if options.dry_run:
+        print_plan(options, experiment)
+        return 0
+    is_primary = launch.join("train", options, experiment)
+    from gspax.loop import train
+    from gspax.run.report import summary
+
+    train(experiment, options.workdir)
+    if is_primary:
+        print(summary(options.workdir))
+        print(next_commands(options, experiment))
+    return 0
+
+
+def next_commands(options: argparse.Namespace, experiment: Experiment) -> str:
+    """What to run next: more steps, and an evaluation on more problems."""
+
+    def command(name: str, key: str, value: int) -> str:
+        kept = [each for each in options.overrides if override_key(each) != key]
+        return shlex.join(["gspax", name, options.file, "--workdir", str(options.workdir), *kept, f"{key}={value}"])
+
+    return (
+        "Next:\n"
+        f"  {command('train', 'schedule.steps', 2 * experiment.schedule.steps)}\n"
+        f"  {command('eval', 'evaluation.problems', max(2048, 2 * experiment.evaluation.problems))}"
+    )
