@@ -1,4 +1,4 @@
-"""Attention over whole rows: against loops, every way against plain XLA, and split over a mesh against one device."""
+"""Attention over whole rows: against loops, each implementation against XLA, and a mesh against one device."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 from tiny import equations
 
 from gspax.kernels import attention, attention_splash
-from gspax.kernels.attention import Split, by_chunks, by_splash, cudnn, einsum
+from gspax.kernels.attention import RowSharding, chunked_attention, cudnn_kernel, splash_attention, xla_kernel
 
-XLA = partial(by_chunks, kernel=einsum)
-CUDNN = partial(by_chunks, kernel=partial(cudnn, implementation="xla"))  # its masks and shapes, without its kernel
-SPLASH = partial(by_splash, interpret=True)
+XLA = partial(chunked_attention, kernel=xla_kernel)
+CUDNN = partial(chunked_attention, kernel=partial(cudnn_kernel, implementation="xla"))  # masks and shapes only
+SPLASH = partial(splash_attention, interpret=True)
 WINDOWS = (7, 2**30, 7)  # of three layers
 
 
@@ -41,9 +41,9 @@ def loops(q, k, v, segment_BT, window):
     return out
 
 
-def value_and_gradients(way, arrays, weight, segment_BT, layer=0, **how):
+def value_and_gradients(attend, arrays, weight, segment_BT, layer=0, **how):
     def total(q, k, v):
-        context = way(q, k, v, segment_BT, jnp.int32(layer), **how)
+        context = attend(q, k, v, segment_BT, jnp.int32(layer), **how)
         return (context * weight).sum(), context
 
     grads, context = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*arrays)
@@ -77,35 +77,35 @@ def test_without_windows_every_layer_sees_its_whole_segment():
 
 
 @pytest.mark.parametrize(
-    ("way", "scores", "dtype"),
+    ("attend", "scores", "dtype"),
     [
-        pytest.param(XLA, 2 * 4 * 21 * 4, jnp.float32, id="stretches of 4"),
-        pytest.param(XLA, 2 * 4 * 21 * 7, jnp.bfloat16, id="stretches of 7, bfloat16"),
+        pytest.param(XLA, 2 * 4 * 21 * 4, jnp.float32, id="chunks of 4"),
+        pytest.param(XLA, 2 * 4 * 21 * 7, jnp.bfloat16, id="chunks of 7, bfloat16"),
         pytest.param(XLA, 1, jnp.float32, id="one at a time", marks=pytest.mark.slow),
         pytest.param(CUDNN, 2**25, jnp.bfloat16, id="cudnn, bfloat16"),
-        pytest.param(CUDNN, 2 * 4 * 21 * 4, jnp.float32, id="cudnn in stretches"),
+        pytest.param(CUDNN, 2 * 4 * 21 * 4, jnp.float32, id="cudnn in chunks"),
     ],
 )
-def test_every_way_is_plain_xla(way, scores, dtype, monkeypatch):
+def test_every_implementation_agrees_with_xla(attend, scores, dtype, monkeypatch):
     case = rows(dtype=dtype)
     wanted = value_and_gradients(XLA, *case, windows=WINDOWS)
     monkeypatch.setattr(attention, "SCORE_BUDGET", scores)
-    same(value_and_gradients(way, *case, windows=WINDOWS), wanted, dtype)
+    same(value_and_gradients(attend, *case, windows=WINDOWS), wanted, dtype)
 
 
 def test_cudnn_gets_even_lengths_only(monkeypatch):
-    """It refuses others beside a mask."""
-    taken = []
+    """It rejects odd lengths with a mask."""
+    lengths = []
     attend = jax.nn.dot_product_attention
 
     def watch(q, k, v, *, mask, implementation):
-        taken.append((q.shape[1] % 2, k.shape[1] % 2, v.shape[1] % 2, implementation))
+        lengths.append((q.shape[1] % 2, k.shape[1] % 2, v.shape[1] % 2, implementation))
         return attend(q, k, v, mask=mask)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", watch)
     arrays, _, segment_BT = rows(T=21)
-    assert by_chunks(*arrays, segment_BT, 0, kernel=cudnn).shape == arrays[0].shape
-    assert taken == [(0, 0, 0, "cudnn")]
+    assert chunked_attention(*arrays, segment_BT, 0, kernel=cudnn_kernel).shape == arrays[0].shape
+    assert lengths == [(0, 0, 0, "cudnn")]
 
 
 @pytest.mark.parametrize(
@@ -118,69 +118,69 @@ def test_cudnn_gets_even_lengths_only(monkeypatch):
         pytest.param({"B": 1, "T": 700, "N": 2, "K": 1}, (300,), 0, id="a window of blocks", marks=pytest.mark.slow),
     ],
 )
-def test_splash_is_plain_xla(shape, windows, layer):
+def test_splash_agrees_with_xla(shape, windows, layer):
     case = rows(**shape)
     wanted = value_and_gradients(XLA, *case, layer, windows=windows)
     same(value_and_gradients(SPLASH, *case, layer, windows=windows), wanted)
 
 
 MESHES = {
-    "rows": Split(mesh(a=2), "a", None, None),
-    "time": Split(mesh(c=8), None, "c", None),
-    "rows, time and heads": Split(mesh(a=2, c=2, t=2), "a", "c", "t"),
-    "time and heads": Split(mesh(c=4, t=2), (), "c", "t"),
-    "an axis that splits nothing": Split(mesh(a=2, x=2, c=2), ("a",), ("c",), None),
+    "rows": RowSharding(mesh(a=2), "a", None, None),
+    "time": RowSharding(mesh(c=8), None, "c", None),
+    "rows, time and heads": RowSharding(mesh(a=2, c=2, t=2), "a", "c", "t"),
+    "time and heads": RowSharding(mesh(c=4, t=2), (), "c", "t"),
+    "an idle axis": RowSharding(mesh(a=2, x=2, c=2), ("a",), ("c",), None),
 }
 
 
 @pytest.mark.parametrize(
-    ("split", "scores"),
+    ("sharding", "scores"),
     [
         pytest.param(MESHES["time"], 2**25, id="time"),
         pytest.param(MESHES["rows, time and heads"], 2**25, id="all"),
-        pytest.param(MESHES["time and heads"], 200, id="in stretches"),
+        pytest.param(MESHES["time and heads"], 200, id="in chunks"),
         pytest.param(MESHES["rows"], 2**25, id="rows", marks=pytest.mark.slow),
-        pytest.param(MESHES["an axis that splits nothing"], 2**25, id="one axis idle", marks=pytest.mark.slow),
+        pytest.param(MESHES["an idle axis"], 2**25, id="one axis idle", marks=pytest.mark.slow),
     ],
 )
-def test_a_mesh_changes_nothing(split, scores, monkeypatch):
+def test_a_mesh_changes_nothing(sharding, scores, monkeypatch):
     case = rows(T=24)
     wanted = value_and_gradients(XLA, *case, windows=WINDOWS)
     monkeypatch.setattr(attention, "SCORE_BUDGET", scores)
-    same(value_and_gradients(XLA, *case, windows=WINDOWS, split=split), wanted)
+    same(value_and_gradients(XLA, *case, windows=WINDOWS, sharding=sharding), wanted)
 
 
 @pytest.mark.parametrize(
-    "split",
+    "sharding",
     [
         pytest.param(MESHES["time and heads"], id="time and heads"),
         pytest.param(MESHES["time"], id="time", marks=pytest.mark.slow),
         pytest.param(MESHES["rows, time and heads"], id="all", marks=pytest.mark.slow),
     ],
 )
-def test_a_mesh_changes_nothing_for_splash(split):
-    """The stretch of a device is no whole number of blocks, and the window reaches from one into the next."""
+def test_a_mesh_changes_nothing_for_splash(sharding):
+    """A device's chunk is not a whole number of blocks, and the window reaches from one into the next."""
     case = rows(B=2, T=264)
     wanted = value_and_gradients(XLA, *case, windows=(20, 2**30))
-    same(value_and_gradients(SPLASH, *case, windows=(20, 2**30), split=split), wanted)
+    same(value_and_gradients(SPLASH, *case, windows=(20, 2**30), sharding=sharding), wanted)
 
 
-@pytest.mark.parametrize("way", [XLA, CUDNN, pytest.param(SPLASH, marks=pytest.mark.slow)])
-def test_padding_is_finite_and_seen_by_none(way):
+@pytest.mark.parametrize("attend", [XLA, CUDNN, pytest.param(SPLASH, marks=pytest.mark.slow)])
+def test_padding_is_finite_and_nothing_attends_to_it(attend):
     (q, k, v), weight, segment_BT = rows()
     valid_BT11 = (segment_BT > 0)[:, :, None, None]
-    wanted = value_and_gradients(way, (q, k, v), weight, segment_BT)
+    wanted = value_and_gradients(attend, (q, k, v), weight, segment_BT)
     assert all(np.isfinite(x).all() for x in wanted)
     spoilt = tuple(jnp.where(valid_BT11, x, 1e9) for x in (q, k, v))
-    got = value_and_gradients(way, spoilt, jnp.where(valid_BT11, weight, 0.0), segment_BT)
-    unspoilt = value_and_gradients(way, (q, k, v), jnp.where(valid_BT11, weight, 0.0), segment_BT)
+    got = value_and_gradients(attend, spoilt, jnp.where(valid_BT11, weight, 0.0), segment_BT)
+    unspoilt = value_and_gradients(attend, (q, k, v), jnp.where(valid_BT11, weight, 0.0), segment_BT)
     for one, other in zip(got, unspoilt, strict=True):
         assert np.isfinite(one).all()
         np.testing.assert_array_equal(jnp.where(valid_BT11, one, 0.0), jnp.where(valid_BT11, other, 0.0))
 
 
-def test_long_rows_never_hold_all_scores(monkeypatch):
-    """Nothing that the gradient's program makes is as large as the scores of a row, or of more than the budget."""
+def test_long_rows_never_materialise_all_scores(monkeypatch):
+    """No intermediate of the gradient is larger than the score budget."""
     case = rows(B=1, T=256, N=2, K=1, H=4)
     monkeypatch.setattr(attention, "SCORE_BUDGET", 2**12)
 
@@ -195,27 +195,27 @@ def test_long_rows_never_hold_all_scores(monkeypatch):
     ("platform", "dtype", "H", "wanted"),
     [
         ("tpu", jnp.float32, 8, "splash"),
-        ("gpu", jnp.bfloat16, 64, cudnn),
-        ("gpu", jnp.float32, 64, einsum),
-        ("gpu", jnp.bfloat16, 192, einsum),
-        ("gpu", jnp.bfloat16, 12, einsum),
-        ("cpu", jnp.bfloat16, 64, einsum),
+        ("gpu", jnp.bfloat16, 64, cudnn_kernel),
+        ("gpu", jnp.float32, 64, xla_kernel),
+        ("gpu", jnp.bfloat16, 192, xla_kernel),
+        ("gpu", jnp.bfloat16, 12, xla_kernel),
+        ("cpu", jnp.bfloat16, 64, xla_kernel),
     ],
 )
-def test_the_devices_of_the_mesh_choose(platform, dtype, H, wanted, monkeypatch):
-    monkeypatch.setattr(attention, "by_splash", lambda *args, **kwargs: "splash")
-    monkeypatch.setattr(attention, "by_chunks", lambda *args, kernel, **kwargs: kernel)
+def test_the_devices_of_the_mesh_select_the_implementation(platform, dtype, H, wanted, monkeypatch):
+    monkeypatch.setattr(attention, "splash_attention", lambda *args, **kwargs: "splash")
+    monkeypatch.setattr(attention, "chunked_attention", lambda *args, kernel, **kwargs: kernel)
     (q, k, v), _, segment_BT = rows(H=H, dtype=dtype)
-    split = Split(SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)])), None, None, None)
-    assert attention.row_attention(q, k, v, segment_BT, 0, split=split) == wanted
-    assert attention.row_attention(q, k, v, segment_BT, 0) == einsum, "without a mesh: where JAX runs by default"
+    sharding = RowSharding(SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)])), None, None, None)
+    assert attention.row_attention(q, k, v, segment_BT, 0, sharding=sharding) == wanted
+    assert attention.row_attention(q, k, v, segment_BT, 0) == xla_kernel, "without a mesh: the default backend"
 
 
 @pytest.mark.parametrize(
     ("T", "shards", "window"), [(512, 2, 2**30), (300, 3, 200), (200, 1, 7), (512, 1, 2), (512, 1, 255)]
 )
-def test_blocks_are_known_without_looking_at_them(T, shards, window):
-    """The quick answers about blocks are those of the mask, so that no block is skipped that has something to see."""
+def test_shortcuts_for_whole_blocks_agree_with_the_mask(T, shards, window):
+    """A block that is wrongly called empty would be skipped."""
     filled, S = -(-T // 128) * 128, -(-T * shards // 128) * 128
     mask = attention_splash.window_mask(T, shards, window)
     position_T = np.repeat(np.arange(shards), filled) * T + np.minimum(np.tile(np.arange(filled), shards), T - 1)
@@ -224,3 +224,14 @@ def test_blocks_are_known_without_looking_at_them(T, shards, window):
     for i, j in np.ndindex(filled * shards // 128, S // 128):
         block = slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128)
         np.testing.assert_array_equal(mask[block], wanted[block])
+
+
+def test_splash_scales_queries_in_float32():
+    """1/√H is not a bfloat16 number: rounding it first would change the softmax's temperature."""
+    (q, k, v), _, segment_BT = rows(T=5, H=128, dtype=jnp.bfloat16)
+
+    def queries(q_NTH, k_KSH, v_KSH, segment_ids):
+        return q_NTH
+
+    got = attention_splash.attend(queries, q, k, v, segment_BT, segment_BT)
+    np.testing.assert_array_equal(got, (q.astype(jnp.float32) * 128**-0.5).astype(jnp.bfloat16))

@@ -1,4 +1,4 @@
-"""Every backend against a loop over tokens in float64, in value and gradient; then the laws that a layer relies on."""
+"""Each backend against a float64 loop over tokens, in value and gradient, and the properties that a layer relies on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from gspax.kernels.expert_ffn import BLOCK, blocked, expert_ffn, ragged, route
+from gspax.kernels.expert_ffn import BLOCK, blocked, expert_ffn, ragged, sort_by_expert
 
 BACKENDS = [blocked, ragged]  # on the CPU, expert_ffn is blocked
 D, F = 6, 10
@@ -21,8 +21,8 @@ ROUTINGS = {  # name: (rows, experts, active, how the ids are drawn)
     "one_row": (1, 4, 2, "any"),
     "one_expert": (5, 1, 1, "any"),
     "every_expert": (9, 3, 3, "distinct"),
-    "padding": (70, 4, 2, "some nowhere"),
-    "all_padding": (7, 4, 2, "nowhere"),
+    "padding": (70, 4, 2, "some dropped"),
+    "all_padding": (7, 4, 2, "dropped"),
     "all_to_first": (BLOCK + 3, 5, 2, 0),
     "all_to_last": (BLOCK, 5, 1, 4),
     "many_blocks": (3 * BLOCK, 2, 2, "any"),
@@ -36,8 +36,8 @@ def draw(name, dtype=np.float32):
     expert_NA = {
         "any": lambda: rng.integers(0, E, (N, A)),
         "distinct": lambda: np.argsort(rng.random((N, E)), axis=1)[:, :A],
-        "some nowhere": lambda: np.where(rng.random((N, A)) < 0.4, E, rng.integers(0, E, (N, A))),
-        "nowhere": lambda: np.full((N, A), E),
+        "some dropped": lambda: np.where(rng.random((N, A)) < 0.4, E, rng.integers(0, E, (N, A))),
+        "dropped": lambda: np.full((N, A), E),
     }.get(how, lambda: np.full((N, A), how))()
     floats = [rng.normal(size=s) for s in ((N, D), (N, A), (E, D, F), (E, D, F), (E, F, D))]
     x, gate, *weights = (jnp.asarray(v, dtype) for v in floats)
@@ -120,16 +120,16 @@ def test_float32_weights_under_bfloat16_rows_get_float32_gradients(ffn):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("ffn", BACKENDS)
-def test_garbage_in_unrouted_rows_goes_nowhere(ffn, bad):
+def test_garbage_in_dropped_rows_does_not_spread(ffn, bad):
     x, expert, gate, *weights = draw("padding")
     E = len(weights[0])
-    nowhere_N = jnp.arange(len(x)) % 3 == 0
-    expert = jnp.where(nowhere_N[:, None], E, expert)
-    dirty = jnp.where(nowhere_N[:, None], bad, x)
+    dropped_N = jnp.arange(len(x)) % 3 == 0
+    expert = jnp.where(dropped_N[:, None], E, expert)
+    dirty = jnp.where(dropped_N[:, None], bad, x)
     clean = value_and_gradients(ffn, x, expert, gate, *weights)
-    got = value_and_gradients(ffn, dirty, expert, jnp.where(nowhere_N[:, None], bad, gate), *weights)
+    got = value_and_gradients(ffn, dirty, expert, jnp.where(dropped_N[:, None], bad, gate), *weights)
     jax.tree.map(np.testing.assert_array_equal, got, clean)
-    assert not np.any(got[1][nowhere_N]) and not np.any(got[2][0][nowhere_N])
+    assert not np.any(got[1][dropped_N]) and not np.any(got[2][0][dropped_N])
 
 
 @pytest.mark.parametrize("ffn", BACKENDS)
@@ -181,8 +181,8 @@ def test_eight_devices_agree_with_one(ffn, check_vma):
     jax.tree.map(lambda a, b: assert_close(a, b, 2e-6), got, value_and_gradients(ffn, x, expert, gate, *weights))
 
 
-def test_ragged_ignores_what_the_kernel_leaves_behind_the_last_group(monkeypatch):
-    """The CPU leaves zeros there; a TPU kernel may leave anything, and multiply it by zero in a weight gradient."""
+def test_ragged_ignores_rows_after_the_last_group(monkeypatch):
+    """They are zero on CPU; a TPU kernel may leave anything there, and multiply it by zero in a weight gradient."""
     args = draw("padding")
     want = value_and_gradients(ragged, *args)
 
@@ -196,7 +196,7 @@ def test_ragged_ignores_what_the_kernel_leaves_behind_the_last_group(monkeypatch
     jax.tree.map(lambda a, b: assert_close(a, b, 2e-6), got, want)
 
 
-def test_the_platform_chooses_the_backend_of_both_passes():
+def test_the_platform_selects_the_backend_of_both_passes():
     def ragged_dots(f, platform):
         return f.trace(*draw("even")).lower(lowering_platforms=(platform,)).as_text().count("ragged_dot")
 
@@ -205,19 +205,19 @@ def test_the_platform_chooses_the_backend_of_both_passes():
     assert 0 < ragged_dots(forward, "tpu") < ragged_dots(both, "tpu")
 
 
-def test_routing_keeps_choices_of_one_expert_together():
-    expert_NA = jnp.array([[2, 0], [3, 2], [0, 3]], jnp.int32)  # 3 is nowhere
-    routing = route(expert_NA, 3)
-    assert routing.count_E.tolist() == [2, 0, 2]
-    assert routing.order_S[:6].tolist() == [1, 4, 0, 3, 6, 6]
-    assert routing.place_NA.tolist() == [[2, 0], [6 + BLOCK, 3], [1, 6 + BLOCK]]
+def test_sorting_keeps_the_choices_of_an_expert_together():
+    expert_NA = jnp.array([[2, 0], [3, 2], [0, 3]], jnp.int32)  # 3: dropped
+    permutation = sort_by_expert(expert_NA, 3)
+    assert permutation.count_E.tolist() == [2, 0, 2]
+    assert permutation.order_S[:6].tolist() == [1, 4, 0, 3, 6, 6]
+    assert permutation.place_NA.tolist() == [[2, 0], [6 + BLOCK, 3], [1, 6 + BLOCK]]
 
 
-def test_refuses_wrong_shapes_and_dtypes():
+def test_wrong_shapes_and_dtypes_are_rejected():
     x, expert, gate, *weights = draw("even")
     with pytest.raises(TypeError, match="int32"):
         expert_ffn(x, expert.astype(jnp.float32), gate, *weights)
     with pytest.raises(ValueError, match="shapes"):
         expert_ffn(x, expert, gate, *weights[:2], weights[0])
     with pytest.raises(ValueError, match="sort key"):
-        jax.eval_shape(partial(route, num_experts=2**10), jax.ShapeDtypeStruct((2**21, 1), jnp.int32))
+        jax.eval_shape(partial(sort_by_expert, num_experts=2**10), jax.ShapeDtypeStruct((2**21, 1), jnp.int32))

@@ -1,4 +1,4 @@
-"""Experts split over devices against all of them on one, in value and gradient, by every way that rows take."""
+"""Values and gradients of experts sharded over devices against all experts on one device, for each exchange."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspax import config, sharding
 from gspax.aot import chips
-from gspax.kernels import expert_parallel as ways
+from gspax.kernels import expert_parallel as parallel
 from gspax.kernels.expert_ffn import expert_ffn
 from gspax.model import moe
 
@@ -27,30 +27,33 @@ MESH = jax.make_mesh((2, X), ("data", "expert"), axis_types=(AxisType.Auto,) * 2
 
 
 def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """What `lax.ragged_all_to_all` documents, from everything that everyone sends."""
+    """`lax.ragged_all_to_all` as documented, from an all-gather of everything that is sent."""
     here = lax.axis_index(axis_name)
     everything = lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name)
     index = jnp.arange(len(output))
     for sender in range(lax.axis_size(axis_name)):
         rows, start, size, place = (a[sender] for a in everything)
         size, start, place = size[here], start[here], place[here]
-        size = jnp.where(size == recv_sizes[sender], size, -1)  # both sides must say the same
+        size = jnp.where(size == recv_sizes[sender], size, -1)  # sender and receiver must agree
         mine = (index >= place) & (index < place + size)
         received = rows.at[index - place + start].get(mode="fill", fill_value=jnp.nan)
         output = jnp.where(mine.reshape(-1, *[1] * (output.ndim - 1)), received, output)
     return output
 
 
-WAYS = {
-    "ring": ways.ring,
-    "all_to_all": partial(ways.all_to_all, room=1.0, slack=8, exchange=emulated),  # 20 rows
-    "all_to_all for the worst case": partial(ways.all_to_all, room=100.0, exchange=emulated),
+SMALL_BUFFER = {"capacity_factor": 1.0, "extra_rows": 8}  # 20 rows
+EXCHANGES = {
+    "ring": parallel.ring,
+    "all_to_all": partial(
+        parallel.all_to_all, capacity_factor=1.0, extra_rows=8, ragged_all_to_all=emulated
+    ),  # 20 rows
+    "all_to_all for the worst case": partial(parallel.all_to_all, capacity_factor=100.0, ragged_all_to_all=emulated),
 }
 ROUTINGS = {
     "even": lambda rng, rows: (np.arange(rows * A) % E).reshape(rows, A),
     "any": lambda rng, rows: np.argsort(rng.random((rows, E)), axis=1)[:, :A],
-    "some nowhere": lambda rng, rows: np.where(rng.random((rows, A)) < 0.4, E, rng.integers(0, E, (rows, A))),
-    "all nowhere": lambda rng, rows: np.full((rows, A), E),
+    "some dropped": lambda rng, rows: np.where(rng.random((rows, A)) < 0.4, E, rng.integers(0, E, (rows, A))),
+    "all dropped": lambda rng, rows: np.full((rows, A), E),
     "all to one device": lambda rng, rows: rng.integers(2 * K, 3 * K, (rows, A)),  # more than a buffer holds
     "all of half the mesh to one device": lambda rng, rows: np.where(
         np.arange(rows)[:, None] < rows // 2, rng.integers(0, K, (rows, A)), (np.arange(rows * A) % E).reshape(rows, A)
@@ -79,7 +82,7 @@ def value_and_gradients(visit, args, dy):
     return y, *pullback(dy)
 
 
-MAPPED = {name: on_mesh(visit) for name, visit in WAYS.items()}
+MAPPED = {name: on_mesh(visit) for name, visit in EXCHANGES.items()}
 
 
 def assert_close(got, want, tolerance):
@@ -88,58 +91,60 @@ def assert_close(got, want, tolerance):
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-@pytest.mark.parametrize("way", WAYS)
-def test_agrees_with_all_experts_on_one_device(way, name):
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_agrees_with_all_experts_on_one_device(exchange, name):
     args, dy = draw(name)
-    got, want = value_and_gradients(MAPPED[way], args, dy), value_and_gradients(expert_ffn, args, dy)
+    got, want = value_and_gradients(MAPPED[exchange], args, dy), value_and_gradients(expert_ffn, args, dy)
     for one, other in zip(got, want, strict=True):
         assert one.dtype == other.dtype
         assert_close(one, other, 2e-6)
 
 
-@pytest.mark.parametrize("way", ["ring", "all_to_all"])
-def test_bfloat16_rows_and_float32_weights_keep_their_dtypes(way):
+@pytest.mark.parametrize("exchange", ["ring", "all_to_all"])
+def test_bfloat16_rows_and_float32_weights_keep_their_dtypes(exchange):
     (x, *rest), dy = draw("any")
     args, dy = (x.astype(jnp.bfloat16), *rest), dy.astype(jnp.bfloat16)
-    got, want = value_and_gradients(MAPPED[way], args, dy), value_and_gradients(expert_ffn, args, dy)
+    got, want = value_and_gradients(MAPPED[exchange], args, dy), value_and_gradients(expert_ffn, args, dy)
     for one, other in zip(got, want, strict=True):
         assert one.dtype == other.dtype
         assert_close(one, other, 0.02)
 
 
-@pytest.mark.parametrize("way", ["ring", "all_to_all"])
-def test_garbage_in_unrouted_rows_goes_nowhere(way):
-    (x, expert, gate, *weights), dy = draw("some nowhere")
-    nowhere_N1 = (jnp.arange(len(x)) % 3 == 0)[:, None]
-    expert = jnp.where(nowhere_N1, E, expert)
-    dirty = jnp.where(nowhere_N1, jnp.nan, x), expert, jnp.where(nowhere_N1, jnp.nan, gate), *weights
-    got, want = (value_and_gradients(MAPPED[way], args, dy) for args in (dirty, (x, expert, gate, *weights)))
+@pytest.mark.parametrize("exchange", ["ring", "all_to_all"])
+def test_garbage_in_dropped_rows_does_not_spread(exchange):
+    (x, expert, gate, *weights), dy = draw("some dropped")
+    dropped_N1 = (jnp.arange(len(x)) % 3 == 0)[:, None]
+    expert = jnp.where(dropped_N1, E, expert)
+    dirty = jnp.where(dropped_N1, jnp.nan, x), expert, jnp.where(dropped_N1, jnp.nan, gate), *weights
+    got, want = (value_and_gradients(MAPPED[exchange], args, dy) for args in (dirty, (x, expert, gate, *weights)))
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert not np.any(got[0][nowhere_N1[:, 0]])
+    assert not np.any(got[0][dropped_N1[:, 0]])
 
 
 def lost(operand, output, *offsets, axis_name):
-    """A post that delivers nothing but NaN."""
+    """A ragged all-to-all that delivers only NaN."""
     return jnp.full_like(output, jnp.nan) + 0 * operand.sum()
 
 
 @pytest.mark.parametrize(("name", "overflows"), [("even", False), ("all to one device", True)])
 def test_the_ring_is_taken_where_a_buffer_would_overflow(name, overflows):
     args, dy = draw(name)
-    got = value_and_gradients(on_mesh(partial(ways.all_to_all, room=1.0, slack=8, exchange=lost)), args, dy)
+    got = value_and_gradients(
+        on_mesh(partial(parallel.all_to_all, capacity_factor=1.0, extra_rows=8, ragged_all_to_all=lost)), args, dy
+    )
     assert all(np.isfinite(a).all() == overflows for a in got[:3])
 
 
-def test_a_buffer_has_room_for_shares_and_never_for_more_than_can_come():
-    assert ways.buffer_rows((1000, 8), 8, 16, room=1.5, slack=256) == 12256
-    assert ways.buffer_rows((3, 2), 4, 2, room=1.0, slack=3) == 16  # 9 in tiles of 8
-    assert ways.buffer_rows((4, 8), 8, 16) == 8 * 4 * 8
-    assert ways.buffer_rows((4, 8), 8, 2) == 8 * 4 * 2, "a row visits an expert once"
+def test_a_buffer_has_room_for_its_share_but_for_no_more_than_can_arrive():
+    assert parallel.buffer_rows((1000, 8), 8, 16, capacity_factor=1.5, extra_rows=256) == 12256
+    assert parallel.buffer_rows((3, 2), 4, 2, capacity_factor=1.0, extra_rows=3) == 16  # 9 in tiles of 8
+    assert parallel.buffer_rows((4, 8), 8, 16) == 8 * 4 * 8
+    assert parallel.buffer_rows((4, 8), 8, 2) == 8 * 4 * 2, "a row visits an expert once"
 
 
-def test_the_platform_chooses_the_way_of_both_passes():
-    visit = on_mesh(ways.expert_parallel)
-    large, dy = draw("any", rows=2 * X * 1000)  # too many rows for a buffer of the worst case
+def test_the_platform_selects_the_exchange_of_both_passes():
+    visit = on_mesh(parallel.expert_parallel)
+    large, dy = draw("any", rows=2 * X * 1000)  # too many rows for a worst-case buffer
 
     def count(function, *args, platform, word):
         return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text().count(word)
@@ -153,11 +158,11 @@ def test_the_platform_chooses_the_way_of_both_passes():
 
 
 @pytest.mark.parametrize(
-    ("kind", "devices", "exchange"),
+    ("kind", "devices", "supported"),
     [("TPU v5 lite", 16, True), ("TPU v5 lite", 64, False), ("TPU v6 lite", 64, True), ("TPU v5", 512, True)],
 )
-def test_only_large_slices_of_v5e_cannot_exchange(kind, devices, exchange):
-    assert ways.can_exchange(kind, devices) == exchange
+def test_only_large_slices_of_v5e_lack_the_ragged_all_to_all(kind, devices, supported):
+    assert parallel.has_ragged_all_to_all(kind, devices) == supported
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)")
@@ -188,9 +193,9 @@ def test_a_layer_compiled_for_a_tpu_exchanges_rows_and_scatters_gradients(topolo
         re.findall(r" (ragged-all-to-all|reduce-scatter|collective-permute|conditional)(?:-start)?\(", text)
     )
     assert found["reduce-scatter"] >= 3, "the gradients of the three matrices"
-    assert found["collective-permute"] >= 1, "the ring, at least where there is no room"
+    assert found["collective-permute"] >= 1, "the ring, at least as the fallback"
     if topology == "v5e:4x4":
-        assert found["ragged-all-to-all"] >= 5, "x, gate and dy there, dx and dgate back"
+        assert found["ragged-all-to-all"] >= 5, "x, gate and dy sent, dx and dgate sent back"
         assert found["conditional"] >= 1
     else:
         assert found["ragged-all-to-all"] == 0

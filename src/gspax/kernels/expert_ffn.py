@@ -1,23 +1,23 @@
-"""The experts of a mixture-of-experts layer, dropless: every row visits its experts however uneven the routing is.
+"""The experts of a mixture-of-experts layer, dropless: every choice is computed, however uneven the routing is.
 
     y_n = Σ_a gate[n, a] · (silu(x_n W_gate[e]) * (x_n W_up[e])) W_down[e],      e = expert[n, a]
 
 Rows are copied once per choice and sorted by expert (dispatch), a backend multiplies each expert's rows by that
-expert's matrices, and the A results of a row are added up (combine). Two backends do the middle part:
+expert's matrices, and the A results of a row are summed (combine). There are two backends for the middle part:
 
-- `blocked`, for CPU, is plain XLA: a scan over the experts, inside it a loop over as many blocks of BLOCK
-  rows as the expert has. One block's intermediates stay in cache and its result overwrites its input.
-- `ragged`, for accelerators, is `jax.lax.ragged_dot`: a real kernel on TPU, dense over the experts on CPU.
+- `blocked`, for CPU, is plain XLA: a scan over the experts and, inside it, a loop over the expert's blocks of BLOCK
+  rows. One block's intermediates stay in cache and its result overwrites its input.
+- `ragged`, for accelerators, is `jax.lax.ragged_dot`: a grouped-matmul kernel on TPU, dense over the experts on CPU.
 
-`expert_ffn` takes the right one when the program is lowered, so compiling for TPU on a CPU host needs no flag.
+`expert_ffn` picks the backend when the program is lowered, so compiling for TPU on a CPU host needs no flag.
 
-The backward pass is written out. It recomputes gate and up from x, which costs less than storing them across a
-`lax.scan` over layers, and keeps nothing but the arguments and the sorting permutation. Dispatch and combine are each
-other's transpose (at gate = 1), so no gather turns into a scatter-add.
+The backward pass is written by hand. It recomputes gate and up from x, which costs less than storing them across a
+`lax.scan` over layers, and saves only the arguments and the sorting permutation. Dispatch and combine are each other's
+transpose (at gate = 1), so no gather turns into a scatter-add.
 
-On a mesh, call it inside `jax.shard_map`: the partitioner splits neither backend by itself.
+On a mesh, call it inside `jax.shard_map`: the partitioner does not partition either backend.
 
-Letters: N rows, A experts per row, M = N·A choices, S = M + BLOCK sorted rows, D model, F expert width, E experts.
+Axes: N rows, A experts per row, M = N·A choices, S = M + BLOCK sorted rows, D model, F expert width, E experts.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-BLOCK = 40  # rows; larger blocks waste more of a small batch, and XLA:CPU splits their products among threads at a loss
+BLOCK = 40  # rows; larger blocks pad small batches more, and XLA:CPU multi-threads their products at a loss
 
 
-class Routing(NamedTuple):
-    """Where the choices go when they are sorted by expert. All int32."""
+class Permutation(NamedTuple):
+    """The sorting of choices by expert. All int32."""
 
-    order_S: Array  # the choice n·A + a that stands at a sorted row; M where there is none
-    place_NA: Array  # the sorted row of a choice; S where the choice is nowhere
+    order_S: Array  # the choice n·A + a at each sorted row; M for an empty row
+    place_NA: Array  # the sorted row of each choice; S for a dropped choice
     count_E: Array  # rows of each expert
 
 
@@ -49,7 +49,7 @@ class Experts(NamedTuple):
 
 
 class Backend(NamedTuple):
-    """Two functions on sorted rows; neither may let the rows behind the last expert's touch a result that is read.
+    """Two functions of sorted rows. Rows after the last expert's must not affect any result that is read.
 
     forward(x_SD, gate_S, experts, count_E) -> y_SD
     backward(x_SD, gate_S, experts, count_E, dy_SD) -> dx_SD, dgate_S, dexperts
@@ -60,19 +60,23 @@ class Backend(NamedTuple):
 
 
 def expert_ffn(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
-    """Sends each row through its experts and adds up what they return, weighted by the gate: y_ND in x's dtype.
+    """The gate-weighted sum of each row's experts: y_ND in x's dtype.
 
     Differentiable in x, gate and the weights. A row's result does not depend on the other rows.
 
     Args:
         x_ND: float32 or bfloat16. Products are computed in this dtype and accumulated in float32.
-        expert_NA: int32 in [0, E]. E is nowhere: it adds zero to the row, and passes no gradient and no NaN on.
+        expert_NA: int32 in [0, E]. E drops the choice: it adds zero to the row and propagates no gradient and no NaN.
         gate_NA: the weight of each choice, used in float32.
-        w_gate_EDF: any float dtype, cast to x's; the gradient comes back in the weights' own.
+        w_gate_EDF: any float dtype, cast to x's; its gradient has the dtype of the weights.
         w_up_EDF: as w_gate_EDF.
         w_down_EFD: as w_gate_EDF.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+        TypeError: expert_NA is not int32.
     """
-    return _apply(_CHOSEN_WHEN_LOWERED, x_ND, expert_NA, gate_NA, Experts(w_gate_EDF, w_up_EDF, w_down_EFD))
+    return _apply(_BY_PLATFORM, x_ND, expert_NA, gate_NA, Experts(w_gate_EDF, w_up_EDF, w_down_EFD))
 
 
 def blocked(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
@@ -100,8 +104,8 @@ def _apply(backend, x_ND, expert_NA, gate_NA, experts):
 def vary_alike(*arrays: Array) -> list[Array]:
     """The same arrays, typed under `shard_map` as varying over every mesh axis that any of them varies over.
 
-    A loop's carry must keep its type. Selecting by False adds the types and no work; done outside the custom
-    derivative, it makes JAX sum the gradient of a replicated array over the axes.
+    A loop's carry must keep its type. Selecting with a constant False changes the type at no cost; outside the custom
+    derivative it also makes JAX sum the gradient of a replicated array over the axes.
     """
 
     def typed_like(a, b):
@@ -116,13 +120,13 @@ def _ffn(backend, x_ND, expert_NA, gate_NA, experts):
 
 
 def _ffn_forward(backend, x_ND, expert_NA, gate_NA, experts):
-    routing = route(expert_NA, experts.gate_EDF.shape[0])
-    return forward(routing, x_ND, gate_NA, experts, backend=backend), (x_ND, gate_NA, experts, routing)
+    permutation = sort_by_expert(expert_NA, experts.gate_EDF.shape[0])
+    return forward(permutation, x_ND, gate_NA, experts, backend=backend), (x_ND, gate_NA, experts, permutation)
 
 
 def _ffn_backward(backend, saved, dy_ND):
-    x_ND, gate_NA, experts, routing = saved
-    dx_ND, dgate_NA, dexperts = backward(routing, x_ND, gate_NA, experts, dy_ND, backend=backend)
+    x_ND, gate_NA, experts, permutation = saved
+    dx_ND, dgate_NA, dexperts = backward(permutation, x_ND, gate_NA, experts, dy_ND, backend=backend)
     return dx_ND, None, dgate_NA, dexperts
 
 
@@ -130,26 +134,38 @@ _ffn.defvjp(_ffn_forward, _ffn_backward)
 
 
 def forward(
-    routing: Routing, x_ND: Array, gate_NA: Array, experts: Experts, *, backend: Backend | None = None
+    permutation: Permutation, x_ND: Array, gate_NA: Array, experts: Experts, *, backend: Backend | None = None
 ) -> Array:
-    """`expert_ffn` of choices that are sorted already: y_ND. For other derivatives than its own."""
-    x_SD, gate_S = dispatch(routing, x_ND), take_rows(gate_NA.reshape(-1), routing.order_S)
-    return combine(routing, (backend or _CHOSEN_WHEN_LOWERED).forward(x_SD, gate_S, experts, routing.count_E))
+    """`expert_ffn` of choices that are already sorted: y_ND. Not differentiable; `backward` is its derivative."""
+    x_SD, gate_S = dispatch(permutation, x_ND), take_rows(gate_NA.reshape(-1), permutation.order_S)
+    return combine(permutation, (backend or _BY_PLATFORM).forward(x_SD, gate_S, experts, permutation.count_E))
 
 
 def backward(
-    routing: Routing, x_ND: Array, gate_NA: Array, experts: Experts, dy_ND: Array, *, backend: Backend | None = None
+    permutation: Permutation,
+    x_ND: Array,
+    gate_NA: Array,
+    experts: Experts,
+    dy_ND: Array,
+    *,
+    backend: Backend | None = None,
 ) -> tuple[Array, Array, Experts]:
-    """The gradients of Σ `forward` · dy: dx_ND, dgate_NA and those of the experts, in their dtypes."""
-    x_SD, gate_S = dispatch(routing, x_ND), take_rows(gate_NA.reshape(-1), routing.order_S)
-    dx_SD, dgate_S, dexperts = (backend or _CHOSEN_WHEN_LOWERED).backward(
-        x_SD, gate_S, experts, routing.count_E, dispatch(routing, dy_ND)
+    """The gradients of Σ `forward` · dy with respect to x_ND, gate_NA and the experts, in their dtypes."""
+    x_SD, gate_S = dispatch(permutation, x_ND), take_rows(gate_NA.reshape(-1), permutation.order_S)
+    dx_SD, dgate_S, dexperts = (backend or _BY_PLATFORM).backward(
+        x_SD, gate_S, experts, permutation.count_E, dispatch(permutation, dy_ND)
     )
-    return combine(routing, dx_SD), take_rows(dgate_S, routing.place_NA), dexperts
+    return combine(permutation, dx_SD), take_rows(dgate_S, permutation.place_NA), dexperts
 
 
-def route(expert_NA: Array, num_experts: int) -> Routing:
-    """Sorts the choices by expert. One key holds expert and position: far cheaper to sort, and to compile, than two."""
+def sort_by_expert(expert_NA: Array, num_experts: int) -> Permutation:
+    """The permutation that sorts the choices by expert, stable within an expert.
+
+    One int32 key holds expert and position, which is far cheaper to sort and to compile than two keys.
+
+    Raises:
+        ValueError: there are too many choices for an int32 key.
+    """
     expert_M = expert_NA.reshape(-1)
     M = expert_M.size
     if (num_experts + 1) * M >= 2**31:
@@ -158,25 +174,25 @@ def route(expert_NA: Array, num_experts: int) -> Routing:
     order_M = lax.sort(expert_M * M + position_M, is_stable=False) % M
     place_M = jnp.zeros_like(order_M).at[order_M].set(position_M, unique_indices=True)
     count_E = (expert_M[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
-    return Routing(
+    return Permutation(
         order_S=jnp.pad(jnp.where(position_M < count_E.sum(), order_M, M), (0, BLOCK), constant_values=M),
         place_NA=jnp.where(expert_M < num_experts, place_M, M + BLOCK).reshape(expert_NA.shape),
         count_E=count_E,
     )
 
 
-def dispatch(routing: Routing, x_ND: Array) -> Array:
-    """Each row once per choice, sorted by expert: x_SD; zeros where no choice stands."""
-    return take_rows(x_ND, routing.order_S // routing.place_NA.shape[1])
+def dispatch(permutation: Permutation, x_ND: Array) -> Array:
+    """Each row once per choice, sorted by expert: x_SD; empty rows are zero."""
+    return take_rows(x_ND, permutation.order_S // permutation.place_NA.shape[1])
 
 
-def combine(routing: Routing, y_SD: Array) -> Array:
-    """The sum of each row's choices, in float32 and then in y's dtype: y_ND."""
-    return take_rows(y_SD, routing.place_NA).sum(1, dtype=jnp.float32).astype(y_SD.dtype)
+def combine(permutation: Permutation, y_SD: Array) -> Array:
+    """The sum of each row's choices, accumulated in float32 and returned in y's dtype: y_ND."""
+    return take_rows(y_SD, permutation.place_NA).sum(1, dtype=jnp.float32).astype(y_SD.dtype)
 
 
 def take_rows(x: Array, index: Array) -> Array:
-    """Rows of x; zeros where the index points behind its end."""
+    """Rows of x; zeros where the index is past its end."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
@@ -184,7 +200,7 @@ def take_rows(x: Array, index: Array) -> Array:
 
 
 def _blocked_forward(x_SD, gate_S, experts, count_E):
-    """Turns x_SD into y_SD in place. A block may reach into the next expert's rows, which it writes back untouched."""
+    """Overwrites x_SD with y_SD. A block may overlap the next expert's rows, which it writes back unchanged."""
 
     def one_expert(x_SD, xs):
         experts, start, count = xs
@@ -205,7 +221,7 @@ def _blocked_forward(x_SD, gate_S, experts, count_E):
 
 
 def _blocked_backward(x_SD, gate_S, experts, count_E, dy_SD):
-    """Turns x_SD into dx_SD and gate_S into dgate_S in place, expert by expert, and sums each expert's gradient."""
+    """Overwrites x_SD with dx_SD and gate_S with dgate_S, expert by expert, and sums each expert's gradient."""
 
     def one_expert(rows, xs):
         experts, start, count = xs
@@ -229,10 +245,10 @@ def _blocked_backward(x_SD, gate_S, experts, count_E, dy_SD):
 
 
 def _block_gradients(x_BD, gate_B, w, dy_BD):
-    """dx, dgate and the gradient of one expert's matrices, from one block; a row with gate 0 adds nothing to them."""
+    """dx, dgate and the gradient of an expert's matrices from one block; rows with gate 0 add nothing to the last."""
     dtype = x_BD.dtype
     a_BF, u_BF = _dot("bd,df->bf", x_BD, w.gate_EDF), _dot("bd,df->bf", x_BD, w.up_EDF)
-    dh_BF = _dot("bd,fd->bf", dy_BD, w.down_EFD)  # of the gated h, divided by the gate
+    dh_BF = _dot("bd,fd->bf", dy_BD, w.down_EFD)  # the gradient of gate · h, before the factor gate
     sigmoid_BF = jax.nn.sigmoid(a_BF)
     silu_BF = a_BF * sigmoid_BF
     h_BF = silu_BF * u_BF
@@ -252,7 +268,7 @@ def _slice(x_S, at):
 
 
 def _update(x_S, at, mine_B, new_B):
-    """Writes a block's own rows, and nothing else."""
+    """Writes only the block's own rows."""
     return lax.dynamic_update_slice_in_dim(x_S, jnp.where(mine_B, new_B.astype(x_S.dtype), _slice(x_S, at)), at, 0)
 
 
@@ -268,11 +284,11 @@ def _cast(experts, dtype):
 
 
 def _ragged_forward(x_SD, gate_S, experts, count_E):
-    # What a kernel leaves behind the last group is not promised to be finite, hence the mask after every product.
-    routed_S1 = (jnp.arange(x_SD.shape[0], dtype=jnp.int32) < count_E.sum())[:, None]
+    # Rows after the last group are undefined and may not be finite, so every product is masked.
+    used_S1 = (jnp.arange(x_SD.shape[0], dtype=jnp.int32) < count_E.sum())[:, None]
 
     def grouped(x_SK, w_EKO):
-        return jnp.where(routed_S1, lax.ragged_dot(x_SK, w_EKO, count_E), 0)
+        return jnp.where(used_S1, lax.ragged_dot(x_SK, w_EKO, count_E), 0)
 
     w = _cast(experts, x_SD.dtype)
     a_SF, u_SF = (grouped(x_SD, w_EDF).astype(jnp.float32) for w_EDF in (w.gate_EDF, w.up_EDF))
@@ -287,7 +303,7 @@ def _ragged_backward(x_SD, gate_S, experts, count_E, dy_SD):
 
 _BLOCKED = Backend(_blocked_forward, _blocked_backward)
 _RAGGED = Backend(_ragged_forward, _ragged_backward)
-_CHOSEN_WHEN_LOWERED = Backend(
+_BY_PLATFORM = Backend(
     partial(lax.platform_dependent, cpu=_blocked_forward, default=_ragged_forward),
     partial(lax.platform_dependent, cpu=_blocked_backward, default=_ragged_backward),
 )

@@ -77,7 +77,8 @@ def _copies(head_DV: Array, dtype: jnp.dtype, mesh: jax.sharding.Mesh, split: tu
 def _product(head_DV: Array, summed_DV: Array, hidden_BCD: Array) -> Array:
     """Float32 logits hidden · head; the head's gradient is that of `summed_DV`."""
     del summed_DV
-    return jnp.matmul(hidden_BCD, head_DV, preferred_element_type=jnp.float32)
+    with jax.named_scope("head"):
+        return jnp.matmul(hidden_BCD, head_DV, preferred_element_type=jnp.float32)
 
 
 def _product_forward(head_DV: Array, summed_DV: Array, hidden_BCD: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -87,8 +88,9 @@ def _product_forward(head_DV: Array, summed_DV: Array, hidden_BCD: Array) -> tup
 def _product_backward(kept: tuple[Array, Array], dlogits_BCV: Array) -> tuple[None, Array, Array]:
     head_DV, hidden_BCD = kept
     product = partial(jax.lax.dot_general, preferred_element_type=jnp.float32)  # of factors as they are
-    dhead_DV = product(hidden_BCD, dlogits_BCV, (((0, 1), (0, 1)), ((), ())))
-    dhidden_BCD = product(dlogits_BCV, head_DV, (((2,), (1,)), ((), ())))
+    with jax.named_scope("head"):
+        dhead_DV = product(hidden_BCD, dlogits_BCV, (((0, 1), (0, 1)), ((), ())))
+        dhidden_BCD = product(dlogits_BCV, head_DV, (((2,), (1,)), ((), ())))
     return None, dhead_DV, dhidden_BCD.astype(hidden_BCD.dtype)
 
 

@@ -1,7 +1,9 @@
-"""Grouped-query attention with QK-norm and RoPE, and the two places its keys and values can come from.
+"""Grouped-query attention with QK-norm and RoPE, and the two sources of its keys and values.
 
-A layer projects, an `Attend` function decides what is looked at: the row itself (`within_segments`: learner and
-prefill) or a cache (`over_cache`: decode). Letters as in docs/architecture.md; R = N/K queries share a key head.
+The layer projects; an `Attend` function decides what is attended to: the row itself (`attend_within_segments`, for the
+learner and prefill) or a cache (`attend_over_cache`, for decode).
+
+Axes: as in docs/architecture.md; R = N/K query heads share a key head.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gspax.config import ModelConfig
-from gspax.kernels.attention import MASKED, Split, row_attention
-from gspax.model.layers import RMSNorm, bias, biased, rotate, weight
+from gspax.kernels.attention import MASKED, RowSharding, row_attention
+from gspax.model.layers import RMSNorm, add_bias, init_bias, init_weight, rotate
 from gspax.sharding import spec, token_spec
 from gspax.types import Array
 
@@ -25,19 +27,19 @@ Attend = Callable[[Array, Array, Array, Any, Array], tuple[Array, Any]]
 
 
 class Attention(nnx.Module):
-    """Projections in, `attend`, projection out."""
+    """Projections to queries, keys and values, `attend`, output projection."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
         scale = config.initializer_range
-        self.query = weight(rngs, scale, embed=D, heads=N, head=H)
-        self.key = weight(rngs, scale, embed=D, heads=K, head=H)
-        self.value = weight(rngs, scale, embed=D, heads=K, head=H)
-        self.out = weight(rngs, scale, heads=N, head=H, embed=D)
-        self.query_bias = bias(config.attention_bias, heads=N, head=H)
-        self.key_bias = bias(config.attention_bias, heads=K, head=H)
-        self.value_bias = bias(config.attention_bias, heads=K, head=H)
-        self.out_bias = bias(config.attention_bias, embed=D)
+        self.query = init_weight(rngs, scale, embed=D, heads=N, head=H)
+        self.key = init_weight(rngs, scale, embed=D, heads=K, head=H)
+        self.value = init_weight(rngs, scale, embed=D, heads=K, head=H)
+        self.out = init_weight(rngs, scale, heads=N, head=H, embed=D)
+        self.query_bias = init_bias(config.attention_bias, heads=N, head=H)
+        self.key_bias = init_bias(config.attention_bias, heads=K, head=H)
+        self.value_bias = init_bias(config.attention_bias, heads=K, head=H)
+        self.out_bias = init_bias(config.attention_bias, embed=D)
         self.query_norm = RMSNorm(H, config.rms_norm_eps)
         self.key_norm = RMSNorm(H, config.rms_norm_eps)
 
@@ -45,29 +47,31 @@ class Attention(nnx.Module):
         self, x_BTD: Array, angles: tuple[Array, Array], attend: Attend, cache: Any, layer: Array
     ) -> tuple[Array, Any]:
         dtype = x_BTD.dtype
-        q_BTNH = biased(jnp.einsum("btd,dnh->btnh", x_BTD, self.query.astype(dtype)), self.query_bias)
-        k_BTKH = biased(jnp.einsum("btd,dkh->btkh", x_BTD, self.key.astype(dtype)), self.key_bias)
-        v_BTKH = biased(jnp.einsum("btd,dkh->btkh", x_BTD, self.value.astype(dtype)), self.value_bias)
+        q_BTNH = add_bias(jnp.einsum("btd,dnh->btnh", x_BTD, self.query.astype(dtype)), self.query_bias)
+        k_BTKH = add_bias(jnp.einsum("btd,dkh->btkh", x_BTD, self.key.astype(dtype)), self.key_bias)
+        v_BTKH = add_bias(jnp.einsum("btd,dkh->btkh", x_BTD, self.value.astype(dtype)), self.value_bias)
         q_BTNH = rotate(self.query_norm(q_BTNH), angles)
         k_BTKH = rotate(self.key_norm(k_BTKH), angles)
         context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer)
-        return biased(jnp.einsum("btnh,nhd->btd", context_BTNH, self.out.astype(dtype)), self.out_bias), cache
+        return add_bias(jnp.einsum("btnh,nhd->btd", context_BTNH, self.out.astype(dtype)), self.out_bias), cache
 
 
 def _in_window(back: Array, windows: tuple[int, ...], layer: Array) -> Array | bool:
-    """Whether a key so many positions back is in the layer's window (`layer_windows`; if that is empty, always)."""
+    """Whether a key so many positions back is in the layer's window; without windows, True."""
     return back < jnp.asarray(windows)[layer] if windows else True
 
 
-def within_segments(segment_BT: Array, windows: tuple[int, ...] = (), mesh: jax.sharding.Mesh | None = None) -> Attend:
-    """Causal attention of each token to its own segment (padding is one, 0). Leaves the cache alone."""
-    split = None
+def attend_within_segments(
+    segment_BT: Array, windows: tuple[int, ...] = (), mesh: jax.sharding.Mesh | None = None
+) -> Attend:
+    """Causal attention of each token to its own segment (padding is segment 0). The cache is returned unchanged."""
+    sharding = None
     if mesh is not None:
         rows, time = (*token_spec(mesh, *segment_BT.shape), None)[:2]
-        split = Split(mesh, rows, time, spec("heads")[0])
+        sharding = RowSharding(mesh, rows, time, spec("heads")[0])
 
     def attend(q_BTNH, k_BTKH, v_BTKH, cache, layer):
-        return row_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, windows=windows, split=split), cache
+        return row_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, windows=windows, sharding=sharding), cache
 
     return attend
 
@@ -75,7 +79,7 @@ def within_segments(segment_BT: Array, windows: tuple[int, ...] = (), mesh: jax.
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Keys and values: the prompt's once per prompt, the completion's per sample (C positions, filled from 0)."""
+    """Keys and values: the prompt's once per prompt, the completion's per sample (C positions, written from 0)."""
 
     prompt_k_LPKSH: Array
     prompt_v_LPKSH: Array
@@ -83,23 +87,23 @@ class Cache:
     v_LBKCH: Array
 
 
-def keeping_prompt(attend: Attend) -> Attend:
-    """`attend`, and the keys and values it saw are written into the cache `(k, v)`, each `[L, P, K, S, H]`."""
+def storing_prompt(attend: Attend) -> Attend:
+    """`attend` that also writes its keys and values into the cache `(k, v)`, each `[L, P, K, S, H]`."""
 
-    def attend_and_keep(q, k_PSKH, v_PSKH, cache, layer):
+    def attend_and_store(q, k_PSKH, v_PSKH, cache, layer):
         context, _ = attend(q, k_PSKH, v_PSKH, None, layer)
         k_LPKSH, v_LPKSH = cache
         k_LPKSH = k_LPKSH.at[layer].set(k_PSKH.swapaxes(1, 2))
         v_LPKSH = v_LPKSH.at[layer].set(v_PSKH.swapaxes(1, 2))
         return context, (k_LPKSH, v_LPKSH)
 
-    return attend_and_keep
+    return attend_and_store
 
 
-def over_cache(prompt_length_P: Array, step: Array, windows: tuple[int, ...] = ()) -> Attend:
-    """One new token per sample looks at its prompt (shared by the prompt's samples) and at its completion so far.
+def attend_over_cache(prompt_length_P: Array, step: Array, windows: tuple[int, ...] = ()) -> Attend:
+    """One new token per sample attends to its prompt (shared by the prompt's samples) and its completion so far.
 
-    Row b belongs to prompt b // (B // P); `step` is the completion position that the new token fills.
+    Row b belongs to prompt b // (B // P); `step` is the completion position of the new token.
     """
 
     def attend(q_BTNH, k_BTKH, v_BTKH, cache: Cache, layer):
@@ -118,17 +122,17 @@ def over_cache(prompt_length_P: Array, step: Array, windows: tuple[int, ...] = (
         ).reshape(B, K, R, S)
         own_BKRC = jnp.einsum("bkrh,bkch->bkrc", q_BKRH, k_LBKCH[layer], preferred_element_type=jnp.float32)
         before_end_PS = prompt_length_P[:, None] - jnp.arange(S)[None]
-        see_PS = (before_end_PS > 0) & _in_window(before_end_PS + step, windows, layer)
-        see_BS = jnp.repeat(see_PS, G, axis=0)
+        visible_PS = (before_end_PS > 0) & _in_window(before_end_PS + step, windows, layer)
+        visible_BS = jnp.repeat(visible_PS, G, axis=0)
         back_C = step - jnp.arange(C)
-        see_C = (back_C >= 0) & _in_window(back_C, windows, layer)
-        prompt_BKRS = jnp.where(see_BS[:, None, None], prompt_BKRS * H**-0.5, MASKED)
-        own_BKRC = jnp.where(see_C[None, None, None], own_BKRC * H**-0.5, MASKED)
+        visible_C = (back_C >= 0) & _in_window(back_C, windows, layer)
+        prompt_BKRS = jnp.where(visible_BS[:, None, None], prompt_BKRS * H**-0.5, MASKED)
+        own_BKRC = jnp.where(visible_C[None, None, None], own_BKRC * H**-0.5, MASKED)
 
-        share = jax.nn.softmax(jnp.concatenate([prompt_BKRS, own_BKRC], axis=-1), axis=-1).astype(v_BTKH.dtype)
-        share_PGKRS, share_BKRC = share[..., :S].reshape(P, G, K, R, S), share[..., S:]
-        context = jnp.einsum("pgkrs,pksh->pgkrh", share_PGKRS, cache.prompt_v_LPKSH[layer]).reshape(B, K, R, H)
-        context += jnp.einsum("bkrc,bkch->bkrh", share_BKRC, v_LBKCH[layer])
+        weight = jax.nn.softmax(jnp.concatenate([prompt_BKRS, own_BKRC], axis=-1), axis=-1).astype(v_BTKH.dtype)
+        weight_PGKRS, weight_BKRC = weight[..., :S].reshape(P, G, K, R, S), weight[..., S:]
+        context = jnp.einsum("pgkrs,pksh->pgkrh", weight_PGKRS, cache.prompt_v_LPKSH[layer]).reshape(B, K, R, H)
+        context += jnp.einsum("bkrc,bkch->bkrh", weight_BKRC, v_LBKCH[layer])
         updated = Cache(
             prompt_k_LPKSH=cache.prompt_k_LPKSH,
             prompt_v_LPKSH=cache.prompt_v_LPKSH,

@@ -1,4 +1,4 @@
-"""Named model shapes: two tiny ones that train on a laptop, and the published Qwen3 shapes."""
+"""Named model shapes: one small enough to train on a laptop, and published Qwen3 shapes."""
 
 from gspax.config import ModelConfig
 

@@ -1,9 +1,7 @@
-"""Qwen3 / Qwen3-MoE as pure functions of parameters: `init`, `apply`, `logits`, `prefill`, `decode`.
+"""Qwen3 and Qwen3-MoE as pure functions of parameters: `init`, `apply`, `logits`, `prefill`, `decode`.
 
-A weight of a layer may be a `LowRank` instead of an array; it becomes one where the layer is run.
-
-Inside are Flax NNX modules; outside, parameters are a nested dict of arrays. Layers of one kind that follow
-each other are stacked and run by `lax.scan` (`config.layer_runs`).
+Flax NNX modules inside; outside, parameters are a nested dict of arrays. Consecutive layers of one kind are stacked and
+run by `lax.scan` (`config.layer_runs`). A layer's weight may be a `LowRank`; it is made dense where the layer runs.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from gspax.config import ModelConfig, Remat, layer_runs, layer_windows
-from gspax.model.attention import Attend, Attention, Cache, keeping_prompt, over_cache, within_segments
-from gspax.model.layers import DenseMlp, RMSNorm, rotary_angles, weight
+from gspax.model.attention import Attend, Attention, Cache, attend_over_cache, attend_within_segments, storing_prompt
+from gspax.model.layers import DenseMlp, RMSNorm, init_weight, rotary_angles
 from gspax.model.low_rank import dense
 from gspax.model.moe import Routing, SparseMlp
 from gspax.sharding import constrain, constrain_tokens, sample_axis
 from gspax.types import Array, Params
 
-LAYER_INPUT = "layer_input"  # the residual stream before a layer, as `remat="offload"` knows it
+LAYER_INPUT = "layer_input"  # checkpoint name of the residual stream before a layer, for `remat="offload"`
 
 
-class Shared(NamedTuple):
-    """What all layers of one call are given."""
+class LayerInputs(NamedTuple):
+    """The inputs that all layers of one call share."""
 
     angles: tuple[Array, Array]
     valid_BT: Array  # not padding
@@ -46,15 +44,17 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SparseMlp(config, rngs=rngs) if sparse else DenseMlp(config, rngs=rngs)
 
-    def __call__(self, x_BTD: Array, shared: Shared, cache: Any, layer: Array, forced_BTA: Array | None):
-        """Residual stream, cache and, of a sparse layer, its `Routing` (else None)."""
-        attended, cache = self.attention(self.attention_norm(x_BTD), shared.angles, shared.attend, cache, layer)
+    def __call__(self, x_BTD: Array, shared: LayerInputs, cache: Any, layer: Array, forced_BTA: Array | None):
+        """The residual stream, the cache, and a sparse layer's `Routing` (else None)."""
+        with jax.named_scope("attention"):
+            attended, cache = self.attention(self.attention_norm(x_BTD), shared.angles, shared.attend, cache, layer)
         x_BTD += attended
         normed_BTD = self.mlp_norm(x_BTD)
         if isinstance(self.mlp, SparseMlp):
             y_BTD, routing = self.mlp(normed_BTD, shared.valid_BT, forced_BTA, shared.mesh)
             return x_BTD + y_BTD, cache, routing
-        return x_BTD + self.mlp(normed_BTD), cache, None
+        with jax.named_scope("mlp"):
+            return x_BTD + self.mlp(normed_BTD), cache, None
 
 
 class Transformer(nnx.Module):
@@ -63,10 +63,10 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         V, D, scale = config.vocab_size, config.hidden_size, config.initializer_range
         self.config = config
-        self.embedding = weight(rngs, scale, vocab=V, embed=D)
-        self.runs = nnx.List([_stack(config, sparse, count, rngs) for sparse, count in layer_runs(config)])
+        self.embedding = init_weight(rngs, scale, vocab=V, embed=D)
+        self.runs = nnx.List([_init_stacked(config, sparse, count, rngs) for sparse, count in layer_runs(config)])
         self.norm = RMSNorm(D, config.rms_norm_eps)
-        self.head = None if config.tie_word_embeddings else weight(rngs, scale, embed=D, vocab=V)
+        self.head = None if config.tie_word_embeddings else init_weight(rngs, scale, embed=D, vocab=V)
 
     def __call__(
         self,
@@ -82,7 +82,7 @@ class Transformer(nnx.Module):
         """Final hidden states `[B, T, D]`, the cache, and the routing of the sparse layers, stacked."""
         config = self.config
         angles = rotary_angles(position_BT, config)
-        shared = Shared(angles, valid_BT, attend, mesh)
+        shared = LayerInputs(angles, valid_BT, attend, mesh)
         x_BTD = constrain_tokens(self.embedding[tokens_BT].astype(config.dtype), mesh)
         routings, first, first_sparse = [], 0, 0
         for (sparse, count), run in zip(layer_runs(config), self.runs, strict=True):
@@ -96,25 +96,25 @@ class Transformer(nnx.Module):
                 x_BTD, cache, routing = module(x_BTD, shared, cache, layer, forced_BTA)
                 return (constrain_tokens(x_BTD, mesh), cache), routing
 
-            body = _rematerialised(body, config)
+            body = _rematerialise(body, config)
             forced = None
             if sparse and forced_LBTA is not None:
                 forced = forced_LBTA[first_sparse : first_sparse + count]
             (x_BTD, cache), routing = jax.lax.scan(body, (x_BTD, cache), (layers, first + jnp.arange(count), forced))
             first, first_sparse = first + count, first_sparse + count * sparse
             routings += [routing] if sparse else []
-        return self.norm(x_BTD), cache, _all_layers(routings, tokens_BT.shape, config)
+        return self.norm(x_BTD), cache, _concatenate_routings(routings, tokens_BT.shape, config)
 
 
-def _rematerialised(body: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
-    """The body of the layer scan, keeping for its backward pass what `config.remat` says."""
+def _rematerialise(body: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
+    """The body of the layer scan, saving for its backward pass what `config.remat` selects."""
     if config.remat == "none":
         return body
-    known = jax.checkpoint_policies
+    saveable = jax.checkpoint_policies
     policies = {
-        "products": known.dots_with_no_batch_dims_saveable,
-        "full": known.nothing_saveable,
-        "offload": known.save_and_offload_only_these_names(
+        "products": saveable.dots_with_no_batch_dims_saveable,
+        "full": saveable.nothing_saveable,
+        "offload": saveable.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[LAYER_INPUT],
             offload_src="device",
@@ -126,15 +126,15 @@ def _rematerialised(body: Callable[..., Any], config: ModelConfig) -> Callable[.
     return jax.checkpoint(body, prevent_cse=False, policy=policies[config.remat])
 
 
-def _all_layers(routings: list[Routing], shape: tuple[int, ...], config: ModelConfig) -> Routing:
-    """The routing of all runs of sparse layers, one after another; without any, arrays of no layers."""
+def _concatenate_routings(routings: list[Routing], shape: tuple[int, ...], config: ModelConfig) -> Routing:
+    """The routing of all runs of sparse layers, in order; without any, arrays of zero layers."""
     none = Routing(
         jnp.zeros((0, *shape, config.num_experts_per_tok), jnp.int32), jnp.zeros((0, *shape, config.num_experts))
     )
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), none, *routings)
+    return jax.tree.map(lambda *runs: jnp.concatenate(runs), none, *routings)
 
 
-def _stack(config: ModelConfig, sparse: bool, count: int, rngs: nnx.Rngs) -> DecoderLayer:
+def _init_stacked(config: ModelConfig, sparse: bool, count: int, rngs: nnx.Rngs) -> DecoderLayer:
     """`count` layers whose parameters have a leading layer axis."""
 
     @nnx.split_rngs(splits=count)
@@ -147,7 +147,7 @@ def _stack(config: ModelConfig, sparse: bool, count: int, rngs: nnx.Rngs) -> Dec
 
 @lru_cache
 def _abstract(config: ModelConfig) -> tuple[Any, Any]:
-    """(graph definition, abstract parameters); shapes only, nothing is computed."""
+    """(graph definition, abstract parameters); nothing is computed."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
 
@@ -162,13 +162,13 @@ def init(config: ModelConfig, key: Array) -> Params:
 
 
 def abstract_params(config: ModelConfig) -> Params:
-    """`ShapeDtypeStruct`s of `init`'s answer."""
+    """`ShapeDtypeStruct`s of what `init` returns."""
     params = nnx.to_pure_dict(_abstract(config)[1])
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, config.param_dtype), params)
 
 
 def logical_axes(config: ModelConfig) -> Params:
-    """For each parameter the names of its axes, as `gspax.sharding.RULES` knows them."""
+    """The logical axes of each parameter (`gspax.sharding.RULES`)."""
 
     def axes(variable):
         names = variable.get_metadata()["axes"]
@@ -195,26 +195,29 @@ def apply(
     forced_LBTA: Array | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Array, Routing]:
-    """Hidden states after the final norm, and what the routers did.
+    """Hidden states after the final norm, and the routing.
 
     Args:
       tokens_BT: int32.
-      segment_BT: int32; tokens attend causally within equal numbers; 0 is padding, which is routed nowhere.
-      forced_LBTA: int32 expert ids to use instead of the router's choice, for each sparse layer; the gates are
-        recomputed from the live router over those ids.
+      segment_BT: int32; tokens attend causally within equal numbers; 0 is padding, which is not routed.
+      forced_LBTA: int32 expert ids that replace the router's choice in each sparse layer; the gates are recomputed
+        from the current router over those ids.
       mesh: the device mesh that the arrays are sharded over, if any.
 
     Returns:
       hidden_BTD in the compute dtype (for `logits`), and the `Routing` of the sparse layers: expert ids int32
-      `[L, B, T, A]` (padding has the id `num_experts`) and router logits float32 `[L, B, T, E]`. What of it the caller
-      does not use is not computed when compiled.
+      `[L, B, T, A]` (padding has the id `num_experts`) and router logits float32 `[L, B, T, E]`. Under `jit`, results
+      that the caller does not use are not computed.
+
+    Raises:
+      ValueError: `config.remat` is unknown.
     """
     model = _module(params, config)
     hidden_BTD, _, routing = model(
         tokens_BT,
         positions(segment_BT),
         segment_BT > 0,
-        within_segments(segment_BT, layer_windows(config), mesh),
+        attend_within_segments(segment_BT, layer_windows(config), mesh),
         forced_LBTA=forced_LBTA,
         mesh=mesh,
     )
@@ -222,25 +225,26 @@ def apply(
 
 
 def apply_layer(params: Params, config: ModelConfig, run: int, layer: Array, x_BTD: Array, segment_BT: Array) -> Array:
-    """One step of `apply`, for looking at layers one by one: the residual stream behind a layer, given that before it.
+    """The residual stream after one layer, given the one before it: one step of `apply`, to compare layers one by one.
 
-    The layer is number `layer` of the run number `run` of `config.layer_runs`, both from 0.
+    The layer is number `layer` of run number `run` of `config.layer_runs`, both from 0.
     """
     graph, layers = nnx.split(_module(params, config).runs[run])
     module = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[layer], layers))
     number = sum(count for _, count in layer_runs(config)[:run]) + layer
-    attend = within_segments(segment_BT, layer_windows(config))
-    shared = Shared(rotary_angles(positions(segment_BT), config), segment_BT > 0, attend, None)
+    attend = attend_within_segments(segment_BT, layer_windows(config))
+    shared = LayerInputs(rotary_angles(positions(segment_BT), config), segment_BT > 0, attend, None)
     return module(x_BTD, shared, None, number, None)[0]
 
 
 def logits(params: Params, hidden: Array) -> Array:
     """Float32 logits `[..., V]` of hidden states `[..., D]`."""
-    return jnp.matmul(hidden, head(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
+    with jax.named_scope("head"):
+        return jnp.matmul(hidden, head(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def head(params: Params) -> Array:
-    """head_DV, what hidden states are multiplied with: with tied embeddings the embedding."""
+    """head_DV, the output projection; with tied embeddings, the transposed embedding."""
     return params["head"] if "head" in params else params["embedding"].T
 
 
@@ -254,9 +258,9 @@ def prefill(
     max_tokens: int,
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Array, Cache]:
-    """Run right-padded prompts once; the hidden state of each last token `[P, D]`, and a cache for `group` samples.
+    """Run right-padded prompts once: the hidden state of each last token `[P, D]`, and a cache for `group` samples.
 
-    The cache has room for `max_tokens` positions of each of the P·group completions.
+    The cache has `max_tokens` positions for each of the P·group completions.
     """
     L, K, H = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     P, S = tokens_PS.shape
@@ -267,15 +271,15 @@ def prefill(
         tokens_PS,
         index_PS,
         segment_PS > 0,
-        keeping_prompt(within_segments(segment_PS, layer_windows(config), mesh)),
+        storing_prompt(attend_within_segments(segment_PS, layer_windows(config), mesh)),
         cache=(empty, empty),
         mesh=mesh,
     )
-    k, v = (constrain(x, mesh, "layer", "batch", "heads") for x in (k, v))  # once, and not in every decoding step
+    k, v = (constrain(x, mesh, "layer", "batch", "heads") for x in (k, v))  # here, not in every decoding step
     rows = sample_axis(mesh, P * group)
-    room = constrain(jnp.zeros((L, P * group, K, max_tokens, H), config.dtype), mesh, "layer", rows, "heads")
+    completion = constrain(jnp.zeros((L, P * group, K, max_tokens, H), config.dtype), mesh, "layer", rows, "heads")
     last_PD = jnp.take_along_axis(hidden_PSD, length_P[:, None, None] - 1, axis=1)[:, 0]
-    return last_PD, Cache(prompt_k_LPKSH=k, prompt_v_LPKSH=v, k_LBKCH=room, v_LBKCH=room)
+    return last_PD, Cache(prompt_k_LPKSH=k, prompt_v_LPKSH=v, k_LBKCH=completion, v_LBKCH=completion)
 
 
 def decode(
@@ -289,9 +293,9 @@ def decode(
     live_B: Array,
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Array, Cache]:
-    """Feed completion token number `step` of every sample; its hidden state `[B, D]` and the cache with it added.
+    """Run completion token number `step` of every sample: its hidden state `[B, D]` and the updated cache.
 
-    Rows where `live_B` is False are computed like padding: they are routed to no expert and their answer is garbage.
+    Rows where `live_B` is False are treated as padding: they are not routed, and their result is undefined.
     """
     group = token_B.shape[0] // prompt_length_P.shape[0]
     position_B1 = (jnp.repeat(prompt_length_P, group) + step)[:, None]
@@ -299,7 +303,7 @@ def decode(
         token_B[:, None],
         position_B1,
         live_B[:, None],
-        over_cache(prompt_length_P, step, layer_windows(config)),
+        attend_over_cache(prompt_length_P, step, layer_windows(config)),
         cache=cache,
         mesh=mesh,
     )
