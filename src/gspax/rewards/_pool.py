@@ -1,0 +1,144 @@
+"""Worker processes that answer one task at a time, each within a deadline.
+
+A worker is a Python script started as a new process, not forked and not imported from: it has none of the trainer's
+state, devices or threads. It writes `{"ready": …}` or `{"error": …}` as its first line, then one line of JSON for each
+line of JSON it reads, and ends at the end of its input, so it also ends with the trainer. A worker that is late is
+killed with SIGKILL, and the next task starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspax.errors import UserError
+
+_START = 120.0  # seconds for a worker to import what it needs, on a busy machine
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What stands for the answer of a task that has none."""
+
+    reason: str  # "late" or "crashed"
+
+
+class Pool:
+    """Up to `workers` processes of one script, started when they are needed. Safe to use from several threads."""
+
+    def __init__(self, script: Path, *, workers: int, renew_after: int = 5000):
+        if workers < 1 or renew_after < 1:
+            raise UserError(f"workers: wanted at least 1 worker and 1 task for each, got {workers} and {renew_after}")
+        self.workers = workers
+        self._script, self._renew_after = script, renew_after
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        for _ in range(workers):
+            self._idle.put(None)
+
+    def ask(self, task: Any, *, timeout: float) -> Any:
+        """The answer to a task, or a `Failure` if the worker died or took longer than `timeout` seconds.
+
+        Time spent waiting for a free worker, or for one to start, does not count.
+        """
+        worker = self._idle.get()
+        try:
+            if worker is None or not worker.alive():
+                worker = _Worker(self._script)
+            answer = worker.ask(task, timeout)
+            if isinstance(answer, Failure) or worker.tasks >= self._renew_after:
+                worker.kill()
+                worker = None
+            return answer
+        except BaseException:  # an interrupted worker still owes an answer, which the next task must not get
+            if worker is not None:
+                worker.kill()
+            worker = None
+            raise
+        finally:
+            self._idle.put(worker)
+
+    def map(self, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """`call` of every item, on as many threads as there are workers; each call may ask this pool."""
+        if len(items) < 2:
+            return [call(item) for item in items]
+        with ThreadPoolExecutor(min(self.workers, len(items))) as threads:
+            futures = [threads.submit(call, item) for item in items]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def close(self) -> None:
+        """Kill the idle workers. The pool may be used again."""
+        for _ in range(self.workers):
+            with contextlib.suppress(queue.Empty):
+                if (worker := self._idle.get_nowait()) is not None:
+                    worker.kill()
+                self._idle.put(None)
+
+
+class _Worker:
+    def __init__(self, script: Path):
+        # -P: the script's folder has modules named as those of the standard library are.
+        # A session of its own: an interrupt at the terminal is the trainer's business.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self.tasks = 0
+        first = self._read(_START)
+        if not isinstance(first, dict) or "ready" not in first:
+            self.kill()
+            why = first.get("error") if isinstance(first, dict) else f"the worker {script.name} did not start"
+            raise UserError(f"rewards: {why}")
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, task: Any, timeout: float) -> Any:
+        self.tasks += 1
+        assert self._process.stdin is not None
+        data = memoryview(json.dumps(task).encode() + b"\n")
+        try:
+            while data:
+                data = data[self._process.stdin.write(data) :]
+        except BrokenPipeError:
+            return Failure("crashed")
+        return self._read(timeout)
+
+    def _read(self, timeout: float) -> Any:
+        assert self._process.stdout is not None
+        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + timeout
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        chunks: list[bytes] = []
+        while not (chunks and chunks[-1].endswith(b"\n")):
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return Failure("late")
+            chunks.append(os.read(descriptor, 1 << 16))
+            if not chunks[-1]:
+                return Failure("crashed")
+        return json.loads(b"".join(chunks))
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()

@@ -1,0 +1,151 @@
+r"""Mathematical answers: 1 if a completion's final answer equals the problem's, else 0.
+
+    reward=rewards.math.reward
+    reward=partial(rewards.math.reward, form="boxed", timeout=2.0)
+
+Equal strings and rational numbers are compared here. The rest is compared by math-verify (`pip install
+'gspax[rewards]'`), in worker processes with a deadline: it raises in a thread, and `7^{10^9}` would exhaust the memory.
+A sample whose comparison is late or crashes its worker gets `failed` and is counted in `counts()`; the run stops when
+more than a share `max_failed` of all samples fail.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gspax.data.problem import Problem
+from gspax.errors import UserError
+from gspax.rewards._pool import Failure, Pool
+from gspax.rewards.answers import compare, extract, reference
+
+_LONGEST = 2000  # characters; a longer answer is no answer
+_ENOUGH = 200  # graded samples before the share that failed can stop a run
+
+_lock = threading.Lock()
+_pools: dict[int, Pool] = {}  # by number of workers
+_counts: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The reward of a completion, and why."""
+
+    reward: float
+    outcome: str  # "equal", "different", "no answer", "late" or "crashed"
+
+
+def reward(
+    problem: Problem,
+    completion: str,
+    *,
+    form: str | None = None,
+    timeout: float = 5.0,
+    workers: int = 2,
+    failed: float = 0.0,
+    max_failed: float = 0.2,
+) -> float:
+    r"""1.0 if the completion's final answer equals `problem.answer`, else 0.0.
+
+    Args:
+      problem: its answer is bare, or a solution that ends in `\boxed{}` or `####`.
+      completion: any text.
+      form: where the answer stands, as for `answers.extract`.
+      timeout: seconds for one comparison.
+      workers: processes for the comparisons of this process, shared by everything that gives the same number.
+      failed: the reward of a completion whose comparison is late or crashes.
+      max_failed: the share of such completions, of all that this process has graded, above which UserError is raised.
+    """
+    grades = grade([problem.answer], [completion], form=form, timeout=timeout, workers=workers, failed=failed)
+    _stop_if_failing(max_failed)
+    return grades[0].reward
+
+
+def grade(
+    answers: Sequence[str],
+    completions: Sequence[str],
+    *,
+    form: str | None = None,
+    timeout: float = 5.0,
+    batch_timeout: float = 60.0,
+    workers: int = 2,
+    failed: float = 0.0,
+) -> list[Grade]:
+    """Grades of a batch of completions, each against the answer of the same index.
+
+    The arguments are those of `reward`, and `batch_timeout`, seconds for the whole batch: what has not been compared by
+    then is late.
+    """
+    if len(answers) != len(completions):
+        raise UserError(f"answers: wanted one for each of {len(completions)} completions, got {len(answers)}")
+    grades: list[Grade | tuple[str, str]] = []  # a pair where math-verify decides
+    for expected, completion in zip(map(reference, answers), completions, strict=True):
+        answer = extract(completion, form=form)
+        if answer is None or len(answer) > _LONGEST:
+            grades.append(Grade(0.0, "no answer"))
+        else:
+            equal = compare(expected, answer)
+            grades.append((expected, answer) if equal is None else _grade(equal, failed))
+    pairs = list(dict.fromkeys(each for each in grades if isinstance(each, tuple)))  # samples repeat each other
+    decided = dict(zip(pairs, _ask(pairs, timeout, batch_timeout, workers), strict=True))
+    done = [_grade(decided[each], failed) if isinstance(each, tuple) else each for each in grades]
+    with _lock:
+        _counts.update(each.outcome for each in done)
+    return done
+
+
+def counts() -> dict[str, int]:
+    """How many completions this process has graded, by outcome."""
+    with _lock:
+        return dict(_counts)
+
+
+def _grade(result: bool | Failure, failed: float) -> Grade:
+    if isinstance(result, Failure):
+        return Grade(failed, result.reason)
+    return Grade(1.0, "equal") if result else Grade(0.0, "different")
+
+
+def _ask(pairs: Sequence[tuple[str, str]], timeout: float, batch_timeout: float, workers: int) -> list[bool | Failure]:
+    if not pairs:
+        return []
+    pool = _pool(workers)
+    deadline = time.monotonic() + batch_timeout
+
+    def compare_pair(pair: tuple[str, str]) -> bool | Failure:
+        seconds = min(timeout, deadline - time.monotonic())
+        return Failure("late") if seconds <= 0 else pool.ask((*pair, seconds), timeout=seconds)
+
+    return pool.map(compare_pair, pairs)
+
+
+def _pool(workers: int) -> Pool:
+    with _lock:
+        if workers not in _pools:
+            _pools[workers] = Pool(Path(__file__).with_name("_math_worker.py"), workers=workers)
+        return _pools[workers]
+
+
+def _stop_if_failing(most: float) -> None:
+    with _lock:
+        total, failed = _counts.total(), _counts["late"] + _counts["crashed"]
+    if total >= _ENOUGH and failed > most * total:
+        raise UserError(
+            f"reward: wanted at most {most:.0%} of the answers to fail in gspax.rewards.math, got {failed} of {total} "
+            f"({_counts['late']} late, {_counts['crashed']} crashed)"
+        )
+
+
+@atexit.register
+def _close() -> None:
+    for pool in _pools.values():
+        pool.close()
+
+
+os.register_at_fork(after_in_child=_pools.clear)  # a fork must not talk to its parent's workers

@@ -1,0 +1,121 @@
+"""Extraction of final answers, and the equality that needs no computer algebra."""
+
+import time
+
+import pytest
+
+from gspax.errors import UserError
+from gspax.rewards.answers import compare, extract, reference
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        (r"first \boxed{1}, then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{x : x > 0\right\}}", r"\left\{x : x > 0\right\}"),
+        (r"\boxed{\text{a \} b}}", r"\text{a \} b}"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed {8}", "8"),
+        (r"\boxed{3} and, cut off, \boxed{\frac{4}{", "3"),
+        ("2 + 2 = 4\n#### 4\n", "4"),
+        ("#### 3\nNo:\n#### 1,600", "1,600"),
+        ("<answer>\n42\n</answer>", "42"),
+        ("<answer>1</answer> <answer>2</answer>", "2"),
+        ("so there are 3 dogs and 1,234.5 cats.", "1,234.5"),
+        ("x = -3/4", "-3/4"),
+        ("it rose by 12%", "12%"),
+        ("on 2024-11-05", "05"),
+        (r"\boxed{6} #### 7 <answer>8</answer> 9", "6"),
+        ("#### 7 <answer>8</answer>", "7 <answer>8</answer>"),
+        (r"\boxed{} the answer is 5", "5"),
+        ("no answer here", None),
+        ("", None),
+    ],
+)
+def test_the_first_form_that_is_there_is_taken(completion, answer):
+    assert extract(completion) == answer
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"), [("boxed", "6"), ("hash", "7"), ("tag", "8"), ("number", "9"), (None, "6")]
+)
+def test_the_form_can_be_chosen(form, answer):
+    text = "\\boxed{6}\n#### 7\n<answer>8</answer> 9"
+    assert extract(text, form=form) == answer
+    assert form is None or extract("none at all", form=form) is None
+
+
+def test_a_box_inside_the_tag_is_opened():
+    assert extract(r"<answer>$\boxed{5}$</answer>", form="tag") == "5"
+
+
+def test_an_unknown_form_is_refused():
+    with pytest.raises(UserError, match="form: wanted one of boxed, hash, tag, number or None, got 'latex'"):
+        extract("1", form="latex")
+
+
+@pytest.mark.parametrize(
+    "text", [r"\boxed{", "<answer>", "</answer>", "####", "1,", "1,111", "1 ", "{", "}", "\\", "-$"]
+)
+def test_hostile_completions_take_no_time(text):
+    began = time.process_time()
+    extract(text * (200_000 // len(text)))
+    assert time.process_time() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "bare"), [("a solution\n#### 1,600", "1,600"), (r"so $\boxed{p - q}$.", "p - q"), (" 5 ", "5")]
+)
+def test_the_reference_is_the_answer_inside_a_solution(answer, bare):
+    assert reference(answer) == bare
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "equal"),
+    [
+        ("1600", "1,600", True),
+        ("1600", "1600.0", True),
+        ("1600", "1600.", True),
+        ("1600", r"\$1,600", True),
+        ("1600", "$1600$", True),
+        ("1600", "1600 dollars", True),
+        ("1600", "1600 dollars per day.", True),
+        ("1600", "1,601", False),
+        ("1600", "1.600", False),
+        ("-3", "−3", True),
+        ("-3", "3", False),
+        (r"\frac{1}{2}", r"\dfrac{1}{2}", True),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"( 3, \frac{\pi}{2} )", True),
+        ("p - q", "p - q", True),
+        ("5", "", False),
+        ("5", r"\ne 5", False),
+        ("5", r"\neq 5", False),
+        ("5", r"5\text{ million}", False),
+        ("5", "5 million", False),
+        ("5", "5 or more", None),
+        ("5", "5 pi", None),
+        ("1600", r"\frac{3200}{2}", True),
+        ("1600", r"\frac{3201}{2}", False),
+        ("0.5", r"-\frac12", False),
+        ("-0.5", r"-\frac12", True),
+        ("-1/2", r"\frac{-1}{2}", True),
+        ("1/2", "1/0", None),
+        (r"\frac{1}{3}", "0.333333", None),
+        (r"\frac{1}{3}", "0.33", False),
+        ("52_8", "52_{8}", True),
+        ("52_8", "52", True),
+        ("52_8", "42", False),
+        ("52_8", "52_9", False),
+        ("52_8", r"52_{\text{eight}}", None),
+        ("42", "52_8", True),
+        ("42", "59_8", False),
+        ("x_1", "x_2", None),
+        ("1600", r"1600 \%", None),
+        ("(1,600)", "1600", None),
+        ("p - q", "q - p", None),
+    ],
+)
+def test_strings_and_plain_numbers_are_compared_here(expected, answer, equal):
+    assert compare(expected, answer) is equal

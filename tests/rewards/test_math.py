@@ -1,0 +1,285 @@
+"""Mathematical equality through math-verify in worker processes, and what happens to late and crashing ones."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gspax.data.problem import Problem
+from gspax.errors import UserError
+from gspax.experiment.description import describe
+from gspax.rewards import _pool, math
+from gspax.rewards._pool import Failure, Pool
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def needs_math_verify():
+    pytest.importorskip("math_verify", reason="math-verify is not installed (pip install 'gspax[rewards]')")
+
+
+def rewarded(answer, completion, **settings):
+    return math.reward(Problem("?", answer), completion, **settings)
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer"),
+    [
+        ("1600", r"\frac{3200}{2}"),
+        ("1600", r"1600 \%"),
+        ("1600", "1,600"),
+        ("1600", r"1600\text{ dollars}"),
+        ("0.5", r"\frac12"),
+        (r"50\%", "0.5"),
+        ("5", r"5\text{ cm}"),
+        ("5", "x = 5"),
+        (r"3\sqrt{2}", r"\sqrt{18}"),
+        (r"90^\circ", "90"),
+        ("[3, 5)", r"\left[3, 5\right)"),
+        ("[3, 5)", r"x \in [3, 5)"),
+        ("[3, 5)", r"3 \le x < 5"),
+        (r"(-\infty, 3) \cup (5, \infty)", r"(5, \infty) \cup (-\infty, 3)"),
+        (r"\{1, 2\}", r"\{2, 1\}"),
+        ("1, 2", "2, 1"),
+        (r"\pm 2", "2, -2"),
+        ("6 + 9i", "9i + 6"),
+        ("2x + 1", "1 + 2x"),
+        (r"\text{(C)}", "C"),
+        (r"\text{Evelyn}", "Evelyn"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
+    ],
+)
+def test_equal_answers_that_are_written_differently(expected, answer):
+    needs_math_verify()
+    assert rewarded(expected, rf"so \boxed{{{answer}}}.") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer"),
+    [
+        ("1600", r"\frac{3200}{3}"),
+        ("[3, 5)", "(3, 5)"),
+        ("(1, 2)", "(2, 1)"),
+        (r"\{1, 2\}", r"\{1, 3\}"),
+        ("2x + 1", "1 + 2y"),
+        ("5", r"5 \text{ or } 6"),
+        ("5", "5, 6"),
+        ("5", "5 = 6"),
+        ("5", r"5 \pm 1"),
+        ("5", "5 x"),
+        ("p - q", "q - p"),
+        (r"\text{Evelyn}", r"\text{Nobody}"),
+        ("5", r"\frac{"),
+    ],
+)
+def test_different_answers_get_nothing(expected, answer):
+    needs_math_verify()
+    assert rewarded(expected, rf"so \boxed{{{answer}}}.") == 0.0
+
+
+def test_a_batch_is_graded_in_order_and_counted():
+    needs_math_verify()
+    before = math.counts()
+    grades = math.grade(
+        ["1", r"\frac{1}{2}", "3", "x + y", "5"],
+        [r"\boxed{1}", "#### 0.5", "I do not know", r"\boxed{y + x}", r"\boxed{6}"],
+    )
+    assert [grade.reward for grade in grades] == [1, 1, 0, 1, 0]
+    assert [grade.outcome for grade in grades] == ["equal", "equal", "no answer", "equal", "different"]
+    assert {name: count - before.get(name, 0) for name, count in math.counts().items()} | {"late": 0} == {
+        **dict.fromkeys(math.counts(), 0),
+        **{"equal": 3, "different": 1, "no answer": 1, "late": 0},
+    }
+
+
+@pytest.mark.parametrize("answer", ["7^{10^9}", "9^{9^{9^{9}}}", r"(10^9)!"])
+def test_what_would_run_for_ever_ends_at_the_deadline(answer):
+    needs_math_verify()
+    math.grade(["x + 1"], [r"\boxed{1 + x}"])  # a worker is up
+    began = time.monotonic()
+    grades = math.grade(["x + 1", "x + 1"], [rf"\boxed{{{answer}}}", r"\boxed{1 + x}"], timeout=1.0, failed=-1.0)
+    assert grades[0].outcome in ("late", "crashed", "different")
+    assert grades[0].reward == (0.0 if grades[0].outcome == "different" else -1.0)
+    assert grades[1] == math.Grade(1.0, "equal")
+    assert time.monotonic() - began < 30
+
+
+def test_a_batch_has_a_deadline_too():
+    needs_math_verify()
+    hang = [rf"\boxed{{7^{{10^{{{power}}}}}}}" for power in range(9, 14)]
+    math.grade(["x + 1"], [r"\boxed{1 + x}"])
+    began = time.monotonic()
+    grades = math.grade(["x + 1"] * len(hang), hang, timeout=60.0, batch_timeout=0.5)
+    assert {grade.outcome for grade in grades} == {"late"} and time.monotonic() - began < 10
+
+
+def test_a_worker_whose_parent_is_gone_is_ended_by_its_own_timer():
+    needs_math_verify()
+    worker = subprocess.Popen(
+        [sys.executable, "-P", str(SOURCE / "gspax" / "rewards" / "_math_worker.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    worker.communicate(b'["x + 1", "7^{10^9}", -0.8]\n', timeout=30)
+    assert worker.returncode == -signal.SIGALRM
+
+
+def test_a_fork_does_not_talk_to_the_workers_of_its_parent():
+    program = """
+import os
+from gspax.rewards import math
+math._pools[99] = math.Pool(None, workers=1)
+process = os.fork()
+if process == 0:
+    os._exit(len(math._pools))
+assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0 and 99 in math._pools
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+
+
+def test_an_answer_too_long_to_be_one_is_not_parsed():
+    assert math.grade(["x"], [r"\boxed{" + "x + " * 1000 + "x}"]) == [math.Grade(0.0, "no answer")]
+
+
+def test_it_works_in_a_thread():
+    needs_math_verify()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(rewarded("x + 1", r"\boxed{1 + x}")))
+    thread.start()
+    thread.join()
+    assert found == [1.0]
+
+
+def test_as_many_answers_as_completions():
+    with pytest.raises(UserError, match="answers: wanted one for each of 2 completions, got 1"):
+        math.grade(["1"], ["1", "2"])
+
+
+def test_the_reward_can_be_described_and_pickled():
+    reward = partial(math.reward, form="boxed")
+    assert describe(reward)["function"] == "gspax.rewards.math.reward"
+    assert describe(reward)["form"] == "boxed" and describe(reward)["timeout"] == 5.0
+    assert pickle.loads(pickle.dumps(reward))(Problem("?", "4"), r"\boxed{4.0}") == 1.0
+
+
+def test_a_run_stops_when_too_many_comparisons_fail(monkeypatch):
+    monkeypatch.setattr(math, "_counts", math.Counter(equal=150, late=31, crashed=9))
+    assert [rewarded("1", "1") for _ in range(10)] == [1.0] * 10  # 40 of 200 are as many as may fail
+    with pytest.raises(
+        UserError, match=r"wanted at most 19% of the answers to fail .* got 40 of 201 \(31 late, 9 crash"
+    ):
+        rewarded("1", "1", max_failed=0.19)
+
+
+# The pool, with a worker of its own for the test
+
+WORKER = """
+import json, os, sys, time
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    task = json.loads(line)
+    if task == "die":
+        os._exit(1)
+    if task == "sleep":
+        time.sleep(60)
+    print(json.dumps([task, os.getpid(), "jax" in sys.modules]), flush=True)
+"""
+
+
+@pytest.fixture
+def pool(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    pool = Pool(script, workers=1, renew_after=3)
+    yield pool
+    pool.close()
+
+
+def test_a_worker_is_a_new_process_without_jax(pool):
+    task, process, has_jax = pool.ask("hello", timeout=10)
+    assert task == "hello" and process != os.getpid() and not has_jax
+
+
+@pytest.mark.parametrize(("task", "timeout", "reason"), [("die", 10, "crashed"), ("sleep", 0.1, "late")])
+def test_a_failed_worker_is_replaced(pool, task, timeout, reason):
+    first = pool.ask("a", timeout=10)
+    assert pool.ask(task, timeout=timeout) == Failure(reason)
+    second = pool.ask("b", timeout=10)
+    assert second[0] == "b" and second[1] != first[1]
+    with pytest.raises(ProcessLookupError):
+        os.kill(first[1], 0)
+
+
+def test_a_worker_that_died_while_idle_is_replaced(pool):
+    _, process, _ = pool.ask("a", timeout=10)
+    os.kill(process, signal.SIGKILL)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    assert pool.ask("b", timeout=10)[0] == "b"
+
+
+def test_a_worker_is_renewed_after_so_many_tasks(pool):
+    processes = [pool.ask(index, timeout=10)[1] for index in range(7)]
+    assert len(set(processes)) == 3 and processes[0] == processes[2] != processes[3]
+
+
+def test_large_tasks_come_through(pool):
+    assert pool.ask("x" * 1_000_000, timeout=10)[0] == "x" * 1_000_000
+
+
+def test_several_threads_share_a_pool(pool):
+    answers = pool.map(lambda task: pool.ask(task, timeout=10), list(range(8)))
+    assert [answer[0] for answer in answers] == list(range(8))
+
+
+def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
+    script = tmp_path / "worker.py"
+    script.write_text('import json; print(json.dumps({"error": "wanted a package, got none"}))')
+    with pytest.raises(UserError, match="rewards: wanted a package, got none"):
+        Pool(script, workers=1).ask(1, timeout=1)
+    script.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(_pool, "_START", 0.1)
+    with pytest.raises(UserError, match=r"rewards: the worker worker\.py did not start"):
+        Pool(script, workers=1).ask(1, timeout=1)
+
+
+def test_at_least_one_worker(tmp_path):
+    with pytest.raises(UserError, match="workers: wanted at least 1 worker"):
+        Pool(tmp_path / "worker.py", workers=0)
+
+
+def test_importing_starts_nothing_and_workers_end_with_their_parent(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    program = f"""
+import os, pathlib, sys, time
+from gspax.rewards import math, _pool
+assert not math._pools and "jax" not in sys.modules and "math_verify" not in sys.modules
+pool = _pool.Pool(pathlib.Path({str(script)!r}), workers=1)
+print(pool.ask("a", timeout=10)[1], flush=True)
+time.sleep(60)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while running(worker) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not running(worker)
+
+
+def running(process):
+    """Whether a process runs; one that ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
