@@ -1,9 +1,9 @@
-"""The one exception that a user can cause."""
+"""The exceptions that a user can cause."""
 
 
 class UserError(Exception):
-    """Bad input: one clear sentence saying what was wanted, what came and where. The program prints it and exits 2."""
+    """Invalid input: one sentence that names the field, what was wanted and what was given. The exit code is 2."""
 
 
-class AbsentError(UserError):
-    """Somebody did not come: told in one sentence too, but trying again may help, so the exit code is 1."""
+class JoinTimeoutError(UserError):
+    """A process did not join in time. Trying again may help, so the exit code is 1."""

@@ -1,4 +1,4 @@
-"""Who takes part in a run, without starting one: what is found, the roll call over loopback, and who holds what."""
+"""Joining without starting a run: finding the processes, the rendezvous over loopback, which rows a process holds."""
 
 import socket
 import threading
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gspax.distributed import joining, multihost
 from gspax.distributed.joining import ProcessInfo, find_process, rendezvous
-from gspax.errors import AbsentError, UserError
+from gspax.errors import JoinTimeoutError, UserError
 
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 SLURM = {
@@ -34,23 +34,23 @@ GKE = {
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """The environment of a machine of its own, wherever the tests run."""
+    """The environment of a single machine, wherever the tests run."""
     for name in [*EXPLICIT, *SLURM, *GKE, "JAX_COORDINATOR_PORT", "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"]:
         monkeypatch.delenv(name, raising=False)
 
 
-def with_variables(monkeypatch, variables):
+def set_variables(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_single_machine_is_alone_and_asks_nobody(monkeypatch):
-    def ask(*arguments, **keywords):
-        raise AssertionError("asked the network")
+def test_a_single_machine_runs_alone_and_uses_no_network(monkeypatch):
+    def connect(*arguments, **keywords):
+        raise AssertionError("used the network")
 
-    monkeypatch.setattr(socket, "create_connection", ask)
-    monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", ask)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", connect)
     assert find_process() is None
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # any pod has it
     assert find_process() is None
@@ -60,9 +60,9 @@ def test_a_single_machine_is_alone_and_asks_nobody(monkeypatch):
 
 
 def test_options_win_over_variables_and_variables_over_the_platform(monkeypatch):
-    with_variables(monkeypatch, SLURM)
+    set_variables(monkeypatch, SLURM)
     assert find_process() == ProcessInfo("node03:61447", 4, 1)
-    with_variables(monkeypatch, EXPLICIT)
+    set_variables(monkeypatch, EXPLICIT)
     assert find_process() == ProcessInfo("host:1234", 4, 2)
     assert find_process("other:1", 8, 7) == ProcessInfo("other:1", 8, 7)
     assert find_process(index=0) == ProcessInfo("host:1234", 4, 0)
@@ -72,7 +72,7 @@ def test_options_win_over_variables_and_variables_over_the_platform(monkeypatch)
 
 def test_the_hosts_of_all_slices_of_a_tpu_job(monkeypatch):
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
-    with_variables(monkeypatch, GKE)
+    set_variables(monkeypatch, GKE)
     assert find_process() == ProcessInfo("localhost:8482", 6, 5)
     monkeypatch.setenv("MEGASCALE_NUM_SLICES", "1")
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
@@ -80,23 +80,23 @@ def test_the_hosts_of_all_slices_of_a_tpu_job(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         (("host:1", 2, None), r"wanted all of --coordinator .* got host:1, 2, None"),
         ((None, 2, 0), "wanted all of"),
-        (("host:1", 2, 2), "wanted a process of 0 to 1, got 2"),
+        (("host:1", 2, 2), "wanted a process from 0 to 1, got 2"),
         (("host", 2, 0), "wanted the coordinator as HOST:PORT, got 'host'"),
         ((":80", 2, 0), "wanted the coordinator as HOST:PORT"),
     ],
 )
-def test_half_an_answer_is_an_error(given, said):
-    with pytest.raises(UserError, match=said):
-        find_process(*given)
+def test_incomplete_or_invalid_arguments_are_errors(arguments, message):
+    with pytest.raises(UserError, match=message):
+        find_process(*arguments)
 
 
-def test_a_variable_that_is_no_number_is_named(monkeypatch):
-    with_variables(monkeypatch, EXPLICIT | {"JAX_PROCESS_ID": "two"})
-    with pytest.raises(UserError, match="JAX_PROCESS_ID: wanted a whole number, got 'two'"):
+def test_a_variable_that_is_not_an_integer_is_named(monkeypatch):
+    set_variables(monkeypatch, EXPLICIT | {"JAX_PROCESS_ID": "two"})
+    with pytest.raises(UserError, match="JAX_PROCESS_ID: wanted an integer, got 'two'"):
         find_process()
 
 
@@ -106,11 +106,11 @@ def test_a_platform_that_does_not_answer_is_an_error(monkeypatch):
 
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
     monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", unreachable)
-    with pytest.raises(UserError, match=r"does not say who takes part \(ConnectionError: no route\)"):
+    with pytest.raises(UserError, match=r"cannot find the processes of this platform \(ConnectionError: no route\)"):
         find_process()
 
 
-# The roll call: each process is a thread here
+# The rendezvous: each process is a thread here
 
 
 @pytest.fixture
@@ -119,157 +119,151 @@ def address():
         return f"localhost:{free.getsockname()[1]}"
 
 
-def roll(address, cards, *, count=None, timeout=20.0, counts=None):
-    """What each of the processes {index: card} hears: None if all is well, else the error's sentence."""
-    count = count or len(cards)
+def hold_rendezvous(address, fingerprints, *, count=None, timeout=20.0, counts=None):
+    """What each of the processes {index: fingerprint} raises: None, or the error's sentence."""
+    count = count or len(fingerprints)
 
     def call(index):
         try:
-            rendezvous(ProcessInfo(address, (counts or {}).get(index, count), index), cards[index], timeout)
+            rendezvous(ProcessInfo(address, (counts or {}).get(index, count), index), fingerprints[index], timeout)
         except UserError as error:
             return str(error)
         return None
 
-    with ThreadPoolExecutor(len(cards)) as pool:
-        return dict(zip(cards, pool.map(call, cards), strict=True))
+    with ThreadPoolExecutor(len(fingerprints)) as pool:
+        return dict(zip(fingerprints, pool.map(call, fingerprints), strict=True))
 
 
-CARD = {"verb": "train", "file": "ab12", "experiment": {"type": "Experiment", "loss": {"clip_low": 3e-4}, "seed": 0}}
+SAME = {"file": "ab12", "experiment": {"type": "Experiment", "loss": {"clip_low": 3e-4}, "seed": 0}}
 
 
-def test_all_are_there_with_the_same(address):
-    assert set(roll(address, dict.fromkeys((2, 0, 1), CARD)).values()) == {None}
+def test_processes_with_the_same_fingerprint_meet(address):
+    assert set(hold_rendezvous(address, dict.fromkeys((2, 0, 1), SAME)).values()) == {None}
 
 
-def test_who_is_missing_is_named_everywhere(address):
-    heard = roll(address, {0: CARD, 3: CARD}, count=5, timeout=0.7)
-    assert set(heard.values()) == {"processes: processes 1, 2, 4 of 5 did not join within 1 seconds"}
-    heard = roll(address, {0: CARD, 1: CARD}, count=3, timeout=0.7)
-    assert set(heard.values()) == {"processes: process 2 of 3 did not join within 1 seconds"}
+def test_missing_processes_are_named_on_all_others(address):
+    raised = hold_rendezvous(address, {0: SAME, 3: SAME}, count=5, timeout=0.7)
+    assert set(raised.values()) == {"processes: processes 1, 2, 4 of 5 did not join within 1 seconds"}
+    raised = hold_rendezvous(address, {0: SAME, 1: SAME}, count=3, timeout=0.7)
+    assert set(raised.values()) == {"processes: process 2 of 3 did not join within 1 seconds"}
 
 
-def test_absence_is_told_apart_because_trying_again_may_help(address):
-    with pytest.raises(AbsentError):
-        rendezvous(ProcessInfo(address, 2, 0), CARD, 0.1)
-    with pytest.raises(AbsentError):
-        rendezvous(ProcessInfo(address, 2, 1), CARD, 0.1)
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_timeout_has_its_own_exception_because_trying_again_may_help(address, index):
+    with pytest.raises(JoinTimeoutError):
+        rendezvous(ProcessInfo(address, 2, index), SAME, 0.1)
 
 
 def test_a_missing_coordinator_is_named(address):
-    heard = roll(address, {1: CARD, 2: CARD}, count=3, timeout=0.5)
-    assert set(heard.values()) == {f"processes: process 0 of 3 did not answer at {address} within 0 seconds"}
+    raised = hold_rendezvous(address, {1: SAME, 2: SAME}, count=3, timeout=0.5)
+    assert set(raised.values()) == {f"processes: process 0 of 3 did not answer at {address} within 0 seconds"}
 
 
 def test_another_experiment_or_file_is_named_everywhere(address):
-    other = CARD | {"experiment": CARD["experiment"] | {"loss": {"clip_low": 1e-3}}}
-    heard = roll(address, {0: CARD, 1: CARD, 2: other, 3: CARD | {"file": "cd34"}})
-    assert len(set(heard.values())) == 1
-    assert "process 2 differs from process 0 in experiment.loss.clip_low: 3e-4 -> 0.001" in heard[1]
-    assert "process 3 differs from process 0 in file: ab12 -> cd34" in heard[1] and "process 1" not in heard[1]
+    other = SAME | {"experiment": SAME["experiment"] | {"loss": {"clip_low": 1e-3}}}
+    raised = hold_rendezvous(address, {0: SAME, 1: SAME, 2: other, 3: SAME | {"file": "cd34"}})
+    assert len(set(raised.values())) == 1
+    assert "process 2 differs from process 0 in experiment.loss.clip_low: 3e-4 -> 0.001" in raised[1]
+    assert "process 3 differs from process 0 in file: ab12 -> cd34" in raised[1] and "process 1" not in raised[1]
 
 
-def test_processes_that_were_told_different_numbers(address):
-    heard = roll(address, {0: CARD, 1: CARD}, counts={0: 2, 1: 4})
-    assert set(heard.values()) == {"processes: process 1 was told of 4 processes, process 0 of 2"}
+def test_different_process_counts_are_an_error(address):
+    raised = hold_rendezvous(address, {0: SAME, 1: SAME}, counts={0: 2, 1: 4})
+    assert set(raised.values()) == {"processes: process 1 was started as one of 4 processes, process 0 as one of 2"}
 
 
-def test_two_of_one_number(address):
-    place, heard = ProcessInfo(address, 3, 1), []
-
-    def call(place):
+def test_two_processes_of_one_index_are_an_error(address):
+    def call(index):
         with pytest.raises(UserError) as caught:
-            rendezvous(place, CARD, 20.0)
-        heard.append(str(caught.value))
+            rendezvous(ProcessInfo(address, 3, index), SAME, 20.0)
+        return str(caught.value)
 
-    threads = [threading.Thread(target=call, args=(each,)) for each in (place, place, ProcessInfo(address, 3, 0))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert heard == ["processes: two processes were told that they are process 1 of 3"] * 3
+    with ThreadPoolExecutor(3) as pool:
+        raised = set(pool.map(call, (1, 1, 0)))
+    assert raised == {"processes: two processes were started as process 1 of 3"}
 
 
-def test_strangers_at_the_port_do_not_count(address):
+def test_other_connections_to_the_port_are_ignored(address):
     host, port = address.split(":")
 
-    def knock():
+    def send_http():
         while True:
             try:
-                with socket.create_connection((host, int(port))) as stranger:
-                    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                with socket.create_connection((host, int(port))) as connection:
+                    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 return
             except ConnectionRefusedError:
                 pass
 
-    stranger = threading.Thread(target=knock)
+    raised = {}
+    stranger = threading.Thread(target=send_http)
+    late = threading.Timer(0.5, lambda: raised.update(hold_rendezvous(address, {1: SAME}, count=2)))
     stranger.start()
-    late = threading.Timer(0.5, lambda: heard.update(roll(address, {1: CARD}, count=2)))
-    heard = {}
     late.start()
-    heard.update(roll(address, {0: CARD}, count=2))
+    raised.update(hold_rendezvous(address, {0: SAME}, count=2))
     late.join()
     stranger.join()
-    assert heard == {0: None, 1: None}
+    assert raised == {0: None, 1: None}
 
 
-def test_the_port_is_free_again_before_anyone_hears_the_verdict(address, monkeypatch):
-    """Jax's own service listens there next, and the others turn to it at once."""
+def test_the_port_is_free_before_any_process_has_the_outcome(address, monkeypatch):
+    """Jax's own service listens there next, and the others connect to it at once."""
     servers, closed = [], []
-    listen, send = joining._server, joining._send
+    listen, send = joining._listen, joining._send
 
-    def tell(connection, value):
-        if "wrong" in value:
+    def check_and_send(connection, value):
+        if "errors" in value:
             closed.append(servers[0].fileno() == -1)
         send(connection, value)
 
-    monkeypatch.setattr(joining, "_server", lambda port: servers.append(listen(port)) or servers[0])
-    monkeypatch.setattr(joining, "_send", tell)
-    roll(address, dict.fromkeys((0, 1, 2), CARD))
+    monkeypatch.setattr(joining, "_listen", lambda port: servers.append(listen(port)) or servers[0])
+    monkeypatch.setattr(joining, "_send", check_and_send)
+    hold_rendezvous(address, dict.fromkeys((0, 1, 2), SAME))
     assert closed == [True, True]
 
 
 def test_a_port_in_use_is_an_error(address):
     port = int(address.rpartition(":")[2])
     with socket.create_server(("", port)), pytest.raises(UserError, match=f"cannot listen on port {port}"):
-        rendezvous(ProcessInfo(address, 2, 0), CARD, 1.0)
+        rendezvous(ProcessInfo(address, 2, 0), SAME, 1.0)
 
 
-# What is exchanged, and who holds what
+# Exchange between processes, and the rows that each holds
 
 
-def told(monkeypatch, *others):
-    """Other processes beside this one, number 0, that say these things in turn."""
-    answers = iter(others)
+def stub_other_process(monkeypatch, *values):
+    """This is process 0 of 2; the other one passes these values to `gather` in turn."""
+    answers = iter(values)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost, "gather", lambda value: [value, next(answers)])
 
 
-def test_what_fails_on_another_process_fails_here(monkeypatch):
+def test_a_failure_on_another_process_is_raised_here(monkeypatch):
     assert multihost.all_or_raise(lambda: 3) == 3
-    told(monkeypatch, None, "wanted 2, got 3")
+    stub_other_process(monkeypatch, None, "wanted 2, got 3")
     assert multihost.all_or_raise(lambda: 5) == 5
     with pytest.raises(UserError, match="process 1: wanted 2, got 3"):
         multihost.all_or_raise(lambda: 5)
 
 
-def test_what_fails_here_is_told_to_the_others_first(monkeypatch):
-    said = []
-    monkeypatch.setattr(multihost, "gather", lambda value: said.append(value) or [value, None])
+def test_a_failure_here_is_sent_to_the_others_first(monkeypatch):
+    sent = []
+    monkeypatch.setattr(multihost, "gather", lambda value: sent.append(value) or [value, None])
 
     def fail():
         raise KeyError("x")
 
     with pytest.raises(KeyError):
         multihost.all_or_raise(fail)
-    assert said == ["KeyError: 'x'"]
+    assert sent == ["KeyError: 'x'"]
 
 
-def test_the_entries_of_all_processes_make_a_whole_list(monkeypatch):
-    told(monkeypatch, {1: "b", 2: "theirs"})
+def test_gather_rows_fills_in_the_rows_of_other_processes(monkeypatch):
+    stub_other_process(monkeypatch, {1: "b", 2: "theirs"})
     assert multihost.gather_rows(["a", None, "mine"]) == ["a", "b", "mine"]
 
 
-def test_rows_of_a_replicated_or_split_array_come_once_each_and_in_their_place():
+def test_each_row_of_a_replicated_or_sharded_array_has_one_owner():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("rows", "columns"))
     array = np.arange(64, dtype=np.int32).reshape(16, 4)
     for axes in ((), ("rows",), (("rows", "columns"),)):
@@ -279,16 +273,16 @@ def test_rows_of_a_replicated_or_split_array_come_once_each_and_in_their_place()
             np.testing.assert_array_equal(values, array[row])
 
 
-class Half:
-    """A sharding of which this process has the devices of rows 2 to 3 and, as a copy, of row 5."""
+class PartlyLocal:
+    """A sharding whose rows 2 and 3, replicated, and row 5 are on devices of this process."""
 
     def addressable_devices_indices_map(self, shape):
         return {"device 1": (slice(2, 4),), "device 2": (slice(5, 6),), "device 3": (slice(2, 4),)}
 
 
-def test_only_what_the_devices_hold_is_made():
+def test_only_local_rows_are_made():
     made = []
-    rows = multihost.local_rows(lambda index: made.append(index) or -index, range(10, 18), Half())
+    rows = multihost.local_rows(lambda index: made.append(index) or -index, range(10, 18), PartlyLocal())
     assert rows == [None, None, -12, -13, None, -15, None, None] and sorted(made) == [12, 13, 15]
     every = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     assert multihost.local_rows(lambda index: index, range(8), every) == list(range(8))

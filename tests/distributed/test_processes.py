@@ -1,6 +1,6 @@
-"""Runs of several real processes on this machine, beside the same run of one: the same samples, numbers, checkpoints.
+"""Runs of several real processes on this machine give the samples, metrics and checkpoints of one process.
 
-Each process has its own devices; they find each other over loopback.
+Each process has its own devices; they connect over loopback.
 """
 
 import json
@@ -32,8 +32,8 @@ from gspax.sharding import make_mesh
 FILE = str(Path(__file__).parents[1] / "small_experiment.py")
 CLOCKS = ("time/", "cpu/", "perf/")
 
-# The sampled evaluation has the shape of a rollout batch: one program less to compile. A large eps, because Adam's
-# first updates blow up the rounding of the smallest gradients.
+# The sampled evaluation has the shape of a rollout batch, which saves compiling a program. A large eps, because Adam's
+# first updates amplify the rounding errors of the smallest gradients.
 SMALL = replace(
     experiment,
     warm_start=None,
@@ -53,34 +53,35 @@ def free_port():
 
 
 def variables(devices):
-    """The environment of a process with so many devices."""
+    """The environment of a process with `devices` CPU devices."""
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "XLA_FLAGS"))},
-        "PYTHONPATH": os.pathsep.join(sys.path),  # the children import this file and what it imports
+        "PYTHONPATH": os.pathsep.join(sys.path),  # the children import this file and its imports
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "NPROC": "64",  # as `gspax.commands.launch` sets it
     }
 
 
 @pytest.fixture
 def start():
-    """`start(count, devices, workdir, *overrides)`: that many processes of `gspax train`, with devices of their own.
+    """`start(count, devices, workdir, *overrides)`: `count` processes of `gspax train` with `devices` devices each.
 
-    Only those of the numbers `only` are started; `apart` has further overrides of some.
+    `only` restricts which of them are started; `further` has more overrides of some.
     """
     started = []
 
-    def begin(count, devices, workdir, *overrides, file=FILE, timeout=100, only=None, apart=None):
-        together = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count)]
+    def begin(count, devices, workdir, *overrides, file=FILE, timeout=100, only=None, further=None):
+        common = ["--coordinator", f"localhost:{free_port()}", "--processes", str(count)]
         processes = [
             subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "gspax", "train", file, "--workdir", str(workdir), *together),
+                    *(sys.executable, "-m", "gspax", "train", file, "--workdir", str(workdir), *common),
                     *("--process", str(index), "--join-timeout", str(timeout)),
-                    *(*overrides, *(apart or {}).get(index, ())),
+                    *(*overrides, *(further or {}).get(index, ())),
                 ],
                 env=variables(devices),
                 stdout=subprocess.PIPE,
@@ -99,7 +100,7 @@ def start():
 
 
 def wait_for_steps(run, count, processes):
-    """Until that many steps are recorded; all the while process 0 must be alive."""
+    """Wait until `count` steps are recorded; process 0 must stay alive."""
     deadline = time.monotonic() + 400
     while not (run.metrics.exists() and run.metrics.read_text().count("reward/mean") >= count):
         assert processes[0].poll() is None and time.monotonic() < deadline
@@ -107,19 +108,19 @@ def wait_for_steps(run, count, processes):
 
 
 def finished(processes, code=0, timeout=500):
-    """What each of them printed and complained of; all must end with this exit code."""
-    said = [process.communicate(timeout=timeout) for process in processes]
-    assert [process.returncode for process in processes] == [code] * len(processes), said
-    return [(without_gloo(out), error) for out, error in said]
+    """stdout and stderr of each process; all must end with this exit code."""
+    output = [process.communicate(timeout=timeout) for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), output
+    return [(without_gloo(out), error) for out, error in output]
 
 
 def without_gloo(out):
-    """gloo's threads tell of their connections all at once, and into each other's lines."""
+    """Without the connection messages of gloo, whose threads write into each other's lines."""
     return "".join(line for line in out.splitlines(True) if "[Gloo]" not in line and "peer ranks" not in line)
 
 
 def assert_close(got, wanted, rtol=1e-5):
-    """Metrics of every step but clocks, to rounding: sums run in another order across processes."""
+    """Metrics of every step, clocks excepted, equal up to rounding: sums run in another order across processes."""
     rows, others = record.read_metrics(got.metrics), record.read_metrics(wanted.metrics)
     assert [row.keys() for row in rows] == [row.keys() for row in others]
     for row, other in zip(rows, others, strict=True):
@@ -134,14 +135,14 @@ def assert_close_rows(row, other, rtol=1e-5):
 
 
 def assert_same_samples(got, wanted):
-    """The texts, rewards and advantages of every completion."""
+    """Equal texts, rewards and advantages of every completion."""
     assert [path.name for path in sorted(got.samples.iterdir())] == [p.name for p in sorted(wanted.samples.iterdir())]
     for path in wanted.samples.iterdir():
         assert (got.samples / path.name).read_text() == path.read_text()
 
 
 def parameters(run, experiment, step=None):
-    """Of a checkpoint, read by this process onto its own eight devices."""
+    """The parameters of a checkpoint, restored by this process onto its eight devices."""
     mesh = make_mesh(experiment.mesh, model=experiment.model)
     with Checkpoints(run.checkpoints) as checkpoints:
         optimizer = make_optimizer(experiment.optimizer)
@@ -177,7 +178,7 @@ assert multihost.gather_rows([None, "b"] if index else ["a", None]) == ["a", "b"
 for number in range(20):
     assert multihost.gather((index, number)) == [(0, number), (1, number)]
 left = jax._src.distributed.global_state.client.key_value_dir_get_bytes("gspax/")
-assert len(left) <= 2 + 2 + 2, f"counters, the last two answers, what one has given since: {left}"
+assert len(left) <= 2 + 2 + 2, f"counters, the last two results, what one has sent since: {left}"
 
 def fail():
     if index == 1:
@@ -191,38 +192,38 @@ else:
     raise AssertionError("must fail on both")
 
 learner = loop.make_learner(SMALL)
-everywhere = multihost.to_devices(np.zeros((4, 2)), named_sharding(learner.mesh))
-assert len(multihost.owned_rows(everywhere)) == (0 if index else 4), "each row has one owner"
-spread = multihost.to_devices(np.arange(8), named_sharding(learner.mesh, "batch"))
-np.testing.assert_array_equal(multihost.to_host(spread), np.arange(8))
+replicated = multihost.to_devices(np.zeros((4, 2)), named_sharding(learner.mesh))
+assert len(multihost.owned_rows(replicated)) == (0 if index else 4), "each row has one owner"
+sharded = multihost.to_devices(np.arange(8), named_sharding(learner.mesh, "batch"))
+np.testing.assert_array_equal(multihost.to_host(sharded), np.arange(8))
 
-PLACES
+TRANSFERS
 with interrupt.watch() as interrupted:
     assert not interrupted()
     if index == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-    assert interrupted() == signal.SIGTERM, "everywhere"
+    assert interrupted() == signal.SIGTERM, "on both processes"
 
 state = init_state(SMALL.model, learner.optimizer, jax.random.key(SMALL.seed), learner.mesh)
 state, metrics, rows = loop.rollout_and_update(learner, state)
 with Checkpoints(directory, keep=1) as checkpoints:
     checkpoints.save(1, state, {})
 own = [row for row, entry in enumerate(rows) if "completion" in entry]
-told = {"metrics": metrics, "own": own, "rows": gather_texts(rows)}
-Path(directory).with_name(f"{index}.json").write_text(json.dumps(told))
+result = {"metrics": metrics, "own": own, "rows": gather_texts(rows)}
+Path(directory).with_name(f"{index}.json").write_text(json.dumps(result))
 """
 
-# Four devices of two processes: meshes of all, of some, of one process alone.
-PLACES = """
+# Four devices of two processes: meshes across both processes and within one.
+TRANSFERS = """
 def on(devices, *axes, shape=(-1, 1)):
     grid = np.array(devices).reshape(shape)
     return NamedSharding(Mesh(grid, ("a", "b"), axis_types=(AxisType.Auto,) * 2), PartitionSpec(*axes))
 
 devices, values = jax.devices(), np.arange(96.0, dtype=np.float32).reshape(4, 4, 6)
-for givers, takers in [((0, 1), (2, 3)), ((2, 3), (0, 1)), ((0,), (1, 2)), ((1, 2), (3,)), ((3,), (0, 1, 2))]:
-    for given in [("a", None, "b"), (None, ("a", "b")), ()]:
-        source = on([devices[i] for i in givers], *given)
-        target = on([devices[i] for i in takers], None, "b" if len(takers) == 2 else None, shape=(1, -1))
+for sources, targets in [((0, 1), (2, 3)), ((2, 3), (0, 1)), ((0,), (1, 2)), ((1, 2), (3,)), ((3,), (0, 1, 2))]:
+    for spec in [("a", None, "b"), (None, ("a", "b")), ()]:
+        source = on([devices[i] for i in sources], *spec)
+        target = on([devices[i] for i in targets], None, "b" if len(targets) == 2 else None, shape=(1, -1))
         made = jax.jit(lambda: jax.numpy.asarray(values), out_shardings=source)()
         moved = transfer({"x": made, "y": made > 50}, target)
         assert moved["x"].sharding == target and moved["y"].dtype == bool
@@ -234,7 +235,7 @@ for givers, takers in [((0, 1), (2, 3)), ((2, 3), (0, 1)), ((0,), (1, 2)), ((1, 
 
 first = on(devices[:2], "a")  # on process 0
 key = jax.jit(lambda: jax.random.key(3), out_shardings=on(devices[:2]))()
-rested = transfer_key(key, on(devices[2:]))
+moved_key = transfer_key(key, on(devices[2:]))
 state = {"x": jax.jit(lambda: jax.numpy.arange(4.0), out_shardings=first)(), "key": key}
 with Checkpoints(directory + "_first", keep=1, mesh=first.mesh) as checkpoints:
     assert checkpoints.latest() is None
@@ -244,7 +245,7 @@ with Checkpoints(directory + "_first", keep=1, mesh=first.mesh) as checkpoints:
     read, extra = checkpoints.restore(shapes)
     assert extra == {"extra": 1} and read["x"].sharding == first
     np.testing.assert_array_equal(multihost.to_host(read["x"]), np.arange(4.0))
-    drawn = [multihost.to_host(jax.random.uniform(each, 3)) for each in (read["key"], rested)]
+    drawn = [multihost.to_host(jax.random.uniform(each, 3)) for each in (read["key"], moved_key)]
     np.testing.assert_array_equal(drawn[0], jax.random.uniform(jax.random.key(3), 3))
     np.testing.assert_array_equal(drawn[1], drawn[0])
     some = checkpoints.restore_some({"x": shapes["x"]}, 5)
@@ -263,11 +264,11 @@ jax.tree.map(np.testing.assert_array_equal, multihost.to_host(params), random_pa
 
 
 def test_a_step_of_two_processes_is_that_of_one(tmp_path):
-    """Also what they tell each other, a signal to one of them, and a checkpoint of both that this process reads."""
+    """Also host-side exchange, transfers, a signal to one process, and a checkpoint of both that this one restores."""
     save(tmp_path / "published", SMALL.model, published(SMALL.model, random_params(SMALL.model)))
-    command = [sys.executable, "-c", CHILD.replace("PLACES", PLACES), f"localhost:{free_port()}"]
-    alike = {"env": variables(2), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(index), str(tmp_path / "saved")], **alike) for index in (0, 1)]
+    command = [sys.executable, "-c", CHILD.replace("TRANSFERS", TRANSFERS), f"localhost:{free_port()}"]
+    popen = {"env": variables(2), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, str(index), str(tmp_path / "saved")], **popen) for index in (0, 1)]
     try:
         learner = loop.make_learner(SMALL)
         state = init_state(SMALL.model, learner.optimizer, jax.random.key(SMALL.seed), learner.mesh)
@@ -279,23 +280,23 @@ def test_a_step_of_two_processes_is_that_of_one(tmp_path):
             process.kill()
     assert [first["own"], second["own"]] == [list(range(16)), list(range(16, 32))], "each rewards its own rows"
     assert first["rows"] == second["rows"] == rows
-    for told in (first["metrics"], second["metrics"]):
-        assert_close_rows(told, metrics)
+    for each in (first["metrics"], second["metrics"]):
+        assert_close_rows(each, metrics)
     with Checkpoints(tmp_path / "saved") as checkpoints:
         saved, _ = checkpoints.restore(abstract_state(SMALL.model, learner.optimizer, learner.mesh))
     assert_near(jax.device_get(saved.params), jax.device_get(state.params))
     assert (int(saved.step), int(saved.position)) == (2, 8)
 
 
-def test_hosts_that_do_not_come_or_differ_are_said_before_anything_is_written(start, tmp_path):
+def test_missing_or_different_hosts_are_reported_before_anything_is_written(start, tmp_path):
     alone = [start(2, 1, tmp_path / "run", only=[index], timeout=1)[0] for index in (0, 1)]
-    differing = start(2, 1, tmp_path / "run", *SMALL_OVERRIDES, apart={1: ["optimizer.learning_rate=0.5"]})
+    differing = start(2, 1, tmp_path / "run", *SMALL_OVERRIDES, further={1: ["optimizer.learning_rate=0.5"]})
     (_, no_other), (_, no_coordinator) = finished(alone, 1)
     assert no_other == "gspax: processes: process 1 of 2 did not join within 1 seconds\n"
     assert "gspax: processes: process 0 of 2 did not answer at localhost:" in no_coordinator
     sentence = "processes: process 1 differs from process 0 in experiment.optimizer.learning_rate: 0.01 -> 0.5"
-    for _, complaints in finished(differing, 2):
-        assert complaints == f"gspax: {sentence}\n"
+    for _, errors in finished(differing, 2):
+        assert errors == f"gspax: {sentence}\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -304,8 +305,8 @@ def test_two_processes_are_one_run(start, tmp_path):
     processes = start(2, 4, tmp_path / "two", *SMALL_OVERRIDES)
     loop.train(SMALL, tmp_path / "one")
     two, one = RunDir(tmp_path / "two"), RunDir(tmp_path / "one")
-    (first, _), (second, complaints) = finished(processes)
-    assert "report.html" in first and second == "" and "gspax" not in complaints, "one process speaks"
+    (first, _), (second, errors) = finished(processes)
+    assert "report.html" in first and second == "" and "gspax" not in errors, "only the primary process prints"
     assert_close(two, one)
     assert_same_samples(two, one)
     assert_near(parameters(two, SMALL), parameters(one, SMALL))
@@ -333,7 +334,7 @@ experiment = replace(
 
 
 def everything(tmp_path):
-    """An experiment file of all that crosses processes, and the experiment: with a warm start and a reference."""
+    """An experiment file with everything that crosses processes, a warm start and a reference included; its value."""
     file = tmp_path / "everything.py"
     file.write_text(EVERYTHING)
     whole = replace(
@@ -372,18 +373,18 @@ def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_sampler_in_processes_of_its_own(start, tmp_path):
-    """Four processes, two of them the sampler's; then two, one of them; beside one process with all four devices."""
-    file = tmp_path / "apart.py"
+    """Four processes, two for the sampler; then two, one for the sampler; against one process with all four devices."""
+    file = tmp_path / "disaggregated.py"
     overrides = ["schedule.checkpoint_every=2", "schedule.steps=4"]
-    apart = "experiment = replace(experiment, placement=config.Placement(devices=2, staleness=1))\n"
-    file.write_text(EVERYTHING + apart)
+    placement = "experiment = replace(experiment, placement=config.Placement(devices=2, staleness=1))\n"
+    file.write_text(EVERYTHING + placement)
     finished(start(1, 4, tmp_path / "one", *overrides, file=str(file)))
-    finished(start(4, 1, tmp_path / "apart", *overrides, "schedule.steps=2", file=str(file)))
-    finished(start(2, 2, tmp_path / "apart", *overrides, file=str(file)))
-    apart, one = (record.read_metrics(RunDir(tmp_path / name).metrics) for name in ("apart", "one"))
-    apart, one = ([row for row in rows if "policy/loss" in row] for rows in (apart, one))
-    assert [row["rollout/staleness"] for row in apart] == [row["rollout/staleness"] for row in one] == [0, 1, 0, 1]
-    for row, other in zip(apart, one, strict=True):
+    finished(start(4, 1, tmp_path / "many", *overrides, "schedule.steps=2", file=str(file)))
+    finished(start(2, 2, tmp_path / "many", *overrides, file=str(file)))
+    many, one = (record.read_metrics(RunDir(tmp_path / name).metrics) for name in ("many", "one"))
+    many, one = ([row for row in rows if "policy/loss" in row] for rows in (many, one))
+    assert [row["rollout/staleness"] for row in many] == [row["rollout/staleness"] for row in one] == [0, 1, 0, 1]
+    for row, other in zip(many, one, strict=True):
         assert_close_rows(row, other, rtol=1e-4)
 
 
@@ -393,8 +394,8 @@ def test_a_sampler_in_processes_of_its_own(start, tmp_path):
     [["mesh.tensor=2", "mesh.fsdp=2"], ["mesh.expert=4", "mesh.fsdp=1"], ["mesh.context=4", "mesh.data=1"]],
     ids=" ".join,
 )
-def test_rows_that_several_processes_hold(start, tmp_path, mesh):
-    """Four processes of one device: axes within a row lie across processes."""
+def test_rows_on_devices_of_several_processes(start, tmp_path, mesh):
+    """Four processes of one device: rows are sharded across processes."""
     changed = [*SMALL_OVERRIDES, "model.num_key_value_heads=2", *mesh]
     finished(start(4, 1, tmp_path / "four", *changed))
     finished(start(1, 4, tmp_path / "one", *changed))
@@ -418,14 +419,14 @@ def test_adapters_across_processes(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_host_ends_the_run_on_all_and_it_goes_on(start, tmp_path):
+def test_a_signal_to_one_host_ends_the_run_on_all_and_it_resumes(start, tmp_path):
     overrides = [*SMALL_OVERRIDES, "schedule.steps=1000"]
     processes = start(2, 1, tmp_path / "run", *overrides)
     run = RunDir(tmp_path / "run")
     wait_for_steps(run, 2, processes)
     processes[1].send_signal(signal.SIGTERM)
-    for _, complaints in finished(processes, 143):
-        assert "SIGTERM: the state is saved" in complaints and "Traceback" not in complaints
+    for _, errors in finished(processes, 143):
+        assert "SIGTERM: the state is saved" in errors and "Traceback" not in errors
     with Checkpoints(run.checkpoints) as checkpoints:
         done = checkpoints.latest()
     assert 2 <= done < 1000
@@ -435,8 +436,8 @@ def test_a_signal_to_one_host_ends_the_run_on_all_and_it_goes_on(start, tmp_path
 
 
 @pytest.mark.slow
-def test_a_mistake_that_one_process_meets_ends_all(start, tmp_path):
-    file = tmp_path / "unlucky.py"
+def test_an_error_on_one_process_ends_all(start, tmp_path):
+    file = tmp_path / "failing.py"
     file.write_text(
         "import jax\n"
         "from dataclasses import replace\n"
@@ -447,13 +448,13 @@ def test_a_mistake_that_one_process_meets_ends_all(start, tmp_path):
         "    return share_right(problem, completion)\n"
         "experiment = replace(small, reward=reward)\n"
     )
-    said = finished(start(2, 1, tmp_path / "run", *SMALL_OVERRIDES, file=str(file)), 2)
-    assert "gspax: reward: reward raised KeyError: 'answer' for the prompt" in said[1][1]
-    assert "gspax: process 1: reward: reward raised KeyError" in said[0][1]
+    output = finished(start(2, 1, tmp_path / "run", *SMALL_OVERRIDES, file=str(file)), 2)
+    assert "gspax: reward: reward raised KeyError: 'answer' for the prompt" in output[1][1]
+    assert "gspax: process 1: reward: reward raised KeyError" in output[0][1]
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_takes_the_others_with_it(start, tmp_path):
+def test_a_killed_process_ends_the_others(start, tmp_path):
     processes = start(2, 1, tmp_path / "run", *SMALL_OVERRIDES, "schedule.steps=1000")
     run = RunDir(tmp_path / "run")
     wait_for_steps(run, 1, processes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,10 @@ from gspax.commands.arguments import at_least
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
+
+# XLA's threads for the devices of a CPU, by default one per core. A collective operation holds one while it waits, and
+# several programs may run at once.
+XLA_CPU_THREADS = "64"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +52,8 @@ def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -
         "file": hashlib.sha256(Path(options.file).read_bytes()).hexdigest()[:16],
         "experiment": describe(experiment),
     }
+    if info is not None:
+        os.environ.setdefault("NPROC", XLA_CPU_THREADS)
     joining.join(info, fingerprint, options.join_timeout)
     return info is None or info.index == 0
 

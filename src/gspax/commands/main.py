@@ -23,7 +23,7 @@ from typing import Any
 import gspax
 from gspax.commands import launch
 from gspax.commands.arguments import Parser
-from gspax.errors import AbsentError, UserError
+from gspax.errors import JoinTimeoutError, UserError
 
 SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "train": ("FILE --workdir DIR", "run an experiment; continue it if DIR holds a checkpoint of it"),
@@ -64,7 +64,7 @@ def _run_and_report(arguments: list[str]) -> int:
     except SystemExit as done:  # argparse, after --help and --version
         return int(done.code or 0)
     except UserError as problem:
-        return _fail(problem, str(problem).splitlines(), 1 if isinstance(problem, AbsentError) else 2)
+        return _fail(problem, str(problem).splitlines(), 1 if isinstance(problem, JoinTimeoutError) else 2)
     except _interrupted() as stop:
         return _fail(stop, [str(stop)], 128 + getattr(stop, "signum", signal.SIGINT))
     except KeyboardInterrupt as stop:

@@ -1,1 +1,1 @@
-"""Several processes, one run: joining, host-side exchange, arrays between meshes."""
+"""Several processes, one run: joining them, exchange between hosts, arrays between meshes."""

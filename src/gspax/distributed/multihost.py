@@ -1,10 +1,10 @@
-"""What the processes of a run tell each other, and which rows of an array each of them holds.
+"""Host-side exchange between the processes of a run, and which rows of an array each process holds.
 
-Every process runs the same loop over the same global arrays, also one whose devices hold no part of some. What happens
-on the host (tokenizing, rewards) each does for the rows of its own devices; numbers and errors are then exchanged, so
-that all go on with the same. With one process nothing is sent, and every row is its own.
+Every process runs the same loop over the same global arrays, including those on devices of other processes only. Work
+on the host (tokenizing, rewards) is done by each process for the rows on its own devices; results and errors are then
+exchanged, so that all continue with the same values. With one process nothing is sent and every row is local.
 
-`gather`, `agreed`, `merged` and `to_host` are collective: all processes call them at the same places.
+`gather`, `all_or_raise`, `gather_rows` and `to_host` are collective: all processes call them in the same order.
 """
 
 from __future__ import annotations
@@ -22,54 +22,57 @@ from gspax.unstable import coordination_client
 
 T = TypeVar("T")
 
-PATIENCE = 7 * 24 * 3600 * 1000  # ms; a process that dies is noticed by jax's service, not here
+TIMEOUT_MS = 7 * 24 * 3600 * 1000  # in effect none: jax's service, not this, detects a process that died
 
 
 def gather(value: T) -> list[T]:
-    """What each process gave, in their order, on all of them.
+    """The values of all processes, in their order, on all of them.
 
-    It travels pickled, through the store of jax's coordination service: no device takes part, so that it does not wait
-    for what the devices are doing.
+    They are pickled and sent through the key-value store of jax's coordination service: no device is involved, so this
+    does not wait for running computations.
     """
     if jax.process_count() == 1:
         return [value]
     store: Any = coordination_client()
     index = jax.process_index()
-    number = store.key_value_increment(f"gspax/gathered/{index}", 1)
-    given, whole, own = f"gspax/given/{number}", f"gspax/whole/{number}", pickle.dumps(value)
+    call = store.key_value_increment(f"gspax/gather/calls/{index}", 1)
+    sent, result, own = f"gspax/gather/sent/{call}", f"gspax/gather/result/{call}", pickle.dumps(value)
     if index == 0:
         others = range(1, jax.process_count())
-        parts = [own, *(store.blocking_key_value_get_bytes(f"{given}/{i}", PATIENCE) for i in others)]
-        store.key_value_set_bytes(whole, pickle.dumps(parts))
-        store.key_value_delete(given)  # with all below it
-        store.key_value_delete(f"gspax/whole/{number - 1}")  # who has given now has read that
+        parts = [own, *(store.blocking_key_value_get_bytes(f"{sent}/{i}", TIMEOUT_MS) for i in others)]
+        store.key_value_set_bytes(result, pickle.dumps(parts))
+        store.key_value_delete(sent)  # with all keys below it
+        store.key_value_delete(f"gspax/gather/result/{call - 1}")  # every sender of this call has read it
     else:
-        store.key_value_set_bytes(f"{given}/{index}", own)
-        parts = pickle.loads(store.blocking_key_value_get_bytes(whole, PATIENCE))
+        store.key_value_set_bytes(f"{sent}/{index}", own)
+        parts = pickle.loads(store.blocking_key_value_get_bytes(result, TIMEOUT_MS))
     return [pickle.loads(part) for part in parts]
 
 
 def all_or_raise(work: Callable[[], T]) -> T:
-    """What `work` gives here, after it has gone well everywhere.
+    """`work()` of this process, once it has succeeded on every process.
 
     Raises:
-      UserError: it failed on another process; that process raises its own exception.
+      UserError: it failed on another process; the process on which it failed raises its own exception.
     """
     try:
-        answer, problem = work(), None
+        result, problem = work(), None
     except Exception as error:
-        answer, problem = None, error
-    told = gather(None if problem is None else _sentence(problem))
+        result, problem = None, error
+    sentences = gather(None if problem is None else _sentence(problem))
     if problem is not None:
         raise problem
-    for index, sentence in enumerate(told):
+    for index, sentence in enumerate(sentences):
         if sentence is not None:
             raise UserError(f"process {index}: {sentence}")
-    return answer  # type: ignore[return-value]
+    return result  # type: ignore[return-value]
 
 
 def gather_rows(entries: Sequence[T | None]) -> list[T]:
-    """A list of which each process has some entries and None elsewhere, whole: the first that has one gives it."""
+    """A complete list from one of which each process has some entries and None elsewhere.
+
+    Where several processes have an entry, that of the first one counts.
+    """
     if jax.process_count() == 1:
         return list(entries)  # type: ignore[arg-type]
     found: dict[int, T] = {}
@@ -83,14 +86,14 @@ def _sentence(problem: Exception) -> str:
 
 
 def local_rows(make: Callable[[int], T], ids: Sequence[int], sharding: Sharding) -> list[T | None]:
-    """`make(id)` for the rows that this process's devices hold if `ids` are split by `sharding`, else None."""
+    """`make(id)` for the rows on this process's devices if `ids` are sharded by `sharding`, else None."""
     indices = sharding.addressable_devices_indices_map((len(ids),)).values()
-    mine = {row for (box,) in filter(None, indices) for row in range(*box.indices(len(ids)))}
-    return [make(each) if row in mine else None for row, each in enumerate(ids)]
+    local = {row for (box,) in filter(None, indices) for row in range(*box.indices(len(ids)))}
+    return [make(each) if row in local else None for row, each in enumerate(ids)]
 
 
 def owned_rows(array: Any) -> dict[int, np.ndarray]:
-    """The rows of an array, by number, such that each belongs to one process, also where several hold a copy."""
+    """Rows of an array by number: each row belongs to exactly one process, even where several hold a replica."""
     if not isinstance(array, jax.Array):
         return dict(enumerate(array))
     rows: dict[int, np.ndarray] = {}
@@ -102,65 +105,65 @@ def owned_rows(array: Any) -> dict[int, np.ndarray]:
 
 
 def to_devices(tree: Any, sharding: Sharding) -> Any:
-    """numpy arrays, of which each process needs only the rows of its devices to be right, as arrays on the devices."""
+    """numpy arrays as global arrays; each process reads only the rows of its own devices."""
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding)
-    return jax.tree.map(lambda x: _placed(np.asarray(x), sharding), tree)
+    return jax.tree.map(lambda x: _make_array(np.asarray(x), sharding), tree)
 
 
-def _placed(array: np.ndarray, sharding: Sharding) -> jax.Array:
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)  # for a process that has no part to tell it by
+def _make_array(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)  # for a process without a shard to infer it from
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index], dtype=dtype)
 
 
 def to_host(tree: Any) -> Any:
-    """Every array of a tree whole, as numpy, on every process."""
+    """Every array of a tree in full, as numpy, on every process."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     leaves, structure = jax.tree.flatten(tree)
-    spread = {i: leaf for i, leaf in enumerate(leaves) if _is_spread(leaf)}
-    if spread:
-        mesh = next(iter(spread.values())).sharding.mesh
-        spread = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(spread)
-    leaves = [spread.get(i, leaf) for i, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(structure, _known_to_all(leaves))
+    partial = {i: leaf for i, leaf in enumerate(leaves) if _is_partial(leaf)}
+    if partial:
+        mesh = next(iter(partial.values())).sharding.mesh
+        partial = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))(partial)
+    leaves = [partial.get(i, leaf) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, _read_everywhere(leaves))
 
 
-def _is_spread(leaf: Any) -> bool:
-    """Whether the processes that hold an array hold a part of it only."""
+def _is_partial(leaf: Any) -> bool:
+    """Whether each process that holds an array holds only some of its shards."""
     return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
-def _known_to_all(leaves: list[Any]) -> list[Any]:
-    """Arrays that some processes have whole and the others not at all, as numpy, told by the first that has one."""
+def _read_everywhere(leaves: list[Any]) -> list[Any]:
+    """As numpy: arrays that some processes hold in full and the others not at all; the first holder sends its copy."""
     holders = [_holders(leaf) for leaf in leaves]
     here = [jax.process_index() in each for each in holders]
-    found = jax.device_get([leaf if mine else None for leaf, mine in zip(leaves, here, strict=True)])
-    foreign = [i for i, each in enumerate(holders) if len(each) < jax.process_count()]
-    if foreign:
-        first = {i: min(holders[i]) for i in foreign}
-        told = gather({i: found[i] for i in foreign if first[i] == jax.process_index()})
-        for i in foreign:
-            found[i] = told[first[i]][i]
+    found = jax.device_get([leaf if held else None for leaf, held in zip(leaves, here, strict=True)])
+    remote = [i for i, each in enumerate(holders) if len(each) < jax.process_count()]
+    if remote:
+        sender = {i: min(holders[i]) for i in remote}
+        received = gather({i: found[i] for i in remote if sender[i] == jax.process_index()})
+        for i in remote:
+            found[i] = received[sender[i]][i]
     return found
 
 
 def _holders(leaf: Any) -> set[int]:
-    """The processes that have an array; what is not on a mesh, each has for itself."""
+    """The processes that hold an array; every process has its own copy of what is on no mesh."""
     if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
         return process_indices(leaf.sharding.mesh)
     return set(range(jax.process_count()))
 
 
 def process_indices(mesh: Any) -> set[int]:
-    """Those with devices in a mesh."""
+    """The processes with devices in a mesh."""
     return {device.process_index for device in mesh.devices.flat}
 
 
 def remote_array(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array on devices of other processes alone."""
+    """An array that lies on devices of other processes only."""
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
 
 
-def _same(tree: Any) -> Any:  # at the top of the module: jax compiles it once for each shape, not at each call
+def _identity(tree: Any) -> Any:  # a module-level function: jax compiles it once for each shape, not for each call
     return tree

@@ -1,9 +1,9 @@
-"""Arrays from the devices of one mesh to those of another, with no device in common.
+"""Moving arrays from one mesh to another with no device in common.
 
-In one process that is `jax.device_put`. Between processes every array is laid out twice: on the mesh it leaves, as the
-other mesh wants it, so that each sending device holds just what one receiving device is to have; then a collective
-permutation over the devices of both hands it over. XLA has it on every platform, while `jax.device_put` between
-processes needs a runtime that can (not that of CPUs, jax 0.10), and equal numbers of devices.
+In one process that is `jax.device_put`. Between processes there are two steps: the array is laid out on its own mesh
+as the other mesh wants it, so that each source device holds exactly the shard of one target device; then a collective
+permutation over the devices of both meshes moves the shards. Every platform supports that, while `jax.device_put`
+between processes needs support in the runtime (which CPUs lack, jax 0.10) and equal device counts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 
 def transfer(tree: T, shardings: Any) -> T:
-    """The arrays of a tree, one dimension or more each, placed by `shardings`: one for all, or a tree of them.
+    """Move the arrays of a tree, of one dimension or more each, to `shardings`: one for all, or a tree of them.
 
-    Collective: it waits for what the devices of both meshes have to do before. All arrays lie on one mesh, and all
-    shardings are of one other.
+    Collective: it waits for earlier computations on the devices of both meshes. All arrays are on one mesh, and all
+    shardings on one other.
 
     Raises:
-      UserError: several processes, and neither mesh's number of devices divides the other's.
+      UserError: there are several processes, and neither mesh's device count divides the other's.
     """
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
@@ -38,29 +38,31 @@ def transfer(tree: T, shardings: Any) -> T:
 
 
 def transfer_key(key: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """`move` for a typed PRNG key."""
-    moved = transfer(jax.random.key_data(key), sharding)
-    return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(key))
+    """`transfer` for a typed PRNG key."""
+    data = transfer(jax.random.key_data(key), sharding)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
-def size_mismatch(given: int, taken: int) -> str | None:
-    """What is wrong with moving from so many devices to so many in several processes, if anything."""
-    if given % taken and taken % given:
-        return f"wanted a divisor or a multiple of the other {given} devices in a run of several processes, got {taken}"
+def size_mismatch(source: int, target: int) -> str | None:
+    """Why arrays cannot move between meshes of so many devices in several processes; None if they can."""
+    if source % target and target % source:
+        return (
+            f"wanted a divisor or a multiple of the other {source} devices in a run of several processes, got {target}"
+        )
     return None
 
 
 def _transfer_array(array: jax.Array, wanted: NamedSharding) -> jax.Array:
-    given: Any = array.sharding
-    if problem := size_mismatch(given.mesh.size, wanted.mesh.size):
+    current: Any = array.sharding
+    if problem := size_mismatch(current.mesh.size, wanted.mesh.size):
         raise UserError(f"devices: {problem}")
-    if given.mesh.size >= wanted.mesh.size:  # copies among the givers, of which one is sent
-        return _send(_lay_out(array, _copies(given.mesh, wanted)), wanted)
-    return _lay_out(_send(array, _copies(wanted.mesh, given)), wanted)
+    if current.mesh.size >= wanted.mesh.size:  # replicate on the larger mesh, send one of the replicas
+        return _send(_relayout(array, _replicated(current.mesh, wanted)), wanted)
+    return _relayout(_send(array, _replicated(wanted.mesh, current)), wanted)
 
 
-def _copies(mesh: Any, sharding: NamedSharding) -> NamedSharding:
-    """The layout of `sharding`, once on each of so many equal parts of the mesh's devices."""
+def _replicated(mesh: Any, sharding: NamedSharding) -> NamedSharding:
+    """The layout of `sharding`, repeated on each of as many equal groups of devices as `mesh` has."""
     grid = mesh.devices.reshape(-1, *sharding.mesh.devices.shape)
     axes = ("copy", *sharding.mesh.axis_names)
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
@@ -68,56 +70,56 @@ def _copies(mesh: Any, sharding: NamedSharding) -> NamedSharding:
 
 
 def _send(array: jax.Array, landing: NamedSharding) -> jax.Array:
-    """Equal layouts: the array's first devices hand their parts to those of `landing`, once or several times."""
-    takers = list(landing.mesh.devices.flat)
-    given: Any = array.sharding
-    givers = list(given.mesh.devices.flat)[: len(takers)]
-    together = Mesh(np.array(givers + takers), "device")
-    part = landing.shard_shape(array.shape)
+    """Between equal layouts: the array's first devices send their shards to those of `landing`, once or repeatedly."""
+    targets = list(landing.mesh.devices.flat)
+    current: Any = array.sharding
+    sources = list(current.mesh.devices.flat)[: len(targets)]
+    joint = Mesh(np.array(sources + targets), "device")
+    shape = landing.shard_shape(array.shape)
     held = {shard.device: shard.data for shard in array.addressable_shards}
-    parts = [
-        held[device] if device in givers else jnp.zeros(part, array.dtype, device=device)
-        for device in givers + takers
+    shards = [
+        held[device] if device in sources else jnp.zeros(shape, array.dtype, device=device)
+        for device in sources + targets
         if device.process_index == jax.process_index()
     ]
-    joined = jax.make_array_from_single_device_arrays(
-        (together.size * part[0], *part[1:]),
-        NamedSharding(together, PartitionSpec("device")),
-        parts,
+    stacked = jax.make_array_from_single_device_arrays(
+        (joint.size * shape[0], *shape[1:]),
+        NamedSharding(joint, PartitionSpec("device")),
+        shards,
         dtype=array.dtype,
     )
-    handed = {shard.device: shard.data for shard in _hand_over(joined, together, len(givers)).addressable_shards}
-    mine = [handed[device] for device in takers if device in handed]
-    return jax.make_array_from_single_device_arrays(array.shape, landing, mine, dtype=array.dtype)
+    moved = {shard.device: shard.data for shard in _permute(stacked, joint, len(sources)).addressable_shards}
+    local = [moved[device] for device in targets if device in moved]
+    return jax.make_array_from_single_device_arrays(array.shape, landing, local, dtype=array.dtype)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _hand_over(joined: jax.Array, mesh: Mesh, givers: int) -> jax.Array:
-    """Part i of the first `givers` ones in the places givers + i, 2 givers + i, ...; zeros in the first."""
+def _permute(stacked: jax.Array, mesh: Mesh, sources: int) -> jax.Array:
+    """Shard i of the first `sources` ones at the positions sources + i, 2 sources + i, ...; zeros in the first."""
 
-    def permuted(part: jax.Array) -> jax.Array:
+    def permute(shard: jax.Array) -> jax.Array:
         rounds = [
-            jax.lax.ppermute(part, "device", [(giver, first + giver) for giver in range(givers)])
-            for first in range(givers, mesh.size, givers)
+            jax.lax.ppermute(shard, "device", [(source, first + source) for source in range(sources)])
+            for first in range(sources, mesh.size, sources)
         ]
-        return sum(rounds[1:], start=rounds[0])  # a device that is sent nothing has zeros
+        return sum(rounds[1:], start=rounds[0])  # a device that receives nothing has zeros
 
-    split = PartitionSpec("device")
-    return jax.shard_map(permuted, mesh=mesh, in_specs=split, out_specs=split)(joined)
-
-
-def _lay_out(array: jax.Array, wanted: NamedSharding) -> jax.Array:
-    """The same on the same devices, in another layout."""
-    return jax.jit(_by_layers, static_argnums=1, out_shardings=wanted)(array, wanted)
+    by_device = PartitionSpec("device")
+    return jax.shard_map(permute, mesh=mesh, in_specs=by_device, out_specs=by_device)(stacked)
 
 
-def _by_layers(array: jax.Array, wanted: NamedSharding) -> jax.Array:
-    """Stacked layers go one by one: for some layouts XLA knows no way but to gather the whole on every device."""
-    if array.ndim < 3 or _splits_first(wanted):
+def _relayout(array: jax.Array, wanted: NamedSharding) -> jax.Array:
+    """The same array on the same devices, in another layout."""
+    return jax.jit(_layer_by_layer, static_argnums=1, out_shardings=wanted)(array, wanted)
+
+
+def _layer_by_layer(array: jax.Array, wanted: NamedSharding) -> jax.Array:
+    """Stacked layers one at a time: between some layouts XLA can only gather the full array on every device."""
+    if array.ndim < 3 or _shards_first_axis(wanted):
         return array
     layer = NamedSharding(wanted.mesh, PartitionSpec(*wanted.spec[1:]))
     return jax.lax.map(lambda part: jax.lax.with_sharding_constraint(part, layer), array)
 
 
-def _splits_first(sharding: NamedSharding) -> bool:
+def _shards_first_axis(sharding: NamedSharding) -> bool:
     return bool(sharding.spec) and sharding.spec[0] is not None
