@@ -1,6 +1,7 @@
 """What a run may do to need less memory on its devices: remat policies, bfloat16 parameters, a state on the host."""
 
 from dataclasses import replace
+from functools import partial
 
 import chex
 import jax
@@ -16,6 +17,7 @@ from gspax.learner.optimizer import make_optimizer, with_master
 from gspax.learner.state import abstract_state, init_state
 from gspax.learner.train_step import make_train_step
 from gspax.model import transformer
+from gspax.optimizers import adamw
 from gspax.run.checkpoints import Checkpoints
 from gspax.sharding import make_mesh, named_sharding
 from gspax.types import Batch
@@ -121,7 +123,9 @@ def test_a_state_on_the_host_gives_the_same_bits_and_stays_there(tmp_path):
 @pytest.mark.parametrize("rows", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_bfloat16_parameters_follow_the_float32_ones(rows):
     """Within bfloat16's rounding of what the model computes with; sums of micro-batches are float32."""
-    settings = config.Optimizer(learning_rate=1e-2, b1=0.0, b2=0.0, eps=1.0, max_grad_norm=0.0)  # nearly SGD
+    settings = config.Optimizer(
+        learning_rate=1e-2, transform=partial(adamw, b1=0.0, b2=0.0, eps=1.0), max_grad_norm=0.0
+    )  # nearly SGD
     half = updated(replace(MODEL, param_dtype="bfloat16"), settings, updates=1, rows=rows)
     whole = updated(MODEL, settings, updates=1, rows=rows)
     moved = flat(whole.params) - flat(transformer.init(MODEL, jax.random.fold_in(jax.random.key(0), 0)))

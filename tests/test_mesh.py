@@ -20,6 +20,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state, new_state
 from gspax.learner.train_step import make_train_step
 from gspax.model import transformer
+from gspax.optimizers import adamw
 from gspax.rollout import sampler
 from gspax.types import Batch
 
@@ -29,7 +30,9 @@ MODELS = {
     "dense": replace(MOE, num_experts=0, tie_word_embeddings=True),
     "experts": replace(MOE, norm_topk_prob=False, remat="full"),
 }
-OPTIMIZER = make_optimizer(config.Optimizer(learning_rate=1e-2, eps=1e-2))  # of a size at which rounding stays rounding
+OPTIMIZER = make_optimizer(  # an eps that keeps differences of rounding small
+    config.Optimizer(learning_rate=1e-2, transform=partial(adamw, eps=1e-2))
+)
 ROWS, LENGTH = 16, 8
 
 

@@ -1,71 +1,102 @@
-"""What an experiment file says: frozen dataclasses that name real functions.
+"""The settings of an experiment: frozen dataclasses whose fields are numbers and functions.
 
-Importing this module imports no model, optimiser or accelerator code, so that an experiment can be resolved,
-checked and priced in well under a second (`gspax train --dry-run`).
+Ranges stand in the annotations (`gspax.ranges`), what functions take and return in `gspax.protocols`. Importing this
+module imports no jax, so that the program can report an error at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-LOGIT_BUDGET = 2**25  # logits that the learner holds at once on one device, in numbers (128 MiB)
+from gspax import optimizers
+from gspax.protocols import (
+    Advantage,
+    Correction,
+    DataSource,
+    Demonstration,
+    KLEstimate,
+    KLLoss,
+    LearningRate,
+    LengthReward,
+    Loss,
+    Rejection,
+    Reward,
+    Tokenizer,
+    Transform,
+)
+from gspax.ranges import (
+    AXIS,
+    CHOSEN_AXIS,
+    NAME,
+    Below1,
+    Between0And1,
+    Finite,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Range,
+    Share,
+    at_least,
+)
+
+LOGIT_BUDGET = 2**25  # logits that the learner holds at once on one device (128 MiB)
 SCORE_BUDGET = 2**23  # attention scores likewise, where they are held at all; fewer than logits: faster on a CPU
 
-
 Remat = Literal["none", "products", "full", "offload"]
+AtLeast2 = Annotated[int, at_least(2)]
+Dtype = Annotated[str, Range("float32 or bfloat16", lambda x: x in ("float32", "bfloat16"))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """RoPE stretched to `factor` times the context that the model was trained on (YaRN, arXiv 2309.00071)."""
+    """RoPE stretched to `factor` times the context length of pre-training (YaRN, arXiv 2309.00071)."""
 
     factor: float
     original_max_position_embeddings: int
-    beta_fast: float = 32.0  # dimensions that turn more often than this in the original context keep their frequency
-    beta_slow: float = 1.0  # those that turn less often than this have theirs divided by `factor`; a ramp in between
+    beta_fast: float = 32.0  # dimensions with more rotations than this in the original context keep their frequency
+    beta_slow: float = 1.0  # those with fewer rotations than this are divided by `factor`; a ramp lies in between
     truncate: bool = True  # the ramp starts and ends at whole dimensions
-    attention_factor: float | None = (
-        None  # multiplies queries and keys; None: from the next two, else 0.1 ln factor + 1
-    )
+    attention_factor: float | None = None  # scale of queries and keys; None: from mscale, else 0.1 ln(factor) + 1
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture, and below the blank line how it is computed and where its parameters come from."""
+    """The architecture; below the blank line, how it is computed and where its parameters come from."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int = 0  # width of a dense feed-forward layer
-    num_experts: int = 0  # 0: every layer is dense
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0  # width of one expert
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: AtLeast2
+    intermediate_size: NonNegativeInt = 0  # width of a dense feed-forward layer
+    num_experts: NonNegativeInt = 0  # 0: every layer is dense
+    num_experts_per_tok: NonNegativeInt = 0
+    moe_intermediate_size: NonNegativeInt = 0  # width of one expert
     norm_topk_prob: bool = True  # renormalise the chosen experts' probabilities to sum to one
-    decoder_sparse_step: int = 1  # layer l has experts if (l + 1) is a multiple of this ...
+    decoder_sparse_step: PositiveInt = 1  # layer l has experts if (l + 1) is a multiple of this ...
     mlp_only_layers: tuple[int, ...] = ()  # ... and l is not listed here
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e6
+    rms_norm_eps: Positive = 1e-6
+    rope_theta: Positive = 1e6
     rope_scaling: Yarn | None = None
-    attention_bias: bool = False  # of the four projections of an attention layer
-    sliding_window: int = 0  # tokens that a token of the layers listed next looks at, itself included
-    sliding_layers: tuple[int, ...] = ()  # the others look at everything before them
+    attention_bias: bool = False  # in the four projections of an attention layer
+    sliding_window: NonNegativeInt = 0  # tokens visible to a token in `sliding_layers`, itself included
+    sliding_layers: tuple[int, ...] = ()  # all other layers attend to everything before a token
     tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
-    max_position_embeddings: int = 40960
+    initializer_range: Positive = 0.02
+    max_position_embeddings: PositiveInt = 40960  # tokens
 
-    dtype: str = "float32"  # of activations and matmuls; logits are float32
+    dtype: Dtype = "float32"  # of activations and matmuls; logits are float32
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of parameters; bfloat16 ones have a float32 master copy
-    # What a layer keeps for its backward pass: none: everything; products: matrix products and its input; full: its
-    # input; offload: its input, in the host's memory. The rest is computed again.
+    # What a layer stores for its backward pass: none: everything; products: matrix products and its input; full: its
+    # input; offload: its input, in host memory. Everything else is recomputed.
     remat: Remat = "none"
-    checkpoint: str = ""  # folder of a Hugging Face checkpoint that parameters start from; empty: random
+    checkpoint: str = ""  # folder or name of a Hugging Face checkpoint to start from; empty: random parameters
 
 
 def is_sparse(config: ModelConfig, layer: int) -> bool:
@@ -76,7 +107,7 @@ def is_sparse(config: ModelConfig, layer: int) -> bool:
 
 
 def layer_windows(config: ModelConfig) -> tuple[int, ...]:
-    """How many tokens a token of each layer looks at, itself included; empty if all layers look at everything."""
+    """How many tokens are visible to a token in each layer, itself included; empty if no layer has a window."""
     sliding = config.sliding_layers if config.sliding_window else ()
     everything = 2**30
     layers = range(config.num_hidden_layers)
@@ -95,65 +126,86 @@ def layer_runs(config: ModelConfig) -> tuple[tuple[bool, int], ...]:
     return tuple(runs)
 
 
+def architecture_problems(m: ModelConfig) -> Iterator[str]:
+    """Why no model can be built from a configuration whose fields are in range, one sentence each."""
+    if m.num_attention_heads % m.num_key_value_heads:
+        yield (
+            f"model.num_attention_heads: wanted a multiple of model.num_key_value_heads ({m.num_key_value_heads}), "
+            f"got {m.num_attention_heads}"
+        )
+    if m.head_dim % 2:
+        yield f"model.head_dim: wanted an even number (RoPE rotates pairs), got {m.head_dim}"
+    sparse = [is_sparse(m, layer) for layer in range(m.num_hidden_layers)]
+    outside = [layer for layer in m.mlp_only_layers if not 0 <= layer < m.num_hidden_layers]
+    if outside:
+        yield f"model.mlp_only_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
+    if not all(sparse) and m.intermediate_size < 1:
+        yield f"model.intermediate_size: wanted at least 1 for the dense layers, got {m.intermediate_size}"
+    if any(sparse) and m.moe_intermediate_size < 1:
+        yield f"model.moe_intermediate_size: wanted at least 1 for the experts, got {m.moe_intermediate_size}"
+    if any(sparse) and not 1 <= m.num_experts_per_tok <= m.num_experts:
+        yield (
+            f"model.num_experts_per_tok: wanted 1 to model.num_experts ({m.num_experts}), got {m.num_experts_per_tok}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How completions are drawn for training."""
 
-    prompts: int = 64  # P, per rollout batch
-    group: int = 8  # G, completions of each prompt
-    max_prompt_tokens: int = 64
-    max_tokens: int = 64  # of a completion, the stop token included
-    temperature: float = 1.0
-    top_k: int = 0  # 0: off. The filters bias the ratio (log-probs are of the unfiltered distribution)
-    top_p: float = 1.0
-    min_p: float = 0.0
+    prompts: PositiveInt = 64  # P, per rollout batch
+    group: AtLeast2 = 8  # G, completions of each prompt
+    max_prompt_tokens: PositiveInt = 64
+    max_tokens: PositiveInt = 64  # of a completion, stop token included
+    temperature: Positive = 1.0
+    top_k: NonNegativeInt = 0  # 0: off. Filters bias the ratio, because log-probs are of the unfiltered distribution
+    top_p: Share = 1.0
+    min_p: Below1 = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW behind a global-norm clip, with a linear warm-up to a constant rate.
+    """An optax optimiser, its learning-rate schedule, and a clip of the gradient's global norm.
 
-    Parameters in bfloat16 (`model.param_dtype`) have a float32 master copy in its state.
+    Parameters in bfloat16 (`model.param_dtype`) have a float32 master copy in the optimiser state.
     """
 
-    learning_rate: float = 1e-6
-    warmup_updates: int = 0
-    max_grad_norm: float = 1.0  # 0: no clipping
-    weight_decay: float = 0.0
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    offload: bool = False  # its state lives in the host's memory, on the devices during an update alone
+    learning_rate: Positive = 1e-6  # peak of the schedule
+    warmup_updates: NonNegativeInt = 0  # linear from 0
+    schedule: LearningRate = optimizers.constant  # optimizers.constant, .linear, .cosine, or your own
+    transform: Transform = optimizers.adamw  # optimizers.adamw, .muon, optax.adafactor, or your own
+    max_grad_norm: NonNegative = 1.0  # 0: no clipping
+    offload: bool = False  # keep the optimiser state in host memory, except during an update
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long, and how a rollout batch is cut up."""
+    """The length of the run, and how each rollout batch is divided."""
 
-    steps: int = 100  # rollout batches, a target and not a delta: raise it to continue a finished run
-    minibatches: int = 4  # optimiser updates per rollout batch; the paper's 4
-    microbatch_rows: int = 0  # rows of one forward and backward pass; 0: the whole mini-batch
-    eval_every: int = 20  # steps; 0: only at the start and the end
-    checkpoint_every: int = 20  # steps; 0: only at the end
-    keep_checkpoints: int = 2
+    steps: NonNegativeInt = 100  # rollout batches in total: raise it to continue a finished run
+    minibatches: PositiveInt = 4  # optimiser updates per rollout batch; 4 in the GSPO paper
+    microbatch_rows: NonNegativeInt = 0  # rows of one forward and backward pass; 0: a whole minibatch
+    eval_every: NonNegativeInt = 20  # steps; 0: only at the start and the end
+    checkpoint_every: NonNegativeInt = 20  # steps; 0: only at the end
+    keep_checkpoints: PositiveInt = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Held-out problems, sampled at temperature 1 and decoded greedily."""
 
-    problems: int = 256
-    samples: int = 1  # drawn per problem for the sampled accuracy
-    max_tokens: int = 0  # 0: as in sampling
+    problems: PositiveInt = 256
+    samples: PositiveInt = 1  # drawn per problem, besides the greedy one
+    max_tokens: NonNegativeInt = 0  # 0: as in sampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
-    """A short supervised stage before reinforcement learning; `demonstration(problem, rng)` is the text to imitate."""
+    """A short supervised stage before reinforcement learning."""
 
-    demonstration: Callable[..., str]
-    steps: int = 60
-    rows: int = 128
+    demonstration: Demonstration  # (problem, rng) -> the completion to imitate
+    steps: PositiveInt = 60  # updates
+    rows: PositiveInt = 128  # per update
     optimizer: Optimizer = Optimizer(learning_rate=3e-3)
 
 
@@ -161,85 +213,82 @@ class WarmStart:
 class Reference:
     """KL to the policy that reinforcement learning started from; with neither function it is only measured."""
 
-    loss: Callable[..., Any] | None = None  # kl.token_kl, kl.sequence_kl, kl.grpo_kl: added to the policy loss
-    reward: Callable[..., Any] | None = None  # kl.k1, kl.k2, kl.k3: their sum over a response is taken off its reward
-    coefficient: float = 1e-3  # of either
+    loss: KLLoss | None = None  # kl.token_kl, kl.sequence_kl, kl.grpo_kl: added to the policy loss
+    reward: KLEstimate | None = None  # kl.k1, kl.k2, kl.k3: its sum over a response is subtracted from the reward
+    coefficient: NonNegative = 1e-3  # of either
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
     """Train low-rank adapters instead of the parameters (arXiv 2106.09685): weight + alpha / rank · a b."""
 
-    rank: int = 16
-    alpha: float = 32.0
+    rank: PositiveInt = 16
+    alpha: Positive = 32.0
     attention: bool = True  # query, key, value, out
-    mlp: bool = True  # gate, up, down, of every expert too
+    mlp: bool = True  # gate, up, down, those of experts included
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regularizers:
-    """Coefficients of what is added to the policy loss; 0: off. `losses.regularizers` says what sources report."""
+    """Coefficients of the terms added to the policy loss (`losses.regularizers`); 0: off."""
 
-    entropy: float = 0.0  # above 0 rewards entropy
-    load_balance: float = 0.0
-    router_z: float = 0.0
+    entropy: Finite = 0.0  # above 0 rewards entropy
+    load_balance: NonNegative = 0.0
+    router_z: NonNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A clip range that is measured on the second mini-batch of the run and then follows a drift.
+    """A clip range that is measured on the run's second minibatch and then tracked (`losses.calibration`)."""
 
-    See `losses.calibration`: `propose` makes the first one, `next_range` every other.
-    """
-
-    share: float = 0.15  # of the sequences with an advantage that are to be cut; half of them is all that can be
-    tolerance: float = 0.05  # how far the measured share may be off before the range moves
-    gain: float = 1.0
+    share: Between0And1 = 0.15  # of sequences with an advantage to clip; at most half of them can be
+    tolerance: Below1 = 0.05  # how far the measured share may be off before the range moves
+    gain: NonNegative = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Sizes of the device mesh's axes, outermost first; at most one -1, filled in with the devices that are left.
+    """Sizes of the device mesh's axes, outermost first; at most one is -1 and takes the devices that are left.
 
-    `sharding.RULES` says what is split over which.
+    `sharding.RULES` maps the dimensions of arrays to these axes.
     """
 
-    slice: int = 0  # TPU slices, joined by the data centre's network; 0: as many as there are
-    data: int = 1  # parameters replicated, rows split
-    fsdp: int = -1  # parameters and rows split
-    expert: int = 0  # experts and rows split, tokens go to their experts; 0: chosen by `sharding.expert_axis`
-    context: int = 1  # positions of a row split
-    tensor: int = 1  # heads, widths and vocabulary split
+    slice: Annotated[int, CHOSEN_AXIS] = 0  # TPU slices, connected by the data-centre network; 0: as many as there are
+    data: Annotated[int, AXIS] = 1  # parameters replicated, rows sharded
+    fsdp: Annotated[int, AXIS] = -1  # parameters and rows sharded
+    expert: Annotated[int, CHOSEN_AXIS] = 0  # experts and rows sharded; 0: chosen by `sharding.expert_axis`
+    context: Annotated[int, AXIS] = 1  # positions of a row sharded
+    tensor: Annotated[int, AXIS] = 1  # heads, widths and vocabulary sharded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """A sampler on its own devices, the last ones; `Experiment.mesh` covers the others (`gspax.rollout.placement`)."""
 
-    devices: int
-    staleness: int = 0  # rollout batches that it may draw ahead; 0: each with the newest parameters
+    devices: PositiveInt
+    staleness: NonNegativeInt = 0  # rollout batches drawn ahead; 0: each is drawn with the newest parameters
     mesh: Mesh = field(default_factory=Mesh)  # of the sampler's devices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A whole run. `data` has `train(index)` and `heldout(index)`, each giving a `gspax.data.Problem`."""
+    """A whole run."""
 
-    name: str
+    name: Annotated[str, NAME]
     model: ModelConfig
-    data: Any
-    tokenizer: Any
-    reward: Callable[..., Any]  # (problem, completion text) -> float, or a tuple of R floats
-    advantage: Callable[..., Any]  # rewards [P, G], or [P, G, R] -> advantages [P, G]
-    loss: Callable[..., Any]  # (logp, old_logp, advantage, mask) -> losses.Terms
-    correction: Callable[..., Any] | None = None  # (old_logp, sampler_logp, mask) -> weights: losses.correction
-    rejection: Callable[..., Any] | None = None  # (logp, sampler_logp, advantage, mask) -> weights: reject_off_policy
+    data: DataSource
+    tokenizer: Tokenizer  # a CompletionTokenizer if there is a warm start
+    reward: Reward  # (problem, completion text) -> a float, or a tuple of R floats
+    advantage: Advantage  # rewards [P, G], or [P, G, R] -> advantages [P, G]
+    loss: Loss  # (logp, old_logp, advantage, mask) -> losses.Terms
+    correction: Correction | None = None  # (old_logp, sampler_logp, mask) -> weights: losses.correction
+    rejection: Rejection | None = None  # (logp, sampler_logp, advantage, mask) -> weights: reject_off_policy
     reference: Reference | None = None
     regularizers: Regularizers = field(default_factory=Regularizers)
-    length_reward: Callable[..., Any] | None = None  # lengths [B] -> rewards [B] to add: shaping
-    filter_overlong: bool = False  # responses cut at the limit count neither in the loss nor in the advantages
+    length_reward: LengthReward | None = None  # lengths [B] -> rewards [B] to add: shaping
+    filter_overlong: bool = False  # drop responses cut at the length limit from the loss and the advantages
     calibration: Calibration | None = None
-    routing_replay: bool = False  # updates route as the policy did before the rollout batch's first one
+    routing_replay: bool = False  # updates route tokens as the policy did before the rollout batch's first update
     sampling: Sampling = field(default_factory=Sampling)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lora: Lora | None = None
@@ -248,9 +297,9 @@ class Experiment:
     warm_start: WarmStart | None = None
     mesh: Mesh = field(default_factory=Mesh)
     placement: Placement | None = None  # None: the sampler runs on the learner's devices
-    seed: int = 0
+    seed: Annotated[int, Range("at least 0 and below 2^32", lambda x: 0 <= x < 2**32)] = 0
 
 
 def trained_dtype(experiment: Experiment) -> str:
-    """The dtype of what an experiment trains: adapters are float32 whatever stands beside them."""
+    """The dtype of what an experiment trains: adapters are float32, whatever the parameters are."""
     return "float32" if experiment.lora is not None else experiment.model.param_dtype

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state, init_state
 from gspax.learner.train_step import make_train_step
 from gspax.losses import Terms
+from gspax.protocols import CompletionTokenizer
 from gspax.rollout.placement import make_meshes
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints
@@ -116,7 +117,8 @@ def _demonstration(
     problem = experiment.data.train(index)
     rng = np.random.default_rng((experiment.seed, index))
     prompt = experiment.tokenizer.encode(problem.prompt)
-    answer = experiment.tokenizer.encode_completion(stage.demonstration(problem, rng))
+    tokenizer = cast(CompletionTokenizer, experiment.tokenizer)  # checked by `experiment.validate`
+    answer = tokenizer.encode_completion(stage.demonstration(problem, rng))
     text = [*prompt, *answer, experiment.tokenizer.stop_ids[0]]
     if len(text) > longest:
         raise UserError(

@@ -226,7 +226,7 @@ def test_a_chat_tokenizer_in_an_experiment(small):
     assert not validate(chat)
     described = describe(chat)["tokenizer"]
     assert described == {
-        "type": "gspax.data.chat.ChatTokenizer",
+        "type": "gspax.data.ChatTokenizer",
         "path": str(small),
         "system": None,
         "thinking": False,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -24,6 +25,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import restore_state
 from gspax.learner.state import abstract_state, init_state
 from gspax.losses import kl
+from gspax.optimizers import adamw
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
@@ -37,7 +39,7 @@ CLOCKS = ("time/", "cpu/", "perf/")
 SMALL = replace(
     experiment,
     warm_start=None,
-    optimizer=config.Optimizer(learning_rate=1e-2, eps=1e-2),
+    optimizer=config.Optimizer(learning_rate=1e-2, transform=partial(adamw, eps=1e-2)),
     schedule=replace(experiment.schedule, steps=1, eval_every=0, checkpoint_every=0),
     evaluation=config.Evaluation(problems=8, samples=4),
 )
@@ -321,9 +323,10 @@ from functools import partial
 from small_experiment import experiment as small
 from gspax import config, losses
 from gspax.losses import kl
+from gspax.optimizers import adamw
 experiment = replace(
     small,
-    optimizer=config.Optimizer(learning_rate=1e-2, eps=1e-2),
+    optimizer=config.Optimizer(learning_rate=1e-2, transform=partial(adamw, eps=1e-2)),
     schedule=replace(small.schedule, steps=3, eval_every=2, checkpoint_every=1, keep_checkpoints=3),
     reference=config.Reference(reward=kl.k3, coefficient=0.1),
     calibration=config.Calibration(tolerance=0.0),

@@ -86,7 +86,7 @@ def test_dotted_names_replace_and_later_overrides_apply_to_them():
         ("schedule.steps=1.5", "schedule.steps: wanted an integer, got '1.5'"),
         ("schedule.steps=1e999", "schedule.steps: wanted an integer, got '1e999'"),
         ("schedule.steps=", "schedule.steps: wanted an integer, got ''"),
-        ("optimizer.eps=tiny", "optimizer.eps: wanted a number, got 'tiny'"),
+        ("optimizer.eps=tiny", "optimizer.transform.eps: wanted a number, got 'tiny'"),
         ("model.attention_bias=1", "model.attention_bias: wanted true or false, got '1'"),
         ("model.mlp_only_layers=1,x", "model.mlp_only_layers: wanted an integer, got '1,x'"),
         ("data.max_digits=10", "data.max_digits=10: wanted max_digits of at most 9, got 10"),
@@ -117,8 +117,7 @@ def test_dotted_names_replace_and_later_overrides_apply_to_them():
         ),
         (
             "model=gspax.losses.gspo",
-            "model: wanted the dotted name of a ModelConfig (it names gspax.losses.policy.gspo), "
-            "got 'gspax.losses.gspo'",
+            "model: wanted the dotted name of a ModelConfig (it names gspax.losses.gspo), got 'gspax.losses.gspo'",
         ),
         (
             "loss=no_such_package.gspo",

@@ -208,10 +208,10 @@ def test_adapters_are_what_is_trained(changes):
 
 
 def test_overridden_keys_are_marked():
-    text = render(plan(EXPERIMENT, 1, overridden=["seed", "optimizer"]))
+    text = render(plan(EXPERIMENT, 1, overridden=["seed", "optimizer.b1", "lora"]))
     marked = [line.split()[1] for line in text.splitlines() if line.startswith("* ")]
     assert "seed" in marked
-    assert "optimizer.b1" in marked
+    assert "optimizer.transform.b1" in marked
     assert not any(key.startswith("sampling") for key in marked)
     assert "\n* " not in render(plan(EXPERIMENT, 1))
 

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from functools import partial
 
 import chex
 import jax
@@ -19,6 +20,7 @@ from gspax.learner.optimizer import learning_rate, make_optimizer
 from gspax.learner.state import abstract_state, init_state, new_state
 from gspax.losses import correction, kl
 from gspax.model import transformer
+from gspax.optimizers import adamw
 from gspax.types import Batch
 
 CONFIG = tiny.MOE
@@ -321,7 +323,9 @@ def test_learning_rate_warms_up_then_stays():
 
 
 def test_gradients_are_clipped_by_their_global_norm():
-    optimizer = make_optimizer(config.Optimizer(learning_rate=1.0, max_grad_norm=0.5, b1=0.0, b2=0.0, eps=1e3))
+    optimizer = make_optimizer(
+        config.Optimizer(learning_rate=1.0, max_grad_norm=0.5, transform=partial(adamw, b1=0.0, b2=0.0, eps=1e3))
+    )
     params = {"w": jnp.zeros(2)}
     updates, _ = optimizer.update({"w": jnp.array([3.0, 4.0])}, optimizer.init(params), params)
     np.testing.assert_allclose(updates["w"], -np.array([0.3, 0.4]) / (np.array([0.3, 0.4]) + 1e3), rtol=1e-3)
@@ -342,12 +346,16 @@ def test_initial_state_is_sharded_by_the_table_and_the_same_on_any_mesh():
 
 
 def test_the_optimizer_is_adamw_with_its_settings_and_clips_only_when_asked():
-    settings = config.Optimizer(learning_rate=0.1, max_grad_norm=0.0, weight_decay=0.3, b1=0.8, b2=0.7, eps=1e-2)
-    optimizer, params = make_optimizer(settings), jnp.array([2.0, -3.0])
+    settings = config.Optimizer(
+        learning_rate=0.1,
+        max_grad_norm=0.0,
+        transform=partial(adamw, weight_decay=0.3, b1=0.8, b2=0.7, eps=1e-2),
+    )
+    optimizer, params = make_optimizer(settings), jnp.array([[2.0, -3.0]])
     state = optimizer.init(params)
-    mean = square = np.zeros(2)
+    mean = square = np.zeros((1, 2))
     for count, grad in enumerate(([3.0, 40.0], [-1.0, 5.0], [2.0, 0.1]), start=1):
-        grad = np.array(grad)
+        grad = np.array([grad])
         mean, square = 0.8 * mean + 0.2 * grad, 0.7 * square + 0.3 * grad**2
         adam = mean / (1 - 0.8**count) / (np.sqrt(square / (1 - 0.7**count)) + 1e-2)
         expected = -0.1 * (adam + 0.3 * np.asarray(params))

@@ -2,11 +2,14 @@
 
 from gspax.data.chat import ChatTokenizer, hf_chat, reward_answer, split_thinking
 from gspax.data.problem import Problem
-from gspax.data.tokenizer import CharTokenizer, HFTokenizer, Tokenizer, hf_tokenizer
+from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer
+from gspax.protocols import CompletionTokenizer, DataSource, Tokenizer
 
 __all__ = [
     "CharTokenizer",
     "ChatTokenizer",
+    "CompletionTokenizer",
+    "DataSource",
     "HFTokenizer",
     "Problem",
     "Tokenizer",

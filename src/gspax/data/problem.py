@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -81,3 +82,12 @@ def _distinct_heldout(source: Source, count: int) -> tuple[Problem, ...]:
     if not problems:
         raise ValueError(f"{tries} draws gave no held-out prompt: the task has too few prompts")
     return tuple(problems)
+
+
+def data_problems(data: Any) -> Iterator[str]:
+    """Why a data source cannot be used, one sentence each."""
+    missing = [name for name in ("train", "heldout") if not callable(getattr(data, name, None))]
+    if isinstance(data, type):
+        yield f"data: wanted an instance, got the class {data.__name__} (write {data.__name__}(...))"
+    elif missing:
+        yield f"data: wanted an object with train and heldout, {type(data).__name__} has no {missing[0]}"

@@ -5,33 +5,38 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gspax.errors import UserError
 
 
-class Tokenizer(Protocol):
-    """The five members that the rest of gspax uses."""
+def tokenizer_problems(tokenizer: Any, vocab_size: int, *, demonstrations: bool) -> Iterator[str]:
+    """Why a tokenizer cannot be used, one sentence each.
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion when the policy chooses one of them."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id; a model may have more rows than this, never fewer."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a problem's prompt, as the policy reads it before it begins its completion."""
-
-    def encode_completion(self, text: str) -> list[int]:
-        """The ids of a text that the policy could have written, with no stop id appended."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text before the first stop id."""
+    Args:
+      vocab_size: of the model.
+      demonstrations: whether completions are encoded too, each followed by a stop id.
+    """
+    if isinstance(tokenizer, type):
+        yield f"tokenizer: wanted an instance, got the class {tokenizer.__name__} (write {tokenizer.__name__}(...))"
+        return
+    names = ["encode", "decode"] + ["encode_completion"] * demonstrations
+    missing = [name for name in names if not callable(getattr(tokenizer, name, None))]
+    if missing:
+        kind = type(tokenizer).__name__
+        yield f"tokenizer: wanted an object with {' and '.join(names)}, {kind} has no {missing[0]}"
+    size, stops = (getattr(tokenizer, name, None) for name in ("vocab_size", "stop_ids"))
+    if not isinstance(size, int):
+        yield f"tokenizer.vocab_size: wanted an integer, got {size!r}"
+    elif vocab_size < size:
+        yield f"model.vocab_size: wanted at least the tokenizer's {size}, got {vocab_size}"
+    elif not isinstance(stops, tuple) or not all(stop in range(size) for stop in stops):
+        yield f"tokenizer.stop_ids: wanted a tuple of ids below {size}, got {stops!r}"
+    elif demonstrations and not stops:
+        yield "tokenizer.stop_ids: wanted at least one, which ends a demonstration of the warm_start, got none"
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,41 @@
-"""An experiment as plain data: what a checkpoint stores, what a resumed run compares, what the dry run prints.
+"""An experiment as plain data: checkpoints store it, a resumed run compares it, the dry run prints it.
 
-`describe` gives nested dicts, lists, strings, numbers, booleans and None only, equal after a trip through JSON, and
-free of addresses, so that the same experiment has the same description in every process.
+`describe` gives nested dicts, lists, strings, numbers, booleans and None only, unchanged by a round trip through JSON
+and without addresses, so that the same experiment has the same description in every process.
 
-    a dataclass                     {"type": "module.Class", field: ..., ...}
-    a function                      "module.name"
+    a dataclass                     {"type": "package.Class", field: ..., ...}
+    a function                      "package.name"
     a function with keyword-only
-    parameters, or a partial        {"function": "module.name", keyword: ..., ...}
+    parameters, or a partial        {"function": "package.name", keyword: ..., ...}
 
-Keywords left at their defaults are in there too: a clip range is part of what ran, whoever wrote it.
+Names are public ones (`gspax.losses.gspo`, not the module that defines it), so that code can move without
+turning old runs into other experiments; `experiment.aliases` holds the names that have changed. Keywords left at their
+defaults are included: they are part of what ran.
 """
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import dataclasses
 import functools
 import inspect
 import json
 import math
+import sys
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from typing import Any
 
-# What a resumed run may change. None of it enters an update: `schedule.steps` is a target, the others say how often
-# and on how much the run measures and saves itself, so the parameters after step n are the same either way.
+from gspax.experiment import aliases
+
+_ABSENT = object()
+
+# What a resumed run may change. None of it enters an update: `schedule.steps` is a total, the others set how often and
+# on how many problems the run evaluates and saves, so the parameters after step n stay the same.
 RESUMABLE = (
     "schedule.steps",
     "schedule.eval_every",
@@ -35,7 +46,7 @@ RESUMABLE = (
 
 
 def describe(value: Any) -> Any:
-    """`value` as JSON-able data; an `Experiment` gives a dict. See the module for the form."""
+    """`value` as JSON-serialisable data; an `Experiment` gives a dict. The module docstring lists the forms."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -98,16 +109,47 @@ def keywords(function: Any) -> dict[str, Any]:
 
 
 def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function; none if it does not tell (some built-in functions)."""
+    """The parameters of a function; none if it has no signature, as some built-in functions."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
 
 
+def hints_of(source: Any, *, ranges: bool = False) -> dict[str, Any]:
+    """The annotations of a dataclass or a function; those that cannot be evaluated are left out.
+
+    Args:
+      ranges: keep the `ranges.Range` of an annotation, as `Annotated[...]`.
+    """
+    found: dict[str, Any] = {}
+    for owner in reversed(source.__mro__) if isinstance(source, type) else [inspect.unwrap(source)]:
+        module = sys.modules.get(getattr(owner, "__module__", None) or "builtins", builtins)
+        for name, annotation in inspect.get_annotations(owner).items():
+            holder = types.SimpleNamespace(__annotations__={name: annotation})
+            with contextlib.suppress(Exception):  # it may name what only a type checker imports
+                found |= typing.get_type_hints(holder, vars(module), include_extras=ranges)
+    return found
+
+
 def name_of(value: Any) -> str:
-    """`module.qualified_name` of a function or a class."""
-    return f"{getattr(value, '__module__', None) or 'builtins'}.{value.__qualname__}"
+    """The name of a function or a class in the shortest package that exposes it: `gspax.losses.gspo`."""
+    module, name = getattr(value, "__module__", None) or "builtins", value.__qualname__
+    parts = module.split(".")
+    packages = (".".join(parts[:end]) for end in range(1, len(parts)))
+    return f"{next((each for each in packages if _lookup(f'{each}.{name}') is value), module)}.{name}"
+
+
+def _lookup(name: str) -> Any:
+    """What a dotted name stands for in the modules that are loaded; None if there is nothing."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        if module := sys.modules.get(".".join(parts[:end])):
+            found: Any = module
+            for part in parts[end:]:
+                found = getattr(found, part, None)
+            return found
+    return None
 
 
 def flatten(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -126,16 +168,37 @@ def flatten(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, ignore: Iterable[str] = ()) -> list[str]:
     """What changed between two descriptions, one line per key: `optimizer.learning_rate: 1e-4 -> 3e-4`.
 
-    Keys that match a pattern of `ignore` are left out: with `ignore=RESUMABLE`, what is left forbids a resume.
+    Args:
+      old: a description by this version or an older one. A field that it lacks counts as having today's default.
+      new: a description by this version.
+      ignore: patterns of keys to leave out; with RESUMABLE, what is left forbids a resume.
     """
-    before, after = flatten(old), flatten(new)
+    before, after = aliases.current(flatten(old)), flatten(new)
     lines = []
     for key in before | after:
         if any(fnmatchcase(key, pattern) for pattern in ignore):
             continue
-        if key not in before or key not in after or before[key] != after[key]:
+        same = before[key] == after.get(key, _ABSENT) if key in before else _is_default(after, key)
+        if not same:
             lines.append(f"{key}: {_show(before, key)} -> {_show(after, key)}")
     return lines
+
+
+def _is_default(flat: Mapping[str, Any], key: str) -> bool:
+    """Whether a dataclass's field, or a function's keyword, has its default in a flat description."""
+    owner, _, name = key.rpartition(".")
+    named = flat.get(owner or "type")
+    default = _default(_lookup(named), name) if isinstance(named, str) else inspect.Parameter.empty
+    return flatten({key: describe(default)}).get(key) == flat[key]
+
+
+def _default(owner: Any, name: str) -> Any:
+    """The default of a dataclass's field or a function's parameter; `inspect.Parameter.empty` if there is none."""
+    for field in dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ():
+        if field.name == name and field.default_factory is not dataclasses.MISSING:
+            return field.default_factory()
+    parameter = parameters(owner).get(name) if callable(owner) else None
+    return inspect.Parameter.empty if parameter is None else parameter.default
 
 
 def show(value: Any) -> str:

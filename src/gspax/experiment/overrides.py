@@ -1,7 +1,7 @@
-"""`a.b=c` on the command line: any field of an experiment, read by its annotation.
+"""`a.b=c` on the command line: any field of an experiment, parsed by its annotation.
 
-What can stand to the left of `=`: a field of a dataclass (the experiment's own parts, a data source, a model), and a
-keyword of a function (`loss.clip_low` makes a `functools.partial`). What can stand to the right:
+A key is a field of a dataclass (a part of the experiment, a data source, a model) or a keyword of a function
+(`loss.clip_low` makes a `functools.partial`). Keys that have moved still work (`aliases`). Values:
 
     int             8, 1_000, 1e3 (any number that is whole)
     float           1e-5, 3
@@ -9,10 +9,10 @@ keyword of a function (`loss.clip_low` makes a `functools.partial`). What can st
     str             as it is
     tuple           (1,2) or 1,2; () is empty
     optional        null or none, besides the above
-    anything else   a dotted name: loss=gspax.losses.grpo, model=gspax.model.presets.qwen3_0_6b; that of a dataclass
-                    stands for its defaults: reference=gspax.config.Reference
+    anything else   a dotted name: loss=gspax.losses.grpo, model=gspax.model.presets.qwen3_0_6b; a dataclass stands
+                    for an instance with its defaults: reference=gspax.config.Reference
 
-Overrides apply from left to right, so a later one may set a field of what an earlier one put there.
+Overrides apply from left to right, so one may set a field of what an earlier one assigned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from gspax.errors import UserError
-from gspax.experiment.description import is_function, is_record, keywords, name_of, unwrap
+from gspax.experiment.aliases import current_key
+from gspax.experiment.description import hints_of, is_function, is_record, keywords, name_of, unwrap
+from gspax.protocols import is_function_protocol
 
 T = TypeVar("T")
 
@@ -43,7 +45,7 @@ def override(experiment: T, assignments: Iterable[str]) -> T:
     """The experiment with every `key=value` applied, left to right.
 
     Raises:
-      UserError: with one line for each assignment that names no field or whose value does not fit it.
+      UserError: one line for each assignment with an unknown key or a value that does not fit.
     """
     problems = []
     for assignment in assignments:
@@ -51,6 +53,7 @@ def override(experiment: T, assignments: Iterable[str]) -> T:
         try:
             if not equals or not key:
                 raise UserError(f"{assignment!r}: an override is written key=value, as in optimizer.learning_rate=1e-5")
+            key = current_key(key)
             experiment = _set(experiment, key.split("."), text, Any, _Place(key, experiment))
         except UserError as problem:
             problems.append(str(problem))
@@ -68,7 +71,7 @@ def keys(value: Any, prefix: str = "") -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """What an error message needs to know."""
+    """Where an error happened, for its message."""
 
     key: str
     experiment: Any
@@ -99,25 +102,18 @@ def _set(node: Any, path: list[str], text: str, hint: Any, place: _Place) -> Any
 def _children(node: Any) -> dict[str, tuple[Any, Any]]:
     """The fields of a dataclass or the keywords of a function, each with its value and its annotation."""
     if is_record(node):
-        hints = _hints(type(node))
+        hints = hints_of(type(node))
         found = {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
     elif isinstance(node, functools.partial) or is_function(node):
-        hints = _hints(unwrap(node))
+        hints = hints_of(unwrap(node))
         found = keywords(node)
     else:
         return {}
     return {name: (value, hints.get(name, Any)) for name, value in found.items()}
 
 
-def _hints(source: Any) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(source)
-    except Exception:  # an annotation may name what exists only for a type checker
-        return {}
-
-
 def _unknown(node: Any, rest: list[str], children: dict[str, Any], place: _Place) -> str:
-    """The sentence about a key that is not there: the nearest sibling, else the nearest key anywhere, else a list."""
+    """The error for an unknown key: it suggests the closest sibling, else the closest key anywhere, else lists all."""
     parts = place.key.split(".")
     depth = len(parts) - len(rest) - 1
     parent, name = ".".join(parts[:depth]), parts[depth]
@@ -177,7 +173,7 @@ def _parse_tuple(text: str, kind: Any, members: tuple[Any, ...], current: Any) -
     inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
     texts = [part.strip() for part in inner.split(",")]
     if texts[-1] == "":
-        texts.pop()  # "" is empty, and a comma may stand at the end
+        texts.pop()  # "" is the empty tuple, and a trailing comma is allowed
     fixed = kind is tuple and len(members) != 0 and members[-1] is not ...
     if fixed and len(texts) != len(members):
         raise ValueError(f"{len(members)} values with commas between them")
@@ -214,16 +210,17 @@ _SCALARS: dict[Any, Any] = {int: _integer, float: _float, bool: _boolean, str: s
 
 
 def _named(text: str, hint: Any) -> Any:
-    """What a dotted name stands for, if it fits the annotation."""
-    is_class = isinstance(hint, type) and hint not in (object, Any)  # Any is a class since Python 3.11
-    is_callable = hint is collections.abc.Callable or typing.get_origin(hint) is collections.abc.Callable
+    """The object with this dotted name, if it fits the annotation. Raises ValueError saying what was wanted."""
+    # Any is a class since Python 3.11
+    is_class = isinstance(hint, type) and hint not in (object, Any) and not getattr(hint, "_is_protocol", False)
+    is_callable = collections.abc.Callable in (hint, typing.get_origin(hint)) or is_function_protocol(hint)
     wanted = f"the dotted name of a {hint.__name__}" if is_class else "a dotted name"
     wanted = "the dotted name of a function" if is_callable else wanted
     if not _DOTTED.fullmatch(text):
         raise ValueError(wanted + (", as in gspax.losses.gspo" if is_callable else ""))
     value: Any = _lookup(text)
     if is_class and value is hint and dataclasses.is_dataclass(hint):
-        with contextlib.suppress(TypeError):  # a field without a default: the class stays what it is, and does not fit
+        with contextlib.suppress(TypeError):  # it has fields without defaults: the class itself is refused below
             value = value()
     fits = isinstance(value, hint) if is_class else callable(value) if is_callable else True
     if not fits or inspect.ismodule(value):
@@ -232,7 +229,7 @@ def _named(text: str, hint: Any) -> Any:
 
 
 def _lookup(text: str) -> Any:
-    """The object that a dotted name stands for, importing modules on the way."""
+    """The object with this dotted name; modules are imported as needed."""
     parts = text.split(".")
     value: Any = _import(parts[0], text)
     if value is None:
@@ -250,14 +247,14 @@ def _lookup(text: str) -> Any:
 
 
 def _import(module: str, text: str) -> types.ModuleType | None:
-    """The module, or None if there is none of this name."""
+    """The module, or None if no module has this name."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
         if missing.name == module:
             return None
         if missing.name is not None and module.startswith(missing.name + "."):
-            return None  # the parent is a module, but no package
+            return None  # the parent is a module, not a package
         raise UserError(f"{text}: importing {module} needs the module {missing.name!r}") from missing
     except Exception as problem:
         raise UserError(f"{text}: importing {module} failed: {type(problem).__name__}: {problem}") from problem

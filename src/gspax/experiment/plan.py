@@ -14,10 +14,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from gspax import sharding
+from gspax import optimizers, sharding
 from gspax.config import LOGIT_BUDGET, SCORE_BUDGET, Experiment, ModelConfig, Remat, is_sparse, trained_dtype
+from gspax.experiment.aliases import current_key
 from gspax.experiment.counts import active_parameter_count, attention_count, mlp_count, parameter_count, trained_count
-from gspax.experiment.description import describe, flatten, show
+from gspax.experiment.description import describe, flatten, show, unwrap
+from gspax.protocols import Transform
 
 FLOAT32 = 4
 
@@ -60,7 +62,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     parameters = parameter_count(config)
     return Plan(
         settings=flatten(describe(experiment)),
-        overridden=tuple(overridden),
+        overridden=tuple(map(current_key, overridden)),
         mesh=mesh,
         sampler_mesh=own,
         why=sharding.explain_mesh(experiment.mesh, mesh, config),
@@ -79,7 +81,8 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
             for remat in get_args(Remat)
         },
         host=sum(_optimizer_bytes(experiment, mesh).values()) if experiment.optimizer.offload else 0,
-        checkpoint=(2 * FLOAT32 + _trained_bytes(experiment) + _master_bytes(experiment)) * trained_count(experiment),
+        checkpoint=_trained_bytes(experiment) * trained_count(experiment)
+        + sum(_optimizer_bytes(experiment, dict.fromkeys(mesh, 1)).values()),
     )
 
 
@@ -187,9 +190,28 @@ def _gathered_bytes(config: ModelConfig, mesh: dict[str, int]) -> int:
 
 
 def _optimizer_bytes(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:
-    """The optimiser's state, a device's part of it."""
+    """The optimiser's state, a device's share of it."""
     trained = math.ceil(trained_count(experiment) / _weight_shards(mesh))
-    return {"Adam moments, float32": 2 * FLOAT32 * trained, "master copy, float32": _master_bytes(experiment) * trained}
+    return {
+        **_moment_bytes(experiment.optimizer.transform, experiment.model, trained),
+        "master copy, float32": _master_bytes(experiment) * trained,
+    }
+
+
+def _moment_bytes(transform: Transform, config: ModelConfig, trained: int) -> dict[str, int]:
+    """AdamW has two moments of each of `trained` numbers. Any other state is traced for the whole model and scaled."""
+    if unwrap(transform) is optimizers.adamw:
+        return {"Adam moments, float32": 2 * FLOAT32 * trained}
+    import jax
+
+    from gspax.model import transformer
+
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.numpy.float32), transformer.abstract_params(config)
+    )
+    state = jax.eval_shape(lambda params: transform(0.0).init(params), params)
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return {"optimiser state": math.ceil(total * trained / parameter_count(config))}
 
 
 def _on_device(experiment: Experiment, mesh: dict[str, int]) -> dict[str, int]:

@@ -57,7 +57,7 @@ def from_experiment(experiment: Experiment) -> Objective:
     """The objective of an experiment: its loss, corrected, plus its penalties."""
 
     def objective(outputs: Outputs, batch: Batch, common: Common) -> losses.Terms:
-        loss = experiment.loss
+        loss: Callable[..., losses.Terms] = experiment.loss
         if experiment.calibration is not None:
             loss = partial(loss, clip_low=common.clip_range[0], clip_high=common.clip_range[1])
         weight = correction(experiment, outputs.logp_BT, batch)
@@ -77,8 +77,10 @@ def correction(experiment: Experiment, logp_BT: Array, batch: Batch) -> Array | 
     """The constant factor of the objective, float32 [B] or [B, T]; None if the experiment corrects nothing."""
     weight = None
     if experiment.correction is not None:
+        assert batch.sampler_logp_BT is not None
         weight = experiment.correction(batch.old_logp_BT, batch.sampler_logp_BT, batch.mask_BT)
     if experiment.rejection is not None:
+        assert batch.sampler_logp_BT is not None
         kept_B = experiment.rejection(logp_BT, batch.sampler_logp_BT, batch.advantage_B, batch.mask_BT)
         weight = kept_B if weight is None else weight * (kept_B if weight.ndim == 1 else kept_B[:, None])
     return weight

@@ -1,4 +1,4 @@
-"""The optimiser of an experiment, from optax, and where its state lives."""
+"""The optimiser of a training stage: the settings' transform behind a gradient clip, and where its state is placed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ import jax.numpy as jnp
 import optax
 
 from gspax import config
+from gspax.errors import UserError
+from gspax.experiment.description import name_of, unwrap
 
 
 def learning_rate(settings: config.Optimizer) -> optax.Schedule:
-    """Linear from 0 over `warmup_updates`, then constant. A function of the updates done."""
-    if settings.warmup_updates == 0:
-        return optax.constant_schedule(settings.learning_rate)
-    return optax.linear_schedule(0.0, settings.learning_rate, settings.warmup_updates)
+    """The learning rate as a function of the updates done."""
+    return settings.schedule(settings.learning_rate, settings.warmup_updates)
 
 
 def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip; weight decay, where set, is on every parameter.
+    """The settings' transform behind a global-norm clip.
 
     Args:
-      trained_dtype: of what is trained; unless it is float32, the state holds a float32 copy (`with_master`).
+      trained_dtype: dtype of the trained arrays; unless it is float32, the state holds a float32 copy (`with_master`).
+
+    Raises:
+      UserError: `settings.transform` gives something else than an optax.GradientTransformation.
     """
-    optimizer = optax.adamw(
-        learning_rate(settings),
-        b1=settings.b1,
-        b2=settings.b2,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
+    optimizer = settings.transform(learning_rate(settings))
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise UserError(
+            f"optimizer.transform: wanted a function that gives an optax.GradientTransformation, "
+            f"{name_of(unwrap(settings.transform))} gave {type(optimizer).__name__}"
+        )
     if settings.max_grad_norm != 0:
         optimizer = optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), optimizer)
     if trained_dtype != "float32":
@@ -39,21 +41,42 @@ def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -
 
 
 def optimizer_of(experiment: config.Experiment) -> optax.GradientTransformation:
-    """The optimiser of what an experiment trains."""
+    """The optimiser of an experiment's main stage."""
     return make_optimizer(experiment.optimizer, config.trained_dtype(experiment))
 
 
+def state_shardings(opt_state: Any, trained: Any, replicated: jax.sharding.Sharding) -> Any:
+    """A tree like `opt_state`: a leaf that belongs to a parameter has its sharding, all others are `replicated`.
+
+    A leaf belongs to a parameter if its path ends with the parameter's and it has its shape. Factored moments, as in
+    Adafactor, have other shapes; they are small.
+
+    Args:
+      opt_state: `ShapeDtypeStruct`s or arrays.
+      trained: the parameters that the optimiser updates, with shardings.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(trained)
+    by_path = {path: leaf for path, leaf in leaves}
+
+    def sharding(path: Any, leaf: Any) -> Any:
+        suffixes = (path[start:] for start in range(len(path) + 1))
+        parameter = next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
+        return parameter.sharding if parameter is not None and parameter.shape == leaf.shape else replicated
+
+    return jax.tree_util.tree_map_with_path(sharding, opt_state)
+
+
 class Master(NamedTuple):
-    """The float32 copy of what is trained, and the state of the optimiser that updates it."""
+    """A float32 copy of the trained parameters, and the state of the optimiser that updates it."""
 
     params: Any
     inner: Any
 
 
 def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimiser on a float32 copy; `apply_updates` then gives that copy, rounded to the parameters' dtype.
+    """The optimiser on a float32 copy; `apply_updates` gives that copy rounded to the parameters' dtype.
 
-    A bfloat16 number cannot take an update below 1/256 of itself: small learning rates would do nothing.
+    An update below 1/256 of a bfloat16 number would be lost to rounding.
     """
 
     def init(params: Any) -> Master:
@@ -64,7 +87,7 @@ def with_master(inner: optax.GradientTransformation) -> optax.GradientTransforma
         grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
         updates, inner_state = inner.update(grads, state.inner, state.params)
         master = optax.apply_updates(state.params, updates)
-        # exact where the two differ by less than a factor of 2, so that adding it gives the master
+        # exact where the two differ by less than a factor of 2: adding it gives the master copy
         difference = jax.tree.map(lambda new, old: new - old.astype(jnp.float32), master, params)
         return difference, Master(master, inner_state)
 
@@ -72,11 +95,11 @@ def with_master(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 class Offloaded(optax.GradientTransformation):
-    """An optimiser whose state lives in the hosts' memory; `state.abstract_state` places it there."""
+    """An optimiser whose state is kept in host memory; `state.abstract_state` places it there."""
 
 
 def offloaded(inner: optax.GradientTransformation) -> Offloaded:
-    """The same updates; the state comes to the devices for an update and goes back."""
+    """The same updates; the state is copied to the devices for an update and back afterwards."""
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, state = inner.update(grads, jax.device_put(state, jax.memory.Space.Device), params)

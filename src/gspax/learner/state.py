@@ -11,7 +11,7 @@ import optax
 
 from gspax.config import Lora, ModelConfig
 from gspax.learner import adapters, weights
-from gspax.learner.optimizer import Offloaded
+from gspax.learner.optimizer import Offloaded, state_shardings
 from gspax.model import transformer
 from gspax.model.low_rank import partition
 from gspax.sharding import named_sharding
@@ -103,15 +103,10 @@ def abstract_state(
     trained, _ = partition(params)
     state = jax.eval_shape(lambda params: new_state(params, optimizer, jax.random.key(0)), params)
 
-    def placed(leaf, sharding):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding.with_memory_kind(memory))
-
-    moments = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda leaf, param: placed(leaf, param.sharding),
+    moments = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding.with_memory_kind(memory)),
         state.opt_state,
-        trained,
-        transform_non_params=lambda leaf: placed(leaf, everywhere),
+        state_shardings(state.opt_state, trained, everywhere),
     )
     small: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from gspax.data.problem import Problem
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import unwrap
-from gspax.types import Batch, Rollout
+from gspax.types import Array, Batch, Rollout
 
 TEXTS = ("completion", "prompt", "answer")  # of a row; the rest are numbers
 
@@ -118,9 +118,10 @@ def _added(experiment: Experiment, rollout: Rollout, batches: Sequence[Batch]) -
         added_B, metrics["reward/length"] = added_B + length_B, float(length_B.mean())
     reference = experiment.reference
     if reference is not None and reference.reward is not None:
+        estimate: Callable[..., Array] = reference.reward
         kl_B = np.concatenate(
             [
-                multihost.to_host(reference.reward(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT).sum(axis=-1))
+                multihost.to_host(estimate(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT).sum(axis=-1))
                 for batch in batches
             ]
         )

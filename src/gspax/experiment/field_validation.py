@@ -1,0 +1,138 @@
+"""Types, ranges and signatures of an experiment's fields, read from their annotations.
+
+Each message is one sentence: where, what was wanted, what came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from gspax.experiment.description import hints_of, is_record, keywords, name_of, parameters, show, unwrap
+from gspax.protocols import argument_names, is_function_protocol
+from gspax.ranges import Range
+
+
+def type_problems(record: Any, prefix: str = "") -> Iterator[str]:
+    """Fields whose values are not what their annotations say."""
+    for name, hint in hints_of(type(record)).items():
+        value = getattr(record, name)
+        if not _fits(value, hint):
+            yield f"{prefix}{name}: wanted {_words(hint)}, got {value!r}"
+        elif _is_part(value, hint):
+            yield from type_problems(value, f"{prefix}{name}.")
+
+
+def range_problems(record: Any) -> Iterator[str]:
+    """Numbers and names out of the range in their annotation: fields, and keywords of functions."""
+    for key, value, hint in _fields(record):
+        if is_function_protocol(_bare(hint)) and value is not None:
+            hints = hints_of(unwrap(value), ranges=True)
+            yield from (
+                problem
+                for name, each in keywords(value).items()
+                for problem in _out_of_range(f"{key}.{name}", each, hints.get(name))
+            )
+        yield from _out_of_range(key, value, hint)
+
+
+def function_problems(record: Any) -> Iterator[str]:
+    """Functions that could not be called as the run calls them."""
+    for key, value, hint in _fields(record):
+        if is_function_protocol(_bare(hint)) and value is not None:
+            names = argument_names(_bare(hint))
+            if problem := _misfit(value, names):
+                yield f"{key}: wanted a function of ({', '.join(names)}), {problem}"
+
+
+def _fields(record: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, value, annotation) of every field, those of the parts included."""
+    for name, hint in hints_of(type(record), ranges=True).items():
+        value = getattr(record, name)
+        yield f"{prefix}{name}", value, hint
+        if _is_part(value, hint):
+            yield from _fields(value, f"{prefix}{name}.")
+
+
+def _is_part(value: Any, hint: Any) -> bool:
+    """Whether a value is one of the dataclasses that an experiment consists of."""
+    return is_record(value) and dataclasses.is_dataclass(_bare(hint))
+
+
+def _bare(hint: Any) -> Any:
+    """`X` of `X | None` and of `Annotated[X, ...]`."""
+    if typing.get_origin(hint) is Annotated:
+        return _bare(typing.get_args(hint)[0])
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        members = [each for each in typing.get_args(hint) if each is not types.NoneType]
+        return _bare(members[0]) if len(members) == 1 else hint
+    return hint
+
+
+def _out_of_range(key: str, value: Any, hint: Any) -> Iterator[str]:
+    if typing.get_origin(hint) is not Annotated or value is inspect.Parameter.empty:
+        return
+    kind, *ranges = typing.get_args(hint)
+    if not _fits(value, kind):
+        yield f"{key}: wanted {_words(kind)}, got {value!r}"
+        return
+    for range_ in ranges:
+        if isinstance(range_, Range) and not range_.accepts(value):
+            yield f"{key}: wanted {range_.words}, got {repr(value) if isinstance(value, str) else show(value)}"
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, member) for member in members)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(each, members[0]) for each in value)
+    if origin is typing.Literal:
+        return value in members
+    if is_function_protocol(hint):
+        return callable(value)
+    if getattr(hint, "_is_protocol", False):
+        return True  # an object: what it lacks is reported by name, where it is defined what it needs
+    if hint in (int, float):
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _words(hint: Any) -> str:
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(map(repr, members))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_words(member) for member in members)
+    if origin is tuple:
+        return "a tuple of integers"
+    if is_function_protocol(hint):
+        return "a function"
+    plain = {int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
+    return plain.get(hint) or f"a {hint.__name__}"
+
+
+def _misfit(function: Any, names: tuple[str, ...]) -> str:
+    """Why the function cannot take these positional arguments; empty if it can."""
+    inner = unwrap(function)
+    title = name_of(inner) if hasattr(inner, "__qualname__") else type(inner).__name__
+    known = parameters(inner)
+    anything = not known or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    given = function.keywords if isinstance(function, functools.partial) else {}
+    for keyword in given if not anything else ():
+        if keyword not in known:
+            near = difflib.get_close_matches(keyword, known, n=1)
+            return f"{title} has no parameter {keyword!r}{f' (did you mean {near[0]!r}?)' if near else ''}"
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as problem:
+        return f"{title} cannot be called so: {problem}"
+    except ValueError:  # a built-in function without a signature
+        pass
+    return ""

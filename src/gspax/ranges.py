@@ -1,0 +1,41 @@
+"""Ranges of numbers, written in the annotation of a field or a keyword: `prompts: PositiveInt = 64`.
+
+`experiment.validation` reads them there, from the dataclasses of an experiment and from the functions that it names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+
+@dataclass(frozen=True)
+class Range:
+    """Which values are accepted, and how an error message describes them ("wanted at least 1, got 0")."""
+
+    words: str
+    accepts: Callable[[Any], bool]
+
+
+def at_least(low: int) -> Range:
+    return Range(f"at least {low}", lambda x: low <= x < math.inf)
+
+
+AXIS = Range("at least 1, or -1 for the devices that are left", lambda x: x >= 1 or x == -1)
+CHOSEN_AXIS = Range("at least 1, 0 to have it chosen, or -1 for the devices that are left", lambda x: x >= -1)
+NAME = Range(
+    "letters, digits, '.', '_' and '-', a letter or digit first",
+    lambda x: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", x) is not None,
+)
+
+PositiveInt = Annotated[int, at_least(1)]
+NonNegativeInt = Annotated[int, at_least(0)]
+Positive = Annotated[float, Range("above 0", lambda x: 0 < x < math.inf)]
+NonNegative = Annotated[float, at_least(0)]
+Finite = Annotated[float, Range("a finite number", lambda x: abs(x) < math.inf)]
+Share = Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)]
+Below1 = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
+Between0And1 = Annotated[float, Range("above 0 and below 1", lambda x: 0 < x < 1)]

@@ -1,0 +1,59 @@
+"""Runs written by older versions go on. `old_runs/COMMIT/` holds such a run, its experiment in today's API, and the
+metrics that COMMIT itself recorded for the next step."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gspax import loop
+from gspax.commands import export
+from gspax.errors import UserError
+from gspax.experiment import describe, load, override
+from gspax.run.directory import find_run
+
+FOLDER = Path(__file__).parent / "old_runs" / "929977a"
+RENAMED = {"eval/accuracy": "eval/reward", "eval/greedy_accuracy": "eval/greedy_reward"}
+CLOCKS = ("time/", "cpu/", "perf/")  # depend on the machine
+EXPERIMENT = load(FOLDER / "experiment.py")
+
+
+@pytest.fixture
+def old_run(tmp_path):
+    return Path(shutil.copytree(FOLDER / "run", tmp_path / "run"))
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_of_929977a_goes_on_with_the_same_numbers(old_run):
+    loop.train(override(EXPERIMENT, ["schedule.steps=3"]), old_run)
+    found = {}
+    for record in records(old_run / "metrics.jsonl"):
+        if record["step"] == 3:
+            found |= record
+    expected = {name: x for record in records(FOLDER / "expected.jsonl") for name, x in record.items()}
+    compared = 0
+    for name, value in expected.items():
+        if name.startswith(CLOCKS):
+            continue
+        name = name if name in found else RENAMED[name]
+        assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
+        compared += 1
+    assert compared > 40
+
+
+def test_weight_decay_was_on_all_parameters_then(old_run):
+    find_run(old_run, describe(EXPERIMENT))
+    matrices_only = override(EXPERIMENT, ["optimizer.transform.decayed=gspax.optimizers.matrices"])
+    with pytest.raises(UserError, match=r"decayed: gspax.optimizers.everything -> gspax.optimizers.matrices"):
+        find_run(old_run, describe(matrices_only))
+
+
+def test_a_run_of_929977a_is_exported(old_run, tmp_path):
+    export.run(old_run, tmp_path / "published", dtype="float32")
+    config = json.loads((tmp_path / "published" / "config.json").read_text())
+    assert config["hidden_size"] == 8
+    assert config["num_experts"] == 2
