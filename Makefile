@@ -39,7 +39,7 @@ test-python: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(QUICK)
 
 docs: $(DOCS)
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "site/index.html"
 
 clean:

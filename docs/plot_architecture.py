@@ -23,7 +23,7 @@ def import_graph() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for path in sorted(SOURCE.rglob("*.py")):
         name = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if name == "__init__":
+        if name in ("__init__", "__main__"):
             continue
         found = graph.setdefault(name, set())
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

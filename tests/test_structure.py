@@ -138,7 +138,7 @@ def node(module):
 
 
 def test_packages_and_flat_modules_are_few_and_have_no_cycle():
-    modules = [module for module in FILES if "." in module]
+    modules = [module for module in FILES if "." in module and module != "gspax.__main__"]
     graph = {node(module): set() for module in modules}
     for module in modules:
         graph[node(module)] |= {node(other) for other in own(module) if "." in other} - {node(module)}

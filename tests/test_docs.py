@@ -1,0 +1,311 @@
+"""The pages are true as far as a test can tell: links resolve, code blocks run, commands parse, names exist."""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gspax import experiment as experiments
+from gspax.commands import main as program
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("docs", "experiments")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+SORT = ROOT / "experiments" / "sort_gspo.py"
+
+
+def label(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def read(page):
+    return page.read_text(encoding="utf-8")
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=label)
+
+
+# Links
+
+FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
+LINK = re.compile(r"\]\((?!\w+:)([^)\s]*)\)")
+
+
+def anchors(page):
+    """The anchors of a page's headings, as the forge and the site make them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", read(page)), re.M):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        found.add(re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-"))
+    return found
+
+
+def broken_links(page):
+    for link in LINK.findall(FENCE.sub("", read(page))):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists():
+            yield f"{link}: no such file"
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            yield f"{link}: no such heading; there are {sorted(anchors(target))}"
+
+
+def test_there_are_pages():
+    assert {"README.md", "docs/index.md", "docs/losses.md", "experiments/README.md"} <= {label(page) for page in PAGES}
+
+
+@every_page
+def test_links_resolve(page):
+    assert not list(broken_links(page)), "\n".join(broken_links(page))
+
+
+def test_broken_links_are_found(tmp_path):
+    (tmp_path / "b.md").write_text("# A `title`, here\n")
+    page = tmp_path / "a.md"
+    page.write_text("[x](b.md#a-title-here) [y](b.md#other) [z](c.md) [w](https://example.org)\n```\n[q](d.md)\n```\n")
+    assert [line.split(":")[0] for line in broken_links(page)] == ["b.md#other", "c.md"]
+
+
+# Names and paths in code spans
+
+
+def spans(page):
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", FENCE.sub("", read(page)))
+
+
+def modules():
+    """{last part of its name: module names} of the package."""
+    found = {}
+    for path in (ROOT / "src" / "gspax").rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+        found.setdefault(name.rpartition(".")[2], []).append(name)
+    return found
+
+
+MODULES = modules()
+
+
+def resolves(name):
+    """Whether a dotted name is a module of gspax or something inside one."""
+    parts = name.split(".")
+    for i in range(len(parts), 0, -1):
+        with contextlib.suppress(ModuleNotFoundError):
+            found = importlib.import_module(".".join(parts[:i]))
+            break
+    else:
+        return False
+    for part in parts[i:]:
+        if part in getattr(found, "__dataclass_fields__", {}):
+            return True  # a field without a default is no attribute
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+@every_page
+def test_names_in_code_spans_exist(page):
+    """`gspax.loop.train` and, where the first part is a module's name, `losses.gspo`."""
+    if page.name in ("LOG.md", "CHANGELOG.md"):
+        return  # they tell of the past
+    wrong = []
+    for span in spans(page):
+        name = re.split(r"[(=\[ ]", span)[0]
+        parts = name.split(".")
+        if not re.fullmatch(r"[a-zA-Z_]\w*(\.[a-zA-Z_]\w*)+", name) or parts[-1] in SUFFIXES:
+            continue
+        candidates = (
+            [name] if parts[0] == "gspax" else [f"{each}.{'.'.join(parts[1:])}" for each in MODULES.get(parts[0], [])]
+        )
+        if candidates and not any(map(resolves, candidates)) and parts[0] not in FIELDS:
+            wrong.append(span)
+    assert not wrong, wrong
+
+
+SUFFIXES = {
+    "py",
+    "md",
+    "json",
+    "jsonl",
+    "sh",
+    "txt",
+    "html",
+    "png",
+    "svg",
+    "yml",
+    "cfg",
+    "toml",
+    "cff",
+    "log",
+    "safetensors",
+}
+FIELDS = set(experiments.load(SORT).__dataclass_fields__)  # `model.remat` is a field of an experiment
+
+
+@every_page
+def test_paths_in_code_spans_exist(page):
+    """A path with a folder and a known suffix, from the root, the page's folder, docs/ or the package."""
+    if page.name in ("LOG.md", "CHANGELOG.md"):
+        return
+    bases = [ROOT, page.parent, ROOT / "docs", ROOT / "src" / "gspax", ROOT / "experiments", ROOT / "tests"]
+    wrong = [
+        span
+        for span in spans(page)
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|md|sh|toml|cfg|png|svg)", span)
+        and not any((base / span).exists() for base in bases)
+        and not span.startswith(("runs/", "gspax/"))
+    ]
+    assert not wrong, wrong
+
+
+# Code blocks
+
+BLOCK = re.compile(r"^```python(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.M | re.S)
+# What a block may use without making it: a user's model and data.
+GIVEN = {
+    "my_model": lambda params, tokens: params[tokens],
+    "my_reward": lambda problem, completion: 0.0,
+    "params": jnp.zeros((4, 4)),
+    "tokens_BT": jnp.ones((3, 2), jnp.int32),
+    "old_logp_BT": jnp.log(jnp.array([[1.0, 0.25]] * 3)),
+    "mask_BT": jnp.array([[False, True]] * 3),
+}
+BLOCKS = [(page, title, code) for page in PAGES for title, code in BLOCK.findall(read(page))]
+FILES = {title: code for _, title, code in BLOCKS if title}
+
+
+def block_ids(blocks):
+    return [f"{label(page)}-{title or i}" for i, (page, title, _) in enumerate(blocks)]
+
+
+@pytest.mark.parametrize(("page", "title", "code"), BLOCKS, ids=block_ids(BLOCKS))
+def test_blocks_compile(page, title, code):
+    compile(code, label(page), "exec")
+
+
+RUNNABLE = [block for block in BLOCKS if "..." not in block[2] and not block[1]]
+
+
+@pytest.mark.parametrize(("page", "title", "code"), RUNNABLE, ids=block_ids(RUNNABLE))
+def test_blocks_run(page, title, code):
+    """Every block without an ellipsis."""
+    with jax.numpy_rank_promotion("allow"):
+        exec(compile(code, label(page), "exec"), dict(GIVEN))
+
+
+# Files that a tutorial writes
+
+TINY = [
+    *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_experts=2", "model.num_experts_per_tok=1"),
+    *("model.moe_intermediate_size=16", "sampling.prompts=4", "sampling.group=2", "schedule.steps=2"),
+    *("schedule.minibatches=2", "schedule.eval_every=0", "schedule.checkpoint_every=0", "evaluation.problems=4"),
+    *("warm_start.steps=2", "warm_start.rows=8"),
+]
+
+
+@pytest.fixture(scope="session")
+def tutorial_files(tmp_path_factory):
+    """A folder with the files of the tutorials: one experiment may import another."""
+    folder = tmp_path_factory.mktemp("tutorials")
+    for title, code in FILES.items():
+        (folder / title).write_text(code, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("title", sorted(FILES))
+def test_a_file_of_a_tutorial_is_a_valid_experiment(title, tutorial_files):
+    assert experiments.validate(experiments.load(tutorial_files / title)) == []
+
+
+def test_the_tutorials_train(tutorial_files, tmp_path):
+    """The own loss on the own task, two steps of a smaller model, in a process with one device."""
+    command = [sys.executable, "-m", "gspax", "train", "spo.py", "--workdir", str(tmp_path / "run"), *TINY]
+    settings = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = subprocess.run(
+        command, cwd=tutorial_files, env=os.environ | settings, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len([row for row in rows if "policy/ratio_mean" in row]) == 2
+
+
+# Commands
+
+
+def commands(page):
+    """The `gspax …` command lines of a page: fenced or indented lines, continued by a backslash, and code spans."""
+    text = re.sub(r"[ ]*\\\n\s*", " ", read(page))
+    lines = [
+        line.strip().removeprefix("$ ") for line in text.splitlines() if line.startswith(("    ", "gspax ", "$ gspax "))
+    ]
+    lines += [span for span in spans(page) if span.startswith("gspax ")]
+    for line in lines:
+        line = re.sub(r"\s+# .*|\s*\((on every host|and so on)\)$", "", line)
+        line = re.sub(r"\[(--[^\]]+)\]", r"\1", line)  # an option in brackets may be left out
+        if re.match(r"gspax [a-z]+ [^ ]*[-/.A-Z]", line) and "…" not in line and " | " not in line:
+            yield line
+
+
+COMMANDS = sorted({(page, line) for page in PAGES if page.name != "LOG.md" for line in commands(page)})
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{label(page)}: {line}" for page, line in COMMANDS])
+def test_commands_parse(page, line, tutorial_files, capsys):
+    """The options are those of the subcommand, the file exists and the overrides are fields of it."""
+    name, *arguments = shlex.split(line)[1:]
+    if arguments in ([], ["--help"]):
+        assert name in program.SUBCOMMANDS
+        return
+    options = importlib.import_module(f"gspax.commands.{name}").make_parser().parse_intermixed_args(arguments)
+    if "overrides" in options:
+        path = SORT if options.file == "FILE" else tutorial_files / options.file
+        path = path if path.exists() else ROOT / options.file
+        assert path.exists(), options.file
+        overridden = experiments.override(experiments.load(path), options.overrides)
+        if "FILE" not in line:
+            assert experiments.validate(overridden) == []
+
+
+OVERRIDES = re.findall(
+    r"`((?:[a-z_]+(?:\.[a-z_]+)*=[\w.-]+ ?)+)`",
+    "\n".join(
+        line.split("|")[2]
+        for line in read(ROOT / "docs" / "howto" / "coming_from.md").splitlines()
+        if line.startswith("| `")
+    ),
+)
+
+
+@pytest.mark.parametrize("assignments", sorted(set(OVERRIDES)))
+def test_the_fields_for_names_of_other_libraries_exist(assignments):
+    """Each entry of the page's second column that is an override gives a valid experiment."""
+    assert experiments.validate(experiments.override(experiments.load(SORT), assignments.split())) == []
+
+
+def test_there_are_commands():
+    assert len(OVERRIDES) > 60
+    assert len(COMMANDS) > 20
+    assert len({line.split()[1] for _, line in COMMANDS}) == len(program.SUBCOMMANDS)
+
+
+# The picture
+
+
+def test_the_picture_of_the_imports_is_new():
+    path = ROOT / "docs" / "plot_architecture.py"
+    spec = importlib.util.spec_from_file_location("plot_architecture", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8") == script.draw(), (
+        f"run python {label(path)}"
+    )
