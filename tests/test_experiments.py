@@ -66,10 +66,10 @@ def test_a_step_of_every_experiment_can_be_traced(path):
     host = Rollout(**{name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in vars(drawn).items()})
     reward = experiment.reward(problems[0], problems[0].answer)
     advantage = experiment.advantage(jnp.full((P, G), reward, jnp.float32))
-    batches = minibatches.split_minibatches(experiment, host, learner.mesh)
+    batches = minibatches.split_minibatches(host, experiment.schedule.minibatches, learner.mesh)
     batches = minibatches.set_advantages(batches, np.asarray(advantage).reshape(-1), learner.mesh)
     assert len(batches) == experiment.schedule.minibatches
-    logp, entropy, _ = jax.eval_shape(learner.score, state.params, batches[0])
+    logp, entropy, _ = jax.eval_shape(learner.score, state.params, batches[0].tokens_BT, batches[0].segment_BT)
     assert logp.shape == entropy.shape == batches[0].tokens_BT.shape
     after, metrics = jax.eval_shape(learner.train_step, state, batches[0])
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
@@ -79,7 +79,9 @@ def test_a_step_of_every_experiment_can_be_traced(path):
         optimizer = make_optimizer(stage.optimizer)
         start = abstract_state(experiment.model, optimizer, learner.mesh)
         update = make_train_step(experiment.model, from_loss(sft.nll), optimizer, mesh=learner.mesh)
-        jax.eval_shape(update, start, sft.demonstrations(experiment, stage, 0, learner.mesh))
+        length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
+        texts = {"data": experiment.data, "tokenizer": experiment.tokenizer, "length": length, "seed": experiment.seed}
+        jax.eval_shape(update, start, sft.make_demonstrations(stage, 0, mesh=learner.mesh, **texts))
 
 
 def test_the_two_sorting_experiments_differ_in_two_lines():

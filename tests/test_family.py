@@ -1,6 +1,7 @@
 """Every member of the loss library, named in an experiment, trains a small model for a few updates."""
 
 import functools
+from collections import deque
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +20,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
 from gspax.learner.train_step import make_score, make_train_step
 from gspax.losses import correction, kl
-from gspax.rollout.placement import make_sampler
+from gspax.rollout.placement import make_colocated_sampler
 from gspax.sharding import make_mesh, named_sharding
 
 LOSSES = (
@@ -67,14 +68,14 @@ def train(changes, rollouts=2):
     variant = replace(BASE, **changes)
     assert validate(variant, 1) == []
     update = step(*(getattr(variant, name) for name in READ_BY_UPDATES))
-    learner = loop.Learner(variant, MESH, OPTIMIZER, update, score(variant.model), make_sampler(variant, MESH))
+    learner = loop.Learner(variant, MESH, OPTIMIZER, update, score(variant.model), make_colocated_sampler(MESH))
     state = init_state(variant.model, OPTIMIZER, jax.random.key(0), MESH)
     state = replace(state, clip_range=jax.device_put(initial_range(variant), named_sharding(MESH)))
     start = jax.tree.map(jnp.copy, state.params)
     reference = None if variant.reference is None else start
     found = []
     for _ in range(rollouts):
-        state, reported, rows = loop.rollout_and_update(learner, state, reference)
+        state, reported, rows = loop.run_step(learner, state, reference, deque())
         assert all(np.isfinite(list(reported.values()))), reported
         found.append(reported)
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), state.params, start)

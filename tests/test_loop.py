@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -323,9 +324,7 @@ def a_rollout():
 def test_mini_batches_are_the_rollout_in_order_each_row_once():
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     rollout, advantage = a_rollout(), np.arange(8) / 8
-    batches = minibatches.set_advantages(
-        minibatches.split_minibatches(with_schedule(minibatches=4), rollout, mesh), advantage, mesh
-    )
+    batches = minibatches.set_advantages(minibatches.split_minibatches(rollout, 4, mesh), advantage, mesh)
     assert [len(batch.tokens_BT) for batch in batches] == [2, 2, 2, 2]
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
     np.testing.assert_array_equal(joined.tokens_BT, rollout.tokens_BT)
@@ -338,7 +337,7 @@ def test_mini_batches_are_the_rollout_in_order_each_row_once():
 
 @pytest.mark.parametrize(("every", "due"), [(0, [7]), (3, [3, 6, 7]), (7, [7]), (10, [7])])
 def test_what_is_due_every_so_often_is_due_at_the_end_too(every, due):
-    assert [done for done in range(1, 8) if loop._due(done, every, 7)] == due
+    assert [done for done in range(1, 8) if loop.is_due(done, every, 7)] == due
 
 
 def test_a_rollout_batch_step_by_step(monkeypatch):
@@ -357,11 +356,12 @@ def test_a_rollout_batch_step_by_step(monkeypatch):
         rollout = a_rollout()
         return replace(rollout, logp_BT=np.where(rollout.mask_BT, -0.25, 0.0).astype(np.float32))
 
-    def score(params, batch):
-        rows, columns = batch.tokens_BT.shape
-        logp = jnp.where(batch.mask_BT, params + 0.25, 100.0)
+    def score(params, tokens_BT, segment_BT):
+        rows, columns = tokens_BT.shape
+        mask_BT = tokens_BT % 3 == 0  # as in `a_rollout`
+        logp = jnp.where(mask_BT, params + 0.25, 100.0)
         experts = jnp.stack([jnp.zeros((1, rows, columns), jnp.int32), jnp.full((1, rows, columns), 1 + params)], -1)
-        return logp, jnp.where(batch.mask_BT, 2.0, 100.0), experts.astype(jnp.int32)
+        return logp, jnp.where(mask_BT, 2.0, 100.0), experts.astype(jnp.int32)
 
     def train_step(state, batch):
         updated.append(batch)
@@ -369,12 +369,12 @@ def test_a_rollout_batch_step_by_step(monkeypatch):
 
     monkeypatch.setattr(loop, "sample", sample)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
-    learner = loop.Learner(small, mesh, None, train_step, score, placement.Sampler(mesh, lambda params: params))
+    learner = loop.Learner(small, mesh, None, train_step, score, placement.make_colocated_sampler(mesh))
     key = jax.random.key(5)
     state = TrainState(
         step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=None, clip_range=None
     )
-    state, metrics, rows = loop.rollout_and_update(learner, state)
+    state, metrics, rows = loop.run_step(learner, state, None, deque())
 
     assert drawn["params"] == 0 and drawn["ids"] == [40, 41, 42, 43] and drawn["sampling"] == small.sampling
     assert drawn["prompts"] == [small.tokenizer.encode(small.data.train(index).prompt) for index in range(40, 44)]

@@ -13,9 +13,6 @@ from gspax.errors import UserError
 from gspax.sharding import make_mesh
 
 LENGTH = 9
-ROOMY = replace(
-    experiment, sampling=replace(experiment.sampling, max_tokens=LENGTH - experiment.sampling.max_prompt_tokens)
-)
 STOP = experiment.tokenizer.stop_ids[0]
 
 
@@ -27,7 +24,8 @@ def digits(problem, rng):
 def demonstrated(first=0, rows=4, demonstration=digits, **changes):
     stage = config.WarmStart(demonstration=demonstration, rows=rows)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
-    return sft.demonstrations(replace(ROOMY, **changes), stage, first, mesh)
+    texts = {"data": experiment.data, "tokenizer": experiment.tokenizer, "length": LENGTH, "seed": 0}
+    return sft.make_demonstrations(stage, first, mesh=mesh, **texts | changes)
 
 
 def test_rows_are_prompt_demonstration_stop_and_the_prompt_is_not_taught():
@@ -66,16 +64,16 @@ def test_a_demonstration_that_does_not_fit_is_refused():
 
 
 def test_each_update_sees_the_next_problems(monkeypatch, tmp_path):
-    firsts, demonstrations = [], sft.demonstrations
+    firsts, make_demonstrations = [], sft.make_demonstrations
 
-    def spy(experiment, stage, first, mesh):
+    def spy(stage, first, **kwargs):
         firsts.append(first)
-        return demonstrations(experiment, stage, first, mesh)
+        return make_demonstrations(stage, first, **kwargs)
 
     def update(state, batch):
         return replace(state, step=state.step + 1), {"loss": jnp.float32(1)}
 
-    monkeypatch.setattr(sft, "demonstrations", spy)
+    monkeypatch.setattr(sft, "make_demonstrations", spy)
     monkeypatch.setattr(sft, "make_train_step", lambda *args, **kwargs: update)
     sft.run(experiment, tmp_path / "run")
     assert firsts == [0, 16, 32]

@@ -106,6 +106,11 @@ def is_sparse(config: ModelConfig, layer: int) -> bool:
     )
 
 
+def expert_id_dtype(config: ModelConfig) -> Literal["uint8", "uint16"]:
+    """The smallest dtype of the expert ids that scoring returns; `num_experts` itself stands on padding."""
+    return "uint8" if config.num_experts < 2**8 else "uint16"
+
+
 def layer_windows(config: ModelConfig) -> tuple[int, ...]:
     """How many tokens are visible to a token in each layer, itself included; empty if no layer has a window."""
     sliding = config.sliding_layers if config.sliding_window else ()

@@ -1,6 +1,6 @@
-"""Supervised warm start: imitate demonstrations. A small stage of its own, usable alone (`gspax sft`).
+"""Supervised warm start: imitate demonstrations. A stage of its own, usable alone (`gspax sft`).
 
-It is the reinforcement-learning train step with another loss, so the two stages share every line of the gradient.
+It is the reinforcement-learning train step with another loss, so the two stages share all of the gradient's code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state, init_state
 from gspax.learner.train_step import make_train_step
 from gspax.losses import Terms
-from gspax.protocols import CompletionTokenizer
+from gspax.protocols import CompletionTokenizer, DataSource
 from gspax.rollout.placement import make_meshes
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints
@@ -34,13 +34,13 @@ from gspax.types import Array, Batch, TrainState
 
 
 def nll(logp_BT: Array, old_logp_BT: Array, advantage_B: Array, mask_BT: Array) -> Terms:
-    """Negative log-likelihood, every demonstrated token weighing the same. Only log-probs and mask are read."""
+    """Negative log-likelihood, every demonstrated token weighted equally. Reads log-probs and mask alone."""
     value_B = -logp_BT.sum(axis=-1, where=mask_BT)
     return Terms(value=value_B, weight=mask_BT.sum(axis=-1).astype(value_B.dtype), metrics={})
 
 
 def run(experiment: Experiment, workdir: Path) -> None:
-    """`gspax sft`: only this stage, in `workdir/warm_start`, where `gspax train` finds it again."""
+    """`gspax sft`: this stage alone, in `workdir/warm_start`, where `gspax train` finds it."""
     if experiment.warm_start is None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
     mesh, _ = make_meshes(experiment)
@@ -53,23 +53,32 @@ def run(experiment: Experiment, workdir: Path) -> None:
 def warm_start(
     experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, interrupted: interrupt.Watch
 ) -> TrainState:
-    """Parameters after `warm_start.steps` updates from scratch, resuming the stage where it was left.
+    """The state after `warm_start.steps` updates from scratch; an interrupted stage is resumed.
 
-    The state's position says how many training problems were demonstrated.
+    Its position is the number of training problems that were demonstrated.
     """
-    stage = experiment.warm_start
+    stage, model = experiment.warm_start, experiment.model
     assert stage is not None
-    optimizer = make_optimizer(stage.optimizer, experiment.model.param_dtype)
-    train_step = make_train_step(experiment.model, objective.from_loss(nll), optimizer, mesh=mesh)
+    optimizer = make_optimizer(stage.optimizer, model.param_dtype)
+    train_step = make_train_step(model, objective.from_loss(nll), optimizer, mesh=mesh)
+    demonstrate = partial(
+        make_demonstrations,
+        stage,
+        data=experiment.data,
+        tokenizer=cast(CompletionTokenizer, experiment.tokenizer),  # checked by `experiment.validate`
+        length=experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens,
+        seed=experiment.seed,
+        mesh=mesh,
+    )
     with Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints:
         if checkpoints.latest() is None:
-            state = init_state(experiment.model, optimizer, jax.random.key(experiment.seed), mesh)
+            state = init_state(model, optimizer, jax.random.key(experiment.seed), mesh)
         else:
-            state, _ = checkpoints.restore(abstract_state(experiment.model, optimizer, mesh))
+            state, _ = checkpoints.restore(abstract_state(model, optimizer, mesh))
         done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
         with Recorder(run.warm_start, done) as recorder, progress.bar(stage.steps, done, "warm start") as bar:
             while done < stage.steps:
-                state, metrics = train_step(state, demonstrations(experiment, stage, first, mesh))
+                state, metrics = train_step(state, demonstrate(first))
                 state = replace(state, position=state.position + stage.rows)
                 done, first = done + 1, first + stage.rows
                 shown = {name: float(value) for name, value in multihost.to_host(metrics).items()}
@@ -81,25 +90,46 @@ def warm_start(
     return state
 
 
-def demonstrations(experiment: Experiment, stage: WarmStart, first: int, mesh: jax.sharding.Mesh) -> Batch:
-    """`stage.rows` demonstrated problems from index `first` on; a function of (seed, index) only."""
-    longest, by_row = (
-        experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens,
-        named_sharding(mesh, "batch"),
-    )
+def make_demonstrations(
+    stage: WarmStart,
+    first: int,
+    *,
+    data: DataSource,
+    tokenizer: CompletionTokenizer,
+    length: int,
+    seed: int,
+    mesh: jax.sharding.Mesh,
+) -> Batch:
+    """`stage.rows` demonstrated training problems from index `first` on, padded to `length` tokens.
+
+    A row is a function of (seed, index) alone. UserError if one is longer than `length`.
+    """
+    by_row = named_sharding(mesh, "batch")
+
+    def encode(index: int) -> tuple[Sequence[int], list[int]]:
+        """The tokens of the prompt, and of prompt, demonstration and stop token together."""
+        problem = data.train(index)
+        prompt = tokenizer.encode(problem.prompt)
+        answer = tokenizer.encode_completion(stage.demonstration(problem, np.random.default_rng((seed, index))))
+        tokens = [*prompt, *answer, tokenizer.stop_ids[0]]
+        if len(tokens) > length:
+            raise UserError(
+                f"warm_start: wanted at most {length} tokens of prompt and demonstration "
+                f"(sampling.max_prompt_tokens + max_tokens), got {len(tokens)} for training problem {index}"
+            )
+        return prompt, tokens
+
     ids = range(first, first + stage.rows)
-    texts = multihost.all_or_raise(
-        lambda: multihost.local_rows(partial(_demonstration, experiment, stage, longest), ids, by_row)
-    )
-    tokens_BT = np.zeros((stage.rows, longest), np.int32)
+    encoded = multihost.all_or_raise(lambda: multihost.local_rows(encode, ids, by_row))
+    tokens_BT = np.zeros((stage.rows, length), np.int32)
     segment_BT = np.zeros_like(tokens_BT)
     mask_BT = np.zeros(tokens_BT.shape, bool)
-    for row, text in enumerate(texts):
-        if text is not None:
-            prompt, whole = text
-            tokens_BT[row, : len(whole)] = whole
-            segment_BT[row, : len(whole)] = 1
-            mask_BT[row, len(prompt) : len(whole)] = True
+    for row, pair in enumerate(encoded):
+        if pair is not None:
+            prompt, tokens = pair
+            tokens_BT[row, : len(tokens)] = tokens
+            segment_BT[row, : len(tokens)] = 1
+            mask_BT[row, len(prompt) : len(tokens)] = True
     columns: dict[str, Any] = {
         "tokens_BT": tokens_BT,
         "segment_BT": segment_BT,
@@ -108,21 +138,3 @@ def demonstrations(experiment: Experiment, stage: WarmStart, first: int, mesh: j
         "advantage_B": np.zeros(stage.rows, np.float32),
     }
     return multihost.to_devices(Batch(**columns), by_row)
-
-
-def _demonstration(
-    experiment: Experiment, stage: WarmStart, longest: int, index: int
-) -> tuple[Sequence[int], list[int]]:
-    """The tokens of a training problem's prompt, and of prompt, demonstration and stop token together."""
-    problem = experiment.data.train(index)
-    rng = np.random.default_rng((experiment.seed, index))
-    prompt = experiment.tokenizer.encode(problem.prompt)
-    tokenizer = cast(CompletionTokenizer, experiment.tokenizer)  # checked by `experiment.validate`
-    answer = tokenizer.encode_completion(stage.demonstration(problem, rng))
-    text = [*prompt, *answer, experiment.tokenizer.stop_ids[0]]
-    if len(text) > longest:
-        raise UserError(
-            f"warm_start: wanted at most {longest} tokens of prompt and demonstration "
-            f"(sampling.max_prompt_tokens + max_tokens), got {len(text)} for training problem {index}"
-        )
-    return prompt, text

@@ -1,7 +1,7 @@
-"""The structs that travel between the parts: data only, no behaviour.
+"""The structs that pass between modules: data only.
 
-Letters: B = P·G rows (prompts x samples, the rows of one prompt adjacent), T tokens (prompt, completion,
-padding on the right). `x_BT[b, t]` is always about `tokens_BT[b, t]`; column 0 is never masked in, because
+Axes: B = P·G rows (prompts x samples, the rows of one prompt adjacent), L sparse layers, T tokens (prompt, completion,
+right padding), A active experts. `x_BT[b, t]` is always about `tokens_BT[b, t]`; column 0 is never masked in, because
 nothing predicts it.
 """
 
@@ -19,39 +19,39 @@ Params = Any  # a nested dict of arrays
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """What the sampler hands over."""
+    """What the sampler returns."""
 
     tokens_BT: Array  # int32    prompt, completion, padding
-    mask_BT: Array  # bool     the policy chose this token (the stop token included)
-    logp_BT: Array  # float32  log-prob of the token when it was drawn; 0 where not masked
-    prompt_length_B: Array  # int32    tokens of the prompt
-    length_B: Array  # int32    tokens the policy chose
-    finished_B: Array  # bool     ended with a stop token (False: cut at the maximum length)
+    mask_BT: Array  # bool     sampled by the policy (the stop token included)
+    logp_BT: Array  # float32  log-prob of the token when it was sampled; 0 where not masked in
+    prompt_length_B: Array  # int32    tokens in the prompt
+    length_B: Array  # int32    tokens in the completion
+    finished_B: Array  # bool     ended with a stop token (False: truncated at the maximum length)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What one optimiser update reads."""
+    """A minibatch: what one optimiser update reads."""
 
     tokens_BT: Array  # int32
     segment_BT: Array  # int32    1, 2, ... the sequence a token belongs to; 0 = padding
-    mask_BT: Array  # bool     tokens that the loss is about
+    mask_BT: Array  # bool     tokens that the loss is over
     old_logp_BT: Array  # float32  log-prob under the learner before the rollout batch's first update
     advantage_B: Array  # float32
-    sampler_logp_BT: Array | None = None  # float32  log-prob that the sampler gave, for corrections
+    sampler_logp_BT: Array | None = None  # float32  log-prob under the sampler, for corrections
     ref_logp_BT: Array | None = None  # float32  log-prob under the reference policy
-    expert_BLTA: Array | None = None  # int32    experts chosen by the policy of `old_logp`; padding has `num_experts`
+    expert_BLTA: Array | None = None  # uint8 or wider  experts chosen by the old policy; `num_experts` on padding
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything that a checkpoint saves and a resumed run needs."""
+    """Everything that a checkpoint stores and a resumed run needs."""
 
-    step: Array  # int32    optimiser updates done
+    step: Array  # int32    optimiser updates done, skipped ones included
     position: Array  # int32    training problems consumed
     key: Array  # PRNG key of the run; never advanced, only folded
     params: Params
     opt_state: Any
-    clip_range: Array  # float32 [2]  clip_low, clip_high where they are calibrated; else zeros that nothing reads
+    clip_range: Array  # float32 [2]  clip_low, clip_high if they are calibrated; otherwise zeros that nothing reads

@@ -39,14 +39,16 @@ def test_the_batch_is_the_one_that_a_rollout_is_cut_into(experiment):
         finished_B=np.ones(B, bool),
     )
 
-    def score(params, batch):
-        rows = batch.tokens_BT.shape
-        expert = jnp.zeros((model.num_hidden_layers, *rows, model.num_experts_per_tok), jnp.int32)
+    def score(params, tokens_BT, segment_BT):
+        rows = tokens_BT.shape
+        expert = jnp.zeros((model.num_hidden_layers, *rows, model.num_experts_per_tok), jnp.uint8)
         return jnp.zeros(rows), jnp.zeros(rows), expert
 
-    batches = minibatches.split_minibatches(experiment, rollout, mesh)
-    batches, _ = minibatches.score_minibatches(experiment, score, {}, {} if experiment.reference else None, batches)
-    batches = minibatches.set_advantages(batches, np.zeros(B), mesh)
+    batches = minibatches.split_minibatches(rollout, experiment.schedule.minibatches, mesh)
+    keep_experts = experiment.routing_replay or bool(experiment.regularizers.load_balance)
+    reference = {} if experiment.reference else None
+    scored = minibatches.score_minibatches(score, {}, reference, batches, keep_experts=keep_experts)
+    batches = minibatches.set_advantages(scored.batches, np.zeros(B), mesh)
     assert len(batches) == experiment.schedule.minibatches
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batches[0])
     abstract = programs.abstract_batch(experiment, mesh)
@@ -110,8 +112,10 @@ def test_a_sampler_apart_is_lowered_for_its_mesh_and_given_what_is_pushed():
 def test_bytes_of_a_device():
     mesh = make_mesh(config.Mesh(), jax.devices()[:4])
     row = programs._rows(mesh, (8, 6), jnp.bool_)
-    everywhere = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=programs.named(mesh))
-    away = jax.ShapeDtypeStruct((5,), jnp.float32, sharding=programs.named(mesh).with_memory_kind("pinned_host"))
+    everywhere = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=programs.named_sharding(mesh))
+    away = jax.ShapeDtypeStruct(
+        (5,), jnp.float32, sharding=programs.named_sharding(mesh).with_memory_kind("pinned_host")
+    )
     assert programs.device_bytes({"a": row, "b": everywhere, "c": away}) == 2 * 6 + 3 * 4
 
 

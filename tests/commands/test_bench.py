@@ -40,8 +40,8 @@ def test_the_table_divides_work_by_median_seconds():
         times = {f"{clock}/{phase}": factor * s for clock in ("time", "cpu") for phase, s in seconds.items()}
         return {**times, "response/length_mean": 3.0}
 
-    fixed = replace(experiment, sampling=replace(experiment.sampling, prompts=1000, group=4, max_prompt_tokens=5))
-    text = bench.table(fixed, [metrics(9), metrics(1), metrics(0.1)], ceiling=1e9)
+    sampling = replace(experiment.sampling, prompts=1000, group=4, max_prompt_tokens=5)
+    text = bench.table(experiment.model, sampling, [metrics(9), metrics(1), metrics(0.1)], ceiling=1e9)
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:-1]}
     each = forward_flops(experiment.model, 8)
     drawn, trained = 4000 * 3, 4000 * 8

@@ -254,7 +254,7 @@ def test_a_run_with_adapters_is_exported_as_the_sum(lora, tmp_path):
         lambda leaf: rng.standard_normal(leaf.shape, np.float32), adapters.abstract(experiment.model, lora)
     )
     policy = adapters.attach_adapters(base, factors, lora)
-    restore.save_start(experiment, run, base, MESH)
+    restore.save_start(run, base, MESH)
     state = new_state(policy, make_optimizer(experiment.optimizer), jax.random.key(0))
     with Checkpoints(run.checkpoints, keep=1) as checkpoints:
         checkpoints.save(5, restore.drop_frozen(state), {})

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -148,7 +149,7 @@ def parameters(run, experiment, step=None):
     mesh = make_mesh(experiment.mesh, model=experiment.model)
     with Checkpoints(run.checkpoints) as checkpoints:
         optimizer = make_optimizer(experiment.optimizer)
-        state = restore_state(experiment, run, checkpoints, optimizer, mesh, step)
+        state = restore_state(run, checkpoints, experiment.model, optimizer, mesh, step=step)
     return jax.device_get(state.params)
 
 
@@ -158,6 +159,7 @@ def assert_near(params, others):
 
 CHILD = """
 import json, os, signal, sys
+from collections import deque
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -207,7 +209,7 @@ with interrupt.watch() as interrupted:
     assert interrupted() == signal.SIGTERM, "on both processes"
 
 state = init_state(SMALL.model, learner.optimizer, jax.random.key(SMALL.seed), learner.mesh)
-state, metrics, rows = loop.rollout_and_update(learner, state)
+state, metrics, rows = loop.run_step(learner, state, None, deque())
 with Checkpoints(directory, keep=1) as checkpoints:
     checkpoints.save(1, state, {})
 own = [row for row, entry in enumerate(rows) if "completion" in entry]
@@ -274,7 +276,7 @@ def test_a_step_of_two_processes_is_that_of_one(tmp_path):
     try:
         learner = loop.make_learner(SMALL)
         state = init_state(SMALL.model, learner.optimizer, jax.random.key(SMALL.seed), learner.mesh)
-        state, metrics, rows = loop.rollout_and_update(learner, state)
+        state, metrics, rows = loop.run_step(learner, state, None, deque())
         finished(processes)
         first, second = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
     finally:

@@ -123,7 +123,7 @@ def test_an_update_moves_the_factors_by_the_chain_rule_and_nothing_else(rows):
     chex.assert_trees_all_equal(base(state.params), base(before))
 
     def value(params):
-        outputs = train_step.forward(params, CONFIG, batch)
+        outputs = train_step.forward(params, CONFIG, batch.tokens_BT, batch.segment_BT)
         terms = losses.grpo(outputs.logp_BT, batch.old_logp_BT, batch.advantage_B, batch.mask_BT)
         return losses.reduce(terms)[0]
 

@@ -164,7 +164,7 @@ def test_on_a_mesh_each_device_runs_its_own_rows_through_attention_and_experts()
     update = make_step(losses.gspo, SGD, mesh=devices)
     assert tiny.primitives(update, state, batch()).count("shard_map") >= 2 * (2 + SCORING), "forward and backward"
     score = train_step.make_score(CONFIG, mesh=devices)
-    assert tiny.primitives(score, state.params, batch()).count("shard_map") == 2 + SCORING
+    assert tiny.primitives(score, state.params, batch().tokens_BT, batch().segment_BT).count("shard_map") == 2 + SCORING
 
 
 @functools.cache
@@ -176,10 +176,11 @@ def score(rows):
 def test_score_is_the_direct_log_prob_in_micro_batches_too(rows):
     data, params = batch(), tiny.params(CONFIG)
     want, entropy, experts = direct(params, data)
-    logp, got_entropy, got_experts = score(rows)(params, data)
+    logp, got_entropy, got_experts = score(rows)(params, data.tokens_BT, data.segment_BT)
     close(logp[data.mask_BT], want[data.mask_BT], rtol=1e-5, atol=1e-5)
     close(got_entropy, entropy, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(got_experts, experts)
+    assert got_experts.dtype == np.uint8
 
 
 def with_experts(data, seed=0):
@@ -198,13 +199,14 @@ def with_experts(data, seed=0):
 
 def test_replay_forces_the_experts_of_the_batch():
     data, params = with_experts(batch()), tiny.params(CONFIG)
-    run = jax.jit(functools.partial(train_step.forward, config=CONFIG), static_argnames="routing_replay")
-    replayed, free = run(params, batch=data, routing_replay=True), run(params, batch=data)
+    run = jax.jit(functools.partial(train_step.forward, config=CONFIG))
+    tokens = {"tokens_BT": data.tokens_BT, "segment_BT": data.segment_BT}
+    replayed, free = run(params, **tokens, expert_BLTA=data.expert_BLTA.astype(np.uint8)), run(params, **tokens)
     np.testing.assert_array_equal(replayed.routing.expert, data.expert_BLTA.swapaxes(0, 1))
     assert (free.routing.expert != replayed.routing.expert).any()
     assert np.abs(replayed.logp_BT - free.logp_BT)[data.mask_BT].max() > 1e-3
     with pytest.raises(ValueError, match=r"batch\.expert_BLTA: wanted the experts to replay, got None"):
-        train_step.forward(params, CONFIG, batch(), routing_replay=True)
+        jax.eval_shape(make_step(losses.gspo, SGD, routing_replay=True), fresh(), batch())
 
 
 EVERYTHING = replace(
@@ -235,7 +237,10 @@ def test_an_objective_with_everything_on_is_the_same_under_any_split_and_moves_t
     assert {"load_balance", "router_z", "entropy_bonus", "ref_kl", "correction_mean"} <= want.keys()
     counted = jnp.where(data.mask_BT[:, None, :, None], data.expert_BLTA, CONFIG.num_experts)
     load = expert_load(counted.swapaxes(0, 1), CONFIG.num_experts)
-    logits = train_step.forward(tiny.params(CONFIG), CONFIG, data, routing_replay=True).routing.logits
+    outputs = train_step.forward(
+        tiny.params(CONFIG), CONFIG, data.tokens_BT, data.segment_BT, expert_BLTA=data.expert_BLTA
+    )
+    logits = outputs.routing.logits
     share = (jax.nn.softmax(logits) * load[:, None, None]).sum(-1).mean(0)[data.mask_BT].mean()
     np.testing.assert_allclose(want["load_balance"], share, rtol=1e-4)
 
@@ -254,7 +259,8 @@ def test_router_logits_are_not_kept_unless_they_are_used():
 
 
 def test_first_update_of_a_rollout_batch_has_ratio_one():
-    data = replace(batch(), old_logp_BT=score(4)(tiny.params(CONFIG), batch())[0])
+    data = batch()
+    data = replace(data, old_logp_BT=score(4)(tiny.params(CONFIG), data.tokens_BT, data.segment_BT)[0])
     _, metrics = step("gspo", 4)(fresh(), data)
     assert abs(metrics["ratio_min"] - 1) < 1e-5 and abs(metrics["ratio_max"] - 1) < 1e-5
     assert metrics["clip_fraction_tokens"] == 0
@@ -274,9 +280,10 @@ def largest_array(function, *args):
 
 
 def test_micro_batches_hold_a_part_of_the_activations():
-    params, data = tiny.params(CONFIG), batch()
-    assert largest_array(score(4), params, data) <= largest_array(score(0), params, data) / 2
-    state = new_state(params, SGD, jax.random.key(0))
+    data = batch()
+    args = tiny.params(CONFIG), data.tokens_BT, data.segment_BT
+    assert largest_array(score(4), *args) <= largest_array(score(0), *args) / 2
+    state = new_state(args[0], SGD, jax.random.key(0))
     assert largest_array(step("gspo", 4), state, data) <= largest_array(step(), state, data) / 2
 
 

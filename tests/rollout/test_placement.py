@@ -16,14 +16,19 @@ from gspax.learner.metrics import Clock
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import add_adapters, init_state
 from gspax.rollout import sampler
-from gspax.rollout.placement import Sampler, last_ahead, make_meshes, make_sampler
+from gspax.rollout.placement import (
+    find_last_ahead,
+    make_colocated_sampler,
+    make_disaggregated_sampler,
+    make_meshes,
+)
 from gspax.rollout.rewards import reward_completions
 from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.sharding import make_mesh
 
 # A learning rate at which one rollout batch changes what is drawn.
-APART = replace(
+DISAGGREGATED = replace(
     experiment,
     warm_start=None,
     optimizer=config.Optimizer(learning_rate=0.3),
@@ -36,18 +41,21 @@ CLOCKS = ("time/", "cpu/", "perf/")
 
 @pytest.fixture(scope="module")
 def learner():
-    return loop.make_learner(APART)
+    return loop.make_learner(DISAGGREGATED)
 
 
 def fresh(learner):
     """A state of its own: the first update takes it."""
-    return init_state(APART.model, learner.optimizer, jax.random.key(0), learner.mesh)
+    return init_state(DISAGGREGATED.model, learner.optimizer, jax.random.key(0), learner.mesh)
 
 
 def texts(learner, drawn):
-    return [
-        row["completion"] for row in reward_completions(APART, drawn.problems, sampler.lengths_to_host(drawn.rollout))
-    ]
+    """The completions of a `PendingRollout` or of a `RolloutBatch`."""
+    rollout = getattr(drawn, "sampled", drawn.rollout)
+    rows = reward_completions(
+        drawn.problems, sampler.lengths_to_host(rollout), tokenizer=experiment.tokenizer, reward=experiment.reward
+    )
+    return [row["completion"] for row in rows]
 
 
 def devices(tree):
@@ -66,8 +74,8 @@ def test_each_has_its_devices(learner):
 
 def test_synchronously_it_is_the_colocated_run_bit_for_bit(learner):
     """The same mesh of four devices, elsewhere."""
-    colocated = replace(learner, sampler=Sampler(learner.mesh, lambda params: params))
-    results = [loop.rollout_and_update(each, fresh(learner)) for each in (learner, colocated)]
+    colocated = replace(learner, sampler=make_colocated_sampler(learner.mesh))
+    results = [loop.run_step(each, fresh(learner), None, deque()) for each in (learner, colocated)]
     (state, metrics, rows), (state_too, metrics_too, rows_too) = results
     assert rows == rows_too
     jax.tree.map(np.testing.assert_array_equal, state.params, state_too.params)
@@ -81,8 +89,8 @@ def test_one_batch_ahead_is_drawn_by_the_parameters_of_one_batch_before(learner)
     first, second = range(8, 16), range(16, 24)
     by_first = texts(learner, loop.draw(learner, learner.sampler.push(state.params), state, first[0]))
     for done in (0, 1):
-        drawn = loop.next_drawn(no_checkpoints(learner), state, done, ahead)
-        assert drawn.done == 0 and [each.done for each in ahead] == [done]
+        drawn = loop.next_rollout(no_checkpoints(learner), state, ahead)
+        assert drawn.policy == 0 and [each.policy for each in ahead] == [done]
         if done == 1:
             assert texts(learner, drawn) == by_first
             newest = loop.draw(learner, learner.sampler.push(state.params), state, first[0])
@@ -115,39 +123,41 @@ def test_a_batch_is_taken_before_the_sampler_is_told_more(learner, monkeypatch, 
     ahead_of = replace(
         ahead_of, experiment=replace(ahead_of.experiment, placement=Placement(devices=4, staleness=staleness))
     )
-    pushing = replace(ahead_of.sampler, push=lambda params: params)
-    ahead_of = replace(ahead_of, sampler=pushing)
+    ahead_of = replace(ahead_of, sampler=make_colocated_sampler(learner.mesh))
     state = replace(fresh(learner), params=None, opt_state=None)
     monkeypatch.setattr(loop, "draw", lambda learner, params, state, first: said.append(f"draw {first // 8}") or first)
-    monkeypatch.setattr(loop, "received", lambda learner, first: said.append(f"take {first // 8}"))
+    monkeypatch.setattr(loop, "receive", lambda learner, first: said.append(f"take {first // 8}"))
     for done in range(3):
-        now = replace(state, position=state.position + 8 * done)
-        loop.next_drawn(ahead_of, now, done, ahead)
+        minibatches = ahead_of.experiment.schedule.minibatches
+        now = replace(state, step=state.step + minibatches * done, position=state.position + 8 * done)
+        loop.next_rollout(ahead_of, now, ahead)
         said.append("learn")
     assert said == wanted
 
 
 def no_checkpoints(learner):
-    return replace(learner, experiment=replace(APART, schedule=replace(APART.schedule, steps=9, checkpoint_every=0)))
+    return replace(
+        learner,
+        experiment=replace(DISAGGREGATED, schedule=replace(DISAGGREGATED.schedule, steps=9, checkpoint_every=0)),
+    )
 
 
 @pytest.mark.parametrize(
     ("staleness", "wanted"), [(0, [0, 1, 2, 3, 4, 5]), (1, [1, 2, 2, 4, 5, 5]), (9, [2, 2, 2, 5, 5, 5])]
 )
 def test_nothing_is_drawn_ahead_over_a_checkpoint(staleness, wanted):
-    apart = replace(APART, placement=Placement(devices=4, staleness=staleness))
-    assert [last_ahead(apart, done, lambda n: n % 3 == 0) for done in range(6)] == wanted
-    assert last_ahead(replace(APART, placement=None), 1, lambda n: False) == 1
+    assert [find_last_ahead(staleness, done, lambda n: n % 3 == 0) for done in range(6)] == wanted
 
 
 def test_parameters_travel_in_the_dtype_in_which_they_are_read_and_adapters_as_the_weights_that_they_make():
-    half = replace(APART, model=replace(APART.model, dtype="bfloat16"), lora=Lora(rank=2))
+    half = replace(DISAGGREGATED, model=replace(DISAGGREGATED.model, dtype="bfloat16"), lora=Lora(rank=2))
     mesh, sampler_mesh = make_meshes(half)
+    push = make_disaggregated_sampler(half.model, sampler_mesh, mesh).push
     state = init_state(half.model, loop.optax.identity(), jax.random.key(0), mesh)
-    whole = make_sampler(half, sampler_mesh).push(state.params)
+    whole = push(state.params)
     optimizer = make_optimizer(half.optimizer)
     adapted = add_adapters(state, half.model, half.lora, optimizer, mesh)
-    pushed = make_sampler(half, sampler_mesh).push(adapted.params)
+    pushed = push(adapted.params)
     assert jax.tree.structure(pushed) == jax.tree.structure(whole)
     for path, leaf in jax.tree_util.tree_leaves_with_path(pushed):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -156,11 +166,11 @@ def test_parameters_travel_in_the_dtype_in_which_they_are_read_and_adapters_as_t
 
 def test_what_does_not_fit_is_said():
     def problems(**changes):
-        return validate(replace(APART, placement=replace(APART.placement, **changes)), 8)
+        return validate(replace(DISAGGREGATED, placement=replace(DISAGGREGATED.placement, **changes)), 8)
 
     assert problems() == []
-    assert validate(replace(APART, mesh=Mesh(fsdp=4)), 8) == [], "of the devices that are left"
-    assert "must multiply to the 4 devices" in validate(replace(APART, mesh=Mesh(fsdp=8)), 8)[0]
+    assert validate(replace(DISAGGREGATED, mesh=Mesh(fsdp=4)), 8) == [], "of the devices that are left"
+    assert "must multiply to the 4 devices" in validate(replace(DISAGGREGATED, mesh=Mesh(fsdp=8)), 8)[0]
     assert problems(devices=8) == ["placement.devices: wanted fewer than the 8 devices, got 8"]
     assert problems(staleness=-1) == ["placement.staleness: wanted at least 0, got -1"]
     assert "placement.mesh: the axes must multiply to the 4 devices" in problems(mesh=Mesh(fsdp=3))[0]
@@ -170,8 +180,10 @@ def test_what_does_not_fit_is_said():
 
 def test_slices_are_counted_apart_from_the_devices_of_one():
     """Parameters of width 32 are split over the 32 devices of a slice, not over the 64 of two."""
-    sampling = replace(APART.sampling, prompts=64)
-    wide = replace(APART, placement=None, sampling=sampling, schedule=replace(APART.schedule, minibatches=1))
+    sampling = replace(DISAGGREGATED.sampling, prompts=64)
+    wide = replace(
+        DISAGGREGATED, placement=None, sampling=sampling, schedule=replace(DISAGGREGATED.schedule, minibatches=1)
+    )
     too_few = "model.hidden_size: wanted a multiple of mesh.fsdp (64), got 32"
     assert too_few in validate(wide, 64)
     assert validate(wide, 64, slices=(2, 1)) == []
@@ -185,19 +197,19 @@ def test_between_processes_one_number_of_devices_divides_the_other(monkeypatch, 
     mesh = make_mesh(Mesh(), jax.devices()[-devices:])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     if fits:
-        assert make_sampler(APART, mesh).mesh is mesh
+        assert make_disaggregated_sampler(DISAGGREGATED.model, mesh, mesh).mesh is mesh
         return
     with pytest.raises(
         UserError, match=f"placement.devices: wanted a divisor or a multiple of the other {8 - devices}"
     ):
-        make_sampler(APART, mesh)
+        make_disaggregated_sampler(DISAGGREGATED.model, mesh, mesh)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_draws_what_the_uninterrupted_one_did(tmp_path):
-    loop.train(APART, tmp_path / "whole")
-    loop.train(replace(APART, schedule=replace(APART.schedule, steps=2)), tmp_path / "cut")
-    loop.train(APART, tmp_path / "cut")
+    loop.train(DISAGGREGATED, tmp_path / "whole")
+    loop.train(replace(DISAGGREGATED, schedule=replace(DISAGGREGATED.schedule, steps=2)), tmp_path / "cut")
+    loop.train(DISAGGREGATED, tmp_path / "cut")
     steps = []
     for name in ("whole", "cut"):
         rows = [row for row in record.read_metrics(RunDir(tmp_path / name).metrics) if "policy/loss" in row]

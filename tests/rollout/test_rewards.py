@@ -1,7 +1,5 @@
 """What a rollout on the host becomes: text, reward, length, and whether it finished."""
 
-from dataclasses import replace
-
 import numpy as np
 from small_experiment import experiment
 
@@ -31,7 +29,7 @@ def rollout():
 
 
 def test_each_row_has_its_problems_prompt_and_its_own_text():
-    rows = reward_completions(experiment, PROBLEMS, rollout())
+    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, reward=experiment.reward)
     assert [row["prompt"] for row in rows] == ["21=", "21=", "9870=", "9870="]
     assert [row["answer"] for row in rows] == ["12", "12", "0789", "0789"]
     assert [row["completion"] for row in rows] == ["12", "211", "0", "078"]
@@ -47,7 +45,7 @@ def test_the_reward_sees_its_own_problem_and_the_text_without_the_stop_token():
         seen.append((problem, completion))
         return np.float32(len(seen))
 
-    rows = reward_completions(replace(experiment, reward=reward), PROBLEMS, rollout())
+    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, reward=reward)
     assert seen == [(PROBLEMS[0], "12"), (PROBLEMS[0], "211"), (PROBLEMS[1], "0"), (PROBLEMS[1], "078")]
     assert [row["reward"] for row in rows] == [1.0, 2.0, 3.0, 4.0]
     assert all(type(row["reward"]) is float for row in rows)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspax.config import Experiment, is_sparse
+from gspax.config import Experiment, expert_id_dtype, is_sparse
 from gspax.learner.optimizer import optimizer_of
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.train_step import make_steps
@@ -55,7 +55,7 @@ def programs(
         return steps[0].lower(state, batch)
 
     def score() -> Any:
-        return steps[1].lower(state.params, batch)
+        return steps[1].lower(state.params, batch.tokens_BT, batch.segment_BT)
 
     params = device_bytes(state.params)
     scoring = held + batches - params - device_bytes(batch) + _in_flight(experiment, mesh)
@@ -101,7 +101,7 @@ def _in_flight(experiment: Experiment, mesh: jax.sharding.Mesh) -> int:
 
 
 def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
-    """`ShapeDtypeStruct`s of a mini-batch as `minibatches.split_minibatches` and `scored` make it, with shardings."""
+    """`ShapeDtypeStruct`s of a minibatch as `learner.minibatches` makes it, with shardings."""
     config, sampling = experiment.model, experiment.sampling
     rows = sampling.prompts * sampling.group // experiment.schedule.minibatches
     shape = (rows, sampling.max_prompt_tokens + sampling.max_tokens)
@@ -117,7 +117,10 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         columns["ref_logp_BT"] = (shape, jnp.float32)
     if experiment.routing_replay or experiment.regularizers.load_balance:
         sparse = sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
-        columns["expert_BLTA"] = ((rows, sparse, shape[1], config.num_experts_per_tok), jnp.int32)
+        columns["expert_BLTA"] = (
+            (rows, sparse, shape[1], config.num_experts_per_tok),
+            jnp.dtype(expert_id_dtype(config)),
+        )
     described: dict[str, Any] = {name: _rows(mesh, *column) for name, column in columns.items()}
     return Batch(**described)
 

@@ -1,8 +1,8 @@
 """How fast an experiment samples and trains on this machine: `gspax bench`.
 
-Seconds are medians over the steps after the first, which compiles. FLOPs are counted from the model's shape (two per
-multiplied parameter and token, plus attention; backward twice forward), not read from the compiler, which counts a
-loop's body once.
+It times `loop.run_step`, which `gspax train` runs. Seconds are medians over the steps after the first, which compiles.
+FLOPs are counted from the model's shape (two per multiplied parameter and token, plus attention; backward twice
+forward), not taken from the compiler, which counts a loop's body once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import resource
 import statistics
 import sys
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from gspax.commands import launch
@@ -19,7 +20,8 @@ from gspax.commands.arguments import Parser, add_experiment, subcommand_parser
 from gspax.commands.inputs import load_experiment
 
 if TYPE_CHECKING:
-    from gspax.config import Experiment
+    from gspax.config import Experiment, ModelConfig, Sampling
+    from gspax.loop import PendingRollout
 
 STEPS = 7  # after the first
 PHASES = ("rollout", "old_logp", "train", "step")
@@ -49,41 +51,43 @@ def run(experiment: Experiment) -> None:
     import jax.numpy as jnp
 
     from gspax.learner.state import add_adapters, init_state
-    from gspax.loop import make_learner, rollout_and_update
+    from gspax.loop import make_learner, run_step
 
     began = time.perf_counter()
     learner = make_learner(experiment)
     state = init_state(experiment.model, learner.optimizer, jax.random.key(experiment.seed), learner.mesh)
-    reference = jax.tree.map(jnp.copy, state.params) if experiment.reference is not None else None
+    needed = experiment.reference is not None and experiment.lora is None
+    reference = jax.tree.map(jnp.copy, state.params) if needed else None
     if experiment.lora is not None:
         state = add_adapters(state, experiment.model, experiment.lora, learner.optimizer, learner.mesh)
     measured = []
+    ahead: deque[PendingRollout] = deque()
     for step in range(STEPS + 1):
-        state, metrics, _ = rollout_and_update(learner, state, reference)
+        state, metrics, _ = run_step(learner, state, reference, ahead)
         measured.append(metrics)
         if step == 0 and jax.process_index() == 0:
             print(f"first step done after {time.perf_counter() - began:.1f} s, compilation included")
     if jax.process_index() != 0:
         return
-    print(table(experiment, measured[1:], matmul_ceiling()))
+    print(table(experiment.model, experiment.sampling, measured[1:], matmul_ceiling()))
     print(f"peak memory {peak_memory() / 2**30:.2f} GiB")
 
 
-def table(experiment: Experiment, measured: list[dict[str, float]], ceiling: float) -> str:
-    """One row per phase: wall and CPU seconds, tokens/s, FLOP/s and its share of the matmul ceiling (FLOP/s)."""
+def table(model: ModelConfig, sampling: Sampling, measured: list[dict[str, float]], ceiling: float) -> str:
+    """One row per phase: wall and CPU seconds, tokens/s, FLOP/s and its share of `ceiling`, also in FLOP/s."""
     import jax
 
     from gspax.experiment.counts import forward_flops
 
     median = {name: statistics.median(metrics[name] for metrics in measured) for name in measured[0]}
-    rows = experiment.sampling.prompts * experiment.sampling.group
+    rows = sampling.prompts * sampling.group
     drawn = rows * median["response/length_mean"]
-    length = experiment.sampling.max_prompt_tokens + median["response/length_mean"]
-    each = forward_flops(experiment.model, length)
+    length = sampling.max_prompt_tokens + median["response/length_mean"]
+    each = forward_flops(model, length)
     once = rows * length * each
-    # a prompt runs once for all its samples
+    # a prompt is prefilled once for all its samples
     flops = {
-        "rollout": (experiment.sampling.prompts * experiment.sampling.max_prompt_tokens + drawn) * each,
+        "rollout": (sampling.prompts * sampling.max_prompt_tokens + drawn) * each,
         "old_logp": once,
         "train": 3 * once,
     }
@@ -97,7 +101,7 @@ def table(experiment: Experiment, measured: list[dict[str, float]], ceiling: flo
             f"{rate / 1e9:10.2f}{rate / ceiling:11.1%}"
         )
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    return "\n".join([*lines, f"matmul ceiling {ceiling / 1e9:.1f} GFLOP/s ({experiment.model.dtype}, {devices})"])
+    return "\n".join([*lines, f"matmul ceiling {ceiling / 1e9:.1f} GFLOP/s ({model.dtype}, {devices})"])
 
 
 def matmul_ceiling(size: int = 2048, repeats: int = 5) -> float:

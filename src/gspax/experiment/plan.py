@@ -15,7 +15,16 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from gspax import optimizers, sharding
-from gspax.config import LOGIT_BUDGET, SCORE_BUDGET, Experiment, ModelConfig, Remat, is_sparse, trained_dtype
+from gspax.config import (
+    LOGIT_BUDGET,
+    SCORE_BUDGET,
+    Experiment,
+    ModelConfig,
+    Remat,
+    expert_id_dtype,
+    is_sparse,
+    trained_dtype,
+)
 from gspax.experiment.aliases import current_key
 from gspax.experiment.counts import active_parameter_count, attention_count, mlp_count, parameter_count, trained_count
 from gspax.experiment.description import describe, flatten, show, unwrap
@@ -274,7 +283,8 @@ def _rollout_bytes(experiment: Experiment, mesh: dict[str, int]) -> int:
     experts too where updates read them."""
     each = 5 * 4 + 1
     if experiment.routing_replay or experiment.regularizers.load_balance:
-        each += 4 * _sparse_layers(experiment.model) * experiment.model.num_experts_per_tok
+        ids = _sparse_layers(experiment.model) * experiment.model.num_experts_per_tok
+        each += ids * (1 if expert_id_dtype(experiment.model) == "uint8" else 2)
     rows = experiment.sampling.prompts * experiment.sampling.group
     return math.ceil(rows / sharding.batch_shards(mesh)) * _length(experiment) * each
 

@@ -1,7 +1,7 @@
-"""The parameters that reinforcement learning starts from, and the state that it goes on from.
+"""The parameters that reinforcement learning starts from, and the state that it resumes from.
 
-A run with a reference policy or with adapters keeps its first parameters in `start/`; its checkpoints then leave out
-what never changes.
+A run with a reference policy or with adapters stores its first parameters in `start/`; with adapters its checkpoints
+leave out what is frozen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 import jax
 import optax
 
-from gspax.config import Experiment
+from gspax.config import Lora, ModelConfig
 from gspax.learner import adapters
 from gspax.learner.state import abstract_adapters, abstract_params, abstract_state
 from gspax.model.low_rank import combine, partition
@@ -20,38 +20,38 @@ from gspax.run.directory import RunDir
 from gspax.types import Params, TrainState
 
 
-def save_start(experiment: Experiment, run: RunDir, params: Params, mesh: jax.sharding.Mesh) -> None:
-    """Write the parameters to `start/`, if the run will need them again."""
-    if experiment.reference is not None or experiment.lora is not None:
-        with Checkpoints(run.start, keep=1, mesh=mesh) as kept:
-            kept.save(0, params, {})
+def save_start(run: RunDir, params: Params, mesh: jax.sharding.Mesh) -> None:
+    """Write the parameters to `start/`."""
+    with Checkpoints(run.start, keep=1, mesh=mesh) as checkpoints:
+        checkpoints.save(0, params, {})
 
 
-def load_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh) -> Params:
-    """What `keep_start` wrote. UserError if it is not there."""
-    with Checkpoints(run.start, mesh=mesh) as kept:
-        params, _ = kept.restore(abstract_params(experiment.model, mesh))
+def load_start(run: RunDir, model: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
+    """What `save_start` wrote. UserError if it is not there."""
+    with Checkpoints(run.start, mesh=mesh) as checkpoints:
+        params, _ = checkpoints.restore(abstract_params(model, mesh))
     return params
 
 
 def drop_frozen(state: TrainState) -> TrainState:
-    """The part of a state that a checkpoint holds: without the parameters that are frozen."""
+    """The part of a state that a checkpoint stores: without the frozen parameters."""
     return replace(state, params=partition(state.params)[0])
 
 
 def restore_state(
-    experiment: Experiment,
     run: RunDir,
     checkpoints: Checkpoints,
+    model: ModelConfig,
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
+    *,
+    lora: Lora | None = None,
     step: int | None = None,
 ) -> TrainState:
-    """The whole state of a checkpoint, the newest without `step`. UserError if there is none that can be read."""
-    model, lora = experiment.model, experiment.lora
+    """The whole state of a checkpoint (default: the newest). UserError if there is none that can be read."""
     state, _ = checkpoints.restore(drop_frozen(abstract_state(model, optimizer, mesh, lora)), step)
     if lora is None:
         return state
-    start = load_start(experiment, run, mesh)
+    start = load_start(run, model, mesh)
     _, frozen = partition(adapters.attach_adapters(start, abstract_adapters(model, lora, mesh), lora))
     return replace(state, params=combine(state.params, frozen))

@@ -1,8 +1,8 @@
 """One optimiser update, and the learner's own log-probs that its ratios start from.
 
-Micro-batches: the loss of a mini-batch is Σ value / Σ weight over its rows. Each micro-batch differentiates its
-Σ value, the gradients are added up and divided once, so any split gives the same update. Micro-batch m of M takes the
-rows m, m + M, ... so that every device keeps its own rows.
+Microbatches: the loss of a minibatch is Σ value / Σ weight over its rows. Each microbatch differentiates its Σ value;
+the gradients are summed and divided once, so every split gives the same update. Microbatch m of M takes the rows
+m, m + M, ..., so that every device keeps its own rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from gspax import losses
-from gspax.config import LOGIT_BUDGET, Experiment, ModelConfig
+from gspax.config import LOGIT_BUDGET, Experiment, ModelConfig, expert_id_dtype
 from gspax.learner.adapters import trained_axes
 from gspax.learner.expert_load import expert_load
 from gspax.learner.objective import Common, Objective, Outputs, from_experiment
@@ -28,7 +28,8 @@ from gspax.sharding import batch_shards, constrain
 from gspax.types import Array, Batch, Params, TrainState
 
 Metrics = dict[str, Array]
-Score = tuple[Array, Array, Array]  # log-probs, entropies, experts: see `make_score`
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Score = Callable[[Params, Array, Array], tuple[Array, Array, Array]]  # see `make_score`
 
 
 def make_train_step(
@@ -40,19 +41,32 @@ def make_train_step(
     microbatch_rows: int = 0,
     routing_replay: bool = False,
     mesh: jax.sharding.Mesh | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> TrainStep:
     """A pure, jitted `(state, batch) -> (state, metrics)`; the state given is donated.
 
     Args:
       objective: what is minimised, such as `objective.from_loss(losses.gspo)`.
-      temperature: of the sampler; log-probs are those of the logits divided by it.
+      temperature: the sampler's; log-probs are of the logits divided by it.
       microbatch_rows: rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once.
       routing_replay: each token goes to the experts in `batch.expert_BLTA`, with the live router's gates (Routing
         Replay, arXiv 2507.18071).
 
     The metrics are float32 scalars: the objective's own, `loss` and `grad_norm` (before clipping).
     """
-    policy = partial(forward, config=config, temperature=temperature, routing_replay=routing_replay, mesh=mesh)
+
+    def outputs_of(params: Params, batch: Batch) -> Outputs:
+        if routing_replay and batch.expert_BLTA is None:
+            raise ValueError("batch.expert_BLTA: wanted the experts to replay, got None")
+        replayed = batch.expert_BLTA if routing_replay else None
+        return forward(
+            params,
+            config,
+            batch.tokens_BT,
+            batch.segment_BT,
+            temperature=temperature,
+            expert_BLTA=replayed,
+            mesh=mesh,
+        )
 
     @partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -60,13 +74,13 @@ def make_train_step(
         trained, frozen = partition(state.params)
 
         def summed(trained: Params, part: Batch) -> tuple[Array, losses.Terms]:
-            terms = objective(policy(combine(trained, frozen), batch=part), part, common)
+            terms = objective(outputs_of(combine(trained, frozen), part), part, common)
             return terms.value.sum(), terms
 
         grads, terms = _summed_gradient(summed, trained, batch, microbatch_rows)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
         value, metrics = losses.reduce(terms)
-        grads = _placed(grads, trained, config, mesh)
+        grads = _shard_like_params(grads, trained, config, mesh)
         updates, opt_state = optimizer.update(grads, state.opt_state, trained)
         params = combine(optax.apply_updates(trained, updates), frozen)
         state = replace(state, step=state.step + 1, params=params, opt_state=opt_state)
@@ -77,23 +91,26 @@ def make_train_step(
 
 def make_score(
     config: ModelConfig, *, temperature: float = 1.0, microbatch_rows: int = 0, mesh: jax.sharding.Mesh | None = None
-) -> Callable[[Params, Batch], Score]:
-    """A jitted `(params, batch) -> (logp_BT, entropy_BT, expert_LBTA)`: what the learner thinks of a batch.
+) -> Score:
+    """A jitted `(params, tokens_BT, segment_BT) -> (logp_BT, entropy_BT, expert_LBTA)` of the learner.
 
-    It runs in the micro-batches of the train step, so that the first update's ratios are 1 to float32 rounding.
+    It runs in the train step's microbatches, so that the first update's ratios are 1 to float32 rounding. Experts are
+    ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding. It takes the
+    two arrays that it reads, so one compiled program serves every minibatch, whatever else that holds.
     """
 
     @jax.jit
-    def score(params: Params, batch: Batch) -> Score:
-        rows = batch.tokens_BT.shape[0]
+    def score(params: Params, tokens_BT: Array, segment_BT: Array) -> tuple[Array, Array, Array]:
+        rows = tokens_BT.shape[0]
 
-        def each(part: Batch) -> Score:
-            outputs = forward(params, config, part, temperature=temperature, mesh=mesh)
-            return outputs.logp_BT, outputs.entropy_BT, outputs.routing.expert
+        def each(part: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+            outputs = forward(params, config, *part, temperature=temperature, mesh=mesh)
+            expert_LBTA = outputs.routing.expert.astype(expert_id_dtype(config))
+            return outputs.logp_BT, outputs.entropy_BT, expert_LBTA
 
         if microbatch_rows in (0, rows):
-            return each(batch)
-        logp, entropy, expert = jax.lax.map(each, _split(batch, rows // microbatch_rows))
+            return each((tokens_BT, segment_BT))
+        logp, entropy, expert = jax.lax.map(each, _split((tokens_BT, segment_BT), rows // microbatch_rows))
         return _join(logp), _join(entropy), jax.vmap(_join, in_axes=1)(expert)
 
     return score
@@ -101,45 +118,42 @@ def make_score(
 
 def make_steps(
     experiment: Experiment, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
-) -> tuple[Callable[[TrainState, Batch], tuple[TrainState, Metrics]], Callable[[Params, Batch], Score]]:
-    """The train step and the scoring of an experiment, with one temperature and one split into micro-batches."""
-    alike: dict[str, Any] = {
+) -> tuple[TrainStep, Score]:
+    """The train step and the scoring of an experiment, with one temperature and one split into microbatches."""
+    shared: dict[str, Any] = {
         "temperature": experiment.sampling.temperature,
         "microbatch_rows": experiment.schedule.microbatch_rows,
         "mesh": mesh,
     }
-    replay, minimised = experiment.routing_replay, from_experiment(experiment)
+    replay, objective = experiment.routing_replay, from_experiment(experiment)
     return (
-        make_train_step(experiment.model, minimised, optimizer, routing_replay=replay, **alike),
-        make_score(experiment.model, **alike),
+        make_train_step(experiment.model, objective, optimizer, routing_replay=replay, **shared),
+        make_score(experiment.model, **shared),
     )
 
 
 def forward(
     params: Params,
     config: ModelConfig,
-    batch: Batch,
+    tokens_BT: Array,
+    segment_BT: Array,
     *,
     temperature: float = 1.0,
-    routing_replay: bool = False,
+    expert_BLTA: Array | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Outputs:
-    """The policy's log-probs, entropies and routing of a batch.
+    """The policy's log-probs, entropies and routing of these tokens; routed to `expert_BLTA` if that is given.
 
-    Logits exist for a stretch of time steps at once (`LOGIT_BUDGET`) and are recomputed in the backward pass.
+    Logits exist for one chunk of time steps at a time (`LOGIT_BUDGET`) and are recomputed in the backward pass.
     """
-    forced_LBTA = None
-    if routing_replay:
-        if batch.expert_BLTA is None:
-            raise ValueError("batch.expert_BLTA: wanted the experts to replay, got None")
-        forced_LBTA = batch.expert_BLTA.swapaxes(0, 1)
-    (rows, T), vocabulary, fill = batch.tokens_BT.shape, config.vocab_size, (0, 0)
+    (rows, T), vocabulary, fill = tokens_BT.shape, config.vocab_size, (0, 0)
     if mesh is not None:
         rows, vocabulary = rows // batch_shards(mesh), vocabulary // mesh.shape["tensor"]
-        fill = (0, -T % mesh.shape["context"])  # with padding, so that the devices of a row have equal parts of it
-    tokens_BT, segment_BT = (jnp.pad(x_BT, ((0, 0), fill)) for x_BT in (batch.tokens_BT, batch.segment_BT))
-    if forced_LBTA is not None:
-        forced_LBTA = jnp.pad(forced_LBTA, ((0, 0), (0, 0), fill, (0, 0)))
+        fill = (0, -T % mesh.shape["context"])  # padding, so that the devices of a row have equal chunks of it
+    tokens_BT, segment_BT = (jnp.pad(x_BT, ((0, 0), fill)) for x_BT in (tokens_BT, segment_BT))
+    forced_LBTA = None
+    if expert_BLTA is not None:
+        forced_LBTA = jnp.pad(expert_BLTA.astype(jnp.int32).swapaxes(0, 1), ((0, 0), (0, 0), fill, (0, 0)))
     hidden_BTD, routing = transformer.apply(params, config, tokens_BT, segment_BT, forced_LBTA=forced_LBTA, mesh=mesh)
     chunk = max(1, LOGIT_BUDGET // (rows * vocabulary))
     scores = score_tokens(params, hidden_BTD, tokens_BT, temperature=temperature, chunk=chunk, mesh=mesh)
@@ -148,11 +162,11 @@ def forward(
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:
-    """`routing.expert_load` of the response tokens of a whole mini-batch, where the batch has the experts."""
+    """`expert_load` of the response tokens of a whole minibatch, if the batch has the experts."""
     if batch.expert_BLTA is None:
         return None
-    counted_BLTA = jnp.where(batch.mask_BT[:, None, :, None], batch.expert_BLTA, num_experts)
-    return expert_load(counted_BLTA.swapaxes(0, 1), num_experts)
+    expert_BLTA = jnp.where(batch.mask_BT[:, None, :, None], batch.expert_BLTA, num_experts)
+    return expert_load(expert_BLTA.swapaxes(0, 1), num_experts)
 
 
 def _summed_gradient(summed, trained: Params, batch: Batch, microbatch_rows: int) -> tuple[Params, losses.Terms]:
@@ -173,10 +187,10 @@ def _summed_gradient(summed, trained: Params, batch: Batch, microbatch_rows: int
     return grads, jax.tree.map(_join, terms)
 
 
-def _placed(grads: Params, trained: Params, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Params:
-    """The gradients, lying as the parameters do.
+def _shard_like_params(grads: Params, trained: Params, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Params:
+    """The gradients, sharded as the parameters are.
 
-    Else the partitioner may leave a small parameter split in another way, and the next step compiles anew.
+    Otherwise the partitioner may shard a small parameter differently, and the next step would be compiled again.
     """
     return jax.tree.map(lambda grad, axes: constrain(grad, mesh, *axes), grads, trained_axes(config, trained))
 

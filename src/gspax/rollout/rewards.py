@@ -8,52 +8,55 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from gspax.config import Experiment
+from gspax.config import Reference
 from gspax.data.problem import Problem
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import unwrap
+from gspax.protocols import Advantage, LengthReward, Reward, Tokenizer
 from gspax.types import Array, Batch, Rollout
 
-TEXTS = ("completion", "prompt", "answer")  # of a row; the rest are numbers
+TEXTS = ("completion", "prompt", "answer")  # the fields of a row that are not numbers
+
+Row = dict[str, Any]  # one completion: prompt, answer, completion, reward, length, finished
 
 
-def encode_prompts(experiment: Experiment, problems: Sequence[Problem | None]) -> list[Sequence[int] | None]:
-    """The tokens of the prompts that are here."""
-    encode = experiment.tokenizer.encode
+def encode_prompts(tokenizer: Tokenizer, problems: Sequence[Problem | None]) -> list[Sequence[int] | None]:
+    """The prompt tokens of the problems that this process has; None for the others."""
+    encode = tokenizer.encode
     return multihost.all_or_raise(lambda: [None if problem is None else encode(problem.prompt) for problem in problems])
 
 
 def reward_completions(
-    experiment: Experiment, problems: Sequence[Problem | None], rollout: Rollout
-) -> list[dict[str, Any]]:
-    """Prompt, answer, completion, reward, length and finished of every row of a rollout.
+    problems: Sequence[Problem | None], rollout: Rollout, *, tokenizer: Tokenizer, reward: Reward
+) -> list[Row]:
+    """One row per completion: prompt, answer, completion, reward, length and finished.
 
-    Each process decodes and rewards its own rows, of which it needs the problems (`multihost.local_rows`). Of the
-    others it gets the numbers; `gather_texts` fetches their texts. The rollout's lengths must be on the host
+    Each process decodes and rewards its own rows and needs only their problems (`multihost.local_rows`). It receives
+    the numbers of the other rows; `gather_texts` fetches their texts. The rollout's lengths must be on the host
     (`sampler.lengths_to_host`).
     """
-    own = multihost.all_or_raise(lambda: _own_completions(experiment, problems, rollout))
+    own = multihost.all_or_raise(lambda: _own_completions(problems, rollout, tokenizer, reward))
     numbers = multihost.gather_rows([row and {name: x for name, x in row.items() if name not in TEXTS} for row in own])
     return [mine or theirs for mine, theirs in zip(own, numbers, strict=True)]
 
 
-def gather_texts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of `completions`, all with their texts. Collective."""
+def gather_texts(rows: Sequence[Row]) -> list[Row]:
+    """The rows of `reward_completions`, every one with its texts. Collective."""
     return multihost.gather_rows([row if TEXTS[0] in row else None for row in rows])
 
 
 def _own_completions(
-    experiment: Experiment, problems: Sequence[Problem | None], rollout: Rollout
-) -> list[dict[str, Any] | None]:
+    problems: Sequence[Problem | None], rollout: Rollout, tokenizer: Tokenizer, reward: Reward
+) -> list[Row | None]:
     group = len(rollout.length_B) // len(problems)
-    rows: list[dict[str, Any] | None] = [None] * len(rollout.length_B)
+    rows: list[Row | None] = [None] * len(rollout.length_B)
     for index, tokens in multihost.owned_rows(rollout.tokens_BT).items():
         problem = problems[index // group]
         assert problem is not None
         start = rollout.prompt_length_B[index]
-        text = experiment.tokenizer.decode(tokens[start : start + rollout.length_B[index]])
-        rewards = checked_rewards(experiment, problem, text)
+        text = tokenizer.decode(tokens[start : start + rollout.length_B[index]])
+        rewards = compute_rewards(reward, problem, text)
         rows[index] = {
             "prompt": problem.prompt,
             "answer": problem.answer,
@@ -66,11 +69,15 @@ def _own_completions(
     return rows
 
 
-def checked_rewards(experiment: Experiment, problem: Problem, text: str) -> tuple[float, ...]:
-    """The experiment's reward, or rewards, as finite floats; UserError with the completion where there is none."""
-    name = _name(experiment.reward)
+def compute_rewards(reward: Reward, problem: Problem, text: str) -> tuple[float, ...]:
+    """The reward, or rewards, of one completion as finite floats.
+
+    Raises:
+      UserError: the reward function raised or returned something else; the message quotes the completion.
+    """
+    name = _name(reward)
     try:
-        value = experiment.reward(problem, text)
+        value = reward(problem, text)
         values = tuple(map(float, value)) if isinstance(value, tuple) else (float(value),)
     except Exception as error:
         raise UserError(
@@ -82,41 +89,23 @@ def checked_rewards(experiment: Experiment, problem: Problem, text: str) -> tupl
     return values
 
 
-def compute_advantages(
-    experiment: Experiment, rows: Sequence[dict[str, Any]], rollout: Rollout, batches: Sequence[Batch]
-) -> tuple[np.ndarray, dict[str, float]]:
-    """Advantages float32 [B] of the rewards in `rows`, and the metrics of what was added to those rewards.
+def shape_rewards(
+    rollout: Rollout,
+    batches: Sequence[Batch],
+    *,
+    length_reward: LengthReward | None = None,
+    reference: Reference | None = None,
+) -> tuple[np.ndarray | None, dict[str, float]]:
+    """What is added to the reward of each completion, float32 [B], and the mean of each term.
 
-    Added are `length_reward` of the response lengths, and minus the reference's coefficient times the sum over a
-    response of its `reward` function. Several rewards stay apart, and what is added is one more of them.
+    The terms are `length_reward` of the completion lengths, and `-reference.coefficient` times the sum over a
+    completion of `reference.reward`. None and no metrics if there is neither.
     """
-    several = [row.get("rewards", [row["reward"]]) for row in rows]
-    if len({len(each) for each in several}) > 1:
-        raise UserError(f"reward: wanted as many numbers for every completion, got {sorted({*map(len, several)})}")
-    reward_BR = np.array(several, np.float32)
-    added_B, metrics = _added(experiment, rollout, batches)
-    one = reward_BR.shape[1] == 1
-    if metrics:
-        added_B1 = added_B[:, None]
-        reward_BR = reward_BR + added_B1 if one else np.concatenate([reward_BR, added_B1], axis=1)
-        metrics["reward/with_added"] = float(reward_BR.sum(axis=1).mean())
-    reward_PGR = jnp.asarray(reward_BR.reshape(-1, experiment.sampling.group, reward_BR.shape[1]))
-    masks = (jnp.asarray(rollout.finished_B).reshape(reward_PGR.shape[:2]),) if experiment.filter_overlong else ()
-    try:
-        advantage_PG = np.asarray(experiment.advantage(reward_PGR[..., 0] if one else reward_PGR, *masks), np.float32)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"advantage: {_name(experiment.advantage)} refuses these rewards: {error}") from error
-    return advantage_PG.reshape(-1), metrics
-
-
-def _added(experiment: Experiment, rollout: Rollout, batches: Sequence[Batch]) -> tuple[np.ndarray, dict[str, float]]:
-    """What is added to each response's reward, float32 [B], and the mean of each part; no metrics if nothing is."""
-    added_B: np.ndarray = np.zeros(len(rollout.length_B), np.float32)
+    added_B: np.ndarray | None = None
     metrics: dict[str, float] = {}
-    if experiment.length_reward is not None:
-        length_B = np.asarray(experiment.length_reward(jnp.asarray(rollout.length_B)), np.float32)
-        added_B, metrics["reward/length"] = added_B + length_B, float(length_B.mean())
-    reference = experiment.reference
+    if length_reward is not None:
+        added_B = np.asarray(length_reward(jnp.asarray(rollout.length_B)), np.float32)
+        metrics["reward/length"] = float(added_B.mean())
     if reference is not None and reference.reward is not None:
         estimate: Callable[..., Array] = reference.reward
         kl_B = np.concatenate(
@@ -125,8 +114,43 @@ def _added(experiment: Experiment, rollout: Rollout, batches: Sequence[Batch]) -
                 for batch in batches
             ]
         )
-        added_B, metrics["reward/kl"] = added_B - reference.coefficient * kl_B, float(kl_B.mean())
+        before_B = np.float32(0) if added_B is None else added_B
+        added_B, metrics["reward/kl"] = before_B - reference.coefficient * kl_B, float(kl_B.mean())
     return added_B, metrics
+
+
+def compute_advantages(
+    advantage: Advantage,
+    rows: Sequence[Row],
+    added_B: np.ndarray | None = None,
+    *,
+    group: int,
+    finished_B: Any = None,
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Advantages float32 [B] of the rewards in `rows`, and `reward/with_added` if something is added to them.
+
+    Args:
+      advantage: of rewards float32 [P, G], or [P, G, R] if there are R > 1 of them.
+      added_B: from `shape_rewards`: added to a single reward, or one more of several.
+      group: G, adjacent rows of one prompt.
+      finished_B: if given, `advantage` is also given this mask as [P, G].
+    """
+    several = [row.get("rewards", [row["reward"]]) for row in rows]
+    if len({len(each) for each in several}) > 1:
+        raise UserError(f"reward: wanted as many numbers for every completion, got {sorted({*map(len, several)})}")
+    reward_BR, metrics = np.array(several, np.float32), {}
+    single = reward_BR.shape[1] == 1
+    if added_B is not None:
+        added_B1 = added_B[:, None]
+        reward_BR = reward_BR + added_B1 if single else np.concatenate([reward_BR, added_B1], axis=1)
+        metrics["reward/with_added"] = float(reward_BR.sum(axis=1).mean())
+    reward_PGR = jnp.asarray(reward_BR.reshape(-1, group, reward_BR.shape[1]))
+    masks = () if finished_B is None else (jnp.asarray(finished_B).reshape(reward_PGR.shape[:2]),)
+    try:
+        advantage_PG = np.asarray(advantage(reward_PGR[..., 0] if single else reward_PGR, *masks), np.float32)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"advantage: {_name(advantage)} refuses these rewards: {error}") from error
+    return advantage_PG.reshape(-1), metrics
 
 
 def _name(function: Any) -> str:
