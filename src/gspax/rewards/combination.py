@@ -1,0 +1,55 @@
+"""Several named rewards with weights, as one number or as the tuple of numbers that an experiment may give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from gspax.data.problem import Problem
+from gspax.errors import UserError
+
+_EMPTY: Mapping[str, float] = {}
+
+
+def combine(
+    problem: Problem,
+    completion: str,
+    *,
+    rewards: Mapping[str, Callable[[Problem, str], float]],
+    weights: Mapping[str, float] = _EMPTY,
+) -> tuple[float, ...]:
+    """Each reward times its weight, in the order of `rewards`, for an advantage of several rewards (`advantages.gdpo`).
+
+        reward=partial(combine, rewards={"answer": math.reward, "format": format.match_tags})
+        advantage=partial(advantages.gdpo, weights=(1.0, 0.1))
+
+    `gdpo` standardises each reward, so a positive weight given here changes the reported reward but not the advantage:
+    the weights of the advantage are its own.
+
+    Args:
+      problem: for the rewards.
+      completion: for the rewards.
+      rewards: by name; each gives one number.
+      weights: by the same names; 1 for those that are not in it.
+    """
+    if unknown := sorted(set(weights) - set(rewards)):
+        raise UserError(f"weights: wanted names of rewards ({', '.join(rewards)}), got {', '.join(unknown)}")
+    return tuple(
+        weights.get(name, 1.0) * _number(name, reward(problem, completion)) for name, reward in rewards.items()
+    )
+
+
+def weighted_sum(
+    problem: Problem,
+    completion: str,
+    *,
+    rewards: Mapping[str, Callable[[Problem, str], float]],
+    weights: Mapping[str, float] = _EMPTY,
+) -> float:
+    """The sum of `combine`, for an advantage of one reward."""
+    return sum(combine(problem, completion, rewards=rewards, weights=weights))
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, int | float):
+        raise UserError(f"rewards: wanted one number from {name!r}, got {value!r}")
+    return float(value)

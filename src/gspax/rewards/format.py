@@ -1,0 +1,40 @@
+"""Formats: 1 if a completion has the form that was asked for, else 0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from gspax.data.problem import Problem
+
+
+def match(problem: Problem, completion: str, *, pattern: str) -> float:
+    """1.0 if the whole completion matches a regular expression, in which `.` matches line breaks too, else 0.0.
+
+    The pattern runs in the training process without a time limit: nested repetitions, as in `(a+)+`, can take a time
+    exponential in the length of the completion.
+    """
+    return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
+
+
+def match_tags(
+    problem: Problem, completion: str, *, tags: Sequence[str] = ("think", "answer"), opened: bool = False
+) -> float:
+    """1.0 if the completion is `<think>…</think><answer>…</answer>`, white space between them aside, else 0.0.
+
+    Args:
+      problem: not read.
+      completion: any text; takes time linear in its length.
+      tags: the names, in order. Each stands there once, with text inside.
+      opened: the prompt ends with the first opening tag, so the completion starts after it.
+    """
+    rest = f"<{tags[0]}>{completion}" if opened else completion
+    for tag in tags:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if completion.count(opening) + (opened and tag == tags[0]) != 1 or completion.count(closing) != 1:
+            return 0.0
+        before, _, rest = rest.partition(opening)
+        inside, mark, rest = rest.partition(closing)
+        if before.strip() or not inside.strip() or not mark:
+            return 0.0
+    return float(not rest.strip())

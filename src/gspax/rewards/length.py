@@ -1,0 +1,44 @@
+"""Lengths of the text of a completion. Lengths in tokens are an experiment's `length_reward` (`gspax.shaping`)."""
+
+from __future__ import annotations
+
+from gspax.data.problem import Problem
+from gspax.errors import UserError
+
+
+def within(
+    problem: Problem,
+    completion: str,
+    *,
+    at_least: int = 0,
+    at_most: int | None = None,
+    slack: int = 0,
+    unit: str = "words",
+) -> float:
+    """1.0 for a length from `at_least` to `at_most`, falling linearly to 0.0 at `slack` + 1 outside of them.
+
+    Args:
+      problem: not read.
+      completion: any text.
+      at_least: the smallest length that gets 1.0.
+      at_most: the largest; None for no limit.
+      slack: by how much a length may be outside and still get more than 0.0.
+      unit: "words" (separated by white space), "characters" or "lines" (those with text).
+    """
+    if unit not in _UNITS:
+        raise UserError(f"unit: wanted one of {', '.join(_UNITS)}, got {unit!r}")
+    if slack < 0 or at_least < 0 or (at_most is not None and at_most < at_least):
+        raise UserError(
+            f"at_most: wanted 0 <= at_least <= at_most and slack >= 0, got at_least={at_least}, at_most={at_most}, "
+            f"slack={slack}"
+        )
+    length = _UNITS[unit](completion)
+    outside = max(at_least - length, 0 if at_most is None else length - at_most, 0)
+    return max(0.0, 1.0 - outside / (slack + 1))
+
+
+_UNITS = {
+    "words": lambda text: len(text.split()),
+    "characters": len,
+    "lines": lambda text: sum(bool(line.strip()) for line in text.splitlines()),
+}

@@ -1,0 +1,63 @@
+"""Several rewards as one."""
+
+import pickle
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gspax import advantages
+from gspax.data.problem import Problem
+from gspax.errors import UserError
+from gspax.experiment.description import describe
+from gspax.rewards import format, length, math
+from gspax.rewards.combination import combine, weighted_sum
+
+REWARD = partial(
+    combine,
+    rewards={
+        "answer": partial(math.reward, form="tag"),
+        "format": format.match_tags,
+        "short": partial(length.within, at_most=2),
+    },
+    weights={"format": 0.25, "short": 0.5},
+)
+
+
+@pytest.mark.parametrize(
+    ("completion", "values"),
+    [
+        ("<think>a</think><answer>4</answer>", (1.0, 0.25, 0.5)),
+        ("<think>a b c</think><answer>4</answer>", (1.0, 0.25, 0.0)),
+        ("<answer>5</answer>", (0.0, 0.0, 0.5)),
+    ],
+)
+def test_each_reward_comes_with_its_weight_and_in_order(completion, values):
+    assert REWARD(Problem("2 + 2", "4"), completion) == values
+    assert partial(weighted_sum, **REWARD.keywords)(Problem("2 + 2", "4"), completion) == sum(values)
+    assert pickle.loads(pickle.dumps(REWARD))(Problem("2 + 2", "4"), completion) == values
+
+
+def test_names_and_weights_are_part_of_an_experiments_description():
+    described = describe(REWARD)
+    assert described["weights"] == {"format": 0.25, "short": 0.5}
+    assert list(described["rewards"]) == ["answer", "format", "short"]
+    assert described["rewards"]["short"]["at_most"] == 2
+
+
+def test_several_rewards_make_an_advantage():
+    texts = ["<think>a</think><answer>4</answer>", "<answer>4</answer>", "4"]
+    reward_PGR = np.array([[REWARD(Problem("2 + 2", "4"), text) for text in texts]], np.float32)
+    advantage_PG = advantages.gdpo(jnp.asarray(reward_PGR))
+    assert advantage_PG.shape == (1, 3) and list(np.argsort(advantage_PG[0])) == [2, 1, 0]
+
+
+def test_a_weight_belongs_to_a_reward():
+    with pytest.raises(UserError, match=r"weights: wanted names of rewards \(short\), got long, shot"):
+        combine(Problem("", ""), "", rewards={"short": length.within}, weights={"shot": 1.0, "long": 1.0})
+
+
+def test_each_reward_gives_one_number():
+    with pytest.raises(UserError, match=r"rewards: wanted one number from 'both', got \(1.0,\)"):
+        combine(Problem("", ""), "", rewards={"both": partial(combine, rewards={"a": length.within})})
