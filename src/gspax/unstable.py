@@ -10,6 +10,7 @@ from typing import Any
 
 from jax._src import clusters as _clusters
 from jax._src import distributed as _distributed
+from jax._src import hardware_utils as _hardware_utils
 from jax.experimental import mesh_utils as _mesh_utils
 from jax.experimental import topologies as _topologies
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -18,6 +19,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask impo
 __all__ = [
     "LocalMask",
     "MultiHeadMask",
+    "attached_tpu_chips",
     "cluster_types",
     "coordination_client",
     "create_device_mesh",
@@ -65,3 +67,12 @@ def key_impl_name(dtype: Any) -> str:
     made with `jax.random.key(0)`, as every key of a run has the default implementation.
     """
     return str(dtype._impl.name)
+
+
+def attached_tpu_chips() -> int:
+    """TPU chips on this machine's PCI bus, counted without loading libtpu.
+
+    The command line loads libtpu only where there are any. When it goes: count the PCI devices of vendor 0x1ae0 under
+    /sys/bus/pci/devices, as it does.
+    """
+    return _hardware_utils.num_available_tpu_chips_and_device_id()[0]

@@ -23,6 +23,7 @@ from typing import Any
 import gspax
 from gspax.commands import launch
 from gspax.commands.arguments import Parser
+from gspax.commands.devices import skip_absent_tpu
 from gspax.errors import JoinTimeoutError, UserError
 
 SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
@@ -104,7 +105,9 @@ def _run(arguments: list[str]) -> int:
         hint = f"did you mean {near[0]!r}?" if near else f"wanted one of {', '.join(SUBCOMMANDS)}"
         raise UserError(f"there is no subcommand {name!r}; {hint}")
     subcommand = importlib.import_module(f"gspax.commands.{name}")
-    return subcommand.execute(subcommand.make_parser().parse_intermixed_args(arguments[1:]))
+    options = subcommand.make_parser().parse_intermixed_args(arguments[1:])
+    skip_absent_tpu()
+    return subcommand.execute(options)
 
 
 def _overview() -> Parser:
