@@ -44,10 +44,10 @@ def small(devices, mesh):
 
 def measure(topology, make):
     """(compiler's GFLOP, MB sent by collective) of one train step on one device."""
-    devices = chips.devices(chips.topology(topology))
+    devices = chips.describe_devices(chips.parse_topology(topology))
     found = small(len(devices), make(len(devices)))
     mesh = make_mesh(found.mesh, devices)
-    train = programs.programs(found, mesh)[0].lower().compile()
+    train = programs.make_programs(found, mesh)[0].lower().compile()
     sent = {}
     for collective, size in hlo.collectives(hlo.parse(train.as_text()), dict(mesh.shape), unknown_trips=1).items():
         sent[collective.kind] = sent.get(collective.kind, 0) + size / MB
@@ -58,7 +58,7 @@ def table(title, make):
     """Prints a row for each topology as it is compiled, and gives (devices, GFLOP, MB sent) of all."""
     rows = []
     for topology in TOPOLOGIES:
-        devices = len(chips.devices(chips.topology(topology)))
+        devices = len(chips.describe_devices(chips.parse_topology(topology)))
         flops, kinds = measure(topology, make)
         rows.append((devices, flops, sum(kinds.values())))
         parts = ", ".join(f"{kind} {size:.1f}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]))

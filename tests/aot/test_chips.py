@@ -1,4 +1,4 @@
-"""Topologies: what is accepted, what is said to anything else, and how much network a device has."""
+"""Topologies: what is accepted, the errors for anything else, and the network of a device."""
 
 import importlib.util
 import os
@@ -14,55 +14,58 @@ needs_libtpu = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("text", ["v5p:4x4x4", "v5e:16x16", "v6e:2x4", "tpu7x:2x2x1", "2xv5p:4x4x4"])
-def test_a_topology_is_read_and_written_the_same(text):
-    assert str(chips.topology(text)) == text
+def test_a_topology_round_trips(text):
+    assert str(chips.parse_topology(text)) == text
 
 
 def test_slices_and_their_devices():
-    one, two = chips.topology("1xv5e:4x4"), chips.topology("12xtpu7x:2x2x1")
-    assert (one, str(one)) == (chips.topology("v5e:4x4"), "v5e:4x4")
+    one, two = chips.parse_topology("1xv5e:4x4"), chips.parse_topology("12xtpu7x:2x2x1")
+    assert (one, str(one)) == (chips.parse_topology("v5e:4x4"), "v5e:4x4")
     assert (two.slices, two.kind, two.slice_devices) == (12, "tpu7x", 8)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("v5p", "wanted a chip and the sides of its box such as v5p:4x4x4, or several such slices such as 2xv5p:4x4x4"),
-        ("v5p:4x4x", "wanted a chip and the sides"),
-        ("v5p-64", "wanted a chip and the sides"),
-        ("v5b:4x4", "wanted a chip out of v5e, v5p, v6e, tpu7x, got 'v5b' (did you mean v5"),
-        ("gpu:4x4", "wanted a chip out of v5e, v5p, v6e, tpu7x, got 'gpu'"),
+        (
+            "v5p",
+            "wanted a TPU generation and the shape of a slice such as v5p:4x4x4, or several slices such as 2xv5p:4x4x4",
+        ),
+        ("v5p:4x4x", "wanted a TPU generation and the shape"),
+        ("v5p-64", "wanted a TPU generation and the shape"),
+        ("v5b:4x4", "wanted one of v5e, v5p, v6e, tpu7x, got 'v5b' (did you mean v5"),
+        ("gpu:4x4", "wanted one of v5e, v5p, v6e, tpu7x, got 'gpu'"),
         ("v5p:8x8", "v5p has 3 dimensions, such as v5p:4x4x4"),
         ("v5e:4x4x4", "v5e has 2 dimensions, such as v5e:4x4"),
         ("v5e:0x4", "v5e has 2 dimensions"),
         ("0xv5e:4x4", "wanted at least one slice, got '0xv5e:4x4'"),
-        ("xv5e:4x4", "wanted a chip out of v5e"),
-        ("2 v5e:4x4", "wanted a chip and the sides"),
+        ("xv5e:4x4", "wanted one of v5e"),
+        ("2 v5e:4x4", "wanted a TPU generation and the shape"),
     ],
 )
-def test_anything_else_gets_one_sentence(text, said):
+def test_anything_else_is_rejected_in_one_sentence(text, said):
     with pytest.raises(UserError) as caught:
-        chips.topology(text)
+        chips.parse_topology(text)
     assert said in str(caught.value) and str(caught.value).startswith("--topology: ")
     assert "\n" not in str(caught.value)
 
 
-def test_without_libtpu_the_sentence_says_what_to_install(monkeypatch):
+def test_without_libtpu_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs the package libtpu: pip install 'gspax\[tpu\]'"):
-        chips.devices(chips.topology("v5e:4x4"))
+        chips.describe_devices(chips.parse_topology("v5e:4x4"))
 
 
 @needs_libtpu
-def test_the_devices_of_a_topology_and_a_topology_that_there_is_not():
+def test_the_devices_of_a_topology_and_an_unsupported_one():
     before = dict(os.environ)
-    assert len(chips.devices(chips.topology("v5p:2x2x4"))) == 16
-    of_two = chips.devices(chips.topology("2xv5e:2x2"))
+    assert len(chips.describe_devices(chips.parse_topology("v5p:2x2x4"))) == 16
+    of_two = chips.describe_devices(chips.parse_topology("2xv5e:2x2"))
     assert [device.slice_index for device in of_two] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [device.coords for device in of_two[:4]] == [device.coords for device in of_two[4:]]
-    with pytest.raises(UserError, match="--topology v5e:3x5: libtpu knows no such topology: "):
-        chips.devices(chips.topology("v5e:3x5"))
-    assert dict(os.environ) == before, "processes started later would take this machine for a TPU's"
+    with pytest.raises(UserError, match="--topology v5e:3x5: libtpu does not support it: "):
+        chips.describe_devices(chips.parse_topology("v5e:3x5"))
+    assert dict(os.environ) == before, "processes started later would see a TPU on this machine"
 
 
 @pytest.mark.parametrize(
@@ -71,19 +74,19 @@ def test_the_devices_of_a_topology_and_a_topology_that_there_is_not():
         ("v5p:4x4x4", (0,), 2),  # a ring: both ways
         ("v5p:4x4x4", (0, 1, 2), 6),
         ("v5p:2x2x4", (0,), 1),  # a line of two
-        ("v5e:8x8", (0, 1), 2),  # a v5e dimension closes to a ring at 16
+        ("v5e:8x8", (0, 1), 2),  # a v5e dimension wraps around at 16
         ("v5e:16x16", (0, 1), 4),
         ("v6e:4x1", (1,), 1),
         ("v5e:4x4", (), 1),
     ],
 )
 def test_links_that_a_device_can_use_at_once(text, crossed, links):
-    topology = chips.topology(text)
+    topology = chips.parse_topology(text)
     assert topology.network_rate(crossed) == links * topology.chip.link_rate
 
 
-def test_a_part_of_a_slice_closes_no_ring():
-    topology = chips.topology("v5p:4x4x4")
+def test_a_part_of_a_slice_does_not_wrap_around():
+    topology = chips.parse_topology("v5p:4x4x4")
     assert topology.network_rate((0, 1, 2), (2, 4, 4)) == 5 * topology.chip.link_rate
-    large = chips.topology("v5p:8x4x4")
+    large = chips.parse_topology("v5p:8x4x4")
     assert large.network_rate((0,), (4, 4, 4)) == large.chip.link_rate

@@ -1,4 +1,4 @@
-"""The text of compiled programs: loops, branches, and what collectives send, by hand and from one compiled here."""
+"""The text of compiled programs: loops, branches and what collectives send, hand-written and compiled here."""
 
 import importlib.util
 
@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from gspax.aot import chips, hlo
 from gspax.aot.hlo import Collective
+from gspax.aot.memory import compile_program
 from gspax.aot.programs import Program
-from gspax.aot.report import compile_program
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)"
@@ -87,7 +87,7 @@ LINES = {
     ),
     "a way to write groups that is not known counts as the whole mesh": (
         "%r = f32[8,16]{1,0} all-gather(%x), replica_groups=somehow, dimensions={0}",
-        ("all-gather", ("unread",), 8),
+        ("all-gather", hlo.UNKNOWN, 8),
         512 * 7 // 8,
     ),
 }
@@ -129,7 +129,7 @@ def test_what_goes_to_the_host_alone_is_not_sent():
         ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("fsdp",), 4),
         ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",), 2),
         ("replica_groups={}", ("data", "fsdp"), 8),
-        ("replica_groups={{0,1,8,9}}", ("unread",), 8),  # of another slice, which it cannot be
+        ("replica_groups={{0,1,8,9}}", hlo.UNKNOWN, 8),  # of another slice, which it cannot be
     ],
 )
 def test_groups_of_devices_are_within_a_slice(groups, axes, size):
@@ -220,7 +220,7 @@ LOOPS = {
 def test_how_often_a_loop_runs(module, times):
     (found,) = hlo.collectives(module, MESH, unknown_trips=5).values()
     assert found == 384 * (5 if times is None else times)
-    assert hlo.unread_loops(module) == (times is None)
+    assert hlo.unknown_loops(module) == (times is None)
 
 
 def test_of_the_branches_of_a_condition_the_dearest_counts():
@@ -306,14 +306,16 @@ def test_a_program_compiled_here():
 def test_collectives_over_slices_as_libtpu_writes_them():
     """A sum over all axes is scattered in the slice, summed between slices and gathered again; one over `slice` alone
     is a device's whole array; a gather sends its own part to the other slice first."""
-    mesh = jax.sharding.Mesh(np.array(chips.devices(chips.topology("2xv5e:2x2"))).reshape(2, 4), ("slice", "fsdp"))
+    mesh = jax.sharding.Mesh(
+        np.array(chips.describe_devices(chips.parse_topology("2xv5e:2x2"))).reshape(2, 4), ("slice", "fsdp")
+    )
     spec = P(("slice", "fsdp"))
     x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(mesh, spec))
     part = 128 * 1024 * 4
 
     def found(function, out):
         mapped = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False))
-        compiled = compile_program(Program(name="", lower=lambda: mapped.lower(x), besides=0))
+        compiled = compile_program(Program(name="", lower=lambda: mapped.lower(x), resident=0))
         return hlo.collectives(hlo.parse(compiled.text), dict(mesh.shape), unknown_trips=1, slices=2)
 
     assert found(lambda x: jax.lax.psum(x, "slice"), spec) == {Collective("all-reduce", ("slice",), 2, dcn=True): part}

@@ -1,5 +1,6 @@
-"""What is compiled ahead of time is what a run compiles: the described batch is the one that a rollout is cut into."""
+"""What is compiled ahead of time is what a run compiles: arguments, resident memory, profile scopes."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -26,7 +27,7 @@ EXPERIMENTS = {
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
-def test_the_batch_is_the_one_that_a_rollout_is_cut_into(experiment):
+def test_the_described_minibatch_is_one_that_a_rollout_is_cut_into(experiment):
     mesh = make_mesh(experiment.mesh, jax.devices()[:4])
     sampling, model = experiment.sampling, experiment.model
     B, T = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
@@ -61,15 +62,15 @@ HALF = replace(SMALL.model, param_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("model", [SMALL.model, HALF], ids=["float32", "bfloat16 with a master copy"])
-def test_bytes_that_a_run_holds_besides(model):
-    """With a reference: the train step is not given it, nor the other mini-batches; the sampler has the parameters
-    alone. Against arithmetic on whole trees."""
+def test_resident_bytes(model):
+    """With a reference: it and the other minibatches are not passed to the train step; only the parameters are passed
+    to the sampler."""
     experiment = replace(EXPERIMENTS["with a reference"], model=model)
     mesh = make_mesh(experiment.mesh, jax.devices()[:4])
     state = programs.abstract_state(experiment.model, optimizer_of(experiment), mesh)
     params, whole = programs.device_bytes(state.params), programs.device_bytes(state)
     batch = programs.device_bytes(programs.abstract_batch(experiment, mesh))
-    found = {program.name: program.besides for program in programs.programs(experiment, mesh)}
+    found = {program.name: program.resident for program in programs.make_programs(experiment, mesh)}
     others = (experiment.schedule.minibatches - 1) * batch
     assert found == {
         programs.TRAIN: params + others,
@@ -79,29 +80,29 @@ def test_bytes_that_a_run_holds_besides(model):
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_bytes_beside_a_sampler_apart(staleness):
-    """The learner holds what it did, and while it scores the parameters on their way if rollouts are drawn ahead. The
-    sampler holds no optimiser's state and no reference, but parameters and a rollout of each batch drawn ahead."""
+def test_resident_bytes_with_a_disaggregated_sampler(staleness):
+    """The learner's are the same, plus, while it scores, the parameters in transfer if rollouts are drawn ahead. The
+    sampler's devices have no optimiser state and no reference, but parameters and a rollout per batch drawn ahead."""
     experiment = replace(EXPERIMENTS["with a reference"], model=replace(SMALL.model, dtype="bfloat16"))
     mesh, own = (make_mesh(config.Mesh(), jax.devices()[part]) for part in (slice(4), slice(4, 6)))
-    together = {program.name: program.besides for program in programs.programs(experiment, mesh)}
+    together = {program.name: program.resident for program in programs.make_programs(experiment, mesh)}
     placed = replace(experiment, placement=config.Placement(devices=2, staleness=staleness))
-    found = {program.name: program.besides for program in programs.programs(placed, mesh, own)}
+    found = {program.name: program.resident for program in programs.make_programs(placed, mesh, own)}
     positions = SMALL.sampling.max_prompt_tokens + SMALL.sampling.max_tokens
     rows = SMALL.sampling.prompts * SMALL.sampling.group // 2
     rollout = rows * (positions * (4 + 4 + 1) + 4 + 4 + 1)  # tokens, log-probs, mask; two lengths, whether it ended
-    way = programs.device_bytes(abstract_pushed(placed.model, mesh)) if staleness else 0
+    transfer = programs.device_bytes(abstract_pushed(placed.model, mesh)) if staleness else 0
     assert found == {
         programs.TRAIN: together[programs.TRAIN],
-        programs.SCORE: together[programs.SCORE] + way,
+        programs.SCORE: together[programs.SCORE] + transfer,
         programs.ROLLOUT: staleness * (programs.device_bytes(abstract_pushed(placed.model, own)) + rollout),
     }
 
 
-def test_a_sampler_apart_is_lowered_for_its_mesh_and_given_what_is_pushed():
+def test_a_disaggregated_sampler_is_lowered_for_its_mesh_and_the_pushed_parameters():
     mesh, own = make_mesh(config.Mesh(), jax.devices()[:4]), make_mesh(config.Mesh(), jax.devices()[4:6])
     placed = replace(SMALL, model=replace(SMALL.model, dtype="bfloat16"), placement=config.Placement(devices=2))
-    lowered = {program.name: program.lower() for program in programs.programs(placed, mesh, own)}
+    lowered = {program.name: program.lower() for program in programs.make_programs(placed, mesh, own)}
     given = jax.tree.map(lambda leaf: leaf.dtype, lowered[programs.ROLLOUT].args_info[0][0])
     assert given == jax.tree.map(lambda leaf: leaf.dtype, abstract_pushed(placed.model, own))
     text = {name: each.as_text() for name, each in lowered.items()}
@@ -111,7 +112,7 @@ def test_a_sampler_apart_is_lowered_for_its_mesh_and_given_what_is_pushed():
 
 def test_bytes_of_a_device():
     mesh = make_mesh(config.Mesh(), jax.devices()[:4])
-    row = programs._rows(mesh, (8, 6), jnp.bool_)
+    row = programs._abstract_rows(mesh, (8, 6), jnp.bool_)
     everywhere = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=programs.named_sharding(mesh))
     away = jax.ShapeDtypeStruct(
         (5,), jnp.float32, sharding=programs.named_sharding(mesh).with_memory_kind("pinned_host")
@@ -119,14 +120,25 @@ def test_bytes_of_a_device():
     assert programs.device_bytes({"a": row, "b": everywhere, "c": away}) == 2 * 6 + 3 * 4
 
 
-def test_every_program_can_be_lowered_for_devices_that_are_here():
-    """Without libtpu too: what changes in the run's functions must be followed here."""
+def test_every_program_can_be_lowered_for_present_devices():
+    """Without libtpu too: changes of the run's functions must be followed in `aot.programs`."""
     mesh = make_mesh(SMALL.mesh, jax.devices()[:4])
     sampling = SMALL.sampling
     rows, length = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
-    shapes = {program.name: jax.tree.leaves(program.lower().out_info) for program in programs.programs(SMALL, mesh)}
+    shapes = {
+        program.name: jax.tree.leaves(program.lower().out_info) for program in programs.make_programs(SMALL, mesh)
+    }
     assert list(shapes) == [programs.TRAIN, programs.SCORE, programs.ROLLOUT]
     assert shapes[programs.SCORE][0].shape == (rows // SMALL.schedule.minibatches, length)
-    shape_of = programs.abstract_rollout(SMALL, mesh)
+    shape_of = programs.abstract_rollout(SMALL.sampling, mesh)
     wanted = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shape_of)]
     assert [(leaf.shape, leaf.dtype) for leaf in shapes[programs.ROLLOUT]] == wanted
+
+
+def test_a_profile_shows_the_parts_of_the_model():
+    """The names are in the metadata of every program's operations."""
+    mesh = make_mesh(SMALL.mesh, jax.devices()[:4])
+    for program in programs.make_programs(SMALL, mesh):
+        scopes = re.findall(r'loc\("([^"]*)"', program.lower().as_text(debug_info=True))
+        for part in ("attention", "router", "experts", "head"):
+            assert any(re.search(f"(^|/){part}/", scope) for scope in scopes), (program.name, part)

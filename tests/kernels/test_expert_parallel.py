@@ -169,7 +169,7 @@ def test_only_large_slices_of_v5e_lack_the_ragged_all_to_all(kind, devices, supp
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:4x4", "v5e:4x8"])
 def test_a_layer_compiled_for_a_tpu_exchanges_rows_and_scatters_gradients(topology):
-    devices = chips.devices(chips.topology(topology))
+    devices = chips.describe_devices(chips.parse_topology(topology))
     made = sharding.make_mesh(config.Mesh(fsdp=2, data=-1, expert=4, tensor=2), devices)
     B, T, A, E, D, F = len(devices) // 2, 256, 2, 8, 128, 256
     into, out = ("expert", "expert_embed", "mlp"), ("expert", "mlp", "expert_embed")

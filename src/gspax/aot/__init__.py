@@ -1,1 +1,1 @@
-"""Compiling for a TPU that is not there: chips and topologies, the programs of an experiment, compiled code."""
+"""Ahead-of-time compilation without TPU hardware: chips and topologies, a run's programs, what they cost."""

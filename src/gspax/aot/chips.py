@@ -1,10 +1,10 @@
-"""TPU chips and topologies: what a device can do, and the devices of a topology that is not there.
+"""TPU chips and topologies: peak rates of a device, and device descriptions without TPU hardware.
 
-A device is what jax calls one: a whole chip, but half a chip of TPU7x. Rates are peaks from the vendor's pages
-(cloud.google.com/tpu/docs: v5e, v5p, v6e, tpu7x), links being the published bidirectional rate of a chip divided by its
-ports and by two. Of the data centre's network a chip of v5p has 50 Gb/s, of tpu7x 100 (the page tpu7x), a pod of 256
-chips of v5e 6.4 Tb/s, of v6e 25.6 (the page v6e). `memory` is what the compiler lets a program use, read from its
-refusals (libtpu 0.0.42).
+A device is what jax calls one: a whole chip, or half a chip of TPU7x. Rates are the vendor's published peaks
+(cloud.google.com/tpu/docs: v5e, v5p, v6e, tpu7x). A link's rate is the chip's bidirectional rate divided by its ports
+and by two. The data centre's network gives 50 Gb/s to a chip of v5p, 100 to one of tpu7x (page tpu7x), and 6.4 Tb/s to
+a pod of 256 chips of v5e, 25.6 to one of v6e (page v6e). `memory` is what the compiler allows a program, taken from its
+error messages (libtpu 0.0.42).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from gspax.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One device of a kind of TPU."""
+    """The peak rates and the memory of one device of a TPU generation."""
 
     flops: float  # FLOP/s of bfloat16 matrix products
     memory: int  # bytes that a program may use
     memory_rate: float  # bytes/s
-    link_rate: float  # bytes/s, one way, of the device's share of one link to a neighbour
-    dcn_rate: float  # bytes/s, one way, of its share of the data centre's network, which joins slices
+    link_rate: float  # bytes/s, one way: the device's share of one link to a neighbour
+    dcn_rate: float  # bytes/s, one way: its share of the data centre's network, which connects slices
     dimensions: int  # of the torus
-    ring: int  # a dimension of a multiple of this length closes to a ring
+    ring: int  # a dimension whose length is a multiple of this wraps around
     devices: int  # per chip
 
 
@@ -78,7 +78,7 @@ CHIPS = {
         devices=2,
     ),
 }
-# libtpu would ask the metadata server of a TPU VM, and lets one process in at a time.
+# Without these libtpu queries the metadata server of a TPU VM, and allows one process at a time.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
@@ -92,10 +92,10 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """So many chips of a kind in a box, such as v5p:4x4x4, or several such slices, 2xv5p:4x4x4."""
+    """A slice of a TPU generation, such as v5p:4x4x4, or several slices, such as 2xv5p:4x4x4."""
 
     kind: str
-    sides: tuple[int, ...]  # of a slice
+    shape: tuple[int, ...]  # of a slice, in chips
     slices: int = 1
 
     @property
@@ -104,53 +104,54 @@ class Topology:
 
     @property
     def slice_devices(self) -> int:
-        return math.prod(self.sides) * self.chip.devices
+        return math.prod(self.shape) * self.chip.devices
 
     def __str__(self) -> str:
-        return (f"{self.slices}x" if self.slices > 1 else "") + f"{self.kind}:{'x'.join(map(str, self.sides))}"
+        return (f"{self.slices}x" if self.slices > 1 else "") + f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
     def network_rate(self, crossed: tuple[int, ...], extent: tuple[int, ...] | None = None) -> float:
-        """Bytes/s that a device can send at once along those dimensions of the torus: two links of a ring, one of a
-        line, on whose end devices the others wait.
+        """Bytes/s that a device can send at once along these dimensions of the torus.
+
+        A dimension that wraps around has two links; a line has one, since the others wait for its end devices.
 
         Args:
           crossed: dimensions.
-          extent: how far a program's devices reach along each dimension, where it has but a part of a slice: no ring
-            is closed then.
+          extent: the devices of the program along each dimension, if it uses only part of a slice; a dimension that is
+            used in part does not wrap around.
         """
-        extent = extent or self.sides
-        closed = [a == b and b % self.chip.ring == 0 for a, b in zip(extent, self.sides, strict=True)]
-        links = sum(1 + closed[axis] for axis in crossed if self.sides[axis] > 1)
+        extent = extent or self.shape
+        closed = [a == b and b % self.chip.ring == 0 for a, b in zip(extent, self.shape, strict=True)]
+        links = sum(1 + closed[axis] for axis in crossed if self.shape[axis] > 1)
         return max(links, 1) * self.chip.link_rate
 
 
-def topology(text: str) -> Topology:
-    """`v5p:4x4x4` or `2xv5p:4x4x4` read. UserError says what is wrong with anything else."""
+def parse_topology(text: str) -> Topology:
+    """Parse `v5p:4x4x4` or `2xv5p:4x4x4`. UserError for anything else."""
     found = re.fullmatch(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)", text.strip())
     if not found:
         raise UserError(
-            "--topology: wanted a chip and the sides of its box such as v5p:4x4x4, or several such slices such as "
+            "--topology: wanted a TPU generation and the shape of a slice such as v5p:4x4x4, or several slices such as "
             f"2xv5p:4x4x4, got {text!r}"
         )
-    slices, kind, sides = int(found[1] or 1), found[2], tuple(map(int, found[3].split("x")))
+    slices, kind, shape = int(found[1] or 1), found[2], tuple(map(int, found[3].split("x")))
     if kind not in CHIPS:
         near = difflib.get_close_matches(kind, CHIPS, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
-        raise UserError(f"--topology: wanted a chip out of {', '.join(CHIPS)}, got {kind!r}{hint}")
+        raise UserError(f"--topology: wanted one of {', '.join(CHIPS)}, got {kind!r}{hint}")
     wanted = CHIPS[kind].dimensions
-    if len(sides) != wanted or min(sides) < 1:
+    if len(shape) != wanted or min(shape) < 1:
         example = "x".join("4" * wanted)
         raise UserError(f"--topology: {kind} has {wanted} dimensions, such as {kind}:{example}; got {text!r}")
     if slices < 1:
         raise UserError(f"--topology: wanted at least one slice, got {text!r}")
-    return Topology(kind=kind, sides=sides, slices=slices)
+    return Topology(kind=kind, shape=shape, slices=slices)
 
 
-def devices(topology: Topology) -> list[Any]:
-    """The devices of a topology, slice by slice, for compiling alone: nothing can be put on them or run.
+def describe_devices(topology: Topology) -> list[Any]:
+    """The devices of a topology, slice by slice. They serve for compiling only: they hold no arrays and run nothing.
 
     Raises:
-      UserError: libtpu is not installed, or knows no such topology.
+      UserError: libtpu is not installed, or does not support the topology.
     """
     if importlib.util.find_spec("libtpu") is None:
         raise UserError("compiling for a TPU needs the package libtpu: pip install 'gspax[tpu]'")
@@ -162,13 +163,13 @@ def devices(topology: Topology) -> list[Any]:
             found = unstable.get_topology_desc(platform="tpu", topology_name=name, num_slices=topology.slices)
     except Exception as problem:
         reason = str(problem).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-        raise UserError(f"--topology {topology}: libtpu knows no such topology: {reason}") from problem
+        raise UserError(f"--topology {topology}: libtpu does not support it: {reason}") from problem
     return list(found.devices)
 
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """`ENVIRONMENT` where nothing else was set; processes started later must not take this machine for a TPU's."""
+    """Set the unset variables of `ENVIRONMENT`, and unset them again: processes started later must not see a TPU."""
     missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(missing)
     try:

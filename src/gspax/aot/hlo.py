@@ -1,12 +1,12 @@
-"""The text of a compiled program, read: its instructions, how often each runs, and what its collectives move.
+"""Parse the text of a compiled program: its instructions, how often each runs, and what its collectives send.
 
-In a program for several slices the compiler has split each collective that crosses them: groups of devices are within a
-slice and counted there, and what is left goes between slices by `send` and `recv`, which say what they stand for.
+The compiler's own cost analysis counts a loop's body once; here it counts as often as it runs. The trip count stands
+beside the loop (CPU) or is the constant that its condition compares the counter with (TPU). A loop with neither, such
+as one that ends when all samples have, counts as often as the caller chooses. Of the branches of a conditional the most
+expensive counts, except for the fallback for rows that exceed the buffer of a ragged all-to-all.
 
-The compiler's own cost analysis counts the body of a loop once; here a loop's body counts as often as it runs. How
-often is written beside the loop (CPU) or is the constant that its condition compares the counter with (TPU). A loop
-that tells neither, such as one that ends when all samples have, counts as often as the caller says. Of the branches of
-a condition the dearest counts, but none that is there for rows that a ragged all-to-all has no room for.
+In a program for several slices the compiler has split each collective that crosses them: the part within a slice stands
+as a collective, the part between slices as `send` and `recv`, whose attributes name the collective.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import numpy as np
 
 RAGGED = "ragged-all-to-all"
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", RAGGED)
-TRANSFERS = {  # between slices, as libtpu names them
+TRANSFERS = {  # between slices, by libtpu's names
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
     "REDUCE_SCATTER": "reduce-scatter",
     "ALL_TO_ALL": "all-to-all",
     "ONE_TO_ONE": "collective-permute",
 }
-STEPS = "async_collective_fusion_config"  # marks a collective that the TPU compiler has spread over several fusions
+SPREAD = "async_collective_fusion_config"  # marks a collective that the TPU compiler has spread over several fusions
+UNKNOWN = ("unknown",)  # axes of a collective whose groups could not be read
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?")
@@ -39,10 +40,12 @@ _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_com
 
 @dataclass(frozen=True)
 class Instruction:
+    """One line of a computation."""
+
     name: str
-    type: str  # of the result, as written
+    type: str  # of the result, verbatim
     opcode: str
-    rest: str  # operands and attributes, as written
+    rest: str  # operands and attributes, verbatim
     root: bool
 
     @functools.cached_property
@@ -54,13 +57,15 @@ class Instruction:
         return self.rest[_closing(self.rest) :]
 
     def attribute(self, name: str) -> str:
-        """The computation that `name=%...` names; empty if there is none."""
+        """The computation given by `name=%...`; empty if there is none."""
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
 
 @dataclass(frozen=True)
 class Module:
+    """A compiled program."""
+
     computations: dict[str, list[Instruction]]
     entry: str
 
@@ -70,23 +75,23 @@ class Collective:
     """One kind of collective over some axes of the mesh."""
 
     kind: str
-    axes: tuple[str, ...]  # that its groups of devices extend over; ('unread',) if the text could not be read
-    size: int  # devices of a group; slices where it goes between these
+    axes: tuple[str, ...]  # that its groups of devices extend over, or `UNKNOWN`
+    size: int  # devices of a group; between slices, the number of slices
     dcn: bool = False  # between slices, over the data centre's network
 
 
 def _closing(text: str) -> int:
-    """Where the bracket closes that was opened before the text."""
+    """The index of the bracket that closes one opened before the text."""
     depth = 1
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if depth == 0:
-            return place
+            return index
     return len(text)
 
 
 def parse(text: str) -> Module:
-    """The computations of a compiled module's `as_text()`. ValueError if it has no entry."""
+    """Parse a compiled program's `as_text()`. ValueError if it has no entry computation."""
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", []
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
@@ -101,15 +106,15 @@ def parse(text: str) -> Module:
 
 
 def array_bytes(type_: str) -> list[int]:
-    """Bytes of each array in a type as written, such as `(f32[2,3]{1,0}, pred[])`."""
+    """Bytes of each array in a type such as `(f32[2,3]{1,0}, pred[])`."""
     return [
-        math.ceil(math.prod(int(side) for side in sides.split(",") if side) * (int(bits) if bits else 8) / 8)
-        for _, bits, sides, _ in _ARRAY.findall(type_)
+        math.ceil(math.prod(int(length) for length in shape.split(",") if length) * (int(bits) if bits else 8) / 8)
+        for _, bits, shape, _ in _ARRAY.findall(type_)
     ]
 
 
-def trips(loop: Instruction, module: Module) -> int | None:
-    """How often a `while` runs its body; None if the text does not tell."""
+def trip_count(loop: Instruction, module: Module) -> int | None:
+    """How often a `while` runs its body; None if unknown."""
     if known := re.search(r'known_trip_count[^}]*?"n":\s*"(\d+)"', loop.attributes):
         return int(known[1])
     condition = module.computations[loop.attribute("condition")]
@@ -129,10 +134,10 @@ def trips(loop: Instruction, module: Module) -> int | None:
 
 
 def total(module: Module, count: Callable[[str, Instruction], Counter], *, unknown_trips: int) -> Counter:
-    """The sum of `count(computation, instruction)` over everything that the module runs, loops included.
+    """The sum of `count(computation, instruction)` over everything that the program runs, loops included.
 
     Args:
-      unknown_trips: how often the loops run that do not say.
+      unknown_trips: the trip count of loops that do not state it.
     """
 
     @functools.cache
@@ -140,13 +145,13 @@ def total(module: Module, count: Callable[[str, Instruction], Counter], *, unkno
         found: Counter = Counter()
         for each in module.computations.get(name, []):
             found.update(count(name, each))
-            known = trips(each, module) if each.opcode == "while" else 1
+            known = trip_count(each, module) if each.opcode == "while" else 1
             times = unknown_trips if known is None else known
             called_here = () if each.opcode.endswith(("-done", "-update")) else _CALLED.findall(each.attributes)
             for called in called_here:
                 for key, value in of(called).items():
                     found[key] += times * value
-            if branches := _usual(_branches(each), module):
+            if branches := _without_fallback(_branches(each), module):
                 found.update(max(map(of, branches), key=lambda branch: sum(branch.values())))
         return found
 
@@ -154,41 +159,41 @@ def total(module: Module, count: Callable[[str, Instruction], Counter], *, unkno
 
 
 def _branches(instruction: Instruction) -> list[str]:
-    """The computations of which a `conditional` runs one."""
+    """The branches of a `conditional`."""
     found = _BRANCHES.findall(instruction.attributes)
     return [name for several, one in found for name in re.findall(r"[\w.\-]+", several or one)]
 
 
-def _usual(branches: list[str], module: Module) -> list[str]:
-    """Those with a ragged all-to-all, if there are any: the others are for rows that do not fit its buffer."""
-    return [name for name in branches if _ragged(name, module)] or branches
+def _without_fallback(branches: list[str], module: Module) -> list[str]:
+    """The branches with a ragged all-to-all, if any: the others are the fallback for rows beyond its buffer."""
+    return [name for name in branches if _has_ragged(name, module)] or branches
 
 
-def _ragged(name: str, module: Module) -> bool:
+def _has_ragged(name: str, module: Module) -> bool:
     inside = module.computations.get(name, [])
     return any(
         each.opcode.startswith(RAGGED)
-        or any(_ragged(called, module) for called in [*_CALLED.findall(each.attributes), *_branches(each)])
+        or any(_has_ragged(called, module) for called in [*_CALLED.findall(each.attributes), *_branches(each)])
         for each in inside
     )
 
 
-def unread_loops(module: Module) -> int:
-    """How many loops do not say how often they run."""
+def unknown_loops(module: Module) -> int:
+    """The number of loops with unknown trip counts."""
     loops = [each for inside in module.computations.values() for each in inside if each.opcode == "while"]
-    return sum(trips(each, module) is None for each in loops)
+    return sum(trip_count(each, module) is None for each in loops)
 
 
 def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int, slices: int = 1) -> dict[Collective, int]:
-    """Bytes that a device must send, at the least, for the collectives of a program: for each kind and its axes.
+    """The least bytes that a device must send for the collectives of a program, by kind and axes.
 
     In a group of n devices an all-gather sends (n - 1)/n of its result, a reduce-scatter as much of its argument, an
     all-reduce both, one after the other; an all-to-all (n - 1)/n of its result, a permutation all of it. Between n
-    slices it is the same, each device with those in its place in the other slices.
+    slices the same holds for a device and its counterparts in the other slices.
 
     Args:
       mesh: axis sizes in the order of the devices that the program was compiled for.
-      unknown_trips: how often the loops run that do not say how often.
+      unknown_trips: the trip count of loops that do not state it.
       slices: TPU slices that the program was compiled for; if several, the mesh's axis `slice` lies along them.
     """
     # The TPU compiler spreads one collective over several fusions, which all show it; the one that starts it counts.
@@ -203,16 +208,16 @@ def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int, sli
         if each.opcode == "send":
             return _between_slices(each, slices)
         kind = each.opcode.removesuffix("-start")
-        if kind not in KINDS or (STEPS in each.attributes and computation not in starts):
+        if kind not in KINDS or (SPREAD in each.attributes and computation not in starts):
             return Counter()
         axes, size = _group_axes(each.attributes, within)
         sizes = array_bytes(each.type)
         result = sum(sizes)
-        if kind == "all-gather" and each.opcode != kind:  # the arguments stand before the results
+        if kind == "all-gather" and each.opcode != kind:  # the type lists the arguments before the results
             result = result * size // (size + 1)
         if kind == "collective-permute":
             return Counter({Collective(kind, axes, size): max(sizes)})
-        if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):  # each device keeps its part alone
+        if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):  # each device keeps only its part
             kind, sent = "reduce-scatter", result * (size - 1) // size
         elif kind == "reduce-scatter":
             sent = result * (size - 1)
@@ -224,37 +229,36 @@ def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int, sli
 
 
 def _between_slices(send: Instruction, slices: int) -> Counter:
-    """What a device sends to other slices by a `send`; nothing if it is to the host alone. Of a kind that is not known
-    here it is the whole."""
+    """What a device sends to other slices by a `send`: nothing for one to the host, everything for an unknown kind."""
     found = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.attributes)
     if not found:
         return Counter()
     kind = TRANSFERS.get(found[1], found[1].lower())
-    given = sum(array_bytes(send.type)[:-1])  # the last is a handle
+    operand = sum(array_bytes(send.type)[:-1])  # the last is a handle
     others = slices - 1
     sent = {
-        "all-gather": given * others,
-        "all-reduce": 2 * given * others // slices,
-        "reduce-scatter": given * others // slices,
-        "all-to-all": given * others // slices,
-    }.get(kind, given)
+        "all-gather": operand * others,
+        "all-reduce": 2 * operand * others // slices,
+        "reduce-scatter": operand * others // slices,
+        "all-to-all": operand * others // slices,
+    }.get(kind, operand)
     return Counter({Collective(kind, ("slice",), slices, dcn=True): sent})
 
 
 def _group_axes(attributes: str, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
-    """Axes that the groups of a collective extend over, and the devices of a group."""
+    """The axes that the groups of a collective extend over, and the number of devices in a group."""
     group = _first_group(attributes, math.prod(mesh.values()))
     if group is None or max(group) >= math.prod(mesh.values()):
-        return ("unread",), math.prod(mesh.values())
-    places = np.array(np.unravel_index(np.array(group), tuple(mesh.values())))
-    return tuple(axis for axis, row in zip(mesh, places, strict=True) if len(set(row.tolist())) > 1), len(group)
+        return UNKNOWN, math.prod(mesh.values())
+    coords = np.array(np.unravel_index(np.array(group), tuple(mesh.values())))
+    return tuple(axis for axis, row in zip(mesh, coords, strict=True) if len(set(row.tolist())) > 1), len(group)
 
 
 def _first_group(attributes: str, devices: int) -> list[int] | None:
-    """The devices of a collective's first group (all groups are alike), or of the first pair of a permutation that
-    goes from one device to another; None if it is written in a way not known here.
+    """The devices of a collective's first group (all groups are alike), or the first pair of different devices of a
+    permutation; None if the notation is unknown.
 
-    Three ways are: {{0,1},{2,3}}, and as arrays of device numbers whose rows are the groups, [2,2]<=[4] and
+    Known are {{0,1},{2,3}}, and two notations of an array of device numbers whose rows are the groups, [2,2]<=[4] and
     mesh['a'=2,'b'=2] {'b'}, both of which may be transposed first.
     """
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", attributes):
@@ -284,7 +288,7 @@ def _integers(text: str) -> list[int]:
 
 
 def _numbers(shape: str, transposed: str | None) -> np.ndarray:
-    """0, 1, 2, ... in this shape, its axes permuted."""
-    sides = _integers(shape)
-    grid = np.arange(math.prod(sides)).reshape(sides)
+    """0, 1, 2, ... in this shape, with its axes permuted."""
+    lengths = _integers(shape)
+    grid = np.arange(math.prod(lengths)).reshape(lengths)
     return grid.transpose(_integers(transposed)) if transposed else grid

@@ -1,7 +1,7 @@
 """The programs that a run of an experiment compiles, lowered for any devices from shapes alone: no array is made.
 
-They are the run's own functions; only their arguments are described instead of made. A test compares the described
-batch with the one that a rollout is cut into.
+They are the run's own functions; only their arguments are `ShapeDtypeStruct`s. A test compares the described minibatch
+with one that a rollout is cut into.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspax.config import Experiment, expert_id_dtype, is_sparse
+from gspax.config import Experiment, ModelConfig, Sampling, expert_id_dtype, is_sparse
 from gspax.learner.optimizer import optimizer_of
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.train_step import make_steps
@@ -28,18 +28,23 @@ TRAIN, SCORE, ROLLOUT = "train step", "old log-probs", "rollout"
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
+    """A program to compile, and the memory that it runs beside."""
+
     name: str
     lower: Callable[[], Any]  # -> jax.stages.Lowered
-    besides: int  # bytes that the run holds on each device while this runs, and does not give it
+    resident: int  # bytes that the run keeps on each device and does not pass to the program
 
 
-def programs(
+def make_programs(
     experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh: jax.sharding.Mesh | None = None
 ) -> list[Program]:
-    """The train step, the scoring of a mini-batch (old log-probs; the reference's too) and the sampler.
+    """The train step, the scoring of a minibatch (old log-probs; the reference's too) and the sampler.
 
-    The sampler's prompts have their greatest length. The meshes may be of devices that are not there; the sampler's is
-    the learner's unless the experiment places them apart.
+    Prompts have their maximum length. The devices of the meshes need not exist.
+
+    Args:
+      mesh: the learner's.
+      sampler_mesh: the sampler's, if it is disaggregated.
     """
     optimizer = optimizer_of(experiment)
     state = abstract_state(experiment.model, optimizer, mesh, experiment.lora)
@@ -57,51 +62,48 @@ def programs(
     def score() -> Any:
         return steps[1].lower(state.params, batch.tokens_BT, batch.segment_BT)
 
-    params = device_bytes(state.params)
-    scoring = held + batches - params - device_bytes(batch) + _in_flight(experiment, mesh)
+    scoring = held + batches - device_bytes(state.params) - device_bytes(batch)
+    if experiment.placement is not None and experiment.placement.staleness > 0:
+        # Scoring does not wait for the parameters that are on their way to the sampler.
+        scoring += device_bytes(abstract_pushed(experiment.model, mesh))
     return [
-        Program(name=TRAIN, lower=train, besides=held + batches - device_bytes(state) - device_bytes(batch)),
-        Program(name=SCORE, lower=score, besides=scoring),
-        _rollout(experiment, state, held, mesh if sampler_mesh is None else sampler_mesh),
+        Program(name=TRAIN, lower=train, resident=held + batches - device_bytes(state) - device_bytes(batch)),
+        Program(name=SCORE, lower=score, resident=scoring),
+        _make_rollout(experiment, state, held, mesh if sampler_mesh is None else sampler_mesh),
     ]
 
 
-def _rollout(experiment: Experiment, state: TrainState, held: int, mesh: jax.sharding.Mesh) -> Program:
-    """The sampler. On devices of its own it is given the pushed parameters, and besides it there are those of each
-    rollout batch drawn ahead, and as many rollouts."""
+def _make_rollout(experiment: Experiment, state: TrainState, held: int, mesh: jax.sharding.Mesh) -> Program:
+    """The sampler.
+
+    A disaggregated sampler gets the pushed parameters; each rollout batch drawn ahead adds a copy of them and a
+    rollout to its devices.
+    """
+    model, sampling, placement = experiment.model, experiment.sampling, experiment.placement
     params: Any = state.params
     key: Any = state.key
-    besides = held - device_bytes(state.params) - device_bytes(state.key)
-    if experiment.placement is not None:
-        params = abstract_pushed(experiment.model, mesh)
+    resident = held - device_bytes(state.params) - device_bytes(state.key)
+    if placement is not None:
+        params = abstract_pushed(model, mesh)
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=named_sharding(mesh))
-        one = device_bytes(params) + device_bytes(abstract_rollout(experiment, mesh))
-        besides = experiment.placement.staleness * one
+        resident = placement.staleness * (device_bytes(params) + device_bytes(abstract_rollout(sampling, mesh)))
 
     def lower() -> Any:
         return sampler._generate.lower(
             params,
-            *_prompts(experiment, mesh),
+            *_abstract_prompts(sampling, mesh),
             key,
-            config=experiment.model,
-            sampling=experiment.sampling,
+            config=model,
+            sampling=sampling,
             stop_ids=experiment.tokenizer.stop_ids,
             mesh=mesh,
         )
 
-    return Program(name=ROLLOUT, lower=lower, besides=besides)
-
-
-def _in_flight(experiment: Experiment, mesh: jax.sharding.Mesh) -> int:
-    """Bytes on a learner's device of the parameters on their way to a sampler apart, which scoring does not wait for
-    where rollouts are drawn ahead."""
-    if experiment.placement is None or experiment.placement.staleness == 0:
-        return 0
-    return device_bytes(abstract_pushed(experiment.model, mesh))
+    return Program(name=ROLLOUT, lower=lower, resident=resident)
 
 
 def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
-    """`ShapeDtypeStruct`s of a minibatch as `learner.minibatches` makes it, with shardings."""
+    """`ShapeDtypeStruct`s, with shardings, of a minibatch as an update receives it."""
     config, sampling = experiment.model, experiment.sampling
     rows = sampling.prompts * sampling.group // experiment.schedule.minibatches
     shape = (rows, sampling.max_prompt_tokens + sampling.max_tokens)
@@ -116,44 +118,50 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
     if experiment.reference is not None:
         columns["ref_logp_BT"] = (shape, jnp.float32)
     if experiment.routing_replay or experiment.regularizers.load_balance:
-        sparse = sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
-        columns["expert_BLTA"] = (
-            (rows, sparse, shape[1], config.num_experts_per_tok),
-            jnp.dtype(expert_id_dtype(config)),
-        )
-    described: dict[str, Any] = {name: _rows(mesh, *column) for name, column in columns.items()}
+        experts = (rows, _sparse_layers(config), shape[1], config.num_experts_per_tok)
+        columns["expert_BLTA"] = (experts, jnp.dtype(expert_id_dtype(config)))
+    described: dict[str, Any] = {name: _abstract_rows(mesh, *column) for name, column in columns.items()}
     return Batch(**described)
 
 
-def abstract_rollout(experiment: Experiment, mesh: jax.sharding.Mesh) -> Rollout:
-    """`ShapeDtypeStruct`s of what the sampler hands over, with shardings."""
-    sampling = experiment.sampling
+def abstract_rollout(sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
+    """`ShapeDtypeStruct`s, with shardings, of what the sampler returns."""
     rows = (sampling.prompts * sampling.group,)
     shape = (*rows, sampling.max_prompt_tokens + sampling.max_tokens)
     described: dict[str, Any] = {
-        "tokens_BT": _rows(mesh, shape, jnp.int32),
-        "mask_BT": _rows(mesh, shape, jnp.bool_),
-        "logp_BT": _rows(mesh, shape, jnp.float32),
-        "prompt_length_B": _rows(mesh, rows, jnp.int32),
-        "length_B": _rows(mesh, rows, jnp.int32),
-        "finished_B": _rows(mesh, rows, jnp.bool_),
+        "tokens_BT": _abstract_rows(mesh, shape, jnp.int32),
+        "mask_BT": _abstract_rows(mesh, shape, jnp.bool_),
+        "logp_BT": _abstract_rows(mesh, shape, jnp.float32),
+        "prompt_length_B": _abstract_rows(mesh, rows, jnp.int32),
+        "length_B": _abstract_rows(mesh, rows, jnp.int32),
+        "finished_B": _abstract_rows(mesh, rows, jnp.bool_),
     }
     return Rollout(**described)
 
 
-def _prompts(experiment: Experiment, mesh: jax.sharding.Mesh) -> tuple[Any, Any, Any]:
+def _abstract_prompts(sampling: Sampling, mesh: jax.sharding.Mesh) -> tuple[Any, Any, Any]:
     """Tokens, lengths and ids of the prompts of a rollout."""
-    P, S = experiment.sampling.prompts, experiment.sampling.max_prompt_tokens
-    return _rows(mesh, (P, S), jnp.int32), _rows(mesh, (P,), jnp.int32), _rows(mesh, (P,), jnp.uint32)
+    P, S = sampling.prompts, sampling.max_prompt_tokens
+    return (
+        _abstract_rows(mesh, (P, S), jnp.int32),
+        _abstract_rows(mesh, (P,), jnp.int32),
+        _abstract_rows(mesh, (P,), jnp.uint32),
+    )
 
 
-def _rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def _abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, "batch"))
 
 
+def _sparse_layers(config: ModelConfig) -> int:
+    return sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+
+
 def device_bytes(tree: Any) -> int:
-    """Bytes that one device holds of a tree of `ShapeDtypeStruct`s with shardings, the padding of layouts and what lies
-    in the host's memory left out."""
+    """Bytes of device memory that one device holds of a tree of `ShapeDtypeStruct`s with shardings.
+
+    The padding of layouts is not included, and neither are arrays in the host's memory.
+    """
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)

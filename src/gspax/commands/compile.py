@@ -22,8 +22,8 @@ def make_parser() -> Parser:
 
 def execute(options: argparse.Namespace) -> int:
     """Print the report; 1 if the experiment does not fit the topology."""
-    from gspax.aot.chips import topology
+    from gspax.aot.chips import parse_topology
     from gspax.aot.report import run
 
-    wanted = topology(options.topology)
-    return 0 if run(load_experiment(options), wanted) else 1
+    topology = parse_topology(options.topology)
+    return 0 if run(load_experiment(options), topology) else 1

@@ -1,4 +1,4 @@
-"""The devices of learner and sampler, and how fast those of a side can send to each other."""
+"""The devices of learner and sampler, and the rates at which they can send to each other."""
 
 import importlib.util
 from dataclasses import replace
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import small_experiment
 
-from gspax.aot import chips, sides
+from gspax.aot import chips, targets
+from gspax.aot.hlo import UNKNOWN
 from gspax.config import Mesh, Placement, Sampling
 from gspax.errors import UserError
 
@@ -23,7 +24,7 @@ def grid(*lengths):
 
 def test_axes_of_the_mesh_cross_dimensions_of_the_torus():
     mesh = {"data": 2, "fsdp": 4, "tensor": 2}
-    crossed = sides.dimensions_crossed(grid(4, 4), mesh)  # 16 devices, row by row: data is half of the rows
+    crossed = targets.dimensions_crossed(grid(4, 4), mesh)  # 16 devices, row by row: data is half of the rows
     assert crossed(("data",)) == (0,)
     assert crossed(("fsdp",)) == (0, 1)
     assert crossed(("tensor",)) == (1,)
@@ -32,12 +33,12 @@ def test_axes_of_the_mesh_cross_dimensions_of_the_torus():
 
 
 def test_the_rate_along_axes_of_the_mesh():
-    topology = chips.topology("2xv5p:4x4x4")
+    topology = chips.parse_topology("2xv5p:4x4x4")
     link = topology.chip.link_rate
-    both = sides.link_rate(np.tile(grid(4, 4, 4), (2, 1)), {"slice": 2, "fsdp": 16, "tensor": 4}, topology)
-    assert (both(("tensor",)), both(("fsdp",)), both(("unread",))) == (2 * link, 4 * link, 6 * link)
-    half = sides.link_rate(grid(4, 4, 4)[32:], {"fsdp": 8, "tensor": 4}, topology)  # 2 x 4 x 4
-    assert (half(("tensor",)), half(("fsdp",)), half(("unread",))) == (2 * link, 3 * link, 5 * link)
+    both = targets.link_rate(np.tile(grid(4, 4, 4), (2, 1)), {"slice": 2, "fsdp": 16, "tensor": 4}, topology)
+    assert (both(("tensor",)), both(("fsdp",)), both(UNKNOWN)) == (2 * link, 4 * link, 6 * link)
+    half = targets.link_rate(grid(4, 4, 4)[32:], {"fsdp": 8, "tensor": 4}, topology)  # 2 x 4 x 4
+    assert (half(("tensor",)), half(("fsdp",)), half(UNKNOWN)) == (2 * link, 3 * link, 5 * link)
 
 
 def placed(devices, **changes):
@@ -45,44 +46,46 @@ def placed(devices, **changes):
 
 
 @pytest.mark.parametrize("devices", [8, 24, 32, 48, 0])
-def test_of_several_slices_a_side_has_whole_ones(devices):
+def test_of_several_slices_learner_and_sampler_have_whole_ones(devices):
     with pytest.raises(
         UserError, match=r"placement\.devices: wanted whole slices of 16 devices on 2xv5e:4x4, and fewer"
     ):
-        sides.sides(placed(devices), chips.topology("2xv5e:4x4"))
+        targets.make_targets(placed(devices), chips.parse_topology("2xv5e:4x4"))
 
 
 @needs_libtpu
 def test_one_mesh_for_both_over_all_slices():
-    learner, sampler = sides.sides(SMALL, chips.topology("2xv5e:4x4"))
+    learner, sampler = targets.make_targets(SMALL, chips.parse_topology("2xv5e:4x4"))
     assert learner is sampler
     assert str(learner) == "32 devices, slice=2, fsdp=16"
     assert [device.slice_index for device in learner.mesh.devices.flat] == [0] * 16 + [1] * 16
     with pytest.raises(UserError, match="mesh"):
-        sides.sides(replace(SMALL, mesh=Mesh(slice=4)), chips.topology("2xv5e:4x4"))
+        targets.make_targets(replace(SMALL, mesh=Mesh(slice=4)), chips.parse_topology("2xv5e:4x4"))
 
 
 @needs_libtpu
-def test_rows_and_widths_are_checked_slice_by_slice():
-    """Parameters are split over the 16 devices of a slice, not over the 64 of all: a width of 32 is enough."""
-    learner, _ = sides.sides(replace(SMALL, sampling=Sampling(prompts=64, group=2)), chips.topology("4xv5e:4x4"))
+def test_rows_and_widths_are_validated_per_slice():
+    """Parameters are sharded over the 16 devices of a slice, not over all 64: a width of 32 is enough."""
+    learner, _ = targets.make_targets(
+        replace(SMALL, sampling=Sampling(prompts=64, group=2)), chips.parse_topology("4xv5e:4x4")
+    )
     assert str(learner) == "64 devices, slice=4, fsdp=16"
 
 
 @needs_libtpu
 def test_slices_of_learner_and_sampler():
-    learner, sampler = sides.sides(placed(4), chips.topology("3xv5e:2x2"))
+    learner, sampler = targets.make_targets(placed(4), chips.parse_topology("3xv5e:2x2"))
     assert (learner.name, str(learner), str(learner.topology)) == ("learner", "8 devices, slice=2, fsdp=4", "2xv5e:2x2")
     assert (sampler.name, str(sampler), str(sampler.topology)) == ("sampler", "4 devices, fsdp=4", "v5e:2x2")
-    learner, sampler = sides.sides(placed(8), chips.topology("3xv5e:2x2"))
+    learner, sampler = targets.make_targets(placed(8), chips.parse_topology("3xv5e:2x2"))
     assert (str(learner.topology), str(sampler)) == ("v5e:2x2", "8 devices, slice=2, fsdp=4")
 
 
 @needs_libtpu
 def test_parts_of_one_slice():
-    """The sampler has the last devices; the rings of the slice are closed for neither."""
-    whole = chips.topology("v5p:4x4x4")
-    learner, sampler = sides.sides(placed(32, mesh=Mesh(data=2, fsdp=16)), whole)
+    """The sampler has the last devices; neither part wraps around."""
+    whole = chips.parse_topology("v5p:4x4x4")
+    learner, sampler = targets.make_targets(placed(32, mesh=Mesh(data=2, fsdp=16)), whole)
     assert (str(learner), str(sampler)) == ("32 devices, fsdp=32", "32 devices, data=2, fsdp=16")
     assert not {*learner.mesh.devices.flat} & {*sampler.mesh.devices.flat}
-    assert learner.link_rate()(("unread",)) == 5 * whole.chip.link_rate
+    assert learner.link_rate()(UNKNOWN) == 5 * whole.chip.link_rate
