@@ -8,6 +8,7 @@ Run: python docs/plot_architecture.py
 
 import ast
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def import_graph() -> dict[str, set[str]]:
         if name in ("__init__", "__main__"):
             continue
         found = graph.setdefault(name, set())
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in _running(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module == "gspax":
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gspax."):
@@ -34,6 +35,14 @@ def import_graph() -> dict[str, set[str]]:
             elif isinstance(node, ast.Import):
                 found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("gspax.")}
     return {name: (found & set(graph)) - {name} for name, found in graph.items()}
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below one, but for what only type checkers see."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
+            yield child
+            yield from _running(child)
 
 
 def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
@@ -88,7 +97,7 @@ def draw() -> str:
     """The picture as the text of an SVG file."""
     arrows = reduced(import_graph())
     place = layout(arrows)
-    height = max(top for _, top, _ in place.values()) + BOX + MARGIN
+    height = max(top for _, top, _ in place.values()) + BOX + 2 * MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="monospace">',
         "<title>What imports what in gspax</title>",
