@@ -31,7 +31,7 @@ def skip_absent_tpu() -> None:
     import jax
     from jax.extend import backend
 
-    if jax.config.read("jax_platforms") or has_tpu():
+    if jax.config.jax_platforms or has_tpu():  # type: ignore[attr-defined]
         return
     backend.register_backend_factory("tpu", lambda: None, priority=300, fail_quietly=True)  # None: no such backend
 
