@@ -194,7 +194,10 @@ def gives_nan(problem, completion):
     [
         ({"reward": raises}, r"reward: raises raised KeyError: 'answer' for the prompt '\d+=' and the completion"),
         ({"reward": gives_nan}, "reward: wanted finite numbers from gives_nan, got nan for the completion"),
-        ({"sampling": replace(experiment.sampling, max_prompt_tokens=3)}, r"prompt \d: wanted 1 to 3 tokens .* got 4"),
+        (
+            {"sampling": replace(experiment.sampling, max_prompt_tokens=3)},
+            r"problem \d+: wanted a prompt of 1 to 3 tokens .* got 4",
+        ),
     ],
 )
 def test_broken_input_is_said_in_one_sentence(tmp_path, broken, said):
@@ -205,7 +208,7 @@ def test_broken_input_is_said_in_one_sentence(tmp_path, broken, said):
 def test_an_empty_prompt_is_refused(tmp_path):
     mute = replace(experiment, warm_start=None, tokenizer=replace(experiment.tokenizer))
     object.__setattr__(mute.tokenizer, "encode", lambda text: [])
-    with pytest.raises(UserError, match=r"prompt 0: wanted 1 to 4 tokens .* got 0"):
+    with pytest.raises(UserError, match=r"problem 0: wanted a prompt of 1 to 4 tokens .* got 0"):
         loop.train(mute, tmp_path / "run")
 
 
@@ -333,6 +336,37 @@ def test_mini_batches_are_the_rollout_in_order_each_row_once():
     np.testing.assert_array_equal(joined.advantage_B, advantage)
     np.testing.assert_array_equal(joined.segment_BT.sum(axis=1), rollout.prompt_length_B + rollout.length_B)
     assert (np.diff(joined.segment_BT, axis=1) <= 0).all(), "the sequence first, then padding"
+
+
+@pytest.mark.parametrize(("during", "every"), [("step", 0), ("step", 1), ("step", 2), ("save", 1), ("save", 2)])
+def test_a_signal_ends_the_run_after_the_step_that_it_came_in(monkeypatch, tmp_path, during, every):
+    """Also when every step saves, and when the signal comes while the step is saved."""
+    save, killed = Checkpoints.save, []
+
+    def kill():
+        if not killed:  # a second signal would end this process
+            killed.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def run_step(learner, state, reference, ahead):
+        state = replace(state, step=state.step + learner.experiment.schedule.minibatches)
+        if during == "step" and state.step == 4:
+            kill()
+        return state, {}, []
+
+    def killed_save(self, step, state, extra):
+        save(self, step, state, extra)
+        if during == "save" and step == 2:
+            kill()
+
+    monkeypatch.setattr(loop, "run_step", run_step)
+    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
+    monkeypatch.setattr(Checkpoints, "save", killed_save)
+    run = tmp_path / "run"
+    with pytest.raises(interrupt.Interrupted, match="SIGTERM"):
+        loop.train(replace(with_schedule(steps=5, eval_every=0, checkpoint_every=every), warm_start=None), run)
+    with Checkpoints(RunDir(run).checkpoints) as checkpoints:
+        assert checkpoints.latest() == 2
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, [7]), (3, [3, 6, 7]), (7, [7]), (10, [7])])

@@ -74,6 +74,9 @@ def test_each_update_sees_the_next_problems(monkeypatch, tmp_path):
         return replace(state, step=state.step + 1), {"loss": jnp.float32(1)}
 
     monkeypatch.setattr(sft, "make_demonstrations", spy)
-    monkeypatch.setattr(sft, "make_train_step", lambda *args, **kwargs: update)
-    sft.run(experiment, tmp_path / "run")
-    assert firsts == [0, 16, 32]
+    split = []
+    monkeypatch.setattr(
+        sft, "make_train_step", lambda *args, **kwargs: split.append(kwargs["microbatch_rows"]) or update
+    )
+    sft.run(replace(experiment, schedule=replace(experiment.schedule, microbatch_rows=8)), tmp_path / "run")
+    assert firsts == [0, 16, 32] and split == [8]

@@ -95,11 +95,11 @@ def evaluate(
     return metrics, gather_texts(sampled[:: settings.samples][:SHOWN])
 
 
-def _chunks(total: int, training: Sampling, group: int, shards: int) -> list[range]:
-    """The indices of `total` problems in chunks of equal size, a multiple of `shards`; the last one runs past the end.
+def _chunks(total: int, training: Sampling, group: int, shards: int) -> list[list[int]]:
+    """The indices of `total` problems in chunks of one size, a multiple of `shards` and about a training rollout batch.
 
-    A chunk has about the rows of a training rollout batch.
+    The last chunk is filled up from the first index on: there may be no problem past the end.
     """
     size = max(1, min(total, training.prompts * training.group // group))
     size = -(-size // shards) * shards
-    return [range(first, first + size) for first in range(0, total, size)]
+    return [[index % total for index in range(first, first + size)] for first in range(0, total, size)]

@@ -121,6 +121,10 @@ def train(experiment: Experiment, workdir: Path) -> None:
         interrupt.watch() as interrupted,
         Checkpoints(run.checkpoints, keep=schedule.keep_checkpoints, mesh=learner.mesh) as checkpoints,
     ):
+
+        def save(done: int, state: TrainState) -> None:
+            checkpoints.save(done, drop_frozen(state), {"experiment": describe(experiment)})
+
         state = restore_or_start(learner, run, checkpoints, interrupted)
         done = count_rollouts(learner, state)
         with Recorder(run, done) as recorder, progress.bar(schedule.steps, done, experiment.name) as bar:
@@ -138,8 +142,10 @@ def train(experiment: Experiment, workdir: Path) -> None:
                 if is_due(done, schedule.eval_every, schedule.steps):
                     record_evaluation(learner, state, recorder, done, run.after)
                     recorder.samples(done, gather_texts(rows))
-                if is_due(done, schedule.checkpoint_every, schedule.steps) or interrupted():
-                    checkpoints.save(done, drop_frozen(state), {"experiment": describe(experiment)})
+                if is_due(done, schedule.checkpoint_every, schedule.steps):
+                    save(done, state)
+                if interrupted():  # after the save, so that a signal during it costs no further step
+                    save(done, state)  # once, if it was due
                 interrupted.stop_here()
     if jax.process_index() == 0:
         report.write(run.path)

@@ -5,6 +5,7 @@ It is the reinforcement-learning train step with another loss, so the two stages
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -60,7 +61,8 @@ def warm_start(
     stage, model = experiment.warm_start, experiment.model
     assert stage is not None
     optimizer = make_optimizer(stage.optimizer, model.param_dtype)
-    train_step = make_train_step(model, objective.from_loss(nll), optimizer, mesh=mesh)
+    rows = math.gcd(stage.rows, experiment.schedule.microbatch_rows)  # the most that divide both, all if that is 0
+    train_step = make_train_step(model, objective.from_loss(nll), optimizer, microbatch_rows=rows, mesh=mesh)
     demonstrate = partial(
         make_demonstrations,
         stage,

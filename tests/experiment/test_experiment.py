@@ -249,6 +249,7 @@ def test_difference_and_what_a_resume_may_change():
         "schedule.steps: 10 -> 20",
     ]
     assert difference(old, new, ignore=RESUMABLE) == ["optimizer.learning_rate: 1e-6 -> 3e-4"]
+    assert difference(old, describe(override(EXPERIMENT, ["sampling.max_prompt_tokens=99"])), ignore=RESUMABLE) == []
     gone = difference(old, describe(override(EXPERIMENT, ["warm_start=null"])))
     assert "warm_start: gspax.config.WarmStart -> null" in gone
     assert "warm_start.steps: 60 -> (absent)" in gone

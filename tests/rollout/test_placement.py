@@ -11,10 +11,12 @@ from small_experiment import experiment
 from gspax import config, loop
 from gspax.config import Lora, Mesh, Placement
 from gspax.errors import UserError
-from gspax.experiment.validation import validate
+from gspax.experiment.description import describe
+from gspax.experiment.validation import validate, warnings
 from gspax.learner.metrics import Clock
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import add_adapters, init_state
+from gspax.losses.correction import truncate_tokens
 from gspax.rollout import sampler
 from gspax.rollout.placement import (
     find_last_ahead,
@@ -24,7 +26,7 @@ from gspax.rollout.placement import (
 )
 from gspax.rollout.rewards import reward_completions
 from gspax.run import record
-from gspax.run.directory import RunDir
+from gspax.run.directory import RunDir, open_run
 from gspax.sharding import make_mesh
 
 # A learning rate at which one rollout batch changes what is drawn.
@@ -203,6 +205,24 @@ def test_between_processes_one_number_of_devices_divides_the_other(monkeypatch, 
         UserError, match=f"placement.devices: wanted a divisor or a multiple of the other {8 - devices}"
     ):
         make_disaggregated_sampler(DISAGGREGATED.model, mesh, mesh)
+
+
+def test_drawing_ahead_without_a_correction_is_warned_of():
+    (sentence,) = warnings(DISAGGREGATED)
+    assert sentence.startswith("placement.staleness=1: ")
+    assert warnings(replace(DISAGGREGATED, correction=truncate_tokens)) == []
+    assert warnings(replace(DISAGGREGATED, placement=Placement(devices=4))) == []
+
+
+def test_how_often_a_run_saves_is_fixed_where_it_decides_what_is_drawn_ahead(tmp_path):
+    open_run(tmp_path, describe(DISAGGREGATED))
+    rarer = replace(DISAGGREGATED, schedule=replace(DISAGGREGATED.schedule, checkpoint_every=4))
+    with pytest.raises(UserError, match=r"schedule\.checkpoint_every: 2 -> 4"):
+        open_run(tmp_path, describe(rarer))
+    for placement in (None, Placement(devices=4)):
+        workdir = tmp_path.with_name(f"{tmp_path.name}_{placement is None}")
+        open_run(workdir, describe(replace(DISAGGREGATED, placement=placement)))
+        open_run(workdir, describe(replace(rarer, placement=placement)))
 
 
 @pytest.mark.slow

@@ -143,11 +143,15 @@ def test_on_a_mesh_prefill_and_decode_run_their_own_rows_through_the_experts(par
 
 
 @pytest.mark.parametrize(
-    ("prompts", "said"), [([[1], []], "prompt 1: wanted 1 to 16"), ([[1] * 17], "prompt 0: wanted 1 to 16 .* got 17")]
+    ("prompts", "said"),
+    [
+        ([[1], []], "problem 41: wanted a prompt of 1 to 16"),
+        ([[1] * 17], "problem 40: wanted a .* of 1 to 16 .* got 17"),
+    ],
 )
-def test_bad_prompts_are_refused(params, prompts, said):
+def test_bad_prompts_are_refused_by_the_number_of_their_problem(params, prompts, said):
     with pytest.raises(UserError, match=said):
-        draw(params, prompts=prompts)
+        draw(params, prompts=prompts, ids=range(40, 40 + len(prompts)))
 
 
 def test_prompts_must_divide_over_the_devices(params):

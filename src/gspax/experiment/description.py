@@ -35,14 +35,26 @@ from gspax.experiment import aliases
 _ABSENT = object()
 
 # What a resumed run may change. None of it enters an update: `schedule.steps` is a total, the others set how often and
-# on how many problems the run evaluates and saves, so the parameters after step n stay the same.
+# on how many problems the run evaluates and saves, so the parameters after step n stay the same. The limit on prompts
+# only adds padding; without it in here, one prompt that is too long would end a run for good.
 RESUMABLE = (
     "schedule.steps",
     "schedule.eval_every",
     "schedule.checkpoint_every",
     "schedule.keep_checkpoints",
     "evaluation.*",
+    "sampling.max_prompt_tokens",
 )
+
+
+def resumable(description: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of this experiment that a resumed run may change.
+
+    With staleness not how often it saves: the sampler draws nothing ahead past a checkpoint.
+    """
+    placement = description.get("placement")
+    ahead = placement is not None and placement["staleness"] > 0
+    return tuple(key for key in RESUMABLE if not (ahead and key == "schedule.checkpoint_every"))
 
 
 def describe(value: Any) -> Any:

@@ -53,7 +53,7 @@ def sample(
       UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or P not a multiple of the devices.
     """
     limit = sampling.max_prompt_tokens
-    longest = max(multihost.gather(multihost.all_or_raise(lambda: longest_prompt(prompts, limit))))
+    longest = max(multihost.gather(multihost.all_or_raise(lambda: longest_prompt(prompts, prompt_ids, limit))))
     if mesh is not None and len(prompts) % batch_shards(mesh):
         raise UserError(f"sampling: wanted prompts in multiples of {batch_shards(mesh)} devices, got {len(prompts)}")
     inputs: Any = (*pad_prompts(prompts, limit, longest), np.asarray(prompt_ids, np.uint32))
@@ -68,12 +68,15 @@ def lengths_to_host(rollout: Rollout) -> Rollout:
     return replace(rollout, **multihost.to_host(small))
 
 
-def longest_prompt(prompts: Sequence[Sequence[int] | None], limit: int) -> int:
-    """The most tokens of a prompt that is here. UserError for one that is empty or exceeds the limit."""
+def longest_prompt(prompts: Sequence[Sequence[int] | None], prompt_ids: Sequence[int], limit: int) -> int:
+    """The length of the longest prompt that this process has. UserError for one that is empty or exceeds the limit."""
     longest = 0
-    for row, prompt in enumerate(prompts):
+    for index, prompt in zip(prompt_ids, prompts, strict=True):
         if prompt is not None and not 0 < len(prompt) <= limit:
-            raise UserError(f"prompt {row}: wanted 1 to {limit} tokens (sampling.max_prompt_tokens), got {len(prompt)}")
+            raise UserError(
+                f"problem {index}: wanted a prompt of 1 to {limit} tokens (sampling.max_prompt_tokens, which a resumed "
+                f"run may raise), got {len(prompt)}"
+            )
         longest = max(longest, len(prompt or ()))
     return longest
 

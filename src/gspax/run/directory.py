@@ -27,7 +27,7 @@ import jax
 
 from gspax.distributed import multihost
 from gspax.errors import UserError
-from gspax.experiment.description import RESUMABLE, difference
+from gspax.experiment.description import difference, resumable
 
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 SETTINGS = re.compile(r"^(XLA_|JAX_|LIBTPU_|TPU_)")
@@ -109,7 +109,7 @@ class RunDir:
 def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
     """Create the run directory, or open one of the same experiment to resume it.
 
-    What a resumed run may change (`description.RESUMABLE`) takes its new values in `experiment.json`. A directory of
+    What a resumed run may change (`description.resumable`) takes its new values in `experiment.json`. A directory of
     another experiment, or of something else, is refused untouched. Only the first process of a multi-host run writes.
     """
     run = RunDir(Path(workdir))
@@ -160,7 +160,7 @@ def find_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
 
 
 def _refuse_other(run: RunDir, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    if different := difference(old, new, ignore=RESUMABLE):
+    if different := difference(old, new, ignore=resumable(new)):
         raise UserError(f"{run.path} holds another experiment; take another directory or undo: {'; '.join(different)}")
 
 
