@@ -76,6 +76,24 @@ def test_broken_links_are_found(tmp_path):
     assert [line.split(":")[0] for line in broken_links(page)] == ["b.md#other", "c.md"]
 
 
+def test_every_page_is_on_the_site():
+    """mkdocs.yml names each page of docs/ once, and only pages that exist."""
+    text = read(ROOT / "mkdocs.yml")
+    named = re.findall(r"^ +- (?:.*: )?([\w/]+\.md)$", text[text.index("\nnav:") :], re.M)
+    inside = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    outside = {name for name in named if (ROOT / name).exists()}
+    assert len(named) == len(set(named))
+    assert set(named) == inside | outside
+
+
+def test_the_api_reference_names_modules():
+    text = "\n".join(map(read, (ROOT / "docs" / "reference").glob("*.md")))
+    names = re.findall(r"^::: (\S+)$", text, re.M)
+    assert len(names) > 20
+    for name in names:
+        assert importlib.import_module(name).__doc__, name
+
+
 # Names and paths in code spans
 
 
