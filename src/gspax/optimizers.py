@@ -72,7 +72,7 @@ def muon(
       learning_rate: a number or an `optax.Schedule`, of both.
       beta: of Muon's momentum.
       b1, b2: of AdamW, for embedding, head, norms and biases.
-      weight_decay: of matrices, the head included.
+      weight_decay: of the matrices of the layers.
       rms: root mean square of an update of a matrix at learning rate 1.
     """
     import optax

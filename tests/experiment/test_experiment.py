@@ -1,5 +1,6 @@
 """Loading an experiment file, finding its mistakes, and describing it."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -8,12 +9,25 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import optax
 import pytest
 import stub_experiment
 
 from gspax import losses
 from gspax.errors import UserError
-from gspax.experiment import RESUMABLE, check, describe, difference, flatten, load, override, validate, warnings
+from gspax.experiment import (
+    RESUMABLE,
+    aliases,
+    check,
+    describe,
+    difference,
+    flatten,
+    load,
+    override,
+    validate,
+    warnings,
+)
+from gspax.experiment.description import name_of
 
 STUB = Path(stub_experiment.__file__)
 EXPERIMENT = load(STUB)
@@ -127,6 +141,9 @@ MISTAKES = {
     "model.max_position_embeddings (512), got 8 + 600 = 608 tokens",
     "model.vocab_size=10": "model.vocab_size: wanted at least the tokenizer's 11, got 10",
     "tokenizer.stop_ids=11": "tokenizer.stop_ids: wanted a tuple of ids below 11, got (11,)",
+    "optimizer.transform.weight_decay=-1": "optimizer.transform.weight_decay: wanted at least 0, got -1.0",
+    "optimizer.schedule=gspax.optimizers.cosine": "optimizer.schedule: wanted a function of (peak, warmup_updates), "
+    "gspax.optimizers.cosine cannot be called so: missing a required argument: 'updates'",
     "mesh.data=0": "mesh.data: wanted at least 1, or -1 for the devices that are left, got 0",
     "loss.clip_low=1": "loss.clip_low: wanted a number at least 0 and below 1, got 1.0",
     "loss.clip_high=-1": "loss.clip_high: wanted a number at least 0, got -1.0",
@@ -260,3 +277,47 @@ def test_flat_keys_are_those_of_overrides():
     assert flat["loss"] == "experiment_file.gspo"
     assert flat["loss.clip_low"] == 2e-4
     assert flat["model.head_dim"] == 16
+
+
+def test_a_description_holds_public_names():
+    described = describe(partial(losses.grpo, clip_low=0.1))
+    assert described["function"] == "gspax.losses.grpo"
+    assert described["aggregate"] == "gspax.losses.by_sequence"
+    assert describe(optax.adafactor) == "optax.adafactor"
+
+
+def test_a_field_that_an_old_description_lacks_has_its_default():
+    old = describe(EXPERIMENT)
+    old.pop("routing_replay")
+    for key in ("offload", "transform"):
+        old["optimizer"].pop(key)
+    assert difference(old, describe(EXPERIMENT)) == []
+    assert difference(old, describe(override(EXPERIMENT, ["routing_replay=true", "optimizer.weight_decay=0.1"]))) == [
+        "routing_replay: (absent) -> true",
+        "optimizer.transform.weight_decay: (absent) -> 0.1",
+    ]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_optimizer_fields_of_older_versions_are_read(decay):
+    """They were fields of Optimizer itself, and weight decay was on every parameter."""
+    new = describe(override(EXPERIMENT, [f"optimizer.weight_decay={decay}", "optimizer.b1=0.8"]))
+    old = json.loads(json.dumps(new))
+    transform = old["optimizer"].pop("transform")
+    old["optimizer"].pop("schedule")
+    old["optimizer"] |= {name: transform[name] for name in ("b1", "b2", "eps", "weight_decay")}
+    change = "optimizer.transform.decayed: gspax.optimizers.everything -> gspax.optimizers.matrices"
+    assert difference(old, new) == ([change] if decay else [])
+    old["optimizer"]["b2"] = 0.5
+    assert "optimizer.transform.b2: 0.5 -> 0.95" in difference(old, new)
+
+
+NAMES = (Path(__file__).parent / "names_929977a.txt").read_text().split()
+
+
+@pytest.mark.parametrize("name", [*NAMES, *(each for each in aliases.MOVED if each.startswith("gspax."))])
+def test_every_name_that_an_old_run_may_hold_still_stands_for_something(name):
+    """If this fails, something that experiments name has moved: add it to `aliases.MOVED`."""
+    now = aliases.MOVED.get(name, name)
+    module, _, attribute = now.rpartition(".")
+    assert name_of(getattr(importlib.import_module(module), attribute)) == now

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import stub_experiment
 
-from gspax import losses
+from gspax import losses, optimizers
 from gspax.errors import UserError
-from gspax.experiment import describe, difference, flatten, load, override
+from gspax.experiment import describe, difference, flatten, load, override, validate
 from gspax.experiment.overrides import keys
 from gspax.model import presets
 
@@ -49,6 +49,10 @@ def error(*assignments):
         ("loss.clip_low=1e-3", "loss.clip_low: 2e-4 -> 0.001"),
         ("loss.clip_high=1e-3", "loss.clip_high: 4e-4 -> 0.001"),
         ("advantage.eps=1", "advantage.eps: 1e-6 -> 1.0"),
+        ("optimizer.weight_decay=0.1", "optimizer.transform.weight_decay: 0.0 -> 0.1"),  # where it once was
+        ("optimizer.transform.weight_decay=0.1", "optimizer.transform.weight_decay: 0.0 -> 0.1"),
+        ("optimizer.warmup_updates=10", "optimizer.warmup_updates: 0 -> 10"),
+        ("warm_start.optimizer.b1=0.8", "warm_start.optimizer.transform.b1: 0.9 -> 0.8"),
         ("warm_start.optimizer.learning_rate=1", "warm_start.optimizer.learning_rate: 0.003 -> 1.0"),
     ],
 )
@@ -68,6 +72,24 @@ def test_a_keyword_of_a_bare_function_makes_a_partial():
     new = override(EXPERIMENT, ["loss=gspax.losses.gspo", "loss.clip_low=1e-3"])
     assert new.loss.func is losses.gspo
     assert new.loss.keywords == {"clip_low": 1e-3}
+
+
+def test_an_optimizer_and_a_schedule_are_named():
+    new = override(
+        EXPERIMENT,
+        ["optimizer.schedule=gspax.optimizers.cosine", "optimizer.schedule.updates=1e3", "optimizer.warmup_updates=10",
+         "optimizer.transform=gspax.optimizers.muon", "optimizer.transform.beta=0.9"],
+    )  # fmt: skip
+    assert new.optimizer.schedule.func is optimizers.cosine and new.optimizer.schedule.keywords == {"updates": 1000}
+    assert type(new.optimizer.schedule.keywords["updates"]) is int
+    assert new.optimizer.transform.func is optimizers.muon
+    assert validate(new) == []
+    assert validate(override(new, ["optimizer.schedule.updates=10"])) == [
+        "optimizer.schedule: wanted more updates than the warm-up's 10, got updates=10"
+    ]
+    assert validate(override(new, ["optimizer.schedule.updates=0"]))[0] == (
+        "optimizer.schedule.updates: wanted at least 1, got 0"
+    )
 
 
 def test_dotted_names_replace_and_later_overrides_apply_to_them():

@@ -43,15 +43,15 @@ def validate(experiment: Experiment, devices: int | None = None, slices: tuple[i
     problems += tokenizer_problems(
         experiment.tokenizer, experiment.model.vocab_size, demonstrations=experiment.warm_start is not None
     )
-    problems += _schedule("optimizer", experiment.optimizer)
-    if experiment.warm_start is not None:
-        problems += _schedule("warm_start.optimizer", experiment.warm_start.optimizer)
     if not problems:  # these divide by what was found positive above
         problems = [*architecture_problems(experiment.model)]
         problems += _lengths(experiment.model, experiment.sampling, experiment.evaluation)
         problems += _rows(experiment.sampling, experiment.schedule)
         problems += _mesh(experiment, devices, slices)
         problems += loss_validation.problems(experiment)
+        problems += _schedule("optimizer", experiment.optimizer)
+        if experiment.warm_start is not None:
+            problems += _schedule("warm_start.optimizer", experiment.warm_start.optimizer)
     return problems
 
 
