@@ -236,6 +236,14 @@ def test_a_chat_tokenizer_in_an_experiment(small):
     assert changed.tokenizer == hf_chat(small, system="Be brief.", thinking=True)
 
 
+def test_the_messages_before_a_prompt_replace_the_system_message_only_with_their_own(small):
+    tokenizer = hf_chat(small, system="Be long.")
+    assert tokenizer.encode("And one more?", TURNS[:3]) == tokenizer.encode_chat(TURNS)
+    assert tokenizer.encode("And one more?", TURNS[1:3]) == tokenizer.encode_chat(
+        [{"role": "system", "content": "Be long."}, *TURNS[1:]]
+    )
+
+
 def test_a_chat_tokenizer_is_not_its_plain_tokenizer(small):
     assert hf_chat(small) == hf_chat(str(small)) != hf_chat(small, thinking=True)
     assert hf_chat(small) != HFTokenizer(str(small))

@@ -8,18 +8,15 @@ written; a reward leaves it out with `split_thinking`, or is wrapped: `partial(r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gspax.data.problem import Problem
+from gspax.data.problem import Message, Problem
 from gspax.data.tokenizer import HFTokenizer, brief, hf_tokenizer, settings
 from gspax.errors import UserError
 
 OPEN, CLOSE = "<think>", "</think>"
-
-Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
 
 
 @dataclass(frozen=True)
@@ -32,10 +29,16 @@ class ChatTokenizer(HFTokenizer):
     system: str | None = None
     thinking: bool = False
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a chat: the system's text, if there is one, and this text as the user's."""
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return self.encode_chat([*first, {"role": "user", "content": text}])
+    def encode(self, text: str, context: Sequence[Message] = ()) -> list[int]:
+        """The ids of a chat that ends with this text as the user's message.
+
+        Args:
+          text: the user's message.
+          context: the messages before it. `system` comes first, unless they begin with a system message of their own.
+        """
+        own = context and context[0]["role"] == "system"
+        first = [] if self.system is None or own else [{"role": "system", "content": self.system}]
+        return self.encode_chat([*first, *context, {"role": "user", "content": text}])
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a chat of several turns, which ends where the assistant's next turn begins."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,12 +18,26 @@ HELDOUT_SHARE = 8  # one prompt in so many is held out
 _TRIES = 1000  # draws in a row that bring nothing, before the task is said to have too few prompts
 
 
+Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
+
+
 @dataclass(frozen=True)
 class Problem:
-    """What the policy reads, and what its reward compares with."""
+    """What the policy reads, and what its reward compares with.
+
+    Attributes:
+      prompt: the text to respond to; in a chat the user's last message.
+      answer: what the reward compares a completion with.
+      context: the chat's messages before the prompt: a system message, worked examples, earlier turns.
+      task: the name of the task, in a mixture of several.
+      metadata: whatever else a reward may need.
+    """
 
     prompt: str
     answer: str
+    context: tuple[Message, ...] = field(default=(), hash=False)
+    task: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 class Source(Protocol):
@@ -82,6 +96,13 @@ def _distinct_heldout(source: Source, count: int) -> tuple[Problem, ...]:
     if not problems:
         raise ValueError(f"{tries} draws gave no held-out prompt: the task has too few prompts")
     return tuple(problems)
+
+
+def encode_prompt(tokenizer: Any, problem: Problem) -> Sequence[int]:
+    """The token ids of a problem's prompt, and of the chat before it, which takes a chat tokenizer (`data.hf_chat`)."""
+    if not problem.context:
+        return tokenizer.encode(problem.prompt)
+    return tokenizer.encode(problem.prompt, problem.context)
 
 
 def data_problems(data: Any) -> Iterator[str]:

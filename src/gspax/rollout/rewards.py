@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Reference
-from gspax.data.problem import Problem
+from gspax.data.problem import Problem, encode_prompt
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import unwrap
@@ -23,8 +24,8 @@ Row = dict[str, Any]  # one completion: prompt, answer, completion, reward, leng
 
 def encode_prompts(tokenizer: Tokenizer, problems: Sequence[Problem | None]) -> list[Sequence[int] | None]:
     """The prompt tokens of the problems that this process has; None for the others."""
-    encode = tokenizer.encode
-    return multihost.all_or_raise(lambda: [None if problem is None else encode(problem.prompt) for problem in problems])
+    encode = partial(encode_prompt, tokenizer)
+    return multihost.all_or_raise(lambda: [None if problem is None else encode(problem) for problem in problems])
 
 
 def reward_completions(

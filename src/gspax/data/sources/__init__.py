@@ -1,0 +1,1 @@
+"""Problems read from the rows of files and data sets."""

@@ -1,0 +1,72 @@
+"""The order in which rows are read, computed instead of stored.
+
+`shuffle` permutes [0, size) by a keyed Feistel network with cycle walking: position -> row is a function of seed and
+index alone, so that an epoch needs no list of its rows and a run resumes with one integer. `Subset` gives the k-th row
+of those that were kept, with one bit of memory for each row there is.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import numpy as np
+
+_ROUNDS = 8
+_BLOCK = 4096  # rows of a subset that are counted together
+
+
+def shuffle(seed: int, index: int, size: int) -> int:
+    """The element of [0, size) at position `index` of an endless series of epochs; each epoch is a permutation."""
+    if index < 0:
+        raise ValueError(f"a problem's index must be at least 0; got {index}")
+    epoch, position = divmod(index, size)
+    return permute(position, size, _key(f"epoch {seed} {epoch}"))
+
+
+def permute(position: int, size: int, key: bytes) -> int:
+    """A permutation of [0, size) chosen by `key`, at most 64 bytes.
+
+    The network permutes the smallest [0, 4^h) that holds them all; a value outside [0, size) is permuted again until it
+    is inside, which takes fewer than four tries on average.
+    """
+    half = (max(size - 1, 1).bit_length() + 1) // 2
+    value = _feistel(position, half, key)
+    while value >= size:
+        value = _feistel(value, half, key)
+    return value
+
+
+def _feistel(value: int, half: int, key: bytes) -> int:
+    """A permutation of [0, 4^half)."""
+    left, right = value >> half, value & ((1 << half) - 1)
+    for number in range(_ROUNDS):
+        message = number.to_bytes(1, "big") + right.to_bytes(8, "big")
+        noise = int.from_bytes(hashlib.blake2b(message, key=key, digest_size=8).digest(), "big")
+        left, right = right, left ^ (noise & ((1 << half) - 1))
+    return left << half | right
+
+
+@functools.lru_cache(maxsize=64)
+def _key(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+class Subset:
+    """The positions at which a mask is true: `subset[k]` is the k-th of them, from 0."""
+
+    def __init__(self, mask: np.ndarray) -> None:
+        """Args: mask, bool [rows]."""
+        self._bits = np.packbits(mask)
+        counts = np.add.reduceat(mask, np.arange(0, len(mask), _BLOCK), dtype=np.int64) if len(mask) else [0]
+        self._before = np.concatenate([[0], np.cumsum(counts)])  # elements before each block
+
+    def __len__(self) -> int:
+        return int(self._before[-1])
+
+    def __getitem__(self, k: int) -> int:
+        if not 0 <= k < len(self):
+            raise IndexError(f"wanted an element in [0, {len(self)}), got {k}")
+        block = int(np.searchsorted(self._before, k, side="right")) - 1
+        bits = np.unpackbits(self._bits[block * _BLOCK // 8 : (block + 1) * _BLOCK // 8])
+        return block * _BLOCK + int(np.flatnonzero(bits)[k - self._before[block]])

@@ -1,0 +1,137 @@
+"""From a row of a table to a problem. A row that does not fit raises ValueError: where, what was wanted, what came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspax.data.problem import Message, Problem
+
+_ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    r"""Which columns hold what, and the text around a prompt.
+
+    A column inside another is named with a dot: `reward_model.ground_truth`.
+
+    Attributes:
+      prompt: the column of the prompt: text, or a list of chat messages that ends with the user's.
+      answer: the column of the answer, text or a number; None if problems have none.
+      task: the name of the task, the same for every row.
+      task_column: the column of the task's name, if rows differ in it.
+      metadata: further columns to keep.
+      template: the text of a prompt, with `{prompt}` where the column's text goes. Other braces are left alone, as in
+        `"{prompt}\nPut the answer in \\boxed{}."`.
+      system: the system message of every row.
+      examples: pairs of a prompt and a reply, shown before every prompt as turns of the chat. `template` is applied to
+        these prompts too.
+    """
+
+    prompt: str = "prompt"
+    answer: str | None = "answer"
+    task: str = ""
+    task_column: str | None = None
+    metadata: tuple[str, ...] = ()
+    template: str = "{prompt}"
+    system: str | None = None
+    examples: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if "{prompt}" not in self.template:
+            raise ValueError(f"template: wanted a text with {{prompt}} in it, got {self.template!r}")
+        if isinstance(self.metadata, str):
+            raise ValueError(f"metadata: wanted a tuple of columns, got the text {self.metadata!r}")
+
+    def read(self, row: Any) -> tuple[Problem, str]:
+        """The problem of a row, and its prompt before `template`, which decides on the split."""
+        if isinstance(row, Problem):
+            return row, row.prompt
+        if not isinstance(row, Mapping):
+            raise ValueError(f"wanted an object with columns, got {_show(row)}")
+        context, prompt = _conversation(self.prompt, _column(row, self.prompt))
+        task = self.task if self.task_column is None else _text(self.task_column, _column(row, self.task_column))
+        answer = "" if self.answer is None else _answer(self.answer, _column(row, self.answer))
+        return Problem(
+            prompt=self._fill(prompt),
+            answer=answer,
+            context=(*self._opening(context), *context),
+            task=task,
+            metadata={name: _column(row, name) for name in self.metadata},
+        ), prompt
+
+    def _opening(self, context: Sequence[Message]) -> list[Message]:
+        """What every conversation starts with."""
+        if context and (self.system is not None or self.examples):
+            raise ValueError(
+                f"{self.prompt}: wanted the user's message alone, since `system` or `examples` stand before it; "
+                f"got {len(context)} messages before it"
+            )
+        opening: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for prompt, reply in self.examples:
+            opening += [{"role": "user", "content": self._fill(prompt)}, {"role": "assistant", "content": reply}]
+        return opening
+
+    def _fill(self, prompt: str) -> str:
+        return self.template.replace("{prompt}", prompt)
+
+
+def _column(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a column, in Python's own types."""
+    value: Any = row
+    for part in name.split(".") if name not in row else [name]:
+        if not isinstance(value, Mapping) or part not in value:
+            raise ValueError(f"{name}: there is no such column; the row has {', '.join(map(str, row)) or 'none'}")
+        value = value[part]
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists, bytes as text."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name}: wanted a text that is not empty, got {_show(value)}")
+    return value
+
+
+def _answer(name: str, value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return _text(name, value)
+
+
+def _conversation(name: str, value: Any) -> tuple[list[Message], str]:
+    """The messages before the prompt, and the prompt: a text, or the last message of a chat."""
+    if not isinstance(value, list):
+        return [], _text(name, value)
+    messages = [_message(f"{name}[{i}]", each, first=i == 0) for i, each in enumerate(value)]
+    if not messages or messages[-1]["role"] != "user":
+        got = f"one of {messages[-1]['role']!r}" if messages else "an empty list"
+        raise ValueError(f"{name}: wanted messages that end with one of the user, got {got}")
+    return messages[:-1], messages[-1]["content"]
+
+
+def _message(name: str, value: Any, *, first: bool) -> Message:
+    role, content = (value.get(key) for key in ("role", "content")) if isinstance(value, dict) else (None, None)
+    roles = _ROLES if first else _ROLES[1:]
+    if role not in roles or not isinstance(content, str):
+        raise ValueError(f"{name}: wanted a role of {', '.join(roles)} and a content of text, got {_show(value)}")
+    return {"role": role, "content": content}
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

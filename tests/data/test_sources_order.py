@@ -1,0 +1,66 @@
+"""The order of rows: every epoch is a permutation, a function of seed and index alone; subsets find their rows."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspax.data.sources.order import Subset, permute, shuffle
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 64, 1000])
+def test_every_epoch_is_a_permutation(size):
+    for epoch in range(3):
+        rows = [shuffle(7, epoch * size + position, size) for position in range(size)]
+        assert sorted(rows) == list(range(size))
+
+
+@given(st.integers(1, 300), st.binary(min_size=1, max_size=64))
+def test_every_key_gives_a_permutation(size, key):
+    assert {permute(position, size, key) for position in range(size)} == set(range(size))
+
+
+def test_epochs_and_seeds_give_other_orders():
+    orders = {tuple(shuffle(seed, epoch * 50 + i, 50) for i in range(50)) for seed in range(4) for epoch in range(4)}
+    assert len(orders) == 16
+    assert tuple(range(50)) not in orders
+
+
+def test_rows_far_apart_are_found_without_a_list():
+    size = 10**15
+    rows = [shuffle(0, index, size) for index in range(200)]
+    assert len(set(rows)) == 200 and min(rows) < size / 20 and max(rows) > size * 0.95
+
+
+def test_small_permutations_are_about_equally_frequent():
+    found = Counter(tuple(permute(i, 4, str(key).encode()) for i in range(4)) for key in range(4800))
+    assert len(found) == 24
+    assert min(found.values()) > 140 and max(found.values()) < 270  # 200 expected, standard deviation 14
+
+
+def test_the_order_is_the_same_in_every_version():
+    assert [shuffle(0, index, 10) for index in range(20)] == ORDER
+
+
+ORDER = [0, 1, 6, 7, 4, 3, 5, 2, 8, 9, 4, 9, 0, 6, 2, 5, 3, 1, 7, 8]
+
+
+def test_a_negative_index_is_refused():
+    with pytest.raises(ValueError, match="index must be at least 0; got -1"):
+        shuffle(0, -1, 10)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 4095, 4096, 4097, 20000])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 1.0])
+def test_a_subset_lists_the_positions_of_its_mask(rows, share):
+    mask = np.random.default_rng(rows).random(rows) < share
+    expected = np.flatnonzero(mask).tolist()
+    subset = Subset(mask)
+    assert len(subset) == len(expected)
+    picked = range(len(expected)) if len(expected) < 500 else range(0, len(expected), 97)
+    assert [subset[k] for k in picked] == [expected[k] for k in picked]
+    for outside in (-1, len(expected)):
+        with pytest.raises(IndexError):
+            subset[outside]
