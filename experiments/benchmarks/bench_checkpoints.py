@@ -69,13 +69,13 @@ def into_memory(folder: Path) -> None:
     """In a process of its own: the files' bytes into fresh memory, by a thread for each core."""
     import numpy as np
 
-    from gspax.hf.reading import _aligned
+    from gspax.hf.reading import empty_aligned
 
     start = time.perf_counter()
     jobs = []
     for file in files(folder):
         size = file.stat().st_size
-        room = _aligned(((0, size),), np.uint8)
+        room = empty_aligned(((0, size),), np.uint8)
         jobs += [(file, first, room[first : first + 2**24]) for first in range(0, size, 2**24)]
 
     def fill(job: tuple[Path, int, np.ndarray]) -> None:

@@ -164,8 +164,8 @@ def test_fields(raw, changes, tmp_path):
         (MOE | {"router_jitter_noise": 0.01}, "router_jitter_noise: wanted null or 0, got 0.01"),
         (DENSE | {"partial_rotary_factor": 0.5}, "partial_rotary_factor: wanted null or 1, got 0.5"),
         (DENSE | {"is_encoder_decoder": True}, "is_encoder_decoder: wanted false, got true"),
-        (DENSE | {"qk_clip": 3}, "qk_clip: wanted no such key (gspax does not know what it asks for), got 3"),
-        (DENSE | {"num_experts": 8}, "num_experts: wanted no such key (gspax does not know what it asks for), got 8"),
+        (DENSE | {"qk_clip": 3}, "qk_clip: wanted no such key (gspax does not know it), got 3"),
+        (DENSE | {"num_experts": 8}, "num_experts: wanted no such key (gspax does not know it), got 8"),
         (DENSE | {"model_type": "llama"}, 'model_type: wanted "qwen3" or "qwen3_moe", got "llama"'),
         (DENSE | {"model_type": None}, 'model_type: wanted "qwen3" or "qwen3_moe", got null'),
         (
@@ -184,7 +184,7 @@ def test_fields(raw, changes, tmp_path):
             DENSE | {"num_key_value_heads": 3},
             "num_attention_heads: wanted a multiple of num_key_value_heads (3), got 4",
         ),
-        (DENSE | {"head_dim": 7}, "head_dim: wanted an even number (RoPE turns pairs), got 7"),
+        (DENSE | {"head_dim": 7}, "head_dim: wanted an even number (RoPE rotates pairs), got 7"),
         (DENSE | {"torch_dtype": "float16"}, 'dtype: wanted "float32" or "bfloat16", got "float16"'),
         (
             DENSE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},

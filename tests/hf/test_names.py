@@ -24,12 +24,12 @@ def shape_of(row):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_parameter_is_covered_once(name, fused):
     shapes = parameter_shapes(CONFIGS[name])
-    table = names.pieces(CONFIGS[name], shapes, fused=fused)
+    table = names.list_chunks(CONFIGS[name], shapes, fused=fused)
     assert table.keys() == shapes.keys()
-    for parameter, pieces in table.items():
-        depth = len(pieces[0].index)
-        assert sorted(piece.index for piece in pieces) == list(np.ndindex(shapes[parameter][:depth]))
-    halves = [(piece.published, piece.row.half) for pieces in table.values() for piece in pieces]
+    for parameter, chunks in table.items():
+        depth = len(chunks[0].index)
+        assert sorted(chunk.index for chunk in chunks) == list(np.ndindex(shapes[parameter][:depth]))
+    halves = [(chunk.published, chunk.row.half) for chunks in table.values() for chunk in chunks]
     assert len(halves) == len(set(halves))
 
 
@@ -37,17 +37,17 @@ def test_every_parameter_is_covered_once(name, fused):
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_names_and_shapes_are_those_of_the_published_layout(name, fused):
     config = tiny.CONFIGS[name]
-    table = names.pieces(config, parameter_shapes(config), fused=fused)
-    found = {piece.published: piece.shape for pieces in table.values() for piece in pieces}
+    table = names.list_chunks(config, parameter_shapes(config), fused=fused)
+    found = {chunk.published: chunk.shape for chunks in table.values() for chunk in chunks}
     expected = published(config, random_params(config), fused=fused)
     assert found == {name: tensor.shape for name, tensor in expected.items()}
 
 
 def test_the_30b_has_a_tensor_for_each_expert():
     config = presets.qwen3_30b_a3b
-    pieces = [piece for each in names.pieces(config, parameter_shapes(config)).values() for piece in each]
-    assert len(pieces) == 3 + 48 * (9 + 3 * 128)
-    assert max(pieces, key=lambda piece: len(piece.published)).shape == (768, 2048)
+    chunks = [chunk for each in names.list_chunks(config, parameter_shapes(config)).values() for chunk in each]
+    assert len(chunks) == 3 + 48 * (9 + 3 * 128)
+    assert max(chunks, key=lambda chunk: len(chunk.published)).shape == (768, 2048)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.published)

@@ -74,8 +74,8 @@ def test_numbers_are_cast_as_asked(stored, dtype, tmp_path):
 def test_on_a_cpu_the_host_keeps_no_second_copy(tmp_path, monkeypatch):
     """The shards that were filled are the arrays' own memory."""
     rooms = []
-    aligned = reading._aligned
-    monkeypatch.setattr(reading, "_aligned", lambda *where: rooms.append(aligned(*where)) or rooms[-1])
+    aligned = reading.empty_aligned
+    monkeypatch.setattr(reading, "empty_aligned", lambda *where: rooms.append(aligned(*where)) or rooms[-1])
     save(tmp_path, MOE, published(MOE, random_params(MOE)))
     found = reading.read_params(tmp_path, MOE, wanted(MOE, 8))
     own = {shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(found) for shard in leaf.addressable_shards}
@@ -97,8 +97,8 @@ def test_a_host_reads_no_expert_that_none_of_its_devices_holds(tmp_path):
     box = ((0, 3), (2, 4), (0, 16), (4, 8))  # all layers, two experts, a part of the width
     shard = np.zeros([last - first for first, last in box], np.float32)
     read = []
-    for piece in names.pieces(MOE, parameter_shapes(MOE))["runs/0/mlp/gate"]:
-        reading._place(piece, lambda name: read.append(name) or tensors.read(stored[name]), {box: shard}, shape)
+    for chunk in names.list_chunks(MOE, parameter_shapes(MOE))["runs/0/mlp/gate"]:
+        reading._copy_chunk(chunk, lambda name: read.append(name) or tensors.read(stored[name]), {box: shard}, shape)
     experts = [(layer, expert) for layer in range(3) for expert in (2, 3)]
     assert sorted(read) == [f"model.layers.{layer}.mlp.experts.{e}.gate_proj.weight" for layer, e in experts]
     assert (shard == np.asarray(params["runs"][0]["mlp"]["gate"])[:, 2:4, :, 4:8]).all()
@@ -132,13 +132,13 @@ def test_an_unknown_tensor(tmp_path):
 
 
 def test_experts_in_both_layouts(tmp_path):
-    refused(save(tmp_path, MOE, ours() | ours(fused=True)), MOE, "is none that config.json asks for")
+    refused(save(tmp_path, MOE, ours() | ours(fused=True)), MOE, "is not part of the model in config.json")
 
 
 def test_a_layer_too_many(tmp_path):
     save(tmp_path, MOE, ours())
     fewer = replace(MOE, num_hidden_layers=2)
-    refused(tmp_path, fewer, "tensor model.layers.2.input_layernorm.weight is none that config.json asks for")
+    refused(tmp_path, fewer, "tensor model.layers.2.input_layernorm.weight is not part of the model in config.json")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_tied_model_may_carry_a_copy_of_its_embedding_but_no_other_head(tmp_pa
     save(tmp_path, config, found | {"lm_head.weight": found["model.embed_tokens.weight"]})
     assert equal(reading.read_params(tmp_path, config, wanted(config)), random_params(config))
     save(tmp_path, config, found | {"lm_head.weight": 2 * found["model.embed_tokens.weight"]})
-    refused(tmp_path, config, "tensor lm_head.weight is not model.embed_tokens.weight, though config.json says")
+    refused(tmp_path, config, "tensor lm_head.weight differs from model.embed_tokens.weight, but config.json has")
 
 
 def test_all_headers_are_checked_before_a_tensor_is_read(tmp_path, monkeypatch):
@@ -170,4 +170,4 @@ def test_all_headers_are_checked_before_a_tensor_is_read(tmp_path, monkeypatch):
     last.write_bytes(last.read_bytes()[:-1])
     refused(tmp_path, MOE, f"{last}: truncated or corrupt")
     save(tmp_path, MOE, ours() | {"another": np.zeros(1, np.float32)}, files=3)
-    refused(tmp_path, MOE, "tensor another is none that config.json asks for")
+    refused(tmp_path, MOE, "tensor another is not part of the model in config.json")

@@ -191,5 +191,5 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     found = tensors.find(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match="became shorter while it was read"):
+    with pytest.raises(UserError, match="became shorter while being read"):
         tensors.read(found["a"])

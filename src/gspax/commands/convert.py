@@ -1,4 +1,4 @@
-"""`gspax convert`: a published checkpoint becomes an Orbax one, which a run starts from without reading safetensors."""
+"""`gspax convert`: a Hugging Face checkpoint as an Orbax one, from which runs start without reading safetensors."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def run(source: str, target: Path, dtype: str = "float32") -> None:
-    """Write `target`: config.json, the tokenizer's files, and the parameters in `checkpoints/0`, or nothing.
+    """Write `target`, completely or not at all: config.json, the tokenizer's files, the parameters in `checkpoints/0`.
 
     Args:
-      source: the folder of a published checkpoint, or its name on the Hub.
+      source: the folder of a Hugging Face checkpoint, or its name on the Hub.
       target: a new or empty folder.
-      dtype: of the parameters on disk, `float32` or `bfloat16`; a run has them in float32 either way.
+      dtype: of the parameters on disk, `float32` or `bfloat16`; a run casts them to its `model.param_dtype`.
 
     Raises:
-      UserError: the checkpoint is broken or not implemented, or `target` is not free.
+      UserError: the checkpoint is corrupt or its architecture not implemented, or `target` is not empty.
     """
     import jax
 
     from gspax.config import Mesh
+    from gspax.hf.companions import copy_companions
     from gspax.hf.config_json import read_config
     from gspax.hf.reading import read_params
     from gspax.hf.source import locate
     from gspax.learner.state import abstract_params
     from gspax.learner.weights import CHECKPOINTS
     from gspax.run.checkpoints import Checkpoints
-    from gspax.run.folders import atomic_folder, copy_companions
+    from gspax.run.folders import atomic_folder
     from gspax.sharding import make_mesh
 
     folder = locate(source)
@@ -57,7 +58,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
         params = read_params(folder, config, abstract_params(config, mesh, dtype))
         shutil.copyfile(folder / "config.json", temporary / "config.json")
         copy_companions([folder], temporary)
-        largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))  # and no more is compressed at a time
+        largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))  # at most this is compressed at once
         with Checkpoints(temporary / CHECKPOINTS, keep=1, concurrent_gb=1 + largest // 10**9) as checkpoints:
             checkpoints.save(0, {"params": params}, {"source": source, "dtype": dtype})
     print(f"{target}: {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {dtype}")

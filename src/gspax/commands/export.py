@@ -1,4 +1,4 @@
-"""`gspax export`: the parameters of a run, or of a converted checkpoint, as a published checkpoint."""
+"""`gspax export`: the parameters of a run, or of a converted checkpoint, as a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from gspax.commands.arguments import Parser, add_target, at_least, size, subcomm
 from gspax.commands.inputs import require_directory
 from gspax.config import Lora, ModelConfig
 from gspax.errors import UserError
+from gspax.hf.companions import copy_companions
 from gspax.hf.config_json import read_config
 from gspax.hf.source import SMALL, locate
-from gspax.run.folders import atomic_folder, copy_companions
+from gspax.run.folders import atomic_folder
 
 if TYPE_CHECKING:
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir
 
 SHARD_SIZE = "5GB"  # that of transformers up to version 4
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json; no part of a ModelConfig
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json that ModelConfig does not have
 
 
 def make_parser() -> Parser:
@@ -57,50 +58,50 @@ def execute(options: argparse.Namespace) -> int:
 def run(
     source: Path, target: Path, *, dtype: str = "bfloat16", shard_size: int = size(SHARD_SIZE), step: int | None = None
 ) -> None:
-    """Write `target`: config.json, safetensors with their index, and the tokenizer's files where they are known.
+    """Write `target`: config.json, safetensors with their index, and the tokenizer's files if known.
 
-    One parameter at a time is in memory: the largest is that of all layers' and experts' gates. What a run trained with
-    adapters is written as the sum of its frozen parameters and theirs.
+    One parameter at a time is in memory; the largest is the gates of all experts of all layers. Adapters are merged
+    into the weights.
 
     Args:
       source: a run directory (the newest checkpoint of the run, else of its warm start), or what `gspax convert` wrote.
       target: a new or empty folder.
       dtype: of the tensors, `bfloat16` or `float32`.
-      shard_size: the most bytes of tensors in a file.
-      step: another checkpoint than the newest.
+      shard_size: the maximum bytes of tensors in a file.
+      step: the checkpoint to export instead of the newest.
 
     Raises:
-      UserError: `source` holds no checkpoint that can be read, or `target` is not free.
+      UserError: `source` has no readable checkpoint, or `target` is not empty.
     """
     from gspax.hf.writing import parameter_shapes, write_checkpoint
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir
 
-    config, lora, companions = _describe(source)
+    config, lora, companions = _read_source(source)
     run = RunDir(source)
-    with Checkpoints(_directory(run)) as checkpoints, atomic_folder(target) as temporary:
+    with Checkpoints(_find_checkpoints(run)) as checkpoints, atomic_folder(target) as temporary:
         chosen = checkpoints.latest() if step is None else step
         if chosen is None or chosen not in checkpoints.steps():
             raise UserError(f"there is no checkpoint {'' if chosen is None else chosen} in {checkpoints.directory}")
         if lora is not None and checkpoints.directory == run.checkpoints.absolute():
-            parameter = _sums(checkpoints, chosen, run, config, lora)
+            parameter = _merge_adapters(checkpoints, chosen, run, config, lora)
         else:
             shapes = parameter_shapes(config)
 
             def parameter(name: str) -> np.ndarray:
-                return _read(checkpoints, chosen, {f"params/{name}": shapes[name]}, dtype)[0]
+                return _read_arrays(checkpoints, chosen, {f"params/{name}": shapes[name]}, dtype)[0]
 
         found = copy_companions(companions, temporary)
-        special = _special_tokens(companions)
+        special = _read_special_tokens(companions)
         write_checkpoint(temporary, config, parameter, dtype=dtype, shard_size=shard_size, more=special)
-    beside = f"with {', '.join(found)}" if found else "without a tokenizer: none was known"
-    print(f"{target}: step {chosen} of {checkpoints.directory}, {dtype}, {beside}")
+    files = f"with {', '.join(found)}" if found else "without a tokenizer: none is known"
+    print(f"{target}: step {chosen} of {checkpoints.directory}, {dtype}, {files}")
 
 
-def _read(
+def _read_arrays(
     checkpoints: Checkpoints, step: int, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32"
 ) -> list[np.ndarray]:
-    """Leaves of a checkpoint by their paths, cast."""
+    """Arrays of a checkpoint by their paths, cast to `dtype`."""
     import jax
 
     wanted = {path: jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for path, shape in shapes.items()}
@@ -108,10 +109,10 @@ def _read(
     return [found[path] for path in shapes]
 
 
-def _sums(
+def _merge_adapters(
     checkpoints: Checkpoints, step: int, run: RunDir, config: ModelConfig, lora: Lora
 ) -> Callable[[str], np.ndarray]:
-    """Parameters of a run with adapters, float32: the frozen ones lie in `start/`, the factors in the checkpoint."""
+    """Parameters of a run with adapters, float32: the frozen ones are in `start/`, the factors in the checkpoint."""
     import jax
 
     from gspax.hf.reading import path_name
@@ -128,11 +129,11 @@ def _sums(
         with Checkpoints(run.start) as start:
             first = start.latest()
             if first is None:
-                raise UserError(f"{run.start}: wanted the parameters that the adapters stand beside, there are none")
-            (base,) = _read(start, first, {name: shapes[name]})
+                raise UserError(f"{run.start}: wanted the frozen parameters of the adapters, there are none")
+            (base,) = _read_arrays(start, first, {name: shapes[name]})
         if f"{name}/a" in factors:
             paths = {f"params/{name}/{factor}": factors[f"{name}/{factor}"] for factor in "ab"}
-            a, b = _read(checkpoints, step, paths)
+            a, b = _read_arrays(checkpoints, step, paths)
             for layer in range(len(base)):
                 base[layer] = LowRank(base[layer], a[layer], b[layer], lora.alpha / lora.rank).dense()
         return base
@@ -140,48 +141,48 @@ def _sums(
     return parameter
 
 
-def _describe(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
-    """The model, its adapters, and the folders in which its tokenizer's files may be, the likeliest first."""
+def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
+    """The model, its adapters, and the folders that may have its tokenizer's files, the likeliest first."""
     from gspax.run.directory import RunDir, read_json
 
     run = RunDir(source)
     if run.experiment.is_file():
         experiment = read_json(run.experiment)
         try:
-            config = _undescribed(ModelConfig, experiment["model"])
-            lora = _undescribed(Lora, experiment["lora"]) if experiment.get("lora") else None
+            config = _parse_dataclass(ModelConfig, experiment["model"])
+            lora = _parse_dataclass(Lora, experiment["lora"]) if experiment.get("lora") else None
         except (KeyError, TypeError) as problem:
             raise UserError(f"{run.experiment}: wanted a model of this version of gspax: {problem}") from problem
         tokenizer = experiment.get("tokenizer")
         path = tokenizer.get("path") if isinstance(tokenizer, dict) else None
-        return config, lora, [*([Path(path)] if path else []), *_local(config.checkpoint)]
+        return config, lora, [*([Path(path)] if path else []), *_find_start(config.checkpoint)]
     if (source / "config.json").is_file():
         return read_config(source), None, [source]
     raise UserError(f"{source}: wanted a run directory (experiment.json) or a converted checkpoint (config.json)")
 
 
-def _undescribed(kind: Any, described: Mapping[str, Any]) -> Any:
-    """The dataclass that `description.describe` gave this of."""
+def _parse_dataclass(kind: Any, described: Mapping[str, Any]) -> Any:
+    """The inverse of `description.describe` for a dataclass."""
     fields = {}
     for name, hint in typing.get_type_hints(kind).items():
         value = described[name]
         if isinstance(value, dict):
             (hint,) = (each for each in typing.get_args(hint) if each is not types.NoneType)
-            value = _undescribed(hint, value)
+            value = _parse_dataclass(hint, value)
         fields[name] = tuple(value) if isinstance(value, list) else value
     return kind(**fields)
 
 
-def _local(checkpoint: str) -> list[Path]:
-    """The folder of the checkpoint that a run started from, if it is still on this machine."""
+def _find_start(checkpoint: str) -> list[Path]:
+    """The folder of the checkpoint that a run started from, if it is on this machine."""
     try:
         return [locate(checkpoint, SMALL, download=False)] if checkpoint else []
     except UserError:
         return []
 
 
-def _directory(run: RunDir) -> Path:
-    """The checkpoints of the run; while it has none, those of its warm start."""
+def _find_checkpoints(run: RunDir) -> Path:
+    """The checkpoints of the run; before its first, those of its warm start."""
     from gspax.run.checkpoints import Checkpoints
 
     for directory in (run.checkpoints, run.warm_start.checkpoints):
@@ -192,8 +193,8 @@ def _directory(run: RunDir) -> Path:
     raise UserError(f"{run.path}: wanted a checkpoint of the run or of its warm start, there is none")
 
 
-def _special_tokens(folders: list[Path]) -> dict[str, Any]:
-    """What config.json says of them, where transformers looks when there is no generation_config.json."""
+def _read_special_tokens(folders: list[Path]) -> dict[str, Any]:
+    """The special token ids of config.json, which transformers uses without a generation_config.json."""
     from gspax.run.directory import read_json
 
     for folder in folders:

@@ -1,12 +1,11 @@
-"""`gspax parity`: a checkpoint in gspax beside the same in transformers, layer by layer, both in float32.
+"""`gspax parity`: compare a checkpoint in gspax and in transformers, layer by layer, both in float32.
 
-Each layer of gspax is given what transformers' layer was given, so a difference is that layer's own and does not show
-up again in those behind it. The last line is the learner's whole forward pass, from tokens to logits, with whatever
-has added up.
+Each gspax layer gets the input of transformers' layer, so a difference belongs to that layer and does not propagate to
+later ones. The last line is the learner's whole forward pass, from tokens to logits, including accumulated rounding.
 
-A difference is judged relative to the largest number that transformers has for the same token: the residual stream of
-a trained model has tokens that are a thousand times as large as others. Where two experts tie to rounding, the two
-routers may choose differently, and that layer differs at that token for no other reason.
+Differences are relative to the largest value that transformers has for the same token: in the residual stream of a
+trained model some tokens are a thousand times larger than others. Where two experts tie to within rounding, the two
+routers may choose differently; the layer then differs at that token for no other reason.
 """
 
 from __future__ import annotations
@@ -52,32 +51,32 @@ def execute(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """What a model computes for one sequence, float32."""
+    """The activations of a model for one sequence, float32."""
 
-    streams: Sequence[np.ndarray]  # [T, D] each: the embeddings, then the residual stream behind each layer
+    streams: Sequence[np.ndarray]  # [T, D] each: the embeddings, then the residual stream after each layer
     logits_TV: np.ndarray
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between gspax and another model, in one part of it."""
+    """The difference between gspax and transformers in one part of the model."""
 
     part: str
     largest: float
-    relative: float  # to the largest number of the same token
+    relative: float  # to the largest value of the same token
 
 
 def run(checkpoint: str, *, prompt: str | None, tokens: Sequence[int] | None, tolerance: float = TOLERANCE) -> bool:
-    """Print the table of a checkpoint (a folder or a name on the Hub); whether all of it agrees.
+    """Print the comparison of a checkpoint (a folder or a name on the Hub); True if all parts agree.
 
     Args:
-      checkpoint: in the published layout.
+      checkpoint: in the Hub's layout.
       prompt: text for the checkpoint's own tokenizer.
-      tokens: instead; without either 32 tokens drawn at random.
+      tokens: token ids instead of a prompt; without either, 32 random ones.
       tolerance: the largest relative difference that still counts as rounding.
 
     Raises:
-      UserError: torch or transformers is missing, the checkpoint cannot be read, or the tokens are none of its.
+      UserError: torch or transformers is missing, the checkpoint cannot be read, or a token is not in its vocabulary.
     """
     import jax
 
@@ -98,24 +97,24 @@ def run(checkpoint: str, *, prompt: str | None, tokens: Sequence[int] | None, to
     params = read_params(folder, config, abstract_params(config, mesh))
     theirs.utils.logging.disable_progress_bar()
     model = theirs.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
-    with jax.default_matmul_precision("highest"):  # accelerators round float32 products without being asked
+    with jax.default_matmul_precision("highest"):  # by default accelerators round float32 products
         differences = compare(params, config, tokens, forward(model, tokens))
     print(render(differences, tolerance))
     return first_disagreement(differences, tolerance) is None
 
 
 def _import(package: str) -> Any:
-    """torch or transformers, which gspax does not need otherwise."""
+    """Import torch or transformers, which only this subcommand needs."""
     try:
         return importlib.import_module(package)
     except ImportError as missing:
         raise UserError(
-            f"gspax parity runs transformers' own model and needs the package {package!r}: pip install 'gspax[parity]'"
+            f"gspax parity runs transformers too and needs the package {package!r}: pip install 'gspax[parity]'"
         ) from missing
 
 
 def forward(model: Any, tokens: Sequence[int]) -> Forward:
-    """What a model of transformers computes for a sequence."""
+    """The activations of a transformers model for a sequence."""
     torch = _import("torch")
     streams = []
 
@@ -123,8 +122,8 @@ def forward(model: Any, tokens: Sequence[int]) -> Forward:
         stream = output[0] if isinstance(output, tuple) else output  # a tuple in transformers 4
         streams.append(stream[0].float().numpy())
 
-    watched = [model.model.embed_tokens, *model.model.layers]
-    handles = [module.register_forward_hook(keep) for module in watched]
+    modules = [model.model.embed_tokens, *model.model.layers]
+    handles = [module.register_forward_hook(keep) for module in modules]
     try:
         with torch.no_grad():
             logits_TV = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
@@ -135,7 +134,7 @@ def forward(model: Any, tokens: Sequence[int]) -> Forward:
 
 
 def compare(params: Params, config: ModelConfig, tokens: Sequence[int], theirs: Forward) -> list[Difference]:
-    """Embedding, every layer on the other model's input, and the whole, in this order."""
+    """The embedding, every layer on the input of transformers' layer, and the logits, in this order."""
     import jax
     import jax.numpy as jnp
 
@@ -166,16 +165,16 @@ def _difference(part: str, ours: Any, theirs: np.ndarray) -> Difference:
 
 
 def first_disagreement(differences: Sequence[Difference], tolerance: float = TOLERANCE) -> str | None:
-    """The first part that differs by more than rounding; NaN differs."""
+    """The first part that differs by more than the tolerance; NaN differs."""
     return next((each.part for each in differences if not each.relative <= tolerance), None)
 
 
 def render(differences: Sequence[Difference], tolerance: float) -> str:
-    """The table, and the verdict as its last line."""
+    """The table, with the conclusion as its last line."""
     lines = [f"{'':<12}{'largest difference':>20}{'relative':>12}"]
     for each in differences:
-        mark = "" if each.relative <= tolerance else "  differs"
-        lines.append(f"{each.part:<12}{each.largest:>20.3g}{each.relative:>12.3g}{mark}")
+        note = "" if each.relative <= tolerance else "  differs"
+        lines.append(f"{each.part:<12}{each.largest:>20.3g}{each.relative:>12.3g}{note}")
     first = first_disagreement(differences, tolerance)
     if first is None:
         return "\n".join([*lines, f"All parts agree to {tolerance:g}."])

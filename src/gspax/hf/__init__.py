@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face's formats. An experiment that starts from one says `model=hf("Qwen/Qwen3-30B-A3B")`."""
+"""Hugging Face checkpoints in and out. An experiment starts from one by `model=hf("Qwen/Qwen3-30B-A3B")`."""
 
 from gspax.hf.source import hf
 

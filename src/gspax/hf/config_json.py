@@ -1,11 +1,11 @@
 """`config.json` of a Qwen3 or Qwen3-MoE checkpoint <-> `ModelConfig`.
 
-Read are the Hub's names and those that transformers 5 writes (`num_local_experts`, `dtype`, `rope_parameters`,
-`layer_types`). Every key is in one of four tables: copied, translated, of one permitted value, or harmless; any other
-key is an error, so that nothing a checkpoint asks for is passed over in silence. A key that is absent has the value
-that transformers gives it (`Qwen3Config`, `Qwen3MoeConfig`), except for sizes, which must be there.
+Both the Hub's names and those of transformers 5 (`num_local_experts`, `dtype`, `rope_parameters`, `layer_types`) are
+read. Every key is in one of four tables: copied, translated, of a permitted value, or harmless; any other key is an
+error, so that nothing in a checkpoint is silently ignored. An absent key has transformers' default (`Qwen3Config`,
+`Qwen3MoeConfig`), except for sizes, which are required.
 
-This module imports no accelerator code: the dry run needs a configuration only.
+This module imports no accelerator code: a dry run needs only the configuration.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gspax.errors import UserError
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}  # by model_type
 
-REQUIRED = object()  # there is no value to take when the key is absent
-COPIED: dict[str, Any] = {  # fields of ModelConfig of the same name, with the value of an absent key
+REQUIRED = object()  # no default for an absent key
+COPIED: dict[str, Any] = {  # fields of ModelConfig of the same name, with the default of an absent key
     "vocab_size": REQUIRED,
     "hidden_size": REQUIRED,
     "intermediate_size": REQUIRED,
@@ -50,7 +50,7 @@ TRANSLATED = (
     *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
 )
 TRANSLATED_OF_EXPERTS = ("num_experts", "num_local_experts")
-PERMITTED: dict[str, tuple[Any, ...]] = {  # what gspax does, and so the only thing that a checkpoint may ask for
+PERMITTED: dict[str, tuple[Any, ...]] = {  # the only values that gspax implements
     "hidden_act": ("silu",),
     "attention_dropout": (0,),
     "quantization_config": (None,),
@@ -60,24 +60,24 @@ PERMITTED: dict[str, tuple[Any, ...]] = {  # what gspax does, and so the only th
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "per_layer_config": (None,),
-    "auto_map": (None,),  # code of the checkpoint's own
+    "auto_map": (None,),  # code that comes with the checkpoint
 }
-HARMLESS = {  # what none of the numbers that gspax computes depends on, and why
-    "transformers_version": "says who wrote the file",
-    "_name_or_path": "says where it was",
-    "bos_token_id": "generation; gspax asks the tokenizer and generation_config.json",
-    "eos_token_id": "generation; gspax asks the tokenizer and generation_config.json",
+HARMLESS = {  # keys that do not affect what gspax computes, and why
+    "transformers_version": "the writer of the file",
+    "_name_or_path": "where the file was",
+    "bos_token_id": "generation; gspax uses the tokenizer and generation_config.json",
+    "eos_token_id": "generation; gspax uses the tokenizer and generation_config.json",
     "pad_token_id": "gspax marks padding by segments, not by a token",
     "use_cache": "speed of transformers' generation",
     "output_attentions": "what transformers returns",
     "output_hidden_states": "what transformers returns",
-    "output_router_logits": "what transformers returns; the loss with it is an experiment's choice",
-    "router_aux_loss_coef": "a loss that an experiment names or not",
+    "output_router_logits": "what transformers returns; the loss with it is the experiment's choice",
+    "router_aux_loss_coef": "a loss that the experiment may name",
     "return_dict": "what transformers returns",
-    "torchscript": "how torch runs it",
-    "use_bfloat16": "how TensorFlow ran it",
-    "_attn_implementation": "how torch runs it",
-    "_attn_implementation_autoset": "how torch runs it",
+    "torchscript": "an implementation detail of torch",
+    "use_bfloat16": "an implementation detail of TensorFlow",
+    "_attn_implementation": "an implementation detail of torch",
+    "_attn_implementation_autoset": "an implementation detail of torch",
     "id2label": "a classifier's",
     "label2id": "a classifier's",
     "num_labels": "a classifier's",
@@ -89,10 +89,10 @@ HINTS, YARN_HINTS = typing.get_type_hints(ModelConfig), typing.get_type_hints(Ya
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """The model that `directory/config.json` describes, computed in its dtype; `remat` and `checkpoint` are left alone.
+    """The model of `directory/config.json`, in its dtype, with the defaults of `remat` and `checkpoint`.
 
     Raises:
-      UserError: no such file, or it asks for something that gspax does not do; the sentence names the key.
+      UserError: no such file, or it needs something that gspax does not implement; the message names the key.
     """
     path = Path(directory) / "config.json"
     try:
@@ -108,12 +108,12 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 
 def to_json(config: ModelConfig) -> dict[str, Any]:
-    """What `config.json` of an exported checkpoint says, in the Hub's names, which transformers 4 and 5 both read.
+    """`config.json` of an exported checkpoint, in the Hub's names, which both transformers 4 and 5 read.
 
-    `torch_dtype` is `config.dtype`; `remat` and `checkpoint` are no part of a checkpoint.
+    `torch_dtype` is `config.dtype`; `remat` and `checkpoint` are not part of a checkpoint.
 
     Raises:
-      UserError: a model that no Qwen3 configuration describes (experts, and a window on some of the layers only).
+      UserError: no Qwen3 configuration describes the model (experts, and a window on only some layers).
     """
     experts = config.num_experts > 0
     family = "qwen3_moe" if experts else "qwen3"
@@ -146,14 +146,14 @@ def _window_json(config: ModelConfig, family: str) -> dict[str, Any]:
         "sliding_window": config.sliding_window,
         "max_window_layers": min(sliding),
     }
-    if len(sliding) < layers - min(sliding):  # not simply the last layers: only the newer key can say so
+    if len(sliding) < layers - min(sliding):  # not simply the last layers: only the newer key can express that
         kinds = [SLIDING if layer in sliding else FULL for layer in range(layers)]
         found |= {"layer_types": kinds}
     return found
 
 
 def _parse(raw: Any) -> ModelConfig:
-    """Raises ValueError with a sentence."""
+    """The model of a parsed `config.json`. ValueError with a one-sentence message."""
     if not isinstance(raw, dict):
         raise ValueError(f"wanted a JSON object, got {json.dumps(raw)}")
     family = _expect("model_type", raw.get("model_type"), ARCHITECTURES)
@@ -165,9 +165,7 @@ def _parse(raw: Any) -> ModelConfig:
         if key in PERMITTED:
             _expect(key, value, PERMITTED[key])
         elif key not in known:
-            raise ValueError(
-                f"{key}: wanted no such key (gspax does not know what it asks for), got {json.dumps(value)}"
-            )
+            raise ValueError(f"{key}: wanted no such key (gspax does not know it), got {json.dumps(value)}")
     fields = {name: _typed(HINTS[name], name, _get(raw, name, default)) for name, default in copied.items()}
     if experts:
         name = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"
@@ -182,18 +180,18 @@ def _parse(raw: Any) -> ModelConfig:
 
 def _check_sizes(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
-        least = 0 if name == "intermediate_size" else 1  # 0: no layer is dense
+        least = 0 if name == "intermediate_size" else 1  # 0 where no layer is dense
         if type(value) is int and value < least:
             raise ValueError(f"{name}: wanted at least {least}, got {value}")
     heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"]
     if heads % groups:
         raise ValueError(f"num_attention_heads: wanted a multiple of num_key_value_heads ({groups}), got {heads}")
     if fields["head_dim"] % 2:
-        raise ValueError(f"head_dim: wanted an even number (RoPE turns pairs), got {fields['head_dim']}")
+        raise ValueError(f"head_dim: wanted an even number (RoPE rotates pairs), got {fields['head_dim']}")
 
 
 def _rope(raw: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`. As in transformers, the older of two objects wins, and what it says itself."""
+    """`rope_theta` and `rope_scaling`. As in transformers, the older object wins, also over the top level."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_scaling: wanted an object or null, got {json.dumps(rope)}")
@@ -220,8 +218,8 @@ def _rope(raw: Mapping[str, Any], context: int) -> dict[str, Any]:
 def _window(raw: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
     """`sliding_window` and `sliding_layers`.
 
-    transformers slides every layer of a Qwen3-MoE and looks at neither `max_window_layers` nor `layer_types` there; a
-    file in which one of them says otherwise is refused.
+    transformers applies the window to every layer of a Qwen3-MoE and ignores `max_window_layers` and `layer_types`
+    there; a file in which one of them disagrees is rejected.
     """
     on = _expect("use_sliding_window", _get(raw, "use_sliding_window", False), (False, True))
     window = _typed(int, "sliding_window", _get(raw, "sliding_window", 0)) if on else 0
@@ -243,7 +241,7 @@ def _window(raw: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
 
 
 def _get(raw: Mapping[str, Any], key: str, default: Any) -> Any:
-    """The value of a key; null is as good as none."""
+    """The value of a key; null counts as absent."""
     value = default if raw.get(key) is None else raw[key]
     if value is REQUIRED:
         raise ValueError(f"{key}: wanted a value, there is none")
@@ -257,7 +255,7 @@ def _expect(key: str, value: Any, permitted: Collection[Any]) -> Any:
 
 
 def _typed(hint: Any, name: str, value: Any) -> Any:
-    """`value` as an annotation says: whole numbers are floats too, lists are tuples."""
+    """`value` as an annotated type: integers may be floats, lists become tuples. ValueError otherwise."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)  # float | None
     if type(value) is int and float in kinds:
         return float(value)

@@ -1,8 +1,8 @@
-"""One table between gspax's parameters and the tensors of a published Qwen3 checkpoint, for import and export alike.
+"""One table between gspax's parameters and the tensors of a published Qwen3 checkpoint, for import and export.
 
-A row says: this parameter is made of that tensor, and how the axes of the two correspond. Letters are those of
-docs/architecture.md; axes in brackets are one axis of the published tensor. `{layer}` and `{expert}` in a name mean
-that there is one tensor for each; gspax stacks them along leading axes. So
+A row names a parameter, the tensor that it is made of, and how their axes correspond. Axes are those of
+docs/architecture.md; axes in brackets form one axis of the published tensor. There is one tensor per layer and, where
+the name has `{expert}`, per expert; gspax stacks them along leading axes. So
 
     Row("attention/query", "self_attn.q_proj.weight", "(N H) D -> D N H")
 
@@ -20,12 +20,12 @@ import numpy as np
 
 from gspax.config import ModelConfig, layer_runs
 
-STRIP, GAP = 2**17, 32  # numbers in a strip and after each of its rows, in `copy`
+STRIP, GAP = 2**17, 32  # elements of a strip and after each of its rows, in `copy`
 
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter of gspax, the published tensor that it is made of, and the axes of the two."""
+    """A parameter of gspax, the published tensor that it is made of, and the axes of both."""
 
     ours: str
     published: str
@@ -58,7 +58,7 @@ DENSE = (
     Row("mlp/down", "mlp.down_proj.weight", "D F -> F D"),
 )
 ROUTER = (Row("mlp/router", "mlp.gate.weight", "E D -> D E"),)
-EXPERTS = (  # the Hub's layout, the one that is written
+EXPERTS = (  # the Hub's layout, which is also the one that is written
     Row("mlp/gate", "mlp.experts.{expert}.gate_proj.weight", "F D -> D F"),
     Row("mlp/up", "mlp.experts.{expert}.up_proj.weight", "F D -> D F"),
     Row("mlp/down", "mlp.experts.{expert}.down_proj.weight", "D F -> F D"),
@@ -68,12 +68,12 @@ FUSED_EXPERTS = (  # transformers 5 with save_original_format=False
     Row("mlp/up", "mlp.experts.gate_up_proj", "E F D -> E D F", half=1),
     Row("mlp/down", "mlp.experts.down_proj", "E D F -> E F D"),
 )
-FUSED_NAME = "mlp.experts.gate_up_proj"  # tells the two layouts apart
+FUSED_NAME = "mlp.experts.gate_up_proj"  # distinguishes the two layouts
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One published tensor, or half of one, and the part of a parameter that it is."""
+class Chunk:
+    """The part of a parameter that one published tensor, or half of one, holds."""
 
     published: str  # the tensor's name
     shape: tuple[int, ...]  # of the published tensor
@@ -81,21 +81,20 @@ class Piece:
     row: Row
 
 
-def pieces(
+def list_chunks(
     config: ModelConfig, parameters: Mapping[str, tuple[int, ...]], *, fused: bool = False
-) -> dict[str, list[Piece]]:
-    """For each parameter the published tensors that it is made of.
+) -> dict[str, list[Chunk]]:
+    """The chunks of each parameter.
 
     Args:
-      config: of the model.
       parameters: the shape of each parameter by its path, such as `runs/0/attention/query`.
-      fused: the layout of the experts.
+      fused: whether a layer's experts are one tensor.
     """
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[Chunk]] = {}
 
     def add(name: str, row: Row, published: str, index: tuple[int, ...]) -> None:
         shape = published_shape(row, parameters[name][len(index) :])
-        found.setdefault(name, []).append(Piece(published, shape, index, row))
+        found.setdefault(name, []).append(Chunk(published, shape, index, row))
 
     for row in OUTER:
         if row.ours in parameters:  # tied embeddings: no head
@@ -105,7 +104,7 @@ def pieces(
         experts = FUSED_EXPERTS if fused else EXPERTS
         for row in LAYER + (ROUTER + experts if sparse else DENSE):
             name = f"runs/{run}/{row.ours}"
-            for layer in range(count) if name in parameters else ():  # without biases: none of their rows
+            for layer in range(count) if name in parameters else ():  # a model without biases has no such rows
                 published = f"model.layers.{first + layer}.{row.published}"
                 if "{expert}" in published:
                     for expert in range(config.num_experts):
@@ -117,7 +116,7 @@ def pieces(
 
 
 def published_shape(row: Row, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the published tensor of which a part of shape `shape` of our parameter is made."""
+    """The shape of the published tensor for a chunk of shape `shape`."""
     groups, ours = _axes(row)
     sizes = dict(zip(ours, shape, strict=True))
     found = [math.prod(sizes[letter] for letter in group) for group in groups]
@@ -127,7 +126,7 @@ def published_shape(row: Row, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def to_ours(row: Row, tensor: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """A published tensor as a view with our axes, of shape `shape`."""
+    """A view of a published tensor with our axes, of shape `shape`."""
     groups, ours = _axes(row)
     letters = "".join(groups)
     sizes = dict(zip(ours, shape, strict=True))
@@ -137,7 +136,7 @@ def to_ours(row: Row, tensor: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 
 
 def to_published(row: Row, array: np.ndarray) -> np.ndarray:
-    """The inverse of `to_ours`: our part of a parameter as the published tensor, contiguous. Not for halves."""
+    """The inverse of `to_ours`: a chunk as a contiguous published tensor. Not for halves."""
     groups, ours = _axes(row)
     ordered = array.transpose([ours.index(letter) for letter in "".join(groups)])
     tensor = np.empty(ordered.shape, array.dtype)
@@ -146,25 +145,24 @@ def to_published(row: Row, array: np.ndarray) -> np.ndarray:
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """`target[...] = source`, which may be a transposed view and of another dtype, at the speed of the cache.
+    """`target[...] = source`, where source may be a transposed view and of another dtype.
 
-    Taken are strips of the source as it lies in memory, with a gap after each row: rows whose lengths are powers of two
-    would otherwise displace each other from the cache. That makes it five times as fast.
+    The source is copied in strips in its memory order, with a gap after each row: rows whose lengths are powers of two
+    would otherwise evict each other from the cache. That makes it five times as fast.
     """
     order = sorted(range(source.ndim), key=lambda axis: -source.strides[axis])
     if order == list(range(source.ndim)):
         target[...] = source
         return
-    lying, target = source.transpose(order), target.transpose(order)
-    rows, row = lying.shape[:-1], lying.shape[-1]
-    height = max(1, STRIP // math.prod(lying.shape[1:]))
+    ordered, target = source.transpose(order), target.transpose(order)
+    rows, row = ordered.shape[:-1], ordered.shape[-1]
+    height = max(1, STRIP // math.prod(ordered.shape[1:]))
     gapped = np.empty((height, *rows[1:], row + GAP), source.dtype)[..., :row]
     for first in range(0, rows[0], height):
-        part = lying[first : first + height]
-        strip = gapped[: len(part)]
-        strip[...] = part
-        turned = np.ascontiguousarray(strip.transpose(np.argsort(order)))  # a cast on the way would be slow
-        target[first : first + height] = turned.transpose(order)
+        strip = gapped[: len(ordered[first : first + height])]
+        strip[...] = ordered[first : first + height]
+        transposed = np.ascontiguousarray(strip.transpose(np.argsort(order)))  # casting in this step would be slow
+        target[first : first + height] = transposed.transpose(order)
 
 
 def _axes(row: Row) -> tuple[list[str], str]:

@@ -1,4 +1,4 @@
-"""A published checkpoint -> parameters, each made already sharded: every tensor is read once and cut up on the way."""
+"""Reading a published checkpoint into sharded parameters: each host reads each tensor once, and keeps its shards."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from gspax.config import ModelConfig
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.hf import names, tensors
-from gspax.hf.names import Piece
+from gspax.hf.names import Chunk
 from gspax.hf.tensors import Stored
 from gspax.types import Params
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-ROOM = 2**24  # bytes; larger tensors than this get memory of their own
-Box = tuple[tuple[int, int], ...]  # first and one past the last, of each axis
+BUFFER = 2**24  # bytes; larger tensors get memory of their own
+Box = tuple[tuple[int, int], ...]  # start and stop of each axis
 
 
 def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
     """The parameters of a checkpoint folder.
 
-    A host holds the shards of one parameter that its devices own, and one tensor for each of its cores; on a CPU the
-    shards are the arrays themselves. All headers are checked before the first tensor is read.
+    A host holds its devices' shards of one parameter, and one tensor per core; on CPU the arrays share the shards'
+    memory. All headers are validated before the first tensor is read.
 
     Args:
-      folder: with `model.safetensors`, or several files and their index; either layout of experts.
-      config: what its `config.json` says.
-      wanted: `ShapeDtypeStruct`s with shardings; numbers are cast to their dtypes.
+      folder: with `model.safetensors`, or several files and their index; experts in either layout.
+      config: as in its `config.json`.
+      wanted: `ShapeDtypeStruct`s with shardings; the tensors are cast to their dtypes.
 
     Raises:
-      UserError: files or tensors are missing, too many, broken, or of another shape; the sentence names them.
+      UserError: files or tensors are missing, unexpected, corrupt or of another shape; the message names them.
     """
     stored = tensors.find(folder)
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)}
     fused = any(name.endswith(names.FUSED_NAME) for name in stored)
-    table = names.pieces(config, {name: leaf.shape for name, leaf in leaves.items()}, fused=fused)
-    _check(folder, config, stored, table)
+    table = names.list_chunks(config, {name: leaf.shape for name, leaf in leaves.items()}, fused=fused)
+    _validate(folder, config, stored, table)
     thread = threading.local()
 
     def read(name: str) -> np.ndarray:
-        return tensors.read(stored[name], thread.room)
+        return tensors.read(stored[name], thread.buffer)
 
     def prepare() -> None:
-        thread.room = np.empty(ROOM, np.uint8)
+        thread.buffer = np.empty(BUFFER, np.uint8)
 
     with ThreadPoolExecutor(os.cpu_count(), initializer=prepare) as pool:
         arrays = [_read_parameter(table[name], read, leaf, pool) for name, leaf in leaves.items()]
@@ -58,15 +58,15 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A path in the tree of parameters as `runs/0/attention/query`."""
+    """A path in the parameter tree as `runs/0/attention/query`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
-def _check(
-    folder: Path, config: ModelConfig, stored: Mapping[str, Stored], table: Mapping[str, Sequence[Piece]]
+def _validate(
+    folder: Path, config: ModelConfig, stored: Mapping[str, Stored], table: Mapping[str, Sequence[Chunk]]
 ) -> None:
-    """Every tensor that the model needs, of its shape, and no other; but tied models may carry their head's copy."""
-    expected = {piece.published: piece.shape for each in table.values() for piece in each}
+    """UserError unless the tensors are those of the model. A tied model may have a copy of its embedding as head."""
+    expected = {chunk.published: chunk.shape for each in table.values() for chunk in each}
     copied_head = config.tie_word_embeddings and HEAD in stored
     if copied_head:
         expected[HEAD] = expected[EMBEDDING]
@@ -79,17 +79,17 @@ def _check(
             raise UserError(f"{stored[name].file}: tensor {name}: wanted the shape {list(shape)}, got {got}")
     for name, each in stored.items():
         if name not in expected:
-            raise UserError(f"{each.file}: tensor {name} is none that config.json asks for")
+            raise UserError(f"{each.file}: tensor {name} is not part of the model in config.json")
     if copied_head:
         head, embedding = (tensors.read(stored[name]).view(np.uint8) for name in (HEAD, EMBEDDING))
-        if not np.array_equal(head, embedding):  # a head of its own would be lost
+        if not np.array_equal(head, embedding):  # a different head would be lost
             raise UserError(
-                f"{stored[HEAD].file}: tensor {HEAD} is not {EMBEDDING}, though config.json says tie_word_embeddings"
+                f"{stored[HEAD].file}: tensor {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings"
             )
 
 
 def _read_parameter(
-    pieces: Sequence[Piece],
+    chunks: Sequence[Chunk],
     read: Callable[[str], np.ndarray],
     leaf: jax.ShapeDtypeStruct,
     pool: ThreadPoolExecutor,
@@ -98,26 +98,26 @@ def _read_parameter(
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     if not indices:
         return multihost.remote_array(leaf)
-    shards = {box: _aligned(box, leaf.dtype) for box in {_box(index, leaf.shape) for index in indices}}
-    list(pool.map(lambda piece: _place(piece, read, shards, leaf.shape), pieces))
+    shards = {box: empty_aligned(box, leaf.dtype) for box in {_box(index, leaf.shape) for index in indices}}
+    list(pool.map(lambda chunk: _copy_chunk(chunk, read, shards, leaf.shape), chunks))
     array = jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: shards[_box(index, leaf.shape)])
-    return array.block_until_ready()  # the host's shards of this parameter can go before those of the next come
+    return array.block_until_ready()  # free this parameter's shards before reading the next
 
 
-def _place(
-    piece: Piece, read: Callable[[str], np.ndarray], shards: Mapping[Box, np.ndarray], shape: tuple[int, ...]
+def _copy_chunk(
+    chunk: Chunk, read: Callable[[str], np.ndarray], shards: Mapping[Box, np.ndarray], shape: tuple[int, ...]
 ) -> None:
-    """Read one tensor into the shards that hold a part of it; none of them does: leave it unread."""
-    depth = len(piece.index)
+    """Read a chunk's tensor and copy it into the shards that overlap it; without any, do not read it."""
+    depth = len(chunk.index)
     holders = {
         box: shard
         for box, shard in shards.items()
-        if all(first <= i < last for i, (first, last) in zip(piece.index, box, strict=False))
+        if all(first <= i < last for i, (first, last) in zip(chunk.index, box, strict=False))
     }
     if holders:
-        view = names.to_ours(piece.row, read(piece.published), shape[depth:])
+        view = names.to_ours(chunk.row, read(chunk.published), shape[depth:])
     for box, shard in holders.items():
-        index = tuple(i - first for i, (first, _) in zip(piece.index, box, strict=False))
+        index = tuple(i - first for i, (first, _) in zip(chunk.index, box, strict=False))
         names.copy(shard[index], view[tuple(slice(*each) for each in box[depth:])])
 
 
@@ -125,9 +125,9 @@ def _box(index: Any, shape: Sequence[int]) -> Box:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def _aligned(box: Box, dtype: Any) -> np.ndarray:
-    """Room for a shard, where jax takes it over on a CPU instead of copying it: at a multiple of 64 bytes."""
+def empty_aligned(box: Box, dtype: Any) -> np.ndarray:
+    """An uninitialised array aligned to 64 bytes, whose memory jax shares on CPU instead of copying it."""
     shape = [last - first for first, last in box]
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    room = np.empty(size + 64, np.uint8)
-    return room[(first := -room.ctypes.data % 64) : first + size].view(dtype).reshape(shape)
+    buffer = np.empty(size + 64, np.uint8)
+    return buffer[(first := -buffer.ctypes.data % 64) : first + size].view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a folder, or a name on the Hugging Face Hub. Imports no accelerator code."""
+"""Locating a checkpoint: a folder, or a name on the Hugging Face Hub. Imports no accelerator code."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gspax.hf.config_json import read_config
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 CONFIG = ("config.json",)
-SMALL = ("*.json", "*.txt", "*.jinja")  # everything but the weights
+SMALL = ("*.json", "*.txt", "*.jinja")  # everything except the weights
 ALL = (*SMALL, "*.safetensors")
 
 
 def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
-    """The model of a published checkpoint, or of one that `gspax convert` wrote, for a run that starts from it.
+    """The model of a published checkpoint, or of one written by `gspax convert`, for a run that starts from it.
 
-    Only `config.json` is needed here; the weights are read, and downloaded if need be, when the run starts.
+    This reads `config.json` only; the weights are read, and downloaded if necessary, when the run starts.
 
     Args:
       checkpoint: a folder, or a name on the Hub, such as "Qwen/Qwen3-30B-A3B"; "name@revision" pins a revision.
-      **changes: of fields of the ModelConfig, such as `remat="full"`.
+      **changes: fields of the ModelConfig to replace, such as `remat="full"`.
 
     Raises:
       UserError: there is no such checkpoint, or gspax does not implement its architecture.
@@ -35,9 +35,12 @@ def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
 
 
 def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool = True) -> Path:
-    """The folder of a checkpoint, whose files of these patterns have been downloaded if it is a name on the Hub.
+    """The folder of a checkpoint; for a name on the Hub, files that match the patterns are downloaded first.
 
-    With `download=False` only what an earlier download left on this machine is looked at.
+    With `download=False` only the local cache of earlier downloads is used.
+
+    Raises:
+      UserError: there is no such folder, and no such checkpoint on the Hub or no access to it.
     """
     folder = Path(checkpoint)
     if folder.is_dir():
@@ -56,9 +59,10 @@ def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool =
         found = snapshot_download(
             repository, revision=revision or None, allow_patterns=list(patterns), local_files_only=not download
         )
-    except Exception as problem:  # of many kinds: no network, no such name, no permission, no room on the disk
-        said = " ".join(str(problem).split())[:200]
+    except Exception as problem:  # of many kinds: no network, no such name, no permission, no disk space
+        reason = " ".join(str(problem).split())[:200]
         raise UserError(
-            f"{checkpoint}: there is no such folder, and the Hub did not give it: {type(problem).__name__}: {said}"
+            f"{checkpoint}: there is no such folder, and the download from the Hub failed: "
+            f"{type(problem).__name__}: {reason}"
         ) from problem
     return Path(str(found))

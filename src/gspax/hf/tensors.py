@@ -1,9 +1,9 @@
-"""The safetensors format: which tensors a folder holds and where, reading one, laying out new files, writing one.
+"""The safetensors format: finding the tensors of a folder, and reading and writing them one at a time.
 
-A file is 8 bytes (the length of what follows, little-endian), a JSON object `name -> dtype, shape, byte range`, and the
-bytes. Several files have an index beside them. `safetensors` itself maps files into memory, where pages that were read
-count as the process's own, and writes only what is in memory as a whole; here tensors are read and written one at a
-time, at their places. Format: https://huggingface.co/docs/safetensors.
+A file is 8 bytes (the length of the header, little-endian), the header, a JSON object `name -> dtype, shape, byte
+range`, and the tensors' bytes. A checkpoint of several files has an index. The `safetensors` package maps files into
+memory, where pages count as the process's own, and writes only whole files from memory; this module reads and writes
+single tensors in place. Format: https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from gspax.errors import UserError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
-LONGEST_HEADER = 100_000_000  # bytes; what the format permits
+LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies."""
+    """The location of a tensor in a file."""
 
     file: Path
     dtype: np.dtype
     shape: tuple[int, ...]
-    start: int  # byte of the file
+    start: int  # byte offset in the file
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -45,7 +45,7 @@ def find(folder: Path) -> dict[str, Stored]:
     """The tensors of a checkpoint folder by name, from the headers of all its files; no tensor is read.
 
     Raises:
-      UserError: a file is missing, truncated or corrupt, or there is none that may be read. Pickles are refused.
+      UserError: a file is missing, truncated or corrupt, or there is no safetensors file. Pickles are rejected.
     """
     weight_map = _weight_map(folder)
     found: dict[str, Stored] = {}
@@ -63,7 +63,7 @@ def find(folder: Path) -> dict[str, Stored]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor -> file, as the index says; empty for a single file, which has no index."""
+    """Tensor -> file, from the index; empty for a single file, which has no index."""
     index = folder / INDEX
     if not index.is_file():
         if (folder / SINGLE).is_file():
@@ -72,8 +72,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
             raise UserError(f"{folder}: wanted {INDEX} beside {shards[0].name}, there is none")
         if pickles := sorted(file.name for pattern in PICKLES for file in folder.glob(pattern)):
             raise UserError(
-                f"{folder / pickles[0]}: wanted safetensors; this is a pickle, which runs code when it is read, "
-                "and gspax reads none"
+                f"{folder / pickles[0]}: wanted safetensors; this is a pickle, which can run code when loaded, "
+                "and gspax does not read pickles"
             )
         raise UserError(f"{folder}: wanted {SINGLE} or {INDEX}, there is neither")
     try:
@@ -90,7 +90,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file by name. Raises UserError where the header does not describe the whole file."""
+    """The tensors of one file by name. UserError unless the header describes the whole file."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -118,7 +118,7 @@ def _begin(entry: Any) -> int:
     try:
         return int(entry["data_offsets"][0])
     except (KeyError, IndexError, TypeError, ValueError):
-        return -1  # `_entry` says what is wrong
+        return -1  # `_entry` raises the error
 
 
 def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
@@ -139,26 +139,26 @@ def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
     return stored
 
 
-def read(stored: Stored, room: np.ndarray | None = None) -> np.ndarray:
-    """One tensor; in `room` (bytes) if that is given and large enough, since fresh memory costs more than reading."""
-    if room is None or room.size < stored.nbytes:
-        room = np.empty(stored.nbytes, np.uint8)
-    flat = room[: stored.nbytes]
+def read(stored: Stored, buffer: np.ndarray | None = None) -> np.ndarray:
+    """Read one tensor, into `buffer` (bytes) if given and large enough: allocating memory costs more than reading."""
+    if buffer is None or buffer.size < stored.nbytes:
+        buffer = np.empty(stored.nbytes, np.uint8)
+    flat = buffer[: stored.nbytes]
     with stored.file.open("rb", buffering=0) as opened:
         opened.seek(stored.start)
         left = flat.data
         while left:
             count = opened.readinto(left)  # one call reads 2 GiB at most
             if not count:
-                raise UserError(f"{stored.file}: became shorter while it was read")
+                raise UserError(f"{stored.file}: became shorter while being read")
             left = left[count:]
     return flat.view(stored.dtype).reshape(stored.shape)
 
 
 def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_size: int) -> dict[str, Stored]:
-    """Create the files of a checkpoint, headers and index in place and room for every tensor, in the order given.
+    """Create the files of a checkpoint with headers, index and space for every tensor, in the given order.
 
-    A file is closed before it would exceed `shard_size` bytes of tensors; one larger tensor has a file to itself.
+    A file has at most `shard_size` bytes of tensors; a larger tensor has a file to itself.
     """
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     used = 0
@@ -185,7 +185,7 @@ def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype
 
 def _create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> dict[str, Stored]:
     kind = next(name for name, each in DTYPES.items() if each == dtype)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
     for name, shape in shapes.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
@@ -202,7 +202,7 @@ def _create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) 
 
 
 def write(stored: Stored, tensor: np.ndarray) -> None:
-    """Put a contiguous tensor of the right shape and dtype where it belongs."""
+    """Write a contiguous tensor of the right shape and dtype into its place."""
     assert (tensor.shape, tensor.dtype) == (stored.shape, stored.dtype)
     with stored.file.open("r+b", buffering=0) as opened:
         opened.seek(stored.start)

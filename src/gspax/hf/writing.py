@@ -1,4 +1,4 @@
-"""Parameters -> a checkpoint in the Hub's layout, which transformers, vLLM and SGLang load."""
+"""Writing parameters as a checkpoint in the Hub's layout, which transformers, vLLM and SGLang load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from gspax.config import ModelConfig
 from gspax.hf import config_json, names, tensors
-from gspax.hf.names import Piece
+from gspax.hf.names import Chunk
 from gspax.hf.reading import path_name
 from gspax.model import transformer
 from gspax.types import Array
@@ -31,33 +31,32 @@ def write_checkpoint(
     shard_size: int = SHARD_SIZE,
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write config.json and safetensors, layer by layer as the Hub has them; tied models have no `lm_head.weight`.
+    """Write config.json and safetensors in the Hub's order and layout; tied models have no `lm_head.weight`.
 
     Args:
       folder: exists and is empty.
-      config: of the model.
-      parameter: gives one by its path, such as `runs/0/attention/query`; asked for each once, so that they need not
-        all be in memory.
+      parameter: returns a parameter by its path, such as `runs/0/attention/query`; called once for each, so that they
+        need not be in memory together.
       dtype: of the tensors, `bfloat16` or `float32`.
-      shard_size: of a file, in bytes of tensors.
+      shard_size: the maximum size of a file, in bytes of tensors.
       more: further keys of config.json, such as `eos_token_id`.
     """
     described = config_json.to_json(config) | {"torch_dtype": dtype} | dict(more or {})
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    table = names.pieces(config, parameter_shapes(config))
-    everything = sorted((piece for each in table.values() for piece in each), key=_place_in_model)
-    shapes = {piece.published: piece.shape for piece in everything}
+    table = names.list_chunks(config, parameter_shapes(config))
+    everything = sorted((chunk for each in table.values() for chunk in each), key=_model_order)
+    shapes = {chunk.published: chunk.shape for chunk in everything}
     stored = tensors.lay_out(folder, shapes, np.dtype(jax.numpy.dtype(dtype)), shard_size)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, pieces in table.items():
+        for name, chunks in table.items():
             array = parameter(name)
 
-            def put(piece: Piece, array=array) -> None:
-                part = np.asarray(array[piece.index])
-                place = stored[piece.published]
-                tensors.write(place, names.to_published(piece.row, part.astype(place.dtype, copy=False)))
+            def write(chunk: Chunk, array=array) -> None:
+                part = np.asarray(array[chunk.index])
+                place = stored[chunk.published]
+                tensors.write(place, names.to_published(chunk.row, part.astype(place.dtype, copy=False)))
 
-            list(pool.map(put, pieces))
+            list(pool.map(write, chunks))
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -66,9 +65,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {path_name(path): leaf.shape for path, leaf in leaves}
 
 
-def _place_in_model(piece: Piece) -> tuple[int, int]:
-    """Embedding, layers, norm and head; within a layer the order of the table."""
-    parts = piece.published.split(".")
+def _model_order(chunk: Chunk) -> tuple[int, int]:
+    """Sort key: embedding, layers, norm and head; within a layer the order of the table."""
+    parts = chunk.published.split(".")
     if parts[1] == "layers":
         return 1, int(parts[2])
     return (0 if parts[1] == "embed_tokens" else 2), 0

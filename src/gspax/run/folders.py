@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all, and the small files that travel from one checkpoint to the next."""
+"""Folders that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -6,21 +6,10 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from gspax.errors import UserError
-
-COMPANIONS = (  # of the weights: how to make and read their tokens, and when to stop
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 
 
 @contextlib.contextmanager
@@ -47,19 +36,6 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def copy_companions(sources: Iterable[Path], target: Path) -> list[str]:
-    """Copy the files beside a model's weights, each from the first folder that has it; the names of those found."""
-    folders = list(sources)
-    found = []
-    for name in COMPANIONS:
-        for folder in folders:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, target / name)
-                found.append(name)
-                break
-    return found
 
 
 def _umask() -> int:

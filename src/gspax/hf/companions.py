@@ -1,0 +1,30 @@
+"""The files beside a checkpoint's weights: tokenizer, chat template, generation settings. Needs no jax."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def copy_companions(sources: Iterable[Path], target: Path) -> list[str]:
+    """Copy each companion from the first folder that has it; the names of those copied."""
+    folders = list(sources)
+    copied = []
+    for name in COMPANIONS:
+        source = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        if source is not None:
+            shutil.copyfile(source, target / name)
+            copied.append(name)
+    return copied
