@@ -179,7 +179,7 @@ def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
 def _grid(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
     if devices[0].platform == "tpu":
         try:
-            return unstable.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+            return unstable.create_device_mesh(shape, devices)
         except (AssertionError, NotImplementedError, ValueError):
             pass  # a part of a slice is no torus
     return np.array(devices).reshape(shape)

@@ -1,70 +1,107 @@
 """Every name that gspax takes from `jax.experimental` or `jax._src`: what jax may move or drop in any release.
 
-Nothing else in gspax imports from there, so that a new jax breaks this module alone. Each entry says why it is needed
-and what to do when it goes; `tests/test_unstable.py` fails with the same advice.
+Nothing else in gspax imports from there, so that a new jax breaks this module alone. Names are looked up when they are
+used. Each entry says why it is needed and what to do when it goes; `tests/test_unstable.py` has a test for each and
+fails with the same advice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from jax._src import clusters as _clusters
-from jax._src import distributed as _distributed
-from jax._src import hardware_utils as _hardware_utils
-from jax.experimental import mesh_utils as _mesh_utils
-from jax.experimental import topologies as _topologies
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import LocalMask, MultiHeadMask
+import numpy as np
 
 __all__ = [
-    "LocalMask",
-    "MultiHeadMask",
     "attached_tpu_chips",
     "cluster_types",
     "coordination_client",
     "create_device_mesh",
     "get_topology_desc",
+    "is_kubernetes",
     "key_impl_name",
-    "splash",
+    "splash_attention_kernel",
+    "splash_attention_mask",
 ]
 
-# Lays mesh axes along a TPU's torus and may split a physical axis over two of them, which `jax.make_mesh` refuses.
-# When it goes: jax.make_mesh, once that takes allow_split_physical_axes.
-create_device_mesh = _mesh_utils.create_device_mesh
 
-# Describes TPU slices that are not attached, for ahead-of-time compilation.
-# When it goes: whatever jax's ahead-of-time documentation names in its place; `gspax compile` is all that needs it.
-get_topology_desc = _topologies.get_topology_desc
+def create_device_mesh(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """Devices laid along a TPU's torus, where one physical axis may be split over two mesh axes.
+
+    `jax.make_mesh` refuses such a split. When it goes: `jax.make_mesh`, once it takes allow_split_physical_axes.
+    """
+    from jax.experimental import mesh_utils
+
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def get_topology_desc(name: str, slices: int) -> Any:
+    """A description of TPU slices that are not attached, for ahead-of-time compilation; only `gspax compile` needs it.
+
+    When it goes: what jax's documentation of ahead-of-time compilation names in its place.
+    """
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices)
+
+
+def splash_attention_kernel() -> Any:
+    """The module of the splash attention kernel, the attention over full rows on TPU.
+
+    When it goes: its new home (the kernel is developed in the package tokamax), or plain attention on TPU.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as module
+
+    return module
+
+
+def splash_attention_mask() -> Any:
+    """The module of that kernel's masks: `LocalMask`, `MultiHeadMask`.
+
+    When it goes: as for `splash_attention_kernel`; the two move together.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as module
+
+    return module
 
 
 def coordination_client() -> Any:
     """The client of jax's coordination service; None in a run of one process.
 
-    Its key-value store carries what processes tell each other without occupying a device, and its barrier lets a
-    failing process leave. When it goes: `jax.experimental.multihost_utils`, which does the same over the devices.
+    Processes exchange host values through its key-value store, which occupies no device, and a failing process leaves
+    through its barrier. When it goes: `jax.experimental.multihost_utils`, which exchanges values over the devices.
     """
-    return _distributed.global_state.client
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 def cluster_types() -> list[Any]:
     """The environments that `jax.distributed.initialize` detects (TPU VMs, GKE, SLURM, Open MPI), in its order.
 
-    gspax asks them before it connects, so that it can name the processes that are missing. When it goes: require
-    --coordinator, --processes and --process, or let jax.distributed.initialize detect and time out.
+    gspax queries them before it connects, so that it can name the processes that are missing. When it goes: require
+    --coordinator, --processes and --process, or let `jax.distributed.initialize` detect and time out.
     """
-    return list(_clusters.ClusterEnv._cluster_types)
+    from jax._src import clusters
+
+    return list(clusters.ClusterEnv._cluster_types)
 
 
 def is_kubernetes(cluster: Any) -> bool:
-    """Whether one of `cluster_types` stands for a Kubernetes job."""
-    return cluster is _clusters.K8sCluster
+    """Whether one of `cluster_types` stands for a Kubernetes job.
+
+    A pod outside an indexed job would otherwise query Kubernetes. When it goes: compare the class's name, K8sCluster.
+    """
+    from jax._src import clusters
+
+    return cluster is clusters.K8sCluster
 
 
 def key_impl_name(dtype: Any) -> str:
     """The implementation behind a typed PRNG key's dtype, such as "threefry2x32".
 
-    `jax.random.key_impl` takes keys only, no `ShapeDtypeStruct` of one. When it goes: `jax.random.key_impl` of a key
-    made with `jax.random.key(0)`, as every key of a run has the default implementation.
+    `jax.random.key_impl` takes keys, not a `ShapeDtypeStruct` of one. When it goes: `jax.random.key_impl` of
+    `jax.random.key(0)`, as every key of a run has the default implementation.
     """
     return str(dtype._impl.name)
 
@@ -73,6 +110,8 @@ def attached_tpu_chips() -> int:
     """TPU chips on this machine's PCI bus, counted without loading libtpu.
 
     The command line loads libtpu only where there are any. When it goes: count the PCI devices of vendor 0x1ae0 under
-    /sys/bus/pci/devices, as it does.
+    /sys/bus/pci/devices.
     """
-    return _hardware_utils.num_available_tpu_chips_and_device_id()[0]
+    from jax._src import hardware_utils
+
+    return hardware_utils.num_available_tpu_chips_and_device_id()[0]

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspax.aot import chips, report
+from gspax.aot import chips, memory
 from gspax.distributed import transfer
 
 DEVICES = jax.devices()
@@ -87,12 +87,9 @@ def test_stacked_layers_change_layout_one_at_a_time():
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)")
 def test_it_compiles_between_two_slices_of_a_tpu():
-    from jax.experimental import topologies
-
-    with chips._environment():
-        devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4", num_slices=2).devices
+    devices = chips.describe_devices(chips.parse_topology("2xv5e:4x4"))
     together = Mesh(np.array(devices), "device")
-    parts = jax.ShapeDtypeStruct((32, 128), jnp.bfloat16, sharding=NamedSharding(together, P("device")))
-    with report._uncached():
-        text = transfer._permute.lower(parts, together, 16).compile().as_text()
+    shards = jax.ShapeDtypeStruct((32, 128), jnp.bfloat16, sharding=NamedSharding(together, P("device")))
+    with memory._no_persistent_cache():
+        text = transfer._permute.lower(shards, together, 16).compile().as_text()
     assert {device.slice_index for device in devices} == {0, 1} and "xla_megascale" in text

@@ -160,7 +160,7 @@ def describe_devices(topology: Topology) -> list[Any]:
     name = str(replace(topology, slices=1))
     try:
         with _environment():
-            found = unstable.get_topology_desc(platform="tpu", topology_name=name, num_slices=topology.slices)
+            found = unstable.get_topology_desc(name, topology.slices)
     except Exception as problem:
         reason = str(problem).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise UserError(f"--topology {topology}: libtpu does not support it: {reason}") from problem

@@ -13,6 +13,7 @@ Axes: B rows, T queries of a device, S keys, N query heads, K key heads, H head.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gspax.unstable import LocalMask, MultiHeadMask, splash
+from gspax import unstable
 
 LANES = 128  # lengths are padded to a multiple of this
 BLOCKS = (512, 384, 256, 128)  # the largest that divides the padded length is used
 
-Masks = splash.SplashAttentionKernel  # a pytree of tables that is callable: the kernel
+splash, splash_mask = unstable.splash_attention_kernel(), unstable.splash_attention_mask()
+LocalMask: Any = splash_mask.LocalMask
+Masks: TypeAlias = Any  # splash.SplashAttentionKernel: a pytree of tables that is callable, the kernel
 
 
 class _Window(LocalMask):
@@ -42,7 +45,7 @@ class _Window(LocalMask):
         return super().__getitem__(index)
 
 
-def window_mask(T: int, shards: int, window: int) -> LocalMask:
+def window_mask(T: int, shards: int, window: int) -> _Window:
     """Which keys a query attends to, by position; each chunk of T queries is padded by repeating its last position."""
     padded = _padded(T)
     position = np.arange(padded * shards, dtype=np.int32)
@@ -73,7 +76,7 @@ def masks(T: int, shards: int, heads: int, window: int, interpret: bool = False)
     )
     with jax.ensure_compile_time_eval():  # the tables are constants, also while tracing
         return splash.make_splash_mha(
-            MultiHeadMask([mask] * heads),
+            splash_mask.MultiHeadMask([mask] * heads),
             block_sizes=blocks,
             head_shards=1,
             q_seq_shards=shards,

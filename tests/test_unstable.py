@@ -1,0 +1,144 @@
+"""Each entry of gspax.unstable does what gspax needs; if a new jax drops or changes it, the failure says what to do."""
+
+import contextlib
+import inspect
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from gspax import unstable
+
+
+@contextlib.contextmanager
+def advice(entry):
+    """Turn any failure into one that names the jax version and quotes the entry's docstring."""
+    try:
+        yield
+    except Exception as problem:  # an AssertionError too
+        what = f"{type(problem).__name__}: {problem}"
+        pytest.fail(f"gspax.unstable.{entry.__name__} with jax {jax.__version__}: {what}\n{inspect.getdoc(entry)}")
+
+
+def test_every_entry_has_a_reason_advice_and_a_test():
+    tests = set(re.findall(r"advice\(unstable\.(\w+)\)", Path(__file__).read_text()))
+    assert tests == set(unstable.__all__)
+    public = {name for name, value in vars(unstable).items() if inspect.isfunction(value)}
+    assert public == set(unstable.__all__)
+    for name in unstable.__all__:
+        assert "When it goes:" in inspect.getdoc(getattr(unstable, name)), name
+
+
+def test_a_failure_gives_the_advice(monkeypatch):
+    monkeypatch.delattr("jax._src.clusters.K8sCluster")
+    with pytest.raises(
+        pytest.fail.Exception, match=r"is_kubernetes with jax (?s:.*)When it goes: compare the class's name"
+    ):
+        test_is_kubernetes()
+
+
+def test_create_device_mesh():
+    with advice(unstable.create_device_mesh):
+        grid = unstable.create_device_mesh((2, 4), jax.devices())
+        assert grid.shape == (2, 4) and set(grid.flat) == set(jax.devices())
+
+
+def test_get_topology_desc():
+    with advice(unstable.get_topology_desc):
+        from jax.experimental import topologies
+
+        # Without libtpu it cannot be called; tests/commands/test_compile.py does so where libtpu is installed.
+        arguments = {"platform": "tpu", "topology_name": "v5e:2x2", "num_slices": 1}
+        inspect.signature(topologies.get_topology_desc).bind(**arguments)
+
+
+def test_splash_attention_kernel():
+    """The attention itself is compared with XLA's in tests/kernels/test_attention.py."""
+    with advice(unstable.splash_attention_kernel):
+        module = unstable.splash_attention_kernel()
+        inspect.signature(module.make_splash_mha).bind_partial(
+            None, block_sizes=None, head_shards=1, q_seq_shards=1, interpret=True
+        )
+        sizes = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+        module.BlockSizes(**{f"block_{name}": 128 for name in sizes})
+        module.SegmentIds(q=None, kv=None)
+        assert callable(module.SplashAttentionKernel.manual_sharding_spec)
+
+
+def test_splash_attention_mask():
+    with advice(unstable.splash_attention_mask):
+        module = unstable.splash_attention_mask()
+        mask = module.LocalMask((4, 4), window_size=(1, 0), offset=0)
+        assert mask.q_sequence.tolist() == [0, 1, 2, 3]
+        wanted = np.tril(np.ones((4, 4), bool)) & ~np.tril(np.ones((4, 4), bool), -2)
+        np.testing.assert_array_equal(mask[:, :], wanted)
+        module.MultiHeadMask([mask] * 2)
+
+
+CLIENT = """
+import sys, jax
+from gspax import unstable
+assert unstable.coordination_client() is None
+jax.distributed.initialize(sys.argv[1], 1, 0)
+client = unstable.coordination_client()
+assert client.key_value_increment("a/calls", 1) == 1
+client.key_value_set_bytes("a/sent/1/0", b"x")
+assert client.blocking_key_value_get_bytes("a/sent/1/0", 1000) == b"x"
+client.key_value_delete("a/sent/1")
+assert [name for name, _ in client.key_value_dir_get_bytes("a/")] == ["a/calls"]
+client.wait_at_barrier("end", 1000)
+"""
+
+
+def test_coordination_client():
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+    done = subprocess.run([sys.executable, "-c", CLIENT, address], capture_output=True, text=True, timeout=100)
+    with advice(unstable.coordination_client):
+        assert done.returncode == 0, done.stderr
+
+
+def test_cluster_types():
+    with advice(unstable.cluster_types):
+        kinds = unstable.cluster_types()
+        assert {"SlurmCluster", "GkeTpuCluster", "GceTpuCluster"} <= {kind.__name__ for kind in kinds}
+        for kind in kinds:
+            assert isinstance(kind.opt_in_only_method, bool)
+            inspect.signature(kind.get_coordinator_address).bind(timeout_secs=1, override_coordinator_port="1")
+            assert all(map(callable, (kind.is_env_present, kind.get_process_count, kind.get_process_id)))
+
+
+def test_is_kubernetes():
+    with advice(unstable.is_kubernetes):
+        assert [kind.__name__ for kind in unstable.cluster_types() if unstable.is_kubernetes(kind)] == ["K8sCluster"]
+
+
+@pytest.mark.parametrize("name", ["threefry2x32", "rbg"])
+def test_key_impl_name(name):
+    with advice(unstable.key_impl_name):
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=name))
+        assert unstable.key_impl_name(key.dtype) == name
+
+
+def test_attached_tpu_chips(tmp_path, monkeypatch):
+    """Two chips of v5e and one device of another vendor, as Linux lists them."""
+    devices = {
+        "0000:00:04.0": ("0x1ae0", "0x0063"),
+        "0000:00:05.0": ("0x1ae0", "0x0063"),
+        "0000:00:06.0": ("0x10de", "1"),
+    }
+    for address, (vendor, device) in devices.items():
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "vendor").write_text(vendor + "\n")
+        (tmp_path / address / "device").write_text(device + "\n")
+    with advice(unstable.attached_tpu_chips):
+        from jax._src import hardware_utils
+
+        found = sorted(map(str, tmp_path.glob("*/vendor")))
+        monkeypatch.setattr(hardware_utils.glob, "glob", lambda pattern: found)
+        assert unstable.attached_tpu_chips() == 2
