@@ -305,6 +305,6 @@ class Experiment:
     seed: Annotated[int, Range("at least 0 and below 2^32", lambda x: 0 <= x < 2**32)] = 0
 
 
-def trained_dtype(experiment: Experiment) -> str:
-    """The dtype of what an experiment trains: adapters are float32, whatever the parameters are."""
-    return "float32" if experiment.lora is not None else experiment.model.param_dtype
+def trained_dtype(model: ModelConfig, lora: Lora | None) -> str:
+    """The dtype of the trained arrays: adapters are float32, whatever the parameters are."""
+    return "float32" if lora is not None else model.param_dtype

@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from gspax.config import Experiment, Sampling
+from gspax.config import Experiment, Sampling, trained_dtype
 from gspax.distributed import multihost
 from gspax.experiment.description import describe
-from gspax.learner.optimizer import optimizer_of
+from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import restore_state
 from gspax.rollout.placement import make_meshes
 from gspax.rollout.rewards import Row, encode_prompts, gather_texts, reward_completions
@@ -34,7 +34,13 @@ def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
     with Checkpoints(paths.checkpoints, mesh=mesh) as checkpoints:
         step = checkpoints.latest() if step is None else step
         state = restore_state(
-            paths, checkpoints, experiment.model, optimizer_of(experiment), mesh, lora=experiment.lora, step=step
+            paths,
+            checkpoints,
+            experiment.model,
+            make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora)),
+            mesh,
+            lora=experiment.lora,
+            step=step,
         )
     metrics, _ = evaluate(experiment, state.params, state.key, mesh)
     if jax.process_index() != 0:

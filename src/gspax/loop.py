@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gspax.config import Experiment
+from gspax.config import Experiment, trained_dtype
 from gspax.data.problem import Problem
 from gspax.distributed import multihost
 from gspax.evaluate import evaluate
@@ -31,7 +31,7 @@ from gspax.learner.metrics import (
     score_metrics,
     update_metrics,
 )
-from gspax.learner.optimizer import learning_rate, optimizer_of
+from gspax.learner.optimizer import learning_rate, make_optimizer
 from gspax.learner.restore import drop_frozen, load_start, restore_state, save_start
 from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
 from gspax.learner.train_step import Score, TrainStep, make_steps
@@ -97,7 +97,7 @@ class RolloutBatch:
 def make_learner(experiment: Experiment) -> Learner:
     """The mesh, optimiser and jitted steps of an experiment. UserError if it does not fit the devices."""
     mesh, sampler_mesh = make_meshes(experiment)
-    optimizer = optimizer_of(experiment)
+    optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
     train_step, score = make_steps(experiment, optimizer, mesh)
     if experiment.placement is None:
         sampler = make_colocated_sampler(mesh)

@@ -12,7 +12,7 @@ import small_experiment
 from gspax import config, losses
 from gspax.aot import programs
 from gspax.learner import minibatches
-from gspax.learner.optimizer import optimizer_of
+from gspax.learner.optimizer import make_optimizer
 from gspax.rollout.placement import abstract_pushed
 from gspax.sharding import make_mesh
 from gspax.types import Rollout
@@ -67,7 +67,11 @@ def test_resident_bytes(model):
     to the sampler."""
     experiment = replace(EXPERIMENTS["with a reference"], model=model)
     mesh = make_mesh(experiment.mesh, jax.devices()[:4])
-    state = programs.abstract_state(experiment.model, optimizer_of(experiment), mesh)
+    state = programs.abstract_state(
+        experiment.model,
+        make_optimizer(experiment.optimizer, config.trained_dtype(experiment.model, experiment.lora)),
+        mesh,
+    )
     params, whole = programs.device_bytes(state.params), programs.device_bytes(state)
     batch = programs.device_bytes(programs.abstract_batch(experiment, mesh))
     found = {program.name: program.resident for program in programs.make_programs(experiment, mesh)}

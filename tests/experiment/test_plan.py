@@ -15,7 +15,8 @@ from gspax import config, sharding
 from gspax.config import is_sparse
 from gspax.experiment import load, override
 from gspax.experiment.counts import active_parameter_count, parameter_count, trained_count
-from gspax.experiment.plan import LOGIT_BUDGET, plan, render
+from gspax.experiment.memory import LOGIT_BUDGET
+from gspax.experiment.plan import plan, render
 from gspax.learner import adapters
 from gspax.model import presets, transformer
 
@@ -150,12 +151,12 @@ def test_the_expert_axis_splits_what_is_gathered():
     assert found.activations["full"] == alone.activations["full"]
 
 
-def test_remat_and_micro_batches_lower_the_activations():
+def test_remat_and_microbatches_lower_the_activations():
     one = plan(EXPERIMENT, 1)
     assert one.activations["full"] < one.activations["none"]
     split = plan(override(EXPERIMENT, ["schedule.microbatch_rows=4"]), 1)
     assert 4 * split.activations["none"] == one.activations["none"]
-    assert split.learner["sum of the micro-batches' gradients"] == one.learner["gradients"]
+    assert split.learner["sum of the microbatches' gradients"] == one.learner["gradients"]
     for remat, size in one.activations.items():
         again = plan(override(EXPERIMENT, [f"model.remat={remat}"]), 1)
         assert again.learner[f"activations, estimated, remat={remat}"] == size
@@ -173,7 +174,7 @@ def test_bfloat16_parameters_have_a_master_and_an_offloaded_state_is_not_on_the_
     for there, here in ((half.learner, away.learner), (half.sampler, away.sampler)):
         assert there.keys() - here.keys() == moved and away.host == sum(there[part] for part in moved)
     assert one.host == half.host == 0
-    assert "In the host's memory" in render(away) and "In the host's memory" not in render(half)
+    assert "In host memory" in render(away) and "In host memory" not in render(half)
 
 
 def test_what_an_experiment_adds_is_counted():
@@ -199,7 +200,7 @@ def test_adapters_are_what_is_trained(changes):
     changes = ["lora=gspax.config.Lora", "lora.rank=3", "reference=gspax.config.Reference", *changes]
     made = override(EXPERIMENT, changes)
     factors = sum(leaf.size for leaf in jax.tree.leaves(adapters.abstract(made.model, made.lora)))
-    assert trained_count(made) == factors
+    assert trained_count(made.model, made.lora) == factors
     found, whole = plan(made, 1), plan(replace(made, lora=None), 1)
     assert found.learner["adapters, float32"] == 4 * factors == found.learner["gradients"]
     assert found.learner["parameters, float32"] == whole.learner["parameters, float32"]

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspax.config import Experiment, ModelConfig, Sampling, expert_id_dtype, is_sparse
-from gspax.learner.optimizer import optimizer_of
+from gspax.config import Experiment, ModelConfig, Sampling, expert_id_dtype, is_sparse, trained_dtype
+from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.train_step import make_steps
 from gspax.rollout import sampler
@@ -46,7 +46,7 @@ def make_programs(
       mesh: the learner's.
       sampler_mesh: the sampler's, if it is disaggregated.
     """
-    optimizer = optimizer_of(experiment)
+    optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
     state = abstract_state(experiment.model, optimizer, mesh, experiment.lora)
     batch = abstract_batch(experiment, mesh)
     reference: Any = ()

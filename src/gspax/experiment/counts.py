@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gspax.config import Experiment, ModelConfig, is_sparse
+from gspax.config import Lora, ModelConfig, is_sparse
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -14,8 +14,7 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def active_parameter_count(config: ModelConfig) -> int:
-    """The parameters that belong to one token's path, with only its own experts; embedding and head counted whole, as
-    in the published "A3B" and "A22B"."""
+    """Parameters used by one token: only its experts; embedding and head in full, as in the published "A3B"."""
     return _outer_count(config) + sum(
         attention_count(config) + mlp_count(config, layer, config.num_experts_per_tok)
         for layer in range(config.num_hidden_layers)
@@ -29,9 +28,8 @@ def forward_flops(config: ModelConfig, length: float) -> float:
     return 2 * (active_parameter_count(config) - lookups) + attention
 
 
-def trained_count(experiment: Experiment) -> int:
+def trained_count(config: ModelConfig, lora: Lora | None) -> int:
     """Numbers that have a gradient: those of the adapters, if there are any, else all parameters."""
-    config, lora = experiment.model, experiment.lora
     if lora is None:
         return parameter_count(config)
     D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -58,7 +56,7 @@ def attention_count(config: ModelConfig) -> int:
 
 
 def mlp_count(config: ModelConfig, layer: int, experts: int) -> int:
-    """The router and so many experts, or one dense network."""
+    """The router and `experts` experts, or one dense network."""
     D = config.hidden_size
     if is_sparse(config, layer):
         return D * config.num_experts + 3 * experts * D * config.moe_intermediate_size

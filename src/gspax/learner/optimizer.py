@@ -40,11 +40,6 @@ def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -
     return offloaded(optimizer) if settings.offload else optimizer
 
 
-def optimizer_of(experiment: config.Experiment) -> optax.GradientTransformation:
-    """The optimiser of an experiment's main stage."""
-    return make_optimizer(experiment.optimizer, config.trained_dtype(experiment))
-
-
 def state_shardings(opt_state: Any, trained: Any, replicated: jax.sharding.Sharding) -> Any:
     """A tree like `opt_state`: a leaf that belongs to a parameter has its sharding, all others are `replicated`.
 

@@ -1,0 +1,228 @@
+"""Memory of one device, from an experiment's numbers alone: what the learner and the sampler hold at their peaks.
+
+Parameters and the cache are exact; activations are an estimate of what the compiler keeps, without fragmentation and
+scratch space. Parameters, gradients and moments are sharded over the mesh's axes fsdp, expert and tensor.
+
+Axes: P prompts, G samples per prompt, B = P·G rows, T tokens, V vocabulary, D model, N query heads, K key/value heads,
+H head, E experts, A active experts, F expert width, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+
+from gspax import optimizers, sharding
+from gspax.config import (
+    LOGIT_BUDGET,
+    SCORE_BUDGET,
+    Experiment,
+    Lora,
+    ModelConfig,
+    Optimizer,
+    Sampling,
+    Schedule,
+    is_sparse,
+    trained_dtype,
+)
+from gspax.experiment.counts import attention_count, mlp_count, parameter_count, trained_count
+from gspax.experiment.description import unwrap
+from gspax.protocols import Transform
+
+FLOAT32 = 4  # bytes
+Mesh = dict[str, int]  # sizes of the axes
+
+
+def learner_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
+    """What is alive during the backward pass of an update."""
+    config, lora, sampling, schedule = experiment.model, experiment.lora, experiment.sampling, experiment.schedule
+    trained = _sharded(trained_count(config, lora), mesh)
+    rows, length = microbatch_rows(sampling, schedule, mesh), row_length(sampling)
+    positions = math.ceil(length / mesh["context"])
+    minibatch = sampling.prompts * sampling.group // schedule.minibatches
+    several = rows * sharding.batch_shards(mesh) < minibatch
+    chunk = min(positions, max(1, LOGIT_BUDGET // (rows * config.vocab_size // mesh["tensor"])))
+    routers = experiment.regularizers.load_balance or experiment.regularizers.router_z
+    replays = experiment.routing_replay or experiment.regularizers.load_balance
+    parts = {
+        **_resident_bytes(experiment, mesh),
+        "adapters, float32": FLOAT32 * trained if lora is not None else 0,
+        "gradients": size_of(trained_dtype(config, lora)) * trained,
+        "sum of the microbatches' gradients": FLOAT32 * trained if several else 0,
+        "one gathered layer": _gathered_bytes(config, mesh),
+        "the head's gradient before it is summed, float32": 0 if lora is not None else _head_bytes(config, mesh),
+        f"activations, estimated, remat={config.remat}": activation_bytes(config, mesh, rows, length),
+        # the logits, their softmax and its gradient
+        f"logits of {chunk} positions": 3 * FLOAT32 * rows * chunk * config.vocab_size // mesh["tensor"],
+        # the logits and their gradient
+        "router logits of all layers": 2 * FLOAT32 * rows * positions * _sparse_layers(config) * config.num_experts
+        if routers
+        else 0,
+        "rollout batch": _rollout_bytes(sampling, mesh, _chosen_experts(config) if replays else 0),
+    }
+    return {part: size for part, size in parts.items() if size}
+
+
+def sampler_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
+    """What is alive while completions are drawn on this mesh, the learner's or that of a disaggregated sampler."""
+    config, sampling = experiment.model, experiment.sampling
+    prompts = math.ceil(sampling.prompts / sharding.batch_shards(mesh))
+    rows = prompts * sampling.group
+    rows = rows if rows % mesh["context"] else rows // mesh["context"]
+    heads = config.num_key_value_heads // mesh["tensor"]
+    position = 2 * size_of(config.dtype) * config.num_hidden_layers * heads * config.head_dim
+    replays = experiment.routing_replay or experiment.regularizers.load_balance
+    if experiment.placement is None:
+        held = _resident_bytes(experiment, mesh)
+        if experiment.lora is not None:
+            held["the same with adapters merged"] = held[f"parameters, {config.param_dtype}"]
+    else:
+        held = _pushed_bytes(config, mesh, 1 + experiment.placement.staleness)
+    parts = {
+        **held,
+        "one gathered layer": _gathered_bytes(config, mesh),
+        "cache of the prompts, once per prompt": position * prompts * sampling.max_prompt_tokens,
+        "cache of the completions": position * rows * sampling.max_tokens,
+        "logits of one position, and noise": 2 * FLOAT32 * rows * config.vocab_size // mesh["tensor"],
+        "rollout batch": _rollout_bytes(sampling, mesh, _chosen_experts(config) if replays else 0),
+    }
+    return {part: size for part, size in parts.items() if size}
+
+
+def optimizer_bytes(optimizer: Optimizer, config: ModelConfig, lora: Lora | None, mesh: Mesh) -> dict[str, int]:
+    """A device's share of the optimiser state."""
+    trained = _sharded(trained_count(config, lora), mesh)
+    master = 0 if trained_dtype(config, lora) == "float32" else FLOAT32
+    return {**_moment_bytes(optimizer.transform, config, trained), "master copy, float32": master * trained}
+
+
+def activation_bytes(config: ModelConfig, mesh: Mesh, rows: int, length: int) -> int:
+    """What a microbatch stores for its backward pass: of each layer what `model.remat` selects, and one layer in full.
+
+    Args:
+      rows: of a microbatch, on one device.
+      length: tokens of a whole row.
+    """
+    tokens = rows * math.ceil(length / mesh["context"])
+    layers = [_layer_bytes(config, layer, mesh) for layer in range(config.num_hidden_layers)]
+    stream = size_of(config.dtype) * config.hidden_size
+    everything = config.remat == "none"
+    products = sum(_product_bytes(config, layer, mesh["tensor"]) for layer in range(len(layers)))
+    inputs = {"none": 0, "offload": 0, "full": len(layers) * stream, "products": products}[config.remat]
+    kept = tokens * (sum(layers) if everything else inputs + max(layers))
+    scores = tokens * (config.num_attention_heads // mesh["tensor"]) * length
+    # The scores, their softmax, and that in the compute dtype; beyond the budget they are recomputed, not stored.
+    times = len(layers) if everything and scores <= SCORE_BUDGET else 1
+    return kept + times * (2 * FLOAT32 + size_of(config.dtype)) * min(scores, SCORE_BUDGET)
+
+
+def microbatch_rows(sampling: Sampling, schedule: Schedule, mesh: Mesh) -> int:
+    """Rows of one forward and backward pass on one device."""
+    minibatch = sampling.prompts * sampling.group // schedule.minibatches
+    return math.ceil((schedule.microbatch_rows or minibatch) / sharding.batch_shards(mesh))
+
+
+def row_length(sampling: Sampling) -> int:
+    """Tokens of a row: prompt and completion."""
+    return sampling.max_prompt_tokens + sampling.max_tokens
+
+
+def _resident_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
+    """What the learner's devices hold throughout the run."""
+    config, lora = experiment.model, experiment.lora
+    weights = size_of(config.param_dtype) * _sharded(parameter_count(config), mesh)
+    parts = {f"parameters, {config.param_dtype}": weights}
+    if not experiment.optimizer.offload:
+        parts |= optimizer_bytes(experiment.optimizer, config, lora, mesh)
+    if experiment.reference is not None and lora is None:  # with adapters, the frozen parameters are the reference
+        parts[f"reference policy, {config.param_dtype}"] = weights
+    return parts
+
+
+def _moment_bytes(transform: Transform, config: ModelConfig, trained: int) -> dict[str, int]:
+    """AdamW has two moments for each of `trained` numbers; any other state is traced for the whole model and scaled."""
+    if unwrap(transform) is optimizers.adamw:
+        return {"Adam moments, float32": 2 * FLOAT32 * trained}
+    import jax
+
+    from gspax.model import transformer
+
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jax.numpy.float32), transformer.abstract_params(config)
+    )
+    state = jax.eval_shape(lambda params: transform(0.0).init(params), params)
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return {"optimiser state": math.ceil(total * trained / parameter_count(config))}
+
+
+def _pushed_bytes(config: ModelConfig, mesh: Mesh, pushes: int) -> dict[str, int]:
+    """What a disaggregated sampler holds: the parameters of the batch being drawn, and of those drawn ahead."""
+    weights = size_of(config.dtype) * _sharded(parameter_count(config), mesh)
+    return {f"parameters, {config.dtype}, pushed {pushes} times": pushes * weights}
+
+
+def _head_bytes(config: ModelConfig, mesh: Mesh) -> int:
+    """Where rows or positions are sharded, each device has its own sum of the head's gradient (`learner.scoring`)."""
+    if sharding.batch_shards(mesh) * mesh["context"] == 1:
+        return 0
+    return FLOAT32 * config.vocab_size * config.hidden_size // mesh["tensor"]
+
+
+def _gathered_bytes(config: ModelConfig, mesh: Mesh) -> int:
+    """The largest layer, or the head, in the compute dtype: gathered where it is used."""
+    if mesh["fsdp"] * mesh["expert"] == 1:
+        return 0
+    own = config.num_experts // mesh["expert"]
+    layers = [mlp_count(config, layer, own) for layer in range(config.num_hidden_layers)]
+    largest = max(max(layers) + attention_count(config), config.vocab_size * config.hidden_size)
+    return size_of(config.dtype) * largest // mesh["tensor"]
+
+
+def _layer_bytes(config: ModelConfig, layer: int, mesh: Mesh) -> int:
+    """Bytes per token that the backward pass of one layer reads, without the attention scores. Heads and widths are
+    sharded over the axis tensor; keys and values are gathered over the axis context."""
+    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    size, tensor = size_of(config.dtype), mesh["tensor"]
+    gathered = 2 * K * H * mesh["context"] if mesh["context"] > 1 else 0
+    # stream, norm, output; projected, rotated, context
+    attention = size * (3 * D + (3 * N * H + 3 * K * H + gathered) // tensor)
+    if is_sparse(config, layer):
+        A, F = config.num_experts_per_tok, config.moe_intermediate_size
+        mlp = size * (2 * D + A * (2 * D + 3 * F // tensor)) + 2 * FLOAT32 * config.num_experts
+    else:
+        mlp = size * (2 * D + 3 * config.intermediate_size // tensor)
+    return attention + mlp
+
+
+def _product_bytes(config: ModelConfig, layer: int, tensor: int) -> int:
+    """Bytes per token that a layer stores with remat="products": its input and the products with its own matrices,
+    those of the experts excepted."""
+    heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim // tensor
+    wide = 0 if is_sparse(config, layer) else 2 * config.intermediate_size // tensor + config.hidden_size
+    routers = FLOAT32 * config.num_experts if is_sparse(config, layer) else 0
+    return size_of(config.dtype) * (2 * config.hidden_size + heads + wide) + routers
+
+
+def _rollout_bytes(sampling: Sampling, mesh: Mesh, chosen_experts: int) -> int:
+    """Tokens, segments, three kinds of log-probs (4 bytes each) and a mask for every position of a rollout batch; 4
+    bytes too for each expert that updates read."""
+    rows = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh))
+    return rows * row_length(sampling) * (5 * 4 + 1 + 4 * chosen_experts)
+
+
+def _chosen_experts(config: ModelConfig) -> int:
+    """Experts that one token is sent to, in all layers."""
+    return _sparse_layers(config) * config.num_experts_per_tok
+
+
+def _sparse_layers(config: ModelConfig) -> int:
+    return sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+
+
+def _sharded(count: int, mesh: Mesh) -> int:
+    """One device's share of numbers in matrices; norms and biases, which are replicated, are negligible."""
+    return math.ceil(count / (mesh["fsdp"] * mesh["expert"] * mesh["tensor"]))
+
+
+def size_of(dtype: str) -> int:
+    """Bytes of one number."""
+    return 2 if dtype == "bfloat16" else FLOAT32
