@@ -3,7 +3,8 @@
 `describe` gives nested dicts, lists, strings, numbers, booleans and None only, unchanged by a round trip through JSON
 and without addresses, so that the same experiment has the same description in every process.
 
-    a dataclass                     {"type": "package.Class", field: ..., ...}
+    a dataclass                     {"type": "package.Class", field: ..., ...}; its method `described`, if it has one,
+                                    gives other keys, such as the content of a file instead of its path
     a function                      "package.name"
     a function with keyword-only
     parameters, or a partial        {"function": "package.name", keyword: ..., ...}
@@ -64,8 +65,7 @@ def describe(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if is_record(value):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        return {"type": name_of(type(value))} | {name: describe(getattr(value, name)) for name in names}
+        return {"type": name_of(type(value))} | {name: describe(each) for name, each in _fields(value).items()}
     if isinstance(value, functools.partial) or is_function(value):
         return _function(value)
     if isinstance(value, type):
@@ -77,6 +77,13 @@ def describe(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted((describe(each) for each in value), key=str)
     return {"type": name_of(type(value))}
+
+
+def _fields(record: Any) -> Mapping[str, Any]:
+    """What a dataclass consists of: its fields, or what its method `described` gives instead of them."""
+    if hasattr(record, "described"):
+        return record.described()
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record) if field.init}
 
 
 def _function(value: Any) -> Any:

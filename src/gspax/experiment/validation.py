@@ -22,6 +22,7 @@ from gspax.config import (
     architecture_problems,
 )
 from gspax.data.problem import data_problems
+from gspax.data.sources import opening_notes, opening_problems
 from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError
 from gspax.experiment import loss_validation
@@ -40,6 +41,7 @@ def validate(experiment: Experiment, devices: int | None = None, slices: tuple[i
     if problems:
         return problems  # values of a wrong type cannot be compared with a range
     problems = [*range_problems(experiment), *function_problems(experiment), *data_problems(experiment.data)]
+    problems += opening_problems(experiment.data, experiment.tokenizer)
     problems += tokenizer_problems(
         experiment.tokenizer, experiment.model.vocab_size, demonstrations=experiment.warm_start is not None
     )
@@ -64,7 +66,7 @@ def check(experiment: Experiment, devices: int | None = None, slices: tuple[int,
 
 def warnings(experiment: Experiment) -> list[str]:
     """What runs but is probably not intended, one sentence each, for an experiment without errors."""
-    found = []
+    found = opening_notes(experiment.data)
     sampling = experiment.sampling
     filters = [name for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(sampling, name) != off]
     if filters:

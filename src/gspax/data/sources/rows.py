@@ -1,0 +1,228 @@
+"""A data source that reads the rows of a table: `RowSource`.
+
+Opening it reads every row once. Rows that are malformed, or that a check rejects, are errors, or are skipped and
+counted; training rows that a filter rejects are counted too. What is kept in memory is one bit per row, and a hash of
+each held-out prompt; a row is read from its table again when its turn comes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from gspax.data.problem import Problem, digest, is_heldout
+from gspax.data.sources.order import Subset, permute, shuffle
+from gspax.data.sources.schema import Schema
+from gspax.data.sources.tables import Table
+from gspax.data.tokenizer import brief
+from gspax.errors import UserError
+
+Rule = Callable[[Problem], str | None]  # why a problem is rejected; None if it is not
+
+_SHOWN = 5  # rejected rows that a message lists
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSource:
+    """Problems from the rows of tables.
+
+    Training problems come in epochs, each in an order of its own that depends on `seed` and the index alone. Held-out
+    problems come in one order that does not depend on the seed.
+
+    Attributes:
+      train_rows: the table of the training problems.
+      heldout_rows: that of the held-out ones, none of whose prompts may be in `train_rows`; None to hold out one prompt
+        in eight of `train_rows`, chosen by the hash of its text.
+      schema: which columns hold what.
+      checks: functions that give the reason why a problem is a bad one, or None.
+      filters: functions that give the reason to leave a training problem out, or None.
+      on_bad: what to do about bad rows: "error", or "skip" to leave them out and say how many there are.
+      seed: of the order of the training problems.
+    """
+
+    train_rows: Table
+    heldout_rows: Table | None = None
+    schema: Schema = field(default_factory=Schema)
+    checks: tuple[Rule, ...] = ()
+    filters: tuple[Rule, ...] = ()
+    on_bad: Literal["error", "skip"] = "error"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.on_bad not in ("error", "skip"):
+            raise ValueError(f"on_bad: wanted 'error' or 'skip', got {self.on_bad!r}")
+        for name in ("checks", "filters"):
+            rules = getattr(self, name)
+            if not isinstance(rules, tuple) or not all(map(callable, rules)):
+                raise ValueError(f"{name}: wanted a tuple of functions, got {rules!r}")
+
+    def train(self, index: int) -> Problem:
+        """Training problem number `index`, from 0; the list starts again in another order when it is through."""
+        subset = self.opened.train
+        return self._read(self.train_rows, subset[shuffle(self.seed, index, len(subset))])
+
+    def heldout(self, index: int) -> Problem:
+        """Held-out problem number `index`, from 0; the list starts again when it is through."""
+        if index < 0:
+            raise ValueError(f"a problem's index must be at least 0; got {index}")
+        subset = self.opened.heldout
+        table = self.train_rows if self.heldout_rows is None else self.heldout_rows
+        return self._read(table, subset[permute(index % len(subset), len(subset), b"heldout")])
+
+    @functools.cached_property
+    def opened(self) -> Opened:
+        """What reading every row once has shown. UserError if there are bad rows, or none that are left."""
+        return _open(self)
+
+    def described(self) -> dict[str, Any]:
+        """What decides on the problems, for `experiment.describe`: the content of files, not their paths."""
+        opened = self.opened
+        return {
+            "train_rows": opened.train_content,
+            "heldout_rows": opened.heldout_content,
+            "schema": self.schema,
+            "checks": self.checks,
+            "filters": self.filters,
+            "on_bad": self.on_bad,
+            "seed": self.seed,
+        }
+
+    def _read(self, table: Table, row: int) -> Problem:
+        try:
+            return self.schema.read(table[row])[0]
+        except Exception as problem:  # a table may be anybody's code
+            raise UserError(f"data: {table.where(row)}: {type(problem).__name__}: {brief(problem)}") from problem
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source that has been read once."""
+
+    train: Subset
+    heldout: Subset
+    heldout_prompts: Set[int]  # digests
+    train_content: str
+    heldout_content: str | None
+    has_context: bool  # whether some problem has messages before its prompt, for which a chat tokenizer is needed
+    notes: tuple[str, ...]  # what was left out
+
+
+@dataclass
+class _Scan:
+    """What is found in a table, row by row."""
+
+    table: Table
+    total: int = 0
+    bad: int = 0
+    shown: list[str] = field(default_factory=list)
+    filtered: Counter[str] = field(default_factory=Counter)
+    has_context: bool = False
+    _rows_hash: Any = field(default_factory=hashlib.sha256)
+
+    @property
+    def content(self) -> str:
+        return self.table.content or f"rows:{self._rows_hash.hexdigest()}"
+
+    def problems(self, source: RowSource) -> Iterator[tuple[int, Problem, str]]:
+        """(row, problem, prompt before its template) of the rows that are not bad."""
+        for i, row in enumerate(self.table.rows()):
+            self.total += 1
+            try:
+                if isinstance(row, ValueError):
+                    raise row
+                problem, prompt = source.schema.read(row)
+            except ValueError as reason:
+                self.reject(i, brief(reason))
+                continue
+            if self.table.content is None:
+                self._rows_hash.update(_serialise(problem))
+            if rejected := _first_reason(source.checks, problem, self.table, i):
+                self.reject(i, rejected[1])
+                continue
+            self.has_context |= bool(problem.context)
+            yield i, problem, prompt
+
+    def reject(self, i: int, reason: str) -> None:
+        self.bad += 1
+        if self.bad <= _SHOWN:
+            self.shown.append(f"{self.table.where(i)}: {reason}")
+
+    def bad_rows(self) -> str:
+        more = [f"and {self.bad - _SHOWN} more"] if self.bad > _SHOWN else []
+        return f"{self.bad} of {self.total} rows ({'; '.join([*self.shown, *more])})"
+
+
+def _open(source: RowSource) -> Opened:
+    own = source.heldout_rows
+    scans = [_Scan(source.train_rows)] + ([] if own is None else [_Scan(own)])
+    prompts: set[int] = set()
+    heldout = np.zeros(len(source.train_rows if own is None else own), bool)
+    if own is not None:
+        for i, _, prompt in scans[1].problems(source):
+            heldout[i] = True
+            prompts.add(digest(prompt))
+    train = np.zeros(len(source.train_rows), bool)
+    for i, problem, prompt in scans[0].problems(source):
+        if own is not None and digest(prompt) in prompts:
+            scans[0].reject(i, "the prompt is among the held-out ones too")
+        elif own is None and is_heldout(prompt):
+            heldout[i] = True
+            prompts.add(digest(prompt))
+        elif rejected := _first_reason(source.filters, problem, source.train_rows, i):
+            scans[0].filtered[rejected[0]] += 1
+        else:
+            train[i] = True
+    if source.on_bad == "error" and (bad := [scan for scan in scans if scan.bad]):
+        raise UserError(
+            f"data: {' and '.join(scan.bad_rows() for scan in bad)} cannot be used; on_bad='skip' leaves them out"
+        )
+    notes = tuple(_notes(scans))
+    for name, mask in (("training", train), ("held-out", heldout)):
+        if not mask.any():
+            raise UserError(f"data: wanted at least one {name} problem, got none{''.join(f'; {n}' for n in notes)}")
+    return Opened(
+        Subset(train),
+        Subset(heldout),
+        frozenset(prompts),
+        scans[0].content,
+        None if own is None else scans[1].content,
+        any(scan.has_context for scan in scans),
+        notes,
+    )
+
+
+def _notes(scans: list[_Scan]) -> Iterator[str]:
+    for scan in scans:
+        if scan.bad:
+            yield f"skipped {scan.bad_rows()}"
+        if scan.filtered:
+            counts = ", ".join(f"{name} {count}" for name, count in scan.filtered.items())
+            yield f"filters left out {scan.filtered.total()} of {scan.total} rows ({counts})"
+
+
+def _first_reason(rules: tuple[Rule, ...], problem: Problem, table: Table, i: int) -> tuple[str, str] | None:
+    """The name of the first rule that rejects the problem, and its reason."""
+    for rule in rules:
+        named = rule.func if isinstance(rule, functools.partial) else rule
+        name = getattr(named, "__name__", type(named).__name__)
+        try:
+            reason = rule(problem)
+        except Exception as error:  # of the user's code
+            raise UserError(f"data: {table.where(i)}: {name} raised {type(error).__name__}: {brief(error)}") from error
+        if reason is not None and not isinstance(reason, str):
+            raise UserError(f"data: {table.where(i)}: wanted a reason or None from {name}, got {reason!r}")
+        if reason:
+            return name, reason
+    return None
+
+
+def _serialise(problem: Problem) -> bytes:
+    fields = [problem.prompt, problem.answer, problem.context, problem.task, problem.metadata]
+    return json.dumps(fields, sort_keys=True, default=str).encode() + b"\n"

@@ -1,0 +1,328 @@
+"""Sources that read rows: splits, order, what is bad or left out, and what a resumed run compares."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from small_experiment import experiment
+
+from gspax import data
+from gspax.data import Problem
+from gspax.data.problem import is_heldout
+from gspax.data.sources import opening_notes, opening_problems
+from gspax.errors import UserError
+from gspax.experiment import RESUMABLE, describe, difference, load, override, validate, warnings
+from gspax.experiment.plan import plan
+
+ROWS = [{"question": f"{a}+{b}?", "answer": f"so #### {a + b}", "level": a} for a in range(20) for b in range(20)]
+
+
+def write(path, rows):
+    """Rows as JSON lines; a string is a line as it is."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write(tmp_path / "rows.jsonl", ROWS)
+
+
+@pytest.fixture
+def source(file):
+    return data.jsonl(file, prompt="question", metadata=("level",))
+
+
+def trained(source, count=None):
+    return [source.train(i) for i in range(len(source.opened.train) if count is None else count)]
+
+
+def held(source):
+    return [source.heldout(i) for i in range(len(source.opened.heldout))]
+
+
+# Splits and order
+
+
+def test_an_epoch_has_every_training_problem_once(source):
+    first = trained(source)
+    second = [source.train(len(first) + i) for i in range(len(first))]
+    kept = [row for row in ROWS if not is_heldout(row["question"])]
+    expected = sorted((row["question"], row["answer"], row["level"]) for row in kept)
+    for epoch in (first, second):
+        assert sorted((each.prompt, each.answer, each.metadata["level"]) for each in epoch) == expected
+    assert first != second and [each.prompt for each in first] != [row["question"] for row in kept]
+
+
+def test_held_out_problems_are_those_of_the_hash_in_an_order_of_their_own(source):
+    prompts = [problem.prompt for problem in held(source)]
+    assert set(prompts) == {row["question"] for row in ROWS if is_heldout(row["question"])}
+    assert len(set(prompts)) == len(prompts) > 30
+    assert not set(prompts) & {problem.prompt for problem in trained(source)}
+    assert source.heldout(len(prompts)) == source.heldout(0)
+    assert prompts != sorted(prompts, key=[row["question"] for row in ROWS].index)
+
+
+def test_a_problem_depends_on_seed_split_and_index_alone(source):
+    forwards = trained(source, 50)
+    again = replace(source)
+    assert [again.train(i) for i in reversed(range(50))] == forwards[::-1]
+    other = replace(source, seed=1)
+    assert trained(other, 50) != forwards and held(other) == held(source)
+
+
+def test_rows_in_another_order_keep_their_split(source, tmp_path):
+    turned = data.jsonl(write(tmp_path / "turned.jsonl", ROWS[::-1]), prompt="question", metadata=("level",))
+    assert {each.prompt for each in held(turned)} == {each.prompt for each in held(source)}
+
+
+def test_a_template_does_not_move_a_prompt_to_the_other_split(source):
+    changed = replace(source, schema=replace(source.schema, template="Solve: {prompt}"))
+    assert [f"Solve: {each.prompt}" for each in held(source)] == [each.prompt for each in held(changed)]
+
+
+def test_held_out_problems_from_a_file_of_their_own(tmp_path):
+    train, test = write(tmp_path / "train.jsonl", ROWS[:300]), write(tmp_path / "test.jsonl", ROWS[300:])
+    source = data.jsonl(train, heldout=test, prompt="question")
+    assert {each.prompt for each in trained(source)} == {row["question"] for row in ROWS[:300]}
+    assert {each.prompt for each in held(source)} == {row["question"] for row in ROWS[300:]}
+
+
+def test_a_training_prompt_that_is_held_out_is_a_bad_row(tmp_path):
+    train, test = write(tmp_path / "train.jsonl", ROWS[:30]), write(tmp_path / "test.jsonl", ROWS[28:40])
+    with pytest.raises(UserError, match=r"2 of 30 rows \(\S*train\.jsonl, line 29: the prompt is among the held-out"):
+        data.jsonl(train, heldout=test, prompt="question").train(0)
+    source = data.jsonl(train, heldout=test, prompt="question", on_bad="skip")
+    assert {each.prompt for each in trained(source)} == {row["question"] for row in ROWS[:28]}
+
+
+def test_several_files_are_read_one_after_the_other(tmp_path, source):
+    parts = [write(tmp_path / f"{i}.jsonl", ROWS[100 * i : 100 * i + 100]) for i in range(4)]
+    several = data.jsonl(*parts, prompt="question", metadata=("level",))
+    assert trained(several) == trained(source) and held(several) == held(source)
+    assert several.train_rows.where(250) == f"{parts[2]}, line 51"
+
+
+def test_long_lines_without_a_last_line_break_are_found(tmp_path):
+    lines = [json.dumps({"prompt": f"é{i}" * (i % 7 + 1), "answer": "x"}, ensure_ascii=False) for i in range(200)]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes("\r\n".join(lines).encode())
+    rows = data.jsonl(path).train_rows
+    assert [rows[i] for i in range(len(rows))] == [json.loads(line) for line in lines] == list(rows.rows())
+
+
+# Bad rows
+
+BAD = ["{", "", "[1]", {"question": "x"}, {"question": "y", "answer": None}, {"question": 3, "answer": "3"}]
+
+
+@pytest.fixture
+def bad_file(tmp_path):
+    return write(tmp_path / "bad.jsonl", [*ROWS[:100], *BAD])
+
+
+def test_bad_rows_are_reported_together_with_their_lines(bad_file):
+    with pytest.raises(UserError) as caught:
+        data.jsonl(bad_file, prompt="question").train(0)
+    sentence = str(caught.value)
+    assert sentence.startswith(f"data: 6 of 106 rows ({bad_file}, line 101: wanted a JSON object, got '{{")
+    for part in (
+        "line 102: wanted a JSON object, got an empty line",
+        "line 103: wanted an object with columns, got [1]",
+        "line 104: answer: there is no such column; the row has question",
+        "line 105: answer: wanted a text that is not empty, got None",
+        "; and 1 more) cannot be used; on_bad='skip' leaves them out",
+    ):
+        assert part in sentence
+    assert "\n" not in sentence
+
+
+def test_bad_rows_are_skipped_and_counted_where_that_is_asked_for(bad_file, tmp_path):
+    source = data.jsonl(bad_file, prompt="question", on_bad="skip")
+    good = data.jsonl(write(tmp_path / "good.jsonl", ROWS[:100]), prompt="question")
+    assert {each.prompt for each in trained(source)} == {each.prompt for each in trained(good)}
+    (note,) = opening_notes(source)
+    assert note.startswith("data: skipped 6 of 106 rows (") and "line 101" in note and "and 1 more" in note
+    assert opening_notes(good) == []
+
+
+def not_hard(problem, *, most=10):
+    return f"level {problem.metadata['level']}, above {most}" if problem.metadata["level"] > most else None
+
+
+def test_checks_make_rows_bad_and_filters_leave_training_rows_out(source):
+    with pytest.raises(UserError, match=r"180 of 400 rows \(.*line 221: level 11, above 10;"):
+        replace(source, checks=(not_hard,)).train(0)
+    filtered = replace(source, filters=(not_hard,))
+    assert {each.metadata["level"] for each in trained(filtered)} == set(range(11))
+    assert held(filtered) == held(source)
+    assert len(filtered.opened.train) == sum(each.metadata["level"] <= 10 for each in trained(source))
+    left_out = len(source.opened.train) - len(filtered.opened.train)
+    assert opening_notes(filtered) == [f"data: filters left out {left_out} of 400 rows (not_hard {left_out})"]
+
+
+def test_what_is_wrong_with_a_check_is_one_sentence_with_the_row(source, file):
+    def fails(problem):
+        return {}[problem.prompt]
+
+    with pytest.raises(UserError, match=rf"^data: {file}, line 1: fails raised KeyError: '0\+0\?'$"):
+        replace(source, checks=(fails,)).train(0)
+    with pytest.raises(UserError, match=r"line 1: wanted a reason or None from <lambda>, got True$"):
+        replace(source, filters=(lambda problem: True,)).train(0)
+
+
+@pytest.mark.parametrize("rows", [[], ROWS[:1]], ids=["none", "one"])
+def test_a_source_without_problems_is_refused(tmp_path, rows):
+    with pytest.raises(UserError, match=r"^data: wanted at least one (training|held-out) problem, got none$"):
+        data.jsonl(write(tmp_path / "few.jsonl", rows), prompt="question").train(0)
+
+
+def test_filters_that_leave_nothing_are_named(source):
+    with pytest.raises(UserError, match=r"one training problem, got none; filters left out 3\d\d of 400 rows \(not_ha"):
+        replace(source, filters=(partial(not_hard, most=-1),)).train(0)
+
+
+def test_a_file_that_is_missing_is_one_sentence(tmp_path):
+    source = data.jsonl(tmp_path / "none.jsonl")
+    assert list(opening_problems(source, None)) == [f"{tmp_path}/none.jsonl: cannot be read: No such file or directory"]
+
+
+def test_a_file_that_changes_while_it_is_used_is_an_error(source, file):
+    source.train(0)
+    write(file, ROWS[::-1] + ROWS)
+    with pytest.raises(UserError, match=r"^data: .*rows\.jsonl, line \d+: OSError: the file has changed since"):
+        trained(source)
+
+
+def test_negative_indices_are_refused(source):
+    for split in (source.train, source.heldout):
+        with pytest.raises(ValueError, match="index must be at least 0; got -1"):
+            split(-1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"on_bad": "ignore"}, "on_bad: wanted 'error' or 'skip', got 'ignore'"),
+        ({"checks": not_hard}, "checks: wanted a tuple of functions, got <function"),
+        ({"filters": ("x",)}, r"filters: wanted a tuple of functions, got \('x',\)"),
+        ({"colour": 1}, "unexpected keyword argument 'colour'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_at_once(file, settings, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        data.jsonl(file, **settings)
+
+
+def test_a_source_without_paths_is_refused():
+    with pytest.raises(TypeError, match=r"data\.jsonl: wanted at least one path"):
+        data.jsonl()
+
+
+# Sequences
+
+
+class Rows:
+    """A sequence whose element 3 cannot be read."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        if i == 3:
+            raise RuntimeError("disk\nfailed")
+        return {"prompt": f"{i}?", "answer": i}
+
+
+def test_any_object_with_len_and_getitem_is_a_source():
+    source = data.sequence(Rows(), on_bad="skip")
+    assert source.opened.notes == ("skipped 1 of 40 rows (row 3 from 0: cannot be read: RuntimeError: disk failed)",)
+    assert {each.prompt for each in trained(source) + held(source)} == {f"{i}?" for i in range(40) if i != 3}
+
+
+def test_problems_in_a_list_are_taken_as_they_are():
+    problems = [Problem(f"{i}?", str(i)) for i in range(40)]
+    source = data.sequence(problems[:30], heldout=problems[30:])
+    assert set(trained(source)) == set(problems[:30]) and set(held(source)) == set(problems[30:])
+
+
+def test_an_object_that_is_no_sequence_is_refused():
+    with pytest.raises(UserError, match=r"data\.sequence: wanted an object with len and \[\], got generator"):
+        data.sequence(row for row in ROWS)
+
+
+# In an experiment
+
+
+@pytest.fixture
+def digits(tmp_path):
+    rows = [{"prompt": f"{i}=", "answer": "".join(sorted(str(i)))} for i in range(10, 200)]
+    return replace(experiment, data=data.jsonl(write(tmp_path / "digits.jsonl", rows)))
+
+
+def test_an_experiment_on_rows_is_valid_and_planned(digits):
+    assert validate(digits) == [] and warnings(digits) == []
+    description = describe(digits)
+    assert description["data"]["train_rows"].startswith("sha256:")
+    assert json.loads(json.dumps(description)) == description
+    assert plan(digits, 1).settings["data.train_rows"] == description["data"]["train_rows"]
+
+
+def test_errors_and_notes_are_part_of_validation(digits, tmp_path):
+    bad = write(
+        tmp_path / "digits_bad.jsonl", ["{", *(json.dumps({"prompt": f"{i}", "answer": "1"}) for i in range(99))]
+    )
+    broken = replace(digits, data=data.jsonl(bad))
+    assert len(validate(broken)) == 1 and "1 of 100 rows" in validate(broken)[0]
+    skipping = override(broken, ["data.on_bad=skip"])
+    assert validate(skipping) == []
+    assert warnings(skipping)[0].startswith("data: skipped 1 of 100 rows")
+
+
+def test_a_file_that_moves_is_the_same_source_and_changed_rows_are_another(digits, tmp_path):
+    content = (tmp_path / "digits.jsonl").read_text()
+    (tmp_path / "moved.jsonl").write_text(content)
+    (tmp_path / "changed.jsonl").write_text(content.replace("137", "173", 1))
+    moved, changed = (
+        override(digits, [f"data.train_rows.paths={tmp_path}/{name}.jsonl"]) for name in ("moved", "changed")
+    )
+    before = describe(digits)
+    assert difference(before, describe(moved), ignore=RESUMABLE) == []
+    (line,) = difference(before, describe(changed), ignore=RESUMABLE)
+    assert line.startswith("data.train_rows: sha256:")
+
+
+def test_changed_elements_of_a_sequence_are_another_source():
+    rows = [{"prompt": f"{i}?", "answer": i, "note": i} for i in range(40)]
+    first, same, changed = (
+        describe(data.sequence(each))["train_rows"]
+        for each in (rows, [{**row, "note": 0} for row in rows], [{**row, "answer": 0} for row in rows])
+    )
+    assert first == same != changed and first.startswith("rows:")
+
+
+def test_settings_are_part_of_the_description_and_can_be_overridden(digits):
+    changed = override(digits, ["data.seed=3", "data.schema.template=Sort {prompt}"])
+    assert difference(describe(digits), describe(changed)) == [
+        "data.schema.template: {prompt} -> Sort {prompt}",
+        "data.seed: 0 -> 3",
+    ]
+    assert changed.data.train(0).prompt.startswith("Sort ")
+
+
+def test_a_chat_needs_a_tokenizer_for_chats(digits):
+    talking = override(digits, ["data.schema.system=Sort."])
+    assert validate(talking) == [
+        "tokenizer: wanted one for chats (data.hf_chat), because the problems have messages before their prompt; "
+        "got CharTokenizer"
+    ]
+
+
+def test_an_experiment_file_is_loaded_before_its_data_exist(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dataclasses import replace\nfrom small_experiment import experiment\nfrom gspax import data\n"
+        "experiment = replace(experiment, data=data.jsonl('missing.jsonl'))\n"
+    )
+    assert validate(load(path)) == ["missing.jsonl: cannot be read: No such file or directory"]
