@@ -1,0 +1,78 @@
+"""What continuous integration runs: the script finds each further Python, and the files that it names exist."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def script(path, *lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(["#!/bin/bash", *lines, ""]), encoding="utf-8")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository with .ci/run, a `make` that records its arguments, and a .venv of Python 3.11."""
+    (tmp_path / "repository" / ".ci").mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / "repository" / ".ci" / "run")
+    script(tmp_path / "repository" / ".venv" / "bin" / "python", "echo 3.11")
+    script(tmp_path / "bin" / "make", f'echo "$*" >> {tmp_path}/called')
+    for version in ("3.11", "3.12", "3.13", "3.14"):  # a shim of a version that is not installed
+        script(tmp_path / "bin" / f"python{version}", 'echo "command not found" >&2', "exit 127")
+    return tmp_path
+
+
+def run(checkout):
+    settings = {"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "HOME": str(checkout / "home")}
+    command = [checkout / "repository" / ".ci" / "run"]
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return (checkout / "called").read_text().splitlines(), done.stdout.splitlines()[-1]
+
+
+def test_without_a_further_python_it_says_so(checkout):
+    assert run(checkout) == (
+        ["test", "docs"],
+        "Tested with Python 3.11 only: no other of 3.11 to 3.14 was found.",
+    )
+
+
+def test_each_further_python_that_starts_is_tested(checkout):
+    script(checkout / "bin" / "python3.12", "exit 0")
+    script(checkout / "home" / ".pyenv" / "versions" / "3.13.0" / "bin" / "python", "exit 1")
+    found = checkout / "home" / ".pyenv" / "versions" / "3.13.1" / "bin" / "python"
+    script(found, "exit 0")
+    called, last = run(checkout)
+    assert called == [
+        "test",
+        "docs",
+        "test-python PYTHON=python3.12 VENV=.venv-3.12",
+        f"test-python PYTHON={found} VENV=.venv-3.13",
+    ]
+    assert last == "Tested with Python 3.11, and in a shorter round with 3.12 3.13."
+
+
+def test_a_failure_ends_it(checkout):
+    script(checkout / "bin" / "make", "exit 3")
+    command = [checkout / "repository" / ".ci" / "run"]
+    assert subprocess.run(command, env={"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}"}, timeout=60).returncode == 3
+
+
+def test_the_tests_of_the_shorter_round_exist():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    quick = re.search(r"^QUICK := (.*)$", text, re.M)[1].split()
+    assert len(quick) > 10
+    assert not [name for name in quick if not (ROOT / name).exists()]
+
+
+def test_the_workflow_runs_the_same_script():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert re.findall(r"^ +- run: (.*)$", workflow, re.M) == [".ci/run"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
