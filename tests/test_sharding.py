@@ -1,4 +1,4 @@
-"""The mesh is filled in, clashes are said, the table knows its names."""
+"""Resolving and validating mesh axes, the table of logical axes, and the order of TPU devices."""
 
 import math
 from dataclasses import replace
@@ -28,8 +28,8 @@ ONES = dict.fromkeys(sharding.AXES, 1)
         (Mesh(fsdp=1, context=4, tensor=2), 8, {"context": 4, "tensor": 2}),
     ],
 )
-def test_the_free_axis_takes_the_devices_that_are_left(mesh, devices, expected):
-    sizes = sharding.mesh_shape(mesh, devices)
+def test_the_free_axis_takes_the_remaining_devices(mesh, devices, expected):
+    sizes = sharding.resolve_axes(mesh, devices)
     assert sizes == ONES | expected and tuple(sizes) == sharding.AXES
 
 
@@ -45,16 +45,16 @@ def test_the_free_axis_takes_the_devices_that_are_left(mesh, devices, expected):
         (Mesh(tensor=16), "fsdp=-1, tensor=16"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_refused(mesh, got):
-    with pytest.raises(UserError, match=f"multiply to the 8 devices .* got {got}$"):
-        sharding.mesh_shape(mesh, 8)
+def test_a_mesh_that_does_not_fit_is_rejected(mesh, got):
+    with pytest.raises(UserError, match=f"product is the 8 available devices .* got {got}$"):
+        sharding.resolve_axes(mesh, 8)
 
 
-def test_the_slices_at_hand_are_the_axis_slice():
-    assert sharding.mesh_shape(Mesh(), 8, slices=2) == ONES | {"slice": 2, "fsdp": 4}
-    assert sharding.mesh_shape(Mesh(slice=2), 8, slices=2) == ONES | {"slice": 2, "fsdp": 4}
-    with pytest.raises(UserError, match=r"mesh\.slice: wanted the 2 TPU slices at hand, got 4"):
-        sharding.mesh_shape(Mesh(slice=4), 8, slices=2)
+def test_the_available_slices_are_the_slice_axis():
+    assert sharding.resolve_axes(Mesh(), 8, slices=2) == ONES | {"slice": 2, "fsdp": 4}
+    assert sharding.resolve_axes(Mesh(slice=2), 8, slices=2) == ONES | {"slice": 2, "fsdp": 4}
+    with pytest.raises(UserError, match=r"mesh\.slice: wanted the 2 available TPU slices, got 4"):
+        sharding.resolve_axes(Mesh(slice=4), 8, slices=2)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +71,19 @@ def test_the_slices_at_hand_are_the_axis_slice():
     ],
 )
 def test_the_expert_axis_is_chosen_by_the_model(model, devices, expert):
-    sizes = sharding.mesh_shape(Mesh(), devices, model)
+    sizes = sharding.resolve_axes(Mesh(), devices, model)
     assert sizes == ONES | {"expert": expert, "fsdp": devices // expert}
     if model is not None and devices > 1:
         why = sharding.explain_mesh(Mesh(), sizes, model)
-        assert ("to send them" in why) == (expert > 1) and "\n" not in why
-    assert sharding.mesh_shape(Mesh(expert=1), devices, model)["expert"] == 1
-    assert sharding.mesh_shape(Mesh(fsdp=devices), devices, model)["expert"] == 1
+        assert ("sending them" in why) == (expert > 1) and "\n" not in why
+    assert sharding.resolve_axes(Mesh(expert=1), devices, model)["expert"] == 1
+    assert sharding.resolve_axes(Mesh(fsdp=devices), devices, model)["expert"] == 1
 
 
 def test_break_even_is_where_the_bytes_are_equal():
     model = presets.qwen3_30b_a3b
     weights = 3 * 128 * 2048 * 768  # of the experts of one layer
-    assert sharding.break_even(model) * 2 * 8 * 2048 == weights
+    assert sharding.break_even_tokens(model) * 2 * 8 * 2048 == weights
     assert sharding.explain_mesh(Mesh(), ONES, model) == "one device"
     assert sharding.explain_mesh(Mesh(fsdp=2, expert=4), ONES | {"fsdp": 2, "expert": 4}, model).startswith(
         "parameters"
@@ -100,15 +100,15 @@ def test_break_even_is_where_the_bytes_are_equal():
         ("expert", "model.num_experts: wanted a multiple of mesh.expert (3), got 5"),
     ],
 )
-def test_what_the_mesh_does_not_divide_is_said(axis, said):
-    assert said in sharding.mismatches(ONES | {axis: 3}, tiny.MOE)
-    assert not list(sharding.mismatches(ONES, tiny.MOE))
+def test_sizes_that_do_not_divide_evenly_are_rejected(axis, said):
+    assert said in sharding.find_mismatches(ONES | {axis: 3}, tiny.MOE)
+    assert not list(sharding.find_mismatches(ONES, tiny.MOE))
 
 
 def test_two_axes_divide_one_dimension_together():
-    (said,) = sharding.mismatches(ONES | {"fsdp": 4, "expert": 5, "tensor": 1}, replace(tiny.MOE, hidden_size=4))
+    (said,) = sharding.find_mismatches(ONES | {"fsdp": 4, "expert": 5, "tensor": 1}, replace(tiny.MOE, hidden_size=4))
     assert said == "model.hidden_size: wanted a multiple of mesh.fsdp x mesh.expert (20), got 4"
-    dense = list(sharding.mismatches(ONES | {"expert": 2}, tiny.CONFIGS["dense"]))
+    dense = list(sharding.find_mismatches(ONES | {"expert": 2}, tiny.CONFIGS["dense"]))
     assert dense == ["mesh.expert: wanted 1 for a model without experts, got 2"]
 
 
@@ -127,7 +127,7 @@ def test_an_unknown_axis_and_a_clash_are_errors():
         sharding.spec("expert", "embed", "mlp")
 
 
-def test_positions_are_split_where_they_can_be():
+def test_time_is_sharded_where_the_axis_divides_it():
     mesh = sharding.make_mesh(Mesh(context=4))
     assert sharding.token_spec(mesh, 2, 8) == sharding.spec("batch", "time")
     assert sharding.token_spec(mesh, 8, 6) == sharding.token_spec(mesh, 6, 1) == sharding.spec("batch")
@@ -144,21 +144,52 @@ def test_one_device_is_a_mesh_of_size_one():
 
 
 class Chip:
-    """As much of a TPU as `make_mesh` looks at; three are no torus."""
+    """The attributes of a TPU that `make_mesh` reads."""
 
-    platform, device_kind = "tpu", "TPU v5 lite"
+    platform, device_kind, core_on_chip = "tpu", "TPU v5 lite", 0
 
-    def __init__(self, number, slice_index):
-        self.id, self.slice_index = number, slice_index
+    def __init__(self, number, slice_index=0, coords=(0, 0, 0)):
+        self.id, self.slice_index, self.coords = number, slice_index, coords
 
     def __repr__(self):
         return f"{self.slice_index}.{self.id}"
 
 
-def test_slices_lie_along_the_outermost_axis(monkeypatch):
-    chips = [Chip(number, number % 2) for number in range(8)]  # given in any order
-    monkeypatch.setattr(sharding, "_grid", lambda devices, shape: sharding.np.array(devices).reshape(shape))
+def test_slices_are_along_the_outermost_axis(monkeypatch):
+    chips = [Chip(number, number % 2) for number in range(8)]  # in any order
+    monkeypatch.setattr(sharding, "_make_grid", lambda devices, shape: sharding.np.array(devices).reshape(shape))
     monkeypatch.setattr(jax.sharding, "Mesh", lambda grid, axes, axis_types: grid)
     grid = sharding.make_mesh(config.Mesh(tensor=2), chips)
     assert grid.shape == (2, 1, 2, 1, 1, 2)
     assert [[chip.slice_index for chip in part.flat] for part in grid] == [[0] * 4, [1] * 4]
+
+
+def make_grid(chips, **axes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.sharding, "Mesh", lambda grid, axes, axis_types: grid)
+        return sharding.make_mesh(config.Mesh(**axes), chips)
+
+
+def test_mesh_axes_follow_the_torus():
+    """In the order of jax, which is by process, neighbours on an axis need not be neighbours on the torus."""
+    places = [(x, y, 0) for tile in (0, 2) for y in range(4) for x in (tile, tile + 1)]  # two processes of 2 x 4 chips
+    grid = make_grid([Chip(number, coords=place) for number, place in enumerate(places)], tensor=4)
+    for chips in grid.reshape(4, 4):
+        fixed = [axis for axis in range(2) if len({chip.coords[axis] for chip in chips}) == 1]
+        assert len(fixed) == 1, "each group is a row or a column"
+
+
+def test_a_part_of_a_slice_that_is_no_box_warns():
+    corner = [Chip(number, coords=place) for number, place in enumerate([(0, 0, 0), (1, 0, 0), (0, 1, 0), (2, 0, 0)])]
+    with pytest.warns(UserWarning, match="mesh: 4 TPU devices do not fill a box of their slice"):
+        grid = make_grid(corner, tensor=2)
+    assert [chip.id for chip in grid.flat] == [0, 1, 2, 3], "in the given order"
+
+
+def test_an_error_of_the_torus_mesh_is_not_hidden(monkeypatch):
+    def fail(*arguments, **options):
+        raise AssertionError("a new kind of TPU")
+
+    monkeypatch.setattr(sharding.unstable, "create_device_mesh", fail)
+    with pytest.raises(AssertionError, match="a new kind of TPU"):
+        make_grid([Chip(number, coords=(number, 0, 0)) for number in range(4)])

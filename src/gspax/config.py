@@ -261,7 +261,7 @@ class Mesh:
     slice: Annotated[int, CHOSEN_AXIS] = 0  # TPU slices, connected by the data-centre network; 0: as many as there are
     data: Annotated[int, AXIS] = 1  # parameters replicated, rows sharded
     fsdp: Annotated[int, AXIS] = -1  # parameters and rows sharded
-    expert: Annotated[int, CHOSEN_AXIS] = 0  # experts and rows sharded; 0: chosen by `sharding.expert_axis`
+    expert: Annotated[int, CHOSEN_AXIS] = 0  # experts and rows sharded; 0: chosen by `sharding.choose_expert_axis`
     context: Annotated[int, AXIS] = 1  # positions of a row sharded
     tensor: Annotated[int, AXIS] = 1  # heads, widths and vocabulary sharded
 

@@ -1,8 +1,9 @@
-"""Where arrays live: one mesh, one table from logical axes to mesh axes. One device is a mesh of size 1."""
+"""One device mesh, and one table from the logical axes of all arrays to its axes. One device is a mesh of size 1."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -13,19 +14,32 @@ from gspax import config, unstable
 from gspax.config import ModelConfig
 from gspax.errors import UserError
 
-AXES = ("slice", "data", "fsdp", "expert", "context", "tensor")  # outermost first: neighbours share the innermost
+AXES = (
+    "slice",
+    "data",
+    "fsdp",
+    "expert",
+    "context",
+    "tensor",
+)  # outermost first: neighbouring devices share the innermost
 
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "batch": ("slice", "data", "fsdp", "expert"),  # rows of a batch, prompts of the sampler
     "time": "context",  # positions of a row
-    "sample": ("slice", "data", "fsdp", "expert", "context"),  # rows while they grow by one position, not to be split
+    "sample": (
+        "slice",
+        "data",
+        "fsdp",
+        "expert",
+        "context",
+    ),  # rows in decoding steps, whose single position cannot be sharded
     "embed": ("fsdp", "expert"),  # the model dimension of parameters; gathered where a layer uses them
     "expert": "expert",
-    "expert_embed": "fsdp",  # the same of an expert's matrices, whose axis expert is taken
+    "expert_embed": "fsdp",  # the model dimension of expert matrices, which already use the axis expert
     "heads": "tensor",  # of queries, of keys and values
     "mlp": "tensor",
     "vocab": "tensor",
-    "router": None,  # a router's columns: every device routes its own rows
+    "router": None,  # columns of the router: every device routes its own rows
     "layer": None,
     "head": None,
     "norm": None,
@@ -33,14 +47,15 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
 }
 
 ONES = config.Mesh(fsdp=1)
-LARGEST_EXPERT_AXIS = 8  # a side of a TPU's torus; on it tokens go round at full speed
-BREAK_EVEN_TOKENS = 4096  # on one device in one pass: more than this is rare, decoding has far fewer
+LARGEST_EXPERT_AXIS = 8  # at most one dimension of a TPU's torus, where tokens are exchanged at full speed
+BREAK_EVEN_TOKENS = 4096  # per device and pass: a pass rarely has more tokens, and decoding has far fewer
 
 
 def spec(*axes: str) -> PartitionSpec:
     """The mesh axes of an array with these logical axes.
 
-    UserError for a name that the table does not have (not a silent replica), and for two that need one mesh axis.
+    UserError for an axis that is not in the table (rather than silent replication), and for two logical axes that use
+    the same mesh axis.
     """
     unknown = [axis for axis in axes if axis not in RULES]
     if unknown:
@@ -53,86 +68,88 @@ def spec(*axes: str) -> PartitionSpec:
 
 
 def token_spec(mesh: jax.sharding.Mesh, rows: int, length: int) -> PartitionSpec:
-    """Of arrays `[rows, length, ...]`: positions are split where the axis divides them; of single ones the rows are."""
+    """The spec of `[rows, length, ...]`: time is sharded where `context` divides it; for one position, the rows are."""
     if length % mesh.shape["context"] == 0:
         return spec("batch", "time")
     return spec(sample_axis(mesh, rows) if length == 1 else "batch")
 
 
 def sample_axis(mesh: jax.sharding.Mesh | None, rows: int) -> str:
-    """The logical axis of so many rows that grow by one position at a time: "sample" where that divides them."""
+    """The logical axis of so many rows in decoding: "sample" if it divides them, else "batch"."""
     return "batch" if mesh is None or rows % (batch_shards(mesh) * mesh.shape["context"]) else "sample"
 
 
 def constrain_tokens(x_BT: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """`x [rows, length, ...]` inside a jitted function, split as `token_spec` says, whatever the compiler would do."""
+    """Constrain `x [rows, length, ...]` inside a jitted function to `token_spec`; without a mesh, x."""
     if mesh is None:
         return x_BT
     return jax.lax.with_sharding_constraint(x_BT, NamedSharding(mesh, token_spec(mesh, *x_BT.shape[:2])))
 
 
-def mesh_shape(mesh: config.Mesh, devices: int, model: ModelConfig | None = None, *, slices: int = 1) -> dict[str, int]:
-    """Axis sizes, in the order of `AXES`, with 0 and -1 filled in.
+def resolve_axes(
+    mesh: config.Mesh, devices: int, model: ModelConfig | None = None, *, slices: int = 1
+) -> dict[str, int]:
+    """Axis sizes in the order of `AXES`, with 0 and -1 resolved.
 
-    UserError if they do not multiply to the number of devices or do not fit `slices`, the TPU slices that these are.
+    UserError if their product is not the number of devices or they do not fit `slices`, the number of TPU slices.
     """
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     sizes["slice"] = sizes["slice"] or slices
     if slices not in (1, sizes["slice"]):
-        raise UserError(f"mesh.slice: wanted the {slices} TPU slices at hand, got {mesh.slice}")
+        raise UserError(f"mesh.slice: wanted the {slices} available TPU slices, got {mesh.slice}")
     free = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size > 0)
     if sizes["expert"] == 0:
-        sizes["expert"] = expert_axis(model, devices // known) if free and devices % known == 0 else 1
+        sizes["expert"] = choose_expert_axis(model, devices // known) if free and devices % known == 0 else 1
         known *= sizes["expert"]
     if len(free) == 1 and devices % known == 0:
         sizes[free[0]] = devices // known
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != devices:
         given = ", ".join(f"{axis}={size}" for axis in AXES if (size := getattr(mesh, axis)) != getattr(ONES, axis))
         raise UserError(
-            f"mesh: the axes must multiply to the {devices} devices at hand (at most one may be -1); "
+            f"mesh: wanted axes whose product is the {devices} available devices (at most one may be -1), "
             f"got {given or 'all of size 1'}"
         )
     return sizes
 
 
-def expert_axis(model: ModelConfig | None, devices: int) -> int:
-    """The size of the expert axis when it is left to gspax: what `explain` says, or 1."""
-    if model is None or break_even(model) < BREAK_EVEN_TOKENS:
+def choose_expert_axis(model: ModelConfig | None, devices: int) -> int:
+    """The size of the expert axis if the experiment leaves it open; `explain_mesh` gives the reason."""
+    if model is None or break_even_tokens(model) < BREAK_EVEN_TOKENS:
         return 1
     common = math.gcd(model.num_experts, devices)
     return max(size for size in range(1, LARGEST_EXPERT_AXIS + 1) if common % size == 0)
 
 
-def break_even(model: ModelConfig) -> int:
-    """With fewer tokens than this on a device it is cheaper to send them to the experts than to fetch the experts.
+def break_even_tokens(model: ModelConfig) -> int:
+    """With fewer tokens than this on a device, sending them to the experts is cheaper than gathering the experts.
 
-    Per layer the three matrices of E experts are 3 E D F numbers; n tokens sent to A experts and back are 2 n A D.
+    Per layer, the three matrices of E experts are 3 E D F elements; n tokens sent to A experts and back are 2 n A D.
     """
     return 3 * model.num_experts * model.moe_intermediate_size // (2 * max(model.num_experts_per_tok, 1))
 
 
 def explain_mesh(mesh: config.Mesh, sizes: dict[str, int], model: ModelConfig) -> str:
-    """One line: why the mesh of these sizes is as it is."""
+    """One line with the reason for these axis sizes."""
     if all(getattr(mesh, axis) not in (0, -1) for axis in AXES):
         return "as given"
     if math.prod(sizes.values()) == 1:
         return "one device"
     if mesh.expert or not model.num_experts:
-        return "parameters and rows split over the devices that are left"
-    tokens = break_even(model)
+        return "parameters and rows sharded over the remaining devices"
+    tokens = break_even_tokens(model)
     if sizes["expert"] > 1:
-        return f"expert: below {tokens:,} tokens on a device it is cheaper to send them than to gather the experts"
+        return f"expert: below {tokens:,} tokens on a device, sending them is cheaper than gathering the experts"
     if tokens < BREAK_EVEN_TOKENS:
-        return f"no expert axis: gathering the experts is cheaper from {tokens:,} tokens on a device"
-    return "no expert axis: the experts do not divide over the devices that are left"
+        return f"no expert axis: from {tokens:,} tokens on a device, gathering the experts is cheaper"
+    return f"no expert axis: no size up to {LARGEST_EXPERT_AXIS} divides the experts and the remaining devices"
 
 
-def mismatches(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
-    """One sentence for each dimension of the parameters that the mesh does not divide."""
+def find_mismatches(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
+    """One sentence for each dimension of the parameters that the mesh does not divide evenly."""
     dimensions = {
         "hidden_size": "embed",
-        "num_key_value_heads": "heads",  # which divide the query heads
+        "num_key_value_heads": "heads",  # divides the number of query heads
         "vocab_size": "vocab",
         "intermediate_size": "mlp",
         "num_experts": "expert",
@@ -150,25 +167,28 @@ def mismatches(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
 def make_mesh(
     mesh: config.Mesh, devices: Sequence[jax.Device] | None = None, model: ModelConfig | None = None
 ) -> jax.sharding.Mesh:
-    """The device mesh, with the axes `AXES`, which the compiler partitions by itself (`AxisType.Auto`).
+    """The device mesh with the axes `AXES`, over which the compiler partitions automatically (`AxisType.Auto`).
 
-    On TPUs the axes are laid along the torus, and slices, which a slower network joins, lie along `slice`.
+    On TPU the axes follow the torus; slices, which a slower network connects, are along `slice`.
 
     Args:
-      mesh: the sizes asked for.
-      devices: all there are, unless given.
-      model: what the size of the expert axis is chosen by, where that is left open.
+      mesh: the sizes in the experiment.
+      devices: default: all.
+      model: determines the size of the expert axis if the experiment leaves it open.
+
+    Raises:
+      UserError: the axes do not fit the devices.
     """
     found = jax.devices() if devices is None else list(devices)
-    slices = by_slice(found)
-    sizes = mesh_shape(mesh, len(found), model, slices=len(slices))
+    slices = group_by_slice(found)
+    sizes = resolve_axes(mesh, len(found), model, slices=len(slices))
     shape = (sizes["slice"] // len(slices), *list(sizes.values())[1:])
-    parts = [_grid(each, shape) for each in slices]
-    return jax.sharding.Mesh(np.concatenate(parts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    grids = [_make_grid(each, shape) for each in slices]
+    return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """The devices of each TPU slice; other devices are all in one."""
+def group_by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices of each TPU slice; devices of other kinds form one slice."""
     slices: dict[int, list[jax.Device]] = {}
     for device in devices:
         number = getattr(device, "slice_index", None) if device.platform == "tpu" else None
@@ -176,13 +196,24 @@ def by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     return list(slices.values())
 
 
-def _grid(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
-    if devices[0].platform == "tpu":
-        try:
-            return unstable.create_device_mesh(shape, devices)
-        except (AssertionError, NotImplementedError, ValueError):
-            pass  # a part of a slice is no torus
-    return np.array(devices).reshape(shape)
+def _make_grid(devices: list[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+    """The devices of one slice in this shape, along the torus on TPU."""
+    if devices[0].platform != "tpu":
+        return np.array(devices).reshape(shape)
+    if not _fill_box(devices):
+        warnings.warn(
+            f"mesh: {len(devices)} TPU devices do not fill a box of their slice, so that mesh axes do not follow the "
+            "torus and collectives are slower",
+            stacklevel=2,
+        )
+        return np.array(devices).reshape(shape)
+    return unstable.create_device_mesh(shape, devices)
+
+
+def _fill_box(devices: Sequence[jax.Device]) -> bool:
+    """Whether the devices are all of those in some box of the torus, as `create_device_mesh` requires."""
+    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+    return math.prod((places.max(axis=0) - places.min(axis=0) + 1).tolist()) == len(devices)
 
 
 def named_sharding(mesh: jax.sharding.Mesh, *axes: str) -> NamedSharding:
@@ -191,17 +222,17 @@ def named_sharding(mesh: jax.sharding.Mesh, *axes: str) -> NamedSharding:
 
 
 def constrain(x: jax.Array, mesh: jax.sharding.Mesh | None, *axes: str) -> jax.Array:
-    """x inside a jitted function, split over its logical axes as the table says; without a mesh just x."""
+    """Constrain x inside a jitted function to its logical axes; without a mesh, x."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, named_sharding(mesh, *axes))
 
 
 def batch_shards(mesh: jax.sharding.Mesh | dict[str, int]) -> int:
-    """Into how many parts the rows of a batch are split, on a mesh or with axes of these sizes."""
+    """The number of shards of a batch's rows, on a mesh or with axes of these sizes."""
     sizes = mesh if isinstance(mesh, dict) else mesh.shape
     return math.prod(sizes[axis] for axis in mesh_axes("batch"))
 
 
 def mesh_axes(axis: str) -> tuple[str, ...]:
-    """The mesh axes that a logical axis is split over."""
+    """The mesh axes that a logical axis is sharded over."""
     rule = RULES[axis]
     return (rule,) if isinstance(rule, str) else rule or ()

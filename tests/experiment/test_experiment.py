@@ -204,7 +204,8 @@ def test_all_mistakes_are_found_at_once():
             ["mesh.data=3"],
             8,
             [
-                "mesh: the axes must multiply to the 8 devices at hand (at most one may be -1); got data=3, fsdp=-1",
+                "mesh: wanted axes whose product is the 8 available devices (at most one may be -1), got "
+                "data=3, fsdp=-1",
             ],
         ),
         (["sampling.prompts=12", "mesh.data=2"], 8, ["sampling.prompts", "schedule.minibatches"]),

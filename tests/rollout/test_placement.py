@@ -172,10 +172,10 @@ def test_what_does_not_fit_is_said():
 
     assert problems() == []
     assert validate(replace(DISAGGREGATED, mesh=Mesh(fsdp=4)), 8) == [], "of the devices that are left"
-    assert "must multiply to the 4 devices" in validate(replace(DISAGGREGATED, mesh=Mesh(fsdp=8)), 8)[0]
+    assert "product is the 4 available devices" in validate(replace(DISAGGREGATED, mesh=Mesh(fsdp=8)), 8)[0]
     assert problems(devices=8) == ["placement.devices: wanted fewer than the 8 devices, got 8"]
     assert problems(staleness=-1) == ["placement.staleness: wanted at least 0, got -1"]
-    assert "placement.mesh: the axes must multiply to the 4 devices" in problems(mesh=Mesh(fsdp=3))[0]
+    assert "placement.mesh: wanted axes whose product is the 4 available devices" in problems(mesh=Mesh(fsdp=3))[0]
     said = problems(devices=3, mesh=Mesh(data=3, fsdp=1))
     assert "sampling.prompts: wanted a multiple of the 3 devices of placement.mesh for rows, got 8" in said
 

@@ -55,8 +55,8 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     """
     config, sampling, schedule = experiment.model, experiment.sampling, experiment.schedule
     placement, lora = experiment.placement, experiment.lora
-    own = sharding.mesh_shape(placement.mesh, placement.devices, config) if placement else None
-    mesh = sharding.mesh_shape(experiment.mesh, devices - (placement.devices if placement else 0), config)
+    own = sharding.resolve_axes(placement.mesh, placement.devices, config) if placement else None
+    mesh = sharding.resolve_axes(experiment.mesh, devices - (placement.devices if placement else 0), config)
     rows, length = sampling.prompts * sampling.group, row_length(sampling)
     parameters = parameter_count(config)
     return Plan(

@@ -132,7 +132,7 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         devices -= experiment.placement.devices
         yield from _sampler_mesh(experiment.placement, experiment.sampling.prompts, experiment.model, slices[1])
     try:
-        sizes = sharding.mesh_shape(mesh, devices, experiment.model, slices=slices[0])
+        sizes = sharding.resolve_axes(mesh, devices, experiment.model, slices=slices[0])
     except UserError as problem:
         yield str(problem)
         return
@@ -149,16 +149,16 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         if count % shards:
             what = f"{count} rows in a minibatch" if key == "schedule.minibatches" else str(count)
             yield f"{key}: wanted a multiple of the {shards} devices that rows are sharded over, got {what}"
-    yield from sharding.mismatches(sizes, experiment.model)
+    yield from sharding.find_mismatches(sizes, experiment.model)
 
 
 def _sampler_mesh(placement: Placement, prompts: int, model: ModelConfig, slices: int) -> Iterator[str]:
     """The same for the devices of a disaggregated sampler."""
     try:
-        sizes = sharding.mesh_shape(placement.mesh, placement.devices, model, slices=slices)
+        sizes = sharding.resolve_axes(placement.mesh, placement.devices, model, slices=slices)
     except UserError as problem:
         yield f"placement.{problem}"
         return
     if prompts % (shards := sharding.batch_shards(sizes)):
         yield f"sampling.prompts: wanted a multiple of the {shards} devices of placement.mesh for rows, got {prompts}"
-    yield from (f"placement: {misfit}" for misfit in sharding.mismatches(sizes, model))
+    yield from (f"placement: {misfit}" for misfit in sharding.find_mismatches(sizes, model))

@@ -26,7 +26,7 @@ from gspax.experiment.validation import check
 from gspax.learner.state import abstract_params
 from gspax.model import transformer
 from gspax.model.low_rank import dense
-from gspax.sharding import by_slice, make_mesh, named_sharding
+from gspax.sharding import group_by_slice, make_mesh, named_sharding
 from gspax.types import Array, Params, Rollout
 
 FULL = {"norm", "router"}  # axes of the parameters that the model reads in float32 whatever its compute dtype
@@ -57,7 +57,7 @@ def make_meshes(
     placement, config = experiment.placement, experiment.model
     first = len(devices) - (placement.devices if placement else 0)
     learners, own = devices[:first], devices[first:]
-    check(experiment, len(devices), (len(by_slice(learners)), len(by_slice(own))))
+    check(experiment, len(devices), (len(group_by_slice(learners)), len(group_by_slice(own))))
     mesh = make_mesh(experiment.mesh, learners, config)
     return mesh, make_mesh(placement.mesh, own, config) if placement else mesh
 
