@@ -177,7 +177,7 @@ def test_eval_measures_what_the_run_recorded(whole, capsys):
 def test_eval_of_a_missing_checkpoint_says_so(whole, tmp_path):
     with pytest.raises(UserError, match=r"no checkpoint 3 .* only 2, 4"):
         evaluate_run(experiment, whole.path, 3)
-    with pytest.raises(UserError, match="is no gspax run"):
+    with pytest.raises(UserError, match="is not a gspax run"):
         evaluate_run(experiment, tmp_path, None)
 
 
@@ -243,7 +243,7 @@ def test_sigterm_saves_and_the_same_command_continues_bit_for_bit(tmp_path):
     straight = ("train", EXPERIMENT, "schedule.steps=12", "schedule.checkpoint_every=0", "--workdir")
     code, out, error = finished(gspax(*straight, str(tmp_path / "whole")))
     assert code == 0, error
-    assert "held-out accuracy, sampled" in out and "schedule.steps=24" in out and "report.html" in out
+    assert "held-out reward, sampled" in out and "schedule.steps=24" in out and "report.html" in out
 
     stopped = gspax(*straight, str(tmp_path / "cut"))
     metrics = RunDir(tmp_path / "cut").metrics

@@ -127,7 +127,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
 
         state = restore_or_start(learner, run, checkpoints, interrupted)
         done = count_rollouts(learner, state)
-        with Recorder(run, done) as recorder, progress.bar(schedule.steps, done, experiment.name) as bar:
+        with Recorder(run, done) as recorder, progress.track(schedule.steps, done, experiment.name) as bar:
             if done == 0:
                 record_evaluation(learner, state, recorder, 0, run.before)
             reference = load_reference(learner, run, state)
@@ -137,11 +137,11 @@ def train(experiment: Experiment, workdir: Path) -> None:
                 done += 1
                 if done == 1:
                     warn_of_noise(learner, metrics)
-                recorder.metrics(done, metrics)
-                bar.step(done, metrics)
+                recorder.write_metrics(done, metrics)
+                bar.update(done, metrics)
                 if is_due(done, schedule.eval_every, schedule.steps):
                     record_evaluation(learner, state, recorder, done, run.after)
-                    recorder.samples(done, gather_texts(rows))
+                    recorder.write_samples(done, gather_texts(rows))
                 if is_due(done, schedule.checkpoint_every, schedule.steps):
                     save(done, state)
                 if interrupted():  # after the save, so that a signal during it costs no further step
@@ -211,8 +211,8 @@ def load_reference(learner: Learner, run: RunDir, state: TrainState) -> Params |
 def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, done: int, samples: Path) -> None:
     """Evaluate on the held-out problems, and write the metrics and the completions that the report shows."""
     metrics, rows = evaluate(learner.experiment, state.params, state.key, learner.mesh)
-    recorder.metrics(done, metrics)
-    recorder.samples_to(samples, rows)
+    recorder.write_metrics(done, metrics)
+    recorder.write_samples_to(samples, rows)
 
 
 def run_step(

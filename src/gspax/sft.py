@@ -79,14 +79,14 @@ def warm_start(
         else:
             state, _ = checkpoints.restore(abstract_state(model, optimizer, mesh))
         done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
-        with Recorder(run.warm_start, done) as recorder, progress.bar(stage.steps, done, "warm start") as bar:
+        with Recorder(run.warm_start, done) as recorder, progress.track(stage.steps, done, "warm start") as bar:
             while done < stage.steps:
                 state, metrics = train_step(state, demonstrate(first))
                 state = replace(state, position=state.position + stage.rows)
                 done, first = done + 1, first + stage.rows
                 shown = {name: float(value) for name, value in multihost.to_host(metrics).items()}
-                recorder.metrics(done, shown)
-                bar.step(done, {"loss": shown["loss"]})
+                recorder.write_metrics(done, shown)
+                bar.update(done, {"loss": shown["loss"]})
                 if interrupted() or done == stage.steps:
                     checkpoints.save(done, state, {})
                 interrupted.stop_here()

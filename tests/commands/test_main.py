@@ -25,7 +25,7 @@ def called(monkeypatch):
     def stand_in(module, function):
         made = ModuleType(f"gspax.{module}")
         setattr(made, function, lambda *arguments: calls.append((module, *arguments)) or Path("report.html"))
-        made.summary = lambda workdir: f"summary of {workdir}"
+        made.summarise = lambda workdir: f"summary of {workdir}"
         monkeypatch.setitem(sys.modules, made.__name__, made)
 
     for module, function in (("loop", "train"), ("sft", "run"), ("evaluate", "run"), ("run.report", "write")):

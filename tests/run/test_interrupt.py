@@ -1,4 +1,4 @@
-"""Signals: the first ends the run after its checkpoint, the second at once."""
+"""The first signal ends a run after a checkpoint, the second one at once."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def child(tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_the_step_finish_and_the_state_be_saved(child, tmp_path, signum):
+def test_a_signal_ends_the_run_after_the_step_and_its_save(child, tmp_path, signum):
     process = child("steps")
     process.send_signal(signum)
     _, errors = process.communicate(timeout=30)
@@ -63,7 +63,7 @@ def test_a_second_signal_aborts_at_once(child, tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
-def test_the_handlers_of_before_come_back():
+def test_the_previous_handlers_are_restored():
     before = [signal.getsignal(each) for each in interrupt.SIGNALS]
     with interrupt.watch():
         assert [signal.getsignal(each) for each in interrupt.SIGNALS] != before
@@ -75,7 +75,7 @@ def test_the_handlers_of_before_come_back():
     assert [signal.getsignal(each) for each in interrupt.SIGNALS] == before
 
 
-def test_a_signal_after_the_question_waits_for_the_next_one():
+def test_a_signal_after_a_call_waits_for_the_next_call():
     with interrupt.watch() as interrupted:
         assert not interrupted()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -86,7 +86,7 @@ def test_a_signal_after_the_question_waits_for_the_next_one():
     assert caught.value.signum == signal.SIGTERM
 
 
-def test_in_another_thread_nothing_is_watched():
+def test_another_thread_watches_nothing():
     answers = []
 
     def work():

@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, lines elsewhere."""
+"""Progress is a bar on a terminal and lines elsewhere."""
 
 import io
 
@@ -11,16 +11,16 @@ from gspax.run import progress
 def show(terminal, total=20, start=0, every=10):
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=120, highlight=False)
-    with progress.bar(total, start, "sort", every=every, console=console) as bar:
+    with progress.track(total, start, "sort", every=every, console=console) as bar:
         for step in range(start + 1, total + 1):
-            bar.step(step, {"reward/mean": step / 100, "policy/loss": 9.0})
+            bar.update(step, {"reward/mean": step / 100, "policy/loss": 9.0})
             if step == 4:
-                bar.step(step, {"eval/accuracy": 0.625})
+                bar.update(step, {"eval/reward": 0.625})
                 bar.print("checkpoint [red] saved")
     return file.getvalue()
 
 
-def test_without_a_terminal_every_tenth_step_and_the_last_is_a_line():
+def test_without_a_terminal_every_tenth_step_and_the_last_print_a_line():
     lines = show(terminal=False, total=23).splitlines()
     assert [line.split("  ")[0] for line in lines] == [
         "checkpoint [red] saved",
@@ -32,17 +32,17 @@ def test_without_a_terminal_every_tenth_step_and_the_last_is_a_line():
     assert "loss" not in lines[1] and "\x1b" not in "".join(lines)
 
 
-def test_a_resumed_run_goes_on_counting():
+def test_a_resumed_run_continues_its_count():
     assert show(terminal=False, total=23, start=20).splitlines()[-1].startswith("sort 23/23")
 
 
-def test_on_a_terminal_there_is_a_bar_and_messages_stand_above_it():
+def test_on_a_terminal_messages_are_printed_above_a_bar():
     text = show(terminal=True)
     assert "20/20" in text and "reward 0.2" in text and "━" in text
     assert "checkpoint [red] saved\n" in text
 
 
-def test_the_time_left_does_not_count_the_first_step(monkeypatch):
+def test_the_time_left_ignores_the_first_step(monkeypatch):
     now = iter([0.0, 100.0, 101.0, 102.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
     clock = progress._Clock(total=63, start=0)

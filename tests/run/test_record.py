@@ -1,4 +1,4 @@
-"""Metrics and samples on disk, through kills and resumes."""
+"""Metrics and samples on disk survive kills and resumes."""
 
 import json
 import math
@@ -21,25 +21,25 @@ def run(tmp_path):
 def fill(run, steps, resume_step=0):
     with Recorder(run, resume_step) as recorder:
         for step in steps:
-            recorder.metrics(step, {"reward/mean": step / 10})
-            recorder.samples(step, [{"prompt": "1+1=", "completion": "2", "reward": 1.0}])
+            recorder.write_metrics(step, {"reward/mean": step / 10})
+            recorder.write_samples(step, [{"prompt": "1+1=", "completion": "2", "reward": 1.0}])
 
 
 def steps(run):
     return [row["step"] for row in read_metrics(run.metrics)]
 
 
-def test_a_line_is_on_disk_as_soon_as_metrics_returns(run):
+def test_a_line_is_on_disk_when_write_metrics_returns(run):
     with Recorder(run, 0) as recorder:
-        recorder.metrics(1, {"reward/mean": np.float32(0.5), "policy/loss": jnp.float32(0.25)})
+        recorder.write_metrics(1, {"reward/mean": np.float32(0.5), "policy/loss": jnp.float32(0.25)})
         assert read_metrics(run.metrics) == [{"step": 1, "reward/mean": 0.5, "policy/loss": 0.25}]
 
 
-def test_numbers_that_are_not_finite_are_valid_json_and_come_back(run, capfd, caplog):
+def test_numbers_that_are_not_finite_are_valid_json_and_read_back(run, capfd, caplog):
     values = {"a": math.nan, "b": math.inf, "c": -math.inf}
     with Recorder(run, 0) as recorder:
-        recorder.metrics(1, values)
-        recorder.samples(1, [{"reward": math.nan, "parts": [math.inf, np.float32(1.5)]}])
+        recorder.write_metrics(1, values)
+        recorder.write_samples(1, [{"reward": math.nan, "parts": [math.inf, np.float32(1.5)]}])
 
     def refuse(token):
         raise AssertionError(f"{token} is not JSON")
@@ -51,7 +51,7 @@ def test_numbers_that_are_not_finite_are_valid_json_and_come_back(run, capfd, ca
     assert capfd.readouterr() == ("", "") and not caplog.records
 
 
-def test_a_resume_cuts_what_came_after_the_restored_step(run):
+def test_a_resume_drops_what_follows_the_restored_step(run):
     fill(run, range(6))
     fill(run, [4, 5, 6], resume_step=3)
     assert steps(run) == [0, 1, 2, 3, 4, 5, 6]
@@ -60,13 +60,13 @@ def test_a_resume_cuts_what_came_after_the_restored_step(run):
     assert sorted(path.name for path in run.samples.iterdir()) == [f"step_{n:06d}.jsonl" for n in (0, 1, 2)]
 
 
-def test_a_run_that_begins_anew_keeps_nothing(run):
+def test_a_run_that_restarts_keeps_nothing(run):
     fill(run, range(3))
     fill(run, [0], resume_step=0)
     assert steps(run) == [0]
 
 
-def test_a_line_that_a_kill_cut_short_is_dropped(run):
+def test_an_incomplete_last_line_is_dropped(run):
     fill(run, [1, 2, 3])
     run.metrics.write_bytes(run.metrics.read_bytes()[:-9])
     assert steps(run) == [1, 2]
@@ -74,21 +74,21 @@ def test_a_line_that_a_kill_cut_short_is_dropped(run):
     assert steps(run) == [1, 2, 3]
 
 
-def test_a_broken_line_elsewhere_is_named(run):
+def test_an_invalid_line_elsewhere_is_named(run):
     run.metrics.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(UserError, match="line 2 is not JSON"):
         read_metrics(run.metrics)
 
 
-def test_completions_of_any_text_survive(run):
+def test_completions_of_any_text_read_back(run):
     rows = [{"prompt": "p", "completion": "\ud800\u2028\x00\n</script>"}]
     with Recorder(run, 0) as recorder:
-        recorder.samples(20, rows)
-        recorder.samples_to(run.before, rows)
+        recorder.write_samples(20, rows)
+        recorder.write_samples_to(run.before, rows)
     assert read_rows(run.samples / "step_000020.jsonl") == read_rows(run.before) == rows
 
 
-def test_tensorboard_gets_the_numbers_and_the_purge(run, monkeypatch):
+def test_tensorboard_has_the_numbers_and_the_purge(run, monkeypatch):
     monkeypatch.setattr("time.time", lambda: 1e9)  # tensorboardX names its files by the second
     loader = pytest.importorskip("tensorboardX.proto.event_pb2")
     fill(run, [1, 2])
@@ -109,7 +109,7 @@ def read_events(path, kind):
         at += 16 + size
 
 
-def test_without_tensorboardx_there_is_one_notice(run, monkeypatch, capsys):
+def test_without_tensorboardx_a_notice_is_printed_once(run, monkeypatch, capsys):
     monkeypatch.setattr(record, "SummaryWriter", None)
     fill(run, [1, 2])
     assert steps(run) == [1, 2]

@@ -1,4 +1,4 @@
-"""The report: complete, self-contained, safe against what a model writes."""
+"""The report is complete, self-contained and safe against what a model generates."""
 
 import math
 import re
@@ -16,21 +16,21 @@ HOSTILE = "<script>alert(1)</script><img src=x onerror=y>&amp;\x1b[2J\u202egnp.e
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of 50 steps with every metric that the report knows, one that it does not, and hostile completions."""
+    """A run of 50 steps with every metric of the report's panels, one of none, and hostile completions."""
     description = {"name": "sort <b>", "loss": {"function": "gspax.losses.gspo", "clip_low": 3e-4}}
     run = open_run(tmp_path_factory.mktemp("run"), description)
     with Recorder(run.warm_start, 0) as recorder:
-        recorder.metrics(1, {"loss": 2.0})
+        recorder.write_metrics(1, {"loss": 2.0})
     names = [metric for panel in report.PANELS for metric, _, _ in panel.lines]
     with Recorder(run, 0) as recorder:
-        recorder.metrics(0, {"eval/accuracy": 0.25, "eval/greedy_accuracy": 0.5})
+        recorder.write_metrics(0, {"eval/reward": 0.25, "eval/greedy_reward": 0.5})
         for step in range(1, 51):
-            recorder.metrics(step, {name: 0.1 + step / 100 for name in names if not name.startswith("eval/")})
-            recorder.metrics(step, {"my<metric>": math.nan if step == 7 else 1.0, "policy/kl": math.inf})
-        recorder.metrics(50, {"eval/accuracy": 0.875, "eval/greedy_accuracy": 1.0})
+            recorder.write_metrics(step, {name: 0.1 + step / 100 for name in names if not name.startswith("eval/")})
+            recorder.write_metrics(step, {"my<metric>": math.nan if step == 7 else 1.0, "policy/kl": math.inf})
+        recorder.write_metrics(50, {"eval/reward": 0.875, "eval/greedy_reward": 1.0})
         rows = [{"prompt": f"{n}<p>=", "answer": "1", "completion": HOSTILE, "reward": n / 2} for n in range(3)]
-        recorder.samples_to(run.before, rows)
-        recorder.samples_to(run.after, [*rows[:2], {"prompt": "other", "completion": "", "reward": math.nan}])
+        recorder.write_samples_to(run.before, rows)
+        recorder.write_samples_to(run.after, [*rows[:2], {"prompt": "other", "completion": "", "reward": math.nan}])
     assert report.write(run.path) == run.report
     return run
 
@@ -55,7 +55,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_needs_nothing_from_outside(run):
+def test_the_page_is_self_contained(run):
     page = run.report.read_text()
     assert "http" not in page and "@import" not in page and "//" not in re.sub(r"</?\w[^>]*>", "", page)
     tags = Tags(page)
@@ -66,7 +66,7 @@ def test_the_page_needs_nothing_from_outside(run):
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
 
 
-def test_what_a_model_wrote_is_escaped(run):
+def test_what_a_model_generated_is_escaped(run):
     page = run.report.read_text()
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "\\x1b[2J" in page and "\\u202e" in page and "\\x00" in page
@@ -74,14 +74,14 @@ def test_what_a_model_wrote_is_escaped(run):
     assert "my&lt;metric&gt;" in page and "sort &lt;b&gt;" in page
 
 
-def test_it_says_what_improved_how_and_what_it_was(run):
+def test_it_shows_the_improvement_the_curves_and_the_settings(run):
     page = run.report.read_text()
     assert "<b>0.250</b> at step 0" in page and "<b>0.875</b> at step 50" in page
     for panel in report.PANELS:
         assert panel.title in page
     assert page.count("<svg") == len(report.PANELS) + 2  # the unknown metric, the warm start's loss
     assert "loss.clip_low" in page and "3e-4" in page and "packages.jax" in page
-    assert page.count("&lt;p&gt;=") == 2  # prompts that were answered both before and after
+    assert page.count("&lt;p&gt;=") == 2  # prompts with completions both before and after
 
 
 def test_the_picture_is_a_png(run):
@@ -92,6 +92,16 @@ def test_a_run_without_evaluation_or_samples_has_a_report(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
     page = report.write(tmp_path).read_text()
     assert "Reward" in page and "Held-out" not in page
+
+
+def test_metrics_of_older_versions_have_their_current_names(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "eval/accuracy": 0.25, "eval/greedy_accuracy": 0.5}\n{"step": 2, "eval/reward": 0.75}\n'
+    )
+    page = report.write(tmp_path).read_text()
+    assert "<b>0.250</b> at step 0" in page and "<b>0.750</b> at step 2" in page
+    assert "Held-out reward" in page and "accuracy" not in page
+    assert "held-out reward, sampled: 0.250 at step 0, 0.750 at step 2" in report.summarise(tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 1}\n'])

@@ -47,7 +47,12 @@ def add_dry_run(parser: Parser) -> None:
 def add_target(parser: Parser, dtype: str) -> None:
     """`--to` and `--dtype` of a command that writes a checkpoint; `dtype` is the default."""
     parser.add_argument(
-        "--to", dest="target", type=Path, metavar="DIR", required=True, help="a new folder; written whole or not at all"
+        "--to",
+        dest="target",
+        type=Path,
+        metavar="DIR",
+        required=True,
+        help="a new folder, complete or absent",
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default=dtype, help=f"of the parameters (default: {dtype})"

@@ -34,11 +34,11 @@ def execute(options: argparse.Namespace) -> int:
         return 0
     is_primary = launch.join("train", options, experiment)
     from gspax.loop import train
-    from gspax.run.report import summary
+    from gspax.run.report import summarise
 
     train(experiment, options.workdir)
     if is_primary:
-        print(summary(options.workdir))
+        print(summarise(options.workdir))
         print(next_commands(options, experiment))
     return 0
 

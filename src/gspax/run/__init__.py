@@ -1,1 +1,1 @@
-"""A run on disk and on screen: its directory, checkpoints, metrics, progress, signals, report."""
+"""One run: its directory, checkpoints, log files, progress, signals and report."""

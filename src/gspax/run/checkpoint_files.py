@@ -1,7 +1,7 @@
-"""The files of checkpoints, by Orbax: flat tables `name -> array` and a JSON `extra`, each of its step.
+"""Checkpoint files, written by Orbax: for each step a flat table `name -> array` and a JSON `extra`.
 
-`Files` is of a process whose devices hold parts of the arrays, `NoFiles` of one whose devices hold none: it does
-nothing and finds nothing. `checkpoint.Checkpoints` is what the two have in common.
+`Files` is for processes whose devices hold shards of the arrays. `NoFiles` has the same methods for the other
+processes: it reads and writes nothing. `checkpoints.Checkpoints` uses one of the two.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from gspax.distributed import multihost
 from gspax.errors import UserError
 
 STATE, EXTRA = "state", "extra"
-CHUNK, FILE = 2**26, 2**28  # bytes that are compressed at once, and of a file: what a save needs besides the arrays
+CHUNK_BYTES, FILE_BYTES = 2**26, 2**28  # compressed at once, and in a file: the memory of a save beyond the arrays
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class Files:
-    """A directory that these processes read, and write unless `keep` is None; see `Checkpoints`."""
+    """A directory that `processes` read, and write unless `keep` is None; see `Checkpoints`."""
 
     def __init__(self, directory: Path, keep: int | None, concurrent_gb: int, processes: set[int]) -> None:
         self.directory = directory
         self.shared: dict[str, Any] = {}
-        some = processes != set(range(jax.process_count()))
-        if some:
+        is_subset = processes != set(range(jax.process_count()))
+        if is_subset:
             self.shared["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
                 primary_host=min(processes), active_processes=processes, barrier_sync_key_prefix="gspax"
             )
-            if keep is not None:  # for some processes Orbax makes no directory
+            if keep is not None:  # for a subset of processes Orbax does not create the directory
                 directory.mkdir(parents=True, exist_ok=True)
-        self.alone = some and len(processes) == 1
+        self.is_alone = is_subset and len(processes) == 1
         state = ocp.PyTreeCheckpointHandler(
             save_concurrent_gb=concurrent_gb, save_device_host_concurrent_gb=concurrent_gb, **self.shared
         )
@@ -44,30 +44,30 @@ class Files:
             max_to_keep=keep,
             read_only=keep is None,
             cleanup_tmp_directories=keep is not None,
-            create=not some,
+            create=not is_subset,
             **self.shared,
         )
         handlers = {STATE: state, EXTRA: ocp.JsonCheckpointHandler(**self.shared)}
         self.manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
     def steps(self) -> list[int]:
-        """All that are named, whole or not."""
+        """All steps that have a directory, complete or not."""
         return sorted(self.manager.all_steps())
 
-    def is_whole(self, step: int) -> bool:
+    def is_complete(self, step: int) -> bool:
         folder = self.directory / str(step)
         return (folder / STATE / "_METADATA").exists() and (folder / EXTRA / "metadata").exists()
 
     def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any]) -> None:
-        """Begin to write; the arrays may be donated as soon as this returns."""
-        if self.alone:
-            table = jax.device_get(table)  # Orbax would take the arrays for copies that every process has
-        whole = ocp.args.PyTreeSave(
+        """Start writing; the arrays may be donated as soon as this returns."""
+        if self.is_alone:
+            table = jax.device_get(table)  # Orbax would treat the arrays as replicated over all processes
+        arrays = ocp.args.PyTreeSave(
             dict(table),
-            save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in table},
-            ocdbt_target_data_file_size=FILE,
+            save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in table},
+            ocdbt_target_data_file_size=FILE_BYTES,
         )
-        items = ocp.args.Composite(**{STATE: whole, EXTRA: ocp.args.JsonSave(dict(extra))})
+        items = ocp.args.Composite(**{STATE: arrays, EXTRA: ocp.args.JsonSave(dict(extra))})
         self.manager.save(step, args=items, force=True)
 
     def delete(self, step: int) -> None:
@@ -80,20 +80,20 @@ class Files:
         self.manager.close()
 
     def read(self, step: int, target: Shapes) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """A whole table of these shapes, and the JSON."""
+        """The full table, which must have these shapes, and the JSON."""
         if problem := _mismatch(self._stored(step), target):
             raise UserError(f"checkpoint {step} in {self.directory} is of another model or optimiser: {problem}")
-        places = ocp.checkpoint_utils.construct_restore_args(dict(target))
-        table = ocp.args.PyTreeRestore(dict(target), restore_args=places)
+        shardings = ocp.checkpoint_utils.construct_restore_args(dict(target))
+        table = ocp.args.PyTreeRestore(dict(target), restore_args=shardings)
         try:
             items = ocp.args.Composite(**{STATE: table, EXTRA: ocp.args.JsonRestore()})
-            read = self.manager.restore(step, args=items)
+            restored = self.manager.restore(step, args=items)
         except Exception as error:
             raise self._unreadable(step, error) from error
-        return read[STATE], read[EXTRA]
+        return restored[STATE], restored[EXTRA]
 
     def read_some(self, step: int, wanted: Shapes) -> dict[str, Any]:
-        """Some entries, cast; see `Checkpoints.restore_some`."""
+        """Some entries, cast to the wanted dtypes; see `Checkpoints.restore_some`."""
         arguments = {
             name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
             if leaf.sharding is None
@@ -121,16 +121,16 @@ class Files:
             raise self._unreadable(step, error) from error
 
     def _unreadable(self, step: int, error: Exception) -> UserError:
-        return UserError(f"checkpoint {step} in {self.directory} cannot be read: {brief(error)}")
+        return UserError(f"checkpoint {step} in {self.directory} cannot be read: {shorten(error)}")
 
 
 class NoFiles:
-    """The methods of `Files` for a process with no part in the arrays."""
+    """The methods of `Files` for a process whose devices hold none of the arrays."""
 
     def steps(self) -> list[int]:
         return []
 
-    def is_whole(self, step: int) -> bool:
+    def is_complete(self, step: int) -> bool:
         return False
 
     def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any]) -> None: ...
@@ -142,12 +142,12 @@ class NoFiles:
         return self.read_some(step, target), {}
 
     def read_some(self, step: int, wanted: Shapes) -> dict[str, Any]:
-        """Arrays of which this process holds nothing."""
+        """Arrays without a shard on this process."""
         return {name: multihost.remote_array(leaf) for name, leaf in wanted.items()}
 
 
 def _mismatch(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """How the stored table differs from the wanted one: its first difference, and how many more there are."""
+    """The first difference of the stored table from the wanted one, and the number of further ones."""
     differences = []
     for name in {**wanted, **stored}:
         if name not in stored:
@@ -164,7 +164,7 @@ def _kind(leaf: Any) -> str:
     return f"{jax.numpy.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
-def brief(error: Exception) -> str:
-    """The type of an error and the beginning of its first line: Orbax's messages fill pages."""
+def shorten(error: Exception) -> str:
+    """The type of an error and the start of its first line; Orbax's messages fill pages."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:160]}"

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: the whole state and a JSON `extra`, or nothing.
+"""Checkpoints on disk: a complete state and a JSON `extra`, or nothing.
 
-A state is stored as a flat table `path in the tree -> array`, so that any pytree can be saved (integer keys, typed
-PRNG keys, optimiser tuples) and a checkpoint of another model is told apart by its names, shapes and dtypes before an
-array is read. Orbax writes into a temporary directory and renames it; a killed save leaves nothing that counts.
+A state is stored as a flat table `path in the tree -> array`. So any pytree can be saved (integer keys, typed PRNG
+keys, optimiser tuples), and a checkpoint of another model is rejected by its names, shapes and dtypes before an array
+is read. Orbax writes to a temporary directory and renames it; a killed save leaves no checkpoint.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import jax
 
 from gspax.distributed import multihost
 from gspax.errors import UserError
-from gspax.run.checkpoint_files import Files, NoFiles, brief
+from gspax.run.checkpoint_files import Files, NoFiles, shorten
 from gspax.unstable import key_impl_name
 
 
 class Checkpoints:
-    """Owns a directory of checkpoints, the newest `keep` of them. Use it as a context manager.
+    """A directory with the newest `keep` checkpoints, a context manager.
 
-    Without `keep` it only reads: nothing is created, cleaned up or saved, and another process may be writing there.
-    A save compresses arrays of `concurrent_gb` GB at a time, whose compressed bytes lie beside them in memory; every
-    array must be smaller than that. It raises the level of the `absl` logger, through which Orbax speaks, to ERROR.
+    Without `keep` it is read-only: nothing is created, cleaned up or saved, and another process may be writing there.
+    A save compresses up to `concurrent_gb` GB of arrays at a time and holds the compressed bytes in memory too; every
+    array must be smaller than that. Creating one sets the `absl` logger, which Orbax uses, to level ERROR.
 
-    All processes of a run call the same methods. Those without devices in `mesh`, that of what is saved and restored,
-    touch no file: they are told what the others found. Process 0 is never among them.
+    All processes of a run call the same methods. Those without devices in `mesh`, on which the state is sharded, touch
+    no file and receive the results of the others. Process 0 is never one of them.
     """
 
     def __init__(
@@ -56,11 +56,13 @@ class Checkpoints:
             self._files.close()
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint; `state` may be donated as soon as this returns.
+        """Start writing a checkpoint; `state` may be donated as soon as this returns.
 
-        The writing goes on in the background: the step counts once `wait`, `steps` or `latest` has returned. Saving
-        a step twice writes it once. After a run went back to an older checkpoint, the first save deletes the
-        later ones, which belong to a run that was abandoned.
+        Writing continues in the background; the step exists once `wait`, `steps` or `latest` has returned. Saving a
+        step twice writes it once. After an older checkpoint was restored, the first save deletes the later ones.
+
+        Raises:
+          UserError: this save or the one before it failed.
         """
         self.wait()
         if step in self._saved:
@@ -68,35 +70,40 @@ class Checkpoints:
         try:
             for later in multihost.gather([old for old in self._files.steps() if old >= step])[0]:
                 self._files.delete(later)
-            self._files.save(step, _storable(_table(state)), extra)
+            self._files.save(step, _to_storable(_table(state)), extra)
         except Exception as error:
-            raise UserError(f"checkpoint {step} could not be written to {self.directory}: {brief(error)}") from error
+            raise UserError(f"checkpoint {step} could not be written to {self.directory}: {shorten(error)}") from error
         self._saved.add(step)
 
     def wait(self) -> None:
-        """Return when the last save is on disk."""
+        """Return when the last save is on disk. UserError if it failed."""
         try:
             self._files.wait()
         except Exception as error:
-            raise UserError(f"a checkpoint could not be written to {self.directory}: {brief(error)}") from error
+            raise UserError(f"a checkpoint could not be written to {self.directory}: {shorten(error)}") from error
 
     def steps(self) -> list[int]:
-        """The steps on disk, oldest first. A directory that lacks a part, as a broken copy does, is left out.
+        """The steps on disk, oldest first, without incomplete directories such as interrupted copies.
 
-        Of several processes the first one looks, for all: they must not disagree about a file that is just appearing.
+        Process 0 lists them for all processes, which must not disagree about a file that is just being created.
         """
         self.wait()
-        return multihost.gather([step for step in self._files.steps() if self._files.is_whole(step)])[0]
+        return multihost.gather([step for step in self._files.steps() if self._files.is_complete(step)])[0]
 
     def latest(self) -> int | None:
         """The newest step on disk, if there is one."""
         return max(self.steps(), default=None)
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Read a checkpoint (the newest without `step`) and place each array by its sharding in `abstract_state`.
+        """A checkpoint's state, each array sharded as in `abstract_state`, and its `extra`.
 
-        `abstract_state` has the structure of the saved state and `jax.ShapeDtypeStruct` leaves with shardings. They may
-        name other devices and another mesh than the ones that the state was saved from.
+        Args:
+          abstract_state: the structure of the saved state with `jax.ShapeDtypeStruct` leaves. Their shardings may be
+            on other devices and another mesh than those that the state was saved from.
+          step: the newest by default.
+
+        Raises:
+          UserError: there is no such checkpoint, it is of another model or optimiser, or it cannot be read.
         """
         steps = self.steps()
         if not steps:
@@ -107,19 +114,19 @@ class Checkpoints:
         wanted = _table(abstract_state)
         target = {name: _abstract_storable(leaf) for name, leaf in wanted.items()}
         found, extra = multihost.all_or_raise(lambda: self._files.read(step, target))
-        leaves = [_as_wanted(found[name], leaf) for name, leaf in wanted.items()]
+        leaves = [_from_storable(found[name], leaf) for name, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), multihost.gather(extra)[0]
 
     def restore_some(self, wanted: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, Any]:
-        """Read only some leaves, by their paths such as `params/embedding`, each cast to the dtype that is wanted.
+        """Only some leaves, by paths such as `params/embedding`, each cast to the wanted dtype.
 
-        Leaves with a sharding become arrays placed by it, the others numpy arrays.
+        Leaves with a sharding become jax arrays with it, the others numpy arrays.
         """
         return multihost.all_or_raise(lambda: self._files.read_some(step, wanted))
 
 
 def _table(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their path, such as `params/layers/0/router`, in the order of the tree."""
+    """The leaves of a tree by path, such as `params/layers/0/router`, in the order of the tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     table = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     if len(table) != len(leaves):
@@ -131,20 +138,20 @@ def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _storable(table: dict[str, Any]) -> dict[str, Any]:
-    """Typed PRNG keys as their integers; arrays as they are."""
+def _to_storable(table: dict[str, Any]) -> dict[str, Any]:
+    """Typed PRNG keys as integers; arrays unchanged."""
     return {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in table.items()}
 
 
 def _abstract_storable(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What to read for a leaf: its shape, dtype and sharding, those of the integers for a typed key."""
+    """Shape, dtype and sharding of what is stored for a leaf: for a typed key, those of its integers."""
     data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
-def _as_wanted(array: Any, leaf: Any) -> Any:
-    """The inverse of `_storable` for one leaf."""
+def _from_storable(array: Any, leaf: Any) -> Any:
+    """The inverse of `_to_storable` for one leaf."""
     if not _is_key(leaf):
         return array
     return jax.random.wrap_key_data(array, impl=key_impl_name(leaf.dtype))

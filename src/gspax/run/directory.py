@@ -1,10 +1,11 @@
-"""The run directory: what lies where, and the decision whether a run starts, resumes or is refused.
+"""The run directory: its layout, and whether a run starts, resumes or is refused.
 
 experiment.json    the resolved experiment          metrics.jsonl   one line per record
-environment.json   one entry per attempt            tensorboard/    the same numbers
+environment.json   one entry per attempt            tensorboard/    the same metrics
 checkpoints/       of the run                       samples/        completions by step, before and after
 start/             parameters before the first update, if a reference or adapters need them
-warm_start/        the same for the warm start      evaluations.jsonl, report.html, curves.png
+warm_start/        the warm start's own metrics and checkpoints
+evaluations.jsonl  results of `gspax eval`          report.html, curves.png
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class RunDir:
 
     @property
     def environment(self) -> Path:
-        """Where and how it ran: a JSON list, one entry per attempt."""
+        """Versions, devices and settings, a JSON list with one entry per attempt."""
         return self.path / "environment.json"
 
     @property
@@ -67,12 +68,12 @@ class RunDir:
 
     @property
     def before(self) -> Path:
-        """Completions of held-out prompts before the first update."""
+        """Completions of held-out prompts before the first update, JSON lines."""
         return self.samples / "before.jsonl"
 
     @property
     def after(self) -> Path:
-        """Completions of the same prompts by the newest policy."""
+        """Completions of the same prompts by the newest policy, JSON lines."""
         return self.samples / "after.jsonl"
 
     @property
@@ -82,12 +83,12 @@ class RunDir:
 
     @property
     def start(self) -> Path:
-        """The parameters that reinforcement learning started from, as a checkpoint."""
+        """The parameters before the first update, as a checkpoint."""
         return self.path / "start"
 
     @property
     def warm_start(self) -> RunDir:
-        """The supervised stage before the run: its own metrics and checkpoints."""
+        """The directory of the supervised warm start."""
         return RunDir(self.path / "warm_start")
 
     @property
@@ -97,24 +98,26 @@ class RunDir:
 
     @property
     def report(self) -> Path:
-        """The report, one self-contained page."""
+        """The report, a self-contained page."""
         return self.path / "report.html"
 
     @property
     def curves(self) -> Path:
-        """The curves of the report as a picture."""
+        """The curves of the report as an image."""
         return self.path / "curves.png"
 
 
 def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
-    """Create the run directory, or open one of the same experiment to resume it.
+    """Create the run directory, or open that of the same experiment to resume it. Only process 0 writes.
 
-    What a resumed run may change (`description.resumable`) takes its new values in `experiment.json`. A directory of
-    another experiment, or of something else, is refused untouched. Only the first process of a multi-host run writes.
+    Fields that a resumed run may change (`description.resumable`) get their new values in `experiment.json`.
+
+    Raises:
+      UserError: `workdir` is a URL, a file, of another experiment, or not empty and no run; nothing is changed then.
     """
     run = RunDir(Path(workdir))
-    if re.match(r"[a-z][a-z0-9]+:/", str(workdir)):  # Path makes one slash of two
-        raise UserError(f"{workdir}: wanted a directory of a file system (mount the bucket), got an address")
+    if re.match(r"[a-z][a-z0-9]+:/", str(workdir)):  # Path turns two slashes into one
+        raise UserError(f"{workdir}: wanted a directory of a file system (mount the bucket), got a URL")
     if jax.process_index() != 0:
         return run
     description = json.loads(json.dumps(description))
@@ -122,50 +125,50 @@ def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
         raise UserError(f"{run.path} is a file, not a run directory")
     old = read_json(run.experiment) if run.experiment.exists() else None
     if old is not None:
-        _refuse_other(run, old, description)
+        _require_same(run, old, description)
     elif run.path.exists() and any(not entry.name.endswith(".tmp") for entry in run.path.iterdir()):
-        raise UserError(f"{run.path} is not empty and is no gspax run (it has no experiment.json)")
+        raise UserError(f"{run.path} is not empty and not a gspax run (it has no experiment.json)")
     attempts = read_json(run.environment) if run.environment.exists() else []
     run.path.mkdir(parents=True, exist_ok=True)
     if old != description:
         write_atomically(run.experiment, json.dumps(description, indent=2) + "\n")
-    write_atomically(run.environment, json.dumps([*attempts, environment()], indent=2) + "\n")
+    write_atomically(run.environment, json.dumps([*attempts, describe_environment()], indent=2) + "\n")
     return run
 
 
-def wait_until_shared(run: RunDir, patience: float = 30.0) -> None:
-    """Make sure that every process sees what the first one wrote. Collective; one process always does.
+def wait_until_shared(run: RunDir, timeout: float = 30.0) -> None:
+    """Wait until every process sees the files that process 0 wrote. Collective.
 
     Raises:
-      UserError: the directory of another process is another one, or still empty after `patience` seconds.
+      UserError: a process does not see them after `timeout` seconds: its directory is a different one.
     """
 
-    def look() -> None:
-        until = time.monotonic() + patience
+    def wait() -> None:
+        deadline = time.monotonic() + timeout
         while not run.experiment.exists():
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise UserError(f"{run.path} is not the run directory of process 0: hosts must share it")
             time.sleep(0.1)
 
-    multihost.all_or_raise(look)
+    multihost.all_or_raise(wait)
 
 
 def find_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
-    """The directory of a run of this experiment, to read from. UserError if it holds none, or another's."""
+    """The existing run directory of this experiment, to read from. UserError if it is none or another experiment's."""
     run = RunDir(Path(workdir))
     if not run.experiment.exists():
-        raise UserError(f"{run.path} is no gspax run (it has no experiment.json)")
-    _refuse_other(run, read_json(run.experiment), json.loads(json.dumps(description)))
+        raise UserError(f"{run.path} is not a gspax run (it has no experiment.json)")
+    _require_same(run, read_json(run.experiment), json.loads(json.dumps(description)))
     return run
 
 
-def _refuse_other(run: RunDir, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+def _require_same(run: RunDir, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     if different := difference(old, new, ignore=resumable(new)):
         raise UserError(f"{run.path} holds another experiment; take another directory or undo: {'; '.join(different)}")
 
 
-def environment() -> dict[str, Any]:
-    """What a number depends on besides the experiment. Variables whose name speaks of a secret are left out."""
+def describe_environment() -> dict[str, Any]:
+    """What results depend on besides the experiment, without variables whose names suggest a secret."""
     devices = jax.devices()
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -186,7 +189,7 @@ def environment() -> dict[str, Any]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a kill at any moment, finds the old content or the new."""
+    """Write a file so that a reader finds the old content or the new, even after a kill at any moment."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -196,7 +199,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file that gspax wrote."""
+    """The content of a JSON file. UserError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -211,7 +214,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this module lies in, ending in -dirty where files differ from it."""
+    """The commit of the checkout that contains this module, ending in -dirty if files differ from it."""
     if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
     return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

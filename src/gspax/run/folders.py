@@ -14,9 +14,9 @@ from gspax.errors import UserError
 
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `target` when the block ends without an error and is deleted otherwise.
+    """A temporary folder, which becomes `target` when the block ends without an error and is deleted otherwise.
 
-    It lies beside `target`, `NAME.*.tmp`; only a process that is killed leaves one behind.
+    It is `NAME.*.tmp` beside `target`; only a process that is killed leaves one behind.
 
     Raises:
       UserError: `target` exists and is not an empty folder, or cannot be written.
@@ -30,7 +30,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
     try:
         yield temporary
-        temporary.chmod(0o777 & ~_umask())  # as of any new folder; mkdtemp keeps it private
+        temporary.chmod(0o777 & ~_umask())  # as for any new folder; mkdtemp makes it private
         os.replace(temporary, target)
     except OSError as problem:
         raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run between two steps, after a checkpoint; a second one ends it at once.
+"""Ctrl-C and SIGTERM end a run between two steps, after a checkpoint; a second signal ends it at once.
 
 with interrupt.watch() as interrupted:
     for step in ...:
@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from gspax.distributed import multihost
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it, and the second signal leaves no time to show it again
+SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides the cursor and may not be able to restore it
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error)
-    """A signal ended the run after its state had been saved."""
+    """A signal ended the run after its state was saved."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"{signal.Signals(signum).name}: the state is saved; the same command continues the run")
@@ -31,28 +31,28 @@ class Interrupted(Exception):  # noqa: N818  (not an error)
 
 
 class Watch:
-    """What `watch` gives: call it to ask whether a signal came."""
+    """What `watch` yields: a callable that returns the signal received, if any."""
 
     def __init__(self) -> None:
         self._received = 0
-        self._answered = 0
+        self._returned = 0
 
     def __call__(self) -> int:
-        """The signal received, or 0.
+        """The signal that this or another process has received, or 0.
 
-        In a multi-host run every process must ask at the same places: all get the same answer, so that a signal to
-        one host ends the run on all.
+        Collective: every process calls it at the same points and gets the same result, so that a signal to one host
+        ends the run on all.
         """
-        self._answered = max(multihost.gather(self._received))
-        return self._answered
+        self._returned = max(multihost.gather(self._received))
+        return self._returned
 
     def stop_here(self) -> None:
-        """Raise `Interrupted` if the last answer was a signal. One that came since waits for the next question."""
-        if self._answered:
-            raise Interrupted(self._answered)
+        """Raise `Interrupted` if the last call returned a signal; one received since waits for the next call."""
+        if self._returned:
+            raise Interrupted(self._returned)
 
     def handle(self, signum: int, frame: object) -> None:
-        """The handler of the first signal. It runs between any two bytecodes, so it takes no lock."""
+        """Handle the first signal. This runs between any two bytecodes, so it must not take a lock."""
         self._received = signum
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
@@ -64,9 +64,9 @@ class Watch:
 def watch() -> Iterator[Watch]:
     """Watch for SIGINT and SIGTERM.
 
-    The first signal puts the system's default handlers back, so that the second kills the process wherever it is;
-    leaving the context puts back what was there before. Only the main thread may handle signals: in another one no
-    signal is ever seen here.
+    The first signal restores the system's default handlers, so that a second one kills the process at any point;
+    leaving the context restores the previous handlers. Python handles signals in the main thread only: in any other
+    thread nothing is watched.
     """
     interrupted = Watch()
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""The state of a run on the screen: a bar on a terminal, a line every few steps elsewhere."""
+"""Progress on the screen: a bar on a terminal, a line every few steps elsewhere."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from rich.text import Text
 
 
 class Bar(Protocol):
-    """What `bar` gives."""
+    """What `track` yields."""
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Show that a step is finished. Values that are not given keep their last number."""
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show a finished step. Metrics that are not given keep their last value."""
 
     def print(self, message: str) -> None:
-        """Show a line of text, above the bar."""
+        """Print a line of text above the bar."""
 
 
-# Of the metrics of a run (`group/name`) these are shown, under these names. A name without a group is shown as it is.
+# The metrics of a run (`group/name`) that are shown, and their labels. A metric without a group is always shown.
 SHOWN = {
     "reward/mean": "reward",
     "response/length_mean": "length",
     "policy/entropy": "entropy",
     "eval/accuracy": "eval",
+    "eval/reward": "eval",
 }
 
 
 @contextlib.contextmanager
-def bar(
+def track(
     total: int, start: int = 0, title: str = "step", *, every: int = 10, console: Console | None = None
 ) -> Iterator[Bar]:
-    """Show `start` of `total` steps done. Without a terminal it prints every `every`th step and the last.
+    """Show progress from `start` to `total` steps. Without a terminal, print every `every`th step and the last.
 
-    Of several processes the first shows it.
+    Of several processes only process 0 shows it.
     """
     console = console or Console(highlight=False, quiet=jax.process_index() != 0)
     clock = _Clock(total, start)
@@ -54,7 +55,7 @@ def bar(
 
 
 class _Clock:
-    """The latest values, and the time left by the mean step since the first, which compiles."""
+    """The latest values, and the remaining time by the mean step since the first one, which compiles."""
 
     def __init__(self, total: int, start: int) -> None:
         self.total = total
@@ -74,7 +75,7 @@ class _Lines:
     def __init__(self, console: Console, clock: _Clock, title: str, every: int) -> None:
         self._console, self._clock, self._title, self._every = console, clock, title, every
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
+    def update(self, step: int, values: Mapping[str, float]) -> None:
         text = self._clock.text(step, values)
         if step % self._every == 0 or step == self._clock.total:
             self.print(f"{self._title} {step}/{self._clock.total}  {text}")
@@ -88,7 +89,7 @@ class _Live:
     def __init__(self, progress: Progress, task: object, clock: _Clock) -> None:
         self._progress, self._task, self._clock = progress, task, clock
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
+    def update(self, step: int, values: Mapping[str, float]) -> None:
         text = self._clock.text(step, values)
         self._progress.update(self._task, completed=step, text=text)  # type: ignore[arg-type]
 

@@ -1,6 +1,6 @@
-"""report.html and curves.png: what a run improved, how it went, what it was.
+"""report.html and curves.png: the improvement, curves and settings of a run.
 
-The page is one file that opens without a network: the curves are SVG inside it. Text that a model wrote is escaped,
+The page is a single file that needs no network: the curves are inline SVG. Text that a model generated is escaped,
 control characters included.
 """
 
@@ -24,9 +24,13 @@ Series = dict[str, tuple[list[int], list[float]]]  # metric -> steps, values
 
 BLUE, ORANGE, GREEN, GREY, PINK = "#2b6cb0", "#dd6b20", "#2f855a", "#718096", "#b83280"
 WIDTH, HEIGHT = 4.6, 3.0  # of a panel, inches
-MARGINS = (0.17, 0.17, 0.8, 0.67)  # left, bottom, width and height of its axes, of the panel
-MANY = 40  # from so many points on, a line is drawn pale with its running mean over it
+MARGINS = (0.17, 0.17, 0.8, 0.67)  # left, bottom, width and height of its axes, as fractions of the panel
+MANY_POINTS = 40  # a line of at least so many points is drawn pale, with its running mean over it
 SHOWN_CHARACTERS = 1000  # of a completion
+RENAMED = {  # metrics of runs recorded by older versions
+    "eval/accuracy": "eval/reward",
+    "eval/greedy_accuracy": "eval/greedy_reward",
+}
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,15 @@ class Panel:
 PANELS = (
     Panel("Reward", "mean over completions", (("reward/mean", "training", BLUE),)),
     Panel(
-        "Held-out accuracy",
-        "mean reward",
-        (("eval/accuracy", "sampled", BLUE), ("eval/greedy_accuracy", "greedy", GREEN)),
+        "Held-out reward",
+        "mean over completions",
+        (("eval/reward", "sampled", BLUE), ("eval/greedy_reward", "greedy", GREEN)),
     ),
-    Panel("Spread of reward", "standard deviation", (("reward/std", "all completions", BLUE),)),
-    Panel("Groups without signal", "share of prompts", (("reward/zero_std_groups", "all rewards equal", BLUE),)),
+    Panel("Reward deviation", "standard deviation", (("reward/std", "all completions", BLUE),)),
+    Panel("Groups without signal", "fraction of prompts", (("reward/zero_std_groups", "all rewards equal", BLUE),)),
     Panel(
         "Clipped",
-        "share",
+        "fraction",
         (
             ("policy/clip_fraction_tokens", "of tokens", BLUE),
             ("policy/clip_fraction_sequences", "of sequences", ORANGE),
@@ -58,7 +62,7 @@ PANELS = (
     ),
     Panel(
         "Clipped by side",
-        "share",
+        "fraction",
         (
             ("policy/clip_fraction_high", "above 1 + clip_high", ORANGE),
             ("policy/clip_fraction_low", "below 1 - clip_low", GREEN),
@@ -86,20 +90,20 @@ PANELS = (
         ),
     ),
     Panel(
-        "Cut at the maximum length",
-        "share of responses",
+        "Truncated at the maximum length",
+        "fraction of responses",
         (("response/truncated", "training", BLUE), ("eval/truncated", "held-out", GREEN)),
     ),
     Panel("Gradient norm", "before clipping", (("optim/grad_norm", "gradient", BLUE),)),
     Panel("Learning rate", "", (("optim/learning_rate", "learning rate", BLUE),)),
     Panel(
         "Expert load",
-        "tokens / mean of the layer",
-        (("routing/load_max", "busiest expert", ORANGE), ("routing/load_min", "idlest expert", GREEN)),
+        "tokens / layer mean",
+        (("routing/load_max", "most loaded expert", ORANGE), ("routing/load_min", "least loaded expert", GREEN)),
     ),
-    Panel("Changed experts", "share of choices", (("routing/changed", "changed by a step's updates", BLUE),)),
+    Panel("Changed experts", "fraction of choices", (("routing/changed", "changed by a step's updates", BLUE),)),
     Panel(
-        "Sampler against learner",
+        "Sampler-learner mismatch",
         "|Δ log-prob|, nats",
         (("mismatch/abs_diff_largest_max", "max", ORANGE), ("mismatch/abs_diff", "mean", BLUE)),
         log=True,
@@ -108,7 +112,7 @@ PANELS = (
         "Time per step",
         "seconds",
         (
-            ("time/step", "whole", GREY),
+            ("time/step", "total", GREY),
             ("time/train", "training", BLUE),
             ("time/rollout", "rollout", ORANGE),
             ("time/old_logp", "old log-probs", GREEN),
@@ -117,10 +121,10 @@ PANELS = (
         log=True,
     ),
     Panel(
-        "Processor time per step",
-        "CPU-seconds of this host",
+        "CPU time per step",
+        "CPU-seconds of host 0",
         (
-            ("cpu/step", "whole", GREY),
+            ("cpu/step", "total", GREY),
             ("cpu/train", "training", BLUE),
             ("cpu/rollout", "rollout", ORANGE),
             ("cpu/old_logp", "old log-probs", GREEN),
@@ -133,7 +137,11 @@ PANELS = (
 
 
 def write(workdir: Path) -> Path:
-    """Write `report.html` and `curves.png` of a run, finished or not, and give the path of the page."""
+    """Write `report.html` and `curves.png` of a run, finished or not; the path of the page.
+
+    Raises:
+      UserError: the run has no metrics yet, or its files cannot be read.
+    """
     run = RunDir(Path(workdir))
     if not run.metrics.exists():
         raise UserError(f"there is nothing to report: {run.metrics} does not exist")
@@ -158,13 +166,13 @@ def write(workdir: Path) -> Path:
     return run.report
 
 
-def summary(workdir: Path) -> str:
-    """What improved and where the files are, for the end of a run."""
+def summarise(workdir: Path) -> str:
+    """The held-out rewards and the paths of the files, to print at the end of a run."""
     run = RunDir(workdir)
     series = _series(read_metrics(run.metrics))
     lines = [
         f"{label}: {values[0]:.3f} at step {steps[0]}, {values[-1]:.3f} at step {steps[-1]}"
-        for metric, label in (("eval/accuracy", "held-out accuracy, sampled"), ("eval/greedy_accuracy", "greedy"))
+        for metric, label in (("eval/reward", "held-out reward, sampled"), ("eval/greedy_reward", "greedy"))
         if metric in series
         for steps, values in [series[metric]]
     ]
@@ -173,12 +181,12 @@ def summary(workdir: Path) -> str:
 
 
 def _series(rows: Iterable[Mapping[str, float]]) -> Series:
-    """Columns of the metrics."""
+    """The steps and values of each metric, by its current name."""
     series: Series = {}
     for row in rows:
         for name, value in row.items():
             if name != "step":
-                steps, values = series.setdefault(name, ([], []))
+                steps, values = series.setdefault(RENAMED.get(name, name), ([], []))
                 steps.append(int(row["step"]))
                 values.append(value)
     return series
@@ -186,8 +194,8 @@ def _series(rows: Iterable[Mapping[str, float]]) -> Series:
 
 def _panels(series: Series, known: tuple[Panel, ...]) -> list[Panel]:
     """The known panels that have data, then one for each metric that is in none of them."""
-    placed = {metric for panel in known for metric, _, _ in panel.lines}
-    others = [Panel(metric, "", ((metric, metric, BLUE),)) for metric in sorted(set(series) - placed)]
+    shown = {metric for panel in known for metric, _, _ in panel.lines}
+    others = [Panel(metric, "", ((metric, metric, BLUE),)) for metric in sorted(set(series) - shown)]
     return [panel for panel in (*known, *others) if any(metric in series for metric, _, _ in panel.lines)]
 
 
@@ -197,7 +205,7 @@ def _draw(axes: Any, panel: Panel, series: Series) -> None:
     for metric, label, colour in lines:
         steps, values = series[metric]
         finite = [value if math.isfinite(value) else math.nan for value in values]
-        if len(steps) >= MANY:
+        if len(steps) >= MANY_POINTS:
             axes.plot(steps, finite, color=colour, alpha=0.25, linewidth=1)
             axes.plot(steps, _running_mean(finite), color=colour, linewidth=1.8, label=label)
         else:
@@ -218,12 +226,12 @@ def _draw(axes: Any, panel: Panel, series: Series) -> None:
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#cbd5e0")
     if legend:
-        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0, "ncols": len(lines)}
-        axes.legend(**place, frameon=False, fontsize=8, labelcolor=GREY, handlelength=1, columnspacing=1)
+        position = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0, "ncols": len(lines)}
+        axes.legend(**position, frameon=False, fontsize=8, labelcolor=GREY, handlelength=1, columnspacing=1)
 
 
 def _running_mean(values: list[float]) -> list[float]:
-    """Centred mean over a twentieth of the points, shorter at the ends; NaN is left out."""
+    """Centred mean over a twentieth of the points, fewer at the ends; NaN is ignored."""
     half = max(1, len(values) // 40)
     means = []
     for i in range(len(values)):
@@ -233,7 +241,7 @@ def _running_mean(values: list[float]) -> list[float]:
 
 
 def _write_png(panels: list[Panel], series: Series, path: Path) -> None:
-    """All panels in one picture."""
+    """All panels in one image."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -252,7 +260,7 @@ def _write_png(panels: list[Panel], series: Series, path: Path) -> None:
 
 
 def _svg(panel: Panel, series: Series) -> str:
-    """One panel as an SVG element for HTML: no prolog, no metadata, no namespace addresses, text as text."""
+    """One panel as an SVG element for HTML: without prolog, metadata and namespaces, text as text."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -273,17 +281,17 @@ def _curves(panels: list[Panel], series: Series) -> str:
     if not panels:
         return ""
     figures = "".join(f"<figure>{_svg(panel, series)}</figure>" for panel in panels)
-    pale = any(len(steps) >= MANY for steps, _ in series.values())
-    note = "<p class=note>Pale: each step. Dark: running mean over a twentieth of the run.</p>" if pale else ""
+    has_means = any(len(steps) >= MANY_POINTS for steps, _ in series.values())
+    note = "<p class=note>Pale: every step. Dark: running mean over a twentieth of the run.</p>" if has_means else ""
     return f"{note}<div class=curves>{figures}</div>"
 
 
 def _headline(series: Series) -> str:
-    """What improved, in one sentence and a row of numbers."""
+    """The improvement, in a sentence and a row of numbers."""
     tiles = []
-    if "eval/greedy_accuracy" in series:
-        values = series["eval/greedy_accuracy"][1]
-        tiles.append((f"{values[0]:.3f} → {values[-1]:.3f}", "held-out accuracy, greedy"))
+    if "eval/greedy_reward" in series:
+        values = series["eval/greedy_reward"][1]
+        tiles.append((f"{values[0]:.3f} → {values[-1]:.3f}", "held-out reward, greedy"))
     if "reward/mean" in series:
         values = series["reward/mean"][1]
         n = min(10, len(values))
@@ -292,20 +300,20 @@ def _headline(series: Series) -> str:
     tiles.append((str(max(steps[-1] for steps, _ in series.values())), "steps"))
     if "time/step" in series:
         seconds = sum(value for value in series["time/step"][1] if math.isfinite(value))
-        tiles.append((f"{seconds / 60:.1f} min", "in training steps, evaluation not counted"))
+        tiles.append((f"{seconds / 60:.1f} min", "in training steps, without evaluation"))
     cells = "".join(f"<div class=tile><b>{html.escape(value)}</b><span>{label}</span></div>" for value, label in tiles)
-    if "eval/accuracy" not in series:
+    if "eval/reward" not in series:
         return f"<div class=tiles>{cells}</div>"
-    steps, values = series["eval/accuracy"]
+    steps, values = series["eval/reward"]
     sentence = (
-        f"Sampled held-out accuracy: <b>{values[0]:.3f}</b> at step {steps[0]}, "
+        f"Held-out reward, sampled: <b>{values[0]:.3f}</b> at step {steps[0]}, "
         f"<b>{values[-1]:.3f}</b> at step {steps[-1]}."
     )
     return f"<p class=headline>{sentence}</p><div class=tiles>{cells}</div>"
 
 
 def _completions(run: RunDir) -> str:
-    """The same prompts answered before the first update and by the newest policy."""
+    """Completions of the same prompts before the first update and by the newest policy."""
     if not (run.before.exists() and run.after.exists()):
         return ""
     after = {row["prompt"]: row for row in read_rows(run.after)}
@@ -327,13 +335,13 @@ def _answer(row: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Text from outside as HTML: escaped, cut if long, with characters that have no picture spelled out."""
+    """Untrusted text as HTML: escaped, truncated, unprintable characters as escape sequences."""
     text = str(value)
-    cut = f"… ({len(text) - SHOWN_CHARACTERS} more characters)" if len(text) > SHOWN_CHARACTERS else ""
-    seen = "".join(
+    omitted = f"… ({len(text) - SHOWN_CHARACTERS} more characters)" if len(text) > SHOWN_CHARACTERS else ""
+    printable = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:SHOWN_CHARACTERS]
     )
-    return f"<code>{html.escape(seen)}</code>{cut}"
+    return f"<code>{html.escape(printable)}</code>{omitted}"
 
 
 def _table(rows: Mapping[str, Any]) -> str:
@@ -372,7 +380,7 @@ summary { cursor: pointer; color: #2b6cb0; margin-bottom: .5rem; }
 
 
 def _page(name: str, sections: list[tuple[str, str]]) -> str:
-    """The sections that have a body, under their headings."""
+    """The page, with the sections that have a body under their headings."""
     bodies = "".join((f"<h2>{heading}</h2>" if heading else "") + body for heading, body in sections if body)
     title = html.escape(name)
     return (
