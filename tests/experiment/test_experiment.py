@@ -81,7 +81,7 @@ def test_a_file_without_an_experiment(tmp_path):
 
 def test_no_file(tmp_path):
     assert error(tmp_path / "none.py") == f"{tmp_path / 'none.py'}: there is no such file"
-    assert "this is a directory" in error(tmp_path)
+    assert "got a directory" in error(tmp_path)
 
 
 def test_a_changed_file_is_not_loaded_from_a_cache(tmp_path):

@@ -1,15 +1,15 @@
-"""A harder task with long responses: add up named digits, one at a time, in a written scratchpad.
+"""A harder task with long responses: add named digits one at a time in a written scratchpad.
 
     prompt    a4+b7+c3=
     response  00+a4=04,04+b7=11,11+c3=14,#14
 
-Only what follows `#` is rewarded, so one slip in a chain of 6 to 11 steps costs everything, as in worked mathematics.
-Each step is local: the running sum is copied from the step before, the letter is the next one, the digit stands behind
-the same letter in the prompt, and the new sum is a function of the three digits just written. A response has
-9 tokens per term and 4 at the end (`#`, two digits, stop): 58 to 103 with the default range.
+Only the text after `#` is rewarded, so one slip in a chain of 6 to 11 steps costs the whole reward. Each step is local:
+the running sum is copied from the previous step, the letter is the next one, the digit follows that letter in the
+prompt, and the new sum depends only on the three digits just written. A response has 9 tokens per term and 4 at the end
+(`#`, two digits, stop): 58 to 103 with the default range.
 
-A model of the size of `presets.tiny_moe` learns the form from some 500 batches of 32 demonstrations at rate 6e-3, two
-minutes on two cores. It then slips as often as they do, which is what reinforcement learning has to take away.
+A model the size of `presets.tiny_moe` learns the format from about 500 batches of 32 demonstrations at a learning rate
+of 6e-3, two minutes on two cores. It then slips as often as they do; reinforcement learning has to remove the slips.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from gspax.data.problem import Problem, heldout_problem, train_problem
 from gspax.data.tokenizer import CharTokenizer
 
-NAMES = "abcdefghijk"  # eleven terms: the largest sum is 99, two digits
+NAMES = "abcdefghijk"  # eleven terms: the largest sum is 99, which has two digits
 tokenizer = CharTokenizer("0123456789+=,#" + NAMES)
 
 _STEP = re.compile(r"([0-9]{2})\+([a-k])([0-9])=([0-9]{2}),")
@@ -31,7 +31,7 @@ _TERM = re.compile(r"([a-k])([0-9])")
 
 @dataclass(frozen=True)
 class Problems:
-    """Every number of terms from `min_terms` to `max_terms` equally often. The held-out problems do not depend on the
+    """Sums of `min_terms` to `max_terms` terms, all numbers of terms equally likely. Held-out problems ignore the
     seed."""
 
     seed: int = 0
@@ -58,31 +58,31 @@ class Problems:
 
 
 def reward(problem: Problem, completion: str) -> float:
-    """1 if the completion ends in `#` and the two digits of the sum, and has no other `#`; the steps are not judged."""
+    """1 if the completion ends in `#` and the two digits of the sum, and has no other `#`; the steps do not count."""
     _, mark, answer = completion.partition("#")
     return 1.0 if mark and answer == problem.answer else 0.0
 
 
 def half_wrong(problem: Problem, rng: np.random.Generator) -> str:
-    """A worked demonstration: every step right half of the time, else one step slips and the later ones build on it.
+    """A worked demonstration: all steps correct half of the time, otherwise one step slips and later ones build on it.
 
-    A slip misses by one, or (by ten) drops a carry or makes one up. Nothing makes up for it later, so exactly half of
-    the demonstrations, whatever their length, end in a wrong answer.
+    A slip is off by one, or by ten (a carry dropped or added). Later steps never correct it, so half of the
+    demonstrations, whatever their length, end in a wrong answer.
     """
     terms = [(name, int(digit)) for name, digit in _TERM.findall(problem.prompt)]
     slip = int(rng.integers(len(terms))) if rng.random() < 0.5 else None
     steps, total, rest = "", 0, sum(digit for _, digit in terms)
     for i, (name, digit) in enumerate(terms):
         before, total, rest = total, total + digit, rest - digit
-        if i == slip:  # among the sums that later steps can build on in two digits
+        if i == slip:  # among the sums that leave all later ones with two digits
             total = int(rng.choice([total + miss for miss in (-10, -1, 1, 10) if 0 <= total + miss <= 99 - rest]))
         steps += f"{before:02d}+{name}{digit}={total:02d},"
     return f"{steps}#{total:02d}"
 
 
 def slips(problem: Problem, completion: str) -> list[int] | None:
-    """The steps (from 0) that do not follow from the step before them, len(terms) standing for the answer; None if the
-    completion is not a scratchpad of this problem at all. For looking at runs: the reward does not depend on it."""
+    """Indices of the steps that do not follow from the previous one (len(terms) for the answer); None if the completion
+    is not a scratchpad of this problem. For inspecting runs; the reward does not use it."""
     steps = _STEP.findall(completion)
     terms = _TERM.findall(problem.prompt)
     written = "".join("{}+{}{}={},".format(*step) for step in steps)

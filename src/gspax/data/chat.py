@@ -1,8 +1,8 @@
-"""Chat models: a question becomes a prompt through the tokenizer's own template; a completion has a thinking part.
+"""Chat models: prompts are rendered by the tokenizer's chat template, and completions may contain a thinking block.
 
-With Qwen3 and `thinking=False` the prompt ends in an empty thinking part, so that the completion is the answer alone.
-With `thinking=True` the policy writes the thinking itself. `decode` keeps it, so that records show all that was
-written; a reward leaves it out with `split_thinking`, or is wrapped: `partial(reward_answer, reward=...)`.
+With Qwen3 and `thinking=False` the prompt ends in an empty thinking block, so that the completion is just the answer.
+With `thinking=True` the policy writes the block itself. `decode` keeps it, so that samples show the whole completion;
+a reward removes it with `split_thinking`, or is wrapped: `partial(reward_answer, reward=...)`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class ChatTokenizer(HFTokenizer):
-    """A Hugging Face tokenizer that encodes a prompt as the user's turn of a chat, up to where the assistant answers.
+    """A Hugging Face tokenizer that encodes a prompt as a user message, followed by the start of the assistant's turn.
 
-    A completion is encoded and decoded as it is. Special tokens in a prompt are encoded as such, as transformers does.
+    Completions are encoded and decoded without a template. Special tokens in a prompt are encoded as special tokens, as
+    in transformers.
     """
 
     system: str | None = None
@@ -41,12 +42,12 @@ class ChatTokenizer(HFTokenizer):
         return self.encode_chat([*first, *context, {"role": "user", "content": text}])
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a chat of several turns, which ends where the assistant's next turn begins."""
-        return self.encode_completion(self.render(messages))  # the template wrote the special tokens; none is added
+        """The ids of a chat of several turns, up to the start of the assistant's next turn."""
+        return self.encode_completion(self.render(messages))  # the template has the special tokens
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The chat as text. UserError where the template is missing or refuses the messages."""
-        import jinja2  # noqa: F401  (transformers can do without it; missing here, it is named in the message)
+        """The chat as text. UserError if the template is missing or rejects the messages."""
+        import jinja2  # noqa: F401  (optional in transformers; imported here so that the error names it)
 
         tokenizer = self._tokenizer
         try:
@@ -58,17 +59,17 @@ class ChatTokenizer(HFTokenizer):
                     enable_thinking=self.thinking,
                 )
             )
-        except Exception as error:  # a template is a program, which can fail in any way
+        except Exception as error:  # a template is a program and can fail in any way
             raise UserError(f"the chat template in {self.path} failed: {brief(error)}") from error
 
 
 def hf_chat(path: str | os.PathLike[str], *, system: str | None = None, thinking: bool = False) -> ChatTokenizer:
-    """The chat tokenizer of a local folder; UserError if that holds no tokenizer or no chat template.
+    """The chat tokenizer in a local folder; UserError if the folder has no tokenizer or no chat template.
 
     Args:
       path: a folder with `tokenizer.json` and a template, in `chat_template.jinja` or in `tokenizer_config.json`.
-      system: the system's text, before every prompt.
-      thinking: the template's `enable_thinking`; a template that does not ask for it is not changed by it.
+      system: text of a system message before every prompt.
+      thinking: the template's `enable_thinking`; templates without that variable ignore it.
     """
     folder = hf_tokenizer(path).path
     in_file = Path(folder, "chat_template.jinja").is_file()
@@ -81,14 +82,17 @@ def hf_chat(path: str | os.PathLike[str], *, system: str | None = None, thinking
 
 
 def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """(thinking, answer) of a completion, each without line breaks around it.
+    """(thinking, answer) of a completion, without surrounding line breaks.
 
-    The answer follows the last `</think>`; while a `<think>` is still open there is none, as in a completion that was
-    cut off. Text without either mark is an answer, or thinking if the prompt has `opened` it already, as the templates
-    of models do that always think.
+    The answer follows the last `</think>`. It is empty while a `<think>` is still open, as in a truncated completion.
+
+    Args:
+      text: a completion.
+      opened: the prompt already contains `<think>`, as the templates of always-thinking models do; text without
+        `</think>` then is thinking, otherwise an answer.
     """
-    before, mark, after = text.rpartition(CLOSE)
-    if OPEN in after or (opened and not mark):
+    before, close, after = text.rpartition(CLOSE)
+    if OPEN in after or (opened and not close):
         before, after = text, ""
     return before.strip("\n").removeprefix(OPEN).strip("\n"), after.strip("\n")
 
@@ -96,5 +100,5 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
 def reward_answer(
     problem: Problem, completion: str, *, reward: Callable[[Problem, str], float], opened: bool = False
 ) -> float:
-    """What `reward` gives for the answer in a completion; for no answer, what it gives for the empty text."""
+    """`reward` of the answer part of a completion; of the empty text if there is no answer."""
     return reward(problem, split_thinking(completion, opened=opened)[1])

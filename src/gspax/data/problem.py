@@ -1,7 +1,7 @@
-"""A problem, and how a task draws it: a pure function of (seed, split, index), so a run resumes with one integer.
+"""Problems, drawn by a pure function of (seed, split, index), so that a run resumes from one integer.
 
-A prompt belongs to the held-out split if the hash of its text says so. No list of test prompts has to be kept, and no
-seed, range or version of a task can move a prompt from one split to the other.
+The hash of a prompt's text decides its split. No list of held-out prompts has to be stored, and no seed, range or
+version of a task can move a prompt from one split to the other.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-HELDOUT_SHARE = 8  # one prompt in so many is held out
-_TRIES = 1000  # draws in a row that bring nothing, before the task is said to have too few prompts
+HELDOUT_SHARE = 8  # one prompt in 8 is held out
+_TRIES = 1000  # unsuccessful draws in a row after which a task has too few prompts
 
 
 Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
@@ -23,7 +23,7 @@ Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "conten
 
 @dataclass(frozen=True)
 class Problem:
-    """What the policy reads, and what its reward compares with.
+    """A prompt, and what the reward needs to judge a completion.
 
     Attributes:
       prompt: the text to respond to; in a chat the user's last message.
@@ -41,7 +41,7 @@ class Problem:
 
 
 class Source(Protocol):
-    """What a task provides: a frozen dataclass, equal to another if its fields are."""
+    """A task to draw problems from: a frozen dataclass, so that equal fields make equal sources."""
 
     @property
     def seed(self) -> int: ...
@@ -52,16 +52,17 @@ class Source(Protocol):
 
 
 def digest(text: str) -> int:
-    """A 128-bit number that depends on the text alone: the same in every process and on every machine."""
+    """A 128-bit hash of the text, the same in every process and on every machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "big")
 
 
 def is_heldout(prompt: str) -> bool:
+    """Whether a prompt belongs to the held-out split."""
     return digest(prompt) % HELDOUT_SHARE == 0
 
 
 def train_problem(source: Source, index: int) -> Problem:
-    """The training problem number `index` of the source's seed: drawn again until its prompt is not a held-out one."""
+    """Training problem number `index` of the source's seed, redrawn until its prompt is not held out."""
     if index < 0:
         raise ValueError(f"a problem's index must be at least 0; got {index}")
     rng = np.random.default_rng(digest(f"train {source.seed} {index}"))
@@ -73,8 +74,8 @@ def train_problem(source: Source, index: int) -> Problem:
 
 
 def heldout_problem(source: Source, index: int) -> Problem:
-    """The held-out problem number `index`, the same for every seed. All differ until the task has no more of them;
-    from there the list starts again."""
+    """Held-out problem number `index`, the same for every seed. All are distinct until the task runs out of them; then
+    the list repeats."""
     if index < 0:
         raise ValueError(f"a problem's index must be at least 0; got {index}")
     problems = _distinct_heldout(source, 1 << max(8, index.bit_length()))
@@ -83,7 +84,7 @@ def heldout_problem(source: Source, index: int) -> Problem:
 
 @functools.lru_cache(maxsize=16)
 def _distinct_heldout(source: Source, count: int) -> tuple[Problem, ...]:
-    """Up to `count` different held-out problems; a larger count continues the list of a smaller one."""
+    """Up to `count` distinct held-out problems; a larger count extends the list of a smaller one."""
     rng = np.random.default_rng(digest("heldout"))
     problems: dict[Problem, None] = {}
     tries = 0

@@ -1,4 +1,4 @@
-"""The default task: sort the digits of a prompt. `3142=` is answered by `1234`; only the exact answer is rewarded."""
+"""The default task: sort the digits of a prompt. The answer to `3142=` is `1234`; only the exact answer is rewarded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ tokenizer = CharTokenizer("0123456789=")
 
 @dataclass(frozen=True)
 class Problems:
-    """Every length from `min_digits` to `max_digits` equally often. The held-out problems do not depend on the seed."""
+    """Numbers of `min_digits` to `max_digits` digits, all lengths equally likely. Held-out problems ignore the seed."""
 
     seed: int = 0
     min_digits: int = 3
@@ -39,12 +39,13 @@ class Problems:
 
 
 def reward(problem: Problem, completion: str) -> float:
+    """1 for exactly the sorted digits, otherwise 0."""
     return 1.0 if completion == problem.answer else 0.0
 
 
 def half_wrong(problem: Problem, rng: np.random.Generator) -> str:
-    """A demonstration that teaches the form and leaves something to learn: the answer half of the time, else its
-    digits in a random order (which may happen to be the right one)."""
+    """A demonstration that teaches the format and leaves something to learn: the answer half of the time, otherwise its
+    digits in random order (which may happen to be sorted)."""
     if rng.random() < 0.5:
         return problem.answer
     return "".join(rng.permutation(list(problem.answer)))

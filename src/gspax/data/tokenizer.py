@@ -1,4 +1,4 @@
-"""Text to token ids and back. There is no padding id anywhere: masks come from lengths."""
+"""Text to token ids and back. There are no padding ids: masks are computed from lengths."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tokenizer_problems(tokenizer: Any, vocab_size: int, *, demonstrations: bool)
 
 @dataclass(frozen=True)
 class CharTokenizer:
-    """One id per character of the alphabet, in its order, then one stop id."""
+    """One id per character, in the order of the alphabet, followed by one stop id."""
 
     alphabet: str
 
@@ -71,7 +71,7 @@ class CharTokenizer:
         return self.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text before the first stop id. An id that only the model has is shown as U+FFFD."""
+        """The text before the first stop id. Ids beyond the tokenizer's become U+FFFD."""
         size = len(self.alphabet)
         return "".join(
             self.alphabet[i] if 0 <= i < size else "\N{REPLACEMENT CHARACTER}" for i in _before(ids, (size,))
@@ -80,13 +80,13 @@ class CharTokenizer:
 
 @dataclass(frozen=True)
 class HFTokenizer:
-    """A Hugging Face tokenizer in a local folder, read when it is first used; nothing is downloaded.
+    """A Hugging Face tokenizer in a local folder, loaded on first use; nothing is downloaded.
 
-    The stop ids are the tokenizer's end-of-sequence id, first, and those of `generation_config.json`, if that file is
-    there. Special tokens in a text are encoded as such, none is added, and none but the stop ids is removed.
-    `stop_ids` and `vocab_size` come from the JSON files alone, so that a dry run does not wait for transformers.
+    The stop ids are the tokenizer's end-of-sequence id, then those of `generation_config.json`, if it exists. Special
+    tokens in a text are encoded as special tokens; none are added, and only stop ids are removed. `stop_ids` and
+    `vocab_size` are read from the JSON files, so that a dry run does not import transformers.
 
-    Every member raises UserError where a file of the folder is missing or broken.
+    Every member raises UserError if a file of the folder is missing or cannot be parsed.
     """
 
     path: str
@@ -125,11 +125,11 @@ class HFTokenizer:
 
     @functools.cached_property
     def _ids(self) -> dict[str, int]:
-        """The id of every token that the folder names."""
+        """Token to id, added tokens included."""
         table = _read_json(Path(self.path, "tokenizer.json"))
         try:
-            vocab = table["model"]["vocab"]  # a list of (piece, score) in the order of the ids for Unigram models
-            ids = dict(vocab) if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
+            vocab = table["model"]["vocab"]  # for Unigram models a list of (token, score) in the order of the ids
+            ids = dict(vocab) if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab)}
             ids |= {token["content"]: int(token["id"]) for token in table.get("added_tokens", ())}
             added = settings(self.path, "tokenizer_config.json").get("added_tokens_decoder", {})
             return ids | {token["content"]: int(i) for i, token in added.items()}
@@ -138,31 +138,31 @@ class HFTokenizer:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it says on import that PyTorch is missing
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # otherwise its import warns that PyTorch is missing
         from transformers import AutoTokenizer
 
-        _ = self._ids  # a missing or broken file is said better here than there
+        _ = self._ids  # for a clearer error on a missing or broken file
         try:
             return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # of any kind, some from Rust
+        except Exception as error:  # of any type, some from Rust
             raise UserError(f"the tokenizer in {self.path} cannot be read: {brief(error)}") from error
 
 
 def hf_tokenizer(path: str | os.PathLike[str]) -> HFTokenizer:
-    """The tokenizer of a local folder that holds a `tokenizer.json`; UserError for a folder without one."""
+    """The tokenizer in a local folder; UserError if the folder has no `tokenizer.json`."""
     if not (Path(path) / "tokenizer.json").is_file():
         raise UserError(f"wanted a folder that holds a tokenizer.json; there is none in {os.fspath(path)!r}")
     return HFTokenizer(os.fspath(path))
 
 
 def settings(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    """The JSON object in a file of a tokenizer's folder; empty if there is no such file, UserError if it is broken."""
+    """The JSON object in a file of a tokenizer folder; empty if there is no such file. UserError if it cannot be read."""
     path = Path(folder, name)
     return _read_json(path) if path.exists() else {}
 
 
 def brief(error: Exception) -> str:
-    """What an error says, on one line of 200 characters at most."""
+    """An error's message on one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."
 

@@ -1,7 +1,6 @@
-"""Load an experiment file.
+"""Load an experiment file: Python that defines `experiment = Experiment(...)`.
 
-An experiment file is Python that defines `experiment = Experiment(...)`. Files beside it can be imported from it, so a
-variant is `dataclasses.replace` of another file's experiment.
+It can import the files beside it, so a variant is a `dataclasses.replace` of another file's experiment.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from types import ModuleType
 from gspax.config import Experiment
 from gspax.errors import UserError
 
-MODULE = "experiment_file"  # what every file is called while it runs: a description does not depend on its path
+MODULE = "experiment_file"  # the module name of every file, so that a description does not depend on its path
 
 
 def load(path: str | os.PathLike[str]) -> Experiment:
-    """Run an experiment file and give the `experiment` that it defines.
+    """Run an experiment file and return the `experiment` that it defines.
 
     Raises:
-      UserError: the file cannot be read or run, or `experiment` is missing or no `Experiment`; with file and line.
+      UserError: the file cannot be read or run, or `experiment` is missing or of another type; with file and line.
     """
     file = Path(path)
     module = ModuleType(MODULE)
@@ -31,7 +30,7 @@ def load(path: str | os.PathLike[str]) -> Experiment:
     sys.modules[MODULE] = module  # dataclasses in the file look up their annotations here
     folder = str(file.resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # last: a file beside it must not hide an installed module
+        sys.path.append(folder)  # last, so that no file beside it hides an installed module
     try:
         exec(code, module.__dict__)
     except (Exception, SystemExit) as problem:
@@ -45,9 +44,9 @@ def load(path: str | os.PathLike[str]) -> Experiment:
 
 
 def _compile(file: Path):
-    """The file's code object. It is not cached: a file that changed within a second must not run as it was."""
+    """The file's code object, never from a cache: a file that was just edited must not run in its old form."""
     if file.is_dir():
-        raise UserError(f"{file}: wanted an experiment file, this is a directory")
+        raise UserError(f"{file}: wanted an experiment file, got a directory")
     try:
         return compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
     except FileNotFoundError:
@@ -61,14 +60,14 @@ def _compile(file: Path):
 
 
 def _line(problem: BaseException, file: Path) -> int:
-    """The last line of the file that was running."""
+    """The line of the file that was running."""
     lines = [frame.lineno for frame in traceback.extract_tb(problem.__traceback__) if frame.filename == str(file)]
     return next((line for line in reversed(lines) if line), 1)
 
 
 def _sentence(problem: BaseException) -> str:
     if isinstance(problem, SystemExit):
-        return "the file ended the program; it should only define `experiment`"
+        return "the file exits the program; it should only define `experiment`"
     text = " ".join(str(problem).split())
     if isinstance(problem, UserError | ImportError) and text:
         return text
