@@ -52,7 +52,10 @@ def test_weight_decay_was_on_all_parameters_then(old_run):
         find_run(old_run, describe(matrices_only))
 
 
-def test_a_run_of_929977a_is_exported(old_run, tmp_path):
+def test_a_run_of_929977a_is_exported_also_without_a_field_that_came_later(old_run, tmp_path):
+    description = json.loads((old_run / "experiment.json").read_text())
+    del description["model"]["sliding_layers"]
+    (old_run / "experiment.json").write_text(json.dumps(description))
     export.run(old_run, tmp_path / "published", dtype="float32")
     config = json.loads((tmp_path / "published" / "config.json").read_text())
     assert config["hidden_size"] == 8

@@ -162,9 +162,11 @@ def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
 
 
 def _parse_dataclass(kind: Any, described: Mapping[str, Any]) -> Any:
-    """The inverse of `description.describe` for a dataclass."""
+    """The inverse of `description.describe` for a dataclass. A field that an older version lacked has its default."""
     fields = {}
     for name, hint in typing.get_type_hints(kind).items():
+        if name not in described:
+            continue
         value = described[name]
         if isinstance(value, dict):
             (hint,) = (each for each in typing.get_args(hint) if each is not types.NoneType)

@@ -156,7 +156,7 @@ def hf_tokenizer(path: str | os.PathLike[str]) -> HFTokenizer:
 
 
 def settings(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
-    """The JSON object in a file of a tokenizer folder; empty if there is no such file. UserError if it cannot be read."""
+    """The JSON object in a file of a tokenizer folder; empty without such a file. UserError if it cannot be read."""
     path = Path(folder, name)
     return _read_json(path) if path.exists() else {}
 
