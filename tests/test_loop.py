@@ -1,5 +1,6 @@
 """Whole runs: what they leave, that a resumed run gives the bits of an uninterrupted one, and how they fail."""
 
+import functools
 import json
 import os
 import signal
@@ -22,6 +23,8 @@ from gspax.errors import UserError
 from gspax.evaluate import run as evaluate_run
 from gspax.experiment.description import describe
 from gspax.learner import minibatches, train_step
+from gspax.learner.finite import count_skipped
+from gspax.learner.restore import load_start
 from gspax.learner.state import abstract_state
 from gspax.losses import kl
 from gspax.rollout import placement
@@ -210,6 +213,49 @@ def test_an_empty_prompt_is_refused(tmp_path):
     object.__setattr__(mute.tokenizer, "encode", lambda text: [])
     with pytest.raises(UserError, match=r"problem 0: wanted a prompt of 1 to 4 tokens .* got 0"):
         loop.train(mute, tmp_path / "run")
+
+
+def gives_nan_advantages(reward_PG):
+    return reward_PG * float("nan")
+
+
+def test_a_run_without_a_finite_update_stops_and_its_parameters_stay_what_they_were(tmp_path):
+    broken = replace(with_schedule(steps=9, eval_every=0, checkpoint_every=1), advantage=gives_nan_advantages)
+    broken = replace(broken, warm_start=None, reference=config.Reference())  # its first parameters are in start/
+    with pytest.raises(UserError, match=r"schedule\.max_skipped: wanted fewer than 5 updates in a row .* got 6"):
+        loop.train(broken, tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    steps = [row for row in record.read_metrics(run.metrics) if "policy/loss" in row]
+    assert [row["optim/skipped"] for row in steps] == [2, 2, 2] and np.isnan(steps[0]["policy/loss"])
+    state, learner = final_state(run, experiment=broken), loop.make_learner(broken)
+    start = load_start(run, broken.model, learner.mesh)
+    jax.tree.map(np.testing.assert_array_equal, state.params, jax.device_get(start))
+    assert state.step == 4, "the checkpoint of the second step is the last"
+
+
+def test_parameters_that_are_not_finite_are_not_saved(monkeypatch, tmp_path):
+    def run_step(learner, state, reference, ahead):
+        params = jax.tree.map(lambda leaf: leaf if state.step == 0 else leaf.at[0].set(jnp.inf), state.params)
+        return replace(state, step=state.step + learner.experiment.schedule.minibatches, params=params), {}, []
+
+    monkeypatch.setattr(loop, "run_step", run_step)
+    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
+    with pytest.raises(UserError, match="checkpoint 2: wanted finite parameters"):
+        loop.train(replace(with_schedule(eval_every=0, checkpoint_every=1), warm_start=None), tmp_path / "run")
+    with Checkpoints(RunDir(tmp_path / "run").checkpoints) as checkpoints:
+        assert checkpoints.steps() == [1]
+
+
+@pytest.mark.parametrize(("skipped", "stops"), [([2, 2, 0, 2, 2], False), ([2, 2, 1], True), ([5], True)])
+def test_skipped_updates_end_a_run_if_there_are_many_in_a_row(skipped, stops):
+    def count():
+        return functools.reduce(lambda before, now: count_skipped(before, now, limit=5), skipped, 0)
+
+    if not stops:
+        assert count() == 4
+        return
+    with pytest.raises(UserError, match="fewer than 5 updates in a row"):
+        count()
 
 
 @pytest.mark.slow
@@ -440,7 +486,7 @@ def test_sampler_and_learner_have_one_temperature_and_score_and_update_one_split
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_run_starts_with_the_key_of_its_seed(monkeypatch, tmp_path, warm):
     def update(state, batch):
-        return replace(state, step=state.step + 1), {"loss": jnp.float32(1)}
+        return replace(state, step=state.step + 1), {"loss": jnp.float32(1), "skipped": jnp.float32(0)}
 
     monkeypatch.setattr(sft, "make_train_step", lambda *args, **kwargs: update)
     seeded = replace(experiment, seed=3, warm_start=experiment.warm_start if warm else None)

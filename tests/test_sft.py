@@ -71,7 +71,7 @@ def test_each_update_sees_the_next_problems(monkeypatch, tmp_path):
         return make_demonstrations(stage, first, **kwargs)
 
     def update(state, batch):
-        return replace(state, step=state.step + 1), {"loss": jnp.float32(1)}
+        return replace(state, step=state.step + 1), {"loss": jnp.float32(1), "skipped": jnp.float32(0)}
 
     monkeypatch.setattr(sft, "make_demonstrations", spy)
     split = []

@@ -23,6 +23,7 @@ from gspax.distributed import multihost
 from gspax.evaluate import evaluate
 from gspax.experiment.description import describe
 from gspax.learner import clipping, minibatches
+from gspax.learner.finite import check_finite, count_skipped
 from gspax.learner.metrics import (
     Clock,
     response_metrics,
@@ -123,7 +124,9 @@ def train(experiment: Experiment, workdir: Path) -> None:
     ):
 
         def save(done: int, state: TrainState) -> None:
-            checkpoints.save(done, drop_frozen(state), {"experiment": describe(experiment)})
+            stored = drop_frozen(state)
+            check_finite(stored.params, done)
+            checkpoints.save(done, stored, {"experiment": describe(experiment)})
 
         state = restore_or_start(learner, run, checkpoints, interrupted)
         done = count_rollouts(learner, state)
@@ -132,6 +135,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
                 record_evaluation(learner, state, recorder, 0, run.before)
             reference = load_reference(learner, run, state)
             ahead: deque[PendingRollout] = deque()
+            skipped = 0
             while done < schedule.steps:
                 state, metrics, rows = run_step(learner, state, reference, ahead)
                 done += 1
@@ -139,6 +143,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
                     warn_of_noise(learner, metrics)
                 recorder.write_metrics(done, metrics)
                 bar.update(done, metrics)
+                skipped = count_skipped(skipped, int(metrics.get("optim/skipped", 0)), schedule.max_skipped)
                 if is_due(done, schedule.eval_every, schedule.steps):
                     record_evaluation(learner, state, recorder, done, run.after)
                     recorder.write_samples(done, gather_texts(rows))
@@ -352,8 +357,8 @@ def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[T
     updates: list[dict[str, Any]] = []
     begins = experiment.calibration is not None and count_updates(state) == 0
     for batch in batches:
-        if begins and len(updates) == 1:
-            floor = clipping.ratio_noise(multihost.to_host(updates[0]))
+        if begins and len(updates) == 1 and not (first := multihost.to_host(updates[0]))["skipped"]:
+            floor = clipping.ratio_noise(first)
             logp_BT, _, _ = learner.score(state.params, batch.tokens_BT, batch.segment_BT)
             state = replace(state, clip_range=place(clipping.measure_range(experiment, floor, logp_BT, batch)))
         state, metrics = learner.train_step(state, batch)
@@ -365,5 +370,6 @@ def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[T
         clip_range = multihost.to_host(state.clip_range)
         low, high = clip_range
         updates = [{**metrics, "clip_low": low, "clip_high": high} for metrics in updates]
-        state = replace(state, clip_range=place(clipping.adapt_range(experiment, clip_range, batches, updates)))
+        if not any(each["skipped"] for each in updates):  # a skipped update measures nothing
+            state = replace(state, clip_range=place(clipping.adapt_range(experiment, clip_range, batches, updates)))
     return state, updates

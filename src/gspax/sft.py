@@ -21,6 +21,7 @@ from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.learner import objective
+from gspax.learner.finite import check_finite, count_skipped
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state, init_state
 from gspax.learner.train_step import make_train_step
@@ -78,6 +79,7 @@ def warm_start(
             state = init_state(model, optimizer, jax.random.key(experiment.seed), mesh)
         else:
             state, _ = checkpoints.restore(abstract_state(model, optimizer, mesh))
+        skipped = 0
         done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
         with Recorder(run.warm_start, done) as recorder, progress.track(stage.steps, done, "warm start") as bar:
             while done < stage.steps:
@@ -87,7 +89,9 @@ def warm_start(
                 shown = {name: float(value) for name, value in multihost.to_host(metrics).items()}
                 recorder.write_metrics(done, shown)
                 bar.update(done, {"loss": shown["loss"]})
+                skipped = count_skipped(skipped, int(shown["skipped"]), experiment.schedule.max_skipped)
                 if interrupted() or done == stage.steps:
+                    check_finite(state.params, done)
                     checkpoints.save(done, state, {})
                 interrupted.stop_here()
     return state

@@ -11,12 +11,13 @@ from gspax.types import Batch, Rollout
 
 def test_metrics_of_several_updates_are_extremes_or_means():
     updates = [
-        {"loss": 1.0, "grad_norm": 2.0, "ratio_min": 0.5, "ratio_max": 1.5, "ratio_mean": 1.0},
-        {"loss": 4.0, "grad_norm": 4.0, "ratio_min": 0.9, "ratio_max": 1.2, "ratio_mean": 1.1},
+        {"loss": 1.0, "grad_norm": 2.0, "skipped": 1.0, "ratio_min": 0.5, "ratio_max": 1.5, "ratio_mean": 1.0},
+        {"loss": 4.0, "grad_norm": 4.0, "skipped": 1.0, "ratio_min": 0.9, "ratio_max": 1.2, "ratio_mean": 1.1},
     ]
     assert metrics.update_metrics(updates) == {
         "policy/loss": 2.5,
         "optim/grad_norm": 3.0,
+        "optim/skipped": 2.0,
         "policy/ratio_min": 0.5,
         "policy/ratio_max": 1.5,
         "policy/ratio_mean": 1.05,

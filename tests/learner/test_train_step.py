@@ -258,6 +258,31 @@ def test_router_logits_are_not_kept_unless_they_are_used():
     assert kept in compiled(objective.from_experiment(replace(EVERYTHING, correction=None, reference=None)))
 
 
+@pytest.mark.parametrize(("advantage", "loss_is_finite"), [(float("nan"), False), (0.0, True)])
+def test_an_update_that_is_not_finite_changes_nothing(advantage, loss_is_finite):
+    """Not the optimiser's state either; the next update goes on from there."""
+
+    def loss(logp_BT, old_logp_BT, advantage_B, mask_BT):
+        """At an advantage of 0 its value is 0 and its gradient is not finite."""
+        nll_B = -logp_BT.sum(axis=-1, where=mask_BT)
+        return losses.Terms(jnp.sqrt(nll_B * advantage_B), jnp.ones_like(nll_B), {})
+
+    adam, model = optax.adam(1e-2), replace(CONFIG, num_experts=0, num_hidden_layers=1)
+    update = make_step(loss, adam, model=model)
+    good = replace(batch(), advantage_B=jnp.ones(B), mask_BT=jnp.asarray(batch().mask_BT).at[:, 1].set(True))
+    bad = replace(good, advantage_B=good.advantage_B.at[3].set(advantage))
+    start = new_state(jax.tree.map(jnp.copy, tiny.params(model)), adam, jax.random.key(0))
+    state, metrics = update(start, good)
+    assert metrics["skipped"] == 0
+    before = jax.device_get((state.params, state.opt_state))
+    state, metrics = update(state, bad)
+    assert metrics["skipped"] == 1 and state.step == 2
+    assert np.isfinite(metrics["loss"]) == loss_is_finite and not np.isfinite(metrics["grad_norm"])
+    chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before)
+    state, metrics = update(state, good)
+    assert metrics["skipped"] == 0 and state.opt_state[0].count == 2
+
+
 def test_first_update_of_a_rollout_batch_has_ratio_one():
     data = batch()
     data = replace(data, old_logp_BT=score(4)(tiny.params(CONFIG), data.tokens_BT, data.segment_BT)[0])

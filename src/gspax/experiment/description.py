@@ -43,6 +43,7 @@ RESUMABLE = (
     "schedule.eval_every",
     "schedule.checkpoint_every",
     "schedule.keep_checkpoints",
+    "schedule.max_skipped",
     "evaluation.*",
     "sampling.max_prompt_tokens",
 )

@@ -63,8 +63,8 @@ def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
     for name in updates[0]:
         values = [float(update[name]) for update in updates]
         reduce = min if name.endswith("_min") else max if name.endswith("_max") else np.mean
-        group = "optim" if name == "grad_norm" else "policy"
-        combined[f"{group}/{name}"] = float(reduce(values))
+        group = "optim" if name in ("grad_norm", "skipped") else "policy"
+        combined[f"{group}/{name}"] = sum(values) if name == "skipped" else float(reduce(values))
     return combined
 
 

@@ -51,7 +51,10 @@ def make_train_step(
       routing_replay: each token goes to the experts in `batch.expert_BLTA`, with the live router's gates (Routing
         Replay, arXiv 2507.18071).
 
-    The metrics are float32 scalars: the objective's own, `loss` and `grad_norm` (before clipping).
+    An update whose loss or gradient is not finite is skipped: parameters and optimiser state stay as they are, bit for
+    bit, and `state.step` counts it.
+
+    The metrics are float32 scalars: the objective's own, `loss`, `grad_norm` (before clipping) and `skipped`, 0 or 1.
     """
 
     def outputs_of(params: Params, batch: Batch) -> Outputs:
@@ -81,10 +84,20 @@ def make_train_step(
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
         value, metrics = losses.reduce(terms)
         grads = _shard_like_params(grads, trained, config, mesh)
-        updates, opt_state = optimizer.update(grads, state.opt_state, trained)
-        params = combine(optax.apply_updates(trained, updates), frozen)
-        state = replace(state, step=state.step + 1, params=params, opt_state=opt_state)
-        return state, {"loss": value, "grad_norm": optax.tree.norm(grads), **metrics}
+        grad_norm = optax.tree.norm(grads)
+
+        def apply() -> tuple[Params, Any]:
+            updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+            return optax.apply_updates(trained, updates), opt_state
+
+        def skip() -> tuple[Params, Any]:
+            return trained, state.opt_state
+
+        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+        updated, opt_state = jax.lax.cond(finite, apply, skip)
+        skipped = (~finite).astype(jnp.float32)
+        state = replace(state, step=state.step + 1, params=combine(updated, frozen), opt_state=opt_state)
+        return state, {"loss": value, "grad_norm": grad_norm, "skipped": skipped, **metrics}
 
     return train_step
 
