@@ -3,7 +3,8 @@
     python experiments/benchmarks/bench_rewards.py DATA > experiments/benchmarks/rewards.md
 
 DATA holds `gsm8k/{train,test}.jsonl` (openai/grade-school-math) and `math500/test.jsonl` (openai/prm800k), in their
-published schemas. Every reference solution should get 1.0, and 0.0 once its final answer is perturbed.
+published schemas. Every reference solution should get 1.0, and 0.0 once its final answer is perturbed. It also holds
+`code_mini/problems.jsonl`, in LiveCodeBench's schema with a right and a wrong program for each problem.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspax.rewards import math
+from gspax.rewards import code, math
 from gspax.rewards.answers import compare, extract
+from gspax.rewards.grades import Grade
+from gspax.rewards.program_tests import from_livecodebench
 
 Row = tuple[str, str, str]  # expected answer, reference solution, the solution with its final answer perturbed
 
@@ -52,7 +55,7 @@ def math500(folder: Path) -> list[Row]:
     return rows
 
 
-def timed(answers: Sequence[str], completions: Sequence[str]) -> tuple[list[math.Grade], float]:
+def timed(answers: Sequence[str], completions: Sequence[str]) -> tuple[list[Grade], float]:
     began = time.perf_counter()
     grades = math.grade(answers, completions, batch_timeout=600)
     return grades, time.perf_counter() - began
@@ -82,6 +85,24 @@ def as_sum(answer: str) -> str:
     return rf"\boxed{{{int(answer.replace(',', '')) - 1} + 1}}"
 
 
+def programs(folder: Path, isolation: str) -> str:
+    rows = [json.loads(line) for line in (folder / "problems.jsonl").read_text(encoding="utf-8").splitlines()]
+    answers = [from_livecodebench(row).to_answer() for row in rows]
+
+    def graded(name: str, repeats: int = 1) -> tuple[int, float]:
+        # A comment keeps the copies apart: equal programs would run once.
+        texts = [f"{row[name]}\n# {copy}" for copy in range(repeats) for row in rows]
+        began = time.perf_counter()
+        grades = code.grade(answers * repeats, texts, allow_code_execution=True, isolation=isolation)
+        return sum(grade.reward == 1 for grade in grades), time.perf_counter() - began
+
+    right, wrong = graded("reference_solution")[0], len(rows) - graded("wrong_solution")[0]
+    repeats = 10
+    minutes = graded("reference_solution", repeats)[1] / 60
+    each = f"{right} of {len(rows)} | {wrong} of {len(rows)} | {repeats * len(rows) / minutes:,.0f}"
+    return f"| {isolation} | {each} | {os.getloadavg()[0]:.1f} |"
+
+
 def main() -> None:
     data = Path(sys.argv[1])
     words, competition = gsm8k(data / "gsm8k"), math500(data / "math500")
@@ -98,6 +119,9 @@ def main() -> None:
     print(speed("MATH-500's solutions", [(row[0], row[1]) for row in competition]))
     print(speed("MATH-500's solutions, perturbed", [(row[0], row[2]) for row in competition]))
     print(speed("GSM8K's answers as sums, `41 + 1`", [(row[0], as_sum(row[0])) for row in words]))
+    print("\n| programs of code_mini, 2 workers | right ones pass | wrong ones fail | a minute | load of the machine |")
+    print("| --- | --- | --- | --- | --- |")
+    print("\n".join(programs(data / "code_mini", isolation) for isolation in ("bubblewrap", "limits")))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import _pool, math
 from gspax.rewards._pool import Failure, Pool
+from gspax.rewards.grades import Grade, Tally
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -107,7 +108,7 @@ def test_what_would_run_for_ever_ends_at_the_deadline(answer):
     grades = math.grade(["x + 1", "x + 1"], [rf"\boxed{{{answer}}}", r"\boxed{1 + x}"], timeout=1.0, failed=-1.0)
     assert grades[0].outcome in ("late", "crashed", "different")
     assert grades[0].reward == (0.0 if grades[0].outcome == "different" else -1.0)
-    assert grades[1] == math.Grade(1.0, "equal")
+    assert grades[1] == Grade(1.0, "equal")
     assert time.monotonic() - began < 30
 
 
@@ -145,7 +146,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0 and 99 in math.
 
 
 def test_an_answer_too_long_to_be_one_is_not_parsed():
-    assert math.grade(["x"], [r"\boxed{" + "x + " * 1000 + "x}"]) == [math.Grade(0.0, "no answer")]
+    assert math.grade(["x"], [r"\boxed{" + "x + " * 1000 + "x}"]) == [Grade(0.0, "no answer")]
 
 
 def test_it_works_in_a_thread():
@@ -170,11 +171,12 @@ def test_the_reward_can_be_described_and_pickled():
 
 
 def test_a_run_stops_when_too_many_comparisons_fail(monkeypatch):
-    monkeypatch.setattr(math, "_counts", math.Counter(equal=150, late=31, crashed=9))
+    tally = Tally("gspax.rewards.math")
+    monkeypatch.setattr(math, "_tally", tally)
+    for outcome, count in {"equal": 150, "late": 31, "crashed": 9}.items():
+        tally.add([Grade(0.0, outcome)] * count)
     assert [rewarded("1", "1") for _ in range(10)] == [1.0] * 10  # 40 of 200 are as many as may fail
-    with pytest.raises(
-        UserError, match=r"wanted at most 19% of the answers to fail .* got 40 of 201 \(31 late, 9 crash"
-    ):
+    with pytest.raises(UserError, match=r"fail for at most 19%, got 40 of 201 \(31 late, 9 crashed\)"):
         rewarded("1", "1", max_failed=0.19)
 
 

@@ -37,11 +37,11 @@ class Failure:
 class Pool:
     """Up to `workers` processes of one script, started when they are needed. Safe to use from several threads."""
 
-    def __init__(self, script: Path, *, workers: int, renew_after: int = 5000):
+    def __init__(self, script: Path, *arguments: str, workers: int, renew_after: int = 5000):
         if workers < 1 or renew_after < 1:
             raise UserError(f"workers: wanted at least 1 worker and 1 task for each, got {workers} and {renew_after}")
         self.workers = workers
-        self._script, self._renew_after = script, renew_after
+        self._script, self._arguments, self._renew_after = script, arguments, renew_after
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(workers):
             self._idle.put(None)
@@ -54,7 +54,7 @@ class Pool:
         worker = self._idle.get()
         try:
             if worker is None or not worker.alive():
-                worker = _Worker(self._script)
+                worker = _Worker(self._script, *self._arguments)
             answer = worker.ask(task, timeout)
             if isinstance(answer, Failure) or worker.tasks >= self._renew_after:
                 worker.kill()
@@ -90,11 +90,11 @@ class Pool:
 
 
 class _Worker:
-    def __init__(self, script: Path):
+    def __init__(self, script: Path, *arguments: str):
         # -P: the script's folder has modules named as those of the standard library are.
         # A session of its own: an interrupt at the terminal is the trainer's business.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(script)],
+            [sys.executable, "-P", str(script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

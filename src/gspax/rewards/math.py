@@ -15,30 +15,19 @@ import atexit
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards._pool import Failure, Pool
 from gspax.rewards.answers import compare, extract, reference
+from gspax.rewards.grades import Grade, Tally
 
 _LONGEST = 2000  # characters; a longer answer is no answer
-_ENOUGH = 200  # graded samples before the share that failed can stop a run
-
 _lock = threading.Lock()
 _pools: dict[int, Pool] = {}  # by number of workers
-_counts: Counter[str] = Counter()
-
-
-@dataclass(frozen=True)
-class Grade:
-    """The reward of a completion, and why."""
-
-    reward: float
-    outcome: str  # "equal", "different", "no answer", "late" or "crashed"
+_tally = Tally("gspax.rewards.math")
 
 
 def reward(
@@ -63,7 +52,7 @@ def reward(
       max_failed: the share of such completions, of all that this process has graded, above which UserError is raised.
     """
     grades = grade([problem.answer], [completion], form=form, timeout=timeout, workers=workers, failed=failed)
-    _stop_if_failing(max_failed)
+    _tally.check(max_failed)
     return grades[0].reward
 
 
@@ -78,6 +67,8 @@ def grade(
     failed: float = 0.0,
 ) -> list[Grade]:
     """Grades of a batch of completions, each against the answer of the same index.
+
+    Outcomes are "equal", "different", "no answer", "late" and "crashed".
 
     The arguments are those of `reward`, and `batch_timeout`, seconds for the whole batch: what has not been compared by
     then is late.
@@ -95,15 +86,13 @@ def grade(
     pairs = list(dict.fromkeys(each for each in grades if isinstance(each, tuple)))  # samples repeat each other
     decided = dict(zip(pairs, _ask(pairs, timeout, batch_timeout, workers), strict=True))
     done = [_grade(decided[each], failed) if isinstance(each, tuple) else each for each in grades]
-    with _lock:
-        _counts.update(each.outcome for each in done)
+    _tally.add(done)
     return done
 
 
 def counts() -> dict[str, int]:
     """How many completions this process has graded, by outcome."""
-    with _lock:
-        return dict(_counts)
+    return _tally.counts()
 
 
 def _grade(result: bool | Failure, failed: float) -> Grade:
@@ -130,16 +119,6 @@ def _pool(workers: int) -> Pool:
         if workers not in _pools:
             _pools[workers] = Pool(Path(__file__).with_name("_math_worker.py"), workers=workers)
         return _pools[workers]
-
-
-def _stop_if_failing(most: float) -> None:
-    with _lock:
-        total, failed = _counts.total(), _counts["late"] + _counts["crashed"]
-    if total >= _ENOUGH and failed > most * total:
-        raise UserError(
-            f"reward: wanted at most {most:.0%} of the answers to fail in gspax.rewards.math, got {failed} of {total} "
-            f"({_counts['late']} late, {_counts['crashed']} crashed)"
-        )
 
 
 @atexit.register

@@ -1,0 +1,76 @@
+"""What runs inside the sandbox, before and around the program that is judged. Sent as text to a bare interpreter.
+
+It reads a marshalled task from the descriptor in its first argument, gives up what the program must not have, and runs
+the program as `__main__`, or calls one of its functions and writes what it returns as JSON. Nothing here is secret: the
+expected output is in another process.
+"""
+
+
+def _enter(task: dict) -> None:
+    import builtins
+    import os
+    import resource
+    import sys
+
+    for name, most in task["limits"].items():
+        limit = getattr(resource, name)
+        hard = resource.getrlimit(limit)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (most, most))
+    if task["filter"] or task["parent"]:
+        import ctypes
+
+        libc = ctypes.CDLL(None)
+        if task["parent"]:
+            libc.prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+            if os.getppid() != task["parent"]:
+                os._exit(1)
+        if task["filter"]:
+            buffer = ctypes.create_string_buffer(task["filter"])
+            filters = (ctypes.c_uint64 * 2)(len(task["filter"]) // 8, ctypes.addressof(buffer))  # struct sock_fprog
+            if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, filters):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+                os._exit(1)
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # -S leaves them out
+    sys.set_int_max_str_digits(0)
+    sys.argv = ["main.py"]
+
+
+def _call(task: dict) -> None:
+    import json
+    import os
+    import sys
+    import types
+
+    channel = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    names = module.__dict__
+    exec(task["names"], names)
+    exec(compile(task["code"], "main.py", "exec"), names)
+    owner = names["Solution"]() if "Solution" in names else None
+    function = names[task["function"]] if owner is None else getattr(owner, task["function"])
+    data = memoryview(json.dumps(function(*task["arguments"])).encode())
+    while data:
+        data = data[os.write(channel, data) :]
+    os._exit(0)
+
+
+def _main() -> None:
+    import marshal
+    import os
+    import sys
+
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        task = marshal.load(file)
+    _enter(task)
+    if task["function"]:
+        _call(task)
+    names = sys.modules["__main__"].__dict__
+    for name in ("_enter", "_call", "_main"):
+        del names[name]
+    exec(compile(task["code"], "main.py", "exec"), names)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,210 @@
+"""Programs: 1 if a completion's program passes all tests of the problem, else 0.
+
+    reward=partial(rewards.code.reward, allow_code_execution=True)
+
+Each test runs in a fresh interpreter in a sandbox (bubblewrap). Expected outputs stay in this process, so a program has
+nothing to look up and nothing to forge: it can only give an output, which is compared here. docs/rewards.md says what
+the sandbox holds and what it does not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspax.data.problem import Problem
+from gspax.errors import UserError
+from gspax.rewards import _seccomp
+from gspax.rewards._pool import Failure, Pool
+from gspax.rewards.grades import Grade, Tally
+from gspax.rewards.program_tests import Tests, arguments, from_answer, same_text, same_value
+
+_LONGEST = 100_000  # characters of a program
+_SPARE = 30.0  # seconds beyond a test's own limit after which its worker is taken to hang
+
+_lock = threading.Lock()
+_pools: dict[tuple[str, str, int], Pool] = {}  # by isolation, interpreter and number of workers
+_tally = Tally("gspax.rewards.code")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use in one test."""
+
+    timeout: float = 6.0  # seconds, start of the interpreter included; processor time is bounded alike
+    memory: int = 512  # MiB of address space of each process
+    output: int = 4  # MiB of each file it writes, standard output included
+    processes: int = 16  # and threads, at one time
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise UserError(f"limits.{name}: wanted more than 0, got {value}")
+
+
+def reward(
+    problem: Problem,
+    completion: str,
+    *,
+    allow_code_execution: bool = False,
+    limits: Limits = Limits(),
+    isolation: str = "bubblewrap",
+    python: str | None = None,
+    workers: int = 2,
+    failed: float = 0.0,
+    max_failed: float = 0.2,
+) -> float:
+    """1.0 if the completion's program passes all tests of `problem.answer`, else 0.0.
+
+    Args:
+      problem: its answer is the text of `program_tests.Tests`.
+      completion: text with the program in its last fenced block, or nothing but the program.
+      allow_code_execution: must be True: this runs what a model has written.
+      limits: for each test.
+      isolation: "bubblewrap", or "limits" for a machine without it, where programs can read the file system.
+      python: the interpreter for the programs; None for this one if it is below /usr, else /usr/bin/python3.
+      workers: programs at one time, of this process.
+      failed: the reward of a completion whose worker was lost, which no program should be able to cause.
+      max_failed: the share of such completions above which UserError is raised.
+    """
+    grades = grade(
+        [problem.answer],
+        [completion],
+        allow_code_execution=allow_code_execution,
+        limits=limits,
+        isolation=isolation,
+        python=python,
+        workers=workers,
+        failed=failed,
+    )
+    _tally.check(max_failed)
+    return grades[0].reward
+
+
+def grade(
+    answers: Sequence[str],
+    completions: Sequence[str],
+    *,
+    allow_code_execution: bool = False,
+    limits: Limits = Limits(),
+    isolation: str = "bubblewrap",
+    python: str | None = None,
+    batch_timeout: float = 600.0,
+    workers: int = 2,
+    failed: float = 0.0,
+) -> list[Grade]:
+    """Grades of a batch of completions, each against the tests of the same index.
+
+    Outcomes are "passed", "wrong", "error", "timeout", "no program", "late" and "crashed". The arguments are those of
+    `reward`, and `batch_timeout`, seconds for the whole batch: programs that have had no turn by then are late.
+    """
+    if not allow_code_execution:
+        raise UserError("reward: wanted allow_code_execution=True for rewards that run programs a model has written")
+    if len(answers) != len(completions):
+        raise UserError(f"answers: wanted one for each of {len(completions)} completions, got {len(answers)}")
+    pool, deadline = _pool(isolation, python, workers), time.monotonic() + batch_timeout
+
+    def grade_one(pair: tuple[Tests, str | None]) -> Grade:
+        tests, code = pair
+        if code is None:
+            return Grade(0.0, "no program")
+        return _run_tests(pool, tests, code, limits, deadline) or Grade(1.0, "passed")
+
+    pairs = list(zip(map(from_answer, answers), map(extract_program, completions), strict=True))
+    decided = dict(zip(unique := list(dict.fromkeys(pairs)), pool.map(grade_one, unique), strict=True))
+    grades = [decided[pair] for pair in pairs]
+    grades = [Grade(failed, each.outcome) if each.outcome in ("late", "crashed") else each for each in grades]
+    _tally.add(grades)
+    return grades
+
+
+def counts() -> dict[str, int]:
+    """How many completions this process has graded, by outcome."""
+    return _tally.counts()
+
+
+def extract_program(completion: str) -> str | None:
+    """The last fenced block of a completion; all of it where nothing is fenced; None where no fence closes."""
+    code = _last_block(completion) if "```" in completion else completion
+    return code if code and code.strip() and len(code) <= _LONGEST else None
+
+
+def _last_block(text: str) -> str | None:
+    """Between the last line that closes a block and the one that opened it."""
+    block: list[str] | None = None
+    last: str | None = None
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            if block is not None:
+                last = "\n".join(block) + "\n"
+            block = [] if block is None else None
+        elif block is not None:
+            block.append(line)
+    return last
+
+
+def _run_tests(pool: Pool, tests: Tests, code: str, limits: Limits, deadline: float) -> Grade | None:
+    """The grade of the first test that the program does not pass; None if it passes all."""
+    for number, (given, expected) in enumerate(tests.cases, 1):
+        if time.monotonic() >= deadline:
+            return Grade(0.0, "late")
+        task: dict[str, Any] = {
+            "code": code,
+            "function": tests.function,
+            "timeout": limits.timeout,
+            "processes": limits.processes,
+        }
+        task |= {"memory": limits.memory << 20, "output": limits.output << 20}
+        is_program = tests.function is None
+        task |= {"input": given, "arguments": []} if is_program else {"input": "", "arguments": arguments(given)}
+        result: Any = pool.ask(task, timeout=limits.timeout + _SPARE)
+        if isinstance(result, Failure):
+            return Grade(0.0, result.reason)
+        if result["status"] == "timeout":
+            return Grade(0.0, "timeout", f"test {number}")
+        if result["code"] != 0:
+            last = (result["errors"].strip().splitlines() or [f"exit status {result['code']}"])[-1]
+            return Grade(0.0, "error", f"test {number}: {last}")
+        if not (same_text if is_program else same_value)(expected, result["output"]):
+            return Grade(0.0, "wrong", f"test {number}")
+    return None
+
+
+def _pool(isolation: str, python: str | None, workers: int) -> Pool:
+    if isolation not in ("bubblewrap", "limits"):
+        raise UserError(f"isolation: wanted bubblewrap or limits, got {isolation!r}")
+    if isolation == "bubblewrap" and shutil.which("bwrap") is None:
+        raise UserError(
+            "isolation: wanted the program bwrap (apt-get install bubblewrap), got none; isolation='limits' does "
+            "without it and lets programs read the file system"
+        )
+    key = isolation, python or _default_python(), workers
+    with _lock:
+        if key not in _pools:
+            rules = _seccomp.build(alone=isolation == "limits").hex()
+            script = Path(__file__).with_name("_code_worker.py")
+            _pools[key] = Pool(script, isolation, key[1], rules, workers=workers)
+        return _pools[key]
+
+
+def _default_python() -> str:
+    """An interpreter that anybody may run: one in somebody's home cannot be reached by the user nobody."""
+    this = os.path.realpath(sys.executable)
+    return this if this.startswith("/usr/") else "/usr/bin/python3"
+
+
+@atexit.register
+def _close() -> None:
+    for pool in _pools.values():
+        pool.close()
+
+
+os.register_at_fork(after_in_child=_pools.clear)  # a fork must not talk to its parent's workers

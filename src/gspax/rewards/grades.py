@@ -1,0 +1,47 @@
+"""What a graded completion is, and the tally that stops a run whose grading fails."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gspax.errors import UserError
+
+FAILED = ("late", "crashed")  # the grading failed, whatever the completion is worth
+_ENOUGH = 200  # graded completions before the share that failed can stop a run
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The reward of a completion, and why."""
+
+    reward: float
+    outcome: str  # one of a few words, to be counted; those of FAILED in every module
+    detail: str = ""  # what a reader of samples wants to see
+
+
+class Tally:
+    """How many completions a process has graded, by outcome. Safe to use from several threads."""
+
+    def __init__(self, name: str):
+        self._name, self._lock, self._counts = name, threading.Lock(), Counter[str]()
+
+    def add(self, grades: Sequence[Grade]) -> None:
+        with self._lock:
+            self._counts.update(grade.outcome for grade in grades)
+
+    def counts(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
+
+    def check(self, most: float) -> None:
+        """UserError if more than this share of many completions failed to be graded."""
+        counts = self.counts()
+        total, failed = sum(counts.values()), sum(counts.get(outcome, 0) for outcome in FAILED)
+        if total >= _ENOUGH and failed > most * total:
+            each = ", ".join(f"{counts.get(outcome, 0)} {outcome}" for outcome in FAILED)
+            raise UserError(
+                f"reward: wanted {self._name} to fail for at most {most:.0%}, got {failed} of {total} ({each})"
+            )

@@ -1,0 +1,123 @@
+"""Tests of a program: what goes in and what must come out, as the text of a `Problem.answer`; two published schemas."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import json
+import pickle
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from gspax.errors import UserError
+
+_DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Inputs and expected outputs.
+
+    Attributes:
+      cases: (input, expected output). For a program both are texts: what it reads and what it prints. For a function
+        the input is a line of JSON for each argument, the output is the JSON of what it returns.
+      function: the name of a function, or of a method of a class `Solution`; None for a program.
+    """
+
+    __test__ = False  # not for pytest
+
+    cases: tuple[tuple[str, str], ...]
+    function: str | None = None
+
+    def to_answer(self) -> str:
+        """The text of a `Problem.answer`."""
+        return json.dumps({"function": self.function, "cases": self.cases})
+
+
+@functools.lru_cache(maxsize=1024)
+def from_answer(answer: str) -> Tests:
+    """The inverse of `Tests.to_answer`."""
+    try:
+        data = json.loads(answer)
+        cases = tuple((str(given), str(expected)) for given, expected in data["cases"])
+        function = data["function"]
+        if function is not None:
+            for given, expected in cases:
+                json.loads(expected), arguments(given)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"answer: wanted the text of gspax.rewards.program_tests.Tests, got {answer[:80]!r}") from error
+    if not cases:
+        raise UserError("answer: wanted at least one test, got none")
+    return Tests(cases, function)
+
+
+def from_livecodebench(row: Mapping[str, Any]) -> Tests:
+    """The public and private tests of a row of LiveCodeBench."""
+    cases = [*json.loads(row["public_test_cases"]), *_private(row["private_test_cases"])]
+    function = json.loads(row.get("metadata") or "{}").get("func_name")
+    return Tests(tuple((case["input"], case["output"]) for case in cases), function)
+
+
+def from_codeforces(row: Mapping[str, Any]) -> Tests:
+    """The official tests of a row of the published CodeForces data set, for problems with one right output each.
+
+    UserError for a problem that is checked by a program of its own, that reads from files, or whose tests are missing.
+    """
+    if row.get("generated_checker") or row.get("input_mode", "stdio") != "stdio" or not row.get("official_tests"):
+        raise UserError(f"row {row.get('id')}: wanted official tests on standard input, without a checker")
+    return Tests(tuple((case["input"], case["output"]) for case in row["official_tests"]))
+
+
+def arguments(given: str) -> list[Any]:
+    """The arguments of a function test."""
+    return [json.loads(line) for line in given.splitlines() if line.strip()]
+
+
+def same_value(expected: str, output: str) -> bool:
+    """Whether two JSON texts hold equal values. What a program wrote may be anything."""
+    try:
+        return bool(json.loads(output) == json.loads(expected))
+    except (ValueError, RecursionError):
+        return False
+
+
+def same_text(expected: str, output: str) -> bool:
+    """Whether two outputs are equal line by line, white space around lines aside; numbers of a line by their values."""
+    wanted, got = ([line.strip() for line in text.strip().splitlines()] for text in (expected, output))
+    return len(wanted) == len(got) and all(map(_same_line, wanted, got))
+
+
+def _same_line(wanted: str, got: str) -> bool:
+    if wanted == got:
+        return True
+    left, right = wanted.split(), got.split()
+    return len(left) == len(right) and all(map(_same_word, left, right))
+
+
+def _same_word(wanted: str, got: str) -> bool:
+    if wanted == got:
+        return True
+    if not _DECIMAL.fullmatch(wanted) or not _DECIMAL.fullmatch(got):
+        return False
+    try:
+        return Decimal(wanted) == Decimal(got)
+    except InvalidOperation:
+        return False
+
+
+def _private(text: str) -> list[dict[str, str]]:
+    """JSON, or JSON in a pickle in zlib in base64, as the larger data sets have it. No class is ever loaded."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return json.loads(_TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load())
+
+
+class _TextOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise UserError(f"private_test_cases: wanted a pickled text, got one that loads {module}.{name}")

@@ -1,0 +1,365 @@
+"""Programs in sandboxes: right ones pass, and what attacks a grader gets nothing.
+
+Bounds matter here: at most two programs run at one time, with little memory and few seconds.
+"""
+
+import os
+import shutil
+import socket
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gspax.data.problem import Problem
+from gspax.errors import UserError
+from gspax.experiment.description import describe
+from gspax.rewards import _seccomp, code
+from gspax.rewards.code import Limits
+from gspax.rewards.grades import Grade, Tally
+from gspax.rewards.program_tests import Tests
+
+EXPECTED = "918273645"  # what an attack would have to find
+LIMITS = Limits(timeout=20.0, memory=256, output=1, processes=8)
+SHORT = Limits(timeout=1.0, memory=256, output=1, processes=8)
+
+
+@pytest.fixture(params=["bubblewrap", "limits"])
+def isolation(request):
+    if request.param == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip(
+            "bubblewrap is not installed (apt-get install bubblewrap); the same tests run with isolation='limits'"
+        )
+    if request.param == "limits" and not _seccomp.build(alone=True):
+        pytest.skip("isolation='limits' needs seccomp on x86-64")
+    return request.param
+
+
+def graded(program, isolation, *cases, function=None, limits=LIMITS):
+    answer = Tests(cases or (("", EXPECTED),), function).to_answer()
+    return code.grade([answer], [program], allow_code_execution=True, limits=limits, isolation=isolation)[0]
+
+
+def fenced(program):
+    return f"Here it is:\n\n```python\n{program}\n```\n"
+
+
+# Honest programs
+
+READERS = [
+    "print(int(input()) * 2)",
+    "import sys\nprint(int(sys.stdin.readline()) * 2)",
+    "import sys\nprint(int(sys.stdin.buffer.readline()) * 2)",
+    "import sys\nprint(int(sys.stdin.buffer.read()) * 2)",
+    "import os\nos.write(1, b'%d' % (int(os.read(0, 100)) * 2))",
+    "print(int(open(0).read()) * 2)\nexit()",
+    "def main():\n    print(int(input()) * 2)\nif __name__ == '__main__':\n    main()",
+    "import threading\nthread = threading.Thread(target=lambda: print(int(input()) * 2))\nthread.start()",
+    "print(str(2 ** 20_000)[:0] + str(int(input()) * 2))",
+    "from dataclasses import dataclass\n@dataclass\nclass A:\n    n: 'int'\nprint(A(int(input())).n * 2)",
+]
+
+
+@pytest.mark.parametrize("program", READERS)
+def test_a_correct_program_passes(program, isolation):
+    assert graded(program, isolation, ("21\n", "42\n")) == Grade(1.0, "passed")
+
+
+FUNCTIONS = [
+    "def total(numbers, start):\n    return sum(numbers) + start",
+    "class Solution:\n    def total(self, numbers: List[int], start: int) -> int:\n        return sum(numbers) + start",
+    "def total(numbers, start):\n    print('looking', flush=True)\n    return reduce(operator.add, numbers, start)",
+    "def total(numbers, start):\n    return float(sum(numbers) + start)",
+]
+
+
+@pytest.mark.parametrize("program", FUNCTIONS)
+def test_a_correct_function_passes(program, isolation):
+    cases = (("[1, 2]\n3", "6"), ("[]\n\n-1\n", "-1"))
+    assert graded(program, isolation, *cases, function="total") == Grade(1.0, "passed")
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome", "detail"),
+    [
+        ("print(int(input()) + 21)", "wrong", "test 2"),
+        ("print(int(input()) * 2 if True else", "error", "test 1: SyntaxError: '(' was never closed"),
+        ("print(1 / (int(input()) - 21))", "error", "test 1: ZeroDivisionError: division by zero"),
+        ("print(int(input()) * 2)\nraise SystemExit(3)", "error", "test 1: exit status 3"),
+        ("", "no program", ""),
+    ],
+)
+def test_a_grade_says_why(program, outcome, detail, isolation):
+    cases = (("21\n", "42\n"), ("1\n", "2\n"))
+    assert graded(program, isolation, *cases) == Grade(0.0, outcome, detail)
+
+
+def test_a_batch_is_graded_in_order(isolation):
+    answers = [Tests((("", str(index)),)).to_answer() for index in range(4)]
+    completions = [fenced("print(0)"), fenced("print(0)"), "```python\nprint(2)", fenced("print(3)")]
+    grades = code.grade(answers, completions, allow_code_execution=True, limits=LIMITS, isolation=isolation)
+    assert [grade.outcome for grade in grades] == ["passed", "wrong", "no program", "passed"]
+
+
+# Attacks. Each would print or return the expected value if it could.
+
+FUNCTION_ATTACKS = {
+    "equal to everything": "class A:\n    def __eq__(self, other):\n        return True\ndef f():\n    return A()",
+    "equal to everything, an int": "class A(int):\n    __eq__ = lambda self, other: True\ndef f():\n    return A(1)",
+    "frames": """
+import gc, sys
+def f():
+    frame, seen = sys._getframe(), []
+    while frame:
+        seen += [*frame.f_locals.values(), *frame.f_globals.values()]
+        frame = frame.f_back
+    texts = [repr(each) for each in (*seen, *gc.get_objects())]
+    wanted = "".join(reversed("546372819"))
+    return int(wanted) if any(wanted in text for text in texts) else 0
+""",
+    "no value": "import os\ndef f():\n    os._exit(0)",
+    "exit": "def f():\n    exit()",
+    "a result of its own": "import os\ndef f():\n    for n in range(3, 10):\n        try: os.write(n, b'1')\n"
+    "        except OSError: pass\n    os._exit(0)",
+    "two results": f"import os\ndef f():\n    for n in range(3, 10):\n        try: os.write(n, b'{EXPECTED} ')\n"
+    f"        except OSError: pass\n    return {EXPECTED}",
+}
+
+
+@pytest.mark.parametrize("name", FUNCTION_ATTACKS)
+def test_an_attack_from_inside_a_function_gets_nothing(name, isolation):
+    grade = graded(FUNCTION_ATTACKS[name], isolation, ("", EXPECTED), function="f")
+    assert grade.reward == 0.0 and grade.outcome in ("wrong", "error")
+
+
+def test_a_reloaded_module_reaches_no_file_outside(isolation, tmp_path):
+    tmp_path.chmod(0o777)
+    target = tmp_path / "written"
+    program = f"""
+import importlib, os
+importlib.reload(os)
+os.system("echo {EXPECTED} > {target}")
+open({str(target)!r}, "w").write("x")
+print({EXPECTED})
+"""
+    if isolation == "limits":  # may write where anybody may; starts no program
+        program = program.replace(f'open({str(target)!r}, "w").write("x")', "assert os.system('true') == 0")
+    assert graded(program, isolation).reward == 0.0
+    assert not target.exists()
+
+
+def test_limits_refuse_a_fork_by_its_number_too():
+    if not _seccomp.build(alone=True):
+        pytest.skip("isolation='limits' needs seccomp on x86-64")
+    program = f"""
+import ctypes, os
+child = ctypes.CDLL(None).syscall(57)
+if child == 0:
+    os._exit(0)
+print({EXPECTED} if child > 0 else 0)
+"""
+    assert graded(program, "limits").outcome == "wrong"
+
+
+def test_a_child_does_not_outlive_its_program(isolation):
+    marker = f"3{os.getpid()}.5"
+    program = f"""
+import os
+if os.fork() == 0:
+    os.setsid()
+    os.execv("/bin/sleep", ["sleep", "{marker}"])
+import time
+time.sleep(0.2)
+print({EXPECTED})
+"""
+    grade = graded(program, isolation)
+    assert grade.outcome == ("passed" if isolation == "bubblewrap" else "error")
+    deadline = time.monotonic() + 5
+    while running(marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running(marker)
+
+
+def test_a_program_ends_with_its_worker(isolation, monkeypatch):
+    name = f"p{os.getpid()}"
+    program = f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name}')\ntime.sleep(60)"  # PR_SET_NAME
+    monkeypatch.setattr(code, "_SPARE", 1.5 - LIMITS.timeout)
+    assert graded(program, isolation) == Grade(0.0, "late")
+    deadline = time.monotonic() + 5
+    while running(name, "comm") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running(name, "comm")
+
+
+def running(text, file="cmdline"):
+    """Whether a process of this machine has an argument, or a name (`file="comm"`)."""
+    for path in Path("/proc").glob(f"[0-9]*/{file}"):
+        try:
+            if text.encode() in path.read_bytes().replace(b"\n", b"\0").split(b"\0"):
+                return True
+        except OSError:
+            pass
+    return False
+
+
+def test_the_network_is_out_of_reach(isolation):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = f"""
+import socket
+socket.create_connection(("127.0.0.1", {server.getsockname()[1]}), 1)
+print({EXPECTED})
+"""
+        assert graded(program, isolation).outcome == "error"
+
+
+def test_the_environment_is_empty(isolation, monkeypatch):
+    monkeypatch.setenv("GSPAX_SECRET", EXPECTED)
+    code._pools.clear()  # workers with this environment
+    program = """
+import os, glob
+texts = [str(os.environ)]
+for path in glob.glob("/proc/[0-9]*/environ"):
+    try: texts.append(open(path).read())
+    except OSError: pass
+print(918273645 if any("GSPAX_SECRET" in text for text in texts) else 0)
+"""
+    assert graded(program, isolation).outcome == "wrong"
+
+
+def test_files_are_out_of_reach(tmp_path):
+    if shutil.which("bwrap") is None:
+        pytest.skip("only bubblewrap hides files")
+    tmp_path.chmod(0o755)
+    (tmp_path / "answer").write_text(EXPECTED)
+    for path in (tmp_path / "answer", Path(__file__), "/etc/passwd"):
+        assert graded(f"print(open({str(path)!r}).read() and {EXPECTED})", "bubblewrap").outcome == "error"
+    for folder in ("/", "/usr", "/dev", "/dev/shm", "/proc"):
+        assert graded(f"open('{folder}/x', 'w').close()\nprint({EXPECTED})", "bubblewrap").outcome == "error"
+    assert graded(f"open('x', 'w').close()\nprint({EXPECTED})", "bubblewrap").outcome == "passed"
+
+
+FOREVER = {
+    "alarm": "import signal\nsignal.alarm(0)\nwhile True: pass",
+    "swallow": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "signals": "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError): pass\nwhile True: time.sleep(1)",
+    "sleep": "import time\ntime.sleep(60)",
+    "one long operation": "7 ** 10 ** 9",
+    "thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
+}
+
+
+@pytest.mark.parametrize("name", FOREVER)
+def test_what_does_not_end_costs_its_timeout_and_no_more(name, isolation):
+    graded("print(1)", isolation)  # a worker is up
+    began = time.monotonic()
+    grade = graded(f"{FOREVER[name]}\nprint({EXPECTED})", isolation, limits=SHORT)
+    assert grade.reward == 0.0 and time.monotonic() - began < SHORT.timeout + 5
+    assert grade.outcome == "timeout"
+
+
+BOMBS = {
+    "fork": "import os, time\nn = 0\nwhile n < 100:\n    if os.fork() == 0: time.sleep(60)\n    n += 1",
+    "threads": "import threading, time\nfor _ in range(100):\n"
+    "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    "memory": "x = bytearray(1 << 30)",
+    "output": "for _ in range(64): print('x' * (1 << 20))",
+    "errors": "import sys\nfor _ in range(64): print('x' * (1 << 20), file=sys.stderr)",
+    "large file": "open('x', 'wb').write(b'x' * (1 << 25))",
+    "many files": "for n in range(64): open(str(n), 'wb').write(b'x' * (1 << 20))",
+    "memory files": "import os\nos.memfd_create('x')",
+    "namespaces": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_contained(name, isolation):
+    if isolation == "limits" and name in ("threads", "many files"):
+        pytest.skip("only bubblewrap bounds the number of threads and the size of all files")
+    grade = graded(f"{BOMBS[name]}\nprint({EXPECTED})", isolation, limits=Limits(5.0, 256, 1, 8))
+    assert grade.reward == 0.0 and grade.outcome in ("error", "timeout")
+    assert graded(f"print({EXPECTED})", isolation).reward == 1.0
+
+
+def test_a_fork_bomb_that_never_gives_up_is_contained(isolation):
+    program = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    assert graded(program, isolation, limits=Limits(1.0, 64, 1, 4)).outcome == "timeout"
+    assert graded(f"print({EXPECTED})", isolation).reward == 1.0
+
+
+# Settings
+
+
+def test_nothing_runs_unless_the_experiment_allows_it():
+    with pytest.raises(UserError, match="reward: wanted allow_code_execution=True"):
+        code.reward(Problem("?", Tests((("", "1"),)).to_answer()), "print(1)")
+
+
+def test_without_bubblewrap_it_refuses_to_start(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"isolation: wanted the program bwrap \(apt-get install bubblewrap\), got none"
+    ):
+        graded("print(1)", "bubblewrap")
+    with pytest.raises(UserError, match="isolation: wanted bubblewrap or limits, got 'none'"):
+        graded("print(1)", "none")
+
+
+def test_a_sandbox_that_cannot_be_had_is_an_error(isolation):
+    with pytest.raises(UserError, match=rf"rewards: no sandbox \({isolation}\): "):
+        code.grade(
+            [Tests((("", "1"),)).to_answer()],
+            ["1"],
+            allow_code_execution=True,
+            isolation=isolation,
+            python="/usr/bin/false",
+        )
+
+
+def test_limits_are_above_0():
+    with pytest.raises(UserError, match=r"limits\.memory: wanted more than 0, got 0"):
+        Limits(memory=0)
+
+
+def test_the_reward_can_be_described():
+    described = describe(partial(code.reward, allow_code_execution=True))
+    assert described["function"] == "gspax.rewards.code.reward" and described["allow_code_execution"] is True
+    assert described["limits"]["memory"] == 512 and described["isolation"] == "bubblewrap"
+
+
+def test_a_batch_has_a_deadline(isolation):
+    answers = [Tests((("", "1"),)).to_answer()] * 2
+    grades = code.grade(
+        answers, ["print(1)", "print(2)"], allow_code_execution=True, isolation=isolation, batch_timeout=0.0
+    )
+    assert [grade.outcome for grade in grades] == ["late", "late"]
+
+
+def test_a_lost_worker_costs_the_stated_value_and_stops_a_run_in_the_end(isolation, monkeypatch):
+    monkeypatch.setattr(code, "_tally", tally := Tally("gspax.rewards.code"))
+    monkeypatch.setattr(code, "_SPARE", -20.0)
+    reward = partial(code.reward, allow_code_execution=True, isolation=isolation, limits=LIMITS, failed=-0.5)
+    problem = Problem("?", Tests((("", "1"),)).to_answer())
+    assert reward(problem, "print(1)") == -0.5 and code.counts() == {"late": 1}
+    tally.add([Grade(0.0, "passed")] * 198)
+    with pytest.raises(UserError, match=r"wanted gspax\.rewards\.code to fail for at most 1%, got 3 of 201"):
+        [reward(problem, f"print({n})", max_failed=0.01) for n in (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("a\n```python\nx\n```\nb\n```\ny\n```\n", "y\n"),
+        ("```py\n    ```\nx", None),
+        ("  ```\n  x\n  ```", "  x\n"),
+        ("```python\nx", None),
+        ("```\nx\n```\n```\ny", "x\n"),
+        ("text with ``` inside", None),
+        ("", None),
+        ("x" * 200_000, None),
+    ],
+)
+def test_the_program_is_the_last_fenced_block(completion, program):
+    assert code.extract_program(completion) == program

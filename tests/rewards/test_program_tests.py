@@ -1,0 +1,107 @@
+"""Tests of programs: published schemas, and when an output is right."""
+
+import base64
+import json
+import pickle
+import zlib
+
+import pytest
+
+from gspax.errors import UserError
+from gspax.rewards.program_tests import (
+    Tests,
+    from_answer,
+    from_codeforces,
+    from_livecodebench,
+    same_text,
+    same_value,
+)
+
+PUBLIC = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}]
+PRIVATE = [{"input": "3\n", "output": "4\n", "testtype": "stdin"}]
+
+
+def livecodebench(private, metadata="{}"):
+    return {"public_test_cases": json.dumps(PUBLIC), "private_test_cases": private, "metadata": metadata}
+
+
+def packed(value):
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+@pytest.mark.parametrize("private", [json.dumps(PRIVATE), packed(json.dumps(PRIVATE))])
+def test_livecodebench_rows(private):
+    assert from_livecodebench(livecodebench(private)) == Tests((("1\n", "2\n"), ("3\n", "4\n")))
+    row = livecodebench(private, json.dumps({"func_name": "twice"}))
+    assert from_livecodebench(row).function == "twice"
+
+
+def test_a_pickle_loads_no_class():
+    with pytest.raises(UserError, match=r"wanted a pickled text, got one that loads gspax\.errors\.UserError"):
+        from_livecodebench(livecodebench(packed(UserError("x"))))
+
+
+def test_codeforces_rows():
+    row = {"id": "1A", "official_tests": [{"input": "1\n", "output": "2\n"}], "input_mode": "stdio"}
+    assert from_codeforces(row) == Tests((("1\n", "2\n"),))
+    for wrong in ({"generated_checker": "def check(): ..."}, {"input_mode": "file"}, {"official_tests": None}):
+        with pytest.raises(UserError, match="row 1A: wanted official tests on standard input, without a checker"):
+            from_codeforces(row | wrong)
+
+
+def test_tests_are_the_text_of_an_answer():
+    tests = Tests((("[1]\n2", "3"),), function="f")
+    assert from_answer(tests.to_answer()) == tests
+
+
+@pytest.mark.parametrize(
+    "answer", ["", "42", '{"cases": [["1", "2"]]}', '{"function": "f", "cases": [["1", "two"]]}', '{"function": null}']
+)
+def test_an_answer_that_is_no_tests_is_refused(answer):
+    with pytest.raises(UserError, match=r"answer: wanted the text of gspax\.rewards\.program_tests\.Tests, got"):
+        from_answer(answer)
+
+
+def test_there_is_at_least_one_test():
+    with pytest.raises(UserError, match="answer: wanted at least one test, got none"):
+        from_answer(Tests(()).to_answer())
+
+
+@pytest.mark.parametrize(
+    ("expected", "output", "equal"),
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("1 2\n3\n", "  1 2 \r\n3\n\n", True),
+        ("1 2", "1  2", True),
+        ("0.5", "0.50", True),
+        ("1", "1.0", True),
+        ("1e3", "1000", True),
+        ("1", "1.0000001", False),
+        ("1 2", "1\n2", False),
+        ("1", "1\n1", False),
+        ("YES", "Yes", False),
+        ("1", "", False),
+        ("nan", "NaN", False),
+        ("1000", "1_000", False),
+        ("1", "1e9999999999999999999", False),
+    ],
+)
+def test_outputs_are_compared_by_lines_and_numbers(expected, output, equal):
+    assert same_text(expected, output) is equal
+
+
+@pytest.mark.parametrize(
+    ("expected", "output", "equal"),
+    [
+        ("[1, 2]", "[1,2]", True),
+        ('{"a": 1}', '{"a": 1.0}', True),
+        ("[1, 2]", "[2, 1]", False),
+        ("3", "3 3", False),
+        ("3", "", False),
+        ("3", "NaN", False),
+        ("3", "[" * 100_000, False),
+        ("3", "3" * 100_000, False),
+    ],
+)
+def test_values_are_compared_as_json(expected, output, equal):
+    assert same_value(expected, output) is equal
