@@ -39,7 +39,7 @@ def test_parquet(tmp_path, expected):
     source = data.parquet(*parts, **SETTINGS)
     assert problems(source) == expected
     moved = [part.rename(tmp_path / f"moved_{part.name}") for part in parts]
-    assert data.parquet(*moved, **SETTINGS).opened.train_content == source.opened.train_content
+    assert data.parquet(*moved, **SETTINGS).opened.content == source.opened.content
     bad = data.parquet(*moved, prompt="level")
     with pytest.raises(UserError, match=r"100 of 100 rows \(\S*a\.parquet …, row 0 from 0: level: wanted a text"):
         bad.train(0)
@@ -84,7 +84,7 @@ def test_a_data_set_saved_by_hugging_face(tmp_path, hugging_face, expected):
     hugging_face.DatasetDict({"train": saved}).save_to_disk(tmp_path / "several")
     one, several = (data.huggingface(tmp_path / name, **SETTINGS) for name in ("one", "several"))
     assert problems(one) == problems(several) == expected
-    assert one.opened.train_content == several.opened.train_content
+    assert one.opened.content == several.opened.content
     with pytest.raises(UserError, match=r"several: wanted a split of train, got 'dev'$"):
         data.huggingface(tmp_path / "several", "dev").train(0)
 
@@ -130,7 +130,7 @@ def test_a_data_set_of_tensorflow_datasets_is_read_without_tensorflow(prepared):
         (row["question"], row["answer"], row["level"]) for row in ROWS
     }
     assert "tensorflow" not in sys.modules
-    assert replace(source).opened.train_content == source.opened.train_content
+    assert replace(source).opened.content == source.opened.content
     part = data.tfds("sums", "train[:80%]", heldout="train[80%:]", data_dir=prepared, **SETTINGS)
     assert (len(part.opened.train), len(part.opened.heldout)) == (80, 20)
     with pytest.raises(UserError, match=r"^nothing: cannot be read: DatasetNotFoundError: "):

@@ -2,17 +2,34 @@
 
 from gspax.data.chat import ChatTokenizer, hf_chat, reward_answer, split_thinking
 from gspax.data.problem import Problem
-from gspax.data.sources import RowSource, Schema, huggingface, jsonl, parquet, sequence, tfds
+from gspax.data.sources import (
+    AnswerMatches,
+    Mixture,
+    PassRate,
+    PromptTokens,
+    RowSource,
+    Schema,
+    huggingface,
+    jsonl,
+    mixture,
+    parquet,
+    sequence,
+    tfds,
+)
 from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer
 from gspax.protocols import CompletionTokenizer, DataSource, Tokenizer
 
 __all__ = [
+    "AnswerMatches",
     "CharTokenizer",
     "ChatTokenizer",
     "CompletionTokenizer",
     "DataSource",
     "HFTokenizer",
+    "Mixture",
+    "PassRate",
     "Problem",
+    "PromptTokens",
     "RowSource",
     "Schema",
     "Tokenizer",
@@ -20,6 +37,7 @@ __all__ = [
     "hf_tokenizer",
     "huggingface",
     "jsonl",
+    "mixture",
     "parquet",
     "reward_answer",
     "sequence",

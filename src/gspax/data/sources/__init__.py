@@ -1,7 +1,7 @@
 """Problems from files and data sets: `data.jsonl`, `data.parquet`, `data.huggingface`, `data.tfds`, `data.sequence`.
 
 Each gives a `RowSource`. They share these keywords: `prompt`, `answer`, `task`, `task_column`, `metadata`, `template`,
-`system` and `examples` of `Schema`; `checks`, `filters`, `on_bad` and `seed` of `RowSource`.
+`system` and `examples` of `Schema`; `checks`, `filters`, `exclude`, `on_bad` and `seed` of `RowSource`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,23 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal, TypedDict, Unpack
 
+from gspax.data.sources.mixture import Mixture, mixture
 from gspax.data.sources.rows import RowSource, Rule
+from gspax.data.sources.rules import AnswerMatches, PassRate, PromptTokens
 from gspax.data.sources.schema import Schema
 from gspax.data.sources.tables import HuggingFace, JsonLines, Parquet, Sequence, Table, TensorFlowDatasets
 from gspax.errors import UserError
 
 __all__ = [
+    "AnswerMatches",
+    "Mixture",
+    "PassRate",
+    "PromptTokens",
     "RowSource",
     "Schema",
     "huggingface",
     "jsonl",
+    "mixture",
     "opening_notes",
     "opening_problems",
     "parquet",
@@ -44,6 +51,7 @@ class Settings(TypedDict, total=False):
     examples: tuple[tuple[str, str], ...]
     checks: tuple[Rule, ...]
     filters: tuple[Rule, ...]
+    exclude: tuple[RowSource, ...]
     on_bad: Literal["error", "skip"]
     seed: int
 
@@ -109,14 +117,12 @@ def sequence(rows: Any, *, heldout: Any = None, **settings: Unpack[Settings]) ->
 
 def opening_problems(data: Any, tokenizer: Any) -> Iterator[str]:
     """Why a source of this package cannot be opened or encoded, one sentence each; nothing for other sources."""
-    if not isinstance(data, RowSource):
-        return
     try:
-        opened = data.opened
+        has_context = any([source.opened.has_context for source in _row_sources(data)])
     except UserError as problem:
         yield str(problem)
         return
-    if opened.has_context and not callable(getattr(tokenizer, "encode_chat", None)):
+    if has_context and not callable(getattr(tokenizer, "encode_chat", None)):
         yield (
             "tokenizer: wanted one for chats (data.hf_chat), because the problems have messages before their prompt; "
             f"got {type(tokenizer).__name__}"
@@ -125,7 +131,12 @@ def opening_problems(data: Any, tokenizer: Any) -> Iterator[str]:
 
 def opening_notes(data: Any) -> list[str]:
     """What a source of this package has left out, one sentence each."""
-    return [f"data: {note}" for note in data.opened.notes] if isinstance(data, RowSource) else []
+    return [f"data: {note}" for source in _row_sources(data) for note in source.opened.notes]
+
+
+def _row_sources(data: Any) -> list[RowSource]:
+    parts = data.parts if isinstance(data, Mixture) else (data,)
+    return [part for part in parts if isinstance(part, RowSource)]
 
 
 def _source(train: Table, heldout: Table | None, settings: Settings) -> RowSource:

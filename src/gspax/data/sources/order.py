@@ -21,7 +21,7 @@ def shuffle(seed: int, index: int, size: int) -> int:
     if index < 0:
         raise ValueError(f"a problem's index must be at least 0; got {index}")
     epoch, position = divmod(index, size)
-    return permute(position, size, _key(f"epoch {seed} {epoch}"))
+    return permute(position, size, block_key(f"epoch {seed} {epoch}"))
 
 
 def permute(position: int, size: int, key: bytes) -> int:
@@ -48,7 +48,8 @@ def _feistel(value: int, half: int, key: bytes) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _key(text: str) -> bytes:
+def block_key(text: str) -> bytes:
+    """A key for `permute`, the same in every process."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,6 +43,7 @@ class RowSource:
       schema: which columns hold what.
       checks: functions that give the reason why a problem is a bad one, or None.
       filters: functions that give the reason to leave a training problem out, or None.
+      exclude: sources whose held-out prompts are left out of the training problems, such as a benchmark's.
       on_bad: what to do about bad rows: "error", or "skip" to leave them out and say how many there are.
       seed: of the order of the training problems.
     """
@@ -52,6 +53,7 @@ class RowSource:
     schema: Schema = field(default_factory=Schema)
     checks: tuple[Rule, ...] = ()
     filters: tuple[Rule, ...] = ()
+    exclude: tuple[RowSource, ...] = ()
     on_bad: Literal["error", "skip"] = "error"
     seed: int = 0
 
@@ -62,6 +64,8 @@ class RowSource:
             rules = getattr(self, name)
             if not isinstance(rules, tuple) or not all(map(callable, rules)):
                 raise ValueError(f"{name}: wanted a tuple of functions, got {rules!r}")
+        if not isinstance(self.exclude, tuple) or not all(isinstance(each, RowSource) for each in self.exclude):
+            raise ValueError(f"exclude: wanted a tuple of sources that read rows, got {self.exclude!r}")
 
     def train(self, index: int) -> Problem:
         """Training problem number `index`, from 0; the list starts again in another order when it is through."""
@@ -77,19 +81,39 @@ class RowSource:
         return self._read(table, subset[permute(index % len(subset), len(subset), b"heldout")])
 
     @functools.cached_property
+    def heldout_prompts(self) -> set[int]:
+        """Digests of the held-out prompts. `train_rows` are not read where the held-out problems have a table."""
+        return self.opened.heldout_prompts if self.heldout_rows is None else self._heldout_scan[1]
+
+    @property
+    def heldout_content(self) -> str:
+        """A hash of the rows that hold the held-out problems."""
+        return self.opened.content if self.heldout_rows is None else self._heldout_scan[0].content
+
+    @functools.cached_property
+    def _heldout_scan(self) -> tuple[_Scan, set[int], np.ndarray]:
+        """What is found in the table of held-out problems, the digests of its prompts, and a mask of its good rows."""
+        assert self.heldout_rows is not None
+        scan, prompts, mask = _Scan(self.heldout_rows), set[int](), np.zeros(len(self.heldout_rows), bool)
+        for i, _, prompt in scan.problems(self):
+            mask[i] = True
+            prompts.add(digest(prompt))
+        return scan, prompts, mask
+
+    @functools.cached_property
     def opened(self) -> Opened:
         """What reading every row once has shown. UserError if there are bad rows, or none that are left."""
         return _open(self)
 
     def described(self) -> dict[str, Any]:
         """What decides on the problems, for `experiment.describe`: the content of files, not their paths."""
-        opened = self.opened
         return {
-            "train_rows": opened.train_content,
-            "heldout_rows": opened.heldout_content,
+            "train_rows": self.opened.content,
+            "heldout_rows": None if self.heldout_rows is None else self.heldout_content,
             "schema": self.schema,
             "checks": self.checks,
             "filters": self.filters,
+            "exclude": [each.heldout_content for each in self.exclude],
             "on_bad": self.on_bad,
             "seed": self.seed,
         }
@@ -107,9 +131,8 @@ class Opened:
 
     train: Subset
     heldout: Subset
-    heldout_prompts: Set[int]  # digests
-    train_content: str
-    heldout_content: str | None
+    heldout_prompts: set[int]  # digests
+    content: str  # of `train_rows`
     has_context: bool  # whether some problem has messages before its prompt, for which a chat tokenizer is needed
     notes: tuple[str, ...]  # what was left out
 
@@ -160,23 +183,22 @@ class _Scan:
 
 
 def _open(source: RowSource) -> Opened:
-    own = source.heldout_rows
-    scans = [_Scan(source.train_rows)] + ([] if own is None else [_Scan(own)])
-    prompts: set[int] = set()
-    heldout = np.zeros(len(source.train_rows if own is None else own), bool)
-    if own is not None:
-        for i, _, prompt in scans[1].problems(source):
+    scan, train = _Scan(source.train_rows), np.zeros(len(source.train_rows), bool)
+    scans, prompts, heldout = [scan], set[int](), np.zeros_like(train)
+    split = source.heldout_rows is None
+    if not split:
+        other, prompts, heldout = source._heldout_scan
+        scans.append(other)
+    for i, problem, prompt in scan.problems(source):
+        if split and is_heldout(prompt):
             heldout[i] = True
             prompts.add(digest(prompt))
-    train = np.zeros(len(source.train_rows), bool)
-    for i, problem, prompt in scans[0].problems(source):
-        if own is not None and digest(prompt) in prompts:
-            scans[0].reject(i, "the prompt is among the held-out ones too")
-        elif own is None and is_heldout(prompt):
-            heldout[i] = True
-            prompts.add(digest(prompt))
+        elif digest(prompt) in prompts:
+            scan.reject(i, "the prompt is among the held-out ones too")
+        elif any(digest(prompt) in each.heldout_prompts for each in source.exclude):
+            scan.filtered["exclude"] += 1
         elif rejected := _first_reason(source.filters, problem, source.train_rows, i):
-            scans[0].filtered[rejected[0]] += 1
+            scan.filtered[rejected[0]] += 1
         else:
             train[i] = True
     if source.on_bad == "error" and (bad := [scan for scan in scans if scan.bad]):
@@ -190,9 +212,8 @@ def _open(source: RowSource) -> Opened:
     return Opened(
         Subset(train),
         Subset(heldout),
-        frozenset(prompts),
-        scans[0].content,
-        None if own is None else scans[1].content,
+        prompts,
+        scan.content,
         any(scan.has_context for scan in scans),
         notes,
     )
@@ -214,6 +235,8 @@ def _first_reason(rules: tuple[Rule, ...], problem: Problem, table: Table, i: in
         name = getattr(named, "__name__", type(named).__name__)
         try:
             reason = rule(problem)
+        except UserError:
+            raise
         except Exception as error:  # of the user's code
             raise UserError(f"data: {table.where(i)}: {name} raised {type(error).__name__}: {brief(error)}") from error
         if reason is not None and not isinstance(reason, str):

@@ -1,0 +1,89 @@
+"""Several sources as one: `mixture`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+from gspax.data.problem import Problem
+from gspax.data.sources.order import block_key, permute
+from gspax.data.sources.rows import RowSource
+from gspax.protocols import DataSource
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Problems of several sources in fixed proportions.
+
+    Every block of `sum(weights)` problems has exactly `weights[k]` from source k, in an order that depends on the seed
+    and the block; each source gives its problems in its own order and none is left out. A prompt that one source holds
+    out is not a training problem of another one.
+
+    Attributes:
+      sources: any data sources.
+      weights: positive integers, one for each.
+      seed: of the order within the blocks of training problems.
+    """
+
+    sources: tuple[DataSource, ...]
+    weights: tuple[int, ...]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.sources or len(self.sources) != len(self.weights):
+            raise ValueError(f"weights: wanted one for each of {len(self.sources)} sources, got {self.weights}")
+        if not all(isinstance(weight, int) and weight > 0 for weight in self.weights):
+            raise ValueError(f"weights: wanted positive integers, got {self.weights}")
+
+    def train(self, index: int) -> Problem:
+        """Training problem number `index`, from 0."""
+        source, inner = self._find(index, f"mixture {self.seed}")
+        return self.parts[source].train(inner)
+
+    def heldout(self, index: int) -> Problem:
+        """Held-out problem number `index`, from 0, in the same proportions; the order does not depend on the seed."""
+        source, inner = self._find(index, "mixture heldout")
+        return self.parts[source].heldout(inner)
+
+    def described(self) -> dict[str, Any]:
+        """For `experiment.describe`."""
+        return {"sources": self.parts, "weights": self.weights, "seed": self.seed}
+
+    @functools.cached_property
+    def parts(self) -> tuple[DataSource, ...]:
+        """The sources, each without the training prompts that another one holds out."""
+        return tuple(self._without_heldout(k) for k in range(len(self.sources)))
+
+    def _without_heldout(self, k: int) -> DataSource:
+        own = self.sources[k]
+        if not isinstance(own, RowSource):
+            return own
+        others = [each for each in self.sources if isinstance(each, RowSource) and each is not own]
+        if own.heldout_rows is None:  # sources split by the same hash cannot overlap
+            others = [each for each in others if each.heldout_rows is not None]
+        return dataclasses.replace(own, exclude=(*own.exclude, *others)) if others else own
+
+    def _find(self, index: int, key: str) -> tuple[int, int]:
+        """The number of the source that problem `index` comes from, and the problem's index there."""
+        if index < 0:
+            raise ValueError(f"a problem's index must be at least 0; got {index}")
+        ends = list(accumulate(self.weights))
+        block, position = divmod(index, ends[-1])
+        slot = permute(position, ends[-1], block_key(f"{key} {block}"))
+        source = bisect_right(ends, slot)
+        return source, block * self.weights[source] + slot - (ends[source] - self.weights[source])
+
+
+def mixture(*parts: tuple[DataSource, float], seed: int = 0) -> Mixture:
+    """Pairs of a source and its weight: `mixture((gsm8k, 3), (math, 1))`; `(gsm8k, 0.75), (math, 0.25)` is the same."""
+    weights = [Fraction(str(weight)) for _, weight in parts]
+    scale = math.lcm(*(weight.denominator for weight in weights))
+    whole = [int(weight * scale) for weight in weights]
+    divisor = math.gcd(*whole) or 1
+    return Mixture(tuple(source for source, _ in parts), tuple(weight // divisor for weight in whole), seed)

@@ -1,0 +1,119 @@
+"""Rules for `checks` and `filters`: each gives the reason why a problem is rejected, or None.
+
+Any function of a problem that does so will serve too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gspax.data.problem import Problem, digest, encode_prompt
+from gspax.data.tokenizer import brief
+from gspax.errors import UserError
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The prompt, with all that stands before it, has at most so many tokens.
+
+    Attributes:
+      tokenizer: that of the experiment.
+      most: `sampling.max_prompt_tokens`, or fewer.
+    """
+
+    tokenizer: Any
+    most: int
+
+    def __call__(self, problem: Problem) -> str | None:
+        try:
+            tokens = len(encode_prompt(self.tokenizer, problem))
+        except (UserError, ValueError) as error:  # such as a character that the tokenizer does not have
+            return f"the prompt cannot be encoded: {brief(error)}"
+        return f"the prompt has {tokens} tokens, more than {self.most}" if tokens > self.most else None
+
+
+@dataclass(frozen=True)
+class AnswerMatches:
+    r"""A regular expression is found in the answer: `AnswerMatches(r"#### -?[\d,]+$")`."""
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern: wanted a regular expression, got {self.pattern!r} ({error})") from error
+
+    def __call__(self, problem: Problem) -> str | None:
+        if re.search(self.pattern, problem.answer):
+            return None
+        return f"the answer does not match {self.pattern!r}: {problem.answer[-60:]!r}"
+
+
+@dataclass(frozen=True)
+class PassRate:
+    """The mean reward of a prompt in earlier samples lies in [low, high].
+
+    Attributes:
+      path: JSON lines with `prompt` and `reward`, as in a run's folder `samples`, or a folder of such files. Prompts
+        are compared as the policy read them, so the run must have had the same `template`.
+      low: the smallest mean reward that is accepted.
+      high: the largest.
+      unseen: what to do with a prompt without samples: "drop" or "keep".
+    """
+
+    path: str
+    low: float = 0.0
+    high: float = 1.0
+    unseen: Literal["drop", "keep"] = "drop"
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.high:
+            raise ValueError(f"low: wanted at most high={self.high}, got {self.low}")
+        if self.unseen not in ("drop", "keep"):
+            raise ValueError(f"unseen: wanted 'drop' or 'keep', got {self.unseen!r}")
+
+    def __call__(self, problem: Problem) -> str | None:
+        rate = self._rates[1].get(digest(problem.prompt))
+        if rate is None:
+            return None if self.unseen == "keep" else f"there is no sample of this prompt in {self.path}"
+        return None if self.low <= rate <= self.high else f"the pass rate is {rate:.3g}, outside the range"
+
+    def described(self) -> dict[str, Any]:
+        """For `experiment.describe`: the samples, not their path."""
+        return {"samples": self._rates[0], "low": self.low, "high": self.high, "unseen": self.unseen}
+
+    @functools.cached_property
+    def _rates(self) -> tuple[str, dict[int, float]]:
+        """A hash of the samples, and the mean reward of each prompt by its digest."""
+        path, hashed = Path(self.path), hashlib.sha256()
+        total, count = Counter[int](), Counter[int]()
+        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not files:
+            raise UserError(f"data: wanted samples in {self.path}, got a folder without .jsonl files")
+        for file in files:
+            try:
+                for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+                    hashed.update(line)
+                    key, reward = _sample(line, f"{file}, line {number}")
+                    total[key] += reward  # type: ignore[assignment]
+                    count[key] += 1
+            except OSError as error:
+                raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+        return f"sha256:{hashed.hexdigest()}", {key: total[key] / count[key] for key in count}
+
+
+def _sample(line: bytes, where: str) -> tuple[int, float]:
+    """The digest of a sample's prompt, and its reward."""
+    try:
+        row = json.loads(line)
+        return digest(row["prompt"]), float(row["reward"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"data: {where}: wanted a sample with prompt and reward, got {line[:60]!r}") from error
