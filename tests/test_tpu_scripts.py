@@ -1,5 +1,5 @@
-"""The scripts in tpu/, run against programs that record how they were called. No cloud is ever reached: the PATH holds
-those programs and a few tools of the system, nothing else."""
+"""The scripts in tpu/, run against programs that record how they were called. No cloud is reached: the PATH holds only
+those programs and a few system tools."""
 
 import json
 import os
@@ -38,8 +38,8 @@ SETTINGS = {
 PLACE = ["--project=proj", "--zone=us-west4-a"]
 EXPERIMENT = "experiments/some.py"
 
-# Records its call as a line of JSON. FAKE_STATES: what `describe` answers, one a line. FAKE_FAIL: a word whose calls
-# fail. FAKE_HOST: the home of the only host, on which what `ssh` sends is run and to which `scp` copies.
+# Records its call as a line of JSON. FAKE_STATES: the outputs of `describe`, one per line. FAKE_FAIL: calls with this
+# word fail. FAKE_HOST: the home directory of the only host, where `ssh` runs its command and to which `scp` copies.
 FAKE = r"""#!{python} -IS
 import json, os, shutil, subprocess, sys
 name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
@@ -76,7 +76,7 @@ if host and "ssh" in words:
 
 
 class Cloud:
-    """A checkout with the scripts, and a PATH of recording programs."""
+    """A checkout with the scripts, and a PATH with recording programs."""
 
     def __init__(self, folder):
         self.checkout, self.bin, self.record = folder / "checkout", folder / "bin", folder / "record"
@@ -131,14 +131,14 @@ def cloud(tmp_path):
     return made
 
 
-def queued(verb, *words):
-    return ["gcloud", "compute", "tpus", "queued-resources", verb, *words, *PLACE]
+def queued(command, *words):
+    return ["gcloud", "compute", "tpus", "queued-resources", command, *words, *PLACE]
 
 
-def verbs(calls):
-    """What was done to queued resources, in order; polls of the state left out."""
+def resource_commands(calls):
+    """The commands on queued resources, in order, without queries of the state."""
     found = [call[4] for call in calls if call[3:4] == ["queued-resources"]]
-    return [verb for verb in found if verb != "describe"]
+    return [command for command in found if command != "describe"]
 
 
 # The text of the scripts
@@ -165,7 +165,7 @@ def test_a_script_is_strict_short_and_executable(script):
     assert len(text.splitlines()) <= 100
 
 
-def test_every_setting_stands_in_the_example():
+def test_the_example_has_every_setting():
     used = {name for path in SCRIPTS for name in re.findall(r"GSPAX_[A-Z]+", path.read_text())}
     example = set(re.findall(r"^: \"\$\{(GSPAX_[A-Z]+):=", (TPU / "config.example.sh").read_text(), re.MULTILINE))
     assert used == example == {*SETTINGS, "GSPAX_SLICES", "GSPAX_SPOT"}
@@ -200,7 +200,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_a_dry_run_calls_nothing_and_prints_what_a_run_calls(cloud, case):
+def test_a_dry_run_prints_the_calls_of_a_run_and_makes_none(cloud, case):
     script, *words = case
     states = ["SUSPENDED", "ACTIVE"] if script == "resume.sh" else ["ACTIVE"]
     calls = cloud.calls(script, *words, states=states)
@@ -210,7 +210,7 @@ def test_a_dry_run_calls_nothing_and_prints_what_a_run_calls(cloud, case):
     assert calls and printed == json.loads(json.dumps(calls).replace("projects/4242", "projects/NUMBER"))
 
 
-def test_a_dry_run_needs_none_of_the_programs(cloud):
+def test_a_dry_run_needs_no_programs(cloud):
     for fake in FAKES:
         (cloud.bin / fake).unlink()
     for script, *words in CASES:
@@ -240,7 +240,7 @@ ASKED = ["pod", "--accelerator-type=v5litepod-16", "--runtime-version=v2-alpha-t
         ([], {"GSPAX_SLICES": "2"}, ["--node-count=2", "--node-prefix=pod"]),
     ],
 )
-def test_create_asks_for_slices_and_spot(cloud, words, settings, more):
+def test_create_requests_slices_and_spot(cloud, words, settings, more):
     calls = cloud.calls("create.sh", *words, **settings)
     assert calls == [queued("create", *ASKED, *more), queued("describe", "pod", "--format=value(state.state)")]
 
@@ -254,7 +254,7 @@ def test_create_waits_until_the_resource_is_active(cloud):
 
 
 @pytest.mark.parametrize("state", ["FAILED", "SUSPENDED", "SUSPENDING", "DELETING", "ABSENT"])
-def test_create_gives_up_where_waiting_is_in_vain(cloud, state):
+def test_create_fails_if_the_resource_cannot_become_active(cloud, state):
     done, _ = cloud.run("create.sh", states=["CREATING", state, "ACTIVE"])
     assert done.returncode == 1 and f"pod is {state}" in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -272,7 +272,7 @@ def test_create_gives_up_where_waiting_is_in_vain(cloud, state):
 def test_resume_does_what_is_missing_and_repeats_the_command(cloud, states, expected):
     command = [EXPERIMENT, "schedule.steps=20", "name='a b'"]
     calls = cloud.calls("resume.sh", "--spot", "--node-count", "2", *command, states=states)
-    assert verbs(calls) == expected and sum("describe" in call for call in calls) == len(states)
+    assert resource_commands(calls) == expected and sum("describe" in call for call in calls) == len(states)
     assert calls[-1] == cloud.calls("run.sh", *command)[-1]
     for call in calls:
         if "create" in call:
@@ -294,19 +294,21 @@ def test_setup_and_run_reach_every_host_of_every_slice(cloud):
 @pytest.mark.parametrize(("state", "expected"), [("ACTIVE", ["ssh", "delete"]), ("SUSPENDED", ["delete"])])
 def test_delete_stops_the_run_first(cloud, state, expected):
     calls = cloud.calls("delete.sh", states=[state])
-    assert verbs(calls) == expected
+    assert resource_commands(calls) == expected
     assert state != "ACTIVE" or "systemctl stop gspax" in calls[1][-3]
 
 
-def test_delete_deletes_though_the_run_cannot_be_stopped(cloud):
+def test_delete_deletes_even_if_the_run_cannot_be_stopped(cloud):
     done, calls = cloud.run("delete.sh", FAKE_FAIL="ssh")
-    assert done.returncode == 0 and verbs(calls) == ["ssh", "delete"] and "could not be stopped" in done.stderr
+    assert (
+        done.returncode == 0 and resource_commands(calls) == ["ssh", "delete"] and "could not be stopped" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(("state", "expected"), [("ACTIVE", ["ssh"]), ("PROVISIONING", []), ("ABSENT", [])])
 def test_watch_follows_the_first_host(cloud, state, expected):
     done, calls = cloud.run("watch.sh", states=[state])
-    assert done.returncode == 0 and f"pod: {state}" in done.stdout and verbs(calls) == expected
+    assert done.returncode == 0 and f"pod: {state}" in done.stdout and resource_commands(calls) == expected
     assert not expected or calls[-1][5:8] == ["pod", "--node=0", "--worker=0"]
 
 
@@ -330,7 +332,7 @@ def test_a_command_that_fails_ends_the_script(cloud, case, fails, last):
 
 @pytest.fixture
 def host(cloud, tmp_path):
-    """A host on which what the scripts send is really run, up to the programs that are not there."""
+    """A host that really runs what the scripts send, with recording programs in place of missing ones."""
     home = tmp_path / "host home"
     home.mkdir()
     cloud.variables["FAKE_HOST"] = str(home)
@@ -340,7 +342,7 @@ def host(cloud, tmp_path):
 def test_setup_puts_the_last_commit_on_a_host_and_mounts_the_bucket(cloud, host):
     (cloud.checkout / EXPERIMENT).write_text("changed, not committed")
     done, calls = cloud.run("setup.sh")
-    assert done.returncode == 0 and done.stderr == "gspax: changes that are not committed are not sent\n"
+    assert done.returncode == 0 and done.stderr == "gspax: uncommitted changes are not sent\n"
     assert (host / "gspax" / EXPERIMENT).read_text() == "experiment = None\n"
     sent = subprocess.run(["git", "bundle", "list-heads", host / "gspax.bundle"], check=True, capture_output=True)
     assert sent.stdout.split()[1:] == [b"HEAD"]  # and no other branch
@@ -351,20 +353,20 @@ def test_setup_puts_the_last_commit_on_a_host_and_mounts_the_bucket(cloud, host)
     assert mount[-5:] == ["--foreground", "--implicit-dirs", "--metadata-cache-ttl-secs=0", "buck", f"{host}/bucket"]
 
 
-def test_setup_twice_mounts_once_and_says_nothing_of_a_clean_checkout(cloud, host):
+def test_setup_twice_mounts_once_and_prints_no_warning_for_a_clean_checkout(cloud, host):
     assert cloud.run("setup.sh")[0].stderr == ""
     done, calls = cloud.run("setup.sh")
     assert done.returncode == 0 and "systemd-run" not in [call[0] for call in calls]
 
 
-def test_setup_leaves_a_host_alone_that_is_running(cloud, host):
+def test_setup_leaves_a_running_host_alone(cloud, host):
     cloud.calls("setup.sh")
     (host / "gspax" / "mark").write_text("")
     done, _ = cloud.run("setup.sh", FAKE_RUNNING="1")
-    assert done.returncode == 1 and "a run is going on here" in done.stderr and (host / "gspax" / "mark").exists()
+    assert done.returncode == 1 and "a run is active here" in done.stderr and (host / "gspax" / "mark").exists()
 
 
-def test_run_starts_a_unit_that_is_stopped_by_sigterm_before_the_bucket_goes(cloud, host):
+def test_run_starts_a_unit_that_sigterm_stops_before_the_bucket_is_unmounted(cloud, host):
     cloud.calls("setup.sh")
     words = [EXPERIMENT, 'name="it\'s"', "a.b=c d", "x=$HOME;ls"]
     calls = cloud.calls("run.sh", *words)
@@ -382,7 +384,7 @@ def test_run_starts_a_unit_that_is_stopped_by_sigterm_before_the_bucket_goes(clo
     assert {"--unit=gspax", *(f"--property={each}" for each in wanted)} <= {*options}
 
 
-def test_a_run_that_is_going_on_is_not_started_again(cloud, host):
+def test_an_active_run_is_not_started_again(cloud, host):
     cloud.calls("setup.sh")
     calls = cloud.calls("run.sh", EXPERIMENT, FAKE_RUNNING="1")
     assert "systemd-run" not in [call[0] for call in calls]
@@ -413,18 +415,18 @@ def test_the_jobset(cloud):
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x8"
 
 
-def test_the_jobset_repeats_what_was_preempted_but_no_mistake(cloud):
+def test_the_jobset_restarts_after_a_preemption_but_not_after_invalid_input(cloud):
     spec = jobset(cloud, EXPERIMENT)["spec"]
     job = spec["replicatedJobs"][0]["template"]["spec"]
     assert job["backoffLimit"] == 0 and job["template"]["spec"]["restartPolicy"] == "Never"
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]  # the code for a mistake in the input
+    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]  # the exit code of invalid input
     assert spec["failurePolicy"]["maxRestarts"] == 5
     (policy,) = spec["failurePolicy"]["rules"]
     assert (policy["action"], policy["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
 
 
-def test_a_jobset_is_started_when_its_forerunner_has_gone(cloud):
+def test_a_jobset_starts_after_its_predecessor_is_gone(cloud):
     delete, apply = cloud.calls("gke/run.sh", EXPERIMENT)
     assert delete == ["kubectl", "delete", "jobset", "pod", "--ignore-not-found", "--cascade=foreground"]
     assert apply == ["kubectl", "apply", "-f", f"{cloud.checkout}/build/jobset.yaml"]
@@ -441,7 +443,7 @@ def test_a_cluster_has_a_pool_for_each_slice(cloud):
     )
 
 
-def test_the_image_is_made_of_files_that_exist_and_are_sent():
+def test_the_image_is_built_from_existing_files_that_are_sent():
     lines = (TPU / "Dockerfile").read_text().splitlines()
     ignored = (TPU / "Dockerfile.dockerignore").read_text().splitlines()
     assert ignored[0] == "*"
@@ -456,7 +458,7 @@ def test_the_image_is_made_of_files_that_exist_and_are_sent():
 
 
 def wrong(cloud, *words, **more):
-    """The one sentence of a mistake, before anything was called."""
+    """The sentence printed for invalid input, before any call."""
     done, calls = cloud.run(*words, **more)
     assert done.returncode == 2 and calls == [] and done.stdout == "", done
     (sentence,) = done.stderr.splitlines()
@@ -483,7 +485,7 @@ def wrong(cloud, *words, **more):
         (("gke/delete.sh",), "PROJECT"),
     ],
 )
-def test_a_setting_that_is_missing_is_named(cloud, case, name):
+def test_a_missing_setting_is_named(cloud, case, name):
     settings = {key: value for key, value in SETTINGS.items() if key != f"GSPAX_{name}"}
     assert f"GSPAX_{name} is not set" in wrong(cloud, *case, settings=settings)
     assert f"GSPAX_{name} is not set" in wrong(cloud, *case, settings=settings | {f"GSPAX_{name}": ""})
@@ -493,9 +495,9 @@ def test_a_setting_that_is_missing_is_named(cloud, case, name):
     ("words", "sentence"),
     [
         (["create.sh", "--sopt"], "create.sh has no option --sopt"),
-        (["create.sh", "--node-count", "two"], "wanted a whole number of at least 1, got 'two'"),
-        (["create.sh", "--node-count=0"], "wanted a whole number of at least 1, got '0'"),
-        (["create.sh", "--node-count"], "wanted a whole number of at least 1, got ''"),
+        (["create.sh", "--node-count", "two"], "wanted an integer of at least 1, got 'two'"),
+        (["create.sh", "--node-count=0"], "wanted an integer of at least 1, got '0'"),
+        (["create.sh", "--node-count"], "wanted an integer of at least 1, got ''"),
         (["run.sh"], "wanted an experiment file"),
         (["run.sh", "experiments/none.py"], "experiments/none.py: wanted an experiment file"),
         (["run.sh", "/etc/hostname"], "/etc/hostname: wanted an experiment file"),
@@ -503,27 +505,27 @@ def test_a_setting_that_is_missing_is_named(cloud, case, name):
         (["gke/run.sh"], "wanted an experiment file"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_sentence(cloud, words, sentence):
+def test_an_invalid_command_line_is_one_sentence(cloud, words, sentence):
     assert sentence in wrong(cloud, *words)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("TOPOLOGY", "4", "wanted chips along each side, as in 4x4, got '4'"),
-        ("TOPOLOGY", "4xa", "wanted chips along each side"),
-        ("CHIPS", "0", "GSPAX_CHIPS: wanted a whole number of at least 1"),
+        ("TOPOLOGY", "4", "wanted the chips along each dimension, as in 4x4, got '4'"),
+        ("TOPOLOGY", "4xa", "wanted the chips along each dimension"),
+        ("CHIPS", "0", "GSPAX_CHIPS: wanted an integer of at least 1"),
         ("CHIPS", "5", "GSPAX_CHIPS: wanted a divisor of the 32 chips of a slice, got 5"),
-        ("RESTARTS", "many", "GSPAX_RESTARTS: wanted a whole number of at least 1, got 'many'"),
-        ("SLICES", "", "wanted a whole number of at least 1, got ''"),
+        ("RESTARTS", "many", "GSPAX_RESTARTS: wanted an integer of at least 1, got 'many'"),
+        ("SLICES", "", "wanted an integer of at least 1, got ''"),
     ],
 )
-def test_a_setting_that_is_wrong_is_one_sentence(cloud, name, value, sentence):
+def test_an_invalid_setting_is_one_sentence(cloud, name, value, sentence):
     assert sentence in wrong(cloud, "gke/run.sh", EXPERIMENT, settings=SETTINGS | {f"GSPAX_{name}": value})
 
 
 @pytest.mark.parametrize(("script", "program"), [("create.sh", "gcloud"), ("gke/watch.sh", "kubectl")])
-def test_a_program_that_is_missing_is_named(cloud, script, program):
+def test_a_missing_program_is_named(cloud, script, program):
     (cloud.bin / program).unlink()
     assert f"{program} is not installed" in wrong(cloud, script)
 
@@ -537,7 +539,7 @@ def test_help_is_the_head_of_the_script(cloud):
 # Where settings come from
 
 
-def test_the_environment_wins_over_the_file_and_an_option_over_both(cloud):
+def test_the_environment_overrides_the_file_and_an_option_both(cloud):
     shutil.copy(cloud.checkout / "tpu" / "config.example.sh", cloud.checkout / "tpu" / "config.sh")
     (call, _) = cloud.calls("create.sh", settings={})
     assert call[5] == "gspax" and "--project=my-project" in call and "--node-id=gspax" in call

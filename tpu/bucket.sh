@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes the bucket that run directories lie in, once, for TPU VMs and for GKE.
+# Creates the bucket for run directories, once, for TPU VMs and for GKE.
 #   tpu/bucket.sh [--dry-run]
-# Its hierarchical namespace makes renaming a folder one step, which is how a checkpoint is finished.
+# Its hierarchical namespace makes renaming a folder atomic; a checkpoint is completed by a rename.
 
 set -euo pipefail
 source "$(dirname "$0")/lib.sh"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Asks for TPU VMs as a queued resource and waits until it is active.
+# Requests TPU VMs as a queued resource and waits until it is active.
 #   tpu/create.sh [--dry-run] [--spot] [--node-count N]
-# --spot: may be preempted. --node-count N: N slices (multislice). What is asked for stands in tpu/config.sh.
+# --spot: may be preempted. --node-count N: N slices (multislice). The settings are in tpu/config.sh.
 
 set -euo pipefail
 source "$(dirname "$0")/lib.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Stops the run on all hosts, which saves a checkpoint, and gives the TPUs back. The bucket stays.
+# Stops the run on all hosts, which saves a checkpoint, and deletes the TPUs. The bucket is kept.
 #   tpu/delete.sh [--dry-run]
 
 set -euo pipefail
@@ -10,6 +10,6 @@ tools gcloud
 
 now=$(state)
 if [[ $dry_run == 1 || $now == ACTIVE ]]; then
-  on_hosts 'sudo systemctl stop gspax 2> /dev/null || true' || echo "gspax: the run could not be stopped first" >&2
+  on_hosts 'sudo systemctl stop gspax 2> /dev/null || true' || echo "gspax: the run could not be stopped before deleting" >&2
 fi
 queued call delete "$GSPAX_NAME" --force --quiet

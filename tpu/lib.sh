@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# What the scripts share: settings, options, and the two ways to call a cloud command. It is sourced, never run.
-# bash 3.2 is enough (macOS): no array is expanded that may be empty.
+# Shared by the scripts: settings, options, and the two ways to call a cloud command. Sourced, never executed.
+# Works with bash 3.2 (macOS): no possibly empty array is expanded.
 
 tpu=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$tpu")
-exec 3>&1 # `show` writes here, also where standard output is captured
+exec 3>&1 # `show` writes here, even when standard output is captured
 
-refuse() { # one sentence, exit code 2: a mistake in the input
+refuse() { # invalid input: one sentence, exit code 2
   echo "gspax: $*" >&2
   exit 2
 }
@@ -17,17 +17,17 @@ show() {
   printf '\n' >&3
 }
 
-call() { # show a cloud command, and run it unless this is a dry run
+call() { # print a cloud command, and run it except in a dry run
   show "$@"
   [[ $dry_run == 1 ]] || "$@"
 }
 
-ask() { # the same for one whose answer is captured, maybe many times: shown in a dry run only
+query() { # the same for a command whose output is captured, perhaps repeatedly: printed in a dry run only
   if [[ $dry_run == 1 ]]; then show "$@"; else "$@"; fi
 }
 
-whole() { # name value: wanted a whole number of at least 1
-  [[ $2 =~ ^[1-9][0-9]*$ ]] || refuse "$1: wanted a whole number of at least 1, got '$2'"
+require_integer() { # name value: an integer of at least 1
+  [[ $2 =~ ^[1-9][0-9]*$ ]] || refuse "$1: wanted an integer of at least 1, got '$2'"
 }
 
 read_settings() {
@@ -40,8 +40,8 @@ read_settings() {
   fi
 }
 
-# Reads --dry-run, --spot and --node-count N (or --node-count=N) up to the first other word. `used` counts them, so that
-# the caller can `shift "$used"`. They are exported: a script that calls another one passes them on.
+# Reads --dry-run, --spot and --node-count N (or --node-count=N) up to the first other word. `used` counts the words read,
+# for the caller to `shift "$used"`. They are exported, so that a script passes them on to the scripts that it calls.
 read_options() {
   read_settings
   used=0
@@ -65,17 +65,17 @@ read_options() {
   done
   export GSPAX_DRY_RUN=${GSPAX_DRY_RUN:-0} GSPAX_SPOT=${GSPAX_SPOT:-0} GSPAX_SLICES=${GSPAX_SLICES-1}
   dry_run=$GSPAX_DRY_RUN
-  whole --node-count "$GSPAX_SLICES"
+  require_integer --node-count "$GSPAX_SLICES"
 }
 
-need() { # settings that must be set
+need() { # settings that are required
   local name
   for name in "$@"; do
     [[ -n ${!name:-} ]] || refuse "$name is not set (copy tpu/config.example.sh to tpu/config.sh, or export it)"
   done
 }
 
-tools() { # programs that must be there
+tools() { # programs that are required
   local name
   [[ $dry_run == 1 ]] && return
   for name in "$@"; do
@@ -83,18 +83,18 @@ tools() { # programs that must be there
   done
 }
 
-experiment() { # FILE ...: the first word must be an experiment file of this checkout, as seen from its root
+experiment() { # FILE ...: the first word must be the path of an experiment file, relative to the checkout's root
   [[ -n ${1:-} ]] || refuse "wanted an experiment file, as in $(basename "$0") experiments/sort_gspo.py"
-  [[ -f $root/$1 ]] || refuse "$1: wanted an experiment file, as seen from the root of the checkout"
+  [[ -f $root/$1 ]] || refuse "$1: wanted an experiment file, relative to the root of the checkout"
 }
 
 # GKE
 
-count_hosts() { # prints how many hosts a slice has
+count_hosts() { # print the number of hosts of a slice
   local chips
   [[ $GSPAX_TOPOLOGY =~ ^[1-9][0-9]*(x[1-9][0-9]*)+$ ]] ||
-    refuse "GSPAX_TOPOLOGY: wanted chips along each side, as in 4x4, got '$GSPAX_TOPOLOGY'"
-  whole GSPAX_CHIPS "$GSPAX_CHIPS"
+    refuse "GSPAX_TOPOLOGY: wanted the chips along each dimension, as in 4x4, got '$GSPAX_TOPOLOGY'"
+  require_integer GSPAX_CHIPS "$GSPAX_CHIPS"
   chips=$((${GSPAX_TOPOLOGY//x/*}))
   [[ $((chips % GSPAX_CHIPS)) == 0 ]] ||
     refuse "GSPAX_CHIPS: wanted a divisor of the $chips chips of a slice, got $GSPAX_CHIPS"
@@ -103,18 +103,18 @@ count_hosts() { # prints how many hosts a slice has
 
 # Queued resources
 
-queued() { # call|ask VERB ARGUMENT...: `gcloud compute tpus queued-resources` in our project and zone
+queued() { # call|query COMMAND ARGUMENT...: `gcloud compute tpus queued-resources` in our project and zone
   local how=$1
   shift
   "$how" gcloud compute tpus queued-resources "$@" --project="$GSPAX_PROJECT" --zone="$GSPAX_ZONE"
 }
 
-on_hosts() { # run a shell command on all hosts of all slices
+on_hosts() { # run a shell command on every host of every slice
   queued call ssh "$GSPAX_NAME" --node=all --worker=all --command="$1"
 }
 
-state() { # ACTIVE, SUSPENDED, ...; ABSENT if there is none
-  queued ask describe "$GSPAX_NAME" --format='value(state.state)' 2> /dev/null || echo ABSENT
+state() { # ACTIVE, SUSPENDED, ...; ABSENT if there is no resource
+  queued query describe "$GSPAX_NAME" --format='value(state.state)' 2> /dev/null || echo ABSENT
 }
 
 wait_until_active() {
@@ -128,7 +128,7 @@ wait_until_active() {
       ACTIVE) return ;;
       CREATING | ACCEPTED | WAITING_FOR_RESOURCES | PROVISIONING) sleep 30 ;;
       *)
-        echo "gspax: $GSPAX_NAME is $now and will not become active; tpu/resume.sh asks for a new one" >&2
+        echo "gspax: $GSPAX_NAME is $now and will not become active; tpu/resume.sh requests a new one" >&2
         exit 1
         ;;
     esac

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Continues a run after a preemption: asks for the TPUs again if they are gone, sets them up and repeats the command.
+# Resumes a run after a preemption: requests the TPUs again if they are gone, sets them up and repeats the command.
 #   tpu/resume.sh [--dry-run] [--spot] [--node-count N] experiments/sort_gspo.py [a.b=c ...]
-# Give it what create.sh and run.sh were given. If the TPUs are still there, it is run.sh.
+# Takes the arguments of create.sh and run.sh. If the TPUs still exist, it does what run.sh does.
 
 set -euo pipefail
 source "$(dirname "$0")/lib.sh"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Starts an experiment on all hosts; it goes on when the connection ends. The run directory is in the bucket.
+# Starts an experiment on all hosts; it keeps running after a disconnect. The run directory is in the bucket.
 #   tpu/run.sh [--dry-run] experiments/sort_gspo.py [a.b=c ...]
-# A host that already runs one is left alone. The same command continues a run from its last checkpoint.
+# A host that already runs one is left alone. The same command resumes a run from its newest checkpoint.
 
 set -euo pipefail
 source "$(dirname "$0")/lib.sh"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Puts the last commit of this checkout on all hosts, installs it there and mounts the bucket.
+# Copies the last commit of this checkout to all hosts, installs it there and mounts the bucket.
 #   tpu/setup.sh [--dry-run]
-# Not while a run is going on.
+# Refused while a run is active.
 
 set -euo pipefail
 source "$(dirname "$0")/lib.sh"
@@ -13,8 +13,8 @@ bundle=$root/build/gspax.bundle
 if [[ $dry_run != 1 ]]; then
   mkdir -p "$root/build"
   git -C "$root" bundle create --quiet "$bundle" HEAD
-  [[ -z $(git -C "$root" status --porcelain) ]] || echo "gspax: changes that are not committed are not sent" >&2
+  [[ -z $(git -C "$root" status --porcelain) ]] || echo "gspax: uncommitted changes are not sent" >&2
 fi
 queued call scp "$bundle" "$GSPAX_NAME:" --node=all --worker=all
-on_hosts "if systemctl is-active --quiet gspax; then echo 'gspax: a run is going on here' >&2; exit 1; fi; \
+on_hosts "if systemctl is-active --quiet gspax; then echo 'gspax: a run is active here' >&2; exit 1; fi; \
 rm -rf gspax && git clone --quiet --config advice.detachedHead=false gspax.bundle gspax && bash gspax/tpu/host/setup.sh $(printf %q "$GSPAX_BUCKET")"

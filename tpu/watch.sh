@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows the state of the queued resource and, if it is active, follows the output of the first host until ctrl-c.
+# Prints the state of the queued resource and, if it is active, follows the output of the first host until Ctrl-C.
 #   tpu/watch.sh [--dry-run]
 
 set -euo pipefail

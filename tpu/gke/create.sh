@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes a GKE cluster with one pool of TPU nodes per slice, the JobSet controller and access to the bucket.
+# Creates a GKE cluster with one pool of TPU nodes per slice, the JobSet controller and access to the bucket.
 #   tpu/gke/create.sh [--dry-run] [--spot] [--node-count N]
-# --spot: the TPU nodes may be preempted. --node-count N: N slices. What is asked for stands in tpu/config.sh.
+# --spot: the TPU nodes may be preempted. --node-count N: N slices. The settings are in tpu/config.sh.
 
 set -euo pipefail
 source "$(dirname "$0")/../lib.sh"
@@ -24,7 +24,7 @@ call kubectl apply --server-side \
 call kubectl wait --for=condition=Available deployment/jobset-controller-manager -n jobset-system --timeout=300s
 call kubectl create serviceaccount gspax
 
-number=$(ask gcloud projects describe "$GSPAX_PROJECT" --format='value(projectNumber)')
+number=$(query gcloud projects describe "$GSPAX_PROJECT" --format='value(projectNumber)')
 pods="principal://iam.googleapis.com/projects/${number:-NUMBER}/locations/global/workloadIdentityPools"
 call gcloud storage buckets add-iam-policy-binding "gs://$GSPAX_BUCKET" --role=roles/storage.objectUser \
   --member="$pods/$GSPAX_PROJECT.svc.id.goog/subject/ns/default/sa/gspax"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Stops the run, which saves a checkpoint, and deletes the cluster with its TPU nodes. The bucket and the image stay.
+# Stops the run, which saves a checkpoint, and deletes the cluster with its TPU nodes. The bucket and the image are kept.
 #   tpu/gke/delete.sh [--dry-run]
 
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the image of the pods from this checkout and pushes it.
+# Builds the image of the pods from this checkout, and pushes it.
 #   tpu/gke/image.sh [--dry-run]
 
 set -euo pipefail

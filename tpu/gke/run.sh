@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts an experiment as a JobSet: one job per slice, one pod per host. The run directory is in the bucket.
 #   tpu/gke/run.sh [--dry-run] [--node-count N] experiments/sort_gspo.py [a.b=c ...]
-# The JobSet repeats the command after a preemption. When it has used up its restarts, this script continues the run.
+# The JobSet repeats the command after a preemption. When its restarts are used up, this script resumes the run.
 
 set -euo pipefail
 source "$(dirname "$0")/../lib.sh"
@@ -10,10 +10,10 @@ shift "$used"
 need GSPAX_NAME GSPAX_BUCKET GSPAX_RUN GSPAX_IMAGE GSPAX_TPU GSPAX_TOPOLOGY GSPAX_CHIPS GSPAX_RESTARTS
 experiment "$@"
 hosts=$(count_hosts)
-whole GSPAX_RESTARTS "$GSPAX_RESTARTS"
+require_integer GSPAX_RESTARTS "$GSPAX_RESTARTS"
 tools kubectl
 
-json() { # words as a list of JSON strings
+json() { # words as a JSON list of strings
   local word list=
   for word in "$@"; do
     word=${word//\\/\\\\}
@@ -22,7 +22,7 @@ json() { # words as a list of JSON strings
   echo "[$list]"
 }
 
-# Exit code 2 is a mistake in the input, which no restart can heal; 143 follows a SIGTERM, after a checkpoint.
+# Exit code 2 is invalid input, which a restart cannot fix; 143 follows a SIGTERM, after a checkpoint.
 jobset=$(
   cat << YAML
 apiVersion: jobset.x-k8s.io/v1alpha2

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows the JobSet and its pods, and follows the output of the first host until ctrl-c.
+# Prints the JobSet and its pods, and follows the output of the first host until Ctrl-C.
 #   tpu/gke/watch.sh [--dry-run]
 
 set -euo pipefail

@@ -8,7 +8,7 @@ run=$1 file=$2
 shift 2
 
 if systemctl is-active --quiet gspax; then
-  echo "gspax: a run is going on here already"
+  echo "gspax: a run is already active here"
   exit 0
 fi
 sudo systemctl reset-failed gspax 2> /dev/null || true

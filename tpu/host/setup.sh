@@ -6,7 +6,7 @@ set -euo pipefail
 bucket=$1
 cd "$HOME/gspax"
 
-python3 -m pip install --quiet --user uv # the images' own Python is too old; uv brings one
+python3 -m pip install --quiet --user uv # the images' Python is too old; uv installs another
 export PATH="$HOME/.local/bin:$PATH"
 uv venv --quiet --python 3.12 .venv
 uv pip install --quiet --python .venv/bin/python --constraint requirements.txt --editable '.[train,tpu]'
@@ -20,8 +20,8 @@ if ! command -v gcsfuse > /dev/null; then
   sudo apt-get install -qq -y gcsfuse
 fi
 
-# A unit of its own, so that a shutdown ends the run first, then the mount, then the network. The hosts see each other's
-# files at once only without a cache of metadata.
+# A separate unit, so that a shutdown ends the run first, then the mount, then the network. The hosts see each other's
+# files at once only without a metadata cache.
 if ! mountpoint -q "$HOME/bucket"; then
   mkdir -p "$HOME/bucket"
   sudo systemctl reset-failed gspax-bucket 2> /dev/null || true
