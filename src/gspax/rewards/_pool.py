@@ -99,6 +99,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},  # should a worker import jax, it must not take a device
             start_new_session=True,
         )
         self.tasks = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gspax.errors import UserError
 
-FAILED = ("late", "crashed")  # the grading failed, whatever the completion is worth
+FAILED = ("late", "crashed", "raised", "not finite")  # the grading failed, whatever the completion is worth
 _ENOUGH = 200  # graded completions before the share that failed can stop a run
 
 
@@ -27,10 +27,13 @@ class Tally:
 
     def __init__(self, name: str):
         self._name, self._lock, self._counts = name, threading.Lock(), Counter[str]()
+        self._detail = ""  # of the last completion that failed
 
     def add(self, grades: Sequence[Grade]) -> None:
         with self._lock:
             self._counts.update(grade.outcome for grade in grades)
+            details = [grade.detail for grade in grades if grade.outcome in FAILED and grade.detail]
+            self._detail = details[-1] if details else self._detail
 
     def counts(self) -> dict[str, int]:
         with self._lock:
@@ -41,7 +44,9 @@ class Tally:
         counts = self.counts()
         total, failed = sum(counts.values()), sum(counts.get(outcome, 0) for outcome in FAILED)
         if total >= _ENOUGH and failed > most * total:
-            each = ", ".join(f"{counts.get(outcome, 0)} {outcome}" for outcome in FAILED)
+            each = ", ".join(f"{counts[outcome]} {outcome}" for outcome in FAILED if outcome in counts)
+            last = f"; the last one: {self._detail}" if self._detail else ""
+            share = f"{100 * most:g}%"
             raise UserError(
-                f"reward: wanted {self._name} to fail for at most {most:.0%}, got {failed} of {total} ({each})"
+                f"reward: wanted {self._name} to fail for at most {share}, got {failed} of {total} ({each}){last}"
             )

@@ -1,0 +1,104 @@
+"""A reward that may fail: called in a worker process with a deadline, so that a bad sample costs that sample only.
+
+    reward=partial(guard, reward=my_rewards.score, timeout=2.0)
+
+Without it, a reward that raises or gives NaN ends the run with one sentence, and one that hangs holds it up for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import math
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from gspax.data.problem import Problem
+from gspax.errors import UserError
+from gspax.rewards._pool import Failure, Pool
+from gspax.rewards.grades import Grade, Tally
+
+_lock = threading.Lock()
+_pools: dict[int, Pool] = {}  # by number of workers
+_tally = Tally("the reward inside gspax.rewards.guard")
+
+
+def guard(
+    problem: Problem,
+    completion: str,
+    *,
+    reward: Callable[[Problem, str], float],
+    timeout: float = 10.0,
+    workers: int = 2,
+    failed: float = 0.0,
+    max_failed: float = 0.2,
+) -> float:
+    """What `reward` gives, or `failed` where it raises, gives no finite number, hangs or kills its process.
+
+    Args:
+      problem: for the reward.
+      completion: for the reward.
+      reward: a function of an importable module, or a `functools.partial` of one: the workers are new processes, which
+        import it. They see no accelerator.
+      timeout: seconds for one call. The first call of a worker includes its imports.
+      workers: processes, of this process, shared by everything that gives the same number.
+      failed: the reward of a completion for which `reward` fails.
+      max_failed: the share of such completions, of all that this process has guarded, above which UserError is raised.
+    """
+    answer = _pool(workers).ask(
+        {
+            "reward": _pickled(reward),
+            "problem": _pickled(problem),
+            "completion": completion,
+            "seconds": timeout,
+            "path": sys.path,
+        },
+        timeout=timeout,
+    )
+    if isinstance(answer, Failure):
+        grade = Grade(failed, answer.reason)
+    elif "unusable" in answer:
+        raise UserError(
+            f"reward: wanted a function that a new process can import, got {reward!r}: {answer['unusable']}"
+        )
+    elif "raised" in answer:
+        grade = Grade(failed, "raised", answer["raised"])
+    elif not math.isfinite(answer["value"]):
+        grade = Grade(failed, "not finite", str(answer["value"]))
+    else:
+        grade = Grade(answer["value"], "done")
+    _tally.add([grade])
+    _tally.check(max_failed)
+    return grade.reward
+
+
+def counts() -> dict[str, int]:
+    """How many completions this process has guarded, by outcome."""
+    return _tally.counts()
+
+
+def _pickled(value: object) -> str:
+    try:
+        return base64.b64encode(pickle.dumps(value)).decode()
+    except Exception as error:  # pickle raises what it likes
+        raise UserError(f"reward: wanted a function that can be pickled, got {value!r}: {error}") from error
+
+
+def _pool(workers: int) -> Pool:
+    with _lock:
+        if workers not in _pools:
+            _pools[workers] = Pool(Path(__file__).with_name("_guard_worker.py"), workers=workers)
+        return _pools[workers]
+
+
+@atexit.register
+def _close() -> None:
+    for pool in _pools.values():
+        pool.close()
+
+
+os.register_at_fork(after_in_child=_pools.clear)  # a fork must not talk to its parent's workers

@@ -1,0 +1,103 @@
+"""Rewards that fail, guarded."""
+
+import pickle
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gspax.data.problem import Problem
+from gspax.errors import UserError
+from gspax.experiment.description import describe
+from gspax.rewards import guard as module
+from gspax.rewards._pool import Pool
+from gspax.rewards.grades import Grade, Tally
+from gspax.rewards.guard import guard
+
+REWARDS = """
+import os, time
+def score(problem, completion, *, scale=1):
+    print("noise")
+    if completion == "raise":
+        raise ValueError("no such unit")
+    if completion == "hang":
+        time.sleep(60)
+    if completion == "die":
+        os._exit(1)
+    if completion == "platform":
+        return os.environ["JAX_PLATFORMS"] == "cpu"
+    return scale * (float(completion) if completion in ("nan", "inf") else len(problem.answer + completion))
+"""
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "rewards_of_the_test.py").write_text(REWARDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        import rewards_of_the_test
+
+        yield rewards_of_the_test
+
+
+@pytest.fixture
+def tally(monkeypatch):
+    tally = Tally("the reward")
+    monkeypatch.setattr(module, "_tally", tally)
+    return tally
+
+
+def test_a_reward_that_does_not_fail_is_given_as_it_is(rewards, tally):
+    reward = partial(guard, reward=partial(rewards.score, scale=2))
+    assert reward(Problem("?", "12"), "345") == 10.0
+    assert module.counts() == {"done": 1}
+    assert pickle.loads(pickle.dumps(reward))(Problem("?", "12"), "3") == 6.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "outcome"),
+    [("raise", "raised"), ("hang", "late"), ("die", "crashed"), ("nan", "not finite"), ("inf", "not finite")],
+)
+def test_a_failure_costs_the_stated_value_for_that_sample_only(rewards, tally, completion, outcome):
+    reward = partial(guard, reward=rewards.score, failed=-1.0)
+    assert reward(Problem("?", ""), "ok") == 2.0
+    began = time.monotonic()
+    assert reward(Problem("?", ""), completion, timeout=0.5) == -1.0
+    assert time.monotonic() - began < 10
+    assert reward(Problem("?", ""), "ok") == 2.0
+    assert module.counts() == {"done": 2, outcome: 1}
+
+
+def test_the_reward_takes_no_accelerator(rewards, tally):
+    assert guard(Problem("?", ""), "platform", reward=rewards.score) == 1.0
+
+
+def test_a_run_stops_when_a_share_fails_and_says_what_the_last_one_was(rewards, tally):
+    tally.add([Grade(1.0, "done")] * 198)
+    reward = partial(guard, reward=rewards.score, max_failed=0.005)
+    assert reward(Problem("?", ""), "raise") == 0.0
+    with pytest.raises(
+        UserError, match=r"to fail for at most 0\.5%, got 2 of 200 \(2 raised\); the last one: ValueError: no such unit"
+    ):
+        reward(Problem("?", ""), "raise")
+
+
+def test_a_reward_that_no_other_process_can_import_is_refused(rewards):
+    with pytest.raises(UserError, match="reward: wanted a function that can be pickled, got <function"):
+        guard(Problem("?", ""), "", reward=lambda problem, completion: 1.0)
+    pool = Pool(Path(module.__file__).with_name("_guard_worker.py"), workers=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(module._pools, 2, pool)
+        patch.setattr("sys.path", [path for path in sys.path if path != str(Path(rewards.__file__).parent)])
+        with pytest.raises(UserError, match=r"wanted a function that a new process can import, .* ModuleNotFoundError"):
+            guard(Problem("?", ""), "", reward=rewards.score)
+    pool.close()
+
+
+def test_what_is_guarded_is_part_of_an_experiments_description(rewards):
+    described = describe(partial(guard, reward=rewards.score))
+    assert described["function"] == "gspax.rewards.guard.guard"
+    assert described["reward"] == {"function": "rewards_of_the_test.score", "scale": 1}
