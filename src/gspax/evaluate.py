@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from gspax.config import Experiment, Sampling, trained_dtype
+from gspax.data.problem import read_problem
 from gspax.distributed import multihost
 from gspax.experiment.description import describe
 from gspax.learner.optimizer import make_optimizer
@@ -61,6 +62,7 @@ def evaluate(
     `key` is the run's. Every evaluation draws with the same noise, so that two differ by the policy alone.
     """
     settings, key = experiment.evaluation, jax.random.fold_in(key, EVALUATION)
+    read = partial(read_problem, experiment.data.heldout)
     plain = replace(
         experiment.sampling,
         max_tokens=settings.max_tokens or experiment.sampling.max_tokens,
@@ -73,9 +75,7 @@ def evaluate(
         """One row per completion of the held-out problems, in chunks of about a rollout batch's rows."""
         rows: list[Row] = []
         for ids in _chunks(settings.problems, experiment.sampling, sampling.group, batch_shards(mesh)):
-            problems = multihost.all_or_raise(
-                partial(multihost.local_rows, experiment.data.heldout, ids, named_sharding(mesh, "batch"))
-            )
+            problems = multihost.all_or_raise(partial(multihost.local_rows, read, ids, named_sharding(mesh, "batch")))
             rollout = sample(
                 params,
                 experiment.model,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from gspax.config import Experiment, trained_dtype
-from gspax.data.problem import Problem
+from gspax.data.problem import Problem, read_problem
 from gspax.distributed import multihost
 from gspax.evaluate import evaluate
 from gspax.experiment.description import describe
@@ -268,7 +268,8 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Pen
     experiment, sampler = learner.experiment, learner.sampler
     ids = range(first, first + experiment.sampling.prompts)
     by_row = named_sharding(sampler.mesh, "batch")
-    problems = multihost.all_or_raise(lambda: multihost.local_rows(experiment.data.train, ids, by_row))
+    read = partial(read_problem, experiment.data.train)
+    problems = multihost.all_or_raise(lambda: multihost.local_rows(read, ids, by_row))
     rollout = sample(
         params,
         experiment.model,

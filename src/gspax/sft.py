@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from gspax.config import Experiment, WarmStart
-from gspax.data.problem import encode_prompt
+from gspax.data.problem import encode_prompt, read_problem
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import describe
@@ -115,7 +115,7 @@ def make_demonstrations(
 
     def encode(index: int) -> tuple[Sequence[int], list[int]]:
         """The tokens of the prompt, and of prompt, demonstration and stop token together."""
-        problem = data.train(index)
+        problem = read_problem(data.train, index)
         prompt = encode_prompt(tokenizer, problem)
         answer = tokenizer.encode_completion(stage.demonstration(problem, np.random.default_rng((seed, index))))
         tokens = [*prompt, *answer, tokenizer.stop_ids[0]]

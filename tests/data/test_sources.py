@@ -8,8 +8,8 @@ import pytest
 from small_experiment import experiment
 
 from gspax import data
-from gspax.data import Problem
-from gspax.data.problem import is_heldout
+from gspax.data import Problem, sort
+from gspax.data.problem import is_heldout, read_problem
 from gspax.data.sources import opening_notes, opening_problems
 from gspax.errors import UserError
 from gspax.experiment import RESUMABLE, describe, difference, load, override, validate, warnings
@@ -250,6 +250,16 @@ def test_problems_in_a_list_are_taken_as_they_are():
 def test_an_object_that_is_no_sequence_is_refused():
     with pytest.raises(UserError, match=r"data\.sequence: wanted an object with len and \[\], got generator"):
         data.sequence(row for row in ROWS)
+
+
+def test_an_exception_in_any_source_is_one_sentence():
+    class Mine:
+        def train(self, index):
+            return ROWS[index + 1000]
+
+    with pytest.raises(UserError, match=r"^data: \S*Mine\.train\(3\) raised IndexError: list index out of range$"):
+        read_problem(Mine().train, 3)
+    assert read_problem(sort.Problems().heldout, 3) == sort.Problems().heldout(3)
 
 
 # In an experiment

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+
+from gspax.errors import UserError
 
 HELDOUT_SHARE = 8  # one prompt in 8 is held out
 _TRIES = 1000  # unsuccessful draws in a row after which a task has too few prompts
@@ -97,6 +99,17 @@ def _distinct_heldout(source: Source, count: int) -> tuple[Problem, ...]:
     if not problems:
         raise ValueError(f"{tries} draws gave no held-out prompt: the task has too few prompts")
     return tuple(problems)
+
+
+def read_problem(read: Callable[[int], Problem], index: int) -> Problem:
+    """`read(index)`, where `read` is the method `train` or `heldout` of any source. UserError if it raises."""
+    try:
+        return read(index)
+    except UserError:
+        raise
+    except Exception as error:  # a source may be a user's code
+        name = getattr(read, "__qualname__", type(read).__name__)
+        raise UserError(f"data: {name}({index}) raised {type(error).__name__}: {error}") from error
 
 
 def encode_prompt(tokenizer: Any, problem: Problem) -> Sequence[int]:
