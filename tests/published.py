@@ -1,4 +1,4 @@
-"""Checkpoints as others publish them, written without gspax: names spelt out one by one, files by `safetensors`."""
+"""Published checkpoints written without gspax: explicit names, files by `safetensors`."""
 
 import json
 
@@ -69,7 +69,7 @@ def take(tree, index):
 
 
 def save(folder, config, tensors, *, files=1):
-    """A checkpoint folder, its tensors dealt out to `files` files by turns."""
+    """A checkpoint folder, its tensors distributed over `files` files in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = "bfloat16" if next(iter(tensors.values())).dtype == ml_dtypes.bfloat16 else "float32"
     (folder / "config.json").write_text(json.dumps(to_json(config) | {"torch_dtype": dtype}))

@@ -1,4 +1,4 @@
-"""Qwen3 / Qwen3-MoE in float64 numpy, one token at a time, written from the architecture: slow and obviously right."""
+"""Qwen3 and Qwen3-MoE in float64 numpy, one token at a time: slow and obviously correct."""
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def rotate(x, position, config):
 
 
 def yarn_share(i, half, config):
-    """How much of its frequency pair i keeps: all if it turns often in the original context, none if it hardly turns.
+    """How much of its frequency pair i keeps: all if it makes many turns over the original context, none if few.
 
     Pair i turns r = context * theta ** (-i / half) / 2π times, so i = half * ln(context / 2πr) / ln(theta).
     """
@@ -41,7 +41,7 @@ def yarn_share(i, half, config):
 
 
 def yarn_factor(yarn):
-    """On queries and on keys alike, so attention scores have it squared."""
+    """On both queries and keys, so that attention scores have it squared."""
     if yarn is None:
         return 1.0
     if yarn.attention_factor is not None:

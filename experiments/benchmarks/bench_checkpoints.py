@@ -1,14 +1,13 @@
-"""How long reading a published checkpoint takes, and how much memory: the figures in docs/checkpoints.md.
+"""Time and memory of reading a Hugging Face checkpoint; results in README.md.
 
     python experiments/benchmarks/bench_checkpoints.py FOLDER
 
-makes a checkpoint of random numbers in FOLDER if there is none: Qwen3-30B-A3B cut to 3 layers, 4.9 GB in bfloat16. Then
-each measurement is a process of its own. Its memory is the highest resident set that the system saw (VmHWM), less
-that just before reading, with jax imported and its devices up. gspax maps no file into memory, so pages of
-the files are not in it. `cold` means that the system was told to drop the files' pages first; `warm` that they had just
-been read. Beside each time stand those of `cat`, which keeps nothing, and of the same bytes read into fresh memory as
-they are, which anything must do that ends with the model in memory; the CPU-seconds tell what other programs on the
-machine cannot disturb.
+If FOLDER is empty it first writes random numbers there: Qwen3-30B-A3B cut to 3 layers, 4.98 GB in bfloat16. Each
+measurement runs in a process of its own. Its memory is the peak resident set (VmHWM) minus that just before reading,
+with jax imported and its devices initialised; gspax maps no file into memory, so the files' pages are not included.
+"cold": the files' pages were dropped from the cache first; "warm": they had just been read. For comparison: `cat`,
+which keeps nothing, and reading the same bytes unchanged into new memory, which every reader needs. CPU-seconds do
+not depend on other programs on the machine.
 """
 
 import json
@@ -60,13 +59,12 @@ def drop_pages(folder: Path) -> None:
 
 def cat(folder: Path) -> float:
     start = time.perf_counter()
-    with open(os.devnull, "wb") as nowhere:
-        subprocess.run(["cat", *files(folder)], stdout=nowhere, check=True)
+    subprocess.run(["cat", *files(folder)], stdout=subprocess.DEVNULL, check=True)
     return time.perf_counter() - start
 
 
 def into_memory(folder: Path) -> None:
-    """In a process of its own: the files' bytes into fresh memory, by a thread for each core."""
+    """In a process of its own: read the files' bytes into new memory, with a thread per core."""
     import numpy as np
 
     from gspax.hf.reading import empty_aligned
@@ -75,8 +73,8 @@ def into_memory(folder: Path) -> None:
     jobs = []
     for file in files(folder):
         size = file.stat().st_size
-        room = empty_aligned(((0, size),), np.uint8)
-        jobs += [(file, first, room[first : first + 2**24]) for first in range(0, size, 2**24)]
+        buffer = empty_aligned(((0, size),), np.uint8)
+        jobs += [(file, first, buffer[first : first + 2**24]) for first in range(0, size, 2**24)]
 
     def fill(job: tuple[Path, int, np.ndarray]) -> None:
         with job[0].open("rb", buffering=0) as opened:
@@ -94,13 +92,13 @@ def in_process(*arguments: object) -> dict[str, float]:
 
 
 def peak() -> int:
-    """Of this process; `ru_maxrss` begins with that of the process which started it."""
+    """Of this process; `ru_maxrss` starts at that of the parent process."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return 1024 * int(found[1])
 
 
 def read(folder: Path, devices: int, dtype: str) -> None:
-    """In a process of its own: one reading, told as a line of JSON."""
+    """In a process of its own: read once and print the result as JSON."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", devices)

@@ -1,10 +1,10 @@
-"""Weak scaling by compilation: scaling.png and the table of docs/compile.md, from 16 to 512 devices of v5p.
+"""Weak scaling by compilation, from 16 to 512 devices of v5p: writes scaling.png and prints scaling.md.
 
-A train step of a small mixture of experts with the same rows on each device is compiled for each topology, and its
-compiled text says what a device sends. Nothing runs. The FLOPs are the compiler's own count, in which the body of the
-loop over layers stands once; it shows whether a device's share of the work grows.
+A train step of a small mixture of experts with the same rows on each device is compiled for each topology; the bytes
+that a device sends are read from the compiled text. Nothing runs. FLOPs are the compiler's own count, in which the body
+of the loop over layers counts once; it shows whether a device's share of the work grows.
 
-Run: python experiments/benchmarks/plot_scaling.py (needs libtpu: requirements-tpu.txt)
+Run: python experiments/benchmarks/plot_scaling.py > experiments/benchmarks/scaling.md (needs requirements-tpu.txt)
 """
 
 from dataclasses import replace
@@ -28,6 +28,14 @@ MESHES = {
     "expert=8, fsdp up to 8, data": lambda devices: config.Mesh(data=-1, fsdp=min(devices // 8, 8), expert=8),
 }
 MB = 1e6
+HEADING = """# Weak scaling, compiled
+
+Written by `plot_scaling.py`: a train step of a small mixture of experts (4 layers of width 512, 16 experts, two rows of
+128 tokens on each device) on v5p. FLOPs are the compiler's count for one device, with the body of the loop over layers
+counted once; MB are what a device sends in a step. Nothing was run.
+
+| devices | mesh | GFLOP | MB sent | of which |
+| --- | --- | --- | --- | --- |"""
 
 
 def small(devices, mesh):
@@ -43,7 +51,7 @@ def small(devices, mesh):
 
 
 def measure(topology, make):
-    """(compiler's GFLOP, MB sent by collective) of one train step on one device."""
+    """(GFLOP by the compiler, MB sent by collective) of one train step on one device."""
     devices = chips.describe_devices(chips.parse_topology(topology))
     found = small(len(devices), make(len(devices)))
     mesh = make_mesh(found.mesh, devices)
@@ -55,7 +63,7 @@ def measure(topology, make):
 
 
 def table(title, make):
-    """Prints a row for each topology as it is compiled, and gives (devices, GFLOP, MB sent) of all."""
+    """Print a row for each topology once it is compiled; (devices, GFLOP, MB sent) of all."""
     rows = []
     for topology in TOPOLOGIES:
         devices = len(chips.describe_devices(chips.parse_topology(topology)))
@@ -85,8 +93,9 @@ def draw(tables, path):
 
 def main():
     jax.config.update("jax_platforms", "cpu")
-    print("| devices | mesh | GFLOP | MB sent | of which |\n| --- | --- | --- | --- | --- |")
+    print(HEADING)
     draw({title: table(title, make) for title, make in MESHES.items()}, Path(__file__).with_name("scaling.png"))
+    print("\n![GFLOP and MB sent for each device](scaling.png)")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ LINES = {
         ("all-gather", ("data",), 2),
         256,
     ),
-    "a way to write groups that is not known counts as the whole mesh": (
+    "an unknown notation of groups counts as the full mesh": (
         "%r = f32[8,16]{1,0} all-gather(%x), replica_groups=somehow, dimensions={0}",
         ("all-gather", hlo.UNKNOWN, 8),
         512 * 7 // 8,
@@ -100,7 +100,7 @@ def test_what_a_collective_sends(line, collective, sent):
 
 
 def send(type_, transfer):
-    """As libtpu writes what goes between slices."""
+    """A `send` between slices, as libtpu writes it."""
     said = f'frontend_attributes={{_xla_host_transfer_handler_name="xla_megascale_runtime"{transfer}}}'
     return f"%s = ({type_}, u32[], token[]) send(%x, %t), channel_id=2, is_host_transfer=true, {said}"
 
@@ -110,8 +110,8 @@ TRANSFERS |= {"ALL_TO_ALL": 512 * 2 // 3, "ONE_TO_ONE": 512, "NEW_KIND": 512}
 
 
 @pytest.mark.parametrize(("transfer", "sent"), TRANSFERS.items())
-def test_what_goes_between_three_slices(transfer, sent):
-    """The argument of a send, 512 bytes, is a device's own part of a gather, and the whole of all else."""
+def test_bytes_sent_between_three_slices(transfer, sent):
+    """The operand of a send, 512 bytes, is a device's own shard for a gather, and the full array for all others."""
     line = send("f32[8,16]{1,0:T(8,128)}", f',_xla_megascale_transfer_type="{transfer}"')
     ends = "%e = token[] send-done(%s), channel_id=2, is_host_transfer=true"
     found = hlo.collectives(program(line, ends), {"slice": 3, "fsdp": 4}, unknown_trips=1, slices=3)
@@ -119,7 +119,7 @@ def test_what_goes_between_three_slices(transfer, sent):
     assert found == {Collective(kind, ("slice",), 3, dcn=True): sent}
 
 
-def test_what_goes_to_the_host_alone_is_not_sent():
+def test_transfers_to_the_host_do_not_count_as_sent():
     assert not hlo.collectives(program(send("f32[8]{0}", "")), {"slice": 2, "fsdp": 4}, unknown_trips=1, slices=2)
 
 
@@ -139,7 +139,7 @@ def test_groups_of_devices_are_within_a_slice(groups, axes, size):
     assert found == {Collective("all-gather", axes, size): 32 * (size - 1) // size}
 
 
-def test_the_end_of_an_asynchronous_collective_sends_nothing_more():
+def test_the_end_of_an_asynchronous_collective_does_not_count_again():
     text = """
 %inner (x: f32[8]) -> f32[8] {
   ROOT %r = f32[8]{0} all-to-all(%x), replica_groups={}, dimensions={0}
@@ -152,7 +152,7 @@ def test_the_end_of_an_asynchronous_collective_sends_nothing_more():
 
 
 def test_a_collective_spread_over_fusions_counts_where_it_starts():
-    """The TPU compiler shows the whole collective in every fusion that does a part of it."""
+    """The TPU compiler repeats the collective in every fusion that does part of it."""
     shown = f"%g = f32[8]{{0}} all-gather(%x), {ROWS}, async_collective_fusion_config={{}}"
     text = f"""
 %starting (x: f32[2]) -> f32[8] {{
@@ -217,13 +217,13 @@ LOOPS = {
 
 
 @pytest.mark.parametrize(("module", "times"), LOOPS.values(), ids=LOOPS)
-def test_how_often_a_loop_runs(module, times):
+def test_trip_counts(module, times):
     (found,) = hlo.collectives(module, MESH, unknown_trips=5).values()
     assert found == 384 * (5 if times is None else times)
     assert hlo.unknown_loops(module) == (times is None)
 
 
-def test_of_the_branches_of_a_condition_the_dearest_counts():
+def test_the_most_expensive_branch_of_a_conditional_counts():
     text = """
 %cheap (x: f32[8]) -> f32[8] {
   ROOT %a = f32[8]{0} all-gather(%x), replica_groups={}, dimensions={0}
@@ -242,7 +242,7 @@ def test_of_the_branches_of_a_condition_the_dearest_counts():
         assert list(found.values()) == [320 * 7 // 8]
 
 
-def test_the_way_around_for_rows_without_room_does_not_count():
+def test_the_fallback_for_rows_beyond_the_buffer_does_not_count():
     text = """
 %usual (x: f32[8]) -> f32[8] {
   ROOT %a = f32[8]{0} fusion(%x), calls=%sends
@@ -274,13 +274,13 @@ def test_bytes_of_a_type(type_, sizes):
     assert hlo.array_bytes(type_) == sizes
 
 
-def test_a_text_without_an_entry_is_refused():
+def test_a_text_without_an_entry_is_rejected():
     with pytest.raises(ValueError, match="no ENTRY"):
         hlo.parse("HloModule m\n")
 
 
 def test_a_program_compiled_here():
-    """A scan of known collectives on 8 devices: each is found with its axes and bytes, as often as the scan runs."""
+    """A scan of known collectives on 8 devices: each is found with its axes and bytes, once per iteration."""
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
 
     def once(x, _):

@@ -113,13 +113,13 @@ LINES = {
 
 
 @pytest.mark.parametrize(("line", "moved"), LINES.values(), ids=LINES)
-def test_what_an_instruction_moves(line, moved):
+def test_bytes_moved_by_an_instruction(line, moved):
     body = "\n  ".join([*GIVEN, f"ROOT {line}"])
     module = hlo.parse(f"HloModule m\n{INSIDE}\nENTRY %main (x: f32[64]) -> f32[64] {{\n  {body}\n}}\n")
     assert traffic(module, unknown_trips=1) == READ_Y + moved
 
 
-def test_a_loop_moves_what_its_body_does_as_often_as_it_runs():
+def test_a_loop_moves_the_bytes_of_its_body_in_every_iteration():
     text = f"""HloModule m
 {INSIDE}
 %body (s: (s32[], f32[64])) -> (s32[], f32[64]) {{

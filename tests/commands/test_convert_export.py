@@ -62,7 +62,7 @@ def names_in(folder):
         ("some layers slide", "bfloat16"),
     ],
 )
-def test_import_and_export_give_the_same_bytes(name, between, tmp_path):
+def test_import_and_export_preserve_every_byte(name, between, tmp_path):
     config = tiny.CONFIGS[name]
     source, tensors = checkpoint(tmp_path / "hf", config, between, files=2)
     convert.run(str(source), tmp_path / "orbax", between)
@@ -73,7 +73,7 @@ def test_import_and_export_give_the_same_bytes(name, between, tmp_path):
     assert read_config(tmp_path / "out").dtype == between
 
 
-def test_bfloat16_through_float32_gives_the_same_bytes(tmp_path):
+def test_bfloat16_through_float32_preserves_every_byte(tmp_path):
     source, tensors = checkpoint(tmp_path / "hf", tiny.MOE, "bfloat16")
     convert.run(str(source), tmp_path / "orbax")
     export.run(tmp_path / "orbax", tmp_path / "out")
@@ -88,7 +88,7 @@ def test_float32_is_rounded_to_the_nearest_bfloat16(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_dense"])
-def test_what_transformers_saved_comes_back(name, tmp_path):
+def test_a_checkpoint_of_transformers_round_trips(name, tmp_path):
     if not GOLDEN.is_dir():
         pytest.skip("../shared/data/golden_qwen3_tiny is not here")
     convert.run(str(GOLDEN / name), tmp_path / "orbax")
@@ -98,7 +98,7 @@ def test_what_transformers_saved_comes_back(name, tmp_path):
     assert [ours[key] for key in export.SPECIAL_TOKENS] == [theirs[key] for key in export.SPECIAL_TOKENS]
 
 
-def test_the_tokenizer_s_files_travel_along(tmp_path):
+def test_the_tokenizers_files_are_copied(tmp_path):
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
     (source / "pytorch_model.bin").write_text("not this one")
     convert.run(str(source), tmp_path / "orbax")
@@ -118,7 +118,7 @@ def start(model):
 
 @pytest.mark.parametrize("between", [None, "float32", "bfloat16"])
 def test_a_run_starts_from_a_published_or_a_converted_checkpoint(between, tmp_path):
-    """In float32 and sharded, as random parameters would be; the optimiser and the rest of the state are fresh."""
+    """In float32 and sharded, as random parameters would be; the rest of the state is newly initialised."""
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE, "bfloat16")
     if between:
         convert.run(str(source), source := tmp_path / "orbax", between)
@@ -131,7 +131,7 @@ def test_a_run_starts_from_a_published_or_a_converted_checkpoint(between, tmp_pa
     jax.tree.map(lambda a, b: [] if (a.sharding, a.dtype) == (b.sharding, b.dtype) else 1 / 0, found, random)
 
 
-def test_hf_says_where_the_weights_are_and_takes_changes(tmp_path):
+def test_hf_records_the_checkpoint_and_takes_changes(tmp_path):
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE, "bfloat16")
     assert hf(str(source), remat="full") == replace(tiny.MOE, dtype="bfloat16", remat="full", checkpoint=str(source))
 
@@ -155,7 +155,7 @@ def test_a_name_on_the_hub_is_downloaded_when_it_is_needed(tmp_path, monkeypatch
     assert "*.safetensors" in calls[1][2] and not any("bin" in pattern for pattern in calls[1][2])
 
 
-def test_a_name_that_nobody_knows(tmp_path, monkeypatch):
+def test_an_unknown_name_is_rejected(tmp_path, monkeypatch):
     import huggingface_hub
 
     def snapshot_download(*_, **__):
@@ -175,7 +175,7 @@ def test_a_name_that_nobody_knows(tmp_path, monkeypatch):
         hf("file")
 
 
-def test_a_converted_checkpoint_of_another_model(tmp_path):
+def test_a_converted_checkpoint_of_another_model_is_rejected(tmp_path):
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
     convert.run(str(source), tmp_path / "orbax")
     wider = replace(hf(tmp_path / "orbax"), vocab_size=24)
@@ -189,7 +189,7 @@ def test_a_converted_checkpoint_of_another_model(tmp_path):
 
 
 def a_run(workdir, experiment, *, warm_start=False, steps=(2, 4)):
-    """A run directory with a checkpoint at each step, of parameters that tell the step."""
+    """A run directory with a checkpoint at each step, whose parameters depend on the step."""
     run = open_run(workdir, describe(experiment))
     directory = run.warm_start.checkpoints if warm_start else run.checkpoints
     optimizer = make_optimizer(experiment.optimizer)
@@ -207,7 +207,7 @@ def tensors_of_step(config, step):
 
 
 def experiment_with(tmp_path):
-    """One whose tokenizer and starting checkpoint have files to take along."""
+    """A run whose tokenizer and starting checkpoint have companion files."""
     (tmp_path / "tok").mkdir()
     (tmp_path / "tok" / "tokenizer.json").write_text("of the tokenizer")
     source, _ = checkpoint(tmp_path / "hf", small_experiment.experiment.model)
@@ -230,7 +230,7 @@ def test_a_run_is_exported_with_the_newest_parameters_or_those_of_a_step(tmp_pat
     assert not (tmp_path / "none").exists()
 
 
-def test_a_run_takes_the_files_of_its_tokenizer_and_of_the_checkpoint_it_started_from(tmp_path):
+def test_the_files_of_a_runs_tokenizer_and_starting_checkpoint_are_exported(tmp_path):
     run = a_run(tmp_path / "run", experiment_with(tmp_path), steps=(1,))
     export.run(run, tmp_path / "out")
     assert names_in(tmp_path / "out") == sorted(["config.json", "model.safetensors", *COMPANIONS])
@@ -238,7 +238,7 @@ def test_a_run_takes_the_files_of_its_tokenizer_and_of_the_checkpoint_it_started
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 9
 
 
-def test_the_warm_start_is_exported_while_there_is_nothing_else(tmp_path):
+def test_the_warm_start_is_exported_before_the_first_checkpoint_of_the_run(tmp_path):
     experiment = small_experiment.experiment
     run = a_run(tmp_path / "run", experiment, warm_start=True, steps=(3,))
     export.run(run, tmp_path / "out", dtype="float32")
@@ -246,8 +246,8 @@ def test_the_warm_start_is_exported_while_there_is_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("lora", [Lora(rank=2, alpha=3.0), Lora(rank=3, alpha=1.0, mlp=False)])
-def test_a_run_with_adapters_is_exported_as_the_sum(lora, tmp_path):
-    """What is frozen lies in `start/`, and the checkpoint holds the factors alone; both as the trainer writes them."""
+def test_adapters_are_merged_on_export(lora, tmp_path):
+    """The frozen parameters are in `start/`, the checkpoint has only the factors; both as the trainer writes them."""
     experiment = replace(small_experiment.experiment, lora=lora)
     run = open_run(tmp_path / "run", describe(experiment))
     base = random_params(experiment.model)
@@ -311,7 +311,7 @@ def test_a_target_that_is_not_empty_is_left_alone(tmp_path):
     assert names_in(tmp_path) == ["file", "hf", "target"]
 
 
-def test_nothing_is_left_of_a_conversion_or_an_export_that_failed(tmp_path, monkeypatch):
+def test_a_failed_conversion_or_export_leaves_nothing(tmp_path, monkeypatch):
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
     convert.run(str(source), tmp_path / "orbax")
     weights = source / "model.safetensors"
@@ -345,7 +345,7 @@ def test_a_process_killed_while_writing_leaves_no_target(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the threads that Orbax leaves
 @pytest.mark.parametrize("content", [b"", b"garbage"])
-def test_an_orbax_checkpoint_that_is_broken(content, tmp_path):
+def test_a_corrupt_orbax_checkpoint_is_rejected(content, tmp_path):
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
     convert.run(str(source), tmp_path / "orbax")
     for file in (tmp_path / "orbax" / "checkpoints" / "0" / "state").rglob("d/*"):
@@ -358,7 +358,7 @@ def test_an_orbax_checkpoint_that_is_broken(content, tmp_path):
     gc.collect()  # here, and not in another test
 
 
-def test_no_checkpoint_at_all(tmp_path):
+def test_a_missing_checkpoint_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"wanted a run directory \(experiment.json\) or a converted checkpoint"):
         export.run(tmp_path, tmp_path / "new")
     open_run(tmp_path / "run", describe(small_experiment.experiment))

@@ -1,4 +1,4 @@
-"""`gspax parity` finds what differs, and only that. The other model here is the numpy reference, without torch."""
+"""`gspax parity` finds what differs, and only that. The numpy reference stands in for transformers, without torch."""
 
 import sys
 
@@ -26,7 +26,7 @@ def theirs():
 
 
 def perturbed(path, index):
-    """Parameters with one number changed by one percent."""
+    """Parameters with one element changed by one percent."""
     params = jax.tree.map(np.array, tiny.params(CONFIG))
     leaf = params
     for key in path:
@@ -54,7 +54,7 @@ def test_a_model_agrees_with_itself(theirs):
         (("head",), (0, 3), ["logits"]),
     ],
 )
-def test_a_planted_difference_is_found_where_it_is_and_nowhere_else(path, index, wrong, theirs):
+def test_a_planted_difference_is_located(path, index, wrong, theirs):
     found = parity.compare(perturbed(path, index), CONFIG, TOKENS, theirs)
     assert [each.part for each in found if each.relative > parity.TOLERANCE] == wrong
     assert parity.first_disagreement(found) == wrong[0]
@@ -63,7 +63,7 @@ def test_a_planted_difference_is_found_where_it_is_and_nowhere_else(path, index,
     assert table[-1] == f"The first part that differs by more than 0.0001 is: {wrong[0]}."
 
 
-def test_a_token_is_judged_by_its_own_size():
+def test_differences_are_relative_to_the_token():
     theirs = np.array([[1000.0, 1.0], [1.0, 0.5]], np.float32)
     large, small = theirs.copy(), theirs.copy()
     large[0, 1] += 0.01
@@ -78,7 +78,7 @@ def test_nan_differs():
     assert parity.first_disagreement([broken]) == "x"
 
 
-def test_layers_know_their_position_and_their_number():
+def test_layers_use_their_position_and_number():
     config = tiny.CONFIGS["some layers slide"]
     assert parity.first_disagreement(parity.compare(tiny.params(config), config, TOKENS, reference(config))) is None
 

@@ -1,7 +1,7 @@
-"""gspax beside transformers' own Qwen3 and Qwen3-MoE: random weights, every variant of the configuration.
+"""gspax against Qwen3 and Qwen3-MoE in transformers: random weights, every variant of the configuration.
 
-The same without torch: test_transformer.py and test_greedy.py in tests/model beside the numpy reference, test_golden.py
-there beside stored logits.
+The same without torch: test_transformer.py and test_greedy.py in tests/model against the numpy reference,
+test_golden.py there against stored logits.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ CONFIGS = {
 
 
 def configs(*fast):
-    """Everything at once, these variants alone, and behind the marker `slow` the others."""
+    """Everything at once, these variants alone, and the others marked `slow`."""
     together = [pytest.param(config, id=f"{name}, all at once") for name, config in tiny.TOGETHER.items()]
     marks = {name: () if name in fast else pytest.mark.slow for name in CONFIGS}
     alone = [pytest.param(config, id=name, marks=marks[name]) for name, config in CONFIGS.items()]
@@ -75,7 +75,7 @@ def random_tokens(config, *shape):
 
 
 @configs("moe", "yarn with its own factor")
-def test_logits_of_whole_left_padded_right_padded_and_packed_rows(config, tmp_path):
+def test_logits_of_full_left_padded_right_padded_and_packed_rows(config, tmp_path):
     params, config, model = make_pair(config, tmp_path)
     tokens_BT = random_tokens(config, 4, TOKENS)
     segment_BT = np.ones_like(tokens_BT)
@@ -99,7 +99,7 @@ def test_logits_of_whole_left_padded_right_padded_and_packed_rows(config, tmp_pa
 
 
 @configs()
-def test_prefill_and_decode_beside_the_cache_of_transformers(config, tmp_path):
+def test_prefill_and_decode_agree_with_transformers_cache(config, tmp_path):
     params, config, model = make_pair(config, tmp_path)
     length, steps = 7, TOKENS - 7
     tokens_1T = random_tokens(config, 1, TOKENS)
@@ -134,7 +134,7 @@ def test_greedy_decoding_token_for_token(name, tmp_path):
     assert len(drawn) > 3  # not one token over and over
 
 
-def test_the_command_agrees_with_an_untouched_checkpoint_and_finds_a_changed_layer(tmp_path, capsys, monkeypatch):
+def test_the_command_accepts_an_unchanged_checkpoint_and_finds_a_changed_layer(tmp_path, capsys, monkeypatch):
     from gspax.hf import reading
 
     make_pair(CONFIGS["dense"], tmp_path)
@@ -151,7 +151,7 @@ def test_the_command_agrees_with_an_untouched_checkpoint_and_finds_a_changed_lay
     assert capsys.readouterr().out.endswith("The first part that differs by more than 0.0001 is: layer 2.\n")
 
 
-def test_tokens_of_another_vocabulary_are_refused(tmp_path, capsys):
+def test_tokens_outside_the_vocabulary_are_rejected(tmp_path, capsys):
     make_pair(CONFIGS["dense"], tmp_path)
     assert main.main(["parity", str(tmp_path), "--tokens", "0", "23"]) == 2
     assert "tokens: wanted at least one, from 0 to 22, got [0, 23]" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`config.json`: every key accounted for, both generations of names, and nothing passed over in silence."""
+"""`config.json`: both generations of names, every key accounted for, and nothing silently ignored."""
 
 import json
 from dataclasses import fields, replace
@@ -29,7 +29,7 @@ def write(folder, raw):
 
 
 def of_its_family(config):
-    """Without the fields of experts that a dense model has no use for, and no checkpoint speaks of."""
+    """Without the expert fields, which a dense model does not use and its checkpoint does not have."""
     plain = {name: ModelConfig.__dataclass_fields__[name].default for name in FIELDS_OF_EXPERTS}
     return config if config.num_experts else replace(config, **plain)
 
@@ -40,13 +40,13 @@ MOE = to_json(tiny.MOE)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_is_written_is_read_again(name, tmp_path):
+def test_a_written_config_is_read_back(name, tmp_path):
     config = of_its_family(CONFIGS[name])
     assert read_config(write(tmp_path, to_json(config))) == config
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_transformers_understands_what_is_written_and_its_own_file_is_read(name, tmp_path):
+def test_transformers_reads_our_file_and_we_read_its(name, tmp_path):
     """The newer names: `num_local_experts`, `dtype`, `rope_parameters`, `layer_types`."""
     transformers = pytest.importorskip("transformers")
     config = of_its_family(CONFIGS[name])
@@ -59,7 +59,7 @@ def test_transformers_understands_what_is_written_and_its_own_file_is_read(name,
 
 @pytest.mark.parametrize("name", ["Qwen3Config", "Qwen3MoeConfig"])
 def test_every_key_of_transformers_is_in_one_table(name):
-    """Keys that a later version of transformers adds fail here first."""
+    """A key that a later version of transformers adds fails here first."""
     theirs = getattr(pytest.importorskip("transformers"), name)()
     keys = {*theirs.to_dict(), *(field.name for field in fields(theirs))}
     tables = [config_json.COPIED, config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS]
@@ -227,13 +227,13 @@ def test_fields(raw, changes, tmp_path):
         ([1], "wanted a JSON object, got [1]"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(raw, sentence, tmp_path):
+def test_what_is_not_implemented_is_rejected_by_name(raw, sentence, tmp_path):
     with pytest.raises(UserError) as error:
         read_config(write(tmp_path, raw))
     assert str(error.value) == f"{tmp_path / 'config.json'}: {sentence}"
 
 
-def test_no_file_and_no_json(tmp_path):
+def test_a_missing_or_invalid_file_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"wanted a checkpoint folder with config\.json, there is none"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": ')
@@ -243,7 +243,7 @@ def test_no_file_and_no_json(tmp_path):
         read_config(tmp_path)
 
 
-def test_a_window_on_some_of_the_layers_cannot_be_written_for_experts():
+def test_experts_with_a_window_on_some_layers_cannot_be_exported():
     config = replace(tiny.MOE, sliding_window=4, sliding_layers=(1,))
     with pytest.raises(UserError, match=r"model\.sliding_layers: wanted all 3 layers or none with experts, got \(1,\)"):
         to_json(config)

@@ -1,4 +1,4 @@
-"""The table of names: every number of every parameter once, axes by plain numpy, and the way back."""
+"""The table of names: every element of every parameter once, axes by plain numpy, and the inverse."""
 
 import jax
 import ml_dtypes
@@ -51,7 +51,7 @@ def test_the_30b_has_a_tensor_for_each_expert():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.published)
-def test_to_ours_is_the_transposition_and_reshape_that_the_layers_expect(row):
+def test_to_ours_transposes_and_reshapes_as_the_layers_expect(row):
     """x W in gspax and W x in torch: the published matrix is transposed, and our axes are a reshape of that."""
     shape = shape_of(row)
     tensor = np.random.default_rng(0).standard_normal(names.published_shape(row, shape))
@@ -65,7 +65,7 @@ def test_to_ours_is_the_transposition_and_reshape_that_the_layers_expect(row):
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("row", [row for row in ROWS if row.half is None], ids=lambda row: row.published)
-def test_the_way_back(row, dtype):
+def test_to_published_inverts_to_ours(row, dtype):
     part = np.random.default_rng(0).standard_normal(shape_of(row)).astype(dtype)
     tensor = names.to_published(row, part)
     assert tensor.flags.c_contiguous and tensor.dtype == dtype
@@ -98,8 +98,8 @@ def test_copy_is_assignment(shape, order, dtypes, monkeypatch):
     assert (outer == expected).all()
 
 
-def test_copy_takes_a_part_of_a_tensor():
-    """As a device does that holds some of the columns."""
+def test_copy_into_a_slice():
+    """As for a device that holds some of the columns."""
     tensor = np.arange(64.0 * 48).reshape(64, 48)
     part = tensor.T[12:24]
     target = np.zeros(part.shape)

@@ -1,4 +1,4 @@
-"""Published checkpoints read: every parameter from its tensors, on any mesh, and refusals by file and tensor."""
+"""Reading published checkpoints: every parameter from its tensors, on any mesh, and errors by file and tensor."""
 
 import re
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_fused_experts_are_the_same_parameters(devices, tmp_path):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_arrays_are_placed_by_the_table_of_shardings(name, tmp_path):
+def test_arrays_are_sharded_by_the_table(name, tmp_path):
     config = CONFIGS[name]
     params = random_params(config)
     save(tmp_path, config, published(config, params))
@@ -63,7 +63,7 @@ def test_arrays_are_placed_by_the_table_of_shardings(name, tmp_path):
 
 @pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_numbers_are_cast_as_asked(stored, dtype, tmp_path):
+def test_tensors_are_cast_to_the_wanted_dtype(stored, dtype, tmp_path):
     params = random_params(MOE)
     save(tmp_path, MOE, published(MOE, params, stored))
     found = reading.read_params(tmp_path, MOE, wanted(MOE, 8, dtype))
@@ -72,7 +72,7 @@ def test_numbers_are_cast_as_asked(stored, dtype, tmp_path):
 
 
 def test_on_a_cpu_the_host_keeps_no_second_copy(tmp_path, monkeypatch):
-    """The shards that were filled are the arrays' own memory."""
+    """The arrays share the memory of the shards that were read."""
     rooms = []
     aligned = reading.empty_aligned
     monkeypatch.setattr(reading, "empty_aligned", lambda *where: rooms.append(aligned(*where)) or rooms[-1])
@@ -91,7 +91,7 @@ def test_each_tensor_is_read_once_for_all_devices(tmp_path, monkeypatch):
     assert len(seen) == len(set(seen)) == len(ours)
 
 
-def test_a_host_reads_no_expert_that_none_of_its_devices_holds(tmp_path):
+def test_a_host_does_not_read_experts_that_its_devices_do_not_hold(tmp_path):
     params, shape = random_params(MOE), wanted(MOE)["runs"][0]["mlp"]["gate"].shape
     stored = tensors.find(save(tmp_path, MOE, published(MOE, params)))
     box = ((0, 3), (2, 4), (0, 16), (4, 8))  # all layers, two experts, a part of the width
@@ -120,22 +120,22 @@ def ours(config=MOE, **options):
 GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 
 
-def test_a_missing_tensor(tmp_path):
+def test_a_missing_tensor_is_rejected(tmp_path):
     found = ours()
     del found[GATE], found["model.norm.weight"]
     refused(save(tmp_path, MOE, found), MOE, f"{tmp_path}: tensor model.norm.weight is missing, and 1 more")
 
 
-def test_an_unknown_tensor(tmp_path):
+def test_an_unknown_tensor_is_rejected(tmp_path):
     save(tmp_path, MOE, ours() | {"model.layers.0.mlp.shared_expert.gate_proj.weight": np.zeros((2, 2), np.float32)})
     refused(tmp_path, MOE, "model.safetensors: tensor model.layers.0.mlp.shared_expert.gate_proj.weight is none that")
 
 
-def test_experts_in_both_layouts(tmp_path):
+def test_experts_in_both_layouts_at_once_are_rejected(tmp_path):
     refused(save(tmp_path, MOE, ours() | ours(fused=True)), MOE, "is not part of the model in config.json")
 
 
-def test_a_layer_too_many(tmp_path):
+def test_an_extra_layer_is_rejected(tmp_path):
     save(tmp_path, MOE, ours())
     fewer = replace(MOE, num_hidden_layers=2)
     refused(tmp_path, fewer, "tensor model.layers.2.input_layernorm.weight is not part of the model in config.json")
@@ -149,12 +149,12 @@ def test_a_layer_too_many(tmp_path):
         ("model.norm.weight", (1, 16), "wanted the shape [16], got [1, 16]"),
     ],
 )
-def test_a_tensor_of_another_shape(name, shape, said, tmp_path):
+def test_a_tensor_of_another_shape_is_rejected(name, shape, said, tmp_path):
     save(tmp_path, MOE, ours() | {name: np.zeros(shape, np.float32)}, files=2)
     refused(tmp_path, MOE, f"tensor {name}: {said}")
 
 
-def test_a_tied_model_may_carry_a_copy_of_its_embedding_but_no_other_head(tmp_path):
+def test_a_tied_model_may_have_a_copy_of_its_embedding_as_head_but_no_other(tmp_path):
     config = tiny.CONFIGS["tied"]
     found = ours(config)
     save(tmp_path, config, found | {"lm_head.weight": found["model.embed_tokens.weight"]})
@@ -163,7 +163,7 @@ def test_a_tied_model_may_carry_a_copy_of_its_embedding_but_no_other_head(tmp_pa
     refused(tmp_path, config, "tensor lm_head.weight differs from model.embed_tokens.weight, but config.json has")
 
 
-def test_all_headers_are_checked_before_a_tensor_is_read(tmp_path, monkeypatch):
+def test_all_headers_are_validated_before_a_tensor_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tensors, "read", lambda *_: pytest.fail("a tensor was read"))
     save(tmp_path, MOE, ours(), files=3)
     last = tmp_path / "model-00003-of-00003.safetensors"

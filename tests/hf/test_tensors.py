@@ -1,4 +1,4 @@
-"""The safetensors format: files as the `safetensors` library writes and reads them, and refusals of broken ones."""
+"""The safetensors format: files that the `safetensors` library writes and reads, and errors for corrupt ones."""
 
 import json
 import re
@@ -22,7 +22,7 @@ TENSORS = {
 }
 
 
-def test_what_the_library_writes_is_read(tmp_path):
+def test_files_of_the_safetensors_library_are_read(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors", {"format": "pt"})
     found = tensors.find(tmp_path)
     assert found.keys() == TENSORS.keys()
@@ -34,7 +34,7 @@ def test_what_the_library_writes_is_read(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BFLOAT16])
 @pytest.mark.parametrize(("shard_size", "files"), [(10**9, 1), (120, 3), (1, 5)])
-def test_the_library_reads_what_is_written_in_any_order(dtype, shard_size, files, tmp_path):
+def test_the_safetensors_library_reads_our_files(dtype, shard_size, files, tmp_path):
     alike = {name: tensor.astype(dtype) for name, tensor in TENSORS.items()}
     shapes = {name: tensor.shape for name, tensor in alike.items()}
     stored = tensors.lay_out(tmp_path, shapes, dtype, shard_size * dtype.itemsize // 4)
@@ -56,7 +56,7 @@ def test_the_library_reads_what_is_written_in_any_order(dtype, shard_size, files
         assert {*raw["weight_map"].values()} == {file.name for file in written}
 
 
-def test_files_are_filled_up_to_the_size_and_a_larger_tensor_has_its_own(tmp_path):
+def test_files_keep_to_the_shard_size_and_a_larger_tensor_has_its_own(tmp_path):
     shapes = {"a": (10,), "b": (10,), "c": (5,), "large": (100,), "d": (1,)}
     stored = tensors.lay_out(tmp_path, shapes, np.dtype(np.float32), 100)
     assert [stored[name].file.name[:11] for name in shapes] == [f"model-0000{number}" for number in (1, 1, 1, 2, 3)]
@@ -134,7 +134,7 @@ def empty_index(folder):
         (empty_index, "wanted tensors in weight_map, there are none"),
     ],
 )
-def test_a_folder_that_is_no_checkpoint(make, said, tmp_path):
+def test_a_folder_without_a_checkpoint_is_rejected(make, said, tmp_path):
     make(tmp_path)
     with pytest.raises(UserError, match=re.escape(said)):
         tensors.find(tmp_path)
@@ -175,19 +175,19 @@ GOOD = file_of({"a": entry(0, 8), "b": entry(8, 16)}, bytes(16))
         (file_of({"a": entry(0, 8, (8,), "F8_E4M3")}, bytes(8)), "tensor a: wanted one of F32, BF16, F16, got F8_E4M3"),
     ],
 )
-def test_a_broken_file(content, said, tmp_path):
+def test_a_corrupt_file_is_rejected(content, said, tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
     with pytest.raises(UserError, match=re.escape(f"{file}: {said}")):
         tensors.find(tmp_path)
 
 
-def test_the_good_one_among_the_broken_is_read(tmp_path):
+def test_the_valid_file_among_the_corrupt_ones_is_read(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(GOOD)
     assert [*tensors.find(tmp_path)] == ["a", "b"]
 
 
-def test_a_file_that_shrinks_while_it_is_read(tmp_path):
+def test_a_file_that_shrinks_while_being_read_is_rejected(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     found = tensors.find(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""Import and export beside transformers: what it saves is read, and it loads what is written without a key too many.
+"""Import and export with transformers: its files are read, and it loads ours without an unexpected key.
 
 The same without torch: test_convert_export.py and test_names.py; logits: test_parity_torch.py.
 """

@@ -11,8 +11,8 @@ from gspax.rollout.sampler import sample
 
 
 @pytest.mark.parametrize("name", ["experts", pytest.param("dense", marks=pytest.mark.slow)])
-def test_every_token_is_the_reference_s_most_likely_one(name):
-    """Over 64 tokens, with biases, YaRN and windows shorter than the prompt: the reference reads the whole sequence."""
+def test_every_token_is_the_most_likely_of_the_reference(name):
+    """64 tokens, with biases, YaRN and windows shorter than the prompt; the reference recomputes the full sequence."""
     config = tiny.TOGETHER[name]
     params = tiny.params(config, seed=4)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7]]

@@ -1,4 +1,4 @@
-"""Frequencies and the attention factor of YaRN at published sizes, against the reference and transformers' own."""
+"""Frequencies and attention factor of YaRN at published sizes, against the reference and transformers."""
 
 import math
 from dataclasses import replace
@@ -33,7 +33,7 @@ def test_without_yarn(theta):
 
 
 @pytest.mark.parametrize("name", [name for name in YARNS if "ramp" not in name])
-def test_yarn_is_that_of_the_reference(name):
+def test_yarn_agrees_with_the_reference(name):
     config = replace(QWEN3, rope_scaling=YARNS[name])
     frequency, factor = rotary_frequencies(config)
     share = np.array([reference_model.yarn_share(i, 64, config) for i in range(64)])
@@ -44,7 +44,7 @@ def test_yarn_is_that_of_the_reference(name):
 
 
 @pytest.mark.parametrize("name", YARNS)
-def test_yarn_is_that_of_transformers(name):
+def test_yarn_agrees_with_transformers(name):
     pytest.importorskip("torch", reason="torch is not installed")
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -66,7 +66,7 @@ def test_attention_factors_by_hand():
 
 
 def test_frequencies_by_hand():
-    """theta 1e6 and 128 dimensions turn 32 times and once within 32768 at the pairs 23.6 and 39.6: a ramp 23 to 40."""
+    """Theta 1e6 and 128 dimensions: pairs 23.6 and 39.6 make 32 turns and one within 32768, a ramp from 23 to 40."""
     frequency, _ = rotary_frequencies(replace(QWEN3, rope_scaling=YARNS["as Qwen3 documents it"]))
     plain, _ = rotary_frequencies(QWEN3)
     np.testing.assert_array_equal(frequency[:24], plain[:24])

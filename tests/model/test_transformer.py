@@ -1,4 +1,4 @@
-"""The model against a numpy reference, transformers' vectors, and the laws that sampler and learner rely on."""
+"""The model against a numpy reference, and the properties that sampler and learner rely on."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def test_agrees_with_the_numpy_reference(name):
 
 
 @pytest.mark.parametrize("name", ["moe", "every layer slides"])
-def test_left_padded_right_padded_and_packed_rows_are_the_sequences_alone(name):
+def test_left_padded_right_padded_and_packed_rows_agree_with_single_sequences(name):
     config = tiny.CONFIGS[name]
     params = tiny.params(config)
     first, second = random_tokens(config, 4, seed=1), random_tokens(config, 5, seed=2)
@@ -84,7 +84,7 @@ def test_a_row_does_not_depend_on_its_batch():
 
 
 @pytest.mark.parametrize("name", tiny.slow_but("moe", "some layers slide"))
-def test_prefill_and_decode_are_the_whole_sequence(name):
+def test_prefill_and_decode_agree_with_the_full_sequence(name):
     config = tiny.CONFIGS[name]
     params = tiny.params(config)
     P, G, S, C = 3, 2, 7, 5
@@ -120,7 +120,7 @@ def test_prefill_and_decode_are_the_whole_sequence(name):
     "name",
     ["some layers dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("moe", "gates not renormalised"))],
 )
-def test_forcing_the_free_choice_changes_nothing(name):
+def test_forcing_the_routers_own_choice_changes_nothing(name):
     config = tiny.CONFIGS[name]
     params = tiny.params(config)
     tokens = random_tokens(config, 2, 9)
@@ -132,7 +132,7 @@ def test_forcing_the_free_choice_changes_nothing(name):
     np.testing.assert_array_equal(experts, again)
 
 
-def test_forced_experts_get_live_gates_in_their_given_order():
+def test_forced_experts_get_current_gates_in_the_given_order():
     config, params = tiny.MOE, tiny.params(tiny.MOE)
     tokens = random_tokens(config, 1, 6)
     rng = np.random.default_rng(0)
@@ -143,7 +143,7 @@ def test_forced_experts_get_live_gates_in_their_given_order():
     np.testing.assert_array_equal(experts, forced)
 
 
-def test_forced_experts_of_no_probability_have_gates_and_gradients():
+def test_forced_experts_of_zero_probability_have_gates_and_gradients():
     config, params = tiny.MOE, tiny.params(tiny.MOE)
     tokens = random_tokens(config, 1, 6)
     sure = jax.tree.map(jnp.copy, params)
@@ -203,7 +203,7 @@ def test_bfloat16_compute_keeps_float32_logits():
 
 
 @pytest.mark.parametrize("name", tiny.slow_but("moe", "some layers dense"))
-def test_every_parameter_has_known_axes_and_its_abstract_shape(name):
+def test_every_parameter_has_logical_axes_and_its_abstract_shape(name):
     config = tiny.CONFIGS[name]
     params = tiny.params(config)
     axes, abstract = transformer.logical_axes(config), transformer.abstract_params(config)
@@ -216,7 +216,7 @@ def test_every_parameter_has_known_axes_and_its_abstract_shape(name):
     jax.tree.map(check, params, axes, abstract)
 
 
-def test_layers_of_a_stack_start_different():
+def test_stacked_layers_are_initialised_differently():
     router = tiny.params(tiny.MOE)["runs"][0]["mlp"]["router"]
     assert not np.array_equal(router[0], router[1])
     np.testing.assert_allclose(np.std(router), tiny.MOE.initializer_range, rtol=0.2)

@@ -194,7 +194,7 @@ def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int, sli
     Args:
       mesh: axis sizes in the order of the devices that the program was compiled for.
       unknown_trips: the trip count of loops that do not state it.
-      slices: TPU slices that the program was compiled for; if several, the mesh's axis `slice` lies along them.
+      slices: TPU slices that the program was compiled for; if several, the mesh axis `slice` is along them.
     """
     # The TPU compiler spreads one collective over several fusions, which all show it; the one that starts it counts.
     starts = {
