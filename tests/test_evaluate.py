@@ -71,10 +71,10 @@ def test_chunks_and_devices_do_not_matter_and_only_heldout_problems_are_read():
     spread, spread_rows = run(small(prompts=8, group=4), devices=8)
     assert metrics == spread and rows == spread_rows
     assert [row["prompt"] for row in rows] == [experiment.data.heldout(index).prompt for index in range(PROBLEMS)]
-    assert set(metrics) == {"eval/accuracy", "eval/greedy_accuracy", "eval/truncated"}
+    assert set(metrics) == {"eval/reward", "eval/greedy_reward", "eval/truncated"}
     other, other_rows = run(small(prompts=4, group=2), seed=1)
     assert [row["completion"] for row in other_rows] != [row["completion"] for row in rows]
-    assert other["eval/greedy_accuracy"] == metrics["eval/greedy_accuracy"]
+    assert other["eval/greedy_reward"] == metrics["eval/greedy_reward"]
 
 
 def test_one_pass_is_sampled_at_temperature_one_and_one_is_greedy(calls):
@@ -109,7 +109,7 @@ def test_metrics_are_means_over_the_wanted_problems_alone(calls):
     metrics, rows = run(replace(small(prompts=3, group=2), reward=last_digit))
     ids = [*((i, i + 1, i + 2) for i in (0, 3, 6)), (9, 0, 1)]
     assert [call["ids"] for call in calls[:4]] == [[each for i in chunk for each in (i, i)] for chunk in ids]
-    assert metrics["eval/accuracy"] == metrics["eval/greedy_accuracy"] == np.mean(range(10))
+    assert metrics["eval/reward"] == metrics["eval/greedy_reward"] == np.mean(range(10))
     assert metrics["eval/truncated"] == 0.3, "0, 4 and 8 of ten"
     assert [row["completion"] for row in rows] == [str(i) for i in range(10)], "the first sample of each problem"
 

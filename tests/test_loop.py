@@ -106,7 +106,7 @@ def test_metrics_of_every_step_have_the_fields_names(whole):
     assert 0 < step["policy/entropy"] < np.log(12)
     assert step["routing/load_min"] < 1 < step["routing/load_max"]
     assert 1 <= step["response/length_min"] <= step["response/length_mean"] <= step["response/length_max"] <= 4
-    assert {"eval/accuracy", "eval/greedy_accuracy", "eval/truncated"} <= set(rows[0])
+    assert {"eval/reward", "eval/greedy_reward", "eval/truncated"} <= set(rows[0])
 
 
 def test_samples_hold_reward_and_advantage(whole):
@@ -171,10 +171,10 @@ def test_the_warm_start_alone_is_the_one_that_a_run_makes(whole, tmp_path):
 
 def test_eval_measures_what_the_run_recorded(whole, capsys):
     evaluate_run(experiment, whole.path, 4)
-    recorded = next(row for row in timeless(whole) if row["step"] == 4 and "eval/accuracy" in row)
+    recorded = next(row for row in timeless(whole) if row["step"] == 4 and "eval/reward" in row)
     measured = record.read_rows(whole.evaluations)[-1]
     assert {name: measured[name] for name in recorded} == recorded
-    assert f"eval/accuracy          {recorded['eval/accuracy']:.4f}" in capsys.readouterr().out
+    assert f"eval/reward            {recorded['eval/reward']:.4f}" in capsys.readouterr().out
 
 
 def test_eval_of_a_missing_checkpoint_says_so(whole, tmp_path):
@@ -309,7 +309,7 @@ def test_sigterm_saves_and_the_same_command_continues_bit_for_bit(tmp_path):
 
 
 def test_gspo_learns_to_sort(tmp_path):
-    """The short version of the default experiment: held-out accuracy clearly rises above the warm start's."""
+    """The short version of the default experiment: held-out reward clearly rises above the warm start's."""
     overrides = [
         *("sampling.prompts=32", "sampling.group=8", "schedule.steps=40", "schedule.minibatches=4"),
         *("schedule.eval_every=0", "schedule.checkpoint_every=0", "evaluation.problems=200"),
@@ -319,8 +319,8 @@ def test_gspo_learns_to_sort(tmp_path):
     ]
     code, _, error = finished(gspax("train", EXPERIMENT, "--workdir", str(tmp_path / "run"), *overrides))
     assert code == 0, error
-    accuracy = [row["eval/accuracy"] for row in timeless(RunDir(tmp_path / "run")) if "eval/accuracy" in row]
-    assert accuracy[-1] > accuracy[0] + 0.25
+    reward = [row["eval/reward"] for row in timeless(RunDir(tmp_path / "run")) if "eval/reward" in row]
+    assert reward[-1] > reward[0] + 0.25
 
 
 MEASURED = replace(

@@ -94,8 +94,8 @@ def evaluate(
     sampled = complete(replace(plain, group=settings.samples, temperature=1.0))
     greedy = complete(replace(plain, group=1, temperature=0.0))
     metrics = {
-        "eval/accuracy": float(np.mean([row["reward"] for row in sampled])),
-        "eval/greedy_accuracy": float(np.mean([row["reward"] for row in greedy])),
+        "eval/reward": float(np.mean([row["reward"] for row in sampled])),
+        "eval/greedy_reward": float(np.mean([row["reward"] for row in greedy])),
         "eval/truncated": float(np.mean([not row["finished"] for row in sampled])),
     }
     return metrics, gather_texts(sampled[:: settings.samples][:SHOWN])

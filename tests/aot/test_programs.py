@@ -142,7 +142,9 @@ def test_every_program_can_be_lowered_for_present_devices():
 def test_a_profile_shows_the_parts_of_the_model():
     """The names are in the metadata of every program's operations."""
     mesh = make_mesh(SMALL.mesh, jax.devices()[:4])
+    own = {programs.TRAIN: ("loss", "update"), programs.SCORE: ("score",)}
+    own[programs.ROLLOUT] = ("prefill", "decode", "draw")
     for program in programs.make_programs(SMALL, mesh):
         scopes = re.findall(r'loc\("([^"]*)"', program.lower().as_text(debug_info=True))
-        for part in ("attention", "router", "experts", "head"):
-            assert any(re.search(f"(^|/){part}/", scope) for scope in scopes), (program.name, part)
+        for part in ("attention", "router", "experts", "head", *own[program.name]):
+            assert any(re.search(rf"(^|[/(]){part}[/)]", scope) for scope in scopes), (program.name, part)

@@ -196,5 +196,5 @@ def test_a_run_with_adapters_resumes_and_its_base_is_the_reference(tmp_path, cap
     assert not any(name.endswith("/base") for name in stored)
     capsys.readouterr()
     evaluate_run(WITH, runs[0].path, None)
-    (last,) = [row for row in record.read_metrics(runs[0].metrics) if "eval/accuracy" in row and row["step"] == 3]
-    assert f"eval/accuracy          {last['eval/accuracy']:.4f}" in capsys.readouterr().out
+    (last,) = [row for row in record.read_metrics(runs[0].metrics) if "eval/reward" in row and row["step"] == 3]
+    assert f"eval/reward            {last['eval/reward']:.4f}" in capsys.readouterr().out

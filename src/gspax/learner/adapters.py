@@ -1,9 +1,9 @@
-"""LoRA: adapters beside frozen parameters. Their tree is that of the parameters, with {a, b} where one is adapted.
+"""LoRA: adapters beside frozen parameters. Their tree is that of the parameters, with {a, b} for an adapted weight.
 
-The parameters of such a policy are those of its base with a `LowRank` in place of each adapted weight. The learner
-makes base + scale · a b of it layer by layer, inside the layer scan, so it holds no second copy of the model; only a
-and b have gradients and moments. The sampler makes the sum once per rollout. At first b is 0: the policy starts as its
-base, which therefore is the reference of a KL at no cost.
+The policy's parameters are the base's, with a `LowRank` in place of each adapted weight. The learner computes
+base + scale · a b layer by layer, inside the layer scan, so no second copy of the model exists; only a and b have
+gradients and moments. The sampler computes the sum once per rollout. Adapters are initialised as a no-op (b = 0), so
+the base doubles as the reference policy of a KL at no cost.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from gspax.model.low_rank import LowRank, is_low_rank
 from gspax.types import Array, Params
 
 ATTENTION = ("query", "key", "value", "out")
-MLP = ("gate", "up", "down")  # of every expert, and of dense layers; routers stay as they are
-STACKED = ("layer", "expert")  # axes that stack matrices
+MLP = ("gate", "up", "down")  # of every expert and of dense layers; routers are not adapted
+STACKED = ("layer", "expert")  # axes that stack independent matrices
 FACTORS = {"a", "b"}
 
 
 def logical_axes(config: ModelConfig, lora: Lora) -> Params:
-    """For each factor the names of its axes, as `gspax.sharding.RULES` knows them."""
-    return _adapted(transformer.logical_axes(config), lora, lambda axes: _split(axes, axes, "rank"))
+    """The logical axes (`gspax.sharding.RULES`) of each factor."""
+    return _map_adapted(transformer.logical_axes(config), lora, lambda axes: _split(axes, axes, "rank"))
 
 
 def abstract(config: ModelConfig, lora: Lora) -> Params:
-    """`ShapeDtypeStruct`s of `init`'s answer."""
+    """`ShapeDtypeStruct`s of what `init` returns."""
     axes = transformer.logical_axes(config)
     shapes = jax.tree.map(
         lambda leaf, names: _split(names, leaf.shape, lora.rank), transformer.abstract_params(config), axes
     )
-    leaves = _adapted(shapes, lora, lambda factors: factors)
+    leaves = _map_adapted(shapes, lora, lambda factors: factors)
     return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), leaves, is_leaf=_is_tuple)
 
 
 def init(config: ModelConfig, lora: Lora, key: Array) -> Params:
-    """a normal with variance 1 / (what comes in), b zero; float32."""
+    """Fresh adapters in float32: a is normal with variance 1 / fan-in, b is 0."""
     paths, tree = jax.tree_util.tree_flatten_with_path(abstract(config, lora))
     axes = jax.tree.leaves(logical_axes(config, lora), is_leaf=_is_tuple)
     factors = []
@@ -57,7 +57,7 @@ def init(config: ModelConfig, lora: Lora, key: Array) -> Params:
 
 
 def attach_adapters(base: Params, adapters: Params, lora: Lora) -> Params:
-    """The base with `LowRank`s where there are adapters. Nothing is computed."""
+    """The base with a `LowRank` wherever there is an adapter. Nothing is computed."""
     if isinstance(adapters, dict) and adapters.keys() == FACTORS:
         return LowRank(base, adapters["a"], adapters["b"], lora.alpha / lora.rank)
     return {
@@ -66,7 +66,7 @@ def attach_adapters(base: Params, adapters: Params, lora: Lora) -> Params:
 
 
 def trained_axes(config: ModelConfig, trained: Params) -> Params:
-    """The axis names of what is trained (`low_rank.partition`): of all parameters, or of the factors alone."""
+    """The logical axes of what is trained (`low_rank.partition`): all parameters, or the factors alone."""
     axes = transformer.logical_axes(config)
     if not any(is_low_rank(leaf) for leaf in jax.tree.leaves(trained, is_leaf=is_low_rank)):
         return axes
@@ -77,8 +77,8 @@ def trained_axes(config: ModelConfig, trained: Params) -> Params:
     return jax.tree.map(factors, trained, axes, is_leaf=lambda leaf: leaf is None or is_low_rank(leaf))
 
 
-def _adapted(tree: Params, lora: Lora, change: Any) -> Params:
-    """The part of a tree like the parameters' that has adapters, each leaf changed."""
+def _map_adapted(tree: Params, lora: Lora, change: Any) -> Params:
+    """The subtree of a parameter-like tree that is adapted, with `change` applied to each leaf."""
     names = {"attention": ATTENTION if lora.attention else (), "mlp": MLP if lora.mlp else ()}
     return {
         "runs": {
@@ -93,7 +93,7 @@ def _adapted(tree: Params, lora: Lora, change: Any) -> Params:
 
 
 def _split(axes: tuple[str, ...], of: tuple[Any, ...], rank: Any) -> dict[str, tuple[Any, ...]]:
-    """What belongs to the axes of a and of b: the model dimension is one side of a matrix, all other axes the other."""
+    """`of`, one entry per axis of a weight, divided between a and b: one side of the matrix is the model dimension."""
     stacked = sum(name in STACKED for name in axes)
     inner = stacked + 1 if axes[stacked].endswith("embed") else len(axes) - 1
     return {"a": (*of[:inner], rank), "b": (*of[:stacked], rank, *of[inner:])}

@@ -1,4 +1,4 @@
-"""What a step reports: rollouts, updates, routing and time as flat dicts of floats, named `group/name`."""
+"""The metrics of a step (rollout, updates, routing, time) as flat dicts of floats named `group/name`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gspax.types import Array, Batch, Rollout
 
 
 class Clock:
-    """Seconds of the parts of a step: wall (`time/`), and of this process's processors (`cpu/`)."""
+    """Seconds of each phase of a step: wall time (`time/`), and CPU time of this process (`cpu/`)."""
 
     def __init__(self) -> None:
         self.start = self.last = self.now()
@@ -48,7 +48,7 @@ def reward_metrics(reward_PG: Array) -> dict[str, float]:
 
 
 def response_metrics(rollout: Rollout) -> dict[str, float]:
-    """Lengths in tokens; truncated is the share of responses cut at the limit without a stop token."""
+    """Lengths in tokens; truncated is the share of responses without a stop token."""
     return {
         "response/length_mean": float(rollout.length_B.mean()),
         "response/length_min": float(rollout.length_B.min()),
@@ -58,7 +58,7 @@ def response_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
-    """The train step's metrics over the rollout batch's updates: least of the `_min`, most of the `_max`, else mean."""
+    """The train step's metrics over a rollout batch: min of `_min`, max of `_max`, sum of `skipped`, else the mean."""
     combined = {}
     for name in updates[0]:
         values = [float(update[name]) for update in updates]
@@ -69,7 +69,7 @@ def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def score_metrics(batches: Sequence[Batch], entropies: Sequence[Array]) -> dict[str, float]:
-    """Entropy of the policy that sampled, how far the sampler is from the learner, and the learner from the reference.
+    """Entropy of the old policy, the mismatch of sampler and learner, and the KL to the reference.
 
     `mismatch/` has the metrics of `losses.correction.mismatch_metrics`; `reference/kl` and `reference/kl_k1` are means
     over the response tokens.
@@ -85,7 +85,7 @@ def score_metrics(batches: Sequence[Batch], entropies: Sequence[Array]) -> dict[
 
 @jax.jit
 def _score_rows(batch: Batch, entropy_BT: Array) -> dict[str, losses.Share | losses.Spread]:
-    """The metrics of `score_metrics` by row."""
+    """The metrics of `score_metrics`, by row."""
     mask_BT = batch.mask_BT
     assert batch.sampler_logp_BT is not None
     tokens_B = mask_BT.sum(axis=-1, dtype=jnp.float32)
@@ -101,9 +101,7 @@ def _score_rows(batch: Batch, entropy_BT: Array) -> dict[str, losses.Share | los
 
 
 def routing_metrics(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> dict[str, float]:
-    """Expert load before some updates and the choices changed by them, on the same tokens; empty without experts."""
-    if before_LBTA.size == 0:
-        return {}
+    """Expert load before a step's updates and the share of choices that they changed, on the same tokens."""
     load_LE, changed = multihost.to_host(
         (expert_load(before_LBTA, num_experts), changed_share(before_LBTA, after_LBTA, num_experts))
     )

@@ -1,8 +1,8 @@
 """Log-probs and entropies of given tokens from hidden states, on one device or on a mesh.
 
-On a mesh every device scores the rows and positions that it has, in chunks, with the whole model dimension of the head
-(and its own part of the vocabulary). The head is gathered once for all chunks, and what the chunks add to its gradient
-is added up on each device and summed over the devices once. Left to the partitioner, both were done for every chunk.
+On a mesh every device scores its own rows and positions, in chunks, with the head gathered over the model dimension
+(and sharded over the vocabulary). The head is gathered once for all chunks; the chunks' contributions to its gradient
+are accumulated on each device and reduced over the devices once. Left to the partitioner, both happen for every chunk.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def score_tokens(
     """`chunked_token_logp` with the model's head: logp_BT and entropy_BT, float32.
 
     Args:
-      hidden_BTD: what `transformer.apply` gives, in the compute dtype.
+      hidden_BTD: from `transformer.apply`, in the compute dtype.
       chunk: positions at a time on each device.
-      mesh: what the arrays are sharded over: rows and positions as `token_spec` says, all of which it divides.
+      mesh: rows and positions are sharded over it by `token_spec`, and must divide evenly.
     """
     if mesh is None or mesh.size == 1:
         project = partial(transformer.logits, params)
@@ -46,24 +46,24 @@ def score_tokens(
 
     own, into = PartitionSpec(split), token_spec(mesh, *tokens_BT.shape)
     mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(own, own, into, into), out_specs=into, axis_names=set(split))
-    # In the backward pass the gradient is reduced before the layers' begin, and not held whole while they run.
+    # In the backward pass the head's gradient is reduced before the layers run, not held whole meanwhile.
     head_DV, hidden_BTD = jax.lax.optimization_barrier((transformer.head(params), hidden_BTD))
     copies = _copies(head_DV, hidden_BTD.dtype, mesh, split)
     return shift(partial(mapped, *copies), hidden_BTD, tokens_BT, keep_length=True)
 
 
 def _copies(head_DV: Array, dtype: jnp.dtype, mesh: jax.sharding.Mesh, split: tuple[str, ...]) -> tuple[Array, Array]:
-    """A copy of the head for each of the X devices of `split`, twice: [X, D, V], split over X, and over V as it was.
+    """Two arrays of one copy of the head for each of the X devices of `split`: [X, D, V], sharded over X and V.
 
-    The first is in this dtype and has no gradient. Of the second, in float32, nothing but the gradient is used, so it
-    is made nowhere: chunks are added up in float32 although they are multiplied in the compute dtype, and the sum of
-    all copies is made in parts, each where that part of the head lives.
+    The first is in `dtype` and has no gradient. Only the gradient of the second, in float32, is used, so the array
+    itself is never materialised: chunks multiply in the compute dtype but accumulate in float32, and the sum over
+    copies is computed in shards, each on the device that owns that shard of the head.
     """
     gathered = mesh_axes("embed")
     copied = tuple(axis for axis in split if axis not in gathered)
 
     def copy(part_DV: Array) -> Array:
-        # Before the parts are gathered, so that backward these axes add up parts of the sum and not the whole of it.
+        # Before the gather, so that the backward pass reduces shards of the sum over these axes, not all of it.
         part_DV = jax.lax.pcast(part_DV, copied, to="varying")
         return jax.lax.all_gather(part_DV, gathered, tiled=True)[None]
 

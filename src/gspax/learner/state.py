@@ -1,4 +1,4 @@
-"""The training state: made already sharded, never on one device first."""
+"""The training state, created sharded: no array is ever whole on one device first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gspax.types import Array, Params, TrainState
 
 
 def new_state(params: Params, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
-    """State before the first update."""
+    """The state before the first update."""
     # step and position are two arrays: a donated state must not hold one buffer twice
     trained, _ = partition(params)
     return TrainState(
@@ -43,7 +43,7 @@ def init_state(
     def init(key):
         return new_state(transformer.init(config, jax.random.fold_in(key, 0)), optimizer, key)
 
-    def init_around(params, key):  # parameters that have been read stay where they are
+    def init_around(params, key):  # parameters that were read are not moved
         return replace(new_state(params, optimizer, key), params=None)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh))
@@ -55,7 +55,7 @@ def init_state(
 
 
 def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str | None = None) -> Params:
-    """`ShapeDtypeStruct`s of the parameters, with shardings by the table; without `dtype` in the model's."""
+    """`ShapeDtypeStruct`s of the parameters, sharded by `sharding.RULES`, in the model's dtype or the given one."""
     return jax.tree.map(
         lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=named_sharding(mesh, *axes)),
         transformer.abstract_params(config),
@@ -80,7 +80,7 @@ def add_adapters(
 
 
 def abstract_adapters(config: ModelConfig, lora: Lora, mesh: jax.sharding.Mesh) -> Params:
-    """`ShapeDtypeStruct`s of the adapters, with shardings by the table."""
+    """`ShapeDtypeStruct`s of the adapters, sharded by the table (`sharding.RULES`)."""
     return jax.tree.map(
         lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named_sharding(mesh, *axes)),
         adapters.abstract(config, lora),

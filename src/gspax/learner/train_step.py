@@ -77,7 +77,9 @@ def make_train_step(
         trained, frozen = partition(state.params)
 
         def summed(trained: Params, part: Batch) -> tuple[Array, losses.Terms]:
-            terms = objective(outputs_of(combine(trained, frozen), part), part, common)
+            outputs = outputs_of(combine(trained, frozen), part)
+            with jax.named_scope("loss"):
+                terms = objective(outputs, part, common)
             return terms.value.sum(), terms
 
         grads, terms = _summed_gradient(summed, trained, batch, microbatch_rows)
@@ -94,7 +96,8 @@ def make_train_step(
             return trained, state.opt_state
 
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
-        updated, opt_state = jax.lax.cond(finite, apply, skip)
+        with jax.named_scope("update"):
+            updated, opt_state = jax.lax.cond(finite, apply, skip)
         skipped = (~finite).astype(jnp.float32)
         state = replace(state, step=state.step + 1, params=combine(updated, frozen), opt_state=opt_state)
         return state, {"loss": value, "grad_norm": grad_norm, "skipped": skipped, **metrics}
@@ -117,7 +120,8 @@ def make_score(
         rows = tokens_BT.shape[0]
 
         def each(part: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-            outputs = forward(params, config, *part, temperature=temperature, mesh=mesh)
+            with jax.named_scope("score"):
+                outputs = forward(params, config, *part, temperature=temperature, mesh=mesh)
             expert_LBTA = outputs.routing.expert.astype(expert_id_dtype(config))
             return outputs.logp_BT, outputs.entropy_BT, expert_LBTA
 

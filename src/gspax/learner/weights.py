@@ -1,4 +1,4 @@
-"""The parameters that a run starts from: a published checkpoint, or one that `gspax convert` wrote."""
+"""Initial parameters from a published checkpoint, or from one that `gspax convert` wrote."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from gspax.hf.source import locate
 from gspax.run.checkpoints import Checkpoints
 from gspax.types import Params
 
-CHECKPOINTS = "checkpoints"  # of a converted folder; config.json and the tokenizer's files lie beside it
+CHECKPOINTS = "checkpoints"  # in a converted folder, beside config.json and the tokenizer's files
 
 
 def load(config: ModelConfig, wanted: Params) -> Params:
-    """The parameters of `config.checkpoint`, placed and cast as `wanted` says (`ShapeDtypeStruct`s with shardings).
+    """The parameters of `config.checkpoint`, with the shardings and dtypes of `wanted` (`ShapeDtypeStruct`s).
 
     Raises:
       UserError: the checkpoint is broken, or of another architecture than `config`.
     """
     folder = locate(config.checkpoint)
     if (folder / CHECKPOINTS).is_dir():
-        return _converted(folder / CHECKPOINTS, wanted)
+        return _load_converted(folder / CHECKPOINTS, wanted)
     return read_params(folder, config, wanted)
 
 
-def _converted(directory: Path, wanted: Params) -> Params:
+def _load_converted(directory: Path, wanted: Params) -> Params:
     leaves = {f"params/{path_name(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)}
     mesh = next(iter(leaves.values())).sharding.mesh
     with Checkpoints(directory, mesh=mesh) as checkpoints:

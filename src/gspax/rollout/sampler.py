@@ -1,8 +1,11 @@
-"""Prompts and parameters in, a `Rollout` out: one prefill per prompt, then one jitted loop over all samples.
+"""Prompts and parameters in, a `Rollout` out: one prefill per prompt, then one jitted decoding loop over all samples.
 
-The randomness of a drawn token is a function of (key, sample id, position) and of nothing else, so a sample does
-not depend on its batch. Log-probs are of the temperature-scaled distribution before any filter, in the sampler and
-in the learner alike; top-k, top-p and min-p therefore bias the ratio and are for evaluation.
+The randomness of a token is a function of (key, sample id, position) alone, so a sample does not depend on its batch.
+Log-probs are of the temperature-scaled distribution before any filter, in the sampler and in the learner; top-k, top-p
+and min-p therefore bias the ratio.
+
+Axes: P prompts, G samples per prompt, B = P·G rows, S prompt positions, C completion positions, T = S + C, D model,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,15 +42,15 @@ def sample(
     stop_ids: tuple[int, ...],
     mesh: jax.sharding.Mesh | None = None,
 ) -> Rollout:
-    """Draw `sampling.group` completions of each prompt; rows of one prompt are adjacent.
+    """Sample `sampling.group` completions of each prompt; the rows of one prompt are adjacent.
 
     Args:
-      prompts: P token lists; their number is free here, `sampling.prompts` is not read. A process needs only those of
-        `multihost.local_rows`; the others may be None.
-      prompt_ids: P numbers in the whole run; sample g of a prompt has the id `prompt_id * group + g`.
-      key: the run's key; equal (key, id) give equal samples.
-      sampling: temperature 0 decodes greedily and reports log-probs at temperature 1.
-      stop_ids: a drawn stop token ends its sample and belongs to it.
+      prompts: P token lists (`sampling.prompts` is not read). A process needs only those of its own rows
+        (`multihost.local_rows`); the others may be None.
+      prompt_ids: the P problems' indices; sample g of a prompt has the id `prompt_id * group + g`.
+      key: equal (key, id) give equal samples.
+      sampling: temperature 0 decodes greedily, with log-probs at temperature 1.
+      stop_ids: a stop token ends its sample and belongs to it.
 
     Raises:
       UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or P not a multiple of the devices.
@@ -63,7 +66,7 @@ def sample(
 
 
 def lengths_to_host(rollout: Rollout) -> Rollout:
-    """The rollout with its lengths, and whether rows finished, on the host of every process."""
+    """The rollout with its lengths and `finished_B` on the host of every process."""
     small = {name: getattr(rollout, name) for name in ("prompt_length_B", "length_B", "finished_B")}
     return replace(rollout, **multihost.to_host(small))
 
@@ -93,11 +96,11 @@ def pad_prompts(prompts: Sequence[Sequence[int] | None], limit: int, longest: in
 
 
 class _State(NamedTuple):
-    """The loop's state after `step` tokens were drawn."""
+    """The decoding loop's state after `step` tokens per sample."""
 
     step: Array
-    token_B: Array  # the last drawn
-    live_B: Array  # not stopped yet
+    token_B: Array  # the last token
+    live_B: Array  # has not stopped yet
     length_B: Array
     tokens_BC: Array
     logp_BC: Array
@@ -108,7 +111,7 @@ class _State(NamedTuple):
 def _generate(params, tokens_PS, length_P, id_P, key, *, config, sampling, stop_ids, mesh) -> Rollout:
     P, G, C = tokens_PS.shape[0], sampling.group, sampling.max_tokens
     B = P * G
-    params = dense(params)  # once, and not in every layer of every step
+    params = dense(params)  # once, instead of in every layer of every step
     id_B = (id_P[:, None] * np.uint32(G) + jnp.arange(G, dtype=jnp.uint32)[None]).reshape(B)
     key_B = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, id_B)
     prompt_length_B = jnp.repeat(length_P, G)
@@ -116,8 +119,9 @@ def _generate(params, tokens_PS, length_P, id_P, key, *, config, sampling, stop_
     def draw(hidden_BD, state: _State) -> _State:
         """Draw token number `state.step` of every live sample."""
         logits_BV = transformer.logits(params, hidden_BD)
-        now_B = jax.vmap(jax.random.fold_in)(key_B, prompt_length_B + state.step)
-        token_B, logp_B = draw_tokens(logits_BV, now_B, sampling)
+        with jax.named_scope("draw"):
+            now_B = jax.vmap(jax.random.fold_in)(key_B, prompt_length_B + state.step)
+            token_B, logp_B = draw_tokens(logits_BV, now_B, sampling)
         live_B = state.live_B
         stops_B = (token_B[:, None] == jnp.asarray(stop_ids, jnp.int32)[None]).any(axis=-1)
         write = partial(jax.lax.dynamic_update_index_in_dim, index=state.step, axis=1)
@@ -132,19 +136,21 @@ def _generate(params, tokens_PS, length_P, id_P, key, *, config, sampling, stop_
         )
 
     def advance(state: _State) -> _State:
-        hidden_BD, cache = transformer.decode(
-            params,
-            config,
-            state.token_B,
-            state.cache,
-            step=state.step - 1,
-            prompt_length_P=length_P,
-            live_B=state.live_B,
-            mesh=mesh,
-        )
+        with jax.named_scope("decode"):
+            hidden_BD, cache = transformer.decode(
+                params,
+                config,
+                state.token_B,
+                state.cache,
+                step=state.step - 1,
+                prompt_length_P=length_P,
+                live_B=state.live_B,
+                mesh=mesh,
+            )
         return draw(hidden_BD, state._replace(cache=cache))
 
-    last_PD, cache = transformer.prefill(params, config, tokens_PS, length_P, group=G, max_tokens=C, mesh=mesh)
+    with jax.named_scope("prefill"):
+        last_PD, cache = transformer.prefill(params, config, tokens_PS, length_P, group=G, max_tokens=C, mesh=mesh)
     empty = _State(
         step=jnp.int32(0),
         token_B=jnp.zeros(B, jnp.int32),
@@ -161,7 +167,7 @@ def _generate(params, tokens_PS, length_P, id_P, key, *, config, sampling, stop_
 
 
 def _assemble(tokens_PS: Array, prompt_length_B: Array, last: _State) -> Rollout:
-    """Put each completion directly behind its prompt."""
+    """Put each completion directly after its prompt."""
     B, C = last.tokens_BC.shape
     P, S = tokens_PS.shape
     index_BT = jnp.broadcast_to(jnp.arange(S + C)[None], (B, S + C))
@@ -192,10 +198,10 @@ def draw_tokens(logits_BV: Array, key_B: Array, sampling: Sampling) -> tuple[Arr
 
 
 def filter_logits(logits_BV: Array, sampling: Sampling) -> Array:
-    """-inf for the tokens that top-k, then top-p, then min-p rule out, each over what the one before left.
+    """The logits with -inf for the tokens that top-k, then top-p, then min-p exclude, each applied to what is left.
 
     Top-p (nucleus, arXiv 1904.09751) keeps the smallest set of the most probable tokens whose mass reaches p;
-    min-p (arXiv 2407.01082) keeps tokens at least min_p times as probable as the best. Ties at the edge stay.
+    min-p (arXiv 2407.01082) keeps tokens at least min_p times as probable as the best. Ties at the threshold are kept.
     """
     V = logits_BV.shape[-1]
     if 0 < sampling.top_k < V:
@@ -204,7 +210,7 @@ def filter_logits(logits_BV: Array, sampling: Sampling) -> Array:
     if sampling.top_p < 1.0:
         sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
         prob_BV = jax.nn.softmax(sorted_BV, axis=-1)
-        kept_BV = jnp.cumsum(prob_BV, axis=-1) - prob_BV < sampling.top_p  # mass before this token
+        kept_BV = jnp.cumsum(prob_BV, axis=-1) - prob_BV < sampling.top_p  # probability mass before this token
         edge_B1 = jnp.where(kept_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
         logits_BV = jnp.where(logits_BV < edge_B1, -jnp.inf, logits_BV)
     if sampling.min_p > 0.0:

@@ -28,7 +28,6 @@ SHOWN = {
     "reward/mean": "reward",
     "response/length_mean": "length",
     "policy/entropy": "entropy",
-    "eval/accuracy": "eval",
     "eval/reward": "eval",
 }
 
