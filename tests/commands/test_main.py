@@ -215,6 +215,14 @@ def test_the_dry_run_touches_no_device_and_writes_nothing(tmp_path):
     assert wall < 15  # about 1.5 seconds on an idle machine
 
 
+def test_an_override_may_name_a_module_beside_the_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside.py").write_text("from stub_experiment import reward as other\n")
+    (tmp_path / "file.py").write_text(Path(STUB).read_text())
+    assert main.main(["train", str(tmp_path / "file.py"), "reward=beside.other", "--dry-run"]) == 0
+    assert "stub_experiment.reward" in capsys.readouterr().out
+
+
 def test_a_closed_pipe_is_no_failure():
     command = f"{sys.executable} -m gspax train {STUB} --dry-run | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)

@@ -99,7 +99,9 @@ def test_a_variant_imports_the_file_beside_it(tmp_path):
         "from dataclasses import replace\nimport the_base_of_a_variant as base\n"
         "experiment = replace(base.experiment, name='variant')\n",
     )
+    before = list(sys.path)
     assert load(path).name == "variant"
+    assert sys.path == before
 
 
 # Each override, and the one sentence that it must give for 1 device.

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def load_experiment(options: argparse.Namespace) -> Experiment:
     """Load FILE, apply the overrides and validate the result; warnings go to stderr.
 
-    The device count is checked in a dry run only; a run checks it when it builds its mesh.
+    Modules beside FILE can be imported from now on: by its functions while they run, and by name in an override. The
+    device count is checked in a dry run only; a run checks it when it builds its mesh.
 
     Raises:
       UserError: the file, an override, a field or a combination of options is invalid.
@@ -31,6 +32,9 @@ def load_experiment(options: argparse.Namespace) -> Experiment:
         raise UserError("--devices is for --dry-run; a run uses all devices that it finds")
     if not dry_run and "workdir" in options and options.workdir is None:
         raise UserError("wanted --workdir DIR, the directory that the run writes to (or --dry-run)")
+    folder = str(Path(options.file).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that no file there hides an installed module
     experiment = experiments.override(experiments.load(options.file), options.overrides)
     experiments.check(experiment, (options.devices or 1) if dry_run else None)
     for sentence in experiments.warnings(experiment):

@@ -1,13 +1,15 @@
 """Load an experiment file: Python that defines `experiment = Experiment(...)`.
 
-It can import the files beside it, so a variant is a `dataclasses.replace` of another file's experiment.
+While it runs it can import the files beside it, so a variant is a `dataclasses.replace` of another file's experiment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -28,11 +30,9 @@ def load(path: str | os.PathLike[str]) -> Experiment:
     module.__file__ = str(file)
     code = _compile(file)
     sys.modules[MODULE] = module  # dataclasses in the file look up their annotations here
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # last, so that no file beside it hides an installed module
     try:
-        exec(code, module.__dict__)
+        with _importable(file.resolve().parent):
+            exec(code, module.__dict__)
     except (Exception, SystemExit) as problem:
         raise UserError(f"{file}:{_line(problem, file)}: {_sentence(problem)}") from problem
     found = vars(module).get("experiment")
@@ -41,6 +41,17 @@ def load(path: str | os.PathLike[str]) -> Experiment:
     if not isinstance(found, Experiment):
         raise UserError(f"{file}: `experiment` must be a gspax.config.Experiment, got {_kind(found)}")
     return found
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let files of `folder` be imported; it comes last, so that none of them hides an installed module."""
+    before = list(sys.path)
+    sys.path.append(str(folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def _compile(file: Path):
