@@ -1,7 +1,8 @@
-"""GSPO on chains of additions with long responses: 58 to 103 tokens, any slip of which costs the whole reward.
+"""GSPO on chains of additions with long responses: 58 to 103 tokens, in which a single slip costs the whole reward.
 
-The small mixture of experts of sort_gspo.py learns the written scratchpad from demonstrations of which half slip
-somewhere, then GSPO (arXiv 2507.18071) lifts it by rewarding the final answer alone. What was measured: README.md here.
+The small mixture of experts of sort_gspo.py learns a written scratchpad from demonstrations of which half contain a
+slip; GSPO (arXiv 2507.18071) then improves it by rewarding the final answer alone. About 6 minutes on 2 CPU cores.
+Held-out reward over three seeds, sampled: 0.40 before, 0.90 after; details in README.md.
 
 Run: gspax train experiments/addition_gspo.py --workdir runs/addition_gspo
 """

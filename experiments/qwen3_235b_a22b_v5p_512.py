@@ -1,6 +1,6 @@
 """Qwen3-235B-A22B by GSPO on 512 chips of v5p (v5p:8x8x8, Google's v5p-1024): responses of up to 7,168 tokens.
 
-Everything else is qwen3_30b_a3b_v5p_64.py. What it would need, compiled: README.md here. It has not been trained.
+Everything else as in qwen3_30b_a3b_v5p_64.py. Compiled for this topology (memory and times: README.md), never trained.
 
 Run: gspax train experiments/qwen3_235b_a22b_v5p_512.py --workdir runs/qwen3_235b_a22b (on every host)
 """

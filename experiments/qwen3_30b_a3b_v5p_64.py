@@ -1,9 +1,9 @@
 """Qwen3-30B-A3B by GSPO on 64 chips of v5p (v5p:4x4x4, Google's v5p-128): responses of up to 7,168 tokens.
 
-The settings of the GSPO paper (arXiv 2507.18071, section 5.1): 4 mini-batches per rollout batch, clip ranges 3e-4 and
-4e-4, no KL. Rate, batch and lengths are not in the paper. Its cold-start model is not public either, so this starts
-from the published model, and from problems that need no download: multiply two numbers. Replace `data` and `reward` by
-your own. What it would need, compiled: README.md here. It has not been trained.
+The settings of the GSPO paper (arXiv 2507.18071, section 5.1): 4 minibatches per rollout batch, clip ranges 3e-4 and
+4e-4, no KL. The paper gives no learning rate, batch size or lengths, and its cold-start model is not public: this run
+starts from the published model and multiplies numbers, a task that needs no download. Replace `data` and `reward` with
+your own. Compiled for this topology (memory and times: README.md), never trained.
 
 Run: gspax train experiments/qwen3_30b_a3b_v5p_64.py --workdir runs/qwen3_30b_a3b (on every host)
 """
@@ -25,7 +25,7 @@ from gspax.model import presets
 
 @dataclass(frozen=True)
 class Products:
-    """Two whole numbers of 3 to `max_digits` digits each, to be multiplied."""
+    """Two integers of 3 to `max_digits` digits each, to be multiplied."""
 
     seed: int = 0
     max_digits: int = 7
@@ -43,15 +43,15 @@ class Products:
 
 
 def reward(problem: Problem, completion: str) -> float:
-    """1 if the last box of the answer holds the product, commas and spaces aside; else 0."""
+    """1 if the last box of the answer contains the product, ignoring commas and spaces; otherwise 0."""
     boxes = re.findall(r"\\boxed\{([^{}]*)\}", split_thinking(completion)[1])
     return float(bool(boxes) and re.sub(r"[,\s]", "", boxes[-1]) == problem.answer)
 
 
 @dataclass(frozen=True)
 class Qwen3Chat:
-    """The chat tokenizer of a published Qwen3 model, found when text is first encoded; its numbers are written here, so
-    that an experiment can be checked, priced and compiled without it."""
+    """The chat tokenizer of a published Qwen3 model, located when text is first encoded. Its sizes are given here, so
+    that the experiment can be validated, planned and compiled without it."""
 
     checkpoint: str
     vocab_size: int = 151669

@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B by GSPO on 64 chips of v6e (v6e:8x8): a third of a v5p's memory, responses of up to 3,072 tokens.
 
-Everything else is qwen3_30b_a3b_v5p_64.py. What it would need, compiled: README.md here. It has not been trained.
+Everything else as in qwen3_30b_a3b_v5p_64.py. Compiled for this topology (memory and times: README.md), never trained.
 
 Run: gspax train experiments/qwen3_30b_a3b_v6e_64.py --workdir runs/qwen3_30b_a3b (on every host)
 """
