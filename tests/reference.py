@@ -54,8 +54,20 @@ class Result:
             "ratio_mean": sum(ratios) / len(ratios),
             "ratio_min": min(ratios),
             "ratio_max": max(ratios),
+            "ratio_deviation": quantile([(abs(self.ratio[b] - 1), self.mask[b].sum()) for b in rows], above=0.1),
             "kl": self.k3.sum() / tokens if tokens else 0.0,
         }
+
+
+def quantile(entries: list[tuple[float, float]], above: float) -> float:
+    """The (value, weight) above which at most that share of the weight lies, the largest left out in any case."""
+    allowed = max([above * sum(weight for _, weight in entries), *(weight for _, weight in entries)], default=0)
+    beyond = 0
+    for value, weight in sorted(entries, reverse=True):
+        beyond += weight
+        if beyond > allowed:
+            return value
+    return 0.0
 
 
 @dataclass
@@ -141,7 +153,7 @@ def grpo(s: Sequence, clip_low, clip_high, dual_clip=None) -> None:
         s.slope[t][t] = derivative * a * kept
 
 
-def reinforce(s: Sequence) -> None:
+def importance_sampling(s: Sequence) -> None:
     """r A, with the gradient r A ∇log π."""
     for t, log_ratio in enumerate(s.log_ratio):
         ratio, derivative = _ratio(log_ratio)

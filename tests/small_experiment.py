@@ -3,6 +3,7 @@
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, ModelConfig, Optimizer, Sampling, Schedule, WarmStart
 from gspax.data import sort
+from gspax.learner.objective import Objective, make_objective
 
 
 def share_right(problem, completion):
@@ -38,3 +39,10 @@ experiment = Experiment(
     evaluation=Evaluation(problems=16),
     warm_start=WarmStart(demonstration=sort.half_wrong, steps=3, rows=16, optimizer=Optimizer(learning_rate=3e-3)),
 )
+
+
+def objective_of(variant: Experiment) -> Objective:
+    """The objective that an experiment's train step minimises."""
+    fields = ("loss", "correction", "rejection", "reference", "regularizers", "calibration")
+    options = {name: getattr(variant, name) for name in fields}
+    return make_objective(options.pop("loss"), **options)

@@ -69,7 +69,7 @@ def log_probs_in_chunks(monkeypatch):
 def step(model, packed, **axes):
     """The compiled train step of a mesh, and what it takes."""
     config, devices, data = MODELS[model], mesh(**axes), batch(packed)
-    make = train_step.make_train_step(config, objective.from_loss(losses.gspo), SGD, mesh=devices)
+    make = train_step.make_train_step(config, objective.make_objective(losses.gspo), SGD, mesh=devices)
     state = new_state(jax.tree.map(jnp.copy, tiny.params(config)), SGD, jax.random.key(0))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, SGD, devices))
     given = jax.device_put(state, shardings), jax.device_put(data, sharding.named_sharding(devices, "batch"))

@@ -16,7 +16,7 @@ from gspax.data.problem import Problem
 from gspax.experiment import load, validate
 from gspax.experiment.loading import MODULE
 from gspax.learner import minibatches
-from gspax.learner.objective import from_loss
+from gspax.learner.objective import make_objective
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state
 from gspax.learner.train_step import make_train_step
@@ -78,7 +78,7 @@ def test_a_step_of_every_experiment_can_be_traced(path):
     if (stage := experiment.warm_start) is not None:
         optimizer = make_optimizer(stage.optimizer)
         start = abstract_state(experiment.model, optimizer, learner.mesh)
-        update = make_train_step(experiment.model, from_loss(sft.nll), optimizer, mesh=learner.mesh)
+        update = make_train_step(experiment.model, make_objective(sft.nll), optimizer, mesh=learner.mesh)
         length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
         texts = {"data": experiment.data, "tokenizer": experiment.tokenizer, "length": length, "seed": experiment.seed}
         jax.eval_shape(update, start, sft.make_demonstrations(stage, 0, mesh=learner.mesh, **texts))

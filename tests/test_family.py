@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_experiment import experiment
+from small_experiment import experiment, objective_of
 
 from gspax import advantages, config, loop, losses, shaping
 from gspax.config import Calibration, Reference, Regularizers
 from gspax.experiment import validate
 from gspax.learner.clipping import initial_range
-from gspax.learner.objective import from_experiment
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
 from gspax.learner.train_step import make_score, make_train_step
@@ -24,7 +23,15 @@ from gspax.rollout.placement import make_colocated_sampler
 from gspax.sharding import make_mesh, named_sharding
 
 LOSSES = (
-    *(losses.gspo, losses.gspo_token, losses.grpo, losses.reinforce, losses.dr_grpo, losses.dapo, losses.cispo),
+    *(
+        losses.gspo,
+        losses.gspo_token,
+        losses.grpo,
+        losses.importance_sampling,
+        losses.dr_grpo,
+        losses.dapo,
+        losses.cispo,
+    ),
     *(losses.sapo, losses.dppo_tv, losses.dppo_kl, losses.luspo, losses.gmpo, losses.vespo),
 )
 DENSE = replace(experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=32)
@@ -59,7 +66,7 @@ READ_BY_UPDATES = (
 def step(*values):
     """The compiled update, shared by experiments that differ in other things."""
     variant = replace(BASE, **dict(zip(READ_BY_UPDATES, values, strict=True)))
-    objective, replay = from_experiment(variant), variant.routing_replay
+    objective, replay = objective_of(variant), variant.routing_replay
     return make_train_step(variant.model, objective, OPTIMIZER, routing_replay=replay, mesh=MESH)
 
 
@@ -70,7 +77,8 @@ def train(changes, rollouts=2):
     update = step(*(getattr(variant, name) for name in READ_BY_UPDATES))
     learner = loop.Learner(variant, MESH, OPTIMIZER, update, score(variant.model), make_colocated_sampler(MESH))
     state = init_state(variant.model, OPTIMIZER, jax.random.key(0), MESH)
-    state = replace(state, clip_range=jax.device_put(initial_range(variant), named_sharding(MESH)))
+    clip_range = initial_range(variant.loss, variant.calibration)
+    state = replace(state, clip_range=jax.device_put(clip_range, named_sharding(MESH)))
     start = jax.tree.map(jnp.copy, state.params)
     reference = None if variant.reference is None else start
     found = []

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from gspax import config, losses
-from gspax.learner.objective import from_loss
+from gspax.learner.objective import make_objective
 from gspax.learner.optimizer import make_optimizer, with_master
 from gspax.learner.state import abstract_state, init_state
 from gspax.learner.train_step import make_train_step
@@ -96,7 +96,9 @@ def updated(model, settings, updates=2, rows=0):
     """The state after some updates."""
     optimizer = make_optimizer(settings, model.param_dtype)
     state = init_state(model, optimizer, jax.random.key(0), MESH)
-    step = make_train_step(model, from_loss(losses.reinforce), optimizer, microbatch_rows=rows, mesh=MESH)
+    step = make_train_step(
+        model, make_objective(losses.importance_sampling), optimizer, microbatch_rows=rows, mesh=MESH
+    )
     for _ in range(updates):
         state, _ = step(state, batch())
     return state

@@ -15,7 +15,7 @@ import tiny
 from gspax import config, losses, sharding
 from gspax.config import Mesh, Sampling
 from gspax.learner import adapters
-from gspax.learner.objective import from_loss
+from gspax.learner.objective import make_objective
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state, new_state
 from gspax.learner.train_step import make_train_step
@@ -60,7 +60,7 @@ def update(model, mesh, lora=None):
         factors = adapters.init(model, lora, jax.random.key(3))
         params = adapters.attach_adapters(params, jax.tree.map(lambda leaf: leaf + 0.02, factors), lora)
     state = jax.tree.map(jnp.array, new_state(params, OPTIMIZER, jax.random.key(1)))
-    step = make_train_step(model, from_loss(losses.grpo), OPTIMIZER, mesh=mesh)
+    step = make_train_step(model, make_objective(losses.grpo), OPTIMIZER, mesh=mesh)
     return step(jax.device_put(state, shardings), jax.device_put(batch(), sharding.named_sharding(mesh, "batch")))
 
 

@@ -22,7 +22,7 @@ OLD_PROBABILITY = 0.2
 PANELS = {  # with ranges that one can see; GSPO's own are 3e-4 and 4e-4
     "GRPO, Dr. GRPO, DAPO, GSPO": lambda *x: losses.grpo(*x, clip_low=0.2, clip_high=0.28),
     "GRPO with dual_clip=2": lambda *x: losses.grpo(*x, clip_low=0.2, clip_high=0.28, dual_clip=2.0),
-    "REINFORCE": losses.reinforce,
+    "importance sampling": losses.importance_sampling,
     "CISPO, clip_high=0.8": lambda *x: losses.cispo(*x, clip_high=0.8),
     "SAPO": losses.sapo,
     "GMPO": losses.gmpo,

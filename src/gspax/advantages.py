@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax import masked
-from gspax.losses import checks
+from gspax.losses import _checks
 
 Array = jax.Array
 
@@ -124,7 +124,7 @@ def gdpo(
     _check_scale(ddof, eps, G, "the group size")
     weights = (1.0,) * R if weights is None else tuple(weights)
     for weight in weights:
-        checks.number("weights", weight)
+        _checks.number("weights", weight)
     if len(weights) != R or not all(map(math.isfinite, weights)):
         raise ValueError(f"weights must be {R} finite numbers, one for each reward; got {weights}")
     each_R = [_standardize(reward_PGR[..., r], mask_PG, ddof, eps) * float(weights[r]) for r in range(R)]
@@ -252,8 +252,8 @@ def _rewards(reward_PG: Any, mask_PG: Any) -> tuple[Array, Array]:
 def _mask(mask_PG: Any, like: str, shape: tuple[int, ...]) -> Array:
     if mask_PG is None:
         return jnp.ones(shape, bool)
-    mask_PG = checks.array("mask_PG", mask_PG, jnp.bool_, "PG")
-    checks.same_shape("mask_PG", mask_PG, like, shape)
+    mask_PG = _checks.array("mask_PG", mask_PG, jnp.bool_, "PG")
+    _checks.same_shape("mask_PG", mask_PG, like, shape)
     return mask_PG
 
 
@@ -275,7 +275,7 @@ def _ids(group_B: Any, B: int) -> Array:
         raise TypeError(f"group_B must be an array [B] of integers; got {type(group_B).__name__}")
     if not jnp.issubdtype(group_B.dtype, jnp.integer):
         raise TypeError(f"group_B must hold integers; got {group_B.dtype} {list(group_B.shape)}")
-    checks.same_shape("group_B", group_B, "reward in its rows", (B,))
+    _checks.same_shape("group_B", group_B, "reward in its rows", (B,))
     if isinstance(group_B, np.ndarray):  # 64-bit ids, hashes of prompts say, would lose their upper half in jax
         group_B = np.unique(group_B, return_inverse=True)[1].reshape(-1)
     return jnp.asarray(group_B)

@@ -245,11 +245,11 @@ class Regularizers:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A clip range that is measured on the run's second minibatch and then tracked (`losses.calibration`)."""
+    """A clip range that follows the ratios that updates measure (`losses.calibration`)."""
 
     share: Between0And1 = 0.15  # of sequences with an advantage to clip; at most half of them can be
     tolerance: Below1 = 0.05  # how far the measured share may be off before the range moves
-    gain: NonNegative = 1.0
+    gain: NonNegative = 0.5  # of the way to a measured range nearby; 1: all of it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,7 +158,9 @@ def train(experiment: Experiment, workdir: Path) -> None:
 
 def warn_of_noise(learner: Learner, metrics: dict[str, float]) -> None:
     """Warn if rounding alone can leave the clip range."""
-    for sentence in clipping.noise_warnings(learner.experiment, metrics.get("policy/noise_floor", 0.0)):
+    if learner.experiment.calibration is not None:
+        return
+    for sentence in clipping.noise_warnings(learner.experiment.loss, metrics.get("policy/noise_floor", 0.0)):
         if jax.process_index() == 0:
             print(f"gspax: warning: {sentence}", file=sys.stderr)
 
@@ -198,7 +200,8 @@ def restore_or_start(
         save_start(run, state.params, mesh)
     if lora is not None:
         state = add_adapters(state, model, lora, optimizer, mesh)
-    return replace(state, clip_range=multihost.to_devices(clipping.initial_range(experiment), named_sharding(mesh)))
+    clip_range = clipping.initial_range(experiment.loss, experiment.calibration)
+    return replace(state, clip_range=multihost.to_devices(clip_range, named_sharding(mesh)))
 
 
 def load_reference(learner: Learner, run: RunDir, state: TrainState) -> Params | None:
@@ -356,21 +359,20 @@ def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[T
     """One optimiser update per minibatch, and the metrics of each on the host; a calibrated clip range is adapted."""
     experiment, place = learner.experiment, partial(multihost.to_devices, sharding=named_sharding(learner.mesh))
     updates: list[dict[str, Any]] = []
-    begins = experiment.calibration is not None and count_updates(state) == 0
     for batch in batches:
-        if begins and len(updates) == 1 and not (first := multihost.to_host(updates[0]))["skipped"]:
-            floor = clipping.ratio_noise(first)
-            logp_BT, _, _ = learner.score(state.params, batch.tokens_BT, batch.segment_BT)
-            state = replace(state, clip_range=place(clipping.measure_range(experiment, floor, logp_BT, batch)))
         state, metrics = learner.train_step(state, batch)
         updates.append(metrics)
     updates = multihost.to_host(updates)
-    if "ratio_max" in updates[0]:  # a user's loss may not report it
-        updates = [{**metrics, "noise_floor": clipping.ratio_noise(updates[0])} for metrics in updates]
+    if "ratio_deviation" in updates[0]:  # a user's loss may not report it
+        updates = [{**metrics, "noise_floor": clipping.noise_floor(updates[0])} for metrics in updates]
     if experiment.calibration is not None:
         clip_range = multihost.to_host(state.clip_range)
         low, high = clip_range
         updates = [{**metrics, "clip_low": low, "clip_high": high} for metrics in updates]
         if not any(each["skipped"] for each in updates):  # a skipped update measures nothing
-            state = replace(state, clip_range=place(clipping.adapt_range(experiment, clip_range, batches, updates)))
+            first = count_updates(state) - len(batches)
+            rates = [float(learning_rate(experiment.optimizer)(first + n)) for n in range(2 * len(batches))]
+            growth = clipping.expected_growth(rates)
+            adapted = clipping.adapt_range(experiment.calibration, clip_range, updates, growth)
+            state = replace(state, clip_range=place(adapted))
     return state, updates

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import optax
 
     from gspax.data.problem import Problem
-    from gspax.losses.terms import Terms
+    from gspax.losses import Terms
 
     Array = jax.Array
 

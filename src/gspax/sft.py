@@ -64,7 +64,7 @@ def warm_start(
     assert stage is not None
     optimizer = make_optimizer(stage.optimizer, model.param_dtype)
     rows = math.gcd(stage.rows, experiment.schedule.microbatch_rows)  # the most that divide both, all if that is 0
-    train_step = make_train_step(model, objective.from_loss(nll), optimizer, microbatch_rows=rows, mesh=mesh)
+    train_step = make_train_step(model, objective.make_objective(nll), optimizer, microbatch_rows=rows, mesh=mesh)
     demonstrate = partial(
         make_demonstrations,
         stage,

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspax.losses import checks
+from gspax.losses import _checks
 
 Array = jax.Array
 
 
 def response_length(mask_BT: Array) -> Array:
     """Response tokens of each row, int32 [B], the stop token included: what the mask has, not characters of text."""
-    return jnp.sum(checks.array("mask_BT", mask_BT, jnp.bool_, "BT"), axis=-1, dtype=jnp.int32)
+    return jnp.sum(_checks.array("mask_BT", mask_BT, jnp.bool_, "BT"), axis=-1, dtype=jnp.int32)
 
 
 def soft_overlong_punishment(length_B: Array, *, max_length: int, buffer: int) -> Array:
@@ -58,9 +58,9 @@ def filter_overlong(mask_BT: Array, truncated_B: Array) -> Array:
     Raises:
       TypeError, ValueError: an argument is no bool array, or of another shape.
     """
-    mask_BT = checks.array("mask_BT", mask_BT, jnp.bool_, "BT")
-    truncated_B = checks.array("truncated_B", truncated_B, jnp.bool_, "B")
-    checks.same_shape("truncated_B", truncated_B, "mask_BT in its rows", mask_BT.shape[:1])
+    mask_BT = _checks.array("mask_BT", mask_BT, jnp.bool_, "BT")
+    truncated_B = _checks.array("truncated_B", truncated_B, jnp.bool_, "B")
+    _checks.same_shape("truncated_B", truncated_B, "mask_BT in its rows", mask_BT.shape[:1])
     return mask_BT & ~truncated_B[:, None]
 
 

@@ -1,6 +1,5 @@
-"""The clip range of a run, on batches made by hand."""
+"""The clip range of a run, from the metrics of its updates."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -10,97 +9,149 @@ from small_experiment import experiment
 
 from gspax import losses
 from gspax.config import Calibration
-from gspax.learner import clipping
+from gspax.learner import clipping, objective
+from gspax.losses import calibration
 from gspax.types import Batch
 
-WISHED = Calibration(share=0.25, tolerance=0.05, gain=1.0)
-MEASURED = replace(experiment, loss=partial(losses.gspo, clip_low=0.01, clip_high=0.02), calibration=WISHED)
+SETTINGS = Calibration(share=0.25, tolerance=0.05, gain=1.0)
+LOSS = partial(losses.gspo, clip_low=0.01, clip_high=0.02)
+START = jnp.array([0.01, 0.02], jnp.float32)
 
 
-def a_batch(advantage, tokens=3):
-    """Rows of as many response tokens each as `tokens` says; old log-probs of 0."""
-    advantage = np.asarray(advantage, np.float32)
-    length = np.broadcast_to(tokens, advantage.shape)
-    mask = np.arange(4)[None] < length[:, None]
-    zeros = jnp.zeros(mask.shape)
-    return Batch(
-        tokens_BT=zeros.astype(int),
-        segment_BT=zeros.astype(int),
-        mask_BT=jnp.asarray(mask),
-        old_logp_BT=zeros,
-        advantage_B=jnp.asarray(advantage),
-    )
+def update(noise=0.0, low=0.0, high=0.0, live=0.0):
+    """The metrics of an update, as numbers."""
+    return {
+        "ratio_deviation": noise,
+        "clip_low_measured": low,
+        "clip_high_measured": high,
+        "clip_fraction_live": live,
+    }
+
+
+def adapt(updates, growth=(1, 1, 1)):
+    return clipping.adapt_range(SETTINGS, START, updates, growth)
 
 
 def test_the_start_is_the_range_of_the_loss_or_zeros_that_nothing_reads():
-    np.testing.assert_array_equal(clipping.initial_range(MEASURED), np.float32([0.01, 0.02]))
-    np.testing.assert_array_equal(clipping.initial_range(experiment), [0, 0])
+    np.testing.assert_array_equal(clipping.initial_range(LOSS, SETTINGS), START)
+    np.testing.assert_array_equal(clipping.initial_range(LOSS, None), [0, 0])
 
 
-@pytest.mark.parametrize(("low", "high", "floor"), [(0.9, 1.01, 0.1), (0.99, 1.2, 0.2), (1.0, 1.0, 2.0**-23)])
-def test_noise_is_the_largest_deviation_of_a_first_update(low, high, floor):
-    assert clipping.ratio_noise({"ratio_min": low, "ratio_max": high}) == pytest.approx(floor)
+def test_the_noise_floor_is_the_deviation_of_the_first_update():
+    assert clipping.noise_floor(update(noise=1e-4)) == 1e-4
+    assert clipping.noise_floor(update(noise=0.0)) == 2.0**-23, "the resolution of float32 next to 1"
 
 
-def test_the_first_range_cuts_the_wished_share_of_the_live_rows():
-    advantage = np.where(np.arange(80) % 2, 1.0, -1.0)
-    dead, empty = np.zeros(40), np.ones(40)
-    batch = a_batch(np.concatenate([advantage, dead, empty]), np.repeat([3, 3, 0], [80, 40, 40]))
-    log_ratio = np.concatenate([np.linspace(-0.1, 0.1, 80), np.full(80, 5.0)]).astype(np.float32)
-    logp_BT = jnp.broadcast_to(log_ratio[:, None], batch.mask_BT.shape)
-    low, high = clipping.measure_range(MEASURED, 0.0, logp_BT, batch)
-    s = np.exp(log_ratio[:80])
-    cut = ((advantage > 0) & (s > 1 + high)) | ((advantage < 0) & (s < 1 - low))
-    assert cut.sum() == 20
-    floor = clipping.measure_range(MEASURED, 0.5, logp_BT, batch)
-    np.testing.assert_array_equal(floor, [0.5, 0.5])
+def test_the_range_becomes_what_the_updates_after_the_first_measured():
+    updates = [update(low=9.0, high=9.0, live=1.0), update(0, 0.001, 0.002, 0.5), update(0, 0.003, 0.006, 0.4)]
+    found = adapt(updates)
+    np.testing.assert_allclose(found, [3**0.5 * 0.001, 12**0.5 * 0.001], rtol=1e-6)
 
 
-def test_a_batch_without_advantages_teaches_nothing():
-    batch = a_batch(np.zeros(8))
-    start = clipping.initial_range(MEASURED)
-    np.testing.assert_array_equal(clipping.measure_range(MEASURED, 0.0, batch.old_logp_BT, batch), start)
-    updates = [{"ratio_min": 1.0, "ratio_max": 1.0, "clip_fraction_sequences": 0.0}] * 2
-    assert clipping.adapt_range(MEASURED, start, [batch, batch], updates) is start
+def test_the_range_stays_while_the_share_is_within_the_tolerance():
+    updates = [update(), update(0, 0.001, 0.002, 0.22), update(0, 0.001, 0.002, 0.28)]
+    np.testing.assert_array_equal(adapt(updates), START)
 
 
-@pytest.mark.parametrize(
-    ("fraction", "factor"),
-    [(0.25, np.exp(0.25)), (0.0, np.exp(-0.25)), (0.13, 1.0), (0.5, np.exp(0.75))],
-)
-def test_the_range_follows_the_share_of_the_live_rows_after_the_first_mini_batch(fraction, factor):
-    batches = [a_batch(np.ones(8)), a_batch([1, -1, 0, 0, 1, -1, 0, 0])]
-    updates = [
-        {"ratio_min": 1.0, "ratio_max": 1.0, "clip_fraction_sequences": 1.0},
-        {"ratio_min": 0.9, "ratio_max": 1.1, "clip_fraction_sequences": fraction},
-    ]
-    found = clipping.adapt_range(MEASURED, clipping.initial_range(MEASURED), batches, updates)
-    np.testing.assert_allclose(found, np.array([0.01, 0.02]) * factor, rtol=1e-5)
+def test_what_has_not_moved_measures_nothing():
+    """With a warm-up the learning rate of the run's first update is 0: the second minibatch still has ratios of 1."""
+    still = [update(noise=2e-7), update(0, 1e-7, 1e-7), update(0, -1e-7, 1e-7)]
+    assert adapt(still) is START
+    moved = [*still[:2], update(0, 0.001, 0.002, 0.5)]
+    np.testing.assert_allclose(adapt(moved), [0.001, 0.002], rtol=1e-6)
 
 
-def test_a_wide_range_stays_wide():
-    batches = [a_batch(np.ones(8))] * 2
-    updates = [{"ratio_min": 1.0, "ratio_max": 1.0, "clip_fraction_sequences": 0.25}] * 2
-    found = clipping.adapt_range(MEASURED, jnp.array([0.2, 0.3]), batches, updates)
-    np.testing.assert_allclose(found, [0.2, 0.3], rtol=1e-6)
+def test_a_side_without_sequences_stays():
+    updates = [update(), update(0, 0.0, 0.002, 0.5)]
+    np.testing.assert_allclose(adapt(updates), [0.01, 0.002], rtol=1e-6)
 
 
-def test_the_range_does_not_fall_below_the_noise():
-    batches = [a_batch(np.ones(8))] * 2
-    updates = [
-        {"ratio_min": 0.985, "ratio_max": 1.0, "clip_fraction_sequences": 0.0},
-        {"ratio_min": 0.9, "ratio_max": 1.1, "clip_fraction_sequences": 0.0},
-    ]
-    found = clipping.adapt_range(MEASURED, clipping.initial_range(MEASURED), batches, updates)
-    np.testing.assert_allclose(found, [0.015, 0.02 * np.exp(-0.25)], rtol=1e-5)
+def test_the_range_is_held_between_the_noise_and_a_lower_bound_of_0():
+    updates = [update(noise=0.015), update(0, 0.02, 3.0, 0.5)]
+    np.testing.assert_allclose(adapt(updates), [0.02, 1.0], rtol=1e-6)
+    still = [update(noise=0.015), update(0, 0.02, 0.02, 0.25)]
+    np.testing.assert_allclose(adapt(still), [0.015, 0.02], rtol=1e-6)
 
 
-def test_noise_warnings_are_for_fixed_ranges_of_sequence_ratios():
-    narrow = replace(MEASURED, calibration=None)
-    (sentence,) = clipping.noise_warnings(narrow, 0.015)
+def test_the_range_grows_with_the_learning_rate():
+    assert clipping.expected_growth([1, 1, 1, 1, 1, 1]) == [1, 1, 1]
+    assert clipping.expected_growth([0, 1, 2, 3, 4, 5]) == [1, 1, 3], (
+        "0 before the second update, 1 and 7 before the third"
+    )
+    assert clipping.expected_growth([2, 2, 1, 1]) == [1, 0.5]
+    updates = [update(), update(0, 0.001, 0.002, 0.24), update(0, 0.001, 0.002, 0.24)]
+    np.testing.assert_allclose(adapt(updates, (1, 2, 2)), [0.002, 0.004], rtol=1e-6)
+
+
+T = 12
+
+
+def minibatch(rng, spread, rows=128):
+    """Log-probs of a minibatch whose sequence ratios have this spread, and the batch; four fifths are live."""
+    length = rng.integers(2, T, rows)
+    mask = (np.arange(T)[None] > 0) & (np.arange(T)[None] <= length[:, None])
+    old = np.zeros((rows, T), np.float32)
+    s = spread * rng.standard_normal((rows, 1)) + 1e-7 * rng.standard_normal((rows, 1))
+    advantage = np.where(rng.random(rows) < 0.8, rng.standard_normal(rows), 0)
+    batch = Batch(
+        tokens_BT=jnp.zeros((rows, T), jnp.int32),
+        segment_BT=jnp.ones((rows, T), jnp.int32),
+        mask_BT=jnp.asarray(mask),
+        old_logp_BT=jnp.asarray(old),
+        advantage_B=jnp.asarray(advantage, jnp.float32),
+    )
+    return jnp.asarray(np.where(mask, old + s, 0), jnp.float32), batch
+
+
+def shares(rate, rollouts, minibatches=4, outlier=None, seed=0):
+    """The clipped share of the live sequences after each rollout batch's first update, and the ranges.
+
+    Ratios spread by the sum of the learning rates of the rollout batch's updates so far, as with Adam.
+    """
+    rng = np.random.default_rng(seed)
+    minimised = objective.make_objective(losses.gspo, calibration=Calibration())
+    clip_range, found, ranges = jnp.array([3e-4, 4e-4], jnp.float32), [], []
+    for rollout in range(rollouts):
+        updates = []
+        for k in range(minibatches):
+            moved = sum(rate(rollout * minibatches + j) for j in range(k))
+            logp, batch = minibatch(rng, 3e-3 * moved)
+            if outlier == (rollout, k):
+                logp = logp.at[0].add(np.log(1.03) * batch.mask_BT[0])
+            outputs = objective.Outputs(logp, logp, None)
+            constants = objective.UpdateConstants(clip_range, None)
+            _, metrics = losses.reduce(minimised(outputs, batch, constants))
+            updates.append({name: float(value) for name, value in metrics.items()})
+        found.append(np.mean([each["clip_fraction_live"] for each in updates[1:]]))
+        ranges.append(np.asarray(clip_range))
+        growth = clipping.expected_growth([rate(rollout * minibatches + j) for j in range(2 * minibatches)])
+        clip_range = clipping.adapt_range(Calibration(), clip_range, updates, growth)
+    return np.array(found), np.array(ranges)
+
+
+@pytest.mark.parametrize("warmup", (0, 10, 40))
+def test_within_ten_updates_the_share_is_within_a_factor_of_2_with_and_without_a_warm_up(warmup):
+    found, ranges = shares(lambda n: min(n / warmup, 1) if warmup else 1.0, rollouts=6)
+    assert ((found[2:] > 0.075) & (found[2:] < 0.3)).all(), found
+    assert ranges.min() > 1e-5, "ratios of exactly 1 at a learning rate of 0 are not measured"
+
+
+def test_one_outlier_does_not_open_the_range():
+    usual, outlier = (shares(lambda n: 1.0, rollouts=4, outlier=at)[1] for at in (None, (2, 0)))
+    np.testing.assert_allclose(outlier, usual, rtol=1e-6)
+
+
+def test_the_noise_floor_counts_sequences_by_their_length():
+    noise = np.log1p(np.array([3e-5, 2e-5, 1e-5, 1e-3, 1e-3], np.float32))
+    assert calibration.noise_floor(noise, np.array([400, 400, 300, 5, 5])) == pytest.approx(3e-5, rel=1e-3)
+    assert calibration.noise_floor(noise) == pytest.approx(1e-3, rel=1e-3), "as many short ones as long ones"
+
+
+def test_noise_warnings_are_for_sequence_ratios():
+    (sentence,) = clipping.noise_warnings(LOSS, 0.015)
     assert sentence.startswith("clip_low is 0.01, below the noise floor 0.015")
-    assert clipping.noise_warnings(narrow, 0.001) == ()
-    assert clipping.noise_warnings(MEASURED, 0.015) == ()
-    wide = replace(narrow, loss=partial(losses.gspo, clip_low=0.2, clip_high=0.2))
-    assert clipping.noise_warnings(wide, 0.015) == ()  # that such a range hardly cuts was said before the run
-    assert clipping.noise_warnings(replace(narrow, loss=losses.grpo), 0.5) == ()
+    assert clipping.noise_warnings(LOSS, 0.001) == ()
+    wide = partial(losses.gspo, clip_low=0.2, clip_high=0.2)
+    assert clipping.noise_warnings(wide, 0.015) == ()  # such a range is warned of before the run
+    assert clipping.noise_warnings(losses.grpo, 0.5) == ()
+    assert clipping.noise_warnings(experiment.loss, 1e-6) == ()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_experiment import experiment
+from small_experiment import experiment, objective_of
 
 from gspax import losses
 from gspax.config import Calibration, Reference, Regularizers
@@ -36,7 +36,7 @@ BATCH = Batch(
     sampler_logp_BT=LOGP + 0.3 * draw(6, B, T),
     ref_logp_BT=LOGP + 0.3 * draw(7, B, T),
 )
-COMMON = objective.Common(jnp.array([0.01, 0.02]), jnp.abs(draw(8, L, E)))
+CONSTANTS = objective.UpdateConstants(jnp.array([0.01, 0.02]), jnp.abs(draw(8, L, E)))
 GIVEN = (BATCH.old_logp_BT, BATCH.advantage_B, MASK)
 TOKENS = partial(losses.grpo, aggregate=losses.by_token)
 
@@ -108,7 +108,7 @@ CASES = {
         lambda o: penalised(
             penalised(
                 losses.gspo(o.logp_BT, *GIVEN),
-                regularizers.load_balance(jax.nn.softmax(o.routing.logits), COMMON.load_LE, MASK),
+                regularizers.load_balance(jax.nn.softmax(o.routing.logits), CONSTANTS.load_LE, MASK),
                 0.2,
             ),
             regularizers.router_z(o.routing.logits, MASK),
@@ -121,7 +121,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_objective_is_its_parts(name):
     changes, by_hand = CASES[name]
-    made = objective.from_experiment(replace(experiment, **changes))
+    made = objective_of(replace(experiment, **changes))
 
     def both(terms_of):
         def value(logp, entropy, logits):
@@ -132,7 +132,7 @@ def test_objective_is_its_parts(name):
         given = (OUTPUTS.logp_BT, OUTPUTS.entropy_BT, OUTPUTS.routing.logits)
         return jax.grad(value, argnums=(0, 1, 2), has_aux=True)(*given)
 
-    gradient, terms = both(lambda outputs: made(outputs, BATCH, COMMON))
+    gradient, terms = both(lambda outputs: made(outputs, BATCH, CONSTANTS))
     wanted_gradient, wanted = both(by_hand)
     chex.assert_trees_all_close(gradient, wanted_gradient, rtol=1e-6, atol=1e-9)
     chex.assert_trees_all_close((terms.value, terms.weight), (wanted.value, wanted.weight), rtol=1e-6)
@@ -142,10 +142,10 @@ def test_objective_is_its_parts(name):
 def test_correction_metrics_by_hand():
     weight = jnp.array([[9.0, 2.0, 0.0], [0.0, 0.0, 9.0], [9.0, 9.0, 9.0]])
     mask = jnp.array([[False, True, True], [True, True, False], [False, False, False]])
-    terms = losses.Terms(jnp.zeros(3), jnp.ones(3), objective.correction_metrics(weight, mask))
+    terms = losses.Terms(jnp.zeros(3), jnp.ones(3), correction.weight_metrics(weight, mask))
     found = losses.reduce(terms)[1]
     assert found["correction_mean"] == 0.5, "of the two rows that have tokens"
     assert (found["correction_min"], found["correction_max"]) == (0.0, 1.0)
     assert found["correction_rejected"] == 0.75
-    by_row = objective.correction_metrics(jnp.array([2.0, 0.0, 5.0]), mask)
+    by_row = correction.weight_metrics(jnp.array([2.0, 0.0, 5.0]), mask)
     assert losses.reduce(terms._replace(metrics=by_row))[1]["correction_mean"] == 1.0

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from small_experiment import experiment
+from small_experiment import experiment, objective_of
 
 from gspax import config, losses, sft, sharding
 from gspax.learner import objective, train_step
@@ -65,7 +65,7 @@ def fresh(optimizer=SGD):
 
 
 def make_step(loss, optimizer, model=CONFIG, **kwargs):
-    return train_step.make_train_step(model, objective.from_loss(loss), optimizer, **kwargs)
+    return train_step.make_train_step(model, objective.make_objective(loss), optimizer, **kwargs)
 
 
 @functools.cache
@@ -224,7 +224,7 @@ def test_an_objective_with_everything_on_is_the_same_under_any_split_and_moves_t
     for rows in (0, 4):
         update = train_step.make_train_step(
             CONFIG,
-            objective.from_experiment(EVERYTHING),
+            objective_of(EVERYTHING),
             SGD,
             temperature=TEMPERATURE,
             microbatch_rows=rows,
@@ -254,8 +254,8 @@ def test_router_logits_are_not_kept_unless_they_are_used():
         update = train_step.make_train_step(replace(CONFIG, remat="full"), made, SGD)
         return update.lower(fresh(), data).compile().as_text()
 
-    assert kept not in compiled(objective.from_loss(losses.gspo))
-    assert kept in compiled(objective.from_experiment(replace(EVERYTHING, correction=None, reference=None)))
+    assert kept not in compiled(objective.make_objective(losses.gspo))
+    assert kept in compiled(objective_of(replace(EVERYTHING, correction=None, reference=None)))
 
 
 @pytest.mark.parametrize(("advantage", "loss_is_finite"), [(float("nan"), False), (0.0, True)])

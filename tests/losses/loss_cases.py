@@ -57,7 +57,7 @@ GRPO = Member("grpo", losses.grpo, reference.grpo, band(0.2, 0.27))
 DUAL = Member("grpo_dual_clip", losses.grpo, reference.grpo, (*band(0.2, 0.27), ("dual_clip", 1.4)))
 DR_GRPO = Member("dr_grpo", losses.dr_grpo, reference.grpo, band(0.2, 0.2), "by_constant")
 DAPO = Member("dapo", losses.dapo, reference.grpo, band(0.2, 0.28), "by_token")
-REINFORCE = Member("reinforce", losses.reinforce, reference.reinforce)
+IMPORTANCE = Member("importance_sampling", losses.importance_sampling, reference.importance_sampling)
 CISPO = Member("cispo", losses.cispo, reference.cispo, band(0.3, 0.4), "by_token")  # not the defaults: both bounds
 SAPO = Member("sapo", losses.sapo, reference.sapo, (("tau_positive", 1.0), ("tau_negative", 1.05)))
 GMPO = Member("gmpo", losses.gmpo, reference.gmpo, band(0.4, 0.4))
@@ -76,10 +76,10 @@ DPPO_KL = Member(
 )
 FAMILY = (
     *(GSPO, GSPO_TOKEN, LUSPO, GRPO, DUAL, DR_GRPO, DAPO),
-    *(REINFORCE, CISPO, SAPO, GMPO, VESPO, DPPO_TV, DPPO_KL),
+    *(IMPORTANCE, CISPO, SAPO, GMPO, VESPO, DPPO_TV, DPPO_KL),
 )
 MINIMUM = (GSPO, GSPO_TOKEN, LUSPO, GRPO, DR_GRPO, DAPO)  # min(x A, clip(x) A) of a ratio x
-BOUNDED = tuple(member for member in FAMILY if member not in (REINFORCE, SAPO, VESPO))  # something is held at a bound
+BOUNDED = tuple(member for member in FAMILY if member not in (IMPORTANCE, SAPO, VESPO))  # something is held at a bound
 SEQUENCE = (GSPO, GSPO_TOKEN, LUSPO, VESPO)  # no two tokens of a sequence differ in weight
 
 

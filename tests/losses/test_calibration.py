@@ -118,12 +118,12 @@ def test_the_noise_floor_of_a_repeat_in_bfloat16():
     noise = calibration.sequence_log_ratio(rounded, logp, mask)
     floor = calibration.noise_floor(noise)
     deviation = np.sort(np.abs(np.expm1(np.asarray(noise, np.float64))))
-    assert deviation[196] <= floor <= deviation[198] and floor > 1e-4
+    assert floor == pytest.approx(deviation[179], rel=1e-6) and floor > 1e-4
     log_ratio = noise + calibration.sequence_log_ratio(
         logp, logp + np.float32(1e-6) * mask, mask
     )  # an update smaller than that
     got = calibration.propose(log_ratio, advantage, share=0.15, floor=floor)
-    assert got.clip_low == got.clip_high == got.noise_floor == floor and got.share < 0.02
+    assert got.clip_low == got.clip_high == got.noise_floor == floor and got.share < 0.1
     assert calibration.noise_floor(jnp.zeros(4)) == 0
 
 
@@ -137,31 +137,76 @@ def share_of(log_ratio, advantage, clip):
 
 
 @pytest.mark.parametrize("start", (1e-5, 0.04))
-def test_the_schedule_finds_the_share_and_stays(start):
-    """Ratios whose spread trebles half-way: found from both ends, and still while within the tolerance."""
+def test_the_range_finds_the_share_and_stays(start):
+    """Ratios whose spread trebles half-way: found from both ends, and unchanged while within the tolerance."""
     rng = np.random.default_rng(0)
     clip, shares, ranges = (start, 1.3 * start), [], set()
-    for step in range(200):
-        log_ratio = rng.normal(0, 3e-4 if step < 100 else 9e-4, 400)
+    for step in range(60):
+        log_ratio = rng.normal(0, 3e-4 if step < 30 else 9e-4, 400)
         advantage = np.where(rng.random(400) < 0.5, 1.0, -1.0)
         shares.append(share_of(log_ratio, advantage, clip))
-        if 60 <= step < 100 or step >= 140:
-            ranges.add(clip)
-        clip = calibration.next_range(*clip, shares[-1], share=0.15, gain=2.0)
-    assert np.mean(shares[60:100]) == pytest.approx(0.15, abs=0.06)
-    assert np.mean(shares[140:]) == pytest.approx(0.15, abs=0.06)
-    assert len(ranges) < 25 and clip[1] / clip[0] == pytest.approx(1.3)
+        ranges.add(clip)
+        found = calibration.propose(log_ratio, advantage, share=0.15)
+        clip = calibration.next_range(clip, (found.clip_low, found.clip_high), cut=shares[-1], share=0.15)
+    settled = [*shares[1:30], *shares[31:]]
+    assert min(settled) > 0.075 and max(settled) < 0.3
+    assert np.mean(settled) == pytest.approx(0.15, abs=0.03) and len(ranges) < 15
 
 
-def test_the_schedules_factor_and_bounds():
+def test_the_next_range():
     step = calibration.next_range
-    assert step(3e-4, 4e-4, 0.19) == (3e-4, 4e-4)  # within the tolerance
-    wider = step(3e-4, 4e-4, 0.35)
-    np.testing.assert_allclose(wider, (3e-4 * math.exp(0.2), 4e-4 * math.exp(0.2)))
-    narrower = step(3e-4, 4e-4, 0.0, gain=2.0)
-    np.testing.assert_allclose(narrower, (3e-4 * math.exp(-0.3), 4e-4 * math.exp(-0.3)))
-    assert step(3e-4, 4e-4, 0.0, floor=3.9e-4) == (3.9e-4, 3.9e-4)
-    assert step(0.04, 0.049, 1.0) == (0.05, 0.05)
+    old, measured, near = (3e-4, 4e-4), (6e-4, 1e-4), (4e-4, 3e-4)
+    assert step(old, measured, cut=0.19) == old  # within the tolerance
+    assert step(old, measured, cut=0.35, gain=0.0) == pytest.approx(measured), "further off than a factor of 1.4"
+    assert step(old, near, cut=0.35) == pytest.approx(((3e-4 * 4e-4) ** 0.5, (4e-4 * 3e-4) ** 0.5))
+    assert step(old, near, cut=0.35, gain=1.0) == pytest.approx(near)
+    assert step(old, near, cut=0.35, gain=0.0) == old
+    assert step(old, (0.0, -1e-3), cut=0.35) == old, "nothing was measured"
+    assert step(old, measured, cut=0.35, floor=2e-4) == pytest.approx((6e-4, 4e-4)), "1e-4 is noise"
+    assert step(old, measured, cut=0.15, floor=3.9e-4) == (3.9e-4, 4e-4)
+    assert step((0.04, 0.049), (0.06, 9.0), cut=0.5) == (0.05, 0.05), "the ceiling"
+
+
+PACKED = np.array([[0, 1, 2, 2, 1, 1], [0, 3, 3, 3, 1, 0]], np.int32)
+
+
+def test_range_metrics_give_the_widths_that_clip_the_share():
+    logp, old_logp, mask, advantage = batch()
+    advantage[:40] = 0
+    clipped = losses.gspo(logp, old_logp, advantage, mask).metrics["clip_fraction_sequences"]
+    terms = losses.Terms(
+        *np.zeros((2, 1), np.float32),
+        calibration.range_metrics(logp, old_logp, advantage, mask, clipped=clipped, share=0.2),
+    )
+    _, found = losses.reduce(terms)
+    above = np.expm1(np.asarray(calibration.sequence_log_ratio(logp, old_logp, mask), np.float64))
+    for name, deviation, live in (("high", above, advantage > 0), ("low", -above, advantage < 0)):
+        width = float(found[f"clip_{name}_measured"])
+        assert np.sum(deviation[live] > width * (1 + 1e-6)) == math.floor(0.2 * live.sum())
+    share = np.sum(clipped.part) / np.sum(advantage != 0)
+    assert float(found["clip_fraction_live"]) == pytest.approx(share)
+
+
+def test_packed_range_metrics_are_those_of_the_sequences():
+    rng = np.random.default_rng(0)
+    logp, old_logp = (rng.standard_normal(PACKED.shape).astype(np.float32) for _ in range(2))
+    of_sequence = {(0, 1): 0.5, (0, 2): -1.0, (1, 3): 2.0, (1, 1): 0.0}
+    advantage, rows = np.zeros(PACKED.shape, np.float32), []
+    for (b, s), a in of_sequence.items():
+        advantage[b, PACKED[b] == s] = a
+        rows.append(np.where(PACKED[b] == s, b, -1))
+    row = np.array([b for b, _ in of_sequence])
+    unpacked = (logp[row], old_logp[row], np.array([*of_sequence.values()], np.float32), np.array(rows) >= 0)
+    packed = (logp, old_logp, advantage, PACKED > 0)
+
+    def found(*arrays, **segments):
+        clipped = losses.gspo(*arrays, **segments).metrics["clip_fraction_sequences"]
+        metrics = calibration.range_metrics(*arrays, clipped=clipped, share=0.2, **segments)
+        return losses.reduce(losses.Terms(*np.zeros((2, 1), np.float32), metrics))[1]
+
+    wanted, got = found(*unpacked), found(*packed, segment_ids=PACKED)
+    for name in wanted:
+        np.testing.assert_allclose(got[name], wanted[name], rtol=1e-5, err_msg=name)
 
 
 def test_warnings():
@@ -179,7 +224,7 @@ def test_warnings():
 def test_refusals():
     x, a = np.zeros(3, np.float32), np.ones(3, np.float32)
     nan = np.array([0, np.nan, np.inf], np.float32)
-    propose, following = calibration.propose, calibration.next_range
+    propose, following, w = calibration.propose, calibration.next_range, (3e-4, 4e-4)
     cases = (
         (lambda: propose([0.0], a), TypeError, r"^log_ratio must be an array \[B\]; got list"),
         (lambda: propose(x, a.astype(int)), TypeError, r"^advantage must hold floats; got int64 \[3\]"),
@@ -190,20 +235,14 @@ def test_refusals():
         (lambda: propose(x, a, share=0.0), ValueError, r"^share must be above 0 and below 1; got 0"),
         (lambda: propose(x, a, share="0.1"), TypeError, r"^share must be a Python number.*got str"),
         (lambda: propose(x, a, floor=-1.0), ValueError, r"^floor must be finite and at least 0; got -1"),
-        (lambda: calibration.noise_floor(x, quantile=1.0), ValueError, r"^quantile must be above 0 and below 1; got 1"),
-        (
-            lambda: following(0.0, 4e-4, 0.1),
-            ValueError,
-            r"^clip_low and clip_high must be above 0.*got 0\.0 and 0\.0004",
-        ),
-        (lambda: following(3e-4, 4e-4, 1.5), ValueError, r"^measured must be a share from 0 to 1; got 1\.5"),
-        (lambda: following(3e-4, 4e-4, float("nan")), ValueError, r"^measured must be a share from 0 to 1; got nan"),
-        (lambda: following(3e-4, 4e-4, 0.1, gain=-1.0), ValueError, r"^gain must be finite and at least 0; got -1"),
-        (
-            lambda: following(3e-4, 4e-4, 0.1, floor=0.1),
-            ValueError,
-            r"^floor must not be above ceiling 0\.05; got 0\.1",
-        ),
+        (lambda: calibration.noise_floor(x, above=1.0), ValueError, r"^above must be above 0 and below 1; got 1"),
+        (lambda: calibration.noise_floor(x, a[:2]), ValueError, r"^length must have shape \[3\].*got \[2\]"),
+        (lambda: following((0.0, 4e-4), w, cut=0.1), ValueError, r"^clip_low and clip_high must be above 0.*got 0\.0"),
+        (lambda: following(w, w, cut=1.5), ValueError, r"^cut must be a share from 0 to 1; got 1\.5"),
+        (lambda: following(w, w, cut=float("nan")), ValueError, r"^cut must be a share from 0 to 1; got nan"),
+        (lambda: following(w, (1.0, float("nan")), cut=0.1), ValueError, r"^measured must be two finite widths"),
+        (lambda: following(w, w, cut=0.1, gain=-1.0), ValueError, r"^gain must be finite and at least 0; got -1"),
+        (lambda: following(w, w, cut=0.1, floor=0.1), ValueError, r"^floor must not be above ceiling 0\.05; got 0\.1"),
         (lambda: calibration.range_warnings(-1.0, 0.1), ValueError, r"^clip_low must be at least 0.*got -1"),
         (lambda: calibration.sequence_log_ratio(x, x, x > 0), ValueError, r"^logp must be a float32 array \[B, T\]"),
     )

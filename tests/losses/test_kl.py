@@ -14,11 +14,10 @@ from hypothesis.extra import numpy as hnp
 from pair_cases import CASES, exact_k3, held, pair
 
 from gspax import losses
-from gspax.losses import kl
-from gspax.losses.terms import by_sequence
+from gspax.losses import by_sequence, kl
 
 
-def by_token(value_BT, mask_BT):
+def by_token(value_BT, mask_BT, segment_BT=None):
     return jnp.sum(jnp.where(mask_BT, value_BT, 0), -1), jnp.sum(mask_BT, -1, dtype=jnp.float32)
 
 
@@ -209,7 +208,7 @@ def expectation(terms_of, table, ref, draws):
     return jax.value_and_grad(mean)(jnp.asarray(table, jnp.float32))
 
 
-def sums(value_BT, mask_BT):
+def sums(value_BT, mask_BT, segment_BT=None):
     """Σ over tokens, weight 1: the aggregation whose expectation is a sum over contexts."""
     return jnp.sum(jnp.where(mask_BT, value_BT, 0), -1), mask_BT.any(-1).astype(jnp.float32)
 

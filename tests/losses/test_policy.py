@@ -20,10 +20,10 @@ from loss_cases import (
     GRPO,
     GSPO,
     GSPO_TOKEN,
+    IMPORTANCE,
     LUSPO,
     MASKS,
     MINIMUM,
-    REINFORCE,
     SEQUENCE,
     VESPO,
     Case,
@@ -97,19 +97,19 @@ def test_reduced_loss_and_metrics_are_the_references(member, name):
 
 
 @over_family
-def test_on_policy_gradient_is_that_of_reinforce(member):
+def test_on_policy_gradient_is_that_of_importance_sampling(member):
     """Minus the advantage, times a token's share in its aggregate."""
     x = CASES["some_empty-0.3"]
     _, _, advantage, mask = x.arguments(member)
-    result = Case(x.logp, x.logp, x.advantage, mask).reference(REINFORCE, aggregate=member.aggregate)
+    result = Case(x.logp, x.logp, x.advantage, mask).reference(IMPORTANCE, aggregate=member.aggregate)
     share = np.abs(result.gradient / np.where(mask, x.advantage[:, :1], 1)) / result.weight.sum()
     wanted = -share * (x.advantage if member.token_advantage else x.advantage[:, :1])
     (_, metrics), gradient = value_and_gradient(member, (x.logp, x.logp, advantage, mask))
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
     if not member.token_advantage:
         aggregate = getattr(losses, member.aggregate)
-        _, reinforce = value_and_gradient(REINFORCE, (x.logp, x.logp, advantage, mask), aggregate=aggregate)
-        np.testing.assert_allclose(gradient, reinforce, rtol=1e-6)
+        _, wanted = value_and_gradient(IMPORTANCE, (x.logp, x.logp, advantage, mask), aggregate=aggregate)
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
     assert metrics["clip_fraction_tokens"] == metrics["kl"] == 0
     assert metrics["ratio_min"] == metrics["ratio_max"] == 1
 
@@ -156,7 +156,7 @@ def test_the_defaults_are_those_that_the_docstrings_state():
         losses.grpo: (0.2, 0.27, None, losses.by_sequence),
         losses.dr_grpo: (0.2, 0.2, None, losses.by_constant),
         losses.dapo: (0.2, 0.28, None, losses.by_token),
-        losses.reinforce: (losses.by_sequence,),
+        losses.importance_sampling: (losses.by_sequence,),
         losses.cispo: (1.0, 4.0, losses.by_token),
         losses.sapo: (1.0, 1.05, losses.by_sequence),
         losses.gmpo: (0.4, 0.4, losses.by_sequence),
@@ -213,11 +213,11 @@ def test_gmpo_with_infinite_widths_is_gspo_with_infinite_widths():
     np.testing.assert_allclose(gradient, gspo_gradient, rtol=1e-6)
 
 
-def test_cispo_with_infinite_widths_has_the_gradient_of_reinforce():
+def test_cispo_with_infinite_widths_has_the_gradient_of_importance_sampling():
     x = CASES["ragged-0.3"]
     wide = dict(clip_low=np.inf, clip_high=np.inf)
     _, gradient = value_and_gradient(CISPO, x.arguments(CISPO), **wide)
-    _, wanted = value_and_gradient(REINFORCE, x.arguments(REINFORCE), aggregate=losses.by_token)
+    _, wanted = value_and_gradient(IMPORTANCE, x.arguments(IMPORTANCE), aggregate=losses.by_token)
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
 
 

@@ -43,7 +43,7 @@ def loop_load_balance(prob, expert, mask):
     return math.fsum(values) / L, np.array(shares)
 
 
-def by_token(value_BT, mask_BT):
+def by_token(value_BT, mask_BT, segment_BT=None):
     return jnp.sum(jnp.where(mask_BT, value_BT, 0), -1), jnp.sum(mask_BT, -1, dtype=jnp.float32)
 
 

@@ -100,5 +100,5 @@ def test_weights_below_1_divide_too():
 def test_terms_are_a_pytree_by_rows():
     terms = losses.gspo(VALUE, VALUE, jnp.ones(3), MASK)
     leaves = jax.tree.leaves(terms)
-    assert len(leaves) == 2 + 6 * 2
-    assert all(leaf.shape == (3,) for leaf in leaves)
+    assert len(leaves) == 2 + 7 * 2
+    assert all(leaf.shape in ((3,), (3, 1)) for leaf in leaves)

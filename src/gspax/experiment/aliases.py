@@ -18,8 +18,10 @@ MOVED = {
     **{f"gspax.losses.sequence_policy.{name}": f"gspax.losses.{name}" for name in ("gmpo", "luspo", "vespo")},
     **{
         f"gspax.losses.token_policy.{name}": f"gspax.losses.{name}"
-        for name in ("cispo", "dapo", "dppo_kl", "dppo_tv", "dr_grpo", "reinforce", "sapo")
+        for name in ("cispo", "dapo", "dppo_kl", "dppo_tv", "dr_grpo", "sapo")
     },
+    "gspax.losses.token_policy.reinforce": "gspax.losses.importance_sampling",
+    "gspax.losses.reinforce": "gspax.losses.importance_sampling",
     **{f"gspax.losses.terms.{name}": f"gspax.losses.{name}" for name in ("by_sequence", "by_token", "by_constant")},
     "gspax.data.tokenizer.CharTokenizer": "gspax.data.CharTokenizer",
     "gspax.data.tokenizer.HFTokenizer": "gspax.data.HFTokenizer",

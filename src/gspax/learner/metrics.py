@@ -84,12 +84,12 @@ def score_metrics(batches: Sequence[Batch], entropies: Sequence[Array]) -> dict[
 
 
 @jax.jit
-def _score_rows(batch: Batch, entropy_BT: Array) -> dict[str, losses.Share | losses.Spread]:
+def _score_rows(batch: Batch, entropy_BT: Array) -> losses.Metrics:
     """The metrics of `score_metrics`, by row."""
     mask_BT = batch.mask_BT
     assert batch.sampler_logp_BT is not None
     tokens_B = mask_BT.sum(axis=-1, dtype=jnp.float32)
-    found: dict[str, losses.Share | losses.Spread] = {
+    found: losses.Metrics = {
         "policy/entropy": losses.Share(masked.sum(entropy_BT, mask_BT, axis=-1), tokens_B),
         **mismatch_metrics(batch.old_logp_BT, batch.sampler_logp_BT, mask_BT),
     }

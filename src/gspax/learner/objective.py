@@ -1,123 +1,128 @@
-"""What an update minimises: the policy loss of an experiment, with what the experiment adds to it.
+"""What an update minimises: the policy loss and what is added to it.
 
-An objective is `(outputs, batch, common) -> losses.Terms`: what the policy says of the rows of one micro-batch, those
-rows, and what all micro-batches share. `of_loss` makes one of a bare loss, `of_experiment` of all that an experiment
-names: correction for the sampler, KL to the reference, entropy bonus, router losses, calibrated clip range.
+An objective is `(outputs, batch, constants) -> losses.Terms`: the policy's outputs for the rows of one microbatch,
+those rows, and what is the same for all microbatches. `make_objective` combines a loss with a correction for the
+sampler, a KL to the reference, an entropy bonus, router losses and a calibrated clip range, each optional.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from gspax import losses, masked
-from gspax.config import Experiment
+from gspax import losses
+from gspax.config import Calibration, Reference, Regularizers
 from gspax.experiment.description import keywords
+from gspax.losses.calibration import range_metrics
+from gspax.losses.correction import weight_metrics
 from gspax.losses.kl import add_penalty
 from gspax.losses.regularizers import entropy_bonus, load_balance, router_z
-from gspax.losses.terms import share_of_tokens
+from gspax.losses.traits import aggregate_of
 from gspax.model.moe import Routing
 from gspax.types import Array, Batch
 
-Loss = Callable[[Array, Array, Array, Array], losses.Terms]
+Loss = Callable[..., losses.Terms]  # (logp, old_logp, advantage, mask, *, ...)
+
+NO_REGULARIZERS = Regularizers()
 
 
 class Outputs(NamedTuple):
-    """What the policy that is trained says of a batch's tokens."""
+    """What the policy that is trained computes for a batch's tokens."""
 
     logp_BT: Array  # float32  log-prob of the token; column 0 is 0
     entropy_BT: Array  # float32  of the distribution that the token was drawn from
     routing: Routing  # of the sparse layers
 
 
-class Common(NamedTuple):
-    """What all micro-batches of an update share."""
+class UpdateConstants(NamedTuple):
+    """What is the same for all microbatches of an update."""
 
     clip_range: Array  # float32 [2]: `TrainState.clip_range`
     load_LE: Array | None  # float32 [L, E]  each expert's share of the response tokens' choices, 1 if balanced
 
 
-Objective = Callable[[Outputs, Batch, Common], losses.Terms]
+Objective = Callable[[Outputs, Batch, UpdateConstants], losses.Terms]
 
 
-def from_loss(loss: Loss) -> Objective:
-    """The objective that is only a policy loss."""
+def make_objective(
+    loss: Loss,
+    *,
+    correction: Callable[..., Array] | None = None,
+    rejection: Callable[..., Array] | None = None,
+    reference: Reference | None = None,
+    regularizers: Regularizers = NO_REGULARIZERS,
+    calibration: Calibration | None = None,
+) -> Objective:
+    """The objective of a policy loss; the arguments are the fields of `Experiment` with the same names.
 
-    def objective(outputs: Outputs, batch: Batch, common: Common) -> losses.Terms:
-        return loss(outputs.logp_BT, batch.old_logp_BT, batch.advantage_B, batch.mask_BT)
+    With `calibration` the clip range is `constants.clip_range`, and the metrics of `range_metrics` are added.
+    """
+    aggregate = aggregate_of(loss)
 
-    return objective
-
-
-def from_experiment(experiment: Experiment) -> Objective:
-    """The objective of an experiment: its loss, corrected, plus its penalties."""
-
-    def objective(outputs: Outputs, batch: Batch, common: Common) -> losses.Terms:
-        loss: Callable[..., losses.Terms] = experiment.loss
-        if experiment.calibration is not None:
-            loss = partial(loss, clip_low=common.clip_range[0], clip_high=common.clip_range[1])
-        weight = correction(experiment, outputs.logp_BT, batch)
+    def objective(outputs: Outputs, batch: Batch, constants: UpdateConstants) -> losses.Terms:
+        rows = outputs.logp_BT, batch.old_logp_BT, batch.advantage_B, batch.mask_BT
+        packed = segments(batch)
+        weight = correction_weight(correction, rejection, outputs.logp_BT, batch)
+        options: dict[str, Any] = {} if weight is None else {"correction": weight}
+        if calibration is not None:
+            options |= {"clip_low": constants.clip_range[0], "clip_high": constants.clip_range[1]}
+        terms = loss(*rows, **packed, **options)
         if weight is not None:
-            loss = partial(loss, correction=weight)
-        terms = from_loss(loss)(outputs, batch, common)
-        if weight is not None:
-            terms = terms._replace(metrics=terms.metrics | correction_metrics(weight, batch.mask_BT))
-        for coefficient, penalty in penalties(experiment, outputs, batch, common):
+            terms = terms._replace(metrics=terms.metrics | weight_metrics(weight, batch.mask_BT, **packed))
+        if calibration is not None:
+            clipped = terms.metrics["clip_fraction_sequences"]
+            assert isinstance(clipped, losses.Share)
+            found = range_metrics(*rows, clipped=clipped, share=calibration.share, **packed)
+            terms = terms._replace(metrics=terms.metrics | found)
+        if reference is not None and reference.loss is not None:
+            penalty = reference_kl(reference.loss, outputs.logp_BT, batch, aggregate)
+            terms = add_penalty(terms, penalty, coefficient=reference.coefficient)
+        for coefficient, penalty in penalties(regularizers, outputs, batch, constants.load_LE, aggregate):
             terms = add_penalty(terms, penalty, coefficient=coefficient)
         return terms
 
     return objective
 
 
-def correction(experiment: Experiment, logp_BT: Array, batch: Batch) -> Array | None:
-    """The constant factor of the objective, float32 [B] or [B, T]; None if the experiment corrects nothing."""
-    weight = None
-    if experiment.correction is not None:
-        assert batch.sampler_logp_BT is not None
-        weight = experiment.correction(batch.old_logp_BT, batch.sampler_logp_BT, batch.mask_BT)
-    if experiment.rejection is not None:
-        assert batch.sampler_logp_BT is not None
-        kept_B = experiment.rejection(logp_BT, batch.sampler_logp_BT, batch.advantage_B, batch.mask_BT)
-        weight = kept_B if weight is None else weight * (kept_B if weight.ndim == 1 else kept_B[:, None])
+def segments(batch: Batch) -> dict[str, Array]:
+    """`segment_ids` for a batch of packed rows, whose advantages are [B, T]; nothing for one sequence per row."""
+    return {"segment_ids": batch.segment_BT} if batch.advantage_B.ndim == 2 else {}
+
+
+def correction_weight(
+    correction: Callable[..., Array] | None, rejection: Callable[..., Array] | None, logp_BT: Array, batch: Batch
+) -> Array | None:
+    """The constant factor of the objective, float32 [B] or [B, T]; None if nothing is corrected."""
+    weight, packed = None, segments(batch)
+    if correction is not None:
+        weight = correction(batch.old_logp_BT, batch.sampler_logp_BT, batch.mask_BT, **packed)
+    if rejection is not None:
+        kept = rejection(logp_BT, batch.sampler_logp_BT, batch.advantage_B, batch.mask_BT, **packed)
+        kept = kept[:, None] if weight is not None and weight.ndim > kept.ndim else kept
+        weight = kept if weight is None else weight * kept
     return weight
 
 
-def correction_metrics(weight: Array, mask_BT: Array) -> dict[str, losses.Share | losses.Spread]:
-    """`correction` (_mean, _min, _max): mean weight of a sequence; `correction_rejected`: share of tokens with 0."""
-    weight_BT = jnp.broadcast_to(weight if weight.ndim == 2 else weight[:, None], mask_BT.shape)
-    return {
-        "correction": losses.Spread(masked.mean(weight_BT, mask_BT, axis=-1), mask_BT.any(-1)),
-        "correction_rejected": share_of_tokens(weight_BT == 0, mask_BT),
-    }
-
-
 def penalties(
-    experiment: Experiment, outputs: Outputs, batch: Batch, common: Common
+    regularizers: Regularizers, outputs: Outputs, batch: Batch, load_LE: Array | None, aggregate: Any
 ) -> Iterator[tuple[float, losses.Terms]]:
-    """(coefficient, penalty) of each one that is on, aggregated as the policy loss is."""
-    aggregate = keywords(experiment.loss).get("aggregate", losses.by_sequence)
-    mask_BT, regularizers = batch.mask_BT, experiment.regularizers
-    if experiment.reference is not None and experiment.reference.loss is not None:
-        yield experiment.reference.coefficient, reference_kl(experiment.reference.loss, outputs, batch, aggregate)
+    """(coefficient, penalty) of each regulariser that is on, aggregated as the policy loss is."""
+    mask_BT, how = batch.mask_BT, segments(batch) | ({} if aggregate is None else {"aggregate": aggregate})
     if regularizers.entropy:
-        yield regularizers.entropy, entropy_bonus(outputs.entropy_BT, mask_BT, aggregate=aggregate)
+        yield regularizers.entropy, entropy_bonus(outputs.entropy_BT, mask_BT, **how)
     if regularizers.load_balance:
-        assert common.load_LE is not None, "the batch has no experts"
+        assert load_LE is not None, "the batch has no experts"
         prob_LBTE = jax.nn.softmax(outputs.routing.logits)
-        yield regularizers.load_balance, load_balance(prob_LBTE, common.load_LE, mask_BT, aggregate=aggregate)
+        yield regularizers.load_balance, load_balance(prob_LBTE, load_LE, mask_BT, **how)
     if regularizers.router_z:
-        yield regularizers.router_z, router_z(outputs.routing.logits, mask_BT, aggregate=aggregate)
+        yield regularizers.router_z, router_z(outputs.routing.logits, mask_BT, **how)
 
 
-def reference_kl(
-    kl: Callable[..., losses.Terms], outputs: Outputs, batch: Batch, aggregate: Callable[..., Any]
-) -> losses.Terms:
-    """The KL term, told what it asks for and was not told yet: how to aggregate, and which policy drew the tokens."""
-    told = {"aggregate": aggregate, "old_logp": batch.old_logp_BT}
-    open_to = keywords(kl).keys() - getattr(kl, "keywords", {}).keys()
-    asked = {name: value for name, value in told.items() if name in open_to}
-    return kl(outputs.logp_BT, batch.ref_logp_BT, batch.mask_BT, **asked)
+def reference_kl(kl: Callable[..., losses.Terms], logp_BT: Array, batch: Batch, aggregate: Any) -> losses.Terms:
+    """The KL term, given those of `aggregate` and `old_logp` that it takes and that are not bound to it."""
+    available = {"aggregate": aggregate, "old_logp": batch.old_logp_BT, **segments(batch)}
+    unbound = keywords(kl).keys() - getattr(kl, "keywords", {}).keys()
+    options = {name: value for name, value in available.items() if name in unbound and value is not None}
+    return kl(logp_BT, batch.ref_logp_BT, batch.mask_BT, **options)

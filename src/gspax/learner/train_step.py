@@ -20,7 +20,7 @@ from gspax import losses
 from gspax.config import LOGIT_BUDGET, Experiment, ModelConfig, expert_id_dtype
 from gspax.learner.adapters import trained_axes
 from gspax.learner.expert_load import expert_load
-from gspax.learner.objective import Common, Objective, Outputs, from_experiment
+from gspax.learner.objective import Objective, Outputs, UpdateConstants, make_objective
 from gspax.learner.scoring import score_tokens
 from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
@@ -45,7 +45,7 @@ def make_train_step(
     """A pure, jitted `(state, batch) -> (state, metrics)`; the state given is donated.
 
     Args:
-      objective: what is minimised, such as `objective.from_loss(losses.gspo)`.
+      objective: what is minimised, such as `make_objective(losses.gspo)`.
       temperature: the sampler's; log-probs are of the logits divided by it.
       microbatch_rows: rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once.
       routing_replay: each token goes to the experts in `batch.expert_BLTA`, with the live router's gates (Routing
@@ -73,13 +73,13 @@ def make_train_step(
 
     @partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        common = Common(state.clip_range, _response_load(batch, config.num_experts))
+        constants = UpdateConstants(state.clip_range, _response_load(batch, config.num_experts))
         trained, frozen = partition(state.params)
 
         def summed(trained: Params, part: Batch) -> tuple[Array, losses.Terms]:
             outputs = outputs_of(combine(trained, frozen), part)
             with jax.named_scope("loss"):
-                terms = objective(outputs, part, common)
+                terms = objective(outputs, part, constants)
             return terms.value.sum(), terms
 
         grads, terms = _summed_gradient(summed, trained, batch, microbatch_rows)
@@ -142,7 +142,15 @@ def make_steps(
         "microbatch_rows": experiment.schedule.microbatch_rows,
         "mesh": mesh,
     }
-    replay, objective = experiment.routing_replay, from_experiment(experiment)
+    objective = make_objective(
+        experiment.loss,
+        correction=experiment.correction,
+        rejection=experiment.rejection,
+        reference=experiment.reference,
+        regularizers=experiment.regularizers,
+        calibration=experiment.calibration,
+    )
+    replay = experiment.routing_replay
     return (
         make_train_step(experiment.model, objective, optimizer, routing_replay=replay, **shared),
         make_score(experiment.model, **shared),

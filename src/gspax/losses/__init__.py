@@ -9,16 +9,32 @@ policy), `correction` (a sampler that is not the learner), `regularizers` (entro
 range that is measured).
 """
 
+from gspax.losses._terms import (
+    Aggregate,
+    Metrics,
+    Quantile,
+    Share,
+    Spread,
+    Terms,
+    by_constant,
+    by_sequence,
+    by_token,
+    reduce,
+)
 from gspax.losses.logprobs import chunked_token_logp, token_logp
 from gspax.losses.policy import grpo, grpo_loss, gspo, gspo_loss, gspo_token, gspo_token_loss
 from gspax.losses.sequence_policy import gmpo, luspo, vespo
-from gspax.losses.terms import Share, Spread, Terms, by_constant, by_sequence, by_token, reduce
-from gspax.losses.token_policy import cispo, dapo, dppo_kl, dppo_tv, dr_grpo, reinforce, sapo
+from gspax.losses.token_policy import cispo, dapo, dppo_kl, dppo_tv, dr_grpo, importance_sampling, sapo
+from gspax.losses.traits import Traits, has_traits, traits_of
 
 __all__ = [
+    "Aggregate",
+    "Metrics",
+    "Quantile",
     "Share",
     "Spread",
     "Terms",
+    "Traits",
     "by_constant",
     "by_sequence",
     "by_token",
@@ -35,10 +51,12 @@ __all__ = [
     "gspo_loss",
     "gspo_token",
     "gspo_token_loss",
+    "has_traits",
+    "importance_sampling",
     "luspo",
     "reduce",
-    "reinforce",
     "sapo",
     "token_logp",
+    "traits_of",
     "vespo",
 ]

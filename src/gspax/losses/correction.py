@@ -1,11 +1,14 @@
-"""Corrections for a sampler that is not the learner, and how far apart the two are.
+"""Corrections for a sampler that differs from the learner, and measures of how far apart the two are.
 
 An inference engine gives other log-probabilities than the learner with the same weights, and asynchronous runs also
-sample with older weights. Letters: B rows (one sequence each), T tokens; π_old is the learner's policy at the weights
-of the rollout batch (`old_logp`), μ the policy that drew the tokens (`sampler_logp`), ρ_t = π_old(y_t)/μ(y_t).
+sample with older weights. Here π_old is the learner's policy at the weights of the rollout batch (`old_logp`), μ the
+policy that drew the tokens (`sampler_logp`), ρ_t = π_old(y_t)/μ(y_t).
+
+Axes: B rows (one sequence each, unless packed), T tokens.
 
 Each correction gives float32 weights, [B, T] or [B], without a gradient, that multiply the policy loss of a token or of
-a sequence; outside the mask, and in rows without a response token, they are 0. The loss's own ratio stays π/π_old.
+a sequence; outside the mask, and in rows without a response token, they are 0. With `segment_ids` (int32 [B, T], packed
+rows) all are [B, T]. The loss's own ratio stays π/π_old.
 
 | function | weight | of |
 | --- | --- | --- |
@@ -15,21 +18,25 @@ a sequence; outside the mask, and in rows without a response token, they are 0. 
 | `mask_tokens` | ρ_t if low ≤ ρ_t ≤ high, else 0 (IcePop) | token |
 | `mask_sequences` | Π_t ρ_t if low ≤ Π_t ρ_t ≤ high, else 0 | sequence |
 | `reject_geometric` | 1 if low ≤ (Π_t ρ_t)^(1/|y|) ≤ high, else 0 | sequence |
-| `reject_off_policy` | 0 if A < 0 and the mean of log(π_old/π) is above δ, else 1 (OPSM) | sequence |
+| `reject_off_policy` | 0 if A < 0 and the mean of log(μ/π) is above δ, else 1 (OPSM) | sequence |
 
-Which one: by token is biased but tame; the product is the exact ratio of a sequence, and its spread grows with the
-length; the geometric mean does not depend on the length, and is a yardstick rather than an importance weight.
+Which one: by token is biased but low in variance; the product is the exact ratio of a sequence, and its variance grows
+with the length; the geometric mean does not depend on the length, but is not an importance weight.
 
-Only the loss of a token is weighed: the denominator of the batch stays what the mask says, so a rejected sequence
+Weights by token belong to losses whose gradient has a weight per token. GSPO, LUSPO and GMPO have one per sequence:
+they replace the weights of a sequence's tokens by their mean (docs/corrections.md).
+
+Only the loss of a token is weighted: the denominator of the batch stays what the mask gives, so a rejected sequence
 pulls the loss towards 0 instead of giving its weight to the others.
 
 Comparisons are made between logarithms and `exp` comes last, so nothing overflows, and a NaN stays a NaN.
-`mismatch_metrics` says how far apart the two policies are; log it before choosing, and always.
+`mismatch_metrics` measures how far apart the two policies are; log it always, and before choosing a correction.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,70 +44,120 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspax import masked
-from gspax.losses import checks
-from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of
-from gspax.losses.terms import Share, Spread, share_of_sequences, share_of_tokens
+from gspax.losses import _checks, _sequences
+from gspax.losses._surrogate import LOG_RATIO_LIMIT, k3_of
+from gspax.losses._terms import Metrics, Share, Spread, share_of_sequences, share_of_tokens
+from gspax.losses.traits import at_level
 
 Array = jax.Array
 
 
-def truncate_tokens(old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0) -> Array:
+@at_level("token")
+def truncate_tokens(
+    old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0, segment_ids: Array | None = None
+) -> Array:
     """min(ρ_t, cap), [B, T]: truncated importance sampling by token.
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". verl's default is 2 too.
+
+    >>> old_logp, sampler_logp = jnp.log(jnp.array([[1.0, 0.4, 0.2]])), jnp.log(jnp.array([[1.0, 0.1, 0.4]]))
+    >>> truncate_tokens(old_logp, sampler_logp, jnp.array([[False, True, True]])).tolist()
+    [[0.0, 2.0, 0.5]]
     """
-    log_ratio_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
+    log_ratio_BT, mask_BT, _ = _log_ratio(old_logp, sampler_logp, mask, segment_ids)
     return _truncated(log_ratio_BT, mask_BT, cap)
 
 
-def truncate_sequences(old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0) -> Array:
+@at_level("sequence")
+def truncate_sequences(
+    old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0, segment_ids: Array | None = None
+) -> Array:
     """min(Π_t ρ_t, cap), [B]: truncated importance sampling by sequence.
 
     Liu, Li et al. 2025, "When Speed Kills Stability". Long sequences reach the cap, or 0, by length alone.
+
+    >>> old_logp, sampler_logp = jnp.log(jnp.array([[1.0, 0.4, 0.2]])), jnp.log(jnp.array([[1.0, 0.2, 0.4]]))
+    >>> truncate_sequences(old_logp, sampler_logp, jnp.array([[False, True, True]])).tolist()  # 2 and 1/2
+    [1.0]
     """
-    log_ratio_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
-    return _truncated(masked.sum(log_ratio_BT, mask_BT, axis=-1), mask_BT.any(-1), cap)
+    product, keep = _of_sequence(_sequences.total, old_logp, sampler_logp, mask, segment_ids)
+    return _truncated(product, keep, cap)
 
 
-def truncate_geometric(old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0) -> Array:
+@at_level("sequence")
+def truncate_geometric(
+    old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0, segment_ids: Array | None = None
+) -> Array:
     """min((Π_t ρ_t)^(1/|y|), cap), [B]: the geometric mean, which is GSPO's sequence ratio, truncated."""
-    log_ratio_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
-    return _truncated(masked.mean(log_ratio_BT, mask_BT, axis=-1), mask_BT.any(-1), cap)
+    mean, keep = _of_sequence(_sequences.mean, old_logp, sampler_logp, mask, segment_ids)
+    return _truncated(mean, keep, cap)
 
 
-def mask_tokens(old_logp: Array, sampler_logp: Array, mask: Array, *, low: float = 0.5, high: float = 5.0) -> Array:
-    """ρ_t inside [low, high] and 0 outside, [B, T]: IcePop (Ring-1T, arXiv 2510.18855)."""
-    log_ratio_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
+@at_level("token")
+def mask_tokens(
+    old_logp: Array,
+    sampler_logp: Array,
+    mask: Array,
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
+    segment_ids: Array | None = None,
+) -> Array:
+    """ρ_t inside [low, high] and 0 outside, [B, T]: IcePop (Ring-1T, arXiv 2510.18855).
+
+    >>> old_logp, sampler_logp = jnp.log(jnp.array([[1.0, 0.6, 0.2]])), jnp.log(jnp.array([[1.0, 0.1, 0.4]]))
+    >>> mask_tokens(old_logp, sampler_logp, jnp.array([[False, True, True]])).tolist()  # 6 is out of range
+    [[0.0, 0.0, 0.5]]
+    """
+    log_ratio_BT, mask_BT, _ = _log_ratio(old_logp, sampler_logp, mask, segment_ids)
     return _masked(log_ratio_BT, mask_BT, low, high, jnp.exp)
 
 
-def mask_sequences(old_logp: Array, sampler_logp: Array, mask: Array, *, low: float, high: float) -> Array:
+@at_level("sequence")
+def mask_sequences(
+    old_logp: Array, sampler_logp: Array, mask: Array, *, low: float, high: float, segment_ids: Array | None = None
+) -> Array:
     """Π_t ρ_t inside [low, high] and 0 outside, [B]: masked importance sampling by sequence.
 
     Liu, Li et al. 2025, "When Speed Kills Stability", where low is 0. A weight far above 1 marks a sequence that the
     sampler should hardly have drawn; truncating keeps it, this drops it.
     """
-    log_ratio_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
-    return _masked(masked.sum(log_ratio_BT, mask_BT, axis=-1), mask_BT.any(-1), low, high, jnp.exp)
+    product, keep = _of_sequence(_sequences.total, old_logp, sampler_logp, mask, segment_ids)
+    return _masked(product, keep, low, high, jnp.exp)
 
 
-def reject_geometric(old_logp: Array, sampler_logp: Array, mask: Array, *, low: float, high: float) -> Array:
+@at_level("sequence")
+def reject_geometric(
+    old_logp: Array, sampler_logp: Array, mask: Array, *, low: float, high: float, segment_ids: Array | None = None
+) -> Array:
     """1 if the geometric mean of ρ_t is inside [low, high], else 0, [B].
 
     Liu, Li et al. 2025, part 3 of "When Speed Kills Stability". The mean of many tokens hardly leaves 1, so useful
     bounds are narrow, some 1e-3 from 1: look at `mismatch_log_ppl_diff`, which is its logarithm, first.
     """
-    log_ratio_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
-    mean_B = masked.mean(log_ratio_BT, mask_BT, axis=-1)
-    return _masked(mean_B, mask_BT.any(-1), low, high, lambda x: x * 0 + 1)
+    mean, keep = _of_sequence(_sequences.mean, old_logp, sampler_logp, mask, segment_ids)
+    return _masked(mean, keep, low, high, lambda x: x * 0 + 1)
 
 
-def reject_off_policy(logp: Array, sampler_logp: Array, advantage: Array, mask: Array, *, delta: float) -> Array:
+@at_level("sequence")
+def reject_off_policy(
+    logp: Array,
+    sampler_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    delta: float,
+    segment_ids: Array | None = None,
+) -> Array:
     """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 8 and 9): [B], 0 or 1.
 
-    0 if A < 0 and 1/|y| Σ_t log(μ(y_t)/π(y_t)) > delta, else 1. Bad samples that the policy of now would hardly draw
-    teach it little and can destabilise it; good ones are kept however far away. π is the policy that is trained, of
-    now, and μ what the sampler said, so this sees the mismatch and the staleness together. The paper gives no delta.
+    0 if A < 0 and 1/|y| Σ_t log(μ(y_t)/π(y_t)) > delta, else 1. Bad samples that the current policy would hardly draw
+    teach it little and can destabilise it; good ones are kept however far away. π is the policy that is trained and μ
+    the sampler's, so this covers the mismatch and the staleness together. The paper gives no delta.
+
+    >>> logp, sampler_logp = jnp.full((2, 2), -2.0), jnp.full((2, 2), -1.0)
+    >>> reject_off_policy(logp, sampler_logp, jnp.array([1.0, -1.0]), jnp.ones((2, 2), bool), delta=0.1).tolist()
+    [1.0, 0.0]
 
     Args:
       logp: float32 [B, T], of the policy that is trained.
@@ -108,26 +165,48 @@ def reject_off_policy(logp: Array, sampler_logp: Array, advantage: Array, mask: 
       advantage: float32 [B], or [B, T]; then the weight is [B, T] too, 0 where that token's advantage is negative.
       mask: bool [B, T], True on response tokens.
       delta: at least 0.
+      segment_ids: None, or int32 [B, T] for packed rows; then `advantage` is [B, T].
     """
-    log_ratio_BT, mask_BT = _log_ratio(logp, sampler_logp, mask, "logp")
-    checks.number("delta", delta)
+    log_ratio_BT, mask_BT, segment_BT = _log_ratio(logp, sampler_logp, mask, segment_ids, "logp")
+    _checks.number("delta", delta)
     if not delta >= 0:
         raise ValueError(f"delta must be at least 0; got {delta}")
-    per_token = len(getattr(advantage, "shape", ())) == 2
-    advantage = checks.array("advantage", advantage, jnp.float32, "BT" if per_token else "B")
+    per_token = segment_BT is not None or len(getattr(advantage, "shape", ())) == 2
+    advantage = _checks.array("advantage", advantage, jnp.float32, "BT" if per_token else "B")
     like = mask_BT.shape if per_token else mask_BT.shape[:1]
-    checks.same_shape("advantage", advantage, "logp" if per_token else "logp in its rows", like)
-    away_B = -masked.mean(log_ratio_BT, mask_BT, axis=-1)
-    keep = mask_BT if per_token else mask_BT.any(-1)
+    _checks.same_shape("advantage", advantage, "logp" if per_token else "logp in its rows", like)
+    mean_BS = _sequences.mean(log_ratio_BT, mask_BT, segment_BT)
     if per_token:
-        away_B = jnp.broadcast_to(away_B[:, None], mask_BT.shape)
-    weight = jnp.where((advantage < 0) & (away_B > delta), 0, away_B * 0 + 1)  # a NaN stays one
+        away, keep = jnp.broadcast_to(-_sequences.at_tokens(mean_BS, segment_BT), mask_BT.shape), mask_BT
+    else:
+        away, keep = -mean_BS[:, 0], mask_BT.any(-1)
+    weight = jnp.where((advantage < 0) & (away > delta), 0, away * 0 + 1)  # a NaN stays one
     return stop_gradient(jnp.where(keep, weight, 0))
 
 
+def weight_metrics(weight: Array, mask: Array, segment_ids: Array | None = None) -> Metrics:
+    """Metrics of a correction's weights, [B] or [B, T].
+
+    `correction` (_mean, _min, _max): mean weight of a sequence; `correction_rejected`: share of tokens with 0.
+    """
+    mask_BT = _sequences.response(mask, segment_ids)
+    weight_BT = jnp.broadcast_to(weight if weight.ndim == 2 else weight[:, None], mask_BT.shape)
+    mean_BS = _sequences.mean(weight_BT, mask_BT, segment_ids)
+    return {
+        "correction": Spread(mean_BS, _sequences.count(mask_BT, segment_ids) > 0),
+        "correction_rejected": share_of_tokens(weight_BT == 0, mask_BT),
+    }
+
+
 def mismatch_metrics(
-    old_logp: Array, sampler_logp: Array, mask: Array, *, low: float = 0.5, high: float = 2.0
-) -> dict[str, Share | Spread]:
+    old_logp: Array,
+    sampler_logp: Array,
+    mask: Array,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+    segment_ids: Array | None = None,
+) -> Metrics:
     """How far the sampler is from the learner: metrics per row, to be joined with those of `Terms` and reduced.
 
     With d = log π_old - log μ of a token that μ drew:
@@ -137,53 +216,54 @@ def mismatch_metrics(
     - `mismatch_log_ppl_diff` (_mean, _min, _max): log-perplexity of a sequence under the learner minus that under the
       sampler, which is the mean of -d over its tokens.
     - `mismatch_ratio_tokens`, `mismatch_ratio_squared_tokens`, and the same of `sequences`: means of ρ and ρ², of
-      tokens and of the products of sequences. The first should be 1. `effective_sample_sizes` needs both.
+      tokens and of the products over sequences. The first should be 1. `effective_sample_sizes` needs both.
     - `mismatch_chi2_tokens`, `mismatch_chi2_sequences`: mean of ρ² - 1, an estimate of χ²(π_old‖μ).
     - `mismatch_out_of_range_tokens`, `mismatch_out_of_range_sequences`: share with ρ, or its product, outside
       [low, high].
     - `mismatch_extreme_tokens`: share of tokens with |d| > ln 2 (arXiv 2510.11370).
-    - `mismatch_abs_diff`: mean of |d|; `mismatch_abs_diff_largest` (_max): the largest |d| of each row, and of all.
+    - `mismatch_abs_diff`: mean of |d|; `mismatch_abs_diff_largest` (_max): the largest |d| of a sequence, and of all.
 
     A log-ratio beyond ±25 is held there before `exp`. No gradient flows through metrics.
     """
-    d_BT, mask_BT = _log_ratio(old_logp, sampler_logp, mask)
+    d_BT, mask_BT, segment_BT = _log_ratio(old_logp, sampler_logp, mask, segment_ids)
     bounds = _bounds(low, high)
-    some_B = mask_BT.any(-1)
+    some_BS = _sequences.count(mask_BT, segment_BT) > 0
     tokens_B = jnp.sum(mask_BT, -1, dtype=jnp.float32)
-    sequences_B = some_B.astype(jnp.float32)
-    sum_B = masked.sum(d_BT, mask_BT, axis=-1)
+    sequences_B = jnp.sum(some_BS, -1, dtype=jnp.float32)
+    sum_BS = _sequences.total(d_BT, mask_BT, segment_BT)
 
     def of_tokens(value_BT: Array) -> Share:
         return Share(masked.sum(value_BT, mask_BT, axis=-1), tokens_B)
 
-    def of_sequences(value_B: Array) -> Share:
-        return Share(jnp.where(some_B, value_B, 0), sequences_B)
+    def of_sequences(value_BS: Array) -> Share:
+        return Share(masked.sum(value_BS, some_BS, axis=-1), sequences_B)
 
-    held_BT, held_B = (jnp.clip(x, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for x in (d_BT, sum_B))
+    held_BT, held_BS = (jnp.clip(x, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for x in (d_BT, sum_BS))
     size_BT = jnp.abs(d_BT)
+    outside_BU = _outside(_sequences.at_tokens(sum_BS, segment_BT), *bounds)
     return {
         "mismatch_kl": of_tokens(-d_BT),
         "mismatch_k3": of_tokens(k3_of(-held_BT)),
-        "mismatch_log_ppl_diff": Spread(-masked.mean(d_BT, mask_BT, axis=-1), some_B),
+        "mismatch_log_ppl_diff": Spread(-_sequences.mean(d_BT, mask_BT, segment_BT), some_BS),
         "mismatch_ratio_tokens": of_tokens(jnp.exp(held_BT)),
-        "mismatch_ratio_sequences": of_sequences(jnp.exp(held_B)),
+        "mismatch_ratio_sequences": of_sequences(jnp.exp(held_BS)),
         "mismatch_ratio_squared_tokens": of_tokens(jnp.exp(2 * held_BT)),
-        "mismatch_ratio_squared_sequences": of_sequences(jnp.exp(2 * held_B)),
+        "mismatch_ratio_squared_sequences": of_sequences(jnp.exp(2 * held_BS)),
         "mismatch_chi2_tokens": of_tokens(jnp.expm1(2 * held_BT)),
-        "mismatch_chi2_sequences": of_sequences(jnp.expm1(2 * held_B)),
+        "mismatch_chi2_sequences": of_sequences(jnp.expm1(2 * held_BS)),
         "mismatch_out_of_range_tokens": share_of_tokens(_outside(d_BT, *bounds), mask_BT),
-        "mismatch_out_of_range_sequences": share_of_sequences(_outside(sum_B, *bounds)[:, None] & mask_BT, mask_BT),
+        "mismatch_out_of_range_sequences": share_of_sequences(outside_BU & mask_BT, mask_BT, segment_BT),
         "mismatch_extreme_tokens": share_of_tokens(size_BT > math.log(2), mask_BT),
         "mismatch_abs_diff": of_tokens(size_BT),
-        "mismatch_abs_diff_largest": Spread(masked.max(size_BT, mask_BT, axis=-1), some_B),
+        "mismatch_abs_diff_largest": Spread(_sequences.largest(size_BT, mask_BT, segment_BT), some_BS),
     }
 
 
 def effective_sample_sizes(metrics: dict[str, Array]) -> dict[str, Array]:
     """`mismatch_ess_tokens` and `_sequences` of reduced metrics: (Σ ρ)² / (N Σ ρ²), 1 if all ratios are equal.
 
-    The share of the N samples that would do as well if they came from the learner. It is made of two means, so it
-    comes after `reduce`: the effective sample sizes of parts do not add up to that of the whole. 0 of nothing.
+    The share of the N samples that would be as good if they came from the learner. It is made of two means, so it
+    comes after `reduce`: the effective sample sizes of microbatches do not add up to that of the batch. 0 of nothing.
     """
     sizes = {}
     for of in ("tokens", "sequences"):
@@ -192,18 +272,25 @@ def effective_sample_sizes(metrics: dict[str, Array]) -> dict[str, Array]:
     return sizes
 
 
-def _log_ratio(old_logp: Any, sampler_logp: Any, mask: Any, name: str = "old_logp") -> tuple[Array, Array]:
-    """(log ρ without a gradient, anything outside the mask; the mask)."""
-    old_logp_BT = checks.array(name, old_logp, jnp.float32, "BT")
-    sampler_logp_BT = checks.array("sampler_logp", sampler_logp, jnp.float32, "BT")
-    checks.same_shape("sampler_logp", sampler_logp_BT, name, old_logp_BT.shape)
-    mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
-    checks.same_shape("mask", mask_BT, name, old_logp_BT.shape)
-    return stop_gradient(old_logp_BT - sampler_logp_BT), mask_BT
+def _log_ratio(
+    old_logp: Any, sampler_logp: Any, mask: Any, segment_ids: Any, name: str = "old_logp"
+) -> tuple[Array, Array, Array | None]:
+    """(log ρ without a gradient, anything outside the mask; the mask; the segments)."""
+    found = _checks.two_policies(name, old_logp, "sampler_logp", sampler_logp, mask, segment_ids)
+    old_logp_BT, sampler_logp_BT, mask_BT, segment_BT = found
+    return stop_gradient(old_logp_BT - sampler_logp_BT), _sequences.response(mask_BT, segment_BT), segment_BT
+
+
+def _of_sequence(
+    reduction: Callable[[Array, Array, Array | None], Array], old_logp: Any, sampler_logp: Any, mask: Any, segments: Any
+) -> tuple[Array, Array]:
+    """(log ρ reduced over each sequence, where it counts): [B], or [B, T] for packed rows."""
+    log_ratio_BT, mask_BT, segment_BT = _log_ratio(old_logp, sampler_logp, mask, segments)
+    return _sequences.by_row_or_token(reduction(log_ratio_BT, mask_BT, segment_BT), mask_BT, segment_BT)
 
 
 def _truncated(log_ratio: Array, keep: Array, cap: Any) -> Array:
-    checks.number("cap", cap)
+    _checks.number("cap", cap)
     if not (cap > 0 and math.isfinite(cap)):
         raise ValueError(f"cap must be finite and above 0; got {cap}")
     return jnp.where(keep, jnp.exp(jnp.minimum(log_ratio, math.log(cap))), 0)
@@ -215,14 +302,14 @@ def _masked(log_ratio: Array, keep: Array, low: Any, high: Any, weight: Any) -> 
 
 
 def _outside(log_ratio: Array, log_low: float, log_high: float) -> Array:
-    """False for NaN, which so is kept and seen."""
+    """False for NaN, which is kept so that it shows."""
     return (log_ratio < log_low) | (log_ratio > log_high)
 
 
 def _bounds(low: Any, high: Any) -> tuple[float, float]:
     """The logarithms of 0 ≤ low ≤ 1 ≤ high < infinity."""
     for name, bound in (("low", low), ("high", high)):
-        checks.number(name, bound)
+        _checks.number(name, bound)
     if not 0 <= low <= 1:
         raise ValueError(f"low must be from 0 to 1, so that equal policies are inside; got {low}")
     if not (high >= 1 and math.isfinite(high)):

@@ -1,25 +1,25 @@
 """KL to a reference policy, KL(π‖π_ref): as a value, and as a loss term. The two are different things.
 
-Letters: B rows (one sequence each), T tokens; `logp` of the policy that is trained, `ref_logp` of the reference, a
-constant, both of tokens that the policy drew. For a token let x = log π - log π_ref. Then (Schulman 2020,
+Axes: B rows (one sequence each, unless packed), T tokens. `logp` is of the policy that is trained, `ref_logp` of the
+reference, a constant; both of tokens that the policy drew. For a token let x = log π - log π_ref. Then (Schulman 2020,
 "Approximating KL divergence")
 
     k1 = x,   k2 = x²/2,   k3 = exp(-x) - 1 + x
 
-are estimates of its KL: k1 and k3 have the right expectation, k3 is never negative and varies less, k2 is biased.
+are estimates of its KL: k1 and k3 are unbiased, k3 is never negative and varies less, k2 is biased.
 
-**As values** `k1`, `k2`, `k3` give [B, T] without a gradient, for metrics or to be taken off a reward. None of them is
-a loss: what matters there is the expectation of the gradient. That of k1 is E[∇ log π] = 0, the reference drops out;
-that of k3 is the gradient of KL(π_ref‖π), the other direction; that of k2 is E[x ∇ log π], which is the right one
-(arXiv 2510.01555, 2512.21852).
+**As values** `k1`, `k2`, `k3` give [B, T] without a gradient, for metrics or to be subtracted from a reward. None of
+them is a loss: what matters there is the expectation of the gradient. That of k1 is E[∇ log π] = 0, the reference
+drops out; that of k3 is the gradient of KL(π_ref‖π), the other direction; that of k2 is E[x ∇ log π], which is the
+right one (arXiv 2510.01555, 2512.21852).
 
-**As loss terms** three functions give `Terms` whose gradient is written out, whatever the value. Pick by what is meant:
+**As loss terms** three functions give `Terms` whose gradient is written out, whatever the value:
 
-- `token_kl`: the KL of each next token, in the contexts at hand. Joins a loss of the same aggregation.
-- `sequence_kl`: the KL of whole sequences, in which a token also answers for the contexts it leads to.
+- `token_kl`: the KL of each next token, in the given contexts. Joins a loss of the same aggregation.
+- `sequence_kl`: the KL of whole sequences, in which a token also accounts for the contexts it leads to.
 - `grpo_kl`: the term of GRPO as published, for comparison.
 
-`add_penalty(terms, penalty, coefficient=...)` adds one to a policy loss. Tests hold the first two against the exact
+`add_penalty(terms, penalty, coefficient=...)` adds one to a policy loss. Tests compare the first two with the exact
 gradient of the KL of a small policy, by enumeration of all sequences.
 
 Where this leaves the sources: x is held within ±25, in the value and as a factor of the gradient, so that `exp` cannot
@@ -29,7 +29,6 @@ overflow; such a token is still pulled back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,17 +36,21 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspax import masked
-from gspax.losses import checks
-from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of
-from gspax.losses.terms import Share, Spread, Terms, by_sequence
+from gspax.losses import _checks, _sequences
+from gspax.losses._surrogate import LOG_RATIO_LIMIT, k3_of
+from gspax.losses._terms import Aggregate, Metrics, Share, Terms, by_constant, by_sequence
 
 Array = jax.Array
-Aggregate = Callable[[Array, Array], tuple[Array, Array]]  # (value_BT, mask_BT) -> (value_B, weight_B)
 
 
 def k1(logp: Array, ref_logp: Array, mask: Array) -> Array:
-    """log π - log π_ref, float32 [B, T], 0 outside the mask, without a gradient. Unbiased; negative for some tokens."""
-    return stop_gradient(_log_ratio(*_inputs(logp, ref_logp, mask)))
+    """log π - log π_ref, float32 [B, T], 0 outside the mask, without a gradient. Unbiased; negative for some tokens.
+
+    >>> logp, ref_logp = jnp.log(jnp.array([[1.0, 0.5]])), jnp.log(jnp.array([[1.0, 0.25]]))
+    >>> [float(k(logp, ref_logp, jnp.array([[False, True]]))[0, 1].round(3)) for k in (k1, k2, k3)]
+    [0.693, 0.24, 0.193]
+    """
+    return _pair(logp, ref_logp, mask, None)[1]
 
 
 def k2(logp: Array, ref_logp: Array, mask: Array) -> Array:
@@ -61,24 +64,38 @@ def k3(logp: Array, ref_logp: Array, mask: Array) -> Array:
 
 
 def token_kl(
-    logp: Array, ref_logp: Array, mask: Array, *, old_logp: Array | None = None, aggregate: Aggregate = by_sequence
+    logp: Array,
+    ref_logp: Array,
+    mask: Array,
+    *,
+    old_logp: Array | None = None,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
 ) -> Terms:
-    """Σ_t KL(π(·|c_t)‖π_ref(·|c_t)) over the contexts c_t at hand, aggregated like the policy loss it joins.
+    """Σ_t KL(π(·|c_t)‖π_ref(·|c_t)) over the given contexts c_t, aggregated like the policy loss it joins.
 
     The value is k3 of each token and the gradient x ∇ log π, that of k2. For a token drawn from π in its context the
-    expectation of the one is the KL of the next token and that of the other its gradient. Contexts are data here:
-    what a token does to the contexts after it is left out, as by all losses per token (`sequence_kl` has it).
+    expectation of the former is the KL of the next token and that of the latter its gradient. Contexts are data here:
+    what a token does to the contexts after it is left out, as in all losses per token (`sequence_kl` includes it).
 
-    With `old_logp` the tokens are taken as drawn from π_old, and value and gradient are multiplied by r = π/π_old. Then
-    both expectations are right after updates too; contexts stay those that π_old led to. This is the unbiased KL
+    With `old_logp` the tokens are taken as drawn from π_old, and value and gradient are multiplied by r = π/π_old. Both
+    expectations then stay right after updates; contexts stay those that π_old led to. This is the unbiased KL
     estimate of DeepSeek-V3.2 (arXiv 2512.02556, eq. 7): the gradient of r·k3 through both is r x ∇ log π.
+
+    >>> logp, ref_logp = jnp.log(jnp.array([[1.0, 0.5]])), jnp.log(jnp.array([[1.0, 0.25]]))
+    >>> mask = jnp.array([[False, True]])
+    >>> token_kl(logp, ref_logp, mask).value.round(3).tolist()
+    [0.193]
+    >>> jax.grad(lambda logp: token_kl(logp, ref_logp, mask).value.sum())(logp).round(3).tolist()
+    [[0.0, 0.693]]
 
     Args:
       logp: float32 [B, T], of the policy that is trained.
       ref_logp: float32 [B, T], of the reference; a constant.
       mask: bool [B, T], True on response tokens.
-      old_logp: float32 [B, T], of the policy that drew the tokens; a constant. None: it is the one that is trained.
-      aggregate: (value_BT, mask_BT) -> (value_B, weight_B), the one of the policy loss.
+      old_logp: float32 [B, T], of the policy that drew the tokens; a constant. None: the policy that is trained.
+      aggregate: values [B, T] -> value and weight [B], the one of the policy loss.
+      segment_ids: None, or int32 [B, T] for packed rows.
 
     Returns:
       Terms with float32 [B] leaves and the metrics `ref_kl` (k3) and `ref_kl_k1`, means over the response tokens.
@@ -86,18 +103,17 @@ def token_kl(
     Raises:
       TypeError, ValueError: an argument is no array, or of another dtype or shape.
     """
-    logp_BT, ref_logp_BT, mask_BT = _inputs(logp, ref_logp, mask)
-    x_BT = stop_gradient(_log_ratio(logp_BT, ref_logp_BT, mask_BT))
+    logp_BT, x_BT, mask_BT, segment_BT = _pair(logp, ref_logp, mask, segment_ids)
     ratio_BT = jnp.ones_like(x_BT)
     if old_logp is not None:
-        old_logp_BT = checks.array("old_logp", old_logp, jnp.float32, "BT")
-        checks.same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
-        ratio_BT = stop_gradient(jnp.exp(_log_ratio(logp_BT, old_logp_BT, mask_BT)))
+        old_logp_BT = _checks.array("old_logp", old_logp, jnp.float32, "BT")
+        _checks.same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
+        ratio_BT = jnp.exp(_log_ratio(logp_BT, old_logp_BT, mask_BT))
     value_BT = _with_gradient(ratio_BT * k3_of(x_BT), ratio_BT * x_BT, logp_BT)
-    return Terms(*aggregate(value_BT, mask_BT), _metrics(x_BT, mask_BT))
+    return Terms(*aggregate(value_BT, mask_BT, segment_BT), _metrics(x_BT, mask_BT))
 
 
-def sequence_kl(logp: Array, ref_logp: Array, mask: Array) -> Terms:
+def sequence_kl(logp: Array, ref_logp: Array, mask: Array, *, segment_ids: Array | None = None) -> Terms:
     """KL(π‖π_ref) of whole sequences: E[Σ_t x_t], of sequences drawn from π.
 
     Its gradient is E[Σ_t (Σ_{u≥t} x_u) ∇ log π_t]: what a token does to the tokens after it counts. Earlier ones are
@@ -105,7 +121,8 @@ def sequence_kl(logp: Array, ref_logp: Array, mask: Array) -> Terms:
 
     Sums over tokens are not divided by their number, which the policy influences: every non-empty sequence has the
     weight 1. So this joins losses aggregated by sequence, and its scale against them grows with the length. The
-    expectation is right for sequences of the policy itself, that is before the rollout batch's first update.
+    expectation is right for sequences of the policy itself, that is before the rollout batch's first update. The
+    tokens of a packed sequence need not be adjacent, but must be in order.
 
     Args, Raises:
       as `token_kl`.
@@ -113,72 +130,78 @@ def sequence_kl(logp: Array, ref_logp: Array, mask: Array) -> Terms:
     Returns:
       Terms with float32 [B] leaves and the metrics `ref_kl` (k3) and `ref_kl_k1`, means over the response tokens.
     """
-    logp_BT, ref_logp_BT, mask_BT = _inputs(logp, ref_logp, mask)
-    x_BT = stop_gradient(_log_ratio(logp_BT, ref_logp_BT, mask_BT))
-    to_go_BT = jnp.cumsum(x_BT[:, ::-1], axis=-1)[:, ::-1]
-    value_BT = _with_gradient(x_BT, to_go_BT, logp_BT)
-    value_B = masked.sum(value_BT, mask_BT, axis=-1)
-    return Terms(value_B, mask_BT.any(-1).astype(jnp.float32), _metrics(x_BT, mask_BT))
+    logp_BT, x_BT, mask_BT, segment_BT = _pair(logp, ref_logp, mask, segment_ids)
+    value_BT = _with_gradient(x_BT, _sequences.to_go(x_BT, segment_BT), logp_BT)
+    return Terms(*by_constant(value_BT, mask_BT, segment_BT), _metrics(x_BT, mask_BT))
 
 
-def grpo_kl(logp: Array, ref_logp: Array, mask: Array, *, aggregate: Aggregate = by_sequence) -> Terms:
+def grpo_kl(
+    logp: Array,
+    ref_logp: Array,
+    mask: Array,
+    *,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
+) -> Terms:
     """The KL term of GRPO as published: k3, differentiated (arXiv 2402.03300, eq. 4).
 
     Its gradient (1 - π_ref/π) ∇ log π has the expectation ∇ KL(π_ref‖π), the KL of the other direction, not that of
-    the KL which k3 estimates. The two agree to first order where π is near π_ref. To regularise, take `token_kl`.
+    the KL which k3 estimates. The two agree to first order where π is near π_ref. To regularise, use `token_kl`.
 
     Args, Returns, Raises:
       as `token_kl`.
     """
-    logp_BT, ref_logp_BT, mask_BT = _inputs(logp, ref_logp, mask)
-    x_BT = stop_gradient(_log_ratio(logp_BT, ref_logp_BT, mask_BT))
+    logp_BT, x_BT, mask_BT, segment_BT = _pair(logp, ref_logp, mask, segment_ids)
     value_BT = _with_gradient(k3_of(x_BT), -jnp.expm1(-x_BT), logp_BT)
-    return Terms(*aggregate(value_BT, mask_BT), _metrics(x_BT, mask_BT))
+    return Terms(*aggregate(value_BT, mask_BT, segment_BT), _metrics(x_BT, mask_BT))
 
 
 def add_penalty(terms: Terms, penalty: Terms, *, coefficient: float) -> Terms:
     """The policy loss plus `coefficient` times a penalty of the same aggregation, row by row; metrics joined.
 
-    The sum divides by the weights of `terms`, so those of the penalty must be the same numbers: both aggregated by
-    sequence, or both by token. As rows stay rows, any split into micro-batches gives the same gradient.
+    The sum is divided by the weights of `terms`, so those of the penalty must be equal: both aggregated by sequence, or
+    both by token. Rows stay rows, so any split into microbatches gives the same gradient.
+
+    >>> one = jnp.ones(1)
+    >>> add_penalty(Terms(3 * one, one, {}), Terms(2 * one, one, {}), coefficient=0.5).value.tolist()
+    [4.0]
 
     Raises:
       TypeError: coefficient is no Python number.
-      ValueError: rows do not fit; coefficient is not finite; a metric is in both.
+      ValueError: numbers of rows differ; coefficient is not finite; a metric is in both.
     """
-    checks.number("coefficient", coefficient)
+    _checks.number("coefficient", coefficient)
     if not math.isfinite(coefficient):
         raise ValueError(f"coefficient must be finite; got {coefficient}")
-    checks.same_shape("penalty", penalty.value, "terms in its rows", terms.value.shape)
+    _checks.same_shape("penalty", penalty.value, "terms in its rows", terms.value.shape)
     if both := sorted(terms.metrics.keys() & penalty.metrics.keys()):
         raise ValueError(f"penalty must not have metrics that terms has; got {both} in both")
     value_B = terms.value + float(coefficient) * penalty.value
     return Terms(value_B, terms.weight, {**terms.metrics, **penalty.metrics})
 
 
-def _inputs(logp: Any, ref_logp: Any, mask: Any) -> tuple[Array, Array, Array]:
-    logp_BT = checks.array("logp", logp, jnp.float32, "BT")
-    ref_logp_BT = checks.array("ref_logp", ref_logp, jnp.float32, "BT")
-    checks.same_shape("ref_logp", ref_logp_BT, "logp", logp_BT.shape)
-    mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
-    checks.same_shape("mask", mask_BT, "logp", logp_BT.shape)
-    return logp_BT, ref_logp_BT, mask_BT
+def _pair(logp: Any, ref_logp: Any, mask: Any, segment_ids: Any) -> tuple[Array, Array, Array, Array | None]:
+    """(log π, x without a gradient, the mask, the segments)."""
+    found = _checks.two_policies("logp", logp, "ref_logp", ref_logp, mask, segment_ids)
+    logp_BT, ref_logp_BT, mask_BT, segment_BT = found
+    mask_BT = _sequences.response(mask_BT, segment_BT)
+    return logp_BT, _log_ratio(logp_BT, ref_logp_BT, mask_BT), mask_BT, segment_BT
 
 
 def _log_ratio(logp_BT: Array, other_BT: Array, mask_BT: Array) -> Array:
-    """log π - log of the other, held within ±25, 0 outside the mask."""
-    return jnp.clip(jnp.where(mask_BT, logp_BT - other_BT, 0), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    """log π - log of the other policy without a gradient, held within ±25, 0 outside the mask."""
+    return stop_gradient(jnp.clip(jnp.where(mask_BT, logp_BT - other_BT, 0), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def _with_gradient(value_BT: Array, gradient_BT: Array, logp_BT: Array) -> Array:
-    """The value, with the given gradient by logp, both constants: the added term is 0 but for its derivative.
+    """The value, with the given gradient by logp, both constants: the added term is 0 except for its derivative.
 
-    Anything may stand outside the mask, as every aggregation leaves that out.
+    What is outside the mask does not matter: every aggregation leaves it out.
     """
     return value_BT + gradient_BT * (logp_BT - stop_gradient(logp_BT))
 
 
-def _metrics(x_BT: Array, mask_BT: Array) -> dict[str, Share | Spread]:
+def _metrics(x_BT: Array, mask_BT: Array) -> Metrics:
     tokens_B = jnp.sum(mask_BT, -1, dtype=jnp.float32)
     return {
         "ref_kl": Share(masked.sum(k3_of(x_BT), mask_BT, axis=-1), tokens_B),

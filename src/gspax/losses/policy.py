@@ -36,29 +36,21 @@ The metrics are those of `policy_terms`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.lax import stop_gradient
 
-from gspax.losses import checks
-from gspax.losses.policy_terms import of_sequences, policy_terms
-from gspax.losses.surrogate import (
-    Inputs,
-    Objective,
-    clipped,
-    computed_again,
-    exp,
-    exp_of_each,
-    prepare,
-    sequence_log_ratio,
-)
-from gspax.losses.terms import Terms, by_sequence, reduce
+from gspax.losses import _checks
+from gspax.losses._policy_terms import of_sequences, policy_terms
+from gspax.losses._surrogate import clipped, exp, prepare, sequence_log_ratio
+from gspax.losses._terms import Aggregate, Terms, by_sequence, reduce
+from gspax.losses.traits import Traits, has_traits
 
 Array = jax.Array
-Aggregate = Callable[[Array, Array, Array | None], tuple[Array, Array]]
 
 
+@has_traits(Traits(ratio="sequence", clip_range=True, correction="sequence", aggregate=by_sequence))
 def gspo(
     logp: Array,
     old_logp: Array,
@@ -96,13 +88,14 @@ def gspo(
       ValueError: shapes do not fit; a clip width is negative.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
+    clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
 
     ratio_BU = exp(sequence_log_ratio(x))
     objective_BU, high_BU, low_BU = clipped(ratio_BU, x.advantage_BU, clip_low, clip_high)
     return policy_terms(objective_BU, x, aggregate, high_BU=high_BU, low_BU=low_BU, share=of_sequences)
 
 
+@has_traits(Traits(ratio="sequence", clip_range=True, correction="token", token_advantage=True, aggregate=by_sequence))
 def gspo_token(
     logp: Array,
     old_logp: Array,
@@ -142,13 +135,15 @@ def gspo_token(
       ValueError: shapes do not fit; a clip width is negative.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction, advantage_axes=("B", "BT"))
-    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
+    clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
 
-    ratio_BT = exp_of_each(sequence_log_ratio(x), x.logp_BT)
+    log_s_BU = stop_gradient(sequence_log_ratio(x))
+    ratio_BT = exp(log_s_BU + (x.logp_BT - stop_gradient(x.logp_BT)))
     objective_BT, high_BT, low_BT = clipped(ratio_BT, x.advantage_BU, clip_low, clip_high)
     return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT, share=of_sequences)
 
 
+@has_traits(Traits(ratio="token", clip_range=True, correction="token", aggregate=by_sequence))
 def grpo(
     logp: Array,
     old_logp: Array,
@@ -189,14 +184,11 @@ def grpo(
       ValueError: shapes do not fit; a clip width is negative.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
-    dual_clip = checks.dual_clip(dual_clip)
+    clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
+    dual_clip = _checks.dual_clip(dual_clip)
 
-    def objective(x: Inputs) -> Objective:
-        ratio_BT = exp(x.log_ratio_BT)
-        return clipped(ratio_BT, x.advantage_BU, clip_low, clip_high, dual_clip)
-
-    objective_BT, high_BT, low_BT = computed_again(objective, x)
+    ratio_BT = exp(x.log_ratio_BT)
+    objective_BT, high_BT, low_BT = clipped(ratio_BT, x.advantage_BU, clip_low, clip_high, dual_clip)
     return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
 

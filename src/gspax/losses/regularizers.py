@@ -1,16 +1,15 @@
-"""Penalties of the policy's entropy and of its routers: `Terms` that `kl.add_penalty` adds to a policy loss.
+"""Penalties on the policy's entropy and on its routers: `Terms` that `kl.add_penalty` adds to a policy loss.
 
-None is part of any loss unless it is added: for reinforcement learning of a trained model all are off by default, and
-the sources that each function names disagree about the routers'.
+None is part of any loss unless it is added. For reinforcement learning of a trained model all are off by default, and
+the sources that each function cites disagree about those on routers.
 
-Letters: L layers, B rows, T tokens, E experts. `aggregate` is that of the policy loss, (value_BT, mask_BT) -> (value_B,
-weight_B), which leaves out what the mask does: what stands there never matters, NaN included. The metrics are means
-over the mask's tokens. All raise TypeError and ValueError, naming the argument, for another dtype or shape.
+Axes: L layers, B rows, T tokens, E experts. `aggregate` and `segment_ids` (None, or int32 [B, T] for packed rows) are
+those of the policy loss. Values outside the mask never matter, NaN included. The metrics are means over the mask's
+tokens. All raise TypeError and ValueError, naming the argument, for another dtype or shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,20 +17,26 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspax import masked
-from gspax.losses import checks
-from gspax.losses.terms import Share, Terms, by_sequence
+from gspax.losses import _checks, _sequences
+from gspax.losses._terms import Aggregate, Share, Terms, by_sequence
 
 Array = jax.Array
-Aggregate = Callable[[Array, Array], tuple[Array, Array]]
 
 
-def entropy_bonus(entropy: Array, mask: Array, *, aggregate: Aggregate = by_sequence) -> Terms:
+def entropy_bonus(
+    entropy: Array, mask: Array, *, aggregate: Aggregate = by_sequence, segment_ids: Array | None = None
+) -> Terms:
     """-H(π(·|context)) of each token, so that a coefficient above 0 rewards entropy (PPO, arXiv 1707.06347, eq. 9).
 
-    Long runs on verifiable rewards lose entropy, and with it exploration; a fixed bonus is sensitive to its coefficient
-    (arXiv 2505.22312 adapts it), and a wider upper clip range is the more usual remedy (arXiv 2503.14476).
+    Long runs on verifiable rewards lose entropy, and with it exploration. A fixed bonus is sensitive to its coefficient
+    (arXiv 2505.22312 adapts it); a wider upper clip range is the more usual remedy (arXiv 2503.14476).
 
-    The gradient goes through the entropy alone: contexts are data, as in `kl.token_kl`.
+    The gradient flows through the entropy alone: contexts are data, as in `kl.token_kl`.
+
+    >>> mask = jnp.array([[False, True, True]])
+    >>> terms = entropy_bonus(jnp.array([[9.0, 0.5, 1.5]]), mask)
+    >>> terms.value.tolist(), terms.weight.tolist()
+    ([-1.0], [1.0])
 
     Args:
       entropy: float32 [B, T], with its gradient, such as `chunked_token_logp` gives.
@@ -40,43 +45,59 @@ def entropy_bonus(entropy: Array, mask: Array, *, aggregate: Aggregate = by_sequ
     Returns:
       Terms with float32 [B] leaves and the metric `entropy_bonus`, the mean entropy.
     """
-    entropy_BT = checks.array("entropy", entropy, jnp.float32, "BT")
-    mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
-    checks.same_shape("mask", mask_BT, "entropy", entropy_BT.shape)
-    return _terms("entropy_bonus", -entropy_BT, mask_BT, aggregate, sign=-1)
+    entropy_BT = _checks.array("entropy", entropy, jnp.float32, "BT")
+    mask_BT = _checks.array("mask", mask, jnp.bool_, "BT")
+    _checks.same_shape("mask", mask_BT, "entropy", entropy_BT.shape)
+    return _terms("entropy_bonus", -entropy_BT, mask_BT, aggregate, segment_ids, sign=-1)
 
 
-def load_balance(prob: Array, load: Array, mask: Array, *, aggregate: Aggregate = by_sequence) -> Terms:
+def load_balance(
+    prob: Array,
+    load: Array,
+    mask: Array,
+    *,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
+) -> Terms:
     """E Σ_e f_e P_e of the routers, averaged over layers (Switch Transformer, arXiv 2101.03961, eq. 4 to 6).
 
     f_e is the share of the expert choices that went to e, a constant, and P_e the mean probability of e. `load` is
-    E f_e: give that of the whole batch to every micro-batch, and the sum over tokens is linear in the probabilities, so
-    any split gives the same gradient (balance over the global batch, arXiv 2501.11873). Under perfect balance it is 1.
+    E f_e: pass that of the whole batch with every microbatch; the sum over tokens is then linear in the probabilities,
+    so any split gives the same gradient (balance over the global batch, arXiv 2501.11873). It is 1 if balanced.
 
-    In pre-training it keeps experts in use, there with a coefficient of 0.01. In RL it pulls against the reward: verl
-    leaves it off because it hurts there, NeMo-RL because log-probabilities then diverge more between engines; TRL has
-    it on with 0.001. Load stays measurable without it (`routing.expert_load`).
+    In pre-training it keeps all experts in use, with a coefficient of 0.01. In RL it works against the reward: verl
+    leaves it off because it hurts, NeMo-RL because log-probabilities then diverge more between engines; TRL uses
+    0.001. The load can be measured without it (`learner.expert_load`).
+
+    >>> prob, load = jnp.full((1, 1, 2, 4), 0.25), jnp.ones((1, 4))
+    >>> load_balance(prob, load, jnp.array([[True, True]])).value.tolist()
+    [1.0]
 
     Args:
       prob: float32 [L, B, T, E], softmax of the router's logits over all experts.
-      load: float32 [L, E], each expert's tokens over the mean of its layer, as `routing.expert_load` gives.
+      load: float32 [L, E], each expert's tokens over the mean of its layer, as `learner.expert_load` gives.
       mask: bool [B, T], True on the tokens that count, those of prompts too if `load` has them.
 
     Returns:
       Terms with float32 [B] leaves and the metric `load_balance`.
     """
     prob_LBTE, mask_BT = _routers("prob", prob, mask)
-    load_LE = checks.array("load", load, jnp.float32, "LE")
-    checks.same_shape("load", load_LE, "prob in L and E", (prob_LBTE.shape[0], prob_LBTE.shape[-1]))
+    load_LE = _checks.array("load", load, jnp.float32, "LE")
+    _checks.same_shape("load", load_LE, "prob in L and E", (prob_LBTE.shape[0], prob_LBTE.shape[-1]))
     value_BT = jnp.einsum("lbte,le->bt", prob_LBTE, stop_gradient(load_LE)) / prob_LBTE.shape[0]
-    return _terms("load_balance", value_BT, mask_BT, aggregate)
+    return _terms("load_balance", value_BT, mask_BT, aggregate, segment_ids)
 
 
-def router_z(logits: Array, mask: Array, *, aggregate: Aggregate = by_sequence) -> Terms:
+def router_z(
+    logits: Array, mask: Array, *, aggregate: Aggregate = by_sequence, segment_ids: Array | None = None
+) -> Terms:
     """(log Σ_e exp x_e)² of the router's logits x, averaged over layers (ST-MoE, arXiv 2202.08906, eq. 5).
 
-    It keeps the logits small, where rounding changes a choice of experts less. ST-MoE pre-trains with a coefficient of
-    0.001. For RL the sources above have no evidence for it; the routers' precision (float32) does the same for free.
+    It keeps the logits small, where rounding changes the choice of experts less often. ST-MoE pre-trains with a
+    coefficient of 0.001. For RL the sources above show no benefit; float32 routers achieve the same for free.
+
+    >>> router_z(jnp.zeros((1, 1, 2, 4)), jnp.array([[True, True]])).value.round(4).tolist()  # (log 4)²
+    [1.9218]
 
     Args:
       logits: float32 [L, B, T, E], of the routers, before the softmax.
@@ -87,18 +108,20 @@ def router_z(logits: Array, mask: Array, *, aggregate: Aggregate = by_sequence) 
     """
     logits_LBTE, mask_BT = _routers("logits", logits, mask)
     value_BT = jnp.mean(jax.nn.logsumexp(logits_LBTE, axis=-1) ** 2, axis=0)
-    return _terms("router_z", value_BT, mask_BT, aggregate)
+    return _terms("router_z", value_BT, mask_BT, aggregate, segment_ids)
 
 
 def _routers(name: str, value: Any, mask: Any) -> tuple[Array, Array]:
-    """The routers' numbers, 0 outside the mask, and the mask."""
-    value_LBTE = checks.array(name, value, jnp.float32, "LBTE")
-    mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
-    checks.same_shape("mask", mask_BT, f"{name} in [B, T]", value_LBTE.shape[1:3])
+    """The routers' probabilities or logits, 0 outside the mask, and the mask."""
+    value_LBTE = _checks.array(name, value, jnp.float32, "LBTE")
+    mask_BT = _checks.array("mask", mask, jnp.bool_, "BT")
+    _checks.same_shape("mask", mask_BT, f"{name} in [B, T]", value_LBTE.shape[1:3])
     return jnp.where(mask_BT[None, :, :, None], value_LBTE, 0), mask_BT
 
 
-def _terms(name: str, value_BT: Array, mask_BT: Array, aggregate: Aggregate, sign: int = 1) -> Terms:
+def _terms(name: str, value_BT: Array, mask_BT: Array, aggregate: Aggregate, segment_ids: Any, sign: int = 1) -> Terms:
+    segment_BT = _checks.segment_ids(segment_ids, mask_BT.shape, "mask")
+    mask_BT = _sequences.response(mask_BT, segment_BT)
     total_B = masked.sum(stop_gradient(value_BT), mask_BT, axis=-1)
     metric = Share(sign * total_B, jnp.sum(mask_BT, -1, dtype=jnp.float32))
-    return Terms(*aggregate(value_BT, mask_BT), {name: metric})
+    return Terms(*aggregate(value_BT, mask_BT, segment_BT), {name: metric})

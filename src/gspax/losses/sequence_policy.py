@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from gspax.losses import checks, sequences
-from gspax.losses.policy import Aggregate, gspo
-from gspax.losses.policy_terms import policy_terms
-from gspax.losses.surrogate import LOG_RATIO_LIMIT, exp, prepare
-from gspax.losses.terms import Terms, by_constant, by_sequence, by_token
+from gspax.losses import _checks, _sequences
+from gspax.losses._policy_terms import policy_terms
+from gspax.losses._surrogate import LOG_RATIO_LIMIT, exp, prepare
+from gspax.losses._terms import Aggregate, Terms, by_constant, by_sequence, by_token
+from gspax.losses.policy import gspo
+from gspax.losses.traits import Traits, has_traits
 
 Array = jax.Array
 
 
+@has_traits(Traits(ratio="sequence", clip_range=True, correction="sequence", aggregate=by_constant))
 def luspo(
     logp: Array,
     old_logp: Array,
@@ -64,6 +66,7 @@ def luspo(
     )
 
 
+@has_traits(Traits(ratio="token", clip_range=True, correction="sequence", aggregate=by_sequence))
 def gmpo(
     logp: Array,
     old_logp: Array,
@@ -101,16 +104,17 @@ def gmpo(
     Leaves the paper: the mean of the logs, not each log, is held within ±25.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
+    clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
 
     high_BT = (x.advantage_BU > 0) & (x.log_ratio_BT > clip_high)
     low_BT = (x.advantage_BU < 0) & (x.log_ratio_BT < -clip_low)
     held_BT = jnp.where(high_BT, clip_high, jnp.where(low_BT, -clip_low, x.log_ratio_BT))
-    mean_BS = sequences.mean(held_BT, x.mask_BT, x.segment_BT)
-    objective_BU = exp(sequences.at_tokens(mean_BS, x.segment_BT)) * x.advantage_BU
+    mean_BS = _sequences.mean(held_BT, x.mask_BT, x.segment_BT)
+    objective_BU = exp(_sequences.at_tokens(mean_BS, x.segment_BT)) * x.advantage_BU
     return policy_terms(objective_BU, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
 
+@has_traits(Traits(ratio="sequence", correction="token", aggregate=by_token))
 def vespo(
     logp: Array,
     old_logp: Array,
@@ -150,12 +154,12 @@ def vespo(
     it too, while `correction` multiplies the objective as in every other loss.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    k_positive, k_negative = checks.at_least_0("k_positive", k_positive), checks.at_least_0("k_negative", k_negative)
-    lambda_positive = checks.at_least_0("lambda_positive", lambda_positive)
-    lambda_negative = checks.at_least_0("lambda_negative", lambda_negative)
+    k_positive, k_negative = _checks.at_least_0("k_positive", k_positive), _checks.at_least_0("k_negative", k_negative)
+    lambda_positive = _checks.at_least_0("lambda_positive", lambda_positive)
+    lambda_negative = _checks.at_least_0("lambda_negative", lambda_negative)
 
-    log_w_BS = sequences.total(stop_gradient(x.log_ratio_BT), x.mask_BT, x.segment_BT)
-    log_w_BU = sequences.at_tokens(log_w_BS, x.segment_BT)
+    log_w_BS = _sequences.total(stop_gradient(x.log_ratio_BT), x.mask_BT, x.segment_BT)
+    log_w_BU = _sequences.at_tokens(log_w_BS, x.segment_BT)
     log_w_BU = jnp.clip(log_w_BU, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k_BU = jnp.where(x.advantage_BU >= 0, k_positive, k_negative)
     lambda_BU = jnp.where(x.advantage_BU >= 0, lambda_positive, lambda_negative)

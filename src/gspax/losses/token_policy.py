@@ -1,4 +1,4 @@
-"""Relatives of GRPO, with a ratio per token: REINFORCE, Dr. GRPO, DAPO, CISPO, SAPO and DPPO.
+"""Relatives of GRPO, with a ratio per token: importance sampling, Dr. GRPO, DAPO, CISPO, SAPO and DPPO.
 
 Names, the keywords that every loss takes and where all of them leave the papers: see `policy`. Arguments that are not
 described in a function mean what they mean in `policy.grpo`: `logp` and `old_logp` are float32 [B, T], `advantage`
@@ -8,22 +8,25 @@ or [B, T]. A result is `Terms` with float32 [B] leaves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from gspax.losses import checks
-from gspax.losses.policy import Aggregate, grpo
-from gspax.losses.policy_terms import policy_terms
-from gspax.losses.surrogate import Inputs, Objective, computed_again, exp, prepare
-from gspax.losses.terms import Terms, by_constant, by_sequence, by_token
+from gspax.losses import _checks
+from gspax.losses._policy_terms import policy_terms
+from gspax.losses._surrogate import Inputs, exp, prepare
+from gspax.losses._terms import Aggregate, Terms, by_constant, by_sequence, by_token
+from gspax.losses.policy import grpo
+from gspax.losses.traits import Traits, has_traits
 
 Array = jax.Array
 
 
-def reinforce(
+@has_traits(Traits(ratio="token", correction="token", aggregate=by_sequence))
+def importance_sampling(
     logp: Array,
     old_logp: Array,
     advantage: Array,
@@ -33,7 +36,7 @@ def reinforce(
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """The importance-weighted policy gradient, with nothing to hold it: the reference for all others.
+    """The importance-weighted policy gradient, without any bound: the reference for all others.
 
     J = 1/N Σ_i 1/|y_i| Σ_t r_it A_i.
 
@@ -41,17 +44,18 @@ def reinforce(
     (Williams, Machine Learning 8, 1992), 1/|y_i| Σ_t A_i ∇log π_it, and so is that of every loss of the family with
     the same `aggregate`.
 
+    >>> old_logp, logp = jnp.log(jnp.array([[1.0, 0.25]])), jnp.log(jnp.array([[1.0, 0.5]]))
+    >>> importance_sampling(logp, old_logp, jnp.ones(1), jnp.array([[False, True]])).value.tolist()
+    [-2.0]
+
     Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
       aggregate: values [B, T] -> value and weight [B]; `by_sequence` as in GRPO.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-
-    def objective(x: Inputs) -> Objective:
-        return exp(x.log_ratio_BT) * x.advantage_BU, None, None
-
-    return policy_terms(computed_again(objective, x)[0], x, aggregate)
+    return policy_terms(exp(x.log_ratio_BT) * x.advantage_BU, x, aggregate)
 
 
+@has_traits(Traits(ratio="token", clip_range=True, correction="token", aggregate=by_constant))
 def dr_grpo(
     logp: Array,
     old_logp: Array,
@@ -92,6 +96,7 @@ def dr_grpo(
     )
 
 
+@has_traits(Traits(ratio="token", clip_range=True, correction="token", aggregate=by_token))
 def dapo(
     logp: Array,
     old_logp: Array,
@@ -132,6 +137,7 @@ def dapo(
     )
 
 
+@has_traits(Traits(ratio="token", clip_range=True, clip_low_limit=math.inf, correction="token", aggregate=by_token))
 def cispo(
     logp: Array,
     old_logp: Array,
@@ -159,20 +165,15 @@ def cispo(
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_token`.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
+    clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
 
-    unbounded = isinstance(clip_low, float) and clip_low >= 1  # from below: there is nothing to count
-
-    def objective(x: Inputs) -> Objective:
-        ratio_BT = stop_gradient(exp(x.log_ratio_BT))
-        weight_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
-        low_BT = None if unbounded else ratio_BT < 1 - clip_low
-        return weight_BT * x.advantage_BU * x.logp_BT, ratio_BT > 1 + clip_high, low_BT
-
-    objective_BT, high_BT, low_BT = computed_again(objective, x)
-    return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)
+    ratio_BT = stop_gradient(exp(x.log_ratio_BT))
+    weight_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
+    objective_BT = weight_BT * x.advantage_BU * x.logp_BT
+    return policy_terms(objective_BT, x, aggregate, high_BU=ratio_BT > 1 + clip_high, low_BU=ratio_BT < 1 - clip_low)
 
 
+@has_traits(Traits(ratio="token", correction="token", aggregate=by_sequence))
 def sapo(
     logp: Array,
     old_logp: Array,
@@ -198,17 +199,15 @@ def sapo(
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    tau_positive = checks.positive("tau_positive", tau_positive)
-    tau_negative = checks.positive("tau_negative", tau_negative)
+    tau_positive = _checks.positive("tau_positive", tau_positive)
+    tau_negative = _checks.positive("tau_negative", tau_negative)
 
-    def objective(x: Inputs) -> Objective:
-        tau_BU = jnp.where(x.advantage_BU > 0, tau_positive, tau_negative)
-        gate_BT = 4 / tau_BU * jax.nn.sigmoid(tau_BU * (exp(x.log_ratio_BT) - 1))
-        return gate_BT * x.advantage_BU, None, None
-
-    return policy_terms(computed_again(objective, x)[0], x, aggregate)
+    tau_BU = jnp.where(x.advantage_BU > 0, tau_positive, tau_negative)
+    gate_BT = 4 / tau_BU * jax.nn.sigmoid(tau_BU * (exp(x.log_ratio_BT) - 1))
+    return policy_terms(gate_BT * x.advantage_BU, x, aggregate)
 
 
+@has_traits(Traits(ratio="token", correction="token", aggregate=by_token))
 def dppo_tv(
     logp: Array,
     old_logp: Array,
@@ -241,6 +240,7 @@ def dppo_tv(
     return _dppo(_binary_tv, x, threshold, ratio_limit, aggregate)
 
 
+@has_traits(Traits(ratio="token", correction="token", aggregate=by_token))
 def dppo_kl(
     logp: Array,
     old_logp: Array,
@@ -284,17 +284,13 @@ def _dppo(
     divergence: Callable[[Array, Array], Array], x: Inputs, threshold: float, ratio_limit: float, aggregate: Aggregate
 ) -> Terms:
     """The objective of `dppo_tv` and `dppo_kl`; `divergence` is D from log π_old and log π, both at most 0."""
-    threshold = checks.at_least_0("threshold", threshold)
-    ratio_limit = checks.positive("ratio_limit", ratio_limit)
+    threshold = _checks.at_least_0("threshold", threshold)
+    ratio_limit = _checks.positive("ratio_limit", ratio_limit)
 
-    def objective(x: Inputs) -> Objective:
-        log_p_BT, log_q_BT = jnp.minimum(x.old_logp_BT, 0), jnp.minimum(stop_gradient(x.logp_BT), 0)
-        far_BT = divergence(log_p_BT, log_q_BT) > threshold
-        high_BT = far_BT & (x.advantage_BU > 0) & (x.log_ratio_BT > 0)
-        low_BT = far_BT & (x.advantage_BU < 0) & (x.log_ratio_BT < 0)
-        ratio_BT = jnp.minimum(stop_gradient(exp(x.log_ratio_BT)), ratio_limit)
-        weight_BT = jnp.where(high_BT | low_BT, 0, ratio_BT)
-        return weight_BT * x.advantage_BU * x.logp_BT, high_BT, low_BT
-
-    objective_BT, high_BT, low_BT = computed_again(objective, x)
-    return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)
+    log_p_BT, log_q_BT = jnp.minimum(x.old_logp_BT, 0), jnp.minimum(stop_gradient(x.logp_BT), 0)
+    far_BT = divergence(log_p_BT, log_q_BT) > threshold
+    high_BT = far_BT & (x.advantage_BU > 0) & (x.log_ratio_BT > 0)
+    low_BT = far_BT & (x.advantage_BU < 0) & (x.log_ratio_BT < 0)
+    ratio_BT = jnp.minimum(stop_gradient(exp(x.log_ratio_BT)), ratio_limit)
+    weight_BT = jnp.where(high_BT | low_BT, 0, ratio_BT)
+    return policy_terms(weight_BT * x.advantage_BU * x.logp_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)

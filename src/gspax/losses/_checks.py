@@ -1,6 +1,6 @@
-"""What the losses refuse, in Python and at trace time: a compiled step on an accelerator cannot raise.
+"""Argument checks of the losses, in Python at trace time: a compiled step cannot raise.
 
-Every message names the argument, what was wanted and what came: TypeError for a wrong kind or dtype, ValueError
+Every message names the argument, what was wanted and what came: TypeError for a wrong type or dtype, ValueError
 for a wrong shape or number.
 """
 
@@ -19,8 +19,7 @@ Array = jax.Array
 
 def array(name: str, value: Any, dtype: Any, axes: str, why: str = "") -> Array:
     """`value` as a jax array if it has that dtype and one dimension per letter of `axes`."""
-    letters = ", ".join(axes)
-    wanted = f"{name} must be a {np.dtype(dtype).name} array [{letters}]"
+    wanted = f"{name} must be a {np.dtype(dtype).name} array [{', '.join(axes)}]"
     if not (hasattr(value, "dtype") and hasattr(value, "shape")):
         raise TypeError(f"{wanted}; got {type(value).__name__}")
     got = f"{value.dtype} {list(value.shape)}"
@@ -33,7 +32,7 @@ def array(name: str, value: Any, dtype: Any, axes: str, why: str = "") -> Array:
 
 
 def same_shape(name: str, value: Array, like_name: str, shape: tuple[int, ...]) -> None:
-    """ValueError unless `value` has the given shape, said to be that of `like_name`."""
+    """ValueError unless `value` has the given shape, which is that of `like_name`."""
     if value.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, as {like_name} has; got {list(value.shape)}")
 
@@ -53,6 +52,16 @@ def policy_inputs(
     advantage = array("advantage", advantage, jnp.float32, axes)
     same_shape("advantage", advantage, "logp" if rank == 2 else "logp in its rows", logp_BT.shape[:rank])
     return logp_BT, old_logp_BT, advantage, mask_BT
+
+
+def two_policies(name: str, logp: Any, other_name: str, other: Any, mask: Any, segments: Any) -> tuple[Any, ...]:
+    """Two log-probabilities float32 [B, T] of the same tokens, bool mask [B, T], and None or int32 segments [B, T]."""
+    logp_BT = array(name, logp, jnp.float32, "BT")
+    other_BT = array(other_name, other, jnp.float32, "BT")
+    same_shape(other_name, other_BT, name, logp_BT.shape)
+    mask_BT = array("mask", mask, jnp.bool_, "BT")
+    same_shape("mask", mask_BT, name, logp_BT.shape)
+    return logp_BT, other_BT, mask_BT, segment_ids(segments, logp_BT.shape, name)
 
 
 def segment_ids(value: Any, shape: tuple[int, ...], like_name: str = "logp") -> Array | None:
@@ -85,8 +94,8 @@ def aggregate_inputs(value: Any, mask: Any, segments: Any) -> tuple[Array, Array
 def clip_range(clip_low: Any, clip_high: Any) -> tuple[Any, Any]:
     """Both widths: numbers ≥ 0 as Python floats (infinity: no clipping on that side), or float32 scalar arrays.
 
-    A range that is measured while a run goes on is an array, so that another one is not another program. Its value
-    cannot be checked here.
+    A range measured during a run is an array, so that a new one does not compile the step again. Its value cannot be
+    checked here.
     """
     return _clip_width("clip_low", clip_low), _clip_width("clip_high", clip_high)
 

@@ -1,0 +1,83 @@
+"""Sums over the tokens of a sequence, whether it has a row to itself or shares one.
+
+Unpacked (`segment_BT` is None) a row is one sequence. Packed, `segment_BT[b, t]` is the sequence of row b that token t
+belongs to: 1, 2, ... up to T in any order, and 0 for padding. A quantity of sequences is an array [B, S]: S = 1
+unpacked; packed S = T + 1, with sequence s in column s and nothing in column 0. Only response tokens (`mask_BT`) count.
+
+Axes: B rows, T tokens, S columns for sequences; U is T, or 1 for a quantity that is the same for all tokens of a row.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+def response(mask_BT: Array, segment_BT: Array | None) -> Array:
+    """The mask without the tokens that the segments mark as padding."""
+    return mask_BT if segment_BT is None else mask_BT & (segment_BT > 0)
+
+
+def total(value_BU: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
+    """Σ over the response tokens of each sequence, [B, S]. What stands outside the mask never matters."""
+    if segment_BT is not None:
+        kept_BT, columns = jnp.where(mask_BT, value_BU, 0), mask_BT.shape[-1] + 1
+        return jax.vmap(partial(jax.ops.segment_sum, num_segments=columns))(kept_BT, segment_BT)
+    if value_BU.shape != mask_BT.shape:
+        tokens_BS = count(mask_BT, None)
+        return jnp.where(tokens_BS > 0, value_BU * tokens_BS, 0)
+    return jnp.sum(jnp.where(mask_BT, value_BU, 0), axis=-1, keepdims=True)
+
+
+def count(mask_BT: Array, segment_BT: Array | None) -> Array:
+    """|y|, the number of response tokens of each sequence, float32 [B, S]."""
+    return total(jnp.ones(mask_BT.shape, jnp.float32), mask_BT, segment_BT)
+
+
+def mean(value_BU: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
+    """1/|y| Σ over the response tokens of each sequence, [B, S]; 0 for a sequence without any."""
+    return total(value_BU, mask_BT, segment_BT) / jnp.maximum(count(mask_BT, segment_BT), 1)
+
+
+def at_tokens(value_BS: Array, segment_BT: Array | None) -> Array:
+    """A quantity of sequences at each of their tokens, [B, U]: unpacked it is the same all along the row."""
+    if segment_BT is None:
+        return value_BS
+    return jnp.take_along_axis(value_BS, segment_BT, axis=-1)
+
+
+def largest(value_BT: Array, mask_BT: Array, segment_BT: Array | None) -> Array:
+    """The largest of the response tokens of each sequence, [B, S]; 0 for a sequence without any."""
+    kept_BT = jnp.where(mask_BT, value_BT, -jnp.inf)
+    if segment_BT is None:
+        most_BS = jnp.max(kept_BT, axis=-1, keepdims=True, initial=-jnp.inf)
+    else:
+        columns = mask_BT.shape[-1] + 1
+        most_BS = jax.vmap(partial(jax.ops.segment_max, num_segments=columns))(kept_BT, segment_BT)
+    return jnp.where(count(mask_BT, segment_BT) > 0, most_BS, 0)
+
+
+def to_go(value_BT: Array, segment_BT: Array | None) -> Array:
+    """Σ of the values from each token to the end of its sequence, [B, T]; the values are 0 outside the mask."""
+    if segment_BT is None:
+        return jnp.cumsum(value_BT[:, ::-1], axis=-1)[:, ::-1]
+    order_BT = jnp.argsort(-segment_BT, axis=-1, stable=True)[:, ::-1]  # by segment, from the last token to the first
+    segment_BT, value_BT = (jnp.take_along_axis(x_BT, order_BT, axis=-1) for x_BT in (segment_BT, value_BT))
+    first_BT = jnp.diff(segment_BT, axis=-1, prepend=-1) != 0
+
+    def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])
+
+    _, sum_BT = jax.lax.associative_scan(add, (first_BT, value_BT), axis=-1)
+    return jnp.take_along_axis(sum_BT, jnp.argsort(order_BT, axis=-1), axis=-1)
+
+
+def by_row_or_token(value_BS: Array, mask_BT: Array, segment_BT: Array | None) -> tuple[Array, Array]:
+    """A quantity of sequences as a correction has it, and where it counts: [B], or [B, T] for packed rows."""
+    if segment_BT is None:
+        return value_BS[:, 0], mask_BT.any(-1)
+    return at_tokens(value_BS, segment_BT), mask_BT

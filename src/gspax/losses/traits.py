@@ -1,0 +1,110 @@
+"""What a trainer must know about a policy loss: a record attached to the function, so that its name means nothing.
+
+The record is found through `functools.partial` and `functools.wraps`. A loss without one is described by its
+signature (`traits_of`); attach one with `@has_traits(Traits(...))` where that is not enough, as for a loss with the
+ratio of a sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+Level = Literal["token", "sequence"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Facts about a policy loss.
+
+    `ratio` is the level of the ratio that the loss bounds, or weighs by; None if it has none. A clip range is in units
+    of that ratio. `correction` is the level of the finest `correction` whose factor reaches the gradient of each token
+    unchanged: "sequence" for a loss whose gradient has one weight per sequence, which replaces factors of single
+    tokens by their mean over the sequence; None for a loss that takes no correction.
+    """
+
+    ratio: Level | None = None
+    clip_range: bool = False  # takes `clip_low` and `clip_high`
+    clip_low_limit: float = 1.0  # exclusive: a ratio is above 0, so a band reaching to 0 or below has no lower bound
+    correction: Level | None = None
+    token_advantage: bool = False  # takes advantages [B, T] for rows that are not packed
+    aggregate: Callable[..., Any] | None = None  # its default; None: it takes none
+
+
+def has_traits(traits: Traits) -> Callable[[Function], Function]:
+    """Decorator that attaches the record to a loss.
+
+    >>> @has_traits(Traits(ratio="sequence", clip_range=True))
+    ... def loss(logp, old_logp, advantage, mask, *, clip_low=3e-4, clip_high=4e-4): ...
+    >>> traits_of(functools.partial(loss, clip_low=1e-3)).ratio
+    'sequence'
+    """
+
+    def attach(function: Function) -> Function:
+        setattr(function, "traits", traits)  # noqa: B010 (mypy: functions have no such attribute)
+        return function
+
+    return attach
+
+
+def traits_of(loss: Callable[..., Any]) -> Traits:
+    """The record of a loss; for one without a record, what its signature shows.
+
+    A signature shows which keywords there are. The ratio of a loss with a clip range is taken to be that of a token,
+    and a correction to reach each token.
+    """
+    for layer in layers(loss):
+        if isinstance(found := getattr(layer, "traits", None), Traits):
+            return found
+    keywords = _keywords(loss)
+    clip_range = {"clip_low", "clip_high"} <= keywords.keys()
+    return Traits(
+        ratio="token" if clip_range else None,
+        clip_range=clip_range,
+        correction="token" if "correction" in keywords else None,
+        aggregate=keywords.get("aggregate"),
+    )
+
+
+def at_level(level: Level) -> Callable[[Function], Function]:
+    """Decorator for an `aggregate` and a correction: whether each token or each sequence has its own weight."""
+
+    def attach(function: Function) -> Function:
+        setattr(function, "level", level)  # noqa: B010
+        return function
+
+    return attach
+
+
+def level_of(function: Callable[..., Any]) -> Level | None:
+    """What `at_level` attached; None for a function without it."""
+    return next((layer.level for layer in layers(function) if hasattr(layer, "level")), None)
+
+
+def aggregate_of(loss: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The `aggregate` that a loss uses: the one bound to it, else its default; None if it takes none."""
+    for layer in layers(loss):
+        if isinstance(layer, functools.partial) and "aggregate" in layer.keywords:
+            return layer.keywords["aggregate"]
+    return traits_of(loss).aggregate
+
+
+def layers(function: Any) -> Iterator[Any]:
+    """A function and what it wraps by `functools.partial` and `functools.wraps`, outermost first."""
+    while function is not None:
+        yield function
+        inner = getattr(function, "__wrapped__", None)
+        function = function.func if isinstance(function, functools.partial) else inner
+
+
+def _keywords(function: Any) -> dict[str, Any]:
+    """The keyword parameters of a function that have a default, with it."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions do not tell
+        return {}
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
