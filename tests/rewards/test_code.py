@@ -15,7 +15,7 @@ import pytest
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
-from gspax.rewards import _seccomp, code
+from gspax.rewards import _pool, _seccomp, code
 from gspax.rewards.code import Limits
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests
@@ -215,7 +215,7 @@ print({EXPECTED})
 
 def test_the_environment_is_empty(isolation, monkeypatch):
     monkeypatch.setenv("GSPAX_SECRET", EXPECTED)
-    code._pools.clear()  # workers with this environment
+    monkeypatch.setattr(_pool, "_shared", {})  # workers with this environment
     program = """
 import os, glob
 texts = [str(os.environ)]
@@ -225,6 +225,7 @@ for path in glob.glob("/proc/[0-9]*/environ"):
 print(918273645 if any("GSPAX_SECRET" in text for text in texts) else 0)
 """
     assert graded(program, isolation).outcome == "wrong"
+    _pool._close()
 
 
 def test_files_are_out_of_reach(tmp_path):

@@ -11,8 +11,8 @@ import pytest
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
+from gspax.rewards import _pool
 from gspax.rewards import guard as module
-from gspax.rewards._pool import Pool
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.guard import guard
 
@@ -88,13 +88,11 @@ def test_a_run_stops_when_a_share_fails_and_says_what_the_last_one_was(rewards, 
 def test_a_reward_that_no_other_process_can_import_is_refused(rewards):
     with pytest.raises(UserError, match="reward: wanted a function that can be pickled, got <function"):
         guard(Problem("?", ""), "", reward=lambda problem, completion: 1.0)
-    pool = Pool(Path(module.__file__).with_name("_guard_worker.py"), workers=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(module._pools, 2, pool)
         patch.setattr("sys.path", [path for path in sys.path if path != str(Path(rewards.__file__).parent)])
         with pytest.raises(UserError, match=r"wanted a function that a new process can import, .* ModuleNotFoundError"):
-            guard(Problem("?", ""), "", reward=rewards.score)
-    pool.close()
+            guard(Problem("?", ""), "", reward=rewards.score, workers=1)  # a worker that has not imported it
+    _pool.shared("_guard_worker.py", workers=1).close()
 
 
 def test_what_is_guarded_is_part_of_an_experiments_description(rewards):

@@ -135,12 +135,12 @@ def test_a_worker_whose_parent_is_gone_is_ended_by_its_own_timer():
 def test_a_fork_does_not_talk_to_the_workers_of_its_parent():
     program = """
 import os
-from gspax.rewards import math
-math._pools[99] = math.Pool(None, workers=1)
+from gspax.rewards import _pool
+_pool.shared("_math_worker.py", workers=1)
 process = os.fork()
 if process == 0:
-    os._exit(len(math._pools))
-assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0 and 99 in math._pools
+    os._exit(len(_pool._shared))
+assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0 and len(_pool._shared) == 1
 """
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
 
@@ -261,8 +261,8 @@ def test_importing_starts_nothing_and_workers_end_with_their_parent(tmp_path):
     script.write_text(WORKER)
     program = f"""
 import os, pathlib, sys, time
-from gspax.rewards import math, _pool
-assert not math._pools and "jax" not in sys.modules and "math_verify" not in sys.modules
+from gspax.rewards import math, code, guard, _pool
+assert not _pool._shared and "jax" not in sys.modules and "math_verify" not in sys.modules
 pool = _pool.Pool(pathlib.Path({str(script)!r}), workers=1)
 print(pool.ask("a", timeout=10)[1], flush=True)
 time.sleep(60)

@@ -8,6 +8,7 @@ killed with SIGKILL, and the next task starts another.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -15,6 +16,7 @@ import queue
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,8 @@ from typing import Any
 
 from gspax.errors import UserError
 
+_lock = threading.Lock()
+_shared: dict[tuple[str | int, ...], Pool] = {}  # by script, arguments and number of workers
 _START = 120.0  # seconds for a worker to import what it needs, on a busy machine
 
 
@@ -143,3 +147,21 @@ class _Worker:
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             stream.close()
+
+
+def shared(script: str, *arguments: str, workers: int) -> Pool:
+    """The pool of this process for a script of this folder, made at the first call with these arguments."""
+    with _lock:
+        key: tuple[str | int, ...] = (script, *arguments, workers)
+        if key not in _shared:
+            _shared[key] = Pool(Path(__file__).with_name(script), *arguments, workers=workers)
+        return _shared[key]
+
+
+@atexit.register
+def _close() -> None:
+    for pool in _shared.values():
+        pool.close()
+
+
+os.register_at_fork(after_in_child=_shared.clear)  # a fork must not talk to its parent's workers

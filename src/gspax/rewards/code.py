@@ -9,29 +9,24 @@ the sandbox holds and what it does not.
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards import _seccomp
-from gspax.rewards._pool import Failure, Pool
+from gspax.rewards._pool import Failure, Pool, shared
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests, arguments, from_answer, same_text, same_value
 
 _LONGEST = 100_000  # characters of a program
 _SPARE = 30.0  # seconds beyond a test's own limit after which its worker is taken to hang
 
-_lock = threading.Lock()
-_pools: dict[tuple[str, str, int], Pool] = {}  # by isolation, interpreter and number of workers
 _tally = Tally("gspax.rewards.code")
 
 
@@ -186,25 +181,11 @@ def _pool(isolation: str, python: str | None, workers: int) -> Pool:
             "isolation: wanted the program bwrap (apt-get install bubblewrap), got none; isolation='limits' does "
             "without it and lets programs read the file system"
         )
-    key = isolation, python or _default_python(), workers
-    with _lock:
-        if key not in _pools:
-            rules = _seccomp.build(alone=isolation == "limits").hex()
-            script = Path(__file__).with_name("_code_worker.py")
-            _pools[key] = Pool(script, isolation, key[1], rules, workers=workers)
-        return _pools[key]
+    rules = _seccomp.build(alone=isolation == "limits").hex()
+    return shared("_code_worker.py", isolation, python or _default_python(), rules, workers=workers)
 
 
 def _default_python() -> str:
     """An interpreter that anybody may run: one in somebody's home cannot be reached by the user nobody."""
     this = os.path.realpath(sys.executable)
     return this if this.startswith("/usr/") else "/usr/bin/python3"
-
-
-@atexit.register
-def _close() -> None:
-    for pool in _pools.values():
-        pool.close()
-
-
-os.register_at_fork(after_in_child=_pools.clear)  # a fork must not talk to its parent's workers

@@ -7,23 +7,17 @@ Without it, a reward that raises or gives NaN ends the run with one sentence, an
 
 from __future__ import annotations
 
-import atexit
 import base64
 import math
-import os
 import pickle
 import sys
-import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards._pool import Failure, Pool
+from gspax.rewards._pool import Failure, shared
 from gspax.rewards.grades import Grade, Tally
 
-_lock = threading.Lock()
-_pools: dict[int, Pool] = {}  # by number of workers
 _tally = Tally("the reward inside gspax.rewards.guard")
 
 
@@ -49,7 +43,7 @@ def guard(
       failed: the reward of a completion for which `reward` fails.
       max_failed: the share of such completions, of all that this process has guarded, above which UserError is raised.
     """
-    answer = _pool(workers).ask(
+    answer = shared("_guard_worker.py", workers=workers).ask(
         {
             "reward": _pickled(reward),
             "problem": _pickled(problem),
@@ -86,19 +80,3 @@ def _pickled(value: object) -> str:
         return base64.b64encode(pickle.dumps(value)).decode()
     except Exception as error:  # pickle raises what it likes
         raise UserError(f"reward: wanted a function that can be pickled, got {value!r}: {error}") from error
-
-
-def _pool(workers: int) -> Pool:
-    with _lock:
-        if workers not in _pools:
-            _pools[workers] = Pool(Path(__file__).with_name("_guard_worker.py"), workers=workers)
-        return _pools[workers]
-
-
-@atexit.register
-def _close() -> None:
-    for pool in _pools.values():
-        pool.close()
-
-
-os.register_at_fork(after_in_child=_pools.clear)  # a fork must not talk to its parent's workers

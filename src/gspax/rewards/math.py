@@ -11,22 +11,16 @@ more than a share `max_failed` of all samples fail.
 
 from __future__ import annotations
 
-import atexit
-import os
-import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards._pool import Failure, Pool
+from gspax.rewards._pool import Failure, shared
 from gspax.rewards.answers import compare, extract, reference
 from gspax.rewards.grades import Grade, Tally
 
 _LONGEST = 2000  # characters; a longer answer is no answer
-_lock = threading.Lock()
-_pools: dict[int, Pool] = {}  # by number of workers
 _tally = Tally("gspax.rewards.math")
 
 
@@ -104,7 +98,7 @@ def _grade(result: bool | Failure, failed: float) -> Grade:
 def _ask(pairs: Sequence[tuple[str, str]], timeout: float, batch_timeout: float, workers: int) -> list[bool | Failure]:
     if not pairs:
         return []
-    pool = _pool(workers)
+    pool = shared("_math_worker.py", workers=workers)
     deadline = time.monotonic() + batch_timeout
 
     def compare_pair(pair: tuple[str, str]) -> bool | Failure:
@@ -112,19 +106,3 @@ def _ask(pairs: Sequence[tuple[str, str]], timeout: float, batch_timeout: float,
         return Failure("late") if seconds <= 0 else pool.ask((*pair, seconds), timeout=seconds)
 
     return pool.map(compare_pair, pairs)
-
-
-def _pool(workers: int) -> Pool:
-    with _lock:
-        if workers not in _pools:
-            _pools[workers] = Pool(Path(__file__).with_name("_math_worker.py"), workers=workers)
-        return _pools[workers]
-
-
-@atexit.register
-def _close() -> None:
-    for pool in _pools.values():
-        pool.close()
-
-
-os.register_at_fork(after_in_child=_pools.clear)  # a fork must not talk to its parent's workers
