@@ -1,4 +1,7 @@
-"""Where problems come from: a task is a module with `Problems`, `reward`, `half_wrong` and `tokenizer`."""
+"""Where problems come from: files and data sets (`jsonl` and others), or a generator; and tokenizers.
+
+A generated task is a module with `Problems`, `reward`, `half_wrong` and `tokenizer`.
+"""
 
 from gspax.data.chat import ChatTokenizer, hf_chat, reward_answer, split_thinking
 from gspax.data.problem import Problem

@@ -35,7 +35,7 @@ __all__ = [
     "tfds",
 ]
 
-Path = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 
 
 class Settings(TypedDict, total=False):
@@ -56,18 +56,18 @@ class Settings(TypedDict, total=False):
     seed: int
 
 
-def jsonl(*paths: Path, heldout: Path | tuple[Path, ...] = (), **settings: Unpack[Settings]) -> RowSource:
+def jsonl(*paths: StrPath, heldout: StrPath | tuple[StrPath, ...] = (), **settings: Unpack[Settings]) -> RowSource:
     """Files with one JSON object per line; `heldout` are those of the held-out problems."""
     return _source(JsonLines(_paths("jsonl", paths)), JsonLines(_heldout(heldout)) if heldout else None, settings)
 
 
-def parquet(*paths: Path, heldout: Path | tuple[Path, ...] = (), **settings: Unpack[Settings]) -> RowSource:
+def parquet(*paths: StrPath, heldout: StrPath | tuple[StrPath, ...] = (), **settings: Unpack[Settings]) -> RowSource:
     """Parquet files, held in memory; `heldout` are those of the held-out problems. Needs pyarrow."""
     return _source(Parquet(_paths("parquet", paths)), Parquet(_heldout(heldout)) if heldout else None, settings)
 
 
 def huggingface(
-    name: Path,
+    name: StrPath,
     split: str = "train",
     *,
     heldout: str | None = None,
@@ -93,7 +93,7 @@ def tfds(
     split: str = "train",
     *,
     heldout: str | None = None,
-    data_dir: Path | None = None,
+    data_dir: StrPath | None = None,
     **settings: Unpack[Settings],
 ) -> RowSource:
     """A data set of tensorflow-datasets, prepared as ArrayRecord (`download_and_prepare(file_format="array_record")`).
@@ -145,11 +145,11 @@ def _source(train: Table, heldout: Table | None, settings: Settings) -> RowSourc
     return RowSource(train_rows=train, heldout_rows=heldout, schema=Schema(**columns), **given)
 
 
-def _paths(name: str, paths: tuple[Path, ...]) -> tuple[str, ...]:
+def _paths(name: str, paths: tuple[StrPath, ...]) -> tuple[str, ...]:
     if not paths:
         raise TypeError(f"data.{name}: wanted at least one path, got none")
     return tuple(os.fspath(path) for path in paths)
 
 
-def _heldout(paths: Path | tuple[Path, ...]) -> tuple[str, ...]:
+def _heldout(paths: StrPath | tuple[StrPath, ...]) -> tuple[str, ...]:
     return tuple(os.fspath(path) for path in (paths if isinstance(paths, tuple) else (paths,)))
