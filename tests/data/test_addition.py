@@ -15,8 +15,8 @@ def pairs(count):
     return [(problem, addition.half_wrong(problem, rng)) for problem in problems]
 
 
-def test_the_stream_is_the_one_that_recorded_runs_saw():
-    """A change here makes old and new runs incomparable: raise it with a new task name instead."""
+def test_the_stream_is_that_of_recorded_runs():
+    """A change here makes old and new runs incomparable: give a new stream a new task name instead."""
     assert addition.Problems(seed=0).train(0) == Problem("a9+b4+c5+d3+e3+f5=", "29")
     assert addition.Problems(seed=0).heldout(0) == Problem("a9+b9+c3+d3+e5+f2=", "31")
 

@@ -4,8 +4,8 @@ import pytest
 from gspax.data import Problem, sort
 
 
-def test_the_stream_is_the_one_that_recorded_runs_saw():
-    """A change here makes old and new runs incomparable: raise it with a new task name instead."""
+def test_the_stream_is_that_of_recorded_runs():
+    """A change here makes old and new runs incomparable: give a new stream a new task name instead."""
     source = sort.Problems(seed=0)
     assert [source.train(i).prompt for i in range(3)] == ["945=", "164233=", "4517="]
     assert [source.heldout(i).prompt for i in range(3)] == ["1178=", "280917=", "4206="]

@@ -52,7 +52,7 @@ def test_a_good_file_loads():
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "said"),
+    ("text", "line", "message"),
     [
         ("x = 1\nexperiment = (\n", 2, "syntax error: '(' was never closed"),
         ("x = 1\n\nimport no_such_module_here\n", 3, "No module named 'no_such_module_here'"),
@@ -64,11 +64,11 @@ def test_a_good_file_loads():
         ("x = '\0'\n", 1, "null"),
     ],
 )
-def test_a_file_that_fails_names_the_line(tmp_path, text, line, said):
+def test_a_file_that_fails_names_the_line(tmp_path, text, line, message):
     path = write(tmp_path, text)
-    message = error(path)
-    assert message.startswith(f"{path}:{line}: ")
-    assert said in message
+    found = error(path)
+    assert found.startswith(f"{path}:{line}: ")
+    assert message in found
 
 
 def test_a_file_without_an_experiment(tmp_path):
@@ -105,7 +105,7 @@ def test_a_variant_imports_the_file_beside_it(tmp_path):
 
 
 # Each override, and the one sentence that it must give for 1 device.
-MISTAKES = {
+ERRORS = {
     "sampling.prompts=0": "sampling.prompts: wanted at least 1, got 0",
     "sampling.group=1": "sampling.group: wanted at least 2, got 1",
     "sampling.max_tokens=0": "sampling.max_tokens: wanted at least 1, got 0",
@@ -145,20 +145,20 @@ MISTAKES = {
     "tokenizer.stop_ids=11": "tokenizer.stop_ids: wanted a tuple of ids below 11, got (11,)",
     "optimizer.transform.weight_decay=-1": "optimizer.transform.weight_decay: wanted at least 0, got -1.0",
     "optimizer.schedule=gspax.optimizers.cosine": "optimizer.schedule: wanted a function of (peak, warmup_updates), "
-    "gspax.optimizers.cosine cannot be called so: missing a required argument: 'updates'",
+    "gspax.optimizers.cosine does not accept these arguments: missing a required argument: 'updates'",
     "mesh.data=0": "mesh.data: wanted at least 1, or -1 for the devices that are left, got 0",
     "loss.clip_low=1": "loss.clip_low: wanted a number at least 0 and below 1, got 1.0",
     "loss.clip_high=-1": "loss.clip_high: wanted a number at least 0, got -1.0",
 }
 
 
-@pytest.mark.parametrize("assignment", MISTAKES)
-def test_a_mistake_is_one_sentence(assignment):
-    assert validate(override(EXPERIMENT, [assignment]), 1) == [MISTAKES[assignment]]
+@pytest.mark.parametrize("assignment", ERRORS)
+def test_an_error_is_one_sentence(assignment):
+    assert validate(override(EXPERIMENT, [assignment]), 1) == [ERRORS[assignment]]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"seed": "3"}, "seed: wanted an integer, got '3'"),
         ({"seed": True}, "seed: wanted an integer, got True"),
@@ -175,8 +175,8 @@ def test_a_mistake_is_one_sentence(assignment):
         ),
         (
             {"reward": lambda text: 0},
-            "reward: wanted a function of (problem, completion), test_experiment.<lambda> cannot be called so: "
-            "too many positional arguments",
+            "reward: wanted a function of (problem, completion), test_experiment.<lambda> does not accept these "
+            "arguments: too many positional arguments",
         ),
         (
             {"loss": partial(stub_experiment.gspo, clip_lo=0.1)},
@@ -185,11 +185,11 @@ def test_a_mistake_is_one_sentence(assignment):
         ),
     ],
 )
-def test_a_wrong_part_is_one_sentence(change, said):
-    assert validate(replace(EXPERIMENT, **change), 1) == [said]
+def test_a_wrong_part_is_one_sentence(change, message):
+    assert validate(replace(EXPERIMENT, **change), 1) == [message]
 
 
-def test_all_mistakes_are_found_at_once():
+def test_all_errors_are_reported_together():
     bad = override(EXPERIMENT, ["sampling.group=1", "optimizer.b1=2", "name=/"])
     assert len(validate(bad, 1)) == 3
     with pytest.raises(UserError) as caught:
@@ -198,7 +198,7 @@ def test_all_mistakes_are_found_at_once():
 
 
 @pytest.mark.parametrize(
-    ("assignments", "devices", "said"),
+    ("assignments", "devices", "message"),
     [
         ([], 8, []),
         (["mesh.data=-1"], None, ["mesh: wanted at most one axis of -1, got data=-1, fsdp=-1"]),
@@ -216,10 +216,10 @@ def test_all_mistakes_are_found_at_once():
         (["model.hidden_size=36"], 8, ["model.hidden_size: wanted a multiple of mesh.fsdp (8), got 36"]),
     ],
 )
-def test_the_mesh(assignments, devices, said):
+def test_the_mesh(assignments, devices, message):
     found = validate(override(EXPERIMENT, assignments), devices)
-    assert len(found) == len(said)
-    assert all(one.startswith(start) for one, start in zip(found, said, strict=True))
+    assert len(found) == len(message)
+    assert all(one.startswith(start) for one, start in zip(found, message, strict=True))
 
 
 def test_warnings():
@@ -230,7 +230,7 @@ def test_warnings():
     assert warnings(override(EXPERIMENT, ["loss=gspax.losses.grpo"])) == []  # its band is meant to be wide
 
 
-def test_the_description_is_json_and_keeps_what_runs():
+def test_a_description_is_json_and_complete():
     description = describe(EXPERIMENT)
     assert json.loads(json.dumps(description)) == description
     assert description["reward"] == "experiment_file.reward"

@@ -1,4 +1,4 @@
-"""`a.b=c`: what can be set, to what, and what is said about what cannot."""
+"""`a.b=c`: what can be set, to what, and what is message about what cannot."""
 
 from pathlib import Path
 
@@ -103,7 +103,7 @@ def test_dotted_names_replace_and_later_overrides_apply_to_them():
 
 
 @pytest.mark.parametrize(
-    ("assignment", "said"),
+    ("assignment", "message"),
     [
         ("schedule.steps=1.5", "schedule.steps: wanted an integer, got '1.5'"),
         ("schedule.steps=1e999", "schedule.steps: wanted an integer, got '1e999'"),
@@ -149,8 +149,8 @@ def test_dotted_names_replace_and_later_overrides_apply_to_them():
         ("warm_start=3", "warm_start: wanted the dotted name of a WarmStart or null, got '3'"),
     ],
 )
-def test_a_mistake_is_one_sentence(assignment, said):
-    assert error(assignment) == said
+def test_an_error_is_one_sentence(assignment, message):
+    assert error(assignment) == message
 
 
 def test_a_module_that_fails_on_import_is_a_sentence(tmp_path, monkeypatch):
@@ -165,7 +165,7 @@ def test_a_module_that_fails_on_import_is_a_sentence(tmp_path, monkeypatch):
     )
 
 
-def test_all_mistakes_are_told_at_once():
+def test_all_errors_are_reported_together():
     assert error("seed=x", "schedule.steps=3", "sede=1", "seed=1.5").splitlines() == [
         "seed: wanted an integer, got 'x'",
         "unknown key 'sede'; did you mean 'seed'?",

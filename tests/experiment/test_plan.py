@@ -89,7 +89,7 @@ def test_tokens_and_updates():
     assert "60 supervised updates" in text
 
 
-def test_fsdp_splits_the_parameters_and_data_does_not():
+def test_fsdp_shards_the_parameters_and_data_does_not():
     one = plan(EXPERIMENT, 1)
     fsdp, data = plan(EXPERIMENT, 8), plan(override(EXPERIMENT, ["mesh.data=8"]), 8)
     ones = dict.fromkeys(sharding.AXES, 1)
@@ -106,7 +106,7 @@ def test_fsdp_splits_the_parameters_and_data_does_not():
     assert fsdp.learner[head] == data.learner[head] == whole and head not in one.learner
 
 
-def test_the_tensor_axis_splits_heads_widths_and_vocabulary():
+def test_the_tensor_axis_shards_heads_widths_and_vocabulary():
     one = plan(EXPERIMENT, 1)
     two = plan(override(EXPERIMENT, ["mesh.tensor=2"]), 2)
     for part in ("parameters, float32", "logits of 16 positions"):
@@ -117,7 +117,7 @@ def test_the_tensor_axis_splits_heads_widths_and_vocabulary():
     assert "gathered" not in "".join(two.learner)
 
 
-def test_the_context_axis_splits_positions_and_gathers_keys():
+def test_the_context_axis_shards_positions_and_gathers_keys():
     one, two = plan(EXPERIMENT, 1), plan(override(EXPERIMENT, ["mesh.context=2"]), 2)
     config, rows = EXPERIMENT.model, EXPERIMENT.sampling.prompts * EXPERIMENT.sampling.group
     microbatch = rows // EXPERIMENT.schedule.minibatches
@@ -126,8 +126,8 @@ def test_the_context_axis_splits_positions_and_gathers_keys():
     assert two.learner["logits of 8 positions"] == one.learner["logits of 16 positions"] // 2
 
 
-def test_scores_are_kept_up_to_a_budget():
-    """Of twice the length there are four times the scores, but in any length that is too long for them as many."""
+def test_scores_are_stored_up_to_a_budget():
+    """Twice the length has four times the scores; beyond the budget their number is constant."""
 
     def scores(length):
         found = plan(override(EXPERIMENT, ["model.remat=full", f"sampling.max_tokens={length - 8}"]), 1)
@@ -138,7 +138,7 @@ def test_scores_are_kept_up_to_a_budget():
     assert scores(2**14) == -12 * 2**23, "4 + 4 + 4 bytes of each"
 
 
-def test_the_expert_axis_splits_what_is_gathered():
+def test_the_expert_axis_shards_what_is_gathered():
     model = replace(presets.qwen3_30b_a3b, vocab_size=EXPERIMENT.model.vocab_size)
     big = replace(EXPERIMENT, model=model, sampling=replace(EXPERIMENT.sampling, prompts=64))
     alone = plan(replace(big, mesh=replace(big.mesh, expert=1)), 64)
@@ -177,7 +177,7 @@ def test_bfloat16_parameters_have_a_master_and_an_offloaded_state_is_not_on_the_
     assert "In host memory" in render(away) and "In host memory" not in render(half)
 
 
-def test_what_an_experiment_adds_is_counted():
+def test_optional_parts_are_counted():
     one = plan(EXPERIMENT, 1)
     whole = [
         "reference=gspax.config.Reference",
@@ -217,7 +217,7 @@ def test_overridden_keys_are_marked():
     assert "\n* " not in render(plan(EXPERIMENT, 1))
 
 
-def test_a_sampler_on_devices_of_its_own_holds_what_is_pushed_and_no_moments():
+def test_a_disaggregated_sampler_holds_pushed_parameters_and_no_moments():
     half = replace(EXPERIMENT, model=replace(EXPERIMENT.model, dtype="bfloat16"))
     apart = replace(half, placement=config.Placement(devices=2, staleness=2))
     found, alone = plan(apart, 6), plan(half, 4)

@@ -132,7 +132,7 @@ def _misfit(function: Any, names: tuple[str, ...]) -> str:
     try:
         inspect.signature(function).bind(*names)
     except TypeError as problem:
-        return f"{title} cannot be called so: {problem}"
+        return f"{title} does not accept these arguments: {problem}"
     except ValueError:  # a built-in function without a signature
         pass
     return ""
