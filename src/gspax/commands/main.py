@@ -107,6 +107,7 @@ def _run(arguments: list[str]) -> int:
     subcommand = importlib.import_module(f"gspax.commands.{name}")
     options = subcommand.make_parser().parse_intermixed_args(arguments[1:])
     skip_absent_tpu()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # without PyTorch its import prints a warning
     return subcommand.execute(options)
 
 

@@ -138,7 +138,6 @@ class HFTokenizer:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # otherwise its import warns that PyTorch is missing
         from transformers import AutoTokenizer
 
         _ = self._ids  # for a clearer error on a missing or broken file
