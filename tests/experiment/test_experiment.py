@@ -225,7 +225,7 @@ def test_the_mesh(assignments, devices, message):
 def test_warnings():
     (filtered,) = warnings(override(EXPERIMENT, ["sampling.top_p=0.9", "sampling.min_p=0.1"]))
     assert filtered.startswith("sampling.top_p, sampling.min_p: ")
-    (inert,) = warnings(override(EXPERIMENT, ["loss.clip_low=0.2"]))
+    (inert,) = warnings(override(EXPERIMENT, ["loss=gspax.losses.gspo", "loss.clip_low=0.2"]))
     assert inert.startswith("loss.clip_low=0.2: GSPO's ratio")
     assert warnings(override(EXPERIMENT, ["loss=gspax.losses.grpo"])) == []  # its band is meant to be wide
 
