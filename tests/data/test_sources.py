@@ -14,6 +14,7 @@ from gspax.data.sources import opening_notes, opening_problems
 from gspax.errors import UserError
 from gspax.experiment import RESUMABLE, describe, difference, load, override, validate, warnings
 from gspax.experiment.plan import plan
+from gspax.run.directory import open_run
 
 ROWS = [{"question": f"{a}+{b}?", "answer": f"so #### {a + b}", "level": a} for a in range(20) for b in range(20)]
 
@@ -191,8 +192,14 @@ def test_a_file_that_is_missing_is_one_sentence(tmp_path):
 def test_a_file_that_changes_while_it_is_used_is_an_error(source, file):
     source.train(0)
     write(file, ROWS[::-1] + ROWS)
-    with pytest.raises(UserError, match=r"^data: .*rows\.jsonl, line \d+: OSError: the file has changed since"):
+    with pytest.raises(
+        UserError, match=r"^data: \S*rows\.jsonl, line \d+: OSError: \S*rows\.jsonl has changed since it"
+    ):
         trained(source)
+    with pytest.raises(
+        UserError, match=r"^data: JsonLines cannot be read: OSError: \S*rows\.jsonl has changed since it"
+    ):
+        replace(source).train(0)
 
 
 def test_negative_indices_are_refused(source):
@@ -239,6 +246,16 @@ def test_any_object_with_len_and_getitem_is_a_source():
     source = data.sequence(Rows(), on_bad="skip")
     assert source.opened.notes == ("skipped 1 of 40 rows (row 3 from 0: cannot be read: RuntimeError: disk failed)",)
     assert {each.prompt for each in trained(source) + held(source)} == {f"{i}?" for i in range(40) if i != 3}
+
+
+def test_a_sequence_that_fails_is_one_sentence():
+    class Broken(Rows):
+        def __len__(self):
+            raise TypeError("no\nlength")
+
+    assert list(opening_problems(data.sequence(Broken()), None)) == [
+        "data: Sequence cannot be read: TypeError: no length"
+    ]
 
 
 def test_problems_in_a_list_are_taken_as_they_are():
@@ -301,6 +318,16 @@ def test_a_file_that_moves_is_the_same_source_and_changed_rows_are_another(digit
     assert difference(before, describe(moved), ignore=RESUMABLE) == []
     (line,) = difference(before, describe(changed), ignore=RESUMABLE)
     assert line.startswith("data.train_rows: sha256:")
+
+
+def test_a_run_goes_on_with_a_file_that_moved_and_not_with_changed_rows(digits, tmp_path):
+    open_run(tmp_path / "run", describe(digits))
+    moved = (tmp_path / "digits.jsonl").rename(tmp_path / "moved.jsonl")
+    assignment = f"data.train_rows.paths={moved}"
+    open_run(tmp_path / "run", describe(override(digits, [assignment])))
+    moved.write_text(moved.read_text().replace("137", "173", 1))
+    with pytest.raises(UserError, match=r"data\.train_rows: sha256:\w+ -> sha256:"):
+        open_run(tmp_path / "run", describe(override(digits, [assignment])))
 
 
 def test_changed_elements_of_a_sequence_are_another_source():

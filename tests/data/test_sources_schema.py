@@ -62,6 +62,14 @@ def test_a_problem_is_taken_as_it_is():
     assert Schema(prompt="other").read(problem) == (problem, "1+1?")
 
 
+def test_earlier_turns_are_part_of_what_decides_on_the_split_and_system_messages_are_not():
+    def key(messages):
+        return Schema(answer=None).read({"prompt": messages})[1]
+
+    assert key(CHAT) == key(CHAT[1:]) != key(CHAT[3:]) == "2+2?"
+    assert Schema().read(Problem("2+2?", "4", context=tuple(CHAT[:-1])))[1] == key(CHAT)
+
+
 def test_arrays_and_bytes_become_plain_values():
     row = {"prompt": b"caf\xc3\xa9", "answer": "x", "more": {"a": np.arange(2), "b": [b"y"]}}
     problem = read(row, metadata=("more",))
@@ -87,6 +95,10 @@ def test_arrays_and_bytes_become_plain_values():
         ({"prompt": [{"role": "user"}], "answer": "2"}, {}, r"prompt\[0\]: wanted a role .* got {'role': 'user'}"),
         ({"prompt": CHAT, "answer": "2"}, {"system": "x"}, "prompt: wanted the user's message alone.* got 3 messages"),
         ({"prompt": b"\xff", "answer": "2"}, {}, "'utf-8' codec can't decode"),
+        ({"prompt": "?", "answer": float("nan")}, {}, "answer: wanted a text that is not empty, got nan"),
+        ({"prompt": "a\ud800", "answer": "2"}, {}, r"prompt: wanted valid Unicode, got 'a\\ud800'"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}], "answer": "2"}, {}, r"prompt\[0\]: wanted valid Unicode"),
+        (Problem(3, "2"), {}, "prompt: wanted a text that is not empty, got 3"),
         ({"prompt": "?" * 500, "answer": []}, {}, r"answer: wanted a text that is not empty, got \[\]"),
     ],
 )

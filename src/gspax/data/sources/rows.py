@@ -103,7 +103,13 @@ class RowSource:
     @functools.cached_property
     def opened(self) -> Opened:
         """What reading every row once has shown. UserError if there are bad rows, or none that are left."""
-        return _open(self)
+        try:
+            return _open(self)
+        except UserError:
+            raise
+        except Exception as problem:  # a table may be anybody's code
+            name = type(self.train_rows).__name__
+            raise UserError(f"data: {name} cannot be read: {type(problem).__name__}: {brief(problem)}") from problem
 
     def described(self) -> dict[str, Any]:
         """What decides on the problems, for `experiment.describe`: the content of files, not their paths."""
@@ -154,7 +160,7 @@ class _Scan:
         return self.table.content or f"rows:{self._rows_hash.hexdigest()}"
 
     def problems(self, source: RowSource) -> Iterator[tuple[int, Problem, str]]:
-        """(row, problem, prompt before its template) of the rows that are not bad."""
+        """(row, problem, text that decides on its split) of the rows that are not bad."""
         for i, row in enumerate(self.table.rows()):
             self.total += 1
             try:

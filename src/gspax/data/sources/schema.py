@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,9 +47,10 @@ class Schema:
             raise ValueError(f"metadata: wanted a tuple of columns, got the text {self.metadata!r}")
 
     def read(self, row: Any) -> tuple[Problem, str]:
-        """The problem of a row, and its prompt before `template`, which decides on the split."""
+        """The problem of a row, and the text whose hash decides on the split: the prompt before `template`, after what
+        the user and the assistant said before it."""
         if isinstance(row, Problem):
-            return row, row.prompt
+            return row, _key(row.context, _text("prompt", row.prompt))
         if not isinstance(row, Mapping):
             raise ValueError(f"wanted an object with columns, got {_show(row)}")
         context, prompt = _conversation(self.prompt, _column(row, self.prompt))
@@ -60,7 +62,7 @@ class Schema:
             context=(*self._opening(context), *context),
             task=task,
             metadata={name: _column(row, name) for name in self.metadata},
-        ), prompt
+        ), _key(context, prompt)
 
     def _opening(self, context: Sequence[Message]) -> list[Message]:
         """What every conversation starts with."""
@@ -76,6 +78,10 @@ class Schema:
 
     def _fill(self, prompt: str) -> str:
         return self.template.replace("{prompt}", prompt)
+
+
+def _key(context: Sequence[Message], prompt: str) -> str:
+    return "\n".join([*(message["content"] for message in context if message["role"] != "system"), prompt])
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
@@ -104,11 +110,19 @@ def _plain(value: Any) -> Any:
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name}: wanted a text that is not empty, got {_show(value)}")
-    return value
+    return _unicode(name, value)
+
+
+def _unicode(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold
+        raise ValueError(f"{name}: wanted valid Unicode, got {_show(text)}") from None
+    return text
 
 
 def _answer(name: str, value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     return _text(name, value)
 
@@ -129,7 +143,7 @@ def _message(name: str, value: Any, *, first: bool) -> Message:
     roles = _ROLES if first else _ROLES[1:]
     if role not in roles or not isinstance(content, str):
         raise ValueError(f"{name}: wanted a role of {', '.join(roles)} and a content of text, got {_show(value)}")
-    return {"role": role, "content": content}
+    return {"role": role, "content": _unicode(name, content)}
 
 
 def _show(value: Any) -> str:

@@ -9,6 +9,7 @@ A table has `len` and `[]`, and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class JsonLines:
 
     def rows(self) -> Iterator[Any]:
         for file in self._files:
-            with open(file.path, "rb") as stream:
+            with file.stream() as stream:
                 for line in stream:
                     try:
                         yield _parse(line)
@@ -108,11 +109,17 @@ class _LineFile:
             raise UserError(f"{path}: cannot be read: {problem.strerror}") from problem
         return cls(path, np.array(offsets, np.int64), lines, hashed.hexdigest(), stamp)
 
-    def read(self, line: int) -> bytes:
-        """A line, from 0. OSError if the file is not the one that was opened."""
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[BinaryIO]:
+        """The open file. OSError if it is not what it was."""
         with open(self.path, "rb") as stream:
             if _stamp(stream) != self.stamp:
-                raise OSError("the file has changed since it was opened")
+                raise OSError(f"{self.path} has changed since it was opened")
+            yield stream
+
+    def read(self, line: int) -> bytes:
+        """A line, from 0."""
+        with self.stream() as stream:
             stream.seek(int(self.offsets[line // _STRIDE]))
             return next(islice(stream, line % _STRIDE, None))
 
