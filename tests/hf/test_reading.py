@@ -104,7 +104,7 @@ def test_a_host_does_not_read_experts_that_its_devices_do_not_hold(tmp_path):
     assert (shard == np.asarray(params["runs"][0]["mlp"]["gate"])[:, 2:4, :, 4:8]).all()
 
 
-# Refusals
+# Rejected input
 
 
 def refused(folder, config, said):
@@ -128,7 +128,7 @@ def test_a_missing_tensor_is_rejected(tmp_path):
 
 def test_an_unknown_tensor_is_rejected(tmp_path):
     save(tmp_path, MOE, ours() | {"model.layers.0.mlp.shared_expert.gate_proj.weight": np.zeros((2, 2), np.float32)})
-    refused(tmp_path, MOE, "model.safetensors: tensor model.layers.0.mlp.shared_expert.gate_proj.weight is none that")
+    refused(tmp_path, MOE, "model.safetensors: tensor model.layers.0.mlp.shared_expert.gate_proj.weight is not part")
 
 
 def test_experts_in_both_layouts_at_once_are_rejected(tmp_path):
