@@ -53,10 +53,7 @@ def learner_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
         f"activations, estimated, remat={config.remat}": activation_bytes(config, mesh, rows, length),
         # the logits, their softmax and its gradient
         f"logits of {chunk} positions": 3 * FLOAT32 * rows * chunk * config.vocab_size // mesh["tensor"],
-        # the logits and their gradient
-        "router logits of all layers": 2 * FLOAT32 * rows * positions * _sparse_layers(config) * config.num_experts
-        if routers
-        else 0,
+        "router logits of all layers": _router_bytes(config, rows * positions) if routers else 0,
         "rollout batch": _rollout_bytes(sampling, mesh, _chosen_experts(config) if replays else 0),
     }
     return {part: size for part, size in parts.items() if size}
@@ -200,6 +197,11 @@ def _product_bytes(config: ModelConfig, layer: int, tensor: int) -> int:
     wide = 0 if is_sparse(config, layer) else 2 * config.intermediate_size // tensor + config.hidden_size
     routers = FLOAT32 * config.num_experts if is_sparse(config, layer) else 0
     return size_of(config.dtype) * (2 * config.hidden_size + heads + wide) + routers
+
+
+def _router_bytes(config: ModelConfig, tokens: int) -> int:
+    """The router logits of all layers and their gradient, which only the router losses keep."""
+    return 2 * FLOAT32 * tokens * _sparse_layers(config) * config.num_experts
 
 
 def _rollout_bytes(sampling: Sampling, mesh: Mesh, chosen_experts: int) -> int:
