@@ -86,6 +86,8 @@ def train(changes, rollouts=2):
         state, reported, rows = loop.run_step(learner, state, reference, deque())
         assert all(np.isfinite(list(reported.values()))), reported
         found.append(reported)
+    kinds = 2 if variant.lora is not None and reference is not None else 1  # of parameters: the base's too
+    assert learner.score._cache_size() <= kinds, "one program scores every minibatch, before and after the updates"
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), state.params, start)
     assert max(jax.tree.leaves(moved)) > 0
     return found, state, rows

@@ -102,7 +102,7 @@ def test_metrics_of_every_step_have_the_fields_names(whole):
     assert all(np.isfinite(list(row.values())).all() for row in rows)
     assert 0 <= step["mismatch/abs_diff_largest_max"] < 1e-4
     assert 0 < step["policy/noise_floor"] < 1e-4
-    assert step["policy/ratio_min"] < 1 < step["policy/ratio_max"], "the second mini-batch is off-policy"
+    assert step["policy/ratio_min"] < 1 < step["policy/ratio_max"], "the second minibatch is off-policy"
     assert 0 < step["policy/entropy"] < np.log(12)
     assert step["routing/load_min"] < 1 < step["routing/load_max"]
     assert 1 <= step["response/length_min"] <= step["response/length_mean"] <= step["response/length_max"] <= 4
@@ -470,6 +470,26 @@ def test_a_rollout_batch_step_by_step(monkeypatch):
     assert metrics["optim/learning_rate"] == 5 / 8, "of the last update, the sixth, after five"
     assert metrics["routing/changed"] == 0.5, "one of two experts is another one after two updates"
     assert metrics["routing/load_max"] == 2.0 and metrics["routing/load_min"] == 0.0
+
+
+def test_a_dense_model_runs_no_forward_pass_for_its_experts():
+    no_experts_LBTA = jnp.zeros((0, 8, 8, 2), jnp.uint8)
+    assert loop.measure_routing(None, None, None, no_experts_LBTA) == {}
+
+
+def test_experts_are_kept_for_the_updates_only_where_they_are_read():
+    mesh = make_mesh(config.Mesh(), jax.devices()[:1])
+    batches = minibatches.split_minibatches(a_rollout(), 2, mesh)
+
+    def score(params, tokens_BT, segment_BT):
+        first = tokens_BT[0, 0].astype(jnp.uint8)
+        return jnp.zeros(tokens_BT.shape), jnp.zeros(tokens_BT.shape), jnp.full((1, *tokens_BT.shape, 2), first)
+
+    without = minibatches.score_minibatches(score, None, None, batches)
+    assert [batch.expert_BLTA for batch in without.batches] == [None, None]
+    assert (without.first_expert_LBTA == 0).all() and without.first_expert_LBTA.shape == (1, 4, 8, 2)
+    kept = minibatches.score_minibatches(score, None, None, batches, keep_experts=True)
+    assert [int(batch.expert_BLTA.max()) for batch in kept.batches] == [0, 32]
 
 
 def test_sampler_and_learner_have_one_temperature_and_score_and_update_one_split(monkeypatch):

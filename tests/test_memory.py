@@ -124,7 +124,7 @@ def test_a_state_on_the_host_gives_the_same_bits_and_stays_there(tmp_path):
 
 @pytest.mark.parametrize("rows", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_bfloat16_parameters_follow_the_float32_ones(rows):
-    """Within bfloat16's rounding of what the model computes with; sums of micro-batches are float32."""
+    """Within bfloat16's rounding of what the model computes with; sums over microbatches are float32."""
     settings = config.Optimizer(
         learning_rate=1e-2, transform=partial(adamw, b1=0.0, b2=0.0, eps=1.0), max_grad_norm=0.0
     )  # nearly SGD

@@ -217,8 +217,19 @@ def _fill_box(devices: Sequence[jax.Device]) -> bool:
 
 
 def named_sharding(mesh: jax.sharding.Mesh, *axes: str) -> NamedSharding:
-    """`spec(*axes)` on this mesh; without axes, replicated."""
-    return NamedSharding(mesh, spec(*axes))
+    """`spec(*axes)` on this mesh; without axes, replicated.
+
+    Mesh axes of size 1 are left out, as in the shardings of what a compiled program returns: jax compares shardings as
+    they are written, and would compile a step again for a state that it returned itself.
+    """
+    large = [tuple(name for name in names if mesh.shape[name] > 1) for names in map(_as_tuple, spec(*axes))]
+    while large and not large[-1]:
+        large.pop()
+    return NamedSharding(mesh, PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in large)))
+
+
+def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names or ()
 
 
 def constrain(x: jax.Array, mesh: jax.sharding.Mesh | None, *axes: str) -> jax.Array:
@@ -234,5 +245,4 @@ def batch_shards(mesh: jax.sharding.Mesh | dict[str, int]) -> int:
 
 def mesh_axes(axis: str) -> tuple[str, ...]:
     """The mesh axes that a logical axis is sharded over."""
-    rule = RULES[axis]
-    return (rule,) if isinstance(rule, str) else rule or ()
+    return _as_tuple(RULES[axis])

@@ -163,7 +163,7 @@ def test_state_is_sharded_by_the_table_and_moments_are_of_the_factors():
     for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
         assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
     query = state.params["runs"][0]["attention"]["query"]
-    assert query.a.sharding.spec[1] == ("fsdp", "expert") and not query.a.is_fully_replicated
+    assert query.a.sharding.spec[1] == "fsdp" and not query.a.is_fully_replicated
     trained = sum(leaf.size for leaf in jax.tree.leaves(partition(state.params)[0]))
     assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) == 2 * trained + 1
 

@@ -76,7 +76,7 @@ def step(name="gspo", rows=0):
 
 @functools.cache
 def whole(name):
-    """State and metrics after one update of the batch without micro-batches."""
+    """State and metrics after one update of the batch without microbatches."""
     return step(name)(fresh(), batch())
 
 

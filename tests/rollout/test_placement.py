@@ -189,9 +189,9 @@ def test_slices_are_counted_apart_from_the_devices_of_one():
     too_few = "model.hidden_size: wanted a multiple of mesh.fsdp (64), got 32"
     assert too_few in validate(wide, 64)
     assert validate(wide, 64, slices=(2, 1)) == []
-    apart = replace(wide, placement=Placement(devices=64))
-    assert validate(apart, 128, slices=(2, 1)) == ["placement: " + too_few]
-    assert validate(apart, 128, slices=(2, 2)) == []
+    disaggregated = replace(wide, placement=Placement(devices=64))
+    assert validate(disaggregated, 128, slices=(2, 1)) == ["placement: " + too_few]
+    assert validate(disaggregated, 128, slices=(2, 2)) == []
 
 
 @pytest.mark.parametrize(("devices", "fits"), [(1, True), (2, True), (3, False), (4, True), (5, False), (6, True)])
