@@ -203,15 +203,13 @@ def test_length_shaping_and_overlong_filtering():
 )
 def test_calibrated_clip_range(loss):
     wide = partial(loss, clip_low=0.04, clip_high=0.04)
-    measured = {"loss": wide, "calibration": Calibration(share=0.25, tolerance=0.0)}
-    _, _, first_rows = train(measured, rollouts=1)
+    measured = {"loss": wide, "calibration": Calibration(share=0.2, tolerance=0.0)}
     found, state, _ = train(measured, rollouts=3)
-    assert abs(found[0]["policy/clip_low"] - 0.04) > 1e-5, "measured on the run's second mini-batch"
-    live = np.mean([row["advantage"] != 0 for row in first_rows[16:]])
-    # the first of two mini-batches cuts nothing; one sequence more or less of 16 is 0.06
-    assert found[0]["policy/clip_fraction_sequences"] * 2 / live == pytest.approx(0.25, abs=0.07)
-    low, high = state.clip_range
-    assert (low, high) != (found[2]["policy/clip_low"], found[2]["policy/clip_high"]), "it follows what was cut"
+    assert found[0]["policy/clip_low"] == pytest.approx(0.04), "the loss's own to begin with"
+    ranges = [(each["policy/clip_low"], each["policy/clip_high"]) for each in found]
+    assert ranges[0] != ranges[1] != ranges[2], "measured by the updates of the rollout batch before"
+    assert min(ranges[1]) < 0.04, "so small a step moves the ratios less"
+    assert min(state.clip_range) >= 2.0**-23 and max(state.clip_range) <= 1
 
 
 def test_routing_replay():

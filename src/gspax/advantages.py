@@ -1,21 +1,21 @@
 """Rewards [P, G] -> advantages [P, G]: P prompts, G samples of each, a prompt's samples in one row.
 
-Every function takes an optional mask [P, G] of the samples that there are: groups of unequal size are padded, a sample
-left out (one that was cut off, say) matters to nothing, NaN included, and has the advantage 0. Rows that come in
-another order, each with the id of its group, go through `by_group`.
+Every function takes an optional mask [P, G] of the valid samples: groups of unequal size are padded, and a sample left
+out (a truncated one, say) affects nothing, NaN included, and has the advantage 0. Rows in another order, each with the
+id of its group, go through `by_group`.
 
-A group whose rewards are all equal has nothing to learn from and gets exact zeros: rewards are measured from the
-group's lowest before a mean is taken, because the mean of equal numbers is rounded and then is not that number. A group
-of one is such a group. Measured like this, rewards of any offset also keep their differences, and no variance is ever
-a difference of two large numbers.
+A group whose rewards are all equal carries no signal and gets exact zeros: the group's lowest reward is subtracted
+before the mean is taken, because the rounded mean of equal numbers may differ from them. A group of one is such a
+group. This also keeps the differences between rewards of any offset, and no variance is ever a difference of two large
+numbers.
 
-Rewards are float32, or any other real dtype (bool, integers, other floats), which is converted to float32 first: a
-reward is often a right or a wrong, or a count, and numpy makes float64 of Python's numbers. Advantages are float32.
-All functions are pure and can be compiled. They raise TypeError for what is no array of real numbers, and ValueError
-for a rank other than 2 or an empty group.
+Rewards are float32, or any other real dtype (bool, integers, other floats), which is converted to float32 first:
+rewards are often booleans or counts, and numpy makes Python's numbers float64. Advantages are float32. All functions
+are pure and can be compiled. They raise TypeError for anything but an array of real numbers, and ValueError for a rank
+other than 2 or an empty group.
 
-Where this leaves the papers: they say neither what the standard deviation divides by nor what is added to it. Here
-that is G - ddof with ddof 1, and eps 1e-6. What else differs stands with each function.
+Where this leaves the papers: they specify neither what the standard deviation divides by nor what is added to it. Here
+that is G - ddof with ddof 1, and eps 1e-6. Other differences are noted in each function.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Array = jax.Array
 def standardize(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1, eps: float = 1e-6) -> Array:
     """A = (R - mean) / (std + eps) in each group, as in GRPO (arXiv 2402.03300) and GSPO (arXiv 2507.18071, eq. 6).
 
-    Rewards 0.8, 0.4, 0.6 give +1, -1, 0: exactly so with eps 0, and 0.999995 for 1 with the default.
+    >>> standardize(jnp.array([[0.8, 0.4, 0.6], [1.0, 1.0, 1.0]])).round(3).tolist()
+    [[1.0, -1.0, 0.0], [0.0, 0.0, 0.0]]
 
     Args:
       reward_PG: [P, G].
@@ -54,7 +55,11 @@ def standardize(reward_PG: Array, mask_PG: Array | None = None, *, ddof: int = 1
 
 
 def center(reward_PG: Array, mask_PG: Array | None = None) -> Array:
-    """A = R - mean in each group (Dr. GRPO, arXiv 2503.20783, Section 3.2)."""
+    """A = R - mean in each group (Dr. GRPO, arXiv 2503.20783, Section 3.2).
+
+    >>> center(jnp.array([[1.0, 0.0, 0.0, 0.0]])).tolist()
+    [[0.75, -0.25, -0.25, -0.25]]
+    """
     return _center(*_rewards(reward_PG, mask_PG))
 
 
@@ -63,6 +68,9 @@ def leave_one_out(reward_PG: Array, mask_PG: Array | None = None) -> Array:
 
     The baseline does not depend on the sample, so the policy gradient is unbiased. There is no leave-one-out standard
     deviation: it is 0 for the one sample that differs from all others.
+
+    >>> leave_one_out(jnp.array([[1.0, 0.0, 0.0]])).tolist()
+    [[1.0, -0.5, -0.5]]
     """
     reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
     count_P1 = _count(mask_PG)
@@ -74,7 +82,10 @@ def reinforce_plus_plus(reward_PG: Array, mask_PG: Array | None = None, *, ddof:
 
     There is no group: any [P, G] of the same rewards gives the same advantages, and G may be 1. Where this leaves the
     paper: a sequence has one advantage, so the statistics weigh sequences equally and not by their tokens, and there
-    is no KL penalty inside. To have one, subtract β Σ_t k1 (`losses.kl`) from the rewards first.
+    is no KL penalty inside. To add one, subtract β Σ_t k1 (`losses.kl`) from the rewards first.
+
+    >>> reinforce_plus_plus(jnp.array([[1.0, 1.0], [0.0, 0.0]]), ddof=0).round(3).tolist()
+    [[1.0, 1.0], [-1.0, -1.0]]
     """
     reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
     _check_scale(ddof, eps, reward_PG.size, "the batch size")
@@ -88,6 +99,9 @@ def reinforce_plus_plus_baseline(
 
     The paper also subtracts the batch's mean of R - mean of the group, which is 0; here it is left out, so that a group
     of equal rewards has exact zeros. Such groups count in the batch's standard deviation, as in the paper.
+
+    >>> reinforce_plus_plus_baseline(jnp.array([[3.0, 1.0], [2.0, 2.0]]), ddof=0).round(3).tolist()
+    [[1.414, -1.414], [0.0, 0.0]]
     """
     reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
     _check_scale(ddof, eps, reward_PG.size, "the batch size")
@@ -105,9 +119,12 @@ def gdpo(
     """Several rewards, each standardised in its group before they are added (GDPO, arXiv 2601.05242).
 
     A_r = (R_r - mean) / (std + eps) in each group;  S = Σ_r w_r A_r;  A = S / (std of S over the batch + eps).
-    Adding first and standardising then would let the reward of the widest range decide, and make groups in which one
-    reward differs look like groups in which all do. A reward that is constant in a group adds exact zeros there. The
-    batch's mean of S, which the paper subtracts, is 0 and left out, for the same exact zeros.
+    Adding before standardising would let the reward with the widest range dominate, and make groups in which one reward
+    differs look like groups in which all do. A reward that is constant in a group adds exact zeros there. The batch's
+    mean of S, which the paper subtracts, is 0 and left out, for the same exact zeros.
+
+    >>> gdpo(jnp.array([[[1.0, 0.3], [0.0, 0.3]]])).round(4).tolist()  # the second reward is constant
+    [[0.7071, -0.7071]]
 
     Args:
       reward_PGR: [P, G, R], R rewards of each sample.
@@ -137,11 +154,13 @@ def maxrl(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     For rewards 0 and 1. The likelihood of success has log p = -Σ_k (1 - pass@k)/k; the usual policy gradient is that of
     the first term alone, and a prompt of success rate p has a weight of about 1/p here, so hard prompts count more.
     With the mean as baseline, the expectation of Σ_i A_i ∇log π(y_i) / G is the gradient of Σ_k pass@k / k for k from 1
-    to G - 1: a test finds so by enumeration. (Without the baseline the sum runs to G.) The
-    1/G is left to the loss.
+    to G - 1, as a test verifies by enumeration. (Without the baseline the sum runs to G.) The loss supplies the 1/G.
 
-    The paper has no rewards but 0 and 1. Others that are not negative also have advantages between -1 and G - 1. With a
-    negative one the division means nothing: ValueError, and while traced, where that cannot be raised, NaN.
+    The paper's rewards are 0 and 1. Other non-negative ones also have advantages between -1 and G - 1. With a negative
+    one the division is meaningless: ValueError, and while traced, where nothing can be raised, NaN.
+
+    >>> maxrl(jnp.array([[1.0, 0.0, 0.0, 0.0]])).tolist()
+    [[3.0, -1.0, -1.0, -1.0]]
     """
     reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
     lowest_P1 = masked.min(reward_PG, mask_PG, axis=-1)[:, None]
@@ -152,7 +171,11 @@ def maxrl(reward_PG: Array, mask_PG: Array | None = None) -> Array:
 
 
 def constant_groups(reward_PG: Array, mask_PG: Array | None = None) -> Array:
-    """bool [P]: all rewards of the group are equal. Its mean is the share of groups that teach nothing."""
+    """bool [P]: all rewards of the group are equal. Its mean is the share of groups without a signal.
+
+    >>> constant_groups(jnp.array([[1.0, 1.0], [1.0, 0.0]])).tolist()
+    [True, False]
+    """
     reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
     highest_P = jnp.max(jnp.where(mask_PG, reward_PG, -jnp.inf), axis=-1)
     return highest_P <= jnp.min(jnp.where(mask_PG, reward_PG, jnp.inf), axis=-1)
@@ -163,21 +186,21 @@ def by_group(
 ) -> Array:
     """Advantages of rows that come in any order, in groups of any sizes: reward [B] -> advantage float32 [B].
 
-        by_group(standardize, reward_B, group_B)
-        by_group(functools.partial(standardize, eps=1e-4), reward_B, group_B, size=8)
+    >>> by_group(center, jnp.array([1.0, 0.0, 0.0, 1.0, 0.5]), jnp.array([7, 3, 7, 3, 3])).tolist()
+    [0.5, -0.5, -0.5, 0.5, 0.0]
 
-    Rows with one id are put into one row of [P, G] with a mask, and the result is put back where they came from. P is
-    B, as there cannot be more groups; the empty ones do not matter.
+    Rows with one id are gathered in one row of [P, G] with a mask, and the result is scattered back. P is B, as there
+    cannot be more groups; the empty ones do not matter.
 
     Args:
       advantage: one of this module's functions, or any other (reward_PG, mask_PG) -> advantage_PG.
       reward: [B], or [B, R] for `gdpo`.
       group_B: integer [B], the id of each row's group: any numbers, equal for the samples of one prompt.
-      size: G, the rows of the largest group; None for B, which always suffices but takes B² numbers.
+      size: G, the rows of the largest group; None for B, which always suffices but needs B² entries.
 
     Raises:
-      TypeError, ValueError: reward and group_B do not fit; size is no int above 0; a group has more rows than `size`.
-        While traced that last cannot be raised: the rows too many then have the advantage NaN.
+      TypeError, ValueError: reward and group_B have different lengths; size is not a positive int; a group has more
+        rows than `size`. The last cannot be raised while traced: the surplus rows then have the advantage NaN.
     """
     axes = "BR" if len(getattr(reward, "shape", ())) == 2 else "B"
     reward = _real("reward", reward, axes)
@@ -218,7 +241,7 @@ def _standardize(reward_PG: Array, mask_PG: Array, ddof: int, eps: float) -> Arr
 
 
 def _over_batch_std(centered_PG: Array, mask_PG: Array, ddof: int, eps: float) -> Array:
-    """Numbers whose mean over the batch is 0, divided by their standard deviation over the batch + eps."""
+    """Values with mean 0 over the batch, divided by their standard deviation over the batch + eps."""
     scale = _root_mean_square(centered_PG.reshape(1, -1), mask_PG.reshape(1, -1), ddof)[0, 0] + eps
     return centered_PG / jnp.where(scale == 0, 1, scale)
 
@@ -276,6 +299,6 @@ def _ids(group_B: Any, B: int) -> Array:
     if not jnp.issubdtype(group_B.dtype, jnp.integer):
         raise TypeError(f"group_B must hold integers; got {group_B.dtype} {list(group_B.shape)}")
     _checks.same_shape("group_B", group_B, "reward in its rows", (B,))
-    if isinstance(group_B, np.ndarray):  # 64-bit ids, hashes of prompts say, would lose their upper half in jax
+    if isinstance(group_B, np.ndarray):  # jax would drop the upper half of 64-bit ids, such as hashes of prompts
         group_B = np.unique(group_B, return_inverse=True)[1].reshape(-1)
     return jnp.asarray(group_B)

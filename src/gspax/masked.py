@@ -1,8 +1,7 @@
 """Mean, sum, min and max of the entries that a mask keeps.
 
-Entries outside the mask never matter, whatever they hold (NaN and infinity too), in the value and in the
-gradient: they are selected away before the reduction, because a product with 0 keeps a NaN. Where the mask keeps
-nothing the result is 0.
+Entries outside the mask never matter, NaN and infinity included, in the value and in the gradient: they are replaced
+before the reduction, because a product with 0 keeps a NaN. Where the mask keeps nothing the result is 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is done about responses that are too long: a reward for length, or leaving them out. Lengths are in tokens.
+"""Handling of overlong responses: a reward for length, or leaving them out. Lengths are in tokens.
 
-Letters: B rows, T tokens.
+Axes: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ Array = jax.Array
 
 
 def response_length(mask_BT: Array) -> Array:
-    """Response tokens of each row, int32 [B], the stop token included: what the mask has, not characters of text."""
+    """Response tokens of each row, int32 [B], the stop token included: the tokens of the mask, not characters.
+
+    >>> response_length(jnp.array([[False, True, True], [False, True, False]])).tolist()
+    [2, 1]
+    """
     return jnp.sum(_checks.array("mask_BT", mask_BT, jnp.bool_, "BT"), axis=-1, dtype=jnp.int32)
 
 
 def soft_overlong_punishment(length_B: Array, *, max_length: int, buffer: int) -> Array:
-    """A reward from 0 to -1, float32 [B], to be added to that of the task (DAPO, arXiv 2503.14476, eq. 13).
+    """A reward from 0 to -1, float32 [B], to be added to the task's (DAPO, arXiv 2503.14476, eq. 13).
 
-    0 up to max_length - buffer, then falling in a straight line to -1 at max_length, and -1 beyond. The paper has
-    max_length 20480 and buffer 4096. To be added before the advantages are taken, and not for `advantages.maxrl`.
+    0 up to max_length - buffer, then falling linearly to -1 at max_length, and -1 beyond. The paper uses max_length
+    20480 and buffer 4096. Add it before the advantages are computed, and not with `advantages.maxrl`.
+
+    >>> soft_overlong_punishment(jnp.array([10, 14, 16]), max_length=16, buffer=4).tolist()
+    [0.0, -0.5, -1.0]
 
     Args:
       length_B: integer [B], tokens of each response.
@@ -32,7 +39,7 @@ def soft_overlong_punishment(length_B: Array, *, max_length: int, buffer: int) -
       buffer: L_cache of the paper, from 1 to max_length.
 
     Raises:
-      TypeError: length_B holds no integers; a number is no Python int.
+      TypeError: length_B does not hold integers; a number is not a Python int.
       ValueError: length_B has another rank; buffer or max_length is out of range.
     """
     length_B = _lengths(length_B)
@@ -41,19 +48,22 @@ def soft_overlong_punishment(length_B: Array, *, max_length: int, buffer: int) -
             raise TypeError(f"{name} must be a Python int, a number of tokens; got {type(number).__name__}")
     if not 1 <= buffer <= max_length:
         raise ValueError(f"buffer must be from 1 to max_length {max_length}; got {buffer}")
-    left_B = jnp.clip(max_length - length_B, 0, buffer)  # tokens of the buffer that are still free
+    left_B = jnp.clip(max_length - length_B, 0, buffer)  # unused tokens of the buffer
     return (left_B - buffer).astype(jnp.float32) / buffer
 
 
 def filter_overlong(mask_BT: Array, truncated_B: Array) -> Array:
-    """The mask without the rows that were cut off: overlong filtering (DAPO, arXiv 2503.14476, section 3.4).
+    """The mask without the truncated rows: overlong filtering (DAPO, arXiv 2503.14476, section 3.4).
 
-    Such a row has no response tokens left and weighs nothing, in the loss's denominator neither. Advantages are another
-    matter: give `~truncated` as their mask too, or the cut-off samples' rewards stay in the means of their groups.
+    Such a row has no response tokens left and weighs nothing, in the loss's denominator either. Pass `~truncated` as
+    the mask of the advantages too, or the truncated samples' rewards stay in the means of their groups.
+
+    >>> filter_overlong(jnp.ones((2, 2), bool), jnp.array([False, True])).tolist()
+    [[True, True], [False, False]]
 
     Args:
       mask_BT: bool [B, T], True on response tokens.
-      truncated_B: bool [B], True where the response ended because of its length: `~rollout.finished_B`.
+      truncated_B: bool [B], True where the response hit the length limit: `~rollout.finished_B`.
 
     Raises:
       TypeError, ValueError: an argument is no bool array, or of another shape.

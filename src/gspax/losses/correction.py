@@ -105,9 +105,9 @@ def mask_tokens(
 ) -> Array:
     """ρ_t inside [low, high] and 0 outside, [B, T]: IcePop (Ring-1T, arXiv 2510.18855).
 
-    >>> old_logp, sampler_logp = jnp.log(jnp.array([[1.0, 0.6, 0.2]])), jnp.log(jnp.array([[1.0, 0.1, 0.4]]))
+    >>> old_logp, sampler_logp = jnp.log(jnp.array([[1.0, 0.6, 0.3]])), jnp.log(jnp.array([[1.0, 0.1, 0.4]]))
     >>> mask_tokens(old_logp, sampler_logp, jnp.array([[False, True, True]])).tolist()  # 6 is out of range
-    [[0.0, 0.0, 0.5]]
+    [[0.0, 0.0, 0.75]]
     """
     log_ratio_BT, mask_BT, _ = _log_ratio(old_logp, sampler_logp, mask, segment_ids)
     return _masked(log_ratio_BT, mask_BT, low, high, jnp.exp)

@@ -1,9 +1,9 @@
 """Log-probabilities of given tokens, from logits or from hidden states in chunks.
 
-`logp_BT[b, t]` is the log-probability of `tokens_BT[b, t]`. A model's output at position t is about token t + 1;
-`shift` is the one place that knows. Column 0 has nothing that predicts it: it holds 0 and is never masked in.
+`logp_BT[b, t]` is the log-probability of `tokens_BT[b, t]`. A model's output at position t predicts token t + 1;
+`shift` is the only place that shifts. Nothing predicts column 0: it holds 0 and is never masked in.
 
-Letters: B rows, T tokens, K chunks, C positions of one, V vocabulary, D model.
+Axes: B rows, T tokens, K chunks, C positions of a chunk, V vocabulary, D model.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ _FINER = " (log-probabilities need float32: cast the logits, or better, let the 
 
 
 def token_logp(logits_BTV: Array, tokens_BT: Array, *, temperature: float = 1.0) -> Array:
-    """log π(tokens_BT[b, t] | what stands before it), float32 [B, T], column 0 being 0.
+    """log π(tokens_BT[b, t] | the tokens before it), float32 [B, T], column 0 being 0.
+
+    >>> logits = jnp.log(jnp.array([[[0.25, 0.75], [0.5, 0.5]]]))
+    >>> jnp.exp(token_logp(logits, jnp.array([[0, 1]], jnp.int32))).round(4).tolist()
+    [[1.0, 0.75]]
 
     Args:
-      logits_BTV: float32 [B, T, V], the model's outputs; those at t are about token t + 1, the last ones about nothing.
+      logits_BTV: float32 [B, T, V], the model's outputs; those at t predict token t + 1, the last ones nothing.
       tokens_BT: int32 [B, T], each in [0, V).
       temperature: the logits are divided by it. For a policy ratio use the one that the tokens were drawn with.
 
     Raises:
-      TypeError: logits that are not float32, tokens that are not int32, a temperature that is no Python number.
+      TypeError: logits that are not float32, tokens that are not int32, a temperature that is not a Python number.
       ValueError: shapes do not fit; temperature not above 0.
     """
     logits_BTV = _checks.array("logits_BTV", logits_BTV, jnp.float32, "BTV", _FINER)
@@ -48,11 +52,11 @@ def chunked_token_logp(
     temperature: float = 1.0,
     chunk: int,
 ) -> tuple[Array, Array]:
-    """`token_logp(project(hidden_BTD), tokens_BT)` and the entropy, without ever holding the logits of all positions.
+    """`token_logp(project(hidden_BTD), tokens_BT)` and the entropy, without the logits of all positions at once.
 
-    The logits of `chunk` positions are made at a time, and made again in the backward pass, so memory for them is
-    B·chunk·V instead of B·T·V, at the price of a second projection. With chunk ≥ T - 1 there is one direct evaluation:
-    no loop and nothing is computed twice.
+    Logits are computed for `chunk` positions at a time and recomputed in the backward pass, so memory for them is
+    B·chunk·V instead of B·T·V, at the price of a second projection. With chunk ≥ T - 1 there is no loop and nothing is
+    computed twice.
 
     Args:
       project: [B, C, D] -> float32 logits [B, C, V], position by position. Parameters it closes over get gradients.
@@ -66,7 +70,7 @@ def chunked_token_logp(
       `tokens_BT[b, t]` was drawn from; column 0 of both is 0. Both can be differentiated.
 
     Raises:
-      TypeError: logits that are not float32, tokens that are not int32, a number that is none.
+      TypeError: logits that are not float32, tokens that are not int32, a number of the wrong type.
       ValueError: shapes do not fit; temperature not above 0; chunk below 1.
     """
     score = partial(chunked_scores, project, temperature=temperature, chunk=chunk)
@@ -81,10 +85,10 @@ def chunked_scores(
     temperature: float = 1.0,
     chunk: int,
 ) -> tuple[Array, Array]:
-    """`chunked_token_logp` before the shift: column t is about `tokens_BT[b, t]` by the output at t itself.
+    """`chunked_token_logp` without the shift: column t scores `tokens_BT[b, t]` with the output at t itself.
 
-    As every position stands for itself, any part of the rows and positions can be scored where it lies. Arguments and
-    errors are those of `chunked_token_logp`.
+    Positions are independent, so any subset of rows and positions can be scored on the device that holds it. Arguments
+    and errors are those of `chunked_token_logp`.
     """
     hidden_BTD, tokens_BT = _hidden_and_tokens(hidden_BTD, tokens_BT)
     temperature = _checks.positive("temperature", temperature)
@@ -104,7 +108,7 @@ def chunked_scores(
 def shift(score: Callable[[Array, Array], Any], output: Array, tokens_BT: Array, *, keep_length: bool = False) -> Any:
     """Score token t + 1 with the model's output at t, and put the result in column t + 1. The only shift in gspax.
 
-    To keep the length, as where the time axis is split over devices, T is what is scored: the last output too, with the
+    With `keep_length`, for a time axis that is sharded over devices, all T outputs are scored, the last one with the
     first token, and that result is dropped.
 
     Args:
@@ -120,7 +124,7 @@ def shift(score: Callable[[Array, Array], Any], output: Array, tokens_BT: Array,
 def _scores(logits_BCV: Array, tokens_BC: Array, temperature: float) -> tuple[Array, Array]:
     """(log-probability of each token, entropy of the distribution that its logits give), both [B, C].
 
-    log π = logit - logsumexp and entropy = logsumexp - Σ p·logit: no array of log-probabilities over V is made.
+    log π = logit - logsumexp and entropy = logsumexp - Σ p·logit: no array of log-probabilities over V is needed.
     """
     logits_BCV = logits_BCV / temperature
     lse_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
@@ -138,13 +142,13 @@ def _in_chunks(
     if chunk >= T:
         return scores(hidden_BTD, tokens_BT)
     K = -(-T // chunk)
-    # Filled up with the last position, not with zeros: a projection is sure to be finite there, with its derivative.
+    # Padded with the last position, not with zeros: there the projection and its derivative are finite.
     fill = (0, K * chunk - T)
     hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), fill, (0, 0)), mode="edge")
     tokens_BT = jnp.pad(tokens_BT, ((0, 0), fill), mode="edge")
     hidden_KBCD = hidden_BTD.reshape(B, K, chunk, D).swapaxes(0, 1)
     tokens_KBC = tokens_BT.reshape(B, K, chunk).swapaxes(0, 1)
-    # prevent_cse is for code outside a loop; inside one it only hinders the compiler.
+    # prevent_cse only matters outside a loop; inside one it hinders the compiler.
     body = jax.checkpoint(scores, prevent_cse=False)
     _, scores_KBC = jax.lax.scan(lambda carry, x: (carry, body(*x)), None, (hidden_KBCD, tokens_KBC))
     return jax.tree.map(lambda x_KBC: x_KBC.swapaxes(0, 1).reshape(B, K * chunk)[:, :T], scores_KBC)

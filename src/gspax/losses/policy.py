@@ -1,11 +1,11 @@
 """The policy losses GSPO, GSPO-token and GRPO, each a pure function of arrays; `token_policy` and `sequence_policy`
 hold their relatives.
 
-Letters: B rows, T tokens. `x_BT[b, t]` is about token t of row b; `mask` is True on the response
-tokens, those that the policy chose, and |y_i| is their number in sequence i. What stands outside the mask never
-matters, NaN and infinity included. A sequence without a response token weighs nothing.
+Axes: B rows, T tokens. `x_BT[b, t]` belongs to token t of row b; `mask` is True on the response tokens, those that the
+policy chose, and |y_i| is their number in sequence i. Values outside the mask never matter, NaN and infinity included.
+A sequence without a response token weighs nothing.
 
-All of them maximise an objective J, so each `value` is its negative. GSPO's and GRPO's is the mean over the non-empty
+Each loss maximises an objective J, so `value` is its negative. For GSPO and GRPO J is the mean over the non-empty
 sequences i of a clipped objective:
 
     r_it = π(y_it)/π_old(y_it)             token ratio
@@ -16,22 +16,23 @@ Every loss of the family is called as `f(logp, old_logp, advantage, mask, *, ...
 
 - `aggregate`: the function from values per token to values and weights per row, `by_sequence`, `by_token` or
   `by_constant` (see `terms`), or any other that is linear in the values. The default is the paper's.
-- `segment_ids`: int32 [B, T] if several sequences share a row: 1, 2, ... up to T say which of its row's sequences a
-  token belongs to, 0 is padding. Then `advantage` is float32 [B, T], the same for all response tokens of a
+- `segment_ids`: int32 [B, T] if several sequences share a row: 1, 2, ... up to T number the sequences of a row, 0 is
+  padding. Then `advantage` is float32 [B, T], the same for all response tokens of a
   sequence (for GSPO-token it need not be). Σ value, Σ weight, gradient and metrics are those of the unpacked batch.
 - `correction`: float32 [B, T], or [B] if not packed. A constant that multiplies each token's objective before it is
-  aggregated, so that a sampler that differs from the learner can be corrected for. The weights stay as they are.
+  aggregated, to correct for a sampler that differs from the learner. The weights stay as they are. Losses with one
+  objective per sequence (GSPO, LUSPO, GMPO) put the mean of a sequence's factors into its gradient, GSPO-token each.
 
 Where this leaves the papers:
 1. The mean runs over the non-empty sequences of the whole batch rather than over G of one prompt and then over
    prompts. That is the same number as long as every group has the same number of non-empty sequences.
 2. There is no KL term (GRPO's β is 0), as in GSPO's own experiments.
-3. A log-ratio beyond ±25 is held there before `exp`, for the sake of float32 alone. It then has no gradient. No
-   clip range in use reaches this far (e^25 is 7e10).
+3. A log-ratio beyond ±25 is held there before `exp`, to avoid overflow in float32. It then has no gradient. No clip
+   range in use reaches this far (e^25 is 7e10).
 4. `old_logp` and `advantage` are constants: no gradient flows through them, so `old_logp=logp` gives the on-policy
    gradient.
 
-The metrics are those of `policy_terms`.
+The metrics are listed in docs/losses.md.
 """
 
 from __future__ import annotations
@@ -69,6 +70,14 @@ def gspo(
 
     Every token of a sequence has the same weight in the gradient, s_i A_i / |y_i|, or none if s_i is clipped.
 
+    >>> logp = jnp.log(jnp.array([[1.0, 0.5, 0.5]]))
+    >>> old_logp = jnp.log(jnp.array([[1.0, 0.4, 0.4]]))
+    >>> mask = jnp.array([[False, True, True]])
+    >>> gspo(logp, old_logp, jnp.ones(1), mask).value.tolist()  # s = 1.25, clipped at 1 + 4e-4
+    [-1.0003999471664429]
+    >>> gspo(logp, old_logp, -jnp.ones(1), mask).value.tolist()
+    [1.25]
+
     Args:
       logp: float32 [B, T], log-probability of each token under the policy that is trained.
       old_logp: float32 [B, T], the same under the policy that the rollout batch started from.
@@ -84,7 +93,7 @@ def gspo(
       Terms with float32 [B] leaves: value = -min(...), weight = 1; both 0 for a row without response tokens.
 
     Raises:
-      TypeError: an argument is no array, or of another dtype; a clip width is no Python number.
+      TypeError: an argument is not an array, or of another dtype; a clip width is not a Python number.
       ValueError: shapes do not fit; a clip width is negative.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
@@ -115,6 +124,12 @@ def gspo_token(
 
     s_it has the value of s_i and, in the gradient, belongs to token t alone: its weight is s_i A_it / |y_i|, or none if
     clipped. With one advantage for all tokens this is `gspo` in value, clipped set and gradient.
+
+    >>> logp = jnp.log(jnp.array([[1.0, 0.5, 0.5]]))
+    >>> old_logp = jnp.log(jnp.array([[1.0, 0.4, 0.4]]))
+    >>> mask = jnp.array([[False, True, True]])
+    >>> gspo_token(logp, old_logp, jnp.array([[0.0, 1.0, -1.0]]), mask, clip_high=0.05).value.round(3).tolist()
+    [0.1]
 
     Args:
       logp: float32 [B, T], log-probability of each token under the policy that is trained.
@@ -163,6 +178,12 @@ def grpo(
 
     A token's weight in the gradient is r_it A_i / |y_i|, or none if r_it is clipped. With `dual_clip` c the objective
     of a token with A_i < 0 is max(min(...), c A_i) (dual-clip PPO, arXiv 1912.09729): none either if r_it > c.
+
+    >>> logp = jnp.log(jnp.array([[1.0, 0.5, 0.3]]))
+    >>> old_logp = jnp.log(jnp.array([[1.0, 0.4, 0.4]]))
+    >>> mask = jnp.array([[False, True, True]])
+    >>> grpo(logp, old_logp, jnp.ones(1), mask, clip_high=0.2).value.round(3).tolist()  # (1.2 + 0.75) / 2
+    [-0.975]
 
     Args:
       logp: float32 [B, T], log-probability of each token under the policy that is trained.

@@ -37,7 +37,11 @@ def luspo(
     J = 1/N Σ_i |y_i| min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),   s_i = exp(1/|y_i| Σ_t log r_it).
 
     Every token of every sequence weighs s_i A_i in the gradient, or nothing if s_i is clipped: the length is gone from
-    it. This is `gspo` summed over tokens, so other widths and another `aggregate` are all that differs here.
+    it. This is `gspo` summed over tokens: only the widths and the `aggregate` differ.
+
+    >>> logp, mask = jnp.zeros((1, 4)), jnp.array([[False, True, True, True]])
+    >>> luspo(logp, logp, jnp.ones(1), mask).value.tolist()
+    [-3.0]
 
     Args:
       logp: float32 [B, T], log-probability of each token under the policy that is trained.
@@ -86,6 +90,10 @@ def gmpo(
 
     That is GSPO with the clip on each token before the mean. A token weighs g_i A_i / |y_i|, where g_i is the
     geometric mean of the clipped ratios, or nothing if it is clipped itself.
+
+    >>> logp, mask = jnp.array([[0.0, 1.0, 0.2]]), jnp.array([[False, True, True]])
+    >>> gmpo(logp, jnp.zeros((1, 3)), jnp.ones(1), mask).value.round(4).tolist()  # exp((0.4 + 0.2) / 2)
+    [-1.3499]
 
     Args:
       logp: float32 [B, T], log-probability of each token under the policy that is trained.

@@ -156,6 +156,11 @@ def cispo(
 
     A token's weight in the gradient is clip(r_it) A_i, whatever the sign of A_i.
 
+    >>> old_logp, logp = jnp.log(jnp.array([[1.0, 0.1]])), jnp.log(jnp.array([[1.0, 0.8]]))
+    >>> mask = jnp.array([[False, True]])
+    >>> jax.grad(lambda logp: cispo(logp, old_logp, jnp.ones(1), mask).value.sum())(logp).tolist()  # r = 8, held at 5
+    [[0.0, -5.0]]
+
     Both widths are distances from 1, as in the paper: the default 4 bounds the weight by 5. Some frameworks call the
     bound itself `epsilon_high`; their 5 is 4 here. The metrics `clip_fraction_*` count the tokens with a held weight.
 

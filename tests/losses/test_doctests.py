@@ -1,0 +1,57 @@
+"""The examples in the docstrings of losses, advantages and corrections."""
+
+import doctest
+import importlib
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gspax import advantages, losses
+
+MODULES = {
+    "gspax.losses._terms": 4,
+    "gspax.losses.policy": 3,
+    "gspax.losses.token_policy": 2,
+    "gspax.losses.sequence_policy": 2,
+    "gspax.losses.traits": 1,
+    "gspax.losses.logprobs": 1,
+    "gspax.losses.kl": 3,
+    "gspax.losses.correction": 4,
+    "gspax.losses.regularizers": 3,
+    "gspax.losses.calibration": 6,
+    "gspax.advantages": 9,
+    "gspax.shaping": 3,
+}
+
+
+NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
+
+
+class Near(doctest.OutputChecker):
+    """Numbers with a decimal point may differ by rounding: one in 10^5."""
+
+    def check_output(self, want, got, optionflags):
+        if super().check_output(NUMBER.sub("_", want), NUMBER.sub("_", got), optionflags):
+            numbers = zip(NUMBER.findall(want), NUMBER.findall(got), strict=True)
+            return all(math.isclose(float(a), float(b), rel_tol=1e-5) for a, b in numbers)
+        return False
+
+
+def test_numbers_are_compared():
+    assert Near().check_output("[1.25, 2]\n", "[1.2500001, 2]\n", 0)
+    assert not Near().check_output("[1.25, 2]\n", "[1.26, 2]\n", 0)
+    assert not Near().check_output("[1.25, 2]\n", "[1.25, 3]\n", 0)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    module = importlib.import_module(name)
+    scope = vars(module) | {"jax": jax, "jnp": jnp, "losses": losses, "advantages": advantages}
+    found = [test for test in doctest.DocTestFinder().find(module, globs=scope) if test.examples]
+    assert len(found) >= MODULES[name], f"{name} has {len(found)} functions with an example"
+    runner = doctest.DocTestRunner(Near(), optionflags=doctest.NORMALIZE_WHITESPACE)
+    for test in found:
+        assert not runner.run(test).failed, test.name
