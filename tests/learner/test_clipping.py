@@ -141,6 +141,14 @@ def test_one_outlier_does_not_open_the_range():
     np.testing.assert_allclose(outlier, usual, rtol=1e-6)
 
 
+def test_one_outlier_is_not_the_noise_floor():
+    logp, batch = minibatch(np.random.default_rng(0), 0.0)
+    logp = logp.at[0].add(np.log(1.03) * batch.mask_BT[0])
+    _, metrics = losses.reduce(losses.gspo(logp, batch.old_logp_BT, batch.advantage_B, batch.mask_BT))
+    assert metrics["ratio_max"] == pytest.approx(1.03)
+    assert clipping.noise_floor(metrics) < 1e-6
+
+
 def test_the_noise_floor_counts_sequences_by_their_length():
     noise = np.log1p(np.array([3e-5, 2e-5, 1e-5, 1e-3, 1e-3], np.float32))
     assert calibration.noise_floor(noise, np.array([400, 400, 300, 5, 5])) == pytest.approx(3e-5, rel=1e-3)

@@ -20,7 +20,7 @@ over_cases = pytest.mark.parametrize("name", ("some_empty-0.001", "some_empty-0.
 
 
 def numerator_and_terms(member, arguments):
-    """Gradient of Σ value by logp, and the terms: what a trainer takes from a micro-batch."""
+    """Gradient of Σ value by logp, and the terms: what a trainer takes from a microbatch."""
 
     return _numerator(member)(*arguments)
 
@@ -118,7 +118,7 @@ def test_row_order_does_not_matter(member, name):
 @over_family
 @over_cases
 @pytest.mark.parametrize("cuts", ([4], [1, 2], [2, 4, 6], [1, 2, 3, 4, 5, 6, 7]), ids=str)
-def test_any_split_into_micro_batches_agrees(member, name, cuts):
+def test_any_split_into_microbatches_agrees(member, name, cuts):
     """Σ value is differentiated in each part and divided once by the whole weight; `reduce` sees all rows."""
     x = CASES[name]
     parts = [np.split(a, cuts) for a in x.arguments(member)]
@@ -142,19 +142,17 @@ def test_terms_stacked_by_a_scan_reduce_to_the_same(member):
 
 
 @over_family
-@over_cases
-def test_jit_agrees(member, name):
-    arguments = CASES[name].arguments(member)
+def test_jit_agrees(member):
+    arguments = CASES["some_empty-0.3"].arguments(member)
     with jax.disable_jit():
         (loss, metrics), gradient = jax.value_and_grad(member.loss, has_aux=True)(*map(jnp.asarray, arguments))
     assert_same((loss, metrics, gradient), everything(member, arguments))
 
 
 @over_family
-@over_cases
-def test_one_device_and_eight_agree(member, name):
+def test_one_device_and_eight_agree(member):
     assert jax.device_count() == 8
-    arguments = CASES[name].arguments(member)
+    arguments = CASES["some_empty-0.3"].arguments(member)
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     split = tuple(jax.device_put(a, NamedSharding(mesh, PartitionSpec("rows"))) for a in arguments)
     (loss, metrics), gradient = jax.jit(jax.value_and_grad(member.loss, has_aux=True))(*split)
