@@ -113,7 +113,7 @@ def test_a_mixture_in_an_experiment():
     changed = replace(mixed, data=data.mixture((sort.Problems(), 1), (data.sequence(digits[1:]), 1)))
     assert difference(describe(mixed), describe(mixed)) == []
     (line,) = difference(describe(mixed), describe(changed))
-    assert line.startswith("data.sources: ") and "rows:" in line
+    assert line.startswith("data.sources.1.train_rows: rows:")
     broken = replace(mixed, data=data.mixture((data.sequence([{}, *digits]), 1)))
     assert "1 of 191 rows (row 0 from 0: prompt: there is no such column" in validate(broken)[0]
 

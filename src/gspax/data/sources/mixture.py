@@ -52,8 +52,8 @@ class Mixture:
         return self.parts[source].heldout(inner)
 
     def described(self) -> dict[str, Any]:
-        """For `experiment.describe`."""
-        return {"sources": self.parts, "weights": self.weights, "seed": self.seed}
+        """For `experiment.describe`; the sources by number, so that a difference names one of their fields."""
+        return {"sources": dict(enumerate(self.parts)), "weights": self.weights, "seed": self.seed}
 
     @functools.cached_property
     def parts(self) -> tuple[DataSource, ...]:
