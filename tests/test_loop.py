@@ -370,7 +370,7 @@ def a_rollout():
     )
 
 
-def test_mini_batches_are_the_rollout_in_order_each_row_once():
+def test_minibatches_are_the_rollout_in_order_each_row_once():
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     rollout, advantage = a_rollout(), np.arange(8) / 8
     batches = minibatches.set_advantages(minibatches.split_minibatches(rollout, 4, mesh), advantage, mesh)

@@ -122,7 +122,7 @@ def test_update_is_the_gradient_of_the_reduced_loss(name):
         ),
     ],
 )
-def test_any_split_into_micro_batches_is_the_same_update(name, rows):
+def test_any_split_into_microbatches_is_the_same_update(name, rows):
     want_state, want = whole(name)
     state, got = step(name, rows)(fresh(), batch())
     close(state.params, want_state.params)
@@ -173,7 +173,7 @@ def score(rows):
 
 
 @pytest.mark.parametrize("rows", [0, 4])
-def test_score_is_the_direct_log_prob_in_micro_batches_too(rows):
+def test_score_is_the_direct_log_prob_in_microbatches_too(rows):
     data, params = batch(), tiny.params(CONFIG)
     want, entropy, experts = direct(params, data)
     logp, got_entropy, got_experts = score(rows)(params, data.tokens_BT, data.segment_BT)
@@ -304,7 +304,7 @@ def largest_array(function, *args):
     return max(array.aval.size for equation in made for array in equation.outvars if hasattr(array.aval, "size"))
 
 
-def test_micro_batches_hold_a_part_of_the_activations():
+def test_microbatches_hold_a_part_of_the_activations():
     data = batch()
     args = tiny.params(CONFIG), data.tokens_BT, data.segment_BT
     assert largest_array(score(4), *args) <= largest_array(score(0), *args) / 2

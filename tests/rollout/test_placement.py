@@ -16,7 +16,7 @@ from gspax.experiment.validation import validate, warnings
 from gspax.learner.metrics import Clock
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import add_adapters, init_state
-from gspax.losses.correction import truncate_tokens
+from gspax.losses.correction import truncate_geometric
 from gspax.rollout import sampler
 from gspax.rollout.placement import (
     find_last_ahead,
@@ -210,7 +210,7 @@ def test_between_processes_one_number_of_devices_divides_the_other(monkeypatch, 
 def test_drawing_ahead_without_a_correction_is_warned_of():
     (sentence,) = warnings(DISAGGREGATED)
     assert sentence.startswith("placement.staleness=1: ")
-    assert warnings(replace(DISAGGREGATED, correction=truncate_tokens)) == []
+    assert warnings(replace(DISAGGREGATED, correction=truncate_geometric)) == []
     assert warnings(replace(DISAGGREGATED, placement=Placement(devices=4))) == []
 
 
