@@ -54,7 +54,7 @@ class DecoderLayer(nnx.Module):
             y_BTD, routing = self.mlp(normed_BTD, shared.valid_BT, forced_BTA, shared.mesh)
             return x_BTD + y_BTD, cache, routing
         with jax.named_scope("mlp"):
-            return x_BTD + self.mlp(normed_BTD), cache, None
+            return x_BTD + self.mlp(normed_BTD, shared.mesh), cache, None
 
 
 class Transformer(nnx.Module):
