@@ -175,6 +175,8 @@ def _sequence_count(mask_BT: Array, segment_BT: Array | None) -> Array:
 
 def _quantile(metric: Quantile) -> Array:
     weight = metric.weight.ravel()
+    if not weight.size:  # a batch without rows
+        return jnp.zeros((), jnp.float32)
     value = jnp.where(weight > 0, metric.value.ravel(), -jnp.inf)
     descending = jnp.argsort(-value)
     within = jnp.cumsum(weight[descending]) > jnp.maximum(metric.above * weight.sum(), weight.max())
