@@ -241,6 +241,26 @@ def test_nothing_imports_a_higher_floor():
     assert not wrong, "\n".join(wrong)
 
 
+# Arguments
+
+
+def takes_experiment(node):
+    """Whether a function has a parameter that is a whole `Experiment`."""
+    arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    names = [ast.unparse(each.annotation).strip("\"'") for each in arguments if each.annotation is not None]
+    return any(name.split(".")[-1] == "Experiment" for name in names)
+
+
+def test_only_what_composes_a_run_takes_the_whole_experiment():
+    functions = [
+        f"{label(path)}: {node.name}"
+        for path in FILES.values()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef) and takes_experiment(node)
+    ]
+    assert 0 < len(functions) <= 25, "\n".join(functions)
+
+
 # Budgets
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspax.config import Experiment, ModelConfig, Sampling, expert_id_dtype, is_sparse, trained_dtype
+from gspax.config import Experiment, ModelConfig, Placement, Sampling, expert_id_dtype, is_sparse, trained_dtype
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.train_step import make_steps
@@ -69,17 +69,33 @@ def make_programs(
     return [
         Program(name=TRAIN, lower=train, resident=held + batches - device_bytes(state) - device_bytes(batch)),
         Program(name=SCORE, lower=score, resident=scoring),
-        _make_rollout(experiment, state, held, mesh if sampler_mesh is None else sampler_mesh),
+        _make_rollout(
+            experiment.model,
+            experiment.sampling,
+            state,
+            mesh if sampler_mesh is None else sampler_mesh,
+            placement=experiment.placement,
+            stop_ids=experiment.tokenizer.stop_ids,
+            held=held,
+        ),
     ]
 
 
-def _make_rollout(experiment: Experiment, state: TrainState, held: int, mesh: jax.sharding.Mesh) -> Program:
-    """The sampler.
+def _make_rollout(
+    model: ModelConfig,
+    sampling: Sampling,
+    state: TrainState,
+    mesh: jax.sharding.Mesh,
+    *,
+    placement: Placement | None,
+    stop_ids: tuple[int, ...],
+    held: int,
+) -> Program:
+    """The sampler, on devices that hold `held` bytes throughout the run if they are the learner's.
 
     A disaggregated sampler gets the pushed parameters; each rollout batch drawn ahead adds a copy of them and a
     rollout to its devices.
     """
-    model, sampling, placement = experiment.model, experiment.sampling, experiment.placement
     params: Any = state.params
     key: Any = state.key
     resident = held - device_bytes(state.params) - device_bytes(state.key)
@@ -95,7 +111,7 @@ def _make_rollout(experiment: Experiment, state: TrainState, held: int, mesh: ja
             key,
             config=model,
             sampling=sampling,
-            stop_ids=experiment.tokenizer.stop_ids,
+            stop_ids=stop_ids,
             mesh=mesh,
         )
 

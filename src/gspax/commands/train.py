@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import TYPE_CHECKING
 
 from gspax.commands import launch
 from gspax.commands.arguments import Parser, add_dry_run, add_experiment, subcommand_parser
 from gspax.commands.inputs import load_experiment, override_key, print_plan
-
-if TYPE_CHECKING:
-    from gspax.config import Experiment
 
 
 def make_parser() -> Parser:
@@ -39,11 +35,11 @@ def execute(options: argparse.Namespace) -> int:
     train(experiment, options.workdir)
     if is_primary:
         print(summarise(options.workdir))
-        print(next_commands(options, experiment))
+        print(next_commands(options, experiment.schedule.steps, experiment.evaluation.problems))
     return 0
 
 
-def next_commands(options: argparse.Namespace, experiment: Experiment) -> str:
+def next_commands(options: argparse.Namespace, steps: int, problems: int) -> str:
     """What to run next: more steps, and an evaluation on more problems."""
 
     def command(name: str, key: str, value: int) -> str:
@@ -52,6 +48,6 @@ def next_commands(options: argparse.Namespace, experiment: Experiment) -> str:
 
     return (
         "Next:\n"
-        f"  {command('train', 'schedule.steps', 2 * experiment.schedule.steps)}\n"
-        f"  {command('eval', 'evaluation.problems', max(2048, 2 * experiment.evaluation.problems))}"
+        f"  {command('train', 'schedule.steps', 2 * steps)}\n"
+        f"  {command('eval', 'evaluation.problems', max(2048, 2 * problems))}"
     )

@@ -44,7 +44,7 @@ def learner_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
     routers = experiment.regularizers.load_balance or experiment.regularizers.router_z
     replays = experiment.routing_replay or experiment.regularizers.load_balance
     parts = {
-        **_resident_bytes(experiment, mesh),
+        **_resident_bytes(config, lora, experiment.optimizer, mesh, reference=experiment.reference is not None),
         "adapters, float32": FLOAT32 * trained if lora is not None else 0,
         "gradients": size_of(trained_dtype(config, lora)) * trained,
         "sum of the microbatches' gradients": FLOAT32 * trained if several else 0,
@@ -69,8 +69,9 @@ def sampler_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
     position = 2 * size_of(config.dtype) * config.num_hidden_layers * heads * config.head_dim
     replays = experiment.routing_replay or experiment.regularizers.load_balance
     if experiment.placement is None:
-        held = _resident_bytes(experiment, mesh)
-        if experiment.lora is not None:
+        lora, reference = experiment.lora, experiment.reference is not None
+        held = _resident_bytes(config, lora, experiment.optimizer, mesh, reference=reference)
+        if lora is not None:
             held["the same with adapters merged"] = held[f"parameters, {config.param_dtype}"]
     else:
         held = _pushed_bytes(config, mesh, 1 + experiment.placement.staleness)
@@ -123,14 +124,15 @@ def row_length(sampling: Sampling) -> int:
     return sampling.max_prompt_tokens + sampling.max_tokens
 
 
-def _resident_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
+def _resident_bytes(
+    config: ModelConfig, lora: Lora | None, optimizer: Optimizer, mesh: Mesh, *, reference: bool
+) -> dict[str, int]:
     """What the learner's devices hold throughout the run."""
-    config, lora = experiment.model, experiment.lora
     weights = size_of(config.param_dtype) * _sharded(parameter_count(config), mesh)
     parts = {f"parameters, {config.param_dtype}": weights}
-    if not experiment.optimizer.offload:
-        parts |= optimizer_bytes(experiment.optimizer, config, lora, mesh)
-    if experiment.reference is not None and lora is None:  # with adapters, the frozen parameters are the reference
+    if not optimizer.offload:
+        parts |= optimizer_bytes(optimizer, config, lora, mesh)
+    if reference and lora is None:  # with adapters, the frozen parameters are the reference
         parts[f"reference policy, {config.param_dtype}"] = weights
     return parts
 
