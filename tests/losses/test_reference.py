@@ -16,9 +16,9 @@ from loss_cases import (
     GMPO,
     GRPO,
     GSPO,
+    IMPORTANCE,
     LUSPO,
     MASKS,
-    REINFORCE,
     SAPO,
     VESPO,
     Case,
@@ -27,7 +27,7 @@ from loss_cases import (
 
 
 # Where nothing is held constant in the gradient only: not the token form, and no loss that is a weight times log π.
-@pytest.mark.parametrize("member", (GSPO, LUSPO, GRPO, DUAL, DR_GRPO, DAPO, REINFORCE, SAPO, GMPO), ids=str)
+@pytest.mark.parametrize("member", (GSPO, LUSPO, GRPO, DUAL, DR_GRPO, DAPO, IMPORTANCE, SAPO, GMPO), ids=str)
 @pytest.mark.parametrize("scale", (1e-3, 0.3))
 def test_analytic_gradient_is_the_finite_difference(member, scale):
     x = case(MASKS["ragged"], scale)
