@@ -132,7 +132,8 @@ def _misfit(function: Any, names: tuple[str, ...]) -> str:
     try:
         inspect.signature(function).bind(*names)
     except TypeError as problem:
-        return f"{title} does not accept these arguments: {problem}"
+        reason = str(problem).replace("keyword-only argument", "argument")  # as Python 3.11 words it
+        return f"{title} does not accept these arguments: {reason}"
     except ValueError:  # a built-in function without a signature
         pass
     return ""
