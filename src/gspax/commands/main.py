@@ -132,7 +132,3 @@ def _overview() -> Parser:
     parser.add_argument("subcommand", nargs="?", metavar="SUBCOMMAND", help=f"one of {', '.join(SUBCOMMANDS)}")
     parser.add_argument("--version", action="version", version=f"gspax {gspax.__version__}")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())
