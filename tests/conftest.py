@@ -1,4 +1,4 @@
-"""What every test runs under. This must come before the first use of a device."""
+"""JAX settings for all tests. They must be set before the first use of a device."""
 
 import contextlib
 import ctypes
@@ -13,19 +13,28 @@ jax.config.update("jax_platforms", "cpu")  # an installed libtpu without a TPU m
 jax.config.update("jax_num_cpu_devices", 8)  # every sharding test runs on any machine
 # an advantage [B] where [B, T] was due is an error, B == T or not
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Most of the suite's time is compilation, much of it of the same programs. What XLA's costly passes do to a program is
-# its speed; the tests that start a process of their own (test_loop.py) run with them.
+# Most of the suite's time is compilation: the programs run once or twice, so XLA's costly passes do not pay. Processes
+# that a test starts (test_loop.py) run with all optimisations.
 jax.config.update("jax_disable_most_optimizations", True)
+if jax.__version_info__[:2] == (0, 10):  # XLA aborts on a flag that it does not have; other versions compile slower
+    # The newer fusion emitters of XLA on CPU double the time of a compilation. XLA reads the variable once.
+    given = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {given or ''}"
+    jax.devices()
+    if given is None:
+        del os.environ["XLA_FLAGS"]  # not for the processes that a test starts
+    else:
+        os.environ["XLA_FLAGS"] = given
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-RESIDENT_BUDGET = 10**9  # bytes of a worker between two files; compiled programs are most of it
+RESIDENT_BUDGET = 10**9  # bytes a worker may hold between two files; most of them are compiled programs
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _drop_compiled_programs():
-    """Between two files, if the worker has grown large: keeping the programs of all files takes several GB."""
+    """Clear JAX's caches between two files if the worker has grown large: all programs together take several GB."""
     yield
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -34,5 +43,5 @@ def _drop_compiled_programs():
     if pages * os.sysconf("SC_PAGE_SIZE") > RESIDENT_BUDGET:
         jax.clear_caches()
         gc.collect()
-        with contextlib.suppress(AttributeError):  # glibc: hand the freed pages back, more than half of them
+        with contextlib.suppress(AttributeError):  # glibc: return the freed pages, more than half
             ctypes.CDLL(None).malloc_trim(0)
