@@ -27,7 +27,7 @@ from gspax.experiment import (
     validate,
     warnings,
 )
-from gspax.experiment.description import name_of
+from gspax.experiment.description import SOURCE, name_of
 
 STUB = Path(stub_experiment.__file__)
 EXPERIMENT = load(STUB)
@@ -233,8 +233,9 @@ def test_warnings():
 def test_a_description_is_json_and_complete():
     description = describe(EXPERIMENT)
     assert json.loads(json.dumps(description)) == description
-    assert description["reward"] == "experiment_file.reward"
-    assert description["loss"] == {"function": "experiment_file.gspo", "clip_low": 2e-4, "clip_high": 4e-4}
+    assert description["reward"]["function"] == "experiment_file.reward"
+    loss = {key: value for key, value in description["loss"].items() if key != SOURCE}
+    assert loss == {"function": "experiment_file.gspo", "clip_low": 2e-4, "clip_high": 4e-4}
     assert description["data"]["type"] == "experiment_file.Problems"
     assert description["model"]["mlp_only_layers"] == []
     assert " at 0x" not in json.dumps(description)

@@ -98,4 +98,5 @@ def test_a_reward_that_no_other_process_can_import_is_refused(rewards):
 def test_what_is_guarded_is_part_of_an_experiments_description(rewards):
     described = describe(partial(guard, reward=rewards.score))
     assert described["function"] == "gspax.rewards.guard.guard"
-    assert described["reward"] == {"function": "rewards_of_the_test.score", "scale": 1}
+    assert described["reward"]["function"] == "rewards_of_the_test.score"
+    assert described["reward"]["scale"] == 1

@@ -8,6 +8,7 @@ and without addresses, so that the same experiment has the same description in e
     a function                      "package.name"
     a function with keyword-only
     parameters, or a partial        {"function": "package.name", keyword: ..., ...}
+    a function of one's own         {"function": "package.name", "source-hash": ..., keyword: ..., ...}
 
 Names are public ones (`gspax.losses.gspo`, not the module that defines it), so that code can move without
 turning old runs into other experiments; `experiment.aliases` holds the names that have changed. Keywords left at their
@@ -32,7 +33,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from gspax.experiment import aliases
+from gspax.experiment.source import source_hash
 
+SOURCE = "source-hash"  # no keyword of a function can have this name
 _ABSENT = object()
 
 # What a resumed run may change. None of it enters an update: `schedule.steps` is a total, the others set how often and
@@ -90,6 +93,8 @@ def _fields(record: Any) -> Mapping[str, Any]:
 def _function(value: Any) -> Any:
     inner = unwrap(value)
     described: dict[str, Any] = {"function": name_of(inner)}
+    if (source := source_hash(inner)) is not None:
+        described[SOURCE] = source
     if isinstance(value, functools.partial) and value.args:
         described["arguments"] = [describe(each) for each in value.args]
     if inspect.ismethod(inner):
@@ -198,15 +203,17 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, ignore: Iterab
     for key in before | after:
         if any(fnmatchcase(key, pattern) for pattern in ignore):
             continue
-        same = before[key] == after.get(key, _ABSENT) if key in before else _is_default(after, key)
+        same = before[key] == after.get(key, _ABSENT) if key in before else _is_new(after, key)
         if not same:
             lines.append(f"{key}: {_show(before, key)} -> {_show(after, key)}")
     return lines
 
 
-def _is_default(flat: Mapping[str, Any], key: str) -> bool:
-    """Whether a dataclass's field, or a function's keyword, has its default in a flat description."""
+def _is_new(flat: Mapping[str, Any], key: str) -> bool:
+    """Whether a key may be missing in an older description: a source, or a field or keyword that has its default."""
     owner, _, name = key.rpartition(".")
+    if name == SOURCE:
+        return True
     named = flat.get(owner or "type")
     default = _default(_lookup(named), name) if isinstance(named, str) else inspect.Parameter.empty
     return flatten({key: describe(default)}).get(key) == flat[key]

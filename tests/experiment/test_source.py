@@ -1,0 +1,112 @@
+"""The source of a user's functions is part of a run's description."""
+
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import optax
+import pytest
+
+from gspax import losses
+from gspax.errors import UserError
+from gspax.experiment import describe, load
+from gspax.experiment.description import RESUMABLE, SOURCE, difference
+from gspax.experiment.source import source_hash
+from gspax.run.directory import open_run
+
+HEAD = (
+    "from dataclasses import replace\nfrom functools import partial\nfrom stub_experiment import experiment as stub\n"
+)
+TAIL = "\nexperiment = replace(stub, reward=reward)\n"
+REWARD = """
+SCALE = 2.0
+def digits(text):
+    # only the digits
+    return [each for each in text if each.isdigit()]
+def unused(text):
+    return 0
+def reward(problem, completion):
+    return SCALE * (digits(completion) == digits(problem.answer))
+"""
+
+
+def described(folder, text):
+    file = Path(folder) / "experiment.py"
+    file.write_text(HEAD + textwrap.dedent(text) + TAIL)
+    return describe(load(file))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changes"),
+    [
+        ("== digits(problem", "<= digits(problem", True),
+        ("each.isdigit()", "each.isdecimal()", True),
+        ("SCALE = 2.0", "SCALE = 3.0", True),
+        ("    # only the digits\n", "\n", False),
+        ("return 0", "return 1", False),
+        ("SCALE = 2.0", "import math\n\n\nSCALE = 2.0  # twice", False),
+    ],
+)
+def test_a_changed_reward_is_noticed_and_a_comment_is_not(tmp_path, old, new, changes):
+    before = described(tmp_path, REWARD)
+    assert before["reward"]["function"] == "experiment_file.reward"
+    assert old in REWARD
+    lines = difference(before, described(tmp_path, REWARD.replace(old, new)), ignore=RESUMABLE)
+    assert len(lines) == changes
+    assert all(line.startswith(f"reward.{SOURCE}: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changes"),
+    [
+        ("len(text) - 1", "len(text) - 2", True),
+        ("* 3", "* 4", True),
+        ("  # a note", "", False),
+        ("weigh(2)", "weigh(5)", True),
+    ],
+)
+def test_lambdas_are_told_apart_where_they_share_a_line(tmp_path, old, new, changes):
+    text = """
+    def weigh(by):
+        return lambda problem, text: by * len(text)
+    first, reward = (lambda problem, text: len(text) * 3), (lambda problem, text: first(problem, text) +
+        len(text) - 1 + second(problem, text))  # a note
+    second = weigh(2)
+    """
+    assert text.count(old) == 1
+    assert (described(tmp_path, text) != described(tmp_path, text.replace(old, new))) == changes
+    unrelated = text.replace("(lambda problem, text: len(text) * 3)", "(lambda problem, text: 0)")
+    assert described(tmp_path, text) != described(tmp_path, unrelated), "it is used by the other"
+
+
+def test_an_edit_during_the_run_changes_nothing(tmp_path):
+    file = tmp_path / "experiment.py"
+    file.write_text(HEAD + REWARD + TAIL)
+    experiment = load(file)
+    before = describe(experiment)
+    file.write_text(HEAD + REWARD.replace("==", "!=") + TAIL)
+    assert describe(experiment) == before
+
+
+def test_a_run_with_another_reward_is_not_resumed_and_an_old_description_still_is(tmp_path):
+    before = described(tmp_path, REWARD)
+    open_run(tmp_path / "run", before)
+    with pytest.raises(UserError, match=f"reward.{SOURCE}: "):
+        open_run(tmp_path / "run", described(tmp_path, REWARD.replace("==", "!=")))
+    old = before | {"reward": "experiment_file.reward"}  # as versions wrote it that had no sources
+    assert difference(old, before) == []
+
+
+def test_functions_of_packages_have_no_source_in_it():
+    for function in (losses.gspo, optax.adam, print, partial, Path.exists, textwrap.dedent):
+        assert source_hash(function) is None
+    assert describe(optax.adafactor) == "optax.adafactor"
+
+
+def test_a_keyword_stays_beside_the_source():
+    def reward(problem, completion, *, scale=1.0):
+        return scale
+
+    found = describe(partial(reward, scale=2.0))
+    assert found.keys() == {"function", SOURCE, "scale"}
+    assert len(found[SOURCE]) == 16
