@@ -1,4 +1,4 @@
-"""A sampler on devices of its own: where arrays go, which parameters draw what, and that a resumed run repeats it."""
+"""A disaggregated sampler: devices, staleness, validation, and resumption."""
 
 from collections import deque
 from dataclasses import replace
@@ -29,9 +29,10 @@ from gspax.run import record
 from gspax.run.directory import RunDir, open_run
 from gspax.sharding import make_mesh
 
-# A learning rate at which one rollout batch changes what is drawn.
+# The learning rate is large enough for one rollout batch to change the samples; one dense layer compiles fast.
 DISAGGREGATED = replace(
     experiment,
+    model=replace(experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=32),
     warm_start=None,
     optimizer=config.Optimizer(learning_rate=0.3),
     schedule=replace(experiment.schedule, steps=4, eval_every=0, checkpoint_every=2),
@@ -47,7 +48,7 @@ def learner():
 
 
 def fresh(learner):
-    """A state of its own: the first update takes it."""
+    """A new state: an update donates its state."""
     return init_state(DISAGGREGATED.model, learner.optimizer, jax.random.key(0), learner.mesh)
 
 
@@ -64,7 +65,7 @@ def devices(tree):
     return {device for leaf in jax.tree.leaves(tree) for device in leaf.sharding.device_set}
 
 
-def test_each_has_its_devices(learner):
+def test_learner_and_sampler_have_disjoint_devices(learner):
     state = fresh(learner)
     assert devices(state) == set(jax.devices()[:4]) and set(learner.mesh.devices.flat) == set(jax.devices()[:4])
     pushed = learner.sampler.push(state.params)
@@ -74,8 +75,8 @@ def test_each_has_its_devices(learner):
     assert devices(drawn.rollout) == set(jax.devices()[4:])
 
 
-def test_synchronously_it_is_the_colocated_run_bit_for_bit(learner):
-    """The same mesh of four devices, elsewhere."""
+def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(learner):
+    """The colocated sampler uses the learner's mesh, which has the same shape."""
     colocated = replace(learner, sampler=make_colocated_sampler(learner.mesh))
     results = [loop.run_step(each, fresh(learner), None, deque()) for each in (learner, colocated)]
     (state, metrics, rows), (state_too, metrics_too, rows_too) = results
@@ -86,7 +87,7 @@ def test_synchronously_it_is_the_colocated_run_bit_for_bit(learner):
     }
 
 
-def test_one_batch_ahead_is_drawn_by_the_parameters_of_one_batch_before(learner):
+def test_staleness_1_samples_with_the_parameters_before_the_last_update(learner):
     state, ahead, stale = fresh(learner), deque(), []
     first, second = range(8, 16), range(16, 24)
     by_first = texts(learner, loop.draw(learner, learner.sampler.push(state.params), state, first[0]))
@@ -96,7 +97,7 @@ def test_one_batch_ahead_is_drawn_by_the_parameters_of_one_batch_before(learner)
         if done == 1:
             assert texts(learner, drawn) == by_first
             newest = loop.draw(learner, learner.sampler.push(state.params), state, first[0])
-            assert texts(learner, newest) != by_first, "the update changed what is drawn"
+            assert texts(learner, newest) != by_first, "the update should change the samples"
             wanted = loop.draw(learner, learner.sampler.push(state.params), state, second[0])
             assert texts(learner, ahead[0]) == texts(learner, wanted)
         state, metrics, _ = loop.learn(learner, state, None, drawn, Clock())
@@ -104,7 +105,7 @@ def test_one_batch_ahead_is_drawn_by_the_parameters_of_one_batch_before(learner)
         if done == 0:
             assert metrics["mismatch/kl"] < 1e-6
     assert stale == [0.0, 1.0]
-    assert metrics["mismatch/abs_diff"] > 1e-3, "old log-probs are those of the newest parameters"
+    assert metrics["mismatch/abs_diff"] > 1e-3, "old log-probs come from the newest parameters"
 
 
 @pytest.mark.parametrize(
@@ -118,23 +119,25 @@ def test_one_batch_ahead_is_drawn_by_the_parameters_of_one_batch_before(learner)
         ),
     ],
 )
-def test_a_batch_is_taken_before_the_sampler_is_told_more(learner, monkeypatch, staleness, wanted):
-    """Or else, between processes, what is taken would wait for what was told last, and neither side for nothing."""
-    said, ahead = [], deque()
+def test_a_rollout_batch_is_received_before_the_next_is_drawn(learner, monkeypatch, staleness, wanted):
+    """In the other order, with several processes, receiving would wait for the draw that was queued last."""
+    events, ahead = [], deque()
     ahead_of = no_checkpoints(learner)
     ahead_of = replace(
         ahead_of, experiment=replace(ahead_of.experiment, placement=Placement(devices=4, staleness=staleness))
     )
     ahead_of = replace(ahead_of, sampler=make_colocated_sampler(learner.mesh))
     state = replace(fresh(learner), params=None, opt_state=None)
-    monkeypatch.setattr(loop, "draw", lambda learner, params, state, first: said.append(f"draw {first // 8}") or first)
-    monkeypatch.setattr(loop, "receive", lambda learner, first: said.append(f"take {first // 8}"))
+    monkeypatch.setattr(
+        loop, "draw", lambda learner, params, state, first: events.append(f"draw {first // 8}") or first
+    )
+    monkeypatch.setattr(loop, "receive", lambda learner, first: events.append(f"take {first // 8}"))
     for done in range(3):
         minibatches = ahead_of.experiment.schedule.minibatches
         now = replace(state, step=state.step + minibatches * done, position=state.position + 8 * done)
         loop.next_rollout(ahead_of, now, ahead)
-        said.append("learn")
-    assert said == wanted
+        events.append("learn")
+    assert events == wanted
 
 
 def no_checkpoints(learner):
@@ -147,12 +150,12 @@ def no_checkpoints(learner):
 @pytest.mark.parametrize(
     ("staleness", "wanted"), [(0, [0, 1, 2, 3, 4, 5]), (1, [1, 2, 2, 4, 5, 5]), (9, [2, 2, 2, 5, 5, 5])]
 )
-def test_nothing_is_drawn_ahead_over_a_checkpoint(staleness, wanted):
+def test_no_rollout_is_drawn_across_a_checkpoint(staleness, wanted):
     assert [find_last_ahead(staleness, done, lambda n: n % 3 == 0) for done in range(6)] == wanted
 
 
-def test_parameters_travel_in_the_dtype_in_which_they_are_read_and_adapters_as_the_weights_that_they_make():
-    half = replace(DISAGGREGATED, model=replace(DISAGGREGATED.model, dtype="bfloat16"), lora=Lora(rank=2))
+def test_parameters_are_pushed_in_their_compute_dtype_with_adapters_merged():
+    half = replace(DISAGGREGATED, model=replace(experiment.model, dtype="bfloat16"), lora=Lora(rank=2))
     mesh, sampler_mesh = make_meshes(half)
     push = make_disaggregated_sampler(half.model, sampler_mesh, mesh).push
     state = init_state(half.model, loop.optax.identity(), jax.random.key(0), mesh)
@@ -166,22 +169,22 @@ def test_parameters_travel_in_the_dtype_in_which_they_are_read_and_adapters_as_t
         assert leaf.dtype == ("float32" if "norm" in name or "router" in name else "bfloat16"), name
 
 
-def test_what_does_not_fit_is_said():
+def test_invalid_placements_are_rejected():
     def problems(**changes):
         return validate(replace(DISAGGREGATED, placement=replace(DISAGGREGATED.placement, **changes)), 8)
 
     assert problems() == []
-    assert validate(replace(DISAGGREGATED, mesh=Mesh(fsdp=4)), 8) == [], "of the devices that are left"
+    assert validate(replace(DISAGGREGATED, mesh=Mesh(fsdp=4)), 8) == [], "fsdp counts the learner's devices"
     assert "product is the 4 available devices" in validate(replace(DISAGGREGATED, mesh=Mesh(fsdp=8)), 8)[0]
     assert problems(devices=8) == ["placement.devices: wanted fewer than the 8 devices, got 8"]
     assert problems(staleness=-1) == ["placement.staleness: wanted at least 0, got -1"]
     assert "placement.mesh: wanted axes whose product is the 4 available devices" in problems(mesh=Mesh(fsdp=3))[0]
-    said = problems(devices=3, mesh=Mesh(data=3, fsdp=1))
-    assert "sampling.prompts: wanted a multiple of the 3 devices of placement.mesh for rows, got 8" in said
+    found = problems(devices=3, mesh=Mesh(data=3, fsdp=1))
+    assert "sampling.prompts: wanted a multiple of the 3 devices of placement.mesh for rows, got 8" in found
 
 
-def test_slices_are_counted_apart_from_the_devices_of_one():
-    """Parameters of width 32 are split over the 32 devices of a slice, not over the 64 of two."""
+def test_parameters_are_sharded_over_the_devices_of_one_slice():
+    """Width 32 fits the 32 devices of a slice, but not the 64 of two slices."""
     sampling = replace(DISAGGREGATED.sampling, prompts=64)
     wide = replace(
         DISAGGREGATED, placement=None, sampling=sampling, schedule=replace(DISAGGREGATED.schedule, minibatches=1)
@@ -195,7 +198,7 @@ def test_slices_are_counted_apart_from_the_devices_of_one():
 
 
 @pytest.mark.parametrize(("devices", "fits"), [(1, True), (2, True), (3, False), (4, True), (5, False), (6, True)])
-def test_between_processes_one_number_of_devices_divides_the_other(monkeypatch, devices, fits):
+def test_with_several_processes_one_device_count_must_divide_the_other(monkeypatch, devices, fits):
     mesh = make_mesh(Mesh(), jax.devices()[-devices:])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     if fits:
@@ -207,14 +210,14 @@ def test_between_processes_one_number_of_devices_divides_the_other(monkeypatch, 
         make_disaggregated_sampler(DISAGGREGATED.model, mesh, mesh)
 
 
-def test_drawing_ahead_without_a_correction_is_warned_of():
+def test_staleness_without_a_correction_warns():
     (sentence,) = warnings(DISAGGREGATED)
     assert sentence.startswith("placement.staleness=1: ")
     assert warnings(replace(DISAGGREGATED, correction=truncate_geometric)) == []
     assert warnings(replace(DISAGGREGATED, placement=Placement(devices=4))) == []
 
 
-def test_how_often_a_run_saves_is_fixed_where_it_decides_what_is_drawn_ahead(tmp_path):
+def test_checkpoint_every_may_change_on_resumption_only_without_staleness(tmp_path):
     open_run(tmp_path, describe(DISAGGREGATED))
     rarer = replace(DISAGGREGATED, schedule=replace(DISAGGREGATED.schedule, checkpoint_every=4))
     with pytest.raises(UserError, match=r"schedule\.checkpoint_every: 2 -> 4"):
@@ -226,7 +229,7 @@ def test_how_often_a_run_saves_is_fixed_where_it_decides_what_is_drawn_ahead(tmp
 
 
 @pytest.mark.slow
-def test_a_resumed_run_draws_what_the_uninterrupted_one_did(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     loop.train(DISAGGREGATED, tmp_path / "whole")
     loop.train(replace(DISAGGREGATED, schedule=replace(DISAGGREGATED.schedule, steps=2)), tmp_path / "cut")
     loop.train(DISAGGREGATED, tmp_path / "cut")

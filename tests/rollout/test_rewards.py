@@ -1,4 +1,4 @@
-"""What a rollout on the host becomes: text, reward, length, and whether it finished."""
+"""Rows that `reward_completions` makes of a rollout: text, reward, length, and whether it finished."""
 
 import numpy as np
 from small_experiment import experiment
@@ -12,7 +12,7 @@ PROBLEMS = [Problem(prompt="21=", answer="12"), Problem(prompt="9870=", answer="
 
 
 def rollout():
-    """Two samples of each problem, one of each cut at the limit of three tokens; what follows a row is not zero."""
+    """Two samples per problem, one of them truncated at three tokens. The padding is not zero."""
     prompts = [experiment.tokenizer.encode(problem.prompt) for problem in PROBLEMS for _ in range(2)]
     drawn = [[1, 2, STOP], [2, 1, 1], [0, STOP], [0, 7, 8]]
     tokens = np.full((4, 8), 5, np.int32)
@@ -20,7 +20,7 @@ def rollout():
         tokens[row, : len(prompt) + len(completion)] = [*prompt, *completion]
     return Rollout(
         tokens_BT=tokens,
-        mask_BT=None,  # the lengths say it all
+        mask_BT=None,  # unused: the lengths suffice
         logp_BT=None,
         prompt_length_B=np.array([len(prompt) for prompt in prompts], np.int32),
         length_B=np.array([len(completion) for completion in drawn], np.int32),
@@ -28,7 +28,7 @@ def rollout():
     )
 
 
-def test_each_row_has_its_problems_prompt_and_its_own_text():
+def test_rows_hold_prompt_answer_completion_and_length():
     rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, reward=experiment.reward)
     assert [row["prompt"] for row in rows] == ["21=", "21=", "9870=", "9870="]
     assert [row["answer"] for row in rows] == ["12", "12", "0789", "0789"]
@@ -38,7 +38,7 @@ def test_each_row_has_its_problems_prompt_and_its_own_text():
     assert all(type(row["length"]) is int and type(row["finished"]) is bool for row in rows)
 
 
-def test_the_reward_sees_its_own_problem_and_the_text_without_the_stop_token():
+def test_reward_gets_the_problem_and_the_completion_without_its_stop_token():
     seen = []
 
     def reward(problem, completion):

@@ -1,7 +1,6 @@
-"""What a sample may depend on, what its log-probs are, and that the filters keep what they should."""
+"""Determinism, log-probs and filters of the sampler."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +38,14 @@ def completion(rollout, row):
     return rollout.tokens_BT[row, start : start + rollout.length_B[row]].tolist()
 
 
-@partial(jax.jit, static_argnames="temperature")
+@jax.jit
 def learner_logp(params, tokens, segment, temperature):
     hidden, _ = transformer.apply(params, CONFIG, tokens, segment)
-    return losses.token_logp(transformer.logits(params, hidden), tokens, temperature=temperature)
+    return losses.token_logp(transformer.logits(params, hidden) / temperature, tokens)
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, NARROW])
-def test_log_probs_are_the_learners(params, sampling):
+def test_log_probs_equal_the_learners(params, sampling):
     rollout = draw(params, sampling=sampling)
     total = rollout.prompt_length_B + rollout.length_B
     segment = (np.arange(rollout.tokens_BT.shape[1])[None] < total[:, None]).astype(np.int32)
@@ -55,7 +54,7 @@ def test_log_probs_are_the_learners(params, sampling):
     np.testing.assert_allclose(rollout.logp_BT[rollout.mask_BT], np.asarray(logp)[rollout.mask_BT], atol=1e-5)
 
 
-def test_rows_are_prompt_completion_padding(params):
+def test_rows_are_prompt_then_completion_then_padding(params):
     rollout = draw(params)
     for row in range(12):
         prompt, length = PROMPTS[row // 3], rollout.length_B[row]
@@ -69,18 +68,18 @@ def test_rows_are_prompt_completion_padding(params):
         assert not any(stopped[:-1])
         assert rollout.finished_B[row] == stopped[-1]
         assert stopped[-1] or length == SAMPLING.max_tokens
-    assert 0 < rollout.finished_B.sum() < 12, "the seed should give both kinds"
+    assert 0 < rollout.finished_B.sum() < 12, "the seed should give finished and truncated rows"
 
 
-def test_a_drawn_zero_stays_in_the_mask(params):
+def test_a_sampled_token_0_is_in_the_mask(params):
     rollout = draw(params, seed=3, stop_ids=())
     assert rollout.mask_BT.sum() == 12 * SAMPLING.max_tokens
     assert (rollout.tokens_BT[rollout.mask_BT] == 0).any(), "the seed should draw token 0"
 
 
-def test_a_sample_is_a_function_of_key_id_and_position(params):
+def test_a_sample_depends_only_on_key_prompt_id_and_position(params):
     whole = draw(params)
-    part = draw(params, prompts=[PROMPTS[2], PROMPTS[0], *[[20, 21]] * 6], ids=[2, 0, 3, 3, 3, 3, 3, 3])
+    part = draw(params, prompts=[PROMPTS[2], PROMPTS[0], [20, 21], [20, 21]], ids=[2, 0, 3, 3])
     for row in range(3):
         assert completion(part, row) == completion(whole, 6 + row)
         assert completion(part, 3 + row) == completion(whole, row)
@@ -90,7 +89,7 @@ def test_a_sample_is_a_function_of_key_id_and_position(params):
     assert len({tuple(completion(whole, row)) for row in range(3)}) == 3, "samples of one prompt differ"
 
 
-def test_a_sample_continues_from_any_of_its_prefixes(params):
+def test_sampling_continues_from_any_prefix_of_a_sample(params):
     whole = draw(params, stop_ids=())
     for sample in range(3):
         drawn = [completion(whole, 3 * prompt + sample) for prompt in range(4)]
@@ -100,7 +99,7 @@ def test_a_sample_continues_from_any_of_its_prefixes(params):
             assert completion(again, 3 * prompt + sample)[: 9 - prompt] == drawn[prompt][prompt + 1 :]
 
 
-def test_a_longer_limit_only_continues(params):
+def test_a_higher_token_limit_extends_the_same_samples(params):
     short = draw(params, stop_ids=())
     longer = draw(params, stop_ids=(), sampling=replace(SAMPLING, max_tokens=14))
     for row in range(12):
@@ -114,7 +113,7 @@ def test_another_prompt_length_does_not_recompile(params):
     assert sampler._generate._cache_size() == compiled
 
 
-def test_prompts_beyond_the_first_bucket(params):
+def test_prompts_longer_than_the_first_bucket(params):
     sampling = replace(SAMPLING, max_prompt_tokens=40)
     assert sampler.pad_prompts([[1] * 17], 40, 17)[0].shape == (1, 32)
     assert sampler.pad_prompts([[1] * 33], 40, 33)[0].shape == (1, 40)
@@ -122,7 +121,7 @@ def test_prompts_beyond_the_first_bucket(params):
 
 
 @pytest.mark.slow  # test_mesh.py has others
-def test_eight_devices_draw_the_same(params):
+def test_eight_devices_sample_the_same_tokens(params):
     mesh = sharding.make_mesh(Mesh(data=2, fsdp=4))
     prompts = [[1, 2, 3]] * 8
     alone, spread = draw(params, prompts=prompts), draw(params, prompts=prompts, mesh=mesh)
@@ -130,7 +129,7 @@ def test_eight_devices_draw_the_same(params):
     np.testing.assert_allclose(alone.logp_BT, spread.logp_BT, atol=1e-5)
 
 
-def test_on_a_mesh_prefill_and_decode_run_their_own_rows_through_the_experts(params):
+def test_on_a_mesh_experts_run_under_shard_map_in_prefill_and_decode(params):
     mesh = sharding.make_mesh(Mesh())
 
     def run(params):
@@ -143,23 +142,23 @@ def test_on_a_mesh_prefill_and_decode_run_their_own_rows_through_the_experts(par
 
 
 @pytest.mark.parametrize(
-    ("prompts", "said"),
+    ("prompts", "message"),
     [
         ([[1], []], "problem 41: wanted a prompt of 1 to 16"),
         ([[1] * 17], "problem 40: wanted a .* of 1 to 16 .* got 17"),
     ],
 )
-def test_bad_prompts_are_refused_by_the_number_of_their_problem(params, prompts, said):
-    with pytest.raises(UserError, match=said):
+def test_prompts_of_invalid_length_are_rejected_with_their_problem_index(params, prompts, message):
+    with pytest.raises(UserError, match=message):
         draw(params, prompts=prompts, ids=range(40, 40 + len(prompts)))
 
 
-def test_prompts_must_divide_over_the_devices(params):
+def test_rows_that_do_not_divide_over_the_devices_are_rejected(params):
     with pytest.raises(UserError, match="multiples of 8 devices, got 4"):
         draw(params, mesh=sharding.make_mesh(Mesh()))
 
 
-def test_drawn_tokens_follow_the_tempered_distribution():
+def test_tokens_follow_the_distribution_at_the_temperature():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=6) * 1.5, jnp.float32)
     rows = 20_000
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(0), jnp.arange(rows))
@@ -179,7 +178,7 @@ def test_temperature_zero_is_greedy():
 
 
 def kept_by_hand(logits, top_k, top_p, min_p):
-    """Ids that survive: top-k, then top-p on what is left, then min-p, in plain Python."""
+    """Ids kept by top-k, then top-p of the rest, then min-p, in plain Python."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])
     if top_k:
         order = order[:top_k]
@@ -194,7 +193,7 @@ def kept_by_hand(logits, top_k, top_p, min_p):
 @pytest.mark.parametrize("top_k", [0, 1, 4, 50])
 @pytest.mark.parametrize("top_p", [1.0, 0.75, 0.2, 1e-6])
 @pytest.mark.parametrize("min_p", [0.0, 0.1, 0.9])
-def test_filters_keep_what_they_should(top_k, top_p, min_p):
+def test_filters_keep_the_tokens_computed_by_hand(top_k, top_p, min_p):
     logits = np.random.default_rng(1).normal(size=(5, 12)).astype(np.float32) * 2
     filtered = np.asarray(sampler.filter_logits(jnp.asarray(logits), Sampling(top_k=top_k, top_p=top_p, min_p=min_p)))
     for row in range(5):
@@ -203,7 +202,7 @@ def test_filters_keep_what_they_should(top_k, top_p, min_p):
         np.testing.assert_array_equal(filtered[row][finite], logits[row][finite])
 
 
-def test_filtered_tokens_are_never_drawn(params):
+def test_filtered_tokens_are_never_sampled(params):
     alike = [PROMPTS[0]] * 4
     free, narrow = draw(params, prompts=alike), draw(params, prompts=alike, sampling=NARROW)
     assert len({completion(free, row)[0] for row in range(12)}) > 2
