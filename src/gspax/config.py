@@ -245,7 +245,7 @@ class Regularizers:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A clip range that follows the ratios that updates measure (`losses.calibration`)."""
+    """A clip range that follows the ratios that updates measure, instead of the loss's own (`losses.calibration`)."""
 
     share: Between0And1 = 0.15  # of sequences with an advantage to clip; at most half of them can be
     tolerance: Below1 = 0.05  # how far the measured share may be off before the range moves

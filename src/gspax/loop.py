@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -200,7 +201,7 @@ def restore_or_start(
         save_start(run, state.params, mesh)
     if lora is not None:
         state = add_adapters(state, model, lora, optimizer, mesh)
-    clip_range = clipping.initial_range(experiment.loss, experiment.calibration)
+    clip_range = clipping.initial_range(experiment.calibration)
     return replace(state, clip_range=multihost.to_devices(clip_range, named_sharding(mesh)))
 
 
@@ -357,22 +358,28 @@ def measure_routing(learner: Learner, params: Params, batch: Batch, before_LBTA:
 
 def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[TrainState, list[dict[str, Any]]]:
     """One optimiser update per minibatch, and the metrics of each on the host; a calibrated clip range is adapted."""
-    experiment, place = learner.experiment, partial(multihost.to_devices, sharding=named_sharding(learner.mesh))
+    first, rate = count_updates(state), learning_rate(learner.experiment.optimizer)
+    rates = [float(rate(n)) for n in range(first, first + 2 * len(batches))]  # of these updates and the next ones
     updates: list[dict[str, Any]] = []
     for batch in batches:
         state, metrics = learner.train_step(state, batch)
         updates.append(metrics)
+        if learner.experiment.calibration is not None:
+            state = adapt_clip_range(learner, state, updates, rates)
     updates = multihost.to_host(updates)
     if "ratio_deviation" in updates[0]:  # a user's loss may not report it
         updates = [{**metrics, "noise_floor": clipping.noise_floor(updates[0])} for metrics in updates]
-    if experiment.calibration is not None:
-        clip_range = multihost.to_host(state.clip_range)
-        low, high = clip_range
-        updates = [{**metrics, "clip_low": low, "clip_high": high} for metrics in updates]
-        if not any(each["skipped"] for each in updates):  # a skipped update measures nothing
-            first = count_updates(state) - len(batches)
-            rates = [float(learning_rate(experiment.optimizer)(first + n)) for n in range(2 * len(batches))]
-            growth = clipping.expected_growth(rates)
-            adapted = clipping.adapt_range(experiment.calibration, clip_range, updates, growth)
-            state = replace(state, clip_range=place(adapted))
     return state, updates
+
+
+def adapt_clip_range(
+    learner: Learner, state: TrainState, updates: list[dict[str, Any]], rates: Sequence[float]
+) -> TrainState:
+    """The state with the clip range for its next update; that of the last of `updates` joins its metrics."""
+    settings = learner.experiment.calibration
+    assert settings is not None
+    low, high = map(float, multihost.to_host(state.clip_range))
+    updates[-1] = {**multihost.to_host(updates[-1]), "clip_low": low, "clip_high": high}
+    adapted = clipping.adapt_range(settings, (low, high), updates, rates)
+    clip_range = multihost.to_devices(jnp.array(adapted, jnp.float32), named_sharding(learner.mesh))
+    return replace(state, clip_range=clip_range)

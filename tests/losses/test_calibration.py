@@ -136,11 +136,11 @@ def share_of(log_ratio, advantage, clip):
     return calibration.cut_share(log_ratio, advantage, clip_low=clip[0], clip_high=clip[1])
 
 
-@pytest.mark.parametrize("start", (1e-5, 0.04))
-def test_the_range_finds_the_share_and_stays(start):
-    """Ratios whose spread trebles half-way: found from both ends, and unchanged while within the tolerance."""
+@pytest.mark.parametrize(("start", "found_after"), [(1e-5, 7), (calibration.INERT, 1)])
+def test_the_range_finds_the_share_and_stays(start, found_after):
+    """Ratios whose spread trebles half-way: found from either end, at once from the widest range, then kept."""
     rng = np.random.default_rng(0)
-    clip, shares, ranges = (start, 1.3 * start), [], set()
+    clip, shares, ranges = (start, start), [], set()
     for step in range(60):
         log_ratio = rng.normal(0, 3e-4 if step < 30 else 9e-4, 400)
         advantage = np.where(rng.random(400) < 0.5, 1.0, -1.0)
@@ -148,23 +148,23 @@ def test_the_range_finds_the_share_and_stays(start):
         ranges.add(clip)
         found = calibration.propose(log_ratio, advantage, share=0.15)
         clip = calibration.next_range(clip, (found.clip_low, found.clip_high), cut=shares[-1], share=0.15)
-    settled = [*shares[1:30], *shares[31:]]
+    settled = [*shares[found_after:30], *shares[32:]]
     assert min(settled) > 0.075 and max(settled) < 0.3
     assert np.mean(settled) == pytest.approx(0.15, abs=0.03) and len(ranges) < 15
 
 
 def test_the_next_range():
     step = calibration.next_range
-    old, measured, near = (3e-4, 4e-4), (6e-4, 1e-4), (4e-4, 3e-4)
+    old, measured = (3e-4, 4e-4), (6e-4, 1e-4)
     assert step(old, measured, cut=0.19) == old  # within the tolerance
-    assert step(old, measured, cut=0.35, gain=0.0) == pytest.approx(measured), "further off than a factor of 1.4"
-    assert step(old, near, cut=0.35) == pytest.approx(((3e-4 * 4e-4) ** 0.5, (4e-4 * 3e-4) ** 0.5))
-    assert step(old, near, cut=0.35, gain=1.0) == pytest.approx(near)
-    assert step(old, near, cut=0.35, gain=0.0) == old
+    assert step(old, measured, cut=0.35) == pytest.approx(((3e-4 * 6e-4) ** 0.5, (4e-4 * 1e-4) ** 0.5))
+    assert step(old, measured, cut=0.35, gain=1.0) == pytest.approx(measured)
+    assert step(old, measured, cut=0.35, gain=0.0) == old
+    assert step((0.05, 4e-4), measured, cut=0.15) == (6e-4, 4e-4), "the widest range has clipped nothing yet"
     assert step(old, (0.0, -1e-3), cut=0.35) == old, "nothing was measured"
-    assert step(old, measured, cut=0.35, floor=2e-4) == pytest.approx((6e-4, 4e-4)), "1e-4 is noise"
+    assert step(old, measured, cut=0.35, gain=1.0, floor=2e-4) == pytest.approx((6e-4, 4e-4)), "1e-4 is noise"
     assert step(old, measured, cut=0.15, floor=3.9e-4) == (3.9e-4, 4e-4)
-    assert step((0.04, 0.049), (0.06, 9.0), cut=0.5) == (0.05, 0.05), "the ceiling"
+    assert step((0.04, 0.049), (0.09, 9.0), cut=0.5) == (0.05, 0.05), "the ceiling"
 
 
 PACKED = np.array([[0, 1, 2, 2, 1, 1], [0, 3, 3, 3, 1, 0]], np.int32)

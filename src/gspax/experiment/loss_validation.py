@@ -17,7 +17,7 @@ from gspax.losses.traits import aggregate_of, level_of, traits_of
 def problems(experiment: Experiment) -> Iterator[str]:
     """What is wrong with an experiment whose fields have the right types and signatures."""
     loss = experiment.loss
-    yield from _clip_range(loss, experiment.calibration)
+    yield from _clip_range(loss)
     yield from _calibration(loss, experiment.calibration, experiment.schedule.minibatches)
     yield from _penalties(loss, experiment.reference, experiment.regularizers)
     yield from _routers(experiment.model, experiment.regularizers, experiment.routing_replay)
@@ -50,7 +50,7 @@ def warnings(experiment: Experiment) -> Iterator[str]:
         )
 
 
-def _clip_range(loss: Any, calibration: Calibration | None) -> Iterator[str]:
+def _clip_range(loss: Any) -> Iterator[str]:
     settings, limit = keywords(loss), traits_of(loss).clip_low_limit
     for name in ("clip_low", "clip_high"):
         value = settings.get(name, 0.0)
@@ -58,8 +58,6 @@ def _clip_range(loss: Any, calibration: Calibration | None) -> Iterator[str]:
         if not ok or (name == "clip_low" and value >= limit):
             words = "at least 0 and below 1" if name == "clip_low" and limit == 1 else "at least 0"
             yield f"loss.{name}: wanted a number {words}, got {value!r}"
-        elif calibration is not None and not 0 < value < float("inf"):
-            yield f"loss.{name}: wanted a finite number above 0 for the calibration to start from, got {value!r}"
 
 
 def _calibration(loss: Any, calibration: Calibration | None, minibatches: int) -> Iterator[str]:

@@ -1,5 +1,8 @@
 """The clip range of a run that measures it: where it starts, and how it follows the ratios (`losses.calibration`).
 
+Each update measures the widths that would have clipped the wanted share, and the next one uses their running average,
+so a run has a range after its first ratios other than 1, in its first rollout batch. Until then it clips nothing.
+
 Shares are of the live sequences, those with an advantage: the others are never clipped, and how many there are depends
 on the task.
 """
@@ -7,7 +10,6 @@ on the task.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,16 +21,13 @@ from gspax.losses import calibration
 from gspax.losses.traits import traits_of
 from gspax.types import Array
 
-WIDEST = 1.0  # a lower bound of 0
+WIDEST = 1.0  # a lower bound of 0: clips nothing
 RESOLUTION = 2.0**-23  # of float32 next to 1: a narrower range clips everything
 
 
-def initial_range(loss: Callable[..., Any], settings: Calibration | None) -> Array:
-    """The widths bound to the loss, float32 [2], before anything is measured; zeros without calibration."""
-    if settings is None:
-        return jnp.zeros(2)
-    options = keywords(loss)
-    return jnp.array([options["clip_low"], options["clip_high"]], jnp.float32)
+def initial_range(settings: Calibration | None) -> Array:
+    """The widths before anything is measured, float32 [2]: `WIDEST`, which clips nothing; zeros without calibration."""
+    return jnp.zeros(2) if settings is None else jnp.full(2, WIDEST)
 
 
 def noise_floor(first_update: dict[str, Any]) -> float:
@@ -36,56 +35,45 @@ def noise_floor(first_update: dict[str, Any]) -> float:
     return max(float(first_update["ratio_deviation"]), RESOLUTION)
 
 
-def expected_growth(rates: Sequence[float]) -> list[float]:
-    """How much further each update's ratios will spread in the next rollout batch, as its learning rates are larger.
+def adapt_range(
+    settings: Calibration, clip_range: tuple[float, float], updates: Sequence[dict[str, Any]], rates: Sequence[float]
+) -> tuple[float, float]:
+    """The range after the last of `updates`, which are those of a rollout batch so far.
 
-    Ratios spread in proportion to the sum of the learning rates of their rollout batch's updates so far. Growth is
-    limited to a factor of 3, because moments that have seen few gradients make the first updates larger than that.
+    Sequence ratios spread in proportion to the sum of the learning rates of the rollout batch's updates before. So the
+    widths that an update measured (`calibration.range_metrics`) are scaled by the sum that is typical of a rollout
+    batch over that update's own, and the range by how much the typical sum grows from one rollout batch to the next.
+    Only a rollout batch's first update, and others before which the learning rate was 0, measure nothing.
 
     Args:
-      rates: the learning rates of the last rollout batch's updates, then those of the next one's.
+      updates: the metrics of each update on the host.
+      rates: the learning rates of this rollout batch's updates, then those of the next one's.
     """
-    last, following = np.split(np.asarray(rates, np.float64), 2)
-    before, after = (np.concatenate([[0], np.cumsum(each)[:-1]]) for each in (last, following))
-    return [min(float(b / a), 3.0) if a > 0 else 1.0 for a, b in zip(before, after, strict=True)]
+    before, following = (np.cumsum([0, *each[:-1]]) for each in np.split(np.asarray(rates, np.float64), 2))
+    typical, this = _geometric_mean(before), len(updates) - 1
+    if before[this] > 0 and not any(each["skipped"] for each in updates):
+        floor = min(noise_floor(updates[0]), WIDEST)
+        measured = [float(updates[this][f"clip_{side}_measured"]) for side in ("low", "high")]
+        low, high = (width * typical / float(before[this]) if width > floor else 0.0 for width in measured)
+        clip_range = calibration.next_range(
+            clip_range,
+            (low, high),
+            cut=float(updates[this]["clip_fraction_live"]),
+            share=settings.share,
+            tolerance=settings.tolerance,
+            gain=settings.gain,
+            floor=floor,
+            ceiling=WIDEST,  # short responses leave 1 further than `calibration.INERT`
+        )
+    if this == len(before) - 1 and typical > 0 and (growth := _geometric_mean(following) / typical) > 0:
+        low, high = (width if width >= WIDEST else min(growth * width, WIDEST) for width in clip_range)
+        return low, high
+    return clip_range
 
 
-def adapt_range(
-    settings: Calibration, clip_range: Array, updates: list[dict[str, Any]], growth: Sequence[float]
-) -> Array:
-    """The range for the next rollout batch, float32 [2], from the metrics of the updates by one.
-
-    The target is the geometric mean of the ranges that the updates measured (`calibration.range_metrics`), each times
-    its `expected_growth`. The first update is left out, as every ratio is 1 there, and so is each side whose ratios
-    have not left the noise floor: while the learning rate is 0 there is nothing to measure.
-    """
-    floor = min(noise_floor(updates[0]), WIDEST)
-    measured = [(float(update["clip_low_measured"]), float(update["clip_high_measured"])) for update in updates]
-    moved = [k for k in range(1, len(updates)) if max(measured[k]) > floor]
-    if not moved:
-        return clip_range
-    low, high = (
-        _geometric_mean([growth[k] * measured[k][side] for k in moved if measured[k][side] > floor]) for side in (0, 1)
-    )
-    if max(growth[k] for k in moved) > 1.1:  # during a warm-up the last share says nothing about the next
-        settings = replace(settings, tolerance=0.0)
-    clip_low, clip_high = map(float, clip_range)
-    widths = calibration.next_range(
-        (clip_low, clip_high),
-        (low, high),
-        cut=float(np.mean([updates[k]["clip_fraction_live"] for k in moved])),
-        share=settings.share,
-        tolerance=settings.tolerance,
-        gain=settings.gain,
-        floor=floor,
-        ceiling=WIDEST,  # short responses leave 1 further than `calibration.INERT`
-    )
-    return jnp.array(widths, jnp.float32)
-
-
-def _geometric_mean(widths: list[float]) -> float:
-    """0 of none."""
-    return float(np.exp(np.mean(np.log(widths)))) if widths else 0.0
+def _geometric_mean(sums: np.ndarray) -> float:
+    """Of those above 0; 0 if there are none."""
+    return float(np.exp(np.mean(np.log(sums[sums > 0])))) if (sums > 0).any() else 0.0
 
 
 def noise_warnings(loss: Callable[..., Any], floor: float) -> tuple[str, ...]:

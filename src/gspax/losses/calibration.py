@@ -36,7 +36,6 @@ from gspax.losses._terms import Metrics, Quantile, Share, Terms, reduce
 Array = jax.Array
 
 INERT = 0.05  # a geometric mean practically never leaves 1 by that much
-FAR = 1.4  # a width that is off by a larger factor is replaced at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,12 +199,13 @@ def next_range(
 ) -> tuple[float, float]:
     """(clip_low, clip_high) for the next updates, from what the last ones measured.
 
-    width · (measured / width)^gain, held within [floor, ceiling]; all of the way to the measured width if that is
-    further off than a factor of 1.4, none while `cut` is within `tolerance` of `share`. A side that measured nothing
-    above the floor is left alone too: its ratios have not moved.
+    width · (measured / width)^gain, held within [floor, ceiling]: an average of the logarithms in which a measurement
+    loses weight by a factor of 1 - gain with each one that follows. A width at the ceiling clips nothing yet, so the
+    measured one replaces it. Nothing changes while `cut` is within `tolerance` of `share`, nor a side that measured
+    nothing above the floor: its ratios have not moved.
 
-    >>> next_range((3e-4, 4e-4), (1e-3, 2e-3), cut=0.45)
-    (0.001, 0.002)
+    >>> next_range((4e-4, INERT), (1e-4, 2e-3), cut=0.45)
+    (0.0002, 0.002)
     >>> next_range((3e-4, 4e-4), (1e-3, 2e-3), cut=0.16)
     (0.0003, 0.0004)
 
@@ -217,7 +217,7 @@ def next_range(
       share: the wanted share.
       tolerance: how far the share may be off.
       gain: 1 goes all of the way to the measured width, less follows it more slowly but with less noise.
-      floor, ceiling: the narrowest and widest width, such as the noise floor.
+      floor, ceiling: the narrowest width, such as the noise floor, and the widest, at which nothing is clipped.
 
     Raises:
       TypeError: an argument is no Python number.
@@ -242,9 +242,10 @@ def next_range(
     off = abs(cut - _between("share", share, 0, 1)) > tolerance
 
     def follow(width: float, wanted: float) -> float:
-        if off and wanted > floor:
-            factor = wanted / width
-            width *= factor**gain if 1 / FAR <= factor <= FAR else factor
+        if wanted > floor and width >= ceiling:
+            width = wanted
+        elif wanted > floor and off:
+            width *= (wanted / width) ** gain
         return min(max(width, float(floor)), float(ceiling))
 
     return follow(clip_low, measured[0]), follow(clip_high, measured[1])
