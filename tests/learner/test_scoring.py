@@ -1,4 +1,4 @@
-"""Log-probs on a mesh: those of one device, the head gathered once and its gradient summed over the devices once."""
+"""Log-probs on a mesh: equal to one device, with one all-gather of the head and one reduce-scatter of its gradient."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ from gspax.types import Batch
 V, D, B, T, CHUNK = 1000, 16, 16, 12, 3
 MODEL = replace(tiny.MOE, num_experts=0, num_hidden_layers=1, vocab_size=V)
 LORA = config.Lora(rank=2, alpha=2.0)
-ONCE = {"all-gather, whole": 1, "reduce-scatter": 1}  # by what the result is
+ONCE = {"all-gather, whole": 1, "reduce-scatter": 1}  # collectives by their result
 
 
 def compiled_step(mesh, lora):
@@ -39,14 +39,14 @@ def compiled_step(mesh, lora):
     ("axes", "lora", "wanted"),
     [
         (Mesh(), None, ONCE),
-        # over the axis that parameters are not split over only parts are summed: the head's, the embedding's
+        # `context` shards no parameters: shards of the head's and the embedding's gradient are summed over it
         (Mesh(fsdp=2, context=2, tensor=2), None, ONCE | {"all-reduce": 2}),
         pytest.param(Mesh(tensor=2), None, ONCE, marks=pytest.mark.slow),
         pytest.param(Mesh(), LORA, {"all-gather, whole": 1}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_the_head_is_gathered_once_for_all_chunks_and_its_gradient_summed_once(monkeypatch, axes, lora, wanted):
+def test_the_head_is_gathered_once_and_its_gradient_reduced_once_for_all_chunks(monkeypatch, axes, lora, wanted):
     mesh = sharding.make_mesh(axes)
     vocabulary = V // mesh.shape["tensor"]
     monkeypatch.setattr(train_step, "LOGIT_BUDGET", CHUNK * B // sharding.batch_shards(mesh) * vocabulary)
@@ -62,7 +62,7 @@ def test_the_head_is_gathered_once_for_all_chunks_and_its_gradient_summed_once(m
 
 
 def scored(mesh, head, hidden, tokens, chunk, tied=False):
-    """A loss's gradients to head and hidden states, and the scores themselves."""
+    """Gradients of a loss by head and hidden states, and the scores."""
 
     def total(head, hidden):
         params = {"embedding": head.T} if tied else {"head": head}
@@ -101,14 +101,14 @@ def inputs(dtype=jnp.float32):
     ids=str,
 )
 @pytest.mark.parametrize(("chunk", "tied"), [(2, False), (4, True), (T, False)])
-def test_scores_and_gradients_are_those_of_one_device(axes, chunk, tied):
+def test_scores_and_gradients_equal_one_device(axes, chunk, tied):
     got, wanted = (scored(mesh, *inputs(), chunk, tied) for mesh in (sharding.make_mesh(axes), None))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
-def test_chunks_are_added_up_in_float32_whatever_they_are_multiplied_in():
-    """On a mesh that is the gradient of one chunk. Rounding each to bfloat16 would show: that is 1 part in 256."""
+def test_gradients_of_bfloat16_chunks_are_summed_in_float32():
+    """On a mesh, chunks give the gradient of one chunk. Rounding each sum to bfloat16 would show: 1 part in 256."""
     mesh = sharding.make_mesh(Mesh())
     (got, _), _ = scored(mesh, *inputs(jnp.bfloat16), 1)
     (wanted, _), _ = scored(mesh, *inputs(jnp.bfloat16), T)
