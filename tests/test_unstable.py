@@ -80,6 +80,24 @@ def test_splash_attention_mask():
         module.MultiHeadMask([mask] * 2)
 
 
+def test_pallas():
+    """The kernel is compared with loops in tests/kernels/test_decode_attention.py."""
+    with advice(unstable.pallas):
+        module = unstable.pallas()
+        assert all(map(callable, (module.BlockSpec, module.when, module.program_id, module.num_programs)))
+        inspect.signature(module.pallas_call).bind_partial(
+            None, out_shape=(), grid_spec=None, compiler_params=None, name="", interpret=True
+        )
+
+
+def test_pallas_tpu():
+    with advice(unstable.pallas_tpu):
+        module = unstable.pallas_tpu()
+        module.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(1,), in_specs=[], out_specs=[], scratch_shapes=[])
+        module.CompilerParams(dimension_semantics=("parallel",))
+        module.VMEM((8, 128), np.float32)
+
+
 CLIENT = """
 import sys, jax
 from gspax import unstable

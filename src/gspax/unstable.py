@@ -20,6 +20,8 @@ __all__ = [
     "get_topology_desc",
     "is_kubernetes",
     "key_impl_name",
+    "pallas",
+    "pallas_tpu",
     "splash_attention_kernel",
     "splash_attention_mask",
 ]
@@ -61,6 +63,26 @@ def splash_attention_mask() -> Any:
     When it goes: as for `splash_attention_kernel`; the two move together.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as module
+
+    return module
+
+
+def pallas() -> Any:
+    """Pallas, in which the decoding attention's TPU kernel is written.
+
+    When it goes: its new home; or `portable` of `kernels.decode_attention` on TPU too, which reads more of the cache.
+    """
+    from jax.experimental import pallas as module
+
+    return module
+
+
+def pallas_tpu() -> Any:
+    """Pallas' names for TPU: grid specs with prefetched scalars, VMEM.
+
+    When it goes: as for `pallas`; the two move together.
+    """
+    from jax.experimental.pallas import tpu as module
 
     return module
 

@@ -1,0 +1,155 @@
+"""Decoding attention: both implementations against loops over slots, the TPU kernel in Pallas' interpreter."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from gspax.kernels import decode_attention as module
+from gspax.kernels.decode_attention import Part, attend_part, decode_attention, merge_parts, portable, tpu_kernel
+
+IMPLEMENTATIONS = {"portable": portable, "tpu": partial(tpu_kernel, interpret=True)}
+START = np.array([0, 0, 0, 5, 9, 16, 3])
+STOP = np.array([0, 1, 20, 20, 10, 20, 17])  # nothing, one, all, and windows that end anywhere
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 8)  # of 20 positions: the last block is not full
+
+
+def slots(B=7, N=6, K=2, T=20, H=8, dtype=jnp.float32, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = (B, N, H), (B, K, T, H), (B, K, T, H)
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def loops(q, k, v, start_B, stop_B):
+    """Context and log-sum-exp in float64, slot by slot and head by head."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    context, logsumexp = np.zeros(q.shape), np.full(q.shape[:2], -1e30)
+    for b, n in np.ndindex(*q.shape[:2]):
+        if stop_B[b] > start_B[b]:
+            head, live = n * k.shape[1] // q.shape[1], slice(start_B[b], stop_B[b])
+            score = k[b, head, live] @ q[b, n] / np.sqrt(q.shape[2])
+            logsumexp[b, n] = np.logaddexp.reduce(score)
+            context[b, n] = np.exp(score - logsumexp[b, n]) @ v[b, head, live]
+    return context, logsumexp
+
+
+def run(implementation, q, k, v, start_B, stop_B):
+    B, N, H = q.shape
+    grouped = q.reshape(B, k.shape[1], -1, H)
+    context, logsumexp = implementation(grouped, k, v, jnp.asarray(start_B), jnp.asarray(stop_B))
+    return context.reshape(q.shape), logsumexp.reshape(B, N)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 2e-2)])
+def test_each_slot_attends_to_its_live_positions(implementation, dtype, tolerance):
+    q, k, v = slots(dtype=dtype)
+    context, logsumexp = run(implementation, q, k, v, START, STOP)
+    wanted_context, wanted_logsumexp = loops(q, k, v, START, STOP)
+    assert context.dtype == logsumexp.dtype == jnp.float32
+    np.testing.assert_allclose(context, wanted_context, atol=tolerance)
+    np.testing.assert_allclose(logsumexp, wanted_logsumexp, rtol=1e-5, atol=tolerance)
+    np.testing.assert_array_equal(context[0], 0)  # nothing is live
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+def test_what_is_not_live_does_not_matter(implementation):
+    q, k, v = slots()
+    index = np.arange(20)
+    live = (index >= START[:, None]) & (index < STOP[:, None])
+    garbage = [np.where(live[:, None, :, None], x, 1e4) for x in (k, v)]
+    for a, b in zip(
+        run(implementation, q, k, v, START, STOP), run(implementation, q, *garbage, START, STOP), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_windows():
+    q, k, v = slots()
+    for window in (1, 3, 50):
+        wanted, _ = loops(q, k, v, np.maximum(STOP - window, 0), STOP)
+        np.testing.assert_allclose(decode_attention(q, k, v, jnp.asarray(STOP), window=window), wanted, atol=2e-6)
+    assert decode_attention(*slots(dtype=jnp.bfloat16), jnp.asarray(STOP)).dtype == jnp.bfloat16
+
+
+def test_parts_merge_into_the_whole():
+    """Two samples share a prompt: the queries of the group attend to it as the heads of one slot."""
+    q, k, v = slots(B=2, H=4)
+    _, prompt_k, prompt_v = slots(B=1, H=4, T=12, seed=1)
+    prompt_length, stop = np.array([7]), np.array([0, 6])
+    grouped = q.reshape(1, 2, 2, 3, 4).swapaxes(1, 2).reshape(1, 12, 4)  # [P, G, K, R, H] -> [P, K G R, H]
+    prompt = attend_part(grouped, prompt_k, prompt_v, jnp.zeros(1, jnp.int32), jnp.asarray(prompt_length))
+    prompt = jax.tree.map(lambda x: x.reshape(1, 2, 2, 3, -1).swapaxes(1, 2).reshape(2, 6, -1), prompt)
+    own = attend_part(q, k, v, jnp.zeros(2, jnp.int32), jnp.asarray(stop))
+    merged = merge_parts(Part(prompt.context_BNH, prompt.logsumexp_BN[..., 0]), own)
+    whole_k, whole_v = (
+        np.stack([np.concatenate([shared[0, :, :7], each], 1) for each in x])
+        for shared, x in ((prompt_k, k), (prompt_v, v))
+    )
+    np.testing.assert_allclose(merged, loops(q, whole_k, whole_v, np.zeros(2, int), stop + 7)[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+def test_on_a_mesh_each_device_has_its_slots_and_heads(implementation, monkeypatch):
+    monkeypatch.setattr(module, "portable", implementation)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("rows", "heads"))
+    q, k, v = slots(B=4)
+    q_spec, kv_spec, row_spec = PartitionSpec("rows", "heads"), PartitionSpec("rows", "heads"), PartitionSpec("rows")
+    mapped = jax.shard_map(
+        attend_part,
+        mesh=mesh,
+        in_specs=(q_spec, kv_spec, kv_spec, row_spec, row_spec),
+        out_specs=q_spec,
+        check_vma=implementation is portable,  # Pallas' interpreter mixes arrays that vary and that do not
+    )
+    got = jax.jit(mapped)(q, k, v, jnp.asarray(START[1:5]), jnp.asarray(STOP[1:5]))
+    np.testing.assert_allclose(got.context_BNH, loops(q, k, v, START[1:5], STOP[1:5])[0], atol=2e-6)
+
+
+def test_writing_a_position():
+    _, cache, _ = slots(B=3)
+    new, position = jnp.ones((3, 2, 8)), np.array([0, 19, 7])
+    written = np.asarray(module.write_position(cache, new, jnp.asarray(position)))
+    wanted = np.array(cache)
+    wanted[np.arange(3), :, position] = 1
+    np.testing.assert_array_equal(written, wanted)
+
+
+def test_fetched_positions_are_whole_blocks():
+    assert [module.live_positions(20, stop) for stop in (0, 1, 8, 9, 20)] == [8, 8, 8, 16, 24]
+    assert module.live_positions(20, 20, start=15) == 16 and module.live_positions(4, 3) == 4
+
+
+def test_heads_that_do_not_divide():
+    q, k, v = slots(N=5)
+    with pytest.raises(ValueError, match="in multiples of the 2 key heads, got 5"):
+        decode_attention(q, k, v, jnp.asarray(STOP))
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2", "v6e:2x2"])
+def test_the_kernel_compiles_for_tpu_and_reads_the_cache_in_place(topology, monkeypatch):
+    pytest.importorskip("libtpu")
+    from gspax.aot import chips
+
+    monkeypatch.undo()  # blocks of the usual size
+    (device, *_) = chips.describe_devices(chips.parse_topology(topology))
+    sharding = jax.sharding.NamedSharding(Mesh(np.array([device]), "x"), PartitionSpec())
+    q, cache, row = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for shape, dtype in (((4, 32, 128), jnp.bfloat16), ((4, 4, 1536, 128), jnp.bfloat16), ((4,), jnp.int32))
+    )
+
+    def write_and_attend(q, k, v, position_B):
+        k = module.write_position(k, q[:, ::8], position_B)
+        return decode_attention(q, k, v, position_B + 1), k
+
+    compiled = jax.jit(write_and_attend, donate_argnums=1).lower(q, cache, cache, row).compile()
+    assert "tpu_custom_call" in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < cache.size  # no copy of 2 bytes per number
