@@ -9,6 +9,7 @@ import tiny
 from small_experiment import experiment
 
 from gspax import config, evaluate
+from gspax.rewards.calls import RewardCalls
 from gspax.sharding import make_mesh
 from gspax.types import Rollout
 
@@ -36,7 +37,8 @@ def small(**sampling):
 
 def run(experiment, devices=1, seed=0):
     mesh = make_mesh(config.Mesh(), jax.devices()[:devices])
-    return evaluate.evaluate(experiment, tiny.params(experiment.model), jax.random.key(seed), mesh)
+    with RewardCalls(experiment.reward, experiment.grading) as rewards:
+        return evaluate.evaluate(experiment, tiny.params(experiment.model), jax.random.key(seed), mesh, rewards)
 
 
 @pytest.fixture

@@ -195,8 +195,14 @@ def gives_nan(problem, completion):
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ({"reward": raises}, r"reward: raises raised KeyError: 'answer' for the prompt '\d+=' and the completion"),
-        ({"reward": gives_nan}, "reward: wanted finite numbers from gives_nan, got nan for the completion"),
+        (
+            {"reward": raises},
+            r"reward: test_loop.raises failed for 16 of 16 .*: KeyError: 'answer' for the prompt '\d+='",
+        ),
+        (
+            {"reward": gives_nan},
+            "gives_nan failed for 16 of 16 .*: wanted finite numbers in the range of float32, got nan",
+        ),
         (
             {"sampling": replace(experiment.sampling, max_prompt_tokens=3)},
             r"problem \d+: wanted a prompt of 1 to 3 tokens .* got 4",

@@ -169,6 +169,16 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grading:
+    """How the reward function is called, and what a completion gets for which it fails (`gspax.rewards.calls`)."""
+
+    failed: Finite = 0.0  # reward where the function raises, is late or gives no finite number
+    max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.05  # of a rollout batch
+    timeout: Positive = 60.0  # seconds of one call
+    concurrency: NonNegativeInt = 0  # calls at one time; 0: what the function declares, else 1, or 32 if it is async
+
+
+@dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """An optax optimiser, its learning-rate schedule, and a clip of the gradient's global norm.
 
@@ -284,7 +294,7 @@ class Experiment:
     model: ModelConfig
     data: DataSource
     tokenizer: Tokenizer  # a CompletionTokenizer if there is a warm start
-    reward: Reward  # (problem, completion text) -> a float, or a tuple of R floats
+    reward: Reward  # (problem, completion text) -> a float, or a tuple of R floats; async, or Batched
     advantage: Advantage  # rewards [P, G], or [P, G, R] -> advantages [P, G]
     loss: Loss  # (logp, old_logp, advantage, mask) -> losses.Terms
     correction: Correction | None = None  # (old_logp, sampler_logp, mask) -> weights: losses.correction
@@ -295,6 +305,7 @@ class Experiment:
     filter_overlong: bool = False  # drop responses cut at the length limit from the loss and the advantages
     calibration: Calibration | None = None
     routing_replay: bool = False  # updates route tokens as the policy did before the rollout batch's first update
+    grading: Grading = field(default_factory=Grading)
     sampling: Sampling = field(default_factory=Sampling)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lora: Lora | None = None

@@ -16,6 +16,7 @@ from gspax.distributed import multihost
 from gspax.experiment.description import describe
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import restore_state
+from gspax.rewards.calls import RewardCalls
 from gspax.rollout.placement import make_meshes
 from gspax.rollout.rewards import Row, encode_prompts, gather_texts, reward_completions
 from gspax.rollout.sampler import lengths_to_host, sample
@@ -43,7 +44,8 @@ def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
             lora=experiment.lora,
             step=step,
         )
-    metrics, _ = evaluate(experiment, state.params, state.key, mesh)
+    with RewardCalls(experiment.reward, experiment.grading) as rewards:
+        metrics, _ = evaluate(experiment, state.params, state.key, mesh, rewards)
     if jax.process_index() != 0:
         return
     settings = describe(experiment.evaluation)
@@ -55,7 +57,7 @@ def run(experiment: Experiment, workdir: Path, step: int | None) -> None:
 
 
 def evaluate(
-    experiment: Experiment, params: Params, key: Array, mesh: jax.sharding.Mesh
+    experiment: Experiment, params: Params, key: Array, mesh: jax.sharding.Mesh, rewards: RewardCalls
 ) -> tuple[dict[str, float], list[Row]]:
     """Mean held-out rewards, and the first samples as rows for the report.
 
@@ -87,7 +89,7 @@ def evaluate(
                 mesh=mesh,
             )
             rows += reward_completions(
-                problems, lengths_to_host(rollout), tokenizer=experiment.tokenizer, reward=experiment.reward
+                problems, lengths_to_host(rollout), tokenizer=experiment.tokenizer, calls=rewards
             )
         return rows[: settings.problems * sampling.group]
 
@@ -97,6 +99,7 @@ def evaluate(
         "eval/reward": float(np.mean([row["reward"] for row in sampled])),
         "eval/greedy_reward": float(np.mean([row["reward"] for row in greedy])),
         "eval/truncated": float(np.mean([not row["finished"] for row in sampled])),
+        "eval/reward_failed": float(np.mean(["error" in row for row in sampled + greedy])),
     }
     return metrics, gather_texts(sampled[:: settings.samples][:SHOWN])
 

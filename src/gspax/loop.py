@@ -38,6 +38,7 @@ from gspax.learner.restore import drop_frozen, load_start, restore_state, save_s
 from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
 from gspax.learner.train_step import Score, TrainStep, make_steps
 from gspax.model.low_rank import base
+from gspax.rewards.calls import RewardCalls
 from gspax.rollout.placement import (
     Sampler,
     find_last_ahead,
@@ -50,6 +51,7 @@ from gspax.rollout.rewards import (
     compute_advantages,
     encode_prompts,
     gather_texts,
+    part_metrics,
     reward_completions,
     shape_rewards,
 )
@@ -75,6 +77,7 @@ class Learner:
     train_step: TrainStep
     score: Score
     sampler: Sampler
+    rewards: RewardCalls
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ def make_learner(experiment: Experiment) -> Learner:
         sampler = make_colocated_sampler(mesh)
     else:
         sampler = make_disaggregated_sampler(experiment.model, sampler_mesh, mesh)
-    return Learner(experiment, mesh, optimizer, train_step, score, sampler)
+    rewards = RewardCalls(experiment.reward, experiment.grading)
+    return Learner(experiment, mesh, optimizer, train_step, score, sampler, rewards)
 
 
 def train(experiment: Experiment, workdir: Path) -> None:
@@ -120,6 +124,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
     wait_until_shared(run)
     schedule = experiment.schedule
     with (
+        learner.rewards,
         interrupt.watch() as interrupted,
         Checkpoints(run.checkpoints, keep=schedule.keep_checkpoints, mesh=learner.mesh) as checkpoints,
     ):
@@ -143,6 +148,8 @@ def train(experiment: Experiment, workdir: Path) -> None:
                 if done == 1:
                     warn_of_noise(learner, metrics)
                 recorder.write_metrics(done, metrics)
+                if failed := [row for row in rows if "error" in row]:
+                    recorder.write_failures(done, gather_texts(failed))
                 bar.update(done, metrics)
                 skipped = count_skipped(skipped, int(metrics.get("optim/skipped", 0)), schedule.max_skipped)
                 if is_due(done, schedule.eval_every, schedule.steps):
@@ -219,7 +226,7 @@ def load_reference(learner: Learner, run: RunDir, state: TrainState) -> Params |
 
 def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, done: int, samples: Path) -> None:
     """Evaluate on the held-out problems, and write the metrics and the completions that the report shows."""
-    metrics, rows = evaluate(learner.experiment, state.params, state.key, learner.mesh)
+    metrics, rows = evaluate(learner.experiment, state.params, state.key, learner.mesh, learner.rewards)
     recorder.write_metrics(done, metrics)
     recorder.write_samples_to(samples, rows)
 
@@ -300,7 +307,7 @@ def learn(
     experiment, rollout = learner.experiment, batch.rollout
     P, G = experiment.sampling.prompts, experiment.sampling.group
 
-    rows = reward_completions(batch.problems, batch.sampled, tokenizer=experiment.tokenizer, reward=experiment.reward)
+    rows = reward_completions(batch.problems, batch.sampled, tokenizer=experiment.tokenizer, calls=learner.rewards)
     clock.lap("reward")
 
     overlong = experiment.filter_overlong
@@ -333,6 +340,8 @@ def learn(
 
     metrics = {
         **reward_metrics(jnp.array([row["reward"] for row in rows], jnp.float32).reshape(P, G)),
+        **part_metrics(rows),
+        "reward/failed": sum("error" in row for row in rows) / len(rows),
         **added,
         **with_added,
         **stale,

@@ -58,9 +58,15 @@ class CompletionTokenizer(Tokenizer, Protocol):
 
 
 class Reward(Protocol):
-    """The reward, or R rewards, of one completion. `problem` is what the data source gave."""
+    """The reward, or R rewards, of one completion; a mapping names them. `problem` is what the data source gave."""
 
-    def __call__(self, problem: Any, completion: str, /) -> float | tuple[float, ...]: ...
+    def __call__(self, problem: Any, completion: str, /) -> Any: ...
+
+
+class BatchReward(Protocol):
+    """The rewards of several completions, each of the problem of the same index (`rewards.calls.Batched`)."""
+
+    def __call__(self, problems: Sequence[Any], completions: Sequence[str], /) -> Any: ...
 
 
 class Advantage(Protocol):

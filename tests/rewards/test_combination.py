@@ -12,6 +12,7 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import format, length, math
+from gspax.rewards.calls import Result, to_result
 from gspax.rewards.combination import combine, weighted_sum
 
 REWARD = partial(
@@ -34,9 +35,14 @@ REWARD = partial(
     ],
 )
 def test_each_reward_comes_with_its_weight_and_in_order(completion, values):
-    assert REWARD(Problem("2 + 2", "4"), completion) == values
-    assert partial(weighted_sum, **REWARD.keywords)(Problem("2 + 2", "4"), completion) == sum(values)
-    assert pickle.loads(pickle.dumps(REWARD))(Problem("2 + 2", "4"), completion) == values
+    found = REWARD(Problem("2 + 2", "4"), completion)
+    assert tuple(found.items()) == tuple(zip(("answer", "format", "short"), values, strict=True))
+    total = partial(weighted_sum, **REWARD.keywords)(Problem("2 + 2", "4"), completion)
+    assert total == sum(values)
+    assert pickle.loads(pickle.dumps(total)).parts == found
+    assert pickle.loads(pickle.dumps(REWARD))(Problem("2 + 2", "4"), completion) == found
+    assert to_result(found) == Result(values, parts=found)
+    assert to_result(total) == Result((sum(values),), parts=found)
 
 
 def test_names_and_weights_are_part_of_an_experiments_description():
@@ -48,7 +54,7 @@ def test_names_and_weights_are_part_of_an_experiments_description():
 
 def test_several_rewards_make_an_advantage():
     texts = ["<think>a</think><answer>4</answer>", "<answer>4</answer>", "4"]
-    reward_PGR = np.array([[REWARD(Problem("2 + 2", "4"), text) for text in texts]], np.float32)
+    reward_PGR = np.array([[list(REWARD(Problem("2 + 2", "4"), text).values()) for text in texts]], np.float32)
     advantage_PG = advantages.gdpo(jnp.asarray(reward_PGR))
     assert advantage_PG.shape == (1, 3) and list(np.argsort(advantage_PG[0])) == [2, 1, 0]
 
@@ -59,5 +65,5 @@ def test_a_weight_belongs_to_a_reward():
 
 
 def test_each_reward_gives_one_number():
-    with pytest.raises(UserError, match=r"rewards: wanted one number from 'both', got \(1.0,\)"):
+    with pytest.raises(UserError, match=r"rewards: wanted one number from 'both', got \{'a': 1.0\}"):
         combine(Problem("", ""), "", rewards={"both": partial(combine, rewards={"a": length.within})})

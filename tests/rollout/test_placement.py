@@ -56,7 +56,7 @@ def texts(learner, drawn):
     """The completions of a `PendingRollout` or of a `RolloutBatch`."""
     rollout = getattr(drawn, "sampled", drawn.rollout)
     rows = reward_completions(
-        drawn.problems, sampler.lengths_to_host(rollout), tokenizer=experiment.tokenizer, reward=experiment.reward
+        drawn.problems, sampler.lengths_to_host(rollout), tokenizer=experiment.tokenizer, calls=learner.rewards
     )
     return [row["completion"] for row in rows]
 

@@ -1,10 +1,16 @@
 """Rows that `reward_completions` makes of a rollout: text, reward, length, and whether it finished."""
 
+import contextlib
+
 import numpy as np
+import pytest
 from small_experiment import experiment
 
+from gspax.config import Grading
 from gspax.data.problem import Problem
-from gspax.rollout.rewards import reward_completions
+from gspax.errors import UserError
+from gspax.rewards.calls import Batched, RewardCalls
+from gspax.rollout.rewards import part_metrics, reward_completions
 from gspax.types import Rollout
 
 STOP = experiment.tokenizer.stop_ids[0]
@@ -28,8 +34,14 @@ def rollout():
     )
 
 
-def test_rows_hold_prompt_answer_completion_and_length():
-    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, reward=experiment.reward)
+@pytest.fixture
+def calls():
+    with contextlib.ExitStack() as stack:
+        yield lambda reward, **grading: stack.enter_context(RewardCalls(reward, Grading(**grading)))
+
+
+def test_rows_hold_prompt_answer_completion_and_length(calls):
+    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=calls(experiment.reward))
     assert [row["prompt"] for row in rows] == ["21=", "21=", "9870=", "9870="]
     assert [row["answer"] for row in rows] == ["12", "12", "0789", "0789"]
     assert [row["completion"] for row in rows] == ["12", "211", "0", "078"]
@@ -38,14 +50,62 @@ def test_rows_hold_prompt_answer_completion_and_length():
     assert all(type(row["length"]) is int and type(row["finished"]) is bool for row in rows)
 
 
-def test_reward_gets_the_problem_and_the_completion_without_its_stop_token():
+def test_reward_gets_the_problem_and_the_completion_without_its_stop_token(calls):
     seen = []
 
     def reward(problem, completion):
         seen.append((problem, completion))
         return np.float32(len(seen))
 
-    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, reward=reward)
+    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=calls(reward))
     assert seen == [(PROBLEMS[0], "12"), (PROBLEMS[0], "211"), (PROBLEMS[1], "0"), (PROBLEMS[1], "078")]
     assert [row["reward"] for row in rows] == [1.0, 2.0, 3.0, 4.0]
     assert all(type(row["reward"]) is float for row in rows)
+
+
+def fails_for_211(problem, completion):
+    if completion == "211":
+        raise KeyError("unit")
+    return 1.0, 0.5
+
+
+def test_a_failed_reward_costs_its_row_the_stated_value_for_each_of_its_rewards(calls):
+    given = calls(fails_for_211, failed=-1.0, max_failed=0.25)
+    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    assert [row["rewards"] for row in rows] == [[1.0, 0.5], [-1.0, -1.0], [1.0, 0.5], [1.0, 0.5]]
+    assert [row["reward"] for row in rows] == [1.5, -2.0, 1.5, 1.5]
+    assert [row.get("error") for row in rows] == [None, "KeyError: 'unit'", None, None]
+
+
+def test_more_than_the_stated_share_is_an_error_with_prompt_and_completion(calls):
+    message = (
+        r"^reward: test_rewards\.fails_for_211 failed for 1 of 4 completions \(grading\.max_failed allows 24 %\): "
+        r"KeyError: 'unit' for the prompt '21=' and the completion '211'$"
+    )
+    with pytest.raises(UserError, match=message):
+        given = calls(fails_for_211, max_failed=0.24)
+        reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+
+
+def test_a_batched_reward_gets_all_completions_that_are_there(calls):
+    seen = []
+
+    def lengths(problems, completions):
+        seen.append((problems, completions))
+        return [len(each) for each in completions]
+
+    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=calls(Batched(lengths)))
+    assert [row["reward"] for row in rows] == [2.0, 3.0, 1.0, 3.0]
+    ((problems, completions),) = seen
+    assert list(problems) == [PROBLEMS[0], PROBLEMS[0], PROBLEMS[1], PROBLEMS[1]]
+    assert list(completions) == ["12", "211", "0", "078"]
+
+
+def test_named_rewards_are_metrics(calls):
+    def named(problem, completion):
+        return {"length": len(completion), "one": 1.0} if completion != "211" else 1 / 0
+
+    given = calls(named, max_failed=0.5)
+    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    assert [row["rewards"] for row in rows] == [[2.0, 1.0], [0.0, 0.0], [1.0, 1.0], [3.0, 1.0]]
+    assert part_metrics(rows) == {"rewards/length": 2.0, "rewards/one": 1.0}

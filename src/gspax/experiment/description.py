@@ -49,6 +49,9 @@ RESUMABLE = (
     "schedule.max_skipped",
     "evaluation.*",
     "sampling.max_prompt_tokens",
+    "grading.max_failed",
+    "grading.timeout",
+    "grading.concurrency",
 )
 
 

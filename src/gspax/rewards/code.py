@@ -21,6 +21,7 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards import _seccomp
 from gspax.rewards._pool import Failure, Pool, shared
+from gspax.rewards.calls import concurrent
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests, arguments, from_answer, same_text, same_value
 
@@ -45,6 +46,7 @@ class Limits:
                 raise UserError(f"limits.{name}: wanted more than 0, got {value}")
 
 
+@concurrent(8)
 def reward(
     problem: Problem,
     completion: str,

@@ -1,4 +1,4 @@
-"""Several named rewards with weights, as one number or as the tuple of numbers that an experiment may give."""
+"""Several named rewards with weights, as several numbers or as their sum; each is a metric `rewards/NAME`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
+from gspax.rewards.calls import Total
 
 _EMPTY: Mapping[str, float] = {}
 
@@ -16,7 +17,7 @@ def combine(
     *,
     rewards: Mapping[str, Callable[[Problem, str], float]],
     weights: Mapping[str, float] = _EMPTY,
-) -> tuple[float, ...]:
+) -> dict[str, float]:
     """Each reward times its weight, in the order of `rewards`, for an advantage of several rewards (`advantages.gdpo`).
 
         reward=partial(combine, rewards={"answer": math.reward, "format": format.match_tags})
@@ -33,9 +34,9 @@ def combine(
     """
     if unknown := sorted(set(weights) - set(rewards)):
         raise UserError(f"weights: wanted names of rewards ({', '.join(rewards)}), got {', '.join(unknown)}")
-    return tuple(
-        weights.get(name, 1.0) * _number(name, reward(problem, completion)) for name, reward in rewards.items()
-    )
+    return {
+        name: weights.get(name, 1.0) * _number(name, reward(problem, completion)) for name, reward in rewards.items()
+    }
 
 
 def weighted_sum(
@@ -44,9 +45,9 @@ def weighted_sum(
     *,
     rewards: Mapping[str, Callable[[Problem, str], float]],
     weights: Mapping[str, float] = _EMPTY,
-) -> float:
+) -> Total:
     """The sum of `combine`, for an advantage of one reward."""
-    return sum(combine(problem, completion, rewards=rewards, weights=weights))
+    return Total(combine(problem, completion, rewards=rewards, weights=weights))
 
 
 def _number(name: str, value: object) -> float:

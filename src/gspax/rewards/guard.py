@@ -16,11 +16,13 @@ from collections.abc import Callable
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards._pool import Failure, shared
+from gspax.rewards.calls import concurrent
 from gspax.rewards.grades import Grade, Tally
 
 _tally = Tally("the reward inside gspax.rewards.guard")
 
 
+@concurrent(8)
 def guard(
     problem: Problem,
     completion: str,

@@ -18,12 +18,14 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards._pool import Failure, shared
 from gspax.rewards.answers import compare, extract, reference
+from gspax.rewards.calls import concurrent
 from gspax.rewards.grades import Grade, Tally
 
 _LONGEST = 2000  # characters; a longer answer is no answer
 _tally = Tally("gspax.rewards.math")
 
 
+@concurrent(8)
 def reward(
     problem: Problem,
     completion: str,

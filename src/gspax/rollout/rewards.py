@@ -14,12 +14,13 @@ from gspax.data.problem import Problem, encode_prompt
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import unwrap
-from gspax.protocols import Advantage, LengthReward, Reward, Tokenizer
+from gspax.protocols import Advantage, LengthReward, Tokenizer
+from gspax.rewards.calls import RewardCalls
 from gspax.types import Array, Batch, Rollout
 
 TEXTS = ("completion", "prompt", "answer")  # the fields of a row that are not numbers
 
-Row = dict[str, Any]  # one completion: prompt, answer, completion, reward, length, finished
+Row = dict[str, Any]  # one completion: prompt, answer, completion, reward, length, finished; error, parts: see Result
 
 
 def encode_prompts(tokenizer: Tokenizer, problems: Sequence[Problem | None]) -> list[Sequence[int] | None]:
@@ -29,17 +30,30 @@ def encode_prompts(tokenizer: Tokenizer, problems: Sequence[Problem | None]) -> 
 
 
 def reward_completions(
-    problems: Sequence[Problem | None], rollout: Rollout, *, tokenizer: Tokenizer, reward: Reward
+    problems: Sequence[Problem | None], rollout: Rollout, *, tokenizer: Tokenizer, calls: RewardCalls
 ) -> list[Row]:
     """One row per completion: prompt, answer, completion, reward, length and finished.
 
     Each process decodes and rewards its own rows and needs only their problems (`multihost.local_rows`). It receives
     the numbers of the other rows; `gather_texts` fetches their texts. The rollout's lengths must be on the host
-    (`sampler.lengths_to_host`).
+    (`sampler.lengths_to_host`). A row for which the reward function failed has the reason as `error`, and
+    `grading.failed` for each of its rewards.
+
+    Raises:
+      UserError: the reward function failed for more than `grading.max_failed` of the rows; the message quotes one.
     """
-    own = multihost.all_or_raise(lambda: _own_completions(problems, rollout, tokenizer, reward))
+    own = multihost.all_or_raise(lambda: _own_completions(problems, rollout, tokenizer, calls))
     numbers = multihost.gather_rows([row and {name: x for name, x in row.items() if name not in TEXTS} for row in own])
-    return [mine or theirs for mine, theirs in zip(own, numbers, strict=True)]
+    rows = [mine or theirs for mine, theirs in zip(own, numbers, strict=True)]
+    _check_failures(rows, calls)
+    count = max((len(row["rewards"]) for row in rows if "error" not in row), default=1)
+    for row in rows:
+        if "error" in row:
+            row["rewards"] = [calls.grading.failed] * count
+        row["reward"] = sum(row["rewards"])
+        if len(row["rewards"]) == 1:
+            del row["rewards"]
+    return rows
 
 
 def gather_texts(rows: Sequence[Row]) -> list[Row]:
@@ -48,46 +62,53 @@ def gather_texts(rows: Sequence[Row]) -> list[Row]:
 
 
 def _own_completions(
-    problems: Sequence[Problem | None], rollout: Rollout, tokenizer: Tokenizer, reward: Reward
+    problems: Sequence[Problem | None], rollout: Rollout, tokenizer: Tokenizer, calls: RewardCalls
 ) -> list[Row | None]:
     group = len(rollout.length_B) // len(problems)
     rows: list[Row | None] = [None] * len(rollout.length_B)
+    given: list[tuple[Problem, Row]] = []
     for index, tokens in multihost.owned_rows(rollout.tokens_BT).items():
         problem = problems[index // group]
         assert problem is not None
         start = rollout.prompt_length_B[index]
-        text = tokenizer.decode(tokens[start : start + rollout.length_B[index]])
-        rewards = compute_rewards(reward, problem, text)
-        rows[index] = {
+        rows[index] = row = {
             "prompt": problem.prompt,
             "answer": problem.answer,
-            "completion": text,
-            "reward": sum(rewards),
-            **({"rewards": list(rewards)} if len(rewards) > 1 else {}),
+            "completion": tokenizer.decode(tokens[start : start + rollout.length_B[index]]),
+            "reward": 0.0,
             "length": int(rollout.length_B[index]),
             "finished": bool(rollout.finished_B[index]),
         }
+        given.append((problem, row))
+    futures = calls.submit([problem for problem, _ in given], [row["completion"] for _, row in given])
+    for (_, row), future in zip(given, futures, strict=True):
+        result = future.result()
+        row["rewards"] = list(result.rewards)
+        if result.parts:
+            row["parts"] = dict(result.parts)
+        if result.error:
+            row["error"] = result.error
     return rows
 
 
-def compute_rewards(reward: Reward, problem: Problem, text: str) -> tuple[float, ...]:
-    """The reward, or rewards, of one completion as finite floats.
+def part_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """The mean of each named reward (`rewards/NAME`) over the rows that have it."""
+    parts = [row["parts"] for row in rows if "parts" in row]
+    names = dict.fromkeys(name for each in parts for name in each)
+    return {f"rewards/{name}": float(np.mean([each[name] for each in parts if name in each])) for name in names}
 
-    Raises:
-      UserError: the reward function raised or returned something else; the message quotes the completion.
-    """
-    name = _name(reward)
-    try:
-        value = reward(problem, text)
-        values = tuple(map(float, value)) if isinstance(value, tuple) else (float(value),)
-    except Exception as error:
-        raise UserError(
-            f"reward: {name} raised {type(error).__name__}: {error} for the prompt {problem.prompt!r} "
-            f"and the completion {text!r}"
-        ) from error
-    if not values or not np.isfinite(values).all():
-        raise UserError(f"reward: wanted finite numbers from {name}, got {value} for the completion {text!r}")
-    return values
+
+def _check_failures(rows: Sequence[Row], calls: RewardCalls) -> None:
+    """UserError if the reward function failed too often. Collective."""
+    failed = [row for row in rows if "error" in row]
+    if len(failed) <= calls.grading.max_failed * len(rows):
+        return
+    (row,) = gather_texts(failed[:1])
+    raise UserError(
+        f"reward: {calls.name} failed for {len(failed)} of {len(rows)} completions (grading.max_failed allows "
+        f"{100 * calls.grading.max_failed:g} %): {row['error']} for the prompt {row['prompt']!r} and the completion "
+        f"{row['completion']!r}"
+    )
 
 
 def shape_rewards(

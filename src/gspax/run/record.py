@@ -72,6 +72,10 @@ class Recorder:
         """Record completions of a step."""
         self.write_samples_to(self._run.samples / f"step_{step:06d}.jsonl", rows)
 
+    def write_failures(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Record the completions of a step for which the reward function failed."""
+        self.write_samples_to(self._run.samples / f"failed_{step:06d}.jsonl", rows)
+
     def write_samples_to(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         """Record completions in a given file, such as `RunDir.before`."""
         if self._writes:
@@ -103,8 +107,8 @@ def _drop_from(run: RunDir, first: int) -> None:
     if run.metrics.exists():
         kept = [row for row in read_rows(run.metrics) if row["step"] < first]
         write_atomically(run.metrics, "".join(map(_to_line, kept)))
-    for path in run.samples.glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) >= first:
+    for path in [*run.samples.glob("step_*.jsonl"), *run.samples.glob("failed_*.jsonl")]:
+        if int(path.stem.rpartition("_")[2]) >= first:
             path.unlink()
 
 

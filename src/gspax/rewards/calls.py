@@ -1,0 +1,315 @@
+"""Calling a reward function for many completions: in threads, in batches or as coroutines, each call with a time limit.
+
+A call that raises, exits, is late or gives no finite number costs its own completions only: its `Result` says why. A
+thread whose call is late is abandoned, not stopped, and another takes its place; Python cannot interrupt a thread that
+holds the interpreter's lock, as `7 ** 10 ** 9` does. For functions that may do that there is `gspax.rewards.guard`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from gspax.config import Grading
+from gspax.errors import UserError
+from gspax.experiment.description import name_of, unwrap
+from gspax.protocols import BatchReward, Reward
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+OF_COROUTINES = 32  # calls of an async function at one time, unless the experiment says otherwise
+_SPARE = 1.0  # seconds beyond its time limit after which a coroutine is taken to block its event loop
+
+
+@dataclass(frozen=True)
+class Batched:
+    """A reward function of lists: `function(problems, completions)` gives a reward, or several, for each completion.
+
+        reward=Batched(partial(score, model="judge"))
+
+    It gets the completions that have arrived together, of one group or of several. How many those are must not change a
+    reward. `function` may be async.
+    """
+
+    function: BatchReward
+
+    def __call__(self, problem: Any, completion: str) -> Any:
+        """The reward of one completion."""
+        return self.function([problem], [completion])[0]
+
+
+def concurrent(calls: int) -> Callable[[F], F]:
+    """Declare that a reward function may run in this many threads at once; others are called one at a time."""
+
+    def declare(function: F) -> F:
+        function.concurrency = calls  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+class Total(float):
+    """A reward that is the sum of named parts, each of which is a metric."""
+
+    parts: Mapping[str, float]
+
+    def __new__(cls, parts: Mapping[str, float]) -> Self:
+        total = super().__new__(cls, sum(parts.values()))
+        total.parts = dict(parts)
+        return total
+
+    def __getnewargs__(self) -> tuple[Any]:
+        return (self.parts,)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The rewards of one completion, or why there are none."""
+
+    rewards: tuple[float, ...]
+    error: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)  # by name, for the metrics
+
+
+@dataclass(eq=False)
+class _Call:
+    problems: Sequence[Any]
+    completions: Sequence[str]
+    futures: list[Future[Result]] = field(default_factory=list)
+    began: float | None = None  # by time.monotonic
+
+    def settle(self, results: Sequence[Result] | UserError) -> bool:
+        """Set the futures; False, and without effect, if they are set already."""
+        try:
+            for number, future in enumerate(self.futures):
+                if isinstance(results, UserError):
+                    future.set_exception(results)
+                else:
+                    future.set_result(results[number])
+        except InvalidStateError:
+            return False
+        return True
+
+    def fail(self, error: str) -> list[Result]:
+        return [Result((), error) for _ in self.completions]
+
+    def seconds(self) -> float:
+        """How long it has been going on; 0 if it is not."""
+        return 0.0 if self.began is None or self.done else time.monotonic() - self.began
+
+    @property
+    def done(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+
+class RewardCalls:
+    """Calls of one reward function. Threads start with the first call; they are daemons and end with `close`."""
+
+    def __init__(self, reward: Reward, grading: Grading):
+        self.grading, self.name = grading, _name(reward)
+        self._batched = isinstance(reward, Batched)
+        self._function: Callable[..., Any] = reward.function if isinstance(reward, Batched) else reward
+        self._is_async = _is_async(self._function)
+        self.concurrency = grading.concurrency or _declared(self._function, OF_COROUTINES if self._is_async else 1)
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._pending: list[_Call] = []
+        self._server: _Threads | _EventLoop | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def submit(self, problems: Sequence[Any], completions: Sequence[str]) -> list[Future[Result]]:
+        """Start rewarding completions, each of the problem of the same index. A future raises UserError at most."""
+        size = max(1, len(completions)) if self._batched else 1
+        calls = [_Call(problems[i : i + size], completions[i : i + size]) for i in range(0, len(completions), size)]
+        for call in calls:
+            call.futures = [Future() for _ in call.completions]
+        with self._lock:
+            self._pending = [call for call in self._pending if not call.done] + calls
+            if self._server is None:
+                self._start()
+            assert self._server is not None
+            for call in calls:
+                self._server.put(call)
+        return [future for call in calls for future in call.futures]
+
+    def close(self) -> None:
+        """End the threads that are not in a call. Further completions start others."""
+        with self._lock:
+            self._closed.set()
+            if self._server is not None:
+                self._server.stop()
+            self._server, self._pending = None, []
+
+    def _start(self) -> None:
+        self._closed = threading.Event()
+        self._server = self._new_server()
+        threading.Thread(target=self._watch, args=(self._closed,), name="gspax-rewards", daemon=True).start()
+
+    def _new_server(self) -> _Threads | _EventLoop:
+        if self._is_async:
+            return _EventLoop(self._call_async, self.concurrency)
+        return _Threads(self._call, self.concurrency)
+
+    def _watch(self, closed: threading.Event) -> None:
+        """Give up on calls that are late."""
+        limit = self.grading.timeout + (_SPARE if self._is_async else 0.0)
+        while not closed.wait(min(0.1, self.grading.timeout / 4)):
+            with self._lock:
+                for call in [call for call in self._pending if call.seconds() > limit]:
+                    if call.settle(self._late(call)):
+                        self._replace()
+
+    def _replace(self) -> None:
+        """Let others be called while a late call goes on."""
+        if isinstance(self._server, _Threads):
+            self._server.add()
+        elif self._server is not None:  # the late coroutine blocks the others
+            self._server.stop()
+            self._server = self._new_server()
+            for call in self._pending:
+                if not call.done:
+                    call.began = None
+                    self._server.put(call)
+
+    def _late(self, call: _Call) -> list[Result]:
+        return call.fail(f"late: no reward after {self.grading.timeout:g} s (grading.timeout)")
+
+    def _arguments(self, call: _Call) -> tuple[Any, Any]:
+        return (call.problems, call.completions) if self._batched else (call.problems[0], call.completions[0])
+
+    def _call(self, call: _Call) -> bool:
+        try:
+            return call.settle(self._results(call, self._function(*self._arguments(call))))
+        except UserError as problem:  # a setting is wrong, not this completion
+            return call.settle(problem)
+        except BaseException as problem:  # SystemExit included: it would end this thread only
+            return call.settle(call.fail(_sentence(problem)))
+
+    async def _call_async(self, call: _Call) -> None:
+        try:
+            call.settle(await asyncio.wait_for(self._await(call), self.grading.timeout))
+        except TimeoutError:
+            call.settle(self._late(call))
+
+    async def _await(self, call: _Call) -> Sequence[Result] | UserError:
+        try:
+            return self._results(call, await self._function(*self._arguments(call)))
+        except asyncio.CancelledError:
+            raise
+        except UserError as problem:
+            return problem
+        except BaseException as problem:
+            return call.fail(_sentence(problem))
+
+    def _results(self, call: _Call, value: Any) -> list[Result]:
+        if not self._batched:
+            return [to_result(value)]
+        values = list(value)
+        if len(values) != len(call.completions):
+            return call.fail(f"wanted a reward for each of {len(call.completions)} completions, got {len(values)}")
+        return [to_result(each) for each in values]
+
+
+class _Threads:
+    """Threads that each make one call at a time."""
+
+    def __init__(self, serve: Callable[[_Call], bool], count: int):
+        self._serve = serve
+        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._count = 0
+        for _ in range(count):
+            self.add()
+
+    def put(self, call: _Call) -> None:
+        self._queue.put(call)
+
+    def add(self) -> None:
+        self._count += 1
+        threading.Thread(target=self._run, name=f"gspax-reward-{self._count}", daemon=True).start()
+
+    def stop(self) -> None:
+        for _ in range(self._count):
+            self._queue.put(None)
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            call.began = time.monotonic()
+            if not self._serve(call):  # late: another thread has taken this one's place
+                return
+
+
+class _EventLoop:
+    """A thread with an event loop, and at most `count` calls in it at one time."""
+
+    def __init__(self, serve: Callable[[_Call], Awaitable[None]], count: int):
+        self._serve, self._permits = serve, asyncio.Semaphore(count)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run_loop, name="gspax-reward-loop", daemon=True).start()
+
+    def put(self, call: _Call) -> None:
+        asyncio.run_coroutine_threadsafe(self._run(call), self._loop)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _run(self, call: _Call) -> None:
+        async with self._permits:
+            if not call.done:
+                call.began = time.monotonic()
+                await self._serve(call)
+
+
+def to_result(value: Any) -> Result:
+    """What a reward function has returned as finite float32 numbers, or why it is none."""
+    parts = value if isinstance(value, Mapping) else getattr(value, "parts", {})
+    given = tuple(value.values()) if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
+    try:
+        rewards = tuple(map(float, given))
+        parts = {str(name): float(part) for name, part in parts.items()}
+    except Exception:
+        return Result((), f"wanted a number, a tuple or a mapping of numbers, got {_brief(value)}")
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(np.array([*rewards, *parts.values()], np.float32)).all()
+    if not rewards or not finite:
+        return Result((), f"wanted finite numbers in the range of float32, got {_brief(value)}")
+    return Result(rewards, parts=parts)
+
+
+def _declared(function: Any, default: int) -> int:
+    return int(getattr(unwrap(function), "concurrency", default))
+
+
+def _is_async(function: Any) -> bool:
+    inner = unwrap(function)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+
+def _name(reward: Any) -> str:
+    function = unwrap(reward.function if isinstance(reward, Batched) else reward)
+    return name_of(function) if hasattr(function, "__qualname__") else type(function).__name__
+
+
+def _sentence(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {_brief(problem, str)}" if str(problem) else type(problem).__name__
+
+
+def _brief(value: Any, text: Callable[[Any], str] = repr) -> str:
+    found = " ".join(text(value).split())
+    return found if len(found) <= 300 else f"{found[:300]}…"

@@ -1,0 +1,207 @@
+"""Calls of reward functions: results, failures, time limits, threads, batches and coroutines."""
+
+import asyncio
+import sys
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+from gspax.config import Grading
+from gspax.errors import UserError
+from gspax.rewards import calls as module
+from gspax.rewards.calls import Batched, Result, RewardCalls, Total, concurrent, to_result
+
+
+def gather(reward, completions, **grading):
+    with RewardCalls(reward, Grading(**grading)) as calls:
+        futures = calls.submit(list(range(len(completions))), completions)
+        return [future.result(timeout=60) for future in futures]
+
+
+def errors(*found):
+    return [result.error for result in found]
+
+
+def number(problem, completion):
+    return float(completion)
+
+
+async def async_number(problem, completion):
+    await asyncio.sleep(0)
+    return float(completion)
+
+
+def numbers(problems, completions):
+    return [float(each) for each in completions]
+
+
+async def async_numbers(problems, completions):
+    return numbers(problems, completions)
+
+
+FORMS = {"plain": number, "async": async_number, "batched": Batched(numbers), "async, batched": Batched(async_numbers)}
+
+
+@pytest.mark.parametrize("reward", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("concurrency", [0, 3])
+def test_every_completion_gets_its_own_reward(reward, concurrency):
+    found = gather(reward, [str(each) for each in range(20)], concurrency=concurrency)
+    assert found == [Result((float(each),)) for each in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("value", "result"),
+    [
+        (1, Result((1.0,))),
+        (np.float32(0.5), Result((0.5,))),
+        ((1, 0.5), Result((1.0, 0.5))),
+        ({"a": 1, "b": 0.5}, Result((1.0, 0.5), parts={"a": 1.0, "b": 0.5})),
+        (Total({"a": 1, "b": 0.5}), Result((1.5,), parts={"a": 1.0, "b": 0.5})),
+        (Total({"a": float("inf")}), Result((), "wanted finite numbers in the range of float32, got inf")),
+        (float("nan"), Result((), "wanted finite numbers in the range of float32, got nan")),
+        ((1.0, float("inf")), Result((), "wanted finite numbers in the range of float32, got (1.0, inf)")),
+        (1e39, Result((), "wanted finite numbers in the range of float32, got 1e+39")),
+        ((), Result((), "wanted finite numbers in the range of float32, got ()")),
+        (None, Result((), "wanted a number, a tuple or a mapping of numbers, got None")),
+        ("good", Result((), "wanted a number, a tuple or a mapping of numbers, got 'good'")),
+        ([1.0], Result((), "wanted a number, a tuple or a mapping of numbers, got [1.0]")),
+    ],
+)
+def test_what_a_reward_may_be(value, result):
+    assert to_result(value) == result
+
+
+def misbehave(problem, completion):
+    match completion:
+        case "raise":
+            raise ValueError("no such\nunit")
+        case "exit":
+            sys.exit("bye")
+        case "nan":
+            return float("nan")
+        case "hang":
+            time.sleep(3)
+    return 1.0
+
+
+async def async_misbehave(problem, completion):
+    if completion == "hang":
+        await asyncio.sleep(3)
+    if completion == "block":
+        time.sleep(3)
+    return misbehave(problem, completion)
+
+
+FAILURES = ["raise", "good", "exit", "good", "hang", "nan", "good"]
+
+
+@pytest.mark.parametrize("reward", [misbehave, async_misbehave])
+def test_a_failure_costs_one_completion(reward):
+    began = time.monotonic()
+    found = gather(reward, FAILURES, timeout=0.3)
+    assert time.monotonic() - began < 2.5
+    assert [each.rewards for each in found] == [(1.0,) if each == "good" else () for each in FAILURES]
+    assert errors(*found)[::2] == [
+        "ValueError: no such unit",
+        "SystemExit: bye",
+        "late: no reward after 0.3 s (grading.timeout)",
+        "",
+    ]
+
+
+def test_a_coroutine_that_blocks_its_loop_costs_itself_only(monkeypatch):
+    monkeypatch.setattr(module, "_SPARE", 0.2)
+    began = time.monotonic()
+    found = gather(async_misbehave, ["block", "good", "good"], timeout=0.3, concurrency=1)
+    assert time.monotonic() - began < 2.5
+    assert [each.rewards for each in found] == [(), (1.0,), (1.0,)]
+
+
+def test_a_batch_fails_as_one_and_its_numbers_one_by_one():
+    assert (
+        errors(*gather(Batched(lambda problems, texts: [1.0]), ["a", "b"]))
+        == ["wanted a reward for each of 2 completions, got 1"] * 2
+    )
+    assert (
+        errors(*gather(Batched(lambda problems, texts: 1 / 0), ["a", "b"]))
+        == ["ZeroDivisionError: division by zero"] * 2
+    )
+    assert gather(Batched(lambda problems, texts: [1.0, float("nan")]), ["a", "b"])[0] == Result((1.0,))
+
+
+def test_a_setting_that_is_wrong_is_no_failure_of_a_completion():
+    def refuses(problem, completion):
+        raise UserError("reward: wanted allow_code_execution=True")
+
+    with pytest.raises(UserError, match="allow_code_execution"):
+        gather(refuses, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("reward", "concurrency", "most"),
+    [("plain", 0, 1), ("plain", 3, 3), ("declared", 0, 4), ("declared", 2, 2), ("async", 0, 12), ("async", 5, 5)],
+)
+def test_how_many_calls_there_are_at_one_time(reward, concurrency, most):
+    lock, now, seen = threading.Lock(), [0], [0]
+
+    def count(change):
+        with lock:
+            now[0] += change
+            seen[0] = max(seen[0], now[0])
+
+    def plain(problem, completion):
+        count(1)
+        time.sleep(0.02)
+        count(-1)
+        return 1.0
+
+    async def of_coroutines(problem, completion):
+        count(1)
+        await asyncio.sleep(0.02)
+        count(-1)
+        return 1.0
+
+    declared = partial(concurrent(4)(lambda problem, completion: plain(problem, completion)))
+    reward = {"plain": plain, "declared": declared, "async": of_coroutines}[reward]
+    gather(reward, ["x"] * 12, concurrency=concurrency)
+    assert seen[0] == most
+
+
+def test_a_late_call_leaves_the_number_of_threads_as_it_was():
+    release = threading.Event()
+    running = []
+
+    def waits(problem, completion):
+        if completion == "hang":
+            release.wait(10)
+            return 1.0
+        running.append(threading.current_thread().name)
+        return 1.0
+
+    with RewardCalls(waits, Grading(timeout=0.2)) as calls:
+        (late,) = calls.submit([0], ["hang"])
+        assert late.result(timeout=10).error.startswith("late")
+        release.set()
+        time.sleep(0.1)
+        for future in calls.submit([0] * 20, ["good"] * 20):
+            future.result(timeout=10)
+    assert set(running) == {"gspax-reward-2"}
+
+
+def test_calls_start_when_they_are_submitted_and_threads_end_with_close():
+    started = threading.Event()
+    calls = RewardCalls(lambda problem, completion: started.set() or 1.0, Grading())
+    before = threading.active_count()
+    calls.submit([0], ["x"])
+    assert started.wait(10), "nobody has asked for the result"
+    calls.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    (future,) = calls.submit([0], ["x"])
+    assert future.result(timeout=10) == Result((1.0,))
+    calls.close()

@@ -1,0 +1,184 @@
+"""A reward behind HTTP, against a real server on loopback."""
+
+import itertools
+import json
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from gspax.config import Grading
+from gspax.data.problem import Problem
+from gspax.errors import UserError
+from gspax.experiment import describe
+from gspax.rewards import http
+from gspax.rewards.calls import RewardCalls
+
+PROBLEM = Problem("2+2=", "4", task="sums", metadata={"level": 1})
+GOOD = (200, b'{"reward": 0.5}')
+
+
+@contextmanager
+def serve(*answers):
+    """A server that gives these answers in turn, the last one for ever; `seen` are the requests."""
+    seen, lock = [], threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                answer = answers[min(len(seen), len(answers) - 1)]
+                seen.append((time.monotonic(), dict(self.headers), body))
+            if callable(answer):
+                answer = answer(self, body)
+            if answer is None:
+                return
+            status, text, *headers = answer
+            self.send_response(status)
+            for name, value in headers:
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        server.handle_error = lambda *where: None  # a client that has gone away
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/score", seen
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def direct(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+
+
+def ask(url, **settings):
+    return http.reward(PROBLEM, "four", url=url, **{"backoff": 0.01, "timeout": 5.0} | settings)
+
+
+def test_a_request_holds_the_problem_and_the_completion():
+    with serve(GOOD) as (url, seen):
+        assert ask(url) == 0.5
+    ((_, headers, body),) = seen
+    assert body == {
+        "prompt": "2+2=",
+        "answer": "4",
+        "completion": "four",
+        "task": "sums",
+        "metadata": {"level": 1},
+    }
+    assert headers["Content-Type"] == "application/json" and "Authorization" not in headers
+
+
+def test_several_rewards():
+    with serve((200, b'{"rewards": [1, 0.5]}')) as (url, _):
+        assert ask(url) == (1, 0.5)
+
+
+def test_a_judge_with_a_schema_of_its_own(monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
+
+    def request(problem, completion):
+        return {"messages": [{"role": "user", "content": f"{problem.prompt}{completion}"}]}
+
+    def response(answer):
+        return float(answer["choices"][0]["message"]["content"])
+
+    judge = partial(http.reward, request=request, response=response, token_variable="JUDGE_TOKEN")
+    with serve((200, b'{"choices": [{"message": {"content": "0.25"}}]}')) as (url, seen):
+        assert judge(PROBLEM, "four", url=url) == 0.25
+    ((_, headers, body),) = seen
+    assert headers["Authorization"] == "Bearer s3cret"
+    assert body == {"messages": [{"role": "user", "content": "2+2=four"}]}
+    assert "s3cret" not in json.dumps(describe(judge))
+
+
+def drop(handler, body):
+    handler.connection.close()
+    handler.close_connection = True
+
+
+@pytest.mark.parametrize("first", [(503, b"busy"), (429, b"slow down"), (500, b""), drop], ids=str)
+def test_what_may_pass_is_tried_again(first):
+    with serve(first, first, GOOD) as (url, seen):
+        assert ask(url) == 0.5
+    assert len(seen) == 3
+
+
+def test_pauses_grow_and_a_server_may_ask_for_more():
+    with serve((503, b""), (503, b""), (503, b"", ("Retry-After", "1")), GOOD) as (url, seen):
+        assert ask(url, backoff=0.1) == 0.5
+    pauses = [later[0] - earlier[0] for earlier, later in itertools.pairwise(seen)]
+    assert pauses[0] >= 0.05 and pauses[1] >= 0.1 and 1.0 <= pauses[2] < 10
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence", "requests"),
+    [
+        ((404, b"no such\nmodel"), r"/score: HTTP 404 Not Found: 'no such model'$", 1),
+        ((401, b""), r"HTTP 401 Unauthorized: ''$", 1),
+        ((200, b"<html>"), r"wanted JSON, got '<html>'$", 1),
+        ((200, b'{"score": 1}'), r"wanted a JSON object with the number reward or the list rewards", 1),
+        ((503, b"busy"), r"no answer in 3 attempts; the last one: HTTP 503 Service Unavailable: 'busy'$", 3),
+        ((200, b"x" * (2**20 + 1)), "at most 1048576 bytes, got more", 1),
+    ],
+)
+def test_what_does_not_pass_is_one_sentence(answer, sentence, requests):
+    with serve(answer) as (url, seen), pytest.raises((RuntimeError, ValueError), match=sentence):
+        ask(url, attempts=3)
+    assert len(seen) == requests
+
+
+def test_a_server_that_hangs_or_is_not_there():
+    with serve(lambda handler, body: time.sleep(2) or GOOD) as (url, seen):
+        with pytest.raises(RuntimeError, match="no answer in 2 attempts; the last one: TimeoutError"):
+            ask(url, timeout=0.1, attempts=2)
+        assert len(seen) == 2
+    with pytest.raises(RuntimeError, match="the last one: ConnectionRefusedError"):
+        ask(url, attempts=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"url": "file:///etc/passwd"}, r"reward\.url: wanted a URL of http or https, got 'file:///etc/passwd'"),
+        ({"token_variable": "NOT_SET_ANYWHERE"}, "wanted the environment variable NOT_SET_ANYWHERE, it is not set"),
+        ({"attempts": 0}, r"reward\.attempts: wanted at least 1, got 0"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        ask(**{"url": "http://127.0.0.1:9/"} | settings)
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(0, 16), (4, 4)])
+def test_requests_at_one_time_are_bounded_and_a_failure_costs_its_completion(concurrency, most):
+    lock, now, seen = threading.Lock(), [0], [0]
+
+    def slow(handler, body):
+        with lock:
+            now[0] += 1
+            seen[0] = max(seen[0], now[0])
+        time.sleep(0.05)
+        with lock:
+            now[0] -= 1
+        return (400, b"too long") if body["completion"] == "7" else GOOD
+
+    with serve(slow) as (url, _):
+        reward = partial(http.reward, url=url)
+        with RewardCalls(reward, Grading(concurrency=concurrency)) as calls:
+            futures = calls.submit([PROBLEM] * 32, [str(each) for each in range(32)])
+            found = [future.result(timeout=30) for future in futures]
+    assert seen[0] <= most and seen[0] > most // 2
+    assert [each.rewards for each in found] == [() if each == 7 else (0.5,) for each in range(32)]
+    assert found[7].error == f"RuntimeError: {url}: HTTP 400 Bad Request: 'too long'"
