@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from gspax.kernels import decode_attention as module
-from gspax.kernels.decode_attention import Part, attend_part, decode_attention, merge_parts, portable, tpu_kernel
+from gspax.kernels.decode_attention import decode_attention, merge, portable, tpu_kernel
 
 IMPLEMENTATIONS = {"portable": portable, "tpu": partial(tpu_kernel, interpret=True)}
 START = np.array([0, 0, 0, 5, 9, 16, 3])
@@ -18,7 +18,8 @@ STOP = np.array([0, 1, 20, 20, 10, 20, 17])  # nothing, one, all, and windows th
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 8)  # of 20 positions: the last block is not full
+    for name in ("KERNEL_BLOCK", "PORTABLE_BLOCK"):
+        monkeypatch.setattr(module, name, 8)  # of 20 positions: the last block is not full
 
 
 def slots(B=7, N=6, K=2, T=20, H=8, dtype=jnp.float32, seed=0):
@@ -71,29 +72,31 @@ def test_what_is_not_live_does_not_matter(implementation):
         np.testing.assert_array_equal(a, b)
 
 
-def test_windows():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+def test_rows_may_share_a_row_of_the_cache(implementation):
     q, k, v = slots()
-    for window in (1, 3, 50):
-        wanted, _ = loops(q, k, v, np.maximum(STOP - window, 0), STOP)
-        np.testing.assert_allclose(decode_attention(q, k, v, jnp.asarray(STOP), window=window), wanted, atol=2e-6)
-    assert decode_attention(*slots(dtype=jnp.bfloat16), jnp.asarray(STOP)).dtype == jnp.bfloat16
+    row = np.array([3, 0, 0, 2, 6, 3, 3])
+    context, logsumexp = implementation(q.reshape(7, 2, 3, 8), k, v, jnp.asarray(START), jnp.asarray(STOP), row)
+    wanted = loops(q, k[row], v[row], START, STOP)
+    np.testing.assert_allclose(context.reshape(q.shape), wanted[0], atol=2e-6)
+    np.testing.assert_allclose(logsumexp.reshape(7, 6), wanted[1], rtol=1e-5, atol=2e-6)
 
 
 def test_parts_merge_into_the_whole():
-    """Two samples share a prompt: the queries of the group attend to it as the heads of one slot."""
+    """Two samples share a prompt: the queries of the group attend to it as the heads of one row."""
     q, k, v = slots(B=2, H=4)
     _, prompt_k, prompt_v = slots(B=1, H=4, T=12, seed=1)
-    prompt_length, stop = np.array([7]), np.array([0, 6])
+    zero, stop = np.zeros(2, int), np.array([0, 6])
     grouped = q.reshape(1, 2, 2, 3, 4).swapaxes(1, 2).reshape(1, 12, 4)  # [P, G, K, R, H] -> [P, K G R, H]
-    prompt = attend_part(grouped, prompt_k, prompt_v, jnp.zeros(1, jnp.int32), jnp.asarray(prompt_length))
-    prompt = jax.tree.map(lambda x: x.reshape(1, 2, 2, 3, -1).swapaxes(1, 2).reshape(2, 6, -1), prompt)
-    own = attend_part(q, k, v, jnp.zeros(2, jnp.int32), jnp.asarray(stop))
-    merged = merge_parts(Part(prompt.context_BNH, prompt.logsumexp_BN[..., 0]), own)
+    context, logsumexp = decode_attention(grouped, prompt_k, prompt_v, jnp.zeros(1, int), jnp.array([7]))
+    prompt = [x.reshape(1, 2, 2, 3, -1).swapaxes(1, 2).reshape(2, 6, -1) for x in (context, logsumexp)]
+    own = decode_attention(q, k, v, jnp.asarray(zero), jnp.asarray(stop))
     whole_k, whole_v = (
         np.stack([np.concatenate([shared[0, :, :7], each], 1) for each in x])
         for shared, x in ((prompt_k, k), (prompt_v, v))
     )
-    np.testing.assert_allclose(merged, loops(q, whole_k, whole_v, np.zeros(2, int), stop + 7)[0], atol=2e-6)
+    merged = merge((prompt[0], prompt[1][..., 0]), own)
+    np.testing.assert_allclose(merged, loops(q, whole_k, whole_v, zero, stop + 7)[0], atol=2e-6)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
@@ -103,34 +106,34 @@ def test_on_a_mesh_each_device_has_its_slots_and_heads(implementation, monkeypat
     q, k, v = slots(B=4)
     q_spec, kv_spec, row_spec = PartitionSpec("rows", "heads"), PartitionSpec("rows", "heads"), PartitionSpec("rows")
     mapped = jax.shard_map(
-        attend_part,
+        decode_attention,
         mesh=mesh,
         in_specs=(q_spec, kv_spec, kv_spec, row_spec, row_spec),
         out_specs=q_spec,
         check_vma=implementation is portable,  # Pallas' interpreter mixes arrays that vary and that do not
     )
     got = jax.jit(mapped)(q, k, v, jnp.asarray(START[1:5]), jnp.asarray(STOP[1:5]))
-    np.testing.assert_allclose(got.context_BNH, loops(q, k, v, START[1:5], STOP[1:5])[0], atol=2e-6)
+    np.testing.assert_allclose(got[0], loops(q, k, v, START[1:5], STOP[1:5])[0], atol=2e-6)
 
 
 def test_writing_a_position():
     _, cache, _ = slots(B=3)
     new, position = jnp.ones((3, 2, 8)), np.array([0, 19, 7])
-    written = np.asarray(module.write_position(cache, new, jnp.asarray(position)))
+    written = np.asarray(module.write_positions(cache, new, jnp.asarray(position)))
     wanted = np.array(cache)
     wanted[np.arange(3), :, position] = 1
     np.testing.assert_array_equal(written, wanted)
 
 
 def test_fetched_positions_are_whole_blocks():
-    assert [module.live_positions(20, stop) for stop in (0, 1, 8, 9, 20)] == [8, 8, 8, 16, 24]
-    assert module.live_positions(20, 20, start=15) == 16 and module.live_positions(4, 3) == 4
+    assert [module.fetched_positions(20, stop) for stop in (0, 1, 8, 9, 20)] == [8, 8, 8, 16, 24]
+    assert module.fetched_positions(20, 20, start=15) == 16 and module.fetched_positions(4, 3) == 4
 
 
 def test_heads_that_do_not_divide():
     q, k, v = slots(N=5)
     with pytest.raises(ValueError, match="in multiples of the 2 key heads, got 5"):
-        decode_attention(q, k, v, jnp.asarray(STOP))
+        decode_attention(q, k, v, jnp.asarray(START), jnp.asarray(STOP))
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2", "v6e:2x2"])
@@ -147,8 +150,8 @@ def test_the_kernel_compiles_for_tpu_and_reads_the_cache_in_place(topology, monk
     )
 
     def write_and_attend(q, k, v, position_B):
-        k = module.write_position(k, q[:, ::8], position_B)
-        return decode_attention(q, k, v, position_B + 1), k
+        k = module.write_positions(k, q[:, ::8], position_B)
+        return decode_attention(q, k, v, jnp.zeros_like(position_B), position_B + 1), k
 
     compiled = jax.jit(write_and_attend, donate_argnums=1).lower(q, cache, cache, row).compile()
     assert "tpu_custom_call" in compiled.as_text()
