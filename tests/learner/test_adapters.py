@@ -1,4 +1,4 @@
-"""Adapters: what they stand for, that only they are trained, and whole runs with them."""
+"""Adapters: the weights they stand for, their initialisation, their training, and whole runs."""
 
 import functools
 from dataclasses import replace
@@ -25,14 +25,17 @@ from gspax.run.directory import RunDir
 from gspax.types import Batch
 
 LORA = config.Lora(rank=3, alpha=6.0)
-CONFIG = replace(tiny.MOE, mlp_only_layers=(1,))  # three runs of layers, a dense one among them
+CONFIG = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,))  # a dense layer and one with experts
 B, T = 8, 6
+
+
+init = jax.jit(adapters.init, static_argnums=(0, 1))
 
 
 @functools.cache
 def policy(seed=0, lora=LORA):
-    """Adapters whose b is not 0, on the parameters of CONFIG."""
-    factors = adapters.init(CONFIG, lora, jax.random.key(seed))
+    """The parameters of CONFIG with adapters whose b is not 0."""
+    factors = init(CONFIG, lora, jax.random.key(seed))
     noise = jax.random.split(jax.random.key(seed + 1), len(jax.tree.leaves(factors)))
     leaves, tree = jax.tree.flatten(factors)
     leaves = [0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(noise, leaves, strict=True)]
@@ -45,7 +48,7 @@ def low_ranks(params):
 
 
 def by_hand(name, leaf):
-    """base + alpha / rank · a b of one weight, from its axes."""
+    """base + alpha / rank · a b of one weight, with explicit axes."""
     equation = {
         "query": "ldr,lrnh->ldnh",
         "key": "ldr,lrnh->ldnh",
@@ -61,22 +64,22 @@ def by_hand(name, leaf):
     return parts[0] + LORA.alpha / LORA.rank * np.einsum(equation, *parts[1:])
 
 
-def test_a_weight_is_its_base_plus_the_product_of_its_factors():
+def test_a_weight_equals_its_base_plus_the_scaled_product_of_its_factors():
     found = low_ranks(policy())
-    names = {f"runs/{run}/attention/{name}" for run in range(3) for name in adapters.ATTENTION}
-    assert found.keys() == names | {f"runs/{run}/mlp/{name}" for run in range(3) for name in adapters.MLP}
+    names = {f"runs/{run}/attention/{name}" for run in range(2) for name in adapters.ATTENTION}
+    assert found.keys() == names | {f"runs/{run}/mlp/{name}" for run in range(2) for name in adapters.MLP}
     for path, leaf in found.items():
         np.testing.assert_allclose(leaf.dense(), by_hand(path.split("/")[-1], leaf), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("attention", "mlp"), [(True, False), (False, True)])
-def test_a_part_of_the_weights_can_be_adapted(attention, mlp):
+def test_attention_and_mlp_can_be_adapted_separately(attention, mlp):
     found = low_ranks(policy(lora=replace(LORA, attention=attention, mlp=mlp)))
     assert {path.split("/")[2] for path in found} == {"attention" if attention else "mlp"}
 
 
-def test_fresh_adapters_change_nothing_and_have_unit_gain():
-    fresh = adapters.init(CONFIG, config.Lora(rank=64), jax.random.key(0))
+def test_adapters_are_initialised_as_a_no_op_with_unit_gain():
+    fresh = init(CONFIG, config.Lora(rank=64), jax.random.key(0))
     whole = adapters.attach_adapters(tiny.params(CONFIG), fresh, LORA)
     chex.assert_trees_all_equal(dense(whole), tiny.params(CONFIG))
     chex.assert_trees_all_equal(base(policy()), tiny.params(CONFIG))
@@ -89,7 +92,7 @@ def test_fresh_adapters_change_nothing_and_have_unit_gain():
 
 
 @pytest.mark.slow
-def test_the_model_with_adapters_is_the_model_with_their_sums():
+def test_model_and_sampler_with_adapters_equal_those_with_merged_weights():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (B, T)), jnp.int32)
     run = jax.jit(transformer.apply, static_argnums=1)
     with_adapters, _ = run(policy(), CONFIG, tokens, jnp.ones_like(tokens))
@@ -116,7 +119,7 @@ SGD = optax.sgd(1.0)
 
 
 @pytest.mark.parametrize("rows", [4, pytest.param(0, marks=pytest.mark.slow)])
-def test_an_update_moves_the_factors_by_the_chain_rule_and_nothing_else(rows):
+def test_an_update_changes_only_the_factors_by_the_chain_rule(rows):
     before, batch = policy(), a_batch()
     step = train_step.make_train_step(CONFIG, objective.make_objective(losses.grpo), SGD, microbatch_rows=rows)
     state, metrics = step(new_state(jax.tree.map(jnp.copy, before), SGD, jax.random.key(0)), batch)
@@ -139,10 +142,10 @@ def test_an_update_moves_the_factors_by_the_chain_rule_and_nothing_else(rows):
         got = ((old.a - new.a).reshape(a.shape), (old.b - new.b).reshape(b.shape))
         chex.assert_trees_all_close(got, wanted, rtol=1e-3, atol=2e-5)
         squares += sum(float((part**2).sum()) for part in wanted)
-    assert metrics["grad_norm"] == pytest.approx(squares**0.5, rel=1e-4), "of the factors"
+    assert metrics["grad_norm"] == pytest.approx(squares**0.5, rel=1e-4), "the norm of the factors' gradient"
 
 
-def test_partition_and_combine_are_inverse():
+def test_combine_inverts_partition():
     for params in (policy(), tiny.params(CONFIG)):
         trained, frozen = partition(params)
         chex.assert_trees_all_equal(combine(trained, frozen), params)
@@ -153,7 +156,7 @@ def test_partition_and_combine_are_inverse():
     }
 
 
-def test_state_is_sharded_by_the_table_and_moments_are_of_the_factors():
+def test_state_follows_the_sharding_rules_and_moments_exist_only_for_factors():
     mesh = sharding.make_mesh(config.Mesh(data=2, fsdp=4))
     adam = optax.adam(1e-3)
     state = init_state(CONFIG, optax.identity(), jax.random.key(0), mesh)
@@ -178,7 +181,7 @@ WITH = replace(
 
 
 @pytest.mark.slow
-def test_a_run_with_adapters_resumes_and_its_base_is_the_reference(tmp_path, capsys):
+def test_a_run_with_adapters_resumes_and_uses_its_base_as_the_reference(tmp_path, capsys):
     loop.train(WITH, tmp_path / "whole")
     loop.train(replace(WITH, schedule=replace(WITH.schedule, steps=1)), tmp_path / "resumed")
     loop.train(WITH, tmp_path / "resumed")

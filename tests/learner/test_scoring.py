@@ -1,5 +1,7 @@
 """Log-probs on a mesh: equal to one device, with one all-gather of the head and one reduce-scatter of its gradient."""
 
+import functools
+import itertools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -38,9 +40,9 @@ def compiled_step(mesh, lora):
 @pytest.mark.parametrize(
     ("axes", "lora", "wanted"),
     [
-        (Mesh(), None, ONCE),
         # `context` shards no parameters: shards of the head's and the embedding's gradient are summed over it
         (Mesh(fsdp=2, context=2, tensor=2), None, ONCE | {"all-reduce": 2}),
+        pytest.param(Mesh(), None, ONCE, marks=pytest.mark.slow),
         pytest.param(Mesh(tensor=2), None, ONCE, marks=pytest.mark.slow),
         pytest.param(Mesh(), LORA, {"all-gather, whole": 1}, marks=pytest.mark.slow),
     ],
@@ -82,28 +84,33 @@ def inputs(dtype=jnp.float32):
     return jnp.asarray(head, jnp.float32), jnp.asarray(hidden, dtype), jnp.asarray(tokens)
 
 
+@functools.cache
+def scored_alone(tied):
+    return scored(None, *inputs(), T, tied)
+
+
+AXES = (
+    Mesh(),
+    Mesh(slice=2, fsdp=2, context=2),
+    Mesh(fsdp=2, expert=2, tensor=2),
+    *(Mesh(data=8), Mesh(fsdp=1, context=4, tensor=2), Mesh(fsdp=1, tensor=8), Mesh(data=2, context=2, tensor=2)),
+)
+CHUNKS = ((2, False), (4, True), (T, False))
+DEFAULT = tuple(zip(AXES[:3], (CHUNKS[2], CHUNKS[0], CHUNKS[1]), strict=True))
+
+
 @pytest.mark.parametrize(
-    "axes",
+    ("axes", "how"),
     [
-        Mesh(),
-        Mesh(slice=2, fsdp=2, context=2),
-        Mesh(fsdp=2, expert=2, tensor=2),
-        *(
-            pytest.param(axes, marks=pytest.mark.slow)
-            for axes in [
-                Mesh(data=8),
-                Mesh(fsdp=1, context=4, tensor=2),
-                Mesh(fsdp=1, tensor=8),
-                Mesh(data=2, context=2, tensor=2),
-            ]
-        ),
+        pytest.param(*each, marks=[] if each in DEFAULT else pytest.mark.slow)
+        for each in itertools.product(AXES, CHUNKS)
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("chunk", "tied"), [(2, False), (4, True), (T, False)])
-def test_scores_and_gradients_equal_one_device(axes, chunk, tied):
-    got, wanted = (scored(mesh, *inputs(), chunk, tied) for mesh in (sharding.make_mesh(axes), None))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+def test_scores_and_gradients_equal_one_device(axes, how):
+    chunk, tied = how
+    got = scored(sharding.make_mesh(axes), *inputs(), chunk, tied)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(scored_alone(tied)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 

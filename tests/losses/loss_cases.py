@@ -1,6 +1,6 @@
-"""The family of losses, and the batches that its tests go over.
+"""The family of policy losses, and the batches of their tests.
 
-A loss that joins `FAMILY` inherits every law in `test_laws.py`.
+A loss added to `FAMILY` is tested against every law in `test_laws.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Member:
     name: str
     function: Callable[..., losses.Terms]
     of_sequence: Callable[..., None]  # the reference
-    options: tuple[tuple[str, float], ...] = ()  # given to both, although most are the defaults
+    options: tuple[tuple[str, float], ...] = ()  # given to both; most are the defaults
     aggregate: str = "by_sequence"  # the default
     split: str = "tokens"  # what clip_fraction_high and _low are shares of
-    token_advantage: bool = False  # the advantage is [B, T] although a row is one sequence
+    token_advantage: bool = False  # the advantage is [B, T] without packing
 
     def __str__(self) -> str:
         return self.name
@@ -79,13 +79,13 @@ FAMILY = (
     *(IMPORTANCE, CISPO, SAPO, GMPO, VESPO, DPPO_TV, DPPO_KL),
 )
 MINIMUM = (GSPO, GSPO_TOKEN, LUSPO, GRPO, DR_GRPO, DAPO)  # min(x A, clip(x) A) of a ratio x
-BOUNDED = tuple(member for member in FAMILY if member not in (IMPORTANCE, SAPO, VESPO))  # something is held at a bound
-SEQUENCE = (GSPO, GSPO_TOKEN, LUSPO, VESPO)  # no two tokens of a sequence differ in weight
+BOUNDED = tuple(member for member in FAMILY if member not in (IMPORTANCE, SAPO, VESPO))  # losses with a bound
+SEQUENCE = (GSPO, GSPO_TOKEN, LUSPO, VESPO)  # all tokens of a sequence have one weight
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch in float32. The tokens outside the mask hold numbers like any other."""
+    """A float32 batch. Tokens outside the mask hold ordinary numbers."""
 
     logp: np.ndarray  # [B, T]
     old_logp: np.ndarray  # [B, T]
@@ -93,12 +93,12 @@ class Case:
     mask: np.ndarray  # [B, T]
 
     def arguments(self, member: Member) -> tuple[np.ndarray, ...]:
-        """As the loss takes them."""
+        """The arguments of the loss."""
         advantage = self.advantage if member.token_advantage else self.advantage[:, 0]
         return self.logp, self.old_logp, advantage, self.mask
 
     def reference(self, member: Member, **keywords: Any) -> reference.Result:
-        """Perhaps with other options, another `aggregate` or a `correction`."""
+        """Options, `aggregate` and `correction` may be overridden."""
         arguments = [np.asarray(x, bool if x.dtype == bool else np.float64) for x in self.arguments(member)]
         keywords = {"aggregate": member.aggregate} | dict(member.options) | keywords
         return reference.policy(member.of_sequence, keywords.pop("aggregate"), *arguments, **keywords)
@@ -113,18 +113,17 @@ def case(mask: np.ndarray, scale: float, seed: int = 0) -> Case:
     return Case(*(x.astype(np.float32) for x in (logp, old_logp, advantage)), mask)
 
 
-def extreme() -> Case:
-    """One log-ratio per row: at ±25, just outside and far outside, with both signs of the advantage."""
-    log_ratio = np.array([25, -25, 24.5, -24.5, 26, -26, 1e4, -1e4], np.float32)
-    log_ratio = np.tile(np.concatenate([log_ratio, log_ratio])[:, None], (1, 3))
-    advantage = np.where(np.arange(16)[:, None] < 8, 1.5, -0.5) * np.ones((1, 3))
-    mask = np.tile([[False, True, True]], (16, 1))
+def extreme(sign: float) -> Case:
+    """One log-ratio per row: at ±25, just inside and far outside. Rows alternate the sign of the advantage in pairs."""
+    log_ratio = np.array([25, -25, 24.5, -24.5, 26, -26, 1e4, -1e4], np.float32)[:, None] * np.ones((1, 9), np.float32)
+    advantage = sign * np.array([1.5, 1.5, -0.5, -0.5, 1.5, 1.5, -0.5, -0.5], np.float32)[:, None] * np.ones((1, 9))
+    mask = np.isin(np.arange(9), (1, 2)) & np.ones((8, 1), bool)
     return Case(log_ratio, np.zeros_like(log_ratio), advantage.astype(np.float32), mask)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A case with several sequences in each row, their tokens in no order."""
+    """A case with several sequences per row, their tokens shuffled."""
 
     case: Case
     sequences_per_row: int
@@ -140,7 +139,7 @@ class Packed:
 
     @property
     def segment_ids(self) -> np.ndarray:
-        """Ids out of order with gaps; half of the tokens outside the mask have their sequence's, half have 0."""
+        """Unordered ids with gaps. Half of the tokens outside the mask have their sequence's id, half have 0."""
         B, T = self.case.mask.shape
         ids = np.array([5, 2, 9, 1], np.int32)[np.arange(B) % self.sequences_per_row][:, None] * np.ones(
             (1, T), np.int32
@@ -177,4 +176,4 @@ MASKS = {
 }
 # The scales put some ratios of each loss inside its clip range and some outside: sequences at 1e-3, tokens at 0.3.
 CASES = {f"{name}-{scale:g}": case(mask, scale) for name, mask in MASKS.items() for scale in (1e-3, 0.3)}
-CASES["extreme"] = extreme()
+CASES |= {"extreme": extreme(1), "extreme, other signs": extreme(-1)}

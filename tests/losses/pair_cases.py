@@ -1,4 +1,4 @@
-"""Two log-probabilities of the same tokens and a mask: what the KL terms, the corrections and the calibration take."""
+"""Pairs of log-probabilities of the same tokens: inputs of KL terms, corrections and calibration."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LIMIT = 25.0
 
 @dataclass(frozen=True)
 class Pair:
-    """A batch in float32. The tokens outside the mask hold numbers like any other."""
+    """A float32 batch. Tokens outside the mask hold ordinary numbers."""
 
     logp: np.ndarray  # [B, T]
     other: np.ndarray  # [B, T]
     mask: np.ndarray  # [B, T]
 
     def fill(self, garbage: float) -> Pair:
-        """The garbage in every float outside the mask."""
+        """Replace every float outside the mask."""
         logp, other = (np.where(self.mask, x, np.float32(garbage)) for x in (self.logp, self.other))
         return Pair(logp, other, self.mask)
 
@@ -50,7 +50,7 @@ def held(x: float) -> float:
 
 
 def exact_k3(x: float) -> float:
-    """exp(-x) - 1 + x; the difference in float64 would keep 1e-10 of a small one, so those by their series."""
+    """exp(-x) - 1 + x. Small x by the series: the difference in float64 keeps only 1e-10."""
     return math.fsum((-x) ** n / math.factorial(n) for n in range(2, 20)) if abs(x) < 1 else math.expm1(-x) + x
 
 
@@ -68,7 +68,7 @@ def _holes() -> np.ndarray:
 
 
 def _extreme() -> Pair:
-    """Log-ratios at ±25, inside, outside and far outside, each with a mate of the other sign."""
+    """Log-ratios at ±25, inside, outside and far outside, of both signs."""
     x = np.array([25, -25, 24.5, -24.5, 26, -26, 1e4, -1e4], np.float32)
     logp = np.stack([x, x, -x / 4], 1)
     return Pair(logp, np.zeros_like(logp), np.tile([[False, True, True]], (8, 1)))

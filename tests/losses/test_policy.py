@@ -1,4 +1,4 @@
-"""GSPO, GSPO-token and GRPO against the float64 reference, and the identities between them."""
+"""The policy losses against the float64 reference, and identities between them."""
 
 import functools
 import inspect
@@ -37,30 +37,35 @@ over_minimum = pytest.mark.parametrize("member", MINIMUM, ids=str)
 over_banded = pytest.mark.parametrize("member", (*MINIMUM, CISPO, GMPO), ids=str)
 
 
+def run(member, arguments, **keywords):
+    """(loss, metrics, terms, gradient of the loss by logp). Arrays and clip widths are traced, to share programs."""
+    traced = {name: x for name, x in keywords.items() if name.startswith("clip") or name == "correction"}
+    traced = {name: np.asarray(x, np.float32) for name, x in traced.items()}
+    static = {name: x for name, x in keywords.items() if name not in traced}
+    (loss, (metrics, terms)), gradient = jax.device_get(_compiled(member, *static.items())(*arguments, **traced))
+    return loss, metrics, terms, gradient
+
+
+@functools.cache
+def _compiled(member, *static):
+    def loss(*arguments, **traced):
+        terms = member.terms(*arguments, **dict(static), **traced)
+        loss, metrics = losses.reduce(terms)
+        return loss, (metrics, terms)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
 def value_and_gradient(member, arguments, **keywords):
-    """((loss, metrics), gradient by logp), each member compiled once per choice of keywords and shape."""
-    (loss, metrics), gradient = _compiled(member, *keywords.items())(*arguments)
+    """((loss, metrics), gradient of the loss by logp)."""
+    loss, metrics, _, gradient = run(member, arguments, **keywords)
     return (loss, metrics), gradient
 
 
-@functools.cache
-def _compiled(member, *keywords):
-    return jax.jit(jax.value_and_grad(functools.partial(member.loss, **dict(keywords)), has_aux=True))
-
-
-def rows_and_gradient(member, arguments, **arrays):
+def rows_and_gradient(member, arguments, **keywords):
     """(terms, gradient of Σ value by logp)."""
-    terms, gradient = jax.device_get(_compiled_rows(member)(*arguments, **arrays)[::-1])
-    return terms, gradient
-
-
-@functools.cache
-def _compiled_rows(member):
-    def numerator(logp, *rest, **arrays):
-        terms = member.terms(logp, *rest, **arrays)
-        return terms.value.sum(), terms
-
-    return jax.jit(jax.grad(numerator, has_aux=True))
+    _, _, terms, gradient = run(member, arguments, **keywords)
+    return terms, gradient * max(terms.weight.sum(), np.float32(1))
 
 
 def assert_near(got, wanted, rtol=1e-6):
@@ -71,33 +76,29 @@ def assert_near(got, wanted, rtol=1e-6):
 
 @over_family
 @pytest.mark.parametrize("name", CASES)
-def test_value_and_gradient_are_the_references(member, name):
-    wanted = CASES[name].reference(member)
-    terms, gradient = rows_and_gradient(member, CASES[name].arguments(member))
+def test_values_gradients_and_metrics_equal_the_reference(member, name):
+    arguments, wanted = CASES[name].arguments(member), CASES[name].reference(member)
+    terms, gradient = rows_and_gradient(member, arguments)
     # Per row, because the extreme case has rows of very different size.
     for b in range(len(wanted.value)):
         assert_near(terms.value[b], wanted.value[b])
         assert_near(gradient[b], wanted.gradient[b])
     np.testing.assert_array_equal(terms.weight, wanted.weight)
-    assert terms.value.dtype == terms.weight.dtype == gradient.dtype == jnp.float32
+    assert terms.value.dtype == terms.weight.dtype == gradient.dtype == np.float32
 
-
-@over_family
-@pytest.mark.parametrize("name", CASES)
-def test_reduced_loss_and_metrics_are_the_references(member, name):
-    wanted = CASES[name].reference(member)
-    (loss, metrics), gradient = value_and_gradient(member, CASES[name].arguments(member))
+    (loss, metrics), gradient = value_and_gradient(member, arguments)
     assert_near(loss, wanted.loss, rtol=2e-6 * max(1, np.abs(wanted.value).sum() / max(abs(wanted.value.sum()), 1e-9)))
     assert_near(gradient, wanted.loss_gradient)
-    assert metrics.keys() == wanted.metrics(member.split).keys()
-    for key, value in wanted.metrics(member.split).items():
-        # k3 of a tiny log-ratio x is x²/2 and inherits the rounding of x, which is 1e-4 of it here.
+    wanted_metrics = wanted.metrics(member.split)
+    assert metrics.keys() == wanted_metrics.keys()
+    for key, value in wanted_metrics.items():
+        # k3 of a tiny log-ratio x is x²/2 and inherits the rounding of x, here 1e-4.
         np.testing.assert_allclose(metrics[key], value, rtol=2e-3 if key == "kl" else 1e-5, err_msg=key)
-        assert metrics[key].shape == () and metrics[key].dtype == jnp.float32
+        assert metrics[key].shape == () and metrics[key].dtype == np.float32
 
 
 @over_family
-def test_on_policy_gradient_is_that_of_importance_sampling(member):
+def test_on_policy_gradient_equals_importance_sampling(member):
     """Minus the advantage, times a token's share in its aggregate."""
     x = CASES["some_empty-0.3"]
     _, _, advantage, mask = x.arguments(member)
@@ -116,18 +117,27 @@ def test_on_policy_gradient_is_that_of_importance_sampling(member):
 
 @over_family
 @pytest.mark.parametrize("aggregate", reference.AGGREGATES)
-def test_any_loss_can_be_aggregated_in_any_way(member, aggregate):
+def test_every_loss_takes_every_aggregate(member, aggregate):
     x = CASES["some_empty-0.3"]
     wanted = x.reference(member, aggregate=aggregate)
-    terms = member.terms(*x.arguments(member), aggregate=getattr(losses, aggregate))
+    with jax.disable_jit():
+        terms = member.terms(*x.arguments(member), aggregate=getattr(losses, aggregate))
     np.testing.assert_array_equal(terms.weight, wanted.weight)
     for b in range(len(wanted.value)):
         assert_near(terms.value[b], wanted.value[b], rtol=2e-6)
 
 
-@over_family
-@pytest.mark.parametrize("axes", ("B", "BT"))
-def test_a_correction_multiplies_each_tokens_objective(member, axes):
+@pytest.mark.parametrize(
+    ("member", "axes"),
+    [
+        *((member, "BT") for member in FAMILY),
+        *(  # `prepare` broadcasts it for all losses
+            pytest.param(member, "B", marks=[] if member in (GSPO, GRPO) else pytest.mark.slow) for member in FAMILY
+        ),
+    ],
+    ids=str,
+)
+def test_a_correction_multiplies_the_objective_of_each_token(member, axes):
     x = CASES["some_empty-0.3"]
     correction = np.random.default_rng(3).exponential(size=x.mask.shape[: len(axes)]).astype(np.float32)
     wanted = x.reference(member, correction=correction.astype(np.float64))
@@ -141,14 +151,23 @@ def test_a_correction_multiplies_each_tokens_objective(member, axes):
 
 
 @over_family
-def test_no_gradient_flows_through_a_correction(member):
-    x = CASES["some_empty-0.3"]
-    correction = jnp.ones(x.mask.shape, jnp.float32)
-    gradient = jax.grad(lambda c: member.loss(*x.arguments(member), correction=c)[0])(correction)
-    np.testing.assert_array_equal(gradient, 0)
+def test_gradients_flow_to_the_policys_log_probs_only(member):
+    """Not to the old policy, the advantage or a correction, and not from the metrics."""
+    arguments = *CASES["ragged-0.001"].arguments(member), np.ones(MASKS["ragged"].shape, np.float32)
+
+    @jax.jit
+    def gradients(*arguments):
+        def loss(logp, old_logp, advantage, mask, correction):
+            return member.loss(logp, old_logp, advantage, mask, correction=correction)
+
+        of_metrics = jax.grad(lambda *x: sum(loss(*x)[1].values()))(*arguments)
+        return of_metrics, jax.grad(lambda *x: loss(*x)[0], argnums=(1, 2, 4))(*arguments)
+
+    for gradient in jax.tree.leaves(gradients(*map(jnp.asarray, arguments))):
+        np.testing.assert_array_equal(gradient, 0)
 
 
-def test_the_defaults_are_those_that_the_docstrings_state():
+def test_signatures_and_defaults_are_as_documented():
     wanted = {
         losses.gspo: (3e-4, 4e-4, losses.by_sequence),
         losses.gspo_token: (3e-4, 4e-4, losses.by_sequence),
@@ -170,12 +189,13 @@ def test_the_defaults_are_those_that_the_docstrings_state():
         keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
         assert tuple(p.default for p in keywords) == (*defaults, None, None), function.__name__
         assert [p.name for p in parameters][:4] == ["logp", "old_logp", "advantage", "mask"]
+        assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in list(parameters)[:4])
         assert [p.name for p in keywords][-3:] == ["aggregate", "segment_ids", "correction"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ("some_empty-0.001", "some_empty-0.3", "extreme"))
 @pytest.mark.parametrize("relative, base", ((LUSPO, GSPO), (DR_GRPO, GRPO), (DAPO, GRPO)), ids=str)
-def test_luspo_is_gspo_and_dr_grpo_and_dapo_are_grpo_but_for_the_aggregate(relative, base, name):
+def test_luspo_dr_grpo_and_dapo_differ_from_their_base_by_the_aggregate(relative, base, name):
     arguments = CASES[name].arguments(base)
     keywords = dict(relative.options)
     terms = relative.terms(*arguments)
@@ -186,7 +206,7 @@ def test_luspo_is_gspo_and_dr_grpo_and_dapo_are_grpo_but_for_the_aggregate(relat
     np.testing.assert_allclose(terms.value, base.terms(*arguments, **keywords).value * length, rtol=1e-6)
 
 
-def test_a_dual_clip_that_no_ratio_reaches_is_none():
+def test_a_dual_clip_beyond_all_ratios_changes_nothing():
     x = CASES["ragged-0.3"]
     (loss, metrics), gradient = value_and_gradient(GRPO, x.arguments(GRPO))
     (dual_loss, dual_metrics), dual_gradient = value_and_gradient(GRPO, x.arguments(GRPO), dual_clip=1e6)
@@ -195,7 +215,7 @@ def test_a_dual_clip_that_no_ratio_reaches_is_none():
 
 
 @pytest.mark.parametrize("member", SEQUENCE, ids=str)
-def test_tokens_of_a_sequence_have_the_same_weight(member):
+def test_all_tokens_of_a_sequence_have_the_same_gradient(member):
     x = CASES["holes-0.3"]
     _, gradient = value_and_gradient(
         member, Case(x.logp, x.old_logp, x.advantage[:, :1] + 0 * x.advantage, x.mask).arguments(member)
@@ -204,7 +224,7 @@ def test_tokens_of_a_sequence_have_the_same_weight(member):
         assert np.ptp(row[keep]) <= 1e-6 * np.abs(row).max()
 
 
-def test_gmpo_with_infinite_widths_is_gspo_with_infinite_widths():
+def test_gmpo_without_clipping_equals_gspo_without_clipping():
     x = CASES["ragged-0.3"]
     wide = dict(clip_low=np.inf, clip_high=np.inf)
     (loss, _), gradient = value_and_gradient(GMPO, x.arguments(GMPO), **wide)
@@ -213,7 +233,7 @@ def test_gmpo_with_infinite_widths_is_gspo_with_infinite_widths():
     np.testing.assert_allclose(gradient, gspo_gradient, rtol=1e-6)
 
 
-def test_cispo_with_infinite_widths_has_the_gradient_of_importance_sampling():
+def test_cispo_without_clipping_has_the_gradient_of_importance_sampling():
     x = CASES["ragged-0.3"]
     wide = dict(clip_low=np.inf, clip_high=np.inf)
     _, gradient = value_and_gradient(CISPO, x.arguments(CISPO), **wide)
@@ -221,7 +241,7 @@ def test_cispo_with_infinite_widths_has_the_gradient_of_importance_sampling():
     np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
 
 
-def test_cispo_keeps_a_gradient_where_grpo_cuts_it():
+def test_cispo_keeps_the_gradient_of_clipped_tokens_and_grpo_does_not():
     x = CASES["ragged-0.3"]
     _, gradient = value_and_gradient(CISPO, x.arguments(CISPO))
     (_, metrics), cut = value_and_gradient(GRPO, x.arguments(GRPO))
@@ -229,7 +249,7 @@ def test_cispo_keeps_a_gradient_where_grpo_cuts_it():
     assert np.all((np.asarray(gradient) != 0) == x.mask) and not np.all((np.asarray(cut) != 0) == x.mask)
 
 
-def test_dppo_lets_a_rare_token_move_by_a_ratio_at_which_it_stops_a_frequent_one():
+def test_dppo_masks_a_frequent_token_at_a_ratio_at_which_a_rare_one_moves():
     p = np.array([[1e-4, 0.5]])
     logp, old_logp = (np.log(p * factor).astype(np.float32) for factor in (1.8, 1.0))
     mask = np.ones((1, 2), bool)
@@ -238,7 +258,7 @@ def test_dppo_lets_a_rare_token_move_by_a_ratio_at_which_it_stops_a_frequent_one
         assert gradient[0, 0] == pytest.approx(-1.8 / 2, rel=1e-5) and gradient[0, 1] == 0
 
 
-def test_vespos_weight_is_1_on_policy_and_largest_at_k_over_lambda():
+def test_vespo_weight_is_1_on_policy_and_peaks_at_k_over_lambda():
     w = np.array([0.25, 0.5, 2 / 3, 1.0, 2.0], np.float32)[:, None]
     mask = np.ones_like(w, bool)
     _, gradient = value_and_gradient(VESPO, (np.log(w), 0 * w, np.ones(5, np.float32), mask))
@@ -247,8 +267,8 @@ def test_vespos_weight_is_1_on_policy_and_largest_at_k_over_lambda():
     np.testing.assert_allclose(weight, (w**2 * np.exp(3 * (1 - w)))[:, 0], rtol=1e-6)
 
 
-def test_vespo_holds_log_w_within_25():
-    """Seen where the exponential does not hide it, with λ = 0: then φ(W) = W^k."""
+def test_vespo_clamps_log_w_to_25():
+    """With λ = 0, φ(W) = W^k shows it."""
     logp = np.array([[1e4], [30], [20], [-1e4]], np.float32)
     arguments = logp, 0 * logp, np.ones(4, np.float32), np.ones_like(logp, bool)
     _, gradient = value_and_gradient(VESPO, arguments, k_positive=0.5, lambda_positive=0.0)
@@ -256,7 +276,7 @@ def test_vespo_holds_log_w_within_25():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gspo_token_with_one_advantage_per_sequence_is_gspo(name):
+def test_gspo_token_with_one_advantage_per_sequence_equals_gspo(name):
     arguments = CASES[name].arguments(GSPO)
     (loss, metrics), gradient = value_and_gradient(GSPO, arguments)
     logp, old_logp, advantage, mask = arguments
@@ -269,7 +289,7 @@ def test_gspo_token_with_one_advantage_per_sequence_is_gspo(name):
 
 
 @pytest.mark.parametrize("name", ("length_one-0.001", "length_one-0.3"))
-def test_grpo_is_gspo_on_sequences_of_one_token(name):
+def test_grpo_equals_gspo_on_sequences_of_one_token(name):
     arguments = CASES[name].arguments(GSPO)
     clip = dict(clip_low=0.1, clip_high=0.2)
     (loss, metrics), gradient = value_and_gradient(GSPO, arguments, **clip)
@@ -279,7 +299,7 @@ def test_grpo_is_gspo_on_sequences_of_one_token(name):
     assert grpo_metrics == metrics
 
 
-def test_gspo_gives_every_token_of_a_sequence_the_same_weight_and_grpo_does_not():
+def test_token_gradients_of_a_sequence_are_equal_in_gspo_and_differ_in_grpo():
     x = CASES["full-0.3"]
     _, gspo = value_and_gradient(GSPO, x.arguments(GSPO), clip_low=9.0, clip_high=9.0)
     _, grpo = value_and_gradient(GRPO, x.arguments(GRPO), clip_low=9.0, clip_high=9.0)
@@ -287,8 +307,8 @@ def test_gspo_gives_every_token_of_a_sequence_the_same_weight_and_grpo_does_not(
     assert np.ptp(grpo[:, 1:], axis=-1).min() > 1e-3
 
 
-def test_gspo_token_follows_the_sign_of_each_tokens_advantage():
-    """At s > 1 + clip_high, only the tokens with a positive advantage are cut."""
+def test_gspo_token_clips_by_the_sign_of_each_tokens_advantage():
+    """At s > 1 + clip_high, only tokens with a positive advantage are clipped."""
     mask = np.ones((1, 4), bool)
     old_logp = np.full((1, 4), -1, np.float32)
     advantage = np.array([[1, -1, 2, -2]], np.float32)
@@ -300,8 +320,8 @@ def test_gspo_token_follows_the_sign_of_each_tokens_advantage():
 
 @over_minimum
 @pytest.mark.parametrize("sign", (1.0, -1.0))
-def test_a_token_is_counted_as_clipped_exactly_if_its_gradient_is_cut(member, sign):
-    """Ratio by ratio around both bounds. A gradient between whole and none would be a tie that minimum() splits."""
+def test_the_clip_fraction_counts_exactly_the_tokens_without_gradient(member, sign):
+    """At ratios around both bounds. A partial gradient would be a tie, which minimum() splits."""
     steps = np.arange(-20, 20) * 2.0**-24  # the spacing of float32 just below 1
     logp = np.concatenate([np.log1p(bound) + steps for bound in (-member.clip[0], member.clip[1])]).astype(np.float32)
     mask = np.ones((logp.size, 1), bool)
@@ -327,14 +347,16 @@ def test_a_ratio_at_the_bound_is_not_clipped(member):
 
 
 @over_banded
-def test_infinite_widths_switch_clipping_off(member):
+def test_infinite_widths_disable_clipping(member):
     x = CASES["ragged-0.3"]
     (_, metrics), gradient = value_and_gradient(member, x.arguments(member), clip_low=np.inf, clip_high=np.inf)
     assert metrics["clip_fraction_tokens"] == 0
     assert np.all((np.asarray(gradient) != 0) == x.mask)
 
 
-@pytest.mark.parametrize("member", [m for m in FAMILY if m is not CISPO], ids=str)  # CISPO holds weights, not updates
+@pytest.mark.parametrize(
+    "member", [m for m in FAMILY if m is not CISPO], ids=str
+)  # CISPO clips weights, whatever the advantage
 def test_a_zero_advantage_is_never_clipped(member):
     x = CASES["full-0.3"]
     (loss, metrics), gradient = value_and_gradient(
@@ -343,24 +365,8 @@ def test_a_zero_advantage_is_never_clipped(member):
     assert loss == 0 and not gradient.any() and metrics["clip_fraction_sequences"] == 0
 
 
-@over_family
-def test_no_gradient_flows_through_metrics_old_policy_or_advantage(member):
-    arguments = tuple(map(jnp.asarray, CASES["ragged-0.001"].arguments(member)))
-    through_metrics = jax.jit(jax.grad(lambda *x: sum(member.loss(*x)[1].values())))(*arguments)
-    np.testing.assert_array_equal(through_metrics, 0)
-    for constant in jax.jit(jax.grad(lambda *x: member.loss(*x)[0], argnums=(1, 2)))(*arguments):
-        np.testing.assert_array_equal(constant, 0)
-
-
-@over_family
-def test_parameters_are_called_as_documented(member):
-    logp, old_logp, advantage, mask = CASES["ragged-0.001"].arguments(member)
-    by_name = member.loss(logp=logp, old_logp=old_logp, advantage=advantage, mask=mask)
-    assert by_name == member.loss(logp, old_logp, advantage, mask)
-
-
 @pytest.mark.parametrize("loss", (losses.gspo, losses.gspo_token, losses.grpo))
-def test_the_reduced_losses_reduce(loss):
+def test_reduced_losses_equal_reduce_of_their_terms(loss):
     x = CASES["ragged-0.001"]
     reduced = getattr(losses, f"{loss.__name__}_loss")
     assert reduced(*x.arguments(GSPO)) == losses.reduce(loss(*x.arguments(GSPO)))
@@ -371,12 +377,14 @@ def test_the_reduced_losses_reduce(loss):
 def test_loss_works_on_a_batch_of_no_rows():
     x = case(np.ones((0, 4), bool), 1.0)
     for member in FAMILY:
-        (loss, metrics), gradient = value_and_gradient(member, x.arguments(member))
+        (loss, metrics), gradient = jax.value_and_grad(member.loss, has_aux=True)(
+            *map(jnp.asarray, x.arguments(member))
+        )
         assert loss == 0 and gradient.shape == (0, 4) and all(value == 0 for value in metrics.values())
 
 
 def test_clip_fraction_of_gspo_counts_all_tokens_of_a_clipped_sequence():
-    """One long clipped sequence beside three short ones that are not: 6 of 9 tokens, 1 of 4 sequences."""
+    """One long clipped sequence and three short unclipped ones: 6 of 9 tokens, 1 of 4 sequences."""
     mask = np.arange(6)[None, :] < np.array([[6], [1], [1], [1]])
     logp = np.where(np.arange(4)[:, None] == 0, np.float32(0.01), np.float32(0)) * np.ones((1, 6), np.float32)
     advantage = np.ones(4, np.float32)
@@ -387,7 +395,7 @@ def test_clip_fraction_of_gspo_counts_all_tokens_of_a_clipped_sequence():
 
 
 def test_clip_fractions_of_grpo_count_single_tokens():
-    """Of 4 + 2 tokens the first sequence has one cut from above, the second one from below."""
+    """Of 4 + 2 tokens, the first sequence has one clipped from above, the second one from below."""
     mask = np.array([[True] * 4, [True, True, False, False]])
     logp = np.array([[0.5, 0.1, -0.5, 0], [0.5, -0.5, -0.5, -0.5]], np.float32)
     _, metrics = losses.grpo_loss(logp, np.zeros_like(logp), np.array([1, -1], np.float32), mask)
@@ -397,8 +405,8 @@ def test_clip_fractions_of_grpo_count_single_tokens():
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_weights_depend_on_the_mask_alone(name):
+def test_weights_depend_only_on_the_mask(name):
     a, b = case(MASKS[name], 1e-3, seed=1), case(MASKS[name], 0.3, seed=2)
     for member in FAMILY:
-        weights = [member.terms(*x.arguments(member)).weight for x in (a, b)]
+        weights = [run(member, x.arguments(member))[2].weight for x in (a, b)]
         np.testing.assert_array_equal(*weights)

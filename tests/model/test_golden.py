@@ -1,4 +1,4 @@
-"""Logits of random tiny models as transformers 5.23 computed them (../shared/data/golden_qwen3_tiny)."""
+"""Logits of random tiny models, as computed by transformers 5.23 (../shared/data/golden_qwen3_tiny)."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "golden_qwen3_tiny"
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_dense"])
 def test_logits_equal_transformers(name):
     if not GOLDEN.is_dir():
-        pytest.skip("../shared/data/golden_qwen3_tiny is not here")
+        pytest.skip("../shared/data/golden_qwen3_tiny is not available")
     config = read_config(GOLDEN / name)
     params = read_params(GOLDEN / name, config, abstract_params(config, make_mesh(Mesh(), jax.devices()[:1])))
     golden = np.load(GOLDEN / name / "golden.npz")

@@ -1,4 +1,4 @@
-"""Frequencies and attention factor of YaRN at published sizes, against the reference and transformers."""
+"""Frequencies and attention factor of YaRN at published sizes, against the numpy reference and transformers."""
 
 import math
 from dataclasses import replace
@@ -19,21 +19,21 @@ YARNS = {
     "its own factor": Yarn(factor=4.0, original_max_position_embeddings=32768, attention_factor=0.8),
     "mscale": Yarn(factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.5),
     "one mscale is none": Yarn(factor=4.0, original_max_position_embeddings=4096, mscale=2.0),
-    "a ramp of no length": Yarn(factor=4.0, original_max_position_embeddings=4),
-    "a ramp that runs backwards": Yarn(factor=4.0, original_max_position_embeddings=2),
+    "an empty ramp": Yarn(factor=4.0, original_max_position_embeddings=4),
+    "a reversed ramp": Yarn(factor=4.0, original_max_position_embeddings=2),
     "the whole ramp": Yarn(factor=2.0, original_max_position_embeddings=2**40),
 }
 
 
 @pytest.mark.parametrize("theta", [1e4, 1e6, 5e6])
-def test_without_yarn(theta):
+def test_frequencies_without_yarn(theta):
     frequency, factor = rotary_frequencies(replace(QWEN3, rope_theta=theta))
     np.testing.assert_allclose(frequency, [theta ** (-i / 64) for i in range(64)], rtol=1e-6)
     assert frequency.dtype == np.float32 and factor == 1
 
 
 @pytest.mark.parametrize("name", [name for name in YARNS if "ramp" not in name])
-def test_yarn_agrees_with_the_reference(name):
+def test_yarn_equals_the_reference(name):
     config = replace(QWEN3, rope_scaling=YARNS[name])
     frequency, factor = rotary_frequencies(config)
     share = np.array([reference_model.yarn_share(i, 64, config) for i in range(64)])
@@ -44,7 +44,7 @@ def test_yarn_agrees_with_the_reference(name):
 
 
 @pytest.mark.parametrize("name", YARNS)
-def test_yarn_agrees_with_transformers(name):
+def test_yarn_equals_transformers(name):
     pytest.importorskip("torch", reason="torch is not installed")
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
