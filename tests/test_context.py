@@ -17,6 +17,7 @@ from gspax.config import Sampling
 from gspax.learner import objective, train_step
 from gspax.learner.state import abstract_state, new_state
 from gspax.rollout import sampler
+from gspax.rollout.serving import convert
 from gspax.types import Batch
 
 SGD = optax.sgd(1.0)  # the parameters' change is the gradient
@@ -128,8 +129,11 @@ def test_the_sampler_splits_its_rows_instead_while_they_grow():
 
     def draw(devices):
         def run(params):
-            prompts, key = [[1, 2, 3], [4]], jax.random.key(0)
-            return sampler.sample(params, model, prompts, range(2), key, sampling=sampling, stop_ids=(5,), mesh=devices)
+            prompts, key, stop = [[1, 2, 3], [4]], jax.random.key(0), (5,)
+            serving = convert(params, model)
+            return sampler.sample(
+                serving, model, prompts, range(2), key, sampling=sampling, stop_ids=stop, mesh=devices
+            )
 
         compiled = jax.jit(run).lower(tiny.params(model)).compile()
         return jax.device_get(compiled(tiny.params(model))), compiled.as_text()
@@ -137,5 +141,5 @@ def test_the_sampler_splits_its_rows_instead_while_they_grow():
     (want, _), (got, text) = draw(mesh()), draw(mesh(fsdp=2, context=2, tensor=2))
     np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
     np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
-    caches = set(re.findall(r"f32\[2,(\d+),1,6,8\]", text))  # [L, B, K / 2, C, H]
+    caches = set(re.findall(r"f32\[(\d+),1,6,8\]", text))  # [B, K / 2, C, H]
     assert caches == {"2"}, "8 rows on 4 devices, and two halves of the heads"

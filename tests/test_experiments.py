@@ -51,7 +51,7 @@ def test_a_step_of_every_experiment_can_be_traced(path):
 
     def rollout(params):
         return sampler.sample(
-            params,
+            learner.sampler.push(params),
             experiment.model,
             prompts,
             range(P),

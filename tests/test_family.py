@@ -75,7 +75,9 @@ def train(changes, rollouts=2):
     variant = replace(BASE, **changes)
     assert validate(variant, 1) == []
     update = step(*(getattr(variant, name) for name in READ_BY_UPDATES))
-    learner = loop.Learner(variant, MESH, OPTIMIZER, update, score(variant.model), make_colocated_sampler(MESH))
+    learner = loop.Learner(
+        variant, MESH, OPTIMIZER, update, score(variant.model), make_colocated_sampler(variant.model, MESH)
+    )
     state = init_state(variant.model, OPTIMIZER, jax.random.key(0), MESH)
     clip_range = initial_range(variant.calibration)
     state = replace(state, clip_range=jax.device_put(clip_range, named_sharding(MESH)))

@@ -455,7 +455,8 @@ def test_a_rollout_batch_step_by_step(monkeypatch):
 
     monkeypatch.setattr(loop, "sample", sample)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
-    learner = loop.Learner(small, mesh, None, train_step, score, placement.make_colocated_sampler(mesh))
+    sampler = placement.Sampler(mesh, lambda params: params, lambda key: key, lambda rollout: rollout)
+    learner = loop.Learner(small, mesh, None, train_step, score, sampler)
     key = jax.random.key(5)
     state = TrainState(
         step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=None, clip_range=None

@@ -19,9 +19,10 @@ from gspax.learner.objective import make_objective
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state, new_state
 from gspax.learner.train_step import make_train_step
-from gspax.model import transformer
+from gspax.model import decoding
 from gspax.optimizers import adamw
 from gspax.rollout import sampler
+from gspax.rollout.serving import make_serving_copy
 from gspax.types import Batch
 
 MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, attention_bias=True)
@@ -133,6 +134,7 @@ def check_bytes(params, sizes):
 def draw(model, mesh):
     prompts = [list(range(1, 2 + row % 3)) for row in range(8)]
     params = jax.device_put(tiny.params(model), jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh)))
+    params = make_serving_copy(params, model, mesh)
     sampling = Sampling(prompts=8, group=2, max_prompt_tokens=16, max_tokens=5)
     key = jax.random.key(2)
     return sampler.sample(params, model, prompts, range(8), key, sampling=sampling, stop_ids=(0,), mesh=mesh)
@@ -165,7 +167,13 @@ def test_samples_are_those_of_one_device(model, mesh):
 def test_the_cache_is_split_over_rows_and_heads():
     mesh, model = make(MESHES["expert and tensor"]), MODELS["both"]
     tokens_PS, length_P = np.ones((8, 4), np.int32), np.full(8, 4, np.int32)
-    prefill = partial(transformer.prefill, config=model, group=2, max_tokens=3, mesh=mesh)
-    _, cache = jax.jit(lambda params: prefill(params, tokens_PS=tokens_PS, length_P=length_P))(tiny.params(model))
+
+    @jax.jit
+    def make_cache(params):
+        _, prompts, _ = decoding.prefill(params, model, tokens_PS, length_P, mesh=mesh)
+        return decoding.new_cache(prompts, model, slots=16, max_tokens=3, mesh=mesh)
+
+    cache = make_cache(make_serving_copy(tiny.params(model), model, mesh))
+    assert len(cache) == model.num_hidden_layers
     for leaf in jax.tree.leaves(cache):
-        assert leaf.sharding.shard_shape(leaf.shape) == (2, leaf.shape[1] // 4, 1, *leaf.shape[3:])
+        assert leaf.sharding.shard_shape(leaf.shape) == (leaf.shape[0] // 4, 1, *leaf.shape[2:])

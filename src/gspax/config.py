@@ -162,6 +162,7 @@ class Sampling:
     group: AtLeast2 = 8  # G, completions of each prompt
     max_prompt_tokens: PositiveInt = 64
     max_tokens: PositiveInt = 64  # of a completion, stop token included
+    slots: NonNegativeInt = 0  # samples that are drawn at once; 0: all. A finished sample's slot takes the next one
     temperature: Positive = 1.0
     top_k: NonNegativeInt = 0  # 0: off. Filters bias the ratio, because log-probs are of the unfiltered distribution
     top_p: Share = 1.0

@@ -20,6 +20,7 @@ from gspax.rewards.calls import RewardCalls
 from gspax.rollout.placement import make_meshes
 from gspax.rollout.rewards import Row, encode_prompts, gather_texts, reward_completions
 from gspax.rollout.sampler import lengths_to_host, sample
+from gspax.rollout.serving import make_serving_copy
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import find_run
 from gspax.sharding import batch_shards, named_sharding
@@ -65,6 +66,7 @@ def evaluate(
     """
     settings, key = experiment.evaluation, jax.random.fold_in(key, EVALUATION)
     read = partial(read_problem, experiment.data.heldout)
+    serving = make_serving_copy(params, experiment.model, mesh)
     plain = replace(
         experiment.sampling,
         max_tokens=settings.max_tokens or experiment.sampling.max_tokens,
@@ -79,7 +81,7 @@ def evaluate(
         for ids in _chunks(settings.problems, experiment.sampling, sampling.group, batch_shards(mesh)):
             problems = multihost.all_or_raise(partial(multihost.local_rows, read, ids, named_sharding(mesh, "batch")))
             rollout = sample(
-                params,
+                serving,
                 experiment.model,
                 encode_prompts(experiment.tokenizer, problems),
                 ids,

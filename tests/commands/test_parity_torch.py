@@ -17,8 +17,9 @@ from gspax.config import Mesh, Sampling, Yarn
 from gspax.hf.config_json import read_config, to_json
 from gspax.hf.reading import read_params
 from gspax.learner.state import abstract_params
-from gspax.model import transformer
+from gspax.model import decoding, transformer
 from gspax.rollout.sampler import sample
+from gspax.rollout.serving import make_serving_copy
 from gspax.sharding import make_mesh
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
@@ -47,8 +48,8 @@ TOKENS = 18
 
 
 apply = jax.jit(transformer.apply, static_argnames="config")
-prefill = jax.jit(transformer.prefill, static_argnames=("config", "group", "max_tokens"))
-decode = jax.jit(transformer.decode, static_argnames="config")
+prefill = jax.jit(decoding.prefill, static_argnames="config")
+decode = jax.jit(decoding.decode, static_argnames="config")
 
 
 def make_pair(config, folder):
@@ -106,14 +107,15 @@ def test_prefill_and_decode_agree_with_transformers_cache(config, tmp_path):
     cached = transformers.DynamicCache(config=model.config)
     theirs = [their_logits(model, tokens_1T[:, :length], past_key_values=cached, use_cache=True)[0, -1]]
     length_P = jnp.array([length])
-    hidden, cache = prefill(params, config, tokens_1T[:, :length], length_P, group=1, max_tokens=steps)
+    serving = make_serving_copy(params, config)
+    hidden, prompts, _ = prefill(serving, config, tokens_1T[:, :length], length_P)
+    cache = decoding.new_cache(prompts, config, slots=1, max_tokens=steps)
     ours = [transformer.logits(params, hidden)[0]]
     for step in range(steps):
         token = tokens_1T[:, length + step]
         theirs.append(their_logits(model, token[None], past_key_values=cached, use_cache=True)[0, -1])
-        hidden, cache = decode(
-            params, config, token, cache, step=jnp.int32(step), prompt_length_P=length_P, live_B=jnp.ones(1, bool)
-        )
+        slots = decoding.Slots(length_P, None, jnp.int32(step), jnp.ones(1, bool))
+        hidden, cache, _ = decode(serving, config, token, cache, slots)
         ours.append(transformer.logits(params, hidden)[0])
     np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=1e-4, rtol=0)
 
@@ -124,7 +126,8 @@ def test_greedy_decoding_token_for_token(name, tmp_path):
     params, config, model = make_pair(config, tmp_path)
     prompts = [row[:length].tolist() for row, length in zip(random_tokens(config, 2, 9), (9, 5), strict=True)]
     sampling = Sampling(group=1, max_prompt_tokens=9, max_tokens=64, temperature=0.0)
-    rollout = sample(params, config, prompts, [0, 1], jax.random.key(0), sampling=sampling, stop_ids=())
+    serving = make_serving_copy(params, config)
+    rollout = sample(serving, config, prompts, [0, 1], jax.random.key(0), sampling=sampling, stop_ids=())
     drawn = set()
     for row, prompt in enumerate(prompts):
         theirs = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=64, eos_token_id=None)[0]

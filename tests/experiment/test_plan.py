@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -18,7 +17,8 @@ from gspax.experiment.counts import active_parameter_count, parameter_count, tra
 from gspax.experiment.memory import LOGIT_BUDGET
 from gspax.experiment.plan import plan, render
 from gspax.learner import adapters
-from gspax.model import presets, transformer
+from gspax.model import decoding, presets, transformer
+from gspax.rollout.serving import convert
 
 EXPERIMENT = load(Path(stub_experiment.__file__))
 PRESETS = {name: getattr(presets, name) for name in ("tiny_moe", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_235b_a22b")}
@@ -63,16 +63,20 @@ def test_the_logit_budget_is_that_of_the_train_step():
 def test_the_cache_is_that_of_the_sampler(dtype):
     experiment = override(EXPERIMENT, [f"model.dtype={dtype}"])
     config, sampling = experiment.model, experiment.sampling
-    prefill = partial(transformer.prefill, config=config, group=sampling.group, max_tokens=sampling.max_tokens)
-    _, cache = jax.eval_shape(
-        lambda params, tokens, length: prefill(params, tokens_PS=tokens, length_P=length),
+
+    def make_cache(params, tokens_PS, length_P):
+        _, prompts, _ = decoding.prefill(convert(params, config), config, tokens_PS, length_P)
+        return decoding.new_cache(prompts, config, sampling.prompts * sampling.group, sampling.max_tokens)
+
+    cache = jax.eval_shape(
+        make_cache,
         transformer.abstract_params(config),
         jax.ShapeDtypeStruct((sampling.prompts, sampling.max_prompt_tokens), jnp.int32),
         jax.ShapeDtypeStruct((sampling.prompts,), jnp.int32),
     )
     sizes = plan(experiment, 1).sampler
-    prompts = sum(leaf.size * leaf.dtype.itemsize for leaf in (cache.prompt_k_LPKSH, cache.prompt_v_LPKSH))
-    completions = sum(leaf.size * leaf.dtype.itemsize for leaf in (cache.k_LBKCH, cache.v_LBKCH))
+    prompts = sum(leaf.size * leaf.dtype.itemsize for layer in cache for leaf in layer[:2])
+    completions = sum(leaf.size * leaf.dtype.itemsize for layer in cache for leaf in layer[2:])
     assert sizes["cache of the prompts, once per prompt"] == prompts
     assert sizes["cache of the completions"] == completions
     eight = plan(experiment, 8).sampler

@@ -10,12 +10,13 @@ import pytest
 import reference_model
 import tiny
 
-from gspax.model import transformer
+from gspax.model import decoding, transformer
+from gspax.rollout.serving import make_serving_copy
 from gspax.sharding import RULES, spec
 
 apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
-prefill = jax.jit(transformer.prefill, static_argnames=("config", "group", "max_tokens"))
-decode = jax.jit(transformer.decode, static_argnames=("config", "mesh"))
+prefill = jax.jit(decoding.prefill, static_argnames="config")
+decode = jax.jit(decoding.decode, static_argnames="config")
 
 
 TOGETHER = {f"{name}, all options": config for name, config in tiny.TOGETHER.items()}
@@ -93,18 +94,13 @@ def test_prefill_and_decode_equal_the_full_sequence(name):
     length_P = np.array([7, 2, 4], np.int32)
     prompts = random_tokens(config, P, S)
     completions = random_tokens(config, P * G, C, seed=1)
-    last, cache = prefill(params, config, prompts, jnp.asarray(length_P), group=G, max_tokens=C)
+    serving = make_serving_copy(params, config)
+    last, prompt_cache, _ = prefill(serving, config, prompts, jnp.asarray(length_P))
+    cache = decoding.new_cache(prompt_cache, config, slots=P * G, max_tokens=C)
     steps = []
     for step in range(C):
-        hidden, cache = decode(
-            params,
-            config,
-            completions[:, step],
-            cache,
-            step=jnp.int32(step),
-            prompt_length_P=jnp.asarray(length_P),
-            live_B=jnp.ones(P * G, bool),
-        )
+        slots = decoding.Slots(jnp.repeat(length_P, G), None, jnp.int32(step), jnp.ones(P * G, bool))
+        hidden, cache, _ = decode(serving, config, completions[:, step], cache, slots)
         steps.append(hidden)
     whole, segment = np.zeros((2, P * G, S + C), np.int32)
     for row in range(P * G):

@@ -25,6 +25,7 @@ from gspax.rollout.placement import (
     make_meshes,
 )
 from gspax.rollout.rewards import reward_completions
+from gspax.rollout.serving import make_serving_copy
 from gspax.run import record
 from gspax.run.directory import RunDir, open_run
 from gspax.sharding import make_mesh
@@ -70,14 +71,14 @@ def test_learner_and_sampler_have_disjoint_devices(learner):
     assert devices(state) == set(jax.devices()[:4]) and set(learner.mesh.devices.flat) == set(jax.devices()[:4])
     pushed = learner.sampler.push(state.params)
     assert devices(pushed) == set(jax.devices()[4:])
-    jax.tree.map(np.testing.assert_array_equal, pushed, state.params)
+    jax.tree.map(np.testing.assert_array_equal, pushed, make_serving_copy(state.params, DISAGGREGATED.model))
     drawn = loop.draw(learner, pushed, state, 0)
     assert devices(drawn.rollout) == set(jax.devices()[4:])
 
 
 def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(learner):
     """The colocated sampler uses the learner's mesh, which has the same shape."""
-    colocated = replace(learner, sampler=make_colocated_sampler(learner.mesh))
+    colocated = replace(learner, sampler=make_colocated_sampler(DISAGGREGATED.model, learner.mesh))
     results = [loop.run_step(each, fresh(learner), None, deque()) for each in (learner, colocated)]
     (state, metrics, rows), (state_too, metrics_too, rows_too) = results
     assert rows == rows_too
@@ -126,7 +127,7 @@ def test_a_rollout_batch_is_received_before_the_next_is_drawn(learner, monkeypat
     ahead_of = replace(
         ahead_of, experiment=replace(ahead_of.experiment, placement=Placement(devices=4, staleness=staleness))
     )
-    ahead_of = replace(ahead_of, sampler=make_colocated_sampler(learner.mesh))
+    ahead_of = replace(ahead_of, sampler=replace(learner.sampler, push=lambda params: params))
     state = replace(fresh(learner), params=None, opt_state=None)
     monkeypatch.setattr(
         loop, "draw", lambda learner, params, state, first: events.append(f"draw {first // 8}") or first

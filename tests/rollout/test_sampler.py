@@ -12,7 +12,8 @@ from gspax import losses, sharding
 from gspax.config import Mesh, Sampling
 from gspax.errors import UserError
 from gspax.model import transformer
-from gspax.rollout import sampler
+from gspax.rollout import drawing, sampler
+from gspax.rollout.serving import convert, make_serving_copy
 
 CONFIG = tiny.MOE
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
@@ -29,7 +30,8 @@ def params():
 def draw(params, prompts=PROMPTS, ids=None, seed=0, sampling=SAMPLING, stop_ids=STOP, mesh=None):
     ids = range(len(prompts)) if ids is None else ids
     key = jax.random.key(seed)
-    rollout = sampler.sample(params, CONFIG, prompts, ids, key, sampling=sampling, stop_ids=stop_ids, mesh=mesh)
+    serving = make_serving_copy(params, CONFIG, mesh)
+    rollout = sampler.sample(serving, CONFIG, prompts, ids, key, sampling=sampling, stop_ids=stop_ids, mesh=mesh)
     return jax.device_get(rollout)
 
 
@@ -133,11 +135,11 @@ def test_on_a_mesh_experts_run_under_shard_map_in_prefill_and_decode(params):
     mesh = sharding.make_mesh(Mesh())
 
     def run(params):
-        key = jax.random.key(0)
-        return sampler.sample(params, CONFIG, [[1]] * 8, range(8), key, sampling=SAMPLING, stop_ids=STOP, mesh=mesh)
+        key, serving = jax.random.key(0), convert(params, CONFIG)
+        return sampler.sample(serving, CONFIG, [[1]] * 8, range(8), key, sampling=SAMPLING, stop_ids=STOP, mesh=mesh)
 
-    assert tiny.primitives(run, params).count("shard_map") == 3, (
-        "attention and experts of the prefill, experts of a decoding step"
+    assert tiny.primitives(run, params).count("shard_map") == 4 * CONFIG.num_hidden_layers + 2, (
+        "attention and experts of each layer, in prefill and decode; what the slots hold, before and after a token"
     )
 
 
@@ -162,7 +164,7 @@ def test_tokens_follow_the_distribution_at_the_temperature():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=6) * 1.5, jnp.float32)
     rows = 20_000
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(0), jnp.arange(rows))
-    token, logp = sampler.draw_tokens(jnp.tile(logits[None], (rows, 1)), keys, Sampling(temperature=0.7))
+    token, logp = drawing.draw_tokens(jnp.tile(logits[None], (rows, 1)), keys, Sampling(temperature=0.7))
     expected = np.asarray(jax.nn.softmax(logits / 0.7))
     share = np.bincount(token, minlength=6) / rows
     assert np.abs(share - expected).max() < 4 * np.sqrt(0.25 / rows)
@@ -172,7 +174,7 @@ def test_tokens_follow_the_distribution_at_the_temperature():
 def test_temperature_zero_is_greedy():
     logits = jnp.array([[0.0, 2.0, 1.0], [3.0, -1.0, 2.5]])
     keys = jax.random.split(jax.random.key(0), 2)
-    token, logp = sampler.draw_tokens(logits, keys, Sampling(temperature=0.0))
+    token, logp = drawing.draw_tokens(logits, keys, Sampling(temperature=0.0))
     assert token.tolist() == [1, 0]
     np.testing.assert_allclose(logp, jax.nn.log_softmax(logits).max(axis=-1), atol=1e-6)
 
@@ -195,7 +197,7 @@ def kept_by_hand(logits, top_k, top_p, min_p):
 @pytest.mark.parametrize("min_p", [0.0, 0.1, 0.9])
 def test_filters_keep_the_tokens_computed_by_hand(top_k, top_p, min_p):
     logits = np.random.default_rng(1).normal(size=(5, 12)).astype(np.float32) * 2
-    filtered = np.asarray(sampler.filter_logits(jnp.asarray(logits), Sampling(top_k=top_k, top_p=top_p, min_p=min_p)))
+    filtered = np.asarray(drawing.filter_logits(jnp.asarray(logits), Sampling(top_k=top_k, top_p=top_p, min_p=min_p)))
     for row in range(5):
         assert set(np.flatnonzero(np.isfinite(filtered[row]))) == kept_by_hand(logits[row], top_k, top_p, min_p)
         finite = np.isfinite(filtered[row])

@@ -19,7 +19,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.train_step import make_steps
 from gspax.rollout import sampler
-from gspax.rollout.placement import abstract_pushed
+from gspax.rollout.serving import abstract_serving_copy
 from gspax.sharding import named_sharding
 from gspax.types import Batch, Rollout, TrainState
 
@@ -65,7 +65,7 @@ def make_programs(
     scoring = held + batches - device_bytes(state.params) - device_bytes(batch)
     if experiment.placement is not None and experiment.placement.staleness > 0:
         # Scoring does not wait for the parameters that are on their way to the sampler.
-        scoring += device_bytes(abstract_pushed(experiment.model, mesh))
+        scoring += device_bytes(abstract_serving_copy(experiment.model, mesh))
     return [
         Program(name=TRAIN, lower=train, resident=held + batches - device_bytes(state) - device_bytes(batch)),
         Program(name=SCORE, lower=score, resident=scoring),
@@ -93,14 +93,12 @@ def _make_rollout(
 ) -> Program:
     """The sampler, on devices that hold `held` bytes throughout the run if they are the learner's.
 
-    A disaggregated sampler gets the pushed parameters; each rollout batch drawn ahead adds a copy of them and a
-    rollout to its devices.
+    Each rollout batch drawn ahead adds a serving copy and a rollout to the devices of a disaggregated sampler.
     """
-    params: Any = state.params
+    params = abstract_serving_copy(model, mesh)
     key: Any = state.key
-    resident = held - device_bytes(state.params) - device_bytes(state.key)
+    resident = held - device_bytes(state.key)
     if placement is not None:
-        params = abstract_pushed(model, mesh)
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=named_sharding(mesh))
         resident = placement.staleness * (device_bytes(params) + device_bytes(abstract_rollout(sampling, mesh)))
 

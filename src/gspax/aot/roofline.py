@@ -22,7 +22,7 @@ from gspax.aot.targets import Rate, Target
 from gspax.aot.traffic import traffic
 from gspax.config import ModelConfig, Sampling
 from gspax.experiment.counts import forward_flops
-from gspax.rollout.placement import abstract_pushed
+from gspax.rollout.serving import abstract_serving_copy
 
 PUSH, PREFILL, DECODE = "weight push", "prefill", "decode, a token"
 
@@ -104,7 +104,7 @@ def make_phases(
 
 def push_phase(model: ModelConfig, learner: Target, sampler: Target) -> Phase:
     """The transfer of parameters to a disaggregated sampler, at the rate of the target with fewer devices."""
-    received = device_bytes(abstract_pushed(model, sampler.mesh))
+    received = device_bytes(abstract_serving_copy(model, sampler.mesh))
     sent = received * max(sampler.mesh.size, learner.mesh.size) // learner.mesh.size
     axes = tuple(axis for axis, size in sampler.sizes.items() if size > 1)
     over = Collective("push", axes, sampler.mesh.size, dcn=learner.topology is not sampler.topology)

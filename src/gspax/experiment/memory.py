@@ -71,8 +71,7 @@ def sampler_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
     if experiment.placement is None:
         lora, reference = experiment.lora, experiment.reference is not None
         held = _resident_bytes(config, lora, experiment.optimizer, mesh, reference=reference)
-        if lora is not None:
-            held["the same with adapters merged"] = held[f"parameters, {config.param_dtype}"]
+        held[f"serving copy, {config.dtype}"] = size_of(config.dtype) * _sharded(parameter_count(config), mesh)
     else:
         held = _pushed_bytes(config, mesh, 1 + experiment.placement.staleness)
     parts = {

@@ -1,4 +1,4 @@
-"""Qwen3 and Qwen3-MoE as pure functions of parameters: `init`, `apply`, `logits`, `prefill`, `decode`.
+"""Qwen3 and Qwen3-MoE as pure functions of parameters: `init`, `apply`, `logits`. `model.decoding` has the sampler's.
 
 Flax NNX modules inside; outside, parameters are a nested dict of arrays. Consecutive layers of one kind are stacked and
 run by `lax.scan` (`config.layer_runs`). A layer's weight may be a `LowRank`; it is made dense where the layer runs.
@@ -16,11 +16,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from gspax.config import ModelConfig, Remat, layer_runs, layer_windows
-from gspax.model.attention import Attend, Attention, Cache, attend_over_cache, attend_within_segments, storing_prompt
+from gspax.model.attention import Attend, Attention, attend_within_segments
 from gspax.model.layers import DenseMlp, RMSNorm, init_weight, rotary_angles
 from gspax.model.low_rank import dense
 from gspax.model.moe import Routing, SparseMlp
-from gspax.sharding import constrain, constrain_tokens, sample_axis
+from gspax.sharding import constrain_tokens
 from gspax.types import Array, Params
 
 LAYER_INPUT = "layer_input"  # checkpoint name of the residual stream before a layer, for `remat="offload"`
@@ -44,7 +44,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SparseMlp(config, rngs=rngs) if sparse else DenseMlp(config, rngs=rngs)
 
-    def __call__(self, x_BTD: Array, shared: LayerInputs, cache: Any, layer: Array, forced_BTA: Array | None):
+    def __call__(self, x_BTD: Array, shared: LayerInputs, cache: Any, layer: Array | int, forced_BTA: Array | None):
         """The residual stream, the cache, and a sparse layer's `Routing` (else None)."""
         with jax.named_scope("attention"):
             attended, cache = self.attention(self.attention_norm(x_BTD), shared.angles, shared.attend, cache, layer)
@@ -75,11 +75,10 @@ class Transformer(nnx.Module):
         valid_BT: Array,
         attend: Attend,
         *,
-        cache: Any = None,
         forced_LBTA: Array | None = None,
         mesh: jax.sharding.Mesh | None = None,
-    ) -> tuple[Array, Any, Routing]:
-        """Final hidden states `[B, T, D]`, the cache, and the routing of the sparse layers, stacked."""
+    ) -> tuple[Array, Routing]:
+        """Final hidden states `[B, T, D]`, and the routing of the sparse layers, stacked."""
         config = self.config
         angles = rotary_angles(position_BT, config)
         shared = LayerInputs(angles, valid_BT, attend, mesh)
@@ -88,22 +87,21 @@ class Transformer(nnx.Module):
         for (sparse, count), run in zip(layer_runs(config), self.runs, strict=True):
             graph, layers = nnx.split(run)
 
-            def body(carry, inputs, graph=graph):
+            def body(x_BTD, inputs, graph=graph):
                 layer_params, layer, forced_BTA = inputs
-                x_BTD, cache = carry
                 x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
                 module = nnx.merge(graph, dense(layer_params))
-                x_BTD, cache, routing = module(x_BTD, shared, cache, layer, forced_BTA)
-                return (constrain_tokens(x_BTD, mesh), cache), routing
+                x_BTD, _, routing = module(x_BTD, shared, None, layer, forced_BTA)
+                return constrain_tokens(x_BTD, mesh), routing
 
             body = _rematerialise(body, config)
             forced = None
             if sparse and forced_LBTA is not None:
                 forced = forced_LBTA[first_sparse : first_sparse + count]
-            (x_BTD, cache), routing = jax.lax.scan(body, (x_BTD, cache), (layers, first + jnp.arange(count), forced))
+            x_BTD, routing = jax.lax.scan(body, x_BTD, (layers, first + jnp.arange(count), forced))
             first, first_sparse = first + count, first_sparse + count * sparse
             routings += [routing] if sparse else []
-        return self.norm(x_BTD), cache, _concatenate_routings(routings, tokens_BT.shape, config)
+        return self.norm(x_BTD), _concatenate_routings(routings, tokens_BT.shape, config)
 
 
 def _rematerialise(body: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
@@ -143,6 +141,12 @@ def _init_stacked(config: ModelConfig, sparse: bool, count: int, rngs: nnx.Rngs)
         return DecoderLayer(config, sparse, rngs=rngs)
 
     return make(rngs)
+
+
+@lru_cache
+def layer_graph(config: ModelConfig, sparse: bool) -> Any:
+    """The graph definition of one `DecoderLayer`, to merge with its parameters."""
+    return nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, sparse, rngs=nnx.Rngs(0))))[0]
 
 
 @lru_cache
@@ -213,7 +217,7 @@ def apply(
       ValueError: `config.remat` is unknown.
     """
     model = _module(params, config)
-    hidden_BTD, _, routing = model(
+    return model(
         tokens_BT,
         positions(segment_BT),
         segment_BT > 0,
@@ -221,7 +225,6 @@ def apply(
         forced_LBTA=forced_LBTA,
         mesh=mesh,
     )
-    return hidden_BTD, routing
 
 
 def apply_layer(params: Params, config: ModelConfig, run: int, layer: Array, x_BTD: Array, segment_BT: Array) -> Array:
@@ -246,65 +249,3 @@ def logits(params: Params, hidden: Array) -> Array:
 def head(params: Params) -> Array:
     """head_DV, the output projection; with tied embeddings, the transposed embedding."""
     return params["head"] if "head" in params else params["embedding"].T
-
-
-def prefill(
-    params: Params,
-    config: ModelConfig,
-    tokens_PS: Array,
-    length_P: Array,
-    *,
-    group: int,
-    max_tokens: int,
-    mesh: jax.sharding.Mesh | None = None,
-) -> tuple[Array, Cache]:
-    """Run right-padded prompts once: the hidden state of each last token `[P, D]`, and a cache for `group` samples.
-
-    The cache has `max_tokens` positions for each of the P·group completions.
-    """
-    L, K, H = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-    P, S = tokens_PS.shape
-    index_PS = jnp.broadcast_to(jnp.arange(S)[None], (P, S))
-    segment_PS = (index_PS < length_P[:, None]).astype(jnp.int32)
-    empty = constrain(jnp.zeros((L, P, K, S, H), config.dtype), mesh, "layer", "batch", "heads")
-    hidden_PSD, (k, v), _ = _module(params, config)(
-        tokens_PS,
-        index_PS,
-        segment_PS > 0,
-        storing_prompt(attend_within_segments(segment_PS, layer_windows(config), mesh)),
-        cache=(empty, empty),
-        mesh=mesh,
-    )
-    k, v = (constrain(x, mesh, "layer", "batch", "heads") for x in (k, v))  # here, not in every decoding step
-    rows = sample_axis(mesh, P * group)
-    completion = constrain(jnp.zeros((L, P * group, K, max_tokens, H), config.dtype), mesh, "layer", rows, "heads")
-    last_PD = jnp.take_along_axis(hidden_PSD, length_P[:, None, None] - 1, axis=1)[:, 0]
-    return last_PD, Cache(prompt_k_LPKSH=k, prompt_v_LPKSH=v, k_LBKCH=completion, v_LBKCH=completion)
-
-
-def decode(
-    params: Params,
-    config: ModelConfig,
-    token_B: Array,
-    cache: Cache,
-    *,
-    step: Array,
-    prompt_length_P: Array,
-    live_B: Array,
-    mesh: jax.sharding.Mesh | None = None,
-) -> tuple[Array, Cache]:
-    """Run completion token number `step` of every sample: its hidden state `[B, D]` and the updated cache.
-
-    Rows where `live_B` is False are treated as padding: they are not routed, and their result is undefined.
-    """
-    group = token_B.shape[0] // prompt_length_P.shape[0]
-    position_B1 = (jnp.repeat(prompt_length_P, group) + step)[:, None]
-    hidden_B1D, cache, _ = _module(params, config)(
-        token_B[:, None],
-        position_B1,
-        live_B[:, None],
-        attend_over_cache(prompt_length_P, step, layer_windows(config)),
-        cache=cache,
-        mesh=mesh,
-    )
-    return hidden_B1D[:, 0], cache

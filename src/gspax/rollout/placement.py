@@ -1,8 +1,8 @@
 """Where completions are sampled: on the learner's devices, or on devices of the sampler's own, ahead of the learner.
 
-Colocated, the sampler reads the learner's parameters in place. Disaggregated (`Experiment.placement`), the sampler's
-mesh is made of the last devices; parameters are pushed to it before each rollout batch, in the compute dtype except
-for those that the model reads in float32, and the rollout is fetched back. While the learner updates, the sampler draws
+Before each rollout batch a serving copy of the parameters (`rollout.serving`) is made on the sampler's mesh. Colocated,
+that is the learner's mesh. Disaggregated (`Experiment.placement`), it is made of the last devices, and the rollout is
+fetched back. While the learner updates, the sampler draws
 ahead: batch n is drawn with the parameters that the learner had after batch n - 1 - k, with k at most
 `placement.staleness`.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,13 +24,9 @@ from gspax.config import Experiment, ModelConfig
 from gspax.distributed.transfer import size_mismatch, transfer, transfer_key
 from gspax.errors import UserError
 from gspax.experiment.validation import check
-from gspax.learner.state import abstract_params
-from gspax.model import transformer
-from gspax.model.low_rank import dense
+from gspax.rollout.serving import convert, make_serving_copy, serving_shardings
 from gspax.sharding import group_by_slice, make_mesh, named_sharding
 from gspax.types import Array, Params, Rollout
-
-FULL = {"norm", "router"}  # axes of the parameters that the model reads in float32 whatever its compute dtype
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Sampler:
     """The sampler's mesh, and what moves arrays between it and the learner's mesh."""
 
     mesh: jax.sharding.Mesh
-    push: Callable[[Params], Params]  # parameters, from the learner
+    push: Callable[[Params], Params]  # the learner's parameters to a serving copy
     push_key: Callable[[Array], Array]  # a PRNG key, from the learner
     fetch: Callable[[Rollout], Rollout]  # a rollout, to the learner; arrays on the host stay there
 
@@ -62,22 +59,19 @@ def make_meshes(
     return mesh, make_mesh(placement.mesh, own, config) if placement else mesh
 
 
-def make_colocated_sampler(mesh: jax.sharding.Mesh) -> Sampler:
-    """The sampler on the learner's mesh: nothing is moved."""
-    return Sampler(mesh, lambda params: params, lambda key: key, lambda rollout: rollout)
+def make_colocated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh) -> Sampler:
+    """The sampler on the learner's mesh."""
+    push = partial(make_serving_copy, config=config, mesh=mesh)
+    return Sampler(mesh, push, lambda key: key, lambda rollout: rollout)
 
 
 def make_disaggregated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh) -> Sampler:
     """The sampler on a mesh of its own. UserError if parameters cannot be moved there between processes."""
     if jax.process_count() > 1 and (problem := size_mismatch(jax.device_count() - mesh.size, mesh.size)):
         raise UserError(f"placement.devices: {problem}")
-    wanted = abstract_pushed(config, mesh)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+    shardings = serving_shardings(config, mesh)
     by_row = named_sharding(learner, "batch")
-
-    @jax.jit
-    def cast(params: Params) -> Params:
-        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), dense(params), wanted)
+    copy = jax.jit(partial(convert, config=config))
 
     def fetch(rollout: Rollout) -> Rollout:
         on_devices = {name: x for name, x in vars(rollout).items() if isinstance(x, jax.Array)}
@@ -85,20 +79,10 @@ def make_disaggregated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, lea
 
     return Sampler(
         mesh,
-        push=lambda params: transfer(cast(params), shardings),
+        push=lambda params: transfer(copy(params), shardings),
         push_key=lambda key: transfer_key(key, named_sharding(mesh)),
         fetch=fetch,
     )
-
-
-def abstract_pushed(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
-    """`ShapeDtypeStruct`s of the parameters on a sampler's own mesh: dense, in the compute dtype except for `FULL`."""
-
-    def cast(leaf: Any, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-        dtype = leaf.dtype if FULL & set(axes) else config.dtype
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
-
-    return jax.tree.map(cast, abstract_params(config, mesh), transformer.logical_axes(config))
 
 
 def find_last_ahead(staleness: int, done: int, due: Callable[[int], Any]) -> int:

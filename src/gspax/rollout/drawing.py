@@ -1,0 +1,49 @@
+"""One token of each row from its logits: temperature, top-k, top-p and min-p.
+
+Axes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspax.config import Sampling
+from gspax.types import Array
+
+
+def draw_tokens(logits_BV: Array, key_B: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """One token per row, int32, from the filtered distribution, and its unfiltered float32 log-prob."""
+    scaled_BV = logits_BV / (sampling.temperature or 1.0)
+    if sampling.temperature == 0:
+        token_B = scaled_BV.argmax(axis=-1)
+    else:
+        noise_BV = jax.vmap(partial(jax.random.gumbel, shape=scaled_BV.shape[1:]))(key_B)
+        token_B = (filter_logits(scaled_BV, sampling) + noise_BV).argmax(axis=-1)
+    chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
+    return token_B.astype(jnp.int32), chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1)
+
+
+def filter_logits(logits_BV: Array, sampling: Sampling) -> Array:
+    """The logits with -inf for the tokens that top-k, then top-p, then min-p exclude, each applied to what is left.
+
+    Top-p (nucleus, arXiv 1904.09751) keeps the smallest set of the most probable tokens whose mass reaches p;
+    min-p (arXiv 2407.01082) keeps tokens at least min_p times as probable as the best. Ties at the threshold are kept.
+    """
+    V = logits_BV.shape[-1]
+    if 0 < sampling.top_k < V:
+        edge_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < edge_B1, -jnp.inf, logits_BV)
+    if sampling.top_p < 1.0:
+        sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+        prob_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        kept_BV = jnp.cumsum(prob_BV, axis=-1) - prob_BV < sampling.top_p  # probability mass before this token
+        edge_B1 = jnp.where(kept_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV < edge_B1, -jnp.inf, logits_BV)
+    if sampling.min_p > 0.0:
+        edge_B1 = logits_BV.max(axis=-1, keepdims=True) + np.log(sampling.min_p)
+        logits_BV = jnp.where(logits_BV < edge_B1, -jnp.inf, logits_BV)
+    return logits_BV

@@ -1,0 +1,237 @@
+"""The decoding loop: slots that draw one token each at a time, and take the next sample when theirs has ended.
+
+`start` prefills all prompts once and draws the first token of every sample; `advance` decodes until no sample is left.
+The samples that wait are a queue of indices on the devices, so the loop runs without the host. On a mesh a device's
+slots take samples of the device's own rows, so that no cache is moved.
+
+With a slot for every sample nobody waits: slot b has sample b, all slots are at one position, and a prompt's cache is
+read once for all its samples. With fewer, each slot has a position of its own.
+
+Axes: P prompts, G samples per prompt, B = P·G samples, W slots, Q devices that have rows of their own, S prompt
+positions, C completion positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from gspax.config import ModelConfig, Sampling
+from gspax.model import decoding, transformer
+from gspax.model.decoding import Cache, Slots
+from gspax.rollout.drawing import draw_tokens
+from gspax.sharding import batch_shards, constrain, sample_axis, spec
+from gspax.types import Array, Params
+
+
+class Settings(NamedTuple):
+    """What is fixed when the loop is compiled."""
+
+    config: ModelConfig
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    mesh: jax.sharding.Mesh | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Samples and slots. Indices of samples and prompts count on their own device."""
+
+    prompt_B: Array  # int32
+    prompt_length_B: Array  # int32
+    id_B: Array  # uint32
+    tokens_BC: Array  # int32
+    logp_BC: Array  # float32
+    length_B: Array  # int32    tokens drawn
+    finished_B: Array  # bool     ended with a stop token
+    queue_B: Array  # int32    the samples that wait for a slot, in order; only the first `waiting_Q` count
+    waiting_Q: Array  # int32
+    taken_Q: Array  # int32    of those in the queue, the samples that have had a slot
+    sample_W: Array  # int32
+    token_W: Array  # int32    the last token
+    drawn_W: Array  # int32    tokens drawn of the sample
+    live_W: Array  # bool     the sample has not ended
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The loop's state between two tokens."""
+
+    rows: Rows
+    step: Array  # int32    decoding passes so far
+    cache: Cache
+
+
+def start(params: Params, tokens_PS: Array, length_P: Array, id_P: Array, key: Array, settings: Settings) -> State:
+    """Prefill the prompts, draw the first token of every sample, and fill the slots."""
+    config, sampling, stop_ids, mesh = settings
+    P, G, C = tokens_PS.shape[0], sampling.group, sampling.max_tokens
+    B = P * G
+    W = min(sampling.slots or B, B)
+    with jax.named_scope("prefill"):
+        last_PD, prompts, _ = decoding.prefill(params, config, tokens_PS, length_P, mesh=mesh)
+    id_B = (id_P[:, None] * np.uint32(G) + jnp.arange(G, dtype=jnp.uint32)[None]).reshape(B)
+    prompt_length_B = jnp.repeat(length_P, G)
+    logits_BV = jnp.repeat(transformer.logits(params, last_PD), G, axis=0)
+    token_B, logp_B = _draw(logits_BV, key, id_B, prompt_length_B, sampling)
+    stops_B = _is_stop(token_B, stop_ids)
+
+    def first(x_B: Array) -> Array:
+        return jnp.zeros((B, C), x_B.dtype).at[:, 0].set(x_B)
+
+    rows = Rows(
+        prompt_B=jnp.arange(B, dtype=jnp.int32) // G % (P if mesh is None else P // batch_shards(mesh)),
+        prompt_length_B=prompt_length_B,
+        id_B=id_B,
+        tokens_BC=first(token_B),
+        logp_BC=first(logp_B),
+        length_B=jnp.ones(B, jnp.int32),
+        finished_B=stops_B,
+        queue_B=jnp.zeros(B, jnp.int32),
+        waiting_Q=jnp.zeros(_row_shards(mesh, B, W), jnp.int32),
+        taken_Q=jnp.zeros(_row_shards(mesh, B, W), jnp.int32),
+        sample_W=jnp.zeros(W, jnp.int32),
+        token_W=token_B[:W],
+        drawn_W=jnp.ones(W, jnp.int32),
+        live_W=jnp.zeros(W, bool) if W < B else ~stops_B & (C > 1),
+    )
+    rows = jax.tree.map(lambda leaf: constrain(leaf, mesh, _row_axis(mesh, B, W)), rows)
+    if W < B:
+        rows = _on_devices(_fill, settings, rows)(rows, ~stops_B & (C > 1))
+    return State(rows=rows, step=jnp.int32(0), cache=decoding.new_cache(prompts, config, W, C, mesh=mesh))
+
+
+def advance(params: Params, state: State, key: Array, settings: Settings, tokens: Array | int = 2**30) -> State:
+    """Decode until no sample is left, or `tokens` times."""
+    config, sampling, stop_ids, mesh = settings
+    last = state.step + tokens
+    settle = _on_devices(partial(_settle, stop_ids=stop_ids), settings, state.rows)
+
+    def decode(state: State) -> State:
+        rows = state.rows
+        slots, id_W = _on_devices(_describe_slots, settings, rows)(rows)
+        if rows.live_W.shape == rows.length_B.shape:  # read each prompt once where its slots are on one device
+            whole = mesh is None or mesh.shape["context"] == 1
+            slots = slots._replace(step=state.step, **({"prompt_W": None} if whole else {}))
+        with jax.named_scope("decode"):
+            hidden_WD, cache, _ = decoding.decode(params, config, rows.token_W, state.cache, slots, mesh=mesh)
+        logits_WV = transformer.logits(params, hidden_WD)
+        token_W, logp_W = _draw(logits_WV, key, id_W, slots.prompt_length_W + rows.drawn_W, sampling)
+        rows = settle(rows, token_W, logp_W, state.step)
+        return replace(state, rows=rows, step=state.step + 1, cache=cache)
+
+    return jax.lax.while_loop(lambda state: (state.step < last) & state.rows.live_W.any(), decode, state)
+
+
+def _draw(logits_WV: Array, key: Array, id_W: Array, position_W: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """The token at a position of each sample, and its log-prob."""
+    with jax.named_scope("draw"):
+        key_W = jax.vmap(lambda id_, position: jax.random.fold_in(jax.random.fold_in(key, id_), position))(
+            id_W, position_W
+        )
+        return draw_tokens(logits_WV, key_W, sampling)
+
+
+def _is_stop(token_W: Array, stop_ids: tuple[int, ...]) -> Array:
+    return (token_W[:, None] == jnp.asarray(stop_ids, jnp.int32)[None]).any(axis=-1)
+
+
+def _row_axis(mesh: jax.sharding.Mesh | None, B: int, W: int) -> str:
+    """The logical axis of samples and slots."""
+    return "sample" if sample_axis(mesh, B) == sample_axis(mesh, W) == "sample" else "batch"
+
+
+def _row_shards(mesh: jax.sharding.Mesh | None, B: int, W: int) -> int:
+    """Q."""
+    if mesh is None:
+        return 1
+    return batch_shards(mesh) * (mesh.shape["context"] if _row_axis(mesh, B, W) == "sample" else 1)
+
+
+def _on_devices(function: Callable[..., Any], settings: Settings, rows: Rows) -> Callable[..., Any]:
+    """The function on each device's own rows. Arguments but scalars, and all results, have a leading axis of rows."""
+    mesh = settings.mesh
+    if mesh is None or mesh.size == 1:
+        return function
+    (over,) = spec(_row_axis(mesh, len(rows.length_B), len(rows.live_W)))
+    by_row = PartitionSpec(over)
+
+    def mapped(*args: Any) -> Any:
+        specs = jax.tree.map(lambda leaf: by_row if jnp.ndim(leaf) else PartitionSpec(), args)
+        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=by_row, check_vma=False)(*args)
+
+    return mapped
+
+
+def _describe_slots(rows: Rows) -> tuple[Slots, Array]:
+    """What the slots hold, and their samples' ids."""
+    if rows.live_W.shape == rows.length_B.shape:
+        return Slots(rows.prompt_length_B, rows.prompt_B, rows.drawn_W - 1, rows.live_W), rows.id_B
+    sample_W = rows.sample_W
+    prompt_length_W, prompt_W = rows.prompt_length_B[sample_W], rows.prompt_B[sample_W]
+    return Slots(prompt_length_W, prompt_W, rows.drawn_W - 1, rows.live_W), rows.id_B[sample_W]
+
+
+def _fill(rows: Rows, waits_B: Array) -> Rows:
+    """Queue the samples that wait, and give the first of them a slot."""
+    own = waits_B.shape[0]
+    place_B = jnp.where(waits_B, jnp.cumsum(waits_B) - 1, own)
+    queue_B = jnp.zeros(own, jnp.int32).at[place_B].set(jnp.arange(own, dtype=jnp.int32), mode="drop")
+    return _refill(replace(rows, queue_B=queue_B, waiting_Q=waits_B.sum(dtype=jnp.int32)[None]))
+
+
+def _refill(rows: Rows) -> Rows:
+    """Give each slot whose sample has ended the next one, whose first token is drawn already."""
+    turn_W = rows.taken_Q + jnp.cumsum(~rows.live_W, dtype=jnp.int32) - 1
+    takes_W = ~rows.live_W & (turn_W < rows.waiting_Q)
+    sample_W = jnp.where(takes_W, rows.queue_B.at[turn_W].get(mode="clip"), rows.sample_W)
+    return replace(
+        rows,
+        sample_W=sample_W,
+        token_W=jnp.where(takes_W, rows.tokens_BC[sample_W, 0], rows.token_W),
+        drawn_W=jnp.where(takes_W, 1, rows.drawn_W),
+        live_W=rows.live_W | takes_W,
+        taken_Q=rows.taken_Q + takes_W.sum(dtype=jnp.int32)[None],
+    )
+
+
+def _settle(rows: Rows, token_W: Array, logp_W: Array, step: Array, *, stop_ids: tuple[int, ...]) -> Rows:
+    """Record a token of each live slot; samples that end leave their slots to others."""
+    C = rows.tokens_BC.shape[1]
+    stops_W = _is_stop(token_W, stop_ids) & rows.live_W
+    live_W = rows.live_W & ~stops_W & (rows.drawn_W + 1 < C)
+    if live_W.shape == rows.length_B.shape:
+        write = partial(jax.lax.dynamic_update_index_in_dim, index=step + 1, axis=1)
+        return replace(
+            rows,
+            tokens_BC=write(rows.tokens_BC, token_W),
+            logp_BC=write(rows.logp_BC, logp_W),
+            length_B=rows.length_B + rows.live_W,
+            finished_B=rows.finished_B | stops_W,
+            token_W=token_W,
+            drawn_W=rows.drawn_W + rows.live_W,
+            live_W=live_W,
+        )
+    sample_W = jnp.where(rows.live_W, rows.sample_W, len(rows.length_B))  # of a slot without a sample: dropped
+    drop: Any = {"mode": "drop"}
+    return _refill(
+        replace(
+            rows,
+            tokens_BC=rows.tokens_BC.at[sample_W, rows.drawn_W].set(token_W, **drop),
+            logp_BC=rows.logp_BC.at[sample_W, rows.drawn_W].set(logp_W, **drop),
+            length_B=rows.length_B.at[sample_W].set(rows.drawn_W + 1, **drop),
+            finished_B=rows.finished_B.at[sample_W].set(stops_W, **drop),
+            token_W=token_W,
+            drawn_W=rows.drawn_W + rows.live_W,
+            live_W=live_W,
+        )
+    )
