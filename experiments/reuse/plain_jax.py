@@ -1,7 +1,7 @@
 """GSPO in bare jax.numpy: no model library, no optimiser library, plain gradient descent on two tables.
 
 The task: a prompt is one of 4 tokens, a response is 6 tokens out of 8, and its reward is the share of them that equal
-the prompt. A random policy gets 1/8. Letters: P prompts, G samples of each, B = P·G rows, T tokens, V vocabulary.
+the prompt. A random policy gets 1/8. Axes: P prompts, G samples of each, B = P·G rows, T tokens, V vocabulary.
 
     python experiments/reuse/plain_jax.py
 """

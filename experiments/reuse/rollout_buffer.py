@@ -2,7 +2,7 @@
 
 The engine rounds weights to float16, gets new ones every third batch only, and hands over responses of 3 to 6 tokens
 in any order. The task: a prompt is one of 4 tokens, the reward is the share of a response's tokens that equal it. A
-random policy gets 1/8. Letters: P prompts, G samples of each, B = P·G rows, T tokens, V vocabulary.
+random policy gets 1/8. Axes: P prompts, G samples of each, B = P·G rows, T tokens, V vocabulary.
 
     python experiments/reuse/rollout_buffer.py
 """

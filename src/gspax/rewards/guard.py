@@ -2,7 +2,7 @@
 
     reward=partial(guard, reward=my_rewards.score, timeout=2.0)
 
-Without it, a reward that raises or gives NaN ends the run with one sentence, and one that hangs holds it up for ever.
+Without it, a reward that raises or returns NaN ends the run with an error, and one that hangs blocks the run.
 """
 
 from __future__ import annotations
@@ -80,5 +80,5 @@ def counts() -> dict[str, int]:
 def _pickled(value: object) -> str:
     try:
         return base64.b64encode(pickle.dumps(value)).decode()
-    except Exception as error:  # pickle raises what it likes
+    except Exception as error:  # pickle calls the object's own code: any type
         raise UserError(f"reward: wanted a function that can be pickled, got {value!r}: {error}") from error
