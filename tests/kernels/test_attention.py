@@ -1,5 +1,6 @@
-"""Attention over whole rows: against loops, each implementation against XLA, and a mesh against one device."""
+"""Attention over full rows: against loops, each implementation against XLA, and a mesh against one device."""
 
+import functools
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,13 +15,13 @@ from gspax.kernels import attention, attention_splash
 from gspax.kernels.attention import RowSharding, chunked_attention, cudnn_kernel, splash_attention, xla_kernel
 
 XLA = partial(chunked_attention, kernel=xla_kernel)
-CUDNN = partial(chunked_attention, kernel=partial(cudnn_kernel, implementation="xla"))  # masks and shapes only
+CUDNN = partial(chunked_attention, kernel=partial(cudnn_kernel, implementation="xla"))  # tests masks and shapes only
 SPLASH = partial(splash_attention, interpret=True)
 WINDOWS = (7, 2**30, 7)  # of three layers
 
 
 def rows(B=2, T=21, N=4, K=2, H=8, dtype=jnp.float32):
-    """Queries, keys, values, a weight for the sum that is differentiated, and rows of two segments and padding."""
+    """Queries, keys and values, the weight of the differentiated sum, and rows of two segments and padding."""
     keys = iter(jax.random.split(jax.random.key(T), 4))
     q, k, v, weight = (jax.random.normal(next(keys), (B, T, heads, H), dtype) for heads in (N, K, K, N))
     start_B2 = np.array([[T // 3 + b, T - 3 * b - 2] for b in range(B)])[:, :, None]
@@ -42,12 +43,18 @@ def loops(q, k, v, segment_BT, window):
 
 
 def value_and_gradients(attend, arrays, weight, segment_BT, layer=0, **how):
-    def total(q, k, v):
+    def total(q, k, v, weight):
         context = attend(q, k, v, segment_BT, jnp.int32(layer), **how)
         return (context * weight).sum(), context
 
-    grads, context = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*arrays)
+    grads, context = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(*arrays, weight)
     return context, *grads
+
+
+@functools.cache
+def by_xla(windows, layer=0, **shape):
+    """What the other implementations are compared with, in one piece."""
+    return value_and_gradients(XLA, *rows(**shape), layer, windows=windows)
 
 
 def same(got, wanted, dtype=jnp.float32):
@@ -63,13 +70,13 @@ def mesh(**axes):
 
 @pytest.mark.parametrize("layer", [0, 1], ids=["window", "all"])
 @pytest.mark.parametrize("K", [1, 2, 4])
-def test_loops(K, layer):
+def test_attention_equals_loops(K, layer):
     (q, k, v), _, segment_BT = rows(K=K)
     got = XLA(q, k, v, segment_BT, layer, windows=WINDOWS)
     np.testing.assert_allclose(got, loops(q, k, v, np.asarray(segment_BT), WINDOWS[layer]), rtol=1e-5, atol=1e-6)
 
 
-def test_without_windows_every_layer_sees_its_whole_segment():
+def test_without_windows_attention_covers_the_segment():
     arrays, _, segment_BT = rows()
     np.testing.assert_array_equal(
         XLA(*arrays, segment_BT, jnp.int32(2)), XLA(*arrays, segment_BT, jnp.int32(1), windows=WINDOWS)
@@ -86,15 +93,14 @@ def test_without_windows_every_layer_sees_its_whole_segment():
         pytest.param(CUDNN, 2 * 4 * 21 * 4, jnp.float32, id="cudnn in chunks"),
     ],
 )
-def test_every_implementation_agrees_with_xla(attend, scores, dtype, monkeypatch):
-    case = rows(dtype=dtype)
-    wanted = value_and_gradients(XLA, *case, windows=WINDOWS)
+def test_chunked_attention_equals_xla_in_one_piece(attend, scores, dtype, monkeypatch):
+    case, wanted = rows(dtype=dtype), by_xla(WINDOWS, dtype=dtype)
     monkeypatch.setattr(attention, "SCORE_BUDGET", scores)
     same(value_and_gradients(attend, *case, windows=WINDOWS), wanted, dtype)
 
 
-def test_cudnn_gets_even_lengths_only(monkeypatch):
-    """It rejects odd lengths with a mask."""
+def test_cudnn_gets_even_lengths(monkeypatch):
+    """cuDNN rejects odd lengths with a mask."""
     lengths = []
     attend = jax.nn.dot_product_attention
 
@@ -118,10 +124,9 @@ def test_cudnn_gets_even_lengths_only(monkeypatch):
         pytest.param({"B": 1, "T": 700, "N": 2, "K": 1}, (300,), 0, id="a window of blocks", marks=pytest.mark.slow),
     ],
 )
-def test_splash_agrees_with_xla(shape, windows, layer):
-    case = rows(**shape)
-    wanted = value_and_gradients(XLA, *case, layer, windows=windows)
-    same(value_and_gradients(SPLASH, *case, layer, windows=windows), wanted)
+def test_splash_equals_xla(shape, windows, layer):
+    got = value_and_gradients(SPLASH, *rows(**shape), layer, windows=windows)
+    same(got, by_xla(windows, layer, **shape))
 
 
 MESHES = {
@@ -136,16 +141,15 @@ MESHES = {
 @pytest.mark.parametrize(
     ("sharding", "scores"),
     [
-        pytest.param(MESHES["time"], 2**25, id="time"),
+        pytest.param(MESHES["time"], 2**25, id="time", marks=pytest.mark.slow),
         pytest.param(MESHES["rows, time and heads"], 2**25, id="all"),
         pytest.param(MESHES["time and heads"], 200, id="in chunks"),
         pytest.param(MESHES["rows"], 2**25, id="rows", marks=pytest.mark.slow),
         pytest.param(MESHES["an idle axis"], 2**25, id="one axis idle", marks=pytest.mark.slow),
     ],
 )
-def test_a_mesh_changes_nothing(sharding, scores, monkeypatch):
-    case = rows(T=24)
-    wanted = value_and_gradients(XLA, *case, windows=WINDOWS)
+def test_a_mesh_equals_one_device(sharding, scores, monkeypatch):
+    case, wanted = rows(T=24), by_xla(WINDOWS, T=24)
     monkeypatch.setattr(attention, "SCORE_BUDGET", scores)
     same(value_and_gradients(XLA, *case, windows=WINDOWS, sharding=sharding), wanted)
 
@@ -158,28 +162,34 @@ def test_a_mesh_changes_nothing(sharding, scores, monkeypatch):
         pytest.param(MESHES["rows, time and heads"], id="all", marks=pytest.mark.slow),
     ],
 )
-def test_a_mesh_changes_nothing_for_splash(sharding):
-    """A device's chunk is not a whole number of blocks, and the window reaches from one into the next."""
+def test_splash_on_a_mesh_equals_one_device(sharding):
+    """The chunk of a device is not a multiple of a block, and the window crosses chunks."""
     case = rows(B=2, T=264)
     wanted = value_and_gradients(XLA, *case, windows=(20, 2**30))
     same(value_and_gradients(SPLASH, *case, windows=(20, 2**30), sharding=sharding), wanted)
 
 
 @pytest.mark.parametrize("attend", [XLA, CUDNN, pytest.param(SPLASH, marks=pytest.mark.slow)])
-def test_padding_is_finite_and_nothing_attends_to_it(attend):
+def test_padding_is_finite_and_never_attended_to(attend):
     (q, k, v), weight, segment_BT = rows()
     valid_BT11 = (segment_BT > 0)[:, :, None, None]
-    wanted = value_and_gradients(attend, (q, k, v), weight, segment_BT)
-    assert all(np.isfinite(x).all() for x in wanted)
-    spoilt = tuple(jnp.where(valid_BT11, x, 1e9) for x in (q, k, v))
-    got = value_and_gradients(attend, spoilt, jnp.where(valid_BT11, weight, 0.0), segment_BT)
-    unspoilt = value_and_gradients(attend, (q, k, v), jnp.where(valid_BT11, weight, 0.0), segment_BT)
-    for one, other in zip(got, unspoilt, strict=True):
+    garbage = tuple(jnp.where(valid_BT11, x, 1e9) for x in (q, k, v))
+    # one program for the batch, the batch without a weight on padding, and garbage in the padding
+    stacked = tuple(jnp.stack([x, x, y]) for x, y in zip((q, k, v), garbage, strict=True))
+    weights = jnp.stack([weight, *[jnp.where(valid_BT11, weight, 0.0)] * 2])
+
+    def evaluate(arrays, weight):
+        return value_and_gradients(attend, arrays, weight, segment_BT)
+
+    results = jax.lax.map(lambda given: evaluate(*given), (stacked, weights))
+    whole, clean, got = (jax.tree.map(lambda x, i=i: x[i], results) for i in range(3))
+    assert all(np.isfinite(x).all() for x in whole)
+    for one, other in zip(got, clean, strict=True):
         assert np.isfinite(one).all()
         np.testing.assert_array_equal(jnp.where(valid_BT11, one, 0.0), jnp.where(valid_BT11, other, 0.0))
 
 
-def test_long_rows_never_materialise_all_scores(monkeypatch):
+def test_scores_of_long_rows_stay_within_the_budget(monkeypatch):
     """No intermediate of the gradient is larger than the score budget."""
     case = rows(B=1, T=256, N=2, K=1, H=4)
     monkeypatch.setattr(attention, "SCORE_BUDGET", 2**12)
@@ -202,7 +212,7 @@ def test_long_rows_never_materialise_all_scores(monkeypatch):
         ("cpu", jnp.bfloat16, 64, xla_kernel),
     ],
 )
-def test_the_devices_of_the_mesh_select_the_implementation(platform, dtype, H, wanted, monkeypatch):
+def test_the_platform_of_the_mesh_selects_the_implementation(platform, dtype, H, wanted, monkeypatch):
     monkeypatch.setattr(attention, "splash_attention", lambda *args, **kwargs: "splash")
     monkeypatch.setattr(attention, "chunked_attention", lambda *args, kernel, **kwargs: kernel)
     (q, k, v), _, segment_BT = rows(H=H, dtype=dtype)
@@ -214,8 +224,8 @@ def test_the_devices_of_the_mesh_select_the_implementation(platform, dtype, H, w
 @pytest.mark.parametrize(
     ("T", "shards", "window"), [(512, 2, 2**30), (300, 3, 200), (200, 1, 7), (512, 1, 2), (512, 1, 255)]
 )
-def test_shortcuts_for_whole_blocks_agree_with_the_mask(T, shards, window):
-    """A block that is wrongly called empty would be skipped."""
+def test_block_shortcuts_agree_with_the_mask(T, shards, window):
+    """A block wrongly reported as empty would be skipped."""
     filled, S = -(-T // 128) * 128, -(-T * shards // 128) * 128
     mask = attention_splash.window_mask(T, shards, window)
     position_T = np.repeat(np.arange(shards), filled) * T + np.minimum(np.tile(np.arange(filled), shards), T - 1)
@@ -227,7 +237,7 @@ def test_shortcuts_for_whole_blocks_agree_with_the_mask(T, shards, window):
 
 
 def test_splash_scales_queries_in_float32():
-    """1/√H is not a bfloat16 number: rounding it first would change the softmax's temperature."""
+    """1/√H is not representable in bfloat16: rounding it first would change the temperature of the softmax."""
     (q, k, v), _, segment_BT = rows(T=5, H=128, dtype=jnp.bfloat16)
 
     def queries(q_NTH, k_KSH, v_KSH, segment_ids):
