@@ -1,7 +1,8 @@
-"""What continuous integration runs: the script finds each further Python, and the files that it names exist."""
+"""Continuous integration: its script tests on every installed Python, and workflow and hooks run the same checks."""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -37,7 +38,7 @@ def run(checkout):
     return (checkout / "called").read_text().splitlines(), done.stdout.splitlines()[-1]
 
 
-def test_without_a_further_python_it_says_so(checkout):
+def test_a_machine_without_another_python_is_reported(checkout):
     assert run(checkout) == (
         ["test", "docs"],
         "Tested with Python 3.11 only: no other of 3.11 to 3.14 was found.",
@@ -59,20 +60,44 @@ def test_each_further_python_that_starts_is_tested(checkout):
     assert last == "Tested with Python 3.11, and in a shorter round with 3.12 3.13."
 
 
-def test_a_failure_ends_it(checkout):
+def test_a_failure_ends_the_script(checkout):
     script(checkout / "bin" / "make", "exit 3")
     command = [checkout / "repository" / ".ci" / "run"]
     assert subprocess.run(command, env={"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}"}, timeout=60).returncode == 3
 
 
-def test_the_tests_of_the_shorter_round_exist():
+def test_the_files_of_the_shorter_round_exist():
     text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     quick = re.search(r"^QUICK := (.*)$", text, re.M)[1].split()
     assert len(quick) > 10
     assert not [name for name in quick if not (ROOT / name).exists()]
 
 
-def test_the_workflow_runs_the_same_script():
-    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    assert re.findall(r"^ +- run: (.*)$", workflow, re.M) == [".ci/run"]
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+def read_yaml(path):
+    return pytest.importorskip("yaml").safe_load((ROOT / path).read_text(encoding="utf-8"))
+
+
+def test_the_workflow_runs_the_same_script_on_the_same_versions():
+    (job,) = read_yaml(".github/workflows/ci.yml")["jobs"].values()
+    checkout, python, script = job["steps"]
+    assert checkout == {"uses": "actions/checkout@v4"}
+    assert python == {"uses": "actions/setup-python@v5", "with": {"python-version": "${{ matrix.python }}"}}
+    assert script == {"run": ".ci/run"} and os.access(ROOT / ".ci" / "run", os.X_OK)
+    versions = re.search(r"^for version in (.*); do$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.M)[1]
+    assert job["strategy"]["matrix"]["python"] == versions.split()
+
+
+def test_the_hooks_before_a_commit_are_checks_of_make_test():
+    (repository,) = read_yaml(".pre-commit-config.yaml")["repos"]
+    assert repository["repo"] == "local"
+    recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)[1]
+    checks = [line.strip().replace("$(BIN)", ".venv/bin").removesuffix(" .") for line in recipe.splitlines()]
+    *linters, tests = repository["hooks"]
+    assert [hook["entry"].removesuffix(" --force-exclude") for hook in linters] == checks[:3]
+    # ruff takes the names of the changed files and applies its own exclusions; the others read the whole repository
+    assert [hook.get("pass_filenames", True) for hook in (*linters, tests)] == [True, True, False, False]
+    assert all(hook["language"] == "system" and {"id", "name"} <= {*hook} for hook in repository["hooks"])
+    program, *words = shlex.split(tests["entry"])
+    assert checks[3].startswith(f"{program} -m pytest ") and words[:2] == ["-m", "pytest"]
+    files = [word for word in words if word.endswith(".py")]
+    assert files and all((ROOT / file).exists() for file in files)

@@ -75,7 +75,7 @@ def random_tokens(config, *shape):
     return np.random.default_rng(0).integers(0, config.vocab_size, shape, dtype=np.int32)
 
 
-@configs("moe", "yarn with its own factor")
+@configs("yarn with its own factor")
 def test_logits_of_full_left_padded_right_padded_and_packed_rows(config, tmp_path):
     params, config, model = make_pair(config, tmp_path)
     tokens_BT = random_tokens(config, 4, TOKENS)

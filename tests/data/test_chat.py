@@ -21,7 +21,7 @@ from gspax.sharding import make_mesh
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SPECIAL = ("<eot>", "<turn>", "<end>")
-# Of Qwen3's shape: turns in special tokens, and thinking that is closed in advance unless it is asked for.
+# Like Qwen3's: turns in special tokens, and an empty thinking block in the prompt unless thinking is enabled.
 TEMPLATE = """{%- for message in messages %}
 {%- if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('nobody is called ' + message.role) }}
 {%- endif %}
@@ -74,7 +74,11 @@ def qwen3(tmp_path_factory):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).symlink_to(DATA / "qwen3_tokenizer" / name)
     (folder / "generation_config.json").write_text('{"eos_token_id": [151645, 151643]}')
-    return folder
+    from transformers import AutoTokenizer
+
+    with pytest.MonkeyPatch.context() as patch:  # each load takes a second
+        patch.setattr(AutoTokenizer, "from_pretrained", functools.cache(AutoTokenizer.from_pretrained))
+        yield folder
 
 
 @pytest.fixture(scope="module", params=["small", "qwen3"])
