@@ -69,9 +69,9 @@ def test_a_step_of_every_experiment_can_be_traced(path):
     batches = minibatches.split_minibatches(host, experiment.schedule.minibatches, learner.mesh)
     batches = minibatches.set_advantages(batches, np.asarray(advantage).reshape(-1), learner.mesh)
     assert len(batches) == experiment.schedule.minibatches
-    logp, entropy, _ = jax.eval_shape(learner.score, state.params, batches[0].tokens_BT, batches[0].segment_BT)
+    logp, entropy, *_ = jax.eval_shape(learner.steps.score, state.params, batches[0].tokens_BT, batches[0].segment_BT)
     assert logp.shape == entropy.shape == batches[0].tokens_BT.shape
-    after, metrics = jax.eval_shape(learner.train_step, state, batches[0])
+    after, metrics, _ = jax.eval_shape(learner.steps.update, state, batches[0], False)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     assert {"loss", "grad_norm"} <= set(metrics) and all(leaf.shape == () for leaf in metrics.values())
 

@@ -17,8 +17,9 @@ from gspax.experiment import validate
 from gspax.learner.clipping import initial_range
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
-from gspax.learner.train_step import make_score, make_train_step
+from gspax.learner.train_step import Steps, make_route, make_score, make_update, reads_experts
 from gspax.losses import correction, kl
+from gspax.rewards.calls import RewardCalls
 from gspax.rollout.placement import make_colocated_sampler
 from gspax.sharding import make_mesh, named_sharding
 
@@ -52,8 +53,13 @@ OPTIMIZER = make_optimizer(BASE.optimizer)
 
 
 @functools.cache
-def score(model):
-    return make_score(model, mesh=MESH)
+def score(model, keep):
+    return make_score(model, mesh=MESH, keep_experts=keep)
+
+
+@functools.cache
+def route(model):
+    return make_route(model, MESH)
 
 
 READ_BY_UPDATES = (
@@ -67,7 +73,7 @@ def step(*values):
     """The compiled update, shared by experiments that differ in other things."""
     variant = replace(BASE, **dict(zip(READ_BY_UPDATES, values, strict=True)))
     objective, replay = objective_of(variant), variant.routing_replay
-    return make_train_step(variant.model, objective, OPTIMIZER, routing_replay=replay, mesh=MESH)
+    return make_update(variant.model, objective, OPTIMIZER, routing_replay=replay, mesh=MESH)
 
 
 def train(changes, rollouts=2):
@@ -75,9 +81,11 @@ def train(changes, rollouts=2):
     variant = replace(BASE, **changes)
     assert validate(variant, 1) == []
     update = step(*(getattr(variant, name) for name in READ_BY_UPDATES))
-    learner = loop.Learner(
-        variant, MESH, OPTIMIZER, update, score(variant.model), make_colocated_sampler(variant.model, MESH)
-    )
+    keep = reads_experts(variant.regularizers, routing_replay=variant.routing_replay)
+    steps = Steps(update, score(variant.model, keep), route(variant.model))
+    rewards = RewardCalls(variant.reward, variant.grading)
+    sampler = make_colocated_sampler(variant.model, MESH)
+    learner = loop.Learner(variant, MESH, OPTIMIZER, steps, sampler, rewards)
     state = init_state(variant.model, OPTIMIZER, jax.random.key(0), MESH)
     clip_range = initial_range(variant.calibration)
     state = replace(state, clip_range=jax.device_put(clip_range, named_sharding(MESH)))
@@ -89,7 +97,8 @@ def train(changes, rollouts=2):
         assert all(np.isfinite(list(reported.values()))), reported
         found.append(reported)
     kinds = 2 if variant.lora is not None and reference is not None else 1  # of parameters: the base's too
-    assert learner.score._cache_size() <= kinds, "one program scores every minibatch, before and after the updates"
+    assert steps.score._cache_size() <= kinds, "one program scores every minibatch"
+    assert update._cache_size() == 1, "with old log-probs and without"
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), state.params, start)
     assert max(jax.tree.leaves(moved)) > 0
     return found, state, rows

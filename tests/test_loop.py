@@ -27,6 +27,7 @@ from gspax.learner.finite import count_skipped
 from gspax.learner.restore import load_start
 from gspax.learner.state import abstract_state
 from gspax.losses import kl
+from gspax.rewards.calls import RewardCalls
 from gspax.rollout import placement
 from gspax.run import interrupt, record
 from gspax.run.checkpoints import Checkpoints
@@ -443,20 +444,23 @@ def test_a_rollout_batch_step_by_step(monkeypatch):
         return replace(rollout, logp_BT=np.where(rollout.mask_BT, -0.25, 0.0).astype(np.float32))
 
     def score(params, tokens_BT, segment_BT):
-        rows, columns = tokens_BT.shape
         mask_BT = tokens_BT % 3 == 0  # as in `a_rollout`
-        logp = jnp.where(mask_BT, params + 0.25, 100.0)
-        experts = jnp.stack([jnp.zeros((1, rows, columns), jnp.int32), jnp.full((1, rows, columns), 1 + params)], -1)
-        return logp, jnp.where(mask_BT, 2.0, 100.0), experts.astype(jnp.int32)
+        return train_step.Scores(jnp.where(mask_BT, params + 0.25, 100.0), jnp.where(mask_BT, 2.0, 100.0))
 
-    def train_step(state, batch):
-        updated.append(batch)
-        return replace(state, step=state.step + 1, params=state.params + 1), {"loss": jnp.float32(len(updated))}
+    def route(params, tokens_BT, segment_BT):
+        experts = jnp.stack([jnp.zeros((1, 4, 8), jnp.int32), jnp.full((1, 4, 8), 1 + params)], -1)
+        return experts.astype(jnp.int32)
+
+    def update(state, batch, on_policy):
+        updated.append((batch, on_policy))
+        scores = score(state.params, batch.tokens_BT, batch.segment_BT)._replace(count_LE=jnp.array([[2, 2, 0, 0]]))
+        return replace(state, step=state.step + 1, params=state.params + 1), {"loss": jnp.float32(len(updated))}, scores
 
     monkeypatch.setattr(loop, "sample", sample)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     sampler = placement.Sampler(mesh, lambda params: params, lambda key: key, lambda rollout: rollout)
-    learner = loop.Learner(small, mesh, None, train_step, score, sampler)
+    steps = train_step.Steps(update, score, route)
+    learner = loop.Learner(small, mesh, None, steps, sampler, RewardCalls(small.reward, small.grading))
     key = jax.random.key(5)
     state = TrainState(
         step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=None, clip_range=None
@@ -467,10 +471,11 @@ def test_a_rollout_batch_step_by_step(monkeypatch):
     assert drawn["prompts"] == [small.tokenizer.encode(small.data.train(index).prompt) for index in range(40, 44)]
     assert drawn["key"] not in (key, jax.random.fold_in(key, 2)), "neither the run's key nor the evaluation's"
     assert (state.step, state.position, state.params) == (6, 44, 2) and state.key == key
-    for part, batch in enumerate(updated):
+    assert [on_policy for _, on_policy in updated] == [True, False]
+    for part, (batch, _) in enumerate(updated):
         np.testing.assert_array_equal(batch.tokens_BT, a_rollout().tokens_BT[4 * part : 4 * part + 4])
         np.testing.assert_array_equal(batch.advantage_B, np.arange(4.0) + 4 * part)
-        np.testing.assert_array_equal(np.asarray(batch.old_logp_BT)[batch.mask_BT], 0.25)
+        np.testing.assert_array_equal(np.asarray(batch.old_logp_BT)[batch.mask_BT], 0.25 * part)
     assert [row["advantage"] for row in rows] == list(range(8))
     assert metrics["policy/loss"] == 1.5 and metrics["policy/entropy"] == 2.0
     assert metrics["mismatch/abs_diff"] == metrics["mismatch/abs_diff_largest_max"] == 0.5
@@ -480,34 +485,59 @@ def test_a_rollout_batch_step_by_step(monkeypatch):
 
 
 def test_a_dense_model_runs_no_forward_pass_for_its_experts():
-    no_experts_LBTA = jnp.zeros((0, 8, 8, 2), jnp.uint8)
-    assert loop.measure_routing(None, None, None, no_experts_LBTA) == {}
+    dense = replace(experiment, model=replace(experiment.model, num_experts=0, intermediate_size=8))
+    learner = loop.Learner(dense, None, None, None, None, None)
+    assert loop.choose_experts(learner, None, None) is None
 
 
-def test_experts_are_kept_for_the_updates_only_where_they_are_read():
+@pytest.mark.parametrize(("on_policy", "scored"), [(False, [0, 32]), (True, [32])])
+def test_minibatches_are_scored_unless_the_first_update_does(on_policy, scored):
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     batches = minibatches.split_minibatches(a_rollout(), 2, mesh)
+    seen = []
 
     def score(params, tokens_BT, segment_BT):
-        first = tokens_BT[0, 0].astype(jnp.uint8)
-        return jnp.zeros(tokens_BT.shape), jnp.zeros(tokens_BT.shape), jnp.full((1, *tokens_BT.shape, 2), first)
+        seen.append(int(tokens_BT[0, 0]))
+        value = jnp.full(tokens_BT.shape, 1.0 + seen[-1])
+        return train_step.Scores(value, -value, jnp.full((4, 1, 8, 2), seen[-1]))
 
-    without = minibatches.score_minibatches(score, None, None, batches)
-    assert [batch.expert_BLTA for batch in without.batches] == [None, None]
-    assert (without.first_expert_LBTA == 0).all() and without.first_expert_LBTA.shape == (1, 4, 8, 2)
-    kept = minibatches.score_minibatches(score, None, None, batches, keep_experts=True)
-    assert [int(batch.expert_BLTA.max()) for batch in kept.batches] == [0, 32]
+    found = minibatches.score_minibatches(score, None, None, batches, on_policy=on_policy)
+    assert seen == scored and found.on_policy == on_policy
+    assert found.batches[1].old_logp_BT[0, 0] == 33 and found.batches[1].expert_BLTA.max() == 32
+    assert float(found.batches[0].old_logp_BT[0, 0]) == (0 if on_policy else 1)
+    own = train_step.Scores(*jnp.full((2, 4, 8), 7.0))
+    completed = found.complete(own)
+    assert not completed.on_policy and completed.batches[1] is found.batches[1]
+    assert completed.batches[0].old_logp_BT[0, 0] == (7 if on_policy else 1)
+    assert completed.entropies[0][0, 0] == (7 if on_policy else -1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "itself"),
+    [
+        ({}, True),
+        ({"reference": config.Reference(loss=kl.token_kl)}, True),
+        ({"regularizers": config.Regularizers(router_z=0.1, entropy=0.1)}, True),
+        ({"reference": config.Reference(reward=kl.k1)}, False),
+        ({"calibration": config.Calibration()}, False),
+        ({"routing_replay": True}, False),
+        ({"regularizers": config.Regularizers(load_balance=0.1)}, False),
+    ],
+)
+def test_what_needs_old_log_probs_before_the_first_update(changes, itself):
+    given = {"reference": None, "regularizers": config.Regularizers(), "calibration": None, "routing_replay": False}
+    assert train_step.first_update_scores(**given | changes) == itself
 
 
 def test_sampler_and_learner_have_one_temperature_and_score_and_update_one_split(monkeypatch):
     given = []
-    for name in ("make_train_step", "make_score"):
+    for name in ("make_update", "make_score"):
         monkeypatch.setattr(train_step, name, lambda *args, **kwargs: given.append(kwargs))
     learner = loop.make_learner(
         replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
     )
     wanted = {"temperature": 0.7, "microbatch_rows": 8, "mesh": learner.mesh}
-    assert given == [{"routing_replay": False, **wanted}, wanted] and learner.mesh.size == 8
+    assert given == [{"routing_replay": False, **wanted}, {"keep_experts": False, **wanted}] and learner.mesh.size == 8
 
 
 @pytest.mark.parametrize("warm", [True, False])

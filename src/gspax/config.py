@@ -199,12 +199,18 @@ class Schedule:
     """The length of the run, and how each rollout batch is divided."""
 
     steps: NonNegativeInt = 100  # rollout batches in total: raise it to continue a finished run
-    minibatches: PositiveInt = 4  # optimiser updates per rollout batch; 4 in the GSPO paper
+    minibatches: PositiveInt = 4  # optimiser updates per rollout batch and epoch; 4 in the GSPO paper
+    epochs: PositiveInt = 1  # passes over the minibatches of a rollout batch
     microbatch_rows: NonNegativeInt = 0  # rows of one forward and backward pass; 0: a whole minibatch
     eval_every: NonNegativeInt = 20  # steps; 0: only at the start and the end
     checkpoint_every: NonNegativeInt = 20  # steps; 0: only at the end
     keep_checkpoints: PositiveInt = 2
     max_skipped: PositiveInt = 5  # updates in a row with a non-finite loss or gradient that end the run
+
+
+def updates_per_step(schedule: Schedule) -> int:
+    """Optimiser updates of one rollout batch."""
+    return schedule.epochs * schedule.minibatches
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gspax.config import Experiment, trained_dtype
+from gspax.config import Experiment, is_sparse, trained_dtype, updates_per_step
 from gspax.data.problem import Problem, read_problem
 from gspax.distributed import multihost
 from gspax.evaluate import evaluate
@@ -36,7 +34,8 @@ from gspax.learner.metrics import (
 from gspax.learner.optimizer import learning_rate, make_optimizer
 from gspax.learner.restore import drop_frozen, load_start, restore_state, save_start
 from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
-from gspax.learner.train_step import Score, TrainStep, make_steps
+from gspax.learner.train_step import Steps, first_update_scores, make_steps
+from gspax.learner.updates import run_updates
 from gspax.model.low_rank import base
 from gspax.rewards.calls import RewardCalls
 from gspax.rollout.placement import (
@@ -74,8 +73,7 @@ class Learner:
     experiment: Experiment
     mesh: jax.sharding.Mesh
     optimizer: optax.GradientTransformation
-    train_step: TrainStep
-    score: Score
+    steps: Steps
     sampler: Sampler
     rewards: RewardCalls
 
@@ -103,13 +101,13 @@ def make_learner(experiment: Experiment) -> Learner:
     """The mesh, optimiser and jitted steps of an experiment. UserError if it does not fit the devices."""
     mesh, sampler_mesh = make_meshes(experiment)
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
-    train_step, score = make_steps(experiment, optimizer, mesh)
+    steps = make_steps(experiment, optimizer, mesh)
     if experiment.placement is None:
         sampler = make_colocated_sampler(experiment.model, mesh)
     else:
         sampler = make_disaggregated_sampler(experiment.model, sampler_mesh, mesh)
     rewards = RewardCalls(experiment.reward, experiment.grading)
-    return Learner(experiment, mesh, optimizer, train_step, score, sampler, rewards)
+    return Learner(experiment, mesh, optimizer, steps, sampler, rewards)
 
 
 def train(experiment: Experiment, workdir: Path) -> None:
@@ -180,7 +178,7 @@ def is_due(done: int, every: int, last: int) -> bool:
 
 def count_rollouts(learner: Learner, state: TrainState) -> int:
     """The rollout batches that a state has learnt from."""
-    return count_updates(state) // learner.experiment.schedule.minibatches
+    return count_updates(state) // updates_per_step(learner.experiment.schedule)
 
 
 def count_updates(state: TrainState) -> int:
@@ -316,8 +314,15 @@ def learn(
     )
     if experiment.reference is not None and experiment.lora is not None:
         reference = base(state.params)
-    keep_experts = experiment.routing_replay or bool(experiment.regularizers.load_balance)
-    scored = minibatches.score_minibatches(learner.score, state.params, reference, batches, keep_experts=keep_experts)
+    on_policy = first_update_scores(
+        experiment.reference,
+        experiment.regularizers,
+        experiment.calibration,
+        routing_replay=experiment.routing_replay,
+    )
+    if count_updates(state) == 0 and updates_per_step(experiment.schedule) > 1:
+        on_policy = False  # a run's first step measures the noise floor, to warn of it
+    scored = minibatches.score_minibatches(learner.steps.score, state.params, reference, batches, on_policy=on_policy)
     jax.block_until_ready(scored.batches)
     clock.lap("old_logp")
 
@@ -328,13 +333,24 @@ def learn(
         experiment.advantage, rows, added_B, group=G, finished_B=rollout.finished_B if overlong else None
     )
     batches = minibatches.set_advantages(scored.batches, advantage_B, learner.mesh)
+    scored = replace(scored, batches=batches)
     stale = (
         {}
         if experiment.placement is None
         else {"rollout/staleness": float(count_rollouts(learner, state) - batch.policy)}
     )
-    state, updates = update(learner, state, batches)
-    state = replace(state, position=state.position + P)
+    experts = choose_experts(learner, state, batches[0])
+    rate = learning_rate(experiment.optimizer)
+    updated = run_updates(
+        learner.steps.update,
+        state,
+        scored,
+        learner.mesh,
+        epochs=experiment.schedule.epochs,
+        rate=rate,
+        calibration=experiment.calibration,
+    )
+    state = replace(updated.state, position=updated.state.position + P)
     jax.block_until_ready(state)
     clock.lap("train")
 
@@ -346,10 +362,10 @@ def learn(
         **with_added,
         **stale,
         **response_metrics(rollout),
-        **update_metrics(updates),
-        "optim/learning_rate": float(learning_rate(experiment.optimizer)(count_updates(state) - 1)),
-        **score_metrics(batches, scored.entropies),
-        **measure_routing(learner, state.params, batches[0], scored.first_expert_LBTA),
+        **update_metrics(updated.metrics),
+        "optim/learning_rate": float(rate(count_updates(state) - 1)),
+        **score_metrics(updated.scored.batches, updated.scored.entropies),
+        **routing_metrics(updated.count_LE, experts, choose_experts(learner, state, batches[0])),
         **clock.metrics(int(rollout.length_B.sum())),
     }
     for row, advantage in zip(rows, advantage_B, strict=True):
@@ -357,38 +373,9 @@ def learn(
     return state, metrics, rows
 
 
-def measure_routing(learner: Learner, params: Params, batch: Batch, before_LBTA: Array) -> dict[str, float]:
-    """`routing_metrics` of the updates, on one minibatch: a forward pass over all would be a tenth of a step."""
-    if before_LBTA.size == 0:  # a dense model
-        return {}
-    _, _, after_LBTA = learner.score(params, batch.tokens_BT, batch.segment_BT)
-    return routing_metrics(before_LBTA, after_LBTA, learner.experiment.model.num_experts)
-
-
-def update(learner: Learner, state: TrainState, batches: list[Batch]) -> tuple[TrainState, list[dict[str, Any]]]:
-    """One optimiser update per minibatch, and the metrics of each on the host; a calibrated clip range is adapted."""
-    first, rate = count_updates(state), learning_rate(learner.experiment.optimizer)
-    rates = [float(rate(n)) for n in range(first, first + 2 * len(batches))]  # of these updates and the next ones
-    updates: list[dict[str, Any]] = []
-    for batch in batches:
-        state, metrics = learner.train_step(state, batch)
-        updates.append(metrics)
-        if learner.experiment.calibration is not None:
-            state = adapt_clip_range(learner, state, updates, rates)
-    updates = multihost.to_host(updates)
-    if "ratio_deviation" in updates[0]:  # a user's loss may not report it
-        updates = [{**metrics, "noise_floor": clipping.noise_floor(updates[0])} for metrics in updates]
-    return state, updates
-
-
-def adapt_clip_range(
-    learner: Learner, state: TrainState, updates: list[dict[str, Any]], rates: Sequence[float]
-) -> TrainState:
-    """The state with the clip range for its next update; that of the last of `updates` joins its metrics."""
-    settings = learner.experiment.calibration
-    assert settings is not None
-    low, high = map(float, multihost.to_host(state.clip_range))
-    updates[-1] = {**multihost.to_host(updates[-1]), "clip_low": low, "clip_high": high}
-    adapted = clipping.adapt_range(settings, (low, high), updates, rates)
-    clip_range = multihost.to_devices(jnp.array(adapted, jnp.float32), named_sharding(learner.mesh))
-    return replace(state, clip_range=clip_range)
+def choose_experts(learner: Learner, state: TrainState, batch: Batch) -> Array | None:
+    """The experts that some rows of a minibatch choose (`train_step.make_route`); None for a dense model."""
+    model = learner.experiment.model
+    if not any(is_sparse(model, layer) for layer in range(model.num_hidden_layers)):
+        return None
+    return learner.steps.route(state.params, batch.tokens_BT, batch.segment_BT)

@@ -11,7 +11,7 @@ import small_experiment
 
 from gspax import config, losses
 from gspax.aot import programs
-from gspax.learner import minibatches
+from gspax.learner import minibatches, train_step
 from gspax.learner.optimizer import make_optimizer
 from gspax.rollout.serving import abstract_serving_copy
 from gspax.sharding import make_mesh
@@ -42,13 +42,14 @@ def test_the_described_minibatch_is_one_that_a_rollout_is_cut_into(experiment):
 
     def score(params, tokens_BT, segment_BT):
         rows = tokens_BT.shape
-        expert = jnp.zeros((model.num_hidden_layers, *rows, model.num_experts_per_tok), jnp.uint8)
-        return jnp.zeros(rows), jnp.zeros(rows), expert
+        expert = jnp.zeros((rows[0], model.num_hidden_layers, rows[1], model.num_experts_per_tok), jnp.uint8)
+        return train_step.Scores(jnp.zeros(rows), jnp.zeros(rows), expert if keep_experts else None)
 
     batches = minibatches.split_minibatches(rollout, experiment.schedule.minibatches, mesh)
-    keep_experts = experiment.routing_replay or bool(experiment.regularizers.load_balance)
+    replay = experiment.routing_replay
+    keep_experts = train_step.reads_experts(experiment.regularizers, routing_replay=replay)
     reference = {} if experiment.reference else None
-    scored = minibatches.score_minibatches(score, {}, reference, batches, keep_experts=keep_experts)
+    scored = minibatches.score_minibatches(score, {}, reference, batches)
     batches = minibatches.set_advantages(scored.batches, np.zeros(B), mesh)
     assert len(batches) == experiment.schedule.minibatches
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batches[0])

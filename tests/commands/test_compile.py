@@ -43,7 +43,8 @@ def make_phases(experiment, compiled, mesh, **options):
         model=experiment.model,
         sampling=experiment.sampling,
         minibatches=experiment.schedule.minibatches,
-        reference=False,
+        updates=experiment.schedule.minibatches,
+        scores=experiment.schedule.minibatches - 1,
         **options,
     )
 

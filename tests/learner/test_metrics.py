@@ -83,7 +83,7 @@ def test_kl_to_the_reference_is_measured_where_there_is_one():
 def test_routing_metrics_by_hand():
     before = jnp.array([[[[0, 1], [0, 2]]]])
     after = jnp.array([[[[1, 0], [1, 0]]]])
-    found = metrics.routing_metrics(before, after, 3)
+    found = metrics.routing_metrics(jnp.array([[2, 1, 1]]), before, after)
     assert found == pytest.approx({"routing/load_max": 1.5, "routing/load_min": 0.75, "routing/changed": 0.25})
 
 

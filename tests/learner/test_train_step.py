@@ -15,7 +15,7 @@ from small_experiment import experiment, objective_of
 
 from gspax import config, losses, sft, sharding
 from gspax.learner import objective, train_step
-from gspax.learner.expert_load import expert_load
+from gspax.learner.expert_load import expert_counts, expert_load
 from gspax.learner.optimizer import learning_rate, make_optimizer
 from gspax.learner.state import abstract_state, init_state, new_state
 from gspax.losses import correction, kl
@@ -160,17 +160,17 @@ def test_on_a_mesh_attention_experts_and_scoring_run_under_shard_map():
 
 @functools.cache
 def score(rows):
-    return train_step.make_score(CONFIG, temperature=TEMPERATURE, microbatch_rows=rows)
+    return train_step.make_score(CONFIG, temperature=TEMPERATURE, microbatch_rows=rows, keep_experts=True)
 
 
 @pytest.mark.parametrize("rows", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_score_equals_the_log_probs_of_whole_logits(rows):
     data, params = batch(), tiny.params(CONFIG)
     want, entropy, experts = direct(params, data)
-    logp, got_entropy, got_experts = score(rows)(params, data.tokens_BT, data.segment_BT)
+    logp, got_entropy, got_experts, _ = score(rows)(params, data.tokens_BT, data.segment_BT)
     close(logp[data.mask_BT], want[data.mask_BT], rtol=1e-5, atol=1e-5)
     close(got_entropy, entropy, rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(got_experts, experts)
+    np.testing.assert_array_equal(got_experts.swapaxes(0, 1), experts)
     assert got_experts.dtype == np.uint8
 
 
@@ -270,6 +270,36 @@ def test_a_non_finite_loss_or_gradient_skips_the_update():
         chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before)
     state, metrics = update(state, good)
     assert metrics["skipped"] == 0 and state.opt_state[0].count == 2
+
+
+@pytest.mark.parametrize("rows", [4, pytest.param(0, marks=pytest.mark.slow)])
+def test_an_update_can_compute_its_own_old_log_probs(rows):
+    """Exact in value and gradient, under any split: the update of a batch scored by the same policy."""
+    data = batch()
+    logp, entropy, experts = direct(tiny.params(CONFIG), data)
+    update = train_step.make_update(
+        CONFIG, objective.make_objective(losses.gspo), SGD, temperature=TEMPERATURE, microbatch_rows=rows
+    )
+    want_state, want, _ = update(fresh(), replace(data, old_logp_BT=logp), False)
+    unknown = replace(data, old_logp_BT=jnp.full((B, T), 7.0, jnp.float32))
+    state, got, scores = update(fresh(), unknown, True)
+    close(state.params, want_state.params)
+    close({**got, "ratio_deviation": 0.0}, {**want, "ratio_deviation": 0.0}, atol=1e-5)
+    assert got["ratio_min"] == got["ratio_max"] == 1 and got["ratio_deviation"] == got["kl"] == 0
+    assert got["grad_norm"] > 0.01
+    close(scores.logp_BT[data.mask_BT], logp[data.mask_BT], rtol=1e-5, atol=1e-5)
+    close(scores.entropy_BT[data.mask_BT], entropy[data.mask_BT], rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(scores.count_LE, expert_counts(experts, CONFIG.num_experts))
+    assert update._cache_size() == 1
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_some_rows_show_the_experts_that_are_chosen(shards):
+    data, params = batch(), tiny.params(CONFIG)
+    mesh = sharding.make_mesh(config.Mesh(), jax.devices()[:shards])
+    found = train_step.make_route(CONFIG, mesh)(params, data.tokens_BT, data.segment_BT)
+    rows = range(8) if shards == 1 else range(0, B, 2)
+    np.testing.assert_array_equal(found, direct(params, data)[2][:, jnp.array(rows)])
 
 
 def test_first_update_of_a_rollout_batch_has_ratio_one():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -54,13 +54,13 @@ def make_programs(
         reference = abstract_params(experiment.model, mesh)
     batches = experiment.schedule.minibatches * device_bytes(batch)
     held = device_bytes(state) + device_bytes(reference)
-    steps: Any = make_steps(experiment, optimizer, mesh)
+    steps = make_steps(experiment, optimizer, mesh)
 
     def train() -> Any:
-        return steps[0].lower(state, batch)
+        return cast(Any, steps.update).lower(state, batch, False)
 
     def score() -> Any:
-        return steps[1].lower(state.params, batch.tokens_BT, batch.segment_BT)
+        return cast(Any, steps.score).lower(state.params, batch.tokens_BT, batch.segment_BT)
 
     scoring = held + batches - device_bytes(state.params) - device_bytes(batch)
     if experiment.placement is not None and experiment.placement.staleness > 0:

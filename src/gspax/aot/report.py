@@ -16,7 +16,8 @@ from gspax.aot.memory import GB, Compiled, compile_program, describe_misfits
 from gspax.aot.programs import ROLLOUT, SCORE, TRAIN, make_programs
 from gspax.aot.roofline import DECODE, PREFILL, PUSH, Phase, Times, estimate_times, make_phases, push_phase
 from gspax.aot.targets import Target, make_targets
-from gspax.config import Experiment, Placement, Sampling
+from gspax.config import Experiment, Placement, Sampling, updates_per_step
+from gspax.learner.train_step import first_update_scores
 
 Estimates = Sequence[tuple[Phase, Times]]
 
@@ -52,6 +53,13 @@ def estimate(
     experiment: Experiment, compiled: Sequence[Compiled], learner: Target, sampler: Target
 ) -> list[tuple[Phase, Times]]:
     """The phases of the programs that compiled, and their times on their targets."""
+    schedule = experiment.schedule
+    on_policy = first_update_scores(
+        experiment.reference,
+        experiment.regularizers,
+        experiment.calibration,
+        routing_replay=experiment.routing_replay,
+    )
     found = [] if learner is sampler else [(push_phase(experiment.model, learner, sampler), sampler)]
     for each in compiled:
         target = sampler if each.name == ROLLOUT else learner
@@ -61,8 +69,9 @@ def estimate(
                 target.sizes,
                 model=experiment.model,
                 sampling=experiment.sampling,
-                minibatches=experiment.schedule.minibatches,
-                reference=experiment.reference is not None,
+                minibatches=schedule.minibatches,
+                updates=updates_per_step(schedule),
+                scores=schedule.minibatches * (1 + (experiment.reference is not None)) - on_policy,
                 slices=target.topology.slices,
             )
             found += [(phase, target) for phase in phases]

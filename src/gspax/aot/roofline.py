@@ -66,14 +66,17 @@ def make_phases(
     model: ModelConfig,
     sampling: Sampling,
     minibatches: int,
-    reference: bool,
+    updates: int,
+    scores: int,
     slices: int = 1,
 ) -> list[Phase]:
     """The phases of a compiled program: the rollout is its prefill and its loop over tokens, the others are one phase.
 
     Args:
       mesh: axis sizes, in the order of the devices that the program was compiled for.
-      reference: whether a reference scores the rollouts too.
+      minibatches: of a rollout batch, each one run of a program.
+      updates: runs of the train step in a step.
+      scores: runs of the scoring in a step.
       slices: that the mesh extends over.
     """
     devices = int(np.prod(list(mesh.values())))
@@ -92,7 +95,7 @@ def make_phases(
         forward = rows / minibatches * (S + C) * forward_flops(model, S + C)
         training = compiled.name == TRAIN
         passes, recomputed = (3, model.remat in ("full", "offload")) if training else (1, 0)
-        runs = minibatches * (1 if training else 1 + reference)
+        runs = updates if training else scores
         return [phase(compiled.name, runs, passes * forward, (passes + recomputed) * forward, moved[1], sent[1])]
     prompts = sampling.prompts / devices * S * forward_flops(model, S)
     drawn = rows * forward_flops(model, 2 * (S + C / 2))  # a drawn token attends to all before it, not to half a row

@@ -11,15 +11,20 @@ import jax.numpy as jnp
 from gspax.types import Array
 
 
-def expert_load(expert_LBTA: Array, num_experts: int) -> Array:
-    """Tokens of each expert over the mean of its layer, `[L, E]` float32: 1 everywhere is perfect balance.
+def expert_counts(expert_LBTA: Array, num_experts: int) -> Array:
+    """Tokens that each layer sent to each expert, int32 `[L, E]`. Ids equal to `num_experts` are padding."""
+    return jax.nn.one_hot(expert_LBTA, num_experts, dtype=jnp.int32).sum(axis=(1, 2, 3))
 
-    Ids equal to `num_experts` are padding and not counted.
-    """
-    L = expert_LBTA.shape[0]
-    count_LE = jax.vmap(lambda ids: jnp.bincount(ids.reshape(-1), length=num_experts + 1))(expert_LBTA)[:, :num_experts]
-    mean_L1 = jnp.maximum(count_LE.sum(axis=-1, keepdims=True) / num_experts, 1.0)
-    return (count_LE / mean_L1).astype(jnp.float32).reshape(L, num_experts)
+
+def relative_load(count_LE: Array) -> Array:
+    """The counts over the mean of their layer, float32 `[L, E]`: 1 everywhere is perfect balance."""
+    mean_L1 = jnp.maximum(count_LE.mean(axis=-1, keepdims=True), 1.0)
+    return (count_LE / mean_L1).astype(jnp.float32)
+
+
+def expert_load(expert_LBTA: Array, num_experts: int) -> Array:
+    """`relative_load` of the choices in `expert_counts`."""
+    return relative_load(expert_counts(expert_LBTA, num_experts))
 
 
 def changed_share(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 
 from gspax import advantages, losses, masked
 from gspax.distributed import multihost
-from gspax.learner.expert_load import changed_share, expert_load
+from gspax.learner.expert_load import changed_share, relative_load
 from gspax.losses import kl
 from gspax.losses.correction import effective_sample_sizes, mismatch_metrics
 from gspax.types import Array, Batch, Rollout
@@ -68,7 +68,7 @@ def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
     return combined
 
 
-def score_metrics(batches: Sequence[Batch], entropies: Sequence[Array]) -> dict[str, float]:
+def score_metrics(batches: Sequence[Batch], entropies: Sequence[Any]) -> dict[str, float]:
     """Entropy of the old policy, the mismatch of sampler and learner, and the KL to the reference.
 
     `mismatch/` has the metrics of `losses.correction.mismatch_metrics`; `reference/kl` and `reference/kl_k1` are means
@@ -100,10 +100,18 @@ def _score_rows(batch: Batch, entropy_BT: Array) -> losses.Metrics:
     return found
 
 
-def routing_metrics(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> dict[str, float]:
-    """Expert load before a step's updates and the share of choices that they changed, on the same tokens."""
+def routing_metrics(count_LE: Array | None, before_LBTA: Array | None, after_LBTA: Array | None) -> dict[str, float]:
+    """Expert load before a step's updates, and the share of choices that they changed; nothing for a dense model.
+
+    Args:
+      count_LE: tokens that each layer sent to each expert.
+      before_LBTA: the choices before the updates; padding has the id E.
+      after_LBTA: those of the same tokens after them.
+    """
+    if count_LE is None or before_LBTA is None or after_LBTA is None:
+        return {}
     load_LE, changed = multihost.to_host(
-        (expert_load(before_LBTA, num_experts), changed_share(before_LBTA, after_LBTA, num_experts))
+        (relative_load(count_LE), changed_share(before_LBTA, after_LBTA, count_LE.shape[1]))
     )
     return {
         "routing/load_max": float(load_LE.max()),

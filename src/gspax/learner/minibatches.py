@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.distributed import multihost
-from gspax.learner.train_step import Score
+from gspax.learner.train_step import Score, Scores
 from gspax.shaping import filter_overlong
 from gspax.sharding import named_sharding
 from gspax.types import Array, Batch, Params, Rollout
@@ -19,11 +19,18 @@ from gspax.types import Array, Batch, Params, Rollout
 
 @dataclass(frozen=True)
 class Scored:
-    """Minibatches with the learner's log-probs, and what only the metrics read."""
+    """Minibatches with the learner's log-probs; the first may lack the old ones, which its update then computes."""
 
     batches: list[Batch]
-    entropies: list[Array]  # float32 [B, T] of each minibatch
-    first_expert_LBTA: Array  # the experts that the first minibatch's tokens chose
+    entropies: list[Array | None]  # float32 [B, T] of each minibatch
+    on_policy: bool  # the first minibatch has no old log-probs yet
+
+    def complete(self, first: Scores) -> Scored:
+        """With what the first minibatch's update computed, if that is lacking."""
+        if not self.on_policy:
+            return self
+        batch = replace(self.batches[0], old_logp_BT=first.logp_BT)
+        return Scored([batch, *self.batches[1:]], [first.entropy_BT, *self.entropies[1:]], on_policy=False)
 
 
 def split_minibatches(
@@ -54,27 +61,24 @@ def _split(rollout: Rollout, count: int, without_overlong: bool) -> list[Batch]:
 
 
 def score_minibatches(
-    score: Score, params: Params, reference: Params | None, batches: Sequence[Batch], *, keep_experts: bool = False
+    score: Score, params: Params, reference: Params | None, batches: Sequence[Batch], *, on_policy: bool = False
 ) -> Scored:
-    """Fill in the old log-probs, the reference's if there is one, and with `keep_experts` the experts for the updates.
+    """Fill in the old log-probs, the experts if `score` keeps them, and the reference's log-probs if there is one.
 
-    The experts of the other minibatches are not kept: in a large model they weigh more than all the log-probs.
+    With `on_policy` the first minibatch has no old log-probs and no experts.
     """
-    filled, entropies = [], []
-    experts: list[Array] = []
-    for batch in batches:
-        logp_BT, entropy_BT, expert_LBTA = score(params, batch.tokens_BT, batch.segment_BT)
-        batch = replace(batch, old_logp_BT=logp_BT)
-        if keep_experts:
-            batch = replace(batch, expert_BLTA=expert_LBTA.swapaxes(0, 1))
-        experts = experts or [expert_LBTA]
-        filled.append(batch)
-        entropies.append(entropy_BT)
+    filled = list(batches)
+    entropies: list[Array | None] = [None] * len(filled)
+    for index in range(int(on_policy), len(filled)):
+        batch = filled[index]
+        found = score(params, batch.tokens_BT, batch.segment_BT)
+        filled[index] = replace(batch, old_logp_BT=found.logp_BT, expert_BLTA=found.expert_BLTA)
+        entropies[index] = found.entropy_BT
     if reference is not None:
         filled = [
-            replace(batch, ref_logp_BT=score(reference, batch.tokens_BT, batch.segment_BT)[0]) for batch in filled
+            replace(batch, ref_logp_BT=score(reference, batch.tokens_BT, batch.segment_BT).logp_BT) for batch in filled
         ]
-    return Scored(filled, entropies, experts[0])
+    return Scored(filled, entropies, on_policy)
 
 
 def set_advantages(batches: Sequence[Batch], advantage_B: np.ndarray, mesh: jax.sharding.Mesh) -> list[Batch]:

@@ -1,8 +1,9 @@
 """One optimiser update, and the learner's own log-probs that its ratios start from.
 
-Microbatches: the loss of a minibatch is Σ value / Σ weight over its rows. Each microbatch differentiates its Σ value;
-the gradients are summed and divided once, so every split gives the same update. Microbatch m of M takes the rows
-m, m + M, ..., so that every device keeps its own rows.
+The loss of a minibatch is Σ value / Σ weight over its rows. Each microbatch differentiates its Σ value; the gradients
+are summed and divided once, so every split gives the same update.
+
+The first update of a rollout batch needs no old log-probs: they are those that it computes itself (`on_policy`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from gspax import losses
-from gspax.config import LOGIT_BUDGET, Experiment, ModelConfig, expert_id_dtype
+from gspax.config import (
+    LOGIT_BUDGET,
+    Calibration,
+    Experiment,
+    ModelConfig,
+    Reference,
+    Regularizers,
+    expert_id_dtype,
+)
 from gspax.learner.adapters import trained_axes
-from gspax.learner.expert_load import expert_load
+from gspax.learner.expert_load import expert_counts, expert_load
+from gspax.learner.microbatches import run_microbatches
 from gspax.learner.objective import Objective, Outputs, UpdateConstants, make_objective
 from gspax.learner.scoring import score_tokens
 from gspax.model import transformer
@@ -27,12 +37,75 @@ from gspax.model.low_rank import combine, partition
 from gspax.sharding import batch_shards, constrain
 from gspax.types import Array, Batch, Params, TrainState
 
+
+class Scores(NamedTuple):
+    """What a pass over a minibatch shows of the policy."""
+
+    logp_BT: Array  # float32
+    entropy_BT: Array  # float32
+    expert_BLTA: Array | None = None  # as in `Batch`
+    count_LE: Array | None = None  # int32  tokens that each layer sent to each expert
+
+
 Metrics = dict[str, Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-Score = Callable[[Params, Array, Array], tuple[Array, Array, Array]]  # see `make_score`
+Update = Callable[[TrainState, Batch, bool], tuple[TrainState, Metrics, Scores]]  # see `make_update`
+Score = Callable[[Params, Array, Array], Scores]  # see `make_score`
+Route = Callable[[Params, Array, Array], Array]  # see `make_route`
+
+ROUTED_ROWS = 8  # of a minibatch, for the share of expert choices that a step's updates change
+
+
+class Steps(NamedTuple):
+    """The compiled functions of the learner."""
+
+    update: Update
+    score: Score
+    route: Route
 
 
 def make_train_step(
+    config: ModelConfig, objective: Objective, optimizer: optax.GradientTransformation, **options: Any
+) -> TrainStep:
+    """A pure, jitted `(state, batch) -> (state, metrics)`; the state given is donated.
+
+    Arguments, options and metrics are those of `make_update`.
+    """
+    update = _update(config, objective, optimizer, **options)
+
+    @partial(jax.jit, donate_argnums=0)
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return update(state, batch, False)[:2]
+
+    return train_step
+
+
+def make_update(
+    config: ModelConfig, objective: Objective, optimizer: optax.GradientTransformation, **options: Any
+) -> Update:
+    """A pure, jitted `(state, batch, on_policy) -> (state, metrics, scores)`; the state given is donated.
+
+    With `on_policy` the old log-probs of the batch are not read: they are the policy's own before the update, without a
+    gradient, so that every ratio is exactly 1 and its gradient that of log π. The scores are those of the policy before
+    the update, with the experts' counts. One compiled program serves both.
+
+    Args:
+      objective: what is minimised, such as `make_objective(losses.gspo)`.
+      temperature: the sampler's; log-probs are of the logits divided by it.
+      microbatch_rows: rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once.
+      routing_replay: each token goes to the experts in `batch.expert_BLTA`, with the live router's gates (Routing
+        Replay, arXiv 2507.18071).
+      mesh: the device mesh that the arrays are sharded over, if any.
+
+    An update whose loss or gradient is not finite is skipped: parameters and optimiser state stay as they are, bit for
+    bit, and `state.step` counts it.
+
+    The metrics are float32 scalars: the objective's own, `loss`, `grad_norm` (before clipping) and `skipped`, 0 or 1.
+    """
+    return jax.jit(_update(config, objective, optimizer, **options), donate_argnums=0)
+
+
+def _update(
     config: ModelConfig,
     objective: Objective,
     optimizer: optax.GradientTransformation,
@@ -41,21 +114,8 @@ def make_train_step(
     microbatch_rows: int = 0,
     routing_replay: bool = False,
     mesh: jax.sharding.Mesh | None = None,
-) -> TrainStep:
-    """A pure, jitted `(state, batch) -> (state, metrics)`; the state given is donated.
-
-    Args:
-      objective: what is minimised, such as `make_objective(losses.gspo)`.
-      temperature: the sampler's; log-probs are of the logits divided by it.
-      microbatch_rows: rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once.
-      routing_replay: each token goes to the experts in `batch.expert_BLTA`, with the live router's gates (Routing
-        Replay, arXiv 2507.18071).
-
-    An update whose loss or gradient is not finite is skipped: parameters and optimiser state stay as they are, bit for
-    bit, and `state.step` counts it.
-
-    The metrics are float32 scalars: the objective's own, `loss`, `grad_norm` (before clipping) and `skipped`, 0 or 1.
-    """
+) -> Callable[..., tuple[TrainState, Metrics, Scores]]:
+    """The function that `make_update` compiles."""
 
     def outputs_of(params: Params, batch: Batch) -> Outputs:
         if routing_replay and batch.expert_BLTA is None:
@@ -71,18 +131,24 @@ def make_train_step(
             mesh=mesh,
         )
 
-    @partial(jax.jit, donate_argnums=0)
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, batch: Batch, on_policy: Any) -> tuple[TrainState, Metrics, Scores]:
         constants = UpdateConstants(state.clip_range, _response_load(batch, config.num_experts))
         trained, frozen = partition(state.params)
 
-        def summed(trained: Params, part: Batch) -> tuple[Array, losses.Terms]:
+        def summed(trained: Params, part: Batch) -> tuple[Array, Any]:
             outputs = outputs_of(combine(trained, frozen), part)
             with jax.named_scope("loss"):
+                own_BT = jax.lax.stop_gradient(outputs.logp_BT)
+                part = replace(part, old_logp_BT=jnp.where(on_policy, own_BT, part.old_logp_BT))
                 terms = objective(outputs, part, constants)
-            return terms.value.sum(), terms
+            counts = expert_counts(outputs.routing.expert, config.num_experts)
+            return terms.value.sum(), (terms, Scores(outputs.logp_BT, outputs.entropy_BT), counts)
 
-        grads, terms = _summed_gradient(summed, trained, batch, microbatch_rows)
+        def gradient(part: Batch) -> tuple[Any, Any]:
+            grads, (terms, scores, counts) = jax.grad(summed, has_aux=True)(trained, part)
+            return (grads, counts), (terms, scores)
+
+        (grads, counts), (terms, scores) = run_microbatches(gradient, batch, microbatch_rows)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
         value, metrics = losses.reduce(terms)
         grads = _shard_like_params(grads, trained, config, mesh)
@@ -100,48 +166,69 @@ def make_train_step(
             updated, opt_state = jax.lax.cond(finite, apply, skip)
         skipped = (~finite).astype(jnp.float32)
         state = replace(state, step=state.step + 1, params=combine(updated, frozen), opt_state=opt_state)
-        return state, {"loss": value, "grad_norm": grad_norm, "skipped": skipped, **metrics}
+        metrics = {"loss": value, "grad_norm": grad_norm, "skipped": skipped, **metrics}
+        return state, metrics, scores._replace(count_LE=counts)
 
-    return train_step
+    return update
 
 
 def make_score(
-    config: ModelConfig, *, temperature: float = 1.0, microbatch_rows: int = 0, mesh: jax.sharding.Mesh | None = None
+    config: ModelConfig,
+    *,
+    temperature: float = 1.0,
+    microbatch_rows: int = 0,
+    keep_experts: bool = False,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Score:
-    """A jitted `(params, tokens_BT, segment_BT) -> (logp_BT, entropy_BT, expert_LBTA)` of the learner.
+    """A jitted `(params, tokens_BT, segment_BT) -> Scores` of the learner, with `keep_experts` the experts too.
 
-    It runs in the train step's microbatches, so that the first update's ratios are 1 to float32 rounding. Experts are
-    ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding. It takes the
-    two arrays that it reads, so one compiled program serves every minibatch, whatever else that holds.
+    It runs in the update's microbatches, so that ratios between the two differ from 1 by float32 rounding alone.
+    Experts are ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding.
+    It takes the two arrays that it reads, so one compiled program serves every minibatch, whatever else that holds.
     """
 
     @jax.jit
-    def score(params: Params, tokens_BT: Array, segment_BT: Array) -> tuple[Array, Array, Array]:
-        rows = tokens_BT.shape[0]
-
-        def each(part: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    def score(params: Params, tokens_BT: Array, segment_BT: Array) -> Scores:
+        def each(part: tuple[Array, Array]) -> tuple[tuple[()], Scores]:
             with jax.named_scope("score"):
                 outputs = forward(params, config, *part, temperature=temperature, mesh=mesh)
             expert_LBTA = outputs.routing.expert.astype(expert_id_dtype(config))
-            return outputs.logp_BT, outputs.entropy_BT, expert_LBTA
+            return (), Scores(outputs.logp_BT, outputs.entropy_BT, expert_LBTA.swapaxes(0, 1) if keep_experts else None)
 
-        if microbatch_rows in (0, rows):
-            return each((tokens_BT, segment_BT))
-        logp, entropy, expert = jax.lax.map(each, _split((tokens_BT, segment_BT), rows // microbatch_rows))
-        return _join(logp), _join(entropy), jax.vmap(_join, in_axes=1)(expert)
+        return run_microbatches(each, (tokens_BT, segment_BT), microbatch_rows)[1]
 
     return score
 
 
-def make_steps(
-    experiment: Experiment, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
-) -> tuple[TrainStep, Score]:
-    """The train step and the scoring of an experiment, with one temperature and one split into microbatches."""
+def make_route(config: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Route:
+    """A jitted `(params, tokens_BT, segment_BT) -> expert_LBTA`: the experts that some of the rows choose.
+
+    There are `ROUTED_ROWS` of them, or one for each device that rows are sharded over if those are more; each device
+    keeps its own. No log-probs are computed.
+    """
+    shards = 1 if mesh is None else batch_shards(mesh)
+
+    @jax.jit
+    def route(params: Params, tokens_BT: Array, segment_BT: Array) -> Array:
+        def some(x_BT: Array) -> Array:
+            T = x_BT.shape[1]
+            return x_BT.reshape(shards, -1, T)[:, : max(1, ROUTED_ROWS // shards)].reshape(-1, T)
+
+        tokens_BT, segment_BT = _divisible(some(tokens_BT), some(segment_BT), mesh)
+        return transformer.apply(params, config, tokens_BT, segment_BT, mesh=mesh)[1].expert
+
+    return route
+
+
+def make_steps(experiment: Experiment, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> Steps:
+    """Those of an experiment: update and scoring have one temperature and one split into microbatches."""
     shared: dict[str, Any] = {
         "temperature": experiment.sampling.temperature,
         "microbatch_rows": experiment.schedule.microbatch_rows,
         "mesh": mesh,
     }
+    replay = experiment.routing_replay
+    keep_experts = reads_experts(experiment.regularizers, routing_replay=replay)
     objective = make_objective(
         experiment.loss,
         correction=experiment.correction,
@@ -150,11 +237,28 @@ def make_steps(
         regularizers=experiment.regularizers,
         calibration=experiment.calibration,
     )
-    replay = experiment.routing_replay
-    return (
-        make_train_step(experiment.model, objective, optimizer, routing_replay=replay, **shared),
-        make_score(experiment.model, **shared),
+    return Steps(
+        make_update(experiment.model, objective, optimizer, routing_replay=replay, **shared),
+        make_score(experiment.model, keep_experts=keep_experts, **shared),
+        make_route(experiment.model, mesh),
     )
+
+
+def reads_experts(regularizers: Regularizers, *, routing_replay: bool) -> bool:
+    """Whether updates read the experts that the old policy chose."""
+    return routing_replay or bool(regularizers.load_balance)
+
+
+def first_update_scores(
+    reference: Reference | None, regularizers: Regularizers, calibration: Calibration | None, *, routing_replay: bool
+) -> bool:
+    """Whether a rollout batch's first update may compute its old log-probs itself.
+
+    Not if they are read before it: by a KL in the reward, or for the experts that updates read. Nor with a calibrated
+    clip range, which needs to know how differently scoring and updating round.
+    """
+    rewarded = reference is not None and reference.reward is not None
+    return not (rewarded or reads_experts(regularizers, routing_replay=routing_replay) or calibration is not None)
 
 
 def forward(
@@ -171,19 +275,25 @@ def forward(
 
     Logits exist for one chunk of time steps at a time (`LOGIT_BUDGET`) and are recomputed in the backward pass.
     """
-    (rows, T), vocabulary, fill = tokens_BT.shape, config.vocab_size, (0, 0)
+    (rows, T), vocabulary = tokens_BT.shape, config.vocab_size
     if mesh is not None:
         rows, vocabulary = rows // batch_shards(mesh), vocabulary // mesh.shape["tensor"]
-        fill = (0, -T % mesh.shape["context"])  # padding, so that the devices of a row have equal chunks of it
-    tokens_BT, segment_BT = (jnp.pad(x_BT, ((0, 0), fill)) for x_BT in (tokens_BT, segment_BT))
+    tokens_BT, segment_BT = _divisible(tokens_BT, segment_BT, mesh)
     forced_LBTA = None
     if expert_BLTA is not None:
+        fill = (0, tokens_BT.shape[1] - T)
         forced_LBTA = jnp.pad(expert_BLTA.astype(jnp.int32).swapaxes(0, 1), ((0, 0), (0, 0), fill, (0, 0)))
     hidden_BTD, routing = transformer.apply(params, config, tokens_BT, segment_BT, forced_LBTA=forced_LBTA, mesh=mesh)
     chunk = max(1, LOGIT_BUDGET // (rows * vocabulary))
     scores = score_tokens(params, hidden_BTD, tokens_BT, temperature=temperature, chunk=chunk, mesh=mesh)
     logp_BT, entropy_BT = (x_BT[:, :T] for x_BT in scores)
     return Outputs(logp_BT, entropy_BT, jax.tree.map(lambda x_LBT: x_LBT[:, :, :T], routing))
+
+
+def _divisible(tokens_BT: Array, segment_BT: Array, mesh: jax.sharding.Mesh | None) -> tuple[Array, Array]:
+    """Both with padding at the end, so that the devices of a row have equal chunks of it."""
+    fill = ((0, 0), (0, 0 if mesh is None else -tokens_BT.shape[1] % mesh.shape["context"]))
+    return jnp.pad(tokens_BT, fill), jnp.pad(segment_BT, fill)
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:
@@ -194,37 +304,9 @@ def _response_load(batch: Batch, num_experts: int) -> Array | None:
     return expert_load(expert_BLTA.swapaxes(0, 1), num_experts)
 
 
-def _summed_gradient(summed, trained: Params, batch: Batch, microbatch_rows: int) -> tuple[Params, losses.Terms]:
-    """Gradient of Σ value over the whole batch, and the loss's terms of every row."""
-    gradient = jax.grad(summed, has_aux=True)
-    rows = batch.tokens_BT.shape[0]
-    if microbatch_rows in (0, rows):
-        return gradient(trained, batch)
-    if rows % microbatch_rows:
-        raise ValueError(f"microbatch_rows must divide the batch's {rows} rows, got {microbatch_rows}")
-
-    def add(total: Params, part: Batch) -> tuple[Params, losses.Terms]:
-        grads, terms = gradient(trained, part)
-        return jax.tree.map(jnp.add, total, grads), terms
-
-    zeros = jax.tree.map(lambda param: jnp.zeros_like(param, jnp.float32), trained)
-    grads, terms = jax.lax.scan(add, zeros, _split(batch, rows // microbatch_rows))
-    return grads, jax.tree.map(_join, terms)
-
-
 def _shard_like_params(grads: Params, trained: Params, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Params:
     """The gradients, sharded as the parameters are.
 
     Otherwise the partitioner may shard a small parameter differently, and the next step would be compiled again.
     """
     return jax.tree.map(lambda grad, axes: constrain(grad, mesh, *axes), grads, trained_axes(config, trained))
-
-
-def _split(tree: Any, parts: int) -> Any:
-    """`[B, ...]` leaves to `[M, B / M, ...]`, part m holding the rows m, m + M, ..."""
-    return jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), tree)
-
-
-def _join(x: Array) -> Array:
-    """The inverse of `_split` for one array."""
-    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])

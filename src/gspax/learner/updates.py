@@ -1,0 +1,75 @@
+"""The optimiser updates of a rollout batch, one minibatch after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gspax.config import Calibration
+from gspax.distributed import multihost
+from gspax.learner import clipping
+from gspax.learner.minibatches import Scored
+from gspax.learner.train_step import Update
+from gspax.sharding import named_sharding
+from gspax.types import Array, TrainState
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The result of the updates of a rollout batch."""
+
+    state: TrainState
+    metrics: list[dict[str, Any]]  # of each update, on the host
+    scored: Scored  # complete
+    count_LE: Array | None  # tokens of the first minibatch that each layer sent to each expert, before the updates
+
+
+def run_updates(
+    update: Update,
+    state: TrainState,
+    scored: Scored,
+    mesh: jax.sharding.Mesh,
+    *,
+    epochs: int,
+    rate: optax.Schedule,
+    calibration: Calibration | None = None,
+) -> Updated:
+    """One optimiser update per minibatch and epoch, after each of which a calibrated clip range is adapted.
+
+    Args:
+      rate: the learning rate as a function of the updates done.
+    """
+    first, count = int(multihost.to_host(state.step)), epochs * len(scored.batches)
+    rates = [float(rate(first + n)) for n in range(2 * count)]  # of these updates and the next ones
+    found: list[dict[str, Any]] = []
+    measured, count_LE = not scored.on_policy, None
+    for index in [*range(len(scored.batches))] * epochs:
+        state, metrics, scores = update(state, scored.batches[index], scored.on_policy)
+        if not found:
+            scored, count_LE = scored.complete(scores), scores.count_LE
+        found.append(metrics)
+        if calibration is not None:
+            state = _adapt_range(calibration, state, found, rates, mesh)
+    found = multihost.to_host(found)
+    if measured and "ratio_deviation" in found[0]:  # a user's loss may not report it
+        found = [{**metrics, "noise_floor": clipping.noise_floor(found[0])} for metrics in found]
+    return Updated(state, found, scored, count_LE)
+
+
+def _adapt_range(
+    settings: Calibration,
+    state: TrainState,
+    updates: list[dict[str, Any]],
+    rates: Sequence[float],
+    mesh: jax.sharding.Mesh,
+) -> TrainState:
+    """The state with the clip range for its next update; that of the last of `updates` joins its metrics."""
+    low, high = map(float, multihost.to_host(state.clip_range))
+    updates[-1] = {**multihost.to_host(updates[-1]), "clip_low": low, "clip_high": high}
+    adapted = clipping.adapt_range(settings, (low, high), updates, rates)
+    return replace(state, clip_range=multihost.to_devices(jnp.array(adapted, jnp.float32), named_sharding(mesh)))
