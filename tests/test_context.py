@@ -1,4 +1,4 @@
-"""Rows split in time over the mesh axis `context`: the update of one device, and no whole row on any."""
+"""Positions sharded over the mesh axis `context`: the update of one device, and no full row on any device."""
 
 import functools
 import re
@@ -38,7 +38,7 @@ MODELS = {
 
 
 def mesh(**axes):
-    """Of the first devices, as many as the axes need; the other axes have size 1."""
+    """A mesh of the first devices. Axes that are not given have size 1."""
     shape = tuple(axes.get(name, 1) for name in sharding.AXES)
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
     return Mesh(devices, sharding.AXES, axis_types=(AxisType.Auto,) * len(shape))
@@ -46,7 +46,7 @@ def mesh(**axes):
 
 @functools.cache
 def batch(packed):
-    """Rows of a prompt, a completion and padding; packed ones of two such segments."""
+    """Rows of prompt, completion and padding; packed rows have two such segments."""
     rng = np.random.default_rng(0)
     first_B1, last_B1 = rng.integers(4, 10, (B, 1)), rng.integers(14, T + 1, (B, 1))
     column = np.arange(T)[None]
@@ -68,7 +68,7 @@ def log_probs_in_chunks(monkeypatch):
 
 @functools.cache
 def step(model, packed, **axes):
-    """The compiled train step of a mesh, and what it takes."""
+    """The compiled train step on a mesh, and its arguments."""
     config, devices, data = MODELS[model], mesh(**axes), batch(packed)
     make = train_step.make_train_step(config, objective.make_objective(losses.gspo), SGD, mesh=devices)
     state = new_state(jax.tree.map(jnp.copy, tiny.params(config)), SGD, jax.random.key(0))
@@ -78,7 +78,7 @@ def step(model, packed, **axes):
 
 
 def update(model, packed, **axes):
-    """The gradient of every parameter, and all metrics, the loss among them."""
+    """The gradient of every parameter, and all metrics."""
     compiled, given = step(model, packed, **axes)
     state, metrics = compiled(*jax.tree.map(jnp.copy, given))  # the state is donated
     return jax.device_get((jax.tree.map(jnp.subtract, tiny.params(MODELS[model]), state.params), metrics))
@@ -108,23 +108,23 @@ def alone(model, packed):
     ],
     ids=str,
 )
-def test_a_split_in_time_makes_the_update_of_one_device(axes, model, packed):
+def test_an_update_equals_one_device(axes, model, packed):
     got, want = update(model, packed, **axes), alone(model, packed)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max(initial=1e-6))
 
 
-def test_no_device_holds_more_of_a_whole_row_than_its_keys():
-    """Nothing in the program of a device is as large as the hidden states of its rows over all their positions."""
+def test_only_keys_and_values_are_gathered_over_all_positions():
+    """No array on a device is as large as the hidden states of its rows over all positions."""
     model = MODELS["a window"]
-    whole = B * 24  # positions, filled up to a multiple of 8
+    whole = B * 24  # positions, padded to a multiple of 8
     text = step("a window", True, context=8)[0].as_text()
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", text)]
     keys = whole * model.num_key_value_heads * model.head_dim
     assert max(sizes) == keys < whole * model.hidden_size
 
 
-def test_the_sampler_splits_its_rows_instead_while_they_grow():
+def test_the_sampler_shards_rows_over_context_instead():
     model, sampling = MODELS["a window"], Sampling(prompts=2, group=4, max_prompt_tokens=4, max_tokens=6)
 
     def draw(devices):

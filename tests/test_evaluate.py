@@ -1,4 +1,4 @@
-"""An evaluation reads held-out problems only, each once, whatever the chunks and devices."""
+"""Evaluation: held-out problems only, each once, independent of chunks and devices."""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +22,7 @@ class HeldoutOnly:
     problems: int = PROBLEMS
 
     def heldout(self, index):
-        """A finite list: no index past the problems of an evaluation."""
+        """A finite list: an index beyond the evaluation's problems raises."""
         return [self.data.heldout(each) for each in range(self.problems)][index]
 
 
@@ -43,7 +43,7 @@ def run(experiment, devices=1, seed=0):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The arguments that the sampler was called with; each sample's text is one digit, told by its id."""
+    """Arguments of the sampler's calls. The text of each sample is the last digit of its id."""
     calls = []
 
     def fake(params, model, prompts, ids, key, *, sampling, stop_ids, mesh):
@@ -67,8 +67,8 @@ def calls(monkeypatch):
     return calls
 
 
-def test_chunks_and_devices_do_not_matter_and_only_heldout_problems_are_read():
-    # one device: chunks of 4, 4 and 2 problems filled up to 4; eight devices: one chunk of 10 filled up to 16
+def test_chunks_and_devices_do_not_matter_and_only_heldout_problems_are_used():
+    # one device: chunks of 4, 4 and 2 problems padded to 4; eight devices: one chunk of 10 padded to 16
     metrics, rows = run(small(prompts=4, group=2))
     spread, spread_rows = run(small(prompts=8, group=4), devices=8)
     assert metrics == spread and rows == spread_rows
@@ -79,7 +79,7 @@ def test_chunks_and_devices_do_not_matter_and_only_heldout_problems_are_read():
     assert other["eval/greedy_reward"] == metrics["eval/greedy_reward"]
 
 
-def test_one_pass_is_sampled_at_temperature_one_and_one_is_greedy(calls):
+def test_one_pass_samples_at_temperature_1_and_one_is_greedy(calls):
     filtered = small(prompts=64, temperature=0.5, top_k=3, top_p=0.5, min_p=0.1)
     run(filtered)
     sampled, greedy = (call["sampling"] for call in calls)
@@ -88,12 +88,12 @@ def test_one_pass_is_sampled_at_temperature_one_and_one_is_greedy(calls):
     assert greedy == replace(filtered.sampling, group=1, temperature=0.0, **alike)
 
 
-def test_a_limit_of_its_own_replaces_the_rollouts(calls):
+def test_evaluation_max_tokens_overrides_sampling(calls):
     run(replace(small(), evaluation=config.Evaluation(problems=1, max_tokens=2)))
     assert {call["sampling"].max_tokens for call in calls} == {2}
 
 
-def test_every_evaluation_of_a_run_draws_with_one_key_that_no_rollout_draws_with(calls):
+def test_evaluations_share_a_key_that_no_rollout_uses(calls):
     run(small())
     run(small())
     keys = {tuple(jax.random.key_data(call["key"]).tolist()) for call in calls}
@@ -104,7 +104,7 @@ def test_every_evaluation_of_a_run_draws_with_one_key_that_no_rollout_draws_with
     )
 
 
-def test_metrics_are_means_over_the_wanted_problems_alone(calls):
+def test_metrics_are_means_over_the_requested_problems(calls):
     def last_digit(problem, completion):
         return float(completion)
 
@@ -116,7 +116,7 @@ def test_metrics_are_means_over_the_wanted_problems_alone(calls):
     assert [row["completion"] for row in rows] == [str(i) for i in range(10)], "the first sample of each problem"
 
 
-def test_a_report_gets_sixteen_rows_at_most(calls):
+def test_evaluate_returns_at_most_sixteen_rows(calls):
     many = replace(small(), data=HeldoutOnly(problems=40), evaluation=config.Evaluation(problems=40, samples=3))
     _, rows = run(many)
     assert [row["prompt"] for row in rows] == [experiment.data.heldout(index).prompt for index in range(16)]

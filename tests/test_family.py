@@ -1,4 +1,4 @@
-"""Every member of the loss library, named in an experiment, trains a small model for a few updates."""
+"""Every loss, correction, KL term, regulariser and advantage trains a small model for a few updates."""
 
 import functools
 from collections import deque
@@ -36,7 +36,7 @@ LOSSES = (
     *(losses.sapo, losses.dppo_tv, losses.dppo_kl, losses.luspo, losses.gmpo, losses.vespo),
 )
 DENSE = replace(experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=32)
-SPARSE = {"model": replace(experiment.model, num_hidden_layers=1)}  # only where routers matter: it compiles longer
+SPARSE = {"model": replace(experiment.model, num_hidden_layers=1)}  # only for tests of routers: it compiles longer
 BASE = replace(experiment, model=DENSE, warm_start=None)
 POLICY = {
     *("loss", "kl", "noise_floor", "entropy", "ratio_mean", "ratio_min", "ratio_max", "clip_fraction_tokens"),
@@ -48,7 +48,7 @@ MISMATCH = {
 }
 
 
-MESH = make_mesh(config.Mesh(), jax.devices()[:1])  # eight devices would only compile longer
+MESH = make_mesh(config.Mesh(), jax.devices()[:1])  # eight devices only compile longer
 OPTIMIZER = make_optimizer(BASE.optimizer)
 
 
@@ -70,7 +70,7 @@ READ_BY_UPDATES = (
 
 @functools.cache
 def step(*values):
-    """The compiled update, shared by experiments that differ in other things."""
+    """The compiled update, shared by experiments that differ elsewhere."""
     variant = replace(BASE, **dict(zip(READ_BY_UPDATES, values, strict=True)))
     objective, replay = objective_of(variant), variant.routing_replay
     return make_update(variant.model, objective, OPTIMIZER, routing_replay=replay, mesh=MESH)
@@ -109,7 +109,7 @@ def group(found, name):
 
 
 def each(functions, *fast):
-    """These functions by name, and behind the marker `slow` all but the `fast` ones."""
+    """These functions as parameters, all but the `fast` ones marked slow."""
     named = {getattr(function, "func", function).__name__: function for function in functions}
     return [
         pytest.param(function, id=name, marks=() if name in fast else pytest.mark.slow)
@@ -118,7 +118,7 @@ def each(functions, *fast):
 
 
 @pytest.mark.parametrize("loss", each(LOSSES, "gspo", "grpo", "cispo", "dppo_kl"))
-def test_every_loss(loss):
+def test_every_loss_trains(loss):
     (first, second), _, _ = train({"loss": loss})
     assert group(first, "policy") >= POLICY and group(first, "mismatch") >= MISMATCH
     assert abs(first["policy/noise_floor"]) < 1e-4, "the first update of a rollout batch has ratio 1"
@@ -136,27 +136,27 @@ CORRECTIONS = (
 
 
 @pytest.mark.parametrize("function", each(CORRECTIONS, "truncate_tokens", "reject_geometric"))
-def test_every_correction(function):
+def test_every_correction_trains(function):
     (first, _), _, _ = train({"correction": function})
     assert first["policy/correction_mean"] == pytest.approx(1, abs=1e-4), "sampler and learner are the same policy"
     assert first["policy/correction_rejected"] == 0
 
 
-def test_rejection_and_correction_together():
+def test_rejection_and_correction_combine():
     opsm = partial(correction.reject_off_policy, delta=0.0)
     (first, _), _, _ = train({"rejection": opsm, "correction": correction.truncate_tokens})
     assert 0 < first["policy/correction_rejected"] < 1, "with delta 0 rounding alone rejects some bad samples"
 
 
 @pytest.mark.parametrize("function", [kl.token_kl, kl.sequence_kl, kl.grpo_kl], ids=lambda kl: kl.__name__)
-def test_every_kl_loss(function):
+def test_every_kl_loss_trains(function):
     (first, second), _, _ = train({"reference": Reference(loss=function, coefficient=0.1)})
     assert first["reference/kl"] == pytest.approx(0, abs=1e-6), "the policy starts as its reference"
     assert second["reference/kl"] > 1e-6 and second["policy/ref_kl"] > 1e-6
 
 
 @pytest.mark.parametrize("function", [kl.k1, kl.k2, kl.k3], ids=lambda kl: kl.__name__)
-def test_every_kl_as_a_reward(function):
+def test_every_kl_trains_as_a_reward(function):
     (_, second), _, rows = train({"reference": Reference(reward=function, coefficient=0.1)})
     assert second["reward/kl"] != 0
     reward = np.mean([row["reward"] for row in rows])
@@ -164,12 +164,12 @@ def test_every_kl_as_a_reward(function):
     assert second["reward/mean"] == pytest.approx(reward, abs=1e-6), "the task's own"
 
 
-def test_a_reference_may_only_be_measured():
+def test_a_reference_can_be_measured_without_a_loss():
     (_, second), _, _ = train({"reference": Reference()})
     assert second["reference/kl"] > 0 and "policy/ref_kl" not in second and "reward/kl" not in second
 
 
-def test_every_regularizer():
+def test_every_regularizer_trains():
     (first, _), _, _ = train(SPARSE | {"regularizers": Regularizers(entropy=0.01, load_balance=0.01, router_z=0.001)})
     assert first["policy/entropy_bonus"] == pytest.approx(first["policy/entropy"], rel=0.05)
     assert first["policy/load_balance"] > 0 and first["policy/router_z"] > 0
@@ -187,7 +187,7 @@ def test_every_regularizer():
     ],
     ids=lambda function: function.__name__,
 )
-def test_every_advantage(function):
+def test_every_advantage_trains(function):
     train({"advantage": function}, rollouts=1)
 
 
@@ -195,13 +195,13 @@ def share_and_length(problem, completion):
     return experiment.reward(problem, completion), -float(len(completion))
 
 
-def test_several_rewards():
+def test_several_rewards_train():
     (first,), _, rows = train({"reward": share_and_length, "advantage": advantages.gdpo}, rollouts=1)
     assert all(row["reward"] == sum(row["rewards"]) for row in rows)
     assert first["reward/mean"] == pytest.approx(np.mean([row["reward"] for row in rows]), rel=1e-5)
 
 
-def test_length_shaping_and_overlong_filtering():
+def test_length_shaping_and_overlong_filtering_train():
     punish = partial(shaping.soft_overlong_punishment, max_length=4, buffer=2)
     (first,), _, rows = train({"length_reward": punish, "filter_overlong": True}, rollouts=1)
     assert 0 < first["response/truncated"] < 1
@@ -212,7 +212,7 @@ def test_length_shaping_and_overlong_filtering():
 @pytest.mark.parametrize(
     "loss", [losses.gspo, *(pytest.param(loss, marks=pytest.mark.slow) for loss in (losses.gspo_token, losses.luspo))]
 )
-def test_calibrated_clip_range(loss):
+def test_a_calibrated_clip_range_trains(loss):
     found, state, _ = train({"loss": loss, "calibration": Calibration(share=0.2, tolerance=0.0)}, rollouts=3)
     assert found[0]["policy/clip_low"] == found[0]["policy/clip_high"] == 1, "nothing is clipped before a measurement"
     ranges = [(each["policy/clip_low"], each["policy/clip_high"]) for each in found]
@@ -221,7 +221,7 @@ def test_calibrated_clip_range(loss):
     assert min(state.clip_range) >= 2.0**-23 and max(state.clip_range) <= 1
 
 
-def test_routing_replay():
-    """An update that replays routes as the rollout did, so what changed the experts is seen by the score alone."""
+def test_routing_replay_trains():
+    """Updates replay the routing of the rollout, so only the score sees changed experts."""
     (first, second), _, _ = train(SPARSE | {"routing_replay": True})
     assert first["policy/noise_floor"] < 1e-4 and second["policy/noise_floor"] < 1e-4

@@ -1,4 +1,4 @@
-"""Whole runs: what they leave, that a resumed run gives the bits of an uninterrupted one, and how they fail."""
+"""Complete runs: their files, bit-exact resumption, interruption and failures."""
 
 import functools
 import json
@@ -70,7 +70,7 @@ def assert_same_run(run, other):
         assert (run.samples / path.name).read_text() == path.read_text()
 
 
-def test_a_run_leaves_its_files(whole):
+def test_a_run_writes_its_files(whole):
     assert json.loads(whole.experiment.read_text())["name"] == "small"
     for path in (whole.environment, whole.report, whole.curves, whole.before, whole.after, whole.warm_start.metrics):
         assert path.stat().st_size > 0
@@ -79,7 +79,7 @@ def test_a_run_leaves_its_files(whole):
         assert checkpoints.steps() == [2, 4]
 
 
-def test_metrics_of_every_step_have_the_fields_names(whole):
+def test_every_step_records_the_documented_metrics(whole):
     rows = record.read_metrics(whole.metrics)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 3, 4, 4]
     step = rows[1]
@@ -110,7 +110,7 @@ def test_metrics_of_every_step_have_the_fields_names(whole):
     assert {"eval/reward", "eval/greedy_reward", "eval/truncated"} <= set(rows[0])
 
 
-def test_samples_hold_reward_and_advantage(whole):
+def test_samples_record_reward_and_advantage(whole):
     rows = record.read_rows(whole.samples / "step_000004.jsonl")
     assert len(rows) == 32
     advantages = np.array([row["advantage"] for row in rows]).reshape(8, 4)
@@ -121,7 +121,7 @@ def test_samples_hold_reward_and_advantage(whole):
     assert [row["prompt"] for row in before] == [row["prompt"] for row in after]
 
 
-def test_parameters_moved_and_the_state_counts(whole):
+def test_parameters_change_and_the_state_counts_updates(whole):
     start, end = final_state(whole, 2), final_state(whole, 4)
     assert (start.step, end.step) == (4, 8), "two updates per rollout batch"
     assert (start.position, end.position) == (48 + 16, 48 + 32), "after the demonstrated problems"
@@ -129,13 +129,13 @@ def test_parameters_moved_and_the_state_counts(whole):
     assert not np.array_equal(start.params["embedding"], end.params["embedding"])
 
 
-def test_resume_gives_the_bits_of_an_uninterrupted_run(whole, tmp_path):
+def test_resumption_is_bit_exact(whole, tmp_path):
     loop.train(with_schedule(steps=2), tmp_path / "run")
     loop.train(with_schedule(steps=3), tmp_path / "run")
     loop.train(experiment, tmp_path / "run")
     run = RunDir(tmp_path / "run")
     jax.tree.map(np.testing.assert_array_equal, final_state(run), final_state(whole))
-    # the shorter runs evaluated at their own ends too
+    # the shorter runs also evaluate at their ends
     assert [row for row in timeless(run) if "reward/mean" in row] == [
         row for row in timeless(whole) if "reward/mean" in row
     ]
@@ -143,7 +143,7 @@ def test_resume_gives_the_bits_of_an_uninterrupted_run(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_lost_step_recorded_is_cut_on_resume(whole, tmp_path):
+def test_records_after_the_checkpoint_are_dropped_on_resumption(whole, tmp_path):
     loop.train(with_schedule(steps=2), tmp_path / "run")
     run = RunDir(tmp_path / "run")
     with run.metrics.open("a") as file:
@@ -153,7 +153,7 @@ def test_what_a_lost_step_recorded_is_cut_on_resume(whole, tmp_path):
     assert timeless(run)[-1] == timeless(whole)[-1]
 
 
-def test_another_experiment_is_refused_and_nothing_changes(whole):
+def test_another_experiment_is_rejected_and_nothing_changes(whole):
     files = {path: path.read_bytes() for path in whole.path.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"optimizer.learning_rate: 0.001 -> 0.002"):
         loop.train(replace(experiment, optimizer=config.Optimizer(learning_rate=2e-3)), whole.path)
@@ -161,7 +161,7 @@ def test_another_experiment_is_refused_and_nothing_changes(whole):
 
 
 @pytest.mark.slow
-def test_the_warm_start_alone_is_the_one_that_a_run_makes(whole, tmp_path):
+def test_sft_alone_equals_the_warm_start_of_a_run(whole, tmp_path):
     sft.run(experiment, tmp_path / "run")
     run = RunDir(tmp_path / "run")
     assert timeless(run.warm_start) == timeless(whole.warm_start)
@@ -170,7 +170,7 @@ def test_the_warm_start_alone_is_the_one_that_a_run_makes(whole, tmp_path):
     assert_same_run(run, whole)
 
 
-def test_eval_measures_what_the_run_recorded(whole, capsys):
+def test_eval_reproduces_the_recorded_metrics(whole, capsys):
     evaluate_run(experiment, whole.path, 4)
     recorded = next(row for row in timeless(whole) if row["step"] == 4 and "eval/reward" in row)
     measured = record.read_rows(whole.evaluations)[-1]
@@ -178,7 +178,7 @@ def test_eval_measures_what_the_run_recorded(whole, capsys):
     assert f"eval/reward            {recorded['eval/reward']:.4f}" in capsys.readouterr().out
 
 
-def test_eval_of_a_missing_checkpoint_says_so(whole, tmp_path):
+def test_eval_of_a_missing_checkpoint_is_rejected(whole, tmp_path):
     with pytest.raises(UserError, match=r"no checkpoint 3 .* only 2, 4"):
         evaluate_run(experiment, whole.path, 3)
     with pytest.raises(UserError, match="is not a gspax run"):
@@ -210,12 +210,12 @@ def gives_nan(problem, completion):
         ),
     ],
 )
-def test_broken_input_is_said_in_one_sentence(tmp_path, broken, said):
+def test_invalid_input_is_rejected_in_one_sentence(tmp_path, broken, said):
     with pytest.raises(UserError, match=said):
         loop.train(replace(experiment, warm_start=None, **broken), tmp_path / "run")
 
 
-def test_an_empty_prompt_is_refused(tmp_path):
+def test_an_empty_prompt_is_rejected(tmp_path):
     mute = replace(experiment, warm_start=None, tokenizer=replace(experiment.tokenizer))
     object.__setattr__(mute.tokenizer, "encode", lambda text: [])
     with pytest.raises(UserError, match=r"problem 0: wanted a prompt of 1 to 4 tokens .* got 0"):
@@ -226,9 +226,9 @@ def gives_nan_advantages(reward_PG):
     return reward_PG * float("nan")
 
 
-def test_a_run_without_a_finite_update_stops_and_its_parameters_stay_what_they_were(tmp_path):
+def test_a_run_without_finite_updates_stops_with_unchanged_parameters(tmp_path):
     broken = replace(with_schedule(steps=9, eval_every=0, checkpoint_every=1), advantage=gives_nan_advantages)
-    broken = replace(broken, warm_start=None, reference=config.Reference())  # its first parameters are in start/
+    broken = replace(broken, warm_start=None, reference=config.Reference())  # start/ holds its initial parameters
     with pytest.raises(UserError, match=r"schedule\.max_skipped: wanted fewer than 5 updates in a row .* got 6"):
         loop.train(broken, tmp_path / "run")
     run = RunDir(tmp_path / "run")
@@ -240,7 +240,7 @@ def test_a_run_without_a_finite_update_stops_and_its_parameters_stay_what_they_w
     assert state.step == 4, "the checkpoint of the second step is the last"
 
 
-def test_parameters_that_are_not_finite_are_not_saved(monkeypatch, tmp_path):
+def test_non_finite_parameters_are_not_saved(monkeypatch, tmp_path):
     def run_step(learner, state, reference, ahead):
         params = jax.tree.map(lambda leaf: leaf if state.step == 0 else leaf.at[0].set(jnp.inf), state.params)
         return replace(state, step=state.step + learner.experiment.schedule.minibatches, params=params), {}, []
@@ -254,7 +254,7 @@ def test_parameters_that_are_not_finite_are_not_saved(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("skipped", "stops"), [([2, 2, 0, 2, 2], False), ([2, 2, 1], True), ([5], True)])
-def test_skipped_updates_end_a_run_if_there_are_many_in_a_row(skipped, stops):
+def test_many_consecutive_skipped_updates_end_a_run(skipped, stops):
     def count():
         return functools.reduce(lambda before, now: count_skipped(before, now, limit=5), skipped, 0)
 
@@ -267,14 +267,14 @@ def test_skipped_updates_end_a_run_if_there_are_many_in_a_row(skipped, stops):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [losses.grpo, losses.gspo_token])
-def test_other_losses_run_and_give_their_metrics(tmp_path, loss):
+def test_other_losses_train_and_record_their_metrics(tmp_path, loss):
     loop.train(replace(with_schedule(steps=1), loss=loss, warm_start=None), tmp_path / "run")
     rows = record.read_metrics(RunDir(tmp_path / "run").metrics)
     assert "policy/clip_fraction_sequences" in rows[1]
 
 
 def gspax(*arguments, **kwargs):
-    """The program in a process of its own, on one device."""
+    """`gspax` in a subprocess, on one device."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -292,7 +292,7 @@ def finished(process, timeout=300):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_the_same_command_continues_bit_for_bit(tmp_path):
+def test_sigterm_saves_and_the_same_command_resumes_bit_exactly(tmp_path):
     straight = ("train", EXPERIMENT, "schedule.steps=12", "schedule.checkpoint_every=0", "--workdir")
     code, out, error = finished(gspax(*straight, str(tmp_path / "whole")))
     assert code == 0, error
@@ -316,7 +316,7 @@ def test_sigterm_saves_and_the_same_command_continues_bit_for_bit(tmp_path):
 
 
 def test_gspo_learns_to_sort(tmp_path):
-    """The short version of the default experiment: held-out reward clearly rises above the warm start's."""
+    """The default experiment, shortened: held-out reward rises clearly above the warm start."""
     overrides = [
         *("sampling.prompts=32", "sampling.group=8", "schedule.steps=40", "schedule.minibatches=4"),
         *("schedule.eval_every=0", "schedule.checkpoint_every=0", "evaluation.problems=200"),
@@ -340,7 +340,7 @@ MEASURED = replace(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_same_reference_and_clip_range(tmp_path):
+def test_resumption_restores_reference_and_clip_range(tmp_path):
     loop.train(MEASURED, tmp_path / "whole")
     loop.train(replace(MEASURED, schedule=replace(MEASURED.schedule, steps=1)), tmp_path / "resumed")
     loop.train(MEASURED, tmp_path / "resumed")
@@ -356,7 +356,7 @@ def test_a_resumed_run_has_the_same_reference_and_clip_range(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_range_within_the_noise_is_warned_of_once(tmp_path, capsys):
+def test_a_clip_range_below_the_noise_floor_warns_once(tmp_path, capsys):
     narrow = replace(with_schedule(steps=2, eval_every=0), loss=partial(losses.gspo, clip_low=0.0), warm_start=None)
     loop.train(narrow, tmp_path / "run")
     assert capsys.readouterr().err.count("clip_low is 0, below the noise floor") == 1
@@ -365,7 +365,7 @@ def test_a_range_within_the_noise_is_warned_of_once(tmp_path, capsys):
 
 
 def a_rollout():
-    """Eight rows whose tokens tell them apart."""
+    """Eight rows with distinct tokens."""
     tokens = np.arange(64, dtype=np.int32).reshape(8, 8)
     return Rollout(
         tokens_BT=tokens,
@@ -377,7 +377,7 @@ def a_rollout():
     )
 
 
-def test_minibatches_are_the_rollout_in_order_each_row_once():
+def test_minibatches_hold_each_row_once_in_order():
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     rollout, advantage = a_rollout(), np.arange(8) / 8
     batches = minibatches.set_advantages(minibatches.split_minibatches(rollout, 4, mesh), advantage, mesh)
@@ -392,12 +392,12 @@ def test_minibatches_are_the_rollout_in_order_each_row_once():
 
 
 @pytest.mark.parametrize(("during", "every"), [("step", 0), ("step", 1), ("step", 2), ("save", 1), ("save", 2)])
-def test_a_signal_ends_the_run_after_the_step_that_it_came_in(monkeypatch, tmp_path, during, every):
-    """Also when every step saves, and when the signal comes while the step is saved."""
+def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, during, every):
+    """Also if every step saves, and if the signal arrives during a save."""
     save, killed = Checkpoints.save, []
 
     def kill():
-        if not killed:  # a second signal would end this process
+        if not killed:  # a second signal would kill this process
             killed.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -423,12 +423,12 @@ def test_a_signal_ends_the_run_after_the_step_that_it_came_in(monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, [7]), (3, [3, 6, 7]), (7, [7]), (10, [7])])
-def test_what_is_due_every_so_often_is_due_at_the_end_too(every, due):
+def test_periodic_work_is_also_due_at_the_end(every, due):
     assert [done for done in range(1, 8) if loop.is_due(done, every, 7)] == due
 
 
-def test_a_rollout_batch_step_by_step(monkeypatch):
-    """Parameters are a counter of updates: what scored and what updated can be told from what it gave."""
+def test_a_step_of_the_loop(monkeypatch):
+    """Parameters are a counter of updates, so each result shows which parameters made it."""
     small = replace(
         experiment,
         sampling=replace(experiment.sampling, prompts=4, group=2),
@@ -484,7 +484,7 @@ def test_a_rollout_batch_step_by_step(monkeypatch):
     assert metrics["routing/load_max"] == 2.0 and metrics["routing/load_min"] == 0.0
 
 
-def test_a_dense_model_runs_no_forward_pass_for_its_experts():
+def test_a_dense_model_has_no_routing_metrics_and_no_forward_pass_for_them():
     dense = replace(experiment, model=replace(experiment.model, num_experts=0, intermediate_size=8))
     learner = loop.Learner(dense, None, None, None, None, None)
     assert loop.choose_experts(learner, None, None) is None
@@ -529,7 +529,7 @@ def test_what_needs_old_log_probs_before_the_first_update(changes, itself):
     assert train_step.first_update_scores(**given | changes) == itself
 
 
-def test_sampler_and_learner_have_one_temperature_and_score_and_update_one_split(monkeypatch):
+def test_score_and_update_share_temperature_and_microbatches(monkeypatch):
     given = []
     for name in ("make_update", "make_score"):
         monkeypatch.setattr(train_step, name, lambda *args, **kwargs: given.append(kwargs))

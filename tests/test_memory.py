@@ -1,4 +1,4 @@
-"""What a run may do to need less memory on its devices: remat policies, bfloat16 parameters, a state on the host."""
+"""Options that save device memory: remat policies, bfloat16 parameters, a state on the host."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ SETTINGS = config.Optimizer(learning_rate=1e-2)
 
 
 def kept(policy):
-    """Bytes that the forward scan over layers hands to the backward one, by the memory that they are in."""
+    """Bytes of residuals between the forward and the backward scan over layers, by memory kind."""
     model = replace(MODEL, remat=policy)
     tokens_BT = jnp.ones((2, 7), jnp.int32)
 
@@ -44,7 +44,7 @@ def kept(policy):
     return found
 
 
-def test_each_remat_policy_keeps_less_on_the_device_than_the_one_before():
+def test_each_remat_policy_keeps_less_on_the_device_than_the_previous_one():
     none, products, full, offload = (kept(policy) for policy in ("none", "products", "full", "offload"))
     stream = 2 * 2 * 7 * MODEL.hidden_size * 4  # layers, rows, tokens
     assert none["device"] > products["device"] > full["device"] >= stream
@@ -53,8 +53,8 @@ def test_each_remat_policy_keeps_less_on_the_device_than_the_one_before():
     assert offload["device"] == full["device"] - stream
 
 
-def test_a_master_copy_takes_updates_that_bfloat16_cannot():
-    """Parameters are the rounded ones of float32 training; without the copy nothing would move."""
+def test_a_master_copy_accumulates_updates_below_bfloat16_resolution():
+    """Parameters are float32 training rounded; without the copy they would not change."""
     plain = optax.adam(1e-4)
     start = jnp.linspace(-1.0, 1.0, 64).astype(jnp.bfloat16)
     optimizer = with_master(plain)
@@ -104,7 +104,7 @@ def updated(model, settings, updates=2, rows=0):
     return state
 
 
-def test_a_state_on_the_host_gives_the_same_bits_and_stays_there(tmp_path):
+def test_a_state_on_the_host_gives_the_same_bits_and_stays_on_the_host(tmp_path):
     model = replace(MODEL, param_dtype="bfloat16")
     here, away = updated(model, SETTINGS), updated(model, replace(SETTINGS, offload=True))
     chex.assert_trees_all_equal(away.params, here.params)
@@ -123,8 +123,8 @@ def test_a_state_on_the_host_gives_the_same_bits_and_stays_there(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [4, pytest.param(0, marks=pytest.mark.slow)])
-def test_bfloat16_parameters_follow_the_float32_ones(rows):
-    """Within bfloat16's rounding of what the model computes with; sums over microbatches are float32."""
+def test_bfloat16_parameters_follow_float32_training(rows):
+    """Within bfloat16 rounding; sums over microbatches are float32."""
     settings = config.Optimizer(
         learning_rate=1e-2, transform=partial(adamw, b1=0.0, b2=0.0, eps=1.0), max_grad_norm=0.0
     )  # nearly SGD

@@ -1,4 +1,4 @@
-"""Every mesh computes what one device computes, and holds of every array what the table says and no more."""
+"""Every mesh makes the update and the samples of one device, with arrays sharded by the rules."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from gspax.types import Batch
 
 MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, attention_bias=True)
 MODELS = {
-    "both": replace(MOE, mlp_only_layers=(0,)),  # one dense layer, one with experts: most of what there is, at once
+    "both": replace(MOE, mlp_only_layers=(0,)),  # a dense layer and one with experts
     "dense": replace(MOE, num_experts=0, tie_word_embeddings=True),
     "experts": replace(MOE, norm_topk_prob=False, remat="full"),
 }
-OPTIMIZER = make_optimizer(  # an eps that keeps differences of rounding small
+OPTIMIZER = make_optimizer(  # a large eps hides differences of rounding
     config.Optimizer(learning_rate=1e-2, transform=partial(adamw, eps=1e-2))
 )
 ROWS, LENGTH = 16, 8
@@ -75,7 +75,7 @@ def alone(model, lora=None):
 
 
 def assert_close(got, want, tolerance=1e-5):
-    """To a relative 1e-5 of the largest number of each array."""
+    """Relative to the largest number of each array."""
     for a, b in zip(jax.tree.leaves(jax.device_get(got)), jax.tree.leaves(want), strict=True):
         if not jax.dtypes.issubdtype(b.dtype, jax.dtypes.prng_key):
             np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(initial=1e-6))
@@ -102,7 +102,7 @@ ALL = [(model, mesh) for model in MODELS for mesh in MESHES if MODELS[model].num
     ("model", "mesh"),
     [*DEFAULT, *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL if each not in DEFAULT)],
 )
-def test_an_update_is_that_of_one_device(model, mesh):
+def test_an_update_equals_one_device(model, mesh):
     made = make(MESHES[mesh])
     state, metrics = update(MODELS[model], made)
     wanted, wanted_metrics = alone(MODELS[model])
@@ -115,14 +115,14 @@ def test_an_update_is_that_of_one_device(model, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["expert and tensor", "slices of experts"])
-def test_an_update_of_adapters_is_that_of_one_device(mesh):
+def test_an_update_of_adapters_equals_one_device(mesh):
     lora = config.Lora(rank=2, alpha=2.0)
     got, wanted = update(MODELS["both"], make(MESHES[mesh]), lora), alone(MODELS["both"], lora)
     assert_close(got, wanted)
 
 
 def check_bytes(params, sizes):
-    """Each device holds its part of every array: matrices are split thrice, biases once, norms never."""
+    """Each device holds its shard: matrices are sharded over three axes, biases over one, norms are replicated."""
     across, along = sizes["fsdp"] * sizes["expert"], sizes["tensor"]
     special = {"router": across, "out_bias": across, "query_bias": along, "key_bias": along, "value_bias": along}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -156,15 +156,15 @@ def drawn_alone(model):
         ),
     ],
 )
-def test_samples_are_those_of_one_device(model, mesh):
+def test_samples_equal_one_device(model, mesh):
     got, want = jax.device_get(draw(MODELS[model], make(MESHES[mesh]))), drawn_alone(MODELS[model])
     np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
     np.testing.assert_array_equal(got.mask_BT, want.mask_BT)
     np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
-    assert len(np.unique(want.tokens_BT)) > 10, "tokens that differ"
+    assert len(np.unique(want.tokens_BT)) > 10, "the tokens should vary"
 
 
-def test_the_cache_is_split_over_rows_and_heads():
+def test_the_cache_is_sharded_over_rows_and_heads():
     mesh, model = make(MESHES["expert and tensor"]), MODELS["both"]
     tokens_PS, length_P = np.ones((8, 4), np.int32), np.full(8, 4, np.int32)
 

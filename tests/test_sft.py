@@ -1,4 +1,4 @@
-"""The demonstrations of the warm start: what is taught, and in which order."""
+"""Demonstrations of the warm start: rows, masks and their order."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ STOP = experiment.tokenizer.stop_ids[0]
 
 
 def digits(problem, rng):
-    """The answer, and a digit that the row's generator chose."""
+    """The answer and a random digit from the row's generator."""
     return problem.answer + str(rng.integers(10))
 
 
@@ -28,7 +28,7 @@ def demonstrated(first=0, rows=4, demonstration=digits, **changes):
     return sft.make_demonstrations(stage, first, mesh=mesh, **texts | changes)
 
 
-def test_rows_are_prompt_demonstration_stop_and_the_prompt_is_not_taught():
+def test_rows_are_prompt_demonstration_and_stop_with_the_prompt_masked():
     batch = jax.device_get(demonstrated(first=3))
     for row in range(4):
         problem = experiment.data.train(3 + row)
@@ -41,13 +41,13 @@ def test_rows_are_prompt_demonstration_stop_and_the_prompt_is_not_taught():
         assert not tokens[end:].any()
 
 
-def test_a_row_is_a_function_of_seed_and_index():
+def test_a_row_depends_only_on_seed_and_index():
     whole, part = demonstrated(first=0, rows=16), demonstrated(first=8, rows=8)
     np.testing.assert_array_equal(whole.tokens_BT[8:], part.tokens_BT)
     other = demonstrated(first=0, rows=16, seed=1)
     assert not np.array_equal(whole.tokens_BT, other.tokens_BT)
     alike = demonstrated(rows=16, data=Always(experiment.data.train(0)))
-    assert len({tuple(row) for row in alike.tokens_BT.tolist()}) > 3, "each row has a generator of its own"
+    assert len({tuple(row) for row in alike.tokens_BT.tolist()}) > 3, "each row has its own generator"
 
 
 class Always:
@@ -58,12 +58,12 @@ class Always:
         return self.problem
 
 
-def test_a_demonstration_that_does_not_fit_is_refused():
+def test_a_demonstration_that_is_too_long_is_rejected():
     with pytest.raises(UserError, match=r"wanted at most 9 tokens .* got .* for training problem 2"):
         demonstrated(first=2, demonstration=lambda problem, rng: "1" * 9)
 
 
-def test_each_update_sees_the_next_problems(monkeypatch, tmp_path):
+def test_each_update_takes_the_next_problems(monkeypatch, tmp_path):
     firsts, make_demonstrations = [], sft.make_demonstrations
 
     def spy(stage, first, **kwargs):

@@ -1,4 +1,4 @@
-"""Expert load and changed choices on ids counted by hand."""
+"""Expert load and the share of changed choices, by hand."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,13 +15,13 @@ def test_load_is_relative_to_the_layers_mean():
     np.testing.assert_allclose(expert_load(two_layers, 3), [[2 / 2, 3 / 2, 1 / 2], [3, 0, 0]])
 
 
-def test_changed_ignores_order_and_padding():
+def test_changed_share_ignores_order_and_padding():
     after = jnp.array([[[[1, 0], [1, 2], [0, 2], [3, 3]]]])  # same, one of two, one of two
     np.testing.assert_allclose(changed_share(IDS, after, 3), 2 / 6)
     assert changed_share(IDS, IDS, 3) == 0
 
 
-def test_nothing_but_padding_is_no_change_and_no_load():
+def test_padding_has_no_load_and_no_changes():
     nowhere = jnp.full((1, 1, 2, 2), 3)
     assert changed_share(nowhere, nowhere, 3) == 0
     assert not expert_load(nowhere, 3).any()

@@ -1,4 +1,4 @@
-"""A step's metrics on numbers counted by hand."""
+"""Metrics of a step, by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def test_metrics_of_several_updates_are_extremes_or_means():
 
 
 def a_rollout():
-    """Two rows of three tokens, the first of them the prompt."""
+    """Two rows of three tokens; the first token is the prompt."""
     return Rollout(
         tokens_BT=np.zeros((2, 3), np.int32),
         mask_BT=np.array([[False, True, True], [False, True, False]]),
@@ -62,7 +62,7 @@ def scored_parts(ref_logp_BT=None):
     return [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in range(2)], [entropy[:1], entropy[1:]]
 
 
-def test_score_metrics_look_at_responses_only():
+def test_score_metrics_use_only_response_tokens():
     found = metrics.score_metrics(*scored_parts())
     assert found["policy/entropy"] == 0.75
     assert found["mismatch/abs_diff"] == 0.25 and found["mismatch/abs_diff_largest_max"] == 0.5

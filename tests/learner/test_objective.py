@@ -1,4 +1,4 @@
-"""The objective of an experiment against its parts put together by hand, on arrays alone."""
+"""The objective of an experiment equals its terms combined by hand."""
 
 from dataclasses import replace
 from functools import partial
@@ -119,7 +119,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_objective_is_its_parts(name):
+def test_the_objective_equals_its_terms_combined_by_hand(name):
     changes, by_hand = CASES[name]
     made = objective_of(replace(experiment, **changes))
 

@@ -1,4 +1,4 @@
-"""The losses with jax alone, and the page about them."""
+"""Losses without optional packages, and their documentation page."""
 
 import os
 import pathlib
@@ -22,7 +22,7 @@ BLOCKED = {"flax", "optax", "orbax", "chex", "transformers", "rich", "tensorboar
 class Blocker:
     def find_spec(self, name, path=None, target=None):
         if name in BLOCKED or name.split(".")[0] in BLOCKED:
-            raise ImportError(f"{name} is not to be imported")
+            raise ImportError(f"{name} must not be imported")
 
 sys.meta_path.insert(0, Blocker())
 try:
@@ -45,7 +45,7 @@ assert not BLOCKED & set(sys.modules)
 """
 
 
-def test_losses_and_advantages_need_jax_alone():
+def test_losses_and_advantages_need_only_jax():
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", ALONE],
@@ -62,21 +62,21 @@ def blocks():
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "losses.md").read_text(), re.DOTALL)
 
 
-def test_the_example_of_the_page_runs():
+def test_the_example_in_the_docs_runs():
     example = next(each for each in blocks() if "def update" in each)
     lines = [line for line in example.splitlines() if line.strip()]
     assert len(lines) <= 18
     assert not re.search(r"import (flax|optax|orbax|chex)|from (flax|optax|orbax|chex)", example)
     scope = {}
     exec(compile(example, "docs/losses.md", "exec"), scope)
-    # On policy the loss is minus the mean advantage, 0, and the step raises what was rewarded.
+    # On policy the loss is minus the mean advantage, 0. The step raises the rewarded response.
     assert scope["value"] == pytest.approx(0, abs=1e-6)
     assert scope["metrics"]["ratio_mean"] == pytest.approx(1, abs=1e-6)
     change = scope["token_logp"](scope["table"]) - scope["old_logp"]
     np.testing.assert_array_equal(np.sign(np.sum(change, -1, where=scope["mask"])), [1, -1])
 
 
-def test_the_page_lists_every_metric():
+def test_the_docs_list_every_metric():
     page = (ROOT / "docs" / "losses.md").read_text()
     x = jnp.zeros((1, 2))
     for key in losses.gspo_loss(x, x, jnp.ones(1), x == 0)[1]:

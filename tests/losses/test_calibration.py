@@ -1,4 +1,4 @@
-"""The measured clip range: what it proposes is what the loss then cuts."""
+"""Calibration of the clip range: the loss clips the requested share of sequences."""
 
 import math
 
@@ -28,7 +28,7 @@ def batch(B=200, T=40, scale=0.01, positive=0.5, seed=0):
 
 
 @over_cases
-def test_log_ratio_is_the_loops(case):
+def test_sequence_log_ratio_equals_a_loop(case):
     x = CASES[case]
     wanted = np.zeros(len(x.mask))
     for b, tokens, ratios in x.sequences():
@@ -43,7 +43,7 @@ def test_log_ratio_is_the_loops(case):
 @pytest.mark.parametrize("share", (0.02, 0.15, 0.3))
 @pytest.mark.parametrize("positive", (0.5, 0.1))
 @pytest.mark.parametrize("scale", (3e-4, 0.01, 0.3))
-def test_gspo_cuts_the_wished_share(share, positive, scale):
+def test_gspo_clips_the_requested_share(share, positive, scale):
     logp, old_logp, mask, advantage = batch(scale=scale, positive=positive)
     log_ratio = calibration.sequence_log_ratio(logp, old_logp, mask)
     proposed = calibration.propose(log_ratio, advantage, share=share)
@@ -52,7 +52,7 @@ def test_gspo_cuts_the_wished_share(share, positive, scale):
     assert metrics["clip_fraction_sequences"] == pytest.approx(share, abs=1e-6)
     assert proposed.share == pytest.approx(share, abs=1e-9)
     assert calibration.cut_share(log_ratio, advantage, **clip) == proposed.share
-    # Both signs bear the same share.
+    # Both signs have the same share.
     high, low = float(metrics["clip_fraction_high"]), float(metrics["clip_fraction_low"])
     assert high / np.mean(advantage > 0) == pytest.approx(low / np.mean(advantage < 0), abs=0.05)
 
@@ -72,7 +72,7 @@ def loop_cut_share(log_ratio, advantage, clip_low, clip_high):
     st.floats(0.01, 0.99),
     st.sampled_from([0.0, 1e-3]),
 )
-def test_any_measurement_gives_a_range(log_ratio, advantage, share, floor):
+def test_any_measurement_gives_a_valid_range(log_ratio, advantage, share, floor):
     if not advantage.any():
         advantage[0] = 1
     got = calibration.propose(log_ratio, advantage, share=share, floor=floor)
@@ -81,7 +81,7 @@ def test_any_measurement_gives_a_range(log_ratio, advantage, share, floor):
     assert got.share == pytest.approx(loop_cut_share(log_ratio, advantage, got.clip_low, got.clip_high), abs=1e-9)
 
 
-def test_a_width_lies_midway_between_two_deviations_or_one_and_0():
+def test_a_width_is_midway_between_two_deviations_or_one_and_0():
     advantage = np.ones(4, np.float32)
     above = calibration.propose(np.log1p([0.04, 0.02, 0.01, -0.5]), advantage, share=0.5)
     assert above.clip_high == pytest.approx(0.015) and above.share == 0.5
@@ -89,20 +89,20 @@ def test_a_width_lies_midway_between_two_deviations_or_one_and_0():
     assert above.clip_high == pytest.approx(0.02) and above.share == 0.25
 
 
-def test_the_noise_floor_has_no_sign():
+def test_the_noise_floor_ignores_the_sign():
     noise = np.log1p([-1e-4] * 10)
     assert calibration.noise_floor(noise) == pytest.approx(1e-4)
 
 
-def test_a_share_out_of_reach_is_said():
-    """Half of all ratios are on the side that is never cut."""
+def test_an_unreachable_share_is_reported():
+    """Half of all ratios are on the side that is never clipped."""
     logp, old_logp, mask, advantage = batch()
     log_ratio = calibration.sequence_log_ratio(logp, old_logp, mask)
     got = calibration.propose(log_ratio, advantage, share=0.9)
     assert got.clip_low == got.clip_high == 0 and 0.4 < got.share < 0.6
 
 
-def test_one_sign_alone_gives_both_widths():
+def test_advantages_of_one_sign_give_both_widths():
     logp, old_logp, mask, advantage = batch()
     log_ratio = calibration.sequence_log_ratio(logp, old_logp, mask)
     got = calibration.propose(log_ratio, np.abs(advantage), share=0.15)
@@ -111,8 +111,8 @@ def test_one_sign_alone_gives_both_widths():
         calibration.propose(log_ratio, 0 * advantage)
 
 
-def test_the_noise_floor_of_a_repeat_in_bfloat16():
-    """Rounding alone moves s: no width goes below that, and the share says what is left."""
+def test_widths_stay_above_the_bfloat16_noise_floor():
+    """Rounding alone moves s. The share reports what remains."""
     logp, _, mask, advantage = batch()
     rounded = np.asarray(jnp.asarray(logp).astype(jnp.bfloat16).astype(jnp.float32))
     noise = calibration.sequence_log_ratio(rounded, logp, mask)
@@ -127,7 +127,7 @@ def test_the_noise_floor_of_a_repeat_in_bfloat16():
     assert calibration.noise_floor(jnp.zeros(4)) == 0
 
 
-def test_the_same_weights_have_no_floor():
+def test_equal_policies_have_no_noise_floor():
     logp, _, mask, _ = batch()
     assert calibration.noise_floor(calibration.sequence_log_ratio(logp, logp, mask)) == 0
 
@@ -137,7 +137,7 @@ def share_of(log_ratio, advantage, clip):
 
 
 @pytest.mark.parametrize(("start", "found_after"), [(1e-5, 7), (calibration.INERT, 1)])
-def test_the_range_finds_the_share_and_stays(start, found_after):
+def test_the_range_converges_to_the_share_and_stays(start, found_after):
     """Ratios whose spread trebles half-way: found from either end, at once from the widest range, then kept."""
     rng = np.random.default_rng(0)
     clip, shares, ranges = (start, start), [], set()
@@ -187,7 +187,7 @@ def test_range_metrics_give_the_widths_that_clip_the_share():
     assert float(found["clip_fraction_live"]) == pytest.approx(share)
 
 
-def test_packed_range_metrics_are_those_of_the_sequences():
+def test_range_metrics_of_packed_rows_equal_one_row_per_sequence():
     rng = np.random.default_rng(0)
     logp, old_logp = (rng.standard_normal(PACKED.shape).astype(np.float32) for _ in range(2))
     of_sequence = {(0, 1): 0.5, (0, 2): -1.0, (1, 3): 2.0, (1, 1): 0.0}
@@ -221,7 +221,7 @@ def test_warnings():
     assert calibration.range_warnings(0.049, 0.049) == ()
 
 
-def test_refusals():
+def test_invalid_arguments_are_rejected():
     x, a = np.zeros(3, np.float32), np.ones(3, np.float32)
     nan = np.array([0, np.nan, np.inf], np.float32)
     propose, following, w = calibration.propose, calibration.next_range, (3e-4, 4e-4)

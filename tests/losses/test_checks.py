@@ -1,4 +1,4 @@
-"""What the losses refuse, and that the message names the argument, what was wanted and what came."""
+"""Invalid arguments of losses, and error messages: the argument, what was wanted, and what was given."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ WRONG = {
 }
 
 
-# jit makes scalars of a list, and float32 of float64, before the loss sees it.
+# jit turns a list into scalars and float64 into float32 before the loss is called.
 SEEN_UNDER_JIT = [key for key in WRONG if key not in ("a_list", "float64", "float64_advantage")]
 
 
@@ -62,7 +62,7 @@ SEEN_UNDER_JIT = [key for key in WRONG if key not in ("a_list", "float64", "floa
     [pytest.param(key, False, id=key) for key in WRONG]
     + [pytest.param(key, True, id=f"{key}-jit") for key in SEEN_UNDER_JIT],
 )
-def test_wrong_arrays(member, wrong, traced):
+def test_invalid_arrays_are_rejected(member, wrong, traced):
     name, change, error, message = WRONG[wrong]
     given = arguments(member)
     given[name] = change(given[name])
@@ -72,13 +72,13 @@ def test_wrong_arrays(member, wrong, traced):
 
 @pytest.mark.parametrize("member", (GSPO, GRPO, VESPO), ids=str)
 @pytest.mark.parametrize("columns", (9, 8, 1))
-def test_advantages_per_token_are_refused_where_the_loss_has_one_per_sequence(member, columns):
-    """Also [B, 1], and [B, T] with B == T: nothing is broadcast by chance."""
+def test_sequence_losses_reject_advantages_per_token(member, columns):
+    """Also [B, 1], and [B, T] with B == T: nothing is broadcast by accident."""
     with pytest.raises(ValueError, match=r"^advantage must be a float32 array \[B\]; got float32 \[8, "):
         member.loss(**arguments(member, advantage=np.zeros((8, columns), np.float32)))
 
 
-def test_gspo_token_refuses_advantages_of_another_length():
+def test_gspo_token_rejects_advantages_of_another_length():
     with pytest.raises(ValueError, match=r"^advantage must have shape \[8, 9\], as logp has; got \[8, 8\]"):
         GSPO_TOKEN.loss(**arguments(GSPO_TOKEN, advantage=np.zeros((8, 8), np.float32)))
 
@@ -97,14 +97,14 @@ def test_gspo_token_refuses_advantages_of_another_length():
         (jnp.bfloat16(0.2), TypeError, "Python number.*got ArrayImpl"),
     ),
 )
-def test_wrong_clip_widths(member, name, value, error, message):
+def test_invalid_clip_widths_are_rejected(member, name, value, error, message):
     with pytest.raises(error, match=f"^{name} must .*{message}"):
         member.loss(**arguments(member), **{name: value})
 
 
 @over_banded
-def test_traced_clip_widths_give_what_numbers_give(member):
-    """To float32: 1 + width is rounded once for a number and twice for an array."""
+def test_traced_clip_widths_equal_numbers(member):
+    """Up to rounding: 1 + width is rounded once for a number and twice for an array."""
 
     @jax.jit
     def loss(clip_low, clip_high):
@@ -125,8 +125,8 @@ def test_clip_widths_are_keyword_only(member):
 
 
 @over_banded
-def test_numpy_numbers_are_clip_widths_too(member):
-    """And the loss stays in float32 where jax would compute in float64."""
+def test_numpy_numbers_are_accepted_as_clip_widths(member):
+    """The loss stays in float32 even with x64 enabled."""
     given = arguments(member)
     with jax.enable_x64(True):
         loss = member.loss(**given, clip_low=np.float32(0.25), clip_high=np.float64(0.5))[0]
@@ -155,7 +155,7 @@ NUMBERS = (
 
 
 @pytest.mark.parametrize("member, name, wanted, values", NUMBERS, ids=lambda x: x if isinstance(x, str) else None)
-def test_wrong_numbers(member, name, wanted, values):
+def test_invalid_options_are_rejected(member, name, wanted, values):
     for value in values:
         with pytest.raises(ValueError, match=f"^{name} must be {wanted}.*; got {value}$"):
             member.loss(**arguments(member), **{name: value})
@@ -186,7 +186,7 @@ WRONG_KEYWORDS = {
 
 @over_family
 @pytest.mark.parametrize("wrong", WRONG_KEYWORDS)
-def test_wrong_keywords(member, wrong):
+def test_invalid_keywords_are_rejected(member, wrong):
     keywords, error, message = WRONG_KEYWORDS[wrong]
     given = arguments(member)
     if "segment_ids" in keywords:
@@ -196,7 +196,7 @@ def test_wrong_keywords(member, wrong):
 
 
 @over_family
-def test_packed_rows_want_an_advantage_and_a_correction_per_token(member):
+def test_packed_rows_require_advantage_and_correction_per_token(member):
     packed = Packed(CASES["ragged-0.3"], sequences_per_row=4)
     logp, old_logp, advantage, mask = packed.arguments(member)
     keywords = dict(segment_ids=packed.segment_ids)
@@ -206,7 +206,7 @@ def test_packed_rows_want_an_advantage_and_a_correction_per_token(member):
         member.loss(logp, old_logp, advantage, mask, **keywords, correction=np.ones(2, np.float32))
 
 
-def test_wrong_arguments_of_an_aggregate():
+def test_invalid_arguments_of_aggregates_are_rejected():
     value, mask = np.ones((2, 3), np.float32), np.ones((2, 3), bool)
     for aggregate in (losses.by_sequence, losses.by_token, losses.by_constant):
         with pytest.raises(TypeError, match=r"^value must be a float32 array"):

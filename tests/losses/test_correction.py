@@ -1,4 +1,4 @@
-"""Corrections for a sampler that is not the learner, and the mismatch metrics, against loops in float64."""
+"""Corrections for the mismatch of sampler and learner, and mismatch metrics, against loops in float64."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ def opsm(logp, sampler_logp, mask, delta=0.02):
 
 BAND = {"low": 0.8, "high": 1.25}
 NARROW = {"low": 0.9995, "high": 1.0005}
-# name: (ours, its loop: (log-ratios of a sequence's tokens, row, tokens) -> weight or weights of its tokens)
+# name: (function, loop: (log-ratios of a sequence's tokens, row, tokens) -> weight or weights of its tokens)
 FUNCTIONS = {
     "truncate_tokens": (
         functools.partial(correction.truncate_tokens, cap=1.25),
@@ -81,17 +81,17 @@ def loop(name, x):
 
 @over_functions
 @over_cases
-def test_weights_are_the_loops(name, case):
+def test_weights_equal_a_loop(name, case):
     x = CASES[case]
     got = ours(name, x)
     assert got.dtype == np.float32
-    # exp makes a relative error of the absolute one of a sum, and a sum keeps 1e-7 of its largest term
+    # exp turns the absolute error of a sum into a relative one; a sum is exact to 1e-7 of its largest term
     largest = max((abs(r) for _, _, ratios in x.sequences() for r in ratios if abs(r) < 100), default=0)
     np.testing.assert_allclose(got, loop(name, x), rtol=1e-6 * max(1, largest / 4), atol=1e-30)
 
 
 @over_functions
-def test_the_cases_have_both_sides_of_every_bound(name):
+def test_the_cases_cover_both_sides_of_every_bound(name):
     if name == "reject_off_policy":
         seen = {w for case in CASES for w in loop(name, CASES[case])}
     else:
@@ -115,8 +115,8 @@ def test_worked_example():
     np.testing.assert_allclose(correction.reject_geometric(*x, low=0.5, high=1.4), [0])
 
 
-def test_off_policy_sequences_are_rejected_if_bad_and_away_only():
-    """Rows: bad and away, good and away, bad and near, bad and away to the other side."""
+def test_rejection_needs_a_negative_advantage_and_a_distant_policy():
+    """Rows: negative and distant, positive and distant, negative and near, negative and distant the other way."""
     logp = jnp.array([[-2.0, -2.0], [-2.0, -2.0], [-1.05, -1.05], [-0.1, -0.1]])
     sampler = jnp.full((4, 2), -1.0)
     mask = jnp.ones((4, 2), bool)
@@ -129,14 +129,14 @@ def test_off_policy_sequences_are_rejected_if_bad_and_away_only():
 
 
 @over_functions
-def test_equal_policies_have_the_weight_1(name):
+def test_equal_policies_have_weight_1(name):
     x = CASES["some_empty-0.3"]
     got = ours(name, Pair(x.logp, x.logp, x.mask))
     np.testing.assert_array_equal(got, x.mask if got.ndim == 2 else x.mask.any(-1))
 
 
 @over_functions
-def test_no_gradient(name):
+def test_corrections_have_no_gradient(name):
     x = CASES["ragged-0.3"]
     for argument in (0, 1):
         gradient = jax.grad(lambda *a: FUNCTIONS[name][0](*a, x.mask).sum(), argument)(
@@ -146,7 +146,7 @@ def test_no_gradient(name):
 
 
 def test_weights_multiply_a_policy_loss():
-    """Rows of a loss: its value and gradient are multiplied, its weight is not."""
+    """Weights [B] multiply the value and the gradient of a row, not its weight."""
     x = CASES["some_empty-0.3"]
 
     def numerator(logp, weight_B):
@@ -208,7 +208,7 @@ def loop_metrics(x):
 
 
 @over_cases
-def test_metrics_are_the_loops(case):
+def test_metrics_equal_a_loop(case):
     x = CASES[case]
     got, wanted = reduced(x), loop_metrics(x)
     assert got.keys() == wanted.keys()
@@ -225,7 +225,7 @@ def test_equal_policies_have_no_mismatch():
         assert value == (1 if "ratio" in key or "ess" in key else 0), key
 
 
-def test_effective_sample_size_of_one_that_outweighs_all_others():
+def test_effective_sample_size_with_one_dominant_sequence():
     """Ratios e^8 and seven times 1: one sample counts."""
     logp = np.zeros((8, 1), np.float32)
     logp[0] = 8
@@ -233,8 +233,8 @@ def test_effective_sample_size_of_one_that_outweighs_all_others():
     assert got["mismatch_ess_tokens"] == pytest.approx(1 / 8, rel=0.01)
 
 
-def test_a_batch_of_nothing_has_no_nan():
-    """Also where every token is masked out by the caller: no division by 0."""
+def test_an_empty_batch_gives_no_nan():
+    """Nor does a batch whose tokens are all masked."""
     assert all(value == 0 for value in reduced(CASES["all_empty-0.3"].fill(np.nan)).values())
 
 
@@ -260,18 +260,18 @@ def test_padding_never_matters_to_metrics(case, garbage):
 
 @over_functions
 @LAWS
-def test_longer_padding_and_any_split_change_nothing(name, case):
+def test_longer_padding_and_microbatches_change_nothing(name, case):
     x = CASES[case]
     whole = ours(name, x)
     longer = ours(name, x.longer())
     np.testing.assert_allclose(longer[:, :9] if longer.ndim == 2 else longer, whole, rtol=1e-6)
-    if name != "reject_off_policy":  # whose advantage the test's wrapper takes from the row's place
+    if name != "reject_off_policy":  # the wrapper above takes its advantage from the row index
         parts = np.concatenate([ours(name, x.rows(slice(*cut))) for cut in ((0, 1), (1, 4), (4, 8))])
         np.testing.assert_allclose(parts, whole, rtol=1e-6)
 
 
 @LAWS
-def test_row_order_and_any_split_change_no_metric(case):
+def test_row_order_and_microbatches_change_no_metric(case):
     x = CASES[case]
     wanted = reduced(x)
     parts = [compiled_metrics()(y.logp, y.other, y.mask) for y in (x.rows(slice(5, 8)), x.rows(slice(0, 5)))]
@@ -283,7 +283,7 @@ def test_row_order_and_any_split_change_no_metric(case):
 
 
 @over_functions
-def test_a_nan_at_a_response_token_is_not_hidden(name):
+def test_a_nan_in_a_response_propagates(name):
     x = pair(CASES["full-0.3"].mask, 0.3)
     x.other[1, 2] = np.nan  # a row with a positive advantage
     got = ours(name, x)
@@ -305,11 +305,11 @@ def test_finite_input_never_gives_nan(name, data):
         assert np.isfinite(value), key
 
 
-# Refusals
+# Invalid arguments
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "mismatch_metrics"])
-def test_wrong_arrays(name):
+def test_invalid_arrays_are_rejected(name):
     function = FUNCTIONS[name][0] if name in FUNCTIONS else correction.mismatch_metrics
     first = "logp" if name == "reject_off_policy" else "old_logp"
     x = CASES["ragged-0.3"]
@@ -336,13 +336,13 @@ def test_wrong_arrays(name):
         ({"low": "0", "high": 2.0}, TypeError, r"^low must be a Python number.*got str"),
     ),
 )
-def test_wrong_bounds(function, bounds, error, message):
+def test_invalid_bounds_are_rejected(function, bounds, error, message):
     x = CASES["ragged-0.3"]
     with pytest.raises(error, match=message):
         function(x.logp, x.other, x.mask, **bounds)
 
 
-def test_wrong_numbers():
+def test_invalid_numbers_are_rejected():
     x = CASES["ragged-0.3"]
     for cap in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=rf"^cap must be finite and above 0; got {cap}"):
@@ -354,19 +354,19 @@ def test_wrong_numbers():
         correction.reject_off_policy(x.logp, x.other, ADVANTAGE[:4], x.mask, delta=0.1)
 
 
-# The page
+# Documentation
 
 PAGE = (Path(__file__).parents[2] / "docs" / "corrections.md").read_text(encoding="utf-8")
 
 
-def test_the_example_of_the_page_runs():
+def test_the_example_in_the_docs_runs():
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     scope = {}
     exec(compile(example, "docs/corrections.md", "exec"), scope)
     assert np.isfinite(scope["loss"]) and scope["metrics"]["mismatch_ess_tokens"] < 1
 
 
-def test_the_page_has_every_function_and_metric():
+def test_the_docs_list_every_function_and_metric():
     for module in (kl, correction, regularizers, calibration):
         for name, value in vars(module).items():
             if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_") and name != "k3_of":

@@ -31,7 +31,7 @@ NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
 
 class Near(doctest.OutputChecker):
-    """Numbers with a decimal point may differ by rounding: one in 10^5."""
+    """Numbers with a decimal point may differ by rounding, 1e-5 relative."""
 
     def check_output(self, want, got, optionflags):
         if super().check_output(NUMBER.sub("_", want), NUMBER.sub("_", got), optionflags):
@@ -40,14 +40,14 @@ class Near(doctest.OutputChecker):
         return False
 
 
-def test_numbers_are_compared():
+def test_the_checker_compares_numbers():
     assert Near().check_output("[1.25, 2]\n", "[1.2500001, 2]\n", 0)
     assert not Near().check_output("[1.25, 2]\n", "[1.26, 2]\n", 0)
     assert not Near().check_output("[1.25, 2]\n", "[1.25, 3]\n", 0)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name):
+def test_docstring_examples(name):
     module = importlib.import_module(name)
     scope = vars(module) | {"jax": jax, "jnp": jnp, "losses": losses, "advantages": advantages}
     found = [test for test in doctest.DocTestFinder().find(module, globs=scope) if test.examples]

@@ -1,4 +1,4 @@
-"""KL to a reference: values and gradients against loops, and the gradients' expectations against the exact KL's."""
+"""KL to a reference: values and gradients against loops, and expected gradients against the exact KL."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ def by_token(value_BT, mask_BT, segment_BT=None):
 
 
 def with_old(logp, ref_logp, mask):
-    """Tokens drawn from a policy between the two."""
+    """Tokens sampled from a policy between the two."""
     return kl.token_kl(logp, ref_logp, mask, old_logp=(logp + ref_logp) / 2)
 
 
@@ -76,14 +76,14 @@ def ours(name, x):
 
 
 def assert_near(got, wanted, rtol=1e-6):
-    """Relative to the largest number of a row, because sums of both signs cancel."""
+    """Relative to the largest number of a row, because terms of both signs cancel."""
     size = np.abs(wanted).max(initial=0)
     np.testing.assert_allclose(got, wanted, rtol=rtol, atol=rtol * size)
 
 
 @over_terms
 @over_cases
-def test_value_and_gradient_are_the_loops(name, case):
+def test_value_and_gradient_equal_a_loop(name, case):
     x = CASES[case]
     value, weight, gradient = loop(name, x)
     terms, got = ours(name, x)
@@ -95,7 +95,7 @@ def test_value_and_gradient_are_the_loops(name, case):
 
 
 @over_cases
-def test_values_are_the_loops(case):
+def test_values_equal_a_loop(case):
     x = CASES[case]
     for function, formula in (
         (kl.k1, lambda r: r),
@@ -113,7 +113,7 @@ def test_values_are_the_loops(case):
 
 
 @over_cases
-def test_metrics_are_the_loops(case):
+def test_metrics_equal_a_loop(case):
     x = CASES[case]
     ratios = [held(r) for _, _, row in x.sequences() for r in row]
     wanted = {
@@ -127,9 +127,9 @@ def test_metrics_are_the_loops(case):
             np.testing.assert_allclose(metrics[key], wanted[key], rtol=2e-6, atol=2e-7, err_msg=key)
 
 
-# The expectation, exactly: all sequences of a policy over 3 tokens that ends at token 0, or at 3 tokens.
+# Exact expectations: all sequences of a policy over 3 tokens that ends with token 0 or after 3 tokens.
 
-CONTEXTS = [c for n in range(3) for c in itertools.product((1, 2), repeat=n)]  # what does not contain the end, 0
+CONTEXTS = [c for n in range(3) for c in itertools.product((1, 2), repeat=n)]  # without the end token, 0
 ROW = {c: i for i, c in enumerate(CONTEXTS)}
 
 
@@ -175,7 +175,7 @@ def exact_sequence_kl(table, ref):
 
 
 def exact_token_kl(table, ref, context_table, reverse=False):
-    """Σ over contexts of P(context) KL of the next token, the contexts drawn from another, fixed table."""
+    """Σ over contexts of P(context) KL of the next token, with contexts sampled from another, fixed table."""
     logp, logq = log_softmax(table), log_softmax(ref)
     if reverse:
         logp, logq = logq, logp
@@ -218,7 +218,7 @@ def test_the_enumeration_is_complete():
     assert probabilities(table).sum() == pytest.approx(1)
 
 
-def test_sequence_kls_expected_gradient_is_that_of_the_sequences_kl():
+def test_expected_gradient_of_sequence_kl_is_exact():
     table, ref, _ = tables()
     value, gradient = expectation(lambda logp, r: kl.sequence_kl(logp, r, MASK), table, ref, table)
     assert value == pytest.approx(exact_sequence_kl(table, ref), rel=1e-5)
@@ -228,8 +228,8 @@ def test_sequence_kls_expected_gradient_is_that_of_the_sequences_kl():
 
 
 @pytest.mark.parametrize("off_policy", (False, True))
-def test_token_kls_expected_gradient_is_that_of_the_contexts_kl(off_policy):
-    """Contexts are those of the policy that drew; with `old_logp` that need not be the one that is trained."""
+def test_expected_gradient_of_token_kl_is_exact(off_policy):
+    """Contexts come from the sampling policy; with `old_logp` it may differ from the trained one."""
     table, ref, old = tables()
     draws = old if off_policy else table
     old_logp = token_logps(jnp.asarray(old, jnp.float32)) if off_policy else None
@@ -242,14 +242,14 @@ def test_token_kls_expected_gradient_is_that_of_the_contexts_kl(off_policy):
     assert np.abs(wanted).max() > 0.1
 
 
-def test_the_token_kl_is_not_the_sequences():
+def test_token_kl_differs_from_sequence_kl():
     table, ref, _ = tables()
     gradient = numeric_gradient(lambda t: exact_token_kl(t, ref, table), table)
     whole = numeric_gradient(lambda t: exact_sequence_kl(t, ref), table)
     assert np.abs(gradient - whole).max() > 0.05
 
 
-def test_grpo_kls_expected_gradient_is_that_of_the_other_direction():
+def test_expected_gradient_of_grpo_kl_is_that_of_the_reverse_kl():
     table, ref, _ = tables()
     value, gradient = expectation(lambda logp, r: kl.grpo_kl(logp, r, MASK, aggregate=sums), table, ref, table)
     assert value == pytest.approx(exact_token_kl(table, ref, table), rel=1e-5)
@@ -259,8 +259,8 @@ def test_grpo_kls_expected_gradient_is_that_of_the_other_direction():
     assert np.abs(gradient - right).max() > 0.05
 
 
-def test_k1_as_a_loss_has_an_expected_gradient_of_0():
-    """The trap that this module is about: the reference drops out."""
+def test_expected_gradient_of_k1_is_0():
+    """The reference drops out, which is why k1 must not be a loss."""
     table, ref, _ = tables()
     k1 = lambda logp, r: losses.Terms(jnp.sum(jnp.where(MASK, logp - r, 0), -1), None, {})  # noqa: E731
     value, gradient = expectation(k1, table, ref, table)
@@ -293,7 +293,7 @@ def test_padding_never_matters(name, case, garbage):
 
 
 @over_terms
-def test_padding_never_matters_to_uncompiled_code_either(name):
+def test_padding_never_matters_in_uncompiled_code(name):
     x = CASES["some_empty-0.3"]
     bad = x.fill(np.nan)
     gradient = jax.grad(lambda logp: TERMS[name](logp, jnp.asarray(bad.other), bad.mask).value.sum())(
@@ -304,7 +304,7 @@ def test_padding_never_matters_to_uncompiled_code_either(name):
 
 @over_terms
 @LAWS
-def test_longer_padding_row_order_and_any_split_change_nothing(name, case):
+def test_longer_padding_row_order_and_microbatches_change_nothing(name, case):
     x = CASES[case]
     whole = everything(name, x)
     loss, metrics, gradient = everything(name, x.longer())
@@ -319,7 +319,7 @@ def test_longer_padding_row_order_and_any_split_change_nothing(name, case):
 
 
 @over_terms
-def test_a_nan_at_a_response_token_is_not_hidden(name):
+def test_a_nan_in_a_response_propagates(name):
     x = pair(CASES["full-0.3"].mask, 0.3)
     x.logp[0, 1] = np.nan
     assert np.isnan(ours(name, x)[0].value[0])
@@ -338,7 +338,7 @@ def test_finite_input_never_gives_nan(name, data):
         assert np.isfinite(number).all()
 
 
-def test_add_penalty_adds_its_gradient_to_the_policy_losss():
+def test_add_penalty_adds_its_gradient_to_the_policy_loss():
     x = CASES["some_empty-0.3"]
     advantage = np.linspace(-1, 1, 8).astype(np.float32)
 
@@ -356,7 +356,7 @@ def test_add_penalty_adds_its_gradient_to_the_policy_losss():
     assert {"ref_kl", "ref_kl_k1", "kl", "clip_fraction_tokens"} <= metrics.keys()
 
 
-def test_add_penalty_refuses():
+def test_add_penalty_rejects_invalid_arguments():
     x = CASES["ragged-0.3"]
     terms = kl.token_kl(x.logp, x.other, x.mask)
     bare = losses.Terms(terms.value, terms.weight, {})
@@ -373,7 +373,7 @@ def test_add_penalty_refuses():
 
 
 @pytest.mark.parametrize("function", (kl.k1, kl.k2, kl.k3, kl.token_kl, kl.sequence_kl, kl.grpo_kl))
-def test_wrong_arrays(function):
+def test_invalid_arrays_are_rejected(function):
     x = CASES["ragged-0.3"]
     wrong = (
         ((x.logp.astype(np.float64), x.other, x.mask), TypeError, r"logp must be a float32.*got float64 \[8, 9\]"),

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies: the shift, the reference, and chunks against the whole."""
+"""Log-probabilities and entropies: the shift, the reference, and chunked projection."""
 
 import functools
 
@@ -23,7 +23,7 @@ def inputs(seed=0):
 
 
 def primitives(jaxpr):
-    """Names of all primitives in a jaxpr, those inside other primitives included."""
+    """Names of all primitives in a jaxpr, nested ones included."""
     for equation in jaxpr.eqns:
         yield equation.primitive.name
         for parameter in equation.params.values():
@@ -34,7 +34,7 @@ def primitives(jaxpr):
 
 
 @pytest.mark.parametrize("temperature", (1.0, 0.7, 3))
-def test_values_are_the_references(temperature):
+def test_values_equal_the_reference(temperature):
     hidden, matrix, tokens = inputs()
     logits = hidden @ matrix
     wanted_logp, wanted_entropy = reference.token_logp(np.asarray(logits), np.asarray(tokens), temperature)
@@ -44,8 +44,8 @@ def test_values_are_the_references(temperature):
     np.testing.assert_allclose(entropy, wanted_entropy, atol=2e-6)
 
 
-def test_a_column_is_about_its_own_token():
-    """Logits that make token t + 1 certain at position t, and nothing else."""
+def test_a_column_refers_to_its_own_token():
+    """Logits at position t make token t + 1 certain."""
     tokens = jnp.array([[3, 1, 4, 1, 5]], jnp.int32)
     logits = 50 * jax.nn.one_hot(jnp.array([[1, 4, 1, 5, 0]]), 6)
     logp = losses.token_logp(logits, tokens)
@@ -53,7 +53,7 @@ def test_a_column_is_about_its_own_token():
     assert losses.token_logp(logits, tokens.at[0, 2].set(0))[0, 2] == -50
 
 
-def test_column_0_and_the_last_logits_take_no_part():
+def test_column_0_and_the_last_logits_are_unused():
     hidden, matrix, tokens = inputs()
     gradient = jax.jit(jax.grad(lambda logits: losses.token_logp(logits, tokens).sum()))(hidden @ matrix)
     assert not losses.token_logp(hidden @ matrix, tokens)[:, 0].any()
@@ -81,7 +81,7 @@ def whole():
 @pytest.mark.parametrize(
     "chunk, compiled", [(1, True), (3, True), (4, False), (5, True), (9, True), (10, True), (11, True)]
 )
-def test_chunks_equal_the_whole_in_value_and_gradient(chunk, compiled):
+def test_chunks_keep_values_and_gradients(chunk, compiled):
     """Of the T - 1 = 10 predictions, chunks of 3, 4 and 9 leave a remainder."""
     hidden, matrix, tokens = inputs()
 
@@ -101,8 +101,8 @@ def test_chunks_equal_the_whole_in_value_and_gradient(chunk, compiled):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
-def test_parts_of_the_positions_may_be_scored_each_by_itself(parts):
-    """As by devices that have a part each: no position looks at another before the shift, which keeps the length."""
+def test_positions_can_be_scored_in_separate_parts(parts):
+    """As on a mesh: no position depends on another before the shift, which keeps the length."""
     hidden, matrix, tokens = inputs()
     hidden, tokens = hidden[:, :10], tokens[:, :10]
     how = {"temperature": 0.7, "chunk": 4}
@@ -129,7 +129,7 @@ def test_parts_of_the_positions_may_be_scored_each_by_itself(parts):
 
 
 @pytest.mark.parametrize("chunk, looped", ((1, True), (4, True), (9, True), (10, False), (11, False), (12, False)))
-def test_there_is_a_loop_only_where_the_sequence_exceeds_the_chunk(chunk, looped):
+def test_a_loop_exists_only_if_the_sequence_exceeds_the_chunk(chunk, looped):
     """T tokens make T - 1 predictions."""
     hidden, matrix, tokens = inputs()
 
@@ -141,8 +141,8 @@ def test_there_is_a_loop_only_where_the_sequence_exceeds_the_chunk(chunk, looped
     assert any(name.startswith(("remat", "checkpoint")) for name in names) == looped
 
 
-def test_the_logits_of_all_positions_are_never_held():
-    """Neither forward nor backward does an array as large as [B, T, V] exist, though [B, chunk, V] ones do."""
+def test_the_logits_of_all_positions_never_exist():
+    """No array of forward or backward has the size [B, T, V]; some have [B, chunk, V]."""
     rows, steps, vocab = 2, 64, 512
     hidden = jnp.ones((rows, steps, D))
     tokens = jnp.zeros((rows, steps), jnp.int32)
@@ -160,7 +160,7 @@ def test_the_logits_of_all_positions_are_never_held():
     assert temporary(steps) > everything
 
 
-def test_an_entropy_that_is_only_reported_costs_no_gradient():
+def test_a_reported_entropy_costs_no_gradient():
     hidden, matrix, tokens = inputs()
 
     def operations(report, bonus=0.0):
@@ -174,7 +174,7 @@ def test_an_entropy_that_is_only_reported_costs_no_gradient():
     assert operations(lambda x: x) == operations(jax.lax.stop_gradient) < operations(lambda x: x, bonus=0.1)
 
 
-def test_entropy_of_uniform_logits_is_log_v_and_of_a_certain_token_0():
+def test_entropy_is_log_v_for_uniform_logits_and_0_for_a_certain_token():
     hidden = jnp.stack([jnp.zeros((4, V)), 1e4 * jax.nn.one_hot(jnp.full(4, 2), V)])
     tokens = jnp.full((2, 4), 2, jnp.int32)
     logp, entropy = losses.chunked_token_logp(lambda h: h, hidden, tokens, chunk=2)
@@ -182,7 +182,7 @@ def test_entropy_of_uniform_logits_is_log_v_and_of_a_certain_token_0():
     np.testing.assert_allclose(logp, [[0] + [-np.log(V)] * 3, [0] * 4], rtol=1e-6)
 
 
-def test_tokens_ruled_out_by_a_logit_of_minus_infinity_are_no_nan():
+def test_logits_of_minus_infinity_give_no_nan():
     tokens = jnp.ones((1, 4), jnp.int32)
     logits = jnp.zeros((1, 4, 3)).at[..., 2].set(-jnp.inf)
     logp, entropy = losses.chunked_token_logp(lambda h: h, logits, tokens, chunk=2)
@@ -200,7 +200,7 @@ def test_large_logits_do_not_overflow():
     assert np.isfinite(logp).all() and np.isfinite(entropy).all()
 
 
-def test_filling_up_the_last_chunk_makes_no_nan_where_a_projection_cannot_take_zeros():
+def test_padding_of_the_last_chunk_gives_no_nan_if_the_projection_of_zeros_does():
     hidden, matrix, tokens = inputs()
 
     def total(hidden, matrix):
@@ -228,14 +228,14 @@ def test_hidden_states_may_be_bfloat16():
     assert jax.jit(jax.grad(total))(hidden).dtype == jnp.bfloat16
 
 
-def test_sequence_of_one_token_has_nothing_to_predict():
+def test_a_sequence_of_one_token_has_log_prob_0():
     hidden, matrix, tokens = inputs()
     np.testing.assert_array_equal(losses.token_logp(hidden[:, :1] @ matrix, tokens[:, :1]), np.zeros((B, 1)))
     for x in losses.chunked_token_logp(lambda h: h @ matrix, hidden[:, :1], tokens[:, :1], chunk=1):
         np.testing.assert_array_equal(x, np.zeros((B, 1)))
 
 
-def test_what_is_refused():
+def test_invalid_arguments_are_rejected():
     hidden, matrix, tokens = inputs()
     logits = hidden @ matrix
     with pytest.raises(TypeError, match=r"logits_BTV must be a float32 .*got bfloat16"):

@@ -1,4 +1,4 @@
-"""Packed rows: KL terms, penalties, corrections and metrics are those of the same sequences with a row each."""
+"""Packed rows: KL terms, penalties, corrections and metrics equal those of one row per sequence."""
 
 import functools
 
@@ -16,7 +16,7 @@ over_cases = pytest.mark.parametrize("name", PACKED)
 
 
 def ordered(packed):
-    """The columns of a packed row in an order that keeps that of each sequence's tokens."""
+    """Columns of a packed row, in an order that keeps the token order of each sequence."""
     B, T = packed.case.mask.shape
     position = packed.pack(np.tile(np.arange(T), (B, 1)))
     return np.argsort(position, axis=-1, kind="stable")
@@ -82,7 +82,7 @@ def assert_same_metrics(got, wanted):
 
 @over_cases
 @pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
-def test_penalties(name, penalty):
+def test_penalties_of_packed_rows_equal_one_row_per_sequence(name, penalty):
     packed = PACKED[name]
     x = packed.case
     logp = np.clip(x.logp, -30, 30)  # the logits of the routers: squares of 1e4 would drown the others
@@ -108,7 +108,7 @@ CORRECTIONS = {
 
 @over_cases
 @pytest.mark.parametrize("function", CORRECTIONS.values(), ids=CORRECTIONS)
-def test_corrections(name, function):
+def test_corrections_of_packed_rows_equal_one_row_per_sequence(name, function):
     packed = PACKED[name]
     x = packed.case
     wanted = np.asarray(function(x.logp, x.old_logp, x.mask))
@@ -124,7 +124,7 @@ def test_corrections(name, function):
 
 
 @over_cases
-def test_off_policy_rejection(name):
+def test_rejection_of_packed_rows_equals_one_row_per_sequence(name):
     packed = PACKED[name]
     x = packed.case
     advantage = x.advantage[:, 0]
@@ -136,7 +136,7 @@ def test_off_policy_rejection(name):
 
 
 @over_cases
-def test_mismatch_metrics(name):
+def test_mismatch_metrics_of_packed_rows_equal_one_row_per_sequence(name):
     packed = PACKED[name]
     x = packed.case
     arrays = [pack(packed, each) for each in (x.logp, x.old_logp, x.mask)]
@@ -144,8 +144,8 @@ def test_mismatch_metrics(name):
     assert_same_metrics(got, correction.mismatch_metrics(x.logp, x.old_logp, x.mask))
 
 
-def test_the_objective_of_packed_rows():
-    """Rows are packed where the batch's advantages are [B, T]."""
+def test_the_objective_of_packed_rows_equals_one_row_per_sequence():
+    """Advantages [B, T] mark a batch of packed rows."""
     from gspax.config import Calibration, Reference, Regularizers
     from gspax.learner import objective
     from gspax.types import Batch

@@ -1,4 +1,4 @@
-"""The reference itself: its analytic gradients are those of its values, and the cases have what they are for."""
+"""The float64 reference: its gradients equal finite differences, and the cases cover every branch."""
 
 import numpy as np
 import pytest
@@ -26,10 +26,10 @@ from loss_cases import (
 )
 
 
-# Where nothing is held constant in the gradient only: not the token form, and no loss that is a weight times log π.
+# Losses without a stop-gradient: not the token form, and no constant weight times log π.
 @pytest.mark.parametrize("member", (GSPO, LUSPO, GRPO, DUAL, DR_GRPO, DAPO, IMPORTANCE, SAPO, GMPO), ids=str)
 @pytest.mark.parametrize("scale", (1e-3, 0.3))
-def test_analytic_gradient_is_the_finite_difference(member, scale):
+def test_gradient_equals_finite_difference(member, scale):
     x = case(MASKS["ragged"], scale)
     step = 1e-6
     numeric = np.zeros(x.mask.shape)
@@ -44,33 +44,33 @@ def test_analytic_gradient_is_the_finite_difference(member, scale):
 
 @pytest.mark.parametrize("member", (CISPO, VESPO, DPPO_TV, DPPO_KL), ids=str)
 @pytest.mark.parametrize("scale", (1e-3, 0.3))
-def test_a_constant_weight_times_log_π_has_that_weight_as_gradient(member, scale):
+def test_gradient_of_a_constant_weight_times_log_prob_is_the_weight(member, scale):
     x = case(MASKS["ragged"], scale)
     result = x.reference(member)
     np.testing.assert_allclose((result.gradient * x.logp).sum(-1), result.value, rtol=1e-12)
 
 
 @pytest.mark.parametrize("member", FAMILY, ids=str)
-def test_no_ratio_of_a_case_is_so_near_a_bound_that_float32_may_fall_on_its_other_side(member):
+def test_no_ratio_is_within_float32_rounding_of_a_bound(member):
     assert min(x.reference(member).margin for x in CASES.values()) > 2e-6
 
 
 @pytest.mark.parametrize("member", FAMILY, ids=str)
-def test_the_cases_hold_from_both_sides_and_leave_some_alone(member):
+def test_the_cases_have_tokens_clipped_from_both_sides_and_unclipped(member):
     results = [x.reference(member) for x in CASES.values()]
     assert any(r.high.any() for r in results) == any(r.low.any() for r in results) == (member in BOUNDED)
     assert any((r.gradient > 0).any() for r in results)
     assert any((r.gradient < 0).any() for r in results)
 
 
-def test_worked_example_of_the_ratio():
-    """A response of 10 tokens that became twice as likely has s = 2^(1/10), not 2."""
+def test_the_sequence_ratio_by_hand():
+    """A response of 10 tokens that is twice as likely has s = 2^(1/10), not 2."""
     logp, mask = np.full((1, 10), -1.0), np.ones((1, 10), bool)
     logp[0, 3] += np.log(2)
     x = Case(logp, np.full((1, 10), -1.0), np.ones((1, 10)), mask)
     assert x.reference(GSPO).ratio[0] == pytest.approx(2**0.1)
 
 
-def test_the_two_binary_divergences():
+def test_binary_divergences_by_hand():
     assert reference.binary_tv(0.2, 0.3) == pytest.approx(0.1)
     assert reference.binary_kl(0.5, 0.25) == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(2 / 3))

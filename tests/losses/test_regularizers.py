@@ -1,4 +1,4 @@
-"""The penalties against loops in float64, their gradients against what the papers' formulas give."""
+"""Regularisers against loops in float64, their gradients against the papers' formulas."""
 
 import functools
 import math
@@ -56,7 +56,7 @@ def gradient_and_terms(function, x, *rest, **options):
 
 
 @over_masks
-def test_load_balance_is_the_papers(mask):
+def test_load_balance_equals_the_papers_formula(mask):
     _, prob, expert = routers()
     gradient, terms = gradient_and_terms(
         regularizers.load_balance, prob, load_of(expert, mask), mask, aggregate=by_token
@@ -69,7 +69,7 @@ def test_load_balance_is_the_papers(mask):
     np.testing.assert_allclose(gradient, np.broadcast_to(by_hand, gradient.shape), rtol=1e-6, atol=1e-9)
 
 
-def test_load_balance_is_1_under_perfect_balance_and_more_where_routers_agree():
+def test_load_balance_is_1_when_balanced_and_larger_when_routers_agree():
     mask = MASKS["full"]
     uniform = np.full((L, B, T, E), 1 / E, np.float32)
     assert losses.reduce(regularizers.load_balance(uniform, np.ones((L, E), np.float32), mask))[0] == pytest.approx(1)
@@ -82,7 +82,7 @@ def test_load_balance_is_1_under_perfect_balance_and_more_where_routers_agree():
 
 @over_masks
 @pytest.mark.parametrize("scale", (1.0, 25.0))
-def test_router_z_is_the_papers(mask, scale):
+def test_router_z_equals_the_papers_formula(mask, scale):
     logits, _, _ = routers(scale=scale)
     gradient, terms = gradient_and_terms(regularizers.router_z, logits, mask)
     value, slope = np.zeros(B), np.zeros(logits.shape)
@@ -100,7 +100,7 @@ def test_router_z_is_the_papers(mask, scale):
 
 
 @over_masks
-def test_entropy_bonus_is_the_loop(mask):
+def test_entropy_bonus_equals_a_loop(mask):
     entropy = np.random.default_rng(1).exponential(1.0, mask.shape).astype(np.float32)
     gradient, terms = gradient_and_terms(regularizers.entropy_bonus, entropy, mask)
     rows = [[float(h) for h in row[keep]] for row, keep in zip(entropy, mask, strict=True)]
@@ -112,7 +112,7 @@ def test_entropy_bonus_is_the_loop(mask):
     assert metric == pytest.approx(math.fsum(everything) / max(len(everything), 1), rel=1e-6)
 
 
-def test_a_bonus_raises_the_entropy_of_a_policy():
+def test_the_entropy_bonus_raises_the_entropy():
     logits = jnp.asarray(np.random.default_rng(2).standard_normal((4, 5, 6)), jnp.float32)
     tokens, mask = jnp.zeros((4, 5), jnp.int32), np.ones((4, 5), bool)
     mask[:, 0] = False
@@ -155,8 +155,8 @@ def test_padding_never_matters(name, garbage):
 
 
 @over_members
-def test_row_order_and_any_split_change_nothing(name):
-    """The load given to each part is that of the whole batch."""
+def test_row_order_and_microbatches_change_nothing(name):
+    """Each microbatch gets the expert load of the batch."""
     function, x = members()[name]
     mask = MASKS["some_empty"]
     axis = 0 if x.ndim == 2 else 1
@@ -180,7 +180,7 @@ def test_no_gradient_flows_through_the_metric(name):
 
 
 @over_members
-def test_a_nan_inside_the_mask_is_not_hidden(name):
+def test_a_nan_inside_the_mask_propagates(name):
     function, x = members()[name]
     x = x.copy()
     x[(2, 1) if x.ndim == 2 else (0, 2, 1, 0)] = np.nan
@@ -203,7 +203,7 @@ def test_finite_logits_never_give_nan(logits, mask):
         assert np.isfinite(number).all()
 
 
-def test_refusals():
+def test_invalid_arguments_are_rejected():
     logits, prob, _ = routers()
     mask, load = MASKS["full"], np.ones((L, E), np.float32)
     cases = (

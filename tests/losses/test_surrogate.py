@@ -1,4 +1,4 @@
-"""What the losses share: a traced clip range, any linear aggregate, the k3 estimate."""
+"""Shared parts of the losses: a traced clip range, any linear aggregate, the k3 estimator."""
 
 import functools
 
@@ -13,7 +13,7 @@ from gspax.losses import _surrogate
 
 
 def clipped_loss(member):
-    """The loss as a function of the clip widths and logp; numbers from outside the arrays, as in a trainer."""
+    """The loss as a function of the clip widths and logp."""
     logp, *rest = CASES["holes-0.3"].arguments(member)
     options = {name: value for name, value in member.options if not name.startswith("clip")}
 
@@ -25,7 +25,7 @@ def clipped_loss(member):
 
 
 @pytest.mark.parametrize("member", (GSPO, GSPO_TOKEN, GRPO, DUAL, CISPO), ids=str)
-def test_a_traced_clip_range_gives_the_gradient_of_numbers(member):
+def test_gradients_with_a_traced_clip_range_equal_those_with_numbers(member):
     loss, logp = clipped_loss(member)
     wanted = jax.grad(functools.partial(loss, 0.25, 0.5))(logp)
     assert np.abs(wanted).max() > 0
@@ -39,8 +39,8 @@ def test_a_traced_clip_range_gives_the_gradient_of_numbers(member):
 
 
 @pytest.mark.parametrize("member", (GSPO, LUSPO), ids=str)
-def test_any_linear_aggregate_may_be_given_to_a_loss_with_one_ratio_per_sequence(member):
-    """Such a loss aggregates ones and multiplies. GSPO-token has the same value and aggregates token by token."""
+def test_sequence_losses_accept_any_linear_aggregate(member):
+    """They aggregate ones and multiply. GSPO-token has the same value and aggregates tokens."""
 
     def later_tokens_more(value_BT, mask_BT, segment_BT=None):
         place_BT = jnp.broadcast_to(jnp.arange(1.0, value_BT.shape[1] + 1), value_BT.shape)
@@ -54,7 +54,7 @@ def test_any_linear_aggregate_may_be_given_to_a_loss_with_one_ratio_per_sequence
 
 
 @pytest.mark.parametrize("sign", (1, -1))
-def test_k3_is_exact_near_0_and_far_from_it(sign):
+def test_k3_is_exact_for_small_and_large_log_ratios(sign):
     x = sign * np.concatenate([np.geomspace(1e-6, 0.49999, 50), [0.5], np.geomspace(0.50001, 25, 50)])
     got = _surrogate.k3_of(jnp.asarray(x, jnp.float32))
     x = np.asarray(x, np.float32).astype(np.float64)

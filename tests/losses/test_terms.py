@@ -1,4 +1,4 @@
-"""Terms and what reduces them."""
+"""Aggregates, terms and their reduction."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def test_by_constant_sums_over_tokens_and_weighs_sequences():
 
 @pytest.mark.parametrize("aggregate", (by_sequence, by_token, by_constant))
 @pytest.mark.parametrize("segments", (None, jnp.ones((3, 3), jnp.int32)), ids=("rows", "packed"))
-def test_what_stands_outside_the_mask_never_matters(aggregate, segments):
+def test_values_outside_the_mask_never_matter(aggregate, segments):
     garbage = jnp.where(MASK, VALUE, jnp.nan)
     for value in (VALUE, garbage):
         numerator = jax.value_and_grad(lambda x: aggregate(x, MASK, segments)[0].sum())
@@ -57,14 +57,14 @@ PACKED_MASK = jnp.array([[True, True, True, True, False], [True, True, False, Fa
         (by_constant, [9, 16], [2, 1]),
     ),
 )
-def test_the_sequences_of_a_packed_row_add_up(aggregate, value, weight):
-    """A segment of 0 is padding whatever the mask says, and a segment without a response token is no sequence."""
+def test_sequences_of_a_packed_row_are_summed(aggregate, value, weight):
+    """Segment 0 is padding whatever the mask. A segment without a response token is not a sequence."""
     got_value, got_weight = aggregate(PACKED, PACKED_MASK, SEGMENTS)
     np.testing.assert_array_equal(got_value, value)
     np.testing.assert_array_equal(got_weight, weight)
 
 
-def test_reduce():
+def test_reduce_by_hand():
     terms = losses.Terms(
         value=jnp.array([3.0, -1.0, 0.0]),
         weight=jnp.array([3.0, 0.5, 0.5]),
@@ -81,7 +81,7 @@ def test_reduce():
         assert metrics[key] == pytest.approx(value)
 
 
-def test_reduce_of_nothing_is_0_with_a_gradient_of_0():
+def test_reduce_of_an_empty_batch_is_0_with_gradient_0():
     def loss(value):
         nothing = jnp.zeros(2)
         metrics = {"share": losses.Share(nothing, nothing), "spread": losses.Spread(nothing / 0, nothing > 0)}
@@ -92,12 +92,12 @@ def test_reduce_of_nothing_is_0_with_a_gradient_of_0():
     np.testing.assert_array_equal(gradient, 0)
 
 
-def test_weights_below_1_divide_too():
-    """Not max(weight, 1): a loss may weigh its rows by less."""
+def test_reduce_divides_by_weights_below_1():
+    """Not by max(weight, 1)."""
     assert losses.reduce(losses.Terms(jnp.array([1.0]), jnp.array([0.25]), {}))[0] == 4
 
 
-def test_terms_are_a_pytree_by_rows():
+def test_terms_are_a_pytree_of_rows():
     terms = losses.gspo(VALUE, VALUE, jnp.ones(3), MASK)
     leaves = jax.tree.leaves(terms)
     assert len(leaves) == 2 + 7 * 2

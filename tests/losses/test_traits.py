@@ -1,4 +1,4 @@
-"""What a trainer reads from a loss, however it is wrapped or named."""
+"""Traits of a loss, however it is wrapped or named."""
 
 import functools
 from dataclasses import replace
@@ -39,7 +39,7 @@ def defined(loss):
 
 
 def bounds(loss):
-    """The clip range, which a run reads from the keywords of a loss, not from its record."""
+    """The clip range. A run reads it from the keywords of a loss, not from its traits."""
     return {name: loss.__kwdefaults__[name] for name in ("clip_low", "clip_high") if name in loss.__kwdefaults__}
 
 
@@ -55,7 +55,7 @@ over_wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 
 
 @over_losses
-def test_the_record_agrees_with_the_signature(loss):
+def test_traits_agree_with_the_signature(loss):
     traits, keywords = losses.traits_of(loss), loss.__kwdefaults__
     assert traits.clip_range == ("clip_low" in keywords) == ("clip_high" in keywords)
     assert (traits.correction is not None) == ("correction" in keywords)
@@ -64,7 +64,7 @@ def test_the_record_agrees_with_the_signature(loss):
 
 @over_losses
 @over_wraps
-def test_a_wrapped_loss_has_the_record(loss, wrap):
+def test_a_wrapped_loss_keeps_its_traits(loss, wrap):
     assert losses.traits_of(wrap(loss)) == losses.traits_of(loss)
     assert aggregate_of(wrap(loss)) is losses.traits_of(loss).aggregate
     other = functools.partial(wrap(loss), aggregate=losses.by_token)
@@ -83,7 +83,7 @@ EXPERIMENTS = (
 @over_losses
 @over_wraps
 def test_a_wrapped_loss_is_validated_the_same(loss, wrap):
-    """But for its name in the sentences."""
+    """Apart from its name in the messages."""
 
     def found(function, changes):
         clip = {name: value for name, value in changes.items() if name in bounds(loss)}
@@ -100,7 +100,7 @@ def test_a_wrapped_loss_is_validated_the_same(loss, wrap):
 @over_losses
 @over_wraps
 def test_a_wrapped_loss_trains_the_same(loss, wrap):
-    """The objective with everything that reads the record, and its gradient."""
+    """The gradient of an objective with every term that reads traits."""
     x = CASES["some_empty-0.3"]
     zeros = jnp.zeros(x.mask.shape, jnp.int32)
     batch = Batch(
@@ -128,7 +128,7 @@ def test_a_wrapped_loss_trains_the_same(loss, wrap):
     np.testing.assert_array_equal(gradient(wrap(loss)), gradient(loss))
 
 
-def test_a_loss_without_a_record_is_described_by_its_signature():
+def test_traits_default_to_the_signature():
     def own(logp, old_logp, advantage, mask, *, clip_low=0.1, clip_high=0.2, aggregate=losses.by_token): ...
 
     traits = losses.Traits(ratio="token", clip_range=True, aggregate=losses.by_token)
@@ -146,8 +146,8 @@ def test_aggregates_and_corrections_have_a_level():
 
 
 @pytest.mark.parametrize("name", ("full-0.001", "full-0.3"))
-def test_a_correction_by_token_reaches_each_token_where_the_record_has_it(name):
-    """`correction="token"`: the gradient of a token is its own weight times what it is without a correction."""
+def test_a_token_correction_scales_each_token_if_the_traits_allow(name):
+    """`correction="token"`: the gradient of a token is multiplied by its own weight."""
     x = CASES[name]
     weight = np.random.default_rng(0).uniform(0.5, 2, x.mask.shape).astype(np.float32)
     for member in FAMILY:
@@ -164,7 +164,7 @@ def test_a_correction_by_token_reaches_each_token_where_the_record_has_it(name):
         )
 
 
-def test_a_correction_by_token_with_one_weight_per_sequence_warns():
+def test_a_token_correction_of_a_sequence_loss_warns():
     for loss in (losses.gspo, losses.luspo, losses.gmpo):
         variant = replace(experiment, loss=loss, correction=correction.truncate_tokens)
         (sentence,) = [each for each in warnings(variant) if each.startswith("correction: ")]
@@ -177,8 +177,8 @@ def test_a_correction_by_token_with_one_weight_per_sequence_warns():
     assert warnings(replace(experiment, loss=losses.gspo_token, correction=correction.truncate_tokens)) == []
 
 
-def test_gspo_token_has_the_gradient_of_the_corrected_token_surrogate():
-    """What frameworks differentiate that write GSPO as sg[s_i] π_it / sg[π_it] and weight each token."""
+def test_gspo_token_gradient_equals_the_corrected_token_surrogate():
+    """The form of frameworks that write GSPO as sg[s_i] π_it / sg[π_it] and weight each token."""
     x = CASES["full-0.001"]
     member = next(each for each in FAMILY if each.name == "gspo_token")
     logp, old_logp, _, mask = x.arguments(member)
