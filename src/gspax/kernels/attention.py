@@ -180,8 +180,9 @@ def _in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
     return jnp.moveaxis(context, 0, 1).reshape(B, count * C, *q_BTNH.shape[2:])[:, :T]
 
 
+@partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable)
 def xla_kernel(q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, visible_BCS: Array) -> Array:
-    """The kernel for any platform."""
+    """The kernel for any platform. The backward pass recomputes the softmax from the saved scores."""
     B, C, N, H = q_BCNH.shape
     K = k_BSKH.shape[2]
     q_BCKRH = q_BCNH.reshape(B, C, K, N // K, H)

@@ -1,8 +1,13 @@
-"""The building blocks of a Qwen3 layer: parameters, RMSNorm, SwiGLU, rotary position embedding."""
+"""The building blocks of a Qwen3 layer: parameters, RMSNorm, SwiGLU, rotary position embedding.
+
+The norm and the gate recompute their element-wise operations in the backward pass: only their inputs are saved, which
+halves the memory of a dense layer's residuals, and reading fewer of them makes the backward pass faster.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +50,7 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale[...], self.eps)
 
 
+@partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
 def rms_norm(x: Array, scale: Array, eps: float) -> Array:
     """The function of `RMSNorm`."""
     x32 = x.astype(jnp.float32)
@@ -66,8 +72,13 @@ class DenseMlp(nnx.Module):
         # Matrices: on CPU the gradient of three-dimensional products takes twice as long. Positions that are sharded
         # cannot be merged with the rows without gathering them.
         x = x_BTD if mesh is not None and mesh.shape["context"] > 1 else x_BTD.reshape(-1, x_BTD.shape[-1])
-        hidden = jax.nn.silu(x @ self.gate.astype(dtype)) * (x @ self.up.astype(dtype))
+        hidden = _gated(x @ self.gate.astype(dtype), x @ self.up.astype(dtype))
         return (hidden @ self.down.astype(dtype)).reshape(x_BTD.shape)
+
+
+@partial(jax.checkpoint, prevent_cse=False)
+def _gated(gate: Array, up: Array) -> Array:
+    return jax.nn.silu(gate) * up
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
