@@ -76,15 +76,12 @@ if host and "ssh" in words:
 
 
 class Cloud:
-    """A checkout with the scripts, and a PATH with recording programs."""
+    """A copy of the checkout, and a PATH with recording programs."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, checkout):
         self.checkout, self.bin, self.record = folder / "checkout", folder / "bin", folder / "record"
         self.states = folder / "states"
-        shutil.copytree(TPU, self.checkout / "tpu", ignore=shutil.ignore_patterns("config.sh"))
-        (self.checkout / "experiments").mkdir()
-        (self.checkout / EXPERIMENT).write_text("experiment = None\n")
-        shutil.copy(ROOT / ".gitignore", self.checkout)
+        shutil.copytree(checkout, self.checkout)
         self.bin.mkdir()
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool))
@@ -116,19 +113,26 @@ class Cloud:
         assert done.returncode == 0, done.stderr
         return calls
 
-    def commit(self):
-        git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", str(self.checkout)]
-        for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=all"]):
-            subprocess.run([*git, *words], check=True, env=self.variables)
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A repository with the scripts and one commit."""
+    if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
+        pytest.skip(f"needs {', '.join(missing)} on the PATH")
+    folder = tmp_path_factory.mktemp("repository") / "checkout"
+    shutil.copytree(TPU, folder / "tpu", ignore=shutil.ignore_patterns("config.sh"))
+    (folder / "experiments").mkdir()
+    (folder / EXPERIMENT).write_text("experiment = None\n")
+    shutil.copy(ROOT / ".gitignore", folder)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", str(folder)]
+    for words in (["init", "--quiet", "--template="], ["add", "."], ["commit", "--quiet", "--message=all"]):
+        subprocess.run([*git, *words], check=True, env=os.environ | {"GIT_CONFIG_GLOBAL": os.devnull})
+    return folder
 
 
 @pytest.fixture
-def cloud(tmp_path):
-    if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
-        pytest.skip(f"needs {', '.join(missing)} on the PATH")
-    made = Cloud(tmp_path)
-    made.commit()
-    return made
+def cloud(tmp_path, checkout):
+    return Cloud(tmp_path, checkout)
 
 
 def queued(command, *words):
