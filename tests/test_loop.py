@@ -336,6 +336,7 @@ MEASURED = replace(
     reference=config.Reference(loss=kl.token_kl, coefficient=0.1),
     calibration=config.Calibration(tolerance=0.0),
     routing_replay=True,
+    sampling=replace(experiment.sampling, max_refills=1),
 )
 
 
@@ -349,6 +350,7 @@ def test_resumption_restores_reference_and_clip_range(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *states)
     steps = [[row for row in timeless(run) if "policy/loss" in row] for run in (whole, resumed)]
     assert steps[0] == steps[1] and len(steps[0]) == 3
+    assert states[0].position == sum(row["sampling/prompts"] for row in steps[0]) > 24, "groups were replaced"
     low = [row["policy/clip_low"] for row in steps[0]]
     assert len(set(low)) == 3 and low[1] != 3e-4, "measured anew after each rollout batch"
     kl_to_start = [row["reference/kl"] for row in steps[0]]

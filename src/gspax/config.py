@@ -163,6 +163,7 @@ class Sampling:
     max_prompt_tokens: PositiveInt = 64
     max_tokens: PositiveInt = 64  # of a completion, stop token included
     slots: NonNegativeInt = 0  # samples that are drawn at once; 0: all. A finished sample's slot takes the next one
+    max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off
     temperature: Positive = 1.0
     top_k: NonNegativeInt = 0  # 0: off. Filters bias the ratio, because log-probs are of the unfiltered distribution
     top_p: Share = 1.0

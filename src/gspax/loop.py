@@ -26,7 +26,6 @@ from gspax.learner.finite import check_finite, count_skipped
 from gspax.learner.metrics import (
     Clock,
     response_metrics,
-    reward_metrics,
     routing_metrics,
     score_metrics,
     update_metrics,
@@ -38,6 +37,7 @@ from gspax.learner.train_step import Steps, first_update_scores, make_steps
 from gspax.learner.updates import run_updates
 from gspax.model.low_rank import base
 from gspax.rewards.calls import RewardCalls
+from gspax.rollout.dynamic_sampling import GradedBatch, refill
 from gspax.rollout.placement import (
     Sampler,
     find_last_ahead,
@@ -50,8 +50,8 @@ from gspax.rollout.rewards import (
     compute_advantages,
     encode_prompts,
     gather_texts,
-    part_metrics,
     reward_completions,
+    reward_metrics,
     shape_rewards,
 )
 from gspax.rollout.sampler import lengths_to_host, sample
@@ -239,10 +239,18 @@ def run_step(
       ahead: the rollout batches in flight, this one first; empty in the first step and after a restore. Those that
         the sampler starts on are appended.
     """
-    clock = Clock()
+    experiment, clock = learner.experiment, Clock()
     batch = next_rollout(learner, state, ahead)
     clock.lap("rollout")
-    return learn(learner, state, reference, batch, clock)
+    graded = grade(learner, batch)
+    clock.lap("reward")
+    if experiment.sampling.max_refills:
+        draw_more = partial(draw_graded, learner, state)
+        graded = refill(
+            graded, draw_more, experiment.sampling, learner.mesh, without_overlong=experiment.filter_overlong
+        )
+        clock.lap("refill")
+    return learn(learner, state, reference, graded, clock)
 
 
 def next_rollout(learner: Learner, state: TrainState, ahead: deque[PendingRollout]) -> RolloutBatch:
@@ -250,11 +258,8 @@ def next_rollout(learner: Learner, state: TrainState, ahead: deque[PendingRollou
 
     In this order, because between processes fetching a batch waits for all that the sampler was given before.
     """
-    schedule, placement, done = (
-        learner.experiment.schedule,
-        learner.experiment.placement,
-        count_rollouts(learner, state),
-    )
+    schedule, placement = learner.experiment.schedule, learner.experiment.placement
+    done = count_rollouts(learner, state)
     staleness = placement.staleness if placement is not None else 0
     last = find_last_ahead(staleness, done, lambda n: is_due(n, schedule.checkpoint_every, schedule.steps))
     if not ahead:
@@ -298,15 +303,25 @@ def receive(learner: Learner, pending: PendingRollout) -> RolloutBatch:
     return RolloutBatch(pending.policy, pending.problems, sampled, learner.sampler.fetch(sampled))
 
 
+def draw_graded(learner: Learner, state: TrainState, taken: int) -> GradedBatch:
+    """The batch after so many of the prompts that the state has not learnt from, drawn at once and rewarded."""
+    first = int(multihost.to_host(state.position)) + taken
+    return grade(learner, receive(learner, draw(learner, learner.sampler.push(state.params), state, first)))
+
+
+def grade(learner: Learner, batch: RolloutBatch) -> GradedBatch:
+    """A rollout batch with its rewards."""
+    tokenizer = learner.experiment.tokenizer
+    rows = reward_completions(batch.problems, batch.sampled, tokenizer=tokenizer, calls=learner.rewards)
+    return GradedBatch(batch.policy, len(batch.problems), batch.rollout, rows)
+
+
 def learn(
-    learner: Learner, state: TrainState, reference: Params | None, batch: RolloutBatch, clock: Clock
+    learner: Learner, state: TrainState, reference: Params | None, batch: GradedBatch, clock: Clock
 ) -> tuple[TrainState, dict[str, float], list[Row]]:
     """The optimiser updates of a rollout batch; see `run_step`."""
-    experiment, rollout = learner.experiment, batch.rollout
-    P, G = experiment.sampling.prompts, experiment.sampling.group
-
-    rows = reward_completions(batch.problems, batch.sampled, tokenizer=experiment.tokenizer, calls=learner.rewards)
-    clock.lap("reward")
+    experiment, rollout, rows = learner.experiment, batch.rollout, batch.rows
+    G = experiment.sampling.group
 
     overlong = experiment.filter_overlong
     batches = minibatches.split_minibatches(
@@ -334,11 +349,7 @@ def learn(
     )
     batches = minibatches.set_advantages(scored.batches, advantage_B, learner.mesh)
     scored = replace(scored, batches=batches)
-    stale = (
-        {}
-        if experiment.placement is None
-        else {"rollout/staleness": float(count_rollouts(learner, state) - batch.policy)}
-    )
+    stale = {"rollout/staleness": float(count_rollouts(learner, state) - batch.policy)} if experiment.placement else {}
     experts = choose_experts(learner, state, batches[0])
     rate = learning_rate(experiment.optimizer)
     updated = run_updates(
@@ -350,17 +361,16 @@ def learn(
         rate=rate,
         calibration=experiment.calibration,
     )
-    state = replace(updated.state, position=updated.state.position + P)
+    state = replace(updated.state, position=updated.state.position + batch.prompts)
     jax.block_until_ready(state)
     clock.lap("train")
 
     metrics = {
-        **reward_metrics(jnp.array([row["reward"] for row in rows], jnp.float32).reshape(P, G)),
-        **part_metrics(rows),
-        "reward/failed": sum("error" in row for row in rows) / len(rows),
+        **reward_metrics(rows, G),
         **added,
         **with_added,
         **stale,
+        **batch.metrics,
         **response_metrics(rollout),
         **update_metrics(updated.metrics),
         "optim/learning_rate": float(rate(count_updates(state) - 1)),

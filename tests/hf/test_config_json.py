@@ -18,8 +18,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 CONFIGS = {
     **tiny.CONFIGS,
     "the last layers slide": replace(tiny.MOE, num_experts=0, sliding_window=3, sliding_layers=(1, 2)),
-    "the 0.6B": replace(presets.qwen3_0_6b, remat="none"),
-    "the 30B": replace(presets.qwen3_30b_a3b, remat="none"),
+    "the 0.6B": replace(presets.qwen3_0_6b, dtype="float32", remat="none"),
+    "the 30B": replace(presets.qwen3_30b_a3b, dtype="float32", remat="none"),
 }
 
 
@@ -93,7 +93,7 @@ def test_absent_keys_have_the_values_of_transformers(name, tmp_path):
 def test_published_files_are_the_presets(name, preset):
     if not PUBLISHED.is_dir():
         pytest.skip("../shared/data/qwen3_configs is not here")
-    assert replace(read_config(PUBLISHED / name), remat="full") == preset
+    assert replace(read_config(PUBLISHED / name), dtype="bfloat16", remat="full") == preset
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,10 @@ def test_published_files_are_the_presets(name, preset):
             MOE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": None},
             {"sliding_window": 8, "sliding_layers": (0, 1, 2)},
         ),
-        (DENSE | {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
-        (DENSE | {"torch_dtype": "float32", "dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        (DENSE | {"torch_dtype": "bfloat16"}, {}),  # of the tensors, not of the computation
+        (DENSE | {"torch_dtype": "float32", "dtype": "float16"}, {}),
+        (DENSE | {"qkv_bias": False, "use_qk_norm": True, "unsloth_fixed": True}, {}),
+        (MOE | {"shared_expert_intermediate_size": 0, "use_qk_norm": True, "qkv_bias": False}, {}),
         ({**MOE, "num_experts": None, "num_local_experts": 7}, {"num_experts": 7}),
         ({**MOE, "head_dim": None}, {"head_dim": 4}),
         ({**DENSE, "head_dim": None}, {"head_dim": 128}),
@@ -185,7 +187,19 @@ def test_fields(raw, changes, tmp_path):
             "num_attention_heads: wanted a multiple of num_key_value_heads (3), got 4",
         ),
         (DENSE | {"head_dim": 7}, "head_dim: wanted an even number (RoPE rotates pairs), got 7"),
-        (DENSE | {"torch_dtype": "float16"}, 'dtype: wanted "float32" or "bfloat16", got "float16"'),
+        (DENSE | {"torch_dtype": "int8"}, 'dtype: wanted "float32" or "bfloat16" or "float16", got "int8"'),
+        (DENSE | {"qkv_bias": True}, "qkv_bias: wanted false, got true"),
+        (DENSE | {"use_qk_norm": False}, "use_qk_norm: wanted true, got false"),
+        (
+            MOE | {"shared_expert_intermediate_size": 32},
+            "shared_expert_intermediate_size: wanted null or 0, got 32",
+        ),
+        (MOE | {"num_experts_per_tok": 6}, "num_experts_per_tok: wanted 1 to num_experts (5), got 6"),
+        (MOE | {"mlp_only_layers": [3]}, "mlp_only_layers: wanted layers below 3, got 3"),
+        (
+            MOE | {"mlp_only_layers": [1], "intermediate_size": 0},
+            "intermediate_size: wanted at least 1 for the dense layers, got 0",
+        ),
         (
             DENSE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             'rope_type: wanted "default" or "yarn", got "linear"',

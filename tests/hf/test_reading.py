@@ -71,6 +71,17 @@ def test_tensors_are_cast_to_the_wanted_dtype(stored, dtype, tmp_path):
     assert equal(found, jax.tree.map(lambda leaf: np.asarray(leaf).astype(stored).astype(dtype), params))
 
 
+def test_buffers_that_older_versions_saved_are_left_out(tmp_path):
+    params = random_params(MOE)
+    buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for layer in range(3)}
+    buffers["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save(tmp_path, MOE, published(MOE, params) | buffers)
+    assert equal(reading.read_params(tmp_path, MOE, wanted(MOE)), params)
+    save(tmp_path, MOE, published(MOE, params) | {"model.layers.0.rotary_emb.freq": np.ones(4, np.float32)})
+    with pytest.raises(UserError, match=r"tensor model\.layers\.0\.rotary_emb\.freq is not part of the model"):
+        reading.read_params(tmp_path, MOE, wanted(MOE))
+
+
 def test_on_a_cpu_the_host_keeps_no_second_copy(tmp_path, monkeypatch):
     """The arrays share the memory of the shards that were read."""
     rooms = []

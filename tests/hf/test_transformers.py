@@ -99,3 +99,11 @@ def test_several_files_with_the_index_of_transformers(tmp_path):
     assert (tmp_path / "model.safetensors.index.json").exists()
     config, params = read(tmp_path)
     assert same_bytes(published(config, jax.device_get(params), ml_dtypes.bfloat16), load(tmp_path))
+
+
+def test_a_float16_checkpoint_of_transformers_is_read(tmp_path):
+    model = random_model(CONFIGS["tied"], torch.float16)
+    model.save_pretrained(tmp_path)
+    config, params = read(tmp_path)
+    assert config.dtype == "float32"
+    assert same_bytes(published(config, jax.device_get(params), np.float16), load(tmp_path))

@@ -85,12 +85,3 @@ def test_routing_metrics_by_hand():
     after = jnp.array([[[[1, 0], [1, 0]]]])
     found = metrics.routing_metrics(jnp.array([[2, 1, 1]]), before, after)
     assert found == pytest.approx({"routing/load_max": 1.5, "routing/load_min": 0.75, "routing/changed": 0.25})
-
-
-def test_reward_metrics_by_hand():
-    reward_PG = jnp.array([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]], jnp.float32)
-    assert metrics.reward_metrics(reward_PG) == {
-        "reward/mean": 0.5,
-        "reward/std": 0.5,
-        "reward/zero_std_groups": 0.5,
-    }

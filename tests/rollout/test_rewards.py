@@ -10,7 +10,7 @@ from gspax.config import Grading
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Batched, RewardCalls
-from gspax.rollout.rewards import part_metrics, reward_completions
+from gspax.rollout.rewards import reward_completions, reward_metrics
 from gspax.types import Rollout
 
 STOP = experiment.tokenizer.stop_ids[0]
@@ -108,4 +108,17 @@ def test_named_rewards_are_metrics(calls):
     given = calls(named, max_failed=0.5)
     rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
     assert [row["rewards"] for row in rows] == [[2.0, 1.0], [0.0, 0.0], [1.0, 1.0], [3.0, 1.0]]
-    assert part_metrics(rows) == {"rewards/length": 2.0, "rewards/one": 1.0}
+    metrics = reward_metrics(rows, 2)
+    assert (metrics["rewards/length"], metrics["rewards/one"], metrics["reward/failed"]) == (2.0, 1.0, 0.25)
+    assert metrics["reward/mean"] == (3 + 0 + 2 + 4) / 4
+    assert metrics["reward/zero_std_groups"] == 0
+
+
+def test_reward_metrics_by_hand():
+    rows = [{"reward": reward} for reward in (0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0)]
+    assert reward_metrics(rows, 2) == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "reward/zero_std_groups": 0.5,
+        "reward/failed": 0.0,
+    }

@@ -49,6 +49,7 @@ def validate(experiment: Experiment, devices: int | None = None, slices: tuple[i
         problems = [*architecture_problems(experiment.model)]
         problems += _lengths(experiment.model, experiment.sampling, experiment.evaluation)
         problems += _rows(experiment.sampling, experiment.schedule)
+        problems += _refills(experiment.sampling, experiment.placement)
         problems += _mesh(experiment, devices, slices)
         problems += loss_validation.problems(experiment)
         problems += _schedule("optimizer", experiment.optimizer)
@@ -112,6 +113,13 @@ def _rows(sampling: Sampling, schedule: Schedule) -> Iterator[str]:
         yield f"schedule.minibatches: wanted a divisor of the {rows} rows of a rollout batch, got {minibatches}"
     elif micro and rows // minibatches % micro:
         yield f"schedule.microbatch_rows: wanted a divisor of a minibatch's {rows // minibatches} rows, got {micro}"
+
+
+def _refills(sampling: Sampling, placement: Placement | None) -> Iterator[str]:
+    """Dynamic sampling decides after a batch which problems come next, so none can be drawn ahead."""
+    if sampling.max_refills and placement is not None and placement.staleness:
+        staleness = f"placement.staleness={placement.staleness}"
+        yield f"sampling.max_refills: wanted 0 with {staleness}, got {sampling.max_refills}"
 
 
 def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) -> Iterator[str]:

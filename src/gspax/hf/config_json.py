@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from gspax.config import ModelConfig, Yarn
+from gspax.config import ModelConfig, Yarn, architecture_problems
 from gspax.errors import UserError
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}  # by model_type
@@ -61,6 +61,9 @@ PERMITTED: dict[str, tuple[Any, ...]] = {  # the only values that gspax implemen
     "add_cross_attention": (False,),
     "per_layer_config": (None,),
     "auto_map": (None,),  # code that comes with the checkpoint
+    "qkv_bias": (False,),
+    "use_qk_norm": (True,),
+    "shared_expert_intermediate_size": (None, 0),
 }
 HARMLESS = {  # keys that do not affect what gspax computes, and why
     "transformers_version": "the writer of the file",
@@ -82,14 +85,18 @@ HARMLESS = {  # keys that do not affect what gspax computes, and why
     "label2id": "a classifier's",
     "num_labels": "a classifier's",
     "problem_type": "a classifier's",
+    "unsloth_fixed": "who has repaired the file",
+    "unsloth_version": "who has written the file",
 }
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
 FULL, SLIDING = "full_attention", "sliding_attention"
 HINTS, YARN_HINTS = typing.get_type_hints(ModelConfig), typing.get_type_hints(Yarn)
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """The model of `directory/config.json`, in its dtype, with the defaults of `remat` and `checkpoint`.
+    """The model of `directory/config.json`, with the defaults of `dtype`, `remat` and `checkpoint`.
+
+    The dtype of the file is that of its tensors and says nothing about the computation.
 
     Raises:
       UserError: no such file, or it needs something that gspax does not implement; the message names the key.
@@ -110,7 +117,8 @@ def read_config(directory: str | Path) -> ModelConfig:
 def to_json(config: ModelConfig) -> dict[str, Any]:
     """`config.json` of an exported checkpoint, in the Hub's names, which both transformers 4 and 5 read.
 
-    `torch_dtype` is `config.dtype`; `remat` and `checkpoint` are not part of a checkpoint.
+    `torch_dtype` is `config.dtype`, until the writer replaces it by that of the tensors; `remat` and `checkpoint` are
+    not part of a checkpoint.
 
     Raises:
       UserError: no Qwen3 configuration describes the model (experts, and a window on only some layers).
@@ -172,10 +180,13 @@ def _parse(raw: Any) -> ModelConfig:
         fields["num_experts"] = _typed(int, name, _get(raw, name, REQUIRED))
     head_dim = fields["hidden_size"] // max(1, fields["num_attention_heads"]) if experts else 128
     fields["head_dim"] = _typed(int, "head_dim", _get(raw, "head_dim", head_dim))
-    fields["dtype"] = _expect("dtype", _get(raw, "dtype", _get(raw, "torch_dtype", "float32")), DTYPES)
+    _expect("dtype", _get(raw, "dtype", _get(raw, "torch_dtype", "float32")), DTYPES)
     _check_sizes(fields)
     fields |= _rope(raw, fields["max_position_embeddings"])
-    return ModelConfig(**fields, **_window(raw, family, fields["num_hidden_layers"]))
+    config = ModelConfig(**fields, **_window(raw, family, fields["num_hidden_layers"]))
+    for problem in architecture_problems(config):
+        raise ValueError(problem.replace("model.", ""))
+    return config
 
 
 def _check_sizes(fields: Mapping[str, Any]) -> None:

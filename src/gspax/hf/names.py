@@ -69,6 +69,7 @@ FUSED_EXPERTS = (  # transformers 5 with save_original_format=False
     Row("mlp/down", "mlp.experts.down_proj", "E D F -> E F D"),
 )
 FUSED_NAME = "mlp.experts.gate_up_proj"  # distinguishes the two layouts
+BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed from rope_theta
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def _validate(
             got = list(stored[name].shape)
             raise UserError(f"{stored[name].file}: tensor {name}: wanted the shape {list(shape)}, got {got}")
     for name, each in stored.items():
-        if name not in expected:
+        if name not in expected and not names.BUFFER.fullmatch(name):
             raise UserError(f"{each.file}: tensor {name} is not part of the model in config.json")
     if copied_head:
         head, embedding = (tensors.read(stored[name]).view(np.uint8) for name in (HEAD, EMBEDDING))

@@ -24,8 +24,11 @@ def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
     This reads `config.json` only; the weights are read, and downloaded if necessary, when the run starts.
 
     Args:
-      checkpoint: a folder, or a name on the Hub, such as "Qwen/Qwen3-30B-A3B"; "name@revision" pins a revision.
-      **changes: fields of the ModelConfig to replace, such as `remat="full"`.
+      checkpoint: a folder, or a name on the Hub, such as "Qwen/Qwen3-30B-A3B"; "name@revision" pins a revision. A
+        relative folder is looked up in the working directory, as the paths of the command line are; one beside the
+        experiment file is `Path(__file__).parent / "folder"`.
+      **changes: fields of the ModelConfig to replace, such as `remat="full"`, and `dtype="bfloat16"`: activations and
+        products are in float32 by default, whatever the checkpoint's tensors are in.
 
     Raises:
       UserError: there is no such checkpoint, or gspax does not implement its architecture.
@@ -47,10 +50,11 @@ def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool =
         return folder
     if folder.exists():
         raise UserError(f"{checkpoint}: wanted the folder of a checkpoint, this is a file")
+    where = "" if folder.is_absolute() else f" in the working directory {Path.cwd()}"
     if not HUB_NAME.fullmatch(checkpoint):
         raise UserError(
             f"{checkpoint}: wanted the folder of a checkpoint or a name on the Hub such as Qwen/Qwen3-30B-A3B; "
-            "there is no such folder"
+            f"there is no such folder{where}"
         )
     from huggingface_hub import snapshot_download
 
@@ -62,7 +66,7 @@ def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool =
     except Exception as problem:  # of many kinds: no network, no such name, no permission, no disk space
         reason = " ".join(str(problem).split())[:200]
         raise UserError(
-            f"{checkpoint}: there is no such folder, and the download from the Hub failed: "
+            f"{checkpoint}: there is no such folder{where}, and the download from the Hub failed: "
             f"{type(problem).__name__}: {reason}"
         ) from problem
     return Path(str(found))

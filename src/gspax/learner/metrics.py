@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax import advantages, losses, masked
+from gspax import losses, masked
 from gspax.distributed import multihost
 from gspax.learner.expert_load import changed_share, relative_load
 from gspax.losses import kl
@@ -37,14 +37,6 @@ class Clock:
     def metrics(self, tokens: int) -> dict[str, float]:
         self.lap("step", since=self.start)
         return {**self.seconds, "perf/tokens_per_second": tokens / self.seconds["time/step"]}
-
-
-def reward_metrics(reward_PG: Array) -> dict[str, float]:
-    return {
-        "reward/mean": float(reward_PG.mean()),
-        "reward/std": float(reward_PG.std()),
-        "reward/zero_std_groups": float(advantages.constant_groups(reward_PG).mean()),
-    }
 
 
 def response_metrics(rollout: Rollout) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from gspax.advantages import constant_groups
 from gspax.config import Reference
 from gspax.data.problem import Problem, encode_prompt
 from gspax.distributed import multihost
@@ -91,11 +92,18 @@ def _own_completions(
     return rows
 
 
-def part_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """The mean of each named reward (`rewards/NAME`) over the rows that have it."""
+def reward_metrics(rows: Sequence[Row], group: int) -> dict[str, float]:
+    """Metrics of the rewards: of their sums, and of each named one (`rewards/NAME`) over the rows that have it."""
+    reward_PG = np.array([row["reward"] for row in rows], np.float32).reshape(-1, group)
     parts = [row["parts"] for row in rows if "parts" in row]
     names = dict.fromkeys(name for each in parts for name in each)
-    return {f"rewards/{name}": float(np.mean([each[name] for each in parts if name in each])) for name in names}
+    return {
+        "reward/mean": float(reward_PG.mean()),
+        "reward/std": float(reward_PG.std()),
+        "reward/zero_std_groups": float(constant_groups(jnp.asarray(reward_PG)).mean()),
+        "reward/failed": sum("error" in row for row in rows) / len(rows),
+        **{f"rewards/{name}": float(np.mean([each[name] for each in parts if name in each])) for name in names},
+    }
 
 
 def _check_failures(rows: Sequence[Row], calls: RewardCalls) -> None:
