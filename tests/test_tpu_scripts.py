@@ -18,7 +18,7 @@ TPU = ROOT / "tpu"
 SOURCED = [TPU / "lib.sh", TPU / "config.example.sh"]
 SCRIPTS = sorted({*TPU.rglob("*.sh")} - {*SOURCED})
 TOOLS = ["bash", "basename", "cat", "dirname", "env", "git", "id", "mkdir", "rm", "sed"]
-FAKES = ["curl", "docker", "gcloud", "gcsfuse", "kubectl", "mountpoint", "python3", "sleep", "sudo", "systemctl"]
+FAKES = ["curl", "docker", "gcloud", "gcsfuse", "kubectl", "mountpoint", "python3", "sudo", "systemctl"]
 FAKES += ["systemd-run", "uv"]
 SETTINGS = {
     "GSPAX_PROJECT": "proj",
@@ -44,7 +44,7 @@ FAKE = r"""#!{python} -IS
 import json, os, shutil, subprocess, sys
 name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
 get = os.environ.get
-if name not in ("sleep", "mountpoint", "sudo"):
+if name not in ("mountpoint", "sudo"):
     with open(os.environ["FAKE_RECORD"], "a") as record:
         record.write(json.dumps([name, *words]) + "\n")
 if get("FAKE_FAIL") and get("FAKE_FAIL") in words:
@@ -88,6 +88,7 @@ class Cloud:
         for fake in FAKES:
             (self.bin / fake).write_text(FAKE.format(python=sys.executable))
             (self.bin / fake).chmod(0o755)
+        (self.bin / "sleep").symlink_to(shutil.which("true"))
         home = folder / "home"
         home.mkdir()
         self.variables = {"PATH": str(self.bin), "HOME": str(home), "FAKE_RECORD": str(self.record)}
