@@ -29,6 +29,10 @@ jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / "
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
+# Processes that a test starts share a cache of their own. Test processes keep the allocator as it is.
+os.environ.setdefault("GSPAX_COMPILATION_CACHE", str(Path(__file__).parents[1] / ".cache" / "compiled"))
+os.environ.setdefault("MALLOC_ARENA_MAX", "8")
+
 RESIDENT_BUDGET = 10**9  # bytes a worker may hold between two files; most of them are compiled programs
 
 

@@ -57,6 +57,7 @@ from gspax.rollout.rewards import (
 from gspax.rollout.sampler import lengths_to_host, sample
 from gspax.run import interrupt, progress, report
 from gspax.run.checkpoints import Checkpoints
+from gspax.run.compilation import count_compilations
 from gspax.run.directory import RunDir, open_run, wait_until_shared
 from gspax.run.record import Recorder
 from gspax.sft import warm_start
@@ -123,6 +124,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
     schedule = experiment.schedule
     with (
         learner.rewards,
+        count_compilations() as compiled,
         interrupt.watch() as interrupted,
         Checkpoints(run.checkpoints, keep=schedule.keep_checkpoints, mesh=learner.mesh) as checkpoints,
     ):
@@ -133,7 +135,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
             checkpoints.save(done, stored, {"experiment": describe(experiment)})
 
         state = restore_or_start(learner, run, checkpoints, interrupted)
-        done = count_rollouts(learner, state)
+        started = done = count_rollouts(learner, state)
         with Recorder(run, done) as recorder, progress.track(schedule.steps, done, experiment.name) as bar:
             if done == 0:
                 record_evaluation(learner, state, recorder, 0, run.before)
@@ -143,6 +145,8 @@ def train(experiment: Experiment, workdir: Path) -> None:
             while done < schedule.steps:
                 state, metrics, rows = run_step(learner, state, reference, ahead)
                 done += 1
+                if done == started + 1:
+                    bar.print(f"first step done; {compiled}")
                 if done == 1:
                     warn_of_noise(learner, metrics)
                 recorder.write_metrics(done, metrics)

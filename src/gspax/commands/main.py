@@ -2,7 +2,7 @@
 
 Exit codes: 0 done; 1 a failure while running; 2 invalid input, one line for each error on stderr; 128 + the signal's
 number for a run that a signal ended (130 for Ctrl-C, 143 for SIGTERM). GSPAX_TRACEBACK=1 adds the traceback to
-messages that come without one.
+messages that come without one. GSPAX_COMPILATION_CACHE is the folder of compiled programs, 0 for none.
 
 Each subcommand is a module of this package with `make_parser()` and `execute(options)`, which gives the exit code. It
 imports what needs jax in `execute`, so that `--help` answers at once.
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import gspax
-from gspax.commands import launch
+from gspax.commands import environment, launch
 from gspax.commands.arguments import Parser
 from gspax.commands.devices import skip_absent_tpu
 from gspax.errors import JoinTimeoutError, UserError
@@ -37,6 +37,7 @@ SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "export": ("--from DIR --to HF", "write a run's parameters as a Hugging Face checkpoint"),
     "parity": ("HF", "compare a Hugging Face checkpoint with transformers, layer by layer"),
 }
+COMPUTING = ("train", "sft", "eval", "bench")  # the subcommands that run an experiment on this machine's devices
 TRAIN_EXTRA = (  # top-level packages that 'gspax[train]' installs
     "flax",
     "huggingface_hub",
@@ -107,6 +108,8 @@ def _run(arguments: list[str]) -> int:
     subcommand = importlib.import_module(f"gspax.commands.{name}")
     options = subcommand.make_parser().parse_intermixed_args(arguments[1:])
     skip_absent_tpu()
+    if name in COMPUTING:
+        environment.prepare()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # without PyTorch its import prints a warning
     return subcommand.execute(options)
 

@@ -1,0 +1,120 @@
+"""The settings of a process that computes: a persistent compilation cache, and an allocator that keeps its pages.
+
+The command line applies them; importing gspax does not, because both hold for the whole process. Settings that the user
+made, in jax or in the environment, take precedence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import hashlib
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+VARIABLE = "GSPAX_COMPILATION_CACHE"  # a folder, or 0 for no cache
+KEPT_DAYS = 30  # a program that is older is compiled again, so the folder cannot grow for ever
+
+ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD")
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
+
+
+def prepare() -> None:
+    """Apply all settings. Call before jax compiles anything."""
+    use_compilation_cache()
+    if not has_accelerator():
+        keep_freed_pages()
+
+
+def use_compilation_cache() -> None:
+    """Let jax store compiled programs in `cache_folder()`, which any number of processes may share.
+
+    The folder must belong to the user alone: what it holds is executed. Nothing changes if jax has a folder already
+    (JAX_COMPILATION_CACHE_DIR).
+    """
+    import jax
+
+    folder = cache_folder()
+    if folder is None or jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        return
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if hasattr(os, "getuid") and (folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022):
+            raise PermissionError("other users can write to it")
+        remove_old(folder, KEPT_DAYS)
+    except OSError as error:
+        print(f"gspax: warning: compilation cache {folder} is not used: {error}", file=sys.stderr)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # reading a small program is faster too
+
+
+def cache_folder() -> Path | None:
+    """Where compiled programs are stored, or None if GSPAX_COMPILATION_CACHE is 0.
+
+    Machines that share a home directory have a folder each unless their CPUs are alike: XLA compiles for the CPU's
+    instruction set.
+    """
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen == "0":
+        return None
+    root = Path(chosen).expanduser() if chosen else user_cache() / "gspax" / "compiled"
+    return root / f"{platform.machine()}-{hashlib.sha256(cpu_features().encode()).hexdigest()[:8]}"
+
+
+def user_cache() -> Path:
+    """The user's folder for files that can be computed again, by the platform's convention."""
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"])
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path.home() / ".cache"
+
+
+def cpu_features() -> str:
+    """The instruction sets of this machine's CPU as Linux lists them; elsewhere the processor's name."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith(("flags", "Features")):
+                return " ".join(sorted(line.partition(":")[2].split()))
+    return platform.processor()
+
+
+def remove_old(folder: Path, days: float) -> None:
+    """Remove the files that were written more than `days` days ago. Another process may do so at the same time."""
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if path.is_file() and path.stat().st_mtime < time.time() - days * 86_400:
+                path.unlink()
+
+
+def has_accelerator() -> bool:
+    """Whether jax may compute on something else than the CPU."""
+    import jax
+
+    from gspax.commands.devices import has_tpu
+
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if platforms:
+        return platforms != "cpu"
+    return has_tpu() or bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/kfd"))
+
+
+def keep_freed_pages() -> bool:
+    """Let glibc's malloc keep freed memory for the next allocation; whether this is glibc and it did.
+
+    XLA on CPU allocates a program's temporaries anew in every call. By default the allocator returns that much memory
+    to the kernel at once, and the next call's page faults take up to a third of a step. Nothing changes if the user
+    configured the allocator or loaded another one.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ) or any(map(os.environ.get, ALLOCATOR_VARIABLES)):
+        return False
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    # Only the first arena serves large blocks without mmap.
+    return all(libc.mallopt(*option) for option in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)))

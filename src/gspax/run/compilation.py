@@ -1,0 +1,47 @@
+"""How many programs a process compiled, and how long that took."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+COMPILED = "/jax/core/compile/backend_compile_duration"  # also where the program comes from the persistent cache
+READ = "/jax/compilation_cache/cache_hits"
+
+
+@dataclass
+class Compilations:
+    """What was compiled so far."""
+
+    programs: int = 0
+    cached: int = 0  # of these, read from the persistent cache
+    seconds: float = 0.0  # in XLA, reading included; tracing is not
+
+    def __str__(self) -> str:
+        return f"{self.programs} programs compiled in {self.seconds:.1f} s ({self.cached} read from the cache)"
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[Compilations]:
+    """Count all compilations of the process within the context."""
+    found = Compilations()
+
+    def add_duration(event: str, seconds: float, **_: Any) -> None:
+        if event == COMPILED:
+            found.programs += 1
+            found.seconds += seconds
+
+    def add_hit(event: str, **_: Any) -> None:
+        found.cached += event == READ
+
+    jax.monitoring.register_event_duration_secs_listener(add_duration)
+    jax.monitoring.register_event_listener(add_hit)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(add_duration)
+        jax.monitoring.unregister_event_listener(add_hit)

@@ -1,0 +1,94 @@
+"""The settings of a process that computes. jax's own settings are restored after each test."""
+
+import os
+import time
+
+import jax
+import pytest
+
+from gspax.commands import environment
+
+NAMES = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_platforms")
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    """No folder in jax, no variable of the user's."""
+    before = {name: getattr(jax.config, name) for name in NAMES}
+    jax.config.update("jax_compilation_cache_dir", None)
+    for name in ("GSPAX_COMPILATION_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_the_cache_is_in_the_users_folder_and_open_to_the_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    environment.use_compilation_cache()
+    folder = environment.cache_folder()
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    assert folder.parent == tmp_path / "gspax" / "compiled"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_one_variable_moves_the_cache_or_switches_it_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSPAX_COMPILATION_CACHE", str(tmp_path))
+    assert environment.cache_folder().parent == tmp_path
+    monkeypatch.setenv("GSPAX_COMPILATION_CACHE", "0")
+    environment.use_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_a_folder_that_jax_was_given_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("GSPAX_COMPILATION_CACHE", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", "mine")
+    environment.use_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir == "mine" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault", ["shared", "a file"])
+def test_a_folder_that_cannot_be_trusted_or_made_is_not_used(fault, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("GSPAX_COMPILATION_CACHE", str(tmp_path / "cache"))
+    if fault == "shared":
+        environment.cache_folder().mkdir(parents=True)
+        environment.cache_folder().chmod(0o777)
+    else:
+        (tmp_path / "cache").touch()
+    environment.use_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir is None
+    assert capsys.readouterr().err.startswith("gspax: warning: compilation cache ")
+
+
+def test_machines_with_different_cpus_have_different_folders(monkeypatch):
+    here = environment.cache_folder()
+    monkeypatch.setattr(environment, "cpu_features", lambda: "avx512_of_another_machine")
+    assert environment.cache_folder() != here
+
+
+def test_old_programs_are_removed(tmp_path):
+    for name, days in (("old", 31), ("new", 29)):
+        (tmp_path / name).touch()
+        then = time.time() - days * 86_400
+        os.utime(tmp_path / name, (then, then))
+    environment.remove_old(tmp_path, 30)
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_the_allocator_is_left_alone_if_the_user_configured_it(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    calls = []
+    fake = type("libc", (), {"mallopt": staticmethod(lambda *option: calls.append(option) or 1)})
+    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: fake)
+    monkeypatch.setattr(environment.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    assert environment.keep_freed_pages() and len(calls) == 3
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    assert not environment.keep_freed_pages() and len(calls) == 3
+
+
+def test_the_platforms_that_jax_may_use_decide_whether_the_cpu_computes():
+    jax.config.update("jax_platforms", "cpu")
+    assert not environment.has_accelerator()
+    jax.config.update("jax_platforms", "cuda,cpu")
+    assert environment.has_accelerator()
