@@ -261,6 +261,38 @@ def test_the_fallback_for_rows_beyond_the_buffer_does_not_count():
     assert found == {Collective("ragged-all-to-all", ("data", "fsdp"), 8): 28}
 
 
+def test_a_ragged_all_to_all_sends_the_smaller_of_argument_and_buffer():
+    lines = (
+        "%x = f32[8]{0} parameter(0)",
+        "%y = f32[80]{0} parameter(1)",
+        "%a = f32[80]{0} ragged-all-to-all(%x, %y, %i, %i, %i, %i), replica_groups={}",
+        "ROOT %b = f32[8]{0} ragged-all-to-all(%y, %x, %i, %i, %i, %i), replica_groups={}",
+    )
+    found = hlo.collectives(program(*lines), MESH, unknown_trips=1)
+    assert found == {Collective("ragged-all-to-all", ("data", "fsdp"), 8): 2 * 28}
+
+
+def test_a_loop_inside_of_another_is_not_one_of_the_unknown_loops():
+    text = """
+%test (x: s32[]) -> pred[] {
+  ROOT %p = pred[] parameter(0)
+}
+
+%inner (x: s32[]) -> s32[] {
+  ROOT %x = s32[] parameter(0)
+}
+
+%outer (x: s32[]) -> s32[] {
+  ROOT %w = s32[] while(%x), condition=%test, body=%inner
+}
+"""
+    lines = (
+        "%w = s32[] while(%x), condition=%test, body=%outer",
+        "ROOT %v = s32[] while(%w), condition=%test, body=%inner",
+    )
+    assert hlo.unknown_loops(program(*lines, computations=text)) == 2
+
+
 @pytest.mark.parametrize(
     ("type_", "sizes"),
     [

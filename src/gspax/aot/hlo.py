@@ -179,16 +179,27 @@ def _has_ragged(name: str, module: Module) -> bool:
 
 
 def unknown_loops(module: Module) -> int:
-    """The number of loops with unknown trip counts."""
-    loops = [each for inside in module.computations.values() for each in inside if each.opcode == "while"]
-    return sum(trip_count(each, module) is None for each in loops)
+    """The number of loops with unknown trip counts, without those inside of another one."""
+
+    @functools.cache
+    def count(name: str) -> int:
+        found = 0
+        for each in module.computations.get(name, []):
+            if each.opcode == "while" and trip_count(each, module) is None:
+                found += 1
+            else:
+                found += sum(map(count, [*_CALLED.findall(each.attributes), *_branches(each)]))
+        return found
+
+    return count(module.entry)
 
 
 def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int, slices: int = 1) -> dict[Collective, int]:
     """The least bytes that a device must send for the collectives of a program, by kind and axes.
 
     In a group of n devices an all-gather sends (n - 1)/n of its result, a reduce-scatter as much of its argument, an
-    all-reduce both, one after the other; an all-to-all (n - 1)/n of its result, a permutation all of it. Between n
+    all-reduce both, one after the other; an all-to-all (n - 1)/n of its result, a ragged one of the smaller of argument
+    and result, a permutation all of it. Between n
     slices the same holds for a device and its counterparts in the other slices.
 
     Args:
@@ -221,11 +232,18 @@ def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int, sli
             kind, sent = "reduce-scatter", result * (size - 1) // size
         elif kind == "reduce-scatter":
             sent = result * (size - 1)
+        elif kind == RAGGED:  # one end is a buffer with room to spare: the other is what the devices send on average
+            sent = min(result, _first_operand_bytes(each, computation, module)) * (size - 1) // size
         else:
             sent = result * (size - 1) // size * (2 if kind == "all-reduce" else 1)
         return Counter({Collective(kind, axes, size): sent})
 
     return {key: sent for key, sent in total(module, count, unknown_trips=unknown_trips).items() if sent}
+
+
+def _first_operand_bytes(each: Instruction, computation: str, module: Module) -> int:
+    found = [other.type for other in module.computations[computation] if other.name == each.operands[0]]
+    return sum(array_bytes(found[0])) if found else sum(array_bytes(each.type))
 
 
 def _between_slices(send: Instruction, slices: int) -> Counter:

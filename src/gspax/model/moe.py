@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gspax.config import ModelConfig
+from gspax.kernels.expert_decoding import expert_decoding
 from gspax.kernels.expert_ffn import expert_ffn
 from gspax.kernels.expert_parallel import expert_parallel, has_ragged_all_to_all, ring
 from gspax.model.layers import init_weight
@@ -79,7 +80,10 @@ def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights):
     if mesh.shape[experts] > 1:
         slice_devices = mesh.size // mesh.shape["slice"]
         direct = has_ragged_all_to_all(mesh.devices.flat[0].device_kind, slice_devices)
-        ffn = partial(expert_parallel if direct else ring, axis=experts)
+        if x_BTD.shape[1] == 1:  # a decoding step
+            ffn = partial(expert_decoding, axis=experts, ragged=direct)
+        else:
+            ffn = partial(expert_parallel if direct else ring, axis=experts)
 
     def on_device(x_BTD, expert_BTA, gate_BTA, gate_EDF, up_EDF, down_EFD):
         gather = partial(jax.lax.all_gather, axis_name=mesh_axes("expert_embed"), tiled=True)

@@ -1,0 +1,73 @@
+"""Experts of a decoding step, sharded over devices, against all experts on one device, for each exchange."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_expert_parallel import MESH, ROUTINGS, A, E, K, N, X, assert_close, draw, emulated
+
+from gspax.kernels import expert_decoding as module
+from gspax.kernels.expert_ffn import Experts, expert_ffn
+
+EXCHANGES = {"gathered": module.gathered, "to_experts": partial(module.to_experts, exchange=emulated)}
+
+
+def on_mesh(exchange):
+    def visit(x, expert, gate, *weights):
+        return exchange(x, expert, gate, Experts(*weights), axis="expert")
+
+    rows, experts = P(("data", "expert")), P("expert")
+    specs = (rows, rows, rows, experts, experts, experts)
+    return jax.jit(jax.shard_map(visit, mesh=MESH, in_specs=specs, out_specs=rows))
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    monkeypatch.setattr(module, "CAPACITY_FACTOR", 0.5)  # several rounds even for an even routing
+    monkeypatch.setattr(module, "EXTRA_ROWS", 2)
+    assert module.buffer_rows(N, A, X, K) == 16
+
+
+@pytest.mark.parametrize("few", [1, K])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_agrees_with_all_experts_on_one_device(exchange, few, monkeypatch):
+    monkeypatch.setattr(module, "FEW_EXPERTS", few)
+    visit = on_mesh(EXCHANGES[exchange])
+    for name in ROUTINGS:
+        args, _ = draw(name)
+        got, want = visit(*args), expert_ffn(*args)
+        assert got.dtype == want.dtype
+        assert_close(got, want, 2e-6)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_garbage_in_dropped_rows_does_not_spread(exchange):
+    (x, expert, gate, *weights), _ = draw("some dropped")
+    dropped_N1 = (jnp.arange(len(x)) % 3 == 0)[:, None]
+    expert = jnp.where(dropped_N1, E, expert)
+    dirty = jnp.where(dropped_N1, 1e30, x), expert, jnp.where(dropped_N1, 1e30, gate), *weights
+    visit = on_mesh(EXCHANGES[exchange])
+    np.testing.assert_array_equal(visit(*dirty), visit(x, expert, gate, *weights))
+
+
+def test_bfloat16():
+    (x, *rest), _ = draw("any")
+    args = (x.astype(jnp.bfloat16), *rest)
+    for exchange in EXCHANGES.values():
+        got, want = on_mesh(exchange)(*args), expert_ffn(*args)
+        assert got.dtype == want.dtype
+        assert_close(got, want, 0.02)
+
+
+def test_a_buffer_has_room_for_its_share_but_for_no_more_than_can_arrive(monkeypatch):
+    monkeypatch.undo()
+    assert module.buffer_rows(32, 8, 64, 2) == 384
+    assert module.buffer_rows(1, 2, 4, 2) == 8
+
+
+def test_too_many_choices_for_a_sort_key():
+    with pytest.raises(ValueError, match="do not fit an int32 sort key"):
+        jax.eval_shape(partial(module._sort, keys=2**20), jax.ShapeDtypeStruct((2**12,), jnp.int32))
