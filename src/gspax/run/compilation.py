@@ -30,10 +30,10 @@ def count_compilations() -> Iterator[Compilations]:
     """Count all compilations of the process within the context."""
     found = Compilations()
 
-    def add_duration(event: str, seconds: float, **_: Any) -> None:
+    def add_duration(event: str, duration_secs: float, **_: Any) -> None:
         if event == COMPILED:
             found.programs += 1
-            found.seconds += seconds
+            found.seconds += duration_secs
 
     def add_hit(event: str, **_: Any) -> None:
         found.cached += event == READ
