@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -176,7 +177,11 @@ def constant_groups(reward_PG: Array, mask_PG: Array | None = None) -> Array:
     >>> constant_groups(jnp.array([[1.0, 1.0], [1.0, 0.0]])).tolist()
     [True, False]
     """
-    reward_PG, mask_PG = _rewards(reward_PG, mask_PG)
+    return _constant(*_rewards(reward_PG, mask_PG))
+
+
+@jax.jit
+def _constant(reward_PG: Array, mask_PG: Array) -> Array:
     highest_P = jnp.max(jnp.where(mask_PG, reward_PG, -jnp.inf), axis=-1)
     return highest_P <= jnp.min(jnp.where(mask_PG, reward_PG, jnp.inf), axis=-1)
 
@@ -226,6 +231,7 @@ def by_group(
     return advantage(reward_PG, mask_PG).at[p_B, g_B].get(mode="fill", fill_value=jnp.nan)
 
 
+@jax.jit
 def _center(reward_PG: Array, mask_PG: Array) -> Array:
     """R - mean, from the differences to the lowest reward; 0 outside the mask."""
     lowest_P1 = masked.min(reward_PG, mask_PG, axis=-1)[:, None]
@@ -233,6 +239,7 @@ def _center(reward_PG: Array, mask_PG: Array) -> Array:
     return jnp.where(mask_PG, above_PG - _mean(above_PG, mask_PG), 0)
 
 
+@partial(jax.jit, static_argnames=("ddof", "eps"))  # one program instead of one for each operation
 def _standardize(reward_PG: Array, mask_PG: Array, ddof: int, eps: float) -> Array:
     """(R - mean) / (std + eps), 0 where that is 0/0."""
     centered_PG = _center(reward_PG, mask_PG)

@@ -69,10 +69,16 @@ def score_metrics(batches: Sequence[Batch], entropies: Sequence[Any]) -> dict[st
     parts = [_score_rows(batch, entropy_BT) for batch, entropy_BT in zip(batches, entropies, strict=True)]
     rows = multihost.to_host(parts)
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
-    nothing_B = jnp.zeros(1)
-    _, reduced = losses.reduce(losses.Terms(nothing_B, nothing_B, joined))
-    reduced |= effective_sample_sizes(reduced)
+    reduced = jax.device_get(_reduce_rows(joined))
     return {name.replace("mismatch_", "mismatch/", 1): float(value) for name, value in reduced.items()}
+
+
+@jax.jit
+def _reduce_rows(rows: losses.Metrics) -> dict[str, Array]:
+    """The metrics of all rows, with the effective sample sizes."""
+    nothing_B = jnp.zeros(1)
+    _, reduced = losses.reduce(losses.Terms(nothing_B, nothing_B, rows))
+    return reduced | effective_sample_sizes(reduced)
 
 
 @jax.jit
@@ -102,11 +108,14 @@ def routing_metrics(count_LE: Array | None, before_LBTA: Array | None, after_LBT
     """
     if count_LE is None or before_LBTA is None or after_LBTA is None:
         return {}
-    load_LE, changed = multihost.to_host(
-        (relative_load(count_LE), changed_share(before_LBTA, after_LBTA, count_LE.shape[1]))
-    )
+    load_LE, changed = multihost.to_host(_load_and_change(count_LE, before_LBTA, after_LBTA))
     return {
         "routing/load_max": float(load_LE.max()),
         "routing/load_min": float(load_LE.min()),
         "routing/changed": float(changed),
     }
+
+
+@jax.jit
+def _load_and_change(count_LE: Array, before_LBTA: Array, after_LBTA: Array) -> tuple[Array, Array]:
+    return relative_load(count_LE), changed_share(before_LBTA, after_LBTA, count_LE.shape[1])
