@@ -250,6 +250,7 @@ class Lora:
     alpha: Positive = 32.0
     attention: bool = True  # query, key, value, out
     mlp: bool = True  # gate, up, down, those of experts included
+    checkpoint: str = ""  # folder of a PEFT adapter to start from (`hf.adapters`); empty: a no-op
 
 
 @dataclass(frozen=True, kw_only=True)

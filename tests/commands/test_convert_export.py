@@ -23,7 +23,8 @@ from gspax.config import Lora, Optimizer
 from gspax.data import HFTokenizer
 from gspax.errors import UserError
 from gspax.experiment.description import describe
-from gspax.hf import hf, writing
+from gspax.hf import hf, peft, writing
+from gspax.hf.adapters import read_adapters
 from gspax.hf.config_json import read_config
 from gspax.learner import adapters, restore
 from gspax.learner.optimizer import make_optimizer
@@ -238,6 +239,13 @@ def test_the_files_of_a_runs_tokenizer_and_starting_checkpoint_are_exported(tmp_
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 9
 
 
+def test_a_run_without_adapters_has_none_to_export(tmp_path):
+    run = a_run(tmp_path / "run", small_experiment.experiment, steps=(3,))
+    with pytest.raises(UserError, match=r"wanted a run with adapters \(lora\) for --adapter, got one without"):
+        export.run(run, tmp_path / "out", adapter=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_warm_start_is_exported_before_the_first_checkpoint_of_the_run(tmp_path):
     experiment = small_experiment.experiment
     run = a_run(tmp_path / "run", experiment, warm_start=True, steps=(3,))
@@ -268,6 +276,13 @@ def test_adapters_are_merged_on_export(lora, tmp_path):
     plain = published(experiment.model, base)
     changed = {name.split(".")[-2] for name, tensor in found.items() if not np.array_equal(tensor, plain[name])}
     assert changed == {f"{each}_proj" for each in ("q", "k", "v", "o", *(("gate", "up", "down") if lora.mlp else ()))}
+    export.run(run.path, tmp_path / "adapter", dtype="float32", adapter=True)
+    alone = peft(tmp_path / "adapter")
+    assert replace(alone, checkpoint="") == lora
+    shapes = {writing.path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(factors)}
+    again = read_adapters(tmp_path / "adapter", experiment.model, lora, shapes)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(factors):
+        np.testing.assert_array_equal(again[writing.path_name(path)], leaf)
     export.run(run.path, tmp_path / "half")
     assert {tensor.dtype for tensor in load(tmp_path / "half").values()} == {np.dtype(ml_dtypes.bfloat16)}
     shutil.rmtree(run.start)

@@ -1,10 +1,12 @@
-"""The code of docs/data.md: its experiment on GSM8K, with rows of our own and, where they are there, the real ones."""
+"""The experiments of docs/data.md and docs/checkpoints.md, on rows of our own and, where they are there, on GSM8K."""
 
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from test_chat import write_folder
 
@@ -12,10 +14,14 @@ from gspax.commands import main
 from gspax.config import ModelConfig
 from gspax.data.problem import encode_prompt
 from gspax.experiment import describe, load, override, validate
+from gspax.hf.adapters import write_adapters
 from gspax.hf.config_json import to_json
+from gspax.hf.reading import path_name
+from gspax.learner.adapters import abstract
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
+CHECKPOINTS = ROOT / "docs" / "checkpoints.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "data.md").read_text(), re.M | re.S)
 ROWS = [
     {"question": f"What is {a} + {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
@@ -75,6 +81,27 @@ def test_the_experiment_on_rows_of_our_own(folder, capsys):
     assert experiment.reward(problem, "so \\boxed{77}") == 0.0
     assert main.main(["train", "gsm8k.py", "--dry-run"]) == 0
     assert re.search(r"data\.train_rows +sha256:", capsys.readouterr().out)
+
+
+def test_the_experiment_with_adapters(folder, capsys):
+    """docs/checkpoints.md: with fresh adapters, and with those of a folder."""
+    (code,) = (
+        code for code in re.findall(r"^```python\n(.*?)^```$", CHECKPOINTS.read_text(), re.M | re.S) if "Lora" in code
+    )
+    assert 'lora=Lora(rank=16, alpha=32.0),  # or peft("adapters/first")' in code
+    Path("fresh.py").write_text(code)
+    experiment = load("fresh.py")
+    assert validate(experiment) == [] and experiment.lora.rank == 16
+    Path("adapters/first").mkdir(parents=True)
+    leaves = jax.tree_util.tree_leaves_with_path(abstract(experiment.model, experiment.lora))
+    shapes = {path_name(path): leaf.shape for path, leaf in leaves}
+    write_adapters(
+        Path("adapters/first"), experiment.model, experiment.lora, shapes, lambda name: np.ones(shapes[name])
+    )
+    Path("next.py").write_text(code.replace("lora=Lora(rank=16, alpha=32.0)", 'lora=peft("adapters/first")'))
+    assert load("next.py").lora == replace(experiment.lora, checkpoint="adapters/first")
+    assert main.main(["train", "next.py", "--dry-run"]) == 0
+    assert re.search(r"lora\.checkpoint +adapters/first", capsys.readouterr().out)
 
 
 def test_rows_that_do_not_fit_stop_the_dry_run(folder, capsys):

@@ -45,23 +45,41 @@ def make_parser() -> Parser:
         metavar="SIZE",
         help=f"the maximum size of a file (default: {SHARD_SIZE})",
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the adapters of a LoRA run in PEFT's layout, not the merged weights",
+    )
     parser.add_argument("--step", type=at_least(0), metavar="N", help="the checkpoint (default: the newest)")
     return parser
 
 
 def execute(options: argparse.Namespace) -> int:
     require_directory(options.source)
-    run(options.source, options.target, dtype=options.dtype, shard_size=options.shard_size, step=options.step)
+    run(
+        options.source,
+        options.target,
+        dtype=options.dtype,
+        shard_size=options.shard_size,
+        step=options.step,
+        adapter=options.adapter,
+    )
     return 0
 
 
 def run(
-    source: Path, target: Path, *, dtype: str = "bfloat16", shard_size: int = size(SHARD_SIZE), step: int | None = None
+    source: Path,
+    target: Path,
+    *,
+    dtype: str = "bfloat16",
+    shard_size: int = size(SHARD_SIZE),
+    step: int | None = None,
+    adapter: bool = False,
 ) -> None:
     """Write `target`: config.json, safetensors with their index, and the tokenizer's files if known.
 
     One parameter at a time is in memory; the largest is the gates of all experts of all layers. Adapters are merged
-    into the weights.
+    into the weights, or with `adapter` written alone, in PEFT's layout.
 
     Args:
       source: a run directory (the newest checkpoint of the run, else of its warm start), or what `gspax convert` wrote.
@@ -69,10 +87,12 @@ def run(
       dtype: of the tensors, `bfloat16` or `float32`.
       shard_size: the maximum bytes of tensors in a file.
       step: the checkpoint to export instead of the newest.
+      adapter: write adapter_config.json and adapter_model.safetensors only; `shard_size` is not read.
 
     Raises:
       UserError: `source` has no readable checkpoint, or `target` is not empty.
     """
+    from gspax.hf.adapters import write_adapters
     from gspax.hf.writing import parameter_shapes, write_checkpoint
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir
@@ -83,17 +103,23 @@ def run(
         chosen = checkpoints.latest() if step is None else step
         if chosen is None or chosen not in checkpoints.steps():
             raise UserError(f"there is no checkpoint {'' if chosen is None else chosen} in {checkpoints.directory}")
-        if lora is not None and checkpoints.directory == run.checkpoints.absolute():
+        adapted = lora is not None and checkpoints.directory == run.checkpoints.absolute()
+        if adapter and not adapted:
+            raise UserError(f"{source}: wanted a run with adapters (lora) for --adapter, got one without")
+        if lora is not None and adapted and not adapter:
             parameter = _merge_adapters(checkpoints, chosen, run, config, lora)
         else:
-            shapes = parameter_shapes(config)
+            shapes = parameter_shapes(config) if lora is None or not adapter else _factor_shapes(config, lora)
 
             def parameter(name: str) -> np.ndarray:
                 return _read_arrays(checkpoints, chosen, {f"params/{name}": shapes[name]}, dtype)[0]
 
         found = copy_companions(companions, temporary)
-        special = _read_special_tokens(companions)
-        write_checkpoint(temporary, config, parameter, dtype=dtype, shard_size=shard_size, more=special)
+        if lora is not None and adapter:
+            write_adapters(temporary, config, lora, shapes, parameter, dtype=dtype)
+        else:
+            special = _read_special_tokens(companions)
+            write_checkpoint(temporary, config, parameter, dtype=dtype, shard_size=shard_size, more=special)
     files = f"with {', '.join(found)}" if found else "without a tokenizer: none is known"
     print(f"{target}: step {chosen} of {checkpoints.directory}, {dtype}, {files}")
 
@@ -113,17 +139,11 @@ def _merge_adapters(
     checkpoints: Checkpoints, step: int, run: RunDir, config: ModelConfig, lora: Lora
 ) -> Callable[[str], np.ndarray]:
     """Parameters of a run with adapters, float32: the frozen ones are in `start/`, the factors in the checkpoint."""
-    import jax
-
-    from gspax.hf.reading import path_name
     from gspax.hf.writing import parameter_shapes
-    from gspax.learner import adapters
     from gspax.model.low_rank import LowRank
     from gspax.run.checkpoints import Checkpoints
 
-    shapes = parameter_shapes(config)
-    leaves = jax.tree_util.tree_leaves_with_path(adapters.abstract(config, lora))
-    factors = {path_name(path): leaf.shape for path, leaf in leaves}
+    shapes, factors = parameter_shapes(config), _factor_shapes(config, lora)
 
     def parameter(name: str) -> np.ndarray:
         with Checkpoints(run.start) as start:
@@ -139,6 +159,17 @@ def _merge_adapters(
         return base
 
     return parameter
+
+
+def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]]:
+    """The shape of each factor of the adapters by its path."""
+    import jax
+
+    from gspax.hf.reading import path_name
+    from gspax.learner import adapters
+
+    leaves = jax.tree_util.tree_leaves_with_path(adapters.abstract(config, lora))
+    return {path_name(path): leaf.shape for path, leaf in leaves}
 
 
 def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:

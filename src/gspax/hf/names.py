@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,11 +91,23 @@ def list_chunks(
       parameters: the shape of each parameter by its path, such as `runs/0/attention/query`.
       fused: whether a layer's experts are one tensor.
     """
-    found: dict[str, list[Chunk]] = {}
+    return {
+        name: [
+            Chunk(published, published_shape(row, parameters[name][len(index) :]), index, row)
+            for row, published, index in tensors
+        ]
+        for name, tensors in list_tensors(config, parameters, fused=fused).items()
+    }
+
+
+def list_tensors(
+    config: ModelConfig, parameters: Collection[str], *, fused: bool = False
+) -> dict[str, list[tuple[Row, str, tuple[int, ...]]]]:
+    """For each parameter its published tensors: (row of the table, name, index into the parameter's leading axes)."""
+    found: dict[str, list[tuple[Row, str, tuple[int, ...]]]] = {}
 
     def add(name: str, row: Row, published: str, index: tuple[int, ...]) -> None:
-        shape = published_shape(row, parameters[name][len(index) :])
-        found.setdefault(name, []).append(Chunk(published, shape, index, row))
+        found.setdefault(name, []).append((row, published, index))
 
     for row in OUTER:
         if row.ours in parameters:  # tied embeddings: no head

@@ -172,7 +172,7 @@ def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype
     found: dict[str, Stored] = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        found |= _create(folder / file, shard, dtype)
+        found |= create(folder / file, shard, dtype)
     if len(shards) > 1:
         total = sum(stored.nbytes for stored in found.values())
         index = {
@@ -183,7 +183,8 @@ def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype
     return found
 
 
-def _create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> dict[str, Stored]:
+def create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> dict[str, Stored]:
+    """Create a file with its header and space for every tensor, in the given order."""
     kind = next(name for name, each in DTYPES.items() if each == dtype)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0

@@ -70,10 +70,18 @@ def add_adapters(
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
 ) -> TrainState:
-    """The state with fresh adapters (from `fold_in(key, 1)`) on its parameters, and moments of those alone."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_adapters(config, lora, mesh))
-    make = jax.jit(lambda key: adapters.init(config, lora, jax.random.fold_in(key, 1)), out_shardings=shardings)
-    params = adapters.attach_adapters(state.params, make(state.key), lora)
+    """The state with adapters on its parameters, and moments of those alone.
+
+    The adapters are fresh ones from `fold_in(key, 1)`, or those of `lora.checkpoint`. UserError if that does not fit.
+    """
+    wanted = abstract_adapters(config, lora, mesh)
+    if lora.checkpoint:
+        factors = weights.load_adapters(config, lora, wanted)
+    else:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+        make = jax.jit(lambda key: adapters.init(config, lora, jax.random.fold_in(key, 1)), out_shardings=shardings)
+        factors = make(state.key)
+    params = adapters.attach_adapters(state.params, factors, lora)
     moments = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh, lora).opt_state)
     trained, _ = partition(params)
     return replace(state, params=params, opt_state=jax.jit(optimizer.init, out_shardings=moments)(trained))

@@ -1,4 +1,4 @@
-"""Initial parameters from a published checkpoint, or from one that `gspax convert` wrote."""
+"""Initial parameters from a published checkpoint or one that `gspax convert` wrote, and adapters from one of PEFT."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import jax
 
-from gspax.config import ModelConfig
+from gspax.config import Lora, ModelConfig
+from gspax.distributed import multihost
 from gspax.errors import UserError
+from gspax.hf.adapters import read_adapters
 from gspax.hf.reading import path_name, read_params
 from gspax.hf.source import locate
 from gspax.run.checkpoints import Checkpoints
@@ -26,6 +28,15 @@ def load(config: ModelConfig, wanted: Params) -> Params:
     if (folder / CHECKPOINTS).is_dir():
         return _load_converted(folder / CHECKPOINTS, wanted)
     return read_params(folder, config, wanted)
+
+
+def load_adapters(config: ModelConfig, lora: Lora, wanted: Params) -> Params:
+    """The adapters of `lora.checkpoint`, with the shardings of `wanted` (`ShapeDtypeStruct`s). UserError as `load`."""
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)}
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    found = multihost.all_or_raise(lambda: read_adapters(Path(lora.checkpoint), config, lora, shapes))
+    arrays = [multihost.to_devices(found[name], leaf.sharding) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(wanted), arrays)
 
 
 def _load_converted(directory: Path, wanted: Params) -> Params:

@@ -1,0 +1,168 @@
+"""Adapters in PEFT's layout, in and out. What the tensors mean is written out here: PEFT itself is not installed."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from published import published, random_params
+from safetensors.numpy import load_file, save_file
+
+from gspax.config import Lora, Mesh
+from gspax.errors import UserError
+from gspax.hf import peft
+from gspax.hf.adapters import read_adapters, write_adapters
+from gspax.hf.reading import path_name
+from gspax.learner import adapters, weights
+from gspax.learner.state import abstract_adapters
+from gspax.model.low_rank import dense
+from gspax.sharding import make_mesh
+
+CONFIG = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,))  # a dense layer and one with experts
+LORA = Lora(rank=3, alpha=6.0)
+SETTINGS = {  # what PEFT 0.18 writes beside what gspax reads
+    **{"alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None},
+    **{
+        "base_model_name_or_path": "Qwen/Qwen3-0.6B",
+        "bias": "none",
+        "corda_config": None,
+        "ensure_weight_tying": False,
+    },
+    **{"eva_config": None, "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True},
+    **{"init_lora_weights": True, "layer_replication": None, "layers_pattern": None, "layers_to_transform": None},
+    **{"loftq_config": {}, "lora_alpha": 6, "lora_bias": False, "lora_dropout": 0.05, "megatron_config": None},
+    **{"megatron_core": "megatron.core", "modules_to_save": None, "peft_type": "LORA", "peft_version": "0.18.0"},
+    **{"qalora_group_size": 16, "r": 3, "rank_pattern": {}, "revision": None, "target_modules": ["q_proj", "k_proj"]},
+    **{"target_parameters": None, "task_type": "CAUSAL_LM", "trainable_token_indices": None, "use_dora": False},
+    **{"use_qalora": False, "use_rslora": False},
+}
+
+
+def modules(lora=LORA):
+    """The weights that are adapted, by their published names."""
+    plain = published(CONFIG, random_params(CONFIG))
+    wanted = [each for each, on in (("self_attn", lora.attention), ("mlp", lora.mlp)) if on]
+    return {
+        name: x for name, x in plain.items() if "_proj.weight" in name and any(f".{each}." in name for each in wanted)
+    }
+
+
+def random_adapter(lora=LORA):
+    """name -> tensor, as PEFT saves them."""
+    rng, found = np.random.default_rng(0), {}
+    for name, weight in modules(lora).items():
+        module = "base_model.model." + name.removesuffix(".weight")
+        found[f"{module}.lora_A.weight"] = rng.standard_normal((lora.rank, weight.shape[1]), np.float32)
+        found[f"{module}.lora_B.weight"] = rng.standard_normal((weight.shape[0], lora.rank), np.float32)
+    return found
+
+
+def save(folder, tensors, **settings):
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(SETTINGS | settings))
+    return folder
+
+
+def shapes(lora=LORA):
+    leaves = jax.tree_util.tree_leaves_with_path(adapters.abstract(CONFIG, lora))
+    return {path_name(path): leaf.shape for path, leaf in leaves}
+
+
+@pytest.mark.parametrize(
+    "lora", [LORA, replace(LORA, mlp=False), replace(LORA, attention=False)], ids=["all", "attention", "mlp"]
+)
+def test_an_adapter_adds_what_peft_adds_to_each_module(lora, tmp_path):
+    tensors = random_adapter(lora)
+    found = peft(save(tmp_path / "adapter", tensors))
+    assert found == replace(lora, checkpoint=str(tmp_path / "adapter"))
+    mesh = make_mesh(Mesh(), jax.devices()[:8])
+    wanted = abstract_adapters(CONFIG, found, mesh)
+    factors = weights.load_adapters(CONFIG, found, wanted)
+    assert jax.tree.map(lambda x: x.sharding, factors) == jax.tree.map(lambda x: x.sharding, wanted)
+    base = random_params(CONFIG)
+    merged = published(CONFIG, jax.device_get(dense(adapters.attach_adapters(base, jax.device_get(factors), found))))
+    for name, weight in published(CONFIG, base).items():
+        module = "base_model.model." + name.removesuffix(".weight")
+        if f"{module}.lora_A.weight" in tensors:
+            change = tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
+            weight = weight + 6.0 / 3 * change
+        np.testing.assert_allclose(merged[name], weight, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_written_adapter_is_the_one_that_was_read(dtype, tmp_path):
+    tensors = random_adapter()
+    lora = peft(save(tmp_path / "theirs", tensors))
+    factors = read_adapters(tmp_path / "theirs", CONFIG, lora, shapes())
+    (tmp_path / "ours").mkdir()
+    write_adapters(tmp_path / "ours", CONFIG, lora, shapes(), factors.__getitem__, dtype=dtype)
+    again = load_file(tmp_path / "ours" / "adapter_model.safetensors")
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(again[name], tensor.astype(again[name].dtype))
+        assert again[name].dtype == dtype
+    raw = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    assert raw.keys() <= SETTINGS.keys()
+    assert {key: raw[key] for key in ("peft_type", "r", "lora_alpha", "use_rslora", "bias")} == {
+        "peft_type": "LORA",
+        "r": 3,
+        "lora_alpha": 6,
+        "use_rslora": False,
+        "bias": "none",
+    }
+    assert raw["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert replace(peft(tmp_path / "ours"), checkpoint=lora.checkpoint) == lora
+
+
+def test_rank_stabilised_scaling(tmp_path):
+    assert peft(save(tmp_path / "a", random_adapter(), use_rslora=True)).alpha == pytest.approx(6 * 3**0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"peft_type": "LOHA"}, 'peft_type: wanted "LORA", got "LOHA"'),
+        ({"use_dora": True}, "use_dora: wanted null, false or nothing in it, got true"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern: wanted null, false or nothing in it"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save: wanted null"),
+        ({"bias": "all"}, 'bias: wanted null or "none", got "all"'),
+        ({"task_type": "SEQ_CLS"}, 'task_type: wanted null or "CAUSAL_LM", got "SEQ_CLS"'),
+        ({"r": 0}, "r: wanted a number above 0, got 0"),
+        ({"r": 2.5}, "r: wanted a number above 0, got 2.5"),
+        ({"lora_alpha": None}, "lora_alpha: wanted a number above 0, got null"),
+        ({"something_new": 1}, "something_new: wanted null, false or nothing in it, got 1"),
+    ],
+)
+def test_another_kind_of_adapter_is_refused_by_name(settings, sentence, tmp_path):
+    with pytest.raises(UserError) as error:
+        peft(save(tmp_path / "adapter", random_adapter(), **settings))
+    assert str(error.value).startswith(f"{tmp_path / 'adapter' / 'adapter_config.json'}: {sentence}")
+
+
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path):
+    tensors = random_adapter()
+    first = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+
+    def refuses(tensors, sentence):
+        folder = save(tmp_path / "adapter", tensors)
+        with pytest.raises(UserError, match=sentence):
+            read_adapters(folder, CONFIG, LORA, shapes())
+
+    refuses({name: x for name, x in tensors.items() if name != first}, f"tensor {first} is missing")
+    refuses(tensors | {first: tensors[first].T.copy()}, rf"{first}: wanted the shape \[16, 3\], got \[3, 16\]")
+    router = "base_model.model.model.layers.1.mlp.gate.lora_A.weight"
+    refuses(tensors | {router: np.ones((3, 16), np.float32)}, f"{router} is not part of the model")
+
+
+def test_a_folder_without_an_adapter(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"nowhere: wanted the folder of an adapter .* working directory is "):
+        peft("nowhere")
+    save(tmp_path / "a", random_adapter())
+    shutil.move(tmp_path / "a" / "adapter_model.safetensors", tmp_path / "a" / "adapter_model.bin")
+    with pytest.raises(UserError, match=r"adapter_model\.bin is a pickle, which gspax does not read"):
+        peft("a")
