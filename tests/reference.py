@@ -1,7 +1,7 @@
-"""The losses and advantages again: slow, in float64, with loops, written from the papers alone.
+"""Reference losses and advantages: float64 numpy loops, slow, written from the papers alone.
 
-Nothing here imports gspax. A loss comes with its analytic gradient, which the papers give too; `test_reference.py`
-holds that against finite differences. Names: J is maximised, so `value` is minus a sequence's part of it.
+Nothing here imports gspax. Every loss has its analytic gradient, as the papers give it; `test_reference.py` checks the
+gradients against finite differences. J is maximised, so `value` is minus a sequence's term of it.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-EXP_LIMIT = 25.0  # a log-ratio is held within ±25 before exp, and has no gradient beyond
+EXP_LIMIT = 25.0  # log-ratios are clamped to ±25 before exp; beyond, the gradient is 0
 
 
 @dataclass
 class Result:
-    value: np.ndarray  # [B]     minus the sequence's part of the objective; 0 for an empty row
-    weight: np.ndarray  # [B]     1 or the number of tokens, as aggregated; 0 for an empty row
-    gradient: np.ndarray  # [B, T]  of the sum of `value` by each log-probability
-    high: np.ndarray  # [B, T]  response token held from above
-    low: np.ndarray  # [B, T]  response token held from below
+    value: np.ndarray  # [B]     minus the sequence's term of J; 0 for an empty row
+    weight: np.ndarray  # [B]     1 or the number of tokens, by aggregation; 0 for an empty row
+    gradient: np.ndarray  # [B, T]  of the sum of `value` with respect to each log-prob
+    high: np.ndarray  # [B, T]  response token clipped from above
+    low: np.ndarray  # [B, T]  response token clipped from below
     ratio: np.ndarray  # [B]     sequence ratio s_i; 1 for an empty row
     k3: np.ndarray  # [B, T]  r - 1 - log r of the response tokens
     mask: np.ndarray  # [B, T]
-    margin: float  # smallest distance of a ratio from a bound of its clip range
+    margin: float  # smallest distance from a ratio to a clip bound
 
     @property
     def loss(self) -> float:
@@ -35,7 +35,7 @@ class Result:
         return self.gradient / max(self.weight.sum(), 1)
 
     def metrics(self, split: str) -> dict[str, float]:
-        """The reduced metrics; `split` ("tokens" or "sequences") is what high and low are shares of."""
+        """The reduced metrics; clip_fraction_high and _low are shares of `split`, "tokens" or "sequences"."""
         rows = [b for b in range(len(self.value)) if self.weight[b]]
         tokens = self.mask.sum()
         cut = self.high | self.low
@@ -60,7 +60,8 @@ class Result:
 
 
 def quantile(entries: list[tuple[float, float]], above: float) -> float:
-    """The (value, weight) above which at most that share of the weight lies, the largest left out in any case."""
+    """The largest value with more than the share `above` of the weight at or beyond it; the heaviest entry's weight is
+    always allowed beyond."""
     allowed = max([above * sum(weight for _, weight in entries), *(weight for _, weight in entries)], default=0)
     beyond = 0
     for value, weight in sorted(entries, reverse=True):
@@ -72,13 +73,13 @@ def quantile(entries: list[tuple[float, float]], above: float) -> float:
 
 @dataclass
 class Sequence:
-    """One sequence's response tokens, and what a loss says about them. All lists have one entry per response token."""
+    """One sequence's response tokens and the loss's terms for them. Lists have one entry per response token."""
 
     logp: list[float]
     old_logp: list[float]
     advantage: list[float]
     objective: list[float]  # J is the aggregate of these
-    slope: list[list[float]]  # slope[t][u]: derivative of objective[t] by logp[u]
+    slope: list[list[float]]  # slope[t][u]: d objective[t] / d logp[u]
     high: list[bool]
     low: list[bool]
     margin: float = math.inf
@@ -88,7 +89,7 @@ class Sequence:
         return [new - old for new, old in zip(self.logp, self.old_logp, strict=True)]
 
 
-# Per token's share of its sequence's sum, and the sequence's weight, given its number of response tokens.
+# From the number of response tokens: the factor of each token's term, and the sequence's weight.
 AGGREGATES = {
     "by_sequence": lambda length: (1 / length, 1.0),
     "by_token": lambda length: (1.0, float(length)),
@@ -97,7 +98,7 @@ AGGREGATES = {
 
 
 def policy(loss, aggregate, logp, old_logp, advantage, mask, correction=None, **options) -> Result:
-    """A loss of the family over a batch. `advantage` and `correction` [B] or [B, T]; `loss` fills in a `Sequence`."""
+    """A loss over a batch. `advantage` and `correction` are [B] or [B, T]; `loss` fills in a `Sequence`."""
     result = _begin(logp, old_logp, mask)
     for i, tokens in _sequences(mask):
         n = len(tokens)
@@ -123,7 +124,7 @@ def policy(loss, aggregate, logp, old_logp, advantage, mask, correction=None, **
 
 
 def gspo(s: Sequence, clip_low, clip_high) -> None:
-    """GSPO, eq. 5 to 7; its gradient is s_i A_i 1/|y_i| Σ_t ∇log π where the minimum is the first of its two."""
+    """GSPO, eq. 5 to 7; where it is not clipped the gradient is s_i A_i 1/|y_i| Σ_t ∇log π."""
     n = len(s.logp)
     ratio, derivative = _ratio(sum(s.log_ratio) / n)
     for t in range(n):
@@ -183,7 +184,7 @@ def sapo(s: Sequence, tau_positive, tau_negative) -> None:
 
 
 def gmpo(s: Sequence, clip_low, clip_high) -> None:
-    """GMPO: A times the geometric mean of ratios, each clipped to [e^-low, e^high] on the side that sgn(A) says.
+    """GMPO: A times the geometric mean of the ratios, each at most e^high if A > 0, at least e^-low if A < 0.
 
     Π_t min(r_t^sgn, clip(r_t)^sgn)^sgn, to the power 1/|y|.
     """
@@ -213,7 +214,7 @@ def vespo(s: Sequence, k_positive, lambda_positive, k_negative, lambda_negative)
 
 
 def dppo(s: Sequence, divergence, threshold, ratio_limit) -> None:
-    """DPPO: M sg[min(r, c)] A log π, M = 0 where the divergence is too large and the update would increase it."""
+    """DPPO: M sg[min(r, c)] A log π; M = 0 where the divergence is above the threshold and the update raises it."""
     for t, log_ratio in enumerate(s.log_ratio):
         a, p, q = s.advantage[t], math.exp(min(s.old_logp[t], 0)), math.exp(min(s.logp[t], 0))
         distance = divergence(p, q)
@@ -229,7 +230,7 @@ def binary_tv(p: float, q: float) -> float:
 
 
 def binary_kl(p: float, q: float) -> float:
-    """KL of two coins that show heads with probability p and q; neither is certain."""
+    """KL divergence of two Bernoulli distributions, both probabilities kept below 1."""
     p, q = (min(x, math.exp(-(2.0**-24))) for x in (p, q))
     heads = p * math.log(p / q) if p and q else math.inf if p else 0.0
     return heads + (1 - p) * math.log((1 - p) / (1 - q))
@@ -286,14 +287,14 @@ def _sequences(mask):
 
 
 def _ratio(log_ratio: float) -> tuple[float, float]:
-    """A ratio and its derivative by the log-ratio, which is the ratio itself, or 0 where it is held."""
+    """A ratio and its derivative with respect to the log-ratio: the ratio itself, or 0 where it is clamped."""
     if abs(log_ratio) > EXP_LIMIT:
         return math.exp(math.copysign(EXP_LIMIT, log_ratio)), 0.0
     return math.exp(log_ratio), math.exp(log_ratio)
 
 
 def _clip(s: Sequence, t: int, x: float, clip_low: float, clip_high: float) -> tuple[float, bool]:
-    """min(x A, clip(x) A) for token t, and whether it still depends on x; notes what it does."""
+    """min(x A, clip(x) A) for token t, and whether it still depends on x; records the clipping in `s`."""
     a = s.advantage[t]
     clipped = min(max(x, 1 - clip_low), 1 + clip_high)
     s.margin = min(s.margin, abs(x - (1 - clip_low)), abs(x - (1 + clip_high)))
@@ -303,7 +304,7 @@ def _clip(s: Sequence, t: int, x: float, clip_low: float, clip_high: float) -> t
 
 
 def _begin(logp, old_logp, mask) -> Result:
-    """An empty result with what the metrics of all losses share."""
+    """An empty result with the entries that do not depend on the loss: the ratio and k3."""
     B, T = mask.shape
     result = Result(
         value=np.zeros(B),

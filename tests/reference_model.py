@@ -23,7 +23,7 @@ def rotate(x, position, config):
 
 
 def yarn_share(i, half, config):
-    """How much of its frequency pair i keeps: all if it makes many turns over the original context, none if few.
+    """The share of its frequency that pair i keeps: 1 if it turns often within the original context, 0 if rarely.
 
     Pair i turns r = context * theta ** (-i / half) / 2π times, so i = half * ln(context / 2πr) / ln(theta).
     """
@@ -41,7 +41,7 @@ def yarn_share(i, half, config):
 
 
 def yarn_factor(yarn):
-    """On both queries and keys, so that attention scores have it squared."""
+    """The scale of queries and of keys; attention scores carry its square."""
     if yarn is None:
         return 1.0
     if yarn.attention_factor is not None:
@@ -85,7 +85,7 @@ def layer_params(params, config, layer):
 def forward(params, config, tokens, forced=None, streams=None):
     """Logits `[T, V]` of one unpadded sequence, and the expert ids `[sparse layers, T, A]`, best first.
 
-    To a list `streams` the embeddings and the residual stream behind each layer are appended, `[T, D]` each.
+    The embeddings and each layer's residual stream, `[T, D]`, are appended to the list `streams` if it is given.
     """
     embedding = np.asarray(params["embedding"], np.float64)
     head = np.asarray(params["head"], np.float64) if "head" in params else embedding.T

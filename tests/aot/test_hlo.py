@@ -1,4 +1,4 @@
-"""The text of compiled programs: loops, branches and what collectives send, hand-written and compiled here."""
+"""Reading the text of compiled programs: loops, branches, bytes that collectives send."""
 
 import importlib.util
 
@@ -129,7 +129,7 @@ def test_transfers_to_the_host_do_not_count_as_sent():
         ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("fsdp",), 4),
         ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",), 2),
         ("replica_groups={}", ("data", "fsdp"), 8),
-        ("replica_groups={{0,1,8,9}}", hlo.UNKNOWN, 8),  # of another slice, which it cannot be
+        ("replica_groups={{0,1,8,9}}", hlo.UNKNOWN, 8),  # across slices, which does not occur
     ],
 )
 def test_groups_of_devices_are_within_a_slice(groups, axes, size):
@@ -272,7 +272,7 @@ def test_a_ragged_all_to_all_sends_the_smaller_of_argument_and_buffer():
     assert found == {Collective("ragged-all-to-all", ("data", "fsdp"), 8): 2 * 28}
 
 
-def test_a_loop_inside_of_another_is_not_one_of_the_unknown_loops():
+def test_unknown_loops_lists_outer_loops_only():
     text = """
 %test (x: s32[]) -> pred[] {
   ROOT %p = pred[] parameter(0)
@@ -337,7 +337,7 @@ def test_a_program_compiled_here():
 @needs_libtpu
 def test_collectives_over_slices_as_libtpu_writes_them():
     """A sum over all axes is scattered in the slice, summed between slices and gathered again; one over `slice` alone
-    is a device's whole array; a gather sends its own part to the other slice first."""
+    moves a device's full array; a gather first sends the device's shard to the other slice."""
     mesh = jax.sharding.Mesh(
         np.array(chips.describe_devices(chips.parse_topology("2xv5e:2x2"))).reshape(2, 4), ("slice", "fsdp")
     )

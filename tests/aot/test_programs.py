@@ -1,4 +1,4 @@
-"""What is compiled ahead of time is what a run compiles: arguments, resident memory, profile scopes."""
+"""Ahead-of-time compilation sees the programs of a run: arguments, resident memory, profile scopes."""
 
 import re
 from dataclasses import replace
@@ -27,7 +27,7 @@ EXPERIMENTS = {
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=EXPERIMENTS)
-def test_the_described_minibatch_is_one_that_a_rollout_is_cut_into(experiment):
+def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
     mesh = make_mesh(experiment.mesh, jax.devices()[:4])
     sampling, model = experiment.sampling, experiment.model
     B, T = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
@@ -126,7 +126,7 @@ def test_bytes_of_a_device():
 
 
 def test_every_program_can_be_lowered_for_present_devices():
-    """Without libtpu too: changes of the run's functions must be followed in `aot.programs`."""
+    """Needs no libtpu: fails when a run's functions change and `aot.programs` does not."""
     mesh = make_mesh(SMALL.mesh, jax.devices()[:4])
     sampling = SMALL.sampling
     rows, length = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
@@ -141,7 +141,7 @@ def test_every_program_can_be_lowered_for_present_devices():
 
 
 def test_a_profile_shows_the_parts_of_the_model():
-    """The names are in the metadata of every program's operations."""
+    """`named_scope` names reach the metadata of the compiled operations."""
     mesh = make_mesh(SMALL.mesh, jax.devices()[:4])
     own = {programs.TRAIN: ("loss", "update"), programs.SCORE: ("score",)}
     own[programs.ROLLOUT] = ("prefill", "decode", "draw")

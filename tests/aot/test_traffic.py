@@ -1,4 +1,4 @@
-"""Bytes between memory and cores, counted by hand."""
+"""Bytes moved between memory and cores, against counts made by hand."""
 
 import pytest
 

@@ -39,7 +39,7 @@ def adapt(updates, clip_range=START, rates=STEADY):
     return clipping.adapt_range(SETTINGS, clip_range, updates, rates)
 
 
-def test_nothing_is_clipped_to_begin_with():
+def test_nothing_is_clipped_at_the_start():
     np.testing.assert_array_equal(clipping.initial_range(SETTINGS), [1, 1])
     np.testing.assert_array_equal(clipping.initial_range(None), [0, 0])
 
