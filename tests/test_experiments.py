@@ -80,7 +80,13 @@ def test_a_step_of_every_experiment_can_be_traced(path):
         start = abstract_state(experiment.model, optimizer, learner.mesh)
         update = make_train_step(experiment.model, make_objective(sft.nll), optimizer, mesh=learner.mesh)
         length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
-        texts = {"data": experiment.data, "tokenizer": experiment.tokenizer, "length": length, "seed": experiment.seed}
+        texts = {
+            "data": experiment.data,
+            "tokenizer": experiment.tokenizer,
+            "length": length,
+            "vocab_size": experiment.model.vocab_size,
+            "seed": experiment.seed,
+        }
         jax.eval_shape(update, start, sft.make_demonstrations(stage, 0, mesh=learner.mesh, **texts))
 
 

@@ -1,6 +1,5 @@
 """Complete runs: their files, bit-exact resumption, interruption and failures."""
 
-import functools
 import json
 import os
 import signal
@@ -23,13 +22,11 @@ from gspax.errors import UserError
 from gspax.evaluate import run as evaluate_run
 from gspax.experiment.description import describe
 from gspax.learner import minibatches, train_step
-from gspax.learner.finite import count_skipped
-from gspax.learner.restore import load_start
 from gspax.learner.state import abstract_state
 from gspax.losses import kl
 from gspax.rewards.calls import RewardCalls
 from gspax.rollout import placement
-from gspax.run import interrupt, record
+from gspax.run import interrupt, progress, record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
 from gspax.sharding import make_mesh
@@ -221,49 +218,6 @@ def test_an_empty_prompt_is_rejected(tmp_path):
         loop.train(mute, tmp_path / "run")
 
 
-def gives_nan_advantages(reward_PG):
-    return reward_PG * float("nan")
-
-
-def test_a_run_without_finite_updates_stops_with_unchanged_parameters(tmp_path):
-    broken = replace(with_schedule(steps=9, eval_every=0, checkpoint_every=1), advantage=gives_nan_advantages)
-    broken = replace(broken, warm_start=None, reference=config.Reference())  # start/ holds its initial parameters
-    with pytest.raises(UserError, match=r"schedule\.max_skipped: wanted fewer than 5 updates in a row .* got 6"):
-        loop.train(broken, tmp_path / "run")
-    run = RunDir(tmp_path / "run")
-    steps = [row for row in record.read_metrics(run.metrics) if "policy/loss" in row]
-    assert [row["optim/skipped"] for row in steps] == [2, 2, 2] and np.isnan(steps[0]["policy/loss"])
-    state, learner = final_state(run, experiment=broken), loop.make_learner(broken)
-    start = load_start(run, broken.model, learner.mesh)
-    jax.tree.map(np.testing.assert_array_equal, state.params, jax.device_get(start))
-    assert state.step == 4, "the checkpoint of the second step is the last"
-
-
-def test_non_finite_parameters_are_not_saved(monkeypatch, tmp_path):
-    def run_step(learner, state, reference, ahead):
-        params = jax.tree.map(lambda leaf: leaf if state.step == 0 else leaf.at[0].set(jnp.inf), state.params)
-        return replace(state, step=state.step + learner.experiment.schedule.minibatches, params=params), {}, []
-
-    monkeypatch.setattr(loop, "run_step", run_step)
-    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
-    with pytest.raises(UserError, match="checkpoint 2: wanted finite parameters"):
-        loop.train(replace(with_schedule(eval_every=0, checkpoint_every=1), warm_start=None), tmp_path / "run")
-    with Checkpoints(RunDir(tmp_path / "run").checkpoints) as checkpoints:
-        assert checkpoints.steps() == [1]
-
-
-@pytest.mark.parametrize(("skipped", "stops"), [([2, 2, 0, 2, 2], False), ([2, 2, 1], True), ([5], True)])
-def test_many_consecutive_skipped_updates_end_a_run(skipped, stops):
-    def count():
-        return functools.reduce(lambda before, now: count_skipped(before, now, limit=5), skipped, 0)
-
-    if not stops:
-        assert count() == 4
-        return
-    with pytest.raises(UserError, match="fewer than 5 updates in a row"):
-        count()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [losses.grpo, losses.gspo_token])
 def test_other_losses_train_and_record_their_metrics(tmp_path, loss):
@@ -426,7 +380,7 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
 
 @pytest.mark.parametrize(("every", "due"), [(0, [7]), (3, [3, 6, 7]), (7, [7]), (10, [7])])
 def test_periodic_work_is_also_due_at_the_end(every, due):
-    assert [done for done in range(1, 8) if loop.is_due(done, every, 7)] == due
+    assert [done for done in range(1, 8) if progress.is_due(done, every, 7)] == due
 
 
 def test_a_step_of_the_loop(monkeypatch):

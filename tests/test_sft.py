@@ -25,6 +25,7 @@ def demonstrated(first=0, rows=4, demonstration=digits, **changes):
     stage = config.WarmStart(demonstration=demonstration, rows=rows)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     texts = {"data": experiment.data, "tokenizer": experiment.tokenizer, "length": LENGTH, "seed": 0}
+    texts["vocab_size"] = experiment.model.vocab_size
     return sft.make_demonstrations(stage, first, mesh=mesh, **texts | changes)
 
 
@@ -80,3 +81,8 @@ def test_each_update_takes_the_next_problems(monkeypatch, tmp_path):
     )
     sft.run(replace(experiment, schedule=replace(experiment.schedule, microbatch_rows=8)), tmp_path / "run")
     assert firsts == [0, 16, 32] and split == [8]
+
+
+def test_an_id_outside_the_vocabulary_is_refused():
+    with pytest.raises(UserError, match=r"tokenizer: wanted ids from 0 to 9 \(model\.vocab_size\), got 1\d for '\d+="):
+        demonstrated(vocab_size=10)

@@ -40,13 +40,21 @@ from gspax.ranges import (
     Range,
     Share,
     at_least,
+    at_most,
 )
 
 LOGIT_BUDGET = 2**25  # logits that the learner holds at once on one device (128 MiB)
 SCORE_BUDGET = 2**23  # attention scores likewise, where they are held at all; fewer than logits: faster on a CPU
 
 Remat = Literal["none", "products", "full", "offload"]
-AtLeast2 = Annotated[int, at_least(2)]
+AtLeast2 = Annotated[int, at_least(2), at_most(2**20)]
+# Larger than any model: a size beyond is a typing error, which would run out of memory or take hours to be priced.
+Size = Annotated[int, at_least(1), at_most(2**24)]
+OptionalSize = Annotated[int, at_least(0), at_most(2**24)]
+Layers = Annotated[int, at_least(1), at_most(10_000)]
+Experts = Annotated[int, at_least(0), at_most(2**16 - 1)]  # ids are uint16 at most
+Rate = Annotated[float, Range("above 0 and at most 100", lambda x: 0 < x <= 100)]
+Temperature = Annotated[float, Range("0.001 to 1000", lambda x: 1e-3 <= x <= 1e3)]  # beyond, logits overflow or vanish
 Dtype = Annotated[str, Range("float32 or bfloat16", lambda x: x in ("float32", "bfloat16"))]
 
 
@@ -68,16 +76,16 @@ class Yarn:
 class ModelConfig:
     """The architecture; below the blank line, how it is computed and where its parameters come from."""
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Size
+    num_key_value_heads: Size
     head_dim: AtLeast2
-    intermediate_size: NonNegativeInt = 0  # width of a dense feed-forward layer
-    num_experts: NonNegativeInt = 0  # 0: every layer is dense
-    num_experts_per_tok: NonNegativeInt = 0
-    moe_intermediate_size: NonNegativeInt = 0  # width of one expert
+    intermediate_size: OptionalSize = 0  # width of a dense feed-forward layer
+    num_experts: Experts = 0  # 0: every layer is dense
+    num_experts_per_tok: Experts = 0
+    moe_intermediate_size: OptionalSize = 0  # width of one expert
     norm_topk_prob: bool = True  # renormalise the chosen experts' probabilities to sum to one
     decoder_sparse_step: PositiveInt = 1  # layer l has experts if (l + 1) is a multiple of this ...
     mlp_only_layers: tuple[int, ...] = ()  # ... and l is not listed here
@@ -158,13 +166,13 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
 class Sampling:
     """How completions are drawn for training."""
 
-    prompts: PositiveInt = 64  # P, per rollout batch
+    prompts: Size = 64  # P, per rollout batch
     group: AtLeast2 = 8  # G, completions of each prompt
-    max_prompt_tokens: PositiveInt = 64
-    max_tokens: PositiveInt = 64  # of a completion, stop token included
+    max_prompt_tokens: Size = 64
+    max_tokens: Size = 64  # of a completion, stop token included
     slots: NonNegativeInt = 0  # samples that are drawn at once; 0: all. A finished sample's slot takes the next one
     max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     top_k: NonNegativeInt = 0  # 0: off. Filters bias the ratio, because log-probs are of the unfiltered distribution
     top_p: Share = 1.0
     min_p: Below1 = 0.0
@@ -187,7 +195,7 @@ class Optimizer:
     Parameters in bfloat16 (`model.param_dtype`) have a float32 master copy in the optimiser state.
     """
 
-    learning_rate: Positive = 1e-6  # peak of the schedule
+    learning_rate: Rate = 1e-6  # peak of the schedule
     warmup_updates: NonNegativeInt = 0  # linear from 0
     schedule: LearningRate = optimizers.constant  # optimizers.constant, .linear, .cosine, or your own
     transform: Transform = optimizers.adamw  # optimizers.adamw, .muon, optax.adafactor, or your own
@@ -215,12 +223,23 @@ def updates_per_step(schedule: Schedule) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Guard:
+    """What a run does about updates that go wrong, besides skipping those that are not finite (`learner.rollback`)."""
+
+    rollbacks: NonNegativeInt = 2  # returns to one checkpoint after `schedule.max_skipped`, each with other problems
+    max_grad_norm: NonNegative = 0.0  # an update with a larger gradient norm, before clipping, is skipped; 0: off
+    max_ratio: NonNegative = 0.0  # likewise with a larger policy ratio in its minibatch; 0: off
+    min_entropy: NonNegative = 0.01  # nats per token; below it a warning
+    max_truncated: NonNegative = 0.9  # share of responses cut at the length limit; above it a warning
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Held-out problems, sampled at temperature 1 and decoded greedily."""
 
     problems: PositiveInt = 256
     samples: PositiveInt = 1  # drawn per problem, besides the greedy one
-    max_tokens: NonNegativeInt = 0  # 0: as in sampling
+    max_tokens: OptionalSize = 0  # 0: as in sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +248,7 @@ class WarmStart:
 
     demonstration: Demonstration  # (problem, rng) -> the completion to imitate
     steps: PositiveInt = 60  # updates
-    rows: PositiveInt = 128  # per update
+    rows: Size = 128  # per update
     optimizer: Optimizer = Optimizer(learning_rate=3e-3)
 
 
@@ -246,7 +265,7 @@ class Reference:
 class Lora:
     """Train low-rank adapters instead of the parameters (arXiv 2106.09685): weight + alpha / rank · a b."""
 
-    rank: PositiveInt = 16
+    rank: Size = 16
     alpha: Positive = 32.0
     attention: bool = True  # query, key, value, out
     mlp: bool = True  # gate, up, down, those of experts included
@@ -319,6 +338,7 @@ class Experiment:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lora: Lora | None = None
     schedule: Schedule = field(default_factory=Schedule)
+    guard: Guard = field(default_factory=Guard)
     evaluation: Evaluation = field(default_factory=Evaluation)
     warm_start: WarmStart | None = None
     mesh: Mesh = field(default_factory=Mesh)

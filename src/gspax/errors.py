@@ -5,5 +5,17 @@ class UserError(Exception):
     """Invalid input: one sentence that names the field, what was wanted and what was given. The exit code is 2."""
 
 
-class JoinTimeoutError(UserError):
-    """A process did not join in time. Trying again may help, so the exit code is 1."""
+class FailureError(UserError):
+    """A run that failed although its input is valid, in one sentence. The exit code is 1."""
+
+
+class JoinTimeoutError(FailureError):
+    """A process did not join in time. Trying again may help."""
+
+
+class DivergedError(FailureError):
+    """Updates that are skipped one after the other, or parameters that are not finite."""
+
+    def __init__(self, message: str, *, step: int = 0, position: int = 0) -> None:
+        super().__init__(message)
+        self.step, self.position = step, position  # where the run was, and the problems that it had consumed

@@ -83,7 +83,7 @@ def evaluate(
             rollout = sample(
                 serving,
                 experiment.model,
-                encode_prompts(experiment.tokenizer, problems),
+                encode_prompts(experiment.tokenizer, problems, experiment.model.vocab_size),
                 ids,
                 key,
                 sampling=sampling,

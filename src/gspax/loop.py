@@ -6,23 +6,23 @@ One rollout from prompt to gradient: `loop.py`, `rollout/sampler.py`, `advantage
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from gspax.config import Experiment, is_sparse, trained_dtype, updates_per_step
 from gspax.data.problem import Problem, read_problem
 from gspax.distributed import multihost
+from gspax.errors import DivergedError
 from gspax.evaluate import evaluate
 from gspax.experiment.description import describe
-from gspax.learner import clipping, minibatches
-from gspax.learner.finite import check_finite, count_skipped
+from gspax.learner import clipping, minibatches, rollback
+from gspax.learner.alarms import alarm_metrics, warn_of_alarms
+from gspax.learner.finite import check_finite, check_skipped, count_skipped
 from gspax.learner.metrics import (
     Clock,
     response_metrics,
@@ -31,8 +31,15 @@ from gspax.learner.metrics import (
     update_metrics,
 )
 from gspax.learner.optimizer import learning_rate, make_optimizer
-from gspax.learner.restore import drop_frozen, load_start, restore_state, save_start
-from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
+from gspax.learner.restore import drop_frozen, load_reference, restore_state, save_start
+from gspax.learner.state import (
+    abstract_state,
+    add_adapters,
+    count_updates,
+    init_state,
+    new_state,
+    require_memory,
+)
 from gspax.learner.train_step import Steps, first_update_scores, make_steps
 from gspax.learner.updates import run_updates
 from gspax.model.low_rank import base
@@ -101,6 +108,7 @@ class RolloutBatch:
 def make_learner(experiment: Experiment) -> Learner:
     """The mesh, optimiser and jitted steps of an experiment. UserError if it does not fit the devices."""
     mesh, sampler_mesh = make_meshes(experiment)
+    require_memory(experiment.model, experiment.lora, experiment.optimizer, mesh, reference=bool(experiment.reference))
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
     steps = make_steps(experiment, optimizer, mesh)
     if experiment.placement is None:
@@ -116,78 +124,87 @@ def train(experiment: Experiment, workdir: Path) -> None:
 
     Raises:
       UserError: the directory belongs to another experiment, or the experiment's functions misbehave.
+      DivergedError: updates still go wrong after `guard.rollbacks` returns to the newest checkpoint.
       Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved first.
     """
     learner = make_learner(experiment)
+    remembered = rollback.Remembered(learner.steps.update)
+    learner = replace(learner, steps=learner.steps._replace(update=remembered))
     run = multihost.all_or_raise(lambda: open_run(workdir, describe(experiment)))
     wait_until_shared(run)
-    schedule = experiment.schedule
     with (
         learner.rewards,
         count_compilations() as compiled,
         interrupt.watch() as interrupted,
-        Checkpoints(run.checkpoints, keep=schedule.keep_checkpoints, mesh=learner.mesh) as checkpoints,
+        Checkpoints(run.checkpoints, keep=experiment.schedule.keep_checkpoints, mesh=learner.mesh) as checkpoints,
     ):
-
-        def save(done: int, state: TrainState) -> None:
-            stored = drop_frozen(state)
-            check_finite(stored.params, done)
-            checkpoints.save(done, stored, {"experiment": describe(experiment)})
-
-        state = restore_or_start(learner, run, checkpoints, interrupted)
-        started = done = count_rollouts(learner, state)
-        with Recorder(run, done) as recorder, progress.track(schedule.steps, done, experiment.name) as bar:
-            if done == 0:
-                record_evaluation(learner, state, recorder, 0, run.before)
-            reference = load_reference(learner, run, state)
-            ahead: deque[PendingRollout] = deque()
-            skipped = 0
-            while done < schedule.steps:
-                state, metrics, rows = run_step(learner, state, reference, ahead)
-                done += 1
-                if done == started + 1:
-                    bar.print(f"first step done; {compiled}")
-                if done == 1:
-                    warn_of_noise(learner, metrics)
-                recorder.write_metrics(done, metrics)
-                if failed := [row for row in rows if "error" in row]:
-                    recorder.write_failures(done, gather_texts(failed))
-                bar.update(done, metrics)
-                skipped = count_skipped(skipped, int(metrics.get("optim/skipped", 0)), schedule.max_skipped)
-                if is_due(done, schedule.eval_every, schedule.steps):
-                    record_evaluation(learner, state, recorder, done, run.after)
-                    recorder.write_samples(done, gather_texts(rows))
-                if is_due(done, schedule.checkpoint_every, schedule.steps):
-                    save(done, state)
-                if interrupted():  # after the save, so that a signal during it costs no further step
-                    save(done, state)  # once, if it was due
-                interrupted.stop_here()
+        while True:
+            try:
+                train_from_newest(learner, run, checkpoints, interrupted, compiled, remembered)
+                break
+            except DivergedError as problem:
+                rollback.go_back(run, problem, checkpoints.latest() or 0, experiment.guard.rollbacks)
     if jax.process_index() == 0:
         report.write(run.path)
 
 
-def warn_of_noise(learner: Learner, metrics: dict[str, float]) -> None:
-    """Warn if rounding alone can leave the clip range."""
-    if learner.experiment.calibration is not None:
-        return
-    for sentence in clipping.noise_warnings(learner.experiment.loss, metrics.get("policy/noise_floor", 0.0)):
-        if jax.process_index() == 0:
-            print(f"gspax: warning: {sentence}", file=sys.stderr)
+def train_from_newest(
+    learner: Learner,
+    run: RunDir,
+    checkpoints: Checkpoints,
+    interrupted: interrupt.Watch,
+    compiled: object,
+    remembered: rollback.Remembered,
+) -> None:
+    """The steps after the newest checkpoint. DivergedError if updates went wrong: what they did is not saved."""
+    experiment, schedule = learner.experiment, learner.experiment.schedule
 
+    def save(done: int, state: TrainState) -> None:
+        stored = drop_frozen(state)
+        check_finite(stored, done)
+        checkpoints.save(done, stored, {"experiment": describe(experiment)})
 
-def is_due(done: int, every: int, last: int) -> bool:
-    """Whether something that happens `every` so many steps (0: never) and at the last one happens after `done`."""
-    return done == last or (every > 0 and done % every == 0)
+    state = restore_or_start(learner, run, checkpoints, interrupted)
+    started = done = count_rollouts(learner, state)
+    state = rollback.skip_problems(run, state, done)
+    with Recorder(run, done) as recorder, progress.track(schedule.steps, done, experiment.name) as bar:
+        if done == 0:
+            record_evaluation(learner, state, recorder, 0, run.before)
+        wanted = experiment.reference is not None and experiment.lora is None  # adapters have their base in the state
+        reference = load_reference(run, state, experiment.model, learner.mesh) if wanted else None
+        ahead: deque[PendingRollout] = deque()
+        skipped, alarms = 0, frozenset[str]()
+        while done < schedule.steps:
+            state, metrics, rows = run_step(learner, state, reference, ahead)
+            done += 1
+            if done == started + 1:
+                bar.print(f"first step done; {compiled}")
+            if done == 1:
+                clipping.warn_of_noise(experiment.loss, experiment.calibration, metrics)
+            alarms = warn_of_alarms(experiment.guard, metrics, alarms)
+            recorder.write_metrics(done, {**metrics, **alarm_metrics(alarms)})
+            if failed := [row for row in rows if "error" in row]:
+                recorder.write_failures(done, gather_texts(failed))
+            bar.update(done, metrics)
+            skipped = count_skipped(skipped, int(metrics.get("optim/skipped", 0)))
+            if skipped >= schedule.max_skipped:
+                dumped = rollback.dump(run, done, state, remembered.last_skipped(), describe(experiment), learner.mesh)
+                check_skipped(skipped, schedule.max_skipped, done, state, dumped)
+            remembered.forget()
+            if progress.is_due(done, schedule.eval_every, schedule.steps):
+                record_evaluation(learner, state, recorder, done, run.after)
+                recorder.write_samples(done, gather_texts(rows))
+            due = progress.is_due(done, schedule.checkpoint_every, schedule.steps)
+            if due and (not skipped or done == schedule.steps):  # amid skipped updates it is no state to go back to
+                save(done, state)
+            if interrupted():  # after the save, so that a signal during it costs no further step
+                save(done, state)  # once, if it was due
+            interrupted.stop_here()
 
 
 def count_rollouts(learner: Learner, state: TrainState) -> int:
     """The rollout batches that a state has learnt from."""
     return count_updates(state) // updates_per_step(learner.experiment.schedule)
-
-
-def count_updates(state: TrainState) -> int:
-    """The optimiser updates that a state has had."""
-    return int(multihost.to_host(state.step))
 
 
 def restore_or_start(
@@ -212,18 +229,6 @@ def restore_or_start(
         state = add_adapters(state, model, lora, optimizer, mesh)
     clip_range = clipping.initial_range(experiment.calibration)
     return replace(state, clip_range=multihost.to_devices(clip_range, named_sharding(mesh)))
-
-
-def load_reference(learner: Learner, run: RunDir, state: TrainState) -> Params | None:
-    """The parameters that reinforcement learning started from, as arrays of their own; None if none are needed.
-
-    With adapters they are the base of the policy and already part of its state.
-    """
-    if learner.experiment.reference is None or learner.experiment.lora is not None:
-        return None
-    if count_updates(state) == 0:
-        return jax.tree.map(jnp.copy, state.params)  # the state is donated to the first update
-    return load_start(run, learner.experiment.model, learner.mesh)
 
 
 def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, done: int, samples: Path) -> None:
@@ -265,7 +270,7 @@ def next_rollout(learner: Learner, state: TrainState, ahead: deque[PendingRollou
     schedule, placement = learner.experiment.schedule, learner.experiment.placement
     done = count_rollouts(learner, state)
     staleness = placement.staleness if placement is not None else 0
-    last = find_last_ahead(staleness, done, lambda n: is_due(n, schedule.checkpoint_every, schedule.steps))
+    last = find_last_ahead(staleness, done, lambda n: progress.is_due(n, schedule.checkpoint_every, schedule.steps))
     if not ahead:
         draw_ahead(learner, state, range(1), ahead)
     batch = receive(learner, ahead.popleft())
@@ -291,7 +296,7 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Pen
     rollout = sample(
         params,
         experiment.model,
-        encode_prompts(experiment.tokenizer, problems),
+        encode_prompts(experiment.tokenizer, problems, experiment.model.vocab_size),
         ids,
         sampler.push_key(jax.random.fold_in(state.key, SAMPLING)),
         sampling=experiment.sampling,

@@ -24,6 +24,11 @@ def at_least(low: int) -> Range:
     return Range(f"at least {low}", lambda x: low <= x < math.inf)
 
 
+def at_most(high: float) -> Range:
+    return Range(f"at most {high}", lambda x: x <= high)
+
+
+INT32 = 2**31 - 1  # what the devices count in
 AXIS = Range("at least 1, or -1 for the devices that are left", lambda x: x >= 1 or x == -1)
 CHOSEN_AXIS = Range("at least 1, 0 to have it chosen, or -1 for the devices that are left", lambda x: x >= -1)
 NAME = Range(
@@ -31,8 +36,8 @@ NAME = Range(
     lambda x: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", x) is not None,
 )
 
-PositiveInt = Annotated[int, at_least(1)]
-NonNegativeInt = Annotated[int, at_least(0)]
+PositiveInt = Annotated[int, at_least(1), at_most(INT32)]
+NonNegativeInt = Annotated[int, at_least(0), at_most(INT32)]
 Positive = Annotated[float, Range("above 0", lambda x: 0 < x < math.inf)]
 NonNegative = Annotated[float, at_least(0)]
 Finite = Annotated[float, Range("a finite number", lambda x: abs(x) < math.inf)]

@@ -17,11 +17,12 @@ import numpy as np
 
 from gspax.config import Experiment, WarmStart
 from gspax.data.problem import encode_prompt, read_problem
+from gspax.data.tokenizer import check_ids
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.learner import objective
-from gspax.learner.finite import check_finite, count_skipped
+from gspax.learner.finite import check_finite, check_skipped, count_skipped
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state, init_state
 from gspax.learner.train_step import make_train_step
@@ -71,6 +72,7 @@ def warm_start(
         data=experiment.data,
         tokenizer=cast(CompletionTokenizer, experiment.tokenizer),  # checked by `experiment.validate`
         length=experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens,
+        vocab_size=model.vocab_size,
         seed=experiment.seed,
         mesh=mesh,
     )
@@ -89,9 +91,10 @@ def warm_start(
                 shown = {name: float(value) for name, value in multihost.to_host(metrics).items()}
                 recorder.write_metrics(done, shown)
                 bar.update(done, {"loss": shown["loss"]})
-                skipped = count_skipped(skipped, int(shown["skipped"]), experiment.schedule.max_skipped)
+                skipped = count_skipped(skipped, int(shown["skipped"]))
+                check_skipped(skipped, experiment.schedule.max_skipped, done, state)
                 if interrupted() or done == stage.steps:
-                    check_finite(state.params, done)
+                    check_finite(state, done)
                     checkpoints.save(done, state, {})
                 interrupted.stop_here()
     return state
@@ -104,12 +107,14 @@ def make_demonstrations(
     data: DataSource,
     tokenizer: CompletionTokenizer,
     length: int,
+    vocab_size: int,
     seed: int,
     mesh: jax.sharding.Mesh,
 ) -> Batch:
     """`stage.rows` demonstrated training problems from index `first` on, padded to `length` tokens.
 
-    A row is a function of (seed, index) alone. UserError if one is longer than `length`.
+    A row is a function of (seed, index) alone. UserError if one is longer than `length` or has an
+    id out of range.
     """
     by_row = named_sharding(mesh, "batch")
 
@@ -119,6 +124,7 @@ def make_demonstrations(
         prompt = encode_prompt(tokenizer, problem)
         answer = tokenizer.encode_completion(stage.demonstration(problem, np.random.default_rng((seed, index))))
         tokens = [*prompt, *answer, tokenizer.stop_ids[0]]
+        check_ids(tokens, vocab_size, problem.prompt)
         if len(tokens) > length:
             raise UserError(
                 f"warm_start: wanted at most {length} tokens of prompt and demonstration "

@@ -109,14 +109,20 @@ ERRORS = {
     "sampling.prompts=0": "sampling.prompts: wanted at least 1, got 0",
     "sampling.group=1": "sampling.group: wanted at least 2, got 1",
     "sampling.max_tokens=0": "sampling.max_tokens: wanted at least 1, got 0",
-    "sampling.temperature=0": "sampling.temperature: wanted above 0, got 0.0",
-    "sampling.temperature=nan": "sampling.temperature: wanted above 0, got nan",
-    "sampling.temperature=inf": "sampling.temperature: wanted above 0, got inf",
+    "sampling.temperature=0": "sampling.temperature: wanted 0.001 to 1000, got 0.0",
+    "sampling.temperature=nan": "sampling.temperature: wanted 0.001 to 1000, got nan",
+    "sampling.temperature=inf": "sampling.temperature: wanted 0.001 to 1000, got inf",
     "sampling.top_k=-1": "sampling.top_k: wanted at least 0, got -1",
     "sampling.top_p=0": "sampling.top_p: wanted above 0 and at most 1, got 0.0",
     "sampling.top_p=1.1": "sampling.top_p: wanted above 0 and at most 1, got 1.1",
     "sampling.min_p=1": "sampling.min_p: wanted at least 0 and below 1, got 1.0",
-    "optimizer.learning_rate=0": "optimizer.learning_rate: wanted above 0, got 0.0",
+    "sampling.temperature=1e-30": "sampling.temperature: wanted 0.001 to 1000, got 1e-30",
+    "optimizer.learning_rate=0": "optimizer.learning_rate: wanted above 0 and at most 100, got 0.0",
+    "optimizer.learning_rate=1e10": "optimizer.learning_rate: wanted above 0 and at most 100, got 1e10",
+    "sampling.prompts=1e10": "sampling.prompts: wanted at most 16777216, got 10000000000",
+    "model.hidden_size=1000000000000": "model.hidden_size: wanted at most 16777216, got 1000000000000",
+    "model.num_hidden_layers=10000000": "model.num_hidden_layers: wanted at most 10000, got 10000000",
+    "model.num_experts=65536": "model.num_experts: wanted at most 65535, got 65536",
     "warm_start.optimizer.b2=1": "warm_start.optimizer.transform.b2: wanted at least 0 and below 1, got 1.0",
     "warm_start.rows=0": "warm_start.rows: wanted at least 1, got 0",
     "schedule.minibatches=0": "schedule.minibatches: wanted at least 1, got 0",
@@ -155,6 +161,14 @@ ERRORS = {
 @pytest.mark.parametrize("assignment", ERRORS)
 def test_an_error_is_one_sentence(assignment):
     assert validate(override(EXPERIMENT, [assignment]), 1) == [ERRORS[assignment]]
+
+
+def test_a_rollout_batch_has_no_more_tokens_than_can_be_indexed():
+    sizes = ["sampling.prompts=16777216", "sampling.group=64", "sampling.max_prompt_tokens=4", "sampling.max_tokens=4"]
+    assert validate(override(EXPERIMENT, sizes), 1) == [
+        "sampling: wanted at most 2,147,483,647 tokens in a rollout batch, "
+        "got 16777216 prompts x 64 samples x 8 tokens = 8,589,934,592"
+    ]
 
 
 @pytest.mark.parametrize(

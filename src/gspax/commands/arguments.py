@@ -70,6 +70,14 @@ def at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
+def address(text: str) -> str:
+    """`HOST:PORT`, a port from 1 to 65535."""
+    host, _, port = text.rpartition(":")
+    if not host.strip() or not port.isdecimal() or not 1 <= int(port[:6]) <= 65535:
+        raise argparse.ArgumentTypeError(f"wanted HOST:PORT with a port from 1 to 65535, got {text!r}")
+    return text
+
+
 def size(text: str) -> int:
     """`5GB`, `500MB` or `1000000` as a number of bytes."""
     found = re.fullmatch(r"(\d+)(|KB|MB|GB)", text)

@@ -6,6 +6,7 @@ Functions import what needs jax, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ def load_experiment(options: argparse.Namespace) -> Experiment:
         raise UserError("--devices is for --dry-run; a run uses all devices that it finds")
     if not dry_run and "workdir" in options and options.workdir is None:
         raise UserError("wanted --workdir DIR, the directory that the run writes to (or --dry-run)")
+    if getattr(options, "workdir", None) is not None:
+        require_possible(options.workdir)
     folder = str(Path(options.file).resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that no file there hides an installed module
@@ -59,3 +62,16 @@ def require_directory(path: Path) -> None:
     """UserError unless `path` is a directory."""
     if not path.is_dir():
         raise UserError(f"{path}: wanted the directory of a run, there is none")
+
+
+def require_possible(path: Path) -> None:
+    """UserError if no directory can be at `path`, or nothing can be created there."""
+    try:
+        nearest = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        path.exists()  # raises for a name that is too long
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{str(path)[:200]}: wanted a directory: {problem}") from problem
+    if not nearest.is_dir():
+        raise UserError(f"{path}: wanted a directory, but {nearest} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{path}: wanted a directory to write to, {nearest} is not writable")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import signal
@@ -24,7 +25,7 @@ import gspax
 from gspax.commands import environment, launch
 from gspax.commands.arguments import Parser
 from gspax.commands.devices import skip_absent_tpu
-from gspax.errors import JoinTimeoutError, UserError
+from gspax.errors import FailureError, UserError
 
 SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "train": ("FILE --workdir DIR", "run an experiment; continue it if DIR holds a checkpoint of it"),
@@ -33,6 +34,7 @@ SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "bench": ("FILE", "measure speed on this machine"),
     "compile": ("FILE --topology T", "compile without TPU hardware: does it fit, how fast could it be"),
     "report": ("DIR", "write report.html of a run"),
+    "replay": ("FILE DUMP", "compute the update that a diverged run dumped again, and name what is not finite"),
     "convert": ("--from HF --to DIR", "convert a Hugging Face checkpoint to Orbax, to start from"),
     "export": ("--from DIR --to HF", "write a run's parameters as a Hugging Face checkpoint"),
     "parity": ("HF", "compare a Hugging Face checkpoint with transformers, layer by layer"),
@@ -66,7 +68,7 @@ def _run_and_report(arguments: list[str]) -> int:
     except SystemExit as done:  # argparse, after --help and --version
         return int(done.code or 0)
     except UserError as problem:
-        return _fail(problem, str(problem).splitlines(), 1 if isinstance(problem, JoinTimeoutError) else 2)
+        return _fail(problem, str(problem).splitlines(), 1 if isinstance(problem, FailureError) else 2)
     except _interrupted() as stop:
         return _fail(stop, [str(stop)], 128 + getattr(stop, "signum", signal.SIGINT))
     except KeyboardInterrupt as stop:
@@ -78,6 +80,11 @@ def _run_and_report(arguments: list[str]) -> int:
         package = (missing.name or "").partition(".")[0]
         if package in TRAIN_EXTRA:
             return _fail(missing, [f"this needs the package {package!r}: pip install 'gspax[train]'"], 2)
+        traceback.print_exc()
+        return 1
+    except OSError as problem:
+        if problem.errno == errno.ENAMETOOLONG:
+            return _fail(problem, [f"{str(problem.filename)[:200]}...: the name is too long"], 2)
         traceback.print_exc()
         return 1
     except Exception:

@@ -21,9 +21,10 @@ class Problems:
     max_digits: int = 6
 
     def __post_init__(self) -> None:
-        if not 2 <= self.min_digits <= self.max_digits:
+        if not 2 <= self.min_digits <= self.max_digits <= 1000:
             raise ValueError(
-                f"wanted 2 <= min_digits <= max_digits; got min_digits={self.min_digits}, max_digits={self.max_digits}"
+                "wanted 2 <= min_digits <= max_digits <= 1000; "
+                f"got min_digits={self.min_digits}, max_digits={self.max_digits}"
             )
 
     def train(self, index: int) -> Problem:

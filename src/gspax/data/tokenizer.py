@@ -154,6 +154,15 @@ def hf_tokenizer(path: str | os.PathLike[str]) -> HFTokenizer:
     return HFTokenizer(os.fspath(path))
 
 
+def check_ids(ids: Sequence[int], vocab_size: int, text: str) -> None:
+    """UserError unless every token id is below `vocab_size`: a model would read the embedding's last row instead."""
+    for i in ids:
+        if not (hasattr(i, "__index__") and 0 <= i < vocab_size):
+            raise UserError(
+                f"tokenizer: wanted ids from 0 to {vocab_size - 1} (model.vocab_size), got {i!r} for {text[:200]!r}"
+            )
+
+
 def settings(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
     """The JSON object in a file of a tokenizer folder; empty without such a file. UserError if it cannot be read."""
     path = Path(folder, name)

@@ -5,8 +5,11 @@ Each message is one sentence: where, what was wanted, what came.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 from gspax.config import Calibration, Experiment, ModelConfig, Reference, Regularizers, is_sparse
 from gspax.experiment.description import keywords, parameters, show, unwrap
@@ -19,6 +22,7 @@ def problems(experiment: Experiment) -> Iterator[str]:
     loss = experiment.loss
     yield from _clip_range(loss)
     yield from _calibration(loss, experiment.calibration, experiment.schedule.minibatches)
+    yield from _rewards(experiment.reward, experiment.advantage)
     yield from _penalties(loss, experiment.reference, experiment.regularizers)
     yield from _routers(experiment.model, experiment.regularizers, experiment.routing_replay)
     for field in ("correction", "rejection"):
@@ -74,6 +78,26 @@ def _calibration(loss: Any, calibration: Calibration | None, minibatches: int) -
             "calibration: wanted at least 2 schedule.minibatches, as every ratio is 1 in a rollout batch's first one, "
             f"got {minibatches}"
         )
+
+
+def _rewards(reward: Any, advantage: Any) -> Iterator[str]:
+    """An advantage of several rewards gets several. A reward function that does not say what it gives passes."""
+    given = inspect.signature(unwrap(reward)).return_annotation if callable(reward) else None
+    if given not in (float, int, "float", "int") or _takes(advantage, (2, 4)) or not _takes(advantage, (2, 4, 2)):
+        return
+    yield (
+        f"advantage: {_name(advantage)} takes several rewards, wanted a reward function that gives a tuple or a dict "
+        f"of them (rewards.combination.combine), got {_name(reward)}, which gives one"
+    )
+
+
+def _takes(advantage: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a function accepts rewards of this shape; no number is computed."""
+    try:
+        jax.eval_shape(advantage, jax.ShapeDtypeStruct(shape, jax.numpy.float32))
+    except Exception:  # of a user's function
+        return False
+    return True
 
 
 def _penalties(loss: Any, reference: Reference | None, regularizers: Regularizers) -> Iterator[str]:

@@ -44,7 +44,7 @@ def learner_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
     routers = experiment.regularizers.load_balance or experiment.regularizers.router_z
     replays = experiment.routing_replay or experiment.regularizers.load_balance
     parts = {
-        **_resident_bytes(config, lora, experiment.optimizer, mesh, reference=experiment.reference is not None),
+        **resident_bytes(config, lora, experiment.optimizer, mesh, reference=experiment.reference is not None),
         "adapters, float32": FLOAT32 * trained if lora is not None else 0,
         "gradients": size_of(trained_dtype(config, lora)) * trained,
         "sum of the microbatches' gradients": FLOAT32 * trained if several else 0,
@@ -70,7 +70,7 @@ def sampler_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
     replays = experiment.routing_replay or experiment.regularizers.load_balance
     if experiment.placement is None:
         lora, reference = experiment.lora, experiment.reference is not None
-        held = _resident_bytes(config, lora, experiment.optimizer, mesh, reference=reference)
+        held = resident_bytes(config, lora, experiment.optimizer, mesh, reference=reference)
         held[f"serving copy, {config.dtype}"] = size_of(config.dtype) * _sharded(parameter_count(config), mesh)
     else:
         held = _pushed_bytes(config, mesh, 1 + experiment.placement.staleness)
@@ -123,7 +123,7 @@ def row_length(sampling: Sampling) -> int:
     return sampling.max_prompt_tokens + sampling.max_tokens
 
 
-def _resident_bytes(
+def resident_bytes(
     config: ModelConfig, lora: Lora | None, optimizer: Optimizer, mesh: Mesh, *, reference: bool
 ) -> dict[str, int]:
     """What the learner's devices hold throughout the run."""

@@ -27,6 +27,7 @@ from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError
 from gspax.experiment import loss_validation
 from gspax.experiment.field_validation import function_problems, range_problems, type_problems
+from gspax.ranges import INT32
 
 
 def validate(experiment: Experiment, devices: int | None = None, slices: tuple[int, int] = (1, 1)) -> list[str]:
@@ -50,6 +51,7 @@ def validate(experiment: Experiment, devices: int | None = None, slices: tuple[i
         problems += _lengths(experiment.model, experiment.sampling, experiment.evaluation)
         problems += _rows(experiment.sampling, experiment.schedule)
         problems += _refills(experiment.sampling, experiment.placement)
+        problems += _tokens(experiment.sampling)
         problems += _mesh(experiment, devices, slices)
         problems += loss_validation.problems(experiment)
         problems += _schedule("optimizer", experiment.optimizer)
@@ -102,6 +104,16 @@ def _lengths(model: ModelConfig, sampling: Sampling, evaluation: Evaluation) -> 
         yield (
             f"{where}.max_tokens: wanted prompt and completion within model.max_position_embeddings "
             f"({model.max_position_embeddings}), got {sampling.max_prompt_tokens} + {longest} = {total} tokens"
+        )
+
+
+def _tokens(sampling: Sampling) -> Iterator[str]:
+    """The tokens of a rollout batch can be indexed."""
+    tokens = sampling.prompts * sampling.group * (sampling.max_prompt_tokens + sampling.max_tokens)
+    if tokens > INT32:
+        yield (
+            f"sampling: wanted at most {INT32:,} tokens in a rollout batch, got {sampling.prompts} prompts x "
+            f"{sampling.group} samples x {sampling.max_prompt_tokens + sampling.max_tokens} tokens = {tokens:,}"
         )
 
 

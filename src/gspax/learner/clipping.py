@@ -9,9 +9,11 @@ on the task.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -84,3 +86,11 @@ def noise_warnings(loss: Callable[..., Any], floor: float) -> tuple[str, ...]:
     widths = options["clip_low"], options["clip_high"]
     before = calibration.range_warnings(*widths)  # given before the run, by `experiment.warnings`
     return tuple(each for each in calibration.range_warnings(*widths, floor=floor) if each not in before)
+
+
+def warn_of_noise(loss: Callable[..., Any], settings: Calibration | None, metrics: dict[str, float]) -> None:
+    """Warn if rounding alone can leave a loss's own clip range."""
+    if settings is not None or jax.process_index() != 0:
+        return
+    for sentence in noise_warnings(loss, metrics.get("policy/noise_floor", 0.0)):
+        print(f"gspax: warning: {sentence}", file=sys.stderr)

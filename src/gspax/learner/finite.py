@@ -8,35 +8,49 @@ import jax
 import jax.numpy as jnp
 
 from gspax.distributed import multihost
-from gspax.errors import UserError
-from gspax.types import Params
+from gspax.errors import DivergedError
+from gspax.types import Params, TrainState
 
 
-def count_skipped(before: int, skipped: int, limit: int) -> int:
-    """The updates skipped in a row: `before` and those of this step, or 0 if this step skipped none. Warns of them.
-
-    Raises:
-      UserError: there are `limit` of them.
-    """
+def count_skipped(before: int, skipped: int) -> int:
+    """The updates skipped in a row: `before` and those of this step, or 0 if this step skipped none. Warns of them."""
     if not skipped:
         return 0
-    total = before + skipped
-    if total >= limit:
-        raise UserError(
-            f"schedule.max_skipped: wanted fewer than {limit} updates in a row with a loss or gradient that is not "
-            f"finite, got {total}; the newest checkpoint is from before them"
-        )
     if jax.process_index() == 0:
-        print(f"gspax: warning: {skipped} updates skipped: the loss or gradient is not finite", file=sys.stderr)
-    return total
+        why = "the loss or gradient is not finite, or beyond the guard's limits"
+        print(f"gspax: warning: {skipped} updates skipped: {why}", file=sys.stderr)
+    return before + skipped
 
 
-def check_finite(params: Params, step: int) -> None:
-    """UserError if a parameter is not finite, so that no checkpoint replaces a good one by such parameters."""
-    if not multihost.to_host(_all_finite(params)):
-        raise UserError(f"checkpoint {step}: wanted finite parameters, got some that are not; it is not saved")
+def check_skipped(skipped: int, limit: int, step: int, state: TrainState, dumped: str = "") -> None:
+    """DivergedError if `limit` updates in a row were skipped; `dumped` says where their minibatch is."""
+    if skipped >= limit:
+        raise DivergedError(
+            f"schedule.max_skipped: wanted fewer than {limit} skipped updates in a row, got {skipped} by step {step}: "
+            f"their loss or gradient is not finite, or beyond the guard's limits.{dumped}",
+            step=step,
+            position=int(multihost.to_host(state.position)),
+        )
+
+
+def check_finite(state: TrainState, step: int) -> None:
+    """DivergedError if a parameter is not finite, so that no checkpoint replaces a good one by such parameters."""
+    finite = multihost.to_host(_are_finite(state.params))
+    bad = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, each in jax.tree_util.tree_leaves_with_path(finite)
+        if not each
+    ]
+    if bad:
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        raise DivergedError(
+            f"checkpoint {step}: wanted finite parameters, got some that are not in {', '.join(bad[:3])}{more}; it is "
+            "not saved.",
+            step=step,
+            position=int(multihost.to_host(state.position)),
+        )
 
 
 @jax.jit
-def _all_finite(params: Params) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]))
+def _are_finite(params: Params) -> Params:
+    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params)

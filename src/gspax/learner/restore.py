@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from gspax.config import Lora, ModelConfig
 from gspax.learner import adapters
-from gspax.learner.state import abstract_adapters, abstract_params, abstract_state
+from gspax.learner.state import abstract_adapters, abstract_params, abstract_state, count_updates
 from gspax.model.low_rank import combine, partition
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
@@ -31,6 +32,13 @@ def load_start(run: RunDir, model: ModelConfig, mesh: jax.sharding.Mesh) -> Para
     with Checkpoints(run.start, mesh=mesh) as checkpoints:
         params, _ = checkpoints.restore(abstract_params(model, mesh))
     return params
+
+
+def load_reference(run: RunDir, state: TrainState, model: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
+    """The parameters that reinforcement learning started from, as arrays of their own."""
+    if count_updates(state) == 0:
+        return jax.tree.map(jnp.copy, state.params)  # the state is donated to the first update
+    return load_start(run, model, mesh)
 
 
 def drop_frozen(state: TrainState) -> TrainState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,42 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gspax.config import Lora, ModelConfig
+from gspax.config import Lora, ModelConfig, Optimizer
+from gspax.distributed import multihost
+from gspax.errors import UserError
+from gspax.experiment import memory
 from gspax.learner import adapters, weights
 from gspax.learner.optimizer import Offloaded, state_shardings
 from gspax.model import transformer
 from gspax.model.low_rank import partition
 from gspax.sharding import named_sharding
 from gspax.types import Array, Params, TrainState
+
+
+def require_memory(
+    config: ModelConfig, lora: Lora | None, optimizer: Optimizer, mesh: jax.sharding.Mesh, *, reference: bool
+) -> None:
+    """UserError if what a run's devices always hold is larger than their memory: parameters, moments, a reference."""
+    parts = memory.resident_bytes(config, lora, optimizer, dict(mesh.shape), reference=reference)
+    needed, available = sum(parts.values()), _device_memory(jax.local_devices()[0])
+    if available is not None and needed > available:
+        what = ", ".join(f"{part} {size / 2**30:,.1f} GiB" for part, size in parts.items())
+        raise UserError(
+            f"model: wanted at most {available / 2**30:,.1f} GiB of each device for what a run always holds, got "
+            f"{needed / 2**30:,.1f} GiB ({what}); take a smaller model, more devices or another mesh"
+        )
+
+
+def _device_memory(device: jax.Device) -> int | None:
+    """Bytes; for a CPU device its share of the machine's. None if it is not known."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def count_updates(state: TrainState) -> int:
+    """The optimiser updates that a state has had, skipped ones included."""
+    return int(multihost.to_host(state.step))
 
 
 def new_state(params: Params, optimizer: optax.GradientTransformation, key: Array) -> TrainState:

@@ -22,11 +22,13 @@ from gspax.config import (
     LOGIT_BUDGET,
     Calibration,
     Experiment,
+    Guard,
     ModelConfig,
     Reference,
     Regularizers,
     expert_id_dtype,
 )
+from gspax.errors import UserError
 from gspax.learner.adapters import trained_axes
 from gspax.learner.expert_load import expert_counts, expert_load
 from gspax.learner.microbatches import run_microbatches
@@ -53,6 +55,10 @@ Update = Callable[[TrainState, Batch, bool], tuple[TrainState, Metrics, Scores]]
 Score = Callable[[Params, Array, Array], Scores]  # see `make_score`
 Route = Callable[[Params, Array, Array], Array]  # see `make_route`
 
+# (state, batch, on_policy) -> the gradient of the loss, the loss's terms of every row, the scores; see `make_gradient`
+Gradient = Callable[[TrainState, Batch, Any], tuple[Params, losses.Terms, Scores]]
+
+NO_LIMITS = Guard()
 ROUTED_ROWS = 8  # of a minibatch, for the share of expert choices that a step's updates change
 
 
@@ -62,6 +68,7 @@ class Steps(NamedTuple):
     update: Update
     score: Score
     route: Route
+    gradient: Gradient  # of the update, not compiled
 
 
 def make_train_step(
@@ -95,10 +102,11 @@ def make_update(
       microbatch_rows: rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once.
       routing_replay: each token goes to the experts in `batch.expert_BLTA`, with the live router's gates (Routing
         Replay, arXiv 2507.18071).
+      guard: with limits of the gradient norm and of the policy ratio.
       mesh: the device mesh that the arrays are sharded over, if any.
 
-    An update whose loss or gradient is not finite is skipped: parameters and optimiser state stay as they are, bit for
-    bit, and `state.step` counts it.
+    An update whose loss or gradient is not finite, or beyond a limit, is skipped: parameters and optimiser state stay
+    as they are, bit for bit, and `state.step` counts it.
 
     The metrics are float32 scalars: the objective's own, `loss`, `grad_norm` (before clipping) and `skipped`, 0 or 1.
     """
@@ -110,12 +118,57 @@ def _update(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     *,
+    guard: Guard = NO_LIMITS,
+    **options: Any,
+) -> Callable[..., tuple[TrainState, Metrics, Scores]]:
+    """The function that `make_update` compiles."""
+    gradient = make_gradient(config, objective, **options)
+
+    def update(state: TrainState, batch: Batch, on_policy: Any) -> tuple[TrainState, Metrics, Scores]:
+        grads, terms, scores = gradient(state, batch, on_policy)
+        trained, frozen = partition(state.params)
+        value, metrics = losses.reduce(terms)
+        grad_norm = optax.tree.norm(grads)
+
+        def apply() -> tuple[Params, Any]:
+            updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+            return optax.apply_updates(trained, updates), opt_state
+
+        def skip() -> tuple[Params, Any]:
+            return trained, state.opt_state
+
+        healthy = is_healthy(guard, value, grad_norm, metrics)
+        with jax.named_scope("update"):
+            updated, opt_state = jax.lax.cond(healthy, apply, skip)
+        skipped = (~healthy).astype(jnp.float32)
+        state = replace(state, step=state.step + 1, params=combine(updated, frozen), opt_state=opt_state)
+        return state, {"loss": value, "grad_norm": grad_norm, "skipped": skipped, **metrics}, scores
+
+    return update
+
+
+def is_healthy(guard: Guard, loss: Array, grad_norm: Array, metrics: Metrics) -> Array:
+    """Whether an update is finite and within the guard's limits; a bool."""
+    healthy = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    if guard.max_grad_norm:
+        healthy &= grad_norm <= guard.max_grad_norm
+    if guard.max_ratio:
+        if "ratio_max" not in metrics:
+            raise UserError("guard.max_ratio: wanted a loss with the metric ratio_max, the experiment's has none")
+        healthy &= metrics["ratio_max"] <= guard.max_ratio
+    return healthy
+
+
+def make_gradient(
+    config: ModelConfig,
+    objective: Objective,
+    *,
     temperature: float = 1.0,
     microbatch_rows: int = 0,
     routing_replay: bool = False,
     mesh: jax.sharding.Mesh | None = None,
-) -> Callable[..., tuple[TrainState, Metrics, Scores]]:
-    """The function that `make_update` compiles."""
+) -> Gradient:
+    """The gradient that an update applies; arguments as of `make_update`."""
 
     def outputs_of(params: Params, batch: Batch) -> Outputs:
         if routing_replay and batch.expert_BLTA is None:
@@ -131,7 +184,7 @@ def _update(
             mesh=mesh,
         )
 
-    def update(state: TrainState, batch: Batch, on_policy: Any) -> tuple[TrainState, Metrics, Scores]:
+    def gradient(state: TrainState, batch: Batch, on_policy: Any) -> tuple[Params, losses.Terms, Scores]:
         constants = UpdateConstants(state.clip_range, _response_load(batch, config.num_experts))
         trained, frozen = partition(state.params)
 
@@ -144,32 +197,15 @@ def _update(
             counts = expert_counts(outputs.routing.expert, config.num_experts)
             return terms.value.sum(), (terms, Scores(outputs.logp_BT, outputs.entropy_BT), counts)
 
-        def gradient(part: Batch) -> tuple[Any, Any]:
+        def of_part(part: Batch) -> tuple[Any, Any]:
             grads, (terms, scores, counts) = jax.grad(summed, has_aux=True)(trained, part)
             return (grads, counts), (terms, scores)
 
-        (grads, counts), (terms, scores) = run_microbatches(gradient, batch, microbatch_rows)
+        (grads, counts), (terms, scores) = run_microbatches(of_part, batch, microbatch_rows)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
-        value, metrics = losses.reduce(terms)
-        grads = _shard_like_params(grads, trained, config, mesh)
-        grad_norm = optax.tree.norm(grads)
+        return _shard_like_params(grads, trained, config, mesh), terms, scores._replace(count_LE=counts)
 
-        def apply() -> tuple[Params, Any]:
-            updates, opt_state = optimizer.update(grads, state.opt_state, trained)
-            return optax.apply_updates(trained, updates), opt_state
-
-        def skip() -> tuple[Params, Any]:
-            return trained, state.opt_state
-
-        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
-        with jax.named_scope("update"):
-            updated, opt_state = jax.lax.cond(finite, apply, skip)
-        skipped = (~finite).astype(jnp.float32)
-        state = replace(state, step=state.step + 1, params=combine(updated, frozen), opt_state=opt_state)
-        metrics = {"loss": value, "grad_norm": grad_norm, "skipped": skipped, **metrics}
-        return state, metrics, scores._replace(count_LE=counts)
-
-    return update
+    return gradient
 
 
 def make_score(
@@ -237,10 +273,12 @@ def make_steps(experiment: Experiment, optimizer: optax.GradientTransformation, 
         regularizers=experiment.regularizers,
         calibration=experiment.calibration,
     )
+    model = experiment.model
     return Steps(
-        make_update(experiment.model, objective, optimizer, routing_replay=replay, **shared),
-        make_score(experiment.model, keep_experts=keep_experts, **shared),
-        make_route(experiment.model, mesh),
+        make_update(model, objective, optimizer, guard=experiment.guard, routing_replay=replay, **shared),
+        make_score(model, keep_experts=keep_experts, **shared),
+        make_route(model, mesh),
+        make_gradient(model, objective, routing_replay=replay, **shared),
     )
 
 

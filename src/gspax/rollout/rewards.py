@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import numpy as np
 from gspax.advantages import constant_groups
 from gspax.config import Reference
 from gspax.data.problem import Problem, encode_prompt
+from gspax.data.tokenizer import check_ids
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import unwrap
@@ -24,9 +24,16 @@ TEXTS = ("completion", "prompt", "answer")  # the fields of a row that are not n
 Row = dict[str, Any]  # one completion: prompt, answer, completion, reward, length, finished; error, parts: see Result
 
 
-def encode_prompts(tokenizer: Tokenizer, problems: Sequence[Problem | None]) -> list[Sequence[int] | None]:
-    """The prompt tokens of the problems that this process has; None for the others."""
-    encode = partial(encode_prompt, tokenizer)
+def encode_prompts(
+    tokenizer: Tokenizer, problems: Sequence[Problem | None], vocab_size: int
+) -> list[Sequence[int] | None]:
+    """The prompt tokens of the problems that this process has; None for the others. UserError for ids out of range."""
+
+    def encode(problem: Problem) -> Sequence[int]:
+        ids = encode_prompt(tokenizer, problem)
+        check_ids(ids, vocab_size, problem.prompt)
+        return ids
+
     return multihost.all_or_raise(lambda: [None if problem is None else encode(problem) for problem in problems])
 
 

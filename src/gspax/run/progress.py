@@ -32,6 +32,11 @@ SHOWN = {
 }
 
 
+def is_due(done: int, every: int, last: int) -> bool:
+    """Whether something that happens `every` so many steps (0: never) and at the last one happens after `done`."""
+    return done == last or (every > 0 and done % every == 0)
+
+
 @contextlib.contextmanager
 def track(
     total: int, start: int = 0, title: str = "step", *, every: int = 10, console: Console | None = None

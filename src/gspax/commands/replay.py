@@ -1,0 +1,99 @@
+"""`gspax replay`: compute the update of a dumped minibatch again, and name what is not finite in it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gspax.commands.arguments import Parser, subcommand_parser
+from gspax.commands.inputs import load_experiment
+
+if TYPE_CHECKING:
+    from gspax.types import Batch
+
+SHOWN = 10  # rows, and parameters, that are named at most
+
+
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "replay",
+        "Compute the update of a minibatch that a diverged run dumped, and name the rows and parameters whose numbers "
+        "are not finite. Overrides show what another setting does to it.",
+        "gspax replay experiments/sort_gspo.py runs/sort/dumps/step_000012 model.dtype=float32",
+    )
+    parser.add_argument("file", metavar="FILE", help="the run's file, which defines `experiment = Experiment(...)`")
+    parser.add_argument("dump", type=Path, metavar="DUMP", help="a folder in the run's dumps/")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="those of the run, and others to try")
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    import jax
+    import optax
+
+    from gspax import losses
+    from gspax.config import trained_dtype
+    from gspax.distributed import multihost
+    from gspax.experiment.description import describe, difference, resumable
+    from gspax.learner import rollback
+    from gspax.learner.optimizer import make_optimizer
+    from gspax.learner.restore import restore_state
+    from gspax.learner.train_step import is_healthy, make_steps
+    from gspax.rollout.placement import make_meshes
+    from gspax.run.checkpoints import Checkpoints
+    from gspax.run.directory import RunDir
+    from gspax.sharding import named_sharding
+
+    about, batch = rollback.read_about(options.dump), rollback.read_minibatch(options.dump)
+    experiment = load_experiment(options)
+    described = describe(experiment)
+    for line in difference(about["experiment"], described, ignore=resumable(described)):
+        print(f"changed: {line}")
+    mesh, _ = make_meshes(experiment)
+    optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
+    with Checkpoints(options.dump / rollback.STATE, mesh=mesh) as checkpoints:
+        run = RunDir(options.dump.parent.parent)
+        state = restore_state(run, checkpoints, experiment.model, optimizer, mesh, lora=experiment.lora)
+    gradient = jax.jit(make_steps(experiment, optimizer, mesh).gradient)
+    grads, terms, _ = gradient(state, multihost.to_devices(batch, named_sharding(mesh, "batch")), False)
+    loss, metrics = losses.reduce(terms)
+    norm = optax.tree.norm(grads)
+    print(f"step {about['step']}, a minibatch of {len(batch.tokens_BT)} rows")
+    print(f"loss           {float(loss):.6g}\ngradient norm  {float(norm):.6g}")
+    if "ratio_max" in metrics:
+        print(f"largest ratio  {float(metrics['ratio_max']):.6g}")
+    print(f"the update is {'applied' if is_healthy(experiment.guard, loss, norm, metrics) else 'skipped'}")
+    parameters = [*_list_leaves("parameter", state.params), *_list_leaves("gradient of", grads)]
+    print("\n".join(_shorten(list(_list_rows(batch, np.asarray(terms.value))), "rows")))
+    print("\n".join(_shorten(parameters, "parameters")))
+    return 0
+
+
+def _list_rows(batch: Batch, value_B: np.ndarray) -> Iterator[str]:
+    """The rows with numbers that are not finite, and where these are."""
+    floats = {name: x for name, x in vars(batch).items() if x is not None and np.issubdtype(x.dtype, np.floating)}
+    for row in range(len(value_B)):
+        where = [name for name, x in floats.items() if not np.isfinite(x[row]).all()]
+        where += [] if np.isfinite(value_B[row]) else ["loss"]
+        if where:
+            yield f"row {row}: not finite in {', '.join(where)}"
+
+
+def _list_leaves(what: str, tree: Any) -> Iterator[str]:
+    """The leaves with numbers that are not finite, and how many these are."""
+    import jax
+    import jax.numpy as jnp
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if count := int(leaf.size - jnp.isfinite(leaf).sum()):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            yield f"{what} {name}: {count} of {leaf.size} numbers are not finite"
+
+
+def _shorten(lines: list[str], what: str) -> list[str]:
+    more = [f"and {len(lines) - SHOWN} more {what}"] if len(lines) > SHOWN else []
+    return lines[:SHOWN] + more or [f"{what}: every number is finite"]

@@ -1,0 +1,140 @@
+"""Going back to the last checkpoint and on with other problems, after updates that went wrong.
+
+A rollback is a restart of the run inside its process: the state of the newest checkpoint, with the problems since then
+marked as consumed. `rollbacks.jsonl` records each one, so a run that is stopped afterwards resumes with the same
+problems. The minibatch whose update was skipped is dumped, with the state that it met, for `gspax replay`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspax.distributed import multihost
+from gspax.errors import DivergedError, UserError
+from gspax.learner.restore import drop_frozen
+from gspax.learner.train_step import Scores, Update
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import RunDir, read_json, write_atomically
+from gspax.run.record import read_rows
+from gspax.types import Array, Batch, TrainState
+
+MINIBATCH, ABOUT, STATE = "minibatch.npz", "about.json", "state"  # the entries of a dump
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """An update that remembers the minibatches it was given since `forget`."""
+
+    update: Update
+    seen: list[tuple[Batch, Array]] = field(default_factory=list)  # with `skipped`, 0 or 1
+
+    def __call__(self, state: TrainState, batch: Batch, on_policy: bool) -> tuple[TrainState, dict[str, Array], Scores]:
+        state, metrics, scores = self.update(state, batch, on_policy)
+        self.seen.append((replace(batch, old_logp_BT=scores.logp_BT) if on_policy else batch, metrics["skipped"]))
+        return state, metrics, scores
+
+    def last_skipped(self) -> Batch | None:
+        """The last minibatch whose update was skipped."""
+        return next((batch for batch, skipped in reversed(self.seen) if multihost.to_host(skipped) > 0), None)
+
+    def forget(self) -> None:
+        self.seen.clear()
+
+
+def dump(
+    run: RunDir, step: int, state: TrainState, batch: Batch | None, description: Any, mesh: jax.sharding.Mesh
+) -> str:
+    """Write a minibatch and the state for `gspax replay`, in place of earlier dumps of the run. Collective.
+
+    Returns a sentence that says where. If nothing can be written it says so, and what the dump is made for is reported.
+
+    Args:
+      description: of the experiment.
+    """
+    if batch is None:
+        return ""
+    folder = run.path / "dumps" / f"step_{step:06d}"
+    arrays = multihost.to_host({name: x for name, x in vars(batch).items() if x is not None})
+    try:
+        with Checkpoints(folder / STATE, keep=1, mesh=mesh) as checkpoints:
+            checkpoints.save(step, drop_frozen(state), {})
+        multihost.all_or_raise(lambda: _write(folder, arrays, {"step": step, "experiment": description}))
+    except (OSError, UserError) as error:
+        return f" Its minibatch could not be dumped: {error}."
+    return f" The minibatch of the last one is in {folder}; `gspax replay FILE {folder}` runs its update again."
+
+
+def _write(folder: Path, arrays: dict[str, Any], about: dict[str, Any]) -> None:
+    if jax.process_index() != 0:
+        return
+    np.savez(folder / MINIBATCH, **arrays)
+    write_atomically(folder / ABOUT, json.dumps(about, indent=2) + "\n")
+    for old in folder.parent.glob("step_*"):
+        if old != folder:
+            shutil.rmtree(old)
+
+
+def read_minibatch(folder: Path) -> Batch:
+    """The minibatch of a dump, on the host. UserError if it cannot be read."""
+    try:
+        with np.load(folder / MINIBATCH, allow_pickle=False) as arrays:
+            return Batch(**{each.name: arrays[each.name] for each in fields(Batch) if each.name in arrays})
+    except (OSError, ValueError, TypeError, EOFError, KeyError) as error:
+        raise UserError(f"{folder / MINIBATCH} cannot be read: {error}") from error
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """The step of a dump and the description of its experiment. UserError if it is no dump."""
+    if not (folder / ABOUT).is_file():
+        raise UserError(f"{folder}: wanted a dump of a run (a folder in its dumps/), there is none")
+    about = read_json(folder / ABOUT)
+    if not isinstance(about, dict) or not isinstance(about.get("experiment"), dict):
+        raise UserError(f"{folder / ABOUT}: wanted a JSON object with an experiment")
+    return about
+
+
+def go_back(run: RunDir, problem: DivergedError, newest: int, limit: int) -> None:
+    """Record that the run goes back to its checkpoint `newest`, or 0 for its start, and warn of it.
+
+    Raises:
+      DivergedError: it went back there `limit` times already.
+    """
+    before = [each for each in multihost.gather(_read(run))[0] if each["to"] == newest]
+    if len(before) >= limit:
+        again = f" The run went back to checkpoint {newest} {len(before)} times." if before else ""
+        raise DivergedError(f"{problem}{again}", step=problem.step, position=problem.position) from None
+    if jax.process_index() != 0:
+        return
+    entry = {"step": problem.step, "to": newest, "position": problem.position, "reason": str(problem)}
+    write_atomically(_path(run), "".join(json.dumps(each) + "\n" for each in [*_read(run), entry]))
+    print(
+        f"gspax: warning: {problem} Going back to {f'checkpoint {newest}' if newest else 'the start'} and on with "
+        f"problem {problem.position} ({len(before) + 1} of {limit} times)",
+        file=sys.stderr,
+    )
+
+
+def skip_problems(run: RunDir, state: TrainState, step: int) -> TrainState:
+    """A state restored at `step`, with the problems marked as consumed that the run went back from."""
+    found = [each["position"] for each in multihost.gather(_read(run))[0] if each["to"] >= step]
+    if not found:
+        return state
+    position = max(found)
+    return replace(state, position=jnp.maximum(state.position, position))
+
+
+def _read(run: RunDir) -> list[dict[str, Any]]:
+    return read_rows(_path(run)) if jax.process_index() == 0 and _path(run).exists() else []
+
+
+def _path(run: RunDir) -> Path:
+    return run.path / "rollbacks.jsonl"

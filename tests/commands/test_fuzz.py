@@ -1,0 +1,134 @@
+"""Any value of any field, and any argument of any command: a sentence or a plan, at once, and nothing is written."""
+
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+
+from gspax import experiment as experiments
+from gspax.commands import main
+from gspax.experiment.overrides import keys
+
+FILE = str(Path(__file__).parents[2] / "experiments" / "sort_gspo.py")
+PARTS = ["calibration=gspax.config.Calibration", "reference=gspax.config.Reference", "lora=gspax.config.Lora"]
+VALUES = [
+    *("", "abc", "0", "-1", "1.5", "1e10", "1000000000000", "9" * 400, "1e400", "nan", "-inf", "1e-30", "1e30", "true"),
+    *(
+        "null",
+        "()",
+        "1,2",
+        "gspax.losses.gspo",
+        "gspax.config.Experiment",
+        "no.such.name",
+        "日本",
+        "\u202e😀",
+        "a" * 5000,
+    ),
+]
+SECONDS = 10
+
+
+def set_fields():
+    """The fields that a value can be given to."""
+    return list(keys(experiments.override(experiments.load(FILE), PARTS)))
+
+
+def refused_or_planned(arguments, capsys):
+    start = time.monotonic()
+    code = main.main(arguments)
+    out, err = capsys.readouterr()
+    assert time.monotonic() - start < SECONDS, arguments
+    assert code in (0, 2) and "Traceback" not in err, (arguments, err)
+    if code:
+        assert out == "" and all(line.startswith("gspax: ") for line in err.splitlines()), (arguments, err)
+    else:
+        assert "Memory per device" in out
+    return code
+
+
+def fuzz(pairs, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    codes = [refused_or_planned(["train", FILE, "--dry-run", *PARTS, f"{key}={value}"], capsys) for key, value in pairs]
+    assert not list(tmp_path.iterdir())
+    return codes
+
+
+def test_some_values_of_every_field(capsys, tmp_path, monkeypatch):
+    """Each field gets two values, each value about ten fields."""
+    values = itertools.cycle(VALUES)
+    codes = fuzz([(key, next(values)) for key in set_fields() for _ in range(2)], capsys, tmp_path, monkeypatch)
+    assert len(codes) > 200 and codes.count(2) > 100 and codes.count(0) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", VALUES, ids=[value[:12] or "empty" for value in VALUES])
+def test_every_value_of_every_field(value, capsys, tmp_path, monkeypatch):
+    fuzz([(key, value) for key in set_fields()], capsys, tmp_path, monkeypatch)
+
+
+LONG, BELOW_A_FILE = "n" * 5000, f"{FILE}/run"
+PATHS = ["", " ", "no/such", LONG, BELOW_A_FILE, "\u202e😀", "--", "-1"]
+COMMANDS = {  # the arguments of a command, with one path or value left open
+    "train": ["train", FILE, "--workdir", None],
+    "train file": ["train", None, "--workdir", "w"],
+    "sft": ["sft", FILE, "--workdir", None],
+    "eval": ["eval", FILE, "--workdir", None],
+    "bench": ["bench", None],
+    "compile": ["compile", None, "--topology", "v5e:2x2"],
+    "compile topology": ["compile", FILE, "--topology", None],
+    "report": ["report", None],
+    "replay": ["replay", FILE, None],
+    "replay file": ["replay", None, "no/such"],
+    "convert": ["convert", "--from", None, "--to", "w"],
+    "export": ["export", "--from", None, "--to", "w"],
+    "export size": ["export", "--from", "w", "--to", "w", "--shard-size", None],
+    "parity": ["parity", None],
+    "coordinator": ["train", FILE, "--workdir", "w", "--processes", "2", "--process", "0", "--coordinator", None],
+    "processes": ["train", FILE, "--workdir", "w", "--processes", None],
+    "timeout": ["train", FILE, "--workdir", "w", "--join-timeout", None],
+}
+
+
+class ReachedError(Exception):
+    """What was checked beforehand was valid."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_paths_and_values_of_every_command(name, capsys, tmp_path, monkeypatch):
+    """A sentence, or the arguments are handed on. Nothing runs and no name is looked up on the network."""
+
+    def reached(*args, **kwargs):
+        raise ReachedError
+
+    for function in ("gspax.loop.train", "gspax.sft.run", "gspax.commands.bench.run", "gspax.hf.source._download"):
+        monkeypatch.setattr(function, reached, raising=False)
+    monkeypatch.setattr("gspax.distributed.joining.join", reached)
+    monkeypatch.chdir(tmp_path)
+    for value in [*PATHS, ":99999", "localhost:0", "1e9", "9" * 400]:
+        start = time.monotonic()
+        code = main.main([value if each is None else each for each in COMMANDS[name]])
+        _, err = capsys.readouterr()
+        assert time.monotonic() - start < SECONDS
+        if code == 1 and "ReachedError" in err:
+            continue
+        assert code == 2 and "Traceback" not in err and err.startswith("gspax: "), (name, value[:50], err[-500:])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--workdir", BELOW_A_FILE], "sort_gspo.py is a file"),
+        (["--workdir", LONG], "wanted a directory: "),
+        (["--workdir", "w", "--coordinator", ":99999"], "wanted HOST:PORT with a port from 1 to 65535, got"),
+        (
+            ["--workdir", "w", "advantage=gspax.advantages.gdpo"],
+            "advantage: gdpo takes several rewards, wanted",
+        ),
+    ],
+)
+def test_what_is_refused_before_anything_is_written(arguments, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["train", FILE, *arguments]) == 2
+    assert sentence in capsys.readouterr().err and not list(tmp_path.iterdir())

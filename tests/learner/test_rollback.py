@@ -1,0 +1,195 @@
+"""Updates that go wrong: a run goes back and on with other problems, then stops; its dump is replayed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_experiment import experiment
+
+from gspax import config, loop
+from gspax.commands import main
+from gspax.config import Guard
+from gspax.errors import DivergedError, UserError
+from gspax.learner import alarms, rollback
+from gspax.learner.finite import check_finite, count_skipped
+from gspax.learner.state import abstract_state
+from gspax.learner.train_step import is_healthy
+from gspax.run import record
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import RunDir
+from gspax.types import TrainState
+
+EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
+P, M = experiment.sampling.prompts, experiment.schedule.minibatches
+QUIET = replace(
+    experiment,
+    warm_start=None,
+    schedule=config.Schedule(steps=5, minibatches=M, eval_every=0, checkpoint_every=2, max_skipped=2 * M),
+)
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    """Steps that only count: those with a problem number in `bad` skip their updates. The (step, position) of each."""
+    seen = []
+
+    def install(bad, stop_after=99):
+        def run_step(learner, state, reference, ahead):
+            if len(seen) == stop_after:
+                raise KeyboardInterrupt
+            position = int(state.position)
+            seen.append((int(state.step) // M, position // P))
+            skipped = M * any(position <= index < position + P for index in bad)
+            state = replace(state, step=state.step + M, position=state.position + P)
+            return state, {"optim/skipped": skipped, "policy/loss": 0.0}, []
+
+        monkeypatch.setattr(loop, "run_step", run_step)
+        monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
+        return seen
+
+    return install
+
+
+def position_of(run):
+    learner = loop.make_learner(QUIET)
+    with Checkpoints(run.checkpoints) as checkpoints:
+        state, _ = checkpoints.restore(abstract_state(QUIET.model, learner.optimizer, learner.mesh))
+    return int(state.step) // M, int(state.position) // P
+
+
+def test_after_skipped_updates_a_run_goes_back_and_on_with_other_problems(counting, tmp_path, capsys):
+    seen = counting(bad={2 * P, 3 * P + 1})
+    loop.train(QUIET, tmp_path / "run")
+    assert seen == [(0, 0), (1, 1), (2, 2), (3, 3), (2, 4), (3, 5), (4, 6)], "back to checkpoint 2, past four batches"
+    run = RunDir(tmp_path / "run")
+    assert position_of(run) == (5, 7)
+    rows = [row for row in record.read_metrics(run.metrics) if "policy/loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and not any(row["optim/skipped"] for row in rows)
+    (entry,) = record.read_rows(run.path / "rollbacks.jsonl")
+    assert (entry["step"], entry["to"], entry["position"]) == (4, 2, 4 * P)
+    assert f"Going back to checkpoint 2 and on with problem {4 * P} (1 of 2 times)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("after", (4, 5))
+def test_a_run_that_is_killed_after_it_went_back_resumes_with_the_same_problems(counting, tmp_path, after):
+    bad = {2 * P, 3 * P}
+    seen = counting(bad, stop_after=after)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(QUIET, tmp_path / "run")
+    counting(bad)
+    loop.train(QUIET, tmp_path / "run")
+    assert seen[after:] == [(2, 4), (3, 5), (4, 6)]
+    assert position_of(RunDir(tmp_path / "run")) == (5, 7)
+
+
+def test_a_run_goes_back_to_one_checkpoint_a_few_times_then_stops(counting, tmp_path):
+    seen = counting(bad=range(10**6))
+    with pytest.raises(DivergedError, match=r"fewer than 4 .* got 4 by step 2: .* went back to checkpoint 0 2 times"):
+        loop.train(QUIET, tmp_path / "run")
+    assert [position for _, position in seen] == [0, 1, 2, 3, 4, 5], "no checkpoint is made amid skipped updates"
+    seen.clear()
+    with pytest.raises(DivergedError):
+        loop.train(QUIET, tmp_path / "run")
+    assert seen == [(0, 4), (1, 5)], "started again, it tries once more, where it stopped"
+
+
+def test_parameters_that_are_not_finite_are_not_saved_and_named(monkeypatch, tmp_path):
+    def run_step(learner, state, reference, ahead):
+        params = jax.tree.map(lambda leaf: leaf if state.step < M else leaf.at[0].set(jnp.inf), state.params)
+        return replace(state, step=state.step + M, params=params), {}, []
+
+    monkeypatch.setattr(loop, "run_step", run_step)
+    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
+    every = replace(QUIET, schedule=replace(QUIET.schedule, checkpoint_every=1))
+    with pytest.raises(DivergedError, match=r"checkpoint 2: wanted finite parameters, .* in embedding.* and \d+ more"):
+        loop.train(every, tmp_path / "run")
+    with Checkpoints(RunDir(tmp_path / "run").checkpoints) as checkpoints:
+        assert checkpoints.steps() == [1]
+
+
+def test_one_parameter_that_is_not_finite_is_found():
+    state = TrainState(
+        step=jnp.int32(0),
+        position=jnp.int32(3),
+        key=jax.random.key(0),
+        params={"a": jnp.ones(3), "b": {"c": jnp.array([1.0, jnp.nan])}},
+        opt_state=(),
+        clip_range=jnp.zeros(2),
+    )
+    with pytest.raises(DivergedError, match="not in b/c; it is not saved") as caught:
+        check_finite(state, 7)
+    assert (caught.value.step, caught.value.position) == (7, 3)
+
+
+@pytest.mark.parametrize(("skipped", "total"), [([2, 2, 0, 2, 2], 4), ([2, 2, 1], 5), ([], 0)])
+def test_skipped_updates_count_in_a_row(skipped, total):
+    found = 0
+    for each in skipped:
+        found = count_skipped(found, each)
+    assert found == total
+
+
+def gives_nan_advantages(reward_PG):
+    return (reward_PG * 0).at[1, 2].set(jnp.nan)
+
+
+def test_a_run_without_a_finite_update_exits_with_1_and_its_dump_is_replayed(tmp_path, capsys):
+    nan = ["advantage=test_rollback.gives_nan_advantages", "warm_start=null", "reference=gspax.config.Reference"]
+    overrides = [*nan, "schedule.steps=9", "schedule.eval_every=0", "schedule.checkpoint_every=1", "guard.rollbacks=0"]
+    overrides += ["schedule.minibatches=1", "schedule.max_skipped=2"]
+    assert main.main(["train", EXPERIMENT, "--workdir", str(tmp_path / "run"), *overrides]) == 1
+    run = RunDir(tmp_path / "run")
+    folder = run.path / "dumps" / "step_000002"
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "schedule.max_skipped" in line]
+    assert "wanted fewer than 2 skipped updates in a row, got 2 by step 2" in line and f"replay FILE {folder}" in line
+    assert "Traceback" not in line and not list(run.checkpoints.iterdir())
+
+    assert main.main(["replay", EXPERIMENT, str(folder), *overrides]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["step 2, a minibatch of 32 rows", "loss           nan", "gradient norm  nan"]
+    assert "the update is skipped" in lines and "row 6: not finite in advantage_B, loss" in lines
+    assert "changed" not in lines[0] and any(line.startswith("gradient of embedding: ") for line in lines)
+    assert not any(line.startswith("parameter ") for line in lines), "the update was not applied"
+
+    (folder / rollback.MINIBATCH).write_bytes(b"PK")
+    assert main.main(["replay", EXPERIMENT, str(folder), *overrides]) == 2
+    assert "minibatch.npz cannot be read" in capsys.readouterr().err
+    assert main.main(["replay", EXPERIMENT, str(run.path)]) == 2
+    assert "wanted a dump of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("guard", "norm", "ratio", "healthy"),
+    [
+        (Guard(), 1e9, 1e9, True),
+        (Guard(), np.nan, 1.0, False),
+        (Guard(max_grad_norm=5.0), 5.0, 1.0, True),
+        (Guard(max_grad_norm=5.0), 5.1, 1.0, False),
+        (Guard(max_ratio=2.0), 1.0, 2.0, True),
+        (Guard(max_ratio=2.0), 1.0, 2.1, False),
+        (Guard(max_ratio=2.0), 1.0, np.nan, False),
+    ],
+)
+def test_an_update_beyond_a_limit_is_skipped(guard, norm, ratio, healthy):
+    metrics = {"ratio_max": jnp.float32(ratio)}
+    assert is_healthy(guard, jnp.float32(0.0), jnp.float32(norm), metrics) == healthy
+
+
+def test_a_limit_of_a_ratio_that_a_loss_does_not_report_is_refused():
+    with pytest.raises(UserError, match=r"guard\.max_ratio: wanted a loss with the metric ratio_max"):
+        is_healthy(Guard(max_ratio=2.0), jnp.float32(0), jnp.float32(0), {})
+
+
+def test_alarms_warn_once_while_they_last(capsys):
+    on, before, found = {"policy/entropy": 0.001, "response/truncated": 0.95}, frozenset(), []
+    for metrics in (on, on, {"policy/entropy": 0.5, "response/truncated": 0.1}, on):
+        before = alarms.warn_of_alarms(Guard(), metrics, before)
+        found.append(alarms.alarm_metrics(before))
+    assert found[0] == found[3] == {"alarm/entropy": 1, "alarm/length": 1}
+    assert found[2] == {"alarm/entropy": 0, "alarm/length": 0}
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and "policy/entropy is 0.001, below guard.min_entropy (0.01)" in lines[0]
+    assert "response/truncated is 0.95, above guard.max_truncated (0.9)" in lines[1]
