@@ -19,7 +19,7 @@ from small_experiment import experiment
 
 from gspax import config, loop, losses, sft
 from gspax.errors import UserError
-from gspax.evaluate import run as evaluate_run
+from gspax.evaluation.heldout import run as evaluate_run
 from gspax.experiment.description import describe
 from gspax.learner import minibatches, train_step
 from gspax.learner.state import abstract_state

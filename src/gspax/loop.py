@@ -18,7 +18,7 @@ from gspax.config import Experiment, is_sparse, trained_dtype, updates_per_step
 from gspax.data.problem import Problem, read_problem
 from gspax.distributed import multihost
 from gspax.errors import DivergedError
-from gspax.evaluate import evaluate
+from gspax.evaluation.heldout import evaluate
 from gspax.experiment.description import describe
 from gspax.learner import clipping, minibatches, rollback
 from gspax.learner.alarms import alarm_metrics, warn_of_alarms

@@ -27,7 +27,7 @@ def execute(options: argparse.Namespace) -> int:
     experiment = load_experiment(options)
     require_directory(options.workdir)
     launch.join("eval", options, experiment)
-    from gspax.evaluate import run
+    from gspax.evaluation.heldout import run
 
     run(experiment, options.workdir, options.step)
     return 0

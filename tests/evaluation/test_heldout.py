@@ -8,7 +8,8 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax import config, evaluate
+from gspax import config
+from gspax.evaluation import heldout
 from gspax.rewards.calls import RewardCalls
 from gspax.sharding import make_mesh
 from gspax.types import Rollout
@@ -38,7 +39,7 @@ def small(**sampling):
 def run(experiment, devices=1, seed=0):
     mesh = make_mesh(config.Mesh(), jax.devices()[:devices])
     with RewardCalls(experiment.reward, experiment.grading) as rewards:
-        return evaluate.evaluate(experiment, tiny.params(experiment.model), jax.random.key(seed), mesh, rewards)
+        return heldout.evaluate(experiment, tiny.params(experiment.model), jax.random.key(seed), mesh, rewards)
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def calls(monkeypatch):
             finished_B=ids % 4 > 0,
         )
 
-    monkeypatch.setattr(evaluate, "sample", fake)
+    monkeypatch.setattr(heldout, "sample", fake)
     return calls
 
 
@@ -73,7 +74,7 @@ def test_chunks_and_devices_do_not_matter_and_only_heldout_problems_are_used():
     spread, spread_rows = run(small(prompts=8, group=4), devices=8)
     assert metrics == spread and rows == spread_rows
     assert [row["prompt"] for row in rows] == [experiment.data.heldout(index).prompt for index in range(PROBLEMS)]
-    assert set(metrics) == {"eval/reward", "eval/greedy_reward", "eval/truncated"}
+    assert set(metrics) == {"eval/reward", "eval/greedy_reward", "eval/truncated", "eval/reward_failed"}
     other, other_rows = run(small(prompts=4, group=2), seed=1)
     assert [row["completion"] for row in other_rows] != [row["completion"] for row in rows]
     assert other["eval/greedy_reward"] == metrics["eval/greedy_reward"]
