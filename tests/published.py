@@ -35,15 +35,20 @@ def published(config, params, dtype=np.float32, *, fused=False):
             name + "self_attn.k_proj.weight": attention["key"].reshape(D, K * H).T,
             name + "self_attn.v_proj.weight": attention["value"].reshape(D, K * H).T,
             name + "self_attn.o_proj.weight": attention["out"].reshape(N * H, D).T,
-            name + "self_attn.q_norm.weight": attention["query_norm"]["scale"],
-            name + "self_attn.k_norm.weight": attention["key_norm"]["scale"],
         }
-        if config.attention_bias:
-            found |= {f"{name}self_attn.{theirs}.bias": attention[ours].reshape(-1) for theirs, ours in BIASES.items()}
+        if config.qk_norm:
+            found[name + "self_attn.q_norm.weight"] = attention["query_norm"]["scale"]
+            found[name + "self_attn.k_norm.weight"] = attention["key_norm"]["scale"]
+        for theirs, ours in BIASES.items():
+            if ours in attention:
+                found[f"{name}self_attn.{theirs}.bias"] = attention[ours].reshape(-1)
         if not sparse:
             found |= {f"{name}mlp.{part}_proj.weight": mlp[part].T for part in ("gate", "up", "down")}
             continue
         found[name + "mlp.gate.weight"] = mlp["router"].T
+        if "shared" in mlp:
+            found[name + "mlp.shared_expert_gate.weight"] = mlp["shared_gate"].T
+            found |= {f"{name}mlp.shared_expert.{part}_proj.weight": mlp["shared"][part].T for part in mlp["shared"]}
         if fused:
             both = [mlp["gate"].swapaxes(1, 2), mlp["up"].swapaxes(1, 2)]
             found[name + "mlp.experts.gate_up_proj"] = np.concatenate(both, axis=1)

@@ -9,6 +9,11 @@ def rms_norm(x, scale, eps):
     return x / np.sqrt(np.mean(x * x) + eps) * scale
 
 
+def head_norm(x, scale, eps):
+    """The norm of one head's query or key; without a scale the model has none."""
+    return x if scale is None else rms_norm(x, scale, eps)
+
+
 def rotate(x, position, config):
     half = len(x) // 2
     out = np.empty_like(x)
@@ -97,15 +102,16 @@ def forward(params, config, tokens, forced=None, streams=None):
         p = layer_params(params, config, index)
         a, eps = p["attention"], config.rms_norm_eps
         keys, values, attended = [], [], []
+        unit = {"query_norm": {"scale": None}, "key_norm": {"scale": None}}
         zero = {"query_bias": np.zeros((N, H)), "key_bias": np.zeros((K, H)), "value_bias": np.zeros((K, H))}
-        a = {**zero, "out_bias": 0.0, **a}
+        a = {**zero, "out_bias": 0.0, **unit, **a}
         window = config.sliding_window if index in config.sliding_layers and config.sliding_window else len(xs)
         for t, x in enumerate(xs):
             h = rms_norm(x, p["attention_norm"]["scale"], eps)
             q = [h @ a["query"][:, n] + a["query_bias"][n] for n in range(N)]
-            q = [rotate(rms_norm(each, a["query_norm"]["scale"], eps), t, config) for each in q]
+            q = [rotate(head_norm(each, a["query_norm"]["scale"], eps), t, config) for each in q]
             k = [h @ a["key"][:, k] + a["key_bias"][k] for k in range(K)]
-            keys.append([rotate(rms_norm(each, a["key_norm"]["scale"], eps), t, config) for each in k])
+            keys.append([rotate(head_norm(each, a["key_norm"]["scale"], eps), t, config) for each in k])
             values.append([h @ a["value"][:, k] + a["value_bias"][k] for k in range(K)])
             y = a["out_bias"] + np.zeros_like(x)
             seen = range(max(0, t + 1 - window), t + 1)  # `window` positions, t itself the last
@@ -127,6 +133,9 @@ def forward(params, config, tokens, forced=None, streams=None):
                 ids = forced[len(experts)][t]
             gates = prob[ids] / prob[ids].sum() if config.norm_topk_prob else prob[ids]
             y = sum(g * swiglu(h, m["gate"][e], m["up"][e], m["down"][e]) for g, e in zip(gates, ids, strict=True))
+            if config.shared_expert_intermediate_size:
+                shared = swiglu(h, m["shared"]["gate"], m["shared"]["up"], m["shared"]["down"])
+                y = y + shared / (1 + np.exp(-(h @ m["shared_gate"])))
             xs.append(x + y)
             chosen.append(ids)
         streams.append(np.array(xs))

@@ -45,6 +45,9 @@ CONFIGS = {
     "one key head": replace(MOE, num_key_value_heads=1),
     "all experts": replace(MOE, num_experts_per_tok=5),
     "biases": replace(MOE, attention_bias=True),
+    "a shared expert": replace(
+        MOE, head_dim=4, qk_norm=False, qkv_bias=True, norm_topk_prob=False, shared_expert_intermediate_size=20
+    ),
     "yarn": replace(MOE, rope_scaling=Yarn(factor=4.0, original_max_position_embeddings=64)),
     "yarn with mscale": replace(MOE, rope_scaling=YARN_MSCALE),
     "every layer slides": replace(MOE, sliding_window=4, sliding_layers=(0, 1, 2)),

@@ -86,6 +86,7 @@ class ModelConfig:
     num_experts: Experts = 0  # 0: every layer is dense
     num_experts_per_tok: Experts = 0
     moe_intermediate_size: OptionalSize = 0  # width of one expert
+    shared_expert_intermediate_size: OptionalSize = 0  # width of an expert for every token; 0: none
     norm_topk_prob: bool = True  # renormalise the chosen experts' probabilities to sum to one
     decoder_sparse_step: PositiveInt = 1  # layer l has experts if (l + 1) is a multiple of this ...
     mlp_only_layers: tuple[int, ...] = ()  # ... and l is not listed here
@@ -93,6 +94,8 @@ class ModelConfig:
     rope_theta: Positive = 1e6
     rope_scaling: Yarn | None = None
     attention_bias: bool = False  # in the four projections of an attention layer
+    qkv_bias: bool = False  # in those of queries, keys and values only
+    qk_norm: bool = True  # queries and keys are normalised by head
     sliding_window: NonNegativeInt = 0  # tokens visible to a token in `sliding_layers`, itself included
     sliding_layers: tuple[int, ...] = ()  # all other layers attend to everything before a token
     tie_word_embeddings: bool = False

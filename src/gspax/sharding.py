@@ -154,6 +154,7 @@ def find_mismatches(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
         "intermediate_size": "mlp",
         "num_experts": "expert",
         "moe_intermediate_size": "mlp",
+        "shared_expert_intermediate_size": "mlp",
     }
     for name, axis in dimensions.items():
         size, parts = getattr(model, name), math.prod(sizes[each] for each in mesh_axes(axis))

@@ -57,6 +57,24 @@ def test_transformers_reads_our_file_and_we_read_its(name, tmp_path):
     assert read_config(tmp_path / "again") == config
 
 
+NAMES = {
+    "qwen3": "Qwen3Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "qwen2_moe": "Qwen2MoeConfig",
+    "mixtral": "MixtralConfig",
+}
+
+
+@pytest.mark.parametrize("name", ["Qwen2MoeConfig", "MixtralConfig"])
+def test_every_key_of_another_family_is_known(name):
+    theirs = getattr(pytest.importorskip("transformers"), name)()
+    (family,) = (family for family, each in NAMES.items() if each == name)
+    tables = [config_json._copied(family), config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS]
+    tables += [config_json.TRANSLATED_OF_EXPERTS, config_json.IMPLIED[family]]
+    for key in {*theirs.to_dict(), *(field.name for field in fields(theirs))}:
+        assert any(key in table for table in tables), key
+
+
 @pytest.mark.parametrize("name", ["Qwen3Config", "Qwen3MoeConfig"])
 def test_every_key_of_transformers_is_in_one_table(name):
     """A key that a later version of transformers adds fails here first."""
@@ -168,8 +186,14 @@ def test_fields(raw, changes, tmp_path):
         (DENSE | {"is_encoder_decoder": True}, "is_encoder_decoder: wanted false, got true"),
         (DENSE | {"qk_clip": 3}, "qk_clip: wanted no such key (gspax does not know it), got 3"),
         (DENSE | {"num_experts": 8}, "num_experts: wanted no such key (gspax does not know it), got 8"),
-        (DENSE | {"model_type": "llama"}, 'model_type: wanted "qwen3" or "qwen3_moe", got "llama"'),
-        (DENSE | {"model_type": None}, 'model_type: wanted "qwen3" or "qwen3_moe", got null'),
+        (
+            DENSE | {"model_type": "llama"},
+            'model_type: wanted "qwen3" or "qwen3_moe" or "qwen2_moe" or "mixtral", got "llama"',
+        ),
+        (
+            DENSE | {"model_type": None},
+            'model_type: wanted "qwen3" or "qwen3_moe" or "qwen2_moe" or "mixtral", got null',
+        ),
         (
             DENSE | {"architectures": ["Qwen3ForSequenceClassification"]},
             'architectures: wanted null or ["Qwen3ForCausalLM"], got ["Qwen3ForSequenceClassification"]',
@@ -245,6 +269,42 @@ def test_what_is_not_implemented_is_rejected_by_name(raw, sentence, tmp_path):
     with pytest.raises(UserError) as error:
         read_config(write(tmp_path, raw))
     assert str(error.value) == f"{tmp_path / 'config.json'}: {sentence}"
+
+
+MIXTRAL = {
+    **{"model_type": "mixtral", "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        (MIXTRAL | {"attention_bias": True}, "attention_bias: wanted null or false, got true"),
+        (MIXTRAL | {"norm_topk_prob": False}, "norm_topk_prob: wanted null or true, got false"),
+        (MIXTRAL | {"num_experts_per_tok": 5}, "num_experts_per_tok: wanted 1 to num_experts (4), got 5"),
+        (MIXTRAL | {"qkv_bias": True}, "qkv_bias: wanted false, got true"),
+        (
+            MIXTRAL | {"model_type": "qwen2_moe", "moe_intermediate_size": 8},
+            "shared_expert_intermediate_size: wanted a value, there is none",
+        ),
+        (
+            MIXTRAL
+            | {"model_type": "qwen2_moe", "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+            | {"use_sliding_window": True},
+            "use_sliding_window: wanted false, got true",
+        ),
+    ],
+)
+def test_what_other_families_do_not_have_is_rejected_by_name(raw, sentence, tmp_path):
+    with pytest.raises(UserError) as error:
+        read_config(write(tmp_path, raw))
+    assert str(error.value) == f"{tmp_path / 'config.json'}: {sentence}"
+
+
+def test_a_model_of_no_family_cannot_be_exported():
+    with pytest.raises(UserError, match=r"families qwen3, .*mixtral, got qk_norm=False, qkv_bias=False"):
+        to_json(replace(tiny.CONFIGS["dense"], qk_norm=False))
 
 
 def test_a_missing_or_invalid_file_is_rejected(tmp_path):

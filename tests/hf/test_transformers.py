@@ -12,6 +12,7 @@ from published import load, published, random_params, same_bytes
 
 from gspax.commands import convert, export
 from gspax.config import Mesh
+from gspax.experiment.counts import parameter_count
 from gspax.hf import writing
 from gspax.hf.config_json import read_config, to_json
 from gspax.hf.reading import read_params
@@ -22,6 +23,7 @@ from gspax.sharding import make_mesh
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 transformers = pytest.importorskip("transformers")
 
+SLOW = pytest.mark.slow
 MIXED = "every second layer sparse"
 CONFIGS = {name: tiny.CONFIGS[name] for name in ("moe", "dense", "tied", MIXED, "biases")}
 
@@ -83,6 +85,62 @@ def test_logits_of_an_exported_model(name, tmp_path):
     hidden, _ = jax.jit(transformer.apply, static_argnums=1)(params, config, tokens_BT, np.ones_like(tokens_BT))
     assert np.abs(np.asarray(transformer.logits(params, hidden)) - theirs).max() < 1e-4
     assert np.abs(theirs).max() > 1
+
+
+SIZES = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"num_experts_per_tok": 2, "intermediate_size": 24}
+OTHERS = {  # families that are not Qwen3: model_type and keys of config.json
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "head_dim": 8, **SIZES, **EXPERTS},
+    "mixtral with a window": {"model_type": "mixtral", "num_local_experts": 5, "sliding_window": 4, **SIZES, **EXPERTS},
+    "qwen2_moe": {
+        **{"model_type": "qwen2_moe", "num_experts": 5, "moe_intermediate_size": 12, **SIZES, **EXPERTS},
+        **{"shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
+    },
+    "qwen2_moe without biases": {
+        **{"model_type": "qwen2_moe", "num_experts": 5, "moe_intermediate_size": 12, **SIZES, **EXPERTS},
+        **{"shared_expert_intermediate_size": 20, "qkv_bias": False, "norm_topk_prob": True},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen2_moe", *(pytest.param(each, marks=SLOW) for each in list(OTHERS)[1::2])]
+)
+def test_other_families_have_the_logits_and_the_bytes_of_transformers(name, tmp_path):
+    raw = OTHERS[name]
+    torch.manual_seed(0)
+    theirs = transformers.AutoConfig.for_model(**raw)
+    model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "theirs")
+    config, params = read(tmp_path / "theirs")
+    assert to_json(config)["model_type"] == raw["model_type"]
+    tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (2, 11), dtype=np.int32)
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens_BT)).logits.numpy()
+    hidden, _ = jax.jit(transformer.apply, static_argnums=1)(params, config, tokens_BT, np.ones_like(tokens_BT))
+    assert np.abs(np.asarray(transformer.logits(params, hidden)) - expected).max() < 1e-5
+    assert np.abs(expected).max() > 0.5
+
+    flat = {writing.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    (tmp_path / "ours").mkdir()
+    writing.write_checkpoint(tmp_path / "ours", config, flat.__getitem__, dtype="float32")
+    assert same_bytes(load(tmp_path / "ours"), load(tmp_path / "theirs"))
+    assert to_bytes(loaded(tmp_path / "ours").state_dict()) == to_bytes(model.state_dict())
+    assert read_config(tmp_path / "ours") == config
+    assert parameter_count(config) == sum(leaf.size for leaf in flat.values())
+
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert any(each.endswith("mlp.experts.gate_up_proj") for each in load(tmp_path / "fused"))
+    jax.tree.map(np.testing.assert_array_equal, read(tmp_path / "fused")[1], params)
 
 
 def test_experts_that_transformers_saved_fused(tmp_path):

@@ -10,11 +10,14 @@ from gspax.config import Sampling
 from gspax.rollout.sampler import sample
 from gspax.rollout.serving import make_serving_copy
 
+CONFIGS = tiny.TOGETHER | {"a shared expert": tiny.CONFIGS["a shared expert"]}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "a shared expert")]
 
-@pytest.mark.parametrize("name", ["experts", pytest.param("dense", marks=pytest.mark.slow)])
+
+@pytest.mark.parametrize("name", ["experts", *SLOW])
 def test_greedy_tokens_equal_the_reference(name):
     """64 tokens with biases, YaRN and windows shorter than the prompt. The reference recomputes the full sequence."""
-    config = tiny.TOGETHER[name]
+    config = CONFIGS[name]
     params = tiny.params(config, seed=4)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7]]
     sampling = Sampling(group=1, max_prompt_tokens=9, max_tokens=64, temperature=0.0)

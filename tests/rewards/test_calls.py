@@ -194,14 +194,15 @@ def test_a_late_call_leaves_the_number_of_threads_as_it_was():
 def test_calls_start_when_they_are_submitted_and_threads_end_with_close():
     started = threading.Event()
     calls = RewardCalls(lambda problem, completion: started.set() or 1.0, Grading())
-    before = threading.active_count()
+    before = set(threading.enumerate())
     calls.submit([0], ["x"])
     assert started.wait(10), "nobody has asked for the result"
+    started_here = set(threading.enumerate()) - before
+    assert len(started_here) == 2
     calls.close()
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    for thread in started_here:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
     (future,) = calls.submit([0], ["x"])
     assert future.result(timeout=10) == Result((1.0,))
     calls.close()

@@ -13,7 +13,7 @@ from gspax.commands.arguments import Parser, add_target, subcommand_parser
 def make_parser() -> Parser:
     parser = subcommand_parser(
         "convert",
-        "Write a Hugging Face checkpoint of a Qwen3 model as an Orbax one, which an experiment names as model=hf(DIR).",
+        "Write a Hugging Face checkpoint as an Orbax one, which an experiment names as model=hf(DIR).",
         "gspax convert --from Qwen/Qwen3-30B-A3B --to checkpoints/qwen3_30b",
     )
     parser.add_argument("--from", dest="source", metavar="SOURCE", required=True, help="a folder, or a name on the Hub")

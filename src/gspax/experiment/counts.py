@@ -51,13 +51,17 @@ def _outer_count(config: ModelConfig) -> int:
 def attention_count(config: ModelConfig) -> int:
     """Projections and their biases, the norms of queries and keys, and the layer's two norms."""
     D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    biases = N * H + 2 * K * H + D if config.attention_bias else 0
-    return 2 * D * N * H + 2 * D * K * H + biases + 2 * H + 2 * D
+    biases = (N * H + 2 * K * H if config.attention_bias or config.qkv_bias else 0) + (
+        D if config.attention_bias else 0
+    )
+    return 2 * D * N * H + 2 * D * K * H + biases + (2 * H if config.qk_norm else 0) + 2 * D
 
 
 def mlp_count(config: ModelConfig, layer: int, experts: int) -> int:
-    """The router and `experts` experts, or one dense network."""
+    """The router, `experts` experts and the shared one, or one dense network."""
     D = config.hidden_size
     if is_sparse(config, layer):
-        return D * config.num_experts + 3 * experts * D * config.moe_intermediate_size
+        shared = config.shared_expert_intermediate_size
+        own = 3 * D * shared + D if shared else 0
+        return D * config.num_experts + 3 * experts * D * config.moe_intermediate_size + own
     return 3 * D * config.intermediate_size

@@ -186,6 +186,8 @@ def _layer_bytes(config: ModelConfig, layer: int, mesh: Mesh) -> int:
     if is_sparse(config, layer):
         A, F = config.num_experts_per_tok, config.moe_intermediate_size
         mlp = size * (2 * D + A * (2 * D + 3 * F // tensor)) + 2 * FLOAT32 * config.num_experts
+        if shared := config.shared_expert_intermediate_size:
+            mlp += size * (2 * D + 3 * shared // tensor)
     else:
         mlp = size * (2 * D + 3 * config.intermediate_size // tensor)
     return attention + mlp
@@ -195,7 +197,8 @@ def _product_bytes(config: ModelConfig, layer: int, tensor: int) -> int:
     """Bytes per token that a layer stores with remat="products": its input and the products with its own matrices,
     those of the experts excepted."""
     heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim // tensor
-    wide = 0 if is_sparse(config, layer) else 2 * config.intermediate_size // tensor + config.hidden_size
+    width = config.shared_expert_intermediate_size if is_sparse(config, layer) else config.intermediate_size
+    wide = 2 * width // tensor + config.hidden_size if width else 0
     routers = FLOAT32 * config.num_experts if is_sparse(config, layer) else 0
     return size_of(config.dtype) * (2 * config.hidden_size + heads + wide) + routers
 

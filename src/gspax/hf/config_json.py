@@ -1,9 +1,9 @@
-"""`config.json` of a Qwen3 or Qwen3-MoE checkpoint <-> `ModelConfig`.
+"""`config.json` of a Qwen3, Qwen3-MoE, Qwen2-MoE or Mixtral checkpoint <-> `ModelConfig`.
 
 Both the Hub's names and those of transformers 5 (`num_local_experts`, `dtype`, `rope_parameters`, `layer_types`) are
 read. Every key is in one of four tables: copied, translated, of a permitted value, or harmless; any other key is an
 error, so that nothing in a checkpoint is silently ignored. An absent key has transformers' default (`Qwen3Config`,
-`Qwen3MoeConfig`), except for sizes, which are required.
+`Qwen3MoeConfig`, ...), except for sizes, which are required.
 
 This module imports no accelerator code: a dry run needs only the configuration.
 """
@@ -21,7 +21,12 @@ from typing import Any
 from gspax.config import ModelConfig, Yarn, architecture_problems
 from gspax.errors import UserError
 
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}  # by model_type
+ARCHITECTURES = {  # by model_type
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
 
 REQUIRED = object()  # no default for an absent key
 COPIED: dict[str, Any] = {  # fields of ModelConfig of the same name, with the default of an absent key
@@ -43,6 +48,16 @@ COPIED_OF_EXPERTS: dict[str, Any] = {  # the same, for qwen3_moe only
     "norm_topk_prob": False,
     "decoder_sparse_step": 1,
     "mlp_only_layers": (),
+}
+COPIED_OF: dict[str, dict[str, Any]] = {  # by model_type, what is copied beside COPIED or with another default
+    "qwen3": {},
+    "qwen3_moe": COPIED_OF_EXPERTS,
+    "qwen2_moe": COPIED_OF_EXPERTS | {"shared_expert_intermediate_size": REQUIRED, "qkv_bias": True},
+    "mixtral": {"num_experts_per_tok": REQUIRED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
+}
+IMPLIED: dict[str, dict[str, Any]] = {  # by model_type, fields of ModelConfig that no key holds
+    "qwen2_moe": {"qk_norm": False, "attention_bias": False},
+    "mixtral": {"qk_norm": False, "attention_bias": False, "norm_topk_prob": True},
 }
 TRANSLATED = (
     *("model_type", "architectures", "head_dim", "dtype", "torch_dtype"),
@@ -114,6 +129,23 @@ def read_config(directory: str | Path) -> ModelConfig:
         raise UserError(f"{path}: {problem}") from None
 
 
+def family_of(config: ModelConfig) -> str:
+    """The `model_type` whose checkpoints hold such a model. UserError if there is none."""
+    for family in ARCHITECTURES:
+        implied = {"qk_norm": True, "shared_expert_intermediate_size": 0, "qkv_bias": False} | IMPLIED.get(family, {})
+        free = COPIED_OF[family]
+        experts = config.num_experts > 0
+        if experts != (family != "qwen3") or (family == "qwen2_moe") != (config.shared_expert_intermediate_size > 0):
+            continue
+        if all(getattr(config, name) == value for name, value in implied.items() if name not in free):
+            return family
+    raise UserError(
+        "model: wanted a model of one of the families " + ", ".join(ARCHITECTURES) + ", got "
+        f"qk_norm={config.qk_norm}, qkv_bias={config.qkv_bias}, attention_bias={config.attention_bias}, "
+        f"shared_expert_intermediate_size={config.shared_expert_intermediate_size}, num_experts={config.num_experts}"
+    )
+
+
 def to_json(config: ModelConfig) -> dict[str, Any]:
     """`config.json` of an exported checkpoint, in the Hub's names, which both transformers 4 and 5 read.
 
@@ -121,15 +153,18 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
     not part of a checkpoint.
 
     Raises:
-      UserError: no Qwen3 configuration describes the model (experts, and a window on only some layers).
+      UserError: no published family describes the model (such as experts, and a window on only some layers).
     """
-    experts = config.num_experts > 0
-    family = "qwen3_moe" if experts else "qwen3"
+    family = family_of(config)
     found: dict[str, Any] = {"architectures": [ARCHITECTURES[family]], "model_type": family}
-    found |= {name: getattr(config, name) for name in COPIED | (COPIED_OF_EXPERTS if experts else {})}
-    if experts:
+    found |= {name: getattr(config, name) for name in _copied(family)}
+    if family == "mixtral":
+        found |= {"num_local_experts": config.num_experts, "intermediate_size": config.moe_intermediate_size}
+    elif config.num_experts:
         found |= {"num_experts": config.num_experts, "mlp_only_layers": list(config.mlp_only_layers)}
-    found |= {"head_dim": config.head_dim, "hidden_act": "silu", "attention_dropout": 0.0, "torch_dtype": config.dtype}
+    if family != "qwen2_moe":
+        found |= {"head_dim": config.head_dim}
+    found |= {"hidden_act": "silu", "attention_dropout": 0.0, "torch_dtype": config.dtype}
     found |= {"rope_theta": config.rope_theta, "rope_scaling": None}
     if yarn := config.rope_scaling:
         always: dict[str, Any] = {
@@ -143,11 +178,21 @@ def to_json(config: ModelConfig) -> dict[str, Any]:
     return found | _window_json(config, family)
 
 
+def _copied(family: str) -> dict[str, Any]:
+    """Key -> default of what is copied."""
+    copied = COPIED | COPIED_OF[family]
+    return {name: default for name, default in copied.items() if name not in IMPLIED.get(family, {})}
+
+
 def _window_json(config: ModelConfig, family: str) -> dict[str, Any]:
     layers, sliding = config.num_hidden_layers, config.sliding_layers if config.sliding_window else ()
+    if family == "mixtral" and len(sliding) in (0, layers):
+        return {"sliding_window": config.sliding_window if sliding else None}
     if not sliding:
         return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": layers}
-    if family == "qwen3_moe" and len(sliding) < layers:
+    if family == "qwen2_moe":
+        raise UserError(f"model.sliding_layers: wanted none with a shared expert, got {sliding}")
+    if family != "qwen3" and len(sliding) < layers:
         raise UserError(f"model.sliding_layers: wanted all {layers} layers or none with experts, got {sliding}")
     found: dict[str, Any] = {
         "use_sliding_window": True,
@@ -166,11 +211,13 @@ def _parse(raw: Any) -> ModelConfig:
         raise ValueError(f"wanted a JSON object, got {json.dumps(raw)}")
     family = _expect("model_type", raw.get("model_type"), ARCHITECTURES)
     _expect("architectures", raw.get("architectures"), (None, [ARCHITECTURES[family]]))
-    experts = family == "qwen3_moe"
-    copied = COPIED | (COPIED_OF_EXPERTS if experts else {})
+    experts = family != "qwen3"
+    copied, implied = _copied(family), IMPLIED.get(family, {})
     known = [*copied, *TRANSLATED, *(TRANSLATED_OF_EXPERTS if experts else ()), *HARMLESS]
     for key, value in raw.items():
-        if key in PERMITTED:
+        if key in implied:
+            _expect(key, value, (None, implied[key]))
+        elif key in PERMITTED and key not in copied:
             _expect(key, value, PERMITTED[key])
         elif key not in known:
             raise ValueError(f"{key}: wanted no such key (gspax does not know it), got {json.dumps(value)}")
@@ -181,6 +228,9 @@ def _parse(raw: Any) -> ModelConfig:
     head_dim = fields["hidden_size"] // max(1, fields["num_attention_heads"]) if experts else 128
     fields["head_dim"] = _typed(int, "head_dim", _get(raw, "head_dim", head_dim))
     _expect("dtype", _get(raw, "dtype", _get(raw, "torch_dtype", "float32")), DTYPES)
+    fields |= implied
+    if family == "mixtral":
+        fields |= {"moe_intermediate_size": fields["intermediate_size"], "intermediate_size": 0}
     _check_sizes(fields)
     fields |= _rope(raw, fields["max_position_embeddings"])
     config = ModelConfig(**fields, **_window(raw, family, fields["num_hidden_layers"]))
@@ -232,6 +282,11 @@ def _window(raw: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
     transformers applies the window to every layer of a Qwen3-MoE and ignores `max_window_layers` and `layer_types`
     there; a file in which one of them disagrees is rejected.
     """
+    if family == "mixtral":  # a window that is there is on every layer
+        window = _typed(int, "sliding_window", _get(raw, "sliding_window", 0))
+        return {"sliding_window": window, "sliding_layers": tuple(range(layers)) if window else ()}
+    if family == "qwen2_moe":
+        _expect("use_sliding_window", _get(raw, "use_sliding_window", False), (False,))
     on = _expect("use_sliding_window", _get(raw, "use_sliding_window", False), (False, True))
     window = _typed(int, "sliding_window", _get(raw, "sliding_window", 0)) if on else 0
     first = _typed(int, "max_window_layers", _get(raw, "max_window_layers", 28 if family == "qwen3" else 0))

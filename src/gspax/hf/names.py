@@ -1,4 +1,4 @@
-"""One table between gspax's parameters and the tensors of a published Qwen3 checkpoint, for import and export.
+"""One table between gspax's parameters and the tensors of a published checkpoint, for import and export.
 
 A row names a parameter, the tensor that it is made of, and how their axes correspond. Axes are those of
 docs/architecture.md; axes in brackets form one axis of the published tensor. There is one tensor per layer and, where
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gspax.config import ModelConfig, layer_runs
+from gspax.hf.config_json import family_of
 
 STRIP, GAP = 2**17, 32  # elements of a strip and after each of its rows, in `copy`
 
@@ -58,6 +59,18 @@ DENSE = (
     Row("mlp/down", "mlp.down_proj.weight", "D F -> F D"),
 )
 ROUTER = (Row("mlp/router", "mlp.gate.weight", "E D -> D E"),)
+SHARED = (  # the expert of every token, of Qwen2-MoE
+    Row("mlp/shared/gate", "mlp.shared_expert.gate_proj.weight", "F D -> D F"),
+    Row("mlp/shared/up", "mlp.shared_expert.up_proj.weight", "F D -> D F"),
+    Row("mlp/shared/down", "mlp.shared_expert.down_proj.weight", "D F -> F D"),
+    Row("mlp/shared_gate", "mlp.shared_expert_gate.weight", "O D -> D O"),
+)
+MIXTRAL_ROUTER = (Row("mlp/router", "block_sparse_moe.gate.weight", "E D -> D E"),)
+MIXTRAL_EXPERTS = (
+    Row("mlp/gate", "block_sparse_moe.experts.{expert}.w1.weight", "F D -> D F"),
+    Row("mlp/up", "block_sparse_moe.experts.{expert}.w3.weight", "F D -> D F"),
+    Row("mlp/down", "block_sparse_moe.experts.{expert}.w2.weight", "D F -> F D"),
+)
 EXPERTS = (  # the Hub's layout, which is also the one that is written
     Row("mlp/gate", "mlp.experts.{expert}.gate_proj.weight", "F D -> D F"),
     Row("mlp/up", "mlp.experts.{expert}.up_proj.weight", "F D -> D F"),
@@ -114,8 +127,7 @@ def list_tensors(
             add(row.ours, row, row.published, ())
     first = 0
     for run, (sparse, count) in enumerate(layer_runs(config)):
-        experts = FUSED_EXPERTS if fused else EXPERTS
-        for row in LAYER + (ROUTER + experts if sparse else DENSE):
+        for row in LAYER + (_expert_rows(config, fused) if sparse else DENSE):
             name = f"runs/{run}/{row.ours}"
             for layer in range(count) if name in parameters else ():  # a model without biases has no such rows
                 published = f"model.layers.{first + layer}.{row.published}"
@@ -126,6 +138,15 @@ def list_tensors(
                     add(name, row, published, (layer,))
         first += count
     return found
+
+
+def _expert_rows(config: ModelConfig, fused: bool) -> tuple[Row, ...]:
+    """The rows of a sparse layer. transformers 5 has the same fused names for every family."""
+    if fused:
+        return ROUTER + FUSED_EXPERTS + SHARED
+    if family_of(config) == "mixtral":
+        return MIXTRAL_ROUTER + MIXTRAL_EXPERTS
+    return ROUTER + EXPERTS + SHARED
 
 
 def published_shape(row: Row, shape: Sequence[int]) -> tuple[int, ...]:

@@ -35,12 +35,13 @@ class Attention(nnx.Module):
         self.key = init_weight(rngs, scale, embed=D, heads=K, head=H)
         self.value = init_weight(rngs, scale, embed=D, heads=K, head=H)
         self.out = init_weight(rngs, scale, heads=N, head=H, embed=D)
-        self.query_bias = init_bias(config.attention_bias, heads=N, head=H)
-        self.key_bias = init_bias(config.attention_bias, heads=K, head=H)
-        self.value_bias = init_bias(config.attention_bias, heads=K, head=H)
+        has_bias = config.attention_bias or config.qkv_bias
+        self.query_bias = init_bias(has_bias, heads=N, head=H)
+        self.key_bias = init_bias(has_bias, heads=K, head=H)
+        self.value_bias = init_bias(has_bias, heads=K, head=H)
         self.out_bias = init_bias(config.attention_bias, embed=D)
-        self.query_norm = RMSNorm(H, config.rms_norm_eps)
-        self.key_norm = RMSNorm(H, config.rms_norm_eps)
+        self.query_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
 
     def __call__(
         self, x_BTD: Array, angles: tuple[Array, Array], attend: Attend, cache: Any, layer: Array | int
@@ -49,8 +50,8 @@ class Attention(nnx.Module):
         q_BTNH = add_bias(jnp.einsum("btd,dnh->btnh", x_BTD, self.query.astype(dtype)), self.query_bias)
         k_BTKH = add_bias(jnp.einsum("btd,dkh->btkh", x_BTD, self.key.astype(dtype)), self.key_bias)
         v_BTKH = add_bias(jnp.einsum("btd,dkh->btkh", x_BTD, self.value.astype(dtype)), self.value_bias)
-        q_BTNH = rotate(self.query_norm(q_BTNH), angles)
-        k_BTKH = rotate(self.key_norm(k_BTKH), angles)
+        q_BTNH = rotate(q_BTNH if self.query_norm is None else self.query_norm(q_BTNH), angles)
+        k_BTKH = rotate(k_BTKH if self.key_norm is None else self.key_norm(k_BTKH), angles)
         context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer)
         return add_bias(jnp.einsum("btnh,nhd->btd", context_BTNH, self.out.astype(dtype)), self.out_bias), cache
 

@@ -61,8 +61,8 @@ def rms_norm(x: Array, scale: Array, eps: float) -> Array:
 class DenseMlp(nnx.Module):
     """SwiGLU: down(silu(gate x) * up x)."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        D, F, scale = config.hidden_size, config.intermediate_size, config.initializer_range
+    def __init__(self, config: ModelConfig, *, width: int, rngs: nnx.Rngs):
+        D, F, scale = config.hidden_size, width, config.initializer_range
         self.gate = init_weight(rngs, scale, embed=D, mlp=F)
         self.up = init_weight(rngs, scale, embed=D, mlp=F)
         self.down = init_weight(rngs, scale, mlp=F, embed=D)

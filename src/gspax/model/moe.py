@@ -1,4 +1,7 @@
-"""The mixture-of-experts layer of Qwen3-MoE, dropless: routed in float32, then each token through its own experts."""
+"""The mixture-of-experts layer of Qwen3-MoE, dropless: routed in float32, then each token through its own experts.
+
+Qwen2-MoE adds an expert for every token, whose output a sigmoid of the token scales.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from gspax.config import ModelConfig
 from gspax.kernels.expert_decoding import expert_decoding
 from gspax.kernels.expert_ffn import expert_ffn
 from gspax.kernels.expert_parallel import expert_parallel, has_ragged_all_to_all, ring
-from gspax.model.layers import init_weight
+from gspax.model.layers import DenseMlp, init_weight
 from gspax.sharding import mesh_axes, spec, token_spec
 from gspax.types import Array
 
@@ -38,6 +41,9 @@ class SparseMlp(nnx.Module):
         self.gate = init_weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
         self.up = init_weight(rngs, scale, expert=E, expert_embed=D, mlp=F)
         self.down = init_weight(rngs, scale, expert=E, mlp=F, expert_embed=D)
+        width = config.shared_expert_intermediate_size
+        self.shared = DenseMlp(config, width=width, rngs=rngs) if width else None
+        self.shared_gate = init_weight(rngs, scale, embed=D, router=1) if width else None
         self.config = config
 
     def __call__(
@@ -52,7 +58,12 @@ class SparseMlp(nnx.Module):
             gate_BTA, routing = self.route(x_BTD, valid_BT, forced_BTA)
         with jax.named_scope("experts"):
             weights = (w.astype(x_BTD.dtype) for w in (self.gate, self.up, self.down))
-            return _run_experts(mesh, x_BTD, routing.expert, gate_BTA, *weights), routing
+            y_BTD = _run_experts(mesh, x_BTD, routing.expert, gate_BTA, *weights)
+        if self.shared is None or self.shared_gate is None:
+            return y_BTD, routing
+        with jax.named_scope("shared_expert"):
+            scale_BT1 = jax.nn.sigmoid(x_BTD @ self.shared_gate.astype(x_BTD.dtype))
+            return y_BTD + scale_BT1 * self.shared(x_BTD, mesh), routing
 
     def route(self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None) -> tuple[Array, Routing]:
         """Gates of the chosen experts, float32 `[B, T, A]`, and the routing."""

@@ -42,7 +42,8 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SparseMlp(config, rngs=rngs) if sparse else DenseMlp(config, rngs=rngs)
+        width = config.intermediate_size
+        self.mlp = SparseMlp(config, rngs=rngs) if sparse else DenseMlp(config, width=width, rngs=rngs)
 
     def __call__(self, x_BTD: Array, shared: LayerInputs, cache: Any, layer: Array | int, forced_BTA: Array | None):
         """The residual stream, the cache, and a sparse layer's `Routing` (else None)."""

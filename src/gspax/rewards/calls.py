@@ -267,6 +267,10 @@ class _EventLoop:
 
     def _run_loop(self) -> None:
         self._loop.run_forever()
+        if left := asyncio.all_tasks(self._loop):
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(left))
         self._loop.close()
 
     async def _run(self, call: _Call) -> None:
