@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from gspax import loop, sft
+from gspax.config import row_shape
 from gspax.data import hf_tokenizer
 from gspax.data.problem import Problem
 from gspax.experiment import load, validate
@@ -21,6 +22,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state
 from gspax.learner.train_step import make_train_step
 from gspax.rollout import sampler
+from gspax.sharding import batch_shards
 from gspax.types import Rollout
 
 ROOT = Path(__file__).parents[1]
@@ -66,8 +68,9 @@ def test_a_step_of_every_experiment_can_be_traced(path):
     host = Rollout(**{name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in vars(drawn).items()})
     reward = experiment.reward(problems[0], problems[0].answer)
     advantage = experiment.advantage(jnp.full((P, G), reward, jnp.float32))
-    batches = minibatches.split_minibatches(host, experiment.schedule.minibatches, learner.mesh)
-    batches = minibatches.set_advantages(batches, np.asarray(advantage).reshape(-1), learner.mesh)
+    shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(learner.mesh))
+    batches, layouts = minibatches.split_minibatches(host, experiment.schedule.minibatches, shape, learner.mesh)
+    batches = minibatches.set_advantages(batches, layouts, np.asarray(advantage).reshape(-1), learner.mesh)
     assert len(batches) == experiment.schedule.minibatches
     logp, entropy, *_ = jax.eval_shape(learner.steps.score, state.params, batches[0].tokens_BT, batches[0].segment_BT)
     assert logp.shape == entropy.shape == batches[0].tokens_BT.shape

@@ -59,7 +59,7 @@ def score(model, keep):
 
 @functools.cache
 def route(model):
-    return make_route(model, MESH)
+    return make_route(model, MESH) if config.has_experts(model) else None
 
 
 READ_BY_UPDATES = (
@@ -82,7 +82,7 @@ def train(changes, rollouts=2):
     assert validate(variant, 1) == []
     update = step(*(getattr(variant, name) for name in READ_BY_UPDATES))
     keep = reads_experts(variant.regularizers, routing_replay=variant.routing_replay)
-    steps = Steps(update, score(variant.model, keep), route(variant.model))
+    steps = Steps(update, score(variant.model, keep), route(variant.model), None)
     rewards = RewardCalls(variant.reward, variant.grading)
     sampler = make_colocated_sampler(variant.model, MESH)
     learner = loop.Learner(variant, MESH, OPTIMIZER, steps, sampler, rewards)

@@ -18,6 +18,7 @@ import pytest
 from small_experiment import experiment
 
 from gspax import config, loop, losses, sft
+from gspax.config import RowShape
 from gspax.errors import UserError
 from gspax.evaluation.heldout import run as evaluate_run
 from gspax.experiment.description import describe
@@ -312,6 +313,21 @@ def test_resumption_restores_reference_and_clip_range(tmp_path):
 
 
 @pytest.mark.slow
+def test_epochs_of_packed_rows_resume_bit_for_bit(tmp_path):
+    packed = replace(with_schedule(steps=3, eval_every=0, checkpoint_every=1), warm_start=None)
+    packed = replace(packed, schedule=replace(packed.schedule, epochs=2, microbatch_tokens=64))
+    loop.train(packed, tmp_path / "whole")
+    loop.train(replace(packed, schedule=replace(packed.schedule, steps=1)), tmp_path / "resumed")
+    loop.train(packed, tmp_path / "resumed")
+    whole, resumed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "resumed")
+    jax.tree.map(np.testing.assert_array_equal, *(final_state(run, experiment=packed) for run in (whole, resumed)))
+    assert final_state(whole, experiment=packed).step == 12, "two minibatches, twice, of three rollout batches"
+    steps = [[row for row in timeless(run) if "policy/loss" in row] for run in (whole, resumed)]
+    assert steps[0] == steps[1] and len(steps[0]) == 3
+    assert all(0.5 < row["learner/packing_efficiency"] <= 1 for row in steps[0])
+
+
+@pytest.mark.slow
 def test_a_clip_range_below_the_noise_floor_warns_once(tmp_path, capsys):
     narrow = replace(with_schedule(steps=2, eval_every=0), loss=partial(losses.gspo, clip_low=0.0), warm_start=None)
     loop.train(narrow, tmp_path / "run")
@@ -336,7 +352,9 @@ def a_rollout():
 def test_minibatches_hold_each_row_once_in_order():
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     rollout, advantage = a_rollout(), np.arange(8) / 8
-    batches = minibatches.set_advantages(minibatches.split_minibatches(rollout, 4, mesh), advantage, mesh)
+    batches, layouts = minibatches.split_minibatches(rollout, 4, RowShape(2, 8, 2, False), mesh)
+    batches = minibatches.set_advantages(batches, layouts, advantage, mesh)
+    assert minibatches.packing_efficiency(layouts) == 44 / 64
     assert [len(batch.tokens_BT) for batch in batches] == [2, 2, 2, 2]
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
     np.testing.assert_array_equal(joined.tokens_BT, rollout.tokens_BT)
@@ -415,7 +433,7 @@ def test_a_step_of_the_loop(monkeypatch):
     monkeypatch.setattr(loop, "sample", sample)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     sampler = placement.Sampler(mesh, lambda params: params, lambda key: key, lambda rollout: rollout)
-    steps = train_step.Steps(update, score, route)
+    steps = train_step.Steps(update, score, route, None)
     learner = loop.Learner(small, mesh, None, steps, sampler, RewardCalls(small.reward, small.grading))
     key = jax.random.key(5)
     state = TrainState(
@@ -442,14 +460,14 @@ def test_a_step_of_the_loop(monkeypatch):
 
 def test_a_dense_model_has_no_routing_metrics_and_no_forward_pass_for_them():
     dense = replace(experiment, model=replace(experiment.model, num_experts=0, intermediate_size=8))
-    learner = loop.Learner(dense, None, None, None, None, None)
-    assert loop.choose_experts(learner, None, None) is None
+    mesh = make_mesh(config.Mesh(), jax.devices()[:1])
+    assert train_step.make_steps(dense, None, mesh).route is None
 
 
 @pytest.mark.parametrize(("on_policy", "scored"), [(False, [0, 32]), (True, [32])])
 def test_minibatches_are_scored_unless_the_first_update_does(on_policy, scored):
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
-    batches = minibatches.split_minibatches(a_rollout(), 2, mesh)
+    batches, _ = minibatches.split_minibatches(a_rollout(), 2, RowShape(4, 8, 4, False), mesh)
     seen = []
 
     def score(params, tokens_BT, segment_BT):
@@ -492,7 +510,7 @@ def test_score_and_update_share_temperature_and_microbatches(monkeypatch):
     learner = loop.make_learner(
         replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
     )
-    wanted = {"temperature": 0.7, "microbatch_rows": 8, "mesh": learner.mesh}
+    wanted = {"temperature": 0.7, "microbatch_rows": 8, "packed": False, "mesh": learner.mesh}
     assert given == [{"routing_replay": False, **wanted}, {"keep_experts": False, **wanted}] and learner.mesh.size == 8
 
 

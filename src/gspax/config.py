@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from gspax import optimizers
 from gspax.protocols import (
@@ -117,6 +117,11 @@ def is_sparse(config: ModelConfig, layer: int) -> bool:
     )
 
 
+def has_experts(config: ModelConfig) -> bool:
+    """Whether any layer has experts."""
+    return any(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+
+
 def expert_id_dtype(config: ModelConfig) -> Literal["uint8", "uint16"]:
     """The smallest dtype of the expert ids that scoring returns; `num_experts` itself stands on padding."""
     return "uint8" if config.num_experts < 2**8 else "uint16"
@@ -214,10 +219,40 @@ class Schedule:
     minibatches: PositiveInt = 4  # optimiser updates per rollout batch and epoch; 4 in the GSPO paper
     epochs: PositiveInt = 1  # passes over the minibatches of a rollout batch
     microbatch_rows: NonNegativeInt = 0  # rows of one forward and backward pass; 0: a whole minibatch
+    # Tokens of one forward and backward pass, on all devices together: responses are packed into the rows of a pass.
+    microbatch_tokens: NonNegativeInt = 0  # 0: each response has a row of its own
     eval_every: NonNegativeInt = 20  # steps; 0: only at the start and the end
     checkpoint_every: NonNegativeInt = 20  # steps; 0: only at the end
     keep_checkpoints: PositiveInt = 2
     max_skipped: PositiveInt = 5  # updates in a row with a non-finite loss or gradient that end the run
+
+
+class RowShape(NamedTuple):
+    """The rows that a minibatch is computed in."""
+
+    rows: int  # room for the worst case, a multiple of `microbatch`
+    length: int  # tokens of a row
+    microbatch: int  # rows of one forward and backward pass
+    packed: bool  # several responses in a row
+
+
+def row_shape(sampling: Sampling, schedule: Schedule, shards: int) -> RowShape:
+    """The rows of a minibatch whose rows are sharded over so many devices.
+
+    Packed, each device has as many rows as its share of `schedule.microbatch_tokens` is times the longest response, and
+    these divide that share. Not packed, a row has the length of the longest response.
+    """
+    responses = sampling.prompts * sampling.group // schedule.minibatches
+    longest = sampling.max_prompt_tokens + sampling.max_tokens
+    if schedule.microbatch_tokens:
+        microbatch = shards * max(1, schedule.microbatch_tokens // (shards * longest))
+        return RowShape(_round_up(responses, microbatch), schedule.microbatch_tokens // microbatch, microbatch, True)
+    microbatch = schedule.microbatch_rows or _round_up(responses, shards)
+    return RowShape(_round_up(responses, microbatch), longest, microbatch, False)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def updates_per_step(schedule: Schedule) -> int:

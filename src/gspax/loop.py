@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import optax
 
-from gspax.config import Experiment, is_sparse, trained_dtype, updates_per_step
+from gspax.config import Experiment, row_shape, trained_dtype, updates_per_step
 from gspax.data.problem import Problem, read_problem
 from gspax.distributed import multihost
 from gspax.errors import DivergedError
@@ -68,8 +68,8 @@ from gspax.run.compilation import count_compilations
 from gspax.run.directory import RunDir, open_run, wait_until_shared
 from gspax.run.record import Recorder
 from gspax.sft import warm_start
-from gspax.sharding import named_sharding
-from gspax.types import Array, Batch, Params, Rollout, TrainState
+from gspax.sharding import batch_shards, named_sharding
+from gspax.types import Params, Rollout, TrainState
 
 SAMPLING = 1  # folded into the run's key
 
@@ -333,8 +333,9 @@ def learn(
     G = experiment.sampling.group
 
     overlong = experiment.filter_overlong
-    batches = minibatches.split_minibatches(
-        rollout, experiment.schedule.minibatches, learner.mesh, without_overlong=overlong
+    shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(learner.mesh))
+    batches, layouts = minibatches.split_minibatches(
+        rollout, experiment.schedule.minibatches, shape, learner.mesh, without_overlong=overlong
     )
     if experiment.reference is not None and experiment.lora is not None:
         reference = base(state.params)
@@ -351,18 +352,20 @@ def learn(
     clock.lap("old_logp")
 
     added_B, added = shape_rewards(
-        rollout, scored.batches, length_reward=experiment.length_reward, reference=experiment.reference
+        rollout,
+        minibatches.reference_kl(experiment.reference, scored.batches, layouts),
+        length_reward=experiment.length_reward,
+        coefficient=experiment.reference.coefficient if experiment.reference else 0.0,
     )
     advantage_B, with_added = compute_advantages(
         experiment.advantage, rows, added_B, group=G, finished_B=rollout.finished_B if overlong else None
     )
-    batches = minibatches.set_advantages(scored.batches, advantage_B, learner.mesh)
+    batches = minibatches.set_advantages(scored.batches, layouts, advantage_B, learner.mesh)
     scored = replace(scored, batches=batches)
     stale = {"rollout/staleness": float(count_rollouts(learner, state) - batch.policy)} if experiment.placement else {}
-    experts = choose_experts(learner, state, batches[0])
     rate = learning_rate(experiment.optimizer)
     updated = run_updates(
-        learner.steps.update,
+        learner.steps,
         state,
         scored,
         learner.mesh,
@@ -381,20 +384,13 @@ def learn(
         **stale,
         **batch.metrics,
         **response_metrics(rollout),
+        "learner/packing_efficiency": minibatches.packing_efficiency(layouts),
         **update_metrics(updated.metrics),
         "optim/learning_rate": float(rate(count_updates(state) - 1)),
         **score_metrics(updated.scored.batches, updated.scored.entropies),
-        **routing_metrics(updated.count_LE, experts, choose_experts(learner, state, batches[0])),
+        **(routing_metrics(*updated.routing) if updated.routing else {}),
         **clock.metrics(int(rollout.length_B.sum())),
     }
     for row, advantage in zip(rows, advantage_B, strict=True):
         row["advantage"] = float(advantage)
     return state, metrics, rows
-
-
-def choose_experts(learner: Learner, state: TrainState, batch: Batch) -> Array | None:
-    """The experts that some rows of a minibatch choose (`train_step.make_route`); None for a dense model."""
-    model = learner.experiment.model
-    if not any(is_sparse(model, layer) for layer in range(model.num_hidden_layers)):
-        return None
-    return learner.steps.route(state.params, batch.tokens_BT, batch.segment_BT)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from gspax.config import Experiment, WarmStart
+from gspax.config import Experiment, WarmStart, row_shape
 from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
 from gspax.distributed import multihost
@@ -33,7 +33,7 @@ from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run, wait_until_shared
 from gspax.run.record import Recorder
-from gspax.sharding import named_sharding
+from gspax.sharding import batch_shards, named_sharding
 from gspax.types import Array, Batch, TrainState
 
 
@@ -64,7 +64,10 @@ def warm_start(
     stage, model = experiment.warm_start, experiment.model
     assert stage is not None
     optimizer = make_optimizer(stage.optimizer, model.param_dtype)
-    rows = math.gcd(stage.rows, experiment.schedule.microbatch_rows)  # the most that divide both, all if that is 0
+    schedule, rows = experiment.schedule, experiment.schedule.microbatch_rows
+    if schedule.microbatch_tokens:
+        rows = row_shape(experiment.sampling, schedule, batch_shards(mesh)).microbatch
+    rows = math.gcd(stage.rows, rows)  # the most that divide both, all if that is 0
     train_step = make_train_step(model, objective.make_objective(nll), optimizer, microbatch_rows=rows, mesh=mesh)
     demonstrate = partial(
         make_demonstrations,

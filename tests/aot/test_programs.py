@@ -45,12 +45,13 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
         expert = jnp.zeros((rows[0], model.num_hidden_layers, rows[1], model.num_experts_per_tok), jnp.uint8)
         return train_step.Scores(jnp.zeros(rows), jnp.zeros(rows), expert if keep_experts else None)
 
-    batches = minibatches.split_minibatches(rollout, experiment.schedule.minibatches, mesh)
+    shape = config.row_shape(sampling, experiment.schedule, 4)
+    batches, layouts = minibatches.split_minibatches(rollout, experiment.schedule.minibatches, shape, mesh)
     replay = experiment.routing_replay
     keep_experts = train_step.reads_experts(experiment.regularizers, routing_replay=replay)
     reference = {} if experiment.reference else None
     scored = minibatches.score_minibatches(score, {}, reference, batches)
-    batches = minibatches.set_advantages(scored.batches, np.zeros(B), mesh)
+    batches = minibatches.set_advantages(scored.batches, layouts, np.zeros(B), mesh)
     assert len(batches) == experiment.schedule.minibatches
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batches[0])
     abstract = programs.abstract_batch(experiment, mesh)

@@ -128,6 +128,7 @@ ERRORS = {
     "schedule.minibatches=0": "schedule.minibatches: wanted at least 1, got 0",
     "schedule.minibatches=3": "schedule.minibatches: wanted a divisor of the 64 rows of a rollout batch, got 3",
     "schedule.microbatch_rows=3": "schedule.microbatch_rows: wanted a divisor of a minibatch's 16 rows, got 3",
+    "schedule.epochs=0": "schedule.epochs: wanted at least 1, got 0",
     "schedule.steps=-1": "schedule.steps: wanted at least 0, got -1",
     "schedule.keep_checkpoints=0": "schedule.keep_checkpoints: wanted at least 1, got 0",
     "seed=-1": "seed: wanted at least 0 and below 2^32, got -1",
@@ -211,6 +212,12 @@ def test_all_errors_are_reported_together():
     assert len(str(caught.value).splitlines()) == 3
 
 
+TOO_FEW = (
+    "schedule.microbatch_tokens: wanted at least sampling.max_prompt_tokens + max_tokens (16 tokens) for each of the 8 "
+    "devices that rows are sharded over, got 100"
+)
+
+
 @pytest.mark.parametrize(
     ("assignments", "devices", "message"),
     [
@@ -224,9 +231,11 @@ def test_all_errors_are_reported_together():
                 "data=3, fsdp=-1",
             ],
         ),
-        (["sampling.prompts=12", "mesh.data=2"], 8, ["sampling.prompts", "schedule.minibatches"]),
+        (["sampling.prompts=12", "mesh.data=2"], 8, ["sampling.prompts"]),
         (["mesh.data=4", "mesh.fsdp=2", "schedule.microbatch_rows=4"], None, ["schedule.microbatch_rows"]),
         (["warm_start.rows=12"], 8, ["warm_start.rows"]),
+        (["loss=gspax.losses.gspo", "schedule.microbatch_tokens=100"], 8, [TOO_FEW]),
+        (["loss=gspax.losses.gspo", "schedule.microbatch_tokens=15"], None, [TOO_FEW.split(" for each")[0]]),
         (["model.hidden_size=36"], 8, ["model.hidden_size: wanted a multiple of mesh.fsdp (8), got 36"]),
     ],
 )

@@ -16,6 +16,11 @@ def own_loss(logp, old_logp, advantage, mask):
     raise NotImplementedError
 
 
+def own_correction(old_logp, sampler_logp, mask):
+    raise NotImplementedError
+
+
+PACKED = replace(experiment.schedule, microbatch_tokens=64)
 DENSE = replace(experiment.model, num_experts=0, intermediate_size=32)
 WRONG = [
     ({"loss": own_loss, "correction": correction.truncate_tokens}, "correction: wanted a loss that takes a `corr"),
@@ -43,11 +48,20 @@ WRONG = [
     ({"calibration": Calibration(share=1.0)}, "calibration.share: wanted above 0 and below 1, got 1"),
     ({"calibration": Calibration(), "schedule": replace(experiment.schedule, minibatches=1)}, "calibration: wanted at"),
     ({"filter_overlong": True, "advantage": lambda rewards: rewards}, "filter_overlong: wanted an advantage of (rewar"),
+    ({"loss": own_loss, "schedule": PACKED}, "schedule.microbatch_tokens: wanted a loss that takes `segment_ids`, for"),
+    ({"correction": own_correction, "schedule": PACKED}, "schedule.microbatch_tokens: wanted a correction that takes"),
     ({"filter_overlong": 1}, "filter_overlong: wanted True or False, got 1"),
     ({"loss": partial(losses.gspo, clip_low=1.0)}, "loss.clip_low: wanted a number at least 0 and below 1, got 1.0"),
     ({"loss": partial(losses.gspo, clip_high=-1.0)}, "loss.clip_high: wanted a number at least 0, got -1.0"),
 ]
 RIGHT = [
+    {"calibration": Calibration(), "schedule": replace(experiment.schedule, minibatches=1, epochs=2)},
+    {
+        "loss": partial(losses.luspo, clip_low=0.1, clip_high=0.1),
+        "correction": correction.mask_tokens,
+        "reference": Reference(loss=kl.grpo_kl),
+        "schedule": PACKED,
+    },
     {"loss": losses.cispo},  # its lower width of 1 means that there is no lower bound
     {"loss": losses.dr_grpo, "reference": Reference(loss=kl.sequence_kl)},
     {"loss": own_loss, "reference": Reference(reward=kl.k1)},

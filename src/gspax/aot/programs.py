@@ -14,13 +14,22 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from gspax.config import Experiment, ModelConfig, Placement, Sampling, expert_id_dtype, is_sparse, trained_dtype
+from gspax.config import (
+    Experiment,
+    ModelConfig,
+    Placement,
+    Sampling,
+    expert_id_dtype,
+    is_sparse,
+    row_shape,
+    trained_dtype,
+)
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.train_step import make_steps
 from gspax.rollout import sampler
 from gspax.rollout.serving import abstract_serving_copy
-from gspax.sharding import named_sharding
+from gspax.sharding import batch_shards, named_sharding
 from gspax.types import Batch, Rollout, TrainState
 
 TRAIN, SCORE, ROLLOUT = "train step", "old log-probs", "rollout"
@@ -119,14 +128,14 @@ def _make_rollout(
 def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
     """`ShapeDtypeStruct`s, with shardings, of a minibatch as an update receives it."""
     config, sampling = experiment.model, experiment.sampling
-    rows = sampling.prompts * sampling.group // experiment.schedule.minibatches
-    shape = (rows, sampling.max_prompt_tokens + sampling.max_tokens)
+    rows, length, _, packed = row_shape(sampling, experiment.schedule, batch_shards(mesh))
+    shape = rows, length
     columns: dict[str, Any] = {
         "tokens_BT": (shape, jnp.int32),
         "segment_BT": (shape, jnp.int32),
         "mask_BT": (shape, jnp.bool_),
         "old_logp_BT": (shape, jnp.float32),
-        "advantage_B": (shape[:1], jnp.float32),
+        "advantage_B": (shape if packed else shape[:1], jnp.float32),
         "sampler_logp_BT": (shape, jnp.float32),
     }
     if experiment.reference is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from gspax.config import Calibration, Experiment, ModelConfig, Reference, Regularizers, is_sparse
+from gspax.config import Calibration, Experiment, ModelConfig, Reference, Regularizers, is_sparse, updates_per_step
 from gspax.experiment.description import keywords, parameters, show, unwrap
 from gspax.losses.calibration import INERT
 from gspax.losses.traits import aggregate_of, level_of, traits_of
@@ -21,9 +21,12 @@ def problems(experiment: Experiment) -> Iterator[str]:
     """What is wrong with an experiment whose fields have the right types and signatures."""
     loss = experiment.loss
     yield from _clip_range(loss)
-    yield from _calibration(loss, experiment.calibration, experiment.schedule.minibatches)
+    yield from _calibration(loss, experiment.calibration, updates_per_step(experiment.schedule))
     yield from _rewards(experiment.reward, experiment.advantage)
     yield from _penalties(loss, experiment.reference, experiment.regularizers)
+    if experiment.schedule.microbatch_tokens:
+        kl = experiment.reference and experiment.reference.loss
+        yield from _packed(loss, experiment.correction, experiment.rejection, kl)
     yield from _routers(experiment.model, experiment.regularizers, experiment.routing_replay)
     for field in ("correction", "rejection"):
         if getattr(experiment, field) is not None and traits_of(loss).correction is None:
@@ -64,7 +67,7 @@ def _clip_range(loss: Any) -> Iterator[str]:
             yield f"loss.{name}: wanted a number {words}, got {value!r}"
 
 
-def _calibration(loss: Any, calibration: Calibration | None, minibatches: int) -> Iterator[str]:
+def _calibration(loss: Any, calibration: Calibration | None, updates: int) -> Iterator[str]:
     if calibration is None:
         return
     traits = traits_of(loss)
@@ -73,10 +76,10 @@ def _calibration(loss: Any, calibration: Calibration | None, minibatches: int) -
             "calibration: wanted a loss that clips the ratio of a sequence (gspo, gspo_token, luspo, or one with such "
             f"`losses.Traits`), got {_name(loss)}"
         )
-    if minibatches < 2:
+    if updates < 2:
         yield (
-            "calibration: wanted at least 2 schedule.minibatches, as every ratio is 1 in a rollout batch's first one, "
-            f"got {minibatches}"
+            "calibration: wanted at least 2 schedule.minibatches or schedule.epochs, as every ratio is 1 in a rollout "
+            f"batch's first update, got {updates}"
         )
 
 
@@ -118,6 +121,17 @@ def _penalties(loss: Any, reference: Reference | None, regularizers: Regularizer
             f"reference.loss: {_name(kl)} weighs sequences equally; wanted a loss aggregated by_sequence or "
             f"by_constant, got {_name(aggregate)}"
         )
+
+
+def _packed(loss: Any, correction: Any, rejection: Any, kl: Any) -> Iterator[str]:
+    """With several responses in a row, all that sums over a response must tell them apart."""
+    given = {"loss": loss, "correction": correction, "rejection": rejection, "reference.loss": kl}
+    for field, function in given.items():
+        if function is not None and "segment_ids" not in parameters(unwrap(function)):
+            yield (
+                f"schedule.microbatch_tokens: wanted a {field} that takes `segment_ids`, for packed rows; "
+                f"{_name(function)} does not"
+            )
 
 
 def _routers(model: ModelConfig, regularizers: Regularizers, routing_replay: bool) -> Iterator[str]:

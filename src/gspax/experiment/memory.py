@@ -20,8 +20,8 @@ from gspax.config import (
     ModelConfig,
     Optimizer,
     Sampling,
-    Schedule,
     is_sparse,
+    row_shape,
     trained_dtype,
 )
 from gspax.experiment.counts import attention_count, mlp_count, parameter_count, trained_count
@@ -36,10 +36,9 @@ def learner_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
     """What is alive during the backward pass of an update."""
     config, lora, sampling, schedule = experiment.model, experiment.lora, experiment.sampling, experiment.schedule
     trained = _sharded(trained_count(config, lora), mesh)
-    rows, length = microbatch_rows(sampling, schedule, mesh), row_length(sampling)
-    positions = math.ceil(length / mesh["context"])
-    minibatch = sampling.prompts * sampling.group // schedule.minibatches
-    several = rows * sharding.batch_shards(mesh) < minibatch
+    shape = row_shape(sampling, schedule, sharding.batch_shards(mesh))
+    rows, length = math.ceil(shape.microbatch / sharding.batch_shards(mesh)), shape.length
+    positions, several = math.ceil(length / mesh["context"]), shape.microbatch < shape.rows
     chunk = min(positions, max(1, LOGIT_BUDGET // (rows * config.vocab_size // mesh["tensor"])))
     routers = experiment.regularizers.load_balance or experiment.regularizers.router_z
     replays = experiment.routing_replay or experiment.regularizers.load_balance
@@ -110,12 +109,6 @@ def activation_bytes(config: ModelConfig, mesh: Mesh, rows: int, length: int) ->
     # The scores, their softmax, and that in the compute dtype; beyond the budget they are recomputed, not stored.
     times = len(layers) if everything and scores <= SCORE_BUDGET else 1
     return kept + times * (2 * FLOAT32 + size_of(config.dtype)) * min(scores, SCORE_BUDGET)
-
-
-def microbatch_rows(sampling: Sampling, schedule: Schedule, mesh: Mesh) -> int:
-    """Rows of one forward and backward pass on one device."""
-    minibatch = sampling.prompts * sampling.group // schedule.minibatches
-    return math.ceil((schedule.microbatch_rows or minibatch) / sharding.batch_shards(mesh))
 
 
 def row_length(sampling: Sampling) -> int:

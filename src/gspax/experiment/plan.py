@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from gspax import sharding
-from gspax.config import Experiment, Remat, trained_dtype
+from gspax.config import Experiment, Remat, row_shape, trained_dtype, updates_per_step
 from gspax.experiment.aliases import current_key
 from gspax.experiment.counts import active_parameter_count, parameter_count, trained_count
 from gspax.experiment.description import describe, flatten, show
 from gspax.experiment.memory import (
     activation_bytes,
     learner_bytes,
-    microbatch_rows,
     optimizer_bytes,
     row_length,
     sampler_bytes,
@@ -58,7 +57,8 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     own = sharding.resolve_axes(placement.mesh, placement.devices, config) if placement else None
     mesh = sharding.resolve_axes(experiment.mesh, devices - (placement.devices if placement else 0), config)
     rows, length = sampling.prompts * sampling.group, row_length(sampling)
-    parameters = parameter_count(config)
+    shards = sharding.batch_shards(mesh)
+    shape, parameters = row_shape(sampling, schedule, shards), parameter_count(config)
     return Plan(
         settings=flatten(describe(experiment)),
         overridden=tuple(map(current_key, overridden)),
@@ -70,14 +70,14 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         rows=rows,
         completion_tokens=rows * sampling.max_tokens,
         tokens=rows * length,
-        updates=schedule.minibatches,
+        updates=updates_per_step(schedule),
         steps=schedule.steps,
         warm_start_updates=experiment.warm_start.steps if experiment.warm_start else 0,
         learner=learner_bytes(experiment, mesh),
         sampler=sampler_bytes(experiment, own or mesh),
         activations={
             remat: activation_bytes(
-                replace(config, remat=remat), mesh, microbatch_rows(sampling, schedule, mesh), length
+                replace(config, remat=remat), mesh, math.ceil(shape.microbatch / shards), shape.length
             )
             for remat in get_args(Remat)
         },

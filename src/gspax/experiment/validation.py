@@ -123,8 +123,22 @@ def _rows(sampling: Sampling, schedule: Schedule) -> Iterator[str]:
     minibatches, micro = schedule.minibatches, schedule.microbatch_rows
     if rows % minibatches:
         yield f"schedule.minibatches: wanted a divisor of the {rows} rows of a rollout batch, got {minibatches}"
+    elif micro and schedule.microbatch_tokens:
+        yield f"schedule.microbatch_rows: wanted 0 beside schedule.microbatch_tokens, got {micro}"
     elif micro and rows // minibatches % micro:
         yield f"schedule.microbatch_rows: wanted a divisor of a minibatch's {rows // minibatches} rows, got {micro}"
+    yield from _packed_rows(sampling, schedule, 1)
+
+
+def _packed_rows(sampling: Sampling, schedule: Schedule, shards: int) -> Iterator[str]:
+    """The longest response and its prompt fit a row of each of so many devices."""
+    longest = sampling.max_prompt_tokens + sampling.max_tokens
+    if 0 < schedule.microbatch_tokens < shards * longest:
+        each = f" for each of the {shards} devices that rows are sharded over" if shards > 1 else ""
+        yield (
+            f"schedule.microbatch_tokens: wanted at least sampling.max_prompt_tokens + max_tokens "
+            f"({longest} tokens){each}, got {schedule.microbatch_tokens}"
+        )
 
 
 def _refills(sampling: Sampling, placement: Placement | None) -> Iterator[str]:
@@ -157,18 +171,16 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         yield str(problem)
         return
     shards = sharding.batch_shards(sizes)
-    rows = experiment.sampling.prompts * experiment.sampling.group // experiment.schedule.minibatches
     split = {"sampling.prompts": experiment.sampling.prompts}
     if experiment.schedule.microbatch_rows:
         split["schedule.microbatch_rows"] = experiment.schedule.microbatch_rows
-    else:
-        split["schedule.minibatches"] = rows
+    if shards > 1:
+        yield from _packed_rows(experiment.sampling, experiment.schedule, shards)
     if experiment.warm_start is not None:
         split["warm_start.rows"] = experiment.warm_start.rows
     for key, count in split.items():
         if count % shards:
-            what = f"{count} rows in a minibatch" if key == "schedule.minibatches" else str(count)
-            yield f"{key}: wanted a multiple of the {shards} devices that rows are sharded over, got {what}"
+            yield f"{key}: wanted a multiple of the {shards} devices that rows are sharded over, got {count}"
     yield from sharding.find_mismatches(sizes, experiment.model)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from gspax import losses, masked
 from gspax.distributed import multihost
 from gspax.learner.expert_load import changed_share, relative_load
+from gspax.learner.objective import segments
 from gspax.losses import kl
 from gspax.losses.correction import effective_sample_sizes, mismatch_metrics
 from gspax.types import Array, Batch, Rollout
@@ -89,7 +90,7 @@ def _score_rows(batch: Batch, entropy_BT: Array) -> losses.Metrics:
     tokens_B = mask_BT.sum(axis=-1, dtype=jnp.float32)
     found: losses.Metrics = {
         "policy/entropy": losses.Share(masked.sum(entropy_BT, mask_BT, axis=-1), tokens_B),
-        **mismatch_metrics(batch.old_logp_BT, batch.sampler_logp_BT, mask_BT),
+        **mismatch_metrics(batch.old_logp_BT, batch.sampler_logp_BT, mask_BT, **segments(batch)),
     }
     if batch.ref_logp_BT is not None:
         for name, estimate in (("reference/kl", kl.k3), ("reference/kl_k1", kl.k1)):
@@ -98,16 +99,14 @@ def _score_rows(batch: Batch, entropy_BT: Array) -> losses.Metrics:
     return found
 
 
-def routing_metrics(count_LE: Array | None, before_LBTA: Array | None, after_LBTA: Array | None) -> dict[str, float]:
-    """Expert load before a step's updates, and the share of choices that they changed; nothing for a dense model.
+def routing_metrics(count_LE: Array, before_LBTA: Array, after_LBTA: Array) -> dict[str, float]:
+    """Expert load before a step's updates, and the share of choices that they changed.
 
     Args:
       count_LE: tokens that each layer sent to each expert.
-      before_LBTA: the choices before the updates; padding has the id E.
-      after_LBTA: those of the same tokens after them.
+      before_LBTA: the choices of some tokens before the updates; padding has the id E.
+      after_LBTA: the choices of the same tokens after them.
     """
-    if count_LE is None or before_LBTA is None or after_LBTA is None:
-        return {}
     load_LE, changed = multihost.to_host(_load_and_change(count_LE, before_LBTA, after_LBTA))
     return {
         "routing/load_max": float(load_LE.max()),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspax.config import Reference, RowShape
 from gspax.distributed import multihost
+from gspax.learner.packing import pack
 from gspax.learner.train_step import Score, Scores
 from gspax.shaping import filter_overlong
 from gspax.sharding import named_sharding
@@ -33,31 +36,112 @@ class Scored:
         return Scored([batch, *self.batches[1:]], [first.entropy_BT, *self.entropies[1:]], on_policy=False)
 
 
-def split_minibatches(
-    rollout: Rollout, count: int, mesh: jax.sharding.Mesh, *, without_overlong: bool = False
-) -> list[Batch]:
-    """`count` minibatches of adjacent rows, sharded over the mesh. Old log-probs and advantages are zeros.
+@dataclass(frozen=True)
+class Layout:
+    """Which response of a rollout batch is where in a minibatch, and how much of the minibatch is padding."""
 
-    With `without_overlong` the loss leaves out completions that were truncated at the maximum length.
+    response: np.ndarray  # int32 [B], or [B, T] for packed rows; -1: padding
+    tokens: int  # of its prompts and completions
+    positions: int  # that a pass computes
+
+
+def split_minibatches(
+    rollout: Rollout, count: int, shape: RowShape, mesh: jax.sharding.Mesh, *, without_overlong: bool = False
+) -> tuple[list[Batch], list[Layout]]:
+    """`count` minibatches of adjacent responses, sharded over the mesh. Old log-probs and advantages are zeros.
+
+    Args:
+      rollout: its lengths are on the host.
+      shape: `config.row_shape`. Rows that are not packed keep the rollout's length.
+      without_overlong: the loss leaves out completions that were truncated at the maximum length.
     """
     # rows that one device drew are redistributed over all of them without passing through the host
-    split = jax.jit(_split, static_argnums=(1, 2), out_shardings=named_sharding(mesh, "batch"))
-    return split(rollout, count, without_overlong)
+    jit: Any = partial(jax.jit, out_shardings=named_sharding(mesh, "batch"))
+    total_N = np.asarray(rollout.prompt_length_B) + np.asarray(rollout.length_B)
+    size, T = len(total_N) // count, rollout.tokens_BT.shape[1]
+    parts = [range(i * size, (i + 1) * size) for i in range(count)]
+    if not shape.packed:
+        batches = jit(_split, static_argnums=(1, 2, 3))(rollout, count, shape.rows, without_overlong)
+        padding = np.full(shape.rows - size, -1, np.int32)
+        layouts = [
+            Layout(np.concatenate([np.asarray(part, np.int32), padding]), int(total_N[part].sum()), shape.rows * T)
+            for part in parts
+        ]
+        return batches, layouts
+    gather, batches, layouts = jit(_gather, static_argnums=3), [], []
+    for part in parts:
+        sequence_BT, column_BT, segment_BT, used = pack(total_N[part], shape)
+        response_BT = np.where(segment_BT > 0, sequence_BT + part.start, -1).astype(np.int32)
+        source_BT = np.where(segment_BT > 0, response_BT * T + column_BT, 0).astype(np.int32)
+        placed = multihost.to_devices((source_BT, segment_BT), named_sharding(mesh, "batch"))
+        batches.append(gather(rollout, *placed, without_overlong))
+        layouts.append(Layout(response_BT, int(total_N[part].sum()), used * shape.microbatch * shape.length))
+    return batches, layouts
 
 
-def _split(rollout: Rollout, count: int, without_overlong: bool) -> list[Batch]:
+def _split(rollout: Rollout, count: int, rows: int, without_overlong: bool) -> list[Batch]:
+    """A row for each response, and empty rows at the end of each minibatch."""
     total_B1 = (rollout.prompt_length_B + rollout.length_B)[:, None]
-    rows, columns = rollout.tokens_BT.shape
+    responses, columns = rollout.tokens_BT.shape
     batch = Batch(
         tokens_BT=rollout.tokens_BT,
         segment_BT=(jnp.arange(columns)[None] < total_B1).astype(jnp.int32),
-        mask_BT=filter_overlong(rollout.mask_BT, ~rollout.finished_B) if without_overlong else rollout.mask_BT,
+        mask_BT=_loss_mask(rollout, without_overlong),
         old_logp_BT=jnp.zeros_like(rollout.logp_BT),
-        advantage_B=jnp.zeros(rows),
+        advantage_B=jnp.zeros(responses),
         sampler_logp_BT=rollout.logp_BT,
     )
-    size = rows // count
-    return [jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], batch) for i in range(count)]
+    size = responses // count
+
+    def part(x: Array, first: int) -> Array:
+        return jnp.pad(x[first : first + size], ((0, rows - size), *[(0, 0)] * (x.ndim - 1)))
+
+    return [jax.tree.map(partial(part, first=i * size), batch) for i in range(count)]
+
+
+def _gather(rollout: Rollout, source_BT: Array, segment_BT: Array, without_overlong: bool) -> Batch:
+    """Packed rows; `source_BT` is where a position comes from in the rollout's rows, one after the other."""
+
+    def take(x_BT: Array) -> Array:
+        return jnp.where(segment_BT > 0, x_BT.reshape(-1)[source_BT], jnp.zeros((), x_BT.dtype))
+
+    logp_BT = take(rollout.logp_BT)
+    return Batch(
+        tokens_BT=take(rollout.tokens_BT),
+        segment_BT=segment_BT,
+        mask_BT=take(_loss_mask(rollout, without_overlong)),
+        old_logp_BT=jnp.zeros_like(logp_BT),
+        advantage_B=jnp.zeros_like(logp_BT),
+        sampler_logp_BT=logp_BT,
+    )
+
+
+def _loss_mask(rollout: Rollout, without_overlong: bool) -> Array:
+    return filter_overlong(rollout.mask_BT, ~rollout.finished_B) if without_overlong else rollout.mask_BT
+
+
+def reference_kl(reference: Reference | None, batches: Sequence[Batch], layouts: Sequence[Layout]) -> np.ndarray | None:
+    """The sum of `reference.reward` over the tokens of each response, float32 [N]; None without one."""
+    if reference is None or reference.reward is None:
+        return None
+    estimate: Callable[..., Array] = reference.reward
+    values = [estimate(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT) for batch in batches]
+    return np.concatenate(
+        [_sum_by_response(*each) for each in zip(multihost.to_host(values), layouts, strict=True)]
+    ).astype(np.float32)
+
+
+def _sum_by_response(value_BT: np.ndarray, layout: Layout) -> np.ndarray:
+    response = layout.response if layout.response.ndim == 2 else layout.response[:, None]
+    number_BT = np.broadcast_to(response, value_BT.shape)
+    there_BT = number_BT >= 0
+    number = number_BT[there_BT]
+    return np.bincount(number - number.min(), value_BT[there_BT])
+
+
+def packing_efficiency(layouts: Sequence[Layout]) -> float:
+    """The share of the positions that a pass computes that hold a token; the rest is padding."""
+    return sum(layout.tokens for layout in layouts) / sum(layout.positions for layout in layouts)
 
 
 def score_minibatches(
@@ -81,8 +165,12 @@ def score_minibatches(
     return Scored(filled, entropies, on_policy)
 
 
-def set_advantages(batches: Sequence[Batch], advantage_B: np.ndarray, mesh: jax.sharding.Mesh) -> list[Batch]:
-    """The minibatches with the advantages of their rows."""
-    parts: list[Any] = np.split(advantage_B.astype(np.float32), len(batches))
+def set_advantages(
+    batches: Sequence[Batch], layouts: Sequence[Layout], advantage_N: np.ndarray, mesh: jax.sharding.Mesh
+) -> list[Batch]:
+    """The minibatches with the advantages of the responses: by row, or in packed rows by token."""
+    parts: list[Any] = [
+        np.where(layout.response >= 0, advantage_N[layout.response], 0).astype(np.float32) for layout in layouts
+    ]
     parts = multihost.to_devices(parts, named_sharding(mesh, "batch"))
     return [replace(batch, advantage_B=part) for batch, part in zip(batches, parts, strict=True)]

@@ -86,7 +86,7 @@ def make_objective(
     return objective
 
 
-def segments(batch: Batch) -> dict[str, Array]:
+def segments(batch: Batch) -> dict[str, Any]:
     """`segment_ids` for a batch of packed rows, whose advantages are [B, T]; nothing for one sequence per row."""
     return {"segment_ids": batch.segment_BT} if batch.advantage_B.ndim == 2 else {}
 

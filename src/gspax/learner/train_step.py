@@ -27,11 +27,13 @@ from gspax.config import (
     Reference,
     Regularizers,
     expert_id_dtype,
+    has_experts,
+    row_shape,
 )
 from gspax.errors import UserError
 from gspax.learner.adapters import trained_axes
 from gspax.learner.expert_load import expert_counts, expert_load
-from gspax.learner.microbatches import run_microbatches
+from gspax.learner.microbatches import count_held, run_microbatches
 from gspax.learner.objective import Objective, Outputs, UpdateConstants, make_objective
 from gspax.learner.scoring import score_tokens
 from gspax.model import transformer
@@ -67,7 +69,7 @@ class Steps(NamedTuple):
 
     update: Update
     score: Score
-    route: Route
+    route: Route | None  # None for a dense model
     gradient: Gradient  # of the update, not compiled
 
 
@@ -100,6 +102,8 @@ def make_update(
       objective: what is minimised, such as `make_objective(losses.gspo)`.
       temperature: the sampler's; log-probs are of the logits divided by it.
       microbatch_rows: rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once.
+      packed: the batch is one of packed rows (`packing`): its advantages are [B, T], and microbatches without a token
+        are not run. How many those are may change without compiling again.
       routing_replay: each token goes to the experts in `batch.expert_BLTA`, with the live router's gates (Routing
         Replay, arXiv 2507.18071).
       guard: with limits of the gradient norm and of the policy ratio.
@@ -165,6 +169,7 @@ def make_gradient(
     *,
     temperature: float = 1.0,
     microbatch_rows: int = 0,
+    packed: bool = False,
     routing_replay: bool = False,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Gradient:
@@ -201,7 +206,8 @@ def make_gradient(
             grads, (terms, scores, counts) = jax.grad(summed, has_aux=True)(trained, part)
             return (grads, counts), (terms, scores)
 
-        (grads, counts), (terms, scores) = run_microbatches(of_part, batch, microbatch_rows)
+        count = count_held(batch.segment_BT, microbatch_rows) if packed else None
+        (grads, counts), (terms, scores) = run_microbatches(of_part, batch, microbatch_rows, count)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
         return _shard_like_params(grads, trained, config, mesh), terms, scores._replace(count_LE=counts)
 
@@ -213,6 +219,7 @@ def make_score(
     *,
     temperature: float = 1.0,
     microbatch_rows: int = 0,
+    packed: bool = False,
     keep_experts: bool = False,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Score:
@@ -231,7 +238,8 @@ def make_score(
             expert_LBTA = outputs.routing.expert.astype(expert_id_dtype(config))
             return (), Scores(outputs.logp_BT, outputs.entropy_BT, expert_LBTA.swapaxes(0, 1) if keep_experts else None)
 
-        return run_microbatches(each, (tokens_BT, segment_BT), microbatch_rows)[1]
+        count = count_held(segment_BT, microbatch_rows) if packed else None
+        return run_microbatches(each, (tokens_BT, segment_BT), microbatch_rows, count)[1]
 
     return score
 
@@ -258,9 +266,11 @@ def make_route(config: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Ro
 
 def make_steps(experiment: Experiment, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> Steps:
     """Those of an experiment: update and scoring have one temperature and one split into microbatches."""
+    sampling, schedule = experiment.sampling, experiment.schedule
     shared: dict[str, Any] = {
-        "temperature": experiment.sampling.temperature,
-        "microbatch_rows": experiment.schedule.microbatch_rows,
+        "temperature": sampling.temperature,
+        "microbatch_rows": row_shape(sampling, schedule, batch_shards(mesh)).microbatch,
+        "packed": schedule.microbatch_tokens > 0,
         "mesh": mesh,
     }
     replay = experiment.routing_replay
@@ -277,7 +287,7 @@ def make_steps(experiment: Experiment, optimizer: optax.GradientTransformation, 
     return Steps(
         make_update(model, objective, optimizer, guard=experiment.guard, routing_replay=replay, **shared),
         make_score(model, keep_experts=keep_experts, **shared),
-        make_route(model, mesh),
+        make_route(model, mesh) if has_experts(model) else None,
         make_gradient(model, objective, routing_replay=replay, **shared),
     )
 

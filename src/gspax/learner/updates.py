@@ -14,9 +14,9 @@ from gspax.config import Calibration
 from gspax.distributed import multihost
 from gspax.learner import clipping
 from gspax.learner.minibatches import Scored
-from gspax.learner.train_step import Update
+from gspax.learner.train_step import Steps
 from gspax.sharding import named_sharding
-from gspax.types import Array, TrainState
+from gspax.types import TrainState
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Updated:
     state: TrainState
     metrics: list[dict[str, Any]]  # of each update, on the host
     scored: Scored  # complete
-    count_LE: Array | None  # tokens of the first minibatch that each layer sent to each expert, before the updates
+    routing: tuple[Any, ...] | None  # the arguments of `metrics.routing_metrics`; None for a dense model
 
 
 def run_updates(
-    update: Update,
+    steps: Steps,
     state: TrainState,
     scored: Scored,
     mesh: jax.sharding.Mesh,
@@ -47,9 +47,10 @@ def run_updates(
     first, count = int(multihost.to_host(state.step)), epochs * len(scored.batches)
     rates = [float(rate(first + n)) for n in range(2 * count)]  # of these updates and the next ones
     found: list[dict[str, Any]] = []
-    measured, count_LE = not scored.on_policy, None
+    measured, probe = not scored.on_policy, scored.batches[0]
+    before = steps.route and steps.route(state.params, probe.tokens_BT, probe.segment_BT)
     for index in [*range(len(scored.batches))] * epochs:
-        state, metrics, scores = update(state, scored.batches[index], scored.on_policy)
+        state, metrics, scores = steps.update(state, scored.batches[index], scored.on_policy)
         if not found:
             scored, count_LE = scored.complete(scores), scores.count_LE
         found.append(metrics)
@@ -58,7 +59,10 @@ def run_updates(
     found = multihost.to_host(found)
     if measured and "ratio_deviation" in found[0]:  # a user's loss may not report it
         found = [{**metrics, "noise_floor": clipping.noise_floor(found[0])} for metrics in found]
-    return Updated(state, found, scored, count_LE)
+    routing = None
+    if steps.route is not None:
+        routing = count_LE, before, steps.route(state.params, probe.tokens_BT, probe.segment_BT)
+    return Updated(state, found, scored, routing)
 
 
 def _adapt_range(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from gspax.advantages import constant_groups
-from gspax.config import Reference
 from gspax.data.problem import Problem, encode_prompt
 from gspax.data.tokenizer import check_ids
 from gspax.distributed import multihost
@@ -17,7 +16,7 @@ from gspax.errors import UserError
 from gspax.experiment.description import unwrap
 from gspax.protocols import Advantage, LengthReward, Tokenizer
 from gspax.rewards.calls import RewardCalls
-from gspax.types import Array, Batch, Rollout
+from gspax.types import Rollout
 
 TEXTS = ("completion", "prompt", "answer")  # the fields of a row that are not numbers
 
@@ -128,31 +127,27 @@ def _check_failures(rows: Sequence[Row], calls: RewardCalls) -> None:
 
 def shape_rewards(
     rollout: Rollout,
-    batches: Sequence[Batch],
+    kl_B: np.ndarray | None = None,
     *,
     length_reward: LengthReward | None = None,
-    reference: Reference | None = None,
+    coefficient: float = 0.0,
 ) -> tuple[np.ndarray | None, dict[str, float]]:
     """What is added to the reward of each completion, float32 [B], and the mean of each term.
 
-    The terms are `length_reward` of the completion lengths, and `-reference.coefficient` times the sum over a
-    completion of `reference.reward`. None and no metrics if there is neither.
+    The terms are `length_reward` of the completion lengths, and `-coefficient` times `kl_B`. None and no metrics if
+    there is neither.
+
+    Args:
+      kl_B: the sum over each completion of an estimate of the KL to the reference, float32.
     """
     added_B: np.ndarray | None = None
     metrics: dict[str, float] = {}
     if length_reward is not None:
         added_B = np.asarray(length_reward(jnp.asarray(rollout.length_B)), np.float32)
         metrics["reward/length"] = float(added_B.mean())
-    if reference is not None and reference.reward is not None:
-        estimate: Callable[..., Array] = reference.reward
-        kl_B = np.concatenate(
-            [
-                multihost.to_host(estimate(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT).sum(axis=-1))
-                for batch in batches
-            ]
-        )
+    if kl_B is not None:
         before_B = np.float32(0) if added_B is None else added_B
-        added_B, metrics["reward/kl"] = before_B - reference.coefficient * kl_B, float(kl_B.mean())
+        added_B, metrics["reward/kl"] = before_B - coefficient * kl_B, float(kl_B.mean())
     return added_B, metrics
 
 

@@ -1,0 +1,221 @@
+"""Packed rows: every response once, little padding, and the update of the same responses with a row each."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from gspax import config, losses, sharding
+from gspax.config import Calibration, Reference, Regularizers, RowShape, Sampling, Schedule, row_shape
+from gspax.learner import adapters, metrics, minibatches, train_step
+from gspax.learner.objective import make_objective
+from gspax.learner.packing import first_fit_decreasing, pack
+from gspax.learner.state import abstract_state, new_state
+from gspax.losses import correction, kl
+from gspax.types import Rollout
+
+MODEL = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,), num_experts=4, vocab_size=24)
+SGD = optax.sgd(1.0)  # the parameters' change is the gradient
+S, C, N = 4, 8, 12
+SAMPLING = Sampling(prompts=4, group=3, max_prompt_tokens=S, max_tokens=C, temperature=0.8)
+SCHEDULE = Schedule(minibatches=1, microbatch_tokens=30)
+
+
+def test_first_fit_decreasing_by_hand():
+    row, first = first_fit_decreasing(np.array([3, 7, 5, 2, 4]), 10)  # 7 | 5 4 | then 3 with 7, 2 with none but a third
+    np.testing.assert_array_equal(row, [0, 0, 1, 2, 1])
+    np.testing.assert_array_equal(first, [7, 0, 0, 0, 5])
+    with pytest.raises(ValueError, match="at most 6 tokens, got 7"):
+        first_fit_decreasing(np.array([3, 7]), 6)
+
+
+def test_every_token_has_one_place_and_used_microbatches_come_first():
+    lengths, shape = np.random.default_rng(0).integers(2, 12, 23), RowShape(24, 15, 4, True)
+    sequence, column, segment, used = pack(lengths, shape)
+    assert sequence.shape == column.shape == segment.shape == (24, 15)
+    for index, length in enumerate(lengths):
+        rows, columns = np.nonzero(sequence == index)
+        assert len(set(rows)) == 1 and (np.diff(columns) == 1).all()
+        np.testing.assert_array_equal(column[rows, columns], np.arange(length))
+        assert len(set(segment[rows, columns])) == 1
+    assert ((segment > 0) == (sequence >= 0)).all() and (sequence >= 0).sum() == lengths.sum()
+    for row in segment:
+        assert set(row) - {0} == set(range(1, row.max() + 1))
+    parts = segment.reshape(4, 6, 15).swapaxes(0, 1)  # as `run_microbatches` splits them
+    np.testing.assert_array_equal((parts > 0).any(axis=(1, 2)), np.arange(6) < used)
+    assert used < 6
+
+
+def test_a_tenth_of_the_work_is_padding_at_most_on_geometric_lengths():
+    lengths = 16 + np.minimum(np.random.default_rng(0).geometric(1 / 32, 256), 256)
+    sampling = Sampling(prompts=32, group=8, max_prompt_tokens=16, max_tokens=256)
+    shape = row_shape(sampling, Schedule(minibatches=1, microbatch_tokens=1088), 1)
+    assert shape == RowShape(256, 272, 4, True)
+    assert lengths.sum() / (pack(lengths, shape)[3] * shape.microbatch * shape.length) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shards", "shape"),
+    [
+        (Schedule(minibatches=1), 1, RowShape(12, 12, 12, False)),
+        (Schedule(minibatches=2), 8, RowShape(8, 12, 8, False)),
+        (Schedule(minibatches=1, microbatch_rows=4), 4, RowShape(12, 12, 4, False)),
+        (Schedule(minibatches=1, microbatch_tokens=23), 1, RowShape(12, 23, 1, True)),
+        (Schedule(minibatches=2, microbatch_tokens=100), 4, RowShape(8, 12, 8, True)),
+    ],
+)
+def test_shapes_of_a_minibatch(schedule, shards, shape):
+    assert row_shape(SAMPLING, schedule, shards) == shape
+
+
+@functools.cache
+def rollout(seed=0):
+    """Ragged responses, some truncated; what stands behind them is noise."""
+    rng = np.random.default_rng(seed)
+    prompt, length = rng.integers(1, S + 1, N).astype(np.int32), rng.integers(1, C + 1, N).astype(np.int32)
+    column = np.arange(S + C)[None]
+    mask = (column >= prompt[:, None]) & (column < (prompt + length)[:, None])
+    return Rollout(
+        tokens_BT=rng.integers(0, MODEL.vocab_size, (N, S + C), dtype=np.int32),
+        mask_BT=mask,
+        logp_BT=np.where(mask, rng.normal(-3, 0.3, (N, S + C)), 0).astype(np.float32),
+        prompt_length_B=prompt,
+        length_B=length,
+        finished_B=length < C,
+    )
+
+
+EVERYTHING = {
+    "loss": functools.partial(losses.gspo_token, clip_low=0.05, clip_high=0.05),
+    "correction": correction.truncate_geometric,
+    "rejection": functools.partial(correction.reject_off_policy, delta=0.1),
+    "reference": Reference(loss=kl.token_kl, coefficient=0.3),
+    "regularizers": Regularizers(entropy=0.1, load_balance=0.1, router_z=0.1),
+    "calibration": Calibration(),
+}
+
+
+def moved(params, scale):
+    return jax.tree.map(lambda leaf: leaf + scale * jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape), params)
+
+
+def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_policy=False, data=None):
+    """A minibatch scored by a policy and updated by one near it: parameters, metrics, sums of log-probs."""
+    data, shape = data or rollout(), row_shape(SAMPLING, schedule, sharding.batch_shards(mesh))
+    options = dict(objective)
+    shared = {
+        "temperature": SAMPLING.temperature,
+        "microbatch_rows": shape.microbatch,
+        "packed": shape.packed,
+        "mesh": mesh,
+    }
+    update = train_step.make_update(
+        MODEL, make_objective(options.pop("loss"), **options), SGD, routing_replay=replay, **shared
+    )
+    batches, layouts = minibatches.split_minibatches(data, 1, shape, mesh, without_overlong=True)
+    state = new_state(start(lora), SGD, jax.random.key(1))
+    state = jax.device_put(
+        jax.tree.map(jnp.copy, replace(state, clip_range=jnp.array([0.05, 0.05]))),
+        jax.tree.map(lambda leaf: leaf.sharding, abstract_state(MODEL, SGD, mesh, lora)),
+    )
+    old, reference = moved(start(None), 1e-3), start(None)
+    if not on_policy:
+        score = train_step.make_score(MODEL, keep_experts=replay, **shared)
+        scored = minibatches.score_minibatches(score, old, reference, batches)
+    else:
+        scored = minibatches.Scored(batches, [None], True)
+    filled = minibatches.set_advantages(scored.batches, layouts, np.linspace(-1, 1, N), mesh)
+    scored = replace(scored, batches=filled)
+    state, found, scores = update(state, filled[0], on_policy)
+    scored = scored.complete(scores)
+    after = metrics.score_metrics(scored.batches, scored.entropies)
+    summed = Reference(reward=lambda old, _, mask: jnp.where(mask, old, 0))
+    sums = minibatches.reference_kl(summed, scored.batches, layouts)
+    results = jax.device_get((state.params, found, after, scores.count_LE))
+    return results, sums, (layouts, update, state, filled[0])
+
+
+@functools.cache
+def start(lora):
+    params = tiny.params(MODEL)
+    if lora is None:
+        return params
+    factors = jax.tree.map(lambda leaf: leaf + 0.02, adapters.init(MODEL, lora, jax.random.key(3)))
+    return adapters.attach_adapters(params, factors, lora)
+
+
+ALONE = sharding.make_mesh(config.Mesh(), jax.devices()[:1])
+
+
+def assert_close(got, want):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(np.abs(b).max(initial=0), 0.1), err_msg=name)
+
+
+def compare(packed_mesh=ALONE, **options):
+    got, got_sums, rest = learn(SCHEDULE, packed_mesh, **options)
+    want, want_sums, (layouts, *_) = learn(Schedule(minibatches=1), ALONE, **options)
+    assert minibatches.packing_efficiency(rest[0]) > minibatches.packing_efficiency(layouts)
+    assert_close(got, want)
+    np.testing.assert_allclose(got_sums, want_sums, rtol=1e-5)
+    return rest
+
+
+def test_an_update_of_packed_rows_is_that_of_the_same_responses_with_a_row_each():
+    """Loss, gradient and all metrics, in microbatches; another packing of other lengths compiles nothing."""
+    _, update, state, batch = compare()
+    assert batch.tokens_BT.shape == (12, 15) and batch.segment_BT.max() > 1
+    other, layouts = minibatches.split_minibatches(rollout(1), 1, row_shape(SAMPLING, SCHEDULE, 1), ALONE)
+    other = replace(
+        minibatches.set_advantages(other, layouts, np.ones(N), ALONE)[0],
+        ref_logp_BT=batch.ref_logp_BT,
+        expert_BLTA=batch.expert_BLTA,
+    )
+    assert not np.array_equal(other.segment_BT, batch.segment_BT)
+    update(state, other, False)
+    assert update._cache_size() == 1
+
+
+ON_POLICY = {"objective": {"loss": losses.gspo}, "replay": False, "on_policy": True}
+
+
+@pytest.mark.slow
+def test_packed_rows_may_compute_their_own_old_log_probs():
+    compare(**ON_POLICY)
+
+
+FAMILY = [
+    *(losses.gspo, losses.grpo, losses.gmpo, losses.luspo, losses.vespo, losses.cispo, losses.dapo, losses.dppo_kl),
+    *(losses.dppo_tv, losses.dr_grpo, losses.importance_sampling, losses.sapo),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", FAMILY, ids=lambda loss: loss.__name__)
+def test_every_loss(loss):
+    compare(objective={"loss": loss}, replay=False)
+
+
+@pytest.mark.slow
+def test_adapters():
+    compare(objective={"loss": losses.grpo}, lora=config.Lora(rank=2, alpha=2.0))
+
+
+MESHES = {
+    "fsdp": config.Mesh(fsdp=2),
+    "expert and tensor": config.Mesh(fsdp=1, expert=2, tensor=2),
+    "context": config.Mesh(fsdp=1, context=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_meshes(mesh):
+    size = {"fsdp": 2, "expert and tensor": 4, "context": 2}[mesh]
+    compare(sharding.make_mesh(MESHES[mesh], jax.devices()[:size]), objective={"loss": losses.gspo_token})
