@@ -511,7 +511,11 @@ def test_score_and_update_share_temperature_and_microbatches(monkeypatch):
         replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
     )
     wanted = {"temperature": 0.7, "microbatch_rows": 8, "packed": False, "mesh": learner.mesh}
-    assert given == [{"routing_replay": False, **wanted}, {"keep_experts": False, **wanted}] and learner.mesh.size == 8
+    assert (
+        given
+        == [{"guard": learner.experiment.guard, "routing_replay": False, **wanted}, {"keep_experts": False, **wanted}]
+        and learner.mesh.size == 8
+    )
 
 
 @pytest.mark.parametrize("warm", [True, False])
