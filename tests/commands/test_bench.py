@@ -1,13 +1,21 @@
-"""The counts behind the table, by hand; what is measured is measured elsewhere."""
+"""`gspax bench`: the counts behind its table by hand, each part on a tiny model, and the comparison with a stub."""
 
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
 from small_experiment import experiment
 
 from gspax.commands import bench
+from gspax.commands.benchmarks import drawing, limits, peer, steps
+from gspax.commands.benchmarks.figures import Limits, table
+from gspax.errors import UserError
 from gspax.experiment.counts import forward_flops
+from gspax.loop import make_learner
 
 # tiny.MOE: D 16, N 4, K 2, H 8, E 5 (2 active), F 12, V 23, 3 layers
 ATTENTION = 16 * 32 + 2 * 16 * 16 + 32 * 16  # query, key and value, out
@@ -33,7 +41,7 @@ def test_all_experts_cost_more_than_two():
     assert more == 3 * 2 * 3 * 3 * 16 * 12
 
 
-def test_the_table_divides_work_by_median_seconds():
+def test_figures_divide_work_by_median_seconds():
     seconds = {"rollout": 2.0, "old_logp": 1.0, "train": 4.0, "step": 8.0}
 
     def metrics(factor):
@@ -41,20 +49,137 @@ def test_the_table_divides_work_by_median_seconds():
         return {**times, "response/length_mean": 3.0}
 
     sampling = replace(experiment.sampling, prompts=1000, group=4, max_prompt_tokens=5)
-    text = bench.table(experiment.model, sampling, [metrics(9), metrics(1), metrics(0.1)], ceiling=1e9)
-    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:-1]}
+    measured = [metrics(9), metrics(1), metrics(0.1)]
+    found = steps.figures(experiment.model, sampling, measured, scored=0.5, epochs=2)
+    limits = Limits(matmul_flops=1e9, copy_bytes=1e9)
+    rows = {line.split()[0]: line.split()[1:] for line in table(found, limits).splitlines()[1:]}
     each = forward_flops(experiment.model, 8)
     drawn, trained = 4000 * 3, 4000 * 8
     expected = {
         "rollout": (drawn, (1000 * 5 + drawn) * each),  # a prompt runs once for its four samples
-        "old_logp": (trained, trained * each),
-        "train": (trained, 3 * trained * each),
-        "step": (drawn, (1000 * 5 + drawn + 4 * trained) * each),
+        "old_logp": (trained / 2, trained / 2 * each),
+        "train": (2 * trained, 6 * trained * each),
+        "step": (drawn, (1000 * 5 + drawn + 6.5 * trained) * each),
     }
+    assert list(rows) == list(expected)
     for phase, (tokens, flops) in expected.items():
         rate = flops / seconds[phase]
         assert rows[phase] == [
             *(f"{seconds[phase]:.3f}", f"{seconds[phase]:.3f}"),
             *(f"{tokens / seconds[phase]:,.0f}", f"{rate / 1e9:.2f}", f"{rate / 1e9:.1%}"),
         ]
-    assert "matmul ceiling 1.0 GFLOP/s (float32, 8 x cpu)" in text
+    unscored = steps.figures(experiment.model, sampling, measured, scored=0.0)
+    assert [figure.name for figure in unscored] == ["rollout", "train", "step"]
+
+
+def test_a_first_update_that_scores_leaves_the_other_minibatches_to_score():
+    schedule = replace(experiment.schedule, minibatches=4)
+    assert steps.scored_share(SimpleNamespace(experiment=replace(experiment, schedule=schedule))) == 0.75
+    assert steps.scored_share(SimpleNamespace(experiment=replace(experiment, routing_replay=True))) == 1
+
+
+def test_bytes_that_drawing_needs_by_hand():
+    # two groups of two, lengths 1, 3 and 2, 2; a prompt of 5 tokens; tiny.MOE has 3 layers, 2 key heads of 8
+    sampling = replace(experiment.sampling, prompts=2, group=2, max_prompt_tokens=5, slots=0)
+    weights = 23 * 16 + 3 * (ATTENTION + NORMS + 16 * 5 + 5 * 3 * 16 * 12)  # all 5 experts: 4 samples choose 8
+    position = 3 * 2 * 2 * 8
+    cache = (1 + 6 + 3 + 3 + 5 * (3 + 2)) * position
+    assert drawing.bytes_needed(tiny.MOE, sampling, [1, 3, 2, 2]) == 4 * (3 * weights + cache)
+    two = drawing.bytes_needed(tiny.MOE, replace(sampling, slots=2), [1, 3, 2, 2])
+    fewer = weights - 3 * 3 * 16 * 12  # 2 slots choose 4 experts at most
+    assert two == 4 * (4 * fewer + cache)  # 8 tokens take 4 steps
+
+
+def test_ragged_samples_have_the_mean_length_and_a_quarter_as_many_slots():
+    sampling = replace(experiment.sampling, prompts=16, group=8, max_tokens=64)
+    found = {case.name: case for case in drawing.cases(replace(tiny.MOE, vocab_size=512), sampling)}
+    assert list(found) == ["equal", "short", "long", "40 experts", "ragged", "64 slots"]
+    slots = found["64 slots"]
+    assert (slots.sampling.prompts * slots.sampling.group, slots.sampling.slots) == (256, 64)
+    assert slots.sampling.max_tokens == 256 and 512 / len(slots.stop_ids) == 32
+    assert "40 experts" not in {case.name for case in drawing.cases(tiny.CONFIGS["dense"], sampling)}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """One layer, two steps: each part is measured, at the price of few compilations."""
+    monkeypatch.setattr(steps, "STEPS", 1)
+    monkeypatch.setattr(limits, "matmul_ceiling", lambda dtype: 1e9)
+    monkeypatch.setattr(limits, "copy_bandwidth", lambda: 1e9)
+    model = replace(tiny.CONFIGS["dense"], num_hidden_layers=1, vocab_size=experiment.model.vocab_size)
+    sampling = replace(experiment.sampling, prompts=8, group=2, max_tokens=2)
+    return replace(experiment, model=model, sampling=sampling, schedule=replace(experiment.schedule, minibatches=1))
+
+
+def test_a_whole_step_and_scoring_are_measured_and_traced(small, tmp_path):
+    shown = []
+    result = bench.run(small, ("step", "scoring"), tmp_path / "trace", shown.append)
+    assert {row["name"] for row in result["figures"]} >= {"rollout", "train", "step", "scoring"}
+    assert all(row["wall_s"] > 0 and row["tokens_per_s"] > 0 for row in result["figures"])
+    assert result["programs"] > 0 and result["first_step_s"] > 0 and result["peak_memory_bytes"] > 2**20
+    assert list((tmp_path / "trace").rglob("perfetto_trace.json.gz"))
+    bench.write(tmp_path / "bench.json", result, ["seed=1"])
+    assert json.loads((tmp_path / "bench.json").read_text()) == {"overrides": ["seed=1"], **result}
+    assert shown[0].startswith("first step done ") and shown[-1].startswith("trace of one step: ")
+
+
+def test_every_case_is_drawn(small, monkeypatch):
+    one = next(drawing.cases(small.model, small.sampling))
+    monkeypatch.setattr(drawing, "cases", lambda model, sampling: [one])
+    [figure] = drawing.measure_drawing(make_learner(small))
+    assert figure.name == "drawing, equal" and figure.tokens == 8 * 2 * 2
+
+
+THEIRS = {
+    "version": "0.0",
+    "first_step_s": 20.0,
+    "peak_memory_bytes": 3e9,
+    "phases": {name: {"wall_s": 4.0, "cpu_s": 6.0} for name in ("rollout", "train", "step")},
+}
+
+
+def test_the_peer_runs_alternately_on_the_same_shape(monkeypatch, capsys):
+    commands, shape = [], peer.shape(experiment.model, experiment.sampling)
+    assert shape["hidden_size"] == experiment.model.hidden_size and shape["group"] == experiment.sampling.group
+
+    def run(command, environment):
+        commands.append(command[0])
+        if "--json" in command:
+            assert command[1:6] == ["-m", "gspax", "bench", "FILE", "seed=1"]
+            figures = [{"name": name, "wall_s": 1.0, "cpu_s": 2.0} for name in ("rollout", "train", "step")]
+            ours = {"first_step_s": 5.0 if len(commands) > 2 else 10.0, "peak_memory_bytes": 1e9, "figures": figures}
+            Path(command[-1]).write_text(json.dumps(ours))
+            return ""
+        assert json.loads(command[2]) == shape
+        return f"a warning\n{json.dumps(THEIRS)}\n"
+
+    monkeypatch.setattr(peer, "run", run)
+    result = peer.compare("PEER", ["FILE", "seed=1"], shape, rounds=2)
+    assert commands == [sys.executable, "PEER"] * 2
+    assert result["rows"]["step, CPU s"] == {"gspax": 2.0, "tunix": 6.0, "ratio": 3.0}
+    ratios = {name: row["ratio"] for name, row in result["rows"].items() if "first step" in name}
+    assert ratios == {"first step, s": 2.0, "first step with a warm cache, s": 4.0}
+    assert "google-tunix 0.0" in capsys.readouterr().out
+
+
+def test_an_interpreter_without_tunix_is_one_sentence():
+    with pytest.raises(UserError, match="--against: no-such-python: No such file"):
+        peer.run(["no-such-python", "x"], {})
+    failing = "import sys; sys.exit('no module named tunix')"
+    with pytest.raises(UserError, match="ended with code 1: no module named tunix"):
+        peer.run([sys.executable, "-c", failing], {})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--parts", "step,nothing"], "wanted some of step,drawing,scoring, got 'nothing'"),
+        (["--parts", "drawing", "--profile", "d"], "--profile: wanted the part step"),
+        (["--rounds", "0"], "wanted an integer of at least 1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message, tmp_path):
+    file = tmp_path / "small.py"
+    file.write_text("from small_experiment import experiment\n")
+    with pytest.raises(UserError, match=message):
+        bench.execute(bench.make_parser().parse_args([str(file), *options]))

@@ -30,7 +30,7 @@ def called(monkeypatch):
 
     for module, function in (("loop", "train"), ("sft", "run"), ("evaluate", "run"), ("run.report", "write")):
         stand_in(module, function)
-    monkeypatch.setattr("gspax.commands.bench.run", lambda *arguments: calls.append(("bench", *arguments)))
+    monkeypatch.setattr("gspax.commands.bench.run", lambda experiment, *_: calls.append(("bench", experiment)))
     return calls
 
 

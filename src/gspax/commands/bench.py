@@ -1,130 +1,134 @@
-"""How fast an experiment samples and trains on this machine: `gspax bench`.
+"""`gspax bench`: how fast an experiment samples and trains on this machine.
 
-It times `loop.run_step`, which `gspax train` runs. Seconds are medians over the steps after the first, which compiles.
-FLOPs are counted from the model's shape (two per multiplied parameter and token, plus attention; backward twice
-forward), not taken from the compiler, which counts a loop's body once.
+It times `loop.run_step`, which `gspax train` runs, beside what the machine can do at most. Seconds are medians over the
+calls after the first, which compiles.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
-import statistics
-import sys
-import time
-from collections import deque
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import gspax
 from gspax.commands import launch
-from gspax.commands.arguments import Parser, add_experiment, subcommand_parser
+from gspax.commands.arguments import Parser, add_experiment, at_least, subcommand_parser
 from gspax.commands.inputs import load_experiment
+from gspax.errors import UserError
 
 if TYPE_CHECKING:
-    from gspax.config import Experiment, ModelConfig, Sampling
-    from gspax.loop import PendingRollout
+    from gspax.config import Experiment
 
-STEPS = 7  # after the first
-PHASES = ("rollout", "old_logp", "train", "step")
+PARTS = ("step", "drawing", "scoring")
 
 
 def make_parser() -> Parser:
     parser = subcommand_parser(
         "bench",
-        "Measure how fast an experiment samples and trains on this machine.",
-        "gspax bench experiments/sort_gspo.py sampling.prompts=128",
+        "Measure how fast an experiment samples and trains on this machine, beside the machine's limits.",
+        "gspax bench experiments/sort_gspo.py --parts step,drawing --json bench.json sampling.prompts=128",
     )
     add_experiment(parser)
+    parser.add_argument(
+        "--parts",
+        type=parse_parts,
+        default=("step",),
+        metavar="A,B",
+        help="what to measure: step (whole steps and the first one), drawing (equal and ragged lengths, short and "
+        "long, more experts), scoring (default: step)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of one step for Perfetto or XProf")
+    parser.add_argument(
+        "--against", metavar="PYTHON", help="also run google-tunix of this interpreter on the same shape, alternately"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=2, metavar="N", help="of --against (default: 2)")
     launch.add_options(parser)
     return parser
 
 
+def parse_parts(text: str) -> tuple[str, ...]:
+    """An argument type: some of PARTS, separated by commas."""
+    parts = tuple(text.split(","))
+    if wrong := [part for part in parts if part not in PARTS]:
+        raise argparse.ArgumentTypeError(f"wanted some of {','.join(PARTS)}, got {wrong[0]!r}")
+    return parts
+
+
 def execute(options: argparse.Namespace) -> int:
     experiment = load_experiment(options)
-    launch.join("bench", options, experiment)
-    run(experiment)
+    if options.profile and "step" not in options.parts:
+        raise UserError(f"--profile: wanted the part step, got --parts {','.join(options.parts)}")
+    if options.against:
+        from gspax.commands.benchmarks import peer
+
+        ours = [options.file, *options.overrides]
+        result = peer.compare(options.against, ours, peer.shape(experiment.model, experiment.sampling), options.rounds)
+        write(options.json, result, options.overrides)
+        return 0
+    is_primary = launch.join("bench", options, experiment)
+    result = run(experiment, options.parts, options.profile, print if is_primary else lambda line: None)
+    if is_primary:
+        write(options.json, result, options.overrides)
     return 0
 
 
-def run(experiment: Experiment) -> None:
-    """Measure, and print a table. Random parameters; nothing is written."""
+def run(
+    experiment: Experiment, parts: tuple[str, ...], trace: Path | None, show: Callable[[str], None]
+) -> dict[str, Any]:
+    """Measure the parts, print them, and return what `--json` writes."""
     import jax
-    import jax.numpy as jnp
 
-    from gspax.learner.state import add_adapters, init_state
-    from gspax.loop import make_learner, run_step
+    from gspax.commands.benchmarks import drawing, limits, steps
+    from gspax.commands.benchmarks.figures import Limits, table
+    from gspax.loop import make_learner
 
-    began = time.perf_counter()
     learner = make_learner(experiment)
-    state = init_state(experiment.model, learner.optimizer, jax.random.key(experiment.seed), learner.mesh)
-    needed = experiment.reference is not None and experiment.lora is None
-    reference = jax.tree.map(jnp.copy, state.params) if needed else None
-    if experiment.lora is not None:
-        state = add_adapters(state, experiment.model, experiment.lora, learner.optimizer, learner.mesh)
-    measured = []
-    ahead: deque[PendingRollout] = deque()
-    for step in range(STEPS + 1):
-        state, metrics, _ = run_step(learner, state, reference, ahead)
-        measured.append(metrics)
-        if step == 0 and jax.process_index() == 0:
-            print(f"first step done after {time.perf_counter() - began:.1f} s, compilation included")
-    if jax.process_index() != 0:
-        return
-    print(table(experiment.model, experiment.sampling, measured[1:], matmul_ceiling()))
-    print(f"peak memory {peak_memory() / 2**30:.2f} GiB")
-
-
-def table(model: ModelConfig, sampling: Sampling, measured: list[dict[str, float]], ceiling: float) -> str:
-    """One row per phase: wall and CPU seconds, tokens/s, FLOP/s and its share of `ceiling`, also in FLOP/s."""
-    import jax
-
-    from gspax.experiment.counts import forward_flops
-
-    median = {name: statistics.median(metrics[name] for metrics in measured) for name in measured[0]}
-    rows = sampling.prompts * sampling.group
-    drawn = rows * median["response/length_mean"]
-    length = sampling.max_prompt_tokens + median["response/length_mean"]
-    each = forward_flops(model, length)
-    once = rows * length * each
-    # a prompt is prefilled once for all its samples
-    flops = {
-        "rollout": (sampling.prompts * sampling.max_prompt_tokens + drawn) * each,
-        "old_logp": once,
-        "train": 3 * once,
-    }
-    flops["step"] = sum(flops.values())
-    tokens = {"rollout": drawn, "old_logp": rows * length, "train": rows * length, "step": drawn}
-    lines = [f"{'':10}{'wall s':>9}{'CPU s':>9}{'tokens/s':>12}{'GFLOP/s':>10}{'of matmul':>11}"]
-    for phase in PHASES:
-        wall, rate = median[f"time/{phase}"], flops[phase] / median[f"time/{phase}"]
-        lines.append(
-            f"{phase:10}{wall:9.3f}{median[f'cpu/{phase}']:9.3f}{tokens[phase] / wall:12,.0f}"
-            f"{rate / 1e9:10.2f}{rate / ceiling:11.1%}"
+    figures, facts = [], {}
+    if "step" in parts:  # first, for the sake of the first step and of the peak
+        measured = steps.measure_steps(learner, trace)
+        facts = {name: value for name, value in vars(measured).items() if name != "metrics"}
+        facts["peak_memory_bytes"] = limits.peak_memory()
+        show(
+            f"first step done {measured.first_step_s:.1f} s after the start; {measured.programs} programs compiled in "
+            f"{measured.compile_s:.1f} s ({measured.cached_programs} read from the cache)"
         )
+        show(f"peak memory {facts['peak_memory_bytes'] / 2**30:.2f} GiB")
+        figures += steps.figures(
+            experiment.model,
+            experiment.sampling,
+            measured.metrics,
+            scored=steps.scored_share(learner),
+            epochs=experiment.schedule.epochs,
+        )
+    if "drawing" in parts:
+        figures += drawing.measure_drawing(learner)
+    if "scoring" in parts:
+        figures.append(drawing.measure_scoring(learner))
+    ceiling = Limits(limits.matmul_ceiling(experiment.model.dtype), limits.copy_bandwidth())
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    return "\n".join([*lines, f"matmul ceiling {ceiling / 1e9:.1f} GFLOP/s ({model.dtype}, {devices})"])
+    show(table(figures, ceiling))
+    show(
+        f"limits, measured: matmul {ceiling.matmul_flops / 1e9:.1f} GFLOP/s ({experiment.model.dtype}), "
+        f"copy {ceiling.copy_bytes / 1e9:.1f} GB/s ({devices})"
+    )
+    if trace is not None:
+        show(f"trace of one step: {trace} (open perfetto_trace.json.gz in ui.perfetto.dev, or the folder in XProf)")
+    return {
+        "gspax": gspax.__version__,
+        "jax": metadata.version("jax"),
+        "experiment": experiment.name,
+        "devices": devices,
+        "limits": vars(ceiling),
+        **facts,
+        "figures": [figure.to_json(ceiling) for figure in figures],
+    }
 
 
-def matmul_ceiling(size: int = 2048, repeats: int = 5) -> float:
-    """FLOP/s of one large float32 matrix product on all local devices together, the best of a few."""
-    import jax
-    import jax.numpy as jnp
-
-    x = jnp.ones((size, size))
-    product = jax.jit(jnp.matmul)
-    product(x, x).block_until_ready()
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        product(x, x).block_until_ready()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best * jax.local_device_count()
-
-
-def peak_memory() -> int:
-    """Bytes: the most that an accelerator held, or on CPU the process."""
-    import jax
-
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        return int(stats["peak_bytes_in_use"])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def write(path: Path | None, result: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Write the JSON file, if one is wanted."""
+    if path is not None:
+        path.write_text(json.dumps({"overrides": list(overrides), **result}, indent=1) + "\n", encoding="utf-8")

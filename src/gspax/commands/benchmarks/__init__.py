@@ -1,0 +1,1 @@
+"""What `gspax bench` measures: whole steps, drawing, scoring, and google-tunix on the same shape."""

@@ -1,0 +1,135 @@
+"""Whole steps: `loop.run_step`, which `gspax train` runs, phase by phase; and scoring alone."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspax.commands.benchmarks.figures import Figure
+
+if TYPE_CHECKING:
+    from gspax.config import ModelConfig, Sampling
+    from gspax.loop import Learner
+
+STEPS = 7  # after the first
+PHASES = ("rollout", "old_logp", "train", "step")
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """The metrics of the steps after the first, and what the first one cost."""
+
+    metrics: list[dict[str, float]]
+    first_step_s: float  # from the start of the process, compilation included
+    programs: int
+    cached_programs: int  # of these, read from the compilation cache
+    compile_s: float
+
+
+def measure_steps(learner: Learner, trace: Path | None) -> MeasuredSteps:
+    """Run the steps with random parameters; nothing is written but a trace of the last step, if asked for."""
+    import jax
+    import jax.numpy as jnp
+
+    from gspax.learner.state import add_adapters, init_state
+    from gspax.loop import PendingRollout, run_step
+    from gspax.run.compilation import count_compilations
+
+    experiment = learner.experiment
+    with count_compilations() as compiled, learner.rewards:
+        state = init_state(experiment.model, learner.optimizer, jax.random.key(experiment.seed), learner.mesh)
+        needed = experiment.reference is not None and experiment.lora is None
+        reference = jax.tree.map(jnp.copy, state.params) if needed else None
+        if experiment.lora is not None:
+            state = add_adapters(state, experiment.model, experiment.lora, learner.optimizer, learner.mesh)
+        ahead: deque[PendingRollout] = deque()
+        state, _, _ = run_step(learner, state, reference, ahead)
+        first_step_s, programs, cached, seconds = age(), compiled.programs, compiled.cached, compiled.seconds
+        metrics = []
+        for _ in range(STEPS):
+            state, found, _ = run_step(learner, state, reference, ahead)
+            metrics.append(found)
+        if trace is not None:
+            with jax.profiler.trace(str(trace), create_perfetto_trace=True):
+                run_step(learner, state, reference, ahead)
+    return MeasuredSteps(metrics, first_step_s, programs, cached, seconds)
+
+
+def scored_share(learner: Learner) -> float:
+    """The share of a rollout batch that is scored: with an on-policy first update all minibatches but the first."""
+    from gspax.learner.train_step import first_update_scores
+
+    experiment = learner.experiment
+    on_policy = first_update_scores(
+        experiment.reference,
+        experiment.regularizers,
+        experiment.calibration,
+        routing_replay=experiment.routing_replay,
+    )
+    return 1 - on_policy / experiment.schedule.minibatches
+
+
+def age() -> float:
+    """Seconds since this process started."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8") as stat, open("/proc/uptime", encoding="utf-8") as uptime:
+            ticks = float(stat.read().rpartition(")")[2].split()[19])
+            return float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return time.perf_counter()  # elsewhere its start is often that of the machine; the difference is unknown
+
+
+def figures(
+    model: ModelConfig, sampling: Sampling, metrics: list[dict[str, float]], *, scored: float = 1.0, epochs: int = 1
+) -> list[Figure]:
+    """Medians of the steps' metrics, and the work of each phase.
+
+    Args:
+      scored: `scored_share`; at 0 there is no phase for old log-probs.
+      epochs: passes of updates over the rollout batch.
+
+    FLOPs are counted from the model's shape (two per multiplied parameter and token, plus attention; backward twice
+    forward), not taken from the compiler, which counts a loop's body once.
+    """
+    from gspax.experiment.counts import forward_flops
+
+    median = {name: statistics.median(step[name] for step in metrics) for name in metrics[0]}
+    rows = sampling.prompts * sampling.group
+    drawn = rows * median["response/length_mean"]
+    length = sampling.max_prompt_tokens + median["response/length_mean"]
+    each = forward_flops(model, length)
+    once = rows * length * each
+    # a prompt is prefilled once for all its samples
+    flops = {
+        "rollout": (sampling.prompts * sampling.max_prompt_tokens + drawn) * each,
+        "old_logp": scored * once,
+        "train": epochs * 3 * once,
+    }
+    flops["step"] = sum(flops.values())
+    trained = rows * length
+    tokens = {"rollout": drawn, "old_logp": scored * trained, "train": epochs * trained, "step": drawn}
+    return [
+        Figure(phase, median[f"time/{phase}"], median[f"cpu/{phase}"], tokens[phase], flops[phase])
+        for phase in PHASES
+        if flops[phase]
+    ]
+
+
+def measure(call: Callable[[], Any], repeats: int = 3) -> tuple[float, float]:
+    """Median wall and CPU seconds of a call that gives jax arrays, after a first one that compiles."""
+    import jax
+
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(repeats):
+        wall, cpu = time.perf_counter(), time.process_time()
+        jax.block_until_ready(call())
+        times.append((time.perf_counter() - wall, time.process_time() - cpu))
+    wall, cpu = (statistics.median(each) for each in zip(*times, strict=True))
+    return wall, cpu
