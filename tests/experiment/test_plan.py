@@ -75,8 +75,8 @@ def test_the_cache_is_that_of_the_sampler(dtype):
         jax.ShapeDtypeStruct((sampling.prompts,), jnp.int32),
     )
     sizes = plan(experiment, 1).sampler
-    prompts = sum(leaf.size * leaf.dtype.itemsize for layer in cache for leaf in layer[:2])
-    completions = sum(leaf.size * leaf.dtype.itemsize for layer in cache for leaf in layer[2:])
+    prompts = sum(leaf.size * leaf.dtype.itemsize for layer in cache for leaf in layer.prompt[0])
+    completions = sum(leaf.size * leaf.dtype.itemsize for layer in cache for leaf in jax.tree.leaves(layer.completion))
     assert sizes["cache of the prompts, once per prompt"] == prompts
     assert sizes["cache of the completions"] == completions
     eight = plan(experiment, 8).sampler

@@ -96,7 +96,7 @@ def test_parts_merge_into_the_whole():
         for shared, x in ((prompt_k, k), (prompt_v, v))
     )
     merged = merge((prompt[0], prompt[1][..., 0]), own)
-    np.testing.assert_allclose(merged, loops(q, whole_k, whole_v, zero, stop + 7)[0], atol=2e-6)
+    np.testing.assert_allclose(merged[0], loops(q, whole_k, whole_v, zero, stop + 7)[0], atol=2e-6)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)

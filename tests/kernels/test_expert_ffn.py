@@ -26,6 +26,8 @@ ROUTINGS = {  # name: (rows, experts, active, how ids are chosen)
     "all_to_first": (BLOCK + 3, 5, 2, 0),
     "all_to_last": (BLOCK, 5, 1, 4),
     "many_blocks": (3 * BLOCK, 2, 2, "any"),
+    "few_rows": (20, 16, 2, "some dropped"),
+    "few_rows_to_one": (20, 16, 2, 3),
 }
 
 

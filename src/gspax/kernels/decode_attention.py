@@ -67,11 +67,11 @@ def decode_attention(
     return context_BKRH.reshape(B, N, H), logsumexp_BKR.reshape(B, N)
 
 
-def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> Array:
-    """The float32 context over the positions of two results of `decode_attention` for the same queries."""
+def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The result of `decode_attention` over the positions of two results for the same queries."""
     (first_BNH, first_BN), (second_BNH, second_BN) = first, second
     share_BN1 = jax.nn.sigmoid(first_BN - second_BN)[..., None]
-    return share_BN1 * first_BNH + (1 - share_BN1) * second_BNH
+    return share_BN1 * first_BNH + (1 - share_BN1) * second_BNH, jnp.logaddexp(first_BN, second_BN)
 
 
 def write_positions(cache_BKTH: Array, new_BKH: Array, position_B: Array) -> Array:

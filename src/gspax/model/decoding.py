@@ -22,7 +22,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from gspax.config import ModelConfig, is_sparse, layer_windows
+from gspax.kernels import segments
 from gspax.kernels.decode_attention import decode_attention, merge, write_positions
+from gspax.kernels.segments import Segment
 from gspax.model.attention import Attend, attend_within_segments
 from gspax.model.layers import rms_norm, rotary_angles
 from gspax.model.transformer import LayerInputs, layer_graph
@@ -33,10 +35,8 @@ from gspax.types import Array, Params
 class LayerCache(NamedTuple):
     """One layer's keys and values in the compute dtype: the prompts', and those of the slots' completions."""
 
-    prompt_k_PKSH: Array
-    prompt_v_PKSH: Array
-    k_WKCH: Array
-    v_WKCH: Array
+    prompt: tuple[Segment, ...]  # of one array each; X = P
+    completion: tuple[Segment, ...]  # X = W
 
 
 Cache = tuple[LayerCache, ...]  # by layer
@@ -80,12 +80,26 @@ def new_cache(
     prompts: PromptCache, config: ModelConfig, slots: int, max_tokens: int, *, mesh: jax.sharding.Mesh | None = None
 ) -> Cache:
     """The cache of these prompts and of `max_tokens` positions for each of so many slots."""
-    shape = (slots, config.num_key_value_heads, max_tokens, config.head_dim)
+    K, H, rows = config.num_key_value_heads, config.head_dim, sample_axis(mesh, slots)
 
-    def empty() -> Array:
-        return constrain(jnp.zeros(shape, config.dtype), mesh, sample_axis(mesh, slots), "heads")
+    def empty(size: int) -> Segment:
+        k_WKSH = v_WKSH = jnp.zeros((slots, K, size, H), config.dtype)
+        k = k_WKSH if _on_tpu(mesh) else k_WKSH.swapaxes(2, 3)
+        return Segment(constrain(k, mesh, rows, "heads"), constrain(v_WKSH, mesh, rows, "heads"))
 
-    return tuple(LayerCache(k, v, empty(), empty()) for k, v in prompts)
+    sizes = [max_tokens] if _on_tpu(mesh) else segments.segment_sizes(max_tokens)
+    return tuple(
+        LayerCache(
+            prompt=(Segment(k_PKSH if _on_tpu(mesh) else k_PKSH.swapaxes(2, 3), v_PKSH),),
+            completion=tuple(map(empty, sizes)),
+        )
+        for k_PKSH, v_PKSH in prompts
+    )
+
+
+def _on_tpu(mesh: jax.sharding.Mesh | None) -> bool:
+    """Whether `decode_attention` reads blocks of one array per cache; elsewhere `segments` are read."""
+    return (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "tpu"
 
 
 def decode(
@@ -104,7 +118,8 @@ def decode(
     """
     position_W1 = (slots.prompt_length_W + slots.step)[:, None]
     attend = _attend_over_cache(slots, layer_windows(config), mesh)
-    shared = LayerInputs(rotary_angles(position_W1, config), slots.live_W[:, None], attend, mesh)
+    angles = jax.lax.optimization_barrier(rotary_angles(position_W1, config))  # once, not in every product's fusion
+    shared = LayerInputs(angles, slots.live_W[:, None], attend, mesh)
     hidden_W1D, cache, expert_W1LA = _run(params, config, token_W[:, None], shared, cache)
     return hidden_W1D[:, 0], cache, expert_W1LA[:, 0]
 
@@ -127,7 +142,7 @@ def _attend_over_cache(slots: Slots, windows: tuple[int, ...], mesh: jax.shardin
     """Attention of one new token per slot to its prompt and its completion so far; each device has its own slots."""
 
     def attend(q_W1NH, k_W1KH, v_W1KH, cache: LayerCache, layer: int):
-        local = partial(_attend_local, window=windows[layer] if windows else None)
+        local = partial(_attend_local, window=windows[layer] if windows else None, on_tpu=_on_tpu(mesh))
         arrays = q_W1NH[:, 0], k_W1KH[:, 0], v_W1KH[:, 0], cache, slots
         if mesh is None or mesh.size == 1:
             context_WNH, cache = local(*arrays)
@@ -142,9 +157,8 @@ def _on_mesh(local: Callable[..., Any], mesh: jax.sharding.Mesh, arrays: tuple[A
     cache, slots = arrays[3], arrays[4]
     (rows,) = spec(sample_axis(mesh, slots.live_W.shape[0]))
     (prompts, heads) = spec("batch", "heads")
-    by_row, by_head = PartitionSpec(rows), PartitionSpec(rows, heads)
-    by_prompt = PartitionSpec(prompts, heads)
-    cached = LayerCache(by_prompt, by_prompt, by_head, by_head)
+    by_row, by_head, by_prompt = PartitionSpec(rows), PartitionSpec(rows, heads), PartitionSpec(prompts, heads)
+    cached = LayerCache(by_prompt, by_head)
     held = Slots(
         by_row, None if slots.prompt_W is None else by_row, by_row if slots.step.ndim else PartitionSpec(), by_row
     )
@@ -154,38 +168,59 @@ def _on_mesh(local: Callable[..., Any], mesh: jax.sharding.Mesh, arrays: tuple[A
 
 
 def _attend_local(
-    q_WNH: Array, k_WKH: Array, v_WKH: Array, cache: LayerCache, slots: Slots, *, window: int | None
+    q_WNH: Array,
+    k_WKH: Array,
+    v_WKH: Array,
+    cache: LayerCache,
+    slots: Slots,
+    *,
+    window: int | None,
+    on_tpu: bool,
 ) -> tuple[Array, LayerCache]:
     """The context of each slot's new token, and the cache with that token's key and value."""
     prompt_length_W, prompt_W, step, live_W = slots
+    read = _read_blocks if on_tpu else segments.attend
+    completion = (_write_in_one if on_tpu else segments.write)(cache.completion, k_WKH, v_WKH, step)
     step_W = jnp.broadcast_to(step, live_W.shape)
-    k_WKCH, v_WKCH = _write(cache.k_WKCH, k_WKH, step), _write(cache.v_WKCH, v_WKH, step)
     first_W = jnp.zeros_like(step_W) if window is None else jnp.maximum(step_W + 1 - window, 0)
-    own = decode_attention(q_WNH, k_WKCH, v_WKCH, first_W, jnp.where(live_W, step_W + 1, 0))
+    own = read(q_WNH, completion, first_W, jnp.where(live_W, step_W + 1, 0))
     oldest_W = jnp.zeros_like(step_W)
     if window is not None:
         oldest_W = jnp.clip(prompt_length_W + step_W + 1 - window, 0, prompt_length_W)
     end_W = jnp.where(live_W, prompt_length_W, 0)
     if prompt_W is None:
-        of_prompt = _attend_to_own_prompt(q_WNH, cache, oldest_W, end_W)
+        of_prompt = _attend_to_own_prompt(read, q_WNH, cache.prompt, oldest_W, end_W)
     else:
-        of_prompt = decode_attention(q_WNH, cache.prompt_k_PKSH, cache.prompt_v_PKSH, oldest_W, end_W, prompt_W)
-    return merge(of_prompt, own).astype(q_WNH.dtype), cache._replace(k_WKCH=k_WKCH, v_WKCH=v_WKCH)
+        of_prompt = read(q_WNH, cache.prompt, oldest_W, end_W, prompt_W)
+    return merge(of_prompt, own)[0].astype(q_WNH.dtype), LayerCache(cache.prompt, completion)
 
 
-def _attend_to_own_prompt(q_WNH: Array, cache: LayerCache, oldest_W: Array, end_W: Array) -> tuple[Array, Array]:
-    """`decode_attention` to the prompts, each read once for all its slots, which are adjacent and at one step."""
-    (W, N, H), (P, K) = q_WNH.shape, cache.prompt_k_PKSH.shape[:2]
+def _attend_to_own_prompt(
+    read: Callable[..., Any], q_WNH: Array, prompt: tuple[Segment, ...], oldest_W: Array, end_W: Array
+) -> tuple[Array, Array]:
+    """`read` the prompts, each once for all its slots, which are adjacent and at one step."""
+    (W, N, H), (P, K) = q_WNH.shape, prompt[0].v_XKSH.shape[:2]
     G, R = W // P, N // K
     q_PNH = q_WNH.reshape(P, G, K, R, H).swapaxes(1, 2).reshape(P, K * G * R, H)
     bounds = oldest_W.reshape(P, G).max(axis=1), end_W.reshape(P, G).max(axis=1)  # one for all that are live
-    context_PNH, logsumexp_PN = decode_attention(q_PNH, cache.prompt_k_PKSH, cache.prompt_v_PKSH, *bounds)
+    context_PNH, logsumexp_PN = read(q_PNH, prompt, *bounds)
     context_WNH = context_PNH.reshape(P, K, G, R, H).swapaxes(1, 2).reshape(W, N, H)
     return context_WNH, logsumexp_PN.reshape(P, K, G, R).swapaxes(1, 2).reshape(W, N)
 
 
-def _write(cache_WKCH: Array, new_WKH: Array, step: Array) -> Array:
-    """The cache with each slot's new key or value at its step."""
-    if step.ndim == 0:
-        return jax.lax.dynamic_update_slice_in_dim(cache_WKCH, new_WKH[:, :, None], step, axis=2)
-    return write_positions(cache_WKCH, new_WKH, step)
+def _read_blocks(q_WNH: Array, cache: tuple[Segment, ...], *bounds: Array) -> tuple[Array, Array]:
+    """`decode_attention` to a cache of one array."""
+    ((k_XKTH, v_XKTH),) = cache
+    return decode_attention(q_WNH, k_XKTH, v_XKTH, *bounds)
+
+
+def _write_in_one(cache: tuple[Segment, ...], k_WKH: Array, v_WKH: Array, step: Array) -> tuple[Segment, ...]:
+    """The cache of one array with each slot's new key and value at its step."""
+
+    def write(cache_WKTH: Array, new_WKH: Array) -> Array:
+        if step.ndim == 0:
+            return jax.lax.dynamic_update_slice_in_dim(cache_WKTH, new_WKH[:, :, None], step, axis=2)
+        return write_positions(cache_WKTH, new_WKH, step)
+
+    ((k_WKTH, v_WKTH),) = cache
+    return (Segment(write(k_WKTH, k_WKH), write(v_WKTH, v_WKH)),)

@@ -19,12 +19,20 @@ def draw_tokens(logits_BV: Array, key_B: Array, sampling: Sampling) -> tuple[Arr
     """One token per row, int32, from the filtered distribution, and its unfiltered float32 log-prob."""
     scaled_BV = logits_BV / (sampling.temperature or 1.0)
     if sampling.temperature == 0:
-        token_B = scaled_BV.argmax(axis=-1)
+        token_B = _argmax(scaled_BV)
     else:
         noise_BV = jax.vmap(partial(jax.random.gumbel, shape=scaled_BV.shape[1:]))(key_B)
-        token_B = (filter_logits(scaled_BV, sampling) + noise_BV).argmax(axis=-1)
+        token_B = _argmax(filter_logits(scaled_BV, sampling) + noise_BV)
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
-    return token_B.astype(jnp.int32), chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1)
+    return token_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1)
+
+
+def _argmax(score_BV: Array) -> Array:
+    """The first index of the largest score, int32. Two plain reductions: XLA:CPU vectorises no argmax."""
+    V = score_BV.shape[-1]
+    index_BV = jax.lax.broadcasted_iota(jnp.int32, score_BV.shape, 1)
+    largest_BV = jnp.where(score_BV == score_BV.max(axis=-1, keepdims=True), index_BV, V - 1)
+    return largest_BV.min(axis=-1)
 
 
 def filter_logits(logits_BV: Array, sampling: Sampling) -> Array:

@@ -1,0 +1,104 @@
+"""A cache of keys and values that plain XLA reads in place, and only where it is live.
+
+XLA:CPU copies a slice of an array before a product reads it, but reads a whole array in place. So the positions of a
+cache are a few arrays, segments, and those that no row can see are skipped. Keys are stored transposed, since a product
+reads them twice as fast so.
+
+The cache for TPU is one array, of which `decode_attention` reads blocks.
+
+Axes: B rows with one query each, X rows of the cache, N query heads, K key heads, R = N/K, H head, S positions of a
+segment.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from gspax.kernels.attention import MASKED
+from gspax.kernels.decode_attention import merge
+
+SEGMENT = 64  # positions
+MOST_SEGMENTS = 8
+
+
+class Segment(NamedTuple):
+    """Keys and values of some positions."""
+
+    k_XKHS: Array
+    v_XKSH: Array
+
+
+def segment_sizes(length: int) -> list[int]:
+    """The positions of the segments of a cache of so many positions."""
+    size = max(SEGMENT, -(-length // MOST_SEGMENTS))
+    return [min(size, length - first) for first in range(0, length, size)]
+
+
+def write(segments: tuple[Segment, ...], k_BKH: Array, v_BKH: Array, position: Array) -> tuple[Segment, ...]:
+    """The segments with each row's new key and value at its position: int32 `[B]`, or `[]` if it is one for all rows.
+
+    In the segments that do not have the position, an element is replaced by itself.
+    """
+    first, written = 0, []
+    for segment in segments:
+        size = segment.v_XKSH.shape[2]
+        place, within = jnp.clip(position - first, 0, size - 1), (position >= first) & (position < first + size)
+        written.append(
+            Segment(
+                _write_one(segment.k_XKHS, k_BKH[..., None], place, within, axis=3),
+                _write_one(segment.v_XKSH, v_BKH[:, :, None], place, within, axis=2),
+            )
+        )
+        first += size
+    return tuple(written)
+
+
+def _write_one(cache: Array, new: Array, place: Array, within: Array, axis: int) -> Array:
+    """`new` of size 1 along the axis at the place, if that is within the segment."""
+    if place.ndim == 0:
+        old = lax.dynamic_slice_in_dim(cache, place, 1, axis)
+        return lax.dynamic_update_slice_in_dim(cache, jnp.where(within, new, old), place, axis)
+    return jax.vmap(lambda *row: _write_one(*row, axis=axis - 1))(cache, new, place, within)
+
+
+def attend(
+    q_BNH: Array, segments: tuple[Segment, ...], start_B: Array, stop_B: Array, row_B: Array | None = None
+) -> tuple[Array, Array]:
+    """`decode_attention` over segments that follow one another. All of the first one are read."""
+    first, last, result = 0, stop_B.max(), None
+    for segment in segments:
+
+        def read(segment: Segment = segment, first: int = first) -> tuple[Array, Array]:
+            return _attend_to_one(q_BNH, segment, start_B - first, stop_B - first, row_B)
+
+        if result is None:
+            result = read()
+        else:
+            result = lax.cond(last > first, lambda so_far, read=read: merge(so_far, read()), lambda x: x, result)
+        first += segment.v_XKSH.shape[2]
+    return result
+
+
+def _attend_to_one(
+    q_BNH: Array, segment: Segment, start_B: Array, stop_B: Array, row_B: Array | None
+) -> tuple[Array, Array]:
+    k_XKHS, v_XKSH = segment
+    (B, N, H), (K, S) = q_BNH.shape, v_XKSH.shape[1:3]
+    q_BKRH = q_BNH.reshape(B, K, N // K, H)
+    k_BKHS, v_BKSH = (k_XKHS, v_XKSH) if row_B is None else (k_XKHS[row_B], v_XKSH[row_B])
+    score_BKRS = jnp.einsum("bkrh,bkhs->bkrs", q_BKRH, k_BKHS, preferred_element_type=jnp.float32) * H**-0.5
+    position_1S = jnp.arange(S)[None]
+    live_BS = (position_1S >= start_B[:, None]) & (position_1S < stop_B[:, None])
+    score_BKRS = jnp.where(live_BS[:, None, None], score_BKRS, MASKED)
+    top_BKR1 = score_BKRS.max(axis=-1, keepdims=True)
+    weight_BKRS = jnp.exp(score_BKRS - top_BKR1)
+    sum_BKR1 = weight_BKRS.sum(axis=-1, keepdims=True)
+    context_BKRH = jnp.einsum(
+        "bkrs,bksh->bkrh", weight_BKRS.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
+    )
+    logsumexp_BKR1 = top_BKR1 + jnp.log(sum_BKR1)
+    return (context_BKRH / sum_BKR1).reshape(B, N, H), logsumexp_BKR1.reshape(B, N)
