@@ -131,11 +131,11 @@ def check_bytes(params, sizes):
         assert {shard.data.nbytes for shard in leaf.addressable_shards} == {leaf.nbytes // parts}, path
 
 
-def draw(model, mesh):
+def draw(model, mesh, slots=0):
     prompts = [list(range(1, 2 + row % 3)) for row in range(8)]
     params = jax.device_put(tiny.params(model), jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh)))
     params = make_serving_copy(params, model, mesh)
-    sampling = Sampling(prompts=8, group=2, max_prompt_tokens=16, max_tokens=5)
+    sampling = Sampling(prompts=8, group=2, max_prompt_tokens=16, max_tokens=5, slots=slots)
     key = jax.random.key(2)
     return sampler.sample(params, model, prompts, range(8), key, sampling=sampling, stop_ids=(0,), mesh=mesh)
 
@@ -162,6 +162,17 @@ def test_samples_equal_one_device(model, mesh):
     np.testing.assert_array_equal(got.mask_BT, want.mask_BT)
     np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
     assert len(np.unique(want.tokens_BT)) > 10, "the tokens should vary"
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["expert and tensor", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("context", "slices of experts"))],
+)
+def test_on_a_mesh_the_slots_of_a_device_take_its_own_samples(mesh):
+    got, want = jax.device_get(draw(MODELS["both"], make(MESHES[mesh]), slots=8)), drawn_alone(MODELS["both"])
+    np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
+    np.testing.assert_array_equal(got.finished_B, want.finished_B)
+    np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
 
 
 def test_the_cache_is_sharded_over_rows_and_heads():

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import tiny
 
-from gspax.config import Lora, Sampling
+from gspax.config import Sampling
 from gspax.kernels import segments
-from gspax.learner import adapters
-from gspax.rollout import engine, sampler
+from gspax.rollout import sampler
 from gspax.rollout.serving import make_serving_copy
 
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
@@ -42,10 +41,10 @@ def assert_same(got, want, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    "name", [*list(CONFIGS)[:1], *(pytest.param(x, marks=pytest.mark.slow) for x in list(CONFIGS)[1:])]
+    "name", [name if name.startswith("experts") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )
 def test_samples_do_not_depend_on_the_slots(name):
     want = draw(CONFIGS[name])
-    assert 1 < len(np.unique(want.length_B)) and 0 < want.finished_B.sum() < 12, "samples of several lengths"
+    assert len(np.unique(want.length_B)) > 1 and 0 < want.finished_B.sum() < 12, "samples of several lengths"
     for slots in (1, 5):
         assert_same(draw(CONFIGS[name], slots=slots), want, 5e-3 if name == "bfloat16" else 1e-5)

@@ -164,7 +164,7 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
             yield f"placement.devices: wanted fewer than the {devices} devices, got {experiment.placement.devices}"
             return
         devices -= experiment.placement.devices
-        yield from _sampler_mesh(experiment.placement, experiment.sampling.prompts, experiment.model, slices[1])
+        yield from _sampler_mesh(experiment.placement, experiment.sampling, experiment.model, slices[1])
     try:
         sizes = sharding.resolve_axes(mesh, devices, experiment.model, slices=slices[0])
     except UserError as problem:
@@ -172,6 +172,8 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         return
     shards = sharding.batch_shards(sizes)
     split = {"sampling.prompts": experiment.sampling.prompts}
+    if experiment.placement is None:
+        split["sampling.slots"] = experiment.sampling.slots
     if experiment.schedule.microbatch_rows:
         split["schedule.microbatch_rows"] = experiment.schedule.microbatch_rows
     if shards > 1:
@@ -184,13 +186,15 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
     yield from sharding.find_mismatches(sizes, experiment.model)
 
 
-def _sampler_mesh(placement: Placement, prompts: int, model: ModelConfig, slices: int) -> Iterator[str]:
+def _sampler_mesh(placement: Placement, sampling: Sampling, model: ModelConfig, slices: int) -> Iterator[str]:
     """The same for the devices of a disaggregated sampler."""
     try:
         sizes = sharding.resolve_axes(placement.mesh, placement.devices, model, slices=slices)
     except UserError as problem:
         yield f"placement.{problem}"
         return
-    if prompts % (shards := sharding.batch_shards(sizes)):
-        yield f"sampling.prompts: wanted a multiple of the {shards} devices of placement.mesh for rows, got {prompts}"
+    shards = sharding.batch_shards(sizes)
+    for key, count in (("prompts", sampling.prompts), ("slots", sampling.slots)):
+        if count % shards:
+            yield f"sampling.{key}: wanted a multiple of the {shards} devices of placement.mesh for rows, got {count}"
     yield from (f"placement: {misfit}" for misfit in sharding.find_mismatches(sizes, model))
