@@ -1,4 +1,4 @@
-"""`gspax bench`: the counts behind its table by hand, each part on a tiny model, and the comparison with a stub."""
+"""`gspax bench`: FLOP counts by hand, each part on a tiny model, and the comparison with a stub."""
 
 import json
 import sys

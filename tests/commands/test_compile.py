@@ -73,7 +73,7 @@ def gigabytes(**changes):
     return Memory(**{name: size * 10**9 for name, size in {**fields, **changes}.items()})
 
 
-def test_each_misfit_is_reported_in_one_sentence():
+def test_each_misfit_is_reported_on_one_line():
     assert gigabytes().total == 12 * 10**9
     fits = Compiled(name="old log-probs", seconds=1, memory=gigabytes())
     large = Compiled(name="train step", seconds=1, memory=gigabytes(peak=15))
@@ -121,7 +121,7 @@ def test_the_phases_of_the_rollout_are_prefill_and_decode():
     assert decode.flops == sampling.prompts * sampling.group / 16 * forward_flops(config, 2 * (S + C / 2))
 
 
-def test_loops_with_unknown_trip_counts_are_reported():
+def test_unknown_trip_counts_are_reported():
     train, rollout = (Compiled(name=name, seconds=1, text=TEXT) for name in (programs.TRAIN, programs.ROLLOUT))
     assert report.describe_uncounted([train, rollout]) == [
         "The train step has loops (1) with unknown trip counts; each is counted once."
@@ -141,7 +141,7 @@ def test_the_flops_of_an_update_are_three_forward_passes_and_one_more_with_remat
 NAMES = (programs.TRAIN, programs.SCORE, roofline.PREFILL, roofline.DECODE)
 
 
-def test_a_step_needs_all_its_parts():
+def test_the_step_time_needs_every_phase():
     times = Times(compute=1.0, memory=0.5, network=0.5)
     estimates = [(phase(name=name, flops=197e12), times) for name in NAMES]
     lines = report.step_lines(small_experiment.experiment.sampling, estimates, V5E, ahead=False)
@@ -158,7 +158,7 @@ def test_a_step_needs_all_its_parts():
         (0, 2, "10.00 s: weight push 1.00, rollout 6.00, old log-probs 1.00, updates 2.00"),
         (1, 2, "7.00 s: weight push 1.00, rollout 6.00 and meanwhile old log-probs 1.00, updates 2.00"),
         (2, 0, "7.00 s: weight push 1.00, rollout 6.00 and meanwhile"),
-        (1, 1, "10.00 s: weight push 1.00, rollout 6.00, old"),  # nothing is drawn ahead across a checkpoint
+        (1, 1, "10.00 s: weight push 1.00, rollout 6.00, old"),  # no rollout batch is drawn ahead across a checkpoint
     ],
 )
 def test_learner_and_sampler_alternate_or_overlap(staleness, checkpoint_every, takes):
@@ -173,7 +173,7 @@ def test_learner_and_sampler_alternate_or_overlap(staleness, checkpoint_every, t
     ahead = report.draws_ahead(Placement(devices=4, staleness=staleness), checkpoint_every)
     lines = report.step_lines(small_experiment.experiment.sampling, estimates, V5E, ahead=ahead)
     assert f"A step takes at least {takes}" in lines
-    share = 4 * 12 / 16 / float(takes.split()[0])  # four seconds of work at the peak, on 12 devices of the 16
+    share = 4 * 12 / 16 / float(takes.split()[0])  # four seconds of work at peak FLOP/s, on 12 of 16 devices
     assert f"MFU at most {share:.1%}" in lines
 
 
@@ -218,7 +218,7 @@ def test_the_push_is_bound_by_the_target_with_fewer_devices():
         ("RESOURCE_EXHAUSTED: something new\nand more", "RESOURCE_EXHAUSTED: something new"),
     ],
 )
-def test_the_line_with_the_numbers_of_a_compiler_error(message, said):
+def test_the_line_with_the_numbers_of_a_compiler_error_is_kept(message, said):
     found = memory.summarise_error(message)
     assert found.endswith(said) and len(found.splitlines()) == 1
 
@@ -255,26 +255,26 @@ def gspax(*arguments):
         (["gone.py", "--topology", "v5e:4x4"], "gone.py: there is no such file"),
     ],
 )
-def test_bad_input_is_a_sentence_and_exit_2(arguments, said, capsys):
+def test_invalid_input_prints_one_error_and_exits_2(arguments, said, capsys):
     assert gspax(*arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and said in err and len(err.splitlines()) == 1
 
 
-def test_without_libtpu_exit_2(monkeypatch, capsys):
+def test_without_libtpu_it_exits_2(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert gspax(SMALL, "--topology", "v5e:4x4") == 2
     assert "needs the package libtpu: pip install 'gspax[tpu]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_the_exit_code_tells_whether_it_fits(fits, monkeypatch):
+def test_the_exit_code_is_whether_it_fits(fits, monkeypatch):
     monkeypatch.setattr(report, "run", lambda experiment, topology: fits)
     assert gspax(SMALL, "--topology", "v5e:4x4") == (0 if fits else 1)
 
 
 @needs_libtpu
-def test_a_mesh_that_does_not_fit_the_topology_is_exit_2(capsys):
+def test_a_mesh_that_does_not_fit_the_topology_exits_2(capsys):
     assert gspax(SMALL, "--topology", "v5e:4x4", "mesh.data=3") == 2
     assert "mesh: " in capsys.readouterr().err.splitlines()[0]
 
@@ -295,7 +295,7 @@ ROWS = ["warm_start=null", "sampling.prompts=16", "sampling.group=2", "schedule.
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Bytes by (kind, axes, over DCN) of each phase that `gspax compile` has read."""
+    """Bytes by (kind, axes, over DCN) of each phase in the report of `gspax compile`."""
     found = {}
     phases = report.make_phases
 
@@ -312,7 +312,7 @@ def sent(monkeypatch):
 
 @needs_libtpu
 def test_a_step_compiled_without_tpu_hardware(capsys, sent):
-    """The whole command: it fits, and has the collectives of parameters sharded over fsdp and no others."""
+    """The full command: the step fits and has only the collectives of parameters sharded over fsdp."""
     assert gspax(SMALL, "--topology", "v5e:4x4", *ROWS) == 0
     out = capsys.readouterr().out
     assert "small on v5e:4x4: 16 devices, fsdp=16" in out and out.endswith("Everything fits v5e:4x4.\n")
@@ -322,7 +322,7 @@ def test_a_step_compiled_without_tpu_hardware(capsys, sent):
         assert {(axes, dcn) for _, axes, dcn in found} == {(("fsdp",), False)}, name
     reduced = {kind for kind, _, _ in sent[programs.TRAIN]} & {"reduce-scatter", "all-reduce"}
     assert reduced, "gradients are summed over the devices"
-    # to train, a device has to receive the parameters that it does not hold
+    # the update must gather at least the parameters that a device does not hold
     missing = 15 / 16 * 4 * parameter_count(small_experiment.experiment.model)
     assert sent[programs.TRAIN]["all-gather", ("fsdp",), False] >= missing / 2
 
@@ -340,7 +340,7 @@ def test_an_update_compiled_for_two_slices():
     over = Collective("all-reduce", ("slice",), 2, dcn=True)
     assert [each for each in update.sent if each.dcn] == [over]
     mine = 4 * parameter_count(model) / 4  # bytes of a device's part of the gradients
-    assert mine <= update.sent[over] <= 4.4 * mine  # rows of 32 numbers travel as rows of 128
+    assert mine <= update.sent[over] <= 4.4 * mine  # rows of 32 numbers are sent as rows of 128
 
 
 def placed(tmp_path, **changes):
@@ -363,7 +363,7 @@ TOPOLOGIES = pytest.mark.parametrize(
 @needs_libtpu
 @TOPOLOGIES
 def test_the_report_of_a_disaggregated_sampler(topology, part, dcn, capsys, monkeypatch, tmp_path):
-    """Whole slices or parts of one: each program is compiled and counted for the four devices of its target."""
+    """On whole slices or part of one, each program is compiled for and counted on its target's four devices."""
     stub = Compiled(name="", seconds=1, memory=gigabytes(), text=TEXT)
     meshes, counted = [], {}
 
@@ -393,7 +393,7 @@ def test_the_report_of_a_disaggregated_sampler(topology, part, dcn, capsys, monk
 @pytest.mark.slow
 @TOPOLOGIES
 def test_a_disaggregated_sampler(topology, part, dcn, capsys, sent, tmp_path):
-    """All of it compiled: neither target sends anything to the other slice."""
+    """With every program compiled, neither target sends anything to the other slice."""
     assert gspax(placed(tmp_path, staleness=1), "--topology", topology) == 0
     assert f"fsdp=4 of {part}\n" in capsys.readouterr().out
     assert set(sent) == {programs.TRAIN, programs.SCORE, roofline.PREFILL, roofline.DECODE}
@@ -402,8 +402,8 @@ def test_a_disaggregated_sampler(topology, part, dcn, capsys, sent, tmp_path):
 
 @needs_libtpu
 @pytest.mark.slow
-def test_experts_and_heads_have_collectives_of_their_own():
-    """Rows are exchanged along `expert`; what `tensor` shards is summed along it."""
+def test_expert_and_tensor_axes_add_their_collectives():
+    """Rows are exchanged along `expert`; partial sums are reduced along `tensor`."""
     small = small_experiment.experiment
     experiment = replace(
         small,

@@ -1,4 +1,4 @@
-"""`gspax convert` and `gspax export`: the same bytes come out that went in, whole or not at all."""
+"""`gspax convert` and `gspax export` preserve every byte, and write a complete folder or none."""
 
 import gc
 import json
@@ -110,7 +110,7 @@ def test_the_tokenizers_files_are_copied(tmp_path):
         assert (tmp_path / "out" / name).read_text() == text
 
 
-# A run that starts from a checkpoint
+# Runs that start from a checkpoint
 
 
 def start(model):
@@ -132,12 +132,12 @@ def test_a_run_starts_from_a_published_or_a_converted_checkpoint(between, tmp_pa
     jax.tree.map(lambda a, b: [] if (a.sharding, a.dtype) == (b.sharding, b.dtype) else 1 / 0, found, random)
 
 
-def test_hf_records_the_checkpoint_and_takes_changes(tmp_path):
+def test_hf_records_the_checkpoint_and_accepts_changes(tmp_path):
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE, "bfloat16")
     assert hf(str(source), remat="full") == replace(tiny.MOE, dtype="bfloat16", remat="full", checkpoint=str(source))
 
 
-def test_a_name_on_the_hub_is_downloaded_when_it_is_needed(tmp_path, monkeypatch):
+def test_a_checkpoint_on_the_hub_is_downloaded_when_needed(tmp_path, monkeypatch):
     import huggingface_hub
 
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
@@ -186,7 +186,7 @@ def test_a_converted_checkpoint_of_another_model_is_rejected(tmp_path):
         start(replace(hf(tmp_path / "orbax"), attention_bias=True))
 
 
-# A run that is exported
+# Export of a run
 
 
 def a_run(workdir, experiment, *, warm_start=False, steps=(2, 4)):
@@ -239,7 +239,7 @@ def test_the_files_of_a_runs_tokenizer_and_starting_checkpoint_are_exported(tmp_
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 9
 
 
-def test_a_run_without_adapters_has_none_to_export(tmp_path):
+def test_exporting_adapters_of_a_run_without_any_is_rejected(tmp_path):
     run = a_run(tmp_path / "run", small_experiment.experiment, steps=(3,))
     with pytest.raises(UserError, match=r"wanted a run with adapters \(lora\) for --adapter, got one without"):
         export.run(run, tmp_path / "out", adapter=True)
@@ -297,8 +297,8 @@ def test_the_model_of_a_run_is_read_from_its_description(name):
     assert export._parse_dataclass(type(config), json.loads(json.dumps(describe(config)))) == config
 
 
-def test_parameters_in_memory_are_written_too(tmp_path):
-    """`write_checkpoint` takes arrays of any sharding."""
+def test_write_checkpoint_accepts_parameters_in_memory(tmp_path):
+    """Their arrays may have any sharding."""
     params = random_params(tiny.MOE)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(tiny.MOE, MESH))
     placed = jax.tree_util.tree_leaves_with_path(jax.device_put(params, shardings))
@@ -307,14 +307,14 @@ def test_parameters_in_memory_are_written_too(tmp_path):
     assert same_bytes(load(tmp_path), published(tiny.MOE, params))
 
 
-# Refusals, and nothing half-written
+# Rejected input; nothing incomplete is left
 
 
-def test_a_target_that_is_not_empty_is_left_alone(tmp_path):
+def test_a_target_that_is_not_empty_is_unchanged(tmp_path):
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
     target = tmp_path / "target"
     target.mkdir()
-    convert.run(str(source), target)  # an empty one will do
+    convert.run(str(source), target)  # an empty one is accepted
     before = names_in(target)
     for command in (convert.run, export.run):
         with pytest.raises(UserError, match="target: wanted a new or an empty folder, it exists and is not empty"):
@@ -358,7 +358,7 @@ def test_a_process_killed_while_writing_leaves_no_target(tmp_path):
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o777 & ~folders._umask()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the threads that Orbax leaves
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from threads that Orbax leaves behind
 @pytest.mark.parametrize("content", [b"", b"garbage"])
 def test_a_corrupt_orbax_checkpoint_is_rejected(content, tmp_path):
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
@@ -370,7 +370,7 @@ def test_a_corrupt_orbax_checkpoint_is_rejected(content, tmp_path):
     with pytest.raises(UserError, match=r"checkpoint 0 in .* cannot be read"):
         start(hf(tmp_path / "orbax"))
     assert not (tmp_path / "new").exists()
-    gc.collect()  # here, and not in another test
+    gc.collect()  # its warnings appear here, not in another test
 
 
 def test_a_missing_checkpoint_is_rejected(tmp_path):
@@ -384,10 +384,10 @@ def test_a_missing_checkpoint_is_rejected(tmp_path):
         export.run(tmp_path / "run", tmp_path / "new")
 
 
-# The program
+# The command line
 
 
-def test_the_program_converts_and_exports(tmp_path, capsys):
+def test_the_command_line_converts_and_exports(tmp_path, capsys):
     source, tensors = checkpoint(tmp_path / "hf", tiny.MOE)
     orbax, out = str(tmp_path / "orbax"), str(tmp_path / "out")
     assert main.main(["convert", "--from", str(source), "--to", orbax]) == 0
@@ -411,7 +411,7 @@ def test_the_program_converts_and_exports(tmp_path, capsys):
         (["export", "--from", "{}", "--to", "x"], "wanted a run directory (experiment.json) or a converted checkpoint"),
     ],
 )
-def test_bad_input_is_a_sentence_and_exit_2(arguments, said, tmp_path, monkeypatch, capsys):
+def test_invalid_input_prints_one_error_and_exits_2(arguments, said, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(tmp_path)
@@ -424,5 +424,5 @@ def test_bad_input_is_a_sentence_and_exit_2(arguments, said, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("text", "size"), [("5GB", 5_000_000_000), ("500MB", 500_000_000), ("3KB", 3000), ("1000", 1000)]
 )
-def test_sizes(text, size):
+def test_sizes_are_printed_with_a_unit(text, size):
     assert arguments.size(text) == size

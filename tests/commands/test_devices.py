@@ -31,7 +31,7 @@ bridge.make_tpu_client = lambda *arguments: sys.stderr.write("libtpu was loaded"
 
 @pytest.fixture
 def no_tpu(monkeypatch):
-    """A machine without a sign of a TPU, on which jax may choose its devices; the backends that are replaced."""
+    """A machine without signs of a TPU, where jax may choose its devices; yields the backends that are replaced."""
     for name in devices.TPU_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(unstable, "attached_tpu_chips", lambda: 0)

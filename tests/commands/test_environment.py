@@ -1,4 +1,4 @@
-"""The settings of a process that computes. jax's own settings are restored after each test."""
+"""Process settings of commands that compute. jax's settings are restored after each test."""
 
 import os
 import time
@@ -13,7 +13,7 @@ NAMES = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_sec
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
-    """No folder in jax, no variable of the user's."""
+    """No cache folder in jax's settings and none of the user's variables."""
     before = {name: getattr(jax.config, name) for name in NAMES}
     jax.config.update("jax_compilation_cache_dir", None)
     for name in ("GSPAX_COMPILATION_CACHE", "XDG_CACHE_HOME"):
@@ -23,7 +23,7 @@ def unset(monkeypatch):
         jax.config.update(name, value)
 
 
-def test_the_cache_is_in_the_users_folder_and_open_to_the_user_alone(tmp_path, monkeypatch):
+def test_the_cache_is_in_the_users_folder_and_private(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     environment.use_compilation_cache()
     folder = environment.cache_folder()
@@ -32,7 +32,7 @@ def test_the_cache_is_in_the_users_folder_and_open_to_the_user_alone(tmp_path, m
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_one_variable_moves_the_cache_or_switches_it_off(tmp_path, monkeypatch):
+def test_a_variable_moves_or_disables_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("GSPAX_COMPILATION_CACHE", str(tmp_path))
     assert environment.cache_folder().parent == tmp_path
     monkeypatch.setenv("GSPAX_COMPILATION_CACHE", "0")
@@ -40,7 +40,7 @@ def test_one_variable_moves_the_cache_or_switches_it_off(tmp_path, monkeypatch):
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_a_folder_that_jax_was_given_is_kept(tmp_path, monkeypatch):
+def test_a_folder_already_set_in_jax_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("GSPAX_COMPILATION_CACHE", str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", "mine")
     environment.use_compilation_cache()
@@ -48,7 +48,7 @@ def test_a_folder_that_jax_was_given_is_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["shared", "a file"])
-def test_a_folder_that_cannot_be_trusted_or_made_is_not_used(fault, tmp_path, monkeypatch, capsys):
+def test_a_folder_that_is_unsafe_or_cannot_be_created_is_not_used(fault, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GSPAX_COMPILATION_CACHE", str(tmp_path / "cache"))
     if fault == "shared":
         environment.cache_folder().mkdir(parents=True)
@@ -66,7 +66,7 @@ def test_machines_with_different_cpus_have_different_folders(monkeypatch):
     assert environment.cache_folder() != here
 
 
-def test_old_programs_are_removed(tmp_path):
+def test_old_cache_entries_are_removed(tmp_path):
     for name, days in (("old", 31), ("new", 29)):
         (tmp_path / name).touch()
         then = time.time() - days * 86_400
@@ -75,7 +75,7 @@ def test_old_programs_are_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
-def test_the_allocator_is_left_alone_if_the_user_configured_it(monkeypatch):
+def test_the_users_allocator_settings_are_kept(monkeypatch):
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         monkeypatch.delenv(name)
     calls = []
@@ -87,7 +87,7 @@ def test_the_allocator_is_left_alone_if_the_user_configured_it(monkeypatch):
     assert not environment.keep_freed_pages() and len(calls) == 3
 
 
-def test_the_platforms_that_jax_may_use_decide_whether_the_cpu_computes():
+def test_whether_the_cpu_computes_follows_from_jax_platforms():
     jax.config.update("jax_platforms", "cpu")
     assert not environment.has_accelerator()
     jax.config.update("jax_platforms", "cuda,cpu")

@@ -1,4 +1,4 @@
-"""The program: what it calls, what it prints, and its exit codes."""
+"""The command line: what it calls, what it prints, and its exit codes."""
 
 import shlex
 import signal
@@ -46,7 +46,7 @@ def failing(monkeypatch, problem):
     return main.main(["train", STUB, "--workdir", "w"])
 
 
-def test_train_with_options_in_any_order(called, tmp_path):
+def test_train_accepts_options_in_any_order(called, tmp_path):
     assert main.main(["train", STUB, "seed=3", "--workdir", str(tmp_path), "schedule.steps=4"]) == 0
     ((module, experiment, workdir),) = called
     assert module == "loop"
@@ -54,7 +54,7 @@ def test_train_with_options_in_any_order(called, tmp_path):
     assert (experiment.seed, experiment.schedule.steps) == (3, 4)
 
 
-def test_a_run_ends_with_its_summary_and_what_to_run_next(called, capsys):
+def test_a_run_ends_with_a_summary_and_the_next_command(called, capsys):
     assert main.main(["train", STUB, "--workdir", "my runs/w", "seed=3", "schedule.steps=4"]) == 0
     first, title, *commands = capsys.readouterr().out.splitlines()
     assert (first, title) == ("summary of my runs/w", "Next:")
@@ -65,7 +65,7 @@ def test_a_run_ends_with_its_summary_and_what_to_run_next(called, capsys):
     ]
 
 
-def test_what_to_run_next_repeats_no_override(called, capsys):
+def test_the_suggested_command_repeats_no_override(called, capsys):
     overrides = ["evaluation.problems=3000", "schedule.steps=4", "schedule.steps = 6"]
     assert main.main(["train", STUB, "--workdir", "w", *overrides]) == 0
     *_, train, evaluation = capsys.readouterr().out.splitlines()
@@ -73,7 +73,7 @@ def test_what_to_run_next_repeats_no_override(called, capsys):
     assert shlex.split(evaluation)[3:] == ["--workdir", "w", *overrides[1:], "evaluation.problems=6000"]
 
 
-def test_the_other_subcommands(called, tmp_path, capsys):
+def test_each_subcommand_calls_its_function(called, tmp_path, capsys):
     assert main.main(["sft", "--workdir", "new", STUB]) == 0
     assert main.main(["eval", STUB, "--workdir", str(tmp_path), "--step", "12"]) == 0
     assert main.main(["eval", STUB, "--workdir", str(tmp_path)]) == 0
@@ -111,7 +111,7 @@ def test_the_other_subcommands(called, tmp_path, capsys):
         (["report", "no/such"], "no/such: wanted the directory of a run, there is none"),
     ],
 )
-def test_bad_input_is_a_sentence_and_exit_2(arguments, said, called, capsys):
+def test_invalid_input_prints_one_error_and_exits_2(arguments, said, called, capsys):
     assert main.main(arguments) == 2
     out, err = capsys.readouterr()
     assert err.startswith("gspax: ")
@@ -121,7 +121,7 @@ def test_bad_input_is_a_sentence_and_exit_2(arguments, said, called, capsys):
     assert called == []
 
 
-def test_several_mistakes_are_several_lines(capsys):
+def test_several_errors_are_printed_on_separate_lines(capsys):
     assert main.main(["train", STUB, "--dry-run", "seed=x", "sede=1"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "gspax: seed: wanted an integer, got 'x'",
@@ -129,7 +129,7 @@ def test_several_mistakes_are_several_lines(capsys):
     ]
 
 
-def test_a_traceback_on_request(monkeypatch, capsys):
+def test_the_traceback_is_printed_on_request(monkeypatch, capsys):
     monkeypatch.setenv("GSPAX_TRACEBACK", "1")
     assert main.main(["train", "none.py", "--dry-run"]) == 2
     assert "Traceback" in capsys.readouterr().err
@@ -147,7 +147,7 @@ def test_a_failure_while_running_exits_1_with_its_traceback(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run(monkeypatch, capsys, signum, code):
+def test_an_interrupted_run_exits_with_the_signals_code(monkeypatch, capsys, signum, code):
     from gspax.run.interrupt import Interrupted
 
     assert failing(monkeypatch, Interrupted(signum)) == code
@@ -156,11 +156,11 @@ def test_an_interrupted_run(monkeypatch, capsys, signum, code):
     )
 
 
-def test_ctrl_c_outside_of_a_run(monkeypatch):
+def test_ctrl_c_outside_a_run_exits_130(monkeypatch):
     assert failing(monkeypatch, KeyboardInterrupt()) == 130
 
 
-def test_a_missing_package_is_a_sentence(monkeypatch, capsys):
+def test_a_missing_package_is_one_error(monkeypatch, capsys):
     assert failing(monkeypatch, ModuleNotFoundError("No module named 'flax'", name="flax.nnx")) == 2
     assert capsys.readouterr().err == "gspax: this needs the package 'flax': pip install 'gspax[train]'\n"
     assert failing(monkeypatch, ModuleNotFoundError("No module named 'gspax.nope'", name="gspax.nope")) == 1
@@ -194,7 +194,7 @@ def test_help_imports_no_jax():
 
 
 def test_the_dry_run_touches_no_device_and_writes_nothing(tmp_path):
-    """No backend is up afterwards, the model's and the optimiser's packages are not even imported, and it is quick."""
+    """It is quick, initialises no backend, and imports neither the model's nor the optimiser's packages."""
     code = (
         "import sys; from gspax.commands import main; code = main.main(sys.argv[1:]); "
         "import jax._src.xla_bridge as bridge; "
@@ -215,7 +215,7 @@ def test_the_dry_run_touches_no_device_and_writes_nothing(tmp_path):
     assert wall < 15  # about 1.5 seconds on an idle machine
 
 
-def test_an_override_may_name_a_module_beside_the_file(tmp_path, monkeypatch, capsys):
+def test_an_override_may_name_a_module_next_to_the_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "beside.py").write_text("from stub_experiment import reward as other\n")
     (tmp_path / "file.py").write_text(Path(STUB).read_text())
@@ -223,7 +223,7 @@ def test_an_override_may_name_a_module_beside_the_file(tmp_path, monkeypatch, ca
     assert "stub_experiment.reward" in capsys.readouterr().out
 
 
-def test_a_closed_pipe_is_no_failure():
+def test_a_closed_pipe_is_not_a_failure():
     command = f"{sys.executable} -m gspax train {STUB} --dry-run | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""`gspax parity` finds what differs, and only that. The numpy reference stands in for transformers, without torch."""
+"""`gspax parity` finds every difference and nothing else. The numpy reference replaces transformers."""
 
 import sys
 
@@ -10,7 +10,7 @@ import tiny
 
 from gspax.commands import main, parity
 
-CONFIG = tiny.CONFIGS["some layers dense"]  # a run of one layer, then a run of two
+CONFIG = tiny.CONFIGS["some layers dense"]  # one stack of one layer, then one of two
 TOKENS = [3, 14, 15, 9, 2, 6, 5]
 
 
@@ -54,7 +54,7 @@ def test_a_model_agrees_with_itself(theirs):
         (("head",), (0, 3), ["logits"]),
     ],
 )
-def test_a_planted_difference_is_located(path, index, wrong, theirs):
+def test_a_changed_parameter_is_located(path, index, wrong, theirs):
     found = parity.compare(perturbed(path, index), CONFIG, TOKENS, theirs)
     assert [each.part for each in found if each.relative > parity.TOLERANCE] == wrong
     assert parity.first_disagreement(found) == wrong[0]
@@ -63,7 +63,7 @@ def test_a_planted_difference_is_located(path, index, wrong, theirs):
     assert table[-1] == f"The first part that differs by more than 0.0001 is: {wrong[0]}."
 
 
-def test_differences_are_relative_to_the_token():
+def test_differences_are_relative_to_the_size_of_each_token():
     theirs = np.array([[1000.0, 1.0], [1.0, 0.5]], np.float32)
     large, small = theirs.copy(), theirs.copy()
     large[0, 1] += 0.01
@@ -73,7 +73,7 @@ def test_differences_are_relative_to_the_token():
     assert parity._difference("x", small, theirs).largest == pytest.approx(1e-2, rel=1e-2)
 
 
-def test_nan_differs():
+def test_nan_counts_as_a_difference():
     broken = parity._difference("x", np.full((2, 2), np.nan), np.ones((2, 2), np.float32))
     assert parity.first_disagreement([broken]) == "x"
 

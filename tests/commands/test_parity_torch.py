@@ -37,7 +37,7 @@ CONFIGS = {
 
 
 def configs(*fast):
-    """Everything at once, these variants alone, and the others marked `slow`."""
+    """One config with every variant at once, one for each of these, and the others marked `slow`."""
     together = [pytest.param(config, id=f"{name}, all at once") for name, config in tiny.TOGETHER.items()]
     marks = {name: () if name in fast else pytest.mark.slow for name in CONFIGS}
     alone = [pytest.param(config, id=name, marks=marks[name]) for name, config in CONFIGS.items()]
@@ -58,7 +58,7 @@ def make_pair(config, folder):
     theirs = transformers.AutoConfig.for_model(**to_json(config))
     model = transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # norms and biases too, which begin at 1 and 0
+        for name, parameter in model.named_parameters():  # norms and biases too: they are initialised to 1 and 0
             parameter.copy_(0.3 * torch.randn_like(parameter) + ("norm" in name))
     model.save_pretrained(folder)
     read = read_config(folder)
@@ -134,7 +134,7 @@ def test_greedy_decoding_token_for_token(name, tmp_path):
         assert len(theirs) == len(prompt) + 64
         np.testing.assert_array_equal(rollout.tokens_BT[row, : len(theirs)], theirs.numpy())
         drawn |= {*theirs[len(prompt) :].tolist()}
-    assert len(drawn) > 3  # not one token over and over
+    assert len(drawn) > 3  # not a single repeated token
 
 
 def test_the_command_accepts_an_unchanged_checkpoint_and_finds_a_changed_layer(tmp_path, capsys, monkeypatch):

@@ -15,8 +15,8 @@ def pairs(count):
     return [(problem, addition.half_wrong(problem, rng)) for problem in problems]
 
 
-def test_the_stream_is_that_of_recorded_runs():
-    """A change here makes old and new runs incomparable: give a new stream a new task name instead."""
+def test_the_problems_are_those_of_recorded_runs():
+    """If these change, old and new runs cannot be compared: give other problems a new task name."""
     assert addition.Problems(seed=0).train(0) == Problem("a9+b4+c5+d3+e3+f5=", "29")
     assert addition.Problems(seed=0).heldout(0) == Problem("a9+b9+c3+d3+e5+f2=", "31")
 
@@ -43,7 +43,7 @@ def test_responses_are_long_and_of_many_lengths():
     ("completion", "expected"),
     [
         (RIGHT, 1.0),
-        ("#14", 1.0),  # the scratchpad is the policy's own affair
+        ("#14", 1.0),  # the scratchpad is not graded
         ("00+a4=05,#14", 1.0),
         ("", 0.0),
         ("14", 0.0),
@@ -52,7 +52,7 @@ def test_responses_are_long_and_of_many_lengths():
         ("#014", 0.0),
         ("#14,", 0.0),
         ("# 14", 0.0),
-        ("#15#14", 0.0),  # no second guess
+        ("#15#14", 0.0),  # a second answer is not accepted
         ("#14#14", 0.0),
         ("#١٤", 0.0),
     ],
@@ -61,7 +61,7 @@ def test_reward(completion, expected):
     assert addition.reward(PROBLEM, completion) == expected
 
 
-def test_half_of_the_demonstrations_are_right_at_every_length():
+def test_half_of_the_demonstrations_are_correct_at_every_length():
     problems = pairs(6000)
     rewards = np.array([addition.reward(*pair) for pair in problems])
     terms = np.array([len(problem.prompt) // 3 for problem, _ in problems])
@@ -69,24 +69,24 @@ def test_half_of_the_demonstrations_are_right_at_every_length():
         assert rewards[terms == count].mean() == pytest.approx(0.5, abs=0.06)
 
 
-def test_a_wrong_demonstration_slips_once_and_builds_on_it():
+def test_a_wrong_demonstration_makes_one_slip_and_continues_from_it():
     slipped = []
     for problem, text in pairs(2000):
         wrong = addition.slips(problem, text)
         assert wrong is not None
         assert len(wrong) == (addition.reward(problem, text) == 0.0)
-        assert not wrong or wrong[0] < len(problem.prompt) // 3  # a sum, never the copied answer
+        assert not wrong or wrong[0] < len(problem.prompt) // 3  # computed from the sum, never a copied answer
         slipped += wrong
     assert set(slipped) == set(range(11))
 
 
-def test_a_slip_misses_by_one_or_by_a_carry():
+def test_a_slip_is_off_by_one_or_by_a_carry():
     misses = {int(text[-2:]) - int(problem.answer) for problem, text in pairs(2000)}
     assert misses == {-10, -1, 0, 1, 10}
 
 
 @pytest.mark.parametrize("prompt", ["+".join(f"{name}{digit}" for name in addition.NAMES) + "=" for digit in "09"])
-def test_every_sum_keeps_to_two_digits(prompt):
+def test_every_sum_has_two_digits(prompt):
     rng = np.random.default_rng(0)
     problem = Problem(prompt, f"{11 * int(prompt[1]):02d}")
     rewards = []
@@ -117,16 +117,16 @@ def test_every_sum_keeps_to_two_digits(prompt):
         ("", None),
     ],
 )
-def test_slips_names_the_wrong_steps(completion, expected):
+def test_slips_lists_the_wrong_steps(completion, expected):
     assert addition.slips(PROBLEM, completion) == expected
 
 
 @pytest.mark.parametrize("limits", [(1, 6), (7, 6), (6, 12), (0, 0)])
-def test_impossible_numbers_of_terms_are_refused(limits):
+def test_impossible_numbers_of_terms_are_rejected(limits):
     low, high = limits
     with pytest.raises(ValueError, match=rf"<= max_terms <= 11; got min_terms={low}, max_terms={high}"):
         addition.Problems(min_terms=low, max_terms=high)
 
 
-def test_a_model_of_32_ids_holds_the_alphabet():
+def test_the_alphabet_fits_a_vocabulary_of_32():
     assert addition.tokenizer.vocab_size == 26

@@ -39,7 +39,7 @@ TURNS = [
 
 
 def write_folder(folder, template=TEMPLATE):
-    """A tokenizer of bytes with a chat template. If special tokens were added, <eot> would begin every text."""
+    """A byte-level tokenizer with a chat template. Adding special tokens would put <eot> in front of every text."""
     tokenizers = pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
@@ -65,7 +65,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
-    """Qwen3's tokenizer as its chat models come, with the stop ids of their generation_config.json."""
+    """The tokenizer of Qwen3's chat models, with the stop ids of their generation_config.json."""
     if not (DATA / "qwen3_tokenizer").is_dir():
         pytest.skip("needs the Qwen3 tokenizer beside the checkout (shared/data)")
     pytest.importorskip("transformers")
@@ -94,7 +94,7 @@ def tokenizer_of_transformers(folder):
 
 
 def by_transformers(folder, messages, **settings):
-    """The ids of transformers' own rendering."""
+    """The ids that transformers renders."""
     tokenizer = tokenizer_of_transformers(folder)
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **settings)
 
@@ -103,7 +103,7 @@ def by_transformers(folder, messages, **settings):
 
 
 @pytest.mark.parametrize(("system", "thinking"), [(None, False), ("", True), ("Be brief. <end>", False)])
-def test_a_prompt_is_transformers_rendering_token_for_token(folder, system, thinking):
+def test_a_prompt_equals_transformers_rendering(folder, system, thinking):
     tokenizer = hf_chat(folder, system=system, thinking=thinking)
     first = [] if system is None else [{"role": "system", "content": system}]
     for text in ("What is 2+2?", "  Zwei\n\nZeilen, 你好 🙂 ", "", "<think>", "<|im_end|><end>"):
@@ -111,7 +111,7 @@ def test_a_prompt_is_transformers_rendering_token_for_token(folder, system, thin
         assert tokenizer.encode(text) == wanted
 
 
-def test_a_chat_of_several_turns(folder):
+def test_a_chat_of_several_turns_equals_transformers_rendering(folder):
     assert hf_chat(folder).encode_chat(TURNS) == by_transformers(folder, TURNS, enable_thinking=False)
 
 
@@ -126,10 +126,10 @@ def test_a_chat_of_several_turns(folder):
 def test_the_text_of_a_prompt(small, settings, before, after):
     tokenizer = hf_chat(small, **settings)
     wanted = f"{before}<turn>user\nhi<end>\n<turn>assistant\n{after}"
-    assert tokenizer._tokenizer.decode(tokenizer.encode("hi")) == wanted  # no special token twice, none added
+    assert tokenizer._tokenizer.decode(tokenizer.encode("hi")) == wanted  # no special token is repeated or added
 
 
-def test_the_prompt_of_qwen3(qwen3):
+def test_the_prompt_of_qwen3_has_the_published_ids(qwen3):
     start, user, newline, hi, end, assistant = 151644, 872, 198, 6023, 151645, 77091
     head = [start, user, newline, hi, end, newline, start, assistant, newline]
     tokenizer = hf_chat(qwen3)
@@ -140,19 +140,19 @@ def test_the_prompt_of_qwen3(qwen3):
 # Completions
 
 
-def test_a_completion_is_encoded_and_decoded_as_it_is(folder):
+def test_completions_round_trip(folder):
     chat, plain = hf_chat(folder, system="Be brief."), hf_tokenizer(folder)
     text = "<think>\nTwo and two.\n</think>\n\n4"
     ids = chat.encode_completion(text)
     assert ids == plain.encode(text) == plain.encode_completion(text)
-    assert chat.decode([*ids, chat.stop_ids[0], *ids]) == text  # the thinking is kept, what follows the stop is not
+    assert chat.decode([*ids, chat.stop_ids[0], *ids]) == text  # the thinking is kept; text after the stop id is not
 
 
-def test_stop_ids_of_a_chat_model(small):
+def test_stop_ids_come_from_the_generation_config(small):
     assert hf_chat(small).stop_ids == (258, 256)
 
 
-def test_a_demonstration_is_an_answer_to_the_rendered_prompt(small):
+def test_a_demonstration_follows_the_rendered_prompt(small):
     tokenizer = hf_chat(small)
     lengths = replace(experiment.sampling, max_prompt_tokens=64, max_tokens=16)
     chat = replace(experiment, tokenizer=tokenizer, sampling=lengths)
@@ -179,9 +179,9 @@ def test_a_demonstration_is_an_answer_to_the_rendered_prompt(small):
         ("\n<think>a</think>b", "a", "b"),
         ("  indented\n", "", "  indented"),
         ("<think>\nnever done", "never done", ""),  # cut off
-        ("<think>a</think>b<think>c", "a</think>b<think>c", ""),  # thinks again, and is cut off
+        ("<think>a</think>b<think>c", "a</think>b<think>c", ""),  # a second thinking block is cut off
         ("<think>a</think>b<think>c</think>d", "a</think>b<think>c", "d"),
-        ("a\n</think>\n\nb", "a", "b"),  # the prompt has opened it
+        ("a\n</think>\n\nb", "a", "b"),  # opened by the prompt
         ("<think>a</think>", "a", ""),
     ],
 )
@@ -192,12 +192,12 @@ def test_split_thinking(text, thinking, answer):
 @pytest.mark.parametrize(
     ("text", "split"), [("still at it", ("still at it", "")), ("a</think>b", ("a", "b")), ("", ("", ""))]
 )
-def test_thinking_that_the_prompt_has_opened(text, split):
+def test_thinking_opened_by_the_prompt(text, split):
     assert split_thinking(text, opened=True) == split
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "a", " ", "\n"])).map("".join), st.booleans())
-def test_no_thinking_in_an_answer_and_no_word_lost(text, opened):
+def test_an_answer_has_no_thinking_and_no_word_is_lost(text, opened):
     thinking, answer = split_thinking(text, opened=opened)
     assert "<think>" not in answer and "</think>" not in answer
     assert (thinking + answer).count("a") == text.count("a")
@@ -205,12 +205,12 @@ def test_no_thinking_in_an_answer_and_no_word_lost(text, opened):
 
 
 @given(st.text(alphabet="ab \n<"), st.text(alphabet="ab \n<"))
-def test_the_parts_come_back(thinking, answer):
+def test_joining_the_parts_restores_the_completion(thinking, answer):
     split = split_thinking(f"<think>\n{thinking}\n</think>\n\n{answer}")
     assert split == (thinking.strip("\n"), answer.strip("\n"))
 
 
-def test_a_reward_of_the_answer():
+def test_a_reward_can_grade_the_answer_alone():
     problem = Problem("21=", "12")
     reward = partial(reward_answer, reward=sort.reward)
     assert reward(problem, "<think>\n1, 2\n</think>\n\n12") == 1.0 == reward(problem, "12")
@@ -240,7 +240,7 @@ def test_a_chat_tokenizer_in_an_experiment(small):
     assert changed.tokenizer == hf_chat(small, system="Be brief.", thinking=True)
 
 
-def test_the_messages_before_a_prompt_replace_the_system_message_only_with_their_own(small):
+def test_a_system_message_of_the_prompt_replaces_the_tokenizers(small):
     tokenizer = hf_chat(small, system="Be long.")
     assert tokenizer.encode("And one more?", TURNS[:3]) == tokenizer.encode_chat(TURNS)
     assert tokenizer.encode("And one more?", TURNS[1:3]) == tokenizer.encode_chat(
@@ -248,28 +248,28 @@ def test_the_messages_before_a_prompt_replace_the_system_message_only_with_their
     )
 
 
-def test_a_chat_tokenizer_is_not_its_plain_tokenizer(small):
+def test_chat_and_plain_tokenizers_are_described_differently(small):
     assert hf_chat(small) == hf_chat(str(small)) != hf_chat(small, thinking=True)
     assert hf_chat(small) != HFTokenizer(str(small))
 
 
-# Bad input
+# Invalid input
 
 
-def test_a_folder_without_a_chat_template_is_refused_at_once(tmp_path):
+def test_a_folder_without_a_chat_template_is_rejected_at_load(tmp_path):
     write_folder(tmp_path, template=None)
     with pytest.raises(UserError, match=r"wanted a chat template in .*there is none"):
         hf_chat(tmp_path)
 
 
-def test_a_template_in_a_file_of_its_own(tmp_path):
+def test_the_template_may_be_in_a_separate_file(tmp_path):
     write_folder(tmp_path, template=None)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     tokenizer = hf_chat(tmp_path)
     assert tokenizer.decode(tokenizer.encode("hi")) == "hi!"
 
 
-def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path):
+def test_a_folder_without_a_tokenizer_is_rejected_at_load(tmp_path):
     with pytest.raises(UserError, match=r"wanted a folder that holds a tokenizer\.json"):
         hf_chat(tmp_path)
 
@@ -283,7 +283,7 @@ def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path):
         (None, "failed: Cannot use chat template functions"),  # as by an override of `tokenizer.path`
     ],
 )
-def test_a_template_that_fails_is_one_sentence(small, tmp_path, template, sentence):
+def test_a_failing_template_is_one_error(small, tmp_path, template, sentence):
     write_folder(tmp_path, template=template)
     tokenizer = replace(hf_chat(small), path=str(tmp_path))
     with pytest.raises(UserError, match=f"the chat template in {tmp_path} {sentence}") as caught:
@@ -291,18 +291,18 @@ def test_a_template_that_fails_is_one_sentence(small, tmp_path, template, senten
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_messages_that_the_template_refuses(small):
+def test_messages_that_the_template_rejects_are_one_error(small):
     with pytest.raises(UserError, match="failed: nobody is called judge"):
         hf_chat(small).encode_chat([{"role": "judge", "content": "hi"}])
 
 
-def test_a_broken_tokenizer_is_not_said_to_be_a_broken_template(small, tmp_path):
+def test_a_failing_tokenizer_is_not_reported_as_a_failing_template(small, tmp_path):
     tokenizer = replace(hf_chat(small), path=str(tmp_path))
     with pytest.raises(UserError, match=rf"^{tmp_path}/tokenizer\.json cannot be read"):
         tokenizer.encode("hi")
 
 
-# Round trip over real problems
+# Round trips of real problems
 
 
 def problems():
@@ -317,7 +317,7 @@ def problems():
 
 
 def check_round_trip(folder, texts):
-    """A text comes back as a completion, and a prompt is the same few tokens around it."""
+    """Completions round-trip, and a prompt is its text between the same few tokens."""
     tokenizer = hf_chat(folder)
     head, tail = tokenizer.render([{"role": "user", "content": "\0"}]).split("\0")
     for text in texts:
@@ -325,14 +325,14 @@ def check_round_trip(folder, texts):
         assert tokenizer._tokenizer.decode(tokenizer.encode(text)) == head + text + tail
 
 
-def test_round_trip_of_a_sample(folder):
+def test_a_sample_of_real_problems_round_trips(folder):
     texts = list(problems())[::40]
     assert len(texts) > 100
     check_round_trip(folder, texts)
 
 
 @pytest.mark.slow
-def test_round_trip_of_all(folder):
+def test_all_real_problems_round_trip(folder):
     texts = list(problems())
     assert len(texts) == 2 * 1319 + 3 * 500
     check_round_trip(folder, texts)

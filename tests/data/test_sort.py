@@ -4,8 +4,8 @@ import pytest
 from gspax.data import Problem, sort
 
 
-def test_the_stream_is_that_of_recorded_runs():
-    """A change here makes old and new runs incomparable: give a new stream a new task name instead."""
+def test_the_problems_are_those_of_recorded_runs():
+    """If these change, old and new runs cannot be compared: give other problems a new task name."""
     source = sort.Problems(seed=0)
     assert [source.train(i).prompt for i in range(3)] == ["945=", "164233=", "4517="]
     assert [source.heldout(i).prompt for i in range(3)] == ["1178=", "280917=", "4206="]
@@ -37,7 +37,7 @@ def test_reward(completion, expected):
     assert sort.reward(Problem("3142=", "1234"), completion) == expected
 
 
-def test_demonstrations_are_right_half_of_the_time_and_always_use_the_same_digits():
+def test_half_of_the_demonstrations_are_correct_and_all_permute_the_digits():
     rng = np.random.default_rng(0)
     problem = Problem("605218=", "012568")
     texts = [sort.half_wrong(problem, rng) for _ in range(4000)]
@@ -48,7 +48,7 @@ def test_demonstrations_are_right_half_of_the_time_and_always_use_the_same_digit
 
 
 @pytest.mark.parametrize("limits", [(1, 3), (0, 0), (5, 4), (-2, 6)])
-def test_impossible_lengths_are_refused(limits):
+def test_impossible_lengths_are_rejected(limits):
     low, high = limits
     with pytest.raises(ValueError, match=rf"max_digits <= 1000; got min_digits={low}, max_digits={high}"):
         sort.Problems(min_digits=low, max_digits=high)

@@ -1,4 +1,4 @@
-"""Sources that read rows: splits, order, what is bad or left out, and what a resumed run compares."""
+"""Sources of rows: splits, order, invalid and filtered rows, and what a resumed run compares."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ ROWS = [{"question": f"{a}+{b}?", "answer": f"so #### {a + b}", "level": a} for 
 
 
 def write(path, rows):
-    """Rows as JSON lines; a string is a line as it is."""
+    """Rows as JSON lines; strings are written unchanged."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
@@ -46,7 +46,7 @@ def held(source):
 # Splits and order
 
 
-def test_an_epoch_has_every_training_problem_once(source):
+def test_an_epoch_has_each_training_problem_once(source):
     first = trained(source)
     second = [source.train(len(first) + i) for i in range(len(first))]
     kept = [row for row in ROWS if not is_heldout(row["question"])]
@@ -56,7 +56,7 @@ def test_an_epoch_has_every_training_problem_once(source):
     assert first != second and [each.prompt for each in first] != [row["question"] for row in kept]
 
 
-def test_held_out_problems_are_those_of_the_hash_in_an_order_of_their_own(source):
+def test_held_out_problems_are_chosen_and_ordered_by_hash(source):
     prompts = [problem.prompt for problem in held(source)]
     assert set(prompts) == {row["question"] for row in ROWS if is_heldout(row["question"])}
     assert len(set(prompts)) == len(prompts) > 30
@@ -65,7 +65,7 @@ def test_held_out_problems_are_those_of_the_hash_in_an_order_of_their_own(source
     assert prompts != sorted(prompts, key=[row["question"] for row in ROWS].index)
 
 
-def test_a_problem_depends_on_seed_split_and_index_alone(source):
+def test_a_problem_depends_only_on_seed_split_and_index(source):
     forwards = trained(source, 50)
     again = replace(source)
     assert [again.train(i) for i in reversed(range(50))] == forwards[::-1]
@@ -73,24 +73,24 @@ def test_a_problem_depends_on_seed_split_and_index_alone(source):
     assert trained(other, 50) != forwards and held(other) == held(source)
 
 
-def test_rows_in_another_order_keep_their_split(source, tmp_path):
+def test_reordered_rows_keep_their_split(source, tmp_path):
     turned = data.jsonl(write(tmp_path / "turned.jsonl", ROWS[::-1]), prompt="question", metadata=("level",))
     assert {each.prompt for each in held(turned)} == {each.prompt for each in held(source)}
 
 
-def test_a_template_does_not_move_a_prompt_to_the_other_split(source):
+def test_a_template_does_not_change_the_split(source):
     changed = replace(source, schema=replace(source.schema, template="Solve: {prompt}"))
     assert [f"Solve: {each.prompt}" for each in held(source)] == [each.prompt for each in held(changed)]
 
 
-def test_held_out_problems_from_a_file_of_their_own(tmp_path):
+def test_held_out_problems_from_a_separate_file(tmp_path):
     train, test = write(tmp_path / "train.jsonl", ROWS[:300]), write(tmp_path / "test.jsonl", ROWS[300:])
     source = data.jsonl(train, heldout=test, prompt="question")
     assert {each.prompt for each in trained(source)} == {row["question"] for row in ROWS[:300]}
     assert {each.prompt for each in held(source)} == {row["question"] for row in ROWS[300:]}
 
 
-def test_a_training_prompt_that_is_held_out_is_a_bad_row(tmp_path):
+def test_a_training_prompt_that_is_held_out_is_an_invalid_row(tmp_path):
     train, test = write(tmp_path / "train.jsonl", ROWS[:30]), write(tmp_path / "test.jsonl", ROWS[28:40])
     with pytest.raises(UserError, match=r"2 of 30 rows \(\S*train\.jsonl, line 29: the prompt is among the held-out"):
         data.jsonl(train, heldout=test, prompt="question").train(0)
@@ -98,14 +98,14 @@ def test_a_training_prompt_that_is_held_out_is_a_bad_row(tmp_path):
     assert {each.prompt for each in trained(source)} == {row["question"] for row in ROWS[:28]}
 
 
-def test_several_files_are_read_one_after_the_other(tmp_path, source):
+def test_several_files_are_read_in_order(tmp_path, source):
     parts = [write(tmp_path / f"{i}.jsonl", ROWS[100 * i : 100 * i + 100]) for i in range(4)]
     several = data.jsonl(*parts, prompt="question", metadata=("level",))
     assert trained(several) == trained(source) and held(several) == held(source)
     assert several.train_rows.where(250) == f"{parts[2]}, line 51"
 
 
-def test_long_lines_without_a_last_line_break_are_found(tmp_path):
+def test_long_lines_and_a_missing_final_newline_are_read(tmp_path):
     lines = [json.dumps({"prompt": f"é{i}" * (i % 7 + 1), "answer": "x"}, ensure_ascii=False) for i in range(200)]
     path = tmp_path / "rows.jsonl"
     path.write_bytes("\r\n".join(lines).encode())
@@ -113,7 +113,7 @@ def test_long_lines_without_a_last_line_break_are_found(tmp_path):
     assert [rows[i] for i in range(len(rows))] == [json.loads(line) for line in lines] == list(rows.rows())
 
 
-# Bad rows
+# Invalid rows
 
 BAD = ["{", "", "[1]", {"question": "x"}, {"question": "y", "answer": None}, {"question": 3, "answer": "3"}]
 
@@ -123,7 +123,7 @@ def bad_file(tmp_path):
     return write(tmp_path / "bad.jsonl", [*ROWS[:100], *BAD])
 
 
-def test_bad_rows_are_reported_together_with_their_lines(bad_file):
+def test_all_invalid_rows_are_reported_with_their_lines(bad_file):
     with pytest.raises(UserError) as caught:
         data.jsonl(bad_file, prompt="question").train(0)
     sentence = str(caught.value)
@@ -139,7 +139,7 @@ def test_bad_rows_are_reported_together_with_their_lines(bad_file):
     assert "\n" not in sentence
 
 
-def test_bad_rows_are_skipped_and_counted_where_that_is_asked_for(bad_file, tmp_path):
+def test_invalid_rows_are_skipped_and_counted_on_request(bad_file, tmp_path):
     source = data.jsonl(bad_file, prompt="question", on_bad="skip")
     good = data.jsonl(write(tmp_path / "good.jsonl", ROWS[:100]), prompt="question")
     assert {each.prompt for each in trained(source)} == {each.prompt for each in trained(good)}
@@ -152,7 +152,7 @@ def not_hard(problem, *, most=10):
     return f"level {problem.metadata['level']}, above {most}" if problem.metadata["level"] > most else None
 
 
-def test_checks_make_rows_bad_and_filters_leave_training_rows_out(source):
+def test_checks_invalidate_rows_and_filters_drop_training_rows(source):
     with pytest.raises(UserError, match=r"180 of 400 rows \(.*line 221: level 11, above 10;"):
         replace(source, checks=(not_hard,)).train(0)
     filtered = replace(source, filters=(not_hard,))
@@ -163,7 +163,7 @@ def test_checks_make_rows_bad_and_filters_leave_training_rows_out(source):
     assert opening_notes(filtered) == [f"data: filters left out {left_out} of 400 rows (not_hard {left_out})"]
 
 
-def test_what_is_wrong_with_a_check_is_one_sentence_with_the_row(source, file):
+def test_an_invalid_check_is_one_error_with_the_row(source, file):
     def fails(problem):
         return {}[problem.prompt]
 
@@ -174,22 +174,22 @@ def test_what_is_wrong_with_a_check_is_one_sentence_with_the_row(source, file):
 
 
 @pytest.mark.parametrize("rows", [[], ROWS[:1]], ids=["none", "one"])
-def test_a_source_without_problems_is_refused(tmp_path, rows):
+def test_a_source_without_problems_is_rejected(tmp_path, rows):
     with pytest.raises(UserError, match=r"^data: wanted at least one (training|held-out) problem, got none$"):
         data.jsonl(write(tmp_path / "few.jsonl", rows), prompt="question").train(0)
 
 
-def test_filters_that_leave_nothing_are_named(source):
+def test_filters_that_drop_everything_are_named(source):
     with pytest.raises(UserError, match=r"one training problem, got none; filters left out 3\d\d of 400 rows \(not_ha"):
         replace(source, filters=(partial(not_hard, most=-1),)).train(0)
 
 
-def test_a_file_that_is_missing_is_one_sentence(tmp_path):
+def test_a_missing_file_is_one_error(tmp_path):
     source = data.jsonl(tmp_path / "none.jsonl")
     assert list(opening_problems(source, None)) == [f"{tmp_path}/none.jsonl: cannot be read: No such file or directory"]
 
 
-def test_a_file_that_changes_while_it_is_used_is_an_error(source, file):
+def test_a_file_that_changes_during_use_is_an_error(source, file):
     source.train(0)
     write(file, ROWS[::-1] + ROWS)
     with pytest.raises(
@@ -202,7 +202,7 @@ def test_a_file_that_changes_while_it_is_used_is_an_error(source, file):
         replace(source).train(0)
 
 
-def test_negative_indices_are_refused(source):
+def test_negative_indices_are_rejected(source):
     for split in (source.train, source.heldout):
         with pytest.raises(ValueError, match="index must be at least 0; got -1"):
             split(-1)
@@ -217,12 +217,12 @@ def test_negative_indices_are_refused(source):
         ({"colour": 1}, "unexpected keyword argument 'colour'"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_at_once(file, settings, error):
+def test_invalid_settings_are_rejected_at_construction(file, settings, error):
     with pytest.raises((ValueError, TypeError), match=error):
         data.jsonl(file, **settings)
 
 
-def test_a_source_without_paths_is_refused():
+def test_a_source_without_paths_is_rejected():
     with pytest.raises(TypeError, match=r"data\.jsonl: wanted at least one path"):
         data.jsonl()
 
@@ -248,7 +248,7 @@ def test_any_object_with_len_and_getitem_is_a_source():
     assert {each.prompt for each in trained(source) + held(source)} == {f"{i}?" for i in range(40) if i != 3}
 
 
-def test_a_sequence_that_fails_is_one_sentence():
+def test_a_failing_sequence_is_one_error():
     class Broken(Rows):
         def __len__(self):
             raise TypeError("no\nlength")
@@ -258,18 +258,18 @@ def test_a_sequence_that_fails_is_one_sentence():
     ]
 
 
-def test_problems_in_a_list_are_taken_as_they_are():
+def test_a_list_of_problems_is_used_unchanged():
     problems = [Problem(f"{i}?", str(i)) for i in range(40)]
     source = data.sequence(problems[:30], heldout=problems[30:])
     assert set(trained(source)) == set(problems[:30]) and set(held(source)) == set(problems[30:])
 
 
-def test_an_object_that_is_no_sequence_is_refused():
+def test_an_object_that_is_not_a_sequence_is_rejected():
     with pytest.raises(UserError, match=r"data\.sequence: wanted an object with len and \[\], got generator"):
         data.sequence(row for row in ROWS)
 
 
-def test_an_exception_in_any_source_is_one_sentence():
+def test_an_exception_in_a_users_source_is_one_error():
     class Mine:
         def train(self, index):
             return ROWS[index + 1000]
@@ -288,7 +288,7 @@ def digits(tmp_path):
     return replace(experiment, data=data.jsonl(write(tmp_path / "digits.jsonl", rows)))
 
 
-def test_an_experiment_on_rows_is_valid_and_planned(digits):
+def test_an_experiment_on_rows_can_be_validated_and_planned(digits):
     assert validate(digits) == [] and warnings(digits) == []
     description = describe(digits)
     assert description["data"]["train_rows"].startswith("sha256:")
@@ -296,7 +296,7 @@ def test_an_experiment_on_rows_is_valid_and_planned(digits):
     assert plan(digits, 1).settings["data.train_rows"] == description["data"]["train_rows"]
 
 
-def test_errors_and_notes_are_part_of_validation(digits, tmp_path):
+def test_validation_reports_errors_and_notes_of_the_source(digits, tmp_path):
     bad = write(
         tmp_path / "digits_bad.jsonl", ["{", *(json.dumps({"prompt": f"{i}", "answer": "1"}) for i in range(99))]
     )
@@ -307,7 +307,7 @@ def test_errors_and_notes_are_part_of_validation(digits, tmp_path):
     assert warnings(skipping)[0].startswith("data: skipped 1 of 100 rows")
 
 
-def test_a_file_that_moves_is_the_same_source_and_changed_rows_are_another(digits, tmp_path):
+def test_moving_a_file_keeps_the_source_and_changing_its_rows_does_not(digits, tmp_path):
     content = (tmp_path / "digits.jsonl").read_text()
     (tmp_path / "moved.jsonl").write_text(content)
     (tmp_path / "changed.jsonl").write_text(content.replace("137", "173", 1))
@@ -320,7 +320,7 @@ def test_a_file_that_moves_is_the_same_source_and_changed_rows_are_another(digit
     assert line.startswith("data.train_rows: sha256:")
 
 
-def test_a_run_goes_on_with_a_file_that_moved_and_not_with_changed_rows(digits, tmp_path):
+def test_a_run_resumes_with_a_moved_file_but_not_with_changed_rows(digits, tmp_path):
     open_run(tmp_path / "run", describe(digits))
     moved = (tmp_path / "digits.jsonl").rename(tmp_path / "moved.jsonl")
     assignment = f"data.train_rows.paths={moved}"
@@ -330,7 +330,7 @@ def test_a_run_goes_on_with_a_file_that_moved_and_not_with_changed_rows(digits, 
         open_run(tmp_path / "run", describe(override(digits, [assignment])))
 
 
-def test_changed_elements_of_a_sequence_are_another_source():
+def test_changing_elements_of_a_sequence_changes_the_source():
     rows = [{"prompt": f"{i}?", "answer": i, "note": i} for i in range(40)]
     first, same, changed = (
         describe(data.sequence(each))["train_rows"]
@@ -339,7 +339,7 @@ def test_changed_elements_of_a_sequence_are_another_source():
     assert first == same != changed and first.startswith("rows:")
 
 
-def test_settings_are_part_of_the_description_and_can_be_overridden(digits):
+def test_settings_are_described_and_can_be_overridden(digits):
     changed = override(digits, ["data.seed=3", "data.schema.template=Sort {prompt}"])
     assert difference(describe(digits), describe(changed)) == [
         "data.schema.template: {prompt} -> Sort {prompt}",
@@ -348,7 +348,7 @@ def test_settings_are_part_of_the_description_and_can_be_overridden(digits):
     assert changed.data.train(0).prompt.startswith("Sort ")
 
 
-def test_a_chat_needs_a_tokenizer_for_chats(digits):
+def test_chat_rows_need_a_chat_tokenizer(digits):
     talking = override(digits, ["data.schema.system=Sort."])
     assert validate(talking) == [
         "tokenizer: wanted one for chats (data.hf_chat), because the problems have messages before their prompt; "
@@ -356,7 +356,7 @@ def test_a_chat_needs_a_tokenizer_for_chats(digits):
     ]
 
 
-def test_an_experiment_file_is_loaded_before_its_data_exist(tmp_path):
+def test_an_experiment_file_loads_before_its_data_exist(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
         "from dataclasses import replace\nfrom small_experiment import experiment\nfrom gspax import data\n"

@@ -1,4 +1,4 @@
-"""The experiments of docs/data.md and docs/checkpoints.md, on rows of our own and, where they are there, on GSM8K."""
+"""The experiments of docs/data.md and docs/checkpoints.md, on made-up rows and, if available, on GSM8K."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_the_blocks_of_the_page_run():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """What the experiment file expects beside it: rows of our own and a small chat model without weights."""
+    """The files that the experiment expects next to it: made-up rows and a small chat model without weights."""
     pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
     monkeypatch.chdir(tmp_path)
@@ -68,7 +68,7 @@ def test_the_experiment_is_short():
     assert len(BLOCKS[0].splitlines()) <= 30
 
 
-def test_the_experiment_on_rows_of_our_own(folder, capsys):
+def test_the_experiment_on_made_up_rows(folder, capsys):
     experiment = load("gsm8k.py")
     assert validate(experiment) == []
     problem = experiment.data.train(0)
@@ -84,7 +84,7 @@ def test_the_experiment_on_rows_of_our_own(folder, capsys):
 
 
 def test_the_experiment_with_adapters(folder, capsys):
-    """docs/checkpoints.md: with fresh adapters, and with those of a folder."""
+    """The one of docs/checkpoints.md, with new adapters and with adapters from a folder."""
     (code,) = (
         code for code in re.findall(r"^```python\n(.*?)^```$", CHECKPOINTS.read_text(), re.M | re.S) if "Lora" in code
     )
@@ -104,7 +104,7 @@ def test_the_experiment_with_adapters(folder, capsys):
     assert re.search(r"lora\.checkpoint +adapters/first", capsys.readouterr().out)
 
 
-def test_rows_that_do_not_fit_stop_the_dry_run(folder, capsys):
+def test_invalid_rows_fail_the_dry_run(folder, capsys):
     rows = [{"question": "x" * 600, "answer": "#### 1"}, {"question": "How many?", "answer": "none"}, *ROWS]
     Path("other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["train", "gsm8k.py", "--dry-run", "data.train_rows.paths=other.jsonl", "data.heldout_rows=null"]

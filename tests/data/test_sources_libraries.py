@@ -1,4 +1,4 @@
-"""Tables that a library reads: Parquet, Hugging Face datasets, tensorflow-datasets, Grain. None needs the network."""
+"""Tables read by libraries: Parquet, Hugging Face datasets, tensorflow-datasets, Grain. No test uses the network."""
 
 import json
 import subprocess
@@ -47,7 +47,7 @@ def test_parquet(tmp_path, expected):
     assert {split.heldout(i).prompt for i in range(40)} == {row["question"] for row in ROWS[60:]}
 
 
-def test_a_file_that_is_not_parquet_is_one_sentence(tmp_path):
+def test_a_file_that_is_not_parquet_is_one_error(tmp_path):
     pytest.importorskip("pyarrow")
     write_lines(tmp_path / "rows.parquet", ROWS)
     with pytest.raises(UserError, match=r"^\S*rows\.parquet: cannot be read: ArrowInvalid: ") as caught:
@@ -57,7 +57,7 @@ def test_a_file_that_is_not_parquet_is_one_sentence(tmp_path):
 
 @pytest.fixture
 def hugging_face(tmp_path, monkeypatch):
-    """The `datasets` library, with its cache in a temporary folder and the hub out of reach."""
+    """The `datasets` library, offline and with its cache in a temporary folder."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets = pytest.importorskip("datasets")
@@ -89,7 +89,7 @@ def test_a_data_set_saved_by_hugging_face(tmp_path, hugging_face, expected):
         data.huggingface(tmp_path / "several", "dev").train(0)
 
 
-def test_a_name_that_is_not_there_is_one_sentence(hugging_face):
+def test_an_unknown_data_set_is_one_error(hugging_face):
     with pytest.raises(UserError, match=r"^nobody/nothing: cannot be read: ") as caught:
         data.huggingface("nobody/nothing").train(0)
     assert "\n" not in str(caught.value)
@@ -123,7 +123,7 @@ def prepared(tmp_path):
     return tmp_path
 
 
-def test_a_data_set_of_tensorflow_datasets_is_read_without_tensorflow(prepared):
+def test_tensorflow_datasets_are_read_without_tensorflow(prepared):
     source = data.tfds("sums", data_dir=prepared, **SETTINGS)
     read = problems(source)
     assert {(each.prompt, each.answer, each.metadata["level"]) for each in read} == {
@@ -154,14 +154,14 @@ def test_a_grain_data_set(expected):
         ("tensorflow_datasets", lambda: data.tfds("x")),
     ],
 )
-def test_a_package_that_is_missing_is_named(package, open_source, monkeypatch):
-    source = open_source()  # needs nothing yet
+def test_a_missing_package_is_named(package, open_source, monkeypatch):
+    source = open_source()  # reads nothing yet
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=rf"needs {package.replace('_', '-')} \(pip install 'gspax\[data\]'\)"):
         source.train(0)
 
 
-def test_importing_the_sources_imports_none_of_the_libraries():
+def test_importing_the_sources_imports_no_library():
     libraries = {"pyarrow", "datasets", "tensorflow_datasets", "array_record", "grain", "jax", "transformers"}
     code = f"import sys, gspax.data; print({libraries} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

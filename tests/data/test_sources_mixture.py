@@ -30,7 +30,7 @@ def trained(source, count=None):
 # Mixtures
 
 
-def test_every_block_has_the_proportions_of_the_weights():
+def test_each_block_has_the_proportions_of_the_weights():
     mixed = data.mixture((source("a"), 3), (source("b"), 1), seed=5)
     tasks = [mixed.train(i).task for i in range(400)]
     blocks = [tuple(tasks[i : i + 4]) for i in range(0, 400, 4)]
@@ -39,7 +39,7 @@ def test_every_block_has_the_proportions_of_the_weights():
     assert Counter(mixed.heldout(i).task for i in range(40)) == {"a": 30, "b": 10}
 
 
-def test_each_source_gives_all_its_problems_in_a_mixture():
+def test_a_mixture_uses_all_problems_of_each_source():
     a, b = source("a"), source("b", 100)
     mixed = data.mixture((a, 3), (b, 2))
     count = 5 * len(a.opened.train)  # three epochs of a
@@ -49,7 +49,7 @@ def test_each_source_gives_all_its_problems_in_a_mixture():
     assert Counter(from_b) == Counter(b.train(i) for i in range(2 * len(a.opened.train)))
 
 
-def test_a_mixture_depends_on_seed_and_index_alone():
+def test_a_mixture_depends_only_on_seed_and_index():
     parts = (source("a"), 2), (source("b"), 3)
     one, other = data.mixture(*parts), data.mixture(*parts, seed=1)
     forwards = [one.train(i) for i in range(50)]
@@ -58,7 +58,7 @@ def test_a_mixture_depends_on_seed_and_index_alone():
     assert [other.heldout(i) for i in range(50)] == [one.heldout(i) for i in range(50)]
 
 
-def test_weights_may_be_shares():
+def test_weights_may_be_fractions():
     parts = source("a"), source("b"), source("c")
     assert data.mixture(*zip(parts, (0.5, 0.3, 0.2), strict=True)).weights == (5, 3, 2)
     assert data.mixture(*zip(parts, (4, 2, 2), strict=True)).weights == (2, 1, 1)
@@ -69,7 +69,7 @@ def test_any_source_can_be_in_a_mixture():
     assert Counter(mixed.train(i).task for i in range(20)) == {"": 10, "a": 10}
 
 
-def test_what_one_source_holds_out_no_other_one_trains_on():
+def test_no_source_trains_on_held_out_prompts_of_another():
     shared = rows("x", 60)
     files = data.sequence(shared[:30] + rows("y", 20), heldout=shared[50:])
     hashed = data.sequence(shared[20:] + rows("z", 20))
@@ -101,7 +101,7 @@ def test_held_out_prompts_of_a_benchmark_are_excluded_under_any_template():
         ((("a", 1), ("b", -1)), r"weights: wanted positive integers, got \(1, -1\)"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(parts, error):
+def test_invalid_weights_are_rejected(parts, error):
     with pytest.raises(ValueError, match=error):
         data.mixture(*((source(name), weight) for name, weight in parts))
 
@@ -118,10 +118,10 @@ def test_a_mixture_in_an_experiment():
     assert "1 of 191 rows (row 0 from 0: prompt: there is no such column" in validate(broken)[0]
 
 
-# Rules
+# Checks and filters
 
 
-def test_prompts_that_are_too_long_are_found_with_the_tokenizer():
+def test_prompt_lengths_are_counted_by_the_tokenizer():
     problems = data.sequence(
         [{"prompt": f"{10**i}=", "answer": "1"} for i in range(30)] + [{"prompt": "1+1=", "answer": "2"}],
         checks=(data.PromptTokens(sort.tokenizer, most=29),),
@@ -132,7 +132,7 @@ def test_prompts_that_are_too_long_are_found_with_the_tokenizer():
     assert "row 30 from 0: the prompt cannot be encoded: character '+' of '1+1='" in str(caught.value)
 
 
-def test_answers_are_matched_by_a_pattern():
+def test_answers_can_be_required_to_match_a_pattern():
     rule = data.AnswerMatches(r"#### -?[\d,]+$")
     assert rule(data.Problem("?", "so\n#### 1,600")) is None
     assert rule(data.Problem("?", "so 3")) == r"the answer does not match '#### -?[\\d,]+$': 'so 3'"
@@ -142,7 +142,7 @@ def test_answers_are_matched_by_a_pattern():
 
 @pytest.fixture
 def samples(tmp_path):
-    """Four samples of prompts a0? to a19?, of which i // 5 are right, in two files."""
+    """Four samples for each of the prompts a0? to a19?, i // 5 of them correct, in two files."""
     lines = [json.dumps({"prompt": f"a{i}?", "reward": float(k < i // 5)}) + "\n" for i in range(20) for k in range(4)]
     (tmp_path / "step_1.jsonl").write_text("".join(lines[:30]))
     (tmp_path / "step_2.jsonl").write_text("".join(lines[30:]))
@@ -164,7 +164,7 @@ def test_prompts_are_filtered_by_their_pass_rate(samples):
     assert rule(data.Problem("a0?", "")) == "the pass rate is 0, outside the range"
 
 
-def test_samples_are_part_of_the_description_and_their_path_is_not(samples):
+def test_the_samples_are_described_without_their_path(samples):
     rule = data.PassRate(str(samples))
     before = describe(rule)
     moved = samples.rename(samples.parent / "moved")
@@ -174,13 +174,13 @@ def test_samples_are_part_of_the_description_and_their_path_is_not(samples):
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": 3, "reward": 1}', '{"prompt": "a", "reward": "x"}'])
-def test_samples_that_are_malformed_are_one_sentence(samples, line):
+def test_malformed_samples_are_one_error(samples, line):
     (samples / "step_3.jsonl").write_text(line)
     with pytest.raises(UserError, match=r"step_3\.jsonl, line 1: wanted a sample with prompt and reward, got b'"):
         kept(data.PassRate(str(samples)))
 
 
-def test_samples_that_are_missing_are_one_sentence(tmp_path):
+def test_missing_samples_are_one_error(tmp_path):
     with pytest.raises(UserError, match=r"none\.jsonl: cannot be read: No such file"):
         kept(data.PassRate(str(tmp_path / "none.jsonl")))
     with pytest.raises(UserError, match=r"got a folder without \.jsonl files"):
@@ -194,6 +194,6 @@ def test_samples_that_are_missing_are_one_sentence(tmp_path):
         ({"unseen": "x"}, "unseen: wanted 'drop'"),
     ],
 )
-def test_ranges_of_pass_rates_that_do_not_fit_are_refused(settings, error):
+def test_invalid_ranges_of_pass_rates_are_rejected(settings, error):
     with pytest.raises(ValueError, match=error):
         data.PassRate("x", **settings)

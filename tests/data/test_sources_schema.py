@@ -1,4 +1,4 @@
-"""From rows to problems: columns by name, chats, templates; what does not fit is one sentence."""
+"""Mapping rows to problems: columns, chats, templates, and errors for rows that do not fit."""
 
 import numpy as np
 import pytest
@@ -25,27 +25,27 @@ def test_columns_are_mapped_by_name():
     assert problem == Problem("1+1?", "2", task="sums", metadata={"level": 3})
 
 
-def test_a_column_inside_another_is_named_with_a_dot():
+def test_a_nested_column_is_named_with_a_dot():
     row = {"prompt": "1+1?", "reward_model": {"ground_truth": "2"}, "a.b": "x"}
     assert read(row, answer="reward_model.ground_truth").answer == "2"
     assert read(row, answer="a.b").answer == "x"
 
 
 @pytest.mark.parametrize(("value", "answer"), [("2", "2"), (2, "2"), (0.5, "0.5"), (np.int64(3), "3"), (b"4", "4")])
-def test_answers_are_text(value, answer):
+def test_answers_become_text(value, answer):
     assert read({"prompt": "?", "answer": value}).answer == answer
 
 
-def test_a_task_without_answers():
+def test_the_answer_is_optional():
     assert read({"prompt": "Write a poem."}, answer=None).answer == ""
 
 
-def test_a_chat_ends_with_the_prompt():
+def test_the_last_message_of_a_chat_is_the_prompt():
     problem = read({"prompt": CHAT, "answer": "4"})
     assert problem.prompt == "2+2?" and list(problem.context) == CHAT[:-1]
 
 
-def test_a_template_and_worked_examples():
+def test_a_template_with_worked_examples():
     settings = {"template": "Q: {prompt} \\boxed{}", "system": "Be brief.", "examples": (("1+1?", "2"),)}
     problem, key = Schema(**settings).read({"prompt": "2+{x}?", "answer": "4"})
     assert problem.prompt == "Q: 2+{x}? \\boxed{}"
@@ -57,12 +57,12 @@ def test_a_template_and_worked_examples():
     assert key == "2+{x}?"
 
 
-def test_a_problem_is_taken_as_it_is():
+def test_a_problem_is_returned_unchanged():
     problem = Problem("1+1?", "2")
     assert Schema(prompt="other").read(problem) == (problem, "1+1?")
 
 
-def test_earlier_turns_are_part_of_what_decides_on_the_split_and_system_messages_are_not():
+def test_the_split_depends_on_earlier_turns_but_not_on_system_messages():
     def key(messages):
         return Schema(answer=None).read({"prompt": messages})[1]
 
@@ -102,7 +102,7 @@ def test_arrays_and_bytes_become_plain_values():
         ({"prompt": "?" * 500, "answer": []}, {}, r"answer: wanted a text that is not empty, got \[\]"),
     ],
 )
-def test_a_row_that_does_not_fit_is_one_sentence(row, settings, sentence):
+def test_an_invalid_row_is_one_error(row, settings, sentence):
     with pytest.raises(ValueError, match=f"^{sentence}") as caught:
         read(row, **settings)
     assert len(str(caught.value)) < 250 and "\n" not in str(caught.value)
@@ -115,12 +115,12 @@ def test_a_row_that_does_not_fit_is_one_sentence(row, settings, sentence):
         ({"metadata": "level"}, "metadata: wanted a tuple of columns, got the text 'level'"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_at_once(settings, sentence):
+def test_invalid_settings_are_rejected_at_construction(settings, sentence):
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         Schema(**settings)
 
 
-def test_a_chat_before_the_prompt_reaches_the_tokenizer():
+def test_earlier_messages_are_passed_to_the_tokenizer():
     class Chat:
         def encode(self, text, context=()):
             return [text, *context]

@@ -16,7 +16,7 @@ QWEN3 = Path(__file__).parents[3] / "shared" / "data" / "qwen3_tokenizer"
 
 
 @given(st.text(alphabet=ALPHABET))
-def test_characters_come_back(text):
+def test_characters_round_trip(text):
     tokenizer = CharTokenizer(ALPHABET)
     ids = tokenizer.encode(text)
     assert all(0 <= i < len(ALPHABET) for i in ids) and len(ids) == len(text)
@@ -24,7 +24,7 @@ def test_characters_come_back(text):
     assert tokenizer.encode_completion(text) == ids
 
 
-def test_ids_follow_the_alphabet_and_the_stop_id_is_last():
+def test_ids_follow_the_alphabet_and_the_stop_id_comes_last():
     tokenizer = CharTokenizer("ab=")
     assert tokenizer.encode("=ab") == [2, 0, 1]
     assert tokenizer.stop_ids == (3,)
@@ -37,9 +37,9 @@ def test_ids_follow_the_alphabet_and_the_stop_id_is_last():
     [
         ([], ""),
         ([0, 1, 3], "ab"),
-        ([0, 3, 1], "a"),  # whatever stands after the stop id is padding
+        ([0, 3, 1], "a"),  # everything after the stop id is padding
         ([3], ""),
-        ([0, 7, 1], "a\N{REPLACEMENT CHARACTER}b"),  # the model has more rows than the tokenizer ids
+        ([0, 7, 1], "a\N{REPLACEMENT CHARACTER}b"),  # the model's vocabulary is larger than the tokenizer's
         ([0, -1], "a\N{REPLACEMENT CHARACTER}"),
     ],
 )
@@ -55,12 +55,12 @@ def test_an_unknown_character_is_named():
 
 
 @pytest.mark.parametrize("alphabet", ["", "00", "abca"])
-def test_an_alphabet_has_different_characters(alphabet):
+def test_repeated_characters_in_an_alphabet_are_rejected(alphabet):
     with pytest.raises(ValueError, match="different characters"):
         CharTokenizer(alphabet)
 
 
-def test_encode_gives_python_integers():
+def test_encode_returns_python_integers():
     assert {type(i) for i in CharTokenizer("01").encode("0110")} == {int}
 
 
@@ -72,14 +72,14 @@ def configure(folder, **changes):
 
 @pytest.fixture
 def small(tmp_path):
-    """A word-level tokenizer in a local folder, as `save_pretrained` writes one."""
+    """A word-level tokenizer in a local folder, as written by `save_pretrained`."""
     tokenizers = pytest.importorskip("tokenizers")
     pytest.importorskip("transformers")
     words = {"<end>": 0, "one": 1, "two": 2, "?": 3, "<turn>": 4}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<end>", "<turn>"])
-    # one that would put <turn> in front of every text, if special tokens were added
+    # adding special tokens would put <turn> in front of every text
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<turn> $A", special_tokens=[("<turn>", 4)]
     )
@@ -88,7 +88,7 @@ def small(tmp_path):
     return tmp_path
 
 
-def test_a_local_folder_has_the_same_members(small):
+def test_a_tokenizer_from_a_folder_has_the_same_interface(small):
     tokenizer = hf_tokenizer(small)
     assert tokenizer.encode("two one") == tokenizer.encode_completion("two one") == [2, 1]
     assert tokenizer.decode([2, 1]) == "two one"
@@ -96,30 +96,30 @@ def test_a_local_folder_has_the_same_members(small):
     assert tokenizer.vocab_size == 5
 
 
-def test_decode_ends_before_the_stop_id_and_keeps_other_special_tokens(small):
+def test_decode_stops_before_the_stop_id_and_keeps_other_special_tokens(small):
     assert hf_tokenizer(small).decode(np.array([2, 4, 1, 0, 2])) == "two <turn> one"
 
 
 @pytest.mark.parametrize(("more", "expected"), [(4, (0, 4)), ([4, 0], (0, 4)), (None, (0,))])
-def test_stop_ids_of_the_generation_settings_are_added(small, more, expected):
+def test_stop_ids_of_the_generation_config_are_added(small, more, expected):
     (small / "generation_config.json").write_text(json.dumps({"eos_token_id": more}))
     assert hf_tokenizer(small).stop_ids == expected
 
 
 @pytest.mark.parametrize(("eos", "expected"), [({"__type": "AddedToken", "content": "two"}, (2,)), ("<turn>", (4,))])
-def test_the_end_of_sequence_token_in_either_form(small, eos, expected):
+def test_the_end_of_sequence_token_is_read_in_either_form(small, eos, expected):
     configure(small, eos_token=eos)
     tokenizer = hf_tokenizer(small)
     assert tokenizer.stop_ids == expected == (tokenizer._tokenizer.eos_token_id,)
 
 
-def test_tokens_that_only_the_settings_name_count(small):
+def test_tokens_only_in_tokenizer_config_are_counted(small):
     configure(small, eos_token="<bye>", added_tokens_decoder={"9": {"content": "<bye>"}})
     tokenizer = hf_tokenizer(small)
     assert tokenizer.vocab_size == 10 and tokenizer.stop_ids == (9,)
 
 
-def test_a_vocabulary_of_pieces_with_scores(tmp_path):
+def test_a_unigram_vocabulary_is_counted(tmp_path):
     table = {"model": {"vocab": [["<unk>", 0.0], ["a", -1.5], ["b", -2.0]]}, "added_tokens": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps(table))
     configure(tmp_path, eos_token="b")
@@ -127,7 +127,7 @@ def test_a_vocabulary_of_pieces_with_scores(tmp_path):
     assert tokenizer.vocab_size == 3 and tokenizer.stop_ids == (2,)
 
 
-def test_a_dry_run_needs_no_transformers(small):
+def test_a_dry_run_does_not_need_transformers(small):
     code = (
         "import sys; from gspax.data import hf_tokenizer; t = hf_tokenizer(sys.argv[1]);"
         "assert (t.stop_ids, t.vocab_size) == ((0,), 5);"
@@ -163,14 +163,14 @@ def test_a_broken_file_is_named(small, name, content, sentence):
         ('{"model": {"vocab": {"<end>": 0}, "type": "Telepathy"}}', r"the tokenizer in .* cannot be read: \S.*"),
     ],
 )
-def test_what_transformers_cannot_read_is_one_sentence(small, table, sentence):
+def test_a_folder_that_transformers_cannot_read_is_one_error(small, table, sentence):
     (small / "tokenizer.json").write_text(table)
     with pytest.raises(UserError, match=sentence) as caught:
         hf_tokenizer(small).encode("one")
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_tokenizer_with_a_program_of_its_own_is_refused_without_a_question(small, monkeypatch):
+def test_a_tokenizer_with_remote_code_is_rejected_without_a_prompt(small, monkeypatch):
     configure(small, tokenizer_class="Strange", auto_map={"AutoTokenizer": [None, "strange.Strange"]})
     asked = []
     monkeypatch.setattr("builtins.input", asked.append)
@@ -179,12 +179,12 @@ def test_a_tokenizer_with_a_program_of_its_own_is_refused_without_a_question(sma
     assert not asked
 
 
-def test_a_folder_without_a_tokenizer_is_refused_at_once(tmp_path):
+def test_a_folder_without_a_tokenizer_is_rejected_at_load(tmp_path):
     with pytest.raises(UserError, match=r"wanted a folder that holds a tokenizer\.json"):
         hf_tokenizer(tmp_path / "nowhere")
 
 
-def test_naming_a_tokenizer_reads_nothing_and_equals_its_path(small):
+def test_creating_a_tokenizer_reads_nothing_and_equality_is_by_path(small):
     one, other = hf_tokenizer(small), hf_tokenizer(str(small))
     assert one == other and hash(one) == hash(other)
     assert set(vars(one)) == {"path"}
@@ -201,4 +201,4 @@ def test_qwen3():
     chat = "<|im_start|>user\nhi<|im_end|>\n"
     assert tokenizer.encode(chat)[0] == 151644
     assert tokenizer.decode(tokenizer.encode(chat)) == "<|im_start|>user\nhi"
-    assert tokenizer.decode([9707, 151900, 11]) == "Hello,"  # an id that only the model has is left out
+    assert tokenizer.decode([9707, 151900, 11]) == "Hello,"  # ids beyond the tokenizer's vocabulary are skipped
