@@ -87,7 +87,7 @@ def test_the_users_allocator_settings_are_kept(monkeypatch):
     assert not environment.keep_freed_pages() and len(calls) == 3
 
 
-def test_whether_the_cpu_computes_follows_from_jax_platforms():
+def test_an_accelerator_is_detected_from_jax_platforms():
     jax.config.update("jax_platforms", "cpu")
     assert not environment.has_accelerator()
     jax.config.update("jax_platforms", "cuda,cpu")

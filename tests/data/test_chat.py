@@ -240,7 +240,7 @@ def test_a_chat_tokenizer_in_an_experiment(small):
     assert changed.tokenizer == hf_chat(small, system="Be brief.", thinking=True)
 
 
-def test_a_system_message_of_the_prompt_replaces_the_tokenizers(small):
+def test_a_system_message_in_the_prompt_replaces_the_tokenizers_own(small):
     tokenizer = hf_chat(small, system="Be long.")
     assert tokenizer.encode("And one more?", TURNS[:3]) == tokenizer.encode_chat(TURNS)
     assert tokenizer.encode("And one more?", TURNS[1:3]) == tokenizer.encode_chat(

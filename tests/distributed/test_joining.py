@@ -1,4 +1,4 @@
-"""Joining without starting a run: finding the processes, the rendezvous over loopback, which rows a process holds."""
+"""Finding the processes of a run, the rendezvous over loopback, and the rows that a process holds."""
 
 import socket
 import threading
@@ -59,7 +59,7 @@ def test_a_single_machine_runs_alone_and_uses_no_network(monkeypatch):
     joining.leave(1)
 
 
-def test_options_win_over_variables_and_variables_over_the_platform(monkeypatch):
+def test_options_override_variables_which_override_the_platform(monkeypatch):
     set_variables(monkeypatch, SLURM)
     assert find_process() == ProcessInfo("node03:61447", 4, 1)
     set_variables(monkeypatch, EXPLICIT)
@@ -120,7 +120,7 @@ def address():
 
 
 def hold_rendezvous(address, fingerprints, *, count=None, timeout=20.0, counts=None):
-    """What each of the processes {index: fingerprint} raises: None, or the error's sentence."""
+    """What each of the processes {index: fingerprint} raises: None, or the error's message."""
     count = count or len(fingerprints)
 
     def call(index):
@@ -141,7 +141,7 @@ def test_processes_with_the_same_fingerprint_meet(address):
     assert set(hold_rendezvous(address, dict.fromkeys((2, 0, 1), SAME)).values()) == {None}
 
 
-def test_missing_processes_are_named_on_all_others(address):
+def test_missing_processes_are_named_on_every_other_process(address):
     raised = hold_rendezvous(address, {0: SAME, 3: SAME}, count=5, timeout=0.7)
     assert set(raised.values()) == {"processes: processes 1, 2, 4 of 5 did not join within 1 seconds"}
     raised = hold_rendezvous(address, {0: SAME, 1: SAME}, count=3, timeout=0.7)
@@ -149,7 +149,7 @@ def test_missing_processes_are_named_on_all_others(address):
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_timeout_has_its_own_exception_because_trying_again_may_help(address, index):
+def test_a_timeout_has_its_own_exception_because_it_can_be_retried(address, index):
     with pytest.raises(JoinTimeoutError):
         rendezvous(ProcessInfo(address, 2, index), SAME, 0.1)
 
@@ -159,7 +159,7 @@ def test_a_missing_coordinator_is_named(address):
     assert set(raised.values()) == {f"processes: process 0 of 3 did not answer at {address} within 0 seconds"}
 
 
-def test_another_experiment_or_file_is_named_everywhere(address):
+def test_a_different_experiment_or_file_is_named_on_every_process(address):
     other = SAME | {"experiment": SAME["experiment"] | {"loss": {"clip_low": 1e-3}}}
     raised = hold_rendezvous(address, {0: SAME, 1: SAME, 2: other, 3: SAME | {"file": "cd34"}})
     assert len(set(raised.values())) == 1
@@ -172,7 +172,7 @@ def test_different_process_counts_are_an_error(address):
     assert set(raised.values()) == {"processes: process 1 was started as one of 4 processes, process 0 as one of 2"}
 
 
-def test_two_processes_of_one_index_are_an_error(address):
+def test_two_processes_with_one_index_are_an_error(address):
     def call(index):
         with pytest.raises(UserError) as caught:
             rendezvous(ProcessInfo(address, 3, index), SAME, 20.0)
@@ -206,8 +206,8 @@ def test_other_connections_to_the_port_are_ignored(address):
     assert raised == {0: None, 1: None}
 
 
-def test_the_port_is_free_before_any_process_has_the_outcome(address, monkeypatch):
-    """Jax's own service listens there next, and the others connect to it at once."""
+def test_the_port_is_free_before_any_process_gets_the_outcome(address, monkeypatch):
+    """jax's coordination service listens on it next, and the other processes connect to it immediately."""
     servers, closed = [], []
     listen, send = joining._listen, joining._send
 
@@ -228,11 +228,11 @@ def test_a_port_in_use_is_an_error(address):
         rendezvous(ProcessInfo(address, 2, 0), SAME, 1.0)
 
 
-# Exchange between processes, and the rows that each holds
+# Exchange between processes, and the rows that each one holds
 
 
 def stub_other_process(monkeypatch, *values):
-    """This is process 0 of 2; the other one passes these values to `gather` in turn."""
+    """Make this process 0 of 2; the other passes these values to successive calls of `gather`."""
     answers = iter(values)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost, "gather", lambda value: [value, next(answers)])

@@ -46,7 +46,7 @@ SMALL = replace(
     sampling=replace(experiment.sampling, max_refills=1),
     evaluation=config.Evaluation(problems=8, samples=4),
 )
-# One dense layer, for the default run: compilation is most of its time. The slow tests shard experts too.
+# One dense layer for the default tests, whose time is mostly compilation. The slow tests shard experts too.
 DENSE = replace(SMALL, model=replace(SMALL.model, num_hidden_layers=1, num_experts=0, intermediate_size=32))
 SMALL_OVERRIDES = [
     *("warm_start=null", "schedule.steps=1", "schedule.eval_every=0", "schedule.checkpoint_every=0"),
@@ -120,7 +120,7 @@ def wait_for_steps(run, count, processes):
 
 
 def finished(processes, code=0, timeout=500):
-    """stdout and stderr of each process; all must end with this exit code."""
+    """stdout and stderr of each process, all of which must exit with this code."""
     output = [process.communicate(timeout=timeout) for process in processes]
     assert [process.returncode for process in processes] == [code] * len(processes), output
     return [(without_gloo(out), error) for out, error in output]
@@ -132,7 +132,7 @@ def without_gloo(out):
 
 
 def assert_close(got, wanted, rtol=1e-5):
-    """Metrics of every step, clocks excepted, equal up to rounding: sums run in another order across processes."""
+    """Metrics of every step but the times are equal up to rounding: several processes sum in a different order."""
     rows, others = record.read_metrics(got.metrics), record.read_metrics(wanted.metrics)
     assert [row.keys() for row in rows] == [row.keys() for row in others]
     for row, other in zip(rows, others, strict=True):
@@ -147,7 +147,7 @@ def assert_close_rows(row, other, rtol=1e-5):
 
 
 def assert_same_samples(got, wanted):
-    """Equal texts, rewards and advantages of every completion."""
+    """Text, reward and advantage of every completion are equal."""
     assert [path.name for path in sorted(got.samples.iterdir())] == [p.name for p in sorted(wanted.samples.iterdir())]
     for path in wanted.samples.iterdir():
         assert (got.samples / path.name).read_text() == path.read_text()
@@ -280,8 +280,8 @@ jax.tree.map(np.testing.assert_array_equal, multihost.to_host(params), random_pa
 """
 
 
-def test_a_step_of_two_processes_is_that_of_one(tmp_path):
-    """Also host-side exchange, transfers, a signal to one process, and a checkpoint of both that this one restores."""
+def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
+    """Also host-side exchange, transfers, a signal to one process, and a checkpoint of both restored by one."""
     save(tmp_path / "published", DENSE.model, published(DENSE.model, random_params(DENSE.model)))
     command = [sys.executable, "-c", CHILD.replace("TRANSFERS", TRANSFERS), f"localhost:{free_port()}"]
     popen = {"env": variables(2), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -309,7 +309,7 @@ def test_a_step_of_two_processes_is_that_of_one(tmp_path):
 def test_missing_or_different_hosts_are_reported_before_anything_is_written(start, tmp_path, monkeypatch, capsys):
     """This process is one of the hosts; only the one that differs is another process."""
     monkeypatch.setenv("NPROC", "64")  # `gspax.commands.launch` sets it; restored after the test
-    monkeypatch.delattr(jax.distributed, "initialize")  # must not be reached: it would connect the test's own process
+    monkeypatch.delattr(jax.distributed, "initialize")  # must not be called: it would connect the test's own process
     command = ["train", FILE, "--workdir", str(tmp_path / "run"), "--processes", "2"]
     for index, sentence in enumerate(
         ["process 1 of 2 did not join within 1 seconds", "process 0 of 2 did not answer at localhost:"]
@@ -328,7 +328,7 @@ def test_missing_or_different_hosts_are_reported_before_anything_is_written(star
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_run(start, tmp_path):
+def test_a_run_of_two_processes_equals_that_of_one(start, tmp_path):
     processes = start(2, 4, tmp_path / "two", *SMALL_OVERRIDES)
     loop.train(SMALL, tmp_path / "one")
     two, one = RunDir(tmp_path / "two"), RunDir(tmp_path / "one")
@@ -362,7 +362,7 @@ experiment = replace(
 
 
 def everything(tmp_path):
-    """An experiment file with everything that crosses processes, a warm start and a reference included; its value."""
+    """An experiment file that uses everything that crosses processes, with a warm start and a reference; its value."""
     file = tmp_path / "everything.py"
     file.write_text(EVERYTHING)
     whole = replace(
@@ -400,8 +400,8 @@ def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_sampler_in_processes_of_its_own(start, tmp_path):
-    """Four processes, two for the sampler; then two, one for the sampler; against one process with all four devices."""
+def test_a_sampler_on_separate_processes(start, tmp_path):
+    """Four processes, two of them for the sampler; then two, one of them; compared with one process of four devices."""
     file = tmp_path / "disaggregated.py"
     overrides = ["schedule.checkpoint_every=2", "schedule.steps=4"]
     placement = "experiment = replace(experiment, placement=config.Placement(devices=2, staleness=1))\n"
@@ -432,7 +432,7 @@ def test_rows_on_devices_of_several_processes(start, tmp_path, mesh):
 
 
 @pytest.mark.slow
-def test_adapters_across_processes(start, tmp_path):
+def test_adapters_are_trained_across_processes(start, tmp_path):
     file = tmp_path / "adapted.py"
     file.write_text(
         "from dataclasses import replace\n"
@@ -447,7 +447,7 @@ def test_adapters_across_processes(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_host_ends_the_run_on_all_and_it_resumes(start, tmp_path):
+def test_a_signal_to_one_host_ends_the_run_on_all_and_the_run_resumes(start, tmp_path):
     overrides = [*SMALL_OVERRIDES, "schedule.steps=1000"]
     processes = start(2, 1, tmp_path / "run", *overrides)
     run = RunDir(tmp_path / "run")
@@ -464,7 +464,7 @@ def test_a_signal_to_one_host_ends_the_run_on_all_and_it_resumes(start, tmp_path
 
 
 @pytest.mark.slow
-def test_an_error_on_one_process_ends_all(start, tmp_path):
+def test_an_error_on_one_process_ends_all_processes(start, tmp_path):
     file = tmp_path / "failing.py"
     file.write_text(
         "import jax\n"

@@ -1,4 +1,4 @@
-"""Moving arrays from one mesh to another; test_processes.py does the same between processes."""
+"""Moving arrays from one mesh to another; test_processes.py tests it between processes."""
 
 import importlib.util
 
@@ -33,8 +33,8 @@ def check(moved, wanted, values):
 
 @pytest.mark.parametrize("number", [1, 2, 4, 6])
 @pytest.mark.parametrize("spec", [P(), P(None, ("a", "b")), P(None, "b", "a")], ids=str)
-def test_an_array_moves_to_any_layout_and_back(number, spec):
-    """From all devices but the last `number` ones to those, and back."""
+def test_an_array_moves_to_any_sharding_and_back(number, spec):
+    """From all but the last `number` devices to those, and back."""
     others = 8 - number
     for given in shapes(others)[:1]:
         for taken in shapes(number)[-2:]:
@@ -50,7 +50,7 @@ def test_an_array_moves_to_any_layout_and_back(number, spec):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, bool, np.int32, np.uint32])
-def test_every_dtype(dtype):
+def test_every_dtype_moves(dtype):
     values = (VALUES % 3).astype(dtype)
     source, target = NamedSharding(mesh(DEVICES[:4], 2, 2), P(None, "a")), NamedSharding(mesh(DEVICES[4:], 1, 4), P())
     check(transfer._transfer_array(jax.device_put(values, source), target), target, values)
@@ -74,8 +74,8 @@ def test_device_counts_that_do_not_divide_are_rejected():
         transfer._transfer_array(jax.device_put(VALUES, source), target)
 
 
-def test_stacked_layers_change_layout_one_at_a_time():
-    """Between these two layouts XLA gathers the full array on every device: only one layer of it at a time."""
+def test_stacked_layers_are_resharded_one_at_a_time():
+    """XLA gathers the full array on every device between these two shardings, so it may be one layer only."""
     spec = P(None, "b", "a")
     given = NamedSharding(mesh(DEVICES, 8, 1), spec)
     wanted = transfer._replicated(given.mesh, NamedSharding(mesh(DEVICES[:4], 1, 4), spec))
@@ -86,7 +86,7 @@ def test_stacked_layers_change_layout_one_at_a_time():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)")
-def test_it_compiles_between_two_slices_of_a_tpu():
+def test_a_transfer_between_two_tpu_slices_compiles():
     devices = chips.describe_devices(chips.parse_topology("2xv5e:4x4"))
     together = Mesh(np.array(devices), "device")
     shards = jax.ShapeDtypeStruct((32, 128), jnp.bfloat16, sharding=NamedSharding(together, P("device")))

@@ -1,4 +1,4 @@
-"""Loading an experiment file, finding its mistakes, and describing it."""
+"""Loading, validating and describing an experiment file."""
 
 import importlib
 import json
@@ -46,7 +46,7 @@ def error(path):
     return str(caught.value)
 
 
-def test_a_good_file_loads():
+def test_a_valid_file_loads():
     assert EXPERIMENT.name == "stub"
     assert validate(EXPERIMENT, 1) == validate(EXPERIMENT, None) == warnings(EXPERIMENT) == []
 
@@ -64,14 +64,14 @@ def test_a_good_file_loads():
         ("x = '\0'\n", 1, "null"),
     ],
 )
-def test_a_file_that_fails_names_the_line(tmp_path, text, line, message):
+def test_an_exception_in_the_file_is_reported_with_its_line(tmp_path, text, line, message):
     path = write(tmp_path, text)
     found = error(path)
     assert found.startswith(f"{path}:{line}: ")
     assert message in found
 
 
-def test_a_file_without_an_experiment(tmp_path):
+def test_a_file_without_an_experiment_is_rejected(tmp_path):
     assert "defines no `experiment`" in error(write(tmp_path, "experment = 3\n"))
     assert "must be a gspax.config.Experiment, got dict" in error(write(tmp_path, "experiment = {}\n"))
     assert "got the class Experiment" in error(
@@ -79,7 +79,7 @@ def test_a_file_without_an_experiment(tmp_path):
     )
 
 
-def test_no_file(tmp_path):
+def test_a_missing_file_is_rejected(tmp_path):
     assert error(tmp_path / "none.py") == f"{tmp_path / 'none.py'}: there is no such file"
     assert "got a directory" in error(tmp_path)
 
@@ -92,7 +92,7 @@ def test_a_changed_file_is_not_loaded_from_a_cache(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["mine.py"]
 
 
-def test_a_variant_imports_the_file_beside_it(tmp_path):
+def test_a_variant_may_import_the_file_next_to_it(tmp_path):
     (tmp_path / "the_base_of_a_variant.py").write_text(STUB.read_text())
     path = write(
         tmp_path,
@@ -104,7 +104,7 @@ def test_a_variant_imports_the_file_beside_it(tmp_path):
     assert sys.path == before
 
 
-# Each override, and the one sentence that it must give for 1 device.
+# Each override, and the one error that it must give on 1 device.
 ERRORS = {
     "sampling.prompts=0": "sampling.prompts: wanted at least 1, got 0",
     "sampling.group=1": "sampling.group: wanted at least 2, got 1",
@@ -160,7 +160,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("assignment", ERRORS)
-def test_an_error_is_one_sentence(assignment):
+def test_an_invalid_value_is_one_error(assignment):
     assert validate(override(EXPERIMENT, [assignment]), 1) == [ERRORS[assignment]]
 
 
@@ -200,7 +200,7 @@ def test_a_rollout_batch_has_no_more_tokens_than_can_be_indexed():
         ),
     ],
 )
-def test_a_wrong_part_is_one_sentence(change, message):
+def test_an_invalid_component_is_one_error(change, message):
     assert validate(replace(EXPERIMENT, **change), 1) == [message]
 
 
@@ -250,7 +250,7 @@ def test_warnings():
     assert filtered.startswith("sampling.top_p, sampling.min_p: ")
     (inert,) = warnings(override(EXPERIMENT, ["loss=gspax.losses.gspo", "loss.clip_low=0.2"]))
     assert inert.startswith("loss.clip_low=0.2: GSPO's ratio")
-    assert warnings(override(EXPERIMENT, ["loss=gspax.losses.grpo"])) == []  # its band is meant to be wide
+    assert warnings(override(EXPERIMENT, ["loss=gspax.losses.grpo"])) == []  # its clip range is wide on purpose
 
 
 def test_a_description_is_json_and_complete():
@@ -272,7 +272,7 @@ def test_the_description_is_the_same_in_every_process():
     assert other.stdout.strip() == json.dumps(describe(EXPERIMENT))
 
 
-def test_a_partial_that_spells_out_a_default_is_the_same_loss():
+def test_a_partial_with_a_default_value_is_the_same_loss():
     assert describe(losses.gspo) == describe(partial(losses.gspo, clip_low=3e-4))
     assert describe(partial(partial(max, 3), key=len)) == {
         "function": "builtins.max",
@@ -281,7 +281,7 @@ def test_a_partial_that_spells_out_a_default_is_the_same_loss():
     }
 
 
-def test_difference_and_what_a_resume_may_change():
+def test_differences_and_what_a_resume_may_change():
     old = describe(EXPERIMENT)
     assert difference(old, old) == []
     changes = ["optimizer.learning_rate=3e-4", "schedule.steps=20", "evaluation.problems=8", "schedule.eval_every=1"]
@@ -299,7 +299,7 @@ def test_difference_and_what_a_resume_may_change():
     assert "warm_start.steps: 60 -> (absent)" in gone
 
 
-def test_flat_keys_are_those_of_overrides():
+def test_flat_keys_are_the_keys_of_overrides():
     flat = flatten(describe(EXPERIMENT))
     assert flat["loss"] == "experiment_file.gspo"
     assert flat["loss.clip_low"] == 2e-4
@@ -313,7 +313,7 @@ def test_a_description_holds_public_names():
     assert describe(optax.adafactor) == "optax.adafactor"
 
 
-def test_a_field_that_an_old_description_lacks_has_its_default():
+def test_a_field_missing_from_an_old_description_has_its_default():
     old = describe(EXPERIMENT)
     old.pop("routing_replay")
     old.pop("mesh")
@@ -328,7 +328,7 @@ def test_a_field_that_an_old_description_lacks_has_its_default():
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_the_optimizer_fields_of_older_versions_are_read(decay):
-    """They were fields of Optimizer itself, and weight decay was on every parameter."""
+    """They were fields of Optimizer itself, and weight decay applied to every parameter."""
     new = describe(override(EXPERIMENT, [f"optimizer.weight_decay={decay}", "optimizer.b1=0.8"]))
     old = json.loads(json.dumps(new))
     transform = old["optimizer"].pop("transform")
@@ -344,8 +344,8 @@ NAMES = (Path(__file__).parent / "names_929977a.txt").read_text().split()
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(each for each in aliases.MOVED if each.startswith("gspax."))])
-def test_every_name_that_an_old_run_may_hold_still_stands_for_something(name):
-    """If this fails, something that experiments name has moved: add it to `aliases.MOVED`."""
+def test_every_name_in_old_runs_still_resolves(name):
+    """If this fails, a public name has moved: add it to `aliases.MOVED`."""
     now = aliases.MOVED.get(name, name)
     module, _, attribute = now.rpartition(".")
     assert name_of(getattr(importlib.import_module(module), attribute)) == now

@@ -1,4 +1,4 @@
-"""What does not fit a loss is said before anything runs; and what fits but cannot be meant."""
+"""Settings that do not fit the loss are rejected at start-up, and suspicious ones give a warning."""
 
 from dataclasses import replace
 from functools import partial
@@ -62,7 +62,7 @@ RIGHT = [
         "reference": Reference(loss=kl.grpo_kl),
         "schedule": PACKED,
     },
-    {"loss": losses.cispo},  # its lower width of 1 means that there is no lower bound
+    {"loss": losses.cispo},  # a lower width of 1 means no lower bound
     {"loss": losses.dr_grpo, "reference": Reference(loss=kl.sequence_kl)},
     {"loss": own_loss, "reference": Reference(reward=kl.k1)},
     {"filter_overlong": True, "advantage": partial(advantages.standardize, eps=0.1)},
@@ -71,25 +71,25 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(("changes", "said"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
-def test_what_does_not_fit_is_said_in_one_sentence(changes, said):
+def test_a_setting_that_does_not_fit_the_loss_is_one_error(changes, said):
     found = validate(replace(experiment, **changes))
     assert [sentence[: len(said)] for sentence in found] == [said]
 
 
 @pytest.mark.parametrize("changes", RIGHT)
-def test_what_fits_is_left_alone(changes):
+def test_settings_that_fit_give_no_error(changes):
     assert validate(replace(experiment, **changes)) == []
 
 
 @pytest.mark.parametrize("loss", [losses.gspo, losses.gspo_token, losses.luspo], ids=lambda loss: loss.__name__)
-def test_a_wide_band_of_sequence_ratios_is_warned_of_unless_it_is_measured(loss):
+def test_a_wide_clip_range_for_sequence_ratios_warns_unless_calibrated(loss):
     wide = replace(experiment, loss=partial(loss, clip_high=0.27))
     assert len(warnings(wide)) == 1 and "loss.clip_high=0.27" in warnings(wide)[0]
     assert warnings(replace(wide, calibration=Calibration())) == []
     assert warnings(replace(experiment, loss=losses.grpo)) == []
 
 
-def test_parts_are_set_from_the_command_line():
+def test_components_of_the_loss_can_be_overridden():
     changed = override(
         experiment,
         [

@@ -1,4 +1,4 @@
-"""`a.b=c`: what can be set, to what, and what is message about what cannot."""
+"""Overrides `a.b=c`: what can be set, to which values, and the errors for the rest."""
 
 from pathlib import Path
 
@@ -50,32 +50,32 @@ def error(*assignments):
         ("loss.clip_low=1e-3", "loss.clip_low: 2e-4 -> 0.001"),
         ("loss.clip_high=1e-3", "loss.clip_high: 4e-4 -> 0.001"),
         ("advantage.eps=1", "advantage.eps: 1e-6 -> 1.0"),
-        ("optimizer.weight_decay=0.1", "optimizer.transform.weight_decay: 0.0 -> 0.1"),  # where it once was
+        ("optimizer.weight_decay=0.1", "optimizer.transform.weight_decay: 0.0 -> 0.1"),  # its former module
         ("optimizer.transform.weight_decay=0.1", "optimizer.transform.weight_decay: 0.0 -> 0.1"),
         ("optimizer.warmup_updates=10", "optimizer.warmup_updates: 0 -> 10"),
         ("warm_start.optimizer.b1=0.8", "warm_start.optimizer.transform.b1: 0.9 -> 0.8"),
         ("warm_start.optimizer.learning_rate=1", "warm_start.optimizer.learning_rate: 0.003 -> 1.0"),
     ],
 )
-def test_a_value_is_read_by_its_type(assignment, line):
+def test_a_value_is_parsed_by_the_type_of_its_field(assignment, line):
     assert changed(assignment) == ([] if line is None else [line])
 
 
-def test_the_types_are_exact():
+def test_parsed_values_have_the_exact_type():
     new = override(EXPERIMENT, ["schedule.steps=1e3", "sampling.temperature=2", "model.mlp_only_layers=1"])
     assert type(new.schedule.steps) is int
     assert type(new.sampling.temperature) is float
     assert new.model.mlp_only_layers == (1,)
-    assert EXPERIMENT.schedule.steps == 10  # the original is as it was
+    assert EXPERIMENT.schedule.steps == 10  # the original is unchanged
 
 
-def test_a_keyword_of_a_bare_function_makes_a_partial():
+def test_setting_a_keyword_of_a_function_makes_a_partial():
     new = override(EXPERIMENT, ["loss=gspax.losses.gspo", "loss.clip_low=1e-3"])
     assert new.loss.func is losses.gspo
     assert new.loss.keywords == {"clip_low": 1e-3}
 
 
-def test_an_optimizer_and_a_schedule_are_named():
+def test_an_optimizer_and_a_schedule_are_set_by_name():
     new = override(
         EXPERIMENT,
         ["optimizer.schedule=gspax.optimizers.cosine", "optimizer.schedule.updates=1e3", "optimizer.warmup_updates=10",
@@ -93,7 +93,7 @@ def test_an_optimizer_and_a_schedule_are_named():
     )
 
 
-def test_dotted_names_replace_and_later_overrides_apply_to_them():
+def test_dotted_names_replace_a_function_and_later_overrides_apply_to_it():
     new = override(EXPERIMENT, ["model=gspax.model.presets.qwen3_30b_a3b", "model.num_hidden_layers=2"])
     assert new.model.num_hidden_layers == 2
     assert new.model.num_experts == presets.qwen3_30b_a3b.num_experts
@@ -150,11 +150,11 @@ def test_dotted_names_replace_and_later_overrides_apply_to_them():
         ("warm_start=3", "warm_start: wanted the dotted name of a WarmStart or null, got '3'"),
     ],
 )
-def test_an_error_is_one_sentence(assignment, message):
+def test_an_invalid_override_is_one_error(assignment, message):
     assert error(assignment) == message
 
 
-def test_a_module_that_fails_on_import_is_a_sentence(tmp_path, monkeypatch):
+def test_a_module_that_fails_to_import_is_one_error(tmp_path, monkeypatch):
     (tmp_path / "breaks_on_import.py").write_text("1 / 0\n")
     (tmp_path / "needs_a_module.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""The dry run's numbers against the model's real shapes and the published sizes."""
+"""The dry run's numbers, compared with the model's real shapes and the published sizes."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ PRESETS = {name: getattr(presets, name) for name in ("tiny_moe", "qwen3_0_6b", "
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *PRESETS])
-def test_the_parameter_count_is_that_of_the_model(name):
+def test_the_parameter_count_equals_the_models(name):
     config = {**CONFIGS, **PRESETS}[name]
     assert parameter_count(config) == sum(leaf.size for leaf in jax.tree.leaves(transformer.abstract_params(config)))
 
@@ -38,12 +38,12 @@ def test_the_parameter_count_is_that_of_the_model(name):
         (presets.qwen3_0_6b, 0.596e9, 0.596e9),
     ],
 )
-def test_the_published_sizes(config, total, active):
+def test_parameter_counts_equal_the_published_ones(config, total, active):
     assert parameter_count(config) == pytest.approx(total, rel=1e-3)
     assert active_parameter_count(config) == pytest.approx(active, rel=1.5e-3)
 
 
-def test_a_dense_layer_among_sparse_ones_is_active_as_a_whole():
+def test_all_parameters_of_a_dense_layer_are_active():
     config = CONFIGS["some layers dense"]
     dense = 3 * config.hidden_size * config.intermediate_size
     one = replace(config, num_hidden_layers=1, num_experts_per_tok=1)
@@ -53,14 +53,14 @@ def test_a_dense_layer_among_sparse_ones_is_active_as_a_whole():
     assert dense > 0
 
 
-def test_the_logit_budget_is_that_of_the_train_step():
+def test_the_logit_budget_equals_the_train_steps():
     from gspax.learner import train_step
 
     assert LOGIT_BUDGET == train_step.LOGIT_BUDGET
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_cache_is_that_of_the_sampler(dtype):
+def test_the_cache_equals_the_samplers(dtype):
     experiment = override(EXPERIMENT, [f"model.dtype={dtype}"])
     config, sampling = experiment.model, experiment.sampling
 
@@ -83,7 +83,7 @@ def test_the_cache_is_that_of_the_sampler(dtype):
     assert eight["cache of the prompts, once per prompt"] == prompts // 8
 
 
-def test_tokens_and_updates():
+def test_tokens_and_updates_are_counted():
     found = plan(EXPERIMENT, 1)
     assert (found.rows, found.completion_tokens, found.tokens) == (64, 64 * 8, 64 * 16)
     assert (found.updates, found.steps, found.warm_start_updates) == (4, 10, 60)
@@ -130,8 +130,8 @@ def test_the_context_axis_shards_positions_and_gathers_keys():
     assert two.learner["logits of 8 positions"] == one.learner["logits of 16 positions"] // 2
 
 
-def test_scores_are_stored_up_to_a_budget():
-    """Twice the length has four times the scores; beyond the budget their number is constant."""
+def test_attention_scores_are_stored_up_to_a_budget():
+    """They grow with the square of the length; beyond the budget their number is constant."""
 
     def scores(length):
         found = plan(override(EXPERIMENT, ["model.remat=full", f"sampling.max_tokens={length - 8}"]), 1)
@@ -142,7 +142,7 @@ def test_scores_are_stored_up_to_a_budget():
     assert scores(2**14) == -12 * 2**23, "4 + 4 + 4 bytes of each"
 
 
-def test_the_expert_axis_shards_what_is_gathered():
+def test_the_expert_axis_shards_the_gathered_experts():
     model = replace(presets.qwen3_30b_a3b, vocab_size=EXPERIMENT.model.vocab_size)
     big = replace(EXPERIMENT, model=model, sampling=replace(EXPERIMENT.sampling, prompts=64))
     alone = plan(replace(big, mesh=replace(big.mesh, expert=1)), 64)
@@ -155,7 +155,7 @@ def test_the_expert_axis_shards_what_is_gathered():
     assert found.activations["full"] == alone.activations["full"]
 
 
-def test_remat_and_microbatches_lower_the_activations():
+def test_remat_and_microbatches_reduce_activation_memory():
     one = plan(EXPERIMENT, 1)
     assert one.activations["full"] < one.activations["none"]
     split = plan(override(EXPERIMENT, ["schedule.microbatch_rows=4"]), 1)
@@ -167,7 +167,7 @@ def test_remat_and_microbatches_lower_the_activations():
     assert sorted(one.activations, key=one.activations.get) == ["offload", "full", "products", "none"]
 
 
-def test_bfloat16_parameters_have_a_master_and_an_offloaded_state_is_not_on_the_device():
+def test_master_copies_are_counted_and_offloaded_states_are_not():
     one, half = plan(EXPERIMENT, 1), plan(override(EXPERIMENT, ["model.param_dtype=bfloat16"]), 1)
     assert 2 * half.learner["parameters, bfloat16"] == one.learner["parameters, float32"]
     assert 2 * half.learner["gradients"] == one.learner["gradients"]
@@ -181,7 +181,7 @@ def test_bfloat16_parameters_have_a_master_and_an_offloaded_state_is_not_on_the_
     assert "In host memory" in render(away) and "In host memory" not in render(half)
 
 
-def test_optional_parts_are_counted():
+def test_optional_components_are_counted():
     one = plan(EXPERIMENT, 1)
     whole = [
         "reference=gspax.config.Reference",
@@ -200,7 +200,7 @@ def test_optional_parts_are_counted():
 
 
 @pytest.mark.parametrize("changes", [[], ["lora.attention=false"], ["lora.mlp=false"], ["model.mlp_only_layers=(0,)"]])
-def test_adapters_are_what_is_trained(changes):
+def test_with_adapters_only_their_state_is_counted_as_trained(changes):
     changes = ["lora=gspax.config.Lora", "lora.rank=3", "reference=gspax.config.Reference", *changes]
     made = override(EXPERIMENT, changes)
     factors = sum(leaf.size for leaf in jax.tree.leaves(adapters.abstract(made.model, made.lora)))

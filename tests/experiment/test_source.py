@@ -47,7 +47,7 @@ def described(folder, text):
         ("SCALE = 2.0", "import math\n\n\nSCALE = 2.0  # twice", False),
     ],
 )
-def test_a_changed_reward_is_noticed_and_a_comment_is_not(tmp_path, old, new, changes):
+def test_changing_a_reward_changes_its_source_and_changing_a_comment_does_not(tmp_path, old, new, changes):
     before = described(tmp_path, REWARD)
     assert before["reward"]["function"] == "experiment_file.reward"
     assert old in REWARD
@@ -65,7 +65,7 @@ def test_a_changed_reward_is_noticed_and_a_comment_is_not(tmp_path, old, new, ch
         ("weigh(2)", "weigh(5)", True),
     ],
 )
-def test_lambdas_are_told_apart_where_they_share_a_line(tmp_path, old, new, changes):
+def test_lambdas_on_one_line_are_distinguished(tmp_path, old, new, changes):
     text = """
     def weigh(by):
         return lambda problem, text: by * len(text)
@@ -79,7 +79,7 @@ def test_lambdas_are_told_apart_where_they_share_a_line(tmp_path, old, new, chan
     assert described(tmp_path, text) != described(tmp_path, unrelated), "it is used by the other"
 
 
-def test_an_edit_during_the_run_changes_nothing(tmp_path):
+def test_editing_the_file_after_loading_changes_nothing(tmp_path):
     file = tmp_path / "experiment.py"
     file.write_text(HEAD + REWARD + TAIL)
     experiment = load(file)
@@ -88,22 +88,22 @@ def test_an_edit_during_the_run_changes_nothing(tmp_path):
     assert describe(experiment) == before
 
 
-def test_a_run_with_another_reward_is_not_resumed_and_an_old_description_still_is(tmp_path):
+def test_a_run_resumes_with_an_old_description_but_not_with_a_changed_reward(tmp_path):
     before = described(tmp_path, REWARD)
     open_run(tmp_path / "run", before)
     with pytest.raises(UserError, match=f"reward.{SOURCE}: "):
         open_run(tmp_path / "run", described(tmp_path, REWARD.replace("==", "!=")))
-    old = before | {"reward": "experiment_file.reward"}  # as versions wrote it that had no sources
+    old = before | {"reward": "experiment_file.reward"}  # as older versions wrote it, without sources
     assert difference(old, before) == []
 
 
-def test_functions_of_packages_have_no_source_in_it():
+def test_sources_of_installed_packages_are_not_described():
     for function in (losses.gspo, optax.adam, print, partial, Path.exists, textwrap.dedent):
         assert source_hash(function) is None
     assert describe(optax.adafactor) == "optax.adafactor"
 
 
-def test_a_keyword_stays_beside_the_source():
+def test_keywords_are_described_with_the_source():
     def reward(problem, completion, *, scale=1.0):
         return scale
 

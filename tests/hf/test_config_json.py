@@ -1,4 +1,4 @@
-"""`config.json`: both generations of names, every key accounted for, and nothing silently ignored."""
+"""`config.json`: old and new key names, every key handled, and none silently ignored."""
 
 import json
 from dataclasses import fields, replace
@@ -29,7 +29,7 @@ def write(folder, raw):
 
 
 def of_its_family(config):
-    """Without the expert fields, which a dense model does not use and its checkpoint does not have."""
+    """The config without expert fields if it is dense: its checkpoint has none."""
     plain = {name: ModelConfig.__dataclass_fields__[name].default for name in FIELDS_OF_EXPERTS}
     return config if config.num_experts else replace(config, **plain)
 
@@ -46,7 +46,7 @@ def test_a_written_config_is_read_back(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_transformers_reads_our_file_and_we_read_its(name, tmp_path):
+def test_configs_are_exchanged_with_transformers(name, tmp_path):
     """The newer names: `num_local_experts`, `dtype`, `rope_parameters`, `layer_types`."""
     transformers = pytest.importorskip("transformers")
     config = of_its_family(CONFIGS[name])
@@ -77,7 +77,7 @@ def test_every_key_of_another_family_is_known(name):
 
 @pytest.mark.parametrize("name", ["Qwen3Config", "Qwen3MoeConfig"])
 def test_every_key_of_transformers_is_in_one_table(name):
-    """A key that a later version of transformers adds fails here first."""
+    """Fails first when a later version of transformers adds a key."""
     theirs = getattr(pytest.importorskip("transformers"), name)()
     keys = {*theirs.to_dict(), *(field.name for field in fields(theirs))}
     tables = [config_json.COPIED, config_json.TRANSLATED, config_json.PERMITTED, config_json.HARMLESS]
@@ -88,7 +88,7 @@ def test_every_key_of_transformers_is_in_one_table(name):
 
 
 @pytest.mark.parametrize("name", ["Qwen3Config", "Qwen3MoeConfig"])
-def test_absent_keys_have_the_values_of_transformers(name, tmp_path):
+def test_absent_keys_have_the_defaults_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     needed = {key: value for key, value in MOE.items() if value is not None} | {"model_type": "qwen3_moe"}
     if name == "Qwen3Config":
@@ -108,7 +108,7 @@ def test_absent_keys_have_the_values_of_transformers(name, tmp_path):
         ("Qwen3-235B-A22B", presets.qwen3_235b_a22b),
     ],
 )
-def test_published_files_are_the_presets(name, preset):
+def test_published_files_equal_the_presets(name, preset):
     if not PUBLISHED.is_dir():
         pytest.skip("../shared/data/qwen3_configs is not here")
     assert replace(read_config(PUBLISHED / name), dtype="bfloat16", remat="full") == preset
@@ -160,7 +160,7 @@ def test_published_files_are_the_presets(name, preset):
             MOE | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": None},
             {"sliding_window": 8, "sliding_layers": (0, 1, 2)},
         ),
-        (DENSE | {"torch_dtype": "bfloat16"}, {}),  # of the tensors, not of the computation
+        (DENSE | {"torch_dtype": "bfloat16"}, {}),  # the dtype of the tensors, not of the computation
         (DENSE | {"torch_dtype": "float32", "dtype": "float16"}, {}),
         (DENSE | {"qkv_bias": False, "use_qk_norm": True, "unsloth_fixed": True}, {}),
         (MOE | {"shared_expert_intermediate_size": 0, "use_qk_norm": True, "qkv_bias": False}, {}),
@@ -170,7 +170,7 @@ def test_published_files_are_the_presets(name, preset):
         (DENSE | {"bos_token_id": 3, "router_aux_loss_coef": 0.1}, {}),
     ],
 )
-def test_fields(raw, changes, tmp_path):
+def test_each_key_sets_its_field(raw, changes, tmp_path):
     base = tiny.MOE if raw["model_type"] == "qwen3_moe" else of_its_family(tiny.CONFIGS["dense"])
     assert read_config(write(tmp_path, raw)) == replace(base, **changes)
 
@@ -265,7 +265,7 @@ def test_fields(raw, changes, tmp_path):
         ([1], "wanted a JSON object, got [1]"),
     ],
 )
-def test_what_is_not_implemented_is_rejected_by_name(raw, sentence, tmp_path):
+def test_unsupported_features_are_rejected_by_name(raw, sentence, tmp_path):
     with pytest.raises(UserError) as error:
         read_config(write(tmp_path, raw))
     assert str(error.value) == f"{tmp_path / 'config.json'}: {sentence}"
@@ -323,7 +323,7 @@ def test_experts_with_a_window_on_some_layers_cannot_be_exported():
         to_json(config)
 
 
-def test_the_hub_s_names_are_written():
+def test_the_key_names_of_the_hub_are_written():
     raw = to_json(replace(presets.qwen3_30b_a3b, rope_scaling=Yarn(factor=4.0, original_max_position_embeddings=32768)))
     assert raw["num_experts"] == 128 and raw["torch_dtype"] == "bfloat16" and raw["rope_theta"] == 1e6
     assert raw["rope_scaling"] == YARN

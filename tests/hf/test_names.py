@@ -1,4 +1,4 @@
-"""The table of names: every element of every parameter once, axes by plain numpy, and the inverse."""
+"""The table of tensor names covers each element of each parameter once; axes are checked in plain numpy."""
 
 import jax
 import ml_dtypes
@@ -35,7 +35,7 @@ def test_every_parameter_is_covered_once(name, fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_names_and_shapes_are_those_of_the_published_layout(name, fused):
+def test_names_and_shapes_equal_the_published_layout(name, fused):
     config = tiny.CONFIGS[name]
     table = names.list_chunks(config, parameter_shapes(config), fused=fused)
     found = {chunk.published: chunk.shape for chunks in table.values() for chunk in chunks}
@@ -43,7 +43,7 @@ def test_names_and_shapes_are_those_of_the_published_layout(name, fused):
     assert found == {name: tensor.shape for name, tensor in expected.items()}
 
 
-def test_the_30b_has_a_tensor_for_each_expert():
+def test_the_30b_model_has_a_tensor_for_each_expert():
     config = presets.qwen3_30b_a3b
     chunks = [chunk for each in names.list_chunks(config, parameter_shapes(config)).values() for chunk in each]
     assert len(chunks) == 3 + 48 * (9 + 3 * 128)
@@ -51,8 +51,8 @@ def test_the_30b_has_a_tensor_for_each_expert():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.published)
-def test_to_ours_transposes_and_reshapes_as_the_layers_expect(row):
-    """x W in gspax and W x in torch: the published matrix is transposed, and our axes are a reshape of that."""
+def test_to_ours_transposes_and_reshapes_for_the_layers(row):
+    """gspax computes x W, torch W x: a published matrix is transposed, then reshaped to our axes."""
     shape = shape_of(row)
     tensor = np.random.default_rng(0).standard_normal(names.published_shape(row, shape))
     view = names.to_ours(row, tensor, shape)
@@ -79,7 +79,7 @@ def test_to_published_inverts_to_ours(row, dtype):
         ((700,), (0,)),
         ((0, 3), (1, 0)),
         ((300, 700), (0, 1)),
-        ((300, 700), (1, 0)),  # several strips, the last one not full
+        ((300, 700), (1, 0)),  # several strips, the last of them partial
         ((2, 30000), (1, 0)),
         ((3, 70, 700), (2, 0, 1)),
         ((700, 3, 70), (1, 2, 0)),
@@ -87,7 +87,7 @@ def test_to_published_inverts_to_ours(row, dtype):
         ((300, 1, 1), (2, 1, 0)),
     ],
 )
-def test_copy_is_assignment(shape, order, dtypes, monkeypatch):
+def test_copy_equals_assignment(shape, order, dtypes, monkeypatch):
     monkeypatch.setattr(names, "STRIP", 10000)
     source = np.random.default_rng(0).standard_normal(shape).astype(jax.numpy.dtype(dtypes[0])).transpose(order)
     outer = np.zeros([size + 2 for size in source.shape], jax.numpy.dtype(dtypes[1]))
@@ -98,7 +98,7 @@ def test_copy_is_assignment(shape, order, dtypes, monkeypatch):
     assert (outer == expected).all()
 
 
-def test_copy_into_a_slice():
+def test_copy_fills_a_slice():
     """As for a device that holds some of the columns."""
     tensor = np.arange(64.0 * 48).reshape(64, 48)
     part = tensor.T[12:24]

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's layout, in and out. What the tensors mean is written out here: PEFT itself is not installed."""
+"""Reading and writing adapters in PEFT's layout, restated here because PEFT is not installed."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from gspax.sharding import make_mesh
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,))  # a dense layer and one with experts
 LORA = Lora(rank=3, alpha=6.0)
-SETTINGS = {  # what PEFT 0.18 writes beside what gspax reads
+SETTINGS = {  # keys that PEFT 0.18 writes and gspax does not use
     **{"alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None},
     **{
         "base_model_name_or_path": "Qwen/Qwen3-0.6B",
@@ -42,7 +42,7 @@ SETTINGS = {  # what PEFT 0.18 writes beside what gspax reads
 
 
 def modules(lora=LORA):
-    """The weights that are adapted, by their published names."""
+    """The adapted weights, by their published names."""
     plain = published(CONFIG, random_params(CONFIG))
     wanted = [each for each, on in (("self_attn", lora.attention), ("mlp", lora.mlp)) if on]
     return {
@@ -51,7 +51,7 @@ def modules(lora=LORA):
 
 
 def random_adapter(lora=LORA):
-    """name -> tensor, as PEFT saves them."""
+    """name -> tensor, in PEFT's layout."""
     rng, found = np.random.default_rng(0), {}
     for name, weight in modules(lora).items():
         module = "base_model.model." + name.removesuffix(".weight")
@@ -75,7 +75,7 @@ def shapes(lora=LORA):
 @pytest.mark.parametrize(
     "lora", [LORA, replace(LORA, mlp=False), replace(LORA, attention=False)], ids=["all", "attention", "mlp"]
 )
-def test_an_adapter_adds_what_peft_adds_to_each_module(lora, tmp_path):
+def test_an_adapter_adds_peft_s_update_to_each_module(lora, tmp_path):
     tensors = random_adapter(lora)
     found = peft(save(tmp_path / "adapter", tensors))
     assert found == replace(lora, checkpoint=str(tmp_path / "adapter"))
@@ -137,13 +137,13 @@ def test_rank_stabilised_scaling(tmp_path):
         ({"something_new": 1}, "something_new: wanted null, false or nothing in it, got 1"),
     ],
 )
-def test_another_kind_of_adapter_is_refused_by_name(settings, sentence, tmp_path):
+def test_other_kinds_of_adapters_are_rejected_by_name(settings, sentence, tmp_path):
     with pytest.raises(UserError) as error:
         peft(save(tmp_path / "adapter", random_adapter(), **settings))
     assert str(error.value).startswith(f"{tmp_path / 'adapter' / 'adapter_config.json'}: {sentence}")
 
 
-def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path):
+def test_tensors_that_do_not_fit_are_rejected_by_name(tmp_path):
     tensors = random_adapter()
     first = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
 
@@ -158,7 +158,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path):
     refuses(tensors | {router: np.ones((3, 16), np.float32)}, f"{router} is not part of the model")
 
 
-def test_a_folder_without_an_adapter(tmp_path, monkeypatch):
+def test_a_folder_without_an_adapter_is_rejected(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"nowhere: wanted the folder of an adapter .* working directory is "):
         peft("nowhere")

@@ -1,4 +1,4 @@
-"""Reading published checkpoints: every parameter from its tensors, on any mesh, and errors by file and tensor."""
+"""Reading published checkpoints onto any mesh, with errors that name file and tensor."""
 
 import re
 from dataclasses import replace
@@ -71,7 +71,7 @@ def test_tensors_are_cast_to_the_wanted_dtype(stored, dtype, tmp_path):
     assert equal(found, jax.tree.map(lambda leaf: np.asarray(leaf).astype(stored).astype(dtype), params))
 
 
-def test_buffers_that_older_versions_saved_are_left_out(tmp_path):
+def test_buffers_saved_by_older_versions_are_ignored(tmp_path):
     params = random_params(MOE)
     buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for layer in range(3)}
     buffers["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
@@ -83,7 +83,7 @@ def test_buffers_that_older_versions_saved_are_left_out(tmp_path):
 
 
 def test_on_a_cpu_the_host_keeps_no_second_copy(tmp_path, monkeypatch):
-    """The arrays share the memory of the shards that were read."""
+    """The arrays use the memory that the shards were read into."""
     rooms = []
     aligned = reading.empty_aligned
     monkeypatch.setattr(reading, "empty_aligned", lambda *where: rooms.append(aligned(*where)) or rooms[-1])
@@ -105,7 +105,7 @@ def test_each_tensor_is_read_once_for_all_devices(tmp_path, monkeypatch):
 def test_a_host_does_not_read_experts_that_its_devices_do_not_hold(tmp_path):
     params, shape = random_params(MOE), wanted(MOE)["runs"][0]["mlp"]["gate"].shape
     stored = tensors.find(save(tmp_path, MOE, published(MOE, params)))
-    box = ((0, 3), (2, 4), (0, 16), (4, 8))  # all layers, two experts, a part of the width
+    box = ((0, 3), (2, 4), (0, 16), (4, 8))  # all layers, two experts, part of the width
     shard = np.zeros([last - first for first, last in box], np.float32)
     read = []
     for chunk in names.list_chunks(MOE, parameter_shapes(MOE))["runs/0/mlp/gate"]:
@@ -165,7 +165,7 @@ def test_a_tensor_of_another_shape_is_rejected(name, shape, said, tmp_path):
     refused(tmp_path, MOE, f"tensor {name}: {said}")
 
 
-def test_a_tied_model_may_have_a_copy_of_its_embedding_as_head_but_no_other(tmp_path):
+def test_the_head_of_a_tied_model_must_equal_its_embedding(tmp_path):
     config = tiny.CONFIGS["tied"]
     found = ours(config)
     save(tmp_path, config, found | {"lm_head.weight": found["model.embed_tokens.weight"]})
@@ -174,7 +174,7 @@ def test_a_tied_model_may_have_a_copy_of_its_embedding_as_head_but_no_other(tmp_
     refused(tmp_path, config, "tensor lm_head.weight differs from model.embed_tokens.weight, but config.json has")
 
 
-def test_all_headers_are_validated_before_a_tensor_is_read(tmp_path, monkeypatch):
+def test_all_headers_are_validated_before_any_tensor_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tensors, "read", lambda *_: pytest.fail("a tensor was read"))
     save(tmp_path, MOE, ours(), files=3)
     last = tmp_path / "model-00003-of-00003.safetensors"

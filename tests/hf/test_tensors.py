@@ -1,4 +1,4 @@
-"""The safetensors format: files that the `safetensors` library writes and reads, and errors for corrupt ones."""
+"""The safetensors format, exchanged with the `safetensors` library, and errors for corrupt files."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def test_the_safetensors_library_reads_our_files(dtype, shard_size, files, tmp_p
         assert {*raw["weight_map"].values()} == {file.name for file in written}
 
 
-def test_files_keep_to_the_shard_size_and_a_larger_tensor_has_its_own(tmp_path):
+def test_files_respect_the_shard_size_and_a_larger_tensor_gets_its_own_file(tmp_path):
     shapes = {"a": (10,), "b": (10,), "c": (5,), "large": (100,), "d": (1,)}
     stored = tensors.lay_out(tmp_path, shapes, np.dtype(np.float32), 100)
     assert [stored[name].file.name[:11] for name in shapes] == [f"model-0000{number}" for number in (1, 1, 1, 2, 3)]

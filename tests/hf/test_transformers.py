@@ -1,4 +1,4 @@
-"""Import and export with transformers: its files are read, and it loads ours without an unexpected key.
+"""Checkpoints are exchanged with transformers in both directions, without unexpected keys.
 
 The same without torch: test_convert_export.py and test_names.py; logits: test_parity_torch.py.
 """
@@ -62,7 +62,7 @@ def read(folder):
         *(pytest.param(name, dtype, marks=pytest.mark.slow) for name in CONFIGS for dtype in ("float32", "bfloat16")),
     ],
 )
-def test_transformers_to_gspax_to_transformers(name, dtype, tmp_path):
+def test_a_round_trip_from_transformers_preserves_every_byte(name, dtype, tmp_path):
     model = random_model(CONFIGS[name], getattr(torch, dtype))
     model.save_pretrained(tmp_path / "theirs")
     convert.run(str(tmp_path / "theirs"), tmp_path / "orbax", dtype)
@@ -74,7 +74,7 @@ def test_transformers_to_gspax_to_transformers(name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tied", pytest.param("moe", marks=pytest.mark.slow)])
-def test_logits_of_an_exported_model(name, tmp_path):
+def test_an_exported_model_gives_the_same_logits(name, tmp_path):
     config = CONFIGS[name]
     params = jax.tree.map(lambda leaf: 0.3 * leaf, random_params(config))
     flat = {writing.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -112,7 +112,7 @@ OTHERS = {  # families that are not Qwen3: model_type and keys of config.json
 @pytest.mark.parametrize(
     "name", ["mixtral", "qwen2_moe", *(pytest.param(each, marks=SLOW) for each in list(OTHERS)[1::2])]
 )
-def test_other_families_have_the_logits_and_the_bytes_of_transformers(name, tmp_path):
+def test_other_families_have_the_logits_and_bytes_of_transformers(name, tmp_path):
     raw = OTHERS[name]
     torch.manual_seed(0)
     theirs = transformers.AutoConfig.for_model(**raw)
@@ -143,7 +143,7 @@ def test_other_families_have_the_logits_and_the_bytes_of_transformers(name, tmp_
     jax.tree.map(np.testing.assert_array_equal, read(tmp_path / "fused")[1], params)
 
 
-def test_experts_that_transformers_saved_fused(tmp_path):
+def test_fused_experts_saved_by_transformers_are_read(tmp_path):
     model = random_model(CONFIGS[MIXED], torch.float32)
     model.save_pretrained(tmp_path / "plain")
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
@@ -151,7 +151,7 @@ def test_experts_that_transformers_saved_fused(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read(tmp_path / "fused")[1], read(tmp_path / "plain")[1])
 
 
-def test_several_files_with_the_index_of_transformers(tmp_path):
+def test_sharded_checkpoints_of_transformers_are_read(tmp_path):
     model = random_model(CONFIGS["moe"], torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     assert (tmp_path / "model.safetensors.index.json").exists()

@@ -1,4 +1,4 @@
-"""Extraction of final answers, and the equality that needs no computer algebra."""
+"""Extraction of final answers, and equality without computer algebra."""
 
 import time
 
@@ -34,24 +34,24 @@ from gspax.rewards.answers import compare, extract, reference
         ("", None),
     ],
 )
-def test_the_first_form_that_is_there_is_taken(completion, answer):
+def test_the_first_form_that_matches_is_used(completion, answer):
     assert extract(completion) == answer
 
 
 @pytest.mark.parametrize(
     ("form", "answer"), [("boxed", "6"), ("hash", "7"), ("tag", "8"), ("number", "9"), (None, "6")]
 )
-def test_the_form_can_be_chosen(form, answer):
+def test_the_forms_can_be_restricted(form, answer):
     text = "\\boxed{6}\n#### 7\n<answer>8</answer> 9"
     assert extract(text, form=form) == answer
     assert form is None or extract("none at all", form=form) is None
 
 
-def test_a_box_inside_the_tag_is_opened():
+def test_a_box_inside_the_answer_tag_is_unwrapped():
     assert extract(r"<answer>$\boxed{5}$</answer>", form="tag") == "5"
 
 
-def test_an_unknown_form_is_refused():
+def test_an_unknown_form_is_rejected():
     with pytest.raises(UserError, match="form: wanted one of boxed, hash, tag, number or None, got 'latex'"):
         extract("1", form="latex")
 
@@ -59,7 +59,7 @@ def test_an_unknown_form_is_refused():
 @pytest.mark.parametrize(
     "text", [r"\boxed{", "<answer>", "</answer>", "####", "1,", "1,111", "1 ", "{", "}", "\\", "-$"]
 )
-def test_hostile_completions_take_no_time(text):
+def test_adversarial_completions_are_graded_quickly(text):
     began = time.process_time()
     extract(text * (200_000 // len(text)))
     assert time.process_time() - began < 1
@@ -68,7 +68,7 @@ def test_hostile_completions_take_no_time(text):
 @pytest.mark.parametrize(
     ("answer", "bare"), [("a solution\n#### 1,600", "1,600"), (r"so $\boxed{p - q}$.", "p - q"), (" 5 ", "5")]
 )
-def test_the_reference_is_the_answer_inside_a_solution(answer, bare):
+def test_the_reference_answer_is_extracted_from_a_solution(answer, bare):
     assert reference(answer) == bare
 
 
@@ -117,5 +117,5 @@ def test_the_reference_is_the_answer_inside_a_solution(answer, bare):
         ("p - q", "q - p", None),
     ],
 )
-def test_strings_and_plain_numbers_are_compared_here(expected, answer, equal):
+def test_strings_and_plain_numbers_are_compared_without_a_worker(expected, answer, equal):
     assert compare(expected, answer) is equal

@@ -70,7 +70,7 @@ def test_every_completion_gets_its_own_reward(reward, concurrency):
         ([1.0], Result((), "wanted a number, a tuple or a mapping of numbers, got [1.0]")),
     ],
 )
-def test_what_a_reward_may_be(value, result):
+def test_every_kind_of_reward_function_is_called(value, result):
     assert to_result(value) == result
 
 
@@ -99,7 +99,7 @@ FAILURES = ["raise", "good", "exit", "good", "hang", "nan", "good"]
 
 
 @pytest.mark.parametrize("reward", [misbehave, async_misbehave])
-def test_a_failure_costs_one_completion(reward):
+def test_a_failure_affects_one_completion(reward):
     began = time.monotonic()
     found = gather(reward, FAILURES, timeout=0.3)
     assert time.monotonic() - began < 2.5
@@ -112,7 +112,7 @@ def test_a_failure_costs_one_completion(reward):
     ]
 
 
-def test_a_coroutine_that_blocks_its_loop_costs_itself_only(monkeypatch):
+def test_a_blocking_coroutine_times_out_alone(monkeypatch):
     monkeypatch.setattr(module, "_SPARE", 0.2)
     began = time.monotonic()
     found = gather(async_misbehave, ["block", "good", "good"], timeout=0.3, concurrency=1)
@@ -120,7 +120,7 @@ def test_a_coroutine_that_blocks_its_loop_costs_itself_only(monkeypatch):
     assert [each.rewards for each in found] == [(), (1.0,), (1.0,)]
 
 
-def test_a_batch_fails_as_one_and_its_numbers_one_by_one():
+def test_a_failed_batch_fails_all_and_an_invalid_number_only_its_own():
     assert (
         errors(*gather(Batched(lambda problems, texts: [1.0]), ["a", "b"]))
         == ["wanted a reward for each of 2 completions, got 1"] * 2
@@ -132,7 +132,7 @@ def test_a_batch_fails_as_one_and_its_numbers_one_by_one():
     assert gather(Batched(lambda problems, texts: [1.0, float("nan")]), ["a", "b"])[0] == Result((1.0,))
 
 
-def test_a_setting_that_is_wrong_is_no_failure_of_a_completion():
+def test_an_invalid_setting_is_not_counted_as_a_failure():
     def refuses(problem, completion):
         raise UserError("reward: wanted allow_code_execution=True")
 
@@ -144,7 +144,7 @@ def test_a_setting_that_is_wrong_is_no_failure_of_a_completion():
     ("reward", "concurrency", "most"),
     [("plain", 0, 1), ("plain", 3, 3), ("declared", 0, 4), ("declared", 2, 2), ("async", 0, 12), ("async", 5, 5)],
 )
-def test_how_many_calls_there_are_at_one_time(reward, concurrency, most):
+def test_concurrent_calls_are_limited(reward, concurrency, most):
     lock, now, seen = threading.Lock(), [0], [0]
 
     def count(change):
@@ -170,7 +170,7 @@ def test_how_many_calls_there_are_at_one_time(reward, concurrency, most):
     assert seen[0] == most
 
 
-def test_a_late_call_leaves_the_number_of_threads_as_it_was():
+def test_a_late_call_does_not_add_threads():
     release = threading.Event()
     running = []
 

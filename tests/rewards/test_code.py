@@ -1,6 +1,6 @@
-"""Programs in sandboxes: right ones pass, and what attacks a grader gets nothing.
+"""Sandboxed programs: correct ones pass, and attacks on the grader earn nothing.
 
-Bounds matter here: at most two programs run at one time, with little memory and few seconds.
+At most two programs run at a time, with little memory and few seconds.
 """
 
 import os
@@ -20,7 +20,7 @@ from gspax.rewards.code import Limits
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests
 
-EXPECTED = "918273645"  # what an attack would have to find
+EXPECTED = "918273645"  # the secret that an attack would have to find
 LIMITS = Limits(timeout=20.0, memory=256, output=1, processes=8)
 SHORT = Limits(timeout=1.0, memory=256, output=1, processes=8)
 
@@ -45,7 +45,7 @@ def fenced(program):
     return f"Here it is:\n\n```python\n{program}\n```\n"
 
 
-# Honest programs
+# Correct programs
 
 READERS = [
     "print(int(input()) * 2)",
@@ -90,7 +90,7 @@ def test_a_correct_function_passes(program, isolation):
         ("", "no program", ""),
     ],
 )
-def test_a_grade_says_why(program, outcome, detail, isolation):
+def test_a_grade_has_a_reason(program, outcome, detail, isolation):
     cases = (("21\n", "42\n"), ("1\n", "2\n"))
     assert graded(program, isolation, *cases) == Grade(0.0, outcome, detail)
 
@@ -102,7 +102,7 @@ def test_a_batch_is_graded_in_order(isolation):
     assert [grade.outcome for grade in grades] == ["passed", "wrong", "no program", "passed"]
 
 
-# Attacks. Each would print or return the expected value if it could.
+# Attacks: each prints or returns the expected value if it succeeds.
 
 FUNCTION_ATTACKS = {
     "equal to everything": "class A:\n    def __eq__(self, other):\n        return True\ndef f():\n    return A()",
@@ -128,12 +128,12 @@ def f():
 
 
 @pytest.mark.parametrize("name", FUNCTION_ATTACKS)
-def test_an_attack_from_inside_a_function_gets_nothing(name, isolation):
+def test_an_attack_from_inside_a_function_earns_nothing(name, isolation):
     grade = graded(FUNCTION_ATTACKS[name], isolation, ("", EXPECTED), function="f")
     assert grade.reward == 0.0 and grade.outcome in ("wrong", "error")
 
 
-def test_a_reloaded_module_reaches_no_file_outside(isolation, tmp_path):
+def test_a_reloaded_module_cannot_read_outside_files(isolation, tmp_path):
     tmp_path.chmod(0o777)
     target = tmp_path / "written"
     program = f"""
@@ -143,13 +143,13 @@ os.system("echo {EXPECTED} > {target}")
 open({str(target)!r}, "w").write("x")
 print({EXPECTED})
 """
-    if isolation == "limits":  # may write where anybody may; starts no program
+    if isolation == "limits":  # may write to world-writable folders; cannot start a program
         program = program.replace(f'open({str(target)!r}, "w").write("x")', "assert os.system('true') == 0")
     assert graded(program, isolation).reward == 0.0
     assert not target.exists()
 
 
-def test_limits_refuse_a_fork_by_its_number_too():
+def test_limits_block_a_fork_by_its_number_too():
     if not _seccomp.build(alone=True):
         pytest.skip("isolation='limits' needs seccomp on x86-64")
     program = f"""
@@ -193,7 +193,7 @@ def test_a_program_ends_with_its_worker(isolation, monkeypatch):
 
 
 def running(text, file="cmdline"):
-    """Whether a process of this machine has an argument, or a name (`file="comm"`)."""
+    """Whether a process on this machine has this argument, or this name (`file="comm"`)."""
     for path in Path("/proc").glob(f"[0-9]*/{file}"):
         try:
             if text.encode() in path.read_bytes().replace(b"\n", b"\0").split(b"\0"):
@@ -203,7 +203,7 @@ def running(text, file="cmdline"):
     return False
 
 
-def test_the_network_is_out_of_reach(isolation):
+def test_the_network_is_unreachable(isolation):
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = f"""
 import socket
@@ -228,7 +228,7 @@ print(918273645 if any("GSPAX_SECRET" in text for text in texts) else 0)
     _pool._close()
 
 
-def test_files_are_out_of_reach(tmp_path):
+def test_outside_files_are_unreachable(tmp_path):
     if shutil.which("bwrap") is None:
         pytest.skip("only bubblewrap hides files")
     tmp_path.chmod(0o755)
@@ -252,8 +252,8 @@ FOREVER = {
 
 
 @pytest.mark.parametrize("name", FOREVER)
-def test_what_does_not_end_costs_its_timeout_and_no_more(name, isolation):
-    graded("print(1)", isolation)  # a worker is up
+def test_an_endless_program_costs_only_its_timeout(name, isolation):
+    graded("print(1)", isolation)  # starts a worker
     began = time.monotonic()
     grade = graded(f"{FOREVER[name]}\nprint({EXPECTED})", isolation, limits=SHORT)
     assert grade.reward == 0.0 and time.monotonic() - began < SHORT.timeout + 5
@@ -275,7 +275,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_is_contained(name, isolation):
+def test_resource_bombs_are_contained(name, isolation):
     if isolation == "limits" and name in ("threads", "many files"):
         pytest.skip("only bubblewrap bounds the number of threads and the size of all files")
     grade = graded(f"{BOMBS[name]}\nprint({EXPECTED})", isolation, limits=Limits(5.0, 256, 1, 8))
@@ -283,7 +283,7 @@ def test_a_bomb_is_contained(name, isolation):
     assert graded(f"print({EXPECTED})", isolation).reward == 1.0
 
 
-def test_a_fork_bomb_that_never_gives_up_is_contained(isolation):
+def test_a_persistent_fork_bomb_is_contained(isolation):
     program = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     assert graded(program, isolation, limits=Limits(1.0, 64, 1, 4)).outcome == "timeout"
     assert graded(f"print({EXPECTED})", isolation).reward == 1.0
@@ -292,12 +292,12 @@ def test_a_fork_bomb_that_never_gives_up_is_contained(isolation):
 # Settings
 
 
-def test_nothing_runs_unless_the_experiment_allows_it():
+def test_no_program_runs_unless_the_experiment_allows_it():
     with pytest.raises(UserError, match="reward: wanted allow_code_execution=True"):
         code.reward(Problem("?", Tests((("", "1"),)).to_answer()), "print(1)")
 
 
-def test_without_bubblewrap_it_refuses_to_start(monkeypatch):
+def test_without_bubblewrap_it_does_not_start(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(
         UserError, match=r"isolation: wanted the program bwrap \(apt-get install bubblewrap\), got none"
@@ -307,7 +307,7 @@ def test_without_bubblewrap_it_refuses_to_start(monkeypatch):
         graded("print(1)", "none")
 
 
-def test_a_sandbox_that_cannot_be_had_is_an_error(isolation):
+def test_an_unavailable_sandbox_is_an_error(isolation):
     with pytest.raises(UserError, match=rf"rewards: no sandbox \({isolation}\): "):
         code.grade(
             [Tests((("", "1"),)).to_answer()],
@@ -318,7 +318,7 @@ def test_a_sandbox_that_cannot_be_had_is_an_error(isolation):
         )
 
 
-def test_limits_are_above_0():
+def test_limits_must_be_positive():
     with pytest.raises(UserError, match=r"limits\.memory: wanted more than 0, got 0"):
         Limits(memory=0)
 
@@ -337,7 +337,7 @@ def test_a_batch_has_a_deadline(isolation):
     assert [grade.outcome for grade in grades] == ["late", "late"]
 
 
-def test_a_lost_worker_costs_the_stated_value_and_stops_a_run_in_the_end(isolation, monkeypatch):
+def test_a_lost_worker_gives_the_failure_value_and_eventually_stops_the_run(isolation, monkeypatch):
     monkeypatch.setattr(code, "_tally", tally := Tally("gspax.rewards.code"))
     monkeypatch.setattr(code, "_SPARE", -20.0)
     reward = partial(code.reward, allow_code_execution=True, isolation=isolation, limits=LIMITS, failed=-0.5)

@@ -34,7 +34,7 @@ REWARD = partial(
         ("<answer>5</answer>", (0.0, 0.0, 0.5)),
     ],
 )
-def test_each_reward_comes_with_its_weight_and_in_order(completion, values):
+def test_rewards_are_returned_in_order_with_their_weights(completion, values):
     found = REWARD(Problem("2 + 2", "4"), completion)
     assert tuple(found.items()) == tuple(zip(("answer", "format", "short"), values, strict=True))
     total = partial(weighted_sum, **REWARD.keywords)(Problem("2 + 2", "4"), completion)
@@ -45,25 +45,25 @@ def test_each_reward_comes_with_its_weight_and_in_order(completion, values):
     assert to_result(total) == Result((sum(values),), parts=found)
 
 
-def test_names_and_weights_are_part_of_an_experiments_description():
+def test_an_experiment_describes_names_and_weights():
     described = describe(REWARD)
     assert described["weights"] == {"format": 0.25, "short": 0.5}
     assert list(described["rewards"]) == ["answer", "format", "short"]
     assert described["rewards"]["short"]["at_most"] == 2
 
 
-def test_several_rewards_make_an_advantage():
+def test_several_rewards_give_one_advantage():
     texts = ["<think>a</think><answer>4</answer>", "<answer>4</answer>", "4"]
     reward_PGR = np.array([[list(REWARD(Problem("2 + 2", "4"), text).values()) for text in texts]], np.float32)
     advantage_PG = advantages.gdpo(jnp.asarray(reward_PGR))
     assert advantage_PG.shape == (1, 3) and list(np.argsort(advantage_PG[0])) == [2, 1, 0]
 
 
-def test_a_weight_belongs_to_a_reward():
+def test_a_weight_without_a_reward_is_rejected():
     with pytest.raises(UserError, match=r"weights: wanted names of rewards \(short\), got long, shot"):
         combine(Problem("", ""), "", rewards={"short": length.within}, weights={"shot": 1.0, "long": 1.0})
 
 
-def test_each_reward_gives_one_number():
+def test_each_reward_must_return_one_number():
     with pytest.raises(UserError, match=r"rewards: wanted one number from 'both', got \{'a': 1.0\}"):
         combine(Problem("", ""), "", rewards={"both": partial(combine, rewards={"a": length.within})})

@@ -1,4 +1,4 @@
-"""Rewards for the form and the length of a completion."""
+"""Rewards for the format and the length of a completion."""
 
 import time
 from functools import partial
@@ -22,7 +22,7 @@ PROBLEM = Problem("?", "!")
         (r"a.*b", "a\n\nb", 1.0),
     ],
 )
-def test_the_whole_completion_matches(pattern, completion, reward):
+def test_the_pattern_must_match_the_full_completion(pattern, completion, reward):
     assert format.match(PROBLEM, completion, pattern=pattern) == reward
 
 
@@ -50,17 +50,17 @@ def test_the_whole_completion_matches(pattern, completion, reward):
         ("", 0.0),
     ],
 )
-def test_each_tag_stands_there_once_and_in_order(completion, reward):
+def test_each_tag_must_appear_once_and_in_order(completion, reward):
     assert format.match_tags(PROBLEM, completion) == reward
 
 
-def test_the_prompt_may_have_opened_the_first_tag():
+def test_the_prompt_may_open_the_first_tag():
     assert format.match_tags(PROBLEM, "a</think><answer>b</answer>", opened=True) == 1.0
     assert format.match_tags(PROBLEM, "<think>a</think><answer>b</answer>", opened=True) == 0.0
     assert format.match_tags(PROBLEM, "<a>1</a>", tags=("a",)) == 1.0
 
 
-def test_hostile_completions_take_no_time():
+def test_adversarial_completions_are_graded_quickly():
     began = time.process_time()
     for text in ("<think>", "</think>", "<think></think>", "<"):
         assert format.match_tags(PROBLEM, text * 100_000) == 0.0
@@ -70,12 +70,12 @@ def test_hostile_completions_take_no_time():
 @pytest.mark.parametrize(
     ("words", "reward"), [(0, 0.0), (1, 0.0), (2, 1 / 3), (3, 2 / 3), (4, 1), (6, 1), (7, 2 / 3), (9, 0)]
 )
-def test_a_length_outside_loses_linearly(words, reward):
+def test_the_penalty_outside_the_range_is_linear(words, reward):
     assert length.within(PROBLEM, "word " * words, at_least=4, at_most=6, slack=2) == pytest.approx(reward)
 
 
 @pytest.mark.parametrize(("unit", "count"), [("words", 3), ("characters", 9), ("lines", 2)])
-def test_units(unit, count):
+def test_lengths_are_counted_in_each_unit(unit, count):
     text = "a bc\n\ndef"
     assert length.within(PROBLEM, text, at_least=count, at_most=count, unit=unit) == 1.0
     assert length.within(PROBLEM, text, at_least=count + 1, unit=unit) == 0.0
@@ -89,11 +89,11 @@ def test_units(unit, count):
         ({"slack": -1}, "slack=-1"),
     ],
 )
-def test_impossible_lengths_are_refused(settings, message):
+def test_impossible_lengths_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         length.within(PROBLEM, "", **settings)
 
 
-def test_the_settings_are_part_of_an_experiments_description():
+def test_an_experiment_describes_the_settings():
     described = describe(partial(format.match_tags, opened=True))
     assert described == {"function": "gspax.rewards.format.match_tags", "tags": ["think", "answer"], "opened": True}

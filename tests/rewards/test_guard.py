@@ -1,4 +1,4 @@
-"""Rewards that fail, guarded."""
+"""`guard`: rewards that fail."""
 
 import pickle
 import sys
@@ -50,7 +50,7 @@ def tally(monkeypatch):
     return tally
 
 
-def test_a_reward_that_does_not_fail_is_given_as_it_is(rewards, tally):
+def test_rewards_that_do_not_fail_are_unchanged(rewards, tally):
     reward = partial(guard, reward=partial(rewards.score, scale=2))
     assert reward(Problem("?", "12"), "345") == 10.0
     assert module.counts() == {"done": 1}
@@ -61,7 +61,7 @@ def test_a_reward_that_does_not_fail_is_given_as_it_is(rewards, tally):
     ("completion", "outcome"),
     [("raise", "raised"), ("hang", "late"), ("die", "crashed"), ("nan", "not finite"), ("inf", "not finite")],
 )
-def test_a_failure_costs_the_stated_value_for_that_sample_only(rewards, tally, completion, outcome):
+def test_a_failure_gives_the_failure_value_to_that_sample_only(rewards, tally, completion, outcome):
     reward = partial(guard, reward=rewards.score, failed=-1.0)
     assert reward(Problem("?", ""), "ok") == 2.0
     began = time.monotonic()
@@ -71,11 +71,11 @@ def test_a_failure_costs_the_stated_value_for_that_sample_only(rewards, tally, c
     assert module.counts() == {"done": 2, outcome: 1}
 
 
-def test_the_reward_takes_no_accelerator(rewards, tally):
+def test_the_reward_process_uses_no_accelerator(rewards, tally):
     assert guard(Problem("?", ""), "platform", reward=rewards.score) == 1.0
 
 
-def test_a_run_stops_when_a_share_fails_and_says_what_the_last_one_was(rewards, tally):
+def test_a_run_stops_when_too_many_fail_and_reports_the_last_failure(rewards, tally):
     tally.add([Grade(1.0, "done")] * 198)
     reward = partial(guard, reward=rewards.score, max_failed=0.005)
     assert reward(Problem("?", ""), "raise") == 0.0
@@ -85,17 +85,17 @@ def test_a_run_stops_when_a_share_fails_and_says_what_the_last_one_was(rewards, 
         reward(Problem("?", ""), "raise")
 
 
-def test_a_reward_that_no_other_process_can_import_is_refused(rewards):
+def test_a_reward_that_cannot_be_pickled_or_imported_is_rejected(rewards):
     with pytest.raises(UserError, match="reward: wanted a function that can be pickled, got <function"):
         guard(Problem("?", ""), "", reward=lambda problem, completion: 1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.path", [path for path in sys.path if path != str(Path(rewards.__file__).parent)])
         with pytest.raises(UserError, match=r"wanted a function that a new process can import, .* ModuleNotFoundError"):
-            guard(Problem("?", ""), "", reward=rewards.score, workers=1)  # a worker that has not imported it
+            guard(Problem("?", ""), "", reward=rewards.score, workers=1)  # has not imported it yet
     _pool.shared("_guard_worker.py", workers=1).close()
 
 
-def test_what_is_guarded_is_part_of_an_experiments_description(rewards):
+def test_an_experiment_describes_the_guarded_reward(rewards):
     described = describe(partial(guard, reward=rewards.score))
     assert described["function"] == "gspax.rewards.guard.guard"
     assert described["reward"]["function"] == "rewards_of_the_test.score"

@@ -1,4 +1,4 @@
-"""A reward behind HTTP, against a real server on loopback."""
+"""Rewards from an HTTP service, tested against a server on loopback."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ GOOD = (200, b'{"reward": 0.5}')
 
 @contextmanager
 def serve(*answers):
-    """A server that gives these answers in turn, the last one for ever; `seen` are the requests."""
+    """A server that gives these answers in turn and then repeats the last; `seen` holds the requests."""
     seen, lock = [], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -49,7 +49,7 @@ def serve(*answers):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
-        server.handle_error = lambda *where: None  # a client that has gone away
+        server.handle_error = lambda *where: None  # the client has disconnected
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/score", seen
@@ -66,7 +66,7 @@ def ask(url, **settings):
     return http.reward(PROBLEM, "four", url=url, **{"backoff": 0.01, "timeout": 5.0} | settings)
 
 
-def test_a_request_holds_the_problem_and_the_completion():
+def test_a_request_contains_the_problem_and_the_completion():
     with serve(GOOD) as (url, seen):
         assert ask(url) == 0.5
     ((_, headers, body),) = seen
@@ -80,12 +80,12 @@ def test_a_request_holds_the_problem_and_the_completion():
     assert headers["Content-Type"] == "application/json" and "Authorization" not in headers
 
 
-def test_several_rewards():
+def test_a_service_may_return_several_rewards():
     with serve((200, b'{"rewards": [1, 0.5]}')) as (url, _):
         assert ask(url) == (1, 0.5)
 
 
-def test_a_judge_with_a_schema_of_its_own(monkeypatch):
+def test_a_service_with_another_schema(monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
 
     def request(problem, completion):
@@ -109,13 +109,13 @@ def drop(handler, body):
 
 
 @pytest.mark.parametrize("first", [(503, b"busy"), (429, b"slow down"), (500, b""), drop], ids=str)
-def test_what_may_pass_is_tried_again(first):
+def test_transient_errors_are_retried(first):
     with serve(first, first, GOOD) as (url, seen):
         assert ask(url) == 0.5
     assert len(seen) == 3
 
 
-def test_pauses_grow_and_a_server_may_ask_for_more():
+def test_retries_back_off_and_honour_retry_after():
     with serve((503, b""), (503, b""), (503, b"", ("Retry-After", "1")), GOOD) as (url, seen):
         assert ask(url, backoff=0.1) == 0.5
     pauses = [later[0] - earlier[0] for earlier, later in itertools.pairwise(seen)]
@@ -133,13 +133,13 @@ def test_pauses_grow_and_a_server_may_ask_for_more():
         ((200, b"x" * (2**20 + 1)), "at most 1048576 bytes, got more", 1),
     ],
 )
-def test_what_does_not_pass_is_one_sentence(answer, sentence, requests):
+def test_permanent_errors_are_one_line(answer, sentence, requests):
     with serve(answer) as (url, seen), pytest.raises((RuntimeError, ValueError), match=sentence):
         ask(url, attempts=3)
     assert len(seen) == requests
 
 
-def test_a_server_that_hangs_or_is_not_there():
+def test_a_server_that_hangs_or_does_not_exist():
     with serve(lambda handler, body: time.sleep(2) or GOOD) as (url, seen):
         with pytest.raises(RuntimeError, match="no answer in 2 attempts; the last one: TimeoutError"):
             ask(url, timeout=0.1, attempts=2)
@@ -156,13 +156,13 @@ def test_a_server_that_hangs_or_is_not_there():
         ({"attempts": 0}, r"reward\.attempts: wanted at least 1, got 0"),
     ],
 )
-def test_wrong_settings_are_refused(settings, sentence):
+def test_invalid_settings_are_rejected(settings, sentence):
     with pytest.raises(UserError, match=sentence):
         ask(**{"url": "http://127.0.0.1:9/"} | settings)
 
 
 @pytest.mark.parametrize(("concurrency", "most"), [(0, 16), (4, 4)])
-def test_requests_at_one_time_are_bounded_and_a_failure_costs_its_completion(concurrency, most):
+def test_concurrent_requests_are_limited_and_a_failure_affects_one_completion(concurrency, most):
     lock, now, seen = threading.Lock(), [0], [0]
 
     def slow(handler, body):

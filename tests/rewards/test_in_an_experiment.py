@@ -1,4 +1,4 @@
-"""The rewards as the reward of an experiment."""
+"""The built-in rewards in an experiment."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ SEVERAL = {"answer": math.reward, "format": format.match_tags}
         partial(guard, reward=math.reward),
     ],
 )
-def test_an_experiment_with_the_reward_is_valid_and_can_be_described(reward):
+def test_an_experiment_with_each_reward_is_valid_and_described(reward):
     experiment = replace(experiments.load(ROOT / "experiments" / "sort_gspo.py"), reward=reward)
     assert experiments.validate(experiment) == []
     assert "0x" not in str(describe(experiment))

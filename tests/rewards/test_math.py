@@ -1,4 +1,4 @@
-"""Mathematical equality through math-verify in worker processes, and what happens to late and crashing ones."""
+"""Mathematical equality by math-verify in worker processes, and workers that time out or crash."""
 
 import os
 import pickle
@@ -57,7 +57,7 @@ def rewarded(answer, completion, **settings):
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
     ],
 )
-def test_equal_answers_that_are_written_differently(expected, answer):
+def test_equivalent_answers_are_rewarded(expected, answer):
     needs_math_verify()
     assert rewarded(expected, rf"so \boxed{{{answer}}}.") == 1.0
 
@@ -80,7 +80,7 @@ def test_equal_answers_that_are_written_differently(expected, answer):
         ("5", r"\frac{"),
     ],
 )
-def test_different_answers_get_nothing(expected, answer):
+def test_different_answers_are_not_rewarded(expected, answer):
     needs_math_verify()
     assert rewarded(expected, rf"so \boxed{{{answer}}}.") == 0.0
 
@@ -101,9 +101,9 @@ def test_a_batch_is_graded_in_order_and_counted():
 
 
 @pytest.mark.parametrize("answer", ["7^{10^9}", "9^{9^{9^{9}}}", r"(10^9)!"])
-def test_what_would_run_for_ever_ends_at_the_deadline(answer):
+def test_an_endless_comparison_ends_at_the_deadline(answer):
     needs_math_verify()
-    math.grade(["x + 1"], [r"\boxed{1 + x}"])  # a worker is up
+    math.grade(["x + 1"], [r"\boxed{1 + x}"])  # starts a worker
     began = time.monotonic()
     grades = math.grade(["x + 1", "x + 1"], [rf"\boxed{{{answer}}}", r"\boxed{1 + x}"], timeout=1.0, failed=-1.0)
     assert grades[0].outcome in ("late", "crashed", "different")
@@ -112,7 +112,7 @@ def test_what_would_run_for_ever_ends_at_the_deadline(answer):
     assert time.monotonic() - began < 30
 
 
-def test_a_batch_has_a_deadline_too():
+def test_a_batch_has_a_deadline():
     needs_math_verify()
     hang = [rf"\boxed{{7^{{10^{{{power}}}}}}}" for power in range(9, 14)]
     math.grade(["x + 1"], [r"\boxed{1 + x}"])
@@ -121,7 +121,7 @@ def test_a_batch_has_a_deadline_too():
     assert {grade.outcome for grade in grades} == {"late"} and time.monotonic() - began < 10
 
 
-def test_a_worker_whose_parent_is_gone_is_ended_by_its_own_timer():
+def test_an_orphaned_worker_ends_by_its_own_timer():
     needs_math_verify()
     worker = subprocess.Popen(
         [sys.executable, "-P", str(SOURCE / "gspax" / "rewards" / "_math_worker.py")],
@@ -132,7 +132,7 @@ def test_a_worker_whose_parent_is_gone_is_ended_by_its_own_timer():
     assert worker.returncode == -signal.SIGALRM
 
 
-def test_a_fork_does_not_talk_to_the_workers_of_its_parent():
+def test_a_fork_does_not_use_its_parents_workers():
     program = """
 import os
 from gspax.rewards import _pool
@@ -145,11 +145,11 @@ assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0 and len(_pool._
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
 
 
-def test_an_answer_too_long_to_be_one_is_not_parsed():
+def test_an_overlong_answer_is_not_parsed():
     assert math.grade(["x"], [r"\boxed{" + "x + " * 1000 + "x}"]) == [Grade(0.0, "no answer")]
 
 
-def test_it_works_in_a_thread():
+def test_rewards_can_be_computed_in_a_thread():
     needs_math_verify()
     found = []
     thread = threading.Thread(target=lambda: found.append(rewarded("x + 1", r"\boxed{1 + x}")))
@@ -158,7 +158,7 @@ def test_it_works_in_a_thread():
     assert found == [1.0]
 
 
-def test_as_many_answers_as_completions():
+def test_the_numbers_of_answers_and_completions_must_match():
     with pytest.raises(UserError, match="answers: wanted one for each of 2 completions, got 1"):
         math.grade(["1"], ["1", "2"])
 
@@ -175,12 +175,12 @@ def test_a_run_stops_when_too_many_comparisons_fail(monkeypatch):
     monkeypatch.setattr(math, "_tally", tally)
     for outcome, count in {"equal": 150, "late": 31, "crashed": 9}.items():
         tally.add([Grade(0.0, outcome)] * count)
-    assert [rewarded("1", "1") for _ in range(10)] == [1.0] * 10  # 40 of 200 are as many as may fail
+    assert [rewarded("1", "1") for _ in range(10)] == [1.0] * 10  # 40 of 200 is the most that may fail
     with pytest.raises(UserError, match=r"fail for at most 19%, got 40 of 201 \(31 late, 9 crashed\)"):
         rewarded("1", "1", max_failed=0.19)
 
 
-# The pool, with a worker of its own for the test
+# The pool, with a test worker
 
 WORKER = """
 import json, os, sys, time
@@ -226,12 +226,12 @@ def test_a_worker_that_died_while_idle_is_replaced(pool):
     assert pool.ask("b", timeout=10)[0] == "b"
 
 
-def test_a_worker_is_renewed_after_so_many_tasks(pool):
+def test_a_worker_is_replaced_after_several_tasks(pool):
     processes = [pool.ask(index, timeout=10)[1] for index in range(7)]
     assert len(set(processes)) == 3 and processes[0] == processes[2] != processes[3]
 
 
-def test_large_tasks_come_through(pool):
+def test_large_tasks_are_sent(pool):
     assert pool.ask("x" * 1_000_000, timeout=10)[0] == "x" * 1_000_000
 
 
@@ -251,12 +251,12 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
         Pool(script, workers=1).ask(1, timeout=1)
 
 
-def test_at_least_one_worker(tmp_path):
+def test_a_pool_needs_at_least_one_worker(tmp_path):
     with pytest.raises(UserError, match="workers: wanted at least 1 worker"):
         Pool(tmp_path / "worker.py", workers=0)
 
 
-def test_importing_starts_nothing_and_workers_end_with_their_parent(tmp_path):
+def test_importing_starts_no_worker_and_workers_end_with_their_parent(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     program = f"""
@@ -280,7 +280,7 @@ time.sleep(60)
 
 
 def running(process):
-    """Whether a process runs; one that ended and that nobody has waited for does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

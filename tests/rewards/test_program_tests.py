@@ -1,4 +1,4 @@
-"""Tests of programs: published schemas, and when an output is right."""
+"""Test cases for programs: published schemas, and the comparison of outputs."""
 
 import base64
 import json
@@ -30,18 +30,18 @@ def packed(value):
 
 
 @pytest.mark.parametrize("private", [json.dumps(PRIVATE), packed(json.dumps(PRIVATE))])
-def test_livecodebench_rows(private):
+def test_rows_of_livecodebench_are_read(private):
     assert from_livecodebench(livecodebench(private)) == Tests((("1\n", "2\n"), ("3\n", "4\n")))
     row = livecodebench(private, json.dumps({"func_name": "twice"}))
     assert from_livecodebench(row).function == "twice"
 
 
-def test_a_pickle_loads_no_class():
+def test_a_pickled_class_is_not_loaded():
     with pytest.raises(UserError, match=r"wanted a pickled text, got one that loads gspax\.errors\.UserError"):
         from_livecodebench(livecodebench(packed(UserError("x"))))
 
 
-def test_codeforces_rows():
+def test_rows_of_codeforces_are_read():
     row = {"id": "1A", "official_tests": [{"input": "1\n", "output": "2\n"}], "input_mode": "stdio"}
     assert from_codeforces(row) == Tests((("1\n", "2\n"),))
     for wrong in ({"generated_checker": "def check(): ..."}, {"input_mode": "file"}, {"official_tests": None}):
@@ -49,7 +49,7 @@ def test_codeforces_rows():
             from_codeforces(row | wrong)
 
 
-def test_tests_are_the_text_of_an_answer():
+def test_test_cases_round_trip_through_the_answer():
     tests = Tests((("[1]\n2", "3"),), function="f")
     assert from_answer(tests.to_answer()) == tests
 
@@ -57,12 +57,12 @@ def test_tests_are_the_text_of_an_answer():
 @pytest.mark.parametrize(
     "answer", ["", "42", '{"cases": [["1", "2"]]}', '{"function": "f", "cases": [["1", "two"]]}', '{"function": null}']
 )
-def test_an_answer_that_is_no_tests_is_refused(answer):
+def test_an_answer_without_valid_test_cases_is_rejected(answer):
     with pytest.raises(UserError, match=r"answer: wanted the text of gspax\.rewards\.program_tests\.Tests, got"):
         from_answer(answer)
 
 
-def test_there_is_at_least_one_test():
+def test_at_least_one_test_case_is_required():
     with pytest.raises(UserError, match="answer: wanted at least one test, got none"):
         from_answer(Tests(()).to_answer())
 

@@ -1,4 +1,4 @@
-"""Checkpoints are exact, restore onto any mesh, are complete or absent; what cannot be restored is a sentence."""
+"""Checkpoints are exact, restore onto any mesh, and are complete or absent; failures are one error."""
 
 import gc
 import logging
@@ -25,7 +25,7 @@ def sharding(devices, *spec):
 
 
 def make_state(devices=8, seed=0, rows=16):
-    """A state with everything that is hard to save: a typed key, integer keys, bfloat16, NaN, optimiser tuples."""
+    """A state with values that are hard to save: a typed key, integer keys, bfloat16, NaN, optimiser tuples."""
     values_RD = jax.random.normal(jax.random.key(seed), (rows, 3)).at[0, 0].set(jnp.nan)
     params = {
         "runs": {0: {"w": jax.device_put(values_RD, sharding(devices, "fsdp"))}, 11: {"b": jnp.zeros((), jnp.int8)}},
@@ -101,7 +101,7 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
         assert checkpoints.latest() is None
         for step in (1, 2, 3):
             checkpoints.save(step, {"w": jnp.full(2, step * 1.0)}, {"step": step})
-        checkpoints.save(3, state, {})  # written already: this does nothing
+        checkpoints.save(3, state, {})  # already written: does nothing
         assert checkpoints.restore(abstract(state))[1] == {"step": 3}
         assert (checkpoints.steps(), checkpoints.latest()) == ([2, 3], 3)
         got, extra = checkpoints.restore(abstract(state), step=2)
@@ -134,7 +134,7 @@ def refusal(call):
     return message
 
 
-def test_refusals_are_one_sentence(tmp_path):
+def test_a_state_that_cannot_be_restored_is_one_error(tmp_path):
     state = make_state()
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         assert "no checkpoint in" in refusal(lambda: checkpoints.restore(abstract(state)))
@@ -157,8 +157,8 @@ def test_refusals_are_one_sentence(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's closed event loop
-def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from Orbax's closed event loop
+def test_a_damaged_checkpoint_is_one_error(tmp_path):
     state = make_state()
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(7, state, {})
@@ -169,7 +169,7 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
     gc.collect()
 
 
-def test_orbax_is_quiet(tmp_path, capfd, caplog):
+def test_orbax_logs_nothing(tmp_path, capfd, caplog):
     caplog.set_level(logging.INFO)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(2)}, {})

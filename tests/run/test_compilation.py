@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from gspax.run.compilation import count_compilations
 
 
-def test_programs_are_counted_once_each_and_only_within_the_context():
+def test_each_program_is_counted_once_and_only_within_the_context():
     double = jax.jit(lambda x: 2 * x)
     one, two = jnp.ones(1), jnp.ones(2)
     with count_compilations() as compiled:

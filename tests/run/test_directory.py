@@ -1,4 +1,4 @@
-"""A run directory is created, resumed or refused, never overwritten."""
+"""A run directory is created, resumed or rejected, never overwritten."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def test_the_same_experiment_resumes_and_adds_an_attempt(tmp_path):
     assert json.loads(run.experiment.read_text())["schedule"]["steps"] == 20
 
 
-def test_another_experiment_is_refused_by_its_fields_and_changes_nothing(tmp_path):
+def test_another_experiment_is_rejected_with_its_fields_and_changes_nothing(tmp_path):
     open_run(tmp_path, DESCRIPTION)
     before = listing(tmp_path)
     with pytest.raises(UserError, match=r"optimizer\.learning_rate: 3e-4 -> 1e-4"):
@@ -50,14 +50,14 @@ def test_another_experiment_is_refused_by_its_fields_and_changes_nothing(tmp_pat
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/run", "s3:/bucket/run"])
-def test_a_url_is_refused_and_creates_no_folder(url, tmp_path, monkeypatch):
+def test_a_url_is_rejected_and_creates_no_folder(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="wanted a directory of a file system"):
         open_run(url, DESCRIPTION)
     assert not any(tmp_path.iterdir())
 
 
-def test_another_directory_is_refused_unchanged(tmp_path):
+def test_a_directory_that_is_not_a_run_is_rejected_unchanged(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match="not empty and not a gspax run"):
         open_run(tmp_path, DESCRIPTION)
@@ -66,19 +66,19 @@ def test_another_directory_is_refused_unchanged(tmp_path):
         open_run(tmp_path / "thesis.tex", DESCRIPTION)
 
 
-def test_an_empty_directory_or_one_of_a_killed_start_is_used(tmp_path):
+def test_a_directory_that_is_empty_or_from_a_killed_start_is_used(tmp_path):
     (tmp_path / "experiment.json.tmp").write_text('{"na')
     assert open_run(tmp_path, DESCRIPTION).experiment.exists()
     assert not (tmp_path / "experiment.json.tmp").exists()
 
 
-def test_a_damaged_experiment_file_is_a_sentence(tmp_path):
+def test_a_damaged_experiment_file_is_one_error(tmp_path):
     (tmp_path / "experiment.json").write_text('{"na')
     with pytest.raises(UserError, match=r"experiment\.json cannot be read"):
         open_run(tmp_path, DESCRIPTION)
 
 
-def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_content(tmp_path, monkeypatch):
     path = tmp_path / "file"
     directory.write_atomically(path, "old")
 
@@ -91,7 +91,7 @@ def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch):
     assert path.read_text() == "old"
 
 
-def test_the_warm_start_has_its_own_paths(tmp_path):
+def test_the_warm_start_has_separate_paths(tmp_path):
     run = directory.RunDir(tmp_path)
     assert run.warm_start.checkpoints == tmp_path / "warm_start" / "checkpoints"
     assert run.warm_start.metrics != run.metrics

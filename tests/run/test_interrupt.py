@@ -1,4 +1,4 @@
-"""The first signal ends a run after a checkpoint, the second one at once."""
+"""The first signal ends a run after a checkpoint, the second one immediately."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def child(tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_after_the_step_and_its_save(child, tmp_path, signum):
+def test_a_signal_ends_the_run_after_the_step_and_its_checkpoint(child, tmp_path, signum):
     process = child("steps")
     process.send_signal(signum)
     _, errors = process.communicate(timeout=30)
@@ -53,7 +53,7 @@ def test_a_signal_ends_the_run_after_the_step_and_its_save(child, tmp_path, sign
     assert "again to abort" in errors and "Traceback" not in errors
 
 
-def test_a_second_signal_aborts_at_once(child, tmp_path):
+def test_a_second_signal_aborts_immediately(child, tmp_path):
     process = child("hang")
     process.send_signal(signal.SIGINT)
     assert "again to abort" in process.stderr.readline() + process.stderr.readline()
@@ -86,7 +86,7 @@ def test_a_signal_after_a_call_waits_for_the_next_call():
     assert caught.value.signum == signal.SIGTERM
 
 
-def test_another_thread_watches_nothing():
+def test_signals_are_not_handled_outside_the_main_thread():
     answers = []
 
     def work():

@@ -1,4 +1,4 @@
-"""Runs written by older versions go on. `old_runs/COMMIT/` holds such a run, its experiment in today's API, and the
+"""Runs written by older versions resume. `old_runs/COMMIT/` holds such a run, its experiment in today's API, and the
 metrics that COMMIT itself recorded for the next step."""
 
 import json
@@ -15,7 +15,7 @@ from gspax.run.directory import find_run
 
 FOLDER = Path(__file__).parent / "old_runs" / "929977a"
 RENAMED = {"eval/accuracy": "eval/reward", "eval/greedy_accuracy": "eval/greedy_reward"}
-CLOCKS = ("time/", "cpu/", "perf/")  # depend on the machine
+CLOCKS = ("time/", "cpu/", "perf/")  # depends on the machine
 EXPERIMENT = load(FOLDER / "experiment.py")
 
 
@@ -28,7 +28,7 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_of_929977a_goes_on_with_the_same_numbers(old_run):
+def test_a_run_of_929977a_resumes_with_the_same_metrics(old_run):
     loop.train(override(EXPERIMENT, ["schedule.steps=3"]), old_run)
     found = {}
     for record in records(old_run / "metrics.jsonl"):
@@ -37,7 +37,7 @@ def test_a_run_of_929977a_goes_on_with_the_same_numbers(old_run):
     expected = {name: x for record in records(FOLDER / "expected.jsonl") for name, x in record.items()}
     compared = 0
     for name, value in expected.items():
-        if name.startswith((*CLOCKS, "policy/noise_floor")):  # measured in a run's first step now
+        if name.startswith((*CLOCKS, "policy/noise_floor")):  # now measured in a run's first step
             continue
         name = name if name in found else RENAMED[name]
         assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
@@ -45,14 +45,14 @@ def test_a_run_of_929977a_goes_on_with_the_same_numbers(old_run):
     assert compared > 40
 
 
-def test_weight_decay_was_on_all_parameters_then(old_run):
+def test_a_run_of_929977a_decays_all_parameters(old_run):
     find_run(old_run, describe(EXPERIMENT))
     matrices_only = override(EXPERIMENT, ["optimizer.transform.decayed=gspax.optimizers.matrices"])
     with pytest.raises(UserError, match=r"decayed: gspax.optimizers.everything -> gspax.optimizers.matrices"):
         find_run(old_run, describe(matrices_only))
 
 
-def test_a_run_of_929977a_is_exported_also_without_a_field_that_came_later(old_run, tmp_path):
+def test_a_run_of_929977a_is_exported_with_or_without_later_fields(old_run, tmp_path):
     description = json.loads((old_run / "experiment.json").read_text())
     del description["model"]["sliding_layers"]
     (old_run / "experiment.json").write_text(json.dumps(description))

@@ -20,7 +20,7 @@ def show(terminal, total=20, start=0, every=10):
     return file.getvalue()
 
 
-def test_without_a_terminal_every_tenth_step_and_the_last_print_a_line():
+def test_without_a_terminal_a_line_is_printed_every_tenth_step_and_at_the_end():
     lines = show(terminal=False, total=23).splitlines()
     assert [line.split("  ")[0] for line in lines] == [
         "checkpoint [red] saved",
@@ -42,7 +42,7 @@ def test_on_a_terminal_messages_are_printed_above_a_bar():
     assert "checkpoint [red] saved\n" in text
 
 
-def test_the_time_left_ignores_the_first_step(monkeypatch):
+def test_the_remaining_time_ignores_the_first_step(monkeypatch):
     now = iter([0.0, 100.0, 101.0, 102.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
     clock = progress._Clock(total=63, start=0)
@@ -52,5 +52,5 @@ def test_the_time_left_ignores_the_first_step(monkeypatch):
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (61, "1:01"), (3661, "1:01:01")])
-def test_durations(seconds, text):
+def test_durations_are_formatted(seconds, text):
     assert progress._duration(seconds) == text

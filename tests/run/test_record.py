@@ -1,4 +1,4 @@
-"""Metrics and samples on disk survive kills and resumes."""
+"""Metrics and samples on disk survive a kill and a resume."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def test_a_line_is_on_disk_when_write_metrics_returns(run):
         assert read_metrics(run.metrics) == [{"step": 1, "reward/mean": 0.5, "policy/loss": 0.25}]
 
 
-def test_numbers_that_are_not_finite_are_valid_json_and_read_back(run, capfd, caplog):
+def test_non_finite_numbers_are_valid_json_and_round_trip(run, capfd, caplog):
     values = {"a": math.nan, "b": math.inf, "c": -math.inf}
     with Recorder(run, 0) as recorder:
         recorder.write_metrics(1, values)
@@ -51,7 +51,7 @@ def test_numbers_that_are_not_finite_are_valid_json_and_read_back(run, capfd, ca
     assert capfd.readouterr() == ("", "") and not caplog.records
 
 
-def test_a_resume_drops_what_follows_the_restored_step(run):
+def test_a_resume_drops_records_after_the_restored_step(run):
     fill(run, range(6))
     fill(run, [4, 5, 6], resume_step=3)
     assert steps(run) == [0, 1, 2, 3, 4, 5, 6]
@@ -80,7 +80,7 @@ def test_an_invalid_line_elsewhere_is_named(run):
         read_metrics(run.metrics)
 
 
-def test_completions_of_any_text_read_back(run):
+def test_completions_with_any_text_round_trip(run):
     rows = [{"prompt": "p", "completion": "\ud800\u2028\x00\n</script>"}]
     with Recorder(run, 0) as recorder:
         recorder.write_samples(20, rows)
@@ -88,8 +88,8 @@ def test_completions_of_any_text_read_back(run):
     assert read_rows(run.samples / "step_000020.jsonl") == read_rows(run.before) == rows
 
 
-def test_tensorboard_has_the_numbers_and_the_purge(run, monkeypatch):
-    monkeypatch.setattr("time.time", lambda: 1e9)  # tensorboardX names its files by the second
+def test_tensorboard_has_the_metrics_and_the_purge(run, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1e9)  # tensorboardX names its files to the second
     loader = pytest.importorskip("tensorboardX.proto.event_pb2")
     fill(run, [1, 2])
     fill(run, [2], resume_step=1)
@@ -101,7 +101,7 @@ def test_tensorboard_has_the_numbers_and_the_purge(run, monkeypatch):
 
 
 def read_events(path, kind):
-    """The records of an event file: length, its checksum, data, its checksum."""
+    """The records of an event file: length, checksum, data, checksum."""
     data, at = path.read_bytes(), 0
     while at < len(data):
         size = int.from_bytes(data[at : at + 8], "little")

@@ -1,4 +1,4 @@
-"""The report is complete, self-contained and safe against what a model generates."""
+"""The report is complete, self-contained and safe against hostile completions."""
 
 import math
 import re
@@ -16,7 +16,7 @@ HOSTILE = "<script>alert(1)</script><img src=x onerror=y>&amp;\x1b[2J\u202egnp.e
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of 50 steps with every metric of the report's panels, one of none, and hostile completions."""
+    """A run of 50 steps with every metric of the report's panels, one without a panel, and hostile completions."""
     description = {"name": "sort <b>", "loss": {"function": "gspax.losses.gspo", "clip_low": 3e-4}}
     run = open_run(tmp_path_factory.mktemp("run"), description)
     with Recorder(run.warm_start, 0) as recorder:
@@ -66,7 +66,7 @@ def test_the_page_is_self_contained(run):
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
 
 
-def test_what_a_model_generated_is_escaped(run):
+def test_completions_are_escaped(run):
     page = run.report.read_text()
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
     assert "\\x1b[2J" in page and "\\u202e" in page and "\\x00" in page
@@ -74,17 +74,17 @@ def test_what_a_model_generated_is_escaped(run):
     assert "my&lt;metric&gt;" in page and "sort &lt;b&gt;" in page
 
 
-def test_it_shows_the_improvement_the_curves_and_the_settings(run):
+def test_the_report_shows_improvement_curves_and_settings(run):
     page = run.report.read_text()
     assert "<b>0.250</b> at step 0" in page and "<b>0.875</b> at step 50" in page
     for panel in report.PANELS:
         assert panel.title in page
-    assert page.count("<svg") == len(report.PANELS) + 2  # the unknown metric, the warm start's loss
+    assert page.count("<svg") == len(report.PANELS) + 2  # the metric without a panel, the warm start's loss
     assert "loss.clip_low" in page and "3e-4" in page and "packages.jax" in page
-    assert page.count("&lt;p&gt;=") == 2  # prompts with completions both before and after
+    assert page.count("&lt;p&gt;=") == 2  # prompts with completions before and after training
 
 
-def test_the_picture_is_a_png(run):
+def test_the_plot_is_a_png(run):
     assert run.curves.read_bytes().startswith(b"\x89PNG")
 
 
@@ -94,7 +94,7 @@ def test_a_run_without_evaluation_or_samples_has_a_report(tmp_path):
     assert "Reward" in page and "Held-out" not in page
 
 
-def test_metrics_of_older_versions_have_their_current_names(tmp_path):
+def test_metrics_of_older_versions_are_renamed(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0, "eval/accuracy": 0.25, "eval/greedy_accuracy": 0.5}\n{"step": 2, "eval/reward": 0.75}\n'
     )
@@ -105,7 +105,7 @@ def test_metrics_of_older_versions_have_their_current_names(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 1}\n'])
-def test_nothing_to_report_is_one_sentence(tmp_path, content):
+def test_a_run_without_metrics_is_one_error(tmp_path, content):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(UserError, match="nothing to report"):
