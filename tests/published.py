@@ -1,4 +1,4 @@
-"""Published checkpoints written without gspax: explicit names, files by `safetensors`."""
+"""Published checkpoints, written without gspax: explicit names, and files by `safetensors`."""
 
 import json
 
@@ -15,13 +15,13 @@ BIASES = {"q_proj": "query_bias", "k_proj": "key_bias", "v_proj": "value_bias", 
 
 
 def random_params(config, seed=0):
-    """Parameters of a model, float32 in numpy: nothing is compiled."""
+    """Parameters of a model, float32, drawn in numpy so that nothing is compiled."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), transformer.abstract_params(config))
 
 
 def published(config, params, dtype=np.float32, *, fused=False):
-    """name -> tensor, [out, in] as torch has them."""
+    """name -> tensor, [out, in] as in torch."""
     found = {"model.embed_tokens.weight": params["embedding"], "model.norm.weight": params["norm"]["scale"]}
     if not config.tie_word_embeddings:
         found["lm_head.weight"] = np.asarray(params["head"]).T
@@ -61,7 +61,7 @@ def published(config, params, dtype=np.float32, *, fused=False):
 
 
 def layers(config, params):
-    """Each layer's parameters, as numpy arrays without the leading axis, and whether it is sparse."""
+    """Each layer's parameters as numpy arrays without the leading axis, and whether the layer is sparse."""
     stacked = [(run, index) for run in params["runs"].values() for index in range(len(run["mlp_norm"]["scale"]))]
     for number, (run, index) in enumerate(stacked):
         yield take(run, index), is_sparse(config, number)

@@ -1,4 +1,4 @@
-"""A whole experiment in seconds: sorting two or three digits, a few steps of everything."""
+"""A complete experiment that runs in seconds: sorting two or three digits, a few steps of each phase."""
 
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, ModelConfig, Optimizer, Sampling, Schedule, WarmStart
@@ -7,7 +7,7 @@ from gspax.learner.objective import Objective, make_objective
 
 
 def share_right(problem, completion):
-    """Share of the answer's digits in their place: unlike the exact reward, it is rarely the same for a group."""
+    """Share of the answer's digits in the right place: unlike exact match, it usually varies within a group."""
     right = sum(a == b for a, b in zip(problem.answer, completion, strict=False))
     return right / max(len(problem.answer), len(completion))
 

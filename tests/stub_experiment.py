@@ -1,4 +1,4 @@
-"""An experiment file of parts that hold nothing of gspax but its dataclasses; tests copy it and change lines."""
+"""An experiment file that uses only gspax's dataclasses; tests copy it and change lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default experiment and its GRPO variant, whole, over three seeds: minutes each, so `pytest -m slow`."""
+"""Full runs of the default experiment and its GRPO variant with three seeds, minutes each: `pytest -m slow`."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("name", ["sort_gspo", "sort_grpo"])
-def test_sampled_reward_doubles_and_reaches_three_quarters_in_two_minutes(name, seed, tmp_path):
+def test_the_sampled_reward_doubles_and_reaches_three_quarters_within_two_minutes(name, seed, tmp_path):
     workdir = tmp_path / name
     overrides = [f"seed={seed}", f"data.seed={seed}"]
     command = [sys.executable, "-m", "gspax", "train", str(EXPERIMENTS / f"{name}.py"), *overrides]

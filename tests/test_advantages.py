@@ -1,4 +1,4 @@
-"""Rewards to advantages, against the float64 reference."""
+"""Advantages from rewards, compared with the float64 reference."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ over_functions = pytest.mark.parametrize("ours, references", FUNCTIONS.values(),
 
 @over_functions
 @pytest.mark.parametrize("group", (2, 3, 8, 64))
-def test_is_the_references(ours, references, group):
+def test_advantages_equal_the_reference(ours, references, group):
     reward = np.random.default_rng(group).standard_normal((5, group)).astype(np.float32)
     reward[1] = reward[1] > 0
     reward[2] = 0.7
@@ -40,7 +40,7 @@ def test_is_the_references(ours, references, group):
     np.testing.assert_allclose(got, references(reward), rtol=1e-5, atol=1e-6)
 
 
-def test_worked_example():
+def test_worked_example_of_group_advantages():
     """Rewards 0.8, 0.4, 0.6 have mean 0.6 and, with ddof 1, standard deviation 0.2."""
     reward = jnp.array([[0.8, 0.4, 0.6]])
     np.testing.assert_allclose(advantages.standardize(reward, eps=0.0), [[1, -1, 0]], atol=1e-6)
@@ -63,24 +63,24 @@ def test_worked_example_of_the_sequence_ratio():
 @pytest.mark.parametrize("reward", (0.1, 0.7, 1 / 3, 1e-8, -123.456, 1e30, 0.0))
 @pytest.mark.parametrize("group", (1, 3, 7, 10))
 def test_equal_rewards_give_exact_zeros(ours, references, reward, group):
-    """The mean of ten times 0.1 is not 0.1 in floating point; divided by eps, the difference would be an advantage."""
+    """In floating point the mean of ten 0.1s is not 0.1; divided by eps, the difference would become an advantage."""
     np.testing.assert_array_equal(ours(jnp.full((2, group), reward, jnp.float32)), np.zeros((2, group)))
 
 
 @over_functions
-def test_group_of_one_is_zero(ours, references):
+def test_a_group_of_one_has_advantage_0(ours, references):
     np.testing.assert_array_equal(ours(jnp.array([[3.0], [-2.0]])), np.zeros((2, 1)))
 
 
 @over_functions
-def test_rewards_that_are_large_against_their_differences(ours, references):
-    """E[R²] - E[R]² in float32 is 0, or negative, for the first; the second is a group with one loser."""
+def test_rewards_much_larger_than_their_differences(ours, references):
+    """For the first, E[R²] - E[R]² is 0 or negative in float32; the second is a group with one low reward."""
     reward = np.array([[10000, 10001, 10002, 10001], [0, 0.95, 0.95, 0.95]], np.float32)
     np.testing.assert_allclose(ours(jnp.asarray(reward)), references(reward), rtol=1e-5, atol=1e-6)
 
 
 @over_functions
-def test_groups_do_not_mix_and_order_does_not_matter(ours, references):
+def test_groups_are_independent_and_order_does_not_matter(ours, references):
     reward = np.random.default_rng(0).random((6, 4)).astype(np.float32)
     whole = np.asarray(ours(jnp.asarray(reward)))
     for p in range(6):
@@ -90,13 +90,13 @@ def test_groups_do_not_mix_and_order_does_not_matter(ours, references):
 
 
 @over_functions
-def test_jit_agrees_and_advantages_add_up_to_0(ours, references):
+def test_jit_changes_nothing_and_advantages_sum_to_0(ours, references):
     reward = jnp.asarray(np.random.default_rng(0).random((6, 4)).astype(np.float32))
     np.testing.assert_allclose(jax.jit(ours)(reward), ours(reward), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(ours(reward).sum(-1), np.zeros(6), atol=2e-6)
 
 
-def test_constant_groups():
+def test_constant_groups_have_advantage_0():
     reward = jnp.array([[1.0, 1.0, 1.0], [0.0, 0.0, 1e-6], [0.0, 0.0, 0.0], [2.0, 1.0, 2.0]])
     got = jax.jit(advantages.constant_groups)(reward)
     assert got.dtype == jnp.bool_
@@ -104,14 +104,14 @@ def test_constant_groups():
     np.testing.assert_array_equal(advantages.constant_groups(reward[:, :1]), [True] * 4)
 
 
-def test_eps_bounds_the_advantage_of_a_hardly_varying_group():
-    """Differences of 1e-9 are noise: with eps 1e-6 they stay below 1e-3, without eps they become 1."""
+def test_eps_bounds_the_advantage_of_nearly_constant_groups():
+    """Differences of 1e-9 are noise: they give less than 1e-3 with eps 1e-6, and 1 without eps."""
     reward = jnp.array([[0.0, 0.0, 1e-9]])
     assert np.abs(advantages.standardize(reward)).max() < 1e-3
     assert np.abs(advantages.standardize(reward, eps=0.0)).max() > 1
 
 
-def test_differences_whose_squares_underflow_are_no_nan_without_eps():
+def test_differences_whose_squares_underflow_give_no_nan_without_eps():
     assert np.isfinite(advantages.standardize(jnp.array([[0.0, 0.0, 1e-30]]), eps=0.0)).all()
 
 
@@ -119,7 +119,7 @@ def test_differences_whose_squares_underflow_are_no_nan_without_eps():
 @pytest.mark.parametrize(
     "dtype", (np.float64, np.float16, np.int32, np.int64, np.uint8, np.bool_, jnp.bfloat16), ids=str
 )
-def test_other_real_dtypes_become_float32(ours, references, dtype):
+def test_other_real_dtypes_are_cast_to_float32(ours, references, dtype):
     reward = np.array([[1, 0, 0, 1], [1, 1, 1, 1]])
     got = ours(reward.astype(dtype))
     assert got.dtype == jnp.float32
@@ -127,7 +127,7 @@ def test_other_real_dtypes_become_float32(ours, references, dtype):
 
 
 @over_functions
-def test_a_nan_reward_is_not_hidden(ours, references):
+def test_a_nan_reward_propagates(ours, references):
     got = ours(jnp.array([[1.0, jnp.nan], [0.0, 1.0]]))
     assert np.isnan(got[0]).any() and np.isfinite(got[1]).all()
 
@@ -135,7 +135,7 @@ def test_a_nan_reward_is_not_hidden(ours, references):
 @pytest.mark.parametrize(
     "function", (advantages.standardize, advantages.center, advantages.leave_one_out, advantages.constant_groups)
 )
-def test_wrong_rewards(function):
+def test_invalid_rewards_are_rejected(function):
     with pytest.raises(ValueError, match=r"reward_PG must be \[P, G\].*got float32 \[3\]"):
         function(jnp.ones(3))
     with pytest.raises(ValueError, match=r"reward_PG must be \[P, G\].*got float32 \[1, 2, 3\]"):
@@ -148,7 +148,7 @@ def test_wrong_rewards(function):
         function([[1.0, 0.0]])
 
 
-def test_wrong_ddof_and_eps():
+def test_invalid_ddof_and_eps_are_rejected():
     reward = jnp.array([[1.0, 0.0]])
     with pytest.raises(ValueError, match="eps must be at least 0; got -1e-06"):
         advantages.standardize(reward, eps=-1e-6)
@@ -169,7 +169,7 @@ def test_finite_rewards_never_give_nan(reward):
     assert np.isfinite(advantages.standardize(reward, eps=0.0)).all()
 
 
-# The masked forms, rows in any order, and the members whose statistics are those of the batch.
+# Masked groups, rows in any order, and advantages with the statistics of the batch.
 
 
 def loop_center(groups):
@@ -183,7 +183,7 @@ def loop_leave_one_out(groups):
 
 
 def loop_divide(groups, each):
-    """Each group over its own number."""
+    """Each group divided by its own number."""
     return [[x / n if n else x for x in group] for group, n in zip(groups, each, strict=True)]
 
 
@@ -197,7 +197,7 @@ def loop_standardize(groups, ddof=1, eps=1e-6):
 
 
 def loop_over_batch(groups, ddof=1, eps=1e-6):
-    """(x - mean) / (std + eps), both of all numbers."""
+    """(x - mean) / (std + eps) over all numbers."""
     numbers = [x for group in groups for x in group]
     mean, std = math.fsum(numbers) / len(numbers), loop_std(numbers, ddof)
     return [[(x - mean) / (std + eps) for x in group] for group in groups]
@@ -250,18 +250,18 @@ def flat(groups):
 
 
 def as_floats(groups):
-    """What the functions are given: the float32 numbers, in Python's."""
+    """The float32 values that the functions get, as Python floats."""
     return [[float(np.float32(x)) for x in group] for group in groups]
 
 
 def assert_close(got, wanted):
-    """1e-6 of the largest advantage: those near 0 are differences."""
+    """To 1e-6 of the largest advantage, because those near 0 are differences."""
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max(initial=1e-30))
 
 
 @over_grouped
 @pytest.mark.parametrize("offset", (0.0, 100.0))
-def test_ragged_groups(ours, loop, offset):
+def test_ragged_groups_equal_the_loop(ours, loop, offset):
     groups = as_floats([[x + offset for x in group] for group in RAGGED])
     reward, mask = padded(groups, 9)
     got = np.asarray(ours(reward, mask))
@@ -277,19 +277,19 @@ def test_samples_outside_the_mask_never_matter(ours, loop, garbage):
 
 
 @over_grouped
-def test_a_mask_of_all_is_no_mask(ours, loop):
+def test_a_full_mask_equals_no_mask(ours, loop):
     reward = np.random.default_rng(1).random((4, 5)).astype(np.float32)
     np.testing.assert_array_equal(ours(reward, np.ones((4, 5), bool)), ours(reward))
 
 
 @over_grouped
-def test_an_empty_batch_is_zeros(ours, loop):
+def test_an_empty_batch_gives_zeros(ours, loop):
     np.testing.assert_array_equal(ours(np.full((2, 3), np.nan, np.float32), np.zeros((2, 3), bool)), np.zeros((2, 3)))
 
 
 @over_grouped
-def test_no_nan_on_the_way_either(ours, loop):
-    """jax.debug_nans stops at a 0/0 that a selection then hides."""
+def test_no_intermediate_value_is_nan(ours, loop):
+    """jax.debug_nans also raises at a 0/0 that a `where` hides."""
     reward, mask = padded([[0.0, 0.0], [1.0], []], 3)
     with jax.debug_nans(True):
         assert not np.asarray(ours(reward, mask))[[0, 2]].all()
@@ -298,7 +298,7 @@ def test_no_nan_on_the_way_either(ours, loop):
 @over_grouped
 @pytest.mark.parametrize("traced", (False, True))
 @pytest.mark.parametrize("size", (None, 8))
-def test_rows_in_any_order(ours, loop, traced, size):
+def test_rows_may_be_in_any_order(ours, loop, traced, size):
     groups = as_floats(RAGGED)
     wanted = flat(loop(groups))
     reward = flat(groups)
@@ -310,13 +310,13 @@ def test_rows_in_any_order(ours, loop, traced, size):
     assert_close(got, wanted[order])
 
 
-def test_ids_of_64_bits_are_told_apart_by_all_of_them():
+def test_all_bits_of_64_bit_ids_count():
     group = np.array([1, 1 + 2**40, 1, 1 + 2**40])
     got = advantages.by_group(advantages.center, np.array([0.0, 4.0, 2.0, 8.0]), group)
     np.testing.assert_array_equal(got, [-1, -2, 1, 2])
 
 
-def test_a_group_larger_than_size_is_refused_or_seen():
+def test_a_group_larger_than_size_is_rejected_or_gives_nan():
     reward, group = np.array([1.0, 0.0, 1.0], np.float32), np.array([0, 0, 0], np.int32)
     with pytest.raises(ValueError, match="size must be at least the rows of the largest group, 3; got 2"):
         advantages.by_group(advantages.center, reward, group, size=2)
@@ -324,7 +324,7 @@ def test_a_group_larger_than_size_is_refused_or_seen():
     np.testing.assert_array_equal(np.isnan(traced(reward, group)), [False, False, True])
 
 
-def test_wrong_arguments_of_by_group():
+def test_invalid_arguments_of_by_group_are_rejected():
     reward = np.ones(3, np.float32)
     ids = np.zeros(3, np.int32)
     cases = (
@@ -342,7 +342,7 @@ def test_wrong_arguments_of_by_group():
 
 
 @over_grouped
-def test_wrong_masks(ours, loop):
+def test_invalid_masks_are_rejected(ours, loop):
     reward = np.ones((2, 3), np.float32)
     with pytest.raises(TypeError, match=r"mask_PG must be a bool array \[P, G\]; got float32 \[2, 3\]"):
         ours(reward, reward)
@@ -350,31 +350,31 @@ def test_wrong_masks(ours, loop):
         ours(reward, np.ones((2, 2), bool))
 
 
-def test_rewards_of_one_loser():
-    """Rewards [0, .95 x 7]: the other seven are equal, and their variance must not be the residue of a cancellation."""
+def test_equal_rewards_and_one_lower():
+    """Rewards [0, .95 x 7]: the variance of the seven equal ones must not be rounding error."""
     reward = np.array([[0.0] + [0.95] * 7])
     np.testing.assert_allclose(advantages.leave_one_out(reward)[0], [-0.95] + [0.95 / 7] * 7, rtol=1e-6)
     np.testing.assert_allclose(advantages.standardize(reward, eps=0.0)[0], [-7 / 8**0.5] + [1 / 8**0.5] * 7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("function", (advantages.reinforce_plus_plus, advantages.reinforce_plus_plus_baseline))
-def test_statistics_of_the_batch(function):
+def test_the_batch_statistics_equal_the_loop(function):
     reward = np.random.default_rng(3).random((6, 4)).astype(np.float32)
     got = np.asarray(function(reward, ddof=0, eps=0.0))
     np.testing.assert_allclose([got.mean(), got.std()], [0, 1], atol=1e-6)
-    assert abs(got.std(-1) - 1).min() > 1e-3  # not those of the groups
+    assert abs(got.std(-1) - 1).min() > 1e-3  # differs from the groups' statistics
     np.testing.assert_allclose(function(reward[::-1])[::-1], function(reward), rtol=1e-6, atol=1e-6)
 
 
-def test_equal_groups_have_exact_zeros_under_the_batchs_deviation():
-    """And none under REINFORCE++ without a baseline, where a group is like any other rows."""
+def test_constant_groups_give_exact_zeros_with_batch_statistics():
+    """But not for REINFORCE++ without a baseline, which ignores groups."""
     reward = np.array([[0.1] * 10, [0.0, 1.0] * 5, [0.7] * 10], np.float32)
     got = np.asarray(advantages.reinforce_plus_plus_baseline(reward))
     assert not got[[0, 2]].any() and got[1].all()
     assert np.asarray(advantages.reinforce_plus_plus(reward)).all()
 
 
-def test_gdpo_is_the_loop():
+def test_gdpo_equals_the_loop():
     rng = np.random.default_rng(4)
     reward = rng.random((5, 6, 3)).astype(np.float32)
     reward[..., 1] *= 300
@@ -392,8 +392,8 @@ def test_gdpo_is_the_loop():
     assert not got[~mask].any() and not got[3].any()
 
 
-def test_gdpo_tells_groups_apart_that_one_sum_does_not():
-    """One reward differs in the first group, both do in the second: standardised sums are the same, GDPO is not."""
+def test_gdpo_distinguishes_groups_with_equal_standardised_sums():
+    """One reward varies in the first group, both in the second: GDPO differs where standardised sums do not."""
     reward = np.array([[[0, 1], [1, 1]], [[0, 0], [1, 1]]], np.float32)
     summed = np.asarray(advantages.standardize(reward.sum(-1)))
     np.testing.assert_allclose(summed[0], summed[1], rtol=1e-5)
@@ -401,7 +401,7 @@ def test_gdpo_tells_groups_apart_that_one_sum_does_not():
     np.testing.assert_allclose(got[1], 2 * got[0], rtol=1e-5)
 
 
-def test_gdpo_by_group():
+def test_gdpo_accepts_rows_in_any_order():
     reward = np.random.default_rng(5).random((3, 4, 2)).astype(np.float32)
     order = np.random.default_rng(6).permutation(12)
     group = np.repeat(np.arange(3), 4)
@@ -409,7 +409,7 @@ def test_gdpo_by_group():
     np.testing.assert_allclose(got, np.asarray(advantages.gdpo(reward)).reshape(-1)[order], rtol=1e-6, atol=1e-6)
 
 
-def test_wrong_arguments_of_gdpo():
+def test_invalid_arguments_of_gdpo_are_rejected():
     reward = np.ones((2, 3, 2), np.float32)
     for weights in ((1.0,), (1.0, float("nan")), (1.0, 2.0, 3.0)):
         with pytest.raises(ValueError, match="weights must be 2 finite numbers, one for each reward; got"):
@@ -420,18 +420,19 @@ def test_wrong_arguments_of_gdpo():
         advantages.gdpo(reward[..., 0])
 
 
-def test_maxrl_of_one_success():
-    """One of four: the success has 3, the failures -1; all or none: nothing."""
+def test_maxrl_of_a_group_with_one_success():
+    """One success of four gets 3 and the failures -1; with all or none, every advantage is 0."""
     reward = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]])
     np.testing.assert_allclose(advantages.maxrl(reward), [[3, -1, -1, -1], [0] * 4, [0] * 4, [1, 1, -1, -1]])
 
 
 @pytest.mark.parametrize("G", (2, 3, 4))
 @pytest.mark.parametrize("p", (0.1, 0.5, 0.85))
-def test_maxrls_expectation_is_a_truncated_log_likelihoods_gradient(G, p):
-    """One draw is a success with probability p = sigmoid(x): all 2^G groups, each with its probability.
+def test_the_expectation_of_maxrl_is_the_gradient_of_a_truncated_log_likelihood(G, p):
+    """A sample succeeds with probability p = sigmoid(x); sum over all 2^G groups, weighted by probability.
 
-    ∇ log p of a draw by x is r - p, and that of Σ_k (1 - (1 - p)^k) / k, k to G - 1, is Σ_k (1 - p)^(k-1) p (1 - p).
+    The gradient by x of a sample's log-probability is r - p, and that of Σ_k (1 - (1 - p)^k) / k for k < G is
+    Σ_k (1 - p)^(k-1) p (1 - p).
     """
     expected = 0.0
     for group in itertools.product((0.0, 1.0), repeat=G):
@@ -442,8 +443,8 @@ def test_maxrls_expectation_is_a_truncated_log_likelihoods_gradient(G, p):
     assert expected == pytest.approx(wanted, rel=1e-6)
 
 
-def test_maxrl_refuses_negative_rewards():
-    """As a penalty for length would make them. A sample outside the mask is not meant."""
+def test_maxrl_rejects_negative_rewards():
+    """A length penalty would give such rewards. Samples outside the mask may have any."""
     reward = np.array([[1.0, -1.0], [1.0, 0.0]], np.float32)
     with pytest.raises(ValueError, match=r"reward_PG must not be negative, best 0 or 1, for maxrl; got -1\.0"):
         advantages.maxrl(reward)
@@ -456,7 +457,7 @@ def test_maxrl_refuses_negative_rewards():
     hnp.arrays(np.float32, (3, 4), elements=st.floats(0, 2.0**40, width=32)),
     hnp.arrays(bool, (3, 4)),
 )
-def test_no_mask_of_finite_rewards_gives_nan(reward, mask):
+def test_finite_rewards_with_any_mask_give_no_nan(reward, mask):
     for ours, _ in GROUPED.values():
         got = np.asarray(ours(reward, mask))
         assert np.isfinite(got).all() and not got[~mask].any()
@@ -468,7 +469,7 @@ def test_no_mask_of_finite_rewards_gives_nan(reward, mask):
 PAGE = (Path(__file__).parents[1] / "docs" / "advantages.md").read_text(encoding="utf-8")
 
 
-def test_the_example_of_the_page_runs():
+def test_the_example_in_the_docs_runs():
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     scope = {}
     exec(compile(example, "docs/advantages.md", "exec"), scope)
@@ -476,7 +477,7 @@ def test_the_example_of_the_page_runs():
     np.testing.assert_allclose(scope["no_std"], [0.5, -0.5, -0.5, 0.5, 0], atol=1e-7)
 
 
-def test_the_page_has_every_function_and_its_numbers():
+def test_the_docs_list_every_function_and_correct_numbers():
     for module in (advantages, shaping):
         for name, value in vars(module).items():
             if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_"):

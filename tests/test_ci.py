@@ -1,4 +1,4 @@
-"""Continuous integration: its script tests on every installed Python, and workflow and hooks run the same checks."""
+"""The CI script tests every installed Python, and the workflow and the hooks run the same checks."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def checkout(tmp_path):
     shutil.copy(ROOT / ".ci" / "run", tmp_path / "repository" / ".ci" / "run")
     script(tmp_path / "repository" / ".venv" / "bin" / "python", "echo 3.11")
     script(tmp_path / "bin" / "make", f'echo "$*" >> {tmp_path}/called')
-    for version in ("3.11", "3.12", "3.13", "3.14"):  # a shim of a version that is not installed
+    for version in ("3.11", "3.12", "3.13", "3.14"):  # a shim for a version that is not installed
         script(tmp_path / "bin" / f"python{version}", 'echo "command not found" >&2', "exit 127")
     return tmp_path
 
@@ -45,7 +45,7 @@ def test_a_machine_without_another_python_is_reported(checkout):
     )
 
 
-def test_each_further_python_that_starts_is_tested(checkout):
+def test_every_other_working_python_is_tested(checkout):
     script(checkout / "bin" / "python3.12", "exit 0")
     script(checkout / "home" / ".pyenv" / "versions" / "3.13.0" / "bin" / "python", "exit 1")
     found = checkout / "home" / ".pyenv" / "versions" / "3.13.1" / "bin" / "python"
@@ -66,7 +66,7 @@ def test_a_failure_ends_the_script(checkout):
     assert subprocess.run(command, env={"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}"}, timeout=60).returncode == 3
 
 
-def test_the_files_of_the_shorter_round_exist():
+def test_the_test_files_for_other_pythons_exist():
     text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     quick = re.search(r"^QUICK := (.*)$", text, re.M)[1].split()
     assert len(quick) > 10
@@ -87,14 +87,14 @@ def test_the_workflow_runs_the_same_script_on_the_same_versions():
     assert job["strategy"]["matrix"]["python"] == versions.split()
 
 
-def test_the_hooks_before_a_commit_are_checks_of_make_test():
+def test_the_pre_commit_hooks_are_checks_of_make_test():
     (repository,) = read_yaml(".pre-commit-config.yaml")["repos"]
     assert repository["repo"] == "local"
     recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)[1]
     checks = [line.strip().replace("$(BIN)", ".venv/bin").removesuffix(" .") for line in recipe.splitlines()]
     *linters, tests = repository["hooks"]
     assert [hook["entry"].removesuffix(" --force-exclude") for hook in linters] == checks[:3]
-    # ruff takes the names of the changed files and applies its own exclusions; the others read the whole repository
+    # ruff gets the changed files and applies its exclusions; the other hooks read the whole repository
     assert [hook.get("pass_filenames", True) for hook in (*linters, tests)] == [True, True, False, False]
     assert all(hook["language"] == "system" and {"id", "name"} <= {*hook} for hook in repository["hooks"])
     program, *words = shlex.split(tests["entry"])

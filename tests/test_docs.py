@@ -1,4 +1,4 @@
-"""The pages are true as far as a test can tell: links resolve, code blocks run, commands parse, names exist."""
+"""The docs: links resolve, code blocks run, commands parse, names and paths exist."""
 
 import contextlib
 import importlib
@@ -39,7 +39,7 @@ LINK = re.compile(r"\]\((?!\w+:)([^)\s]*)\)")
 
 
 def anchors(page):
-    """The anchors of a page's headings, as the forge and the site make them."""
+    """The anchors of a page's headings, as GitHub and the site generate them."""
     found = set()
     for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", read(page)), re.M):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
@@ -66,7 +66,7 @@ def test_links_resolve(page):
     assert not list(broken_links(page)), "\n".join(broken_links(page))
 
 
-def test_broken_links_are_found(tmp_path):
+def test_broken_links_are_detected(tmp_path):
     (tmp_path / "b.md").write_text("# A `title`, here\n")
     page = tmp_path / "a.md"
     page.write_text("[x](b.md#a-title-here) [y](b.md#other) [z](c.md) [w](https://example.org)\n```\n[q](d.md)\n```\n")
@@ -132,7 +132,7 @@ def resolves(name):
 def test_names_in_code_spans_exist(page):
     """`gspax.loop.train` and, where the first part is a module's name, `losses.gspo`."""
     if page.name in ("LOG.md", "CHANGELOG.md"):
-        return  # they tell of the past
+        return  # they describe the past
     wrong = []
     for span in spans(page):
         name = re.split(r"[(=\[ ]", span)[0]
@@ -186,7 +186,7 @@ def test_paths_in_code_spans_exist(page):
 # Code blocks
 
 BLOCK = re.compile(r"^```python(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.M | re.S)
-# What a block may use without making it: a user's model and data.
+# What a block may use without defining it: a user's model and data.
 GIVEN = {
     "my_model": lambda params, tokens: params[tokens],
     "base": experiments.load(SORT),
@@ -209,7 +209,7 @@ def test_blocks_compile(page, title, code):
     compile(code, label(page), "exec")
 
 
-# The tests of their subject run these blocks and check the results.
+# Other tests run these blocks and check their results.
 ELSEWHERE = {"docs/advantages.md", "docs/checkpoints.md", "docs/corrections.md", "docs/data.md", "docs/losses.md"}
 RUNNABLE = [
     (page, title, code) for page, title, code in BLOCKS if not ("..." in code or title or label(page) in ELSEWHERE)
@@ -218,12 +218,12 @@ RUNNABLE = [
 
 @pytest.mark.parametrize(("page", "title", "code"), RUNNABLE, ids=block_ids(RUNNABLE))
 def test_blocks_run(page, title, code):
-    """Every block without an ellipsis."""
+    """All blocks without an ellipsis."""
     with jax.numpy_rank_promotion("allow"):
         exec(compile(code, label(page), "exec"), dict(GIVEN))
 
 
-# Files that a tutorial writes
+# Files of the tutorials
 
 TINY = [
     *("model.hidden_size=16", "model.num_hidden_layers=1", "model.num_experts=0", "model.intermediate_size=16"),
@@ -234,7 +234,7 @@ TINY = [
 
 @pytest.fixture(scope="session")
 def tutorial_files(tmp_path_factory):
-    """A folder with the files of the tutorials: one experiment may import another."""
+    """A folder with the files of all tutorials, which may import one another."""
     folder = tmp_path_factory.mktemp("tutorials")
     for title, code in FILES.items():
         (folder / title).write_text(code, encoding="utf-8")
@@ -247,9 +247,9 @@ def test_a_file_of_a_tutorial_is_a_valid_experiment(title, tutorial_files):
 
 
 def test_the_tutorials_train(tutorial_files, tmp_path, monkeypatch):
-    """The own loss on the own task, two steps of a smaller model."""
+    """The tutorials' loss on the tutorials' task: two steps of a smaller model."""
     monkeypatch.chdir(tutorial_files)
-    with jax.numpy_rank_promotion("allow"):  # as outside of the tests
+    with jax.numpy_rank_promotion("allow"):  # as outside the tests
         assert program.main(["train", "spo.py", "--workdir", str(tmp_path / "run"), *TINY]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len([row for row in rows if "policy/ratio_mean" in row]) == 2
@@ -259,7 +259,7 @@ def test_the_tutorials_train(tutorial_files, tmp_path, monkeypatch):
 
 
 def commands(page):
-    """The `gspax …` command lines of a page: fenced or indented lines, continued by a backslash, and code spans."""
+    """The `gspax …` commands of a page: fenced or indented lines with backslash continuations, and code spans."""
     text = re.sub(r"[ ]*\\\n\s*", " ", read(page))
     lines = [
         line.strip().removeprefix("$ ") for line in text.splitlines() if line.startswith(("    ", "gspax ", "$ gspax "))
@@ -277,7 +277,7 @@ COMMANDS = sorted({(page, line) for page in PAGES if page.name != "LOG.md" for l
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{label(page)}: {line}" for page, line in COMMANDS])
 def test_commands_parse(page, line, tutorial_files, capsys):
-    """The options are those of the subcommand, the file exists and the overrides are fields of it."""
+    """The options belong to the subcommand, the file exists and the overrides set its fields."""
     name, *arguments = shlex.split(line)[1:]
     if arguments in ([], ["--help"]):
         assert name in program.SUBCOMMANDS
@@ -304,7 +304,7 @@ OVERRIDES = re.findall(
 
 @pytest.mark.parametrize("assignments", sorted(set(OVERRIDES)))
 def test_the_fields_for_names_of_other_libraries_exist(assignments):
-    """Each entry of the page's second column that is an override gives a valid experiment."""
+    """Each override in the page's second column gives a valid experiment."""
     assert experiments.validate(experiments.override(experiments.load(SORT), assignments.split())) == []
 
 
@@ -314,10 +314,10 @@ def test_there_are_commands():
     assert len({line.split()[1] for _, line in COMMANDS}) == len(program.SUBCOMMANDS)
 
 
-# The picture
+# The import graph
 
 
-def test_the_picture_of_the_imports_is_new():
+def test_the_picture_of_the_imports_is_up_to_date():
     path = ROOT / "docs" / "plot_architecture.py"
     spec = importlib.util.spec_from_file_location("plot_architecture", path)
     script = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Every experiment file can still run: it is valid, and its warm start, sampler, scores and updates can be traced."""
+"""Every experiment file is valid, and its warm start, sampler, scores and updates can be traced."""
 
 import re
 import sys
@@ -30,7 +30,7 @@ FOLDER = ROOT / "experiments"
 FILES = sorted(FOLDER.glob("*.py"))
 
 
-SAME = ("qwen3_30b_a3b_v5e_64", "qwen3_30b_a3b_v6e_64")  # the same programs as on v5p, of other sizes
+SAME = ("qwen3_30b_a3b_v5e_64", "qwen3_30b_a3b_v6e_64")  # the same programs as on v5p with other sizes
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,13 @@ SAME = ("qwen3_30b_a3b_v5e_64", "qwen3_30b_a3b_v6e_64")  # the same programs as 
 def test_a_step_of_every_experiment_can_be_traced(path):
     experiment = load(path)
     assert validate(experiment) == []
-    if experiment.model.checkpoint:  # a large model: long rows would cost this machine's memory and show nothing more
+    if experiment.model.checkpoint:  # a large model: long rows would take much memory and test nothing more
         experiment = replace(experiment, sampling=replace(experiment.sampling, max_prompt_tokens=16, max_tokens=16))
     learner = loop.make_learner(experiment)
     state = abstract_state(experiment.model, learner.optimizer, learner.mesh)
     P, G = experiment.sampling.prompts, experiment.sampling.group
     problems = [experiment.data.train(index) for index in range(P)]
-    if experiment.model.checkpoint:  # the tokenizer lies with the weights, which are not here
+    if experiment.model.checkpoint:  # the tokenizer is stored with the weights, which are absent
         prompts = [[1] * experiment.sampling.max_prompt_tokens] * P
     else:
         prompts = [experiment.tokenizer.encode(problem.prompt) for problem in problems]
@@ -116,11 +116,11 @@ def products():
         ("", 0.0),
     ],
 )
-def test_the_reward_of_a_product_reads_the_last_box_of_the_answer(completion, right, products):
+def test_the_reward_of_a_product_reads_the_last_box(completion, right, products):
     assert products.reward(Problem(prompt="17 * 23", answer="391"), completion) == right
 
 
-def test_products_are_right_and_repeat(products):
+def test_products_are_correct_and_reproducible(products):
     source = products.Products(seed=3, max_digits=4)
     problems = [source.train(index) for index in range(20)]
     for problem in problems:
@@ -130,7 +130,7 @@ def test_products_are_right_and_repeat(products):
     assert source.train(0) != source.heldout(0)
 
 
-def test_the_numbers_of_the_tokenizer_are_those_of_the_published_one(products):
+def test_the_assumed_tokenizer_equals_the_published_one(products):
     folder = ROOT.parent / "shared" / "data" / "qwen3_tokenizer"
     if not folder.is_dir():
         pytest.skip("there is no ../shared/data/qwen3_tokenizer")

@@ -96,7 +96,7 @@ def train(changes, rollouts=2):
         state, reported, rows = loop.run_step(learner, state, reference, deque())
         assert all(np.isfinite(list(reported.values()))), reported
         found.append(reported)
-    kinds = 2 if variant.lora is not None and reference is not None else 1  # of parameters: the base's too
+    kinds = 2 if variant.lora is not None and reference is not None else 1  # of parameters, including the base's
     assert steps.score._cache_size() <= kinds, "one program scores every minibatch"
     assert update._cache_size() == 1, "with old log-probs and without"
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), state.params, start)

@@ -1,4 +1,4 @@
-"""Reductions under a mask: numpy's on the kept entries, 0 on none, and nothing outside the mask matters."""
+"""Masked reductions equal numpy's on the selected entries, give 0 for none, and ignore everything else."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,14 @@ from gspax import masked
 REDUCTIONS = [(masked.sum, np.sum), (masked.mean, np.mean), (masked.min, np.min), (masked.max, np.max)]
 over_reductions = pytest.mark.parametrize("ours, numpys", REDUCTIONS, ids=("sum", "mean", "min", "max"))
 
-VALUE = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32) - 3  # a max of 0 would be a wrong one
+VALUE = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32) - 3  # a maximum of 0 would be wrong
 MASK = np.random.default_rng(1).random((4, 6)) < 0.5
 MASK[2] = False
 
 
 @over_reductions
 @pytest.mark.parametrize("axis", (None, 0, 1, -1))
-def test_is_numpys_on_the_kept_entries(ours, numpys, axis):
+def test_reductions_equal_numpy_on_the_selected_entries(ours, numpys, axis):
     got = ours(jnp.asarray(VALUE), jnp.asarray(MASK), axis=axis)
     if axis is None:
         wanted = numpys(VALUE[MASK])
@@ -30,7 +30,7 @@ def test_is_numpys_on_the_kept_entries(ours, numpys, axis):
 
 @over_reductions
 @pytest.mark.parametrize("garbage", (np.nan, np.inf, -np.inf))
-def test_garbage_outside_the_mask_reaches_neither_value_nor_gradient(ours, numpys, garbage):
+def test_values_outside_the_mask_affect_neither_value_nor_gradient(ours, numpys, garbage):
     value = jnp.asarray(np.where(MASK, VALUE, np.float32(garbage)))
     both = jax.value_and_grad(lambda x: ours(x, jnp.asarray(MASK), axis=-1).sum())
     for got, wanted in zip(both(value), both(jnp.asarray(VALUE)), strict=True):
@@ -40,12 +40,12 @@ def test_garbage_outside_the_mask_reaches_neither_value_nor_gradient(ours, numpy
 
 
 @over_reductions
-def test_nothing_kept_gives_0(ours, numpys):
+def test_an_empty_selection_gives_0(ours, numpys):
     value = jnp.full((2, 3), jnp.nan)
     np.testing.assert_array_equal(ours(value, jnp.zeros((2, 3), bool), axis=-1), [0, 0])
     assert ours(value[:0], jnp.zeros((0, 3), bool)) == 0
 
 
 @over_reductions
-def test_a_kept_nan_is_not_hidden(ours, numpys):
+def test_a_selected_nan_propagates(ours, numpys):
     assert np.isnan(ours(jnp.array([1.0, jnp.nan]), jnp.array([True, True])))

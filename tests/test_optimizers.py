@@ -1,4 +1,4 @@
-"""Optimisers and schedules that an experiment names: what they do, and how their state is sharded and offloaded."""
+"""Optimisers and schedules of an experiment: their updates, and how their state is sharded and offloaded."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ TRANSFORMS = {
 
 
 def random_like(tree, seed=0):
-    """Normal numbers in the shapes, dtypes and shardings of a tree, drawn in numpy: nothing to compile."""
+    """Normal numbers with a tree's shapes, dtypes and shardings, drawn in numpy so that nothing is compiled."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: jax.device_put(rng.standard_normal(leaf.shape).astype(leaf.dtype), leaf.sharding), tree
@@ -44,7 +44,7 @@ def first_update(optimizer, params, grads):
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
-def test_state_is_sharded_offloaded_and_has_a_master_copy_with_any_optimizer(name):
+def test_any_optimizers_state_is_sharded_offloaded_and_has_a_master_copy(name):
     model = replace(MODEL, param_dtype="bfloat16")
     settings = config.Optimizer(learning_rate=1e-2, transform=TRANSFORMS[name])
 
@@ -67,7 +67,7 @@ def test_state_is_sharded_offloaded_and_has_a_master_copy_with_any_optimizer(nam
     )
     _, (_, alone) = stepped(settings, sharding.make_mesh(config.Mesh(), jax.devices()[:1]))
     chex.assert_trees_all_close(jax.device_get(state.params), jax.device_get(alone.params), rtol=2e-3, atol=1e-4)
-    # a moment is sharded like its parameter; Adafactor's factors, which are smaller, are replicated
+    # a moment is sharded like its parameter; Adafactor's smaller factors are replicated
     sharded = [leaf for leaf in jax.tree.leaves(wanted.opt_state.inner) if not leaf.sharding.is_fully_replicated]
     matrices = [leaf for leaf in jax.tree.leaves(wanted.params) if not leaf.sharding.is_fully_replicated]
     if name == "muon":
@@ -101,7 +101,7 @@ def test_muon_orthogonalises_each_matrix_of_each_layer_and_expert():
     for matrix in matrices:
         singular = np.linalg.svd(matrix, compute_uv=False) / (0.2 * np.sqrt(max(matrix.shape)))
         assert singular.min() > 0.6 and singular.max() < 1.2
-    # everything else is Adam's, whose first step has one size
+    # everything else uses Adam, whose first update has one magnitude
     for update, grad in (
         (updates["embedding"], grads["embedding"]),
         (updates["head"], grads["head"]),
@@ -110,7 +110,7 @@ def test_muon_orthogonalises_each_matrix_of_each_layer_and_expert():
         np.testing.assert_allclose(update / -np.sign(grad), abs(update).max(), rtol=1e-3)
 
 
-def test_muon_and_decay_reach_adapters():
+def test_muon_and_weight_decay_apply_to_adapters():
     lora = config.Lora(rank=2)
     trained, _ = partition(adapters.attach_adapters(PARAMS, random_like(adapters.abstract(MODEL, lora)), lora))
     updates = first_update(optimizers.muon(0.1), trained, random_like(trained, seed=1))
@@ -120,7 +120,7 @@ def test_muon_and_decay_reach_adapters():
     assert all(jax.tree.leaves(optimizers.matrices(trained)))
 
 
-def test_weight_decay_is_on_matrices_alone_unless_asked_otherwise():
+def test_weight_decay_applies_only_to_matrices_by_default():
     def decayed(transform):
         updates = first_update(transform(1.0), PARAMS, jax.tree.map(np.zeros_like, PARAMS))
         leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(updates))
@@ -136,7 +136,7 @@ def test_weight_decay_is_on_matrices_alone_unless_asked_otherwise():
 
 
 @pytest.mark.parametrize("schedule", [optimizers.linear, optimizers.cosine])
-def test_a_schedule_warms_up_and_decays_to_its_final_rate(schedule):
+def test_schedules_warm_up_and_decay_to_the_final_rate(schedule):
     settings = config.Optimizer(learning_rate=2.0, warmup_updates=4, schedule=partial(schedule, updates=12, final=0.25))
     rate = learning_rate(settings)
     assert [float(rate(done)) for done in (0, 1, 4)] == [0.0, 0.5, 2.0]
@@ -147,12 +147,12 @@ def test_a_schedule_warms_up_and_decays_to_its_final_rate(schedule):
         schedule(1.0, 12, updates=12)
 
 
-def test_something_else_than_an_optimizer_is_refused():
+def test_what_is_not_an_optimizer_is_rejected():
     with pytest.raises(UserError, match=r"optimizer.transform: wanted .* optax.GradientTransformation, .* gave float"):
         make_optimizer(config.Optimizer(transform=lambda rate: 1.0))
 
 
-def test_the_plan_counts_the_state_of_other_optimizers():
+def test_the_plan_counts_the_state_of_each_optimizer():
     from small_experiment import experiment
 
     def size(transform):
@@ -161,6 +161,6 @@ def test_the_plan_counts_the_state_of_other_optimizers():
                    if part in ("Adam moments, float32", "optimiser state"))  # fmt: skip
 
     adamw = size(optimizers.adamw)
-    assert abs(size(optax.adamw) - adamw) < 100  # the same state, but counters, found by tracing
-    assert 0.5 * adamw < size(optimizers.muon) < 0.75 * adamw  # one moment for matrices
+    assert abs(size(optax.adamw) - adamw) < 100  # the traced state without its counters
+    assert 0.5 * adamw < size(optimizers.muon) < 0.75 * adamw  # matrices have one moment
     assert size(TRANSFORMS["adafactor"]) < 0.5 * adamw

@@ -1,7 +1,7 @@
-"""A wheel and a source distribution can be built and installed, and hold the whole package.
+"""The wheel and the source distribution can be built and installed, and contain the whole package.
 
-No network: the build uses the setuptools of this environment, and the new environment sees the dependencies installed
-here through a .pth file, but no gspax other than the one that is installed into it.
+No network is needed: the build uses this environment's setuptools, and the new environment finds the dependencies
+installed here through a .pth file, but no other gspax than its own.
 """
 
 import subprocess
@@ -30,7 +30,7 @@ def run(*command, cwd):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of what a build reads: the build must not write into the repository."""
+    """A copy of the files that a build reads, because the build writes next to them."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
@@ -56,7 +56,7 @@ def sdist(checkout, tmp_path_factory):
     return build("sdist", checkout, tmp_path_factory.mktemp("sdist"))
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+def test_the_wheel_contains_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         metadata = archive.read(f"gspax-{gspax.__version__}.dist-info/METADATA").decode()
@@ -64,7 +64,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert "Requires-Dist: jax" in metadata and "License-File: LICENSE" in metadata
 
 
-def test_the_source_distribution_holds_the_package(sdist):
+def test_the_source_distribution_contains_the_package(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{name}" for name in PACKAGE} <= names
@@ -72,14 +72,14 @@ def test_the_source_distribution_holds_the_package(sdist):
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_an_empty_environment_can_install_it(kind, request, tmp_path):
+def test_it_installs_into_an_empty_environment(kind, request, tmp_path):
     venv.create(tmp_path / "env", symlinks=True)
     python = tmp_path / "env" / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--ignore-installed"]
     pip = [sys.executable, "-m", "pip", "install", *options, "--target", site]
     run(*pip, request.getfixturevalue(kind), cwd=tmp_path)
-    # What is installed here, without the editable gspax: its finder is a .pth file, which is not read from a .pth path.
+    # What is installed here without the editable gspax: a .pth file in a folder added by a .pth file is not read.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = "import gspax.losses, gspax.config; from pathlib import Path; print(Path(gspax.__file__).parent)"
     assert Path(run(python, "-I", "-c", where, cwd=tmp_path).strip()) == site / "gspax"
@@ -89,7 +89,7 @@ def test_an_empty_environment_can_install_it(kind, request, tmp_path):
     assert run(python, "-I", "-c", entry, cwd=tmp_path).split()[0] == "gspax.commands.main:main"
 
 
-def test_versions_agree():
+def test_all_versions_are_equal():
     lines = [*(ROOT / "setup.cfg").read_text().splitlines(), *(ROOT / "CITATION.cff").read_text().splitlines()]
     found = [line.replace("=", ":").split(":")[1].strip() for line in lines if line.startswith("version")]
     assert found == [gspax.__version__] * 2

@@ -1,4 +1,4 @@
-"""The scripts of experiments/reuse run on their own, as a user would run them, and the reward that they print rises."""
+"""The scripts of experiments/reuse run by themselves, as a user would run them, and their printed reward rises."""
 
 import importlib.util
 import math
@@ -16,7 +16,7 @@ SCRIPTS = sorted(FOLDER.glob("*.py"))
 
 
 def run(path, *first_on_path):
-    """The finished process; `first_on_path` are folders whose modules come before the installed ones."""
+    """The finished process; modules in the folders `first_on_path` shadow installed ones."""
     paths = [*first_on_path, ROOT / "src", *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -28,7 +28,7 @@ def run(path, *first_on_path):
 
 
 def printed(path):
-    """{name: its numbers, in the order of the lines} of a script that must succeed."""
+    """{name: its numbers, line by line} of a script that must succeed."""
     process = run(path)
     assert process.returncode == 0, process.stderr
     numbers = {}
@@ -58,7 +58,7 @@ def test_the_reward_rises_with_equinox():
     assert max(numbers["clipped"]) > 0, "the second update of a batch is off policy"
 
 
-def test_without_equinox_the_script_says_so_in_a_sentence(tmp_path):
+def test_without_equinox_the_script_fails_with_one_error(tmp_path):
     (tmp_path / "equinox.py").write_text('raise ModuleNotFoundError("No module named equinox", name="equinox")\n')
     process = run(FOLDER / "equinox_loop.py", tmp_path)
     assert process.returncode == 2
@@ -67,7 +67,7 @@ def test_without_equinox_the_script_says_so_in_a_sentence(tmp_path):
     assert process.stderr == sentence
 
 
-def test_the_reward_rises_from_a_buffer_and_the_mismatch_is_seen():
+def test_the_reward_rises_from_a_buffer_and_the_mismatch_is_reported():
     numbers = printed(FOLDER / "rollout_buffer.py")
     check_reward(numbers)
     assert all(math.isfinite(number) for column in numbers.values() for number in column)
@@ -77,7 +77,7 @@ def test_the_reward_rises_from_a_buffer_and_the_mismatch_is_seen():
     assert 0 < min(numbers["weight_min"]) < 1 < max(numbers["weight_max"]) <= 2 + 1e-6
 
 
-def test_every_script_is_short_reads_alone_and_has_its_command():
+def test_every_script_is_short_self_contained_and_names_its_command():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert [path.stem for path in SCRIPTS] == ["equinox_loop", "flax_linen", "plain_jax", "rollout_buffer"]
     for path in SCRIPTS:

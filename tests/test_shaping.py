@@ -1,4 +1,4 @@
-"""Rewards for length, and rows that were cut off."""
+"""Length penalties, and truncated rows."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from gspax import advantages, losses, shaping
 
 
 def loop(length, max_length, buffer):
-    """Eq. 13 of DAPO as it stands there."""
+    """Eq. 13 of DAPO, literally."""
     if length <= max_length - buffer:
         return 0.0
     if length <= max_length:
@@ -18,21 +18,21 @@ def loop(length, max_length, buffer):
 
 
 @pytest.mark.parametrize("max_length, buffer", ((20480, 4096), (10, 3), (7, 7), (5, 1)))
-def test_punishment_is_the_papers(max_length, buffer):
+def test_the_penalty_equals_the_papers(max_length, buffer):
     length = np.array([0, 1, max_length - buffer, max_length - buffer + 1, max_length - 1, max_length, 10**6])
     got = jax.jit(lambda x: shaping.soft_overlong_punishment(x, max_length=max_length, buffer=buffer))(length)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, [loop(int(x), max_length, buffer) for x in length], rtol=1e-6)
 
 
-def test_lengths_are_tokens_of_the_mask():
+def test_lengths_are_counted_from_the_mask():
     mask = np.array([[False, True, True, False], [False, True, False, True], [False] * 4])
     length = shaping.response_length(mask)
     assert length.dtype == jnp.int32
     np.testing.assert_array_equal(length, [2, 2, 0])
 
 
-def test_a_row_that_was_cut_off_weighs_nothing():
+def test_a_truncated_row_has_weight_0():
     rng = np.random.default_rng(0)
     logp, old = rng.standard_normal((2, 4, 5)).astype(np.float32)
     mask = np.ones((4, 5), bool)
@@ -47,7 +47,7 @@ def test_a_row_that_was_cut_off_weighs_nothing():
     np.testing.assert_allclose(losses.reduce(terms)[0], rest, rtol=1e-6)
 
 
-def test_refusals():
+def test_invalid_arguments_are_rejected():
     length, mask = np.array([3, 4]), np.ones((2, 3), bool)
     punish = shaping.soft_overlong_punishment
     cases = (

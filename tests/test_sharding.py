@@ -28,7 +28,7 @@ ONES = dict.fromkeys(sharding.AXES, 1)
         (Mesh(fsdp=1, context=4, tensor=2), 8, {"context": 4, "tensor": 2}),
     ],
 )
-def test_the_free_axis_takes_the_remaining_devices(mesh, devices, expected):
+def test_the_free_axis_gets_the_remaining_devices(mesh, devices, expected):
     sizes = sharding.resolve_axes(mesh, devices)
     assert sizes == ONES | expected and tuple(sizes) == sharding.AXES
 
@@ -50,7 +50,7 @@ def test_a_mesh_that_does_not_fit_is_rejected(mesh, got):
         sharding.resolve_axes(mesh, 8)
 
 
-def test_the_available_slices_are_the_slice_axis():
+def test_the_slice_axis_is_the_number_of_slices():
     assert sharding.resolve_axes(Mesh(), 8, slices=2) == ONES | {"slice": 2, "fsdp": 4}
     assert sharding.resolve_axes(Mesh(slice=2), 8, slices=2) == ONES | {"slice": 2, "fsdp": 4}
     with pytest.raises(UserError, match=r"mesh\.slice: wanted the 2 available TPU slices, got 4"):
@@ -70,7 +70,7 @@ def test_the_available_slices_are_the_slice_axis():
         (None, 64, 1),
     ],
 )
-def test_the_expert_axis_is_chosen_by_the_model(model, devices, expert):
+def test_the_expert_axis_is_chosen_from_the_model(model, devices, expert):
     sizes = sharding.resolve_axes(Mesh(), devices, model)
     assert sizes == ONES | {"expert": expert, "fsdp": devices // expert}
     if model is not None and devices > 1:
@@ -80,7 +80,7 @@ def test_the_expert_axis_is_chosen_by_the_model(model, devices, expert):
     assert sharding.resolve_axes(Mesh(fsdp=devices), devices, model)["expert"] == 1
 
 
-def test_break_even_is_where_the_bytes_are_equal():
+def test_expert_parallelism_breaks_even_at_equal_bytes():
     model = presets.qwen3_30b_a3b
     weights = 3 * 128 * 2048 * 768  # of the experts of one layer
     assert sharding.break_even_tokens(model) * 2 * 8 * 2048 == weights
@@ -105,14 +105,14 @@ def test_sizes_that_do_not_divide_evenly_are_rejected(axis, said):
     assert not list(sharding.find_mismatches(ONES, tiny.MOE))
 
 
-def test_two_axes_divide_one_dimension_together():
+def test_the_product_of_two_axes_must_divide_their_dimension():
     (said,) = sharding.find_mismatches(ONES | {"fsdp": 4, "expert": 5, "tensor": 1}, replace(tiny.MOE, hidden_size=4))
     assert said == "model.hidden_size: wanted a multiple of mesh.fsdp x mesh.expert (20), got 4"
     dense = list(sharding.find_mismatches(ONES | {"expert": 2}, tiny.CONFIGS["dense"]))
     assert dense == ["mesh.expert: wanted 1 for a model without experts, got 2"]
 
 
-def test_the_table():
+def test_the_table_of_logical_axes():
     assert sharding.spec("batch", "time") == PartitionSpec(("slice", "data", "fsdp", "expert"), "context")
     assert sharding.spec("vocab", "embed") == PartitionSpec("tensor", ("fsdp", "expert"))
     assert sharding.spec("expert", "mlp", "expert_embed") == PartitionSpec("expert", "tensor", "fsdp")
@@ -120,14 +120,14 @@ def test_the_table():
     assert sharding.spec() == PartitionSpec()
 
 
-def test_an_unknown_axis_and_a_clash_are_errors():
+def test_unknown_and_repeated_axes_are_errors():
     with pytest.raises(UserError, match=r"wanted logical axes out of batch, .* got 'embd'"):
         sharding.spec("expert", "embd")
     with pytest.raises(UserError, match="each mesh axis once in an array, got 'expert' twice"):
         sharding.spec("expert", "embed", "mlp")
 
 
-def test_time_is_sharded_where_the_axis_divides_it():
+def test_time_is_sharded_if_the_axis_divides_it():
     mesh = sharding.make_mesh(Mesh(context=4))
     assert sharding.token_spec(mesh, 2, 8) == sharding.spec("batch", "time")
     assert sharding.token_spec(mesh, 8, 6) == sharding.token_spec(mesh, 6, 1) == sharding.spec("batch")
@@ -155,7 +155,7 @@ class Chip:
         return f"{self.slice_index}.{self.id}"
 
 
-def test_slices_are_along_the_outermost_axis(monkeypatch):
+def test_slices_lie_along_the_outermost_axis(monkeypatch):
     chips = [Chip(number, number % 2) for number in range(8)]  # in any order
     monkeypatch.setattr(sharding, "_make_grid", lambda devices, shape: sharding.np.array(devices).reshape(shape))
     monkeypatch.setattr(jax.sharding, "Mesh", lambda grid, axes, axis_types: grid)
@@ -171,7 +171,7 @@ def make_grid(chips, **axes):
 
 
 def test_mesh_axes_follow_the_torus():
-    """In the order of jax, which is by process, neighbours on an axis need not be neighbours on the torus."""
+    """jax orders devices by process, where neighbours on an axis need not be neighbours on the torus."""
     places = [(x, y, 0) for tile in (0, 2) for y in range(4) for x in (tile, tile + 1)]  # two processes of 2 x 4 chips
     grid = make_grid([Chip(number, coords=place) for number, place in enumerate(places)], tensor=4)
     for chips in grid.reshape(4, 4):
@@ -179,14 +179,14 @@ def test_mesh_axes_follow_the_torus():
         assert len(fixed) == 1, "each group is a row or a column"
 
 
-def test_a_part_of_a_slice_that_is_no_box_warns():
+def test_devices_that_form_no_box_give_a_warning():
     corner = [Chip(number, coords=place) for number, place in enumerate([(0, 0, 0), (1, 0, 0), (0, 1, 0), (2, 0, 0)])]
     with pytest.warns(UserWarning, match="mesh: 4 TPU devices do not fill a box of their slice"):
         grid = make_grid(corner, tensor=2)
     assert [chip.id for chip in grid.flat] == [0, 1, 2, 3], "in the given order"
 
 
-def test_an_error_of_the_torus_mesh_is_not_hidden(monkeypatch):
+def test_an_error_in_the_torus_mesh_propagates(monkeypatch):
     def fail(*arguments, **options):
         raise AssertionError("a new kind of TPU")
 

@@ -1,6 +1,6 @@
-"""The budgets and floors of docs/architecture.md, read from its table, and the hygiene of the files.
+"""The budgets and floors in the table of docs/architecture.md, and the hygiene of the files.
 
-Nothing is exempt: a module that does not fit is split, or the document is changed first.
+There are no exemptions: split a module that does not fit, or change the document first.
 """
 
 import ast
@@ -21,11 +21,11 @@ FILES = {
 EXPERIMENTS = sorted((ROOT / "experiments").glob("*.py"))
 BUDGETED = [*FILES.values(), *EXPERIMENTS]
 
-# What may be imported outside the standard library and gspax itself, by the modules that promise to need little.
-# The pure ones, with their submodules, import no other gspax module. `pip install gspax` brings jax and numpy only.
+# The only packages that these modules may import besides the standard library and gspax.
+# Pure modules and their submodules import no other gspax module. `pip install gspax` installs only jax and numpy.
 PURE = {"gspax.losses", "gspax.masked", "gspax.advantages", "gspax.shaping"}
 LIGHT = ["gspax", *sorted(PURE)]
-# Priced before any accelerator code loads.
+# These load before any accelerator code.
 DECLARATIVE = ["gspax.config", "gspax.hf", "gspax.model.presets", "gspax.hf.config_json"]
 ACCELERATOR = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
@@ -45,7 +45,7 @@ def label(path):
 
 
 def target(base, name):
-    """`from base import name` means the module base.name if there is one, else something inside base."""
+    """What `from base import name` imports: the module base.name if it exists, else base."""
     return f"{base}.{name}" if f"{base}.{name}" in FILES else base
 
 
@@ -54,7 +54,7 @@ def is_type_checking(node):
 
 
 def nodes(node, *, functions):
-    """Every node that runs (those for the type checker do not), with or without the bodies of functions."""
+    """All nodes but those for the type checker, with or without the bodies of functions."""
     for child in ast.iter_child_nodes(node):
         if is_type_checking(child):
             continue
@@ -66,7 +66,7 @@ def nodes(node, *, functions):
 
 @functools.cache
 def imports(module, *, functions=True):
-    """The dotted names that a module imports; with `functions=False` only what importing it runs."""
+    """The dotted names that a module imports; with `functions=False`, only those imported when it loads."""
     found = set()
     for node in nodes(tree(FILES[module]), functions=functions):
         if isinstance(node, ast.Import):
@@ -78,7 +78,7 @@ def imports(module, *, functions=True):
 
 
 def own(module):
-    """The gspax modules that a module imports, in functions too."""
+    """The gspax modules that a module imports, also in functions."""
     return {name for name in imports(module) if name.split(".")[0] == "gspax"}
 
 
@@ -88,7 +88,7 @@ def packages(module):
 
 
 def outside_after_import(module):
-    """Top-level names of everything outside gspax that `import module` loads directly, by whichever gspax file."""
+    """The top-level packages outside gspax that gspax files import when `module` is imported."""
     seen, queue, outside = set(), packages(module), set()
     while queue:
         name = queue.pop()
@@ -104,7 +104,7 @@ def outside_after_import(module):
 
 
 def find_cycle(graph):
-    """One cycle of a directed graph as a list of its nodes, or None."""
+    """The nodes of one cycle of a directed graph, or None."""
     done, path = set(), []
 
     def visit(node):
@@ -133,11 +133,11 @@ def test_the_search_finds_a_cycle():
 
 
 def node(module):
-    """The package or flat module that a module belongs to: what a newcomer sees in src/gspax."""
+    """The package or flat module in src/gspax that a module belongs to."""
     return module.split(".")[1]
 
 
-def test_packages_and_flat_modules_are_few_and_have_no_cycle():
+def test_the_graph_of_packages_is_small_and_has_no_cycle():
     modules = [module for module in FILES if "." in module and module != "gspax.__main__"]
     graph = {node(module): set() for module in modules}
     for module in modules:
@@ -151,7 +151,7 @@ UNSTABLE = ("jax.experimental", "jax._src")
 
 
 def unstable_names(path):
-    """What a file takes from the parts of jax that may change in any release, by import or by attribute."""
+    """The names from unstable parts of jax that a file uses, by import or by attribute."""
     for each in ast.walk(tree(path)):
         if isinstance(each, ast.Import):
             names = [alias.name for alias in each.names]
@@ -197,7 +197,7 @@ def test_the_configuration_loads_no_accelerator_code(module):
 
 
 def read_floors():
-    """{path under src/gspax as the document writes it: floor}."""
+    """{path under src/gspax as in the document: floor}."""
     floors = {}
     for line in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
@@ -207,14 +207,14 @@ def read_floors():
 
 
 def floor(module):
-    """A module's own row, else that of the nearest folder above it; None if the table has neither."""
+    """The floor in a module's row or else in that of its nearest parent folder; None without either."""
     floors = read_floors()
     parts = module.split(".")[1:]
     rows = ["/".join(parts) + ".py", *("/".join(parts[:i]) + "/" for i in range(len(parts), 0, -1))]
     return next((floors[row] for row in rows if row in floors), None)
 
 
-def test_the_table_of_floors_is_read():
+def test_the_table_of_floors_is_parsed():
     floors = read_floors()
     assert set(range(10)) == set(floors.values())
     assert floors["masked.py"] == 0 and floors["losses/"] == 1 and floors["commands/"] == 9
@@ -251,7 +251,7 @@ def takes_experiment(node):
     return any(name.split(".")[-1] == "Experiment" for name in names)
 
 
-def test_only_what_composes_a_run_takes_the_whole_experiment():
+def test_few_functions_take_a_whole_experiment():
     functions = [
         f"{label(path)}: {node.name}"
         for path in FILES.values()
@@ -275,7 +275,7 @@ def positional(function, *, method):
 
 
 def over_budget(path):
-    """What in a file is too large, one sentence each."""
+    """Messages about what in a file is too large."""
     found = []
     length = len(path.read_text(encoding="utf-8").splitlines())
     if length > 400:
@@ -296,7 +296,7 @@ def over_budget(path):
 
 
 @pytest.mark.parametrize("path", BUDGETED, ids=label)
-def test_budgets(path):
+def test_every_file_is_within_the_budgets(path):
     assert not over_budget(path), "\n".join(over_budget(path))
 
 
@@ -304,7 +304,7 @@ def test_budgets(path):
 
 
 def tracked_files():
-    """The files of the repository, those about to be added included; everything but caches if git is not there."""
+    """The files of the repository, including untracked ones; without git, all files but caches."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
@@ -318,7 +318,7 @@ def tracked_files():
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
 
 
-def test_no_file_names_a_path_of_one_machine():
+def test_no_file_contains_an_absolute_path_of_a_machine():
     files = tracked_files()
     assert Path(__file__) in files
     wrong = []
@@ -334,7 +334,7 @@ def test_no_file_names_a_path_of_one_machine():
 
 
 @pytest.mark.parametrize("folder", ["home", "root", "tmp", "work", "Users"])
-def test_the_pattern_knows_a_path_of_one_machine(folder):
+def test_the_pattern_matches_absolute_paths_of_machines(folder):
     assert MACHINE_PATH.search(f"see /{folder}/anna/run")
     assert MACHINE_PATH.search(f'"/{folder}/run"')
     for fine in (

@@ -1,5 +1,5 @@
-"""The scripts in tpu/, run against programs that record how they were called. No cloud is reached: the PATH holds only
-those programs and a few system tools."""
+"""The scripts in tpu/, run with programs that record their calls. No cloud is reached: the PATH contains only these
+programs and a few system tools."""
 
 import json
 import os
@@ -150,7 +150,7 @@ def resource_commands(calls):
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, *SOURCED], ids=lambda path: str(path.relative_to(TPU)))
-def test_bash_can_parse_it(script):
+def test_bash_parses_every_script(script):
     subprocess.run(["bash", "-n", script], check=True)
 
 
@@ -224,7 +224,7 @@ def test_a_dry_run_needs_no_programs(cloud):
     assert not (cloud.checkout / "build").exists()
 
 
-def test_every_case_is_there():
+def test_every_script_has_a_dry_run_case():
     assert {case[0] for case in CASES} == {str(path.relative_to(TPU)) for path in SCRIPTS if path.parent.name != "host"}
 
 
@@ -259,7 +259,7 @@ def test_create_waits_until_the_resource_is_active(cloud):
 
 
 @pytest.mark.parametrize("state", ["FAILED", "SUSPENDED", "SUSPENDING", "DELETING", "ABSENT"])
-def test_create_fails_if_the_resource_cannot_become_active(cloud, state):
+def test_create_fails_if_the_resource_fails(cloud, state):
     done, _ = cloud.run("create.sh", states=["CREATING", state, "ACTIVE"])
     assert done.returncode == 1 and f"pod is {state}" in done.stderr and len(done.stderr.splitlines()) == 1
 
@@ -274,7 +274,7 @@ def test_create_fails_if_the_resource_cannot_become_active(cloud, state):
         (["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"], ["scp", "ssh", "ssh"]),
     ],
 )
-def test_resume_does_what_is_missing_and_repeats_the_command(cloud, states, expected):
+def test_resume_recreates_what_is_missing_and_repeats_the_command(cloud, states, expected):
     command = [EXPERIMENT, "schedule.steps=20", "name='a b'"]
     calls = cloud.calls("resume.sh", "--spot", "--node-count", "2", *command, states=states)
     assert resource_commands(calls) == expected and sum("describe" in call for call in calls) == len(states)
@@ -337,14 +337,14 @@ def test_a_command_that_fails_ends_the_script(cloud, case, fails, last):
 
 @pytest.fixture
 def host(cloud, tmp_path):
-    """A host that really runs what the scripts send, with recording programs in place of missing ones."""
+    """A host that executes what the scripts send, with recording programs in place of missing ones."""
     home = tmp_path / "host home"
     home.mkdir()
     cloud.variables["FAKE_HOST"] = str(home)
     return home
 
 
-def test_setup_puts_the_last_commit_on_a_host_and_mounts_the_bucket(cloud, host):
+def test_setup_installs_the_last_commit_on_a_host_and_mounts_the_bucket(cloud, host):
     (cloud.checkout / EXPERIMENT).write_text("changed, not committed")
     done, calls = cloud.run("setup.sh")
     assert done.returncode == 0 and done.stderr == "gspax: uncommitted changes are not sent\n"
@@ -364,7 +364,7 @@ def test_setup_twice_mounts_once_and_prints_no_warning_for_a_clean_checkout(clou
     assert done.returncode == 0 and "systemd-run" not in [call[0] for call in calls]
 
 
-def test_setup_leaves_a_running_host_alone(cloud, host):
+def test_setup_does_not_touch_a_running_host(cloud, host):
     cloud.calls("setup.sh")
     (host / "gspax" / "mark").write_text("")
     done, _ = cloud.run("setup.sh", FAKE_RUNNING="1")
@@ -404,7 +404,7 @@ def jobset(cloud, *words, **more):
     return yaml.safe_load((cloud.checkout / "build" / "jobset.yaml").read_text())
 
 
-def test_the_jobset(cloud):
+def test_the_jobset_has_its_settings(cloud):
     words = ['name="it\'s"', "a.b=c d", "x=\\$HOME", "y={1: 2}"]
     made = jobset(cloud, "--node-count", "3", EXPERIMENT, *words)
     assert (made["apiVersion"], made["kind"], made["metadata"]["name"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet", "pod")
@@ -425,7 +425,7 @@ def test_the_jobset_restarts_after_a_preemption_but_not_after_invalid_input(clou
     job = spec["replicatedJobs"][0]["template"]["spec"]
     assert job["backoffLimit"] == 0 and job["template"]["spec"]["restartPolicy"] == "Never"
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]  # the exit code of invalid input
+    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]  # the exit code for invalid input
     assert spec["failurePolicy"]["maxRestarts"] == 5
     (policy,) = spec["failurePolicy"]["rules"]
     assert (policy["action"], policy["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
@@ -448,7 +448,7 @@ def test_a_cluster_has_a_pool_for_each_slice(cloud):
     )
 
 
-def test_the_image_is_built_from_existing_files_that_are_sent():
+def test_the_files_of_the_image_exist_and_are_sent():
     lines = (TPU / "Dockerfile").read_text().splitlines()
     ignored = (TPU / "Dockerfile.dockerignore").read_text().splitlines()
     assert ignored[0] == "*"
@@ -459,11 +459,11 @@ def test_the_image_is_built_from_existing_files_that_are_sent():
     assert any("--constraint requirements.txt" in line and ".[train,tpu]" in line for line in lines)
 
 
-# Bad input
+# Invalid input
 
 
 def wrong(cloud, *words, **more):
-    """The sentence printed for invalid input, before any call."""
+    """The error printed for invalid input, before any call."""
     done, calls = cloud.run(*words, **more)
     assert done.returncode == 2 and calls == [] and done.stdout == "", done
     (sentence,) = done.stderr.splitlines()
@@ -510,7 +510,7 @@ def test_a_missing_setting_is_named(cloud, case, name):
         (["gke/run.sh"], "wanted an experiment file"),
     ],
 )
-def test_an_invalid_command_line_is_one_sentence(cloud, words, sentence):
+def test_an_invalid_command_line_is_one_error(cloud, words, sentence):
     assert sentence in wrong(cloud, *words)
 
 
@@ -525,7 +525,7 @@ def test_an_invalid_command_line_is_one_sentence(cloud, words, sentence):
         ("SLICES", "", "wanted an integer of at least 1, got ''"),
     ],
 )
-def test_an_invalid_setting_is_one_sentence(cloud, name, value, sentence):
+def test_an_invalid_setting_is_one_error(cloud, name, value, sentence):
     assert sentence in wrong(cloud, "gke/run.sh", EXPERIMENT, settings=SETTINGS | {f"GSPAX_{name}": value})
 
 
@@ -535,16 +535,16 @@ def test_a_missing_program_is_named(cloud, script, program):
     assert f"{program} is not installed" in wrong(cloud, script)
 
 
-def test_help_is_the_head_of_the_script(cloud):
+def test_help_prints_the_header_of_the_script(cloud):
     done, calls = cloud.run("run.sh", "--help", settings={})
     assert done.returncode == 0 and calls == [] and done.stdout.splitlines()[0].startswith("Starts an experiment on")
     assert "tpu/run.sh [--dry-run] experiments/sort_gspo.py [a.b=c ...]" in done.stdout and "#" not in done.stdout
 
 
-# Where settings come from
+# Sources of settings
 
 
-def test_the_environment_overrides_the_file_and_an_option_both(cloud):
+def test_options_override_the_environment_which_overrides_the_file(cloud):
     shutil.copy(cloud.checkout / "tpu" / "config.example.sh", cloud.checkout / "tpu" / "config.sh")
     (call, _) = cloud.calls("create.sh", settings={})
     assert call[5] == "gspax" and "--project=my-project" in call and "--node-id=gspax" in call
@@ -554,7 +554,7 @@ def test_the_environment_overrides_the_file_and_an_option_both(cloud):
     assert "--node-count=3" in call
 
 
-def test_another_file_can_be_named(cloud, tmp_path):
+def test_another_settings_file_can_be_named(cloud, tmp_path):
     (tmp_path / "other.sh").write_text("GSPAX_PROJECT=theirs\n")
     calls = cloud.calls("watch.sh", GSPAX_TPU_CONFIG=str(tmp_path / "other.sh"))
     assert "--project=theirs" in calls[0]

@@ -1,4 +1,4 @@
-"""Each entry of gspax.unstable does what gspax needs; if a new jax drops or changes it, the failure says what to do."""
+"""Each entry of gspax.unstable does what gspax needs; if jax changes it, the failure quotes what to do."""
 
 import contextlib
 import inspect
@@ -17,10 +17,10 @@ from gspax import unstable
 
 @contextlib.contextmanager
 def advice(entry):
-    """Turn any failure into one that names the jax version and quotes the entry's docstring."""
+    """Turn any failure into one with the jax version and the entry's docstring."""
     try:
         yield
-    except Exception as problem:  # an AssertionError too
+    except Exception as problem:  # AssertionError included
         what = f"{type(problem).__name__}: {problem}"
         pytest.fail(f"gspax.unstable.{entry.__name__} with jax {jax.__version__}: {what}\n{inspect.getdoc(entry)}")
 
@@ -34,7 +34,7 @@ def test_every_entry_has_a_reason_advice_and_a_test():
         assert "When it goes:" in inspect.getdoc(getattr(unstable, name)), name
 
 
-def test_a_failure_gives_the_advice(monkeypatch):
+def test_a_failure_quotes_the_advice(monkeypatch):
     monkeypatch.delattr("jax._src.clusters.K8sCluster")
     with pytest.raises(
         pytest.fail.Exception, match=r"is_kubernetes with jax (?s:.*)When it goes: compare the class's name"
@@ -52,7 +52,7 @@ def test_get_topology_desc():
     with advice(unstable.get_topology_desc):
         from jax.experimental import topologies
 
-        # Without libtpu it cannot be called; tests/commands/test_compile.py does so where libtpu is installed.
+        # It needs libtpu; tests/commands/test_compile.py calls it if libtpu is installed.
         arguments = {"platform": "tpu", "topology_name": "v5e:2x2", "num_slices": 1}
         inspect.signature(topologies.get_topology_desc).bind(**arguments)
 
@@ -144,7 +144,7 @@ def test_key_impl_name(name):
 
 
 def test_attached_tpu_chips(tmp_path, monkeypatch):
-    """Two chips of v5e and one device of another vendor, as Linux lists them."""
+    """Two v5e chips and a device of another vendor, as Linux lists them."""
     devices = {
         "0000:00:04.0": ("0x1ae0", "0x0063"),
         "0000:00:05.0": ("0x1ae0", "0x0063"),

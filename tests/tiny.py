@@ -1,4 +1,4 @@
-"""Model shapes small enough for loops in numpy, one for each thing that a Qwen3 config can say."""
+"""Model configs small enough for loops in numpy, one for each option of a Qwen3 config."""
 
 import functools
 from dataclasses import replace
@@ -16,7 +16,7 @@ MOE = ModelConfig(
     num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=8,  # heads x head_dim is not hidden_size, on purpose
+    head_dim=8,  # heads x head_dim differs from hidden_size on purpose
     intermediate_size=24,
     num_experts=5,
     num_experts_per_tok=2,
@@ -56,11 +56,11 @@ CONFIGS = {
 
 
 def slow_but(*fast):
-    """The names of CONFIGS to parameterise a test with: all but these behind the marker `slow`."""
+    """The names of CONFIGS as parameters of a test, all but these marked `slow`."""
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 
 
-TOGETHER = {  # everything at once, for what takes longer to compile
+TOGETHER = {  # every option at once, for tests that compile longer
     "dense": replace(
         CONFIGS["some layers slide"],
         tie_word_embeddings=True,
@@ -79,7 +79,7 @@ TOGETHER = {  # everything at once, for what takes longer to compile
 
 @functools.cache
 def params(config, seed=0):
-    """Shared by all tests of a process: copy before donating. Biases start at 0; here they are random."""
+    """Shared by all tests of a process, so copy before donating. Biases are random instead of 0."""
     key = jax.random.key(seed)
 
     def stir(path, leaf):
@@ -97,5 +97,5 @@ def equations(jaxpr):
 
 
 def primitives(function, *args, **kwargs):
-    """The names of all primitives that a function of these arguments is made of, each as often as it stands there."""
+    """The names of all primitives in a function of these arguments, with repetitions."""
     return [str(equation.primitive) for equation in equations(jax.make_jaxpr(function, **kwargs)(*args).jaxpr)]

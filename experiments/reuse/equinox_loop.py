@@ -1,4 +1,4 @@
-"""GRPO, with RLOO's advantages, for an Equinox module: the model is written for one sequence and mapped over rows.
+"""GRPO with RLOO's advantages for an Equinox module, written for one sequence and mapped over rows.
 
 The task: a prompt is one of 4 tokens, a response is 6 tokens out of 8, and its reward is the share of them that equal
 the prompt. A random policy gets 1/8. Axes: P prompts, G samples of each, B = P·G rows, T tokens, V vocabulary.
@@ -51,7 +51,7 @@ def sample(model, key):
         logits_BV = jax.vmap(model)(tokens_BT)[:, t - 1]
         return tokens_BT.at[:, t].set(jax.random.categorical(jax.random.fold_in(key, t), logits_BV))
 
-    prompt_B = jnp.repeat(jnp.arange(P), G)  # the G samples of a prompt stand together
+    prompt_B = jnp.repeat(jnp.arange(P), G)  # the G samples of a prompt are adjacent
     return jax.lax.fori_loop(1, T, draw, jnp.zeros((P * G, T), jnp.int32).at[:, 0].set(prompt_B))
 
 
@@ -62,7 +62,7 @@ def log_probs(model, tokens_BT):
 
 @eqx.filter_jit
 def update(model, opt_state, tokens_BT, old_logp_BT, advantage_B):
-    mask_BT = jnp.ones(tokens_BT.shape, bool).at[:, 0].set(False)  # the policy chose all but the prompt
+    mask_BT = jnp.ones(tokens_BT.shape, bool).at[:, 0].set(False)  # all but the prompt is sampled
 
     def objective(model):
         return losses.grpo_loss(log_probs(model, tokens_BT), old_logp_BT, advantage_B, mask_BT)
@@ -80,7 +80,7 @@ def main():
         reward_B = jnp.mean(tokens_BT[:, 1:] == tokens_BT[:, :1], axis=-1)
         advantage_B = advantages.leave_one_out(reward_B.reshape(P, G)).reshape(-1)
         old_logp_BT = log_probs(model, tokens_BT)
-        for _ in range(UPDATES):  # the second update sees ratios other than 1
+        for _ in range(UPDATES):  # the ratios of the second update differ from 1
             model, opt_state, metrics = update(model, opt_state, tokens_BT, old_logp_BT, advantage_B)
         if step % 10 == 0 or step == STEPS - 1:
             print(f"step {step:3d}  reward {reward_B.mean():.3f}  clipped {metrics['clip_fraction_tokens']:.3f}")

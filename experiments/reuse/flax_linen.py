@@ -32,7 +32,7 @@ optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 
 @jax.jit
 def sample(params, key):
-    """One rollout batch: the G samples of a prompt stand together."""
+    """One rollout batch; the G samples of a prompt are adjacent."""
 
     def draw(t, tokens_BT):
         logits_BV = model.apply(params, tokens_BT)[:, t - 1]
@@ -49,7 +49,7 @@ def log_probs(params, tokens_BT):
 
 @jax.jit
 def update(params, opt_state, tokens_BT, old_logp_BT, advantage_B):
-    mask_BT = jnp.ones(tokens_BT.shape, bool).at[:, 0].set(False)  # the policy chose all but the prompt
+    mask_BT = jnp.ones(tokens_BT.shape, bool).at[:, 0].set(False)  # all but the prompt is sampled
 
     def objective(params):
         return losses.gspo_loss(log_probs(params, tokens_BT), old_logp_BT, advantage_B, mask_BT)
@@ -67,7 +67,7 @@ def main():
         reward_B = jnp.mean(tokens_BT[:, 1:] == tokens_BT[:, :1], axis=-1)
         advantage_B = advantages.standardize(reward_B.reshape(P, G)).reshape(-1)
         old_logp_BT = log_probs(params, tokens_BT)
-        for _ in range(UPDATES):  # the second update sees ratios other than 1, and clips
+        for _ in range(UPDATES):  # the ratios of the second update differ from 1 and are clipped
             params, opt_state, metrics = update(params, opt_state, tokens_BT, old_logp_BT, advantage_B)
         if step % 10 == 0 or step == STEPS - 1:
             clipped = float(metrics["clip_fraction_sequences"])

@@ -1,4 +1,4 @@
-"""GSPO in bare jax.numpy: no model library, no optimiser library, plain gradient descent on two tables.
+"""GSPO in plain jax.numpy, without model or optimiser libraries: gradient descent on two tables.
 
 The task: a prompt is one of 4 tokens, a response is 6 tokens out of 8, and its reward is the share of them that equal
 the prompt. A random policy gets 1/8. Axes: P prompts, G samples of each, B = P·G rows, T tokens, V vocabulary.
@@ -16,13 +16,13 @@ STEPS, UPDATES, LEARNING_RATE = 60, 2, 4.0
 
 
 def logits_of(params, tokens_BT):
-    """Next-token logits: what the prompt suggests and what the token before suggests."""
+    """Next-token logits: the sum of a table of the prompt and a table of the previous token."""
     return params["prompt"][tokens_BT[:, :1]] + params["previous"][tokens_BT]
 
 
 @jax.jit
 def sample(params, key):
-    """One rollout batch: the G samples of a prompt stand together."""
+    """One rollout batch; the G samples of a prompt are adjacent."""
 
     def draw(t, tokens_BT):
         logits_BV = logits_of(params, tokens_BT)[:, t - 1]
@@ -39,7 +39,7 @@ def log_probs(params, tokens_BT):
 
 @jax.jit
 def update(params, tokens_BT, old_logp_BT, advantage_B):
-    mask_BT = jnp.ones(tokens_BT.shape, bool).at[:, 0].set(False)  # the policy chose all but the prompt
+    mask_BT = jnp.ones(tokens_BT.shape, bool).at[:, 0].set(False)  # all but the prompt is sampled
 
     def objective(params):
         return losses.gspo_loss(log_probs(params, tokens_BT), old_logp_BT, advantage_B, mask_BT)
@@ -55,7 +55,7 @@ def main():
         reward_B = jnp.mean(tokens_BT[:, 1:] == tokens_BT[:, :1], axis=-1)
         advantage_B = advantages.standardize(reward_B.reshape(P, G)).reshape(-1)
         old_logp_BT = log_probs(params, tokens_BT)
-        for _ in range(UPDATES):  # the second update sees ratios other than 1, and clips
+        for _ in range(UPDATES):  # the ratios of the second update differ from 1 and are clipped
             params, metrics = update(params, tokens_BT, old_logp_BT, advantage_B)
         if step % 10 == 0 or step == STEPS - 1:
             clipped = float(metrics["clip_fraction_sequences"])

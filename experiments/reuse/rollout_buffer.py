@@ -1,6 +1,6 @@
-"""GSPO on rollouts that an engine elsewhere drew: numpy arrays from a buffer, and log-probs that are not the learner's.
+"""GSPO on rollouts of an external engine: numpy arrays from a buffer, with the engine's own log-probs.
 
-The engine rounds weights to float16, gets new ones every third batch only, and hands over responses of 3 to 6 tokens
+The engine rounds weights to float16, gets new ones only every third batch, and returns responses of 3 to 6 tokens
 in any order. The task: a prompt is one of 4 tokens, the reward is the share of a response's tokens that equal it. A
 random policy gets 1/8. Axes: P prompts, G samples of each, B = P·G rows, T tokens, V vocabulary.
 
@@ -21,7 +21,7 @@ STEPS, UPDATES, PUBLISH_EVERY, LEARNING_RATE = 60, 2, 3, 4.0
 
 
 def engine(weights, rng):
-    """Stands in for an inference engine: draws a batch with numpy and writes it to a file-like buffer."""
+    """A stand-in for an inference engine: draws a batch in numpy and writes it to a file-like buffer."""
     prompt_B = rng.permutation(np.repeat(np.arange(P), G))
     length_B = rng.integers(3, T, size=P * G)
     tokens_BT, logp_BT = np.zeros((P * G, T), np.int64), np.full((P * G, T), np.nan)  # NaN: not a response token
@@ -47,7 +47,7 @@ def log_probs(params, tokens_BT):
 
 @jax.jit
 def update(params, tokens_BT, old_logp_BT, sampler_logp_BT, advantage_B, mask_BT):
-    """old_logp_BT is the learner's at the start of the batch; weight_B corrects for the tokens being the engine's."""
+    """old_logp_BT is the learner's at the start of the batch; weight_B corrects for tokens drawn by the engine."""
     weight_B = correction.truncate_sequences(old_logp_BT, sampler_logp_BT, mask_BT, cap=2.0)
 
     def objective(params):
@@ -68,7 +68,7 @@ def main():
         if step % PUBLISH_EVERY == 0:
             weights = {name: np.asarray(leaf, np.float16) for name, leaf in params.items()}
         batch = np.load(engine(weights, rng))
-        # The losses refuse numpy's 64 bits; jit would make 32 of them before they see it. So it is said here.
+        # The losses reject float64, which jit would silently cast to float32 first.
         tokens_BT = batch["tokens"].astype(np.int32)
         sampler_logp_BT = batch["logp"].astype(np.float32)
         mask_BT = (np.arange(T) > 0) & (np.arange(T) <= batch["length"][:, None])

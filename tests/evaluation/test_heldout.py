@@ -68,7 +68,7 @@ def calls(monkeypatch):
     return calls
 
 
-def test_chunks_and_devices_do_not_matter_and_only_heldout_problems_are_used():
+def test_samples_do_not_depend_on_chunks_and_devices_and_problems_are_held_out():
     # one device: chunks of 4, 4 and 2 problems padded to 4; eight devices: one chunk of 10 padded to 16
     metrics, rows = run(small(prompts=4, group=2))
     spread, spread_rows = run(small(prompts=8, group=4), devices=8)
