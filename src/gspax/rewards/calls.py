@@ -8,6 +8,7 @@ holds the interpreter's lock, as `7 ** 10 ** 9` does. For functions that may do 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import queue
 import threading
@@ -21,7 +22,6 @@ import numpy as np
 
 from gspax.config import Grading
 from gspax.errors import UserError
-from gspax.experiment.description import name_of, unwrap
 from gspax.protocols import BatchReward, Reward
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -296,17 +296,23 @@ def to_result(value: Any) -> Result:
     return Result(rewards, parts=parts)
 
 
+def _inner(function: Any) -> Any:
+    return function.func if isinstance(function, functools.partial) else function
+
+
 def _declared(function: Any, default: int) -> int:
-    return int(getattr(unwrap(function), "concurrency", default))
+    return int(getattr(_inner(function), "concurrency", default))
 
 
 def _is_async(function: Any) -> bool:
-    inner = unwrap(function)
+    inner = _inner(function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
 def _name(reward: Any) -> str:
-    function = unwrap(reward.function if isinstance(reward, Batched) else reward)
+    from gspax.experiment.description import name_of  # imports jax, which reward functions do without
+
+    function = _inner(reward.function if isinstance(reward, Batched) else reward)
     return name_of(function) if hasattr(function, "__qualname__") else type(function).__name__
 
 
