@@ -12,6 +12,7 @@ segment.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -62,23 +63,21 @@ def _write_one(cache: Array, new: Array, place: Array, within: Array, axis: int)
     if place.ndim == 0:
         old = lax.dynamic_slice_in_dim(cache, place, 1, axis)
         return lax.dynamic_update_slice_in_dim(cache, jnp.where(within, new, old), place, axis)
-    return jax.vmap(lambda *row: _write_one(*row, axis=axis - 1))(cache, new, place, within)
+    return jax.vmap(partial(_write_one, axis=axis - 1))(cache, new, place, within)
 
 
 def attend(
     q_BNH: Array, segments: tuple[Segment, ...], start_B: Array, stop_B: Array, row_B: Array | None = None
 ) -> tuple[Array, Array]:
     """`decode_attention` over segments that follow one another. All of the first one are read."""
-    first, last, result = 0, stop_B.max(), None
-    for segment in segments:
+    result = _attend_to_one(q_BNH, segments[0], start_B, stop_B, row_B)
+    first, last = segments[0].v_XKSH.shape[2], stop_B.max()
+    for segment in segments[1:]:
 
         def read(segment: Segment = segment, first: int = first) -> tuple[Array, Array]:
             return _attend_to_one(q_BNH, segment, start_B - first, stop_B - first, row_B)
 
-        if result is None:
-            result = read()
-        else:
-            result = lax.cond(last > first, lambda so_far, read=read: merge(so_far, read()), lambda x: x, result)
+        result = lax.cond(last > first, lambda so_far, read=read: merge(so_far, read()), lambda x: x, result)
         first += segment.v_XKSH.shape[2]
     return result
 

@@ -141,7 +141,7 @@ def _run(params: Params, config: ModelConfig, tokens_BT: Array, shared: LayerInp
 def _attend_over_cache(slots: Slots, windows: tuple[int, ...], mesh: jax.sharding.Mesh | None) -> Attend:
     """Attention of one new token per slot to its prompt and its completion so far; each device has its own slots."""
 
-    def attend(q_W1NH, k_W1KH, v_W1KH, cache: LayerCache, layer: int):
+    def attend(q_W1NH, k_W1KH, v_W1KH, cache: LayerCache, layer: Any):
         local = partial(_attend_local, window=windows[layer] if windows else None, on_tpu=_on_tpu(mesh))
         arrays = q_W1NH[:, 0], k_W1KH[:, 0], v_W1KH[:, 0], cache, slots
         if mesh is None or mesh.size == 1:
@@ -158,10 +158,9 @@ def _on_mesh(local: Callable[..., Any], mesh: jax.sharding.Mesh, arrays: tuple[A
     (rows,) = spec(sample_axis(mesh, slots.live_W.shape[0]))
     (prompts, heads) = spec("batch", "heads")
     by_row, by_head, by_prompt = PartitionSpec(rows), PartitionSpec(rows, heads), PartitionSpec(prompts, heads)
-    cached = LayerCache(by_prompt, by_head)
-    held = Slots(
-        by_row, None if slots.prompt_W is None else by_row, by_row if slots.step.ndim else PartitionSpec(), by_row
-    )
+    cached = LayerCache._make((by_prompt, by_head))
+    by_slot = None if slots.prompt_W is None else by_row
+    held = Slots._make((by_row, by_slot, by_row if slots.step.ndim else PartitionSpec(), by_row))
     specs = (by_head, by_head, by_head, cached, held)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(by_head, cached), check_vma=False)
     return mapped(*arrays[:3], cache, slots)
