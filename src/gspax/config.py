@@ -178,6 +178,7 @@ class Sampling:
     group: AtLeast2 = 8  # G, completions of each prompt
     max_prompt_tokens: Size = 64
     max_tokens: Size = 64  # of a completion, stop token included
+    chunk: NonNegativeInt = 0  # tokens after which rewards of ended samples start; 0: they wait for the last sample
     slots: NonNegativeInt = 0  # samples that are drawn at once; 0: all. A finished sample's slot takes the next one
     max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off
     temperature: Temperature = 1.0

@@ -54,12 +54,14 @@ from gspax.rollout.placement import (
 )
 from gspax.rollout.rewards import (
     Row,
+    Started,
     compute_advantages,
     encode_prompts,
     gather_texts,
     reward_completions,
     reward_metrics,
     shape_rewards,
+    start_rewards,
 )
 from gspax.rollout.sampler import lengths_to_host, sample
 from gspax.run import interrupt, progress, report
@@ -93,6 +95,7 @@ class PendingRollout:
     policy: int  # rollout batches that the parameters it is drawn with had learnt from
     problems: list[Problem | None]
     rollout: Rollout  # on the sampler's mesh
+    started: Started  # rewards
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class RolloutBatch:
     problems: list[Problem | None]
     sampled: Rollout  # on the sampler's mesh, where each process has the rows whose problems it has
     rollout: Rollout  # the same on the learner's mesh
+    started: Started
 
 
 def make_learner(experiment: Experiment) -> Learner:
@@ -287,29 +291,31 @@ def draw_ahead(learner: Learner, state: TrainState, batches: range, ahead: deque
 
 
 def draw(learner: Learner, params: Params, state: TrainState, first: int) -> PendingRollout:
-    """Start sampling the problems from `first` on, with parameters on the sampler's mesh. Does not wait for it."""
+    """Start sampling the problems from `first` on, with the sampler's parameters. Waits only with `sampling.chunk`."""
     experiment, sampler = learner.experiment, learner.sampler
     ids = range(first, first + experiment.sampling.prompts)
-    by_row = named_sharding(sampler.mesh, "batch")
-    read = partial(read_problem, experiment.data.train)
+    read, by_row = partial(read_problem, experiment.data.train), named_sharding(sampler.mesh, "batch")
     problems = multihost.all_or_raise(lambda: multihost.local_rows(read, ids, by_row))
+    tokenizer, group, started = experiment.tokenizer, experiment.sampling.group, Started()
+    begin = partial(start_rewards, problems, started, tokenizer=tokenizer, calls=learner.rewards, group=group)
     rollout = sample(
         params,
         experiment.model,
-        encode_prompts(experiment.tokenizer, problems, experiment.model.vocab_size),
+        encode_prompts(tokenizer, problems, experiment.model.vocab_size),
         ids,
         sampler.push_key(jax.random.fold_in(state.key, SAMPLING)),
         sampling=experiment.sampling,
-        stop_ids=experiment.tokenizer.stop_ids,
+        stop_ids=tokenizer.stop_ids,
         mesh=sampler.mesh,
+        ended=begin,
     )
-    return PendingRollout(count_rollouts(learner, state), problems, rollout)
+    return PendingRollout(count_rollouts(learner, state), problems, rollout, started)
 
 
 def receive(learner: Learner, pending: PendingRollout) -> RolloutBatch:
     """Wait for a rollout batch, and bring it to the learner's mesh."""
     sampled = lengths_to_host(pending.rollout)
-    return RolloutBatch(pending.policy, pending.problems, sampled, learner.sampler.fetch(sampled))
+    return RolloutBatch(pending.policy, pending.problems, sampled, learner.sampler.fetch(sampled), pending.started)
 
 
 def draw_graded(learner: Learner, state: TrainState, taken: int) -> GradedBatch:
@@ -320,8 +326,8 @@ def draw_graded(learner: Learner, state: TrainState, taken: int) -> GradedBatch:
 
 def grade(learner: Learner, batch: RolloutBatch) -> GradedBatch:
     """A rollout batch with its rewards."""
-    tokenizer = learner.experiment.tokenizer
-    rows = reward_completions(batch.problems, batch.sampled, tokenizer=tokenizer, calls=learner.rewards)
+    reward = partial(reward_completions, tokenizer=learner.experiment.tokenizer, calls=learner.rewards)
+    rows = reward(batch.problems, batch.sampled, started=batch.started)
     return GradedBatch(batch.policy, len(batch.problems), batch.rollout, rows)
 
 
@@ -330,9 +336,7 @@ def learn(
 ) -> tuple[TrainState, dict[str, float], list[Row]]:
     """The optimiser updates of a rollout batch; see `run_step`."""
     experiment, rollout, rows = learner.experiment, batch.rollout, batch.rows
-    G = experiment.sampling.group
-
-    overlong = experiment.filter_overlong
+    G, overlong = experiment.sampling.group, experiment.filter_overlong
     shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(learner.mesh))
     batches, layouts = minibatches.split_minibatches(
         rollout, experiment.schedule.minibatches, shape, learner.mesh, without_overlong=overlong

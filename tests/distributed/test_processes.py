@@ -43,7 +43,7 @@ SMALL = replace(
     warm_start=None,
     optimizer=config.Optimizer(learning_rate=1e-2, transform=partial(adamw, eps=1e-2)),
     schedule=replace(experiment.schedule, steps=1, eval_every=0, checkpoint_every=0),
-    sampling=replace(experiment.sampling, max_refills=1),
+    sampling=replace(experiment.sampling, max_refills=1, chunk=2),
     evaluation=config.Evaluation(problems=8, samples=4),
 )
 # One dense layer for the default tests, whose time is mostly compilation. The slow tests shard experts too.
@@ -51,7 +51,7 @@ DENSE = replace(SMALL, model=replace(SMALL.model, num_hidden_layers=1, num_exper
 SMALL_OVERRIDES = [
     *("warm_start=null", "schedule.steps=1", "schedule.eval_every=0", "schedule.checkpoint_every=0"),
     *("evaluation.problems=8", "evaluation.samples=4", "optimizer.learning_rate=1e-2", "optimizer.eps=1e-2"),
-    "sampling.max_refills=1",
+    *("sampling.max_refills=1", "sampling.chunk=2"),
 ]
 
 

@@ -30,8 +30,8 @@ def reward(problem, completion):
 """
 
 
-def described(folder, text):
-    file = Path(folder) / "experiment.py"
+def described(folder, text, name="experiment.py"):
+    file = Path(folder) / name
     file.write_text(HEAD + textwrap.dedent(text) + TAIL)
     return describe(load(file))
 
@@ -51,7 +51,8 @@ def test_changing_a_reward_changes_its_source_and_changing_a_comment_does_not(tm
     before = described(tmp_path, REWARD)
     assert before["reward"]["function"] == "experiment_file.reward"
     assert old in REWARD
-    lines = difference(before, described(tmp_path, REWARD.replace(old, new)), ignore=RESUMABLE)
+    after = described(tmp_path, REWARD.replace(old, new), "another.py")
+    lines = difference(before, after, ignore=RESUMABLE)
     assert len(lines) == changes
     assert all(line.startswith(f"reward.{SOURCE}: ") for line in lines)
 
@@ -74,7 +75,7 @@ def test_lambdas_on_one_line_are_distinguished(tmp_path, old, new, changes):
     second = weigh(2)
     """
     assert text.count(old) == 1
-    assert (described(tmp_path, text) != described(tmp_path, text.replace(old, new))) == changes
+    assert (described(tmp_path, text) != described(tmp_path, text.replace(old, new), "another.py")) == changes
     unrelated = text.replace("(lambda problem, text: len(text) * 3)", "(lambda problem, text: 0)")
     assert described(tmp_path, text) != described(tmp_path, unrelated), "it is used by the other"
 

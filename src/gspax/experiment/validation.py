@@ -50,7 +50,7 @@ def validate(experiment: Experiment, devices: int | None = None, slices: tuple[i
         problems = [*architecture_problems(experiment.model)]
         problems += _lengths(experiment.model, experiment.sampling, experiment.evaluation)
         problems += _rows(experiment.sampling, experiment.schedule)
-        problems += _refills(experiment.sampling, experiment.placement)
+        problems += _drawn_ahead(experiment.sampling, experiment.placement)
         problems += _tokens(experiment.sampling)
         problems += _mesh(experiment, devices, slices)
         problems += loss_validation.problems(experiment)
@@ -141,11 +141,12 @@ def _packed_rows(sampling: Sampling, schedule: Schedule, shards: int) -> Iterato
         )
 
 
-def _refills(sampling: Sampling, placement: Placement | None) -> Iterator[str]:
-    """Dynamic sampling decides after a batch which problems come next, so none can be drawn ahead."""
-    if sampling.max_refills and placement is not None and placement.staleness:
-        staleness = f"placement.staleness={placement.staleness}"
-        yield f"sampling.max_refills: wanted 0 with {staleness}, got {sampling.max_refills}"
+def _drawn_ahead(sampling: Sampling, placement: Placement | None) -> Iterator[str]:
+    """What a batch that is drawn ahead cannot have: the problems after it are not fixed, or the host waits for it."""
+    staleness = placement.staleness if placement is not None else 0
+    for name in ("max_refills", "chunk") if staleness else ():
+        if value := getattr(sampling, name):
+            yield f"sampling.{name}: wanted 0 with placement.staleness={staleness}, got {value}"
 
 
 def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import unwrap
 from gspax.protocols import Advantage, LengthReward, Tokenizer
-from gspax.rewards.calls import RewardCalls
+from gspax.rewards.calls import Result, RewardCalls
 from gspax.types import Rollout
 
 TEXTS = ("completion", "prompt", "answer")  # the fields of a row that are not numbers
 
+Started = dict[int, tuple[str, Future[Result]]]  # by row: the text and its reward to come
 Row = dict[str, Any]  # one completion: prompt, answer, completion, reward, length, finished; error, parts: see Result
 
 
@@ -36,20 +38,41 @@ def encode_prompts(
     return multihost.all_or_raise(lambda: [None if problem is None else encode(problem) for problem in problems])
 
 
+def start_rewards(
+    problems: Sequence[Problem | None],
+    started: Started,
+    ended: Mapping[int, np.ndarray],
+    *,
+    tokenizer: Tokenizer,
+    calls: RewardCalls,
+    group: int,
+) -> None:
+    """Start the rewards of completions that have ended, while others are drawn, and note them in `started`."""
+    given = [(row, problems[row // group], tokenizer.decode(tokens)) for row, tokens in ended.items()]
+    given = [each for each in given if each[1] is not None]
+    futures = calls.submit([problem for _, problem, _ in given], [text for _, _, text in given])
+    started.update({row: (text, future) for (row, _, text), future in zip(given, futures, strict=True)})
+
+
 def reward_completions(
-    problems: Sequence[Problem | None], rollout: Rollout, *, tokenizer: Tokenizer, calls: RewardCalls
+    problems: Sequence[Problem | None],
+    rollout: Rollout,
+    *,
+    tokenizer: Tokenizer,
+    calls: RewardCalls,
+    started: Started | None = None,
 ) -> list[Row]:
     """One row per completion: prompt, answer, completion, reward, length and finished.
 
     Each process decodes and rewards its own rows and needs only their problems (`multihost.local_rows`). It receives
     the numbers of the other rows; `gather_texts` fetches their texts. The rollout's lengths must be on the host
     (`sampler.lengths_to_host`). A row for which the reward function failed has the reason as `error`, and
-    `grading.failed` for each of its rewards.
+    `grading.failed` for each of its rewards. Rewards that were `started` are waited for.
 
     Raises:
       UserError: the reward function failed for more than `grading.max_failed` of the rows; the message quotes one.
     """
-    own = multihost.all_or_raise(lambda: _own_completions(problems, rollout, tokenizer, calls))
+    own = multihost.all_or_raise(lambda: _own_completions(problems, rollout, tokenizer, calls, started or {}))
     numbers = multihost.gather_rows([row and {name: x for name, x in row.items() if name not in TEXTS} for row in own])
     rows = [mine or theirs for mine, theirs in zip(own, numbers, strict=True)]
     _check_failures(rows, calls)
@@ -69,27 +92,34 @@ def gather_texts(rows: Sequence[Row]) -> list[Row]:
 
 
 def _own_completions(
-    problems: Sequence[Problem | None], rollout: Rollout, tokenizer: Tokenizer, calls: RewardCalls
+    problems: Sequence[Problem | None], rollout: Rollout, tokenizer: Tokenizer, calls: RewardCalls, started: Started
 ) -> list[Row | None]:
     group = len(rollout.length_B) // len(problems)
     rows: list[Row | None] = [None] * len(rollout.length_B)
-    given: list[tuple[Problem, Row]] = []
+    given: list[tuple[Problem, int]] = []
+    texts: dict[int, str] = {row: text for row, (text, _) in started.items()}
     for index, tokens in multihost.owned_rows(rollout.tokens_BT).items():
         problem = problems[index // group]
         assert problem is not None
-        start = rollout.prompt_length_B[index]
-        rows[index] = row = {
+        if index not in started:
+            start = rollout.prompt_length_B[index]
+            texts[index] = tokenizer.decode(tokens[start : start + rollout.length_B[index]])
+            given.append((problem, index))
+        rows[index] = {
             "prompt": problem.prompt,
             "answer": problem.answer,
-            "completion": tokenizer.decode(tokens[start : start + rollout.length_B[index]]),
+            "completion": texts[index],
             "reward": 0.0,
             "length": int(rollout.length_B[index]),
             "finished": bool(rollout.finished_B[index]),
         }
-        given.append((problem, row))
-    futures = calls.submit([problem for problem, _ in given], [row["completion"] for _, row in given])
-    for (_, row), future in zip(given, futures, strict=True):
-        result = future.result()
+    submitted = calls.submit([problem for problem, _ in given], [texts[index] for _, index in given])
+    futures = {row: future for row, (_, future) in started.items()}
+    futures |= {index: future for (_, index), future in zip(given, submitted, strict=True)}
+    for index, row in enumerate(rows):
+        if row is None:
+            continue
+        result = futures[index].result()
         row["rewards"] = list(result.rewards)
         if result.parts:
             row["parts"] = dict(result.parts)

@@ -9,7 +9,7 @@ Axes: P prompts, G samples per prompt, B = P·G rows, S prompt positions, C comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from gspax.config import ModelConfig, Sampling
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.rollout import engine
+from gspax.rollout.chunks import draw_in_chunks
 from gspax.sharding import batch_shards, named_sharding
 from gspax.types import Array, Params, Rollout
 
@@ -38,6 +39,7 @@ def sample(
     sampling: Sampling,
     stop_ids: tuple[int, ...],
     mesh: jax.sharding.Mesh | None = None,
+    ended: Callable[[dict[int, np.ndarray]], None] | None = None,
 ) -> Rollout:
     """Sample `sampling.group` completions of each prompt; the rows of one prompt are adjacent.
 
@@ -49,10 +51,27 @@ def sample(
       key: equal (key, id) give equal samples.
       sampling: temperature 0 decodes greedily, with log-probs at temperature 1.
       stop_ids: a stop token ends its sample and belongs to it.
+      ended: with `sampling.chunk`, gets the completions that have ended while others are drawn (`rollout.chunks`).
 
     Raises:
       UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or P not a multiple of the devices.
     """
+    inputs = place_prompts(prompts, prompt_ids, sampling=sampling, mesh=mesh)
+    if ended is None or not sampling.chunk:
+        return _generate(params, *inputs, key, config=config, sampling=sampling, stop_ids=stop_ids, mesh=mesh)
+    settings = engine.Settings(config, sampling, stop_ids, mesh)
+    rows = draw_in_chunks(params, *inputs, key, settings=settings, ended=ended)
+    return _assemble(inputs[0], rows, mesh=mesh)
+
+
+def place_prompts(
+    prompts: Sequence[Sequence[int] | None],
+    prompt_ids: Sequence[int],
+    *,
+    sampling: Sampling,
+    mesh: jax.sharding.Mesh | None,
+) -> tuple[Any, Any, Any]:
+    """Right-padded tokens int32 `[P, S]`, lengths int32 `[P]` and ids uint32 `[P]`, on the mesh."""
     limit = sampling.max_prompt_tokens
     longest = max(multihost.gather(multihost.all_or_raise(lambda: longest_prompt(prompts, prompt_ids, limit))))
     if mesh is not None and len(prompts) % batch_shards(mesh):
@@ -60,7 +79,7 @@ def sample(
     inputs: Any = (*pad_prompts(prompts, limit, longest), np.asarray(prompt_ids, np.uint32))
     if mesh is not None:
         inputs = multihost.to_devices(inputs, named_sharding(mesh, "batch"))
-    return _generate(params, *inputs, key, config=config, sampling=sampling, stop_ids=stop_ids, mesh=mesh)
+    return inputs
 
 
 def lengths_to_host(rollout: Rollout) -> Rollout:
@@ -98,6 +117,11 @@ def _generate(params, tokens_PS, length_P, id_P, key, *, config, sampling, stop_
     settings = engine.Settings(config, sampling, stop_ids, mesh)
     state = engine.start(params, tokens_PS, length_P, id_P, key, settings)
     return assemble(tokens_PS, engine.advance(params, state, key, settings).rows, mesh)
+
+
+@partial(jax.jit, static_argnames="mesh")
+def _assemble(tokens_PS, rows, *, mesh) -> Rollout:
+    return assemble(tokens_PS, rows, mesh)
 
 
 def assemble(tokens_PS: Array, rows: engine.Rows, mesh: jax.sharding.Mesh | None) -> Rollout:

@@ -1,0 +1,108 @@
+"""Drawing in chunks: the same rollout, and rewards that start while others are drawn."""
+
+import threading
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from small_experiment import experiment
+
+from gspax.config import Grading, Mesh, Placement, Sampling
+from gspax.errors import UserError
+from gspax.experiment import validate
+from gspax.rewards.calls import RewardCalls
+from gspax.rollout.rewards import Started, reward_completions, start_rewards
+from gspax.rollout.sampler import lengths_to_host, sample
+from gspax.rollout.serving import make_serving_copy
+from gspax.sharding import make_mesh
+
+CONFIG = replace(tiny.MOE, num_hidden_layers=1, num_experts=0)
+SAMPLING = Sampling(prompts=4, group=2, max_prompt_tokens=4, max_tokens=12)
+PROMPTS = [[1, 2], [3], [4, 5, 6], [7]]
+STOPS = tuple(range(3))  # one token in eight or so
+
+
+def draw(sampling, devices=1, ended=None):
+    mesh = make_mesh(Mesh(), jax.devices()[:devices])
+    params = make_serving_copy(tiny.params(CONFIG), CONFIG, mesh)
+    key = jax.random.key(0)
+    return sample(params, CONFIG, PROMPTS, range(4), key, sampling=sampling, stop_ids=STOPS, mesh=mesh, ended=ended)
+
+
+@pytest.mark.parametrize(("chunk", "slots", "devices"), [(1, 0, 1), (5, 0, 1), (3, 3, 1), (4, 0, 4)])
+def test_chunks_give_the_bits_of_the_whole_and_each_completion_once(chunk, slots, devices):
+    handed, seen = [], set()
+
+    def ended(found):
+        assert not seen & set(found), "each row once"
+        seen.update(found)
+        handed.append(found)
+
+    sampling = replace(SAMPLING, slots=slots)
+    whole, chunked = draw(sampling, devices), draw(replace(sampling, chunk=chunk), devices, ended)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(chunked), jax.device_get(whole))
+    assert seen == set(range(8)) and len(handed) > 1
+    lengths = np.asarray(whole.length_B)
+    assert len(set(lengths.tolist())) > 2
+    if chunk == 1 and not slots:
+        assert all(len({lengths[row] for row in found}) == 1 for found in handed), "as soon as it has ended"
+        assert [lengths[next(iter(found))] for found in handed] == sorted(set(lengths.tolist()))
+    for found in handed:
+        for row, tokens in found.items():
+            start = int(whole.prompt_length_B[row])
+            np.testing.assert_array_equal(tokens, np.asarray(whole.tokens_BT)[row, start : start + lengths[row]])
+
+
+def test_an_error_in_what_is_done_with_a_completion_ends_the_drawing():
+    def ended(found):
+        raise UserError("reward: no")
+
+    with pytest.raises(UserError, match="reward: no"):
+        draw(replace(SAMPLING, chunk=3), ended=ended)
+
+
+def test_without_a_chunk_nothing_is_handed_over():
+    draw(SAMPLING, ended=lambda found: pytest.fail("not wanted"))
+
+
+class Digits:
+    stop_ids = STOPS
+
+    def decode(self, ids):
+        return " ".join(map(str, np.asarray(ids).tolist()))
+
+
+def test_rewards_start_while_others_are_drawn_and_are_those_of_the_whole():
+    problems = [experiment.data.train(index) for index in range(4)]
+    calls_made, first = [], threading.Event()
+
+    def reward(problem, completion):
+        calls_made.append((problem, completion))
+        first.set()
+        return float(len(completion))
+
+    started, batches = Started(), []
+    with RewardCalls(reward, Grading()) as calls:
+
+        def ended(found):
+            if batches:
+                assert first.wait(10), "the rewards of the last chunk run before the drawing is over"
+            start_rewards(problems, started, found, tokenizer=Digits(), calls=calls, group=2)
+            batches.append(found)
+
+        rollout = lengths_to_host(draw(replace(SAMPLING, chunk=2), ended=ended))
+        assert len(batches) > 1 and len(started) == 8
+        del started[3]  # as if its process had been another one
+        rows = reward_completions(problems, rollout, tokenizer=Digits(), calls=calls, started=started)
+        assert len(calls_made) == 9, "no reward is asked for twice"
+        assert rows == reward_completions(problems, rollout, tokenizer=Digits(), calls=calls)
+    assert [row["reward"] for row in rows] == [float(len(row["completion"])) for row in rows]
+
+
+def test_nothing_is_drawn_ahead_in_chunks():
+    ahead = replace(
+        experiment, sampling=replace(experiment.sampling, chunk=2), placement=Placement(devices=1, staleness=1)
+    )
+    assert "sampling.chunk: wanted 0 with placement.staleness=1, got 2" in validate(ahead)
