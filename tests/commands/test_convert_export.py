@@ -30,9 +30,9 @@ from gspax.learner import adapters, restore
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, init_state, new_state
 from gspax.model import low_rank
-from gspax.run import folders
+from gspax.run import arrays, folders
 from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import open_run
+from gspax.run.directory import RunDir, open_run
 from gspax.sharding import make_mesh
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "golden_qwen3_tiny"
@@ -426,3 +426,31 @@ def test_invalid_input_prints_one_error_and_exits_2(arguments, said, tmp_path, m
 )
 def test_sizes_are_printed_with_a_unit(text, size):
     assert arguments.size(text) == size
+
+
+def test_an_export_reads_a_few_layers_of_one_parameter_at_a_time(tmp_path, monkeypatch):
+    """As many as the checkpoint stores together: one of them."""
+    config = small_experiment.experiment.model
+    experts = config.num_experts * config.hidden_size * config.moe_intermediate_size
+    run = a_run(tmp_path / "run", small_experiment.experiment, steps=(1,))
+    read, sizes = arrays.StoredArray._read, []
+
+    def spy(self, part):
+        sizes.append((self.name.split()[0], read(self, part).size))
+        return read(self, part)
+
+    monkeypatch.setattr(arrays.StoredArray, "_read", spy)
+    export.run(run, tmp_path / "out", dtype="float32", shard_size=4000)
+    assert config.num_hidden_layers == 2 and max(size for _, size in sizes) == experts
+    assert sizes.count(("params/runs/0/mlp/gate", experts)) == 2, "each layer once"
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 10
+    assert same_bytes(load(tmp_path / "out"), tensors_of_step(config, 1))
+
+
+def test_an_array_that_is_not_there_or_of_another_shape_is_one_sentence(tmp_path):
+    run = a_run(tmp_path / "run", small_experiment.experiment, steps=(1,))
+    folder = RunDir(run).checkpoints
+    with pytest.raises(UserError, match=r"params/none of checkpoint 1 in .* cannot be read"):
+        arrays.open_array(folder, 1, "params/none", (2,))
+    with pytest.raises(UserError, match=r"params/norm/scale .*: wanted the shape \[3\], got \[32\]"):
+        arrays.open_array(folder, 1, "params/norm/scale", (3,))

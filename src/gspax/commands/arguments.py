@@ -70,12 +70,11 @@ def at_least(least: int) -> Callable[[str], int]:
     return parse
 
 
-def address(text: str) -> str:
-    """`HOST:PORT`, a port from 1 to 65535."""
+def require_address(text: str) -> None:
+    """UserError unless the coordinator is `HOST:PORT` with a port from 1 to 65535."""
     host, _, port = text.rpartition(":")
     if not host.strip() or not port.isdecimal() or not 1 <= int(port[:6]) <= 65535:
-        raise argparse.ArgumentTypeError(f"wanted HOST:PORT with a port from 1 to 65535, got {text!r}")
-    return text
+        raise UserError(f"--coordinator: wanted HOST:PORT with a port from 1 to 65535, got {text[:200]!r}")
 
 
 def size(text: str) -> int:

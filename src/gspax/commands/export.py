@@ -6,6 +6,7 @@ import argparse
 import types
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +79,8 @@ def run(
 ) -> None:
     """Write `target`: config.json, safetensors with their index, and the tokenizer's files if known.
 
-    One parameter at a time is in memory; the largest is the gates of all experts of all layers. Adapters are merged
-    into the weights, or with `adapter` written alone, in PEFT's layout.
+    A parameter is read and written a few layers at a time, as many as the checkpoint stores together. Adapters are
+    merged into the weights, or with `adapter` written alone, in PEFT's layout.
 
     Args:
       source: a run directory (the newest checkpoint of the run, else of its warm start), or what `gspax convert` wrote.
@@ -94,6 +95,7 @@ def run(
     """
     from gspax.hf.adapters import write_adapters
     from gspax.hf.writing import parameter_shapes, write_checkpoint
+    from gspax.run.arrays import open_array
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir
 
@@ -111,8 +113,8 @@ def run(
         else:
             shapes = parameter_shapes(config) if lora is None or not adapter else _factor_shapes(config, lora)
 
-            def parameter(name: str) -> np.ndarray:
-                return _read_arrays(checkpoints, chosen, {f"params/{name}": shapes[name]}, dtype)[0]
+            def parameter(name: str) -> Any:
+                return open_array(checkpoints.directory, chosen, f"params/{name}", shapes[name])
 
         found = copy_companions(companions, temporary)
         if lora is not None and adapter:
@@ -124,41 +126,46 @@ def run(
     print(f"{target}: step {chosen} of {checkpoints.directory}, {dtype}, {files}")
 
 
-def _read_arrays(
-    checkpoints: Checkpoints, step: int, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32"
-) -> list[np.ndarray]:
-    """Arrays of a checkpoint by their paths, cast to `dtype`."""
-    import jax
-
-    wanted = {path: jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for path, shape in shapes.items()}
-    found = checkpoints.restore_some(wanted, step)
-    return [found[path] for path in shapes]
-
-
 def _merge_adapters(
     checkpoints: Checkpoints, step: int, run: RunDir, config: ModelConfig, lora: Lora
-) -> Callable[[str], np.ndarray]:
-    """Parameters of a run with adapters, float32: the frozen ones are in `start/`, the factors in the checkpoint."""
+) -> Callable[[str], Any]:
+    """Parameters of a run with adapters: the frozen ones are in `start/`, the factors in the checkpoint."""
     from gspax.hf.writing import parameter_shapes
-    from gspax.model.low_rank import LowRank
+    from gspax.run.arrays import open_array
     from gspax.run.checkpoints import Checkpoints
 
     shapes, factors = parameter_shapes(config), _factor_shapes(config, lora)
+    with Checkpoints(run.start) as start:
+        first = start.latest()
+    if first is None:
+        raise UserError(f"{run.start}: wanted the frozen parameters of the adapters, there are none")
 
-    def parameter(name: str) -> np.ndarray:
-        with Checkpoints(run.start) as start:
-            first = start.latest()
-            if first is None:
-                raise UserError(f"{run.start}: wanted the frozen parameters of the adapters, there are none")
-            (base,) = _read_arrays(start, first, {name: shapes[name]})
-        if f"{name}/a" in factors:
-            paths = {f"params/{name}/{factor}": factors[f"{name}/{factor}"] for factor in "ab"}
-            a, b = _read_arrays(checkpoints, step, paths)
-            for layer in range(len(base)):
-                base[layer] = LowRank(base[layer], a[layer], b[layer], lora.alpha / lora.rank).dense()
-        return base
+    def parameter(name: str) -> Any:
+        base = open_array(run.start, first, name, shapes[name])
+        if f"{name}/a" not in factors:
+            return base
+        paths = [f"{name}/{factor}" for factor in "ab"]
+        a, b = (open_array(checkpoints.directory, step, f"params/{path}", factors[path]) for path in paths)
+        return _Merged(base, a, b, lora.alpha / lora.rank)
 
     return parameter
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """base + scale · a b; indexing the stacked axes reads and computes that part alone, in float32."""
+
+    base: Any
+    a: Any
+    b: Any
+    scale: float
+
+    def __getitem__(self, index: tuple[int, ...]) -> np.ndarray:
+        from gspax.model.low_rank import LowRank
+
+        base, a, b = (np.asarray(each[index], np.float32) for each in (self.base, self.a, self.b))
+        merged: Any = LowRank(base, a, b, self.scale)  # type: ignore[arg-type]  # of numpy arrays
+        return merged.dense()
 
 
 def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]]:

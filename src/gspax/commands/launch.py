@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gspax
-from gspax.commands.arguments import address, at_least
+from gspax.commands.arguments import at_least, require_address
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -27,9 +27,7 @@ XLA_CPU_THREADS = "64"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """`--coordinator`, `--processes`, `--process` and `--join-timeout`."""
     group = parser.add_argument_group("several hosts", "the same command on each; TPU pods and SLURM need no options")
-    group.add_argument(
-        "--coordinator", type=address, metavar="HOST:PORT", help="of process 0 (or JAX_COORDINATOR_ADDRESS)"
-    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0 (or JAX_COORDINATOR_ADDRESS)")
     group.add_argument("--processes", type=at_least(1), metavar="N", help="how many (or JAX_NUM_PROCESSES)")
     group.add_argument("--process", type=at_least(0), metavar="I", help="which one this is (or JAX_PROCESS_ID)")
     group.add_argument(
@@ -46,6 +44,8 @@ def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -
     from gspax.distributed import joining
     from gspax.experiment.description import describe
 
+    if options.coordinator is not None:
+        require_address(options.coordinator)
     info = joining.find_process(options.coordinator, options.processes, options.process, options.join_timeout)
     fingerprint = {
         "subcommand": subcommand,

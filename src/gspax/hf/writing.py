@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -17,7 +18,6 @@ from gspax.hf import config_json, names, tensors
 from gspax.hf.names import Chunk
 from gspax.hf.reading import path_name
 from gspax.model import transformer
-from gspax.types import Array
 
 SHARD_SIZE = 5_000_000_000  # bytes of tensors in a file; that of transformers up to version 4
 
@@ -25,7 +25,7 @@ SHARD_SIZE = 5_000_000_000  # bytes of tensors in a file; that of transformers u
 def write_checkpoint(
     folder: Path,
     config: ModelConfig,
-    parameter: Callable[[str], Array | np.ndarray],
+    parameter: Callable[[str], Any],
     *,
     dtype: str = "bfloat16",
     shard_size: int = SHARD_SIZE,
@@ -35,8 +35,9 @@ def write_checkpoint(
 
     Args:
       folder: exists and is empty.
-      parameter: returns a parameter by its path, such as `runs/0/attention/query`; called once for each, so that they
-        need not be in memory together.
+      parameter: returns a parameter by its path, such as `runs/0/attention/query`: an array, or an object that reads a
+        part of one when it is indexed. Called once for each, and indexed once for each layer in order, so that neither
+        parameters nor the layers of one need be in memory together.
       dtype: of the tensors, `bfloat16` or `float32`.
       shard_size: the maximum size of a file, in bytes of tensors.
       more: further keys of config.json, such as `eos_token_id`.
@@ -50,13 +51,15 @@ def write_checkpoint(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, chunks in table.items():
             array = parameter(name)
+            for first, layer in itertools.groupby(chunks, key=lambda chunk: chunk.index[:1]):
+                part = np.asarray(array[first])
 
-            def write(chunk: Chunk, array=array) -> None:
-                part = np.asarray(array[chunk.index])
-                place = stored[chunk.published]
-                tensors.write(place, names.to_published(chunk.row, part.astype(place.dtype, copy=False)))
+                def write(chunk: Chunk, part=part) -> None:
+                    place = stored[chunk.published]
+                    tensor = part[chunk.index[1:]].astype(place.dtype, copy=False)
+                    tensors.write(place, names.to_published(chunk.row, tensor))
 
-            list(pool.map(write, chunks))
+                list(pool.map(write, layer))
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -64,7 +64,10 @@ class Files:
             table = jax.device_get(table)  # Orbax would treat the arrays as replicated over all processes
         arrays = ocp.args.PyTreeSave(
             dict(table),
-            save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in table},
+            save_args={
+                name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if _is_stacked(name, leaf) else ())
+                for name, leaf in table.items()
+            },
             ocdbt_target_data_file_size=FILE_BYTES,
         )
         items = ocp.args.Composite(**{STATE: arrays, EXTRA: ocp.args.JsonSave(dict(extra))})
@@ -144,6 +147,11 @@ class NoFiles:
     def read_some(self, step: int, wanted: Shapes) -> dict[str, Any]:
         """Arrays without a shard on this process."""
         return {name: multihost.remote_array(leaf) for name, leaf in wanted.items()}
+
+
+def _is_stacked(name: str, leaf: Any) -> bool:
+    """Whether an array is a parameter of several layers. Chunks of one layer let `run.arrays` read one."""
+    return leaf.ndim > 1 and name.removeprefix("params/").startswith("runs/")
 
 
 def _mismatch(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
