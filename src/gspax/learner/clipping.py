@@ -29,7 +29,8 @@ RESOLUTION = 2.0**-23  # of float32 next to 1: a narrower range clips everything
 
 def initial_range(settings: Calibration | None) -> Array:
     """The widths before anything is measured, float32 [2]: `WIDEST`, which clips nothing; zeros without calibration."""
-    return jnp.zeros(2) if settings is None else jnp.full(2, WIDEST)
+    # a weakly typed array would compile the update twice
+    return jnp.zeros(2) if settings is None else jnp.full(2, WIDEST, jnp.float32)
 
 
 def noise_floor(first_update: dict[str, Any]) -> float:
