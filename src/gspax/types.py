@@ -27,6 +27,9 @@ class Rollout:
     prompt_length_B: Array  # int32    tokens in the prompt
     length_B: Array  # int32    tokens in the completion
     finished_B: Array  # bool     ended with a stop token (False: truncated at the maximum length)
+    # uint8 or wider  on request, the experts that the sampler chose; `num_experts` on padding and on the last token
+    expert_BLTA: Array | None = None
+    version_BT: Array | None = None  # int32    on request, the version of the weights that drew the token; 0 elsewhere
 
 
 @jax.tree_util.register_dataclass

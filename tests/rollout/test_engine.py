@@ -1,14 +1,17 @@
 """Slots, their order and their number decide when a sample is drawn, never what."""
 
+import functools
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
 from gspax.config import Sampling
 from gspax.kernels import segments
+from gspax.model import transformer
 from gspax.rollout import sampler
 from gspax.rollout.serving import make_serving_copy
 
@@ -27,11 +30,13 @@ def small_segments(monkeypatch):
     monkeypatch.setattr(segments, "SEGMENT", 4)  # of 10 positions: three
 
 
-def draw(config, *, slots=0, params=None, stop_ids=STOP, **sampling):
-    serving = make_serving_copy(tiny.params(config) if params is None else params, config)
-    sampling = replace(SAMPLING, slots=slots, **sampling)
-    ids, key = range(len(PROMPTS)), jax.random.key(0)
-    return jax.device_get(sampler.sample(serving, config, PROMPTS, ids, key, sampling=sampling, stop_ids=stop_ids))
+@functools.cache
+def draw(config, slots=0):
+    serving, sampling = make_serving_copy(tiny.params(config), config), replace(SAMPLING, slots=slots)
+    rollout = sampler.sample(
+        serving, config, PROMPTS, range(4), jax.random.key(0), sampling=sampling, stop_ids=STOP, keep_experts=True
+    )
+    return jax.device_get(rollout)
 
 
 def assert_same(got, want, tolerance=1e-5):
@@ -46,5 +51,46 @@ def assert_same(got, want, tolerance=1e-5):
 def test_samples_do_not_depend_on_the_slots(name):
     want = draw(CONFIGS[name])
     assert len(np.unique(want.length_B)) > 1 and 0 < want.finished_B.sum() < 12, "samples of several lengths"
-    for slots in (1, 5):
-        assert_same(draw(CONFIGS[name], slots=slots), want, 5e-3 if name == "bfloat16" else 1e-5)
+    assert_same(draw(CONFIGS[name], slots=5), want, 5e-3 if name == "bfloat16" else 1e-5)
+
+
+@pytest.mark.slow
+def test_one_slot_draws_one_sample_after_another():
+    assert_same(draw(CONFIGS["dense"], slots=1), draw(CONFIGS["dense"]))
+
+
+@pytest.mark.parametrize("slots", [5, pytest.param(0, marks=pytest.mark.slow)])
+def test_the_recorded_experts_are_those_of_the_learner(slots):
+    config = tiny.TOGETHER["experts"]
+    rollout = draw(config, slots=slots)
+    total_B = rollout.prompt_length_B + rollout.length_B
+    index_1T = np.arange(rollout.tokens_BT.shape[1])[None]
+    segment_BT = (index_1T < total_B[:, None]).astype(np.int32)
+    _, routing = jax.jit(transformer.apply, static_argnums=1)(
+        tiny.params(config), config, jnp.asarray(rollout.tokens_BT), jnp.asarray(segment_BT)
+    )
+    decoded_BT = index_1T < total_B[:, None] - 1  # the last token is drawn, not decoded
+    wanted = np.where(decoded_BT[:, None, :, None], np.swapaxes(routing.expert, 0, 1), config.num_experts)
+    assert rollout.expert_BLTA.dtype == np.uint8
+    np.testing.assert_array_equal(rollout.expert_BLTA, wanted)
+
+
+def test_weights_may_be_renewed_between_two_chunks():
+    """Up to then the tokens are those of the first weights; each token has the version that drew it."""
+    config = replace(tiny.MOE, num_hidden_layers=1)
+    first, second = (make_serving_copy(tiny.params(config, seed), config) for seed in (0, 1))
+
+    def run(later):
+        sampling, key = replace(SAMPLING, slots=5, chunk=3), jax.random.key(0)
+        rollout = sampler.sample(
+            first, config, PROMPTS, range(4), key, sampling=sampling, stop_ids=STOP, renew=lambda: (later, 7)
+        )
+        return jax.device_get(rollout)
+
+    want, got = run(first), run(second)
+    assert set(np.unique(got.version_BT)) == {0, 7}
+    drawn_first_BT = got.mask_BT & (np.cumsum(got.mask_BT, axis=1) == 1)
+    assert (got.version_BT[drawn_first_BT] == 0).all()
+    early_BT = want.mask_BT & (want.version_BT == 0)
+    np.testing.assert_array_equal(got.tokens_BT[early_BT], want.tokens_BT[early_BT])
+    assert not np.array_equal(got.tokens_BT, want.tokens_BT)

@@ -27,7 +27,7 @@ from gspax.config import (
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.train_step import make_steps
-from gspax.rollout import sampler
+from gspax.rollout import engine, sampler
 from gspax.rollout.serving import abstract_serving_copy
 from gspax.sharding import batch_shards, named_sharding
 from gspax.types import Batch, Rollout, TrainState
@@ -112,15 +112,8 @@ def _make_rollout(
         resident = placement.staleness * (device_bytes(params) + device_bytes(abstract_rollout(sampling, mesh)))
 
     def lower() -> Any:
-        return sampler._generate.lower(
-            params,
-            *_abstract_prompts(sampling, mesh),
-            key,
-            config=model,
-            sampling=sampling,
-            stop_ids=stop_ids,
-            mesh=mesh,
-        )
+        settings = engine.Settings(model, sampling, stop_ids, mesh)
+        return sampler._generate.lower(params, *_abstract_prompts(sampling, mesh), key, settings=settings)
 
     return Program(name=ROLLOUT, lower=lower, resident=resident)
 

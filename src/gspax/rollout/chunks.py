@@ -1,7 +1,8 @@
 """The decoding loop in chunks: samples that have ended are handed over while the others are still being drawn.
 
 The loop is left every `sampling.chunk` tokens. The next chunk is started before the samples that ended in the
-last one are fetched, so the devices do not wait for the host. Tokens and log-probs are those of the whole loop.
+last one are fetched, so the devices do not wait for the host. Tokens and log-probs are those of the whole loop, unless
+the weights are renewed between two chunks.
 
 Axes: as in `sampler`.
 """
@@ -37,23 +38,29 @@ def draw_in_chunks(
     key: Array,
     *,
     settings: engine.Settings,
-    ended: Callable[[dict[int, np.ndarray]], None],
-) -> engine.Rows:
-    """The rows of all samples, and a call of `ended` after each chunk in which samples of this process have ended.
+    ended: Callable[[dict[int, np.ndarray]], None] | None = None,
+    renew: Callable[[], tuple[Params, int]] | None = None,
+) -> engine.State:
+    """The state in which all samples have ended, and a call of `ended` after each chunk in which some did.
 
     Args:
-      ended: gets the tokens of the completions, stop token included, by row; each row once. What it raises is raised
-        on every process.
+      ended: gets the tokens of this process's completions, stop token included, by row; each row once. What it raises
+        is raised on every process.
+      renew: called before every chunk but the first: newer parameters and their version; those given have version 0.
     """
+    version = 0
     state, progress = _start(params, tokens_PS, length_P, id_P, key, settings=settings)
     handed_over = np.zeros(progress.length_B.shape, bool)
     while True:
         before, going = progress, bool(multihost.to_host(progress.left))
         if going:
-            state, progress = _advance(params, state, key, settings=settings)
-        _hand_over(before, handed_over, settings.sampling.max_tokens, ended)
+            state, progress = _advance(params, state, key, np.int32(version), settings=settings)
+        if ended is not None:
+            _hand_over(before, handed_over, settings.sampling.max_tokens, ended)
         if not going:
-            return state.rows
+            return state
+        if renew is not None:
+            params, version = renew()
 
 
 def _hand_over(progress: _Progress, handed_over: np.ndarray, longest: int, ended: Callable[..., None]) -> None:
@@ -78,8 +85,8 @@ def _start(params, tokens_PS, length_P, id_P, key, *, settings) -> Any:
 
 
 @partial(jax.jit, static_argnames="settings", donate_argnames="state")
-def _advance(params, state, key, *, settings) -> Any:
-    state = engine.advance(params, state, key, settings, settings.sampling.chunk)
+def _advance(params, state, key, version, *, settings) -> Any:
+    state = engine.advance(params, state, key, settings, settings.sampling.chunk, version)
     return state, _describe(state)
 
 

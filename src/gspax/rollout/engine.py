@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from gspax.config import ModelConfig, Sampling
+from gspax.config import ModelConfig, Sampling, expert_id_dtype
 from gspax.model import decoding, transformer
 from gspax.model.decoding import Cache, Slots
 from gspax.rollout.drawing import draw_tokens
@@ -38,6 +38,8 @@ class Settings(NamedTuple):
     sampling: Sampling
     stop_ids: tuple[int, ...]
     mesh: jax.sharding.Mesh | None
+    keep_experts: bool = False  # record the chosen experts
+    keep_versions: bool = False  # record the version of the weights that drew each token
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +54,8 @@ class Rows:
     logp_BC: Array  # float32
     length_B: Array  # int32    tokens drawn
     finished_B: Array  # bool     ended with a stop token
+    expert_BCLA: Array | None  # uint8 or wider, of the tokens that were decoded; `num_experts` elsewhere
+    version_BC: Array | None  # int32
     queue_B: Array  # int32    the samples that wait for a slot, in order; only the first `waiting_Q` count
     waiting_Q: Array  # int32
     taken_Q: Array  # int32    of those in the queue, the samples that have had a slot
@@ -69,21 +73,30 @@ class State:
     rows: Rows
     step: Array  # int32    decoding passes so far
     cache: Cache
+    prompt_expert_PSLA: Array | None  # as `Rows.expert_BCLA`
 
 
-def start(params: Params, tokens_PS: Array, length_P: Array, id_P: Array, key: Array, settings: Settings) -> State:
+def start(
+    params: Params,
+    tokens_PS: Array,
+    length_P: Array,
+    id_P: Array,
+    key: Array,
+    settings: Settings,
+) -> State:
     """Prefill the prompts, draw the first token of every sample, and fill the slots."""
-    config, sampling, stop_ids, mesh = settings
+    config, sampling, stop_ids, mesh = settings[:4]
     P, G, C = tokens_PS.shape[0], sampling.group, sampling.max_tokens
     B = P * G
     W = min(sampling.slots or B, B)
     with jax.named_scope("prefill"):
-        last_PD, prompts, _ = decoding.prefill(params, config, tokens_PS, length_P, mesh=mesh)
+        last_PD, prompts, expert_PSLA = decoding.prefill(params, config, tokens_PS, length_P, mesh=mesh)
     id_B = (id_P[:, None] * np.uint32(G) + jnp.arange(G, dtype=jnp.uint32)[None]).reshape(B)
     prompt_length_B = jnp.repeat(length_P, G)
     logits_BV = jnp.repeat(transformer.logits(params, last_PD), G, axis=0)
     token_B, logp_B = _draw(logits_BV, key, id_B, prompt_length_B, sampling)
     stops_B = _is_stop(token_B, stop_ids)
+    kept_PSLA = expert_PSLA.astype(expert_id_dtype(config)) if settings.keep_experts else None
 
     def first(x_B: Array) -> Array:
         return jnp.zeros((B, C), x_B.dtype).at[:, 0].set(x_B)
@@ -96,6 +109,10 @@ def start(params: Params, tokens_PS: Array, length_P: Array, id_P: Array, key: A
         logp_BC=first(logp_B),
         length_B=jnp.ones(B, jnp.int32),
         finished_B=stops_B,
+        expert_BCLA=None
+        if kept_PSLA is None
+        else jnp.full((B, C, *kept_PSLA.shape[2:]), config.num_experts, kept_PSLA.dtype),
+        version_BC=jnp.zeros((B, C), jnp.int32) if settings.keep_versions else None,
         queue_B=jnp.zeros(B, jnp.int32),
         waiting_Q=jnp.zeros(_row_shards(mesh, B, W), jnp.int32),
         taken_Q=jnp.zeros(_row_shards(mesh, B, W), jnp.int32),
@@ -107,12 +124,23 @@ def start(params: Params, tokens_PS: Array, length_P: Array, id_P: Array, key: A
     rows = jax.tree.map(lambda leaf: constrain(leaf, mesh, _row_axis(mesh, B, W)), rows)
     if W < B:
         rows = _on_devices(_fill, settings, rows)(rows, ~stops_B & (C > 1))
-    return State(rows=rows, step=jnp.int32(0), cache=decoding.new_cache(prompts, config, W, C, mesh=mesh))
+    cache = decoding.new_cache(prompts, config, W, C, mesh=mesh)
+    return State(rows=rows, step=jnp.int32(0), cache=cache, prompt_expert_PSLA=kept_PSLA)
 
 
-def advance(params: Params, state: State, key: Array, settings: Settings, tokens: Array | int = 2**30) -> State:
-    """Decode until no sample is left, or `tokens` times."""
-    config, sampling, stop_ids, mesh = settings
+def advance(
+    params: Params,
+    state: State,
+    key: Array,
+    settings: Settings,
+    tokens: Array | int = 2**30,
+    version: Array | int = 0,
+) -> State:
+    """Decode until no sample is left, or `tokens` times.
+
+    The parameters may be newer than those of the tokens drawn before; what is cached of these is not recomputed.
+    """
+    config, sampling, stop_ids, mesh = settings[:4]
     last = state.step + tokens
     settle = _on_devices(partial(_settle, stop_ids=stop_ids), settings, state.rows)
 
@@ -123,13 +151,22 @@ def advance(params: Params, state: State, key: Array, settings: Settings, tokens
             whole = mesh is None or mesh.shape["context"] == 1
             slots = slots._replace(step=state.step, **({"prompt_W": None} if whole else {}))
         with jax.named_scope("decode"):
-            hidden_WD, cache, _ = decoding.decode(params, config, rows.token_W, state.cache, slots, mesh=mesh)
+            hidden_WD, cache, expert_WLA = decoding.decode(params, config, rows.token_W, state.cache, slots, mesh=mesh)
         logits_WV = transformer.logits(params, hidden_WD)
         token_W, logp_W = _draw(logits_WV, key, id_W, slots.prompt_length_W + rows.drawn_W, sampling)
-        rows = settle(rows, token_W, logp_W, state.step)
+        drawn = Drawn(token_W, logp_W, expert_WLA if settings.keep_experts else None)
+        rows = settle(rows, drawn, state.step, jnp.asarray(version, jnp.int32))
         return replace(state, rows=rows, step=state.step + 1, cache=cache)
 
     return jax.lax.while_loop(lambda state: (state.step < last) & state.rows.live_W.any(), decode, state)
+
+
+class Drawn(NamedTuple):
+    """A token of each slot."""
+
+    token_W: Array
+    logp_W: Array
+    expert_WLA: Array | None  # of the token before
 
 
 def _draw(logits_WV: Array, key: Array, id_W: Array, position_W: Array, sampling: Sampling) -> tuple[Array, Array]:
@@ -204,34 +241,34 @@ def _refill(rows: Rows) -> Rows:
     )
 
 
-def _settle(rows: Rows, token_W: Array, logp_W: Array, step: Array, *, stop_ids: tuple[int, ...]) -> Rows:
+def _settle(rows: Rows, drawn: Drawn, step: Array, version: Array, *, stop_ids: tuple[int, ...]) -> Rows:
     """Record a token of each live slot; samples that end leave their slots to others."""
     C = rows.tokens_BC.shape[1]
-    stops_W = _is_stop(token_W, stop_ids) & rows.live_W
-    live_W = rows.live_W & ~stops_W & (rows.drawn_W + 1 < C)
-    if live_W.shape == rows.length_B.shape:
-        write = partial(jax.lax.dynamic_update_index_in_dim, index=step + 1, axis=1)
-        return replace(
-            rows,
-            tokens_BC=write(rows.tokens_BC, token_W),
-            logp_BC=write(rows.logp_BC, logp_W),
-            length_B=rows.length_B + rows.live_W,
-            finished_B=rows.finished_B | stops_W,
-            token_W=token_W,
-            drawn_W=rows.drawn_W + rows.live_W,
-            live_W=live_W,
-        )
+    stops_W = _is_stop(drawn.token_W, stop_ids) & rows.live_W
+    everywhere = rows.live_W.shape == rows.length_B.shape  # each sample has its slot, and all are at one position
     sample_W = jnp.where(rows.live_W, rows.sample_W, len(rows.length_B))  # of a slot without a sample: dropped
-    drop: Any = {"mode": "drop"}
-    return _refill(
-        replace(
-            rows,
-            tokens_BC=rows.tokens_BC.at[sample_W, rows.drawn_W].set(token_W, **drop),
-            logp_BC=rows.logp_BC.at[sample_W, rows.drawn_W].set(logp_W, **drop),
-            length_B=rows.length_B.at[sample_W].set(rows.drawn_W + 1, **drop),
-            finished_B=rows.finished_B.at[sample_W].set(stops_W, **drop),
-            token_W=token_W,
-            drawn_W=rows.drawn_W + rows.live_W,
-            live_W=live_W,
-        )
+
+    def record(x_BC: Any, x_W: Any, back: int = 0) -> Any:
+        """With a value for the new token of each slot, or for the one before."""
+        if x_BC is None or x_W is None:
+            return x_BC
+        if everywhere:
+            return jax.lax.dynamic_update_index_in_dim(x_BC, x_W.astype(x_BC.dtype), step + 1 - back, axis=1)
+        return x_BC.at[sample_W, rows.drawn_W - back].set(x_W.astype(x_BC.dtype), mode="drop")
+
+    def of_sample(x_B: Array, x_W: Array) -> Array:
+        return jnp.where(rows.live_W, x_W, x_B) if everywhere else x_B.at[sample_W].set(x_W, mode="drop")
+
+    rows = replace(
+        rows,
+        tokens_BC=record(rows.tokens_BC, drawn.token_W),
+        logp_BC=record(rows.logp_BC, drawn.logp_W),
+        expert_BCLA=record(rows.expert_BCLA, drawn.expert_WLA, back=1),
+        version_BC=record(rows.version_BC, jnp.broadcast_to(version, stops_W.shape)),
+        length_B=of_sample(rows.length_B, rows.drawn_W + 1),
+        finished_B=of_sample(rows.finished_B, stops_W),
+        token_W=drawn.token_W,
+        drawn_W=rows.drawn_W + rows.live_W,
+        live_W=rows.live_W & ~stops_W & (rows.drawn_W + 1 < C),
     )
+    return rows if everywhere else _refill(rows)

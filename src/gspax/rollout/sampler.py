@@ -40,6 +40,8 @@ def sample(
     stop_ids: tuple[int, ...],
     mesh: jax.sharding.Mesh | None = None,
     ended: Callable[[dict[int, np.ndarray]], None] | None = None,
+    renew: Callable[[], tuple[Params, int]] | None = None,
+    keep_experts: bool = False,
 ) -> Rollout:
     """Sample `sampling.group` completions of each prompt; the rows of one prompt are adjacent.
 
@@ -52,16 +54,19 @@ def sample(
       sampling: temperature 0 decodes greedily, with log-probs at temperature 1.
       stop_ids: a stop token ends its sample and belongs to it.
       ended: with `sampling.chunk`, gets the completions that have ended while others are drawn (`rollout.chunks`).
+      renew: with `sampling.chunk`, called before every chunk but the first: a serving copy and its version, which
+        `Rollout.version_BT` records. Newer weights continue the samples that are being drawn, whose cache is kept.
+      keep_experts: return `Rollout.expert_BLTA`.
 
     Raises:
       UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or P not a multiple of the devices.
     """
     inputs = place_prompts(prompts, prompt_ids, sampling=sampling, mesh=mesh)
-    if ended is None or not sampling.chunk:
-        return _generate(params, *inputs, key, config=config, sampling=sampling, stop_ids=stop_ids, mesh=mesh)
-    settings = engine.Settings(config, sampling, stop_ids, mesh)
-    rows = draw_in_chunks(params, *inputs, key, settings=settings, ended=ended)
-    return _assemble(inputs[0], rows, mesh=mesh)
+    settings = engine.Settings(config, sampling, stop_ids, mesh, keep_experts, keep_versions=renew is not None)
+    if not sampling.chunk or (ended is None and renew is None):
+        return _generate(params, *inputs, key, settings=settings)
+    state = draw_in_chunks(params, *inputs, key, settings=settings, ended=ended, renew=renew)
+    return _assemble(inputs[0], state, settings=settings)
 
 
 def place_prompts(
@@ -112,33 +117,47 @@ def pad_prompts(prompts: Sequence[Sequence[int] | None], limit: int, longest: in
     return tokens_PS, np.array([len(prompt or ()) for prompt in prompts], np.int32)
 
 
-@partial(jax.jit, static_argnames=("config", "sampling", "stop_ids", "mesh"))
-def _generate(params, tokens_PS, length_P, id_P, key, *, config, sampling, stop_ids, mesh) -> Rollout:
-    settings = engine.Settings(config, sampling, stop_ids, mesh)
+@partial(jax.jit, static_argnames="settings")
+def _generate(params, tokens_PS, length_P, id_P, key, *, settings: engine.Settings) -> Rollout:
     state = engine.start(params, tokens_PS, length_P, id_P, key, settings)
-    return assemble(tokens_PS, engine.advance(params, state, key, settings).rows, mesh)
+    return assemble(tokens_PS, engine.advance(params, state, key, settings), settings)
 
 
-@partial(jax.jit, static_argnames="mesh")
-def _assemble(tokens_PS, rows, *, mesh) -> Rollout:
-    return assemble(tokens_PS, rows, mesh)
+@partial(jax.jit, static_argnames="settings")
+def _assemble(tokens_PS, state, *, settings: engine.Settings) -> Rollout:
+    return assemble(tokens_PS, state, settings)
 
 
-def assemble(tokens_PS: Array, rows: engine.Rows, mesh: jax.sharding.Mesh | None) -> Rollout:
-    """The rollout of samples that have ended: each completion directly after its prompt."""
+def assemble(tokens_PS: Array, state: engine.State, settings: engine.Settings) -> Rollout:
+    """The rollout of the tokens drawn so far: each completion directly after its prompt."""
+    rows, mesh = state.rows, settings.mesh
     B, C = rows.tokens_BC.shape
     P, S = tokens_PS.shape
     index_BT = jnp.broadcast_to(jnp.arange(S + C)[None], (B, S + C))
     drawn_BT = index_BT - rows.prompt_length_B[:, None]
     mask_BT = (drawn_BT >= 0) & (drawn_BT < rows.length_B[:, None])
-    take = partial(jnp.take_along_axis, indices=jnp.clip(drawn_BT, 0, C - 1), axis=1)
-    prompt_BT = jnp.pad(jnp.repeat(tokens_PS, B // P, axis=0), ((0, 0), (0, C)))
+
+    def of_completion(x_BC: Array) -> Array:
+        place_BT = jnp.clip(drawn_BT, 0, C - 1)
+        return jnp.take_along_axis(x_BC, place_BT.reshape(B, S + C, *[1] * (x_BC.ndim - 2)), axis=1)
+
+    def of_prompt(x_PS: Array) -> Array:
+        return jnp.pad(jnp.repeat(x_PS, B // P, axis=0), ((0, 0), (0, C), *[(0, 0)] * (x_PS.ndim - 2)))
+
+    expert_BLTA = None
+    if rows.expert_BCLA is not None and state.prompt_expert_PSLA is not None:
+        is_prompt_BT11, mask_BT11 = (drawn_BT < 0)[..., None, None], mask_BT[..., None, None]
+        expert_BTLA = jnp.where(mask_BT11, of_completion(rows.expert_BCLA), settings.config.num_experts)
+        expert_BTLA = jnp.where(is_prompt_BT11, of_prompt(state.prompt_expert_PSLA), expert_BTLA)
+        expert_BLTA = expert_BTLA.swapaxes(1, 2).astype(rows.expert_BCLA.dtype)
     rollout = Rollout(
-        tokens_BT=jnp.where(mask_BT, take(rows.tokens_BC), jnp.where(drawn_BT < 0, prompt_BT, 0)),
+        tokens_BT=jnp.where(mask_BT, of_completion(rows.tokens_BC), jnp.where(drawn_BT < 0, of_prompt(tokens_PS), 0)),
         mask_BT=mask_BT,
-        logp_BT=jnp.where(mask_BT, take(rows.logp_BC), 0.0),
+        logp_BT=jnp.where(mask_BT, of_completion(rows.logp_BC), 0.0),
         prompt_length_B=rows.prompt_length_B,
         length_B=rows.length_B,
         finished_B=rows.finished_B,
+        expert_BLTA=expert_BLTA,
+        version_BT=None if rows.version_BC is None else jnp.where(mask_BT, of_completion(rows.version_BC), 0),
     )
     return rollout if mesh is None else jax.lax.with_sharding_constraint(rollout, named_sharding(mesh, "batch"))
