@@ -20,7 +20,7 @@ from small_experiment import experiment
 from gspax import config, loop, losses, sft
 from gspax.config import RowShape
 from gspax.errors import UserError
-from gspax.evaluation.heldout import run as evaluate_run
+from gspax.evaluation.checkpoint import evaluate_run
 from gspax.experiment.description import describe
 from gspax.learner import minibatches, train_step
 from gspax.learner.state import abstract_state

@@ -6,7 +6,6 @@ module imports no jax, so that the program can report an error at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
@@ -16,6 +15,7 @@ from gspax.protocols import (
     Correction,
     DataSource,
     Demonstration,
+    HeldoutProblems,
     KLEstimate,
     KLLoss,
     LearningRate,
@@ -25,6 +25,7 @@ from gspax.protocols import (
     Reward,
     Tokenizer,
     Transform,
+    Vote,
 )
 from gspax.ranges import (
     AXIS,
@@ -55,6 +56,8 @@ Layers = Annotated[int, at_least(1), at_most(10_000)]
 Experts = Annotated[int, at_least(0), at_most(2**16 - 1)]  # ids are uint16 at most
 Rate = Annotated[float, Range("above 0 and at most 100", lambda x: 0 < x <= 100)]
 Temperature = Annotated[float, Range("0.001 to 1000", lambda x: 1e-3 <= x <= 1e3)]  # beyond, logits overflow or vanish
+# 0: greedy
+SamplingTemperature = Annotated[float, Range("0, or 0.001 to 1000", lambda x: x == 0 or 1e-3 <= x <= 1e3)]
 Dtype = Annotated[str, Range("float32 or bfloat16", lambda x: x in ("float32", "bfloat16"))]
 
 
@@ -145,29 +148,6 @@ def layer_runs(config: ModelConfig) -> tuple[tuple[bool, int], ...]:
         else:
             runs.append((sparse, 1))
     return tuple(runs)
-
-
-def architecture_problems(m: ModelConfig) -> Iterator[str]:
-    """Why no model can be built from a configuration whose fields are in range, one sentence each."""
-    if m.num_attention_heads % m.num_key_value_heads:
-        yield (
-            f"model.num_attention_heads: wanted a multiple of model.num_key_value_heads ({m.num_key_value_heads}), "
-            f"got {m.num_attention_heads}"
-        )
-    if m.head_dim % 2:
-        yield f"model.head_dim: wanted an even number (RoPE rotates pairs), got {m.head_dim}"
-    sparse = [is_sparse(m, layer) for layer in range(m.num_hidden_layers)]
-    outside = [layer for layer in m.mlp_only_layers if not 0 <= layer < m.num_hidden_layers]
-    if outside:
-        yield f"model.mlp_only_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
-    if not all(sparse) and m.intermediate_size < 1:
-        yield f"model.intermediate_size: wanted at least 1 for the dense layers, got {m.intermediate_size}"
-    if any(sparse) and m.moe_intermediate_size < 1:
-        yield f"model.moe_intermediate_size: wanted at least 1 for the experts, got {m.moe_intermediate_size}"
-    if any(sparse) and not 1 <= m.num_experts_per_tok <= m.num_experts:
-        yield (
-            f"model.num_experts_per_tok: wanted 1 to model.num_experts ({m.num_experts}), got {m.num_experts_per_tok}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,12 +253,31 @@ class Guard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Task:
+    """A benchmark: problems, their reward, and how their completions are drawn (`gspax.evaluation.tasks`)."""
+
+    name: Annotated[str, NAME]
+    data: HeldoutProblems
+    reward: Reward
+    vote: Vote | None = None  # completion -> final answer, for maj@k; None: no maj@k
+    problems: NonNegativeInt = 0  # the first ones; 0: all
+    samples: Size = 1  # of each problem
+    temperature: SamplingTemperature = 1.0
+    top_k: NonNegativeInt = 0
+    top_p: Share = 1.0
+    min_p: Below1 = 0.0
+    max_prompt_tokens: OptionalSize = 0  # 0: as in sampling
+    max_tokens: OptionalSize = 0  # 0: as in evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Held-out problems, sampled at temperature 1 and decoded greedily."""
+    """Held-out problems, sampled at temperature 1 and decoded greedily; and tasks, each with settings of its own."""
 
     problems: PositiveInt = 256
     samples: PositiveInt = 1  # drawn per problem, besides the greedy one
     max_tokens: OptionalSize = 0  # 0: as in sampling
+    tasks: tuple[Task, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from gspax.config import Experiment, row_shape, trained_dtype, updates_per_step
 from gspax.data.problem import Problem, read_problem
 from gspax.distributed import multihost
 from gspax.errors import DivergedError
-from gspax.evaluation.heldout import evaluate
+from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
 from gspax.learner import clipping, minibatches, rollback
 from gspax.learner.alarms import alarm_metrics, warn_of_alarms
@@ -173,7 +173,7 @@ def train_from_newest(
     state = rollback.skip_problems(run, state, done)
     with Recorder(run, done) as recorder, progress.track(schedule.steps, done, experiment.name) as bar:
         if done == 0:
-            record_evaluation(learner, state, recorder, 0, run.before)
+            record_evaluation(learner, state, recorder, run, 0)
         wanted = experiment.reference is not None and experiment.lora is None  # adapters have their base in the state
         reference = load_reference(run, state, experiment.model, learner.mesh) if wanted else None
         ahead: deque[PendingRollout] = deque()
@@ -196,7 +196,7 @@ def train_from_newest(
                 check_skipped(skipped, schedule.max_skipped, done, state, dumped)
             remembered.forget()
             if progress.is_due(done, schedule.eval_every, schedule.steps):
-                record_evaluation(learner, state, recorder, done, run.after)
+                record_evaluation(learner, state, recorder, run, done)
                 recorder.write_samples(done, gather_texts(rows))
             due = progress.is_due(done, schedule.checkpoint_every, schedule.steps)
             if due and (not skipped or done == schedule.steps):  # amid skipped updates it is no state to go back to
@@ -235,11 +235,11 @@ def restore_or_start(
     return replace(state, clip_range=multihost.to_devices(clip_range, named_sharding(mesh)))
 
 
-def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, done: int, samples: Path) -> None:
-    """Evaluate on the held-out problems, and write the metrics and the completions that the report shows."""
-    metrics, rows = evaluate(learner.experiment, state.params, state.key, learner.mesh, learner.rewards)
+def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, run: RunDir, done: int) -> None:
+    """Evaluate on the held-out problems and the tasks, and write metrics and completions."""
+    metrics, rows = evaluate(learner.experiment, state, learner.mesh, learner.rewards, run.tasks_at(done))
     recorder.write_metrics(done, metrics)
-    recorder.write_samples_to(samples, rows)
+    recorder.write_samples_to(run.after if done else run.before, rows)
 
 
 def run_step(

@@ -32,6 +32,13 @@ class DataSource(Protocol):
         """Held-out problem number `index`, from 0; none of them is ever a training problem."""
 
 
+class HeldoutProblems(Protocol):
+    """The problems of a benchmark. A property `heldout_count` says how many there are, if they are finitely many."""
+
+    def heldout(self, index: int, /) -> Problem:
+        """Problem number `index`, from 0."""
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back."""
 
@@ -67,6 +74,12 @@ class BatchReward(Protocol):
     """The rewards of several completions, each of the problem of the same index (`rewards.calls.Batched`)."""
 
     def __call__(self, problems: Sequence[Any], completions: Sequence[str], /) -> Any: ...
+
+
+class Vote(Protocol):
+    """The final answer of a completion, by which its sample votes in maj@k; None if there is none."""
+
+    def __call__(self, completion: str, /) -> str | None: ...
 
 
 class Advantage(Protocol):

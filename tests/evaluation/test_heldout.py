@@ -10,7 +10,9 @@ from small_experiment import experiment
 
 from gspax import config
 from gspax.evaluation import heldout
+from gspax.evaluation.benchmark import Policy
 from gspax.rewards.calls import RewardCalls
+from gspax.rollout.serving import make_serving_copy
 from gspax.sharding import make_mesh
 from gspax.types import Rollout
 
@@ -38,8 +40,17 @@ def small(**sampling):
 
 def run(experiment, devices=1, seed=0):
     mesh = make_mesh(config.Mesh(), jax.devices()[:devices])
+    params = make_serving_copy(tiny.params(experiment.model), experiment.model, mesh)
+    policy = Policy(params, experiment.model, experiment.tokenizer, mesh)
     with RewardCalls(experiment.reward, experiment.grading) as rewards:
-        return heldout.evaluate(experiment, tiny.params(experiment.model), jax.random.key(seed), mesh, rewards)
+        return heldout.evaluate(
+            policy,
+            jax.random.key(seed),
+            experiment.data,
+            rewards,
+            settings=experiment.evaluation,
+            training=experiment.sampling,
+        )
 
 
 @pytest.fixture

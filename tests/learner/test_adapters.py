@@ -13,7 +13,7 @@ import tiny
 from small_experiment import experiment
 
 from gspax import config, loop, losses, sharding
-from gspax.evaluation.heldout import run as evaluate_run
+from gspax.evaluation.checkpoint import evaluate_run
 from gspax.learner import adapters, objective, train_step
 from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
 from gspax.model import transformer

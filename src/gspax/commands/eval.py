@@ -1,33 +1,148 @@
-"""`gspax eval`: held-out rewards of a checkpoint."""
+"""`gspax eval`: held-out rewards of a checkpoint, and benchmark tasks."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gspax.commands import launch
-from gspax.commands.arguments import Parser, add_experiment, at_least, subcommand_parser
+from gspax.commands.arguments import Parser, at_least, subcommand_parser
 from gspax.commands.inputs import load_experiment, require_directory
+from gspax.errors import UserError
+
+if TYPE_CHECKING:
+    from gspax.config import Task
+
+# options that are fields of a task
+SETTINGS = (
+    "problems",
+    "samples",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_tokens",
+)  # options that tasks have too
 
 
 def make_parser() -> Parser:
     parser = subcommand_parser(
         "eval",
-        "Measure a checkpoint on held-out problems, sampled at temperature 1 and decoded greedily.",
-        "gspax eval experiments/sort_gspo.py --workdir runs/sort --step 100 evaluation.problems=1024",
+        "Measure a checkpoint: without --tasks on the experiment's held-out problems, sampled at temperature 1 and "
+        "decoded greedily, and on its own tasks; with --tasks on those alone: mean reward, pass@k, maj@k, 95 % "
+        "intervals, and files with every completion.",
+        "gspax eval experiments/sort_gspo.py --workdir runs/sort --step 100 evaluation.problems=1024\n"
+        "  gspax eval gsm8k.py --workdir runs/gsm8k --tasks gsm8k=gsm8k/test.jsonl,math500 --samples 8\n"
+        "  gspax eval --from Qwen/Qwen3-0.6B --workdir runs/qwen3 --tasks gsm8k --max-tokens 1024 sampling.prompts=32",
     )
-    add_experiment(parser)
+    parser.add_argument("file", metavar="FILE", nargs="?", help="the experiment's Python file; none with --from")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="set a field of the experiment")
     parser.add_argument("--workdir", type=Path, metavar="DIR", required=True, help="the run directory")
     parser.add_argument("--step", type=at_least(0), metavar="N", help="the checkpoint (default: the newest)")
+    parser.add_argument("--from", dest="source", metavar="HF", help="a published checkpoint: a folder, or on the Hub")
+    group = parser.add_argument_group("tasks")
+    group.add_argument(
+        "--tasks",
+        metavar="NAME[=PATH],…",
+        help="functions of gspax.evaluation.tasks with the path of their files, the experiment's tasks, dotted names",
+    )
+    group.add_argument("--samples", type=at_least(1), metavar="N", help="completions of each problem")
+    group.add_argument("--problems", type=at_least(1), metavar="N", help="only the first N problems")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 for greedy decoding")
+    group.add_argument("--top-k", type=at_least(0), metavar="K", help="0 for no filter")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--max-tokens", type=at_least(1), metavar="N", help="of a completion")
     launch.add_options(parser)
     return parser
 
 
 def execute(options: argparse.Namespace) -> int:
-    experiment = load_experiment(options)
-    require_directory(options.workdir)
-    launch.join("eval", options, experiment)
-    from gspax.evaluation.heldout import run
+    if options.file is not None and "=" in options.file:
+        options.overrides.insert(0, options.file)
+        options.file = None
+    if (options.file is None) == (options.source is None):
+        raise UserError("wanted the FILE of an experiment, or --from HF without one")
+    settings = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    if options.tasks is None and (settings or options.source):
+        raise UserError("wanted --tasks, whose settings these are (see `gspax eval --help`)")
+    if options.source is not None:
+        return _evaluate_published(options, settings)
+    from gspax.experiment import check
 
-    run(experiment, options.workdir, options.step)
+    experiment, tasks = load_experiment(options), None
+    require_directory(options.workdir)
+    if options.tasks is not None:
+        tasks = find_tasks(options.tasks, experiment.evaluation.tasks, settings)
+        experiment = dataclasses.replace(experiment, evaluation=dataclasses.replace(experiment.evaluation, tasks=tasks))
+        check(experiment)
+    launch.join("eval", options, experiment)
+    from gspax.evaluation.checkpoint import evaluate_run
+
+    evaluate_run(experiment, options.workdir, options.step, tasks)
     return 0
+
+
+def _evaluate_published(options: argparse.Namespace, settings: dict[str, Any]) -> int:
+    from gspax.evaluation.published import generation_settings, make_experiment
+    from gspax.experiment import check, override
+
+    if options.step is not None:
+        raise UserError("--step is for the checkpoints of a run, not for --from")
+    tasks = find_tasks(options.tasks, (), generation_settings(options.source) | settings)
+    experiment = override(make_experiment(options.source, tasks), options.overrides)
+    check(experiment)
+    options.workdir.mkdir(parents=True, exist_ok=True)
+    launch.join("eval", options, experiment)
+    from gspax.evaluation.checkpoint import evaluate_published, load_policy
+    from gspax.rollout.placement import make_meshes
+
+    evaluate_published(
+        load_policy(experiment.model, experiment.tokenizer, make_meshes(experiment)[0]),
+        options.workdir,
+        experiment.evaluation,
+        training=experiment.sampling,
+        grading=experiment.grading,
+        seed=experiment.seed,
+    )
+    return 0
+
+
+def find_tasks(names: str, own: Sequence[Task], settings: dict[str, Any]) -> tuple[Task, ...]:
+    """The tasks of `--tasks`, see `find_task`."""
+    return tuple(find_task(name, {task.name: task for task in own}, settings) for name in names.split(","))
+
+
+def find_task(text: str, own: dict[str, Task], settings: dict[str, Any]) -> Task:
+    """The task that `NAME` or `NAME=PATH` stands for, with these fields.
+
+    Args:
+      text: a task of the experiment, else a function of `gspax.evaluation.tasks`, or the dotted name of a `Task` or of
+        a function that gives one.
+      own: the experiment's tasks by name.
+      settings: fields to replace.
+    """
+    from gspax.config import Task
+    from gspax.evaluation import tasks
+    from gspax.experiment.overrides import lookup
+
+    name, _, path = (part.strip() for part in text.partition("="))
+    if name in own and not path:
+        return dataclasses.replace(own[name], **settings)
+    dotted = name if "." in name else f"{tasks.__name__}.{name}"
+    try:
+        found = lookup(dotted)
+    except ValueError as wanted:
+        mine = f" or of the experiment's tasks ({', '.join(own)})" if own else ""
+        raise UserError(f"--tasks: wanted {wanted}{mine}, got {name!r}") from None
+    if callable(found) and not isinstance(found, type):
+        try:
+            found = found(path) if path else found()
+        except TypeError as problem:
+            raise UserError(f"--tasks: wanted {name}=PATH, got {text!r} ({problem})") from None
+    if not isinstance(found, Task):
+        raise UserError(f"--tasks: wanted the name of a task, got {name!r}, which names a {type(found).__name__}")
+    return dataclasses.replace(found, **settings)

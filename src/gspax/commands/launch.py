@@ -51,7 +51,7 @@ def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -
         "subcommand": subcommand,
         "gspax": gspax.__version__,
         "jax": metadata.version("jax"),
-        "file": hashlib.sha256(Path(options.file).read_bytes()).hexdigest()[:16],
+        "file": options.file and hashlib.sha256(Path(options.file).read_bytes()).hexdigest()[:16],
         "experiment": describe(experiment),
     }
     if info is not None:

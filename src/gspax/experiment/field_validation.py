@@ -25,8 +25,9 @@ def type_problems(record: Any, prefix: str = "") -> Iterator[str]:
         value = getattr(record, name)
         if not _fits(value, hint):
             yield f"{prefix}{name}: wanted {_words(hint)}, got {value!r}"
-        elif _is_part(value, hint):
-            yield from type_problems(value, f"{prefix}{name}.")
+        else:
+            for key, part in _parts(f"{prefix}{name}", value, hint):
+                yield from type_problems(part, f"{key}.")
 
 
 def range_problems(record: Any) -> Iterator[str]:
@@ -56,13 +57,16 @@ def _fields(record: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     for name, hint in hints_of(type(record), ranges=True).items():
         value = getattr(record, name)
         yield f"{prefix}{name}", value, hint
-        if _is_part(value, hint):
-            yield from _fields(value, f"{prefix}{name}.")
+        for key, part in _parts(f"{prefix}{name}", value, hint):
+            yield from _fields(part, f"{key}.")
 
 
-def _is_part(value: Any, hint: Any) -> bool:
-    """Whether a value is one of the dataclasses that an experiment consists of."""
-    return is_record(value) and dataclasses.is_dataclass(_bare(hint))
+def _parts(key: str, value: Any, hint: Any) -> Iterator[tuple[str, Any]]:
+    """The dataclasses that an experiment consists of, in a field of it: the value, or the elements of a tuple."""
+    if is_record(value) and dataclasses.is_dataclass(_bare(hint)):
+        yield key, value
+    elif typing.get_origin(hint) is tuple and dataclasses.is_dataclass(typing.get_args(hint)[0]):
+        yield from ((f"{key}[{i}]", each) for i, each in enumerate(value))
 
 
 def _bare(hint: Any) -> Any:
@@ -111,7 +115,7 @@ def _words(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_words(member) for member in members)
     if origin is tuple:
-        return "a tuple of integers"
+        return f"a tuple of {'integers' if members[0] is int else f'{members[0].__name__}s'}"
     if is_function_protocol(hint):
         return "a function"
     plain = {int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None"}

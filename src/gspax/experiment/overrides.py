@@ -218,7 +218,7 @@ def _named(text: str, hint: Any) -> Any:
     wanted = "the dotted name of a function" if is_callable else wanted
     if not _DOTTED.fullmatch(text):
         raise ValueError(wanted + (", as in gspax.losses.gspo" if is_callable else ""))
-    value: Any = _lookup(text)
+    value: Any = lookup(text)
     if is_class and value is hint and dataclasses.is_dataclass(hint):
         with contextlib.suppress(TypeError):  # it has fields without defaults: the class itself is refused below
             value = value()
@@ -228,8 +228,8 @@ def _named(text: str, hint: Any) -> Any:
     return value
 
 
-def _lookup(text: str) -> Any:
-    """The object with this dotted name; modules are imported as needed."""
+def lookup(text: str) -> Any:
+    """The object with this dotted name; modules are imported as needed. ValueError names the part that is missing."""
     parts = text.split(".")
     value: Any = _import(parts[0], text)
     if value is None:

@@ -19,7 +19,6 @@ from gspax.config import (
     Placement,
     Sampling,
     Schedule,
-    architecture_problems,
 )
 from gspax.data.problem import data_problems
 from gspax.data.sources import opening_notes, opening_problems
@@ -27,6 +26,7 @@ from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError
 from gspax.experiment import loss_validation
 from gspax.experiment.field_validation import function_problems, range_problems, type_problems
+from gspax.model.architecture import architecture_problems
 from gspax.ranges import INT32
 
 
@@ -49,6 +49,7 @@ def validate(experiment: Experiment, devices: int | None = None, slices: tuple[i
     if not problems:  # these divide by what was found positive above
         problems = [*architecture_problems(experiment.model)]
         problems += _lengths(experiment.model, experiment.sampling, experiment.evaluation)
+        problems += _tasks(experiment.evaluation, experiment.sampling, experiment.model)
         problems += _rows(experiment.sampling, experiment.schedule)
         problems += _drawn_ahead(experiment.sampling, experiment.placement)
         problems += _tokens(experiment.sampling)
@@ -105,6 +106,26 @@ def _lengths(model: ModelConfig, sampling: Sampling, evaluation: Evaluation) -> 
             f"{where}.max_tokens: wanted prompt and completion within model.max_position_embeddings "
             f"({model.max_position_embeddings}), got {sampling.max_prompt_tokens} + {longest} = {total} tokens"
         )
+
+
+def _tasks(evaluation: Evaluation, sampling: Sampling, model: ModelConfig) -> Iterator[str]:
+    """Tasks have names of their own, problems that can be counted, and completions that fit the model's context."""
+    names = [task.name for task in evaluation.tasks]
+    for i, task in enumerate(evaluation.tasks):
+        key = f"evaluation.tasks[{i}]"
+        if task.name in names[:i]:
+            yield f"{key}.name: wanted a name that no other task has, got {task.name!r}"
+        if not callable(getattr(task.data, "heldout", None)):
+            yield f"{key}.data: wanted an object with heldout, got {type(task.data).__name__}"
+        elif not task.problems and not hasattr(type(task.data), "heldout_count"):
+            yield f"{key}.problems: wanted a number, because {type(task.data).__name__} has no heldout_count, got 0"
+        prompt = task.max_prompt_tokens or sampling.max_prompt_tokens
+        completion = task.max_tokens or evaluation.max_tokens or sampling.max_tokens
+        if prompt + completion > model.max_position_embeddings:
+            yield (
+                f"{key}.max_tokens: wanted prompt and completion within model.max_position_embeddings "
+                f"({model.max_position_embeddings}), got {prompt} + {completion} = {prompt + completion} tokens"
+            )
 
 
 def _tokens(sampling: Sampling) -> Iterator[str]:

@@ -18,8 +18,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from gspax.config import ModelConfig, Yarn, architecture_problems
+from gspax.config import ModelConfig, Yarn
 from gspax.errors import UserError
+from gspax.model.architecture import architecture_problems
 
 ARCHITECTURES = {  # by model_type
     "qwen3": "Qwen3ForCausalLM",

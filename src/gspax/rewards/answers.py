@@ -71,6 +71,19 @@ def compare(expected: str, answer: str) -> bool | None:
     return None if rounded else False
 
 
+def canonical(answer: str) -> str:
+    r"""A text that equal numbers share, for counting answers: `0.5`, `\frac{1}{2}` and `1/2` give `1/2`.
+
+    Other answers are compared as texts, so equal formulas may differ.
+
+    >>> canonical("1,600.0"), canonical(r"$\frac{1}{2}$"), canonical("x + 1.")
+    ('1600', '1/2', 'x + 1')
+    """
+    bare = _bare(answer)
+    number = _number(_without_unit(bare))
+    return bare if number is None else str(number)
+
+
 def _boxed(text: str) -> str | None:
     """The content of the last box whose braces close; the innermost if boxes are nested.
 

@@ -71,6 +71,20 @@ class Total(float):
         return (self.parts,)
 
 
+class Graded(float):
+    """A reward with the reason for it, which is kept with the completion."""
+
+    reason: str
+
+    def __new__(cls, reward: float, reason: str) -> Self:
+        graded = super().__new__(cls, reward)
+        graded.reason = reason
+        return graded
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (float(self), self.reason)
+
+
 @dataclass(frozen=True)
 class Result:
     """The rewards of one completion, or why there are none."""
@@ -78,6 +92,7 @@ class Result:
     rewards: tuple[float, ...]
     error: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)  # by name, for the metrics
+    reason: str = ""  # of a `Graded` reward
 
 
 @dataclass(eq=False)
@@ -293,7 +308,7 @@ def to_result(value: Any) -> Result:
         finite = np.isfinite(np.array([*rewards, *parts.values()], np.float32)).all()
     if not rewards or not finite:
         return Result((), f"wanted finite numbers in the range of float32, got {_brief(value)}")
-    return Result(rewards, parts=parts)
+    return Result(rewards, parts=parts, reason=str(getattr(value, "reason", "")))
 
 
 def _inner(function: Any) -> Any:

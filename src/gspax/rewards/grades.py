@@ -21,6 +21,11 @@ class Grade:
     outcome: str  # one of a few words, to be counted; those of FAILED in every module
     detail: str = ""  # what a reader of samples wants to see
 
+    @property
+    def reason(self) -> str:
+        """The outcome, with its detail if there is one."""
+        return f"{self.outcome}: {self.detail}" if self.detail else self.outcome
+
 
 class Tally:
     """How many completions a process has graded, by outcome. Safe to use from several threads."""

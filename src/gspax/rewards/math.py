@@ -18,7 +18,7 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards._pool import Failure, shared
 from gspax.rewards.answers import compare, extract, reference
-from gspax.rewards.calls import concurrent
+from gspax.rewards.calls import Graded, concurrent
 from gspax.rewards.grades import Grade, Tally
 
 _LONGEST = 2000  # characters; a longer answer is no answer
@@ -49,7 +49,7 @@ def reward(
     """
     grades = grade([problem.answer], [completion], form=form, timeout=timeout, workers=workers, failed=failed)
     _tally.check(max_failed)
-    return grades[0].reward
+    return Graded(grades[0].reward, grades[0].reason)
 
 
 def grade(

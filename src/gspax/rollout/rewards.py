@@ -22,7 +22,8 @@ from gspax.types import Rollout
 TEXTS = ("completion", "prompt", "answer")  # the fields of a row that are not numbers
 
 Started = dict[int, tuple[str, Future[Result]]]  # by row: the text and its reward to come
-Row = dict[str, Any]  # one completion: prompt, answer, completion, reward, length, finished; error, parts: see Result
+# one completion: prompt, answer, completion, reward, length, finished; error, parts and reason of a Result
+Row = dict[str, Any]
 
 
 def encode_prompts(
@@ -123,6 +124,8 @@ def _own_completions(
         row["rewards"] = list(result.rewards)
         if result.parts:
             row["parts"] = dict(result.parts)
+        if result.reason:
+            row["reason"] = result.reason
         if result.error:
             row["error"] = result.error
     return rows

@@ -5,7 +5,8 @@ environment.json   one entry per attempt            tensorboard/    the same met
 checkpoints/       of the run                       samples/        completions by step, before and after
 start/             parameters before the first update, if a reference or adapters need them
 warm_start/        the warm start's own metrics and checkpoints
-evaluations.jsonl  results of `gspax eval`          report.html, curves.png
+evaluations/       tasks: result, completions, page  report.html, curves.png
+evaluations.jsonl  held-out rewards by `gspax eval`
 """
 
 from __future__ import annotations
@@ -93,8 +94,17 @@ class RunDir:
 
     @property
     def evaluations(self) -> Path:
-        """Results of `gspax eval`, JSON lines."""
+        """Held-out rewards by `gspax eval`, JSON lines."""
         return self.path / "evaluations.jsonl"
+
+    @property
+    def tasks(self) -> Path:
+        """Results of tasks: a folder for each step, and in it TASK.json, TASK.jsonl and TASK.html."""
+        return self.path / "evaluations"
+
+    def tasks_at(self, step: int) -> Path:
+        """The folder of a step's tasks."""
+        return self.tasks / f"step_{step:06d}"
 
     @property
     def report(self) -> Path:

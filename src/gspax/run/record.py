@@ -61,7 +61,7 @@ class Recorder:
         if not self._writes:
             return
         numbers = {name: float(value) for name, value in values.items()}
-        self._file.write(_to_line({"step": step, **numbers}))
+        self._file.write(to_line({"step": step, **numbers}))
         self._file.flush()
         if self._tensorboard is not None:
             for name, number in numbers.items():
@@ -79,7 +79,7 @@ class Recorder:
     def write_samples_to(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         """Record completions in a given file, such as `RunDir.before`."""
         if self._writes:
-            write_atomically(path, "".join(map(_to_line, rows)))
+            write_atomically(path, "".join(map(to_line, rows)))
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -106,13 +106,14 @@ def _drop_from(run: RunDir, first: int) -> None:
     """Delete the metrics and samples of step `first` and later ones."""
     if run.metrics.exists():
         kept = [row for row in read_rows(run.metrics) if row["step"] < first]
-        write_atomically(run.metrics, "".join(map(_to_line, kept)))
+        write_atomically(run.metrics, "".join(map(to_line, kept)))
     for path in [*run.samples.glob("step_*.jsonl"), *run.samples.glob("failed_*.jsonl")]:
         if int(path.stem.rpartition("_")[2]) >= first:
             path.unlink()
 
 
-def _to_line(row: Mapping[str, Any]) -> str:
+def to_line(row: Mapping[str, Any]) -> str:
+    """A row as a line of JSON."""
     return json.dumps(_to_json(row), allow_nan=False) + "\n"
 
 

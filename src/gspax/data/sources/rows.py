@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -25,6 +25,17 @@ from gspax.data.tokenizer import brief
 from gspax.errors import UserError
 
 Rule = Callable[[Problem], str | None]  # why a problem is rejected; None if it is not
+
+
+class HeldoutRows(Protocol):
+    """What a source can exclude: a `RowSource`, or a benchmark (`gspax.evaluation.tasks.Benchmark`)."""
+
+    @property
+    def heldout_prompts(self) -> set[int]: ...
+
+    @property
+    def heldout_content(self) -> str: ...
+
 
 _SHOWN = 5  # rejected rows that a message lists
 
@@ -53,7 +64,7 @@ class RowSource:
     schema: Schema = field(default_factory=Schema)
     checks: tuple[Rule, ...] = ()
     filters: tuple[Rule, ...] = ()
-    exclude: tuple[RowSource, ...] = ()
+    exclude: tuple[HeldoutRows, ...] = ()
     on_bad: Literal["error", "skip"] = "error"
     seed: int = 0
 
@@ -64,7 +75,9 @@ class RowSource:
             rules = getattr(self, name)
             if not isinstance(rules, tuple) or not all(map(callable, rules)):
                 raise ValueError(f"{name}: wanted a tuple of functions, got {rules!r}")
-        if not isinstance(self.exclude, tuple) or not all(isinstance(each, RowSource) for each in self.exclude):
+        if not isinstance(self.exclude, tuple) or not all(
+            hasattr(type(each), "heldout_prompts") for each in self.exclude
+        ):
             raise ValueError(f"exclude: wanted a tuple of sources that read rows, got {self.exclude!r}")
 
     def train(self, index: int) -> Problem:
@@ -84,6 +97,11 @@ class RowSource:
     def heldout_prompts(self) -> set[int]:
         """Digests of the held-out prompts. `train_rows` are not read where the held-out problems have a table."""
         return self.opened.heldout_prompts if self.heldout_rows is None else self._heldout_scan[1]
+
+    @property
+    def heldout_count(self) -> int:
+        """How many held-out problems there are."""
+        return len(self.opened.heldout)
 
     @property
     def heldout_content(self) -> str:

@@ -1,0 +1,195 @@
+"""Evaluate a checkpoint of a run, a published checkpoint, or a state during training; write what is found.
+
+A task leaves three files: TASK.json (the summary, the task's settings, the environment), TASK.jsonl (every completion
+with its reward and the reason for it) and TASK.html (a page to read them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+
+from gspax.config import Evaluation, Experiment, Grading, ModelConfig, Sampling, Task, trained_dtype
+from gspax.evaluation import heldout, page
+from gspax.evaluation.benchmark import Policy, apply_defaults, metrics, plan_chunks, run_task, summarise
+from gspax.experiment.description import describe
+from gspax.learner import weights
+from gspax.learner.optimizer import make_optimizer
+from gspax.learner.restore import restore_state
+from gspax.learner.state import abstract_params
+from gspax.protocols import Tokenizer
+from gspax.rewards.calls import RewardCalls
+from gspax.rollout.placement import make_meshes
+from gspax.rollout.rewards import Row
+from gspax.rollout.serving import make_serving_copy
+from gspax.run import progress
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import RunDir, describe_environment, find_run, write_atomically
+from gspax.run.record import to_line
+from gspax.sharding import batch_shards
+from gspax.types import Array, TrainState
+
+
+def evaluate(
+    experiment: Experiment, state: TrainState, mesh: jax.sharding.Mesh, rewards: RewardCalls, folder: Path
+) -> tuple[dict[str, float], list[Row]]:
+    """During training: the metrics of the held-out problems and of the tasks, and rows for the report.
+
+    The files of the tasks are written to `folder`, in place of those of an interrupted evaluation.
+    """
+    settings, training = experiment.evaluation, experiment.sampling
+    params = make_serving_copy(state.params, experiment.model, mesh)
+    policy = Policy(params, experiment.model, experiment.tokenizer, mesh)
+    found, rows = heldout.evaluate(policy, state.key, experiment.data, rewards, settings=settings, training=training)
+    for task in settings.tasks:
+        task, path = apply_defaults(task, settings, training), folder / task.name
+        summary = evaluate_task(task, policy, state.key, path, training=training, grading=experiment.grading)
+        found |= metrics(task.name, summary)
+    return found, rows
+
+
+def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks: Sequence[Task] | None = None) -> None:
+    """`gspax eval FILE`: evaluate a checkpoint (`step`, or the newest) and print the results.
+
+    Without `tasks`, on the held-out problems, appended to evaluations.jsonl, and on the experiment's own tasks.
+    """
+    mesh, _ = make_meshes(experiment)
+    run = find_run(workdir, describe(experiment))
+    with Checkpoints(run.checkpoints, mesh=mesh) as checkpoints:
+        step = checkpoints.latest() if step is None else step
+        state = restore_state(
+            run,
+            checkpoints,
+            experiment.model,
+            make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora)),
+            mesh,
+            lora=experiment.lora,
+            step=step,
+        )
+    assert step is not None  # else restoring has raised
+    params, key = make_serving_copy(state.params, experiment.model, mesh), state.key
+    del state  # the optimiser's memory is for the cache
+    policy = Policy(params, experiment.model, experiment.tokenizer, mesh)
+    settings, training = experiment.evaluation, experiment.sampling
+    if tasks is None:
+        tasks = settings.tasks
+        with RewardCalls(experiment.reward, experiment.grading) as rewards:
+            found, _ = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
+        if jax.process_index() == 0:
+            _record_heldout(run, step, found, settings)
+    for task in tasks:
+        task, path = apply_defaults(task, settings, training), run.tasks_at(step) / task.name
+        evaluate_task(task, policy, key, path, training=training, grading=experiment.grading, show=True)
+
+
+def evaluate_published(
+    policy: Policy, workdir: Path, settings: Evaluation, *, training: Sampling, grading: Grading, seed: int = 0
+) -> None:
+    """`gspax eval --from HF`: evaluate a published model (`load_policy`) on tasks; the files are in `workdir`."""
+    for task in settings.tasks:
+        task, path = apply_defaults(task, settings, training), workdir / task.name
+        evaluate_task(task, policy, jax.random.key(seed), path, training=training, grading=grading, show=True)
+
+
+def load_policy(model: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> Policy:
+    """The policy of `model.checkpoint` itself."""
+    params = weights.load(model, abstract_params(model, mesh, model.dtype))
+    return Policy(make_serving_copy(params, model, mesh), model, tokenizer, mesh)
+
+
+def evaluate_task(
+    task: Task, policy: Policy, key: Array, path: Path, *, training: Sampling, grading: Grading, show: bool = False
+) -> dict[str, Any]:
+    """Run one task and write `path`.json, .jsonl and .html. The summary, on every process. Collective.
+
+    Args:
+      task: from `apply_defaults`.
+      policy: the model and its tokenizer.
+      key: of the run.
+      path: of the files, without a suffix.
+      training: as for `run_task`, and `grading`.
+      grading: likewise.
+      show: print progress and results, and write to `path`-2, … rather than over the files of an earlier evaluation.
+    """
+    chunks, _ = plan_chunks(task.problems, task.samples, training, batch_shards(policy.mesh))
+    rows: list[Row] = []
+    primary = jax.process_index() == 0
+    path = _free_path(path) if show else path
+    drawn = run_task(task, policy, key, training=training, grading=grading)
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(progress.track(len(chunks), title=task.name, every=1)) if show else None
+        file = stack.enter_context(_open_part(path)) if primary else None
+        for done, chunk in enumerate(drawn, start=1):
+            rows += chunk
+            if file is not None:
+                file.writelines(map(to_line, chunk))
+                file.flush()
+            if bar is not None:
+                bar.update(done, {"reward": sum(row["reward"] for row in rows) / len(rows)})
+    summary = summarise(rows, task.samples)
+    if primary:
+        _part(path).replace(_file(path, ".jsonl"))
+        lines = describe_summary(task.name, summary)
+        page.write(_file(path, ".html"), path.name, lines, rows)
+        result = {"summary": summary, "task": describe(task), "model": describe(policy.model)}
+        result |= {"environment": describe_environment()}
+        write_atomically(_file(path, ".json"), json.dumps(result, indent=2) + "\n")
+        if show:
+            print("\n".join([*lines, f"  {_file(path, '.html')}"]))
+    return summary
+
+
+def _file(path: Path, suffix: str) -> Path:
+    """The path with a suffix; a dot in a task's name stays."""
+    return path.with_name(path.name + suffix)
+
+
+def _part(path: Path) -> Path:
+    """The completions of an evaluation that has not ended, or was interrupted."""
+    return _file(path, ".jsonl.part")
+
+
+def _open_part(path: Path) -> TextIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _part(path).open("w", encoding="utf-8")
+
+
+def _free_path(path: Path) -> Path:
+    """The path, or `path`-2, …: the first one without results."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain((path,), others) if not _file(each, ".json").exists())
+
+
+def _record_heldout(run: RunDir, step: int, found: Mapping[str, float], settings: Evaluation) -> None:
+    with run.evaluations.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **found, "evaluation": describe(settings)}) + "\n")
+    print(f"step {step}, {settings.problems} held-out problems")
+    for name, value in found.items():
+        print(f"  {name:22} {value:.4f}")
+
+
+def describe_summary(name: str, summary: Any) -> list[str]:
+    """The summary as lines of text."""
+    lines = [f"{name}: {summary['problems']} problems x {summary['samples']} samples"]
+    lines.append(f"  {'mean reward':12} {_interval(summary['reward'])}")
+    for title, key in (("pass@", "pass"), ("maj@", "majority")):
+        lines += [f"  {title + k:12} {_interval(each)}" for k, each in summary.get(key, {}).items()]
+    tokens = summary["tokens"]
+    lines.append(
+        f"  {'tokens':12} {tokens['mean']:.1f} on average, {tokens['max']} at most, {tokens['total']:,} in all"
+    )
+    lines.append(f"  {'truncated':12} {100 * summary['truncated']:.1f} %")
+    if summary["failed"]:
+        lines.append(f"  {'failed':12} {100 * summary['failed']:.1f} % of the completions have no reward")
+    return lines
+
+
+def _interval(found: Any) -> str:
+    bounds = "" if found["low"] is None else f"  [{found['low']:.4f}, {found['high']:.4f}]"
+    return f"{found['mean']:.4f}{bounds}"

@@ -1,0 +1,230 @@
+r"""Benchmarks in their published schemas, read from files or from the Hub. None is part of gspax.
+
+    evaluation=Evaluation(tasks=(tasks.gsm8k("gsm8k/test.jsonl", samples=4),))
+    gspax eval FILE --workdir DIR --tasks gsm8k=gsm8k/test.jsonl
+
+Each function gives a `Task` for a path: a file (.jsonl or .parquet), a folder that holds the split's files, a folder
+for the `datasets` library, or a name on the Hub. Further keywords are fields of the task (`samples`, `temperature`, …);
+the settings that model cards recommend are here by name: `tasks.aime24(path, samples=32, **tasks.QWEN3_THINKING)`.
+
+With a thinking model only the text after `</think>` is rewarded, so a truncated completion gets 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gspax.config import Task
+from gspax.data.chat import split_thinking
+from gspax.data.problem import Problem, digest
+from gspax.data.sources.schema import Schema
+from gspax.data.sources.tables import HuggingFace, JsonLines, Parquet, Table
+from gspax.data.tokenizer import brief
+from gspax.errors import UserError
+from gspax.rewards import answers, code, math, program_tests
+from gspax.rewards.calls import concurrent
+
+StrPath = str | os.PathLike[str]
+Read = Callable[[Mapping[str, Any]], tuple[Problem, str]]  # a row -> its problem, and the prompt before any template
+
+# Recommended by the model cards of Qwen3; completions of 32,768 tokens are theirs too.
+QWEN3_THINKING: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 32_768}
+QWEN3_INSTRUCT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "max_tokens": 16_384}
+
+BOXED = "{prompt}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+_SHOWN = 5  # bad rows that a message lists
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """All problems of a table, in its order. Opening it reads every row once; a row that does not fit is an error.
+
+    Attributes:
+      table: the rows.
+      read: the problem of a row, and the text by which `data.jsonl(exclude=…)` finds it among training prompts. It
+        raises ValueError for a row that does not fit.
+      keep: whether a row belongs to the benchmark; None for all.
+    """
+
+    table: Table
+    read: Read
+    keep: Callable[[Mapping[str, Any]], bool] | None = None
+
+    def heldout(self, index: int) -> Problem:
+        """Problem number `index`, from 0."""
+        return self.read(self.table[self._opened[0][index]])[0]
+
+    @property
+    def heldout_count(self) -> int:
+        """How many problems there are."""
+        return len(self._opened[0])
+
+    @property
+    def heldout_prompts(self) -> set[int]:
+        """Digests of the prompts, before any template."""
+        return set(self._opened[1])
+
+    @property
+    def heldout_content(self) -> str:
+        """A hash of the rows."""
+        return self.table.content or f"prompts:{digest(repr(self._opened[1])):032x}"
+
+    def described(self) -> dict[str, Any]:
+        """What decides on the problems, for `experiment.describe`: the content of files, not their paths."""
+        return {"table": self.heldout_content, "read": self.read, "keep": self.keep}
+
+    @functools.cached_property
+    def _opened(self) -> tuple[list[int], list[int]]:
+        """The numbers of the rows that are kept, and the digests of their prompts."""
+        numbers, prompts, bad = [], [], []
+        for i, row in enumerate(self.table.rows()):
+            try:
+                if isinstance(row, ValueError):
+                    raise row
+                if self.keep is not None and not self.keep(row):
+                    continue
+                prompts.append(digest(self.read(row)[1]))
+                numbers.append(i)
+            except (ValueError, KeyError, TypeError, UserError) as reason:
+                bad.append(f"{self.table.where(i)}: {brief(reason)}")
+        if bad:
+            more = [f"and {len(bad) - _SHOWN} more"] if len(bad) > _SHOWN else []
+            raise UserError(f"benchmark: {len(bad)} rows cannot be used ({'; '.join([*bad[:_SHOWN], *more])})")
+        if not numbers:
+            raise UserError("benchmark: wanted at least one problem, got none")
+        return numbers, prompts
+
+
+def gsm8k(path: StrPath = "openai/gsm8k", *, template: str = BOXED, **settings: Any) -> Task:
+    """GSM8K (arXiv 2110.14168), 1,319 test problems: `question`, and a solution that ends in `#### 18` as `answer`."""
+    schema = Schema(prompt="question", answer="answer", template=template)
+    return _math_task("gsm8k", open_table(path, config="main"), schema.read, settings)
+
+
+def math500(path: StrPath = "HuggingFaceH4/MATH-500", *, template: str = BOXED, **settings: Any) -> Task:
+    """MATH-500 (arXiv 2305.20050): `problem`, `answer`, `subject`, `level` and `unique_id`."""
+    schema = Schema(prompt="problem", answer="answer", template=template, metadata=("subject", "level", "unique_id"))
+    return _math_task("math500", open_table(path), schema.read, settings)
+
+
+def aime24(path: StrPath = "HuggingFaceH4/aime_2024", *, template: str = BOXED, **settings: Any) -> Task:
+    """AIME 2024, 30 problems: `problem`, and `answer` or a `solution` with a box, in any of the published spellings."""
+    table = open_table(path, split="train") if not Path(path).exists() else open_table(path)
+    return _math_task("aime24", table, partial(read_aime, template=template), settings)
+
+
+def livecodebench(
+    path: StrPath,
+    *,
+    since: str = "",
+    until: str = "",
+    allow_code_execution: bool = True,
+    isolation: str = "bubblewrap",
+    **settings: Any,
+) -> Task:
+    """LiveCodeBench (arXiv 2403.07974): the rows of its `test*.jsonl` with public and private tests.
+
+    Naming this task runs the programs that the model writes, in the sandbox of `gspax.rewards.code`.
+
+    Args:
+      path: a file, or the folder that holds them.
+      since: the first contest date that counts, such as "2024-08-01".
+      until: the first one that no longer does.
+      allow_code_execution: as for `rewards.code.reward`.
+      isolation: likewise.
+      **settings: fields of the task.
+    """
+    keep = partial(is_between, since=since, until=until) if since or until else None
+    reward = partial(reward_program, allow_code_execution=allow_code_execution, isolation=isolation)
+    data = Benchmark(open_table(path), read_livecodebench, keep)
+    return _make_task({"name": "livecodebench", "data": data, "reward": reward}, settings)
+
+
+def open_table(path: StrPath, *, split: str = "test", config: str | None = None) -> Table:
+    """The table of a path, as the module's docstring lists them. It is read when its first row is."""
+    name, folder = os.fspath(path), Path(path)
+    if folder.is_dir():
+        for suffix, kind in ((".jsonl", JsonLines), (".parquet", Parquet)):
+            if files := sorted(folder.glob(f"{split}*{suffix}")):
+                return kind(tuple(map(str, files)))
+        return HuggingFace(name, split)
+    if folder.suffix in (".jsonl", ".json"):
+        return JsonLines((name,))
+    if folder.suffix == ".parquet":
+        return Parquet((name,))
+    return HuggingFace(name, split, config)
+
+
+def read_aime(row: Mapping[str, Any], *, template: str = BOXED) -> tuple[Problem, str]:
+    """The problem of a row with `problem` or `Problem`, and `answer`, `Answer`, `solution` or `Solution`."""
+    return Schema(
+        prompt=_first_column(row, "problem", "Problem", "question"),
+        answer=_first_column(row, "answer", "Answer", "solution", "Solution"),
+        template=template,
+    ).read(row)
+
+
+def read_livecodebench(row: Mapping[str, Any]) -> tuple[Problem, str]:
+    """The problem of a row, with its tests as the answer."""
+    starter = row.get("starter_code") or ""
+    how = (
+        f"Complete this code, and keep its names:\n\n```python\n{starter}\n```\n\n"
+        if starter.strip()
+        else "Read the input from standard input and print the answer to standard output. "
+    )
+    prompt = (
+        f"Solve this problem with a Python program.\n\n{row['question_content']}\n\n"
+        f"{how}Put the whole program into one ```python block at the end."
+    )
+    metadata = {name: row[name] for name in ("question_id", "difficulty", "contest_date") if name in row}
+    tests = program_tests.from_livecodebench(row).to_answer()
+    return Problem(prompt=prompt, answer=tests, metadata=metadata), str(row["question_content"])
+
+
+def is_between(row: Mapping[str, Any], *, since: str = "", until: str = "") -> bool:
+    """Whether the contest of a row took place from `since` to before `until`; ISO dates compare as texts."""
+    date = str(row["contest_date"])
+    return date >= since and (not until or date < until)
+
+
+@concurrent(8)
+def reward_math(problem: Problem, completion: str) -> float:
+    """`rewards.math.reward` of the text after the thinking."""
+    return math.reward(problem, split_thinking(completion)[1])
+
+
+@concurrent(8)
+def reward_program(
+    problem: Problem, completion: str, *, allow_code_execution: bool = False, isolation: str = "bubblewrap"
+) -> float:
+    """`rewards.code.reward` of the text after the thinking."""
+    answer = split_thinking(completion)[1]
+    return code.reward(problem, answer, allow_code_execution=allow_code_execution, isolation=isolation)
+
+
+def vote_answer(completion: str) -> str | None:
+    """The final answer after the thinking, in a form in which equal numbers are equal texts."""
+    answer = answers.extract(split_thinking(completion)[1])
+    return None if answer is None else answers.canonical(answer)
+
+
+def _math_task(name: str, table: Table, read: Read, settings: Mapping[str, Any]) -> Task:
+    data = Benchmark(table, read)
+    return _make_task({"name": name, "data": data, "reward": reward_math, "vote": vote_answer}, settings)
+
+
+def _make_task(fields: dict[str, Any], settings: Mapping[str, Any]) -> Task:
+    return Task(**(fields | dict(settings)))
+
+
+def _first_column(row: Mapping[str, Any], *names: str) -> str:
+    found = [name for name in names if name in row]
+    if not found:
+        raise ValueError(f"wanted a column {' or '.join(names)}, got {', '.join(row)}")
+    return found[0]
