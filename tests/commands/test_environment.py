@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from gspax.commands import environment
+from gspax.run.compilation import COMPILED
 
 NAMES = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_platforms")
 
@@ -92,3 +93,18 @@ def test_an_accelerator_is_detected_from_jax_platforms():
     assert not environment.has_accelerator()
     jax.config.update("jax_platforms", "cuda,cpu")
     assert environment.has_accelerator()
+
+
+def test_a_long_compilation_returns_its_memory(monkeypatch):
+    trimmed = []
+    fake = type("libc", (), {"malloc_trim": staticmethod(trimmed.append)})
+    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: fake)
+    listener = environment.release_after_compilation(least_s=0.5)
+    try:
+        jax.monitoring.record_event_duration_secs(COMPILED, 0.4)
+        jax.monitoring.record_event_duration_secs("/another/event", 0.6)
+        assert not trimmed
+        jax.monitoring.record_event_duration_secs(COMPILED, 0.6)
+        assert trimmed == [0]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)

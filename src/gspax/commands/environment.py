@@ -14,7 +14,9 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "GSPAX_COMPILATION_CACHE"  # a folder, or 0 for no cache
 KEPT_DAYS = 30  # a program that is older is compiled again, so the folder cannot grow for ever
@@ -26,8 +28,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
 def prepare() -> None:
     """Apply all settings. Call before jax compiles anything."""
     use_compilation_cache()
-    if not has_accelerator():
-        keep_freed_pages()
+    if not has_accelerator() and keep_freed_pages():
+        release_after_compilation()
 
 
 def use_compilation_cache() -> None:
@@ -118,3 +120,22 @@ def keep_freed_pages() -> bool:
     libc = ctypes.CDLL(None)
     # Only the first arena serves large blocks without mmap.
     return all(libc.mallopt(*option) for option in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)))
+
+
+def release_after_compilation(least_s: float = 0.5) -> Callable[..., None]:
+    """Return freed memory to the kernel after each compilation of at least so many seconds; the listener that does it.
+
+    Otherwise the compiler's memory is still held, in fragments, when the program allocates its temporaries.
+    """
+    import jax
+
+    from gspax.run.compilation import COMPILED
+
+    libc = ctypes.CDLL(None)
+
+    def release(event: str, duration_secs: float, **_: Any) -> None:
+        if event == COMPILED and duration_secs >= least_s:
+            libc.malloc_trim(0)
+
+    jax.monitoring.register_event_duration_secs_listener(release)
+    return release
