@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from small_experiment import experiment
 
-from gspax import config, sft
-from gspax.errors import UserError
+from gspax import config, loop, sft
+from gspax.errors import FailureError, UserError
 from gspax.sharding import make_mesh
 
 LENGTH = 9
@@ -81,6 +81,22 @@ def test_each_update_takes_the_next_problems(monkeypatch, tmp_path):
     )
     sft.run(replace(experiment, schedule=replace(experiment.schedule, microbatch_rows=8)), tmp_path / "run")
     assert firsts == [0, 16, 32] and split == [8]
+
+
+def test_a_warm_start_without_finite_updates_fails_at_once(monkeypatch, tmp_path):
+    calls = []
+
+    def update(state, batch):
+        calls.append(batch)
+        return replace(state, step=state.step + 1), {"loss": jnp.float32(jnp.nan), "skipped": jnp.float32(1)}
+
+    monkeypatch.setattr(sft, "make_train_step", lambda *args, **kwargs: update)
+    broken = replace(experiment, schedule=replace(experiment.schedule, max_skipped=2))
+    with pytest.raises(
+        FailureError, match=r"^warm start: schedule\.max_skipped: wanted fewer than 2 .* got 2 by step 2"
+    ):
+        loop.train(broken, tmp_path / "run")
+    assert len(calls) == 2, "the run does not go back: the same updates would fail again"
 
 
 def test_an_id_outside_the_vocabulary_is_refused():

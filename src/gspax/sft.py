@@ -5,8 +5,9 @@ It is the reinforcement-learning train step with another loss, so the two stages
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from gspax.config import Experiment, WarmStart, row_shape
 from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
 from gspax.distributed import multihost
-from gspax.errors import UserError
+from gspax.errors import DivergedError, FailureError, UserError
 from gspax.experiment.description import describe
 from gspax.learner import objective
 from gspax.learner.finite import check_finite, check_skipped, count_skipped
@@ -60,6 +61,9 @@ def warm_start(
     """The state after `warm_start.steps` updates from scratch; an interrupted stage is resumed.
 
     Its position is the number of training problems that were demonstrated.
+
+    Raises:
+      FailureError: several updates in a row are skipped, or a parameter is not finite.
     """
     stage, model = experiment.warm_start, experiment.model
     assert stage is not None
@@ -79,7 +83,7 @@ def warm_start(
         seed=experiment.seed,
         mesh=mesh,
     )
-    with Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints:
+    with _final_failures(), Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints:
         if checkpoints.latest() is None:
             state = init_state(model, optimizer, jax.random.key(experiment.seed), mesh)
         else:
@@ -101,6 +105,15 @@ def warm_start(
                     checkpoints.save(done, state, {})
                 interrupted.stop_here()
     return state
+
+
+@contextlib.contextmanager
+def _final_failures() -> Iterator[None]:
+    """The run does not go back for a stage that starts from random parameters: the same updates would fail again."""
+    try:
+        yield
+    except DivergedError as problem:
+        raise FailureError(f"warm start: {problem}") from problem
 
 
 def make_demonstrations(
