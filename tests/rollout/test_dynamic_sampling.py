@@ -54,8 +54,9 @@ def test_fresh_groups_with_a_signal_replace_the_first_ones_without(constant, fre
 def rollout(first, width, rows=8):
     """Values that tell batch, row and column."""
     value_BT = (first + 100 * np.arange(rows)[:, None] + np.arange(width)).astype(np.int32)
-    values = (value_BT, value_BT % 3 == 0, (value_BT / 7).astype(np.float32))
-    tokens_BT, mask_BT, logp_BT = jax.device_put(values, named_sharding(MESH, "batch"))
+    experts = np.repeat(value_BT[:, None, :, None], 2, axis=1)
+    values = (value_BT, value_BT % 3 == 0, (value_BT / 7).astype(np.float32), experts)
+    tokens_BT, mask_BT, logp_BT, expert_BLTA = jax.device_put(values, named_sharding(MESH, "batch"))
     lengths = first + np.arange(rows, dtype=np.int32)
     return Rollout(
         tokens_BT=tokens_BT,
@@ -64,6 +65,7 @@ def rollout(first, width, rows=8):
         prompt_length_B=lengths,
         length_B=lengths + 1,
         finished_B=lengths % 2 == 0,
+        expert_BLTA=expert_BLTA,
     )
 
 
@@ -71,8 +73,11 @@ def rollout(first, width, rows=8):
 def test_replaced_groups_are_those_of_the_fresh_rollout_in_every_field(widths):
     old, new = rollout(1, widths[0]), rollout(1001, widths[1])
     found = replace_groups(old, new, np.array([-1, 3, 0, -1]), MESH)
-    for name in ("tokens_BT", "mask_BT", "logp_BT", "prompt_length_B", "length_B", "finished_B"):
+    for name in ("tokens_BT", "mask_BT", "logp_BT", "prompt_length_B", "length_B", "finished_B", "expert_BLTA"):
         a, b, got = (np.asarray(getattr(each, name)) for each in (old, new, found))
+        if a.ndim == 4:
+            widen = [[(0, 0), (0, 0), (0, 5 - each.shape[2]), (0, 0)] for each in (a, b)]
+            a, b = (np.pad(each, pad, mode="edge") for each, pad in zip((a, b), widen, strict=True))
         if a.ndim == 2:
             a, b = (np.pad(each, ((0, 0), (0, 5 - each.shape[1]))) for each in (a, b))
         np.testing.assert_array_equal(got, np.stack([a[0], a[1], b[6], b[7], b[0], b[1], a[6], a[7]]))

@@ -107,7 +107,7 @@ def replace_rows(rows: Sequence[T], fresh: Sequence[T], source_P: np.ndarray) ->
 def replace_groups(rollout: Rollout, fresh: Rollout, source_P: np.ndarray, mesh: jax.sharding.Mesh) -> Rollout:
     """The same for rollouts on a mesh, padded to the longer one. Fields on the host stay there."""
     source_B = _by_row(source_P, len(rollout.length_B))
-    names = [each.name for each in fields(Rollout)]
+    names = [each.name for each in fields(Rollout) if getattr(rollout, each.name) is not None]
     on_devices = [name for name in names if isinstance(getattr(rollout, name), jax.Array)]
     pick = jax.jit(_pick, out_shardings=named_sharding(mesh, "batch"))
     old, new = ({name: getattr(each, name) for name in on_devices} for each in (rollout, fresh))
@@ -126,10 +126,16 @@ def _by_row(source_P: np.ndarray, rows: int) -> np.ndarray:
 
 
 def _pick(old: dict[str, Array], new: dict[str, Array], source_B: Array) -> dict[str, Array]:
-    return jax.tree.map(partial(_pick_rows, source_B), old, new)
+    return {name: _pick_rows(source_B, old[name], new[name], 2 if name.endswith("_BLTA") else 1) for name in old}
 
 
-def _pick_rows(source_B: Array, old: Array, new: Array) -> Array:
-    width = max(old.shape[1], new.shape[1])
-    old_BT, new_BT = (jnp.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in (old, new))
-    return jnp.where(source_B[:, None] < 0, old_BT, jnp.take(new_BT, jnp.maximum(source_B, 0), axis=0))
+def _pick_rows(source_B: Array, old: Array, new: Array, axis: int) -> Array:
+    """Rows of either array, padded along the axis T: with 0, or with the experts of the last token, which has none."""
+    width = max(old.shape[axis], new.shape[axis])
+
+    def widen(array: Array) -> Array:
+        before = [(0, width - array.shape[axis]) if each == axis else (0, 0) for each in range(array.ndim)]
+        return jnp.pad(array, before, mode="edge" if array.ndim > 2 else "constant")
+
+    kept = source_B.reshape(-1, *[1] * (old.ndim - 1)) < 0
+    return jnp.where(kept, widen(old), jnp.take(widen(new), jnp.maximum(source_B, 0), axis=0))
