@@ -87,7 +87,7 @@ def train(changes, rollouts=2):
     keep = reads_experts(variant.regularizers, routing_replay=variant.routing_replay)
     steps = Steps(update, score(variant.model, keep), route(variant.model), None)
     rewards = RewardCalls(variant.reward, variant.grading)
-    sampler = make_colocated_sampler(variant.model, MESH)
+    sampler = make_colocated_sampler(variant.model, MESH, MESH)
     learner = loop.Learner(variant, MESH, OPTIMIZER, steps, sampler, rewards)
     state = init_state(variant.model, OPTIMIZER, jax.random.key(0), MESH)
     clip_range = initial_range(variant.calibration)

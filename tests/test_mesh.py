@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +23,7 @@ from gspax.learner.train_step import make_train_step
 from gspax.model import decoding
 from gspax.optimizers import adamw
 from gspax.rollout import sampler
-from gspax.rollout.serving import make_serving_copy
+from gspax.rollout.serving import abstract_serving_copy, make_serving_copy
 from gspax.types import Batch
 
 MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, attention_bias=True)
@@ -131,9 +132,10 @@ def check_bytes(params, sizes):
         assert {shard.data.nbytes for shard in leaf.addressable_shards} == {leaf.nbytes // parts}, path
 
 
-def draw(model, mesh, slots=0):
+def draw(model, mesh, slots=0, learner=None):
     prompts = [list(range(1, 2 + row % 3)) for row in range(8)]
-    params = jax.device_put(tiny.params(model), jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh)))
+    trained = abstract_params(model, learner or mesh)
+    params = jax.device_put(tiny.params(model), jax.tree.map(lambda leaf: leaf.sharding, trained))
     params = make_serving_copy(params, model, mesh)
     sampling = Sampling(prompts=8, group=2, max_prompt_tokens=16, max_tokens=5, slots=slots)
     key = jax.random.key(2)
@@ -173,6 +175,28 @@ def test_on_a_mesh_the_slots_of_a_device_take_its_own_samples(mesh):
     np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
     np.testing.assert_array_equal(got.finished_B, want.finished_B)
     np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
+
+
+LAYOUTS = list(sharding.serving_layouts(dict.fromkeys(sharding.AXES, 1) | {"fsdp": 8}, MODELS["both"], rows=8))
+
+
+@pytest.mark.parametrize("layout", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(LAYOUTS)))])
+def test_samples_of_every_serving_layout_equal_one_device(layout):
+    """The parameters come from the learner's mesh; nothing but experts is sharded in the first layout."""
+    model, learner = MODELS["both"], make(MESHES["fsdp"])
+    mesh = sharding.reshape_mesh(learner, LAYOUTS[layout])
+    got, want = jax.device_get(draw(model, mesh, learner=learner)), drawn_alone(model)
+    np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
+    np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
+
+
+def test_the_serving_copy_is_whole_but_for_its_experts():
+    model, learner = MODELS["both"], make(MESHES["fsdp"])
+    copy = abstract_serving_copy(model, sharding.reshape_mesh(learner, LAYOUTS[0]))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(copy):
+        names = [part.key for part in path if hasattr(part, "key")]
+        in_parts = len(leaf.shape) == 3 and names[-1] in ("gate", "up", "down")
+        assert math.prod(leaf.sharding.shard_shape(leaf.shape)) == leaf.size // (4 if in_parts else 1), path
 
 
 def test_the_cache_is_sharded_over_rows_and_heads():

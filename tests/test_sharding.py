@@ -112,6 +112,30 @@ def test_the_product_of_two_axes_must_divide_their_dimension():
     assert dense == ["mesh.expert: wanted 1 for a model without experts, got 2"]
 
 
+LAYOUTS = {
+    "30B": (presets.qwen3_30b_a3b, {"fsdp": 8, "expert": 8}, 128, [{"expert": 64}, {"expert": 32, "tensor": 2}]),
+    "235B": (presets.qwen3_235b_a22b, {"fsdp": 64, "expert": 8}, 512, [{"data": 4, "expert": 128}]),
+    "few prompts": (presets.qwen3_30b_a3b, {"fsdp": 8, "expert": 8}, 32, [{"expert": 32, "tensor": 2}]),
+    "a dense model": (presets.qwen3_0_6b, {"fsdp": 8}, 8, [{"data": 8}, {"data": 4, "tensor": 2}]),
+    "two slices": (presets.qwen3_30b_a3b, {"slice": 2, "fsdp": 8}, 64, [{"slice": 2, "expert": 8}]),
+}
+
+
+@pytest.mark.parametrize(("model", "given", "prompts", "first"), LAYOUTS.values(), ids=LAYOUTS)
+def test_the_layouts_of_the_sampler(model, given, prompts, first):
+    ones = dict.fromkeys(sharding.AXES, 1)
+    found = list(sharding.serving_layouts(ones | given, model, prompts))
+    assert found[: len(first)] == [ones | each for each in first]
+    assert found[-1] == ones | given, "as the learner's"
+
+
+def test_a_layout_keeps_the_order_of_the_devices():
+    mesh = sharding.make_mesh(Mesh(fsdp=4, tensor=2), jax.devices())
+    other = sharding.reshape_mesh(mesh, dict.fromkeys(sharding.AXES, 1) | {"expert": 8})
+    assert other.shape["expert"] == 8 and list(other.devices.flat) == list(mesh.devices.flat)
+    assert sharding.reshape_mesh(mesh, dict(mesh.shape)) is mesh
+
+
 def test_the_table_of_logical_axes():
     assert sharding.spec("batch", "time") == PartitionSpec(("slice", "data", "fsdp", "expert"), "context")
     assert sharding.spec("vocab", "embed") == PartitionSpec("tensor", ("fsdp", "expert"))

@@ -380,7 +380,8 @@ class Experiment:
     evaluation: Evaluation = field(default_factory=Evaluation)
     warm_start: WarmStart | None = None
     mesh: Mesh = field(default_factory=Mesh)
-    placement: Placement | None = None  # None: the sampler runs on the learner's devices
+    placement: Placement | None = None  # None: the sampler runs on the learner's devices ...
+    serving_mesh: Mesh | None = None  # ... with these axes; None: chosen by `experiment.serving_layout`
     seed: Annotated[int, Range("at least 0 and below 2^32", lambda x: 0 <= x < 2**32)] = 0
 
 

@@ -116,7 +116,7 @@ def make_learner(experiment: Experiment) -> Learner:
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
     steps = make_steps(experiment, optimizer, mesh)
     if experiment.placement is None:
-        sampler = make_colocated_sampler(experiment.model, mesh)
+        sampler = make_colocated_sampler(experiment.model, sampler_mesh, mesh)
     else:
         sampler = make_disaggregated_sampler(experiment.model, sampler_mesh, mesh)
     rewards = RewardCalls(experiment.reward, experiment.grading)

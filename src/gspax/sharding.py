@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -23,7 +24,8 @@ AXES = (
     "tensor",
 )  # outermost first: neighbouring devices share the innermost
 
-RULES: dict[str, str | tuple[str, ...] | None] = {
+Rules: TypeAlias = dict[str, str | tuple[str, ...] | None]
+RULES: Rules = {
     "batch": ("slice", "data", "fsdp", "expert"),  # rows of a batch, prompts of the sampler
     "time": "context",  # positions of a row
     "sample": (
@@ -46,12 +48,16 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "rank": None,
 }
 
+# The serving copy: replicated but for experts, heads and vocabulary, so that no token gathers a weight, unless memory
+# is short and `fsdp` is used (`serving_layouts`).
+SERVING_RULES = RULES | {"embed": "fsdp"}
+
 ONES = config.Mesh(fsdp=1)
 LARGEST_EXPERT_AXIS = 8  # at most one dimension of a TPU's torus, where tokens are exchanged at full speed
 BREAK_EVEN_TOKENS = 4096  # per device and pass: a pass rarely has more tokens, and decoding has far fewer
 
 
-def spec(*axes: str) -> PartitionSpec:
+def spec(*axes: str, rules: Rules = RULES) -> PartitionSpec:
     """The mesh axes of an array with these logical axes.
 
     UserError for an axis that is not in the table (rather than silent replication), and for two logical axes that use
@@ -60,11 +66,11 @@ def spec(*axes: str) -> PartitionSpec:
     unknown = [axis for axis in axes if axis not in RULES]
     if unknown:
         raise UserError(f"sharding: wanted logical axes out of {', '.join(RULES)}, got {unknown[0]!r}")
-    used = [name for axis in axes for name in mesh_axes(axis)]
+    used = [name for axis in axes for name in _as_tuple(rules[axis])]
     twice = [name for name in used if used.count(name) > 1]
     if twice:
         raise UserError(f"sharding: wanted each mesh axis once in an array, got {twice[0]!r} twice in {axes}")
-    return PartitionSpec(*(RULES[axis] for axis in axes))
+    return PartitionSpec(*(rules[axis] for axis in axes))
 
 
 def token_spec(mesh: jax.sharding.Mesh, rows: int, length: int) -> PartitionSpec:
@@ -145,6 +151,39 @@ def explain_mesh(mesh: config.Mesh, sizes: dict[str, int], model: ModelConfig) -
     return f"no expert axis: no size up to {LARGEST_EXPERT_AXIS} divides the experts and the remaining devices"
 
 
+def serving_layouts(sizes: dict[str, int], model: ModelConfig, rows: int) -> Iterator[dict[str, int]]:
+    """Axis sizes for drawing on devices whose axes have these sizes; each layout needs less memory than the one before.
+
+    Rows are over all devices and experts over as many as hold whole ones; everything else is replicated, and read once
+    for each token. Then heads, widths and vocabulary are over more and more of `tensor`, which holds parts of experts
+    too. The last layout is the given one, where every token gathers its weights.
+
+    Args:
+      rows: which the devices with rows of their own must divide: prompts of a rollout batch, and slots.
+    """
+    devices = math.prod(sizes.values()) // sizes["slice"]
+    for tensor in range(1, model.num_key_value_heads + 1):
+        if model.num_key_value_heads % tensor or devices % tensor:
+            continue
+        expert = math.gcd(model.num_experts, devices // tensor) if model.num_experts else 1
+        found = dict.fromkeys(AXES, 1) | {
+            "slice": sizes["slice"],
+            "data": devices // tensor // expert,
+            "expert": expert,
+            "tensor": tensor,
+        }
+        if rows % batch_shards(found) == 0 and not list(find_mismatches(found, model)):
+            yield found
+    yield sizes
+
+
+def reshape_mesh(mesh: jax.sharding.Mesh, sizes: dict[str, int]) -> jax.sharding.Mesh:
+    """The mesh's devices, in their order, with axes of these sizes."""
+    if dict(mesh.shape) == sizes:
+        return mesh
+    return jax.sharding.Mesh(mesh.devices.reshape(tuple(sizes.values())), AXES, axis_types=mesh.axis_types)
+
+
 def find_mismatches(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
     """One sentence for each dimension of the parameters that the mesh does not divide evenly."""
     dimensions = {
@@ -217,13 +256,15 @@ def _fill_box(devices: Sequence[jax.Device]) -> bool:
     return math.prod((places.max(axis=0) - places.min(axis=0) + 1).tolist()) == len(devices)
 
 
-def named_sharding(mesh: jax.sharding.Mesh, *axes: str) -> NamedSharding:
+def named_sharding(mesh: jax.sharding.Mesh, *axes: str, rules: Rules = RULES) -> NamedSharding:
     """`spec(*axes)` on this mesh; without axes, replicated.
 
     Mesh axes of size 1 are left out, as in the shardings of what a compiled program returns: jax compares shardings as
     they are written, and would compile a step again for a state that it returned itself.
     """
-    large = [tuple(name for name in names if mesh.shape[name] > 1) for names in map(_as_tuple, spec(*axes))]
+    large = [
+        tuple(name for name in names if mesh.shape[name] > 1) for names in map(_as_tuple, spec(*axes, rules=rules))
+    ]
     while large and not large[-1]:
         large.pop()
     return NamedSharding(mesh, PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in large)))

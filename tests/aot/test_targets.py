@@ -56,9 +56,10 @@ def test_of_several_slices_learner_and_sampler_have_whole_ones(devices):
 @needs_libtpu
 def test_one_mesh_for_both_over_all_slices():
     learner, sampler = targets.make_targets(SMALL, chips.parse_topology("2xv5e:4x4"))
-    assert learner is sampler
     assert str(learner) == "32 devices, slice=2, fsdp=16"
-    assert [device.slice_index for device in learner.mesh.devices.flat] == [0] * 16 + [1] * 16
+    assert str(sampler) == "32 devices, slice=2, data=4, expert=4"
+    for target in (learner, sampler):
+        assert [device.slice_index for device in target.mesh.devices.flat] == [0] * 16 + [1] * 16
     with pytest.raises(UserError, match="mesh"):
         targets.make_targets(replace(SMALL, mesh=Mesh(slice=4)), chips.parse_topology("2xv5e:4x4"))
 
@@ -76,9 +77,9 @@ def test_rows_and_widths_are_validated_per_slice():
 def test_slices_of_learner_and_sampler():
     learner, sampler = targets.make_targets(placed(4), chips.parse_topology("3xv5e:2x2"))
     assert (learner.name, str(learner), str(learner.topology)) == ("learner", "8 devices, slice=2, fsdp=4", "2xv5e:2x2")
-    assert (sampler.name, str(sampler), str(sampler.topology)) == ("sampler", "4 devices, fsdp=4", "v5e:2x2")
+    assert (sampler.name, str(sampler), str(sampler.topology)) == ("sampler", "4 devices, expert=4", "v5e:2x2")
     learner, sampler = targets.make_targets(placed(8), chips.parse_topology("3xv5e:2x2"))
-    assert (str(learner.topology), str(sampler)) == ("v5e:2x2", "8 devices, slice=2, fsdp=4")
+    assert (str(learner.topology), str(sampler)) == ("v5e:2x2", "8 devices, slice=2, expert=4")
 
 
 @needs_libtpu

@@ -269,7 +269,7 @@ def test_without_libtpu_it_exits_2(monkeypatch, capsys):
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_the_exit_code_is_whether_it_fits(fits, monkeypatch):
-    monkeypatch.setattr(report, "run", lambda experiment, topology: fits)
+    monkeypatch.setattr(report, "run", lambda experiment, topology, **options: fits)
     assert gspax(SMALL, "--topology", "v5e:4x4") == (0 if fits else 1)
 
 
@@ -312,12 +312,16 @@ def sent(monkeypatch):
 
 @needs_libtpu
 def test_a_step_compiled_without_tpu_hardware(capsys, sent):
-    """The full command: the step fits and has only the collectives of parameters sharded over fsdp."""
+    """The full command: the step fits, the learner has only the collectives of parameters sharded over fsdp, and no
+    weight is gathered for a token."""
     assert gspax(SMALL, "--topology", "v5e:4x4", *ROWS) == 0
     out = capsys.readouterr().out
-    assert "small on v5e:4x4: 16 devices, fsdp=16" in out and out.endswith("Everything fits v5e:4x4.\n")
-    assert set(sent) == {programs.TRAIN, programs.SCORE, roofline.PREFILL, roofline.DECODE}
-    for name, found in sent.items():
+    assert "learner, train step, old log-probs: 16 devices, fsdp=16" in out
+    assert "sampler, rollout: 16 devices, data=4, expert=4" in out and out.endswith("Everything fits v5e:4x4.\n")
+    assert "No weight is gathered in the loop over tokens." in out
+    assert set(sent) == {programs.TRAIN, programs.SCORE, programs.COPY, roofline.PREFILL, roofline.DECODE}
+    for name in (programs.TRAIN, programs.SCORE):
+        found = sent[name]
         assert found["all-gather", ("fsdp",), False] > 0, name
         assert {(axes, dcn) for _, axes, dcn in found} == {(("fsdp",), False)}, name
     reduced = {kind for kind, _, _ in sent[programs.TRAIN]} & {"reduce-scatter", "all-reduce"}

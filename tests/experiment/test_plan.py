@@ -14,8 +14,9 @@ from gspax import config, sharding
 from gspax.config import is_sparse
 from gspax.experiment import load, override
 from gspax.experiment.counts import active_parameter_count, parameter_count, trained_count
-from gspax.experiment.memory import LOGIT_BUDGET
+from gspax.experiment.memory import LOGIT_BUDGET, sampler_bytes, serving_bytes
 from gspax.experiment.plan import plan, render
+from gspax.experiment.serving_layout import USABLE, choose_serving_layout
 from gspax.learner import adapters
 from gspax.model import decoding, presets, transformer
 from gspax.rollout.serving import convert
@@ -228,9 +229,30 @@ def test_a_disaggregated_sampler_holds_pushed_parameters_and_no_moments():
     assert found.mesh == alone.mesh and math.prod(found.sampler_mesh.values()) == 2
     assert found.learner == alone.learner
     pushed = found.sampler["parameters, bfloat16, pushed 3 times"]
-    assert pushed == 3 * 2 * math.ceil(parameter_count(half.model) / 2)
+    assert pushed == 3 * serving_bytes(half.model, found.sampler_mesh)
     assert "Adam moments, float32" in alone.sampler and "Adam moments, float32" not in found.sampler
     two = plan(half, 2)
-    for part in ("cache of the completions", "one gathered layer"):
-        assert found.sampler[part] == two.sampler[part] > 0
-    assert "fsdp=4: 4 devices of the learner; fsdp=2: 2 devices of the sampler (" in render(found)
+    assert found.sampler["cache of the completions"] == two.sampler["cache of the completions"] > 0
+    text = render(found)
+    assert "fsdp=4: 4 devices of the learner (" in text and "expert=2: 2 devices of its own" in text
+
+
+def test_the_layout_of_the_sampler_is_explained():
+    found = plan(EXPERIMENT, 4)
+    assert found.sampler_mesh["expert"] == 4
+    assert found.why_sampler == ("experts: 1 of 4 on each device", "attention and head: whole on each device")
+    given = plan(replace(EXPERIMENT, serving_mesh=config.Mesh(data=2, tensor=2, fsdp=1)), 4)
+    assert (given.sampler_mesh["data"], given.sampler_mesh["tensor"]) == (2, 2)
+    assert given.why_sampler == ("as given",)
+
+
+def test_where_memory_is_short_the_sampler_takes_a_smaller_layout_and_says_so():
+    mesh = plan(EXPERIMENT, 4).mesh
+    whole = sum(sampler_bytes(EXPERIMENT, mesh, choose_serving_layout(EXPERIMENT, mesh).sizes).values())
+    assert choose_serving_layout(EXPERIMENT, mesh, 2 * whole) == choose_serving_layout(EXPERIMENT, mesh)
+    less = choose_serving_layout(EXPERIMENT, mesh, int(whole / USABLE) - 1)
+    assert less.sizes["tensor"] == 2
+    assert less.why[0] == "experts: 2 of 4 on each device, each in 2 parts"
+    assert less.why[2].startswith("a faster layout would need")
+    least = choose_serving_layout(EXPERIMENT, mesh, 1000)
+    assert least.sizes == mesh and "parts that every token gathers" in least.why[1]

@@ -28,7 +28,7 @@ from gspax.rollout.rewards import reward_completions
 from gspax.rollout.serving import make_serving_copy
 from gspax.run import record
 from gspax.run.directory import RunDir, open_run
-from gspax.sharding import make_mesh
+from gspax.sharding import make_mesh, reshape_mesh
 
 # The learning rate is large enough for one rollout batch to change the samples; one dense layer compiles fast.
 DISAGGREGATED = replace(
@@ -77,8 +77,9 @@ def test_learner_and_sampler_have_disjoint_devices(learner):
 
 
 def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(learner):
-    """The colocated sampler uses the learner's mesh, which has the same shape."""
-    colocated = replace(learner, sampler=make_colocated_sampler(DISAGGREGATED.model, learner.mesh))
+    """The colocated sampler's mesh has the same shape."""
+    mesh = reshape_mesh(learner.mesh, dict(learner.sampler.mesh.shape))
+    colocated = replace(learner, sampler=make_colocated_sampler(DISAGGREGATED.model, mesh, learner.mesh))
     results = [loop.run_step(each, fresh(learner), None, deque()) for each in (learner, colocated)]
     (state, metrics, rows), (state_too, metrics_too, rows_too) = results
     assert rows == rows_too

@@ -28,11 +28,11 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.train_step import make_steps
 from gspax.rollout import engine, sampler
-from gspax.rollout.serving import abstract_serving_copy
+from gspax.rollout.serving import abstract_serving_copy, copier
 from gspax.sharding import batch_shards, named_sharding
 from gspax.types import Batch, Rollout, TrainState
 
-TRAIN, SCORE, ROLLOUT = "train step", "old log-probs", "rollout"
+TRAIN, SCORE, COPY, ROLLOUT = "train step", "old log-probs", "serving copy", "rollout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +47,14 @@ class Program:
 def make_programs(
     experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh: jax.sharding.Mesh | None = None
 ) -> list[Program]:
-    """The train step, the scoring of a minibatch (old log-probs; the reference's too) and the sampler.
+    """The train step, the scoring of a minibatch (old log-probs; the reference's too), the copy of the parameters that
+    a colocated sampler reads, and the sampler.
 
     Prompts have their maximum length. The devices of the meshes need not exist.
 
     Args:
       mesh: the learner's.
-      sampler_mesh: the sampler's, if it is disaggregated.
+      sampler_mesh: the sampler's; default: the learner's.
     """
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
     state = abstract_state(experiment.model, optimizer, mesh, experiment.lora)
@@ -75,14 +76,21 @@ def make_programs(
     if experiment.placement is not None and experiment.placement.staleness > 0:
         # Scoring does not wait for the parameters that are on their way to the sampler.
         scoring += device_bytes(abstract_serving_copy(experiment.model, mesh))
+    serving_mesh = mesh if sampler_mesh is None else sampler_mesh
+    copy = Program(
+        name=COPY,
+        lower=lambda: copier(experiment.model, serving_mesh).lower(state.params),
+        resident=held - device_bytes(state.params),
+    )
     return [
         Program(name=TRAIN, lower=train, resident=held + batches - device_bytes(state) - device_bytes(batch)),
         Program(name=SCORE, lower=score, resident=scoring),
+        *([] if experiment.placement is not None else [copy]),
         _make_rollout(
             experiment.model,
             experiment.sampling,
             state,
-            mesh if sampler_mesh is None else sampler_mesh,
+            serving_mesh,
             placement=experiment.placement,
             stop_ids=experiment.tokenizer.stop_ids,
             held=held,
@@ -105,10 +113,9 @@ def _make_rollout(
     Each rollout batch drawn ahead adds a serving copy and a rollout to the devices of a disaggregated sampler.
     """
     params = abstract_serving_copy(model, mesh)
-    key: Any = state.key
-    resident = held - device_bytes(state.key)
+    key: Any = jax.ShapeDtypeStruct(state.key.shape, state.key.dtype, sharding=named_sharding(mesh))
+    resident = held
     if placement is not None:
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=named_sharding(mesh))
         resident = placement.staleness * (device_bytes(params) + device_bytes(abstract_rollout(sampling, mesh)))
 
     def lower() -> Any:

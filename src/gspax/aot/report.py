@@ -7,23 +7,31 @@ keeps on a device; times are rooflines (`aot.roofline`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 
 from gspax.aot import hlo
 from gspax.aot.chips import Chip, Topology
+from gspax.aot.decode_loop import gathered_weights, needed
+from gspax.aot.layers import are_alike, compile_few, extrapolate_phases
 from gspax.aot.memory import GB, Compiled, compile_program, describe_misfits
-from gspax.aot.programs import ROLLOUT, SCORE, TRAIN, make_programs
+from gspax.aot.programs import COPY, ROLLOUT, SCORE, TRAIN, Program, make_programs
 from gspax.aot.roofline import DECODE, PREFILL, PUSH, Phase, Times, estimate_times, make_phases, push_phase
 from gspax.aot.targets import Target, make_targets
-from gspax.config import Experiment, Placement, Sampling, updates_per_step
+from gspax.config import Experiment, ModelConfig, Placement, Sampling, updates_per_step
 from gspax.learner.train_step import first_update_scores
 
 Estimates = Sequence[tuple[Phase, Times]]
 
 
-def run(experiment: Experiment, topology: Topology) -> bool:
+def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False, only: Sequence[str] = ()) -> bool:
     """Compile for the topology and print the report, program by program; True if everything fits.
+
+    Args:
+      all_layers: compile the sampler with all layers, instead of extrapolating from one and two.
+      only: the names of the programs to compile; empty: all.
 
     Raises:
       UserError: as `make_targets`.
@@ -32,16 +40,53 @@ def run(experiment: Experiment, topology: Topology) -> bool:
     learner, sampler = make_targets(experiment, topology)
     print(heading(experiment.name, topology, learner, sampler), flush=True)
     compiled = []
+    layers = experiment.model.num_hidden_layers
     for program in make_programs(experiment, learner.mesh, sampler.mesh):
-        compiled.append(compile_program(program))
-        print(f"  {program.name}: compiled in {compiled[-1].seconds:.0f} s", flush=True)
+        if only and program.name not in only:
+            continue
+        if program.name in (COPY, ROLLOUT) and are_alike(experiment.model) and not all_layers:
+
+            def few(number: int, name: str = program.name) -> Program:
+                model = replace(experiment.model, num_hidden_layers=number)
+                smaller = make_programs(replace(experiment, model=model), learner.mesh, sampler.mesh)
+                return next(each for each in smaller if each.name == name)
+
+            compiled.append(compile_few(program, few, layers))
+            how = f"with 1 and 2 of {layers} equal layers "
+        else:
+            compiled.append(compile_program(program))
+            how = ""
+        print(f"  {program.name}: compiled {how}in {compiled[-1].seconds:.0f} s", flush=True)
     print("\n" + memory_table(compiled, topology))
-    estimates = estimate(experiment, compiled, learner, sampler)
+    schedule, references = experiment.schedule, experiment.reference is not None
+    on_policy = first_update_scores(
+        experiment.reference,
+        experiment.regularizers,
+        experiment.calibration,
+        routing_replay=experiment.routing_replay,
+    )
+    estimates = estimate(
+        compiled,
+        learner,
+        sampler,
+        model=experiment.model,
+        sampling=experiment.sampling,
+        minibatches=schedule.minibatches,
+        updates=updates_per_step(schedule),
+        scores=schedule.minibatches * (1 + references) - on_policy,
+    )
+    if experiment.placement is not None:
+        push = push_phase(experiment.model, learner, sampler)
+        estimates.insert(0, (push, estimate_times(push, topology.chip, sampler.link_rate())))
     if estimates:
         ahead = draws_ahead(experiment.placement, experiment.schedule.checkpoint_every)
         print("\n" + time_table(estimates, topology.chip))
         print("\n" + step_lines(experiment.sampling, estimates, topology, ahead=ahead))
         print("\n" + collective_table([phase for phase, _ in estimates]))
+    for each in compiled:
+        if each.name == ROLLOUT and not each.error:
+            print("\n" + token_table(experiment.model, experiment.sampling, sampler.sizes, estimates))
+            print("\n" + gathered_lines(hlo.parse(each.text)))
     for sentence in describe_uncounted(compiled):
         print("\n" + sentence)
     misfits = describe_misfits(compiled, topology)
@@ -50,31 +95,25 @@ def run(experiment: Experiment, topology: Topology) -> bool:
 
 
 def estimate(
-    experiment: Experiment, compiled: Sequence[Compiled], learner: Target, sampler: Target
+    compiled: Sequence[Compiled], learner: Target, sampler: Target, **options: Any
 ) -> list[tuple[Phase, Times]]:
-    """The phases of the programs that compiled, and their times on their targets."""
-    schedule = experiment.schedule
-    on_policy = first_update_scores(
-        experiment.reference,
-        experiment.regularizers,
-        experiment.calibration,
-        routing_replay=experiment.routing_replay,
-    )
-    found = [] if learner is sampler else [(push_phase(experiment.model, learner, sampler), sampler)]
+    """The phases of the programs that compiled, and their times on their targets.
+
+    Args:
+      options: of `make_phases`.
+    """
+    found = []
     for each in compiled:
-        target = sampler if each.name == ROLLOUT else learner
-        if not each.error:
-            phases = make_phases(
-                each,
-                target.sizes,
-                model=experiment.model,
-                sampling=experiment.sampling,
-                minibatches=schedule.minibatches,
-                updates=updates_per_step(schedule),
-                scores=schedule.minibatches * (1 + (experiment.reference is not None)) - on_policy,
-                slices=target.topology.slices,
-            )
-            found += [(phase, target) for phase in phases]
+        if each.error:
+            continue
+        target = sampler if each.name in (COPY, ROLLOUT) else learner
+        versions = [
+            make_phases(version, target.sizes, slices=target.topology.slices, **options)
+            for version in each.few or (each,)
+        ]
+        layers = options["model"].num_hidden_layers
+        phases = extrapolate_phases(versions[0], versions[1], layers) if each.few else versions[0]
+        found += [(phase, target) for phase in phases]
     return [(phase, estimate_times(phase, target.topology.chip, target.link_rate())) for phase, target in found]
 
 
@@ -85,8 +124,6 @@ def draws_ahead(placement: Placement | None, checkpoint_every: int) -> bool:
 
 def heading(name: str, topology: Topology, learner: Target, sampler: Target) -> str:
     """What is compiled for which devices."""
-    if learner is sampler:
-        return f"{name} on {topology}: {learner}"
     lines = [f"{name} on {topology}"]
     for target, programs in ((learner, f"{TRAIN}, {SCORE}"), (sampler, ROLLOUT)):
         lines.append(f"  {target.name}, {programs}: {target} of {target.topology}")
@@ -137,10 +174,11 @@ def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, 
     seconds = {phase.name: phase.runs * times.bound for phase, times in estimates}
     if not {TRAIN, SCORE, PREFILL, DECODE} <= set(seconds):
         return "No estimate of a whole step: not all of it compiled."
-    sampler = seconds.get(PUSH, 0.0) + seconds[PREFILL] + seconds[DECODE]
+    copied = seconds.get(PUSH, 0.0) + seconds.get(COPY, 0.0)
+    sampler = copied + seconds[PREFILL] + seconds[DECODE]
     learner = seconds[SCORE] + seconds[TRAIN]
     step = max(sampler, learner) if ahead else sampler + learner
-    push = f"{PUSH} {seconds[PUSH]:.2f}, " if PUSH in seconds else ""
+    push = f"{PUSH if PUSH in seconds else COPY} {copied:.2f}, " if copied else ""
     then = " and meanwhile" if ahead else ","
     devices = topology.slices * topology.slice_devices
     drawn = sampling.prompts * sampling.group * sampling.max_tokens
@@ -162,6 +200,25 @@ def collective_table(phases: Sequence[Phase]) -> str:
             over = f"{'+'.join(collective.axes) or 'no axis'} ({collective.size})" + ", DCN" * collective.dcn
             lines.append(f"  {phase.name:<18}{collective.kind:<20}{over:<24}{sent / GB:12.4f}")
     return "\n".join(lines)
+
+
+def token_table(model: ModelConfig, sampling: Sampling, mesh: dict[str, int], estimates: Estimates) -> str:
+    """One token of the decoding loop: what is moved and sent beside the least that must be read."""
+    lines = [f"{'A token, GB':<28}{'moved':>9}{'needed':>9}{'ratio':>8}{'sent':>9}"]
+    for phase, _ in estimates:
+        for part, moved in phase.moved_at.items():
+            need, sent = needed(part, model, sampling, mesh), sum(phase.sent.values())
+            where = "mean of a response" if part == "mean" else f"at its {part}"
+            lines.append(f"  {where:<26}{moved / GB:9.3f}{need / GB:9.3f}{moved / need:8.2f}{sent / GB:9.3f}")
+    return "\n".join(lines)
+
+
+def gathered_lines(module: hlo.Module) -> str:
+    """The weights that are gathered for every token, if any."""
+    found = gathered_weights(module)
+    if not found:
+        return "No weight is gathered in the loop over tokens."
+    return "\n".join(["Gathered for every token, though equal for all of them:", *(f"  {each}" for each in found)])
 
 
 def describe_uncounted(compiled: Sequence[Compiled]) -> list[str]:

@@ -9,15 +9,16 @@ body once.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from gspax.aot import hlo
 from gspax.aot.chips import Chip
+from gspax.aot.decode_loop import PARTS, live_at
 from gspax.aot.hlo import Collective
 from gspax.aot.memory import Compiled
-from gspax.aot.programs import ROLLOUT, TRAIN, device_bytes
+from gspax.aot.programs import COPY, ROLLOUT, TRAIN, device_bytes
 from gspax.aot.targets import Rate, Target
 from gspax.aot.traffic import traffic
 from gspax.config import ModelConfig, Sampling
@@ -38,6 +39,7 @@ class Phase:
     moved: int  # bytes between memory and cores
     sent: dict[Collective, int]  # bytes
     devices: int  # that execute it
+    moved_at: dict[str, int] = field(default_factory=dict)  # of a decoded token, by part of a response
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,8 @@ def make_phases(
             name=name, runs=runs, model_flops=model_flops, flops=flops, moved=moved, sent=dict(sent), devices=devices
         )
 
+    if compiled.name == COPY:
+        return [phase(COPY, 1, 0, 0, moved[1], sent[1])]
     if compiled.name != ROLLOUT:
         forward = rows / minibatches * (S + C) * forward_flops(model, S + C)
         training = compiled.name == TRAIN
@@ -99,10 +103,9 @@ def make_phases(
         return [phase(compiled.name, runs, passes * forward, (passes + recomputed) * forward, moved[1], sent[1])]
     prompts = sampling.prompts / devices * S * forward_flops(model, S)
     drawn = rows * forward_flops(model, 2 * (S + C / 2))  # a drawn token attends to all before it, not to half a row
-    return [
-        phase(PREFILL, 1, prompts, prompts, moved[0], sent[0]),
-        phase(DECODE, C - 1, drawn, drawn, moved[1] - moved[0], sent[1] - sent[0]),
-    ]
+    moved_at = {part: traffic(module, unknown_trips=1, live=live_at(part, sampling)) - moved[0] for part in PARTS}
+    decode = phase(DECODE, C - 1, drawn, drawn, moved_at["mean"], sent[1] - sent[0])
+    return [phase(PREFILL, 1, prompts, prompts, moved[0], sent[0]), replace(decode, moved_at=moved_at)]
 
 
 def push_phase(model: ModelConfig, learner: Target, sampler: Target) -> Phase:

@@ -27,7 +27,7 @@ Rate = Callable[[tuple[str, ...]], float]
 class Target:
     """The devices that some of a run's programs are compiled for."""
 
-    name: str  # "learner" or "sampler"; empty if they share the devices
+    name: str  # "learner" or "sampler"
     mesh: jax.sharding.Mesh
     topology: Topology  # of the slices that hold the mesh
 
@@ -47,7 +47,7 @@ class Target:
 
 
 def make_targets(experiment: Experiment, topology: Topology) -> tuple[Target, Target]:
-    """The learner's and the sampler's target; the same object twice unless the sampler is disaggregated.
+    """The learner's and the sampler's target: the same devices, with other axes, unless the sampler is disaggregated.
 
     Raises:
       UserError: libtpu is missing or does not support the topology, the experiment does not fit its number of devices,
@@ -56,10 +56,7 @@ def make_targets(experiment: Experiment, topology: Topology) -> tuple[Target, Ta
     learner, sampler = _split_slices(experiment.placement, topology)
     same = learner is sampler
     devices = [*chips.describe_devices(learner), *(() if same else chips.describe_devices(sampler))]
-    mesh, sampler_mesh = make_meshes(experiment, devices)
-    if experiment.placement is None:
-        shared = Target(name="", mesh=mesh, topology=topology)
-        return shared, shared
+    mesh, sampler_mesh = make_meshes(experiment, devices, topology.chip.memory)
     return (
         Target(name="learner", mesh=mesh, topology=learner),
         Target(name="sampler", mesh=sampler_mesh, topology=sampler),

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
 from gspax.aot.hlo import KINDS, SPREAD, Instruction, Module, array_bytes, total
+from gspax.kernels.decode_attention import KERNEL
 
 CONTROL = {"while", "call", "conditional", "async-start"}  # run other computations and move nothing themselves
 FREE = CONTROL | {
@@ -30,11 +33,19 @@ def memory_bytes(type_: str) -> int:
     return sum(array_bytes(_ON_CHIP.sub("", type_)))
 
 
-def traffic(module: Module, *, unknown_trips: int) -> int:
+class Live(NamedTuple):
+    """How much of a cache the kernel of the decoding attention fetches."""
+
+    completion: int  # positions of a row of the completions' cache
+    fetched: Callable[[int, bool], float]  # (positions of a row, whether it is a completion's) -> those fetched
+
+
+def traffic(module: Module, *, unknown_trips: int, live: Live | None = None) -> int:
     """Bytes that one run of the program reads from and writes to a device's memory.
 
     Args:
       unknown_trips: the trip count of loops that do not state it.
+      live: of the caches; None: all positions are.
     """
     named = {name: {each.name: each for each in inside} for name, inside in module.computations.items()}
     inner = {each.attribute("calls") for inside in named.values() for each in inside.values() if each.opcode in FUSED}
@@ -45,9 +56,31 @@ def traffic(module: Module, *, unknown_trips: int) -> int:
     def count(computation: str, each: Instruction) -> Counter:
         if computation in inner:
             return Counter()
+        if live is not None and _is_decode_attention(each):
+            return Counter({"bytes": _attention_bytes(each, named[computation], live)})
         return Counter({"bytes": _moved(each, named[computation], named)})
 
     return total(module, count, unknown_trips=unknown_trips)["bytes"]
+
+
+def _is_decode_attention(each: Instruction) -> bool:
+    return each.opcode == "custom-call" and f"/{KERNEL}/" in each.attributes
+
+
+def _attention_bytes(each: Instruction, around: Computation, live: Live) -> int:
+    """Queries and results, and what is fetched of keys and values: the last two arguments, [X, K, T, H]."""
+    q, k = (around[name].type for name in each.operands[-3:-1])
+    (rows, _, per_key, _), (_, K, T, H) = _shape(q), _shape(k)
+    # With as many prompt as completion positions, the call with fewer query heads per key head is the completions'.
+    fewest = min(_shape(around[other.operands[-3]].type)[2] for other in around.values() if _is_decode_attention(other))
+    fetched = live.fetched(T, live.completion == T and per_key == fewest)
+    size = memory_bytes(k) / (_shape(k)[0] * K * T * H)  # 0 if the array is on chip
+    return int(rows * K * fetched * H * size * 2) + memory_bytes(q) + memory_bytes(each.type)
+
+
+def _shape(type_: str) -> list[int]:
+    found = re.search(r"\[([\d,]+)\]", type_)
+    return [int(length) for length in found[1].split(",")] if found else []
 
 
 def _moved(each: Instruction, around: Computation, named: dict[str, Computation]) -> int:

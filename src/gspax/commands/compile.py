@@ -17,6 +17,11 @@ def make_parser() -> Parser:
     add_experiment(parser)
     in_chips = "such as v5e:8x8 or v5p:4x4x4, in chips; 2xv5p:4x4x4 are two slices"
     parser.add_argument("--topology", metavar="CHIP:AxB", required=True, help=in_chips)
+    parser.add_argument(
+        "--all-layers",
+        action="store_true",
+        help="compile the sampler with all layers, instead of extrapolating from one and two of equal layers",
+    )
     return parser
 
 
@@ -26,4 +31,4 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.aot.report import run
 
     topology = parse_topology(options.topology)
-    return 0 if run(load_experiment(options), topology) else 1
+    return 0 if run(load_experiment(options), topology, all_layers=options.all_layers) else 1

@@ -19,20 +19,21 @@ from gspax.config import Evaluation, Experiment, Grading, ModelConfig, Sampling,
 from gspax.evaluation import heldout, page
 from gspax.evaluation.benchmark import Policy, apply_defaults, metrics, plan_chunks, run_task, summarise
 from gspax.experiment.description import describe
+from gspax.experiment.serving_layout import choose_serving_layout
 from gspax.learner import weights
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import restore_state
 from gspax.learner.state import abstract_params
 from gspax.protocols import Tokenizer
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.placement import make_meshes
+from gspax.rollout.placement import device_memory, make_meshes, replicate_key
 from gspax.rollout.rewards import Row
 from gspax.rollout.serving import make_serving_copy
 from gspax.run import progress
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, describe_environment, find_run, write_atomically
 from gspax.run.record import to_line
-from gspax.sharding import batch_shards
+from gspax.sharding import batch_shards, reshape_mesh
 from gspax.types import Array, TrainState
 
 
@@ -44,12 +45,14 @@ def evaluate(
     The files of the tasks are written to `folder`, in place of those of an interrupted evaluation.
     """
     settings, training = experiment.evaluation, experiment.sampling
-    params = make_serving_copy(state.params, experiment.model, mesh)
+    layout = choose_serving_layout(experiment, dict(mesh.shape), device_memory(mesh))
+    mesh = reshape_mesh(mesh, layout.sizes)
+    params, key = make_serving_copy(state.params, experiment.model, mesh), replicate_key(state.key, mesh)
     policy = Policy(params, experiment.model, experiment.tokenizer, mesh)
-    found, rows = heldout.evaluate(policy, state.key, experiment.data, rewards, settings=settings, training=training)
+    found, rows = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
     for task in settings.tasks:
         task, path = apply_defaults(task, settings, training), folder / task.name
-        summary = evaluate_task(task, policy, state.key, path, training=training, grading=experiment.grading)
+        summary = evaluate_task(task, policy, key, path, training=training, grading=experiment.grading)
         found |= metrics(task.name, summary)
     return found, rows
 
@@ -73,7 +76,9 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
             step=step,
         )
     assert step is not None  # else restoring has raised
-    params, key = make_serving_copy(state.params, experiment.model, mesh), state.key
+    layout = choose_serving_layout(experiment, dict(mesh.shape), device_memory(mesh))
+    mesh = reshape_mesh(mesh, layout.sizes)
+    params, key = make_serving_copy(state.params, experiment.model, mesh), replicate_key(state.key, mesh)
     del state  # the optimiser's memory is for the cache
     policy = Policy(params, experiment.model, experiment.tokenizer, mesh)
     settings, training = experiment.evaluation, experiment.sampling

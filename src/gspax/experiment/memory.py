@@ -58,8 +58,13 @@ def learner_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
     return {part: size for part, size in parts.items() if size}
 
 
-def sampler_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
-    """What is alive while completions are drawn on this mesh, the learner's or that of a disaggregated sampler."""
+def sampler_bytes(experiment: Experiment, learner: Mesh, mesh: Mesh) -> dict[str, int]:
+    """What is alive while completions are drawn.
+
+    Args:
+      learner: axis sizes of the learner's mesh, whose devices hold its state; not read if the sampler is disaggregated.
+      mesh: axis sizes of the sampler's.
+    """
     config, sampling = experiment.model, experiment.sampling
     prompts = math.ceil(sampling.prompts / sharding.batch_shards(mesh))
     rows = prompts * sampling.group
@@ -69,19 +74,27 @@ def sampler_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
     replays = experiment.routing_replay or experiment.regularizers.load_balance
     if experiment.placement is None:
         lora, reference = experiment.lora, experiment.reference is not None
-        held = resident_bytes(config, lora, experiment.optimizer, mesh, reference=reference)
-        held[f"serving copy, {config.dtype}"] = size_of(config.dtype) * _sharded(parameter_count(config), mesh)
+        held = resident_bytes(config, lora, experiment.optimizer, learner, reference=reference)
+        held[f"serving copy, {config.dtype}"] = serving_bytes(config, mesh)
     else:
         held = _pushed_bytes(config, mesh, 1 + experiment.placement.staleness)
     parts = {
         **held,
-        "one gathered layer": _gathered_bytes(config, mesh),
+        "one gathered layer": _gathered_bytes(config, mesh) if mesh["fsdp"] > 1 else 0,
         "cache of the prompts, once per prompt": position * prompts * sampling.max_prompt_tokens,
         "cache of the completions": position * rows * sampling.max_tokens,
         "logits of one position, and noise": 2 * FLOAT32 * rows * config.vocab_size // mesh["tensor"],
         "rollout batch": _rollout_bytes(sampling, mesh, _chosen_experts(config) if replays else 0),
     }
     return {part: size for part, size in parts.items() if size}
+
+
+def serving_bytes(config: ModelConfig, mesh: Mesh) -> int:
+    """A device's share of the serving copy: experts are over the axis expert too, all else is not."""
+    D, F = config.hidden_size, config.moe_intermediate_size
+    experts = _sparse_layers(config) * 3 * config.num_experts * D * F
+    count = math.ceil((experts / mesh["expert"] + parameter_count(config) - experts) / (mesh["tensor"] * mesh["fsdp"]))
+    return size_of(config.dtype) * count
 
 
 def optimizer_bytes(optimizer: Optimizer, config: ModelConfig, lora: Lora | None, mesh: Mesh) -> dict[str, int]:
@@ -147,7 +160,7 @@ def _moment_bytes(transform: Transform, config: ModelConfig, trained: int) -> di
 
 def _pushed_bytes(config: ModelConfig, mesh: Mesh, pushes: int) -> dict[str, int]:
     """What a disaggregated sampler holds: the parameters of the batch being drawn, and of those drawn ahead."""
-    weights = size_of(config.dtype) * _sharded(parameter_count(config), mesh)
+    weights = serving_bytes(config, mesh)
     return {f"parameters, {config.dtype}, pushed {pushes} times": pushes * weights}
 
 

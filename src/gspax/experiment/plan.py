@@ -20,6 +20,7 @@ from gspax.experiment.memory import (
     sampler_bytes,
     size_of,
 )
+from gspax.experiment.serving_layout import choose_serving_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,10 @@ class Plan:
     settings: dict[str, Any]  # dotted key -> value
     overridden: tuple[str, ...]  # keys given on the command line
     mesh: dict[str, int]
-    sampler_mesh: dict[str, int] | None  # of a disaggregated sampler
+    sampler_mesh: dict[str, int]
+    disaggregated: bool  # the sampler has devices of its own
     why: str  # how the learner's mesh was chosen
+    why_sampler: tuple[str, ...]  # how the sampler's was
     parameters: int
     active_parameters: int
     rows: int  # of a rollout batch
@@ -56,6 +59,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     placement, lora = experiment.placement, experiment.lora
     own = sharding.resolve_axes(placement.mesh, placement.devices, config) if placement else None
     mesh = sharding.resolve_axes(experiment.mesh, devices - (placement.devices if placement else 0), config)
+    serving = choose_serving_layout(experiment, own or mesh)
     rows, length = sampling.prompts * sampling.group, row_length(sampling)
     shards = sharding.batch_shards(mesh)
     shape, parameters = row_shape(sampling, schedule, shards), parameter_count(config)
@@ -63,8 +67,10 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         settings=flatten(describe(experiment)),
         overridden=tuple(map(current_key, overridden)),
         mesh=mesh,
-        sampler_mesh=own,
+        sampler_mesh=serving.sizes,
+        disaggregated=placement is not None,
         why=sharding.explain_mesh(experiment.mesh, mesh, config),
+        why_sampler=serving.why,
         parameters=parameters,
         active_parameters=active_parameter_count(config),
         rows=rows,
@@ -74,7 +80,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         steps=schedule.steps,
         warm_start_updates=experiment.warm_start.steps if experiment.warm_start else 0,
         learner=learner_bytes(experiment, mesh),
-        sampler=sampler_bytes(experiment, own or mesh),
+        sampler=sampler_bytes(experiment, mesh, serving.sizes),
         activations={
             remat: activation_bytes(
                 replace(config, remat=remat), mesh, math.ceil(shape.microbatch / shards), shape.length
@@ -101,8 +107,11 @@ def render(plan: Plan) -> str:
         "",
         f"Model       {_count(plan.parameters)} parameters, {_count(plan.active_parameters)} active per token "
         "(embedding and head counted in both)",
-        f"Mesh        {_meshes(plan)} (--devices N for another number)",
+        f"Mesh        {_axes(plan.mesh)}{' of the learner' if plan.disaggregated else ''} "
+        "(--devices N for another number)",
         f"            {plan.why}",
+        f"Sampler     {_axes(plan.sampler_mesh)}{' of its own' if plan.disaggregated else ''}",
+        *(f"            {why}" for why in plan.why_sampler),
         f"One step    {plan.rows:,} rows, {per_step}",
         f"In total    {plan.steps:,} steps, {plan.steps * plan.updates:,} updates, "
         f"at most {plan.steps * plan.tokens:,} tokens",
@@ -124,14 +133,10 @@ def render(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _meshes(plan: Plan) -> str:
-    def axes(mesh: dict[str, int]) -> str:
-        devices = math.prod(mesh.values())
-        named = ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "all axes 1"
-        return f"{named}: {devices} device{'s' if devices > 1 else ''}"
-
-    own = plan.sampler_mesh
-    return axes(plan.mesh) + (f" of the learner; {axes(own)} of the sampler" if own else "")
+def _axes(mesh: dict[str, int]) -> str:
+    devices = math.prod(mesh.values())
+    named = ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "all axes 1"
+    return f"{named}: {devices} device{'s' if devices > 1 else ''}"
 
 
 def _count(number: int) -> str:

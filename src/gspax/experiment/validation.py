@@ -14,6 +14,7 @@ from gspax import sharding
 from gspax.config import (
     Evaluation,
     Experiment,
+    Mesh,
     ModelConfig,
     Optimizer,
     Placement,
@@ -206,6 +207,10 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         if count % shards:
             yield f"{key}: wanted a multiple of the {shards} devices that rows are sharded over, got {count}"
     yield from sharding.find_mismatches(sizes, experiment.model)
+    if experiment.serving_mesh is not None:
+        yield from _serving_mesh(
+            experiment.serving_mesh, experiment.placement, experiment.sampling, experiment.model, sizes
+        )
 
 
 def _sampler_mesh(placement: Placement, sampling: Sampling, model: ModelConfig, slices: int) -> Iterator[str]:
@@ -215,8 +220,28 @@ def _sampler_mesh(placement: Placement, sampling: Sampling, model: ModelConfig, 
     except UserError as problem:
         yield f"placement.{problem}"
         return
+    yield from _sampler_sizes("placement.mesh", sizes, sampling, model)
+
+
+def _serving_mesh(
+    given: Mesh, placement: Placement | None, sampling: Sampling, model: ModelConfig, learner: dict[str, int]
+) -> Iterator[str]:
+    """The same for the axes that the learner's devices have while completions are drawn."""
+    if placement is not None:
+        yield "serving_mesh: wanted null with placement, whose placement.mesh is the sampler's, got a mesh"
+        return
+    try:
+        sizes = sharding.resolve_axes(given, math.prod(learner.values()), model, slices=learner["slice"])
+    except UserError as problem:
+        yield f"serving_{problem}"
+        return
+    yield from _sampler_sizes("serving_mesh", sizes, sampling, model)
+
+
+def _sampler_sizes(key: str, sizes: dict[str, int], sampling: Sampling, model: ModelConfig) -> Iterator[str]:
     shards = sharding.batch_shards(sizes)
-    for key, count in (("prompts", sampling.prompts), ("slots", sampling.slots)):
+    for name, count in (("prompts", sampling.prompts), ("slots", sampling.slots)):
         if count % shards:
-            yield f"sampling.{key}: wanted a multiple of the {shards} devices of placement.mesh for rows, got {count}"
-    yield from (f"placement: {misfit}" for misfit in sharding.find_mismatches(sizes, model))
+            yield f"sampling.{name}: wanted a multiple of the {shards} devices of {key} for rows, got {count}"
+    where = key.removesuffix(".mesh")
+    yield from (f"{where}: {misfit}" for misfit in sharding.find_mismatches(sizes, model))

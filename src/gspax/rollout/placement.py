@@ -1,10 +1,9 @@
 """Where completions are sampled: on the learner's devices, or on devices of the sampler's own, ahead of the learner.
 
-Before each rollout batch a serving copy of the parameters (`rollout.serving`) is made on the sampler's mesh. Colocated,
-that is the learner's mesh. Disaggregated (`Experiment.placement`), it is made of the last devices, and the rollout is
-fetched back. While the learner updates, the sampler draws
-ahead: batch n is drawn with the parameters that the learner had after batch n - 1 - k, with k at most
-`placement.staleness`.
+Before each rollout batch a serving copy of the parameters (`rollout.serving`) is made on the sampler's mesh, and the
+rollout is fetched back. Colocated, that mesh has the learner's devices, with other axes. Disaggregated
+(`Experiment.placement`), it has the last devices, and while the learner updates, the sampler draws ahead: batch n is
+drawn with the parameters that the learner had after batch n - 1 - k, with k at most `placement.staleness`.
 
 Whichever parameters drew a batch, its old log-probs are the learner's, from before the batch's first update; they are
 the ratio's denominator. The sampler's log-probs belong to the older parameters; `correction` accounts for the
@@ -21,11 +20,13 @@ from typing import Any
 import jax
 
 from gspax.config import Experiment, ModelConfig
+from gspax.distributed import multihost
 from gspax.distributed.transfer import size_mismatch, transfer, transfer_key
 from gspax.errors import UserError
+from gspax.experiment.serving_layout import choose_serving_layout
 from gspax.experiment.validation import check
 from gspax.rollout.serving import convert, make_serving_copy, serving_shardings
-from gspax.sharding import group_by_slice, make_mesh, named_sharding
+from gspax.sharding import group_by_slice, make_mesh, named_sharding, reshape_mesh
 from gspax.types import Array, Params, Rollout
 
 
@@ -40,12 +41,15 @@ class Sampler:
 
 
 def make_meshes(
-    experiment: Experiment, devices: Sequence[jax.Device] | None = None
+    experiment: Experiment, devices: Sequence[jax.Device] | None = None, memory: int | None = None
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-    """The learner's mesh and the sampler's; one and the same unless `experiment.placement` disaggregates them.
+    """The learner's mesh and the sampler's, which has the same devices unless `experiment.placement` disaggregates it.
 
-    Scoring and evaluation run on the learner's. The sampler's own devices are the last of `devices` (default: all),
-    which jax sorts by process.
+    Scoring and updates run on the learner's. A disaggregated sampler's devices are the last of `devices` (default:
+    all), which jax sorts by process.
+
+    Args:
+      memory: bytes that a program may use on a device; default: what the device states, if it does.
 
     Raises:
       UserError: the experiment is invalid, on these devices or on any (`validation.check`).
@@ -56,13 +60,34 @@ def make_meshes(
     learners, own = devices[:first], devices[first:]
     check(experiment, len(devices), (len(group_by_slice(learners)), len(group_by_slice(own))))
     mesh = make_mesh(experiment.mesh, learners, config)
-    return mesh, make_mesh(placement.mesh, own, config) if placement else mesh
+    drawing = mesh if placement is None else make_mesh(placement.mesh, own, config)
+    layout = choose_serving_layout(experiment, dict(drawing.shape), memory or device_memory(drawing))
+    return mesh, reshape_mesh(drawing, layout.sizes)
 
 
-def make_colocated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh) -> Sampler:
-    """The sampler on the learner's mesh."""
+def device_memory(mesh: jax.sharding.Mesh) -> int | None:
+    """Bytes that a program may use on a device; None if the device does not state it. Equal on all processes."""
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    stats = local[0].memory_stats() if local and local[0].platform != "cpu" else None
+    limits = [limit for limit in multihost.gather((stats or {}).get("bytes_limit")) if limit]
+    return min(limits) if limits else None
+
+
+def make_colocated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh) -> Sampler:
+    """The sampler on the learner's devices, on a mesh of its own."""
+    by_row = named_sharding(learner, "batch")
+
+    def fetch(rollout: Rollout) -> Rollout:
+        on_devices = {name: x for name, x in vars(rollout).items() if isinstance(x, jax.Array)}
+        return replace(rollout, **jax.device_put(on_devices, by_row))
+
     push = partial(make_serving_copy, config=config, mesh=mesh)
-    return Sampler(mesh, push, lambda key: key, lambda rollout: rollout)
+    return Sampler(mesh, push, partial(replicate_key, mesh=mesh), fetch)
+
+
+def replicate_key(key: Array, mesh: jax.sharding.Mesh) -> Array:
+    """The key on another mesh of the same devices: jax refuses to combine arrays on different meshes."""
+    return jax.device_put(key, named_sharding(mesh))
 
 
 def make_disaggregated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh) -> Sampler:

@@ -14,7 +14,7 @@ import jax
 from gspax.config import ModelConfig, layer_runs
 from gspax.model import transformer
 from gspax.model.low_rank import dense
-from gspax.sharding import named_sharding
+from gspax.sharding import SERVING_RULES, named_sharding
 from gspax.types import Params
 
 FULL = {"norm", "router"}  # axes of the parameters that the model reads in float32 whatever its compute dtype
@@ -25,7 +25,7 @@ def make_serving_copy(params: Params, config: ModelConfig, mesh: jax.sharding.Me
 
     With a mesh, sharded by `serving_shardings`.
     """
-    return _copier(config, mesh)(params)
+    return copier(config, mesh)(params)
 
 
 def convert(params: Params, config: ModelConfig) -> Params:
@@ -41,7 +41,7 @@ def serving_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
     """The layout of the serving copy on a mesh: a `NamedSharding` for each array."""
 
     def sharding(leaf: jax.ShapeDtypeStruct, axes: tuple[str, ...]) -> jax.sharding.NamedSharding:
-        return named_sharding(mesh, *axes[len(axes) - leaf.ndim :])
+        return named_sharding(mesh, *axes[len(axes) - leaf.ndim :], rules=SERVING_RULES)
 
     axes = _unstack(transformer.logical_axes(config), config, axes=True)
     return jax.tree.map(sharding, _abstract(config), axes)
@@ -57,7 +57,8 @@ def abstract_serving_copy(config: ModelConfig, mesh: jax.sharding.Mesh) -> Param
 
 
 @lru_cache
-def _copier(config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Any:
+def copier(config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Any:
+    """The jitted `make_serving_copy` of a model and a mesh."""
     shardings = {} if mesh is None else {"out_shardings": serving_shardings(config, mesh)}
     return jax.jit(lambda params: convert(params, config), **shardings)
 

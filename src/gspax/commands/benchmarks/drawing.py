@@ -68,7 +68,7 @@ def measure_drawing(learner: Learner) -> list[Figure]:
         model, sampling = case.model, case.sampling
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh))
         params = jax.jit(partial(transformer.init, model), out_shardings=shardings)(key)
-        served = make_colocated_sampler(model, mesh).push(params)
+        served = make_colocated_sampler(model, mesh, mesh).push(params)
         prompts = [[1 + i % (model.vocab_size - 1)] * sampling.max_prompt_tokens for i in range(sampling.prompts)]
         draw = partial(
             sample,

@@ -1,0 +1,121 @@
+"""The report on one token: the need by hand, live blocks of a kernel, weights gathered in a loop, equal layers."""
+
+from dataclasses import replace
+
+import pytest
+import small_experiment
+
+from gspax.aot import decode_loop, hlo, layers
+from gspax.aot.hlo import Collective
+from gspax.aot.roofline import Phase
+from gspax.aot.traffic import traffic
+from gspax.config import Sampling
+from gspax.model import presets
+from gspax.sharding import AXES
+
+ONES = dict.fromkeys(AXES, 1)
+PAPER = Sampling(prompts=128, group=16, max_prompt_tokens=1024, max_tokens=7168)
+
+
+def test_the_need_of_a_token_by_hand():
+    """Qwen3-30B-A3B on 64 devices, two experts of each layer on each, 2 prompts of 16 samples."""
+    experts = 48 * 2 * 3 * 2048 * 768 * 2
+    attention = 48 * 2 * (2 * 2048 * 4096 + 2 * 2048 * 512)
+    head = 2 * 151936 * 2048
+    position = 2 * 2 * 48 * 4 * 128
+    rest = 2 * (48 * (2048 * 128 + 2 * 2048 + 2 * 128) + 2048)  # routers and norms
+    for part, length in (("start", 1), ("mean", 7169 / 2), ("end", 7168)):
+        cache = position * (32 * length + 2 * 1024)
+        found = decode_loop.needed(part, presets.qwen3_30b_a3b, PAPER, ONES | {"expert": 64})
+        assert found == pytest.approx(experts + attention + head + rest + cache, rel=1e-6)
+
+
+def test_the_kernel_fetches_whole_blocks_of_what_is_live():
+    """4 rows of 2 key heads and 1024 positions of 8 numbers; two prompts of 512 for two samples each."""
+    text = """
+ENTRY %main (q: bf16[4,2,3,8]) -> f32[4,2,3,8] {
+  %q = bf16[4,2,3,8]{3,2,1,0} parameter(0)
+  %k = bf16[4,2,1024,8]{3,2,1,0} parameter(1)
+  %g = bf16[2,2,6,8]{3,2,1,0} parameter(2)
+  %p = bf16[2,2,512,8]{3,2,1,0} parameter(3)
+  %a = f32[2,2,6,8]{3,2,1,0} custom-call(%g, %p, %p), metadata={op_name="decode/decode_attention/pallas_call"}
+  ROOT %b = f32[4,2,3,8]{3,2,1,0} custom-call(%q, %k, %k), metadata={op_name="decode/decode_attention/pallas_call"}
+}
+"""
+    module = hlo.parse(text)
+    both = 2 * (192 * 2 + 192 * 4)  # queries and results
+    prompts = 2 * 2 * 2 * 512 * 8 * 2
+    sampling = Sampling(prompts=2, group=2, max_prompt_tokens=512, max_tokens=1024)
+    for part, positions in (("start", 512), ("mean", 768), ("end", 1024)):
+        live = decode_loop.live_at(part, sampling)
+        assert traffic(module, unknown_trips=1, live=live) == both + prompts + 2 * 4 * 2 * positions * 8 * 2
+    assert traffic(module, unknown_trips=1) == both + prompts + 2 * 4 * 2 * 1024 * 8 * 2
+
+
+LOOP = """
+HloModule m
+
+%inner (x: f32[4]) -> f32[16] {{
+  %x.1 = f32[4]{{0}} parameter(0)
+  ROOT %y = f32[16]{{0}} all-gather(%x.1), replica_groups={{}}, dimensions={{0}}
+}}
+
+%body (s: (f32[4], f32[4], s32[])) -> (f32[4], f32[4], s32[]) {{
+  %s = (f32[4]{{0}}, f32[4]{{0}}, s32[]) parameter(0)
+  %weight = f32[4]{{0}} get-tuple-element(%s), index=0
+  %token = f32[4]{{0}} get-tuple-element(%s), index=1
+  %step = s32[] get-tuple-element(%s), index=2
+  %cast = f32[4]{{0}} convert(%weight)
+  {line}
+  %new = f32[4]{{0}} add(%token, %cast)
+  ROOT %t = (f32[4]{{0}}, f32[4]{{0}}, s32[]) tuple(%weight, %new, %step)
+}}
+
+%test (s: (f32[4], f32[4], s32[])) -> pred[] {{
+  ROOT %p = pred[] parameter(0)
+}}
+
+ENTRY %main (s: (f32[4], f32[4], s32[])) -> (f32[4], f32[4], s32[]) {{
+  %s.1 = (f32[4]{{0}}, f32[4]{{0}}, s32[]) parameter(0)
+  ROOT %w = (f32[4]{{0}}, f32[4]{{0}}, s32[]) while(%s.1), condition=%test, body=%body
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("%g = f32[16]{0} all-gather(%cast), dimensions={0}", ["all-gather of f32[16], 0.0 MB"]),
+        ("%g = f32[16]{0} fusion(%cast), kind=kLoop, calls=%inner", ["all-gather of f32[16], 0.0 MB"]),
+        ("%g = f32[16]{0} all-gather(%token), dimensions={0}", []),
+        ("%m = f32[4]{0} multiply(%cast, %token)\n  %g = f32[16]{0} all-gather(%m), dimensions={0}", []),
+    ],
+)
+def test_only_what_is_equal_for_all_tokens_is_a_gathered_weight(line, found):
+    assert decode_loop.gathered_weights(hlo.parse(LOOP.format(line=line))) == found
+
+
+def test_phases_are_linear_in_equal_layers():
+    over = Collective("all-gather", ("expert",), 4)
+    one, two = (
+        Phase(
+            name="decode",
+            runs=3,
+            model_flops=7.0,
+            flops=7.0,
+            moved=10 + 5 * number,
+            sent={over: 2 * number},
+            devices=4,
+            moved_at={"mean": 10 + 5 * number},
+        )
+        for number in (1, 2)
+    )
+    (found,) = layers.extrapolate_phases([one], [two], 10)
+    assert found == replace(one, moved=60, sent={over: 20}, moved_at={"mean": 60})
+
+
+def test_layers_that_are_not_alike_are_all_compiled():
+    model = presets.qwen3_30b_a3b
+    assert layers.are_alike(model) and not layers.are_alike(small_experiment.experiment.model)
+    assert not layers.are_alike(replace(model, mlp_only_layers=(0,), intermediate_size=8))
+    assert not layers.are_alike(replace(model, sliding_window=8, sliding_layers=(1,)))
