@@ -24,16 +24,17 @@ def make_experiment(checkpoint: str, tasks: tuple[Task, ...]) -> Experiment:
 
     The chat template is used if there is one, with thinking where the template knows it.
     """
-    folder = locate(checkpoint, SMALL)
+    folder, model = locate(checkpoint, SMALL), hf(checkpoint)
+    length = min(2048, model.max_position_embeddings // 2)
     return Experiment(
         name="eval",
-        model=hf(checkpoint),
+        model=model,
         data=_UNUSED,
         tokenizer=_find_tokenizer(folder),
         reward=no_reward,
         advantage=advantages.standardize,
         loss=losses.gspo,
-        sampling=Sampling(prompts=16, group=4, max_prompt_tokens=2048, max_tokens=2048),
+        sampling=Sampling(prompts=16, group=4, max_prompt_tokens=length, max_tokens=length),
         evaluation=Evaluation(tasks=tasks),
     )
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from gspax.errors import UserError
 from gspax.experiment.description import flatten, show
+from gspax.run import task_table
 from gspax.run.directory import RunDir, read_json, write_atomically
 from gspax.run.record import read_metrics, read_rows
 
@@ -157,6 +158,7 @@ def write(workdir: Path) -> Path:
     sections = [
         ("", _headline(series)),
         ("Held-out prompts, before and after", _completions(run)),
+        ("Tasks", task_table.render(run)),
         ("Curves", _curves(panels, series)),
         ("Warm start", _curves(_panels(warm, ()), warm)),
         ("Experiment", _table(flatten(experiment))),

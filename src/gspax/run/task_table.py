@@ -1,0 +1,48 @@
+"""The report's table of evaluated tasks, from their TASK.json files."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from gspax.run.directory import RunDir, read_json
+
+HEAD = (
+    "task",
+    "evaluated at",
+    "problems x samples",
+    "mean reward, 95 % interval",
+    "pass@k",
+    "maj@k",
+    "truncated",
+    "tokens",
+)
+
+
+def render(run: RunDir) -> str:
+    """The table as HTML, a line for each evaluation with a link to its completions; empty if there are none."""
+    lines = []
+    for path in sorted(run.tasks.glob("*/*.json")):
+        summary = read_json(path)["summary"]
+        name = path.name.removesuffix(".json")
+        link = quote(f"{run.tasks.name}/{path.parent.name}/{name}.html")
+        cells = [path.parent.name.replace("_", " "), f"{summary['problems']} x {summary['samples']}"]
+        cells += [_interval(summary["reward"]), _largest(summary, "pass"), _largest(summary, "majority")]
+        cells += [f"{100 * summary['truncated']:.1f} %", f"{summary['tokens']['mean']:.1f}"]
+        row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+        lines.append(f'<tr><td><a href="{link}">{html.escape(name)}</a></td>{row}</tr>')
+    head = "".join(f"<th>{title}</th>" for title in HEAD)
+    return f"<div class=wide><table><tr>{head}</tr>{''.join(lines)}</table></div>" if lines else ""
+
+
+def _interval(found: Mapping[str, Any]) -> str:
+    bounds = "" if found["low"] is None else f" [{found['low']:.3f}, {found['high']:.3f}]"
+    return f"{found['mean']:.3f}{bounds}"
+
+
+def _largest(summary: Mapping[str, Any], kind: str) -> str:
+    """The figure for the largest k."""
+    found = summary.get(kind) or {}
+    return f"{_interval(found[k])}, k = {k}" if (k := max(found, key=int, default=None)) else ""

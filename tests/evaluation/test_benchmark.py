@@ -1,0 +1,272 @@
+"""A task's completions do not depend on chunks or slots; its summary, files and page show them all."""
+
+import html
+import json
+import re
+from dataclasses import replace
+
+import jax
+import published
+import pytest
+import tiny
+from small_experiment import experiment
+from stub_experiment import experiment as stub
+
+from gspax import config, loop
+from gspax.commands import main as program
+from gspax.data.problem import Problem
+from gspax.evaluation import benchmark, heldout, page
+from gspax.evaluation.checkpoint import evaluate_task
+from gspax.experiment import validate
+from gspax.rewards.calls import Graded
+from gspax.rollout.serving import make_serving_copy
+from gspax.run.directory import RunDir
+from gspax.run.record import read_rows
+from gspax.run.report import write as write_report
+from gspax.sharding import make_mesh
+
+PROBLEMS, SAMPLES = 5, 4
+
+
+class Held:
+    heldout_count = PROBLEMS
+
+    def heldout(self, index):
+        return [experiment.data.heldout(each) for each in range(PROBLEMS)][index]
+
+
+def parity(problem, completion):
+    """1 for an even number of characters."""
+    right = len(completion) % 2 == 0
+    return Graded(float(right), "even: all" if right else "odd")
+
+
+def vote(completion):
+    return completion[:1] or None
+
+
+TASK = config.Task(name="parity", data=Held(), reward=parity, vote=vote, samples=SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    mesh = make_mesh(config.Mesh(), jax.devices()[:1])
+    params = make_serving_copy(tiny.params(experiment.model), experiment.model, mesh)
+    return benchmark.Policy(params, experiment.model, experiment.tokenizer, mesh)
+
+
+def defaults(task, **sampling):
+    return benchmark.apply_defaults(task, experiment.evaluation, replace(experiment.sampling, **sampling))
+
+
+def run(policy, task=TASK, **sampling):
+    training = replace(experiment.sampling, **sampling)
+    drawn = benchmark.run_task(defaults(task), policy, jax.random.key(0), training=training, grading=experiment.grading)
+    return list(drawn)
+
+
+def test_a_sample_does_not_depend_on_chunks_or_slots(policy):
+    # all 20 samples at once; then chunks of two problems whose eight samples share three slots, the last one filled up
+    together, apart = run(policy, prompts=8, group=4), run(policy, prompts=2, group=2, slots=3)
+    assert [len(chunk) for chunk in (*together, *apart)] == [20, 8, 8, 4]
+    rows = [row for chunk in apart for row in chunk]
+    assert together == [rows]
+    assert [(row["problem"], row["sample"]) for row in rows] == [
+        (p, n) for p in range(PROBLEMS) for n in range(SAMPLES)
+    ]
+    assert len({row["completion"] for row in rows}) > 5
+    (other,) = run(policy, replace(TASK, name="other"), prompts=8, group=4)
+    assert [row["completion"] for row in other] != [row["completion"] for row in rows]
+
+
+def test_chunks_have_the_prompts_of_training_and_fewer_slots_than_samples():
+    training = config.Sampling(prompts=4, group=8)
+    assert benchmark.plan_chunks(6, 16, training, 1) == ([[0, 1, 2, 3], [4, 5, 0, 1]], 32)
+    assert benchmark.plan_chunks(6, 2, training, 1) == ([[0, 1, 2, 3], [4, 5, 0, 1]], 0)
+    assert benchmark.plan_chunks(3, 1, training, 8) == ([[0, 1, 2, 0, 1, 2, 0, 1]], 0)
+    assert benchmark.plan_chunks(4, 16, replace(training, slots=12), 8)[1] == 16
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The settings of the sampler's calls, which draw nothing."""
+    found = []
+
+    def fake(params, model, prompts, ids, key, *, sampling, stop_ids, mesh):
+        found.append(sampling)
+        raise InterruptedError
+
+    monkeypatch.setattr(benchmark, "sample", fake)
+    return found
+
+
+def test_a_task_is_drawn_with_its_own_settings(policy, drawn):
+    own = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "max_tokens": 3, "max_prompt_tokens": 4}
+    with pytest.raises(InterruptedError):
+        run(policy, replace(TASK, **own), temperature=0.5, top_k=3, top_p=0.5)
+    assert {name: getattr(drawn[0], name) for name in own} == own and drawn[0].group == SAMPLES
+
+
+def row(problem, sample, reward, **more):
+    return {"problem": problem, "sample": sample, "reward": reward, "length": 10, "finished": True} | more
+
+
+def test_the_summary():
+    rewards = [[1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
+    votes = [["8", "8", "9", "8"], [None, None, "1", "2"]]
+    rows = [row(p, n, rewards[p][n], vote=votes[p][n]) for p in range(2) for n in range(4)]
+    rows[0] |= {"length": 30, "finished": False}
+    rows[2] |= {"error": "late"}
+    found = benchmark.summarise(rows, 4)
+    assert (found["problems"], found["samples"], found["truncated"], found["failed"]) == (2, 4, 0.125, 0.125)
+    assert found["tokens"] == {"mean": 12.5, "max": 30, "total": 100}
+    assert found["reward"]["mean"] == found["pass"]["1"]["mean"] == 0.5
+    assert {k: each["mean"] for k, each in found["pass"].items()} == {"1": 0.5, "2": 0.75, "4": 1.0}
+    assert {k: each["mean"] for k, each in found["majority"].items()} == {"4": 0.75}
+    assert 0 <= found["reward"]["low"] < 0.5 < found["reward"]["high"] <= 1
+    metrics = benchmark.metrics("x", found)
+    assert (
+        metrics["eval/x/pass_at_4"] == 1.0 and metrics["eval/x/maj_at_4"] == 0.75 and "eval/x/pass_at_1" not in metrics
+    )
+
+
+def test_rewards_between_0_and_1_have_no_pass_at_k_and_one_problem_no_interval():
+    found = benchmark.summarise([row(0, 0, 0.5), row(0, 1, 1.0)], 2)
+    assert found["reward"] == {"mean": 0.75, "low": None, "high": None}
+    assert "pass" not in found and "majority" not in found
+    assert set(benchmark.metrics("x", found)) == {
+        f"eval/x/{name}" for name in ("reward", "truncated", "reward_failed", "tokens")
+    }
+
+
+def test_the_files_of_a_task_hold_every_completion(policy, tmp_path):
+    path = tmp_path / "step_000001" / "parity.v2"
+    task = defaults(TASK)
+    summary = evaluate_task(
+        task, policy, jax.random.key(0), path, training=experiment.sampling, grading=experiment.grading
+    )
+    assert sorted(each.name for each in path.parent.iterdir()) == [
+        f"parity.v2.{end}" for end in ("html", "json", "jsonl")
+    ]
+    rows = read_rows(path.parent / "parity.v2.jsonl")
+    assert len(rows) == PROBLEMS * SAMPLES
+    assert all(row["reason"] == ("even: all" if row["reward"] else "odd") for row in rows)
+    result = json.loads((path.parent / "parity.v2.json").read_text())
+    assert result["summary"] == summary == benchmark.summarise(rows, SAMPLES)
+    assert result["task"]["samples"] == SAMPLES and result["environment"]["packages"]["jax"]
+    again = {"training": experiment.sampling, "grading": experiment.grading, "show": True}
+    evaluate_task(task, policy, jax.random.key(0), path, **again)
+    assert (path.parent / "parity.v2-2.json").exists() and len(read_rows(path.parent / "parity.v2-2.jsonl")) == 20
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=y>\u2028 $\\frac{1}{2}$ \x00"
+
+
+def test_the_page_holds_texts_as_data_only_and_needs_no_network(tmp_path):
+    rows = [
+        row(0, n, n / 2, prompt=HOSTILE, completion=HOSTILE * (1 + 2000 * n), answer="<b>", reason="odd")
+        for n in range(3)
+    ]
+    page.write(tmp_path / "x.html", "<x>", ["mean <reward>"], rows)
+    text = (tmp_path / "x.html").read_text()
+    assert "<h1>&lt;x&gt;</h1>" in text and "mean &lt;reward&gt;" in text
+    assert text.count("<script") == text.count("</script>") == 2 and "<img" not in text and "http" not in text
+    held = json.loads(re.search(r"id=data>(.*?)</script>", text, re.DOTALL)[1])
+    assert held[0]["completion"] == HOSTILE
+    assert len(held[2]["completion"]) < page.LONGEST + 100 < len(rows[2]["completion"])
+    assert "innerHTML" not in text and html.unescape("&lt;") == "<"
+
+
+def test_a_page_that_would_be_too_large_names_the_file_with_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "BUDGET", 100)
+    monkeypatch.setattr(page.select, "__defaults__", (100,))
+    rows = [row(0, n, 0.0, prompt="?", completion="a" * 40) for n in range(9)]
+    page.write(tmp_path / "x.html", "x", [], rows)
+    assert "the first 2 of 9 completions; all are in x.jsonl" in (tmp_path / "x.html").read_text()
+
+
+def with_tasks(*tasks):
+    return replace(stub, evaluation=config.Evaluation(tasks=tasks))
+
+
+class Endless:
+    def heldout(self, index):
+        return Problem(str(index), "")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "sentence"),
+    [
+        ((TASK, TASK), "evaluation.tasks[1].name: wanted a name that no other task has, got 'parity'"),
+        ((replace(TASK, samples=0),), "evaluation.tasks[0].samples: wanted at least 1, got 0"),
+        ((replace(TASK, temperature=-1.0),), "evaluation.tasks[0].temperature: wanted 0, or 0.001 to 1000, got -1.0"),
+        ((replace(TASK, name="a/b"),), "evaluation.tasks[0].name: wanted letters, digits, "),
+        ((replace(TASK, reward=vote),), "evaluation.tasks[0].reward: wanted a function of (problem, completion), "),
+        ((replace(TASK, vote=parity),), "evaluation.tasks[0].vote: wanted a function of (completion), "),
+        ((replace(TASK, data=3),), "evaluation.tasks[0].data: wanted an object with heldout, got int"),
+        ((replace(TASK, data=Endless()),), "evaluation.tasks[0].problems: wanted a number, because Endless has no "),
+        ((replace(TASK, max_tokens=505),), "evaluation.tasks[0].max_tokens: wanted prompt and completion within "),
+        ((3,), "evaluation.tasks: wanted a tuple of Tasks, got (3,)"),
+    ],
+)
+def test_tasks_are_checked_as_other_fields_are(tasks, sentence):
+    (found,) = validate(with_tasks(*tasks))
+    assert found.startswith(sentence)
+
+
+def test_tasks_in_training_are_metrics_and_in_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(heldout, "evaluate", lambda *args, **settings: ({"eval/reward": 0.5}, []))
+    schedule, evaluation = replace(experiment.schedule, steps=0), config.Evaluation(tasks=(TASK,))
+    loop.train(replace(experiment, warm_start=None, schedule=schedule, evaluation=evaluation), tmp_path)
+    metrics = [row for row in read_rows(tmp_path / "metrics.jsonl") if "eval/parity/reward" in row]
+    run = RunDir(tmp_path)
+    (result,) = run.tasks.glob("*/*.json")
+    assert result.parent == run.tasks_at(0)
+    assert metrics[0]["eval/parity/reward"] == json.loads(result.read_text())["summary"]["reward"]["mean"]
+    write_report(tmp_path)
+    assert '<a href="evaluations/step_000000/parity.html">parity</a>' in run.report.read_text()
+
+
+def write_tokenizer(folder):
+    """A tokenizer of bytes with a chat template."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if enable_thinking %} ?{% endif %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_a_published_checkpoint_is_evaluated(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    model = replace(tiny.CONFIGS["dense"], vocab_size=300, max_position_embeddings=512)
+    folder = published.save(tmp_path / "hf", model, published.published(model, published.random_params(model)))
+    write_tokenizer(folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    rows = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "#### 4"}]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["eval", "--from", str(folder), "--workdir", str(tmp_path / "out"), "--tasks", f"gsm8k={tmp_path}"]
+    assert program.main([*command, "--samples", "2", "--max-tokens", "4", "--top-k", "5", "sampling.prompts=8"]) == 0
+    assert "gsm8k: 2 problems x 2 samples\n  mean reward  0." in capsys.readouterr().out
+    task = json.loads((tmp_path / "out" / "gsm8k.json").read_text())["task"]
+    assert (task["temperature"], task["top_k"], task["max_tokens"]) == (0.6, 5, 4)
+    assert len(read_rows(tmp_path / "out" / "gsm8k.jsonl")) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "gsm8k"], "wanted the FILE of an experiment, or --from HF without one"),
+        (["x.py", "--from", "y"], "wanted the FILE of an experiment, or --from HF without one"),
+        (["x.py", "--samples", "2"], "wanted --tasks, whose settings these are"),
+        (["--from", "y"], "wanted --tasks, whose settings these are"),
+        (["--from", "y", "--tasks", "gsm8k", "--step", "3"], "--step is for the checkpoints of a run, not for --from"),
+    ],
+)
+def test_options_that_do_not_fit_together(arguments, message, tmp_path, capsys):
+    assert program.main(["eval", *arguments, "--workdir", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
