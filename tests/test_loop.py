@@ -416,8 +416,7 @@ def test_a_step_of_the_loop(monkeypatch):
         rollout = a_rollout()
         return replace(rollout, logp_BT=np.where(rollout.mask_BT, -0.25, 0.0).astype(np.float32))
 
-    def score(params, tokens_BT, segment_BT):
-        mask_BT = tokens_BT % 3 == 0  # as in `a_rollout`
+    def score(params, tokens_BT, segment_BT, mask_BT):
         return train_step.Scores(jnp.where(mask_BT, params + 0.25, 100.0), jnp.where(mask_BT, 2.0, 100.0))
 
     def route(params, tokens_BT, segment_BT):
@@ -426,7 +425,8 @@ def test_a_step_of_the_loop(monkeypatch):
 
     def update(state, batch, on_policy):
         updated.append((batch, on_policy))
-        scores = score(state.params, batch.tokens_BT, batch.segment_BT)._replace(count_LE=jnp.array([[2, 2, 0, 0]]))
+        scores = score(state.params, batch.tokens_BT, batch.segment_BT, batch.mask_BT)
+        scores = scores._replace(count_LE=jnp.array([[2, 2, 0, 0]]))
         return replace(state, step=state.step + 1, params=state.params + 1), {"loss": jnp.float32(len(updated))}, scores
 
     monkeypatch.setattr(loop, "sample", sample)
@@ -469,7 +469,7 @@ def test_minibatches_are_scored_unless_the_first_update_does(on_policy, scored):
     batches, _ = minibatches.split_minibatches(a_rollout(), 2, RowShape(4, 8, 4, False), mesh)
     seen = []
 
-    def score(params, tokens_BT, segment_BT):
+    def score(params, tokens_BT, segment_BT, mask_BT):
         seen.append(int(tokens_BT[0, 0]))
         value = jnp.full(tokens_BT.shape, 1.0 + seen[-1])
         return train_step.Scores(value, -value, jnp.full((4, 1, 8, 2), seen[-1]))
@@ -509,7 +509,7 @@ def test_score_and_update_share_temperature_and_microbatches(monkeypatch):
     learner = loop.make_learner(
         replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
     )
-    wanted = {"temperature": 0.7, "microbatch_rows": 8, "packed": False, "mesh": learner.mesh}
+    wanted = {"temperature": 0.7, "microbatch_rows": 8, "packed": False, "worst_case": False, "mesh": learner.mesh}
     assert (
         given
         == [{"guard": learner.experiment.guard, "routing_replay": False, **wanted}, {"keep_experts": False, **wanted}]

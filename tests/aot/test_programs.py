@@ -40,7 +40,7 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
         finished_B=np.ones(B, bool),
     )
 
-    def score(params, tokens_BT, segment_BT):
+    def score(params, tokens_BT, segment_BT, mask_BT):
         rows = tokens_BT.shape
         expert = jnp.zeros((rows[0], model.num_hidden_layers, rows[1], model.num_experts_per_tok), jnp.uint8)
         return train_step.Scores(jnp.zeros(rows), jnp.zeros(rows), expert if keep_experts else None)

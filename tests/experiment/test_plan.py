@@ -14,7 +14,7 @@ from gspax import config, sharding
 from gspax.config import is_sparse
 from gspax.experiment import load, override
 from gspax.experiment.counts import active_parameter_count, parameter_count, trained_count
-from gspax.experiment.memory import LOGIT_BUDGET, sampler_bytes, serving_bytes
+from gspax.experiment.memory import LOGIT_BUDGET, logit_chunk, sampler_bytes, serving_bytes
 from gspax.experiment.plan import plan, render
 from gspax.experiment.serving_layout import USABLE, choose_serving_layout
 from gspax.learner import adapters
@@ -54,10 +54,12 @@ def test_all_parameters_of_a_dense_layer_are_active():
     assert dense > 0
 
 
-def test_the_logit_budget_equals_the_train_steps():
-    from gspax.learner import train_step
-
-    assert LOGIT_BUDGET == train_step.LOGIT_BUDGET
+def test_logits_take_as_much_memory_as_a_layer_or_the_budget():
+    model, mesh = replace(CONFIGS["dense"], vocab_size=2**16, intermediate_size=2**15), dict.fromkeys(sharding.AXES, 1)
+    layer = 4 * (2 * 16 + 3 * 2**15) + 4 * (3 * 16 + 3 * 4 * 8 + 3 * 2 * 8)  # float32: mlp, attention
+    assert logit_chunk(model, mesh, 2**14) == round(2**14 / -(-(2**14) // (2**14 * layer // (3 * 4 * 2**16))))
+    assert logit_chunk(model, mesh, 512) == LOGIT_BUDGET // 2**16, "a layer of so few tokens is smaller"
+    assert logit_chunk(model, mesh, 100) == 100
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -114,7 +116,7 @@ def test_fsdp_shards_the_parameters_and_data_does_not():
 def test_the_tensor_axis_shards_heads_widths_and_vocabulary():
     one = plan(EXPERIMENT, 1)
     two = plan(override(EXPERIMENT, ["mesh.tensor=2"]), 2)
-    for part in ("parameters, float32", "logits of 16 positions"):
+    for part in ("parameters, float32", "logits of 256 tokens"):
         assert two.learner[part] == one.learner[part] // 2
     for part in ("cache of the completions", "logits of one position, and noise"):
         assert two.sampler[part] == one.sampler[part] // 2
@@ -128,7 +130,7 @@ def test_the_context_axis_shards_positions_and_gathers_keys():
     microbatch = rows // EXPERIMENT.schedule.minibatches
     keys = 2 * config.num_key_value_heads * config.head_dim * 16 * microbatch * 4 * config.num_hidden_layers
     assert two.activations["none"] == one.activations["none"] // 2 + keys
-    assert two.learner["logits of 8 positions"] == one.learner["logits of 16 positions"] // 2
+    assert two.learner["logits of 128 tokens"] == one.learner["logits of 256 tokens"] // 2
 
 
 def test_attention_scores_are_stored_up_to_a_budget():

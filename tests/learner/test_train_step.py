@@ -155,7 +155,8 @@ def test_on_a_mesh_attention_experts_and_scoring_run_under_shard_map():
     update = make_step(losses.gspo, SGD, mesh=devices)
     assert tiny.primitives(update, state, batch()).count("shard_map") >= 2 * (2 + SCORING), "forward and backward"
     score = train_step.make_score(CONFIG, mesh=devices)
-    assert tiny.primitives(score, state.params, batch().tokens_BT, batch().segment_BT).count("shard_map") == 2 + SCORING
+    arrays = batch().tokens_BT, batch().segment_BT, batch().mask_BT
+    assert tiny.primitives(score, state.params, *arrays).count("shard_map") == 2 + SCORING
 
 
 @functools.cache
@@ -167,9 +168,9 @@ def score(rows):
 def test_score_equals_the_log_probs_of_whole_logits(rows):
     data, params = batch(), tiny.params(CONFIG)
     want, entropy, experts = direct(params, data)
-    logp, got_entropy, got_experts, _ = score(rows)(params, data.tokens_BT, data.segment_BT)
+    logp, got_entropy, got_experts, _ = score(rows)(params, data.tokens_BT, data.segment_BT, data.mask_BT)
     close(logp[data.mask_BT], want[data.mask_BT], rtol=1e-5, atol=1e-5)
-    close(got_entropy, entropy, rtol=1e-4, atol=1e-4)
+    close(got_entropy[data.mask_BT], entropy[data.mask_BT], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(got_experts.swapaxes(0, 1), experts)
     assert got_experts.dtype == np.uint8
 
@@ -304,7 +305,7 @@ def test_some_rows_show_the_experts_that_are_chosen(shards):
 
 def test_first_update_of_a_rollout_batch_has_ratio_one():
     data = batch()
-    data = replace(data, old_logp_BT=score(4)(tiny.params(CONFIG), data.tokens_BT, data.segment_BT)[0])
+    data = replace(data, old_logp_BT=score(4)(tiny.params(CONFIG), data.tokens_BT, data.segment_BT, data.mask_BT)[0])
     _, metrics = step("gspo", 4)(fresh(), data)
     assert abs(metrics["ratio_min"] - 1) < 1e-5 and abs(metrics["ratio_max"] - 1) < 1e-5
     assert metrics["clip_fraction_tokens"] == 0
@@ -325,20 +326,20 @@ def largest_array(function, *args):
 
 def test_microbatches_halve_the_largest_array():
     data = batch()
-    args = tiny.params(CONFIG), data.tokens_BT, data.segment_BT
+    args = tiny.params(CONFIG), data.tokens_BT, data.segment_BT, data.mask_BT
     assert largest_array(score(4), *args) <= largest_array(score(0), *args) / 2
     state = new_state(args[0], SGD, jax.random.key(0))
     assert largest_array(step("gspo", 4), state, data) <= largest_array(step(), state, data) / 2
 
 
-@pytest.mark.parametrize("budget", [2 * B * 1000, 2**40])
-def test_logits_of_the_whole_batch_exist_only_within_the_budget(monkeypatch, budget):
+@pytest.mark.parametrize("chunk", [2 * B, 2**40])
+def test_logits_of_the_whole_batch_exist_only_within_the_budget(monkeypatch, chunk):
     wide = replace(CONFIG, vocab_size=1000)
-    monkeypatch.setattr(train_step, "LOGIT_BUDGET", budget)
+    monkeypatch.setattr(train_step, "logit_chunk", lambda config, mesh, tokens: chunk)
     params = transformer.abstract_params(wide)
     state = jax.eval_shape(lambda params: new_state(params, SGD, jax.random.key(0)), params)
     update = make_step(losses.gspo, SGD, model=wide)
-    assert (largest_array(update, state, batch()) >= B * (T - 1) * 1000) == (budget == 2**40)
+    assert (largest_array(update, state, batch()) >= B * (T - 1) * 1000) == (chunk == 2**40)
 
 
 def test_rows_without_a_response_do_not_move_the_parameters():

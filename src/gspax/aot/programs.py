@@ -64,13 +64,13 @@ def make_programs(
         reference = abstract_params(experiment.model, mesh)
     batches = experiment.schedule.minibatches * device_bytes(batch)
     held = device_bytes(state) + device_bytes(reference)
-    steps = make_steps(experiment, optimizer, mesh)
+    steps = make_steps(experiment, optimizer, mesh, worst_case=True)
 
     def train() -> Any:
         return cast(Any, steps.update).lower(state, batch, False)
 
     def score() -> Any:
-        return cast(Any, steps.score).lower(state.params, batch.tokens_BT, batch.segment_BT)
+        return cast(Any, steps.score).lower(state.params, batch.tokens_BT, batch.segment_BT, batch.mask_BT)
 
     scoring = held + batches - device_bytes(state.params) - device_bytes(batch)
     if experiment.placement is not None and experiment.placement.staleness > 0:

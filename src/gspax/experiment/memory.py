@@ -29,6 +29,7 @@ from gspax.experiment.description import unwrap
 from gspax.protocols import Transform
 
 FLOAT32 = 4  # bytes
+LOGIT_COPIES = 3  # the logits, their softmax and its gradient
 Mesh = dict[str, int]  # sizes of the axes
 
 
@@ -39,7 +40,7 @@ def learner_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
     shape = row_shape(sampling, schedule, sharding.batch_shards(mesh))
     rows, length = math.ceil(shape.microbatch / sharding.batch_shards(mesh)), shape.length
     positions, several = math.ceil(length / mesh["context"]), shape.microbatch < shape.rows
-    chunk = min(positions, max(1, LOGIT_BUDGET // (rows * config.vocab_size // mesh["tensor"])))
+    chunk = logit_chunk(config, mesh, rows * positions)
     routers = experiment.regularizers.load_balance or experiment.regularizers.router_z
     replays = experiment.routing_replay or experiment.regularizers.load_balance
     parts = {
@@ -50,8 +51,7 @@ def learner_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
         "one gathered layer": _gathered_bytes(config, mesh),
         "the head's gradient before it is summed, float32": 0 if lora is not None else _head_bytes(config, mesh),
         f"activations, estimated, remat={config.remat}": activation_bytes(config, mesh, rows, length),
-        # the logits, their softmax and its gradient
-        f"logits of {chunk} positions": 3 * FLOAT32 * rows * chunk * config.vocab_size // mesh["tensor"],
+        f"logits of {chunk} tokens": LOGIT_COPIES * FLOAT32 * chunk * config.vocab_size // mesh["tensor"],
         "router logits of all layers": _router_bytes(config, rows * positions) if routers else 0,
         "rollout batch": _rollout_bytes(sampling, mesh, _chosen_experts(config) if replays else 0),
     }
@@ -102,6 +102,18 @@ def optimizer_bytes(optimizer: Optimizer, config: ModelConfig, lora: Lora | None
     trained = _sharded(trained_count(config, lora), mesh)
     master = 0 if trained_dtype(config, lora) == "float32" else FLOAT32
     return {**_moment_bytes(optimizer.transform, config, trained), "master copy, float32": master * trained}
+
+
+def logit_chunk(config: ModelConfig, mesh: Mesh, tokens: int) -> int:
+    """Tokens whose logits one device holds at once, of all the tokens of a pass on it.
+
+    They take as much memory as one layer's backward pass, which is not alive at the same time, or `LOGIT_BUDGET` logits
+    if those are more. Each chunk reads the whole head, so more of them are slower.
+    """
+    vocabulary = config.vocab_size // mesh["tensor"]
+    layer = max(_layer_bytes(config, layer, mesh) for layer in range(config.num_hidden_layers))
+    chunk = max(LOGIT_BUDGET // vocabulary, tokens * layer // (LOGIT_COPIES * FLOAT32 * vocabulary), 1)
+    return math.ceil(tokens / math.ceil(tokens / chunk))
 
 
 def activation_bytes(config: ModelConfig, mesh: Mesh, rows: int, length: int) -> int:

@@ -155,12 +155,13 @@ def score_minibatches(
     entropies: list[Array | None] = [None] * len(filled)
     for index in range(int(on_policy), len(filled)):
         batch = filled[index]
-        found = score(params, batch.tokens_BT, batch.segment_BT)
+        found = score(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT)
         filled[index] = replace(batch, old_logp_BT=found.logp_BT, expert_BLTA=found.expert_BLTA)
         entropies[index] = found.entropy_BT
     if reference is not None:
         filled = [
-            replace(batch, ref_logp_BT=score(reference, batch.tokens_BT, batch.segment_BT).logp_BT) for batch in filled
+            replace(batch, ref_logp_BT=score(reference, batch.tokens_BT, batch.segment_BT, batch.mask_BT).logp_BT)
+            for batch in filled
         ]
     return Scored(filled, entropies, on_policy)
 

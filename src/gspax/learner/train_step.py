@@ -19,7 +19,6 @@ import optax
 
 from gspax import losses
 from gspax.config import (
-    LOGIT_BUDGET,
     Calibration,
     Experiment,
     Guard,
@@ -31,6 +30,7 @@ from gspax.config import (
     row_shape,
 )
 from gspax.errors import UserError
+from gspax.experiment.memory import logit_chunk
 from gspax.learner.adapters import trained_axes
 from gspax.learner.expert_load import expert_counts, expert_load
 from gspax.learner.microbatches import count_held, run_microbatches
@@ -38,7 +38,7 @@ from gspax.learner.objective import Objective, Outputs, UpdateConstants, make_ob
 from gspax.learner.scoring import score_tokens
 from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
-from gspax.sharding import batch_shards, constrain
+from gspax.sharding import AXES, batch_shards, constrain
 from gspax.types import Array, Batch, Params, TrainState
 
 
@@ -54,7 +54,7 @@ class Scores(NamedTuple):
 Metrics = dict[str, Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 Update = Callable[[TrainState, Batch, bool], tuple[TrainState, Metrics, Scores]]  # see `make_update`
-Score = Callable[[Params, Array, Array], Scores]  # see `make_score`
+Score = Callable[[Params, Array, Array, Array], Scores]  # see `make_score`
 Route = Callable[[Params, Array, Array], Array]  # see `make_route`
 
 # (state, batch, on_policy) -> the gradient of the loss, the loss's terms of every row, the scores; see `make_gradient`
@@ -104,6 +104,7 @@ def make_update(
       microbatch_rows: rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once.
       packed: the batch is one of packed rows (`packing`): its advantages are [B, T], and microbatches without a token
         are not run. How many those are may change without compiling again.
+      worst_case: run every microbatch and score every position, so that each loop of the program has a known length.
       routing_replay: each token goes to the experts in `batch.expert_BLTA`, with the live router's gates (Routing
         Replay, arXiv 2507.18071).
       guard: with limits of the gradient norm and of the policy ratio.
@@ -170,6 +171,7 @@ def make_gradient(
     temperature: float = 1.0,
     microbatch_rows: int = 0,
     packed: bool = False,
+    worst_case: bool = False,
     routing_replay: bool = False,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Gradient:
@@ -185,6 +187,7 @@ def make_gradient(
             batch.tokens_BT,
             batch.segment_BT,
             temperature=temperature,
+            mask_BT=None if worst_case else batch.mask_BT,
             expert_BLTA=replayed,
             mesh=mesh,
         )
@@ -206,7 +209,7 @@ def make_gradient(
             grads, (terms, scores, counts) = jax.grad(summed, has_aux=True)(trained, part)
             return (grads, counts), (terms, scores)
 
-        count = count_held(batch.segment_BT, microbatch_rows) if packed else None
+        count = count_held(batch.segment_BT, microbatch_rows) if packed and not worst_case else None
         (grads, counts), (terms, scores) = run_microbatches(of_part, batch, microbatch_rows, count)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
         return _shard_like_params(grads, trained, config, mesh), terms, scores._replace(count_LE=counts)
@@ -220,26 +223,31 @@ def make_score(
     temperature: float = 1.0,
     microbatch_rows: int = 0,
     packed: bool = False,
+    worst_case: bool = False,
     keep_experts: bool = False,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Score:
-    """A jitted `(params, tokens_BT, segment_BT) -> Scores` of the learner, with `keep_experts` the experts too.
+    """A jitted `(params, tokens_BT, segment_BT, mask_BT) -> Scores`, with `keep_experts` the experts too.
 
     It runs in the update's microbatches, so that ratios between the two differ from 1 by float32 rounding alone.
     Experts are ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding.
-    It takes the two arrays that it reads, so one compiled program serves every minibatch, whatever else that holds.
+    It takes the arrays that it reads, so one compiled program serves every minibatch, whatever else that holds.
     """
 
     @jax.jit
-    def score(params: Params, tokens_BT: Array, segment_BT: Array) -> Scores:
-        def each(part: tuple[Array, Array]) -> tuple[tuple[()], Scores]:
+    def score(params: Params, tokens_BT: Array, segment_BT: Array, mask_BT: Array) -> Scores:
+        def each(part: tuple[Array, Array, Array]) -> tuple[tuple[()], Scores]:
+            tokens_BT, segment_BT, mask_BT = part
+            scored_BT = None if worst_case else mask_BT
             with jax.named_scope("score"):
-                outputs = forward(params, config, *part, temperature=temperature, mesh=mesh)
+                outputs = forward(
+                    params, config, tokens_BT, segment_BT, temperature=temperature, mask_BT=scored_BT, mesh=mesh
+                )
             expert_LBTA = outputs.routing.expert.astype(expert_id_dtype(config))
             return (), Scores(outputs.logp_BT, outputs.entropy_BT, expert_LBTA.swapaxes(0, 1) if keep_experts else None)
 
-        count = count_held(segment_BT, microbatch_rows) if packed else None
-        return run_microbatches(each, (tokens_BT, segment_BT), microbatch_rows, count)[1]
+        count = count_held(segment_BT, microbatch_rows) if packed and not worst_case else None
+        return run_microbatches(each, (tokens_BT, segment_BT, mask_BT), microbatch_rows, count)[1]
 
     return score
 
@@ -264,13 +272,23 @@ def make_route(config: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Ro
     return route
 
 
-def make_steps(experiment: Experiment, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> Steps:
-    """Those of an experiment: update and scoring have one temperature and one split into microbatches."""
+def make_steps(
+    experiment: Experiment,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    worst_case: bool = False,
+) -> Steps:
+    """Those of an experiment: update and scoring have one temperature and one split into microbatches.
+
+    `worst_case` is that of `make_update`.
+    """
     sampling, schedule = experiment.sampling, experiment.schedule
     shared: dict[str, Any] = {
         "temperature": sampling.temperature,
         "microbatch_rows": row_shape(sampling, schedule, batch_shards(mesh)).microbatch,
         "packed": schedule.microbatch_tokens > 0,
+        "worst_case": worst_case,
         "mesh": mesh,
     }
     replay = experiment.routing_replay
@@ -316,24 +334,28 @@ def forward(
     segment_BT: Array,
     *,
     temperature: float = 1.0,
+    mask_BT: Array | None = None,
     expert_BLTA: Array | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Outputs:
     """The policy's log-probs, entropies and routing of these tokens; routed to `expert_BLTA` if that is given.
 
-    Logits exist for one chunk of time steps at a time (`LOGIT_BUDGET`) and are recomputed in the backward pass.
+    Log-probs and entropies are those of the tokens in the mask (None: of all), and 0 elsewhere. Logits exist for one
+    chunk of them at a time (`memory.logit_chunk`) and are recomputed in the backward pass.
     """
-    (rows, T), vocabulary = tokens_BT.shape, config.vocab_size
-    if mesh is not None:
-        rows, vocabulary = rows // batch_shards(mesh), vocabulary // mesh.shape["tensor"]
+    T, sizes = tokens_BT.shape[1], dict.fromkeys(AXES, 1) if mesh is None else dict(mesh.shape)
     tokens_BT, segment_BT = _divisible(tokens_BT, segment_BT, mesh)
+    if mask_BT is not None:
+        mask_BT = jnp.pad(mask_BT, ((0, 0), (0, tokens_BT.shape[1] - T)))
     forced_LBTA = None
     if expert_BLTA is not None:
         fill = (0, tokens_BT.shape[1] - T)
         forced_LBTA = jnp.pad(expert_BLTA.astype(jnp.int32).swapaxes(0, 1), ((0, 0), (0, 0), fill, (0, 0)))
     hidden_BTD, routing = transformer.apply(params, config, tokens_BT, segment_BT, forced_LBTA=forced_LBTA, mesh=mesh)
-    chunk = max(1, LOGIT_BUDGET // (rows * vocabulary))
-    scores = score_tokens(params, hidden_BTD, tokens_BT, temperature=temperature, chunk=chunk, mesh=mesh)
+    chunk = logit_chunk(config, sizes, tokens_BT.size // (batch_shards(sizes) * sizes["context"]))
+    scores = score_tokens(
+        params, hidden_BTD, tokens_BT, temperature=temperature, chunk=chunk, mask_BT=mask_BT, mesh=mesh
+    )
     logp_BT, entropy_BT = (x_BT[:, :T] for x_BT in scores)
     return Outputs(logp_BT, entropy_BT, jax.tree.map(lambda x_LBT: x_LBT[:, :, :T], routing))
 
