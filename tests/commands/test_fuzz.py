@@ -132,3 +132,12 @@ def test_what_is_refused_before_anything_is_written(arguments, sentence, capsys,
     monkeypatch.chdir(tmp_path)
     assert main.main(["train", FILE, *arguments]) == 2
     assert sentence in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("gspax.learner.state._device_memory", lambda device: 10**4)
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["train", FILE, "--workdir", "w"]) == 2
+    err = capsys.readouterr().err
+    assert "model: wanted at most 0.0 GiB of each device" in err and "Adam moments, float32" in err
+    assert not list(tmp_path.iterdir())
