@@ -1,0 +1,79 @@
+"""gspax beside google-tunix on three shapes, and drawing in all its cases, as the tables of speed.md.
+
+Runs `gspax bench` for each shape, unless its figures are in DIR already, and writes the tables.
+
+Run: python experiments/benchmarks/bench_against_tunix.py DIR --tunix PYTHON --commit COMMIT
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+FILE = HERE.parent / "bench_small_moe.py"
+SHAPES = {
+    "moe": (),
+    "dense": ("model.num_experts=0", "model.intermediate_size=512"),
+    "256": ("sampling.max_tokens=256",),
+}
+
+
+def read_or_run(path: Path, *options: str) -> dict[str, Any]:
+    """The figures in `path`, measured now if there are none."""
+    if not path.exists():
+        command = [sys.executable, "-m", "gspax", "bench", str(FILE), *options, "--json", str(path)]
+        subprocess.run(command, check=True)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def compared(name: str, figures: dict[str, Any]) -> list[str]:
+    """The table of one shape."""
+    overrides = " ".join(figures["overrides"])
+    lines = [f"### {name}{f' (`{overrides}`)' if overrides else ''}", "", "| | gspax | google-tunix | ratio |"]
+    lines += ["| --- | --- | --- | --- |"]
+    for quantity, row in figures["rows"].items():
+        lines.append(f"| {quantity} | {row['gspax']:.2f} | {row['tunix']:.2f} | {row['ratio']:.2f} |")
+    return [*lines, ""]
+
+
+def drawn(figures: dict[str, Any]) -> list[str]:
+    """The table of the drawing cases."""
+    lines = ["| | wall s | CPU s | tokens | tokens per CPU s | of copy |", "| --- | --- | --- | --- | --- | --- |"]
+    for row in figures["figures"]:
+        lines.append(
+            f"| {row['name']} | {row['wall_s']:.2f} | {row['cpu_s']:.2f} | {row['tokens']:,.0f} "
+            f"| {row['tokens'] / row['cpu_s']:,.0f} | {row['of_copy']:.0%} |"
+        )
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="DIR", help="of the JSON files")
+    parser.add_argument("--tunix", required=True, metavar="PYTHON", help="an interpreter with google-tunix")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--commit", required=True, help="what is measured")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    lines = [
+        "# Speed beside google-tunix",
+        "",
+        f"Written by `bench_against_tunix.py` at {options.commit}: `bench_small_moe.py` (16 prompts x 8 samples",
+        "x 64 new tokens, 4 layers of width 128, float32) on 2 CPU cores. The processes alternate; on a machine",
+        "that is shared, compare CPU seconds.",
+        "",
+    ]
+    for name in options.shapes:
+        path = options.folder / f"{name}.json"
+        lines += compared(name, read_or_run(path, *SHAPES[name], "--against", options.tunix))
+    lines += ["## Drawing alone", "", *drawn(read_or_run(options.folder / "drawing.json", "--parts", "drawing"))]
+    (HERE / "speed.md").write_text("\n".join(lines).rstrip("\n") + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
