@@ -108,7 +108,7 @@ def test_phases_are_linear_in_equal_layers():
             devices=4,
             moved_at={"mean": 10 + 5 * number},
         )
-        for number in (1, 2)
+        for number in layers.FEW
     )
     (found,) = layers.extrapolate_phases([one], [two], 10)
     assert found == replace(one, moved=60, sent={over: 20}, moved_at={"mean": 60})

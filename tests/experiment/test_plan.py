@@ -17,6 +17,7 @@ from gspax.experiment.counts import active_parameter_count, parameter_count, tra
 from gspax.experiment.memory import LOGIT_BUDGET, logit_chunk, sampler_bytes, serving_bytes
 from gspax.experiment.plan import plan, render
 from gspax.experiment.serving_layout import USABLE, choose_serving_layout
+from gspax.experiment.validation import validate
 from gspax.learner import adapters
 from gspax.model import decoding, presets, transformer
 from gspax.rollout.serving import convert
@@ -258,3 +259,25 @@ def test_where_memory_is_short_the_sampler_takes_a_smaller_layout_and_says_so():
     assert less.why[2].startswith("a faster layout would need")
     least = choose_serving_layout(EXPERIMENT, mesh, 1000)
     assert least.sizes == mesh and "parts that every token gathers" in least.why[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"serving_mesh": config.Mesh(fsdp=1, tensor=3)},
+            "serving_mesh: wanted axes whose product is the 4 available devices",
+        ),
+        (
+            {"serving_mesh": config.Mesh(fsdp=1, data=4), "sampling": config.Sampling(prompts=6)},
+            "4 devices of serving_mesh for rows, got 6",
+        ),
+        (
+            {"serving_mesh": config.Mesh(), "placement": config.Placement(devices=2)},
+            "serving_mesh: wanted null with placement, whose placement.mesh is the sampler's, got a mesh",
+        ),
+    ],
+)
+def test_a_serving_mesh_must_fit_the_learners_devices(changes, said):
+    found = validate(replace(EXPERIMENT, **changes), 6 if "placement" in changes else 4)
+    assert any(said in each for each in found), found

@@ -41,7 +41,7 @@ class Compiled:
     memory: Memory | None = None
     error: str = ""
     text: str = field(default="", repr=False)
-    few: tuple[Compiled, ...] = ()  # with one and with two layers, if the program was extrapolated from them
+    few: tuple[Compiled, ...] = ()  # with fewer layers, if the program was extrapolated from them
 
 
 def compile_program(program: Program) -> Compiled:

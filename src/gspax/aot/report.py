@@ -15,7 +15,7 @@ import jax
 from gspax.aot import hlo
 from gspax.aot.chips import Chip, Topology
 from gspax.aot.decode_loop import gathered_weights, needed
-from gspax.aot.layers import are_alike, compile_few, extrapolate_phases
+from gspax.aot.layers import FEW, are_alike, compile_few, extrapolate_phases
 from gspax.aot.memory import GB, Compiled, compile_program, describe_misfits
 from gspax.aot.programs import COPY, ROLLOUT, SCORE, TRAIN, Program, make_programs
 from gspax.aot.roofline import DECODE, PREFILL, PUSH, Phase, Times, estimate_times, make_phases, push_phase
@@ -30,7 +30,7 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False,
     """Compile for the topology and print the report, program by program; True if everything fits.
 
     Args:
-      all_layers: compile the sampler with all layers, instead of extrapolating from one and two.
+      all_layers: compile the sampler with all layers, instead of extrapolating from a few.
       only: the names of the programs to compile; empty: all.
 
     Raises:
@@ -52,7 +52,7 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False,
                 return next(each for each in smaller if each.name == name)
 
             compiled.append(compile_few(program, few, layers))
-            how = f"with 1 and 2 of {layers} equal layers "
+            how = f"with {FEW[0]} and {FEW[1]} of {layers} equal layers "
         else:
             compiled.append(compile_program(program))
             how = ""
