@@ -306,7 +306,7 @@ def test_resumption_restores_reference_and_clip_range(tmp_path):
     assert steps[0] == steps[1] and len(steps[0]) == 3
     assert states[0].position == sum(row["sampling/prompts"] for row in steps[0]) > 24, "groups were replaced"
     low = [row["policy/clip_low"] for row in steps[0]]
-    assert len(set(low)) == 3 and low[1] != 3e-4, "measured anew after each rollout batch"
+    assert low[0] == 1 and 0 < low[2] < 0.1, "the widest range until ratios are measured"
     kl_to_start = [row["reference/kl"] for row in steps[0]]
     assert kl_to_start[0] < 1e-9 < kl_to_start[1] < kl_to_start[2]
 
