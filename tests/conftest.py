@@ -14,7 +14,7 @@ jax.config.update("jax_num_cpu_devices", 8)  # every sharding test runs on any m
 # an advantage [B] where [B, T] was due is an error, B == T or not
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Most of the suite's time is compilation: the programs run once or twice, so XLA's costly passes do not pay. Processes
-# that a test starts (test_loop.py) run with all optimisations.
+# that a test starts choose for themselves.
 jax.config.update("jax_disable_most_optimizations", True)
 if jax.__version_info__[:2] == (0, 10):  # XLA aborts on a flag that it does not have; other versions compile slower
     # The newer fusion emitters of XLA on CPU double the time of a compilation. XLA reads the variable once.

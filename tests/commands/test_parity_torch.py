@@ -120,7 +120,8 @@ def test_prefill_and_decode_agree_with_transformers_cache(config, tmp_path):
     np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["experts", pytest.param("dense", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts", "dense"])
 def test_greedy_decoding_token_for_token(name, tmp_path):
     config = tiny.TOGETHER[name]
     params, config, model = make_pair(config, tmp_path)
