@@ -54,6 +54,7 @@ class Qwen3Chat:
     that the experiment can be validated, planned and compiled without it."""
 
     checkpoint: str
+    thinking: bool = False
     vocab_size: int = 151669
     stop_ids: tuple[int, ...] = (151645, 151643)
 
@@ -65,7 +66,7 @@ class Qwen3Chat:
 
     @cached_property
     def _chat(self) -> ChatTokenizer:
-        return hf_chat(locate(self.checkpoint, SMALL))
+        return hf_chat(locate(self.checkpoint, SMALL), thinking=self.thinking)
 
 
 CHECKPOINT = "Qwen/Qwen3-30B-A3B"

@@ -283,12 +283,12 @@ def test_commands_parse(page, line, tutorial_files, capsys):
         assert name in program.SUBCOMMANDS
         return
     options = importlib.import_module(f"gspax.commands.{name}").make_parser().parse_intermixed_args(arguments)
-    if "overrides" in options:
+    if "overrides" in options and not getattr(options, "source", None):
         path = SORT if options.file == "FILE" else tutorial_files / options.file
         path = path if path.exists() else ROOT / options.file
         assert path.exists(), options.file
         overridden = experiments.override(experiments.load(path), options.overrides)
-        if "FILE" not in line:
+        if "FILE" not in line and "gsm8k" not in path.stem:  # its data set is not part of the repository
             assert experiments.validate(overridden) == []
 
 

@@ -45,6 +45,8 @@ _SHOWN = 5  # bad rows that a message lists
 class Benchmark:
     """All problems of a table, in its order. Opening it reads every row once; a row that does not fit is an error.
 
+    With `len` and `[]` it is a table of problems too, for `data.sequence`.
+
     Attributes:
       table: the rows.
       read: the problem of a row, and the text by which `data.jsonl(exclude=…)` finds it among training prompts. It
@@ -55,6 +57,12 @@ class Benchmark:
     table: Table
     read: Read
     keep: Callable[[Mapping[str, Any]], bool] | None = None
+
+    def __len__(self) -> int:
+        return self.heldout_count
+
+    def __getitem__(self, index: int) -> Problem:
+        return self.heldout(index)
 
     def heldout(self, index: int) -> Problem:
         """Problem number `index`, from 0."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, TypedDict, Unpack
 
 from gspax.data.sources.mixture import Mixture, mixture
-from gspax.data.sources.rows import HeldoutRows, RowSource, Rule
+from gspax.data.sources.rows import RowSource, Rule
 from gspax.data.sources.rules import AnswerMatches, PassRate, PromptTokens
 from gspax.data.sources.schema import Schema
 from gspax.data.sources.tables import HuggingFace, JsonLines, Parquet, Sequence, Table, TensorFlowDatasets
@@ -51,7 +51,7 @@ class Settings(TypedDict, total=False):
     examples: tuple[tuple[str, str], ...]
     checks: tuple[Rule, ...]
     filters: tuple[Rule, ...]
-    exclude: tuple[HeldoutRows, ...]
+    exclude: tuple[Any, ...]  # of HeldoutRows, such as the data of a `Task`; checked when the source is made
     on_bad: Literal["error", "skip"]
     seed: int
 

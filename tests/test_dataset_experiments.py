@@ -1,0 +1,82 @@
+"""The experiments on data sets: a dry run of each as it is, and two steps with a tiny model on real data."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspax.commands import main as program
+from gspax.run.record import read_rows
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "experiments"
+DATASETS = ("gsm8k_gspo", "gsm8k_lora", "math_gspo", "code_gspo")  # read files in the working directory
+SHARED = ROOT.parent / "shared" / "data"
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def datasets(tmp_path, monkeypatch):
+    """A working directory with a few rows of our own in the schemas of the data sets."""
+    for split, first in (("train", 1), ("test", 100)):
+        sums = [(f"What is {a} and {a} together?", str(2 * a)) for a in range(first, first + 40)]
+        write_rows(tmp_path / "gsm8k" / f"{split}.jsonl", [{"question": q, "answer": f"#### {a}"} for q, a in sums])
+        write_rows(tmp_path / "math" / f"{split}.jsonl", [MATH | {"problem": q, "answer": a} for q, a in sums])
+    dates = [f"2024-{month:02d}-01T00:00:00" for month in (1, 2, 3, 9, 10)]
+    rows = [CODE | {"question_content": f"Add {i}.", "contest_date": date} for i, date in enumerate(dates)]
+    write_rows(tmp_path / "livecodebench" / "test.jsonl", rows)
+    monkeypatch.chdir(tmp_path)
+
+
+MATH = {"solution": "", "subject": "Algebra", "level": 1, "unique_id": "a"}
+CASES = json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}])
+CODE = {"starter_code": "", "public_test_cases": CASES, "private_test_cases": CASES, "metadata": "{}"}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_dry_run_of_an_experiment_on_a_data_set(name, datasets, capsys):
+    assert program.main(["train", str(FOLDER / f"{name}.py"), "--dry-run", "--devices", "64"]) == 0
+    assert re.search(r"together +[\d.]+ GiB", capsys.readouterr().out)
+
+
+# Everything but the size is the pod's: data, chat template, tokenizer, reward, loss, tasks.
+TINY = [
+    *("model=gspax.model.presets.tiny_moe", "model.vocab_size=151936", "model.max_position_embeddings=4096"),
+    *("sampling.prompts=2", "sampling.group=2", "sampling.max_tokens=8", "schedule.microbatch_rows=0"),
+    *("schedule.steps=2", "schedule.minibatches=2", "schedule.eval_every=0", "evaluation.problems=2"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_tiny_model_trains_on_a_data_set(name, tmp_path, monkeypatch):
+    if not (SHARED / "qwen3_tokenizer").is_dir():
+        pytest.skip("there is no ../shared/data/qwen3_tokenizer")
+    if name == "code_gspo" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    gsm8k = {split: read_rows(SHARED / "gsm8k" / f"{split}.jsonl") for split in ("train", "test")}
+    math = read_rows(SHARED / "math500" / "test.jsonl")
+    write_rows(tmp_path / "gsm8k" / "train.jsonl", gsm8k["train"])
+    write_rows(tmp_path / "gsm8k" / "test.jsonl", gsm8k["test"][:3])
+    write_rows(tmp_path / "math" / "train.jsonl", math[3:])
+    write_rows(tmp_path / "math" / "test.jsonl", math[:3])
+    code = read_rows(SHARED / "code_mini" / "problems.jsonl")
+    dated = [row | {"contest_date": f"2024-{'01' if i > 2 else '09'}-01"} for i, row in enumerate(code)]
+    write_rows(tmp_path / "livecodebench" / "test.jsonl", dated)
+    monkeypatch.chdir(tmp_path)
+    file, tokenizer = str(FOLDER / f"{name}.py"), f"tokenizer.checkpoint={SHARED / 'qwen3_tokenizer'}"
+    command = [sys.executable, "-m", "gspax", "train", file, "--workdir", "run", *TINY, tokenizer]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, timeout=900)
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert len([row for row in rows if "policy/ratio_mean" in row]) == 2
+    (task,) = {key.split("/")[1] for row in rows for key in row if key.endswith("/reward_low")}
+    assert len(read_rows(tmp_path / "run" / "evaluations" / "step_000002" / f"{task}.jsonl")) == 3 * 4
