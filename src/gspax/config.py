@@ -160,6 +160,7 @@ class Sampling:
     max_tokens: Size = 64  # of a completion, stop token included
     chunk: NonNegativeInt = 0  # tokens after which rewards of ended samples start; 0: they wait for the last sample
     slots: NonNegativeInt = 0  # samples that are drawn at once; 0: all. A finished sample's slot takes the next one
+    cache_gib: NonNegative = 0.0  # of a device's memory, for keys and values; limits the slots; 0: no limit
     max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off
     temperature: Temperature = 1.0
     top_k: NonNegativeInt = 0  # 0: off. Filters bias the ratio, because log-probs are of the unfiltered distribution

@@ -281,3 +281,21 @@ def test_where_memory_is_short_the_sampler_takes_a_smaller_layout_and_says_so():
 def test_a_serving_mesh_must_fit_the_learners_devices(changes, said):
     found = validate(replace(EXPERIMENT, **changes), 6 if "placement" in changes else 4)
     assert any(said in each for each in found), found
+
+
+def test_the_cache_budget_limits_the_slots():
+    assert plan(EXPERIMENT, 1).slots == 64 and "Slots" not in render(plan(EXPERIMENT, 1))
+    whole = plan(EXPERIMENT, 2).sampler
+    prompts, completions = (whole[f"cache of the {part}"] for part in ("prompts, once per prompt", "completions"))
+    half = replace(EXPERIMENT.sampling, cache_gib=(prompts + completions / 2) / 2**30)
+    found = plan(replace(EXPERIMENT, sampling=half), 2)
+    assert found.slots == 32 and found.sampler["cache of the completions"] == completions // 2
+    assert "Slots       32 rows drawn at once" in render(found)
+    assert validate(replace(EXPERIMENT, sampling=replace(half, slots=32)), 2) == []
+    wanted = {
+        replace(half, slots=34): "sampling.slots: wanted at most 32, ",
+        replace(half, cache_gib=prompts / 2**30): "sampling.cache_gib: wanted at least ",
+        replace(EXPERIMENT.sampling, slots=5): "sampling.slots: wanted a multiple of the 2 devices",
+    }
+    for sampling, message in wanted.items():
+        assert message in validate(replace(EXPERIMENT, sampling=sampling), 2)[0]

@@ -10,6 +10,7 @@ H head, E experts, A active experts, F expert width, L layers.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from gspax import optimizers, sharding
 from gspax.config import (
@@ -67,10 +68,9 @@ def sampler_bytes(experiment: Experiment, learner: Mesh, mesh: Mesh) -> dict[str
     """
     config, sampling = experiment.model, experiment.sampling
     prompts = math.ceil(sampling.prompts / sharding.batch_shards(mesh))
-    rows = prompts * sampling.group
+    rows = math.ceil(count_slots(config, sampling, mesh) / sharding.batch_shards(mesh))
     rows = rows if rows % mesh["context"] else rows // mesh["context"]
-    heads = config.num_key_value_heads // mesh["tensor"]
-    position = 2 * size_of(config.dtype) * config.num_hidden_layers * heads * config.head_dim
+    position = _position_bytes(config, mesh)
     replays = experiment.routing_replay or experiment.regularizers.load_balance
     if experiment.placement is None:
         lora, reference = experiment.lora, experiment.reference is not None
@@ -95,6 +95,45 @@ def serving_bytes(config: ModelConfig, mesh: Mesh) -> int:
     experts = _sparse_layers(config) * 3 * config.num_experts * D * F
     count = math.ceil((experts / mesh["expert"] + parameter_count(config) - experts) / (mesh["tensor"] * mesh["fsdp"]))
     return size_of(config.dtype) * count
+
+
+def count_slots(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> int:
+    """The samples that are drawn at once on all devices: as many as there are, `sampling.slots`, or as fit."""
+    rows = sampling.prompts * sampling.group
+    wanted = min(sampling.slots or rows, rows)
+    return min(wanted, _fitting_slots(config, sampling, mesh)) if sampling.cache_gib else wanted
+
+
+def slot_problems(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> Iterator[str]:
+    """One sentence if the slots' caches do not fit their budget."""
+    if not sampling.cache_gib:
+        return
+    fitting, shards = _fitting_slots(config, sampling, mesh), sharding.batch_shards(mesh)
+    needed = _position_bytes(config, mesh) * (
+        math.ceil(sampling.prompts / shards) * sampling.max_prompt_tokens + sampling.max_tokens
+    )
+    if fitting < shards:
+        yield (
+            f"sampling.cache_gib: wanted at least {needed / 2**30:.3g} for the cache of a device's prompts and of one "
+            f"slot, got {sampling.cache_gib:g}"
+        )
+    elif sampling.slots > fitting:
+        yield (
+            f"sampling.slots: wanted at most {fitting}, whose caches fit sampling.cache_gib={sampling.cache_gib:g}, "
+            f"got {sampling.slots}"
+        )
+
+
+def _fitting_slots(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> int:
+    shards, position = sharding.batch_shards(mesh), _position_bytes(config, mesh)
+    left = sampling.cache_gib * 2**30 - position * math.ceil(sampling.prompts / shards) * sampling.max_prompt_tokens
+    return max(0, int(left // (position * sampling.max_tokens))) * shards
+
+
+def _position_bytes(config: ModelConfig, mesh: Mesh) -> int:
+    """Bytes of the keys and values of one position of one row, on one device."""
+    heads = config.num_key_value_heads // mesh["tensor"]
+    return 2 * size_of(config.dtype) * config.num_hidden_layers * heads * config.head_dim
 
 
 def optimizer_bytes(optimizer: Optimizer, config: ModelConfig, lora: Lora | None, mesh: Mesh) -> dict[str, int]:

@@ -14,6 +14,7 @@ from gspax.experiment.counts import active_parameter_count, parameter_count, tra
 from gspax.experiment.description import describe, flatten, show
 from gspax.experiment.memory import (
     activation_bytes,
+    count_slots,
     learner_bytes,
     optimizer_bytes,
     row_length,
@@ -37,6 +38,7 @@ class Plan:
     parameters: int
     active_parameters: int
     rows: int  # of a rollout batch
+    slots: int  # rows that are drawn at once
     completion_tokens: int  # drawn in a step, at most
     tokens: int  # prompts and completions that a step trains on, at most
     updates: int  # per step
@@ -74,6 +76,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         parameters=parameters,
         active_parameters=active_parameter_count(config),
         rows=rows,
+        slots=count_slots(config, sampling, serving.sizes),
         completion_tokens=rows * sampling.max_tokens,
         tokens=rows * length,
         updates=updates_per_step(schedule),
@@ -116,6 +119,8 @@ def render(plan: Plan) -> str:
         f"In total    {plan.steps:,} steps, {plan.steps * plan.updates:,} updates, "
         f"at most {plan.steps * plan.tokens:,} tokens",
     ]
+    if plan.slots < plan.rows:
+        lines.append(f"Slots       {plan.slots:,} rows drawn at once; a slot takes the next row when its own has ended")
     if plan.warm_start_updates:
         lines.append(f"Warm start  {plan.warm_start_updates:,} supervised updates before them")
     lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: trained parameters and optimiser state")

@@ -27,6 +27,8 @@ from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError
 from gspax.experiment import loss_validation
 from gspax.experiment.field_validation import function_problems, range_problems, type_problems
+from gspax.experiment.memory import slot_problems
+from gspax.experiment.serving_layout import choose_serving_layout
 from gspax.model.architecture import architecture_problems
 from gspax.ranges import INT32
 
@@ -211,6 +213,9 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         yield from _serving_mesh(
             experiment.serving_mesh, experiment.placement, experiment.sampling, experiment.model, sizes
         )
+    elif experiment.placement is None and experiment.sampling.cache_gib:
+        serving = choose_serving_layout(experiment, sizes).sizes
+        yield from slot_problems(experiment.model, experiment.sampling, serving)
 
 
 def _sampler_mesh(placement: Placement, sampling: Sampling, model: ModelConfig, slices: int) -> Iterator[str]:
@@ -245,3 +250,4 @@ def _sampler_sizes(key: str, sizes: dict[str, int], sampling: Sampling, model: M
             yield f"sampling.{name}: wanted a multiple of the {shards} devices of {key} for rows, got {count}"
     where = key.removesuffix(".mesh")
     yield from (f"{where}: {misfit}" for misfit in sharding.find_mismatches(sizes, model))
+    yield from slot_problems(model, sampling, sizes)

@@ -24,10 +24,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from gspax.config import ModelConfig, Sampling, expert_id_dtype
+from gspax.experiment.memory import count_slots
 from gspax.model import decoding, transformer
 from gspax.model.decoding import Cache, Slots
 from gspax.rollout.drawing import draw_tokens
-from gspax.sharding import batch_shards, constrain, sample_axis, spec
+from gspax.sharding import AXES, batch_shards, constrain, sample_axis, spec
 from gspax.types import Array, Params
 
 
@@ -88,7 +89,7 @@ def start(
     config, sampling, stop_ids, mesh = settings[:4]
     P, G, C = tokens_PS.shape[0], sampling.group, sampling.max_tokens
     B = P * G
-    W = min(sampling.slots or B, B)
+    W = _count_slots(config, sampling, P, mesh)
     with jax.named_scope("prefill"):
         last_PD, prompts, expert_PSLA = decoding.prefill(params, config, tokens_PS, length_P, mesh=mesh)
     id_B = (id_P[:, None] * np.uint32(G) + jnp.arange(G, dtype=jnp.uint32)[None]).reshape(B)
@@ -159,6 +160,12 @@ def advance(
         return replace(state, rows=rows, step=state.step + 1, cache=cache)
 
     return jax.lax.while_loop(lambda state: (state.step < last) & state.rows.live_W.any(), decode, state)
+
+
+def _count_slots(config: ModelConfig, sampling: Sampling, prompts: int, mesh: jax.sharding.Mesh | None) -> int:
+    """W, for so many prompts; at least one on each device."""
+    sizes = dict.fromkeys(AXES, 1) if mesh is None else dict(mesh.shape)
+    return max(count_slots(config, replace(sampling, prompts=prompts), sizes), batch_shards(sizes))
 
 
 class Drawn(NamedTuple):
