@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -79,7 +79,7 @@ def make_colocated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, learner
 
     def fetch(rollout: Rollout) -> Rollout:
         on_devices = {name: x for name, x in vars(rollout).items() if isinstance(x, jax.Array)}
-        return replace(rollout, **jax.device_put(on_devices, by_row))
+        return replace(rollout, **_resharder(by_row)(on_devices))
 
     push = partial(make_serving_copy, config=config, mesh=mesh)
     return Sampler(mesh, push, partial(replicate_key, mesh=mesh), fetch)
@@ -87,7 +87,13 @@ def make_colocated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, learner
 
 def replicate_key(key: Array, mesh: jax.sharding.Mesh) -> Array:
     """The key on another mesh of the same devices: jax refuses to combine arrays on different meshes."""
-    return jax.device_put(key, named_sharding(mesh))
+    return _resharder(named_sharding(mesh))(key)
+
+
+@lru_cache
+def _resharder(sharding: jax.sharding.NamedSharding) -> Callable[[Any], Any]:
+    """Moves arrays between meshes of the same devices; `jax.device_put` refuses keys on devices of other processes."""
+    return jax.jit(lambda tree: tree, out_shardings=sharding)
 
 
 def make_disaggregated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh) -> Sampler:
