@@ -23,7 +23,7 @@ CODE = [
         "question_content": "Print the sum of two integers.",
         "question_id": str(month),
         "starter_code": starter,
-        "contest_date": f"2024-0{month}-01T00:00:00",
+        "contest_date": f"2024-0{month}-01" + "T00:00:00" * (month != 5),
         "public_test_cases": json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]),
         "private_test_cases": json.dumps([{"input": "2 2\n", "output": "4\n", "testtype": "stdin"}]),
         "metadata": "{}",
