@@ -318,6 +318,12 @@ def tracked_files():
     return [ROOT / name for name in names if name and (ROOT / name).is_file()]
 
 
+def test_test_files_have_unique_names():
+    """The test folders are no packages: pytest cannot import two modules of one name."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_no_file_contains_an_absolute_path_of_a_machine():
     files = tracked_files()
     assert Path(__file__) in files

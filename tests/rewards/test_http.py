@@ -108,7 +108,10 @@ def drop(handler, body):
     handler.close_connection = True
 
 
-@pytest.mark.parametrize("first", [(503, b"busy"), (429, b"slow down"), (500, b""), drop], ids=str)
+TRANSIENT = {"503": (503, b"busy"), "429": (429, b"slow down"), "500": (500, b""), "dropped": drop}
+
+
+@pytest.mark.parametrize("first", TRANSIENT.values(), ids=TRANSIENT)
 def test_transient_errors_are_retried(first):
     with serve(first, first, GOOD) as (url, seen):
         assert ask(url) == 0.5
