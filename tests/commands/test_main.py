@@ -28,7 +28,8 @@ def called(monkeypatch):
         made.summarise = lambda workdir: f"summary of {workdir}"
         monkeypatch.setitem(sys.modules, made.__name__, made)
 
-    for module, function in (("loop", "train"), ("sft", "run"), ("evaluate", "run"), ("run.report", "write")):
+    functions = {"loop": "train", "sft": "run", "evaluation.checkpoint": "evaluate_run", "run.report": "write"}
+    for module, function in functions.items():
         stand_in(module, function)
     monkeypatch.setattr("gspax.commands.bench.run", lambda experiment, *_: calls.append(("bench", experiment)))
     return calls
@@ -81,8 +82,8 @@ def test_each_subcommand_calls_its_function(called, tmp_path, capsys):
     assert main.main(["report", str(tmp_path)]) == 0
     assert [(call[0], *call[2:]) for call in called] == [
         ("sft", Path("new")),
-        ("evaluate", tmp_path, 12),
-        ("evaluate", tmp_path, None),
+        ("evaluation.checkpoint", tmp_path, 12, None),
+        ("evaluation.checkpoint", tmp_path, None, None),
         ("bench",),
         ("run.report",),
     ]
