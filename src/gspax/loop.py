@@ -140,7 +140,9 @@ def train(experiment: Experiment, workdir: Path) -> None:
         learner.rewards,
         count_compilations() as compiled,
         interrupt.watch() as interrupted,
-        Checkpoints(run.checkpoints, keep=experiment.schedule.keep_checkpoints, mesh=learner.mesh) as checkpoints,
+        Checkpoints(
+            run.checkpoints, keep=experiment.schedule.keep_checkpoints, mesh=learner.mesh, note=run.newest
+        ) as checkpoints,
     ):
         while True:
             try:

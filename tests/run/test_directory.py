@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gspax.errors import UserError
-from gspax.run import directory
+from gspax.run import directory, folders
 from gspax.run.directory import open_run
 
 DESCRIPTION = {"name": "sort", "optimizer": {"learning_rate": 3e-4}, "schedule": {"steps": 10}}
@@ -80,14 +80,14 @@ def test_a_damaged_experiment_file_is_one_error(tmp_path):
 
 def test_a_failed_write_keeps_the_old_content(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    directory.write_atomically(path, "old")
+    folders.write_atomically(path, "old")
 
     def fail(*arguments):
         raise OSError("disk full")
 
-    monkeypatch.setattr(directory.os, "fsync", fail)
+    monkeypatch.setattr(folders.os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
-        directory.write_atomically(path, "new")
+        folders.write_atomically(path, "new")
     assert path.read_text() == "old"
 
 

@@ -103,8 +103,9 @@ def run(
     run = RunDir(source)
     with Checkpoints(_find_checkpoints(run)) as checkpoints, atomic_folder(target) as temporary:
         chosen = checkpoints.latest() if step is None else step
-        if chosen is None or chosen not in checkpoints.steps():
-            raise UserError(f"there is no checkpoint {'' if chosen is None else chosen} in {checkpoints.directory}")
+        if chosen is None:
+            raise UserError(f"there is no checkpoint in {checkpoints.directory}")
+        checkpoints.require_whole(chosen)
         adapted = lora is not None and checkpoints.directory == run.checkpoints.absolute()
         if adapter and not adapted:
             raise UserError(f"{source}: wanted a run with adapters (lora) for --adapter, got one without")
@@ -228,7 +229,7 @@ def _find_checkpoints(run: RunDir) -> Path:
     for directory in (run.checkpoints, run.warm_start.checkpoints):
         if directory.is_dir():
             with Checkpoints(directory) as checkpoints:
-                if checkpoints.latest() is not None:
+                if checkpoints.steps():
                     return directory
     raise UserError(f"{run.path}: wanted a checkpoint of the run or of its warm start, there is none")
 

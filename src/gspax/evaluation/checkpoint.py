@@ -31,7 +31,8 @@ from gspax.rollout.rewards import Row
 from gspax.rollout.serving import make_serving_copy
 from gspax.run import progress
 from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir, describe_environment, find_run, write_atomically
+from gspax.run.directory import RunDir, describe_environment, find_run
+from gspax.run.folders import write_atomically
 from gspax.run.record import to_line
 from gspax.sharding import batch_shards, reshape_mesh
 from gspax.types import Array, TrainState

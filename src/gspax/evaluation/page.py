@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspax.run.directory import write_atomically
+from gspax.run.folders import write_atomically
 
 BUDGET = 20_000_000  # characters of completions on a page; the rest is in the .jsonl file
 LONGEST = 20_000  # characters of one text; a longer one loses its middle

@@ -23,7 +23,8 @@ from gspax.errors import DivergedError, UserError
 from gspax.learner.restore import drop_frozen
 from gspax.learner.train_step import Scores, Update
 from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir, read_json, write_atomically
+from gspax.run.directory import RunDir, read_json
+from gspax.run.folders import write_atomically
 from gspax.run.record import read_rows
 from gspax.types import Array, Batch, TrainState
 

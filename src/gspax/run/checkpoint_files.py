@@ -6,6 +6,8 @@ processes: it reads and writes nothing. `checkpoints.Checkpoints` uses one of th
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,18 +18,31 @@ import orbax.checkpoint as ocp
 
 from gspax.distributed import multihost
 from gspax.errors import UserError
+from gspax.run import step_folders
+from gspax.run.folders import write_atomically
+from gspax.run.manifest import find_damage, has_manifest, write_manifest
+from gspax.run.step_folders import EXTRA, STATE
 
-STATE, EXTRA = "state", "extra"
 CHUNK_BYTES, FILE_BYTES = 2**26, 2**28  # compressed at once, and in a file: the memory of a save beyond the arrays
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class Files:
-    """A directory that `processes` read, and write unless `keep` is None; see `Checkpoints`."""
+    """A directory that `processes` read, and write unless `keep` is None; see `Checkpoints`.
 
-    def __init__(self, directory: Path, keep: int | None, concurrent_gb: int, processes: set[int]) -> None:
-        self.directory = directory
+    Orbax commits a checkpoint in a thread. A second thread of the first process then writes its manifest, and deletes
+    the checkpoints beyond the newest `keep`.
+    """
+
+    def __init__(
+        self, directory: Path, keep: int | None, concurrent_gb: int, processes: set[int], note: Path | None = None
+    ) -> None:
+        self.directory, self.keep, self.note = directory, keep, note
+        self.is_first = jax.process_index() == min(processes)
+        self.part, self.parts = sorted(processes).index(jax.process_index()), len(processes)  # of the verification
+        self.finishing: threading.Thread | None = None
+        self.problem: Exception | None = None
         self.shared: dict[str, Any] = {}
         is_subset = processes != set(range(jax.process_count()))
         if is_subset:
@@ -41,7 +56,7 @@ class Files:
             save_concurrent_gb=concurrent_gb, save_device_host_concurrent_gb=concurrent_gb, **self.shared
         )
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
+            max_to_keep=None,  # Orbax would delete the old checkpoints before the manifest of the new one is written
             read_only=keep is None,
             cleanup_tmp_directories=keep is not None,
             create=not is_subset,
@@ -50,13 +65,13 @@ class Files:
         handlers = {STATE: state, EXTRA: ocp.JsonCheckpointHandler(**self.shared)}
         self.manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
 
-    def steps(self) -> list[int]:
-        """All steps that have a directory, complete or not."""
-        return sorted(self.manager.all_steps())
+        if keep is not None and self.is_first:
+            step_folders.finish_removing(directory)
 
-    def is_complete(self, step: int) -> bool:
+    def find_damage(self, step: int) -> list[str]:
+        """The damaged files among those that this process checks, a phrase for each; none without a manifest."""
         folder = self.directory / str(step)
-        return (folder / STATE / "_METADATA").exists() and (folder / EXTRA / "metadata").exists()
+        return find_damage(folder, self.part, self.parts) if has_manifest(folder) else []
 
     def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any]) -> None:
         """Start writing; the arrays may be donated as soon as this returns."""
@@ -73,11 +88,33 @@ class Files:
         items = ocp.args.Composite(**{STATE: arrays, EXTRA: ocp.args.JsonSave(dict(extra))})
         self.manager.save(step, args=items, force=True)
 
-    def delete(self, step: int) -> None:
-        self.manager.delete(step)
+        if self.is_first:
+            self.finishing = threading.Thread(target=self._finish, args=(step,), name="gspax_manifest")
+            self.finishing.start()
+
+    def _finish(self, step: int) -> None:
+        """Write the manifest of a checkpoint as soon as Orbax has committed it, then delete the oldest ones."""
+        try:
+            self.manager.wait_until_finished()
+            write_manifest(self.directory / str(step))
+            if self.note is not None:
+                write_atomically(self.note, json.dumps({"newest": step}) + "\n")
+            step_folders.prune(self.directory, self.keep or 1)
+        except Exception as error:
+            self.problem = error
+
+    def refresh(self) -> None:
+        """Let Orbax list the directory again."""
+        self.manager.reload()
 
     def wait(self) -> None:
+        finishing, self.finishing = self.finishing, None
+        if finishing is not None:
+            finishing.join()
+        problem, self.problem = self.problem, None
         self.manager.wait_until_finished()
+        if problem is not None:
+            raise problem
 
     def close(self) -> None:
         self.manager.close()
@@ -130,14 +167,11 @@ class Files:
 class NoFiles:
     """The methods of `Files` for a process whose devices hold none of the arrays."""
 
-    def steps(self) -> list[int]:
+    def find_damage(self, step: int) -> list[str]:
         return []
 
-    def is_complete(self, step: int) -> bool:
-        return False
-
     def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any]) -> None: ...
-    def delete(self, step: int) -> None: ...
+    def refresh(self) -> None: ...
     def wait(self) -> None: ...
     def close(self) -> None: ...
 

@@ -3,12 +3,16 @@
 A state is stored as a flat table `path in the tree -> array`. So any pytree can be saved (integer keys, typed PRNG
 keys, optimiser tuples), and a checkpoint of another model is rejected by its names, shapes and dtypes before an array
 is read. Orbax writes to a temporary directory and renames it; a killed save leaves no checkpoint.
+
+A manifest with the SHA-256 of every file is written last (`run.manifest`). A checkpoint is verified before it is used.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +20,9 @@ import jax
 
 from gspax.distributed import multihost
 from gspax.errors import UserError
+from gspax.run import step_folders
 from gspax.run.checkpoint_files import Files, NoFiles, shorten
+from gspax.run.manifest import has_manifest
 from gspax.unstable import key_impl_name
 
 
@@ -28,7 +34,10 @@ class Checkpoints:
     array must be smaller than that. Creating one sets the `absl` logger, which Orbax uses, to level ERROR.
 
     All processes of a run call the same methods. Those without devices in `mesh`, on which the state is sharded, touch
-    no file and receive the results of the others. Process 0 is never one of them.
+    no file and receive the results of the others. Process 0 is never one of them: it lists, renames and deletes.
+
+    `note` is a file that records the newest step. With it, a directory without a whole checkpoint is an error once a
+    checkpoint was saved.
     """
 
     def __init__(
@@ -38,13 +47,16 @@ class Checkpoints:
         *,
         mesh: jax.sharding.Mesh | None = None,
         concurrent_gb: int = 96,
+        note: Path | None = None,
     ) -> None:
         logging.getLogger("absl").setLevel(logging.ERROR)
         self.directory = Path(directory).absolute()
         self._saved: set[int] = set()
+        self._verified: set[int] = set()
+        self._keep, self._note = keep, note
         processes = set(range(jax.process_count())) if mesh is None else multihost.process_indices(mesh)
         takes_part = jax.process_index() in processes
-        self._files = Files(self.directory, keep, concurrent_gb, processes) if takes_part else NoFiles()
+        self._files = Files(self.directory, keep, concurrent_gb, processes, note) if takes_part else NoFiles()
 
     def __enter__(self) -> Self:
         return self
@@ -68,12 +80,13 @@ class Checkpoints:
         if step in self._saved:
             return
         try:
-            for later in multihost.gather([old for old in self._files.steps() if old >= step])[0]:
-                self._files.delete(later)
+            multihost.all_or_raise(lambda: self._remove_from(step))
+            self._files.refresh()
             self._files.save(step, _to_storable(_table(state)), extra)
         except Exception as error:
             raise UserError(f"checkpoint {step} could not be written to {self.directory}: {shorten(error)}") from error
         self._saved.add(step)
+        self._verified.discard(step)
 
     def wait(self) -> None:
         """Return when the last save is on disk. UserError if it failed."""
@@ -83,16 +96,79 @@ class Checkpoints:
             raise UserError(f"a checkpoint could not be written to {self.directory}: {shorten(error)}") from error
 
     def steps(self) -> list[int]:
-        """The steps on disk, oldest first, without incomplete directories such as interrupted copies.
+        """The steps on disk whose save was finished, oldest first, damaged since or not.
 
         Process 0 lists them for all processes, which must not disagree about a file that is just being created.
         """
         self.wait()
-        return multihost.gather([step for step in self._files.steps() if self._files.is_complete(step)])[0]
+        return multihost.gather(step_folders.finished_steps(self.directory))[0]
 
     def latest(self) -> int | None:
-        """The newest step on disk, if there is one."""
-        return max(self.steps(), default=None)
+        """The newest whole step on disk, if there is one.
+
+        A damaged step is set aside as `damaged_STEP` unless the directory is read-only; a line on stderr names it.
+
+        Raises:
+          UserError: there is none, but `note` records that one was saved.
+        """
+        steps, problem = self.steps(), None
+        self._warn_of_unfinished(steps)
+        for step in reversed(steps):
+            damage = self.find_damage(step)
+            if damage is None:
+                if problem is not None:
+                    self._warn(f"using checkpoint {step}, the newest whole one")
+                return step
+            problem = f"checkpoint {step} is damaged: {damage}"
+            multihost.all_or_raise(partial(self._set_aside, step, problem))
+        if problem is not None and self._keep is None:
+            raise UserError(f"{self.directory} has no whole checkpoint: {problem}")
+        if self._keep is not None and self._note is not None and multihost.gather(self._note.exists())[0]:
+            raise UserError(
+                f"{self.directory} has no whole checkpoint, but {self._note.name} records that one was saved: "
+                "bring one back from a copy, or take another directory to start again"
+            )
+        return None
+
+    def find_damage(self, step: int) -> str | None:
+        """What is damaged in a finished step; None if it is whole or, by an older version, cannot be verified."""
+        if step in self._verified:
+            return None
+        found = [phrase for each in multihost.gather(self._files.find_damage(step)) for phrase in each]
+        if found:
+            return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+        self._verified.add(step)
+        if not has_manifest(self.directory / str(step)):
+            self._warn(f"checkpoint {step} was written without a manifest: it is not verified")
+        return None
+
+    def require_whole(self, step: int) -> None:
+        """UserError if there is no such step or if it is damaged."""
+        steps = self.steps()
+        if step not in steps:
+            only = f", only {', '.join(map(str, steps))}" if steps else ""
+            raise UserError(f"there is no checkpoint {step} in {self.directory}{only}")
+        if damage := self.find_damage(step):
+            raise UserError(f"checkpoint {step} in {self.directory} is damaged: {damage}")
+
+    def _remove_from(self, step: int) -> None:
+        if jax.process_index() == 0:
+            step_folders.remove(self.directory, [old for old in step_folders.list_steps(self.directory) if old >= step])
+
+    def _set_aside(self, step: int, problem: str) -> None:
+        self._saved.discard(step)
+        moved = ""
+        if self._keep is not None and jax.process_index() == 0:
+            moved = f"; moved to {step_folders.set_aside(self.directory, step)}"
+        self._warn(f"{problem}{moved}")
+
+    def _warn_of_unfinished(self, finished: list[int]) -> None:
+        for step in sorted(set(step_folders.list_steps(self.directory)) - set(finished)):
+            self._warn(f"checkpoint {step} is incomplete and not used")
+
+    def _warn(self, sentence: str) -> None:
+        if jax.process_index() == 0:
+            print(f"gspax: warning: {self.directory}: {sentence}", file=sys.stderr)
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
         """A checkpoint's state, each array sharded as in `abstract_state`, and its `extra`.
@@ -103,14 +179,13 @@ class Checkpoints:
           step: the newest by default.
 
         Raises:
-          UserError: there is no such checkpoint, it is of another model or optimiser, or it cannot be read.
+          UserError: there is no such checkpoint, it is of another model or optimiser, or it is damaged.
         """
-        steps = self.steps()
-        if not steps:
+        if step is None:
+            step = self.latest()
+        if step is None:
             raise UserError(f"there is no checkpoint in {self.directory}")
-        step = steps[-1] if step is None else step
-        if step not in steps:
-            raise UserError(f"there is no checkpoint {step} in {self.directory}, only {', '.join(map(str, steps))}")
+        self.require_whole(step)
         wanted = _table(abstract_state)
         target = {name: _abstract_storable(leaf) for name, leaf in wanted.items()}
         found, extra = multihost.all_or_raise(lambda: self._files.read(step, target))
@@ -122,6 +197,7 @@ class Checkpoints:
 
         Leaves with a sharding become jax arrays with it, the others numpy arrays.
         """
+        self.require_whole(step)
         return multihost.all_or_raise(lambda: self._files.read_some(step, wanted))
 
 

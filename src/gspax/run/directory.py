@@ -30,6 +30,7 @@ import jax
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import difference, resumable
+from gspax.run.folders import write_atomically
 
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 SETTINGS = re.compile(r"^(XLA_|JAX_|LIBTPU_|TPU_)")
@@ -81,6 +82,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Checkpoints of the run."""
         return self.path / "checkpoints"
+
+    @property
+    def newest(self) -> Path:
+        """The step of the newest checkpoint, JSON: a trace of it if `checkpoints/` is lost."""
+        return self.path / "newest_checkpoint.json"
 
     @property
     def start(self) -> Path:
@@ -196,16 +202,6 @@ def describe_environment() -> dict[str, Any]:
             if SETTINGS.search(name) and not SECRETS.search(name)
         },
     }
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old content or the new, even after a kill at any moment."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def read_json(path: Path) -> Any:

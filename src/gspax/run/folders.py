@@ -1,4 +1,4 @@
-"""Folders that are written completely or not at all."""
+"""Files and folders that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspax.errors import UserError
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader finds the old content or the new, even after a kill or a power loss."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # on a full disk it would keep its bytes
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Synchronise the entries of a folder with the disk, where its file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager

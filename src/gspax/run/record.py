@@ -17,7 +17,8 @@ from typing import Any, Self
 import jax
 
 from gspax.errors import UserError
-from gspax.run.directory import RunDir, write_atomically
+from gspax.run.directory import RunDir
+from gspax.run.folders import write_atomically
 
 try:
     from tensorboardX import SummaryWriter

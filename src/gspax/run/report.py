@@ -18,7 +18,8 @@ from typing import Any
 from gspax.errors import UserError
 from gspax.experiment.description import flatten, show
 from gspax.run import task_table
-from gspax.run.directory import RunDir, read_json, write_atomically
+from gspax.run.directory import RunDir, read_json
+from gspax.run.folders import write_atomically
 from gspax.run.record import read_metrics, read_rows
 
 Series = dict[str, tuple[list[int], list[float]]]  # metric -> steps, values

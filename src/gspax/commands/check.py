@@ -1,0 +1,57 @@
+"""`gspax check`: verify every checkpoint below a directory against its manifest."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gspax.commands.arguments import Parser, subcommand_parser
+from gspax.commands.inputs import require_directory
+from gspax.errors import UserError
+
+
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "check",
+        "Verify size and SHA-256 of every file of the checkpoints of a run, or of what `gspax convert` wrote. "
+        "The exit code is 1 if one is damaged.",
+        "gspax check runs/sort",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a run, or a converted checkpoint")
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Print a line for each checkpoint; 1 if one is damaged or there is none but one was saved."""
+    require_directory(options.directory)
+    return run(options.directory)
+
+
+def run(directory: Path) -> int:
+    from gspax.run.directory import RunDir
+    from gspax.run.manifest import find_damage, has_manifest
+    from gspax.run.step_folders import finished_steps, list_steps
+
+    places = RunDir(directory), RunDir(directory).warm_start
+    folders = (places[0].checkpoints, places[0].start, places[1].checkpoints)
+    code = found = 0
+    for folder in folders:
+        finished = finished_steps(folder)
+        for step in list_steps(folder):
+            name, path = f"{folder.relative_to(directory)}/{step}", folder / str(step)
+            if step not in finished:
+                print(f"{name}: incomplete, not used")
+            elif not has_manifest(path):
+                print(f"{name}: no manifest, not verified")
+            elif damage := find_damage(path):
+                print("\n".join(f"{name}: damaged: {each}" for each in damage))
+                code = 1
+            else:
+                print(f"{name}: whole")
+            found += 1
+    if not found and not places[0].newest.exists():
+        raise UserError(f"{directory}: wanted a run or a converted checkpoint, it has no checkpoint")
+    if places[0].newest.exists() and not finished_steps(places[0].checkpoints):
+        print(f"{places[0].checkpoints.name}: no checkpoint, but {places[0].newest.name} records that one was saved")
+        code = 1
+    return code

@@ -1,0 +1,75 @@
+"""The folders of a checkpoint directory: which steps are finished, which are whole, and removing the others.
+
+STEP           a checkpoint; finished once it has a manifest
+damaged_STEP   one whose files differ from its manifest, kept for the user
+deleted_STEP   one that is being deleted
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from gspax.run.manifest import find_damage, has_manifest
+
+STATE, EXTRA = "state", "extra"
+DELETED, DAMAGED = "deleted_", "damaged_"
+
+
+def list_steps(directory: Path) -> list[int]:
+    """All steps that have a folder, complete or not, in order."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
+
+
+def finished_steps(directory: Path) -> list[int]:
+    """The steps whose save was finished, damaged since or not.
+
+    Older versions wrote no manifest: without one, a step counts that is older than all steps with one.
+    """
+    steps = list_steps(directory)
+    verifiable = {step for step in steps if has_manifest(directory / str(step))}
+    first = min(verifiable, default=None)
+
+    def is_finished(step: int) -> bool:
+        return step in verifiable or (_is_committed(directory / str(step)) and (first is None or step < first))
+
+    return [step for step in steps if is_finished(step)]
+
+
+def remove(directory: Path, steps: Sequence[int]) -> None:
+    """Delete these steps. Each one disappears at once; its space is freed file by file."""
+    for step in steps:
+        target = directory / f"{DELETED}{step}"
+        (directory / str(step)).rename(target)
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def finish_removing(directory: Path) -> None:
+    """Delete what a killed process had begun to delete."""
+    for left in directory.glob(f"{DELETED}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Delete all but the newest `keep` steps; one with missing or truncated files does not count as kept."""
+    steps = finished_steps(directory)
+    folders = {step: directory / str(step) for step in steps}
+    whole = [step for step in steps if not has_manifest(folders[step]) or not find_damage(folders[step], hashes=False)]
+    if kept := whole[-keep:]:
+        remove(directory, [step for step in steps if step < kept[0]])
+
+
+def set_aside(directory: Path, step: int) -> str:
+    """Rename a damaged step, so that no run continues from it, and give its new name."""
+    names = (f"{DAMAGED}{step}" + (f"_{n}" if n else "") for n in range(1000))
+    name = next(name for name in names if not (directory / name).exists())
+    (directory / str(step)).rename(directory / name)
+    return name
+
+
+def _is_committed(folder: Path) -> bool:
+    """Whether Orbax has completed a step; an interrupted copy lacks some of it."""
+    return (folder / STATE / "_METADATA").exists() and (folder / EXTRA / "metadata").exists()

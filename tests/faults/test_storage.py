@@ -1,0 +1,166 @@
+"""Damage to any file of a checkpoint is found before it is used, and the newest whole checkpoint is used instead."""
+
+import json
+import random
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gspax.commands import check, main
+from gspax.errors import UserError
+from gspax.run import checkpoint_files, step_folders
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import RunDir
+from gspax.run.manifest import MANIFEST, find_damage, write_manifest
+
+WANTED = {"params/w": jax.ShapeDtypeStruct((50,), jnp.float32)}
+
+
+def save(run, *steps, keep=2):
+    with Checkpoints(run.checkpoints, keep=keep, note=run.newest) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, {"params/w": jnp.full(50, step * 1.0)}, {"step": step})
+
+
+def restore(run):
+    with Checkpoints(run.checkpoints, keep=2, note=run.newest) as checkpoints:
+        state, _ = checkpoints.restore(WANTED)
+    return float(state["params/w"][0])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "run"
+    save(RunDir(path), 2, 4)
+    return path
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return RunDir(shutil.copytree(saved, tmp_path / "run"))
+
+
+def files(run, step=4):
+    return sorted(path for path in (run.checkpoints / str(step)).rglob("*") if path.is_file())
+
+
+def flip(path, at, bit=0):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def largest(run, step=4):
+    return max((path for path in files(run, step) if path.name != MANIFEST), key=lambda path: path.stat().st_size)
+
+
+def test_no_flipped_bit_truncation_or_deletion_is_silent(run):
+    """Every bit of the manifest, 40 bits of every other file."""
+    folder, rng = run.checkpoints / "4", random.Random(0)
+    assert len(files(run)) >= 8 and find_damage(folder) == []
+    for path in files(run):
+        whole = path.read_bytes()
+        for _ in range(40 if path.name != MANIFEST else 400):
+            flip(path, rng.randrange(len(whole)), rng.randrange(8))
+            assert find_damage(folder), path
+            path.write_bytes(whole)
+        path.write_bytes(whole[:-1])
+        assert find_damage(folder), path
+        path.unlink()
+        assert find_damage(folder), path
+        path.write_bytes(whole)
+    assert find_damage(folder) == []
+
+
+def test_a_damaged_step_is_set_aside_and_the_newest_whole_one_used(run, capsys):
+    flip(largest(run), 3)
+    assert restore(run) == 2.0
+    first, second = capsys.readouterr().err.splitlines()
+    assert "checkpoint 4 is damaged: " in first and first.endswith("another SHA-256; moved to damaged_4")
+    assert second.endswith("using checkpoint 2, the newest whole one")
+    save(run, 4)
+    assert restore(run) == 4.0 and (run.checkpoints / "damaged_4").is_dir()
+
+
+def test_a_reader_uses_the_newest_whole_step_and_renames_nothing(run, capsys):
+    largest(run).unlink()
+    with Checkpoints(run.checkpoints) as checkpoints:
+        assert checkpoints.latest() == 2
+        with pytest.raises(UserError, match=r"checkpoint 4 in .* is damaged: .* cannot be read"):
+            checkpoints.restore(WANTED, 4)
+        with pytest.raises(UserError, match=r"checkpoint 4 in .* is damaged"):
+            checkpoints.restore_some(WANTED, 4)
+    assert (run.checkpoints / "4").is_dir()
+
+
+def test_a_step_whose_manifest_was_not_written_is_not_used(run, capsys):
+    (run.checkpoints / "4" / MANIFEST).unlink()
+    assert restore(run) == 2.0
+    assert "checkpoint 4 is incomplete and not used" in capsys.readouterr().err
+
+
+def test_steps_of_an_older_version_load_unverified(run, capsys):
+    for step in (2, 4):
+        (run.checkpoints / str(step) / MANIFEST).unlink()
+    assert restore(run) == 4.0
+    assert "checkpoint 4 was written without a manifest: it is not verified" in capsys.readouterr().err
+    save(run, 6, keep=2)
+    with Checkpoints(run.checkpoints) as checkpoints:
+        assert checkpoints.steps() == [4, 6]
+
+
+@pytest.mark.parametrize("damage", ["emptied", "all damaged"])
+def test_lost_checkpoints_do_not_restart_the_run(run, damage):
+    for step in (2, 4):
+        shutil.rmtree(run.checkpoints / str(step)) if damage == "emptied" else flip(largest(run, step), 0)
+    with (
+        Checkpoints(run.checkpoints, keep=2, note=run.newest) as checkpoints,
+        pytest.raises(UserError, match=r"no whole checkpoint, but newest_checkpoint\.json records that one was saved"),
+    ):
+        checkpoints.latest()
+
+
+def test_the_last_whole_step_is_not_pruned(run):
+    save(run, 6, keep=3)
+    for step in (4, 6):
+        largest(run, step).unlink()
+    step_folders.prune(run.checkpoints, keep=1)
+    assert step_folders.list_steps(run.checkpoints) == [2, 4, 6]
+
+
+def test_nothing_is_pruned_before_the_new_manifest_is_written(run, monkeypatch):
+    def fail(folder):
+        assert step_folders.list_steps(run.checkpoints) == [2, 4, 6]
+        raise OSError("no space left")
+
+    monkeypatch.setattr(checkpoint_files, "write_manifest", fail)
+    with pytest.raises(UserError, match="no space left"):
+        save(run, 6)
+    monkeypatch.undo()
+    assert restore(run) == 4.0
+    save(run, 6)
+    assert restore(run) == 6.0
+
+
+def test_check_names_the_damaged_file(run, capsys):
+    assert main.main(["check", str(run.path)]) == 0
+    assert capsys.readouterr().out.splitlines() == ["checkpoints/2: whole", "checkpoints/4: whole"]
+    flip(largest(run), 5)
+    assert check.run(run.path) == 1
+    name = largest(run).relative_to(run.checkpoints / "4")
+    assert f"checkpoints/4: damaged: {name} has another SHA-256" in capsys.readouterr().out
+    shutil.rmtree(run.checkpoints)
+    assert check.run(run.path) == 1
+    with pytest.raises(UserError, match="it has no checkpoint"):
+        check.run(run.checkpoints.parent.parent)
+
+
+def test_a_manifest_names_versions_and_every_file(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_bytes(b"xyz")
+    write_manifest(tmp_path)
+    content = json.loads((tmp_path / MANIFEST).read_text())
+    assert content["files"].keys() == {"a/b"} and content["files"]["a/b"]["bytes"] == 3
+    assert content["packages"]["jax"] == jax.__version__
