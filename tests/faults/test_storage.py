@@ -84,6 +84,19 @@ def test_a_damaged_step_is_set_aside_and_the_newest_whole_one_used(run, capsys):
     assert restore(run) == 4.0 and (run.checkpoints / "damaged_4").is_dir()
 
 
+def test_a_step_that_was_set_aside_is_saved_again_in_the_same_process(run):
+    with Checkpoints(run.checkpoints, keep=2) as checkpoints:
+        for _ in range(2):
+            checkpoints.save(6, {"params/w": jnp.ones(50)}, {})
+            assert checkpoints.latest() == 6
+            checkpoints.wait()
+        flip(largest(run, 6), 0)
+        checkpoints._verified.clear()
+        assert checkpoints.latest() == 4
+        checkpoints.save(6, {"params/w": jnp.ones(50)}, {})
+        assert checkpoints.latest() == 6
+
+
 def test_a_reader_uses_the_newest_whole_step_and_renames_nothing(run, capsys):
     largest(run).unlink()
     with Checkpoints(run.checkpoints) as checkpoints:

@@ -16,6 +16,10 @@ def changed(**parts):
     return copy.deepcopy(DESCRIPTION) | parts
 
 
+def repr_start(value):
+    return repr(value[:8])
+
+
 def listing(path):
     return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
@@ -76,6 +80,17 @@ def test_a_damaged_experiment_file_is_one_error(tmp_path):
     (tmp_path / "experiment.json").write_text('{"na')
     with pytest.raises(UserError, match=r"experiment\.json cannot be read"):
         open_run(tmp_path, DESCRIPTION)
+
+
+@pytest.mark.parametrize("content", [b'[{"a": 1', b"\0" * 50, b'{"a": 1}', b"\xff\xfe", b"[" * 100_000], ids=repr_start)
+def test_a_damaged_environment_does_not_block_a_resume(tmp_path, content, capsys):
+    run = open_run(tmp_path, DESCRIPTION)
+    run.environment.write_bytes(content)
+    for _ in range(2):
+        open_run(tmp_path, DESCRIPTION)
+    assert len(json.loads(run.environment.read_text())) == 2
+    assert (tmp_path / "damaged_environment.json").read_bytes() == content
+    assert capsys.readouterr().err.count("environment.json is damaged: moved to damaged_environment.json") == 1
 
 
 def test_a_failed_write_keeps_the_old_content(tmp_path, monkeypatch):

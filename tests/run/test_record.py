@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax.errors import UserError
 from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.run.record import Recorder, read_metrics, read_rows
@@ -74,10 +73,37 @@ def test_an_incomplete_last_line_is_dropped(run):
     assert steps(run) == [1, 2, 3]
 
 
-def test_an_invalid_line_elsewhere_is_named(run):
-    run.metrics.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(UserError, match="line 2 is not JSON"):
-        read_metrics(run.metrics)
+DAMAGED = ['{"st', "\0" * 40, "[1]", '{"a": 1}', '{"step": "x"}', '{"step": null}', "[" * 100_000]
+
+
+def test_damaged_lines_of_the_metrics_are_skipped_counted_and_copied(run, capsys):
+    fill(run, [1, 2])
+    whole = run.metrics.read_text()
+    run.metrics.write_text("\n".join([whole.splitlines()[0], "", *DAMAGED, whole.splitlines()[1], '{"step": 3, "re']))
+    damaged = run.metrics.read_bytes()
+    assert steps(run) == [1, 2]
+    assert f"{len(DAMAGED)} lines, the first 3, are not JSON and skipped\n" in capsys.readouterr().err
+    fill(run, [3], resume_step=2)
+    assert "a copy of the file is damaged_metrics.jsonl" in capsys.readouterr().err
+    assert run.metrics.with_name("damaged_metrics.jsonl").read_bytes() == damaged
+    assert steps(run) == [1, 2, 3] and capsys.readouterr().err == ""
+
+
+def test_lost_metrics_are_named(run, capsys):
+    fill(run, [1, 4])
+    capsys.readouterr()
+    fill(run, [], resume_step=5)
+    assert "has no metrics of 3 steps: 2, 3, 5" in capsys.readouterr().err
+
+
+def test_files_of_others_in_samples_are_kept(run):
+    fill(run, [1, 2])
+    foreign = ["step_notes.jsonl", "step_.jsonl", "failed_x.jsonl", "mine.txt", "step_000002.jsonl.bak"]
+    for name in foreign:
+        (run.samples / name).write_text("mine")
+    (run.samples / "step_000009.jsonl").mkdir()
+    fill(run, [], resume_step=1)
+    assert {path.name for path in run.samples.iterdir()} == {*foreign, "step_000001.jsonl", "step_000009.jsonl"}
 
 
 def test_completions_with_any_text_round_trip(run):

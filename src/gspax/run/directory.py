@@ -30,7 +30,7 @@ import jax
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import difference, resumable
-from gspax.run.folders import write_atomically
+from gspax.run.folders import unused_name, write_atomically
 
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 SETTINGS = re.compile(r"^(XLA_|JAX_|LIBTPU_|TPU_)")
@@ -144,12 +144,32 @@ def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
         _require_same(run, old, description)
     elif run.path.exists() and any(not entry.name.endswith(".tmp") for entry in run.path.iterdir()):
         raise UserError(f"{run.path} is not empty and not a gspax run (it has no experiment.json)")
-    attempts = read_json(run.environment) if run.environment.exists() else []
     run.path.mkdir(parents=True, exist_ok=True)
     if old != description:
         write_atomically(run.experiment, json.dumps(description, indent=2) + "\n")
+    attempts = _read_or_set_aside(run)
     write_atomically(run.environment, json.dumps([*attempts, describe_environment()], indent=2) + "\n")
     return run
+
+
+def read_attempts(run: RunDir) -> list[Any] | None:
+    """The entries of environment.json; none without the file, None if it is damaged."""
+    try:
+        found = read_json(run.environment) if run.environment.exists() else []
+    except UserError:
+        return None
+    return found if isinstance(found, list) else None
+
+
+def _read_or_set_aside(run: RunDir) -> list[Any]:
+    """The earlier attempts. A damaged file is renamed and named in a warning: it does not block a resume."""
+    attempts = read_attempts(run)
+    if attempts is not None:
+        return attempts
+    target = unused_name(run.environment, "damaged")
+    run.environment.rename(target)
+    print(f"gspax: warning: {run.environment} is damaged: moved to {target.name}", file=sys.stderr)
+    return []
 
 
 def wait_until_shared(run: RunDir, timeout: float = 30.0) -> None:
@@ -208,7 +228,7 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file. UserError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 

@@ -39,6 +39,12 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
+def unused_name(path: Path, prefix: str) -> Path:
+    """`PREFIX_NAME` beside a path, with a number if that exists."""
+    names = (f"{prefix}_{path.name}" + (f"_{n}" if n else "") for n in range(10000))
+    return next(each for name in names if not (each := path.with_name(name)).exists())
+
+
 @contextlib.contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder, which becomes `target` when the block ends without an error and is deleted otherwise.

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +20,7 @@ import jax
 
 from gspax.errors import UserError
 from gspax.run.directory import RunDir
-from gspax.run.folders import write_atomically
+from gspax.run.folders import unused_name, write_atomically
 
 try:
     from tensorboardX import SummaryWriter
@@ -84,33 +86,82 @@ class Recorder:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl, `step` included. An incomplete last line, left by a kill, is skipped."""
-    return [{name: float(value) for name, value in row.items()} | {"step": int(row["step"])} for row in read_rows(path)]
+    """The lines of metrics.jsonl, `step` included; those that cannot be read are skipped as in `read_rows`."""
+    rows, unreadable = _parse(path, _to_numbers)
+    _warn_of_unreadable(path, unreadable)
+    return rows
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines. An incomplete last line, left by a kill, is skipped."""
+    """The objects of a file of JSON lines. Others, such as the NULs that a power loss leaves, are skipped and counted.
+
+    An incomplete last line, left by a kill, is skipped without a warning.
+    """
+    rows, unreadable = _parse(path, _to_object)
+    _warn_of_unreadable(path, unreadable)
+    return rows
+
+
+def _parse(path: Path, parse: Callable[[str], dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+    """What `parse` makes of the lines of a file, and the numbers of those for which it raises. Blank lines are fine."""
     try:
         *lines, _incomplete = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    rows = []
+    rows, unreadable = [], []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
-    return rows
+            if line.strip():
+                rows.append(parse(line))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            unreadable.append(number)
+    return rows, unreadable
+
+
+def _to_object(line: str) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("not an object")
+    return row
+
+
+def _to_numbers(line: str) -> dict[str, float]:
+    row = _to_object(line)
+    return {name: float(value) for name, value in row.items()} | {"step": int(row["step"])}
+
+
+def _warn_of_unreadable(path: Path, numbers: list[int], more: str = "") -> None:
+    if numbers:
+        lines = f"line {numbers[0]} is" if len(numbers) == 1 else f"{len(numbers)} lines, the first {numbers[0]}, are"
+        print(f"gspax: warning: {path}: {lines} not JSON and skipped{more}", file=sys.stderr)
 
 
 def _drop_from(run: RunDir, first: int) -> None:
-    """Delete the metrics and samples of step `first` and later ones."""
+    """Delete the metrics and samples of step `first` and later ones, and warn of earlier metrics that are lost."""
     if run.metrics.exists():
-        kept = [row for row in read_rows(run.metrics) if row["step"] < first]
+        rows, unreadable = _parse(run.metrics, _to_numbers)
+        if unreadable:
+            _warn_of_unreadable(run.metrics, unreadable, f"; a copy of the file is {_copy_damaged(run.metrics).name}")
+        kept = [row for row in rows if row["step"] < first]
         write_atomically(run.metrics, "".join(map(to_line, kept)))
-    for path in [*run.samples.glob("step_*.jsonl"), *run.samples.glob("failed_*.jsonl")]:
-        if int(path.stem.rpartition("_")[2]) >= first:
+        _warn_of_gaps(run.metrics, {row["step"] for row in kept}, first)
+    for path in run.samples.iterdir():
+        found = re.fullmatch(r"(?:step|failed)_(\d+)\.jsonl", path.name)
+        if found and int(found[1]) >= first and path.is_file():
             path.unlink()
+
+
+def _warn_of_gaps(path: Path, steps: set[float], first: int) -> None:
+    missing = [step for step in range(1, first) if step not in steps]
+    if missing:
+        named = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
+        print(f"gspax: warning: {path} has no metrics of {len(missing)} steps: {named}", file=sys.stderr)
+
+
+def _copy_damaged(path: Path) -> Path:
+    copy = unused_name(path, "damaged")
+    shutil.copyfile(path, copy)
+    return copy
 
 
 def to_line(row: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from gspax.errors import UserError
 from gspax.experiment.description import flatten, show
 from gspax.run import task_table
-from gspax.run.directory import RunDir, read_json
+from gspax.run.directory import RunDir, read_attempts, read_json
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_metrics, read_rows
 
@@ -153,7 +153,7 @@ def write(workdir: Path) -> Path:
     panels = _panels(series, PANELS)
     _write_png(panels, series, run.curves)
     experiment = read_json(run.experiment) if run.experiment.exists() else {}
-    attempts = read_json(run.environment) if run.environment.exists() else []
+    attempts = read_attempts(run) or []
     name = str(experiment.get("name", run.path.name))
     warm = _series(read_metrics(run.warm_start.metrics)) if run.warm_start.metrics.exists() else {}
     sections = [
@@ -257,9 +257,9 @@ def _write_png(panels: list[Panel], series: Series, path: Path) -> None:
         left, bottom, width, height = MARGINS
         box = ((column + left) / columns, (rows - 1 - row + bottom) / rows, width / columns, height / rows)
         _draw(figure.add_axes(box), panel, series)
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, format="png", dpi=110)
-    temporary.replace(path)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=110)
+    write_atomically(path, image.getvalue())
 
 
 def _svg(panel: Panel, series: Series) -> str:

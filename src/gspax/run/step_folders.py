@@ -11,10 +11,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from gspax.run.folders import unused_name
 from gspax.run.manifest import find_damage, has_manifest
 
 STATE, EXTRA = "state", "extra"
-DELETED, DAMAGED = "deleted_", "damaged_"
+DELETED, DAMAGED = "deleted_", "damaged"
 
 
 def list_steps(directory: Path) -> list[int]:
@@ -64,10 +65,9 @@ def prune(directory: Path, keep: int) -> None:
 
 def set_aside(directory: Path, step: int) -> str:
     """Rename a damaged step, so that no run continues from it, and give its new name."""
-    names = (f"{DAMAGED}{step}" + (f"_{n}" if n else "") for n in range(1000))
-    name = next(name for name in names if not (directory / name).exists())
-    (directory / str(step)).rename(directory / name)
-    return name
+    target = unused_name(directory / str(step), DAMAGED)
+    (directory / str(step)).rename(target)
+    return target.name
 
 
 def _is_committed(folder: Path) -> bool:
