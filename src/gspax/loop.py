@@ -131,7 +131,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
       DivergedError: updates still go wrong after `guard.rollbacks` returns to the newest checkpoint.
       Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved first.
     """
-    learner = make_learner(experiment)
+    learner, keep = make_learner(experiment), experiment.schedule.keep_checkpoints
     remembered = rollback.Remembered(learner.steps.update)
     learner = replace(learner, steps=learner.steps._replace(update=remembered))
     run = multihost.all_or_raise(lambda: open_run(workdir, describe(experiment)))
@@ -140,9 +140,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
         learner.rewards,
         count_compilations() as compiled,
         interrupt.watch() as interrupted,
-        Checkpoints(
-            run.checkpoints, keep=experiment.schedule.keep_checkpoints, mesh=learner.mesh, note=run.newest
-        ) as checkpoints,
+        Checkpoints(run.checkpoints, keep=keep, mesh=learner.mesh, note=run.newest) as checkpoints,
     ):
         while True:
             try:
