@@ -80,7 +80,7 @@ class Checkpoints:
         if step in self._saved:
             return
         try:
-            multihost.all_or_raise(lambda: self._remove_from(step))
+            multihost.all_or_raise(lambda: _remove_from(self.directory, step))
             self._files.refresh()
             self._files.save(step, _to_storable(_table(state)), extra)
         except Exception as error:
@@ -112,22 +112,20 @@ class Checkpoints:
           UserError: there is none, but `note` records that one was saved.
         """
         steps, problem = self.steps(), None
-        self._warn_of_unfinished(steps)
+        _warn_of_unfinished(self.directory, steps)
         for step in reversed(steps):
             damage = self.find_damage(step)
             if damage is None:
                 if problem is not None:
-                    self._warn(f"using checkpoint {step}, the newest whole one")
+                    _warn(self.directory, f"using checkpoint {step}, the newest whole one")
                 return step
             problem = f"checkpoint {step} is damaged: {damage}"
-            multihost.all_or_raise(partial(self._set_aside, step, problem))
+            self._saved.discard(step)
+            multihost.all_or_raise(partial(_set_aside, self.directory, step, problem, rename=self._keep is not None))
         if problem is not None and self._keep is None:
             raise UserError(f"{self.directory} has no whole checkpoint: {problem}")
-        if self._keep is not None and self._note is not None and multihost.gather(self._note.exists())[0]:
-            raise UserError(
-                f"{self.directory} has no whole checkpoint, but {self._note.name} records that one was saved: "
-                "bring one back from a copy, or take another directory to start again"
-            )
+        if self._keep is not None and self._note is not None:
+            multihost.all_or_raise(partial(_require_unsaved, self.directory, self._note))
         return None
 
     def find_damage(self, step: int) -> str | None:
@@ -139,7 +137,7 @@ class Checkpoints:
             return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
         self._verified.add(step)
         if not has_manifest(self.directory / str(step)):
-            self._warn(f"checkpoint {step} was written without a manifest: it is not verified")
+            _warn(self.directory, f"checkpoint {step} was written without a manifest: it is not verified")
         return None
 
     def require_whole(self, step: int) -> None:
@@ -150,25 +148,6 @@ class Checkpoints:
             raise UserError(f"there is no checkpoint {step} in {self.directory}{only}")
         if damage := self.find_damage(step):
             raise UserError(f"checkpoint {step} in {self.directory} is damaged: {damage}")
-
-    def _remove_from(self, step: int) -> None:
-        if jax.process_index() == 0:
-            step_folders.remove(self.directory, [old for old in step_folders.list_steps(self.directory) if old >= step])
-
-    def _set_aside(self, step: int, problem: str) -> None:
-        self._saved.discard(step)
-        moved = ""
-        if self._keep is not None and jax.process_index() == 0:
-            moved = f"; moved to {step_folders.set_aside(self.directory, step)}"
-        self._warn(f"{problem}{moved}")
-
-    def _warn_of_unfinished(self, finished: list[int]) -> None:
-        for step in sorted(set(step_folders.list_steps(self.directory)) - set(finished)):
-            self._warn(f"checkpoint {step} is incomplete and not used")
-
-    def _warn(self, sentence: str) -> None:
-        if jax.process_index() == 0:
-            print(f"gspax: warning: {self.directory}: {sentence}", file=sys.stderr)
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
         """A checkpoint's state, each array sharded as in `abstract_state`, and its `extra`.
@@ -199,6 +178,36 @@ class Checkpoints:
         """
         self.require_whole(step)
         return multihost.all_or_raise(lambda: self._files.read_some(step, wanted))
+
+
+def _remove_from(directory: Path, step: int) -> None:
+    """Delete a step and the later ones, complete or not."""
+    if jax.process_index() == 0:
+        step_folders.remove(directory, [old for old in step_folders.list_steps(directory) if old >= step])
+
+
+def _set_aside(directory: Path, step: int, problem: str, *, rename: bool) -> None:
+    if jax.process_index() == 0:
+        moved = f"; moved to {step_folders.set_aside(directory, step)}" if rename else ""
+        _warn(directory, f"{problem}{moved}")
+
+
+def _require_unsaved(directory: Path, note: Path) -> None:
+    if jax.process_index() == 0 and note.exists():
+        raise UserError(
+            f"{directory} has no whole checkpoint, but {note.name} records that one was saved: bring one back from a "
+            "copy, or take another directory to start again"
+        )
+
+
+def _warn_of_unfinished(directory: Path, finished: list[int]) -> None:
+    for step in sorted(set(step_folders.list_steps(directory)) - set(finished)):
+        _warn(directory, f"checkpoint {step} is incomplete and not used")
+
+
+def _warn(directory: Path, sentence: str) -> None:
+    if jax.process_index() == 0:
+        print(f"gspax: warning: {directory}: {sentence}", file=sys.stderr)
 
 
 def _table(tree: Any) -> dict[str, Any]:
