@@ -134,7 +134,7 @@ class Checkpoints:
             return None
         found = [phrase for each in multihost.gather(self._files.find_damage(step)) for phrase in each]
         if found:
-            return found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
+            return found[0] + (f" (and {len(found) - 1} more)" if found[1:] else "")
         self._verified.add(step)
         if not has_manifest(self.directory / str(step)):
             _warn(self.directory, f"checkpoint {step} was written without a manifest: it is not verified")
@@ -142,10 +142,8 @@ class Checkpoints:
 
     def require_whole(self, step: int) -> None:
         """UserError if there is no such step or if it is damaged."""
-        steps = self.steps()
-        if step not in steps:
-            only = f", only {', '.join(map(str, steps))}" if steps else ""
-            raise UserError(f"there is no checkpoint {step} in {self.directory}{only}")
+        if step not in (steps := self.steps()):
+            raise UserError(f"there is no checkpoint {step} in {self.directory}, only {', '.join(map(str, steps))}")
         if damage := self.find_damage(step):
             raise UserError(f"checkpoint {step} in {self.directory} is damaged: {damage}")
 
@@ -160,9 +158,7 @@ class Checkpoints:
         Raises:
           UserError: there is no such checkpoint, it is of another model or optimiser, or it is damaged.
         """
-        if step is None:
-            step = self.latest()
-        if step is None:
+        if (step := self.latest() if step is None else step) is None:
             raise UserError(f"there is no checkpoint in {self.directory}")
         self.require_whole(step)
         wanted = _table(abstract_state)
