@@ -67,7 +67,7 @@ from gspax.rollout.sampler import lengths_to_host, sample
 from gspax.run import interrupt, progress, report
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.compilation import count_compilations
-from gspax.run.directory import RunDir, open_run, wait_until_shared
+from gspax.run.directory import RunDir, enter_run
 from gspax.run.record import Recorder
 from gspax.sft import warm_start
 from gspax.sharding import batch_shards, named_sharding
@@ -134,9 +134,8 @@ def train(experiment: Experiment, workdir: Path) -> None:
     learner, keep = make_learner(experiment), experiment.schedule.keep_checkpoints
     remembered = rollback.Remembered(learner.steps.update)
     learner = replace(learner, steps=learner.steps._replace(update=remembered))
-    run = multihost.all_or_raise(lambda: open_run(workdir, describe(experiment)))
-    wait_until_shared(run)
     with (
+        enter_run(workdir, describe(experiment)) as run,
         learner.rewards,
         count_compilations() as compiled,
         interrupt.watch() as interrupted,

@@ -32,7 +32,7 @@ from gspax.protocols import CompletionTokenizer, DataSource
 from gspax.rollout.placement import make_meshes
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir, open_run, wait_until_shared
+from gspax.run.directory import RunDir, enter_run
 from gspax.run.record import Recorder
 from gspax.sharding import batch_shards, named_sharding
 from gspax.types import Array, Batch, TrainState
@@ -49,9 +49,7 @@ def run(experiment: Experiment, workdir: Path) -> None:
     if experiment.warm_start is None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
     mesh, _ = make_meshes(experiment)
-    with interrupt.watch() as interrupted:
-        run = multihost.all_or_raise(lambda: open_run(workdir, describe(experiment)))
-        wait_until_shared(run)
+    with interrupt.watch() as interrupted, enter_run(workdir, describe(experiment)) as run:
         warm_start(experiment, run, mesh, interrupted)
 
 

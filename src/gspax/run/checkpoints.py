@@ -143,7 +143,8 @@ class Checkpoints:
     def require_whole(self, step: int) -> None:
         """UserError if there is no such step or if it is damaged."""
         if step not in (steps := self.steps()):
-            raise UserError(f"there is no checkpoint {step} in {self.directory}, only {', '.join(map(str, steps))}")
+            found = ", ".join(map(str, steps)) or "none"
+            raise UserError(f"there is no checkpoint {step} in {self.directory}, only {found}")
         if damage := self.find_damage(step):
             raise UserError(f"checkpoint {step} in {self.directory} is damaged: {damage}")
 

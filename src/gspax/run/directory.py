@@ -6,11 +6,13 @@ checkpoints/       of the run                       samples/        completions 
 start/             parameters before the first update, if a reference or adapters need them
 warm_start/        the warm start's own metrics and checkpoints
 evaluations/       tasks: result, completions, page  report.html, curves.png
-evaluations.jsonl  held-out rewards by `gspax eval`
+evaluations.jsonl  held-out rewards by `gspax eval`  lock.json       the process that writes here
+newest_checkpoint.json  its step
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -19,7 +21,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +32,7 @@ import jax
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import difference, resumable
+from gspax.run import lock
 from gspax.run.folders import unused_name, write_atomically
 
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
@@ -47,6 +50,11 @@ class RunDir:
     def experiment(self) -> Path:
         """The resolved experiment, JSON."""
         return self.path / "experiment.json"
+
+    @property
+    def lock(self) -> Path:
+        """The process that writes here, see `run.lock`."""
+        return self.path / "lock.json"
 
     @property
     def environment(self) -> Path:
@@ -123,6 +131,19 @@ class RunDir:
         return self.path / "curves.png"
 
 
+@contextlib.contextmanager
+def enter_run(workdir: Path, description: Mapping[str, Any]) -> Iterator[RunDir]:
+    """Open a run directory as its only writer until the block ends. Collective.
+
+    Raises:
+      UserError: as `open_run`, or another process writes there; nothing is changed then.
+    """
+    run = multihost.all_or_raise(lambda: open_run(workdir, description))
+    wait_until_shared(run)
+    with lock.hold(run.lock):
+        yield run
+
+
 def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
     """Create the run directory, or open that of the same experiment to resume it. Only process 0 writes.
 
@@ -144,6 +165,7 @@ def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
         _require_same(run, old, description)
     elif run.path.exists() and any(not entry.name.endswith(".tmp") for entry in run.path.iterdir()):
         raise UserError(f"{run.path} is not empty and not a gspax run (it has no experiment.json)")
+    lock.require_free(run.lock)
     run.path.mkdir(parents=True, exist_ok=True)
     if old != description:
         write_atomically(run.experiment, json.dumps(description, indent=2) + "\n")

@@ -1,0 +1,157 @@
+"""One run, one writer: a lock file in the run directory, with a heartbeat for file systems that hosts share.
+
+The file is created whole, by a link, so of several processes one succeeds. It names host, process and the process's
+start. On the same machine a lock is stale if that process is gone; on another one, if nobody has touched the file for
+`STALE` seconds, which a second run waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from gspax.distributed import multihost
+from gspax.errors import UserError
+
+HEARTBEAT, STALE = 10.0, 60.0  # seconds
+
+
+@contextlib.contextmanager
+def hold(path: Path) -> Iterator[None]:
+    """Hold the lock at `path`; process 0 does so for all. Collective.
+
+    Raises:
+      UserError: another process holds it.
+    """
+    own = json.dumps(_describe())
+    is_primary = jax.process_index() == 0
+    multihost.all_or_raise(lambda: _acquire(path, own) if is_primary else None)
+    done = threading.Event()
+    beating = threading.Thread(target=_beat, args=(path, own, done), name="gspax_heartbeat", daemon=True)
+    if is_primary:
+        beating.start()
+    try:
+        yield
+    finally:
+        if is_primary:
+            done.set()
+            beating.join()
+            if _read(path) == own:
+                path.unlink(missing_ok=True)
+
+
+def require_free(path: Path) -> None:
+    """Remove a stale lock. UserError if a process holds it."""
+    text = _read(path)
+    if text is None:
+        return
+    holder = _parse(text)
+    if not _is_stale(path, text, holder):
+        where = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}"
+        raise UserError(f"{path.parent} is in use by another run ({where}): wait for it or take another directory")
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(aside)
+        if _read(aside) != text:  # another process has removed the stale lock and holds its own
+            with contextlib.suppress(OSError):
+                os.link(aside, path)
+        aside.unlink()
+    print(f"gspax: warning: {path}: removed the lock of a run that has ended", file=sys.stderr)
+
+
+def _acquire(path: Path, own: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    temporary.write_text(own, encoding="utf-8")
+    try:
+        for last in (False, False, True):
+            require_free(path)
+            try:
+                os.link(temporary, path)
+                return
+            except FileExistsError:
+                if last:
+                    raise UserError(f"{path.parent} is in use by another run that has just started") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _beat(path: Path, own: str, done: threading.Event) -> None:
+    """Touch the lock until `done`; warn once if it was taken over, as after a suspension."""
+    while not done.wait(HEARTBEAT):
+        if _read(path) != own:
+            print(f"gspax: warning: {path} is no longer the lock of this run: another may write here", file=sys.stderr)
+            return
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def _is_stale(path: Path, text: str, holder: dict[str, Any]) -> bool:
+    if holder.get("machine") == _machine():
+        return _start_of(holder.get("pid")) != holder.get("start")
+    return not _is_touched(path, text)
+
+
+def _is_touched(path: Path, text: str) -> bool:
+    """Whether the file changes within `STALE` seconds. No clock is compared: those of two hosts may differ."""
+    with contextlib.suppress(FileNotFoundError):
+        first, deadline = path.stat().st_mtime_ns, time.monotonic() + STALE
+        print(f"gspax: {path} is of another host: waiting up to {STALE:.0f} s for its heartbeat", file=sys.stderr)
+        while time.monotonic() < deadline:
+            time.sleep(min(0.5, STALE / 10))
+            if path.stat().st_mtime_ns != first or _read(path) != text:
+                return True
+    return False
+
+
+def _describe() -> dict[str, Any]:
+    pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return {"host": platform.node(), "machine": _machine(), "pid": pid, "start": _start_of(pid), "since": since}
+
+
+def _machine() -> str:
+    """What tells whether a process id means the same here: the boot of the kernel and the namespace of the ids."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return platform.node()
+
+
+def _start_of(pid: Any) -> str | None:
+    """The start of a running process, in the kernel's ticks where it says so; None if there is no such process."""
+    try:
+        if not Path("/proc/self/stat").exists():
+            os.kill(int(pid), 0)
+            return "running"
+        state, *fields = Path(f"/proc/{int(pid)}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return None if state in "ZX" else fields[18]  # a zombie writes no more
+    except PermissionError:
+        return "running"
+    except (OSError, ValueError, TypeError, IndexError):
+        return None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """The content of a lock; nothing if it is damaged, which counts as a lock of another host."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,134 @@
+"""One run, one writer: a second one is refused with a sentence, and the lock of a run that has ended is recognised."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from gspax.errors import UserError
+from gspax.run import lock
+from gspax.run.directory import enter_run, open_run
+
+DESCRIPTION = {"name": "sort", "schedule": {"steps": 10}}
+CHILD = """
+import os, sys, time
+from gspax.run import lock
+with lock.hold(lock.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "lock.json"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(lock, "STALE", 0.3)
+
+
+def change(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_second_run_is_refused_and_changes_nothing(tmp_path):
+    with enter_run(tmp_path, DESCRIPTION) as run:
+        before = {each: each.read_bytes() for each in tmp_path.iterdir()}
+        with pytest.raises(
+            UserError, match=rf"is in use by another run \(process {os.getpid()} on .* since 20"
+        ) as caught:
+            open_run(tmp_path, {**DESCRIPTION, "schedule": {"steps": 20}})
+        assert "\n" not in str(caught.value)
+        assert {each: each.read_bytes() for each in tmp_path.iterdir()} == before
+    assert not run.lock.exists()
+
+
+def test_the_lock_is_removed_after_an_error(tmp_path):
+    with pytest.raises(ZeroDivisionError), enter_run(tmp_path, DESCRIPTION):
+        1 / 0  # noqa: B018
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["environment.json", "experiment.json"]
+
+
+def test_the_lock_of_a_killed_process_is_stale(path, capsys):
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match=f"process {child.pid}"):
+        lock.require_free(path)
+    child.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie until `communicate`
+    with lock.hold(path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+    child.communicate()
+    assert "removed the lock of a run that has ended" in capsys.readouterr().err
+
+
+def test_a_process_with_the_same_id_is_another_one(path):
+    with lock.hold(path):
+        change(path, start="1")
+        lock.require_free(path)
+        assert not path.exists()
+
+
+def test_the_heartbeat_of_another_host_decides(path, quick):
+    with lock.hold(path):
+        holder = json.loads(path.read_text())
+    path.write_text(json.dumps(holder | {"machine": "another", "host": "far"}))
+    done = threading.Event()
+    beating = threading.Thread(target=lock._beat, args=(path, path.read_text(), done))
+    beating.start()
+    with pytest.raises(UserError, match="on far since"):
+        lock.require_free(path)
+    done.set()
+    beating.join()
+    lock.require_free(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("content", ["", "\0" * 20, "[1]"])
+def test_a_damaged_lock_is_stale_without_a_heartbeat(path, quick, content):
+    path.write_text(content)
+    lock.require_free(path)
+    assert not path.exists()
+
+
+def test_of_several_that_start_at_once_one_holds_the_lock(path):
+    barrier, held, refused = threading.Barrier(8), [], []
+    done = threading.Event()
+
+    def start():
+        barrier.wait()
+        try:
+            with lock.hold(path):
+                held.append(1)
+                done.wait()
+        except UserError:
+            refused.append(1)
+            if len(refused) == 7:
+                done.set()
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for each in threads:
+        each.start()
+    done.wait(20)
+    done.set()
+    for each in threads:
+        each.join()
+    assert (len(held), len(refused)) == (1, 7)
+
+
+def test_a_run_whose_lock_was_taken_over_warns_and_leaves_it(path, quick, capsys):
+    with lock.hold(path):
+        path.write_text("{}")
+        for _ in range(200):
+            if "no longer the lock of this run" in (err := capsys.readouterr().err):
+                break
+            threading.Event().wait(0.02)
+        assert err
+    assert path.read_text() == "{}"
