@@ -66,6 +66,7 @@ from gspax.rollout.rewards import (
 from gspax.rollout.sampler import lengths_to_host, sample
 from gspax.run import interrupt, progress, report
 from gspax.run.checkpoints import Checkpoints
+from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.compilation import count_compilations
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.record import Recorder
@@ -162,10 +163,10 @@ def train_from_newest(
     """The steps after the newest checkpoint. DivergedError if updates went wrong: what they did is not saved."""
     experiment, schedule = learner.experiment, learner.experiment.schedule
 
-    def save(done: int, state: TrainState) -> None:
+    def save(done: int, state: TrainState, is_last: bool) -> None:
         stored = drop_frozen(state)
         check_finite(stored, done)
-        checkpoints.save(done, stored, {"experiment": describe(experiment)})
+        save_checkpoint(checkpoints, done, stored, {"experiment": describe(experiment)}, is_last=is_last)
 
     state = restore_or_start(learner, run, checkpoints, interrupted)
     started = done = count_rollouts(learner, state)
@@ -199,9 +200,9 @@ def train_from_newest(
                 recorder.write_samples(done, gather_texts(rows))
             due = progress.is_due(done, schedule.checkpoint_every, schedule.steps)
             if due and (not skipped or done == schedule.steps):  # amid skipped updates it is no state to go back to
-                save(done, state)
+                save(done, state, is_last=done == schedule.steps)
             if interrupted():  # after the save, so that a signal during it costs no further step
-                save(done, state)  # once, if it was due
+                save(done, state, is_last=True)  # once, if it was due
             interrupted.stop_here()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import shutil
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from gspax.commands import check, main
 from gspax.errors import UserError
 from gspax.run import checkpoint_files, step_folders
+from gspax.run import checkpoints as checkpoints_module
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.run.manifest import MANIFEST, find_damage, write_manifest
@@ -155,6 +157,29 @@ def test_nothing_is_pruned_before_the_new_manifest_is_written(run, monkeypatch):
     assert restore(run) == 4.0
     save(run, 6)
     assert restore(run) == 6.0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from threads that Orbax leaves behind
+def test_a_full_disk_costs_one_save(run, capsys):
+    def save_one(step, is_last=False):
+        checkpoints_module.save(checkpoints, step, {"params/w": jnp.ones(50)}, {}, is_last=is_last)
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Checkpoints(run.checkpoints, keep=2, note=run.newest) as checkpoints:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        try:
+            save_one(6)
+            save_one(7)
+            with pytest.raises(UserError, match="could not be written"):  # in the background or at once
+                save_one(8, is_last=True)
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert checkpoints.latest() == 4
+        save_one(7)
+        assert checkpoints.latest() == 7
+    err = capsys.readouterr().err
+    assert err.count("the run goes on and tries again at the next save") >= 2 and "Traceback" not in err
 
 
 def test_check_names_the_damaged_file(run, capsys):

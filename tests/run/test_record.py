@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +88,23 @@ def test_damaged_lines_of_the_metrics_are_skipped_counted_and_copied(run, capsys
     assert "a copy of the file is damaged_metrics.jsonl" in capsys.readouterr().err
     assert run.metrics.with_name("damaged_metrics.jsonl").read_bytes() == damaged
     assert steps(run) == [1, 2, 3] and capsys.readouterr().err == ""
+
+
+def test_a_full_disk_delays_metrics_and_does_not_end_the_run(run, capsys):
+    with Recorder(run, 0) as recorder:
+        recorder.write_metrics(1, {"a": 1.0})
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (run.metrics.stat().st_size, before[1]))
+        try:
+            recorder._tensorboard = None
+            recorder.write_metrics(2, {"a": 2.0})
+            recorder.write_samples(2, [{"prompt": "p" * 100}])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        recorder.write_metrics(3, {"a": 3.0})
+    assert steps(run) == [1, 2, 3]
+    assert capsys.readouterr().err.count("could not be written: File too large; the run goes on") == 2
+    assert list(run.samples.iterdir()) == []
 
 
 def test_lost_metrics_are_named(run, capsys):

@@ -6,6 +6,7 @@ processes: it reads and writes nothing. `checkpoints.Checkpoints` uses one of th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Mapping
@@ -117,7 +118,8 @@ class Files:
             raise problem
 
     def close(self) -> None:
-        self.manager.close()
+        with contextlib.suppress(Exception):  # of a failed save, which `save` or `wait` has raised
+            self.manager.close()
 
     def read(self, step: int, target: Shapes) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         """The full table, which must have these shapes, and the JSON."""

@@ -31,7 +31,7 @@ class Checkpoints:
 
     Without `keep` it is read-only: nothing is created, cleaned up or saved, and another process may be writing there.
     A save compresses up to `concurrent_gb` GB of arrays at a time and holds the compressed bytes in memory too; every
-    array must be smaller than that. Creating one sets the `absl` logger, which Orbax uses, to level ERROR.
+    array must be smaller than that. Creating one sets the `absl` logger, which Orbax uses, to level CRITICAL.
 
     All processes of a run call the same methods. Those without devices in `mesh`, on which the state is sharded, touch
     no file and receive the results of the others. Process 0 is never one of them: it lists, renames and deletes.
@@ -49,7 +49,7 @@ class Checkpoints:
         concurrent_gb: int = 96,
         note: Path | None = None,
     ) -> None:
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.directory = Path(directory).absolute()
         self._saved: set[int] = set()
         self._verified: set[int] = set()
@@ -93,6 +93,7 @@ class Checkpoints:
         try:
             self._files.wait()
         except Exception as error:
+            self._saved.clear()  # the one that failed can be saved again
             raise UserError(f"a checkpoint could not be written to {self.directory}: {shorten(error)}") from error
 
     def steps(self) -> list[int]:
@@ -175,6 +176,21 @@ class Checkpoints:
         """
         self.require_whole(step)
         return multihost.all_or_raise(lambda: self._files.read_some(step, wanted))
+
+
+def save(checkpoints: Checkpoints, step: int, state: Any, extra: Mapping[str, Any], *, is_last: bool) -> None:
+    """Save; if the save before failed, as on a full disk, or this one, warn, and leave it to the next one to try again.
+
+    Raises:
+      UserError: this save failed and there is no next one, or one of several processes failed.
+    """
+    for act, required in ((checkpoints.wait, False), (lambda: checkpoints.save(step, state, extra), is_last)):
+        try:
+            act()
+        except UserError as error:
+            if required or jax.process_count() > 1:
+                raise
+            _warn(checkpoints.directory, f"{error}; the run goes on and tries again at the next save")
 
 
 def _remove_from(directory: Path, step: int) -> None:

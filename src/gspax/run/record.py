@@ -6,13 +6,14 @@ parses; `read_metrics` does so.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,7 +56,8 @@ class Recorder:
 
     def __exit__(self, *error: object) -> None:
         if self._writes:
-            self._file.close()
+            with _loud(self._run.metrics):
+                self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -64,8 +66,9 @@ class Recorder:
         if not self._writes:
             return
         numbers = {name: float(value) for name, value in values.items()}
-        self._file.write(to_line({"step": step, **numbers}))
-        self._file.flush()
+        with _loud(self._run.metrics):  # what is not written stays in the file's buffer for the next line
+            self._file.write(to_line({"step": step, **numbers}))
+            self._file.flush()
         if self._tensorboard is not None:
             for name, number in numbers.items():
                 if math.isfinite(number):  # tensorboardX prints a warning for each number that is not
@@ -82,7 +85,17 @@ class Recorder:
     def write_samples_to(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         """Record completions in a given file, such as `RunDir.before`."""
         if self._writes:
-            write_atomically(path, "".join(map(to_line, rows)))
+            with _loud(path):
+                write_atomically(path, "".join(map(to_line, rows)))
+
+
+@contextlib.contextmanager
+def _loud(path: Path) -> Iterator[None]:
+    """A full disk costs lines of a log, not the run: warn."""
+    try:
+        yield
+    except OSError as error:
+        print(f"gspax: warning: {path} could not be written: {error.strerror}; the run goes on", file=sys.stderr)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
