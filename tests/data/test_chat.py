@@ -157,7 +157,7 @@ def test_a_demonstration_follows_the_rendered_prompt(small):
     lengths = replace(experiment.sampling, max_prompt_tokens=64, max_tokens=16)
     chat = replace(experiment, tokenizer=tokenizer, sampling=lengths)
     stage = replace(chat.warm_start, rows=8)
-    texts = {"data": chat.data, "tokenizer": tokenizer, "length": 80, "seed": 0, "vocab_size": chat.model.vocab_size}
+    texts = {"data": chat.data, "tokenizer": tokenizer, "length": 80, "seed": 0, "vocab_size": tokenizer.vocab_size}
     batch = sft.make_demonstrations(stage, 0, mesh=make_mesh(chat.mesh), **texts)
     for row in range(stage.rows):
         prompt = tokenizer.encode(chat.data.train(row).prompt)

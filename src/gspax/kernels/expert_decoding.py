@@ -131,8 +131,8 @@ def _apply_own(x_RD: Array, expert_R: Array, gate_R: Array, experts: Experts) ->
     """Each row through its expert out of K, times its gate, in x's dtype; zeros for expert K."""
     K = experts.gate_EDF.shape[0]
     if K > FEW_EXPERTS:
-        permutation = local.sort_by_expert(expert_R[:, None], K)
-        return local.forward(permutation, x_RD, gate_R[:, None], experts)
+        x_RD, gate_R1, *weights = local.vary_alike(x_RD, gate_R[:, None], *experts)
+        return local.forward(local.sort_by_expert(expert_R[:, None], K), x_RD, gate_R1, Experts(*weights))
     w = jax.tree.map(lambda a: a.astype(x_RD.dtype), experts)
     own_KR = expert_R[None] == jnp.arange(K, dtype=jnp.int32)[:, None]
     x_RD = jnp.where((expert_R < K)[:, None], x_RD, 0)

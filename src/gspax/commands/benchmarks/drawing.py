@@ -129,10 +129,11 @@ def measure_scoring(learner: Learner) -> Figure:
     T = sampling.max_prompt_tokens + sampling.max_tokens
     by_row = named_sharding(learner.mesh, "batch")
 
-    def tokens_and_segments() -> tuple[Any, Any]:
-        key = jax.random.key(0)
-        return jax.random.randint(key, (rows, T), 0, model.vocab_size, jnp.int32), jnp.ones((rows, T), jnp.int32)
+    def full_rows() -> tuple[Any, Any, Any]:
+        tokens_BT = jax.random.randint(jax.random.key(0), (rows, T), 0, model.vocab_size, jnp.int32)
+        mask_BT = jnp.broadcast_to(jnp.arange(T) >= sampling.max_prompt_tokens, (rows, T))
+        return tokens_BT, jnp.ones((rows, T), jnp.int32), mask_BT
 
-    arrays = jax.jit(tokens_and_segments, out_shardings=by_row)()
+    arrays = jax.jit(full_rows, out_shardings=by_row)()
     wall, cpu = measure(lambda: learner.steps.score(state.params, *arrays), REPEATS)
     return Figure("scoring", wall, cpu, rows * T, rows * T * forward_flops(model, T))
