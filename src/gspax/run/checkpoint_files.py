@@ -53,21 +53,29 @@ class Files:
             if keep is not None:  # for a subset of processes Orbax does not create the directory
                 directory.mkdir(parents=True, exist_ok=True)
         self.is_alone = is_subset and len(processes) == 1
-        state = ocp.PyTreeCheckpointHandler(
-            save_concurrent_gb=concurrent_gb, save_device_host_concurrent_gb=concurrent_gb, **self.shared
-        )
-        options = ocp.CheckpointManagerOptions(
+        self.concurrent_gb = concurrent_gb
+        self.options = ocp.CheckpointManagerOptions(
             max_to_keep=None,  # Orbax would delete the old checkpoints before the manifest of the new one is written
             read_only=keep is None,
             cleanup_tmp_directories=keep is not None,
             create=not is_subset,
             **self.shared,
         )
-        handlers = {STATE: state, EXTRA: ocp.JsonCheckpointHandler(**self.shared)}
-        self.manager = ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
-
+        self.manager = self._open()
         if keep is not None and self.is_first:
             step_folders.finish_removing(directory)
+
+    def _open(self) -> ocp.CheckpointManager:
+        state = ocp.PyTreeCheckpointHandler(
+            save_concurrent_gb=self.concurrent_gb, save_device_host_concurrent_gb=self.concurrent_gb, **self.shared
+        )
+        handlers = {STATE: state, EXTRA: ocp.JsonCheckpointHandler(**self.shared)}
+        return ocp.CheckpointManager(self.directory, options=self.options, item_handlers=handlers)
+
+    def reopen(self) -> None:
+        """Forget a save that failed: its threads may still run, and Orbax would raise their errors in the next save."""
+        self.close()
+        self.manager = self._open()
 
     def find_damage(self, step: int) -> list[str]:
         """The damaged files among those that this process checks, a phrase for each; none without a manifest."""
@@ -173,6 +181,7 @@ class NoFiles:
         return []
 
     def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any]) -> None: ...
+    def reopen(self) -> None: ...
     def refresh(self) -> None: ...
     def wait(self) -> None: ...
     def close(self) -> None: ...

@@ -191,6 +191,7 @@ def save(checkpoints: Checkpoints, step: int, state: Any, extra: Mapping[str, An
             if required or jax.process_count() > 1:
                 raise
             _warn(checkpoints.directory, f"{error}; the run goes on and tries again at the next save")
+            checkpoints._files.reopen()
 
 
 def _remove_from(directory: Path, step: int) -> None:
