@@ -11,6 +11,8 @@ from small_experiment import experiment
 from gspax import config, loop
 from gspax.config import Lora, Mesh, Placement
 from gspax.errors import UserError
+from gspax.evaluation import heldout
+from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
 from gspax.experiment.validation import validate, warnings
 from gspax.learner.metrics import Clock
@@ -87,6 +89,14 @@ def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(learner)
     assert {name: x for name, x in metrics.items() if not name.startswith(CLOCKS)} == {
         name: x for name, x in metrics_too.items() if not name.startswith(CLOCKS)
     }
+
+
+def test_evaluation_runs_on_the_learners_devices_whatever_the_samplers_mesh(learner, monkeypatch, tmp_path):
+    policies = []
+    monkeypatch.setattr(heldout, "evaluate", lambda policy, *_, **__: policies.append(policy) or ({}, []))
+    two = replace(DISAGGREGATED, placement=Placement(devices=2, mesh=Mesh(fsdp=2)))
+    evaluate(two, fresh(learner), learner.mesh, learner.rewards, tmp_path)
+    assert devices(policies[0].params) == set(learner.mesh.devices.flat) and len(learner.mesh.devices.flat) == 4
 
 
 def test_staleness_1_samples_with_the_parameters_before_the_last_update(learner):

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,10 +47,9 @@ def evaluate(
     The files of the tasks are written to `folder`, in place of those of an interrupted evaluation.
     """
     settings, training = experiment.evaluation, experiment.sampling
-    layout = choose_serving_layout(experiment, dict(mesh.shape), device_memory(mesh))
-    mesh = reshape_mesh(mesh, layout.sizes)
-    params, key = make_serving_copy(state.params, experiment.model, mesh), replicate_key(state.key, mesh)
-    policy = Policy(params, experiment.model, experiment.tokenizer, mesh)
+    # on the learner's devices also with a placement, whose mesh is for others
+    layout = choose_serving_layout(replace(experiment, placement=None), dict(mesh.shape), device_memory(mesh))
+    policy, key = _lay_out(state, experiment.model, experiment.tokenizer, mesh, layout.sizes)
     found, rows = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
     for task in settings.tasks:
         task, path = apply_defaults(task, settings, training), folder / task.name
@@ -77,11 +77,10 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
             step=step,
         )
     assert step is not None  # else restoring has raised
-    layout = choose_serving_layout(experiment, dict(mesh.shape), device_memory(mesh))
-    mesh = reshape_mesh(mesh, layout.sizes)
-    params, key = make_serving_copy(state.params, experiment.model, mesh), replicate_key(state.key, mesh)
+    # on the learner's devices also with a placement, whose mesh is for others
+    layout = choose_serving_layout(replace(experiment, placement=None), dict(mesh.shape), device_memory(mesh))
+    policy, key = _lay_out(state, experiment.model, experiment.tokenizer, mesh, layout.sizes)
     del state  # the optimiser's memory is for the cache
-    policy = Policy(params, experiment.model, experiment.tokenizer, mesh)
     settings, training = experiment.evaluation, experiment.sampling
     if tasks is None:
         tasks = settings.tasks
@@ -101,6 +100,14 @@ def evaluate_published(
     for task in settings.tasks:
         task, path = apply_defaults(task, settings, training), workdir / task.name
         evaluate_task(task, policy, jax.random.key(seed), path, training=training, grading=grading, show=True)
+
+
+def _lay_out(
+    state: TrainState, model: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, sizes: dict[str, int]
+) -> tuple[Policy, Array]:
+    """The policy of a state and the run's key, both on the learner's devices with axes of these sizes."""
+    mesh = reshape_mesh(mesh, sizes)
+    return Policy(make_serving_copy(state.params, model, mesh), model, tokenizer, mesh), replicate_key(state.key, mesh)
 
 
 def load_policy(model: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> Policy:
