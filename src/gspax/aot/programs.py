@@ -26,7 +26,7 @@ from gspax.config import (
 )
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
-from gspax.learner.train_step import make_steps
+from gspax.learner.train_step import make_steps, reads_experts
 from gspax.rollout import engine, sampler
 from gspax.rollout.serving import abstract_serving_copy, copier
 from gspax.sharding import batch_shards, named_sharding
@@ -140,7 +140,7 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
     }
     if experiment.reference is not None:
         columns["ref_logp_BT"] = (shape, jnp.float32)
-    if experiment.routing_replay or experiment.regularizers.load_balance:
+    if reads_experts(experiment.regularizers, routing_replay=experiment.routing_replay):
         experts = (rows, _sparse_layers(config), shape[1], config.num_experts_per_tok)
         columns["expert_BLTA"] = (experts, jnp.dtype(expert_id_dtype(config)))
     described: dict[str, Any] = {name: _abstract_rows(mesh, *column) for name, column in columns.items()}
