@@ -17,15 +17,7 @@ if TYPE_CHECKING:
     from gspax.config import Task
 
 # options that are fields of a task
-SETTINGS = (
-    "problems",
-    "samples",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_tokens",
-)  # options that tasks have too
+SETTINGS = ("problems", "samples", "temperature", "top_k", "top_p", "min_p", "max_tokens")
 
 
 def make_parser() -> Parser:

@@ -30,6 +30,8 @@ from gspax.sharding import batch_shards, named_sharding
 from gspax.types import Array, Params
 
 BENCHMARKS = 3  # folded into the run's key
+# the fields of `Sampling` that a task sets
+OF_TASK = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "max_prompt_tokens")
 _LONGEST_ANSWER = 2000  # characters that a row keeps: the tests of a program can be megabytes
 
 
@@ -78,8 +80,7 @@ def run_task(task: Task, policy: Policy, key: Array, *, training: Sampling, grad
         training,
         group=task.samples,
         slots=slots,
-        **{name: getattr(task, name) for name in ("temperature", "top_k", "top_p", "min_p")},
-        **{name: getattr(task, name) for name in ("max_tokens", "max_prompt_tokens")},
+        **{name: getattr(task, name) for name in OF_TASK},
     )
     read, by_row = partial(read_problem, task.data.heldout), named_sharding(policy.mesh, "batch")
     left = task.problems

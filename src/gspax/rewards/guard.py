@@ -2,7 +2,8 @@
 
     reward=partial(guard, reward=my_rewards.score, timeout=2.0)
 
-Without it, a reward that raises or returns NaN ends the run with an error, and one that hangs blocks the run.
+Without it, a reward runs in a thread of the trainer (`rewards.calls`): one that holds the interpreter's lock cannot be
+interrupted there, and one that ends its process ends the run.
 """
 
 from __future__ import annotations

@@ -75,13 +75,8 @@ def device_memory(mesh: jax.sharding.Mesh) -> int | None:
 
 def make_colocated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh) -> Sampler:
     """The sampler on the learner's devices, on a mesh of its own."""
-    by_row = named_sharding(learner, "batch")
-
-    def fetch(rollout: Rollout) -> Rollout:
-        on_devices = {name: x for name, x in vars(rollout).items() if isinstance(x, jax.Array)}
-        return replace(rollout, **_resharder(by_row)(on_devices))
-
     push = partial(make_serving_copy, config=config, mesh=mesh)
+    fetch = partial(_move_arrays, move=_resharder(named_sharding(learner, "batch")))
     return Sampler(mesh, push, partial(replicate_key, mesh=mesh), fetch)
 
 
@@ -101,19 +96,18 @@ def make_disaggregated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, lea
     if jax.process_count() > 1 and (problem := size_mismatch(jax.device_count() - mesh.size, mesh.size)):
         raise UserError(f"placement.devices: {problem}")
     shardings = serving_shardings(config, mesh)
-    by_row = named_sharding(learner, "batch")
     copy = jax.jit(partial(convert, config=config))
-
-    def fetch(rollout: Rollout) -> Rollout:
-        on_devices = {name: x for name, x in vars(rollout).items() if isinstance(x, jax.Array)}
-        return replace(rollout, **transfer(on_devices, by_row))
-
     return Sampler(
         mesh,
         push=lambda params: transfer(copy(params), shardings),
         push_key=lambda key: transfer_key(key, named_sharding(mesh)),
-        fetch=fetch,
+        fetch=partial(_move_arrays, move=partial(transfer, shardings=named_sharding(learner, "batch"))),
     )
+
+
+def _move_arrays(rollout: Rollout, move: Callable[[Any], Any]) -> Rollout:
+    """The rollout with its arrays on devices moved; those on the host stay there."""
+    return replace(rollout, **move({name: x for name, x in vars(rollout).items() if isinstance(x, jax.Array)}))
 
 
 def find_last_ahead(staleness: int, done: int, due: Callable[[int], Any]) -> int:

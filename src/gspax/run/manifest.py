@@ -31,7 +31,7 @@ def write_manifest(folder: Path) -> None:
         files = dict(zip(names, entries, strict=True))
     for each in {folder, *((folder / name).parent for name in names)}:
         sync_folder(each)
-    versions = {name: found for name in PACKAGES if (found := _version(name))}
+    versions = {name: found for name in PACKAGES if (found := installed_version(name))}
     write_atomically(folder / MANIFEST, _render({"version": VERSION, "packages": versions, "files": files}))
 
 
@@ -99,7 +99,8 @@ def _compare(path: Path, name: str, wanted: dict[str, Any], *, hashes: bool) -> 
     return None
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None if there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

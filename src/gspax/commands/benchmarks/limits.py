@@ -24,7 +24,7 @@ def copy_bandwidth(size: int = 2**28) -> float:
     import jax.numpy as jnp
 
     x = jnp.ones(size // 4, jnp.float32)
-    return 2 * size / _fastest(jax.jit(jnp.negative, donate_argnums=()), x) * jax.local_device_count()
+    return 2 * size / _fastest(jax.jit(jnp.negative), x) * jax.local_device_count()
 
 
 def _fastest(function: Callable[..., Any], *arguments: Any, repeats: int = 5) -> float:

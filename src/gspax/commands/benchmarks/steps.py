@@ -1,4 +1,4 @@
-"""Whole steps: `loop.run_step`, which `gspax train` runs, phase by phase; and scoring alone."""
+"""Whole steps: `loop.run_step`, which `gspax train` runs, phase by phase."""
 
 from __future__ import annotations
 
