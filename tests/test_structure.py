@@ -324,6 +324,11 @@ def test_test_files_have_unique_names():
     assert sorted(set(names)) == sorted(names)
 
 
+def test_warnings_go_through_one_function():
+    found = [label(path) for path in FILES.values() if "gspax: warning" in path.read_text(encoding="utf-8")]
+    assert found == ["src/gspax/errors.py"]
+
+
 def test_no_file_contains_an_absolute_path_of_a_machine():
     files = tracked_files()
     assert Path(__file__) in files

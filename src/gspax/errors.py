@@ -1,4 +1,15 @@
-"""The exceptions that a user can cause."""
+"""What a user is told: the exceptions that a user can cause, and warnings."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+
+def warn(sentence: str) -> None:
+    """Warn the user, on stderr. With several processes see `multihost.warn_from_primary`."""
+    with contextlib.suppress(OSError):  # nobody reads stderr any more
+        print(f"gspax: warning: {sentence}", file=sys.stderr, flush=True)
 
 
 class UserError(Exception):

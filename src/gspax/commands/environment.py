@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gspax.errors import warn
+
 VARIABLE = "GSPAX_COMPILATION_CACHE"  # a folder, or 0 for no cache
 KEPT_DAYS = 30  # a program that is older is compiled again, so the folder cannot grow for ever
 
@@ -49,7 +51,7 @@ def use_compilation_cache() -> None:
             raise PermissionError("other users can write to it")
         remove_old(folder, KEPT_DAYS)
     except OSError as error:
-        print(f"gspax: warning: compilation cache {folder} is not used: {error}", file=sys.stderr)
+        warn(f"compilation cache {folder} is not used: {error}")
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # reading a small program is faster too

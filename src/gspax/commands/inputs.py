@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gspax.errors import UserError
+from gspax.errors import UserError, warn
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -41,7 +41,7 @@ def load_experiment(options: argparse.Namespace) -> Experiment:
     experiment = experiments.override(experiments.load(options.file), options.overrides)
     experiments.check(experiment, (options.devices or 1) if dry_run else None)
     for sentence in experiments.warnings(experiment):
-        print(f"gspax: warning: {sentence}", file=sys.stderr)
+        warn(sentence)
     return experiment
 
 

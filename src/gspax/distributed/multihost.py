@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from gspax.errors import UserError
+from gspax.errors import UserError, warn
 from gspax.unstable import coordination_client
 
 T = TypeVar("T")
@@ -79,6 +79,12 @@ def gather_rows(entries: Sequence[T | None]) -> list[T]:
     for part in gather({row: entry for row, entry in enumerate(entries) if entry is not None}):
         found = part | found
     return [found[row] for row in range(len(entries))]
+
+
+def warn_from_primary(sentence: str) -> None:
+    """Warn the user once: on process 0."""
+    if jax.process_index() == 0:
+        warn(sentence)
 
 
 def _sentence(problem: Exception) -> str:

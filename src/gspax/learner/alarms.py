@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
-import jax
-
 from gspax.config import Guard
+from gspax.distributed import multihost
 
 NAMES = ("entropy", "length")
 
@@ -33,8 +31,8 @@ def warn_of_alarms(guard: Guard, metrics: Mapping[str, float], before: frozenset
     """The alarms of this step; warns of those that the step before did not have."""
     found = find_alarms(guard, metrics)
     for name in found:
-        if name not in before and jax.process_index() == 0:
-            print(f"gspax: warning: {found[name]}", file=sys.stderr)
+        if name not in before:
+            multihost.warn_from_primary(found[name])
     return frozenset(found)
 
 

@@ -9,15 +9,14 @@ on the task.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Calibration
+from gspax.distributed import multihost
 from gspax.experiment.description import keywords
 from gspax.losses import calibration
 from gspax.losses.traits import traits_of
@@ -91,7 +90,7 @@ def noise_warnings(loss: Callable[..., Any], floor: float) -> tuple[str, ...]:
 
 def warn_of_noise(loss: Callable[..., Any], settings: Calibration | None, metrics: dict[str, float]) -> None:
     """Warn if rounding alone can leave a loss's own clip range."""
-    if settings is not None or jax.process_index() != 0:
+    if settings is not None:
         return
     for sentence in noise_warnings(loss, metrics.get("policy/noise_floor", 0.0)):
-        print(f"gspax: warning: {sentence}", file=sys.stderr)
+        multihost.warn_from_primary(sentence)

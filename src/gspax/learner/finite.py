@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import jax
 import jax.numpy as jnp
 
@@ -16,9 +14,8 @@ def count_skipped(before: int, skipped: int) -> int:
     """The updates skipped in a row: `before` and those of this step, or 0 if this step skipped none. Warns of them."""
     if not skipped:
         return 0
-    if jax.process_index() == 0:
-        why = "the loss or gradient is not finite, or beyond the guard's limits"
-        print(f"gspax: warning: {skipped} updates skipped: {why}", file=sys.stderr)
+    why = "the loss or gradient is not finite, or beyond the guard's limits"
+    multihost.warn_from_primary(f"{skipped} updates skipped: {why}")
     return before + skipped
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.distributed import multihost
-from gspax.errors import DivergedError, UserError
+from gspax.errors import DivergedError, UserError, warn
 from gspax.learner.restore import drop_frozen
 from gspax.learner.train_step import Scores, Update
 from gspax.run.checkpoints import Checkpoints
@@ -117,10 +116,9 @@ def go_back(run: RunDir, problem: DivergedError, newest: int, limit: int) -> Non
         return
     entry = {"step": problem.step, "to": newest, "position": problem.position, "reason": str(problem)}
     write_atomically(_path(run), "".join(json.dumps(each) + "\n" for each in [*_read(run), entry]))
-    print(
-        f"gspax: warning: {problem} Going back to {f'checkpoint {newest}' if newest else 'the start'} and on with "
-        f"problem {problem.position} ({len(before) + 1} of {limit} times)",
-        file=sys.stderr,
+    warn(
+        f"{problem} Going back to {f'checkpoint {newest}' if newest else 'the start'} and on with "
+        f"problem {problem.position} ({len(before) + 1} of {limit} times)"
     )
 
 

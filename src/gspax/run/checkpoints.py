@@ -10,7 +10,6 @@ A manifest with the SHA-256 of every file is written last (`run.manifest`). A ch
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -220,8 +219,7 @@ def _warn_of_unfinished(directory: Path, finished: list[int]) -> None:
 
 
 def _warn(directory: Path, sentence: str) -> None:
-    if jax.process_index() == 0:
-        print(f"gspax: warning: {directory}: {sentence}", file=sys.stderr)
+    multihost.warn_from_primary(f"{directory}: {sentence}")
 
 
 def _table(tree: Any) -> dict[str, Any]:

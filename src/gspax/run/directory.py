@@ -29,7 +29,7 @@ from typing import Any
 import jax
 
 from gspax.distributed import multihost
-from gspax.errors import UserError
+from gspax.errors import UserError, warn
 from gspax.experiment.description import difference, resumable
 from gspax.run import lock
 from gspax.run.folders import unused_name, write_atomically
@@ -190,7 +190,7 @@ def _read_or_set_aside(run: RunDir) -> list[Any]:
         return attempts
     target = unused_name(run.environment, "damaged")
     run.environment.rename(target)
-    print(f"gspax: warning: {run.environment} is damaged: moved to {target.name}", file=sys.stderr)
+    warn(f"{run.environment} is damaged: moved to {target.name}")
     return []
 
 

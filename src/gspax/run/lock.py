@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from gspax.distributed import multihost
-from gspax.errors import UserError
+from gspax.errors import UserError, warn
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
 
@@ -66,7 +66,7 @@ def require_free(path: Path) -> None:
             with contextlib.suppress(OSError):
                 os.link(aside, path)
         aside.unlink()
-    print(f"gspax: warning: {path}: removed the lock of a run that has ended", file=sys.stderr)
+    warn(f"{path}: removed the lock of a run that has ended")
 
 
 def _acquire(path: Path, own: str) -> None:
@@ -89,7 +89,7 @@ def _beat(path: Path, own: str, done: threading.Event) -> None:
     """Touch the lock until `done`; warn once if it was taken over, as after a suspension."""
     while not done.wait(HEARTBEAT):
         if _read(path) != own:
-            print(f"gspax: warning: {path} is no longer the lock of this run: another may write here", file=sys.stderr)
+            warn(f"{path} is no longer the lock of this run: another may write here")
             return
         with contextlib.suppress(OSError):
             os.utime(path)

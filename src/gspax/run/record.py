@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import jax
 
-from gspax.errors import UserError
+from gspax.errors import UserError, warn
 from gspax.run.directory import RunDir
 from gspax.run.folders import unused_name, write_atomically
 
@@ -95,7 +95,7 @@ def _loud(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        print(f"gspax: warning: {path} could not be written: {error.strerror}; the run goes on", file=sys.stderr)
+        warn(f"{path} could not be written: {error.strerror}; the run goes on")
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -146,7 +146,7 @@ def _to_numbers(line: str) -> dict[str, float]:
 def _warn_of_unreadable(path: Path, numbers: list[int], more: str = "") -> None:
     if numbers:
         lines = f"line {numbers[0]} is" if len(numbers) == 1 else f"{len(numbers)} lines, the first {numbers[0]}, are"
-        print(f"gspax: warning: {path}: {lines} not JSON and skipped{more}", file=sys.stderr)
+        warn(f"{path}: {lines} not JSON and skipped{more}")
 
 
 def _drop_from(run: RunDir, first: int) -> None:
@@ -168,7 +168,7 @@ def _warn_of_gaps(path: Path, steps: set[float], first: int) -> None:
     missing = [step for step in range(1, first) if step not in steps]
     if missing:
         named = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
-        print(f"gspax: warning: {path} has no metrics of {len(missing)} steps: {named}", file=sys.stderr)
+        warn(f"{path} has no metrics of {len(missing)} steps: {named}")
 
 
 def _copy_damaged(path: Path) -> Path:
