@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax import loop, sft
+from gspax import sft
 from gspax.config import row_shape
 from gspax.data import hf_tokenizer
 from gspax.data.problem import Problem
@@ -21,6 +21,7 @@ from gspax.learner.objective import make_objective
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state
 from gspax.learner.train_step import make_train_step
+from gspax.loop.learner import make_learner
 from gspax.rollout import sampler
 from gspax.sharding import batch_shards
 
@@ -38,12 +39,12 @@ SAME = ("qwen3_30b_a3b_v5e_64", "qwen3_30b_a3b_v6e_64")  # the same programs as 
     [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in SAME else ()) for path in FILES],
 )
 def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
-    monkeypatch.setattr(loop, "require_memory", lambda *_, **__: None)  # nothing is allocated
+    monkeypatch.setattr("gspax.loop.learner.require_memory", lambda *_, **__: None)  # nothing is allocated
     experiment = load(path)
     assert validate(experiment) == []
     if experiment.model.checkpoint:  # a large model: long rows would take much memory and test nothing more
         experiment = replace(experiment, sampling=replace(experiment.sampling, max_prompt_tokens=16, max_tokens=16))
-    learner = loop.make_learner(experiment)
+    learner = make_learner(experiment)
     state = abstract_state(experiment.model, learner.optimizer, learner.mesh)
     P, G = experiment.sampling.prompts, experiment.sampling.group
     problems = [experiment.data.train(index) for index in range(P)]

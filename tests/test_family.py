@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 from small_experiment import experiment, objective_of
 
-from gspax import advantages, config, loop, losses, shaping
+from gspax import advantages, config, losses, shaping
 from gspax.config import Calibration, Reference, Regularizers
 from gspax.experiment import validate
 from gspax.learner.clipping import initial_range
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
 from gspax.learner.train_step import Steps, make_route, make_score, make_update, reads_experts
+from gspax.loop.learner import Learner
+from gspax.loop.step import run_step
 from gspax.losses import correction, kl
 from gspax.rewards.calls import RewardCalls
 from gspax.rollout.placement import make_colocated_sampler
@@ -88,7 +90,7 @@ def train(changes, rollouts=2):
     steps = Steps(update, score(variant.model, keep), route(variant.model), None)
     rewards = RewardCalls(variant.reward, variant.grading)
     sampler = make_colocated_sampler(variant.model, MESH, MESH)
-    learner = loop.Learner(variant, MESH, OPTIMIZER, steps, sampler, rewards)
+    learner = Learner(variant, MESH, OPTIMIZER, steps, sampler, rewards)
     state = init_state(variant.model, OPTIMIZER, jax.random.key(0), MESH)
     clip_range = initial_range(variant.calibration)
     state = replace(state, clip_range=jax.device_put(clip_range, named_sharding(MESH)))
@@ -96,7 +98,7 @@ def train(changes, rollouts=2):
     reference = None if variant.reference is None else start
     found = []
     for _ in range(rollouts):
-        state, reported, rows = loop.run_step(learner, state, reference, deque())
+        state, reported, rows = run_step(learner, state, reference, deque())
         assert all(np.isfinite(list(reported.values()))), reported
         found.append(reported)
     kinds = 2 if variant.lora is not None and reference is not None else 1  # of parameters, including the base's

@@ -18,13 +18,16 @@ import numpy as np
 import pytest
 import small_experiment
 
-from gspax import config, loop, losses, sft
+from gspax import config, losses, sft
 from gspax.config import RowShape
 from gspax.errors import UserError
 from gspax.evaluation.checkpoint import evaluate_run
 from gspax.experiment.description import describe
 from gspax.learner import minibatches, train_step
 from gspax.learner.state import abstract_state
+from gspax.loop import drawing, training
+from gspax.loop.learner import Learner, make_learner
+from gspax.loop.step import run_step
 from gspax.losses import kl
 from gspax.rewards.calls import RewardCalls
 from gspax.rollout import placement
@@ -46,7 +49,7 @@ def with_schedule(**changes):
 @pytest.fixture(scope="module")
 def learner():
     """The learner of the runs of `experiment`, which share its compiled programs."""
-    return loop.make_learner(experiment)
+    return make_learner(experiment)
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +57,13 @@ def whole(learner, tmp_path_factory):
     """An uninterrupted run of four steps."""
     workdir = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_learner", lambda _: learner)
-        loop.train(experiment, workdir)
+        patch.setattr(training, "make_learner", lambda _: learner)
+        training.train(experiment, workdir)
     return RunDir(workdir)
 
 
 def final_state(run, step=None, experiment=experiment):
-    learner = loop.make_learner(experiment)
+    learner = make_learner(experiment)
     with Checkpoints(run.checkpoints) as checkpoints:
         state, _ = checkpoints.restore(abstract_state(experiment.model, learner.optimizer, learner.mesh), step)
     return jax.device_get(replace(state, key=jax.random.key_data(state.key)))
@@ -143,8 +146,8 @@ def test_resumption_is_bit_exact(whole, learner, monkeypatch, tmp_path):
     shutil.rmtree(run.checkpoints / "4")
     with run.metrics.open("a") as file:
         file.write('{"step": 5, "reward/mean": 99}\n{"step": 6, "rew')
-    monkeypatch.setattr(loop, "make_learner", lambda _: learner)
-    loop.train(experiment, run.path)
+    monkeypatch.setattr(training, "make_learner", lambda _: learner)
+    training.train(experiment, run.path)
     assert_same_run(run, whole)
     assert len(json.loads(run.environment.read_text())) == 2
 
@@ -152,7 +155,7 @@ def test_resumption_is_bit_exact(whole, learner, monkeypatch, tmp_path):
 def test_another_experiment_is_rejected_and_nothing_changes(whole):
     files = {path: path.read_bytes() for path in whole.path.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"optimizer.learning_rate: 0.001 -> 0.002"):
-        loop.train(replace(experiment, optimizer=config.Optimizer(learning_rate=2e-3)), whole.path)
+        training.train(replace(experiment, optimizer=config.Optimizer(learning_rate=2e-3)), whole.path)
     assert {path: path.read_bytes() for path in whole.path.rglob("*") if path.is_file()} == files
 
 
@@ -162,7 +165,7 @@ def test_sft_alone_equals_the_warm_start_of_a_run(whole, tmp_path):
     run = RunDir(tmp_path / "run")
     assert timeless(run.warm_start) == timeless(whole.warm_start)
     assert not run.metrics.exists()
-    loop.train(experiment, tmp_path / "run")
+    training.train(experiment, tmp_path / "run")
     assert_same_run(run, whole)
 
 
@@ -208,20 +211,20 @@ def gives_nan(problem, completion):
 )
 def test_invalid_input_is_rejected_in_one_sentence(tmp_path, broken, said):
     with pytest.raises(UserError, match=said):
-        loop.train(replace(experiment, warm_start=None, **broken), tmp_path / "run")
+        training.train(replace(experiment, warm_start=None, **broken), tmp_path / "run")
 
 
 def test_an_empty_prompt_is_rejected(tmp_path):
     mute = replace(experiment, warm_start=None, tokenizer=replace(experiment.tokenizer))
     object.__setattr__(mute.tokenizer, "encode", lambda text: [])
     with pytest.raises(UserError, match=r"problem 0: wanted a prompt of 1 to 4 tokens .* got 0"):
-        loop.train(mute, tmp_path / "run")
+        training.train(mute, tmp_path / "run")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [losses.grpo, losses.gspo_token])
 def test_other_losses_train_and_record_their_metrics(tmp_path, loss):
-    loop.train(replace(with_schedule(steps=1), loss=loss, warm_start=None), tmp_path / "run")
+    training.train(replace(with_schedule(steps=1), loss=loss, warm_start=None), tmp_path / "run")
     rows = record.read_metrics(RunDir(tmp_path / "run").metrics)
     assert "policy/clip_fraction_sequences" in rows[1]
 
@@ -302,9 +305,9 @@ MEASURED = replace(
 
 @pytest.mark.slow
 def test_resumption_restores_reference_and_clip_range(tmp_path):
-    loop.train(MEASURED, tmp_path / "whole")
-    loop.train(replace(MEASURED, schedule=replace(MEASURED.schedule, steps=1)), tmp_path / "resumed")
-    loop.train(MEASURED, tmp_path / "resumed")
+    training.train(MEASURED, tmp_path / "whole")
+    training.train(replace(MEASURED, schedule=replace(MEASURED.schedule, steps=1)), tmp_path / "resumed")
+    training.train(MEASURED, tmp_path / "resumed")
     whole, resumed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "resumed")
     states = [final_state(run, experiment=MEASURED) for run in (whole, resumed)]
     jax.tree.map(np.testing.assert_array_equal, *states)
@@ -321,9 +324,9 @@ def test_resumption_restores_reference_and_clip_range(tmp_path):
 def test_epochs_of_packed_rows_resume_bit_for_bit(tmp_path):
     packed = replace(with_schedule(steps=3, eval_every=0, checkpoint_every=1), warm_start=None)
     packed = replace(packed, schedule=replace(packed.schedule, epochs=2, microbatch_tokens=64))
-    loop.train(packed, tmp_path / "whole")
-    loop.train(replace(packed, schedule=replace(packed.schedule, steps=1)), tmp_path / "resumed")
-    loop.train(packed, tmp_path / "resumed")
+    training.train(packed, tmp_path / "whole")
+    training.train(replace(packed, schedule=replace(packed.schedule, steps=1)), tmp_path / "resumed")
+    training.train(packed, tmp_path / "resumed")
     whole, resumed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "resumed")
     jax.tree.map(np.testing.assert_array_equal, *(final_state(run, experiment=packed) for run in (whole, resumed)))
     assert final_state(whole, experiment=packed).step == 12, "two minibatches, twice, of three rollout batches"
@@ -335,9 +338,9 @@ def test_epochs_of_packed_rows_resume_bit_for_bit(tmp_path):
 @pytest.mark.slow
 def test_a_clip_range_below_the_noise_floor_warns_once(tmp_path, capsys):
     narrow = replace(with_schedule(steps=2, eval_every=0), loss=partial(losses.gspo, clip_low=0.0), warm_start=None)
-    loop.train(narrow, tmp_path / "run")
+    training.train(narrow, tmp_path / "run")
     assert capsys.readouterr().err.count("clip_low is 0, below the noise floor") == 1
-    loop.train(replace(narrow, schedule=replace(narrow.schedule, steps=3)), tmp_path / "run")
+    training.train(replace(narrow, schedule=replace(narrow.schedule, steps=3)), tmp_path / "run")
     assert "noise floor" not in capsys.readouterr().err
 
 
@@ -391,12 +394,12 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
         if during == "save" and step == 2:
             kill()
 
-    monkeypatch.setattr(loop, "run_step", run_step)
-    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
+    monkeypatch.setattr(training, "run_step", run_step)
+    monkeypatch.setattr(training, "record_evaluation", lambda *args: None)
     monkeypatch.setattr(Checkpoints, "save", killed_save)
     run = tmp_path / "run"
     with pytest.raises(interrupt.Interrupted, match="SIGTERM"):
-        loop.train(replace(with_schedule(steps=5, eval_every=0, checkpoint_every=every), warm_start=None), run)
+        training.train(replace(with_schedule(steps=5, eval_every=0, checkpoint_every=every), warm_start=None), run)
     with Checkpoints(RunDir(run).checkpoints) as checkpoints:
         assert checkpoints.latest() == 2
 
@@ -435,16 +438,16 @@ def test_a_step_of_the_loop(monkeypatch):
         scores = scores._replace(count_LE=jnp.array([[2, 2, 0, 0]]))
         return replace(state, step=state.step + 1, params=state.params + 1), {"loss": jnp.float32(len(updated))}, scores
 
-    monkeypatch.setattr(loop, "sample", sample)
+    monkeypatch.setattr(drawing, "sample", sample)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     sampler = placement.Sampler(mesh, lambda params: params, lambda key: key, lambda rollout: rollout)
     steps = train_step.Steps(update, score, route, None)
-    learner = loop.Learner(small, mesh, None, steps, sampler, RewardCalls(small.reward, small.grading))
+    learner = Learner(small, mesh, None, steps, sampler, RewardCalls(small.reward, small.grading))
     key = jax.random.key(5)
     state = TrainState(
         step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=None, clip_range=None
     )
-    state, metrics, rows = loop.run_step(learner, state, None, deque())
+    state, metrics, rows = run_step(learner, state, None, deque())
 
     assert drawn["params"] == 0 and drawn["ids"] == [40, 41, 42, 43] and drawn["sampling"] == small.sampling
     assert drawn["prompts"] == [small.tokenizer.encode(small.data.train(index).prompt) for index in range(40, 44)]
@@ -512,7 +515,7 @@ def test_score_and_update_share_temperature_and_microbatches(monkeypatch):
     given = []
     for name in ("make_update", "make_score"):
         monkeypatch.setattr(train_step, name, lambda *args, **kwargs: given.append(kwargs))
-    learner = loop.make_learner(
+    learner = make_learner(
         replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
     )
     wanted = {"temperature": 0.7, "microbatch_rows": 8, "packed": False, "worst_case": False, "mesh": learner.mesh}
@@ -530,8 +533,8 @@ def test_a_run_starts_with_the_key_of_its_seed(monkeypatch, tmp_path, warm):
 
     monkeypatch.setattr(sft, "make_train_step", lambda *args, **kwargs: update)
     seeded = replace(experiment, seed=3, warm_start=experiment.warm_start if warm else None)
-    learner, run = loop.make_learner(seeded), open_run(tmp_path / "run", describe(seeded))
+    learner, run = make_learner(seeded), open_run(tmp_path / "run", describe(seeded))
     with interrupt.watch() as interrupted, Checkpoints(run.checkpoints, keep=1) as checkpoints:
-        state = loop.restore_or_start(learner, run, checkpoints, interrupted)
+        state = training.restore_or_start(learner, run, checkpoints, interrupted)
     assert state.key == jax.random.key(3)
     assert (state.step, state.position) == (0, 48 if warm else 0)

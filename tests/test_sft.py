@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from small_experiment import experiment
 
-from gspax import config, loop, sft
+from gspax import config, sft
 from gspax.errors import FailureError, UserError
+from gspax.loop import training
 from gspax.sharding import make_mesh
 
 LENGTH = 9
@@ -95,7 +96,7 @@ def test_a_warm_start_without_finite_updates_fails_at_once(monkeypatch, tmp_path
     with pytest.raises(
         FailureError, match=r"^warm start: schedule\.max_skipped: wanted fewer than 2 .* got 2 by step 2"
     ):
-        loop.train(broken, tmp_path / "run")
+        training.train(broken, tmp_path / "run")
     assert len(calls) == 2, "the run does not go back: the same updates would fail again"
 
 

@@ -15,7 +15,7 @@ from gspax.commands.benchmarks import drawing, limits, peer, steps
 from gspax.commands.benchmarks.figures import Limits, table
 from gspax.errors import UserError
 from gspax.experiment.counts import forward_flops
-from gspax.loop import make_learner
+from gspax.loop.learner import make_learner
 
 # tiny.MOE: D 16, N 4, K 2, H 8, E 5 (2 active), F 12, V 23, 3 layers
 ATTENTION = 16 * 32 + 2 * 16 * 16 + 32 * 16  # query, key and value, out

@@ -101,7 +101,12 @@ def test_paths_and_values_of_every_command(name, capsys, tmp_path, monkeypatch):
     def reached(*args, **kwargs):
         raise ReachedError
 
-    for function in ("gspax.loop.train", "gspax.sft.run", "gspax.commands.bench.run", "gspax.hf.source._download"):
+    for function in (
+        "gspax.loop.training.train",
+        "gspax.sft.run",
+        "gspax.commands.bench.run",
+        "gspax.hf.source._download",
+    ):
         monkeypatch.setattr(function, reached, raising=False)
     monkeypatch.setattr("gspax.distributed.joining.join", reached)
     monkeypatch.chdir(tmp_path)

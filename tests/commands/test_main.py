@@ -28,7 +28,7 @@ def called(monkeypatch):
         made.summarise = lambda workdir: f"summary of {workdir}"
         monkeypatch.setitem(sys.modules, made.__name__, made)
 
-    functions = {"loop": "train", "sft": "run", "evaluation.checkpoint": "evaluate_run", "run.report": "write"}
+    functions = {"loop.training": "train", "sft": "run", "evaluation.checkpoint": "evaluate_run", "run.report": "write"}
     for module, function in functions.items():
         stand_in(module, function)
     monkeypatch.setattr("gspax.commands.bench.run", lambda experiment, *_: calls.append(("bench", experiment)))
@@ -36,21 +36,21 @@ def called(monkeypatch):
 
 
 def failing(monkeypatch, problem):
-    """A `gspax.loop` whose `train` raises."""
+    """A `gspax.loop.training` whose `train` raises."""
 
     def train(experiment, workdir):
         raise problem
 
-    module = ModuleType("gspax.loop")
+    module = ModuleType("gspax.loop.training")
     module.train = train
-    monkeypatch.setitem(sys.modules, "gspax.loop", module)
+    monkeypatch.setitem(sys.modules, "gspax.loop.training", module)
     return main.main(["train", STUB, "--workdir", "w"])
 
 
 def test_train_accepts_options_in_any_order(called, tmp_path):
     assert main.main(["train", STUB, "seed=3", "--workdir", str(tmp_path), "schedule.steps=4"]) == 0
     ((module, experiment, workdir),) = called
-    assert module == "loop"
+    assert module == "loop.training"
     assert workdir == tmp_path
     assert (experiment.seed, experiment.schedule.steps) == (3, 4)
 

@@ -21,11 +21,14 @@ import pytest
 from published import published, random_params, save
 from small_experiment import experiment
 
-from gspax import config, loop
+from gspax import config
 from gspax.commands import main
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import restore_state
 from gspax.learner.state import abstract_state, init_state
+from gspax.loop import training
+from gspax.loop.learner import make_learner
+from gspax.loop.step import run_step
 from gspax.losses import kl
 from gspax.optimizers import adamw
 from gspax.run import record
@@ -172,7 +175,10 @@ from collections import deque
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from gspax.distributed import joining, multihost; from gspax.run import interrupt; from gspax import loop
+from gspax.distributed import joining, multihost; from gspax.run import interrupt
+from gspax.loop import training
+from gspax.loop.learner import make_learner
+from gspax.loop.step import run_step
 from gspax.distributed.transfer import transfer, transfer_key
 from gspax.run.checkpoints import Checkpoints
 from gspax.errors import UserError
@@ -204,7 +210,7 @@ except UserError as error:
 else:
     raise AssertionError("must fail on both")
 
-learner = loop.make_learner(DENSE)
+learner = make_learner(DENSE)
 replicated = multihost.to_devices(np.zeros((4, 2)), named_sharding(learner.mesh))
 assert len(multihost.owned_rows(replicated)) == (0 if index else 4), "each row has one owner"
 sharded = multihost.to_devices(np.arange(8), named_sharding(learner.mesh, "batch"))
@@ -218,7 +224,7 @@ with interrupt.watch() as interrupted:
     assert interrupted() == signal.SIGTERM, "on both processes"
 
 state = init_state(DENSE.model, learner.optimizer, jax.random.key(DENSE.seed), learner.mesh)
-state, metrics, rows = loop.run_step(learner, state, None, deque())
+state, metrics, rows = run_step(learner, state, None, deque())
 with Checkpoints(directory, keep=1) as checkpoints:
     checkpoints.save(1, state, {})
 own = [row for row, entry in enumerate(rows) if "completion" in entry]
@@ -287,9 +293,9 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
     popen = {"env": variables(2), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*command, str(index), str(tmp_path / "saved")], **popen) for index in (0, 1)]
     try:
-        learner = loop.make_learner(DENSE)
+        learner = make_learner(DENSE)
         state = init_state(DENSE.model, learner.optimizer, jax.random.key(DENSE.seed), learner.mesh)
-        state, metrics, rows = loop.run_step(learner, state, None, deque())
+        state, metrics, rows = run_step(learner, state, None, deque())
         finished(processes)
         first, second = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
     finally:
@@ -330,7 +336,7 @@ def test_missing_or_different_hosts_are_reported_before_anything_is_written(star
 @pytest.mark.slow
 def test_a_run_of_two_processes_equals_that_of_one(start, tmp_path):
     processes = start(2, 4, tmp_path / "two", *SMALL_OVERRIDES)
-    loop.train(SMALL, tmp_path / "one")
+    training.train(SMALL, tmp_path / "one")
     two, one = RunDir(tmp_path / "two"), RunDir(tmp_path / "one")
     (first, _), (second, errors) = finished(processes)
     assert "report.html" in first and second == "" and "gspax" not in errors, "only the primary process prints"
@@ -381,14 +387,14 @@ def everything(tmp_path):
 @pytest.mark.timeout(1800)
 def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_path):
     file, whole = everything(tmp_path)
-    loop.train(whole, tmp_path / "one")
+    training.train(whole, tmp_path / "one")
     finished(start(4, 2, tmp_path / "four", "schedule.steps=2", file=file))
     one, four = RunDir(tmp_path / "one"), RunDir(tmp_path / "four")
     assert_near(parameters(four, whole, 2), parameters(one, whole, 2))
 
     copied = tmp_path / "then_two"
     subprocess.run(["cp", "-r", str(four.path), str(copied)], check=True)
-    loop.train(whole, four.path)
+    training.train(whole, four.path)
     finished(start(2, 4, copied, file=file))
     for run in (four, RunDir(copied)):
         assert_near(parameters(run, whole), parameters(one, whole))

@@ -12,12 +12,13 @@ import tiny
 from small_experiment import experiment
 from stub_experiment import experiment as stub
 
-from gspax import config, loop
+from gspax import config
 from gspax.commands import main as program
 from gspax.data.problem import Problem
 from gspax.evaluation import benchmark, heldout, page
 from gspax.evaluation.checkpoint import evaluate_task
 from gspax.experiment import validate
+from gspax.loop import training
 from gspax.rewards.calls import Graded
 from gspax.rollout.serving import make_serving_copy
 from gspax.run.directory import RunDir
@@ -217,7 +218,7 @@ def test_tasks_are_checked_as_other_fields_are(tasks, sentence):
 def test_tasks_in_training_are_metrics_and_in_the_report(tmp_path, monkeypatch):
     monkeypatch.setattr(heldout, "evaluate", lambda *args, **settings: ({"eval/reward": 0.5}, []))
     schedule, evaluation = replace(experiment.schedule, steps=0), config.Evaluation(tasks=(TASK,))
-    loop.train(replace(experiment, warm_start=None, schedule=schedule, evaluation=evaluation), tmp_path)
+    training.train(replace(experiment, warm_start=None, schedule=schedule, evaluation=evaluation), tmp_path)
     metrics = [row for row in read_rows(tmp_path / "metrics.jsonl") if "eval/parity/reward" in row]
     run = RunDir(tmp_path)
     (result,) = run.tasks.glob("*/*.json")

@@ -12,10 +12,11 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax import config, loop, losses, sharding
+from gspax import config, losses, sharding
 from gspax.evaluation.checkpoint import evaluate_run
 from gspax.learner import adapters, objective, train_step
 from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
+from gspax.loop import training
 from gspax.model import transformer
 from gspax.model.low_rank import base, combine, dense, is_low_rank, partition
 from gspax.rollout import sampler
@@ -182,9 +183,9 @@ WITH = replace(
 
 @pytest.mark.slow
 def test_a_run_with_adapters_resumes_and_uses_its_base_as_the_reference(tmp_path, capsys):
-    loop.train(WITH, tmp_path / "whole")
-    loop.train(replace(WITH, schedule=replace(WITH.schedule, steps=1)), tmp_path / "resumed")
-    loop.train(WITH, tmp_path / "resumed")
+    training.train(WITH, tmp_path / "whole")
+    training.train(replace(WITH, schedule=replace(WITH.schedule, steps=1)), tmp_path / "resumed")
+    training.train(WITH, tmp_path / "resumed")
     runs = [RunDir(tmp_path / name) for name in ("whole", "resumed")]
     rows = [[row for row in record.read_metrics(run.metrics) if "policy/loss" in row] for run in runs]
     for whole, resumed in zip(*rows, strict=True):

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from small_experiment import experiment
 
-from gspax import loop, losses
+from gspax import losses
 from gspax.config import Calibration
 from gspax.experiment import load, override
 from gspax.learner import clipping, objective
+from gspax.loop import training
 from gspax.losses import calibration
 from gspax.run.directory import RunDir
 from gspax.run.record import read_metrics
@@ -194,7 +195,7 @@ def test_the_default_experiment_clips_the_wanted_share_from_its_third_rollout_ba
         *("calibration=gspax.config.Calibration", f"optimizer.warmup_updates={warmup}", "seed=1", "schedule.steps=9"),
         *("schedule.eval_every=0", "schedule.checkpoint_every=0", "evaluation.problems=8"),
     ]
-    loop.train(override(sort_gspo, overrides), tmp_path / "run")
+    training.train(override(sort_gspo, overrides), tmp_path / "run")
     steps = [row for row in read_metrics(RunDir(tmp_path / "run").metrics) if "policy/loss" in row]
     # a mean over four updates, the first of which clips nothing
     share = np.array([row["policy/clip_fraction_live"] for row in steps]) * 4 / 3

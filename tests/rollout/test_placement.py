@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import optax
 import pytest
 from small_experiment import experiment
 
-from gspax import config, loop
+from gspax import config
 from gspax.config import Lora, Mesh, Placement
 from gspax.errors import UserError
 from gspax.evaluation import heldout
@@ -18,6 +19,9 @@ from gspax.experiment.validation import validate, warnings
 from gspax.learner.metrics import Clock
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import add_adapters, init_state
+from gspax.loop import drawing, training
+from gspax.loop.learner import make_learner
+from gspax.loop.step import grade, learn, run_step
 from gspax.losses.correction import truncate_geometric
 from gspax.rollout import sampler
 from gspax.rollout.placement import (
@@ -47,7 +51,7 @@ CLOCKS = ("time/", "cpu/", "perf/")
 
 @pytest.fixture(scope="module")
 def learner():
-    return loop.make_learner(DISAGGREGATED)
+    return make_learner(DISAGGREGATED)
 
 
 def fresh(learner):
@@ -74,7 +78,7 @@ def test_learner_and_sampler_have_disjoint_devices(learner):
     pushed = learner.sampler.push(state.params)
     assert devices(pushed) == set(jax.devices()[4:])
     jax.tree.map(np.testing.assert_array_equal, pushed, make_serving_copy(state.params, DISAGGREGATED.model))
-    drawn = loop.draw(learner, pushed, state, 0)
+    drawn = drawing.draw(learner, pushed, state, 0)
     assert devices(drawn.rollout) == set(jax.devices()[4:])
 
 
@@ -82,7 +86,7 @@ def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(learner)
     """The colocated sampler's mesh has the same shape."""
     mesh = reshape_mesh(learner.mesh, dict(learner.sampler.mesh.shape))
     colocated = replace(learner, sampler=make_colocated_sampler(DISAGGREGATED.model, mesh, learner.mesh))
-    results = [loop.run_step(each, fresh(learner), None, deque()) for each in (learner, colocated)]
+    results = [run_step(each, fresh(learner), None, deque()) for each in (learner, colocated)]
     (state, metrics, rows), (state_too, metrics_too, rows_too) = results
     assert rows == rows_too
     jax.tree.map(np.testing.assert_array_equal, state.params, state_too.params)
@@ -102,17 +106,17 @@ def test_evaluation_runs_on_the_learners_devices_whatever_the_samplers_mesh(lear
 def test_staleness_1_samples_with_the_parameters_before_the_last_update(learner):
     state, ahead, stale = fresh(learner), deque(), []
     first, second = range(8, 16), range(16, 24)
-    by_first = texts(learner, loop.draw(learner, learner.sampler.push(state.params), state, first[0]))
+    by_first = texts(learner, drawing.draw(learner, learner.sampler.push(state.params), state, first[0]))
     for done in (0, 1):
-        drawn = loop.next_rollout(no_checkpoints(learner), state, ahead)
+        drawn = drawing.next_rollout(no_checkpoints(learner), state, ahead)
         assert drawn.policy == 0 and [each.policy for each in ahead] == [done]
         if done == 1:
             assert texts(learner, drawn) == by_first
-            newest = loop.draw(learner, learner.sampler.push(state.params), state, first[0])
+            newest = drawing.draw(learner, learner.sampler.push(state.params), state, first[0])
             assert texts(learner, newest) != by_first, "the update should change the samples"
-            wanted = loop.draw(learner, learner.sampler.push(state.params), state, second[0])
+            wanted = drawing.draw(learner, learner.sampler.push(state.params), state, second[0])
             assert texts(learner, ahead[0]) == texts(learner, wanted)
-        state, metrics, _ = loop.learn(learner, state, None, loop.grade(learner, drawn), Clock())
+        state, metrics, _ = learn(learner, state, None, grade(learner, drawn), Clock())
         stale.append(metrics["rollout/staleness"])
         if done == 0:
             assert metrics["mismatch/kl"] < 1e-6
@@ -141,13 +145,13 @@ def test_a_rollout_batch_is_received_before_the_next_is_drawn(learner, monkeypat
     ahead_of = replace(ahead_of, sampler=replace(learner.sampler, push=lambda params: params))
     state = replace(fresh(learner), params=None, opt_state=None)
     monkeypatch.setattr(
-        loop, "draw", lambda learner, params, state, first: events.append(f"draw {first // 8}") or first
+        drawing, "draw", lambda learner, params, state, first: events.append(f"draw {first // 8}") or first
     )
-    monkeypatch.setattr(loop, "receive", lambda learner, first: events.append(f"take {first // 8}"))
+    monkeypatch.setattr(drawing, "receive", lambda learner, first: events.append(f"take {first // 8}"))
     for done in range(3):
         minibatches = ahead_of.experiment.schedule.minibatches
         now = replace(state, step=state.step + minibatches * done, position=state.position + 8 * done)
-        loop.next_rollout(ahead_of, now, ahead)
+        drawing.next_rollout(ahead_of, now, ahead)
         events.append("learn")
     assert events == wanted
 
@@ -170,7 +174,7 @@ def test_parameters_are_pushed_in_their_compute_dtype_with_adapters_merged():
     half = replace(DISAGGREGATED, model=replace(experiment.model, dtype="bfloat16"), lora=Lora(rank=2))
     mesh, sampler_mesh = make_meshes(half)
     push = make_disaggregated_sampler(half.model, sampler_mesh, mesh).push
-    state = init_state(half.model, loop.optax.identity(), jax.random.key(0), mesh)
+    state = init_state(half.model, optax.identity(), jax.random.key(0), mesh)
     whole = push(state.params)
     optimizer = make_optimizer(half.optimizer)
     adapted = add_adapters(state, half.model, half.lora, optimizer, mesh)
@@ -242,9 +246,9 @@ def test_checkpoint_every_may_change_on_resumption_only_without_staleness(tmp_pa
 
 @pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    loop.train(DISAGGREGATED, tmp_path / "whole")
-    loop.train(replace(DISAGGREGATED, schedule=replace(DISAGGREGATED.schedule, steps=2)), tmp_path / "cut")
-    loop.train(DISAGGREGATED, tmp_path / "cut")
+    training.train(DISAGGREGATED, tmp_path / "whole")
+    training.train(replace(DISAGGREGATED, schedule=replace(DISAGGREGATED.schedule, steps=2)), tmp_path / "cut")
+    training.train(DISAGGREGATED, tmp_path / "cut")
     steps = []
     for name in ("whole", "cut"):
         rows = [row for row in record.read_metrics(RunDir(tmp_path / name).metrics) if "policy/loss" in row]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gspax import loop
 from gspax.commands import export
 from gspax.errors import UserError
 from gspax.experiment import describe, load, override
+from gspax.loop import training
 from gspax.run.directory import find_run
 
 FOLDER = Path(__file__).parent / "old_runs" / "929977a"
@@ -29,7 +29,7 @@ def records(path):
 
 
 def test_a_run_of_929977a_resumes_with_the_same_metrics(old_run):
-    loop.train(override(EXPERIMENT, ["schedule.steps=3"]), old_run)
+    training.train(override(EXPERIMENT, ["schedule.steps=3"]), old_run)
     found = {}
     for record in records(old_run / "metrics.jsonl"):
         if record["step"] == 3:

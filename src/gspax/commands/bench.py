@@ -1,7 +1,7 @@
 """`gspax bench`: how fast an experiment samples and trains on this machine.
 
-It times `loop.run_step`, which `gspax train` runs, beside what the machine can do at most. Seconds are medians over the
-calls after the first, which compiles.
+It times `loop.step.run_step`, which `gspax train` runs, beside what the machine can do at most. Seconds are medians
+over the calls after the first, which compiles.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def run(
 
     from gspax.commands.benchmarks import drawing, limits, steps
     from gspax.commands.benchmarks.figures import Limits, table
-    from gspax.loop import make_learner
+    from gspax.loop.learner import make_learner
 
     learner = make_learner(experiment)
     figures, facts = [], {}

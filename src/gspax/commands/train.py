@@ -29,7 +29,7 @@ def execute(options: argparse.Namespace) -> int:
         print_plan(options, experiment)
         return 0
     is_primary = launch.join("train", options, experiment)
-    from gspax.loop import train
+    from gspax.loop.training import train
     from gspax.run.report import summarise
 
     train(experiment, options.workdir)

@@ -13,7 +13,7 @@ from gspax.commands.benchmarks.steps import measure
 from gspax.config import ModelConfig, Sampling
 
 if TYPE_CHECKING:
-    from gspax.loop import Learner
+    from gspax.loop.learner import Learner
 
 REPEATS = 3  # after the first call, which compiles
 RAGGED_SLOTS = 4  # ragged samples for each slot

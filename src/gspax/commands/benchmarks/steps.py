@@ -1,4 +1,4 @@
-"""Whole steps: `loop.run_step`, which `gspax train` runs, phase by phase."""
+"""Whole steps: `loop.step.run_step`, which `gspax train` runs, phase by phase."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gspax.commands.benchmarks.figures import Figure
 
 if TYPE_CHECKING:
     from gspax.config import ModelConfig, Sampling
-    from gspax.loop import Learner
+    from gspax.loop.learner import Learner
 
 STEPS = 7  # after the first
 PHASES = ("rollout", "old_logp", "train", "step")
@@ -38,7 +38,8 @@ def measure_steps(learner: Learner, trace: Path | None) -> MeasuredSteps:
     import jax.numpy as jnp
 
     from gspax.learner.state import add_adapters, init_state
-    from gspax.loop import PendingRollout, run_step
+    from gspax.loop.drawing import PendingRollout
+    from gspax.loop.step import run_step
     from gspax.run.compilation import count_compilations
 
     experiment = learner.experiment

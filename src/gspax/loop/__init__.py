@@ -1,0 +1,1 @@
+"""The training loop: sample → reward → advantage → old log-probs → updates."""

@@ -1,0 +1,47 @@
+"""What stays the same throughout a run: mesh, optimiser, jitted steps, sampler, rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import optax
+
+from gspax.config import Experiment, trained_dtype, updates_per_step
+from gspax.learner.optimizer import make_optimizer
+from gspax.learner.state import count_updates, require_memory
+from gspax.learner.train_step import Steps, make_steps
+from gspax.rewards.calls import RewardCalls
+from gspax.rollout.placement import Sampler, make_colocated_sampler, make_disaggregated_sampler, make_meshes
+from gspax.types import TrainState
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What stays the same throughout a run; the steps are compiled once."""
+
+    experiment: Experiment
+    mesh: jax.sharding.Mesh
+    optimizer: optax.GradientTransformation
+    steps: Steps
+    sampler: Sampler
+    rewards: RewardCalls
+
+
+def make_learner(experiment: Experiment) -> Learner:
+    """The mesh, optimiser and jitted steps of an experiment. UserError if it does not fit the devices."""
+    mesh, sampler_mesh = make_meshes(experiment)
+    require_memory(experiment.model, experiment.lora, experiment.optimizer, mesh, reference=bool(experiment.reference))
+    optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
+    steps = make_steps(experiment, optimizer, mesh)
+    if experiment.placement is None:
+        sampler = make_colocated_sampler(experiment.model, sampler_mesh, mesh)
+    else:
+        sampler = make_disaggregated_sampler(experiment.model, sampler_mesh, mesh)
+    rewards = RewardCalls(experiment.reward, experiment.grading)
+    return Learner(experiment, mesh, optimizer, steps, sampler, rewards)
+
+
+def count_rollouts(learner: Learner, state: TrainState) -> int:
+    """The rollout batches that a state has learnt from."""
+    return count_updates(state) // updates_per_step(learner.experiment.schedule)

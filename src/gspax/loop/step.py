@@ -1,0 +1,135 @@
+"""One step, read top down: sample, reward, advantage, old log-probs, updates.
+
+One rollout from prompt to gradient: `loop/step.py`, `rollout/sampler.py`, `advantages.py`, `learner/train_step.py`,
+`losses/logprobs.py`, `losses/policy.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from functools import partial
+
+import jax
+
+from gspax.config import row_shape, updates_per_step
+from gspax.distributed import multihost
+from gspax.learner import minibatches
+from gspax.learner.metrics import Clock, response_metrics, routing_metrics, score_metrics, update_metrics
+from gspax.learner.optimizer import learning_rate
+from gspax.learner.state import count_updates
+from gspax.learner.train_step import first_update_scores
+from gspax.learner.updates import run_updates
+from gspax.loop.drawing import PendingRollout, RolloutBatch, draw, next_rollout, receive
+from gspax.loop.learner import Learner, count_rollouts
+from gspax.model.low_rank import base
+from gspax.rollout.dynamic_sampling import GradedBatch, refill
+from gspax.rollout.rewards import Row, compute_advantages, reward_completions, reward_metrics, shape_rewards
+from gspax.sharding import batch_shards
+from gspax.types import Params, TrainState
+
+
+def run_step(
+    learner: Learner, state: TrainState, reference: Params | None, ahead: deque[PendingRollout]
+) -> tuple[TrainState, dict[str, float], list[Row]]:
+    """One rollout batch and its optimiser updates: the new state, the metrics, and a row for each completion.
+
+    Args:
+      reference: from `load_reference`.
+      ahead: the rollout batches in flight, this one first; empty in the first step and after a restore. Those that
+        the sampler starts on are appended.
+    """
+    experiment, clock = learner.experiment, Clock()
+    batch = next_rollout(learner, state, ahead)
+    clock.lap("rollout")
+    graded = grade(learner, batch)
+    clock.lap("reward")
+    if experiment.sampling.max_refills:
+        draw_more = partial(draw_graded, learner, state)
+        graded = refill(
+            graded, draw_more, experiment.sampling, learner.mesh, without_overlong=experiment.filter_overlong
+        )
+        clock.lap("refill")
+    return learn(learner, state, reference, graded, clock)
+
+
+def draw_graded(learner: Learner, state: TrainState, taken: int) -> GradedBatch:
+    """The batch after so many of the prompts that the state has not learnt from, drawn at once and rewarded."""
+    first = int(multihost.to_host(state.position)) + taken
+    return grade(learner, receive(learner, draw(learner, learner.sampler.push(state.params), state, first)))
+
+
+def grade(learner: Learner, batch: RolloutBatch) -> GradedBatch:
+    """A rollout batch with its rewards."""
+    reward = partial(reward_completions, tokenizer=learner.experiment.tokenizer, calls=learner.rewards)
+    rows = reward(batch.problems, batch.sampled, started=batch.started)
+    return GradedBatch(batch.policy, len(batch.problems), batch.rollout, rows)
+
+
+def learn(
+    learner: Learner, state: TrainState, reference: Params | None, batch: GradedBatch, clock: Clock
+) -> tuple[TrainState, dict[str, float], list[Row]]:
+    """The optimiser updates of a rollout batch; see `run_step`."""
+    experiment, rollout, rows = learner.experiment, batch.rollout, batch.rows
+    G, overlong = experiment.sampling.group, experiment.filter_overlong
+    shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(learner.mesh))
+    batches, layouts = minibatches.split_minibatches(
+        rollout, experiment.schedule.minibatches, shape, learner.mesh, without_overlong=overlong
+    )
+    if experiment.reference is not None and experiment.lora is not None:
+        reference = base(state.params)
+    on_policy = first_update_scores(
+        experiment.reference,
+        experiment.regularizers,
+        experiment.calibration,
+        routing_replay=experiment.routing_replay,
+    )
+    if count_updates(state) == 0 and updates_per_step(experiment.schedule) > 1:
+        on_policy = False  # a run's first step measures the noise floor, to warn of it
+    scored = minibatches.score_minibatches(learner.steps.score, state.params, reference, batches, on_policy=on_policy)
+    jax.block_until_ready(scored.batches)
+    clock.lap("old_logp")
+
+    added_B, added = shape_rewards(
+        rollout,
+        minibatches.reference_kl(experiment.reference, scored.batches, layouts),
+        length_reward=experiment.length_reward,
+        coefficient=experiment.reference.coefficient if experiment.reference else 0.0,
+    )
+    advantage_B, with_added = compute_advantages(
+        experiment.advantage, rows, added_B, group=G, finished_B=rollout.finished_B if overlong else None
+    )
+    batches = minibatches.set_advantages(scored.batches, layouts, advantage_B, learner.mesh)
+    scored = replace(scored, batches=batches)
+    stale = {"rollout/staleness": float(count_rollouts(learner, state) - batch.policy)} if experiment.placement else {}
+    rate = learning_rate(experiment.optimizer)
+    updated = run_updates(
+        learner.steps,
+        state,
+        scored,
+        learner.mesh,
+        epochs=experiment.schedule.epochs,
+        rate=rate,
+        calibration=experiment.calibration,
+    )
+    state = replace(updated.state, position=updated.state.position + batch.prompts)
+    jax.block_until_ready(state)
+    clock.lap("train")
+
+    metrics = {
+        **reward_metrics(rows, G),
+        **added,
+        **with_added,
+        **stale,
+        **batch.metrics,
+        **response_metrics(rollout),
+        "learner/packing_efficiency": minibatches.packing_efficiency(layouts),
+        **update_metrics(updated.metrics),
+        "optim/learning_rate": float(rate(count_updates(state) - 1)),
+        **score_metrics(updated.scored.batches, updated.scored.entropies),
+        **(routing_metrics(*updated.routing) if updated.routing else {}),
+        **clock.metrics(int(rollout.length_B.sum())),
+    }
+    for row, advantage in zip(rows, advantage_B, strict=True):
+        row["advantage"] = float(advantage)
+    return state, metrics, rows

@@ -1,0 +1,147 @@
+"""A run: restore or start, then step, record, evaluate and checkpoint until the last step."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import optax
+
+from gspax.config import Experiment
+from gspax.distributed import multihost
+from gspax.errors import DivergedError
+from gspax.evaluation.checkpoint import evaluate
+from gspax.experiment.description import describe
+from gspax.learner import clipping, rollback
+from gspax.learner.alarms import alarm_metrics, warn_of_alarms
+from gspax.learner.finite import check_finite, check_skipped, count_skipped
+from gspax.learner.restore import drop_frozen, load_reference, restore_state, save_start
+from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
+from gspax.loop.drawing import PendingRollout
+from gspax.loop.learner import Learner, count_rollouts, make_learner
+from gspax.loop.step import run_step
+from gspax.rollout.rewards import gather_texts
+from gspax.run import interrupt, progress, report
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.checkpoints import save as save_checkpoint
+from gspax.run.compilation import count_compilations
+from gspax.run.directory import RunDir, enter_run
+from gspax.run.record import Recorder
+from gspax.sft import warm_start
+from gspax.sharding import named_sharding
+from gspax.types import TrainState
+
+
+def train(experiment: Experiment, workdir: Path) -> None:
+    """Run or resume the experiment in `workdir`, and write its report.
+
+    Raises:
+      UserError: the directory belongs to another experiment, or the experiment's functions misbehave.
+      DivergedError: updates still go wrong after `guard.rollbacks` returns to the newest checkpoint.
+      Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved first.
+    """
+    learner, keep = make_learner(experiment), experiment.schedule.keep_checkpoints
+    remembered = rollback.Remembered(learner.steps.update)
+    learner = replace(learner, steps=learner.steps._replace(update=remembered))
+    with (
+        enter_run(workdir, describe(experiment)) as run,
+        learner.rewards,
+        count_compilations() as compiled,
+        interrupt.watch() as interrupted,
+        Checkpoints(run.checkpoints, keep=keep, mesh=learner.mesh, note=run.newest) as checkpoints,
+    ):
+        while True:
+            try:
+                train_from_newest(learner, run, checkpoints, interrupted, compiled, remembered)
+                break
+            except DivergedError as problem:
+                rollback.go_back(run, problem, checkpoints.latest() or 0, experiment.guard.rollbacks)
+    if jax.process_index() == 0:
+        report.write(run.path)
+
+
+def train_from_newest(
+    learner: Learner,
+    run: RunDir,
+    checkpoints: Checkpoints,
+    interrupted: interrupt.Watch,
+    compiled: object,
+    remembered: rollback.Remembered,
+) -> None:
+    """The steps after the newest checkpoint. DivergedError if updates went wrong: what they did is not saved."""
+    experiment, schedule = learner.experiment, learner.experiment.schedule
+
+    def save(done: int, state: TrainState, is_last: bool) -> None:
+        stored = drop_frozen(state)
+        check_finite(stored, done)
+        save_checkpoint(checkpoints, done, stored, {"experiment": describe(experiment)}, is_last=is_last)
+
+    state = restore_or_start(learner, run, checkpoints, interrupted)
+    started = done = count_rollouts(learner, state)
+    state = rollback.skip_problems(run, state, done)
+    with Recorder(run, done) as recorder, progress.track(schedule.steps, done, experiment.name) as bar:
+        if done == 0:
+            record_evaluation(learner, state, recorder, run, 0)
+        wanted = experiment.reference is not None and experiment.lora is None  # adapters have their base in the state
+        reference = load_reference(run, state, experiment.model, learner.mesh) if wanted else None
+        ahead: deque[PendingRollout] = deque()
+        skipped, alarms = 0, frozenset[str]()
+        while done < schedule.steps:
+            state, metrics, rows = run_step(learner, state, reference, ahead)
+            done += 1
+            if done == started + 1:
+                bar.print(f"first step done; {compiled}")
+            if done == 1:
+                clipping.warn_of_noise(experiment.loss, experiment.calibration, metrics)
+            alarms = warn_of_alarms(experiment.guard, metrics, alarms)
+            recorder.write_metrics(done, {**metrics, **alarm_metrics(alarms)})
+            if failed := [row for row in rows if "error" in row]:
+                recorder.write_failures(done, gather_texts(failed))
+            bar.update(done, metrics)
+            skipped = count_skipped(skipped, int(metrics.get("optim/skipped", 0)))
+            if skipped >= schedule.max_skipped:
+                dumped = rollback.dump(run, done, state, remembered.last_skipped(), describe(experiment), learner.mesh)
+                check_skipped(skipped, schedule.max_skipped, done, state, dumped)
+            remembered.forget()
+            if progress.is_due(done, schedule.eval_every, schedule.steps):
+                record_evaluation(learner, state, recorder, run, done)
+                recorder.write_samples(done, gather_texts(rows))
+            due = progress.is_due(done, schedule.checkpoint_every, schedule.steps)
+            if due and (not skipped or done == schedule.steps):  # amid skipped updates it is no state to go back to
+                save(done, state, is_last=done == schedule.steps)
+            if interrupted():  # after the save, so that a signal during it costs no further step
+                save(done, state, is_last=True)  # once, if it was due
+            interrupted.stop_here()
+
+
+def restore_or_start(
+    learner: Learner, run: RunDir, checkpoints: Checkpoints, interrupted: interrupt.Watch
+) -> TrainState:
+    """The newest checkpoint's state; without one a fresh state, after the warm start if the experiment has one."""
+    experiment, mesh, optimizer = learner.experiment, learner.mesh, learner.optimizer
+    model, lora = experiment.model, experiment.lora
+    if checkpoints.latest() is not None:
+        return restore_state(run, checkpoints, model, optimizer, mesh, lora=lora)
+    first = optimizer if lora is None else optax.identity()  # with adapters there are moments of those alone
+    if experiment.warm_start is None:
+        state = init_state(model, first, jax.random.key(experiment.seed), mesh)
+    else:
+        warm = warm_start(experiment, run, mesh, interrupted)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, first, mesh))
+        start = jax.jit(lambda params, key: new_state(params, first, key), out_shardings=shardings)
+        state = replace(start(warm.params, warm.key), position=warm.position)
+    if experiment.reference is not None or lora is not None:
+        save_start(run, state.params, mesh)
+    if lora is not None:
+        state = add_adapters(state, model, lora, optimizer, mesh)
+    clip_range = clipping.initial_range(experiment.calibration)
+    return replace(state, clip_range=multihost.to_devices(clip_range, named_sharding(mesh)))
+
+
+def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, run: RunDir, done: int) -> None:
+    """Evaluate on the held-out problems and the tasks, and write metrics and completions."""
+    metrics, rows = evaluate(learner.experiment, state, learner.mesh, learner.rewards, run.tasks_at(done))
+    recorder.write_metrics(done, metrics)
+    recorder.write_samples_to(run.after if done else run.before, rows)
