@@ -57,7 +57,7 @@ def batch(packed):
         segment_BT=jnp.asarray(segment_BT, jnp.int32),
         mask_BT=jnp.asarray(mask_BT),
         old_logp_BT=jnp.asarray(-3 + 0.1 * rng.normal(size=(B, T)), jnp.float32),
-        advantage_B=jnp.asarray(rng.normal(size=B), jnp.float32),
+        advantage=jnp.asarray(rng.normal(size=B), jnp.float32),
     )
 
 

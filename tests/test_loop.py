@@ -368,7 +368,7 @@ def test_minibatches_hold_each_row_once_in_order():
     np.testing.assert_array_equal(joined.tokens_BT, rollout.tokens_BT)
     np.testing.assert_array_equal(joined.mask_BT, rollout.mask_BT)
     np.testing.assert_array_equal(joined.sampler_logp_BT, rollout.logp_BT)
-    np.testing.assert_array_equal(joined.advantage_B, advantage)
+    np.testing.assert_array_equal(joined.advantage, advantage)
     np.testing.assert_array_equal(joined.segment_BT.sum(axis=1), rollout.prompt_length_B + rollout.length_B)
     assert (np.diff(joined.segment_BT, axis=1) <= 0).all(), "the sequence first, then padding"
 
@@ -456,7 +456,7 @@ def test_a_step_of_the_loop(monkeypatch):
     assert [on_policy for _, on_policy in updated] == [True, False]
     for part, (batch, _) in enumerate(updated):
         np.testing.assert_array_equal(batch.tokens_BT, a_rollout().tokens_BT[4 * part : 4 * part + 4])
-        np.testing.assert_array_equal(batch.advantage_B, np.arange(4.0) + 4 * part)
+        np.testing.assert_array_equal(batch.advantage, np.arange(4.0) + 4 * part)
         np.testing.assert_array_equal(np.asarray(batch.old_logp_BT)[batch.mask_BT], 0.25 * part)
     assert [row["advantage"] for row in rows] == list(range(8))
     assert metrics["policy/loss"] == 1.5 and metrics["policy/entropy"] == 2.0

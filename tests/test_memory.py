@@ -87,7 +87,7 @@ def batch():
         segment_BT=np.ones((8, 6), np.int32),
         mask_BT=mask_BT,
         old_logp_BT=np.full((8, 6), -3.0, np.float32),
-        advantage_B=rng.standard_normal(8).astype(np.float32),
+        advantage=rng.standard_normal(8).astype(np.float32),
     )
     return jax.device_put(made, named_sharding(MESH, "batch"))
 

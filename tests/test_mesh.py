@@ -50,7 +50,7 @@ def batch():
         segment_BT=there.astype(np.int32),
         mask_BT=there & (index_T[None] >= 2),
         old_logp_BT=-3 + 0.1 * floats[0],
-        advantage_B=floats[1, :, 0],
+        advantage=floats[1, :, 0],
     )
 
 

@@ -162,6 +162,6 @@ def make_demonstrations(
         "segment_BT": segment_BT,
         "mask_BT": mask_BT,
         "old_logp_BT": np.zeros(tokens_BT.shape, np.float32),
-        "advantage_B": np.zeros(stage.rows, np.float32),
+        "advantage": np.zeros(stage.rows, np.float32),
     }
     return multihost.to_devices(Batch(**columns), by_row)

@@ -41,7 +41,7 @@ class Batch:
     segment_BT: Array  # int32    1, 2, ... the sequence a token belongs to; 0 = padding
     mask_BT: Array  # bool     tokens that the loss is over
     old_logp_BT: Array  # float32  log-prob under the learner before the rollout batch's first update
-    advantage_B: Array  # float32
+    advantage: Array  # float32  [B], or [B, T] for packed rows and for advantages of tokens
     sampler_logp_BT: Array | None = None  # float32  log-prob under the sampler, for corrections
     ref_logp_BT: Array | None = None  # float32  log-prob under the reference policy
     expert_BLTA: Array | None = None  # uint8 or wider  experts chosen by the old policy; `num_experts` on padding

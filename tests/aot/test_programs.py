@@ -57,7 +57,7 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
     abstract = programs.abstract_batch(experiment, mesh)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), abstract) == shapes
     assert abstract.tokens_BT.sharding == batches[0].tokens_BT.sharding
-    assert abstract.advantage_B.sharding == batches[0].advantage_B.sharding
+    assert abstract.advantage.sharding == batches[0].advantage.sharding
 
 
 HALF = replace(SMALL.model, param_dtype="bfloat16")

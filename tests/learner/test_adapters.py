@@ -112,7 +112,7 @@ def a_batch():
         segment_BT=jnp.ones((B, T), jnp.int32),
         mask_BT=jnp.asarray(np.arange(T)[None] >= rng.integers(1, T, (B, 1))),
         old_logp_BT=-jnp.asarray(rng.random((B, T)) * 4, jnp.float32),
-        advantage_B=jnp.asarray(rng.normal(size=B), jnp.float32),
+        advantage=jnp.asarray(rng.normal(size=B), jnp.float32),
     )
 
 
@@ -128,7 +128,7 @@ def test_an_update_changes_only_the_factors_by_the_chain_rule(rows):
 
     def value(params):
         outputs = train_step.forward(params, CONFIG, batch.tokens_BT, batch.segment_BT)
-        terms = losses.grpo(outputs.logp_BT, batch.old_logp_BT, batch.advantage_B, batch.mask_BT)
+        terms = losses.grpo(outputs.logp_BT, batch.old_logp_BT, batch.advantage, batch.mask_BT)
         return losses.reduce(terms)[0]
 
     of_weight, squares = jax.jit(jax.grad(value))(dense(before)), 0.0

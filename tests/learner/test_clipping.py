@@ -119,7 +119,7 @@ def minibatch(rng, spread, rows=128):
         segment_BT=jnp.ones((rows, T), jnp.int32),
         mask_BT=jnp.asarray(mask),
         old_logp_BT=jnp.asarray(old),
-        advantage_B=jnp.asarray(advantage, jnp.float32),
+        advantage=jnp.asarray(advantage, jnp.float32),
     )
     return jnp.asarray(np.where(mask, old + s, 0), jnp.float32), batch
 
@@ -166,7 +166,7 @@ def test_one_outlier_does_not_open_the_range():
 def test_one_outlier_is_not_the_noise_floor():
     logp, batch = minibatch(np.random.default_rng(0), 0.0)
     logp = logp.at[0].add(np.log(1.03) * batch.mask_BT[0])
-    _, metrics = losses.reduce(losses.gspo(logp, batch.old_logp_BT, batch.advantage_B, batch.mask_BT))
+    _, metrics = losses.reduce(losses.gspo(logp, batch.old_logp_BT, batch.advantage, batch.mask_BT))
     assert metrics["ratio_max"] == pytest.approx(1.03)
     assert clipping.noise_floor(metrics) < 1e-6
 

@@ -55,7 +55,7 @@ def scored_parts(ref_logp_BT=None):
         segment_BT=np.ones_like(rollout.tokens_BT),
         mask_BT=rollout.mask_BT,
         old_logp_BT=logp,
-        advantage_B=np.zeros(2, np.float32),
+        advantage=np.zeros(2, np.float32),
         sampler_logp_BT=rollout.logp_BT,
         ref_logp_BT=ref_logp_BT,
     )

@@ -32,12 +32,12 @@ BATCH = Batch(
     segment_BT=jnp.ones((B, T), jnp.int32),
     mask_BT=MASK,
     old_logp_BT=LOGP + 0.1 * draw(4, B, T),
-    advantage_B=draw(5, B),
+    advantage=draw(5, B),
     sampler_logp_BT=LOGP + 0.3 * draw(6, B, T),
     ref_logp_BT=LOGP + 0.3 * draw(7, B, T),
 )
 CONSTANTS = objective.UpdateConstants(jnp.array([0.01, 0.02]), jnp.abs(draw(8, L, E)))
-GIVEN = (BATCH.old_logp_BT, BATCH.advantage_B, MASK)
+GIVEN = (BATCH.old_logp_BT, BATCH.advantage, MASK)
 TOKENS = partial(losses.grpo, aggregate=losses.by_token)
 
 
@@ -46,7 +46,7 @@ def truncated():
 
 
 def kept(logp):
-    return correction.reject_off_policy(logp, BATCH.sampler_logp_BT, BATCH.advantage_B, MASK, delta=0.01)
+    return correction.reject_off_policy(logp, BATCH.sampler_logp_BT, BATCH.advantage, MASK, delta=0.01)
 
 
 def penalised(loss, penalty, coefficient):

@@ -44,7 +44,7 @@ def batch(seed=0):
         segment_BT=jnp.asarray((column < end).astype(np.int32)),
         mask_BT=jnp.asarray((column >= prompt[:, None]) & (column < end)),
         old_logp_BT=jnp.zeros((B, T)),
-        advantage_B=jnp.asarray(rng.normal(size=B), jnp.float32),
+        advantage=jnp.asarray(rng.normal(size=B), jnp.float32),
     )
     logp = direct(tiny.params(CONFIG), given)[0]
     return replace(given, old_logp_BT=logp + jnp.asarray(rng.normal(size=(B, T)) * 0.1, jnp.float32))
@@ -90,7 +90,7 @@ def test_update_is_the_gradient_of_the_reduced_loss(name):
 
     def reduced(params):
         logp, _, _ = direct(params, data)
-        return losses.reduce(LOSSES[name](logp, data.old_logp_BT, data.advantage_B, data.mask_BT))
+        return losses.reduce(LOSSES[name](logp, data.old_logp_BT, data.advantage, data.mask_BT))
 
     (value, metrics), grads = jax.jit(jax.value_and_grad(reduced, has_aux=True))(tiny.params(CONFIG))
     state, got = whole(name)
@@ -259,13 +259,13 @@ def test_a_non_finite_loss_or_gradient_skips_the_update():
 
     adam, model = optax.adam(1e-2), replace(CONFIG, num_experts=0, num_hidden_layers=1)
     update = make_step(loss, adam, model=model)
-    good = replace(batch(), advantage_B=jnp.ones(B), mask_BT=jnp.asarray(batch().mask_BT).at[:, 1].set(True))
+    good = replace(batch(), advantage=jnp.ones(B), mask_BT=jnp.asarray(batch().mask_BT).at[:, 1].set(True))
     start = new_state(jax.tree.map(jnp.copy, tiny.params(model)), adam, jax.random.key(0))
     state, metrics = update(start, good)
     assert metrics["skipped"] == 0
     before = jax.device_get((state.params, state.opt_state))
     for step, (advantage, loss_is_finite) in enumerate([(jnp.nan, False), (0.0, True)], start=2):
-        state, metrics = update(state, replace(good, advantage_B=good.advantage_B.at[3].set(advantage)))
+        state, metrics = update(state, replace(good, advantage=good.advantage.at[3].set(advantage)))
         assert metrics["skipped"] == 1 and state.step == step
         assert np.isfinite(metrics["loss"]) == loss_is_finite and not np.isfinite(metrics["grad_norm"])
         chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before)

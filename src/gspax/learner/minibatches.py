@@ -40,7 +40,8 @@ class Scored:
 class Layout:
     """Which response of a rollout batch is where in a minibatch, and how much of the minibatch is padding."""
 
-    response: np.ndarray  # int32 [B], or [B, T] for packed rows; -1: padding
+    response: np.ndarray  # int32 [B, T], or [B, 1] for one response in each row; -1: padding
+    column: np.ndarray  # int32 [B, T], or [1, T] likewise: the position within the response's own row
     tokens: int  # of its prompts and completions
     positions: int  # that a pass computes
 
@@ -63,8 +64,9 @@ def split_minibatches(
     if not shape.packed:
         batches = jit(_split, static_argnums=(1, 2, 3))(rollout, count, shape.rows, without_overlong)
         padding = np.full(shape.rows - size, -1, np.int32)
+        column_1T = np.arange(T, dtype=np.int32)[None]
         layouts = [
-            Layout(np.concatenate([np.asarray(part, np.int32), padding]), int(total_N[part].sum()), shape.rows * T)
+            Layout(np.concatenate([part, padding])[:, None], column_1T, int(total_N[part].sum()), shape.rows * T)
             for part in parts
         ]
         return batches, layouts
@@ -75,7 +77,8 @@ def split_minibatches(
         source_BT = np.where(segment_BT > 0, response_BT * T + column_BT, 0).astype(np.int32)
         placed = multihost.to_devices((source_BT, segment_BT), named_sharding(mesh, "batch"))
         batches.append(gather(rollout, *placed, without_overlong))
-        layouts.append(Layout(response_BT, int(total_N[part].sum()), used * shape.microbatch * shape.length))
+        positions = used * shape.microbatch * shape.length
+        layouts.append(Layout(response_BT, column_BT, int(total_N[part].sum()), positions))
     return batches, layouts
 
 
@@ -88,7 +91,7 @@ def _split(rollout: Rollout, count: int, rows: int, without_overlong: bool) -> l
         segment_BT=(jnp.arange(columns)[None] < total_B1).astype(jnp.int32),
         mask_BT=_loss_mask(rollout, without_overlong),
         old_logp_BT=jnp.zeros_like(rollout.logp_BT),
-        advantage_B=jnp.zeros(responses),
+        advantage=jnp.zeros(responses),
         sampler_logp_BT=rollout.logp_BT,
     )
     size = responses // count
@@ -111,7 +114,7 @@ def _gather(rollout: Rollout, source_BT: Array, segment_BT: Array, without_overl
         segment_BT=segment_BT,
         mask_BT=take(_loss_mask(rollout, without_overlong)),
         old_logp_BT=jnp.zeros_like(logp_BT),
-        advantage_B=jnp.zeros_like(logp_BT),
+        advantage=jnp.zeros_like(logp_BT),
         sampler_logp_BT=logp_BT,
     )
 
@@ -132,8 +135,7 @@ def reference_kl(reference: Reference | None, batches: Sequence[Batch], layouts:
 
 
 def _sum_by_response(value_BT: np.ndarray, layout: Layout) -> np.ndarray:
-    response = layout.response if layout.response.ndim == 2 else layout.response[:, None]
-    number_BT = np.broadcast_to(response, value_BT.shape)
+    number_BT = np.broadcast_to(layout.response, value_BT.shape)
     there_BT = number_BT >= 0
     number = number_BT[there_BT]
     return np.bincount(number - number.min(), value_BT[there_BT])
@@ -167,11 +169,18 @@ def score_minibatches(
 
 
 def set_advantages(
-    batches: Sequence[Batch], layouts: Sequence[Layout], advantage_N: np.ndarray, mesh: jax.sharding.Mesh
+    batches: Sequence[Batch], layouts: Sequence[Layout], advantage: np.ndarray, mesh: jax.sharding.Mesh
 ) -> list[Batch]:
-    """The minibatches with the advantages of the responses: by row, or in packed rows by token."""
-    parts: list[Any] = [
-        np.where(layout.response >= 0, advantage_N[layout.response], 0).astype(np.float32) for layout in layouts
-    ]
-    parts = multihost.to_devices(parts, named_sharding(mesh, "batch"))
-    return [replace(batch, advantage_B=part) for batch, part in zip(batches, parts, strict=True)]
+    """The minibatches with the advantages of the responses, [N], or of their tokens, [N, T].
+
+    Those of responses are set by row, in packed rows by token.
+    """
+
+    def place(layout: Layout) -> np.ndarray:
+        there, column_BT = layout.response >= 0, np.maximum(layout.column, 0)
+        placed = advantage[layout.response] if advantage.ndim == 1 else advantage[layout.response, column_BT]
+        placed = np.where(there, placed, 0).astype(np.float32)
+        return placed[:, 0] if placed.shape[1] == 1 else placed
+
+    parts: list[Any] = multihost.to_devices([place(each) for each in layouts], named_sharding(mesh, "batch"))
+    return [replace(batch, advantage=part) for batch, part in zip(batches, parts, strict=True)]

@@ -62,7 +62,7 @@ def make_objective(
     aggregate = aggregate_of(loss)
 
     def objective(outputs: Outputs, batch: Batch, constants: UpdateConstants) -> losses.Terms:
-        rows = outputs.logp_BT, batch.old_logp_BT, batch.advantage_B, batch.mask_BT
+        rows = outputs.logp_BT, batch.old_logp_BT, batch.advantage, batch.mask_BT
         packed = segments(batch)
         weight = correction_weight(correction, rejection, outputs.logp_BT, batch)
         options: dict[str, Any] = {} if weight is None else {"correction": weight}
@@ -87,8 +87,11 @@ def make_objective(
 
 
 def segments(batch: Batch) -> dict[str, Any]:
-    """`segment_ids` for a batch of packed rows, whose advantages are [B, T]; nothing for one sequence per row."""
-    return {"segment_ids": batch.segment_BT} if batch.advantage_B.ndim == 2 else {}
+    """`segment_ids` for a batch whose advantages are [B, T]: packed rows, or advantages of tokens; else nothing.
+
+    With one sequence in each row they change nothing but the shape of what a loss takes and returns.
+    """
+    return {"segment_ids": batch.segment_BT} if batch.advantage.ndim == 2 else {}
 
 
 def correction_weight(
@@ -99,7 +102,7 @@ def correction_weight(
     if correction is not None:
         weight = correction(batch.old_logp_BT, batch.sampler_logp_BT, batch.mask_BT, **packed)
     if rejection is not None:
-        kept = rejection(logp_BT, batch.sampler_logp_BT, batch.advantage_B, batch.mask_BT, **packed)
+        kept = rejection(logp_BT, batch.sampler_logp_BT, batch.advantage, batch.mask_BT, **packed)
         kept = kept[:, None] if weight is not None and weight.ndim > kept.ndim else kept
         weight = kept if weight is None else weight * kept
     return weight
