@@ -15,7 +15,7 @@ from stub_experiment import experiment as stub
 from gspax import config
 from gspax.commands import main as program
 from gspax.data.problem import Problem
-from gspax.evaluation import benchmark, heldout, page
+from gspax.evaluation import benchmark, completions, heldout, page
 from gspax.evaluation.checkpoint import evaluate_task
 from gspax.experiment import validate
 from gspax.loop import training
@@ -53,7 +53,7 @@ TASK = config.Task(name="parity", data=Held(), reward=parity, vote=vote, samples
 def policy():
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     params = make_serving_copy(tiny.params(experiment.model), experiment.model, mesh)
-    return benchmark.Policy(params, experiment.model, experiment.tokenizer, mesh)
+    return completions.Policy(params, experiment.model, experiment.tokenizer, mesh)
 
 
 def defaults(task, **sampling):
@@ -93,11 +93,11 @@ def drawn(monkeypatch):
     """The settings of the sampler's calls, which draw nothing."""
     found = []
 
-    def fake(params, model, prompts, ids, key, *, sampling, stop_ids, mesh):
+    def fake(*args, sampling, **kwargs):
         found.append(sampling)
         raise InterruptedError
 
-    monkeypatch.setattr(benchmark, "sample", fake)
+    monkeypatch.setattr(completions, "sample", fake)
     return found
 
 

@@ -9,9 +9,10 @@ import tiny
 from small_experiment import experiment
 
 from gspax import config
-from gspax.evaluation import heldout
-from gspax.evaluation.benchmark import Policy
+from gspax.evaluation import completions, heldout
+from gspax.evaluation.completions import Policy, fill_chunks
 from gspax.rewards.calls import RewardCalls
+from gspax.rollout import sampler
 from gspax.rollout.serving import make_serving_copy
 from gspax.sharding import make_mesh
 from gspax.types import Rollout
@@ -55,12 +56,12 @@ def run(experiment, devices=1, seed=0):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Arguments of the sampler's calls. The text of each sample is the last digit of its id."""
+    """Arguments of the sampler's calls. The text of each sample is the last digit of its problem's index."""
     calls = []
 
-    def fake(params, model, prompts, ids, key, *, sampling, stop_ids, mesh):
+    def fake(params, model, prompts, ids, key, *, sampling, stop_ids, mesh, greedy):
+        calls.append({"prompts": prompts, "ids": list(ids), "key": key, "sampling": sampling, "greedy": greedy})
         ids = np.repeat(np.asarray(ids), sampling.group)
-        calls.append({"prompts": prompts, "ids": list(ids), "key": key, "sampling": sampling})
         lengths = np.repeat([len(prompt) for prompt in prompts], sampling.group)
         tokens = np.zeros((len(ids), 8), np.int32)
         for row, length in enumerate(lengths):
@@ -75,29 +76,37 @@ def calls(monkeypatch):
             finished_B=ids % 4 > 0,
         )
 
-    monkeypatch.setattr(heldout, "sample", fake)
+    monkeypatch.setattr(completions, "sample", fake)
     return calls
 
 
 def test_samples_do_not_depend_on_chunks_and_devices_and_problems_are_held_out():
     # one device: chunks of 4, 4 and 2 problems padded to 4; eight devices: one chunk of 10 padded to 16
-    metrics, rows = run(small(prompts=4, group=2))
+    compiled = sampler._generate._cache_size()
+    metrics, rows = run(small(prompts=4, group=3))
+    assert sampler._generate._cache_size() == compiled + 1, "one program for sampled and greedy completions"
     spread, spread_rows = run(small(prompts=8, group=4), devices=8)
     assert metrics == spread and rows == spread_rows
     assert [row["prompt"] for row in rows] == [experiment.data.heldout(index).prompt for index in range(PROBLEMS)]
     assert set(metrics) == {"eval/reward", "eval/greedy_reward", "eval/truncated", "eval/reward_failed"}
-    other, other_rows = run(small(prompts=4, group=2), seed=1)
+    other, other_rows = run(small(prompts=4, group=3), seed=1)
     assert [row["completion"] for row in other_rows] != [row["completion"] for row in rows]
     assert other["eval/greedy_reward"] == metrics["eval/greedy_reward"]
 
 
-def test_one_pass_samples_at_temperature_1_and_one_is_greedy(calls):
+def test_completions_are_sampled_at_temperature_1_beside_a_greedy_one(calls):
     filtered = small(prompts=64, temperature=0.5, top_k=3, top_p=0.5, min_p=0.1)
     run(filtered)
-    sampled, greedy = (call["sampling"] for call in calls)
-    alike = {"max_tokens": 4, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    assert sampled == replace(filtered.sampling, group=SAMPLES, temperature=1.0, **alike)
-    assert greedy == replace(filtered.sampling, group=1, temperature=0.0, **alike)
+    plain = {"temperature": 1.0, "max_tokens": 4, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    assert [(call["greedy"], call["sampling"]) for call in calls] == [
+        (1, replace(filtered.sampling, group=SAMPLES + 1, **plain))
+    ]
+
+
+def test_the_last_chunk_is_filled_up_from_the_first_problem():
+    assert fill_chunks(6, 4, 1) == [[0, 1, 2, 3], [4, 5, 0, 1]]
+    assert fill_chunks(3, 4, 8) == [[0, 1, 2, 0, 1, 2, 0, 1]]
+    assert fill_chunks(2, 0, 1) == [[0], [1]]
 
 
 def test_evaluation_max_tokens_overrides_sampling(calls):
@@ -120,9 +129,8 @@ def test_metrics_are_means_over_the_requested_problems(calls):
     def last_digit(problem, completion):
         return float(completion)
 
-    metrics, rows = run(replace(small(prompts=3, group=2), reward=last_digit))
-    ids = [*((i, i + 1, i + 2) for i in (0, 3, 6)), (9, 0, 1)]
-    assert [call["ids"] for call in calls[:4]] == [[each for i in chunk for each in (i, i)] for chunk in ids]
+    metrics, rows = run(replace(small(prompts=3, group=3), reward=last_digit))
+    assert [call["ids"] for call in calls] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1]]
     assert metrics["eval/reward"] == metrics["eval/greedy_reward"] == np.mean(range(10))
     assert metrics["eval/truncated"] == 0.3, "0, 4 and 8 of ten"
     assert [row["completion"] for row in rows] == [str(i) for i in range(10)], "the first sample of each problem"

@@ -39,6 +39,23 @@ def draw(config, slots=0):
     return jax.device_get(rollout)
 
 
+def test_greedy_and_sampled_completions_are_drawn_side_by_side():
+    config = CONFIGS["experts and windows"]
+    serving, key = make_serving_copy(tiny.params(config), config), jax.random.key(0)
+    sampling = replace(SAMPLING, group=4, slots=5)
+    rollout = jax.device_get(
+        sampler.sample(serving, config, PROMPTS, range(4), key, sampling=sampling, stop_ids=STOP, greedy=1)
+    )
+    is_greedy_B = np.arange(16) % 4 == 3
+    got, want = (jax.tree.map(lambda x, rows=rows: x[rows], rollout) for rows in (~is_greedy_B, is_greedy_B))
+    assert_same(got, draw(config))
+    segment_BT = (np.arange(26)[None] < (want.prompt_length_B + want.length_B)[:, None]).astype(np.int32)
+    hidden_BTD, _ = transformer.apply(tiny.params(config), config, jnp.asarray(want.tokens_BT), jnp.asarray(segment_BT))
+    logp_BTV = jax.nn.log_softmax(transformer.logits(tiny.params(config), hidden_BTD))
+    best_BT = np.pad(logp_BTV.max(axis=-1)[:, :-1], ((0, 0), (1, 0)))
+    np.testing.assert_allclose(want.logp_BT[want.mask_BT], best_BT[want.mask_BT], atol=1e-5)
+
+
 def assert_same(got, want, tolerance=1e-5):
     for name in ("tokens_BT", "mask_BT", "prompt_length_B", "length_B", "finished_B"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)

@@ -95,12 +95,12 @@ def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(learner)
     }
 
 
-def test_evaluation_runs_on_the_learners_devices_whatever_the_samplers_mesh(learner, monkeypatch, tmp_path):
+def test_evaluation_runs_where_the_sampler_runs(learner, monkeypatch, tmp_path):
     policies = []
-    monkeypatch.setattr(heldout, "evaluate", lambda policy, *_, **__: policies.append(policy) or ({}, []))
-    two = replace(DISAGGREGATED, placement=Placement(devices=2, mesh=Mesh(fsdp=2)))
-    evaluate(two, fresh(learner), learner.mesh, learner.rewards, tmp_path)
-    assert devices(policies[0].params) == set(learner.mesh.devices.flat) and len(learner.mesh.devices.flat) == 4
+    monkeypatch.setattr(heldout, "evaluate", lambda *args, **_: policies.append(args[:2]) or ({}, []))
+    evaluate(DISAGGREGATED, fresh(learner), learner.sampler, learner.rewards, tmp_path)
+    ((policy, key),) = policies
+    assert devices(policy.params) == devices(key) == set(learner.sampler.mesh.devices.flat) == set(jax.devices()[4:])
 
 
 def test_staleness_1_samples_with_the_parameters_before_the_last_update(learner):

@@ -11,38 +11,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from gspax.config import Evaluation, Grading, ModelConfig, Sampling, Task
+from gspax.config import Evaluation, Grading, Sampling, Task
 from gspax.data.problem import digest, read_problem
-from gspax.distributed import multihost
 from gspax.evaluation import statistics
-from gspax.protocols import Tokenizer
+from gspax.evaluation.completions import Policy, complete, fill_chunks
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.rewards import Row, encode_prompts, gather_texts, reward_completions
-from gspax.rollout.sampler import lengths_to_host, sample
-from gspax.sharding import batch_shards, named_sharding
-from gspax.types import Array, Params
+from gspax.rollout.rewards import Row, gather_texts
+from gspax.sharding import batch_shards
+from gspax.types import Array
 
 BENCHMARKS = 3  # folded into the run's key
 # the fields of `Sampling` that a task sets
 OF_TASK = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "max_prompt_tokens")
 _LONGEST_ANSWER = 2000  # characters that a row keeps: the tests of a program can be megabytes
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What is evaluated."""
-
-    params: Params  # a serving copy (`rollout.serving`)
-    model: ModelConfig
-    tokenizer: Tokenizer
-    mesh: jax.sharding.Mesh
 
 
 def apply_defaults(task: Task, evaluation: Evaluation, sampling: Sampling) -> Task:
@@ -76,43 +64,26 @@ def run_task(task: Task, policy: Policy, key: Array, *, training: Sampling, grad
     """
     key = jax.random.fold_in(jax.random.fold_in(key, BENCHMARKS), digest(task.name) % 2**32)
     chunks, slots = plan_chunks(task.problems, task.samples, training, batch_shards(policy.mesh))
-    sampling = replace(
-        training,
-        group=task.samples,
-        slots=slots,
-        **{name: getattr(task, name) for name in OF_TASK},
-    )
-    read, by_row = partial(read_problem, task.data.heldout), named_sharding(policy.mesh, "batch")
-    left = task.problems
-    with RewardCalls(task.reward, grading) as calls:
+    own = {name: getattr(task, name) for name in OF_TASK}
+    sampling = replace(training, group=task.samples, slots=slots, **own)
+    read, left = partial(read_problem, task.data.heldout), task.problems
+    with RewardCalls(task.reward, grading) as rewards:
         for ids in chunks:
-            problems = multihost.all_or_raise(partial(multihost.local_rows, read, ids, by_row))
-            rollout = sample(
-                policy.params,
-                policy.model,
-                encode_prompts(policy.tokenizer, problems, policy.model.vocab_size),
-                ids,
-                key,
-                sampling=sampling,
-                stop_ids=policy.tokenizer.stop_ids,
-                mesh=policy.mesh,
-            )
-            rewarded = reward_completions(problems, lengths_to_host(rollout), tokenizer=policy.tokenizer, calls=calls)
-            rows = gather_texts(rewarded)[: left * task.samples]
+            rows = gather_texts(complete(policy, key, read, ids, sampling=sampling, rewards=rewards))
+            yield [_finish(row, task, ids, number) for number, row in enumerate(rows[: left * task.samples])]
             left -= len(ids)
-            yield [_finish(row, task, ids, number) for number, row in enumerate(rows)]
 
 
 def plan_chunks(problems: int, samples: int, training: Sampling, shards: int) -> tuple[list[list[int]], int]:
     """The problems of each chunk, and the slots of its samples (0: one for each).
 
     A chunk has at most the prompts of a training rollout batch, rounded up to a multiple of `shards`; the slots are at
-    most its samples. The last chunk is filled up from the first problem on.
+    most its samples.
     """
-    size = -(-min(problems, training.prompts) // shards) * shards
-    chunks = [[index % problems for index in range(first, first + size)] for first in range(0, problems, size)]
-    slots = -(-min(training.slots or training.prompts * training.group, size * samples) // shards) * shards
-    return chunks, slots if slots < size * samples else 0
+    chunks = fill_chunks(problems, training.prompts, shards)
+    rows = len(chunks[0]) * samples
+    slots = -(-min(training.slots or training.prompts * training.group, rows) // shards) * shards
+    return chunks, slots if slots < rows else 0
 
 
 def _finish(row: Row, task: Task, ids: Sequence[int], number: int) -> Row:

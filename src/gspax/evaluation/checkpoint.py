@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,16 +17,16 @@ import jax
 
 from gspax.config import Evaluation, Experiment, Grading, ModelConfig, Sampling, Task, trained_dtype
 from gspax.evaluation import heldout, page
-from gspax.evaluation.benchmark import Policy, apply_defaults, metrics, plan_chunks, run_task, summarise
+from gspax.evaluation.benchmark import apply_defaults, metrics, plan_chunks, run_task, summarise
+from gspax.evaluation.completions import Policy
 from gspax.experiment.description import describe
-from gspax.experiment.serving_layout import choose_serving_layout
 from gspax.learner import weights
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import restore_state
 from gspax.learner.state import abstract_params
 from gspax.protocols import Tokenizer
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.placement import device_memory, make_meshes, replicate_key
+from gspax.rollout.placement import Sampler, make_meshes, make_sampler
 from gspax.rollout.rewards import Row
 from gspax.rollout.serving import make_serving_copy
 from gspax.run import progress
@@ -35,21 +34,21 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, describe_environment, find_run
 from gspax.run.folders import write_atomically
 from gspax.run.record import to_line
-from gspax.sharding import batch_shards, reshape_mesh
+from gspax.run.task_table import format_estimate
+from gspax.sharding import batch_shards
 from gspax.types import Array, TrainState
 
 
 def evaluate(
-    experiment: Experiment, state: TrainState, mesh: jax.sharding.Mesh, rewards: RewardCalls, folder: Path
+    experiment: Experiment, state: TrainState, sampler: Sampler, rewards: RewardCalls, folder: Path
 ) -> tuple[dict[str, float], list[Row]]:
     """During training: the metrics of the held-out problems and of the tasks, and rows for the report.
 
-    The files of the tasks are written to `folder`, in place of those of an interrupted evaluation.
+    Completions are drawn where the sampler draws: a disaggregated one first finishes the batches that it was given. The
+    files of the tasks are written to `folder`, in place of those of an interrupted evaluation.
     """
     settings, training = experiment.evaluation, experiment.sampling
-    # on the learner's devices also with a placement, whose mesh is for others
-    layout = choose_serving_layout(replace(experiment, placement=None), dict(mesh.shape), device_memory(mesh))
-    policy, key = _lay_out(state, experiment.model, experiment.tokenizer, mesh, layout.sizes)
+    policy, key = _push(state, experiment.model, experiment.tokenizer, sampler)
     found, rows = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
     for task in settings.tasks:
         task, path = apply_defaults(task, settings, training), folder / task.name
@@ -63,7 +62,8 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
 
     Without `tasks`, on the held-out problems, appended to evaluations.jsonl, and on the experiment's own tasks.
     """
-    mesh, _ = make_meshes(experiment)
+    mesh, sampler_mesh = make_meshes(experiment)
+    sampler = make_sampler(experiment.model, sampler_mesh, mesh)
     run = find_run(workdir, describe(experiment))
     with Checkpoints(run.checkpoints, mesh=mesh) as checkpoints:
         step = checkpoints.latest() if step is None else step
@@ -77,9 +77,7 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
             step=step,
         )
     assert step is not None  # else restoring has raised
-    # on the learner's devices also with a placement, whose mesh is for others
-    layout = choose_serving_layout(replace(experiment, placement=None), dict(mesh.shape), device_memory(mesh))
-    policy, key = _lay_out(state, experiment.model, experiment.tokenizer, mesh, layout.sizes)
+    policy, key = _push(state, experiment.model, experiment.tokenizer, sampler)
     del state  # the optimiser's memory is for the cache
     settings, training = experiment.evaluation, experiment.sampling
     if tasks is None:
@@ -102,12 +100,9 @@ def evaluate_published(
         evaluate_task(task, policy, jax.random.key(seed), path, training=training, grading=grading, show=True)
 
 
-def _lay_out(
-    state: TrainState, model: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, sizes: dict[str, int]
-) -> tuple[Policy, Array]:
-    """The policy of a state and the run's key, both on the learner's devices with axes of these sizes."""
-    mesh = reshape_mesh(mesh, sizes)
-    return Policy(make_serving_copy(state.params, model, mesh), model, tokenizer, mesh), replicate_key(state.key, mesh)
+def _push(state: TrainState, model: ModelConfig, tokenizer: Tokenizer, sampler: Sampler) -> tuple[Policy, Array]:
+    """The policy of a state and the run's key, on the sampler's devices."""
+    return Policy(sampler.push(state.params), model, tokenizer, sampler.mesh), sampler.push_key(state.key)
 
 
 def load_policy(model: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> Policy:
@@ -190,9 +185,9 @@ def _record_heldout(run: RunDir, step: int, found: Mapping[str, float], settings
 def describe_summary(name: str, summary: Any) -> list[str]:
     """The summary as lines of text."""
     lines = [f"{name}: {summary['problems']} problems x {summary['samples']} samples"]
-    lines.append(f"  {'mean reward':12} {_interval(summary['reward'])}")
+    lines.append(f"  {'mean reward':12} {format_estimate(summary['reward'], digits=4)}")
     for title, key in (("pass@", "pass"), ("maj@", "majority")):
-        lines += [f"  {title + k:12} {_interval(each)}" for k, each in summary.get(key, {}).items()]
+        lines += [f"  {title + k:12} {format_estimate(each, digits=4)}" for k, each in summary.get(key, {}).items()]
     tokens = summary["tokens"]
     lines.append(
         f"  {'tokens':12} {tokens['mean']:.1f} on average, {tokens['max']} at most, {tokens['total']:,} in all"
@@ -201,8 +196,3 @@ def describe_summary(name: str, summary: Any) -> list[str]:
     if summary["failed"]:
         lines.append(f"  {'failed':12} {100 * summary['failed']:.1f} % of the completions have no reward")
     return lines
-
-
-def _interval(found: Any) -> str:
-    bounds = "" if found["low"] is None else f"  [{found['low']:.4f}, {found['high']:.4f}]"
-    return f"{found['mean']:.4f}{bounds}"

@@ -12,7 +12,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import count_updates, require_memory
 from gspax.learner.train_step import Steps, make_steps
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.placement import Sampler, make_colocated_sampler, make_disaggregated_sampler, make_meshes
+from gspax.rollout.placement import Sampler, make_meshes, make_sampler
 from gspax.types import TrainState
 
 
@@ -34,10 +34,7 @@ def make_learner(experiment: Experiment) -> Learner:
     require_memory(experiment.model, experiment.lora, experiment.optimizer, mesh, reference=bool(experiment.reference))
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
     steps = make_steps(experiment, optimizer, mesh)
-    if experiment.placement is None:
-        sampler = make_colocated_sampler(experiment.model, sampler_mesh, mesh)
-    else:
-        sampler = make_disaggregated_sampler(experiment.model, sampler_mesh, mesh)
+    sampler = make_sampler(experiment.model, sampler_mesh, mesh)
     rewards = RewardCalls(experiment.reward, experiment.grading)
     return Learner(experiment, mesh, optimizer, steps, sampler, rewards)
 

@@ -142,6 +142,6 @@ def restore_or_start(
 
 def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, run: RunDir, done: int) -> None:
     """Evaluate on the held-out problems and the tasks, and write metrics and completions."""
-    metrics, rows = evaluate(learner.experiment, state, learner.mesh, learner.rewards, run.tasks_at(done))
+    metrics, rows = evaluate(learner.experiment, state, learner.sampler, learner.rewards, run.tasks_at(done))
     recorder.write_metrics(done, metrics)
     recorder.write_samples_to(run.after if done else run.before, rows)

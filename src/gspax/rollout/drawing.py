@@ -6,6 +6,7 @@ Axes: B rows, V vocabulary.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,24 @@ from gspax.config import Sampling
 from gspax.types import Array
 
 
-def draw_tokens(logits_BV: Array, key_B: Array, sampling: Sampling) -> tuple[Array, Array]:
-    """One token per row, int32, from the filtered distribution, and its unfiltered float32 log-prob."""
-    scaled_BV = logits_BV / (sampling.temperature or 1.0)
+def draw_tokens(
+    logits_BV: Array, key_B: Array, sampling: Sampling, greedy_B: Array | None = None
+) -> tuple[Array, Array]:
+    """One token per row, int32, from the filtered distribution, and its unfiltered float32 log-prob.
+
+    The rows of `greedy_B`, bool, take the most probable token and have log-probs at temperature 1, as all rows do at
+    temperature 0.
+    """
+    temperature: Any = sampling.temperature or 1.0
+    if greedy_B is not None:
+        temperature = jnp.where(greedy_B, 1.0, temperature)[:, None]
+    scaled_BV = logits_BV / temperature
     if sampling.temperature == 0:
         token_B = _argmax(scaled_BV)
     else:
         noise_BV = jax.vmap(partial(jax.random.gumbel, shape=scaled_BV.shape[1:]))(key_B)
-        token_B = _argmax(filter_logits(scaled_BV, sampling) + noise_BV)
+        score_BV = filter_logits(scaled_BV, sampling) + noise_BV
+        token_B = _argmax(score_BV if greedy_B is None else jnp.where(greedy_B[:, None], scaled_BV, score_BV))
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1)
 

@@ -41,6 +41,7 @@ class Settings(NamedTuple):
     mesh: jax.sharding.Mesh | None
     keep_experts: bool = False  # record the chosen experts
     keep_versions: bool = False  # record the version of the weights that drew each token
+    greedy: int = 0  # of each prompt's samples, the last so many are decoded greedily
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +52,7 @@ class Rows:
     prompt_B: Array  # int32
     prompt_length_B: Array  # int32
     id_B: Array  # uint32
+    greedy_B: Array | None  # bool     decoded greedily; None: no sample is
     tokens_BC: Array  # int32
     logp_BC: Array  # float32
     length_B: Array  # int32    tokens drawn
@@ -92,10 +94,12 @@ def start(
     W = _count_slots(config, sampling, P, mesh)
     with jax.named_scope("prefill"):
         last_PD, prompts, expert_PSLA = decoding.prefill(params, config, tokens_PS, length_P, mesh=mesh)
-    id_B = (id_P[:, None] * np.uint32(G) + jnp.arange(G, dtype=jnp.uint32)[None]).reshape(B)
+    number_B = jnp.tile(jnp.arange(G, dtype=jnp.uint32), P)  # of a prompt's samples
+    id_B = jnp.repeat(id_P, G) * np.uint32(G - settings.greedy) + number_B
+    greedy_B = number_B >= G - settings.greedy if settings.greedy else None
     prompt_length_B = jnp.repeat(length_P, G)
     logits_BV = jnp.repeat(transformer.logits(params, last_PD), G, axis=0)
-    token_B, logp_B = _draw(logits_BV, key, id_B, prompt_length_B, sampling)
+    token_B, logp_B = _draw(logits_BV, key, id_B, prompt_length_B, sampling, greedy_B)
     stops_B = _is_stop(token_B, stop_ids)
     kept_PSLA = expert_PSLA.astype(expert_id_dtype(config)) if settings.keep_experts else None
 
@@ -106,6 +110,7 @@ def start(
         prompt_B=jnp.arange(B, dtype=jnp.int32) // G % (P if mesh is None else P // batch_shards(mesh)),
         prompt_length_B=prompt_length_B,
         id_B=id_B,
+        greedy_B=greedy_B,
         tokens_BC=first(token_B),
         logp_BC=first(logp_B),
         length_B=jnp.ones(B, jnp.int32),
@@ -147,14 +152,15 @@ def advance(
 
     def decode(state: State) -> State:
         rows = state.rows
-        slots, id_W = _on_devices(_describe_slots, settings, rows)(rows)
+        slots, id_W, greedy_W = _on_devices(_describe_slots, settings, rows)(rows)
         if rows.live_W.shape == rows.length_B.shape:  # read each prompt once where its slots are on one device
             whole = mesh is None or mesh.shape["context"] == 1
             slots = slots._replace(step=state.step, **({"prompt_W": None} if whole else {}))
         with jax.named_scope("decode"):
             hidden_WD, cache, expert_WLA = decoding.decode(params, config, rows.token_W, state.cache, slots, mesh=mesh)
         logits_WV = transformer.logits(params, hidden_WD)
-        token_W, logp_W = _draw(logits_WV, key, id_W, slots.prompt_length_W + rows.drawn_W, sampling)
+        position_W = slots.prompt_length_W + rows.drawn_W
+        token_W, logp_W = _draw(logits_WV, key, id_W, position_W, sampling, greedy_W)
         drawn = Drawn(token_W, logp_W, expert_WLA if settings.keep_experts else None)
         rows = settle(rows, drawn, state.step, jnp.asarray(version, jnp.int32))
         return replace(state, rows=rows, step=state.step + 1, cache=cache)
@@ -176,13 +182,15 @@ class Drawn(NamedTuple):
     expert_WLA: Array | None  # of the token before
 
 
-def _draw(logits_WV: Array, key: Array, id_W: Array, position_W: Array, sampling: Sampling) -> tuple[Array, Array]:
+def _draw(
+    logits_WV: Array, key: Array, id_W: Array, position_W: Array, sampling: Sampling, greedy_W: Array | None
+) -> tuple[Array, Array]:
     """The token at a position of each sample, and its log-prob."""
     with jax.named_scope("draw"):
         key_W = jax.vmap(lambda id_, position: jax.random.fold_in(jax.random.fold_in(key, id_), position))(
             id_W, position_W
         )
-        return draw_tokens(logits_WV, key_W, sampling)
+        return draw_tokens(logits_WV, key_W, sampling, greedy_W)
 
 
 def _is_stop(token_W: Array, stop_ids: tuple[int, ...]) -> Array:
@@ -216,13 +224,13 @@ def _on_devices(function: Callable[..., Any], settings: Settings, rows: Rows) ->
     return mapped
 
 
-def _describe_slots(rows: Rows) -> tuple[Slots, Array]:
-    """What the slots hold, and their samples' ids."""
-    if rows.live_W.shape == rows.length_B.shape:
-        return Slots(rows.prompt_length_B, rows.prompt_B, rows.drawn_W - 1, rows.live_W), rows.id_B
-    sample_W = rows.sample_W
-    prompt_length_W, prompt_W = rows.prompt_length_B[sample_W], rows.prompt_B[sample_W]
-    return Slots(prompt_length_W, prompt_W, rows.drawn_W - 1, rows.live_W), rows.id_B[sample_W]
+def _describe_slots(rows: Rows) -> tuple[Slots, Array, Array | None]:
+    """What the slots hold, their samples' ids, and which samples are greedy."""
+    of_sample = rows.prompt_length_B, rows.prompt_B, rows.id_B, rows.greedy_B
+    if rows.live_W.shape != rows.length_B.shape:
+        of_sample = jax.tree.map(lambda x_B: x_B[rows.sample_W], of_sample)
+    prompt_length_W, prompt_W, id_W, greedy_W = of_sample
+    return Slots(prompt_length_W, prompt_W, rows.drawn_W - 1, rows.live_W), id_W, greedy_W
 
 
 def _fill(rows: Rows, waits_B: Array) -> Rows:

@@ -73,14 +73,20 @@ def device_memory(mesh: jax.sharding.Mesh) -> int | None:
     return min(limits) if limits else None
 
 
+def make_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh) -> Sampler:
+    """The sampler on a mesh of the learner's devices, or of devices of its own."""
+    colocated = set(mesh.devices.flat) == set(learner.devices.flat)
+    return (make_colocated_sampler if colocated else make_disaggregated_sampler)(config, mesh, learner)
+
+
 def make_colocated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh) -> Sampler:
     """The sampler on the learner's devices, on a mesh of its own."""
     push = partial(make_serving_copy, config=config, mesh=mesh)
     fetch = partial(_move_arrays, move=_resharder(named_sharding(learner, "batch")))
-    return Sampler(mesh, push, partial(replicate_key, mesh=mesh), fetch)
+    return Sampler(mesh, push, partial(_replicate_key, mesh=mesh), fetch)
 
 
-def replicate_key(key: Array, mesh: jax.sharding.Mesh) -> Array:
+def _replicate_key(key: Array, mesh: jax.sharding.Mesh) -> Array:
     """The key on another mesh of the same devices: jax refuses to combine arrays on different meshes."""
     return _resharder(named_sharding(mesh))(key)
 

@@ -42,6 +42,7 @@ def sample(
     ended: Callable[[dict[int, np.ndarray]], None] | None = None,
     renew: Callable[[], tuple[Params, int]] | None = None,
     keep_experts: bool = False,
+    greedy: int = 0,
 ) -> Rollout:
     """Sample `sampling.group` completions of each prompt; the rows of one prompt are adjacent.
 
@@ -49,7 +50,7 @@ def sample(
       params: a serving copy (`rollout.serving`).
       prompts: P token lists (`sampling.prompts` is not read). A process needs only those of its own rows
         (`multihost.local_rows`); the others may be None.
-      prompt_ids: the P problems' indices; sample g of a prompt has the id `prompt_id * group + g`.
+      prompt_ids: the P problems' indices; sample g of a prompt has the id `prompt_id * (group - greedy) + g`.
       key: equal (key, id) give equal samples.
       sampling: temperature 0 decodes greedily, with log-probs at temperature 1.
       stop_ids: a stop token ends its sample and belongs to it.
@@ -57,12 +58,14 @@ def sample(
       renew: with `sampling.chunk`, called before every chunk but the first: a serving copy and its version, which
         `Rollout.version_BT` records. Newer weights continue the samples that are being drawn, whose cache is kept.
       keep_experts: return `Rollout.expert_BLTA`.
+      greedy: so many of each prompt's samples, the last ones, are decoded greedily, with log-probs at temperature 1.
 
     Raises:
       UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or P not a multiple of the devices.
     """
     inputs = place_prompts(prompts, prompt_ids, sampling=sampling, mesh=mesh)
-    settings = engine.Settings(config, sampling, stop_ids, mesh, keep_experts, keep_versions=renew is not None)
+    keep_versions = renew is not None
+    settings = engine.Settings(config, sampling, stop_ids, mesh, keep_experts, keep_versions, greedy)
     if not sampling.chunk or (ended is None and renew is None):
         return _generate(params, *inputs, key, settings=settings)
     state = draw_in_chunks(params, *inputs, key, settings=settings, ended=ended, renew=renew)

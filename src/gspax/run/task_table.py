@@ -29,7 +29,7 @@ def render(run: RunDir) -> str:
         name = path.name.removesuffix(".json")
         link = quote(f"{run.tasks.name}/{path.parent.name}/{name}.html")
         cells = [path.parent.name.replace("_", " "), f"{summary['problems']} x {summary['samples']}"]
-        cells += [_interval(summary["reward"]), _largest(summary, "pass"), _largest(summary, "majority")]
+        cells += [format_estimate(summary["reward"]), _largest(summary, "pass"), _largest(summary, "majority")]
         cells += [f"{100 * summary['truncated']:.1f} %", f"{summary['tokens']['mean']:.1f}"]
         row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
         lines.append(f'<tr><td><a href="{link}">{html.escape(name)}</a></td>{row}</tr>')
@@ -37,12 +37,13 @@ def render(run: RunDir) -> str:
     return f"<div class=wide><table><tr>{head}</tr>{''.join(lines)}</table></div>" if lines else ""
 
 
-def _interval(found: Mapping[str, Any]) -> str:
-    bounds = "" if found["low"] is None else f" [{found['low']:.3f}, {found['high']:.3f}]"
-    return f"{found['mean']:.3f}{bounds}"
+def format_estimate(found: Mapping[str, Any], digits: int = 3) -> str:
+    """The mean of an estimate, and its interval if it has one."""
+    bounds = "" if found["low"] is None else f" [{found['low']:.{digits}f}, {found['high']:.{digits}f}]"
+    return f"{found['mean']:.{digits}f}{bounds}"
 
 
 def _largest(summary: Mapping[str, Any], kind: str) -> str:
     """The figure for the largest k."""
     found = summary.get(kind) or {}
-    return f"{_interval(found[k])}, k = {k}" if (k := max(found, key=int, default=None)) else ""
+    return f"{format_estimate(found[k])}, k = {k}" if (k := max(found, key=int, default=None)) else ""
