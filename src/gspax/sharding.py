@@ -159,7 +159,7 @@ def serving_layouts(sizes: dict[str, int], model: ModelConfig, rows: int) -> Ite
     too. The last layout is the given one, where every token gathers its weights.
 
     Args:
-      rows: which the devices with rows of their own must divide: prompts of a rollout batch, and slots.
+      rows: which the devices with rows of their own must divide: those of a rollout batch, and slots.
     """
     devices = math.prod(sizes.values()) // sizes["slice"]
     for tensor in range(1, model.num_key_value_heads + 1):

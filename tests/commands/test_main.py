@@ -104,7 +104,7 @@ def test_each_subcommand_calls_its_function(called, tmp_path, capsys):
         (["train", "none.py", "--dry-run"], "none.py: there is no such file"),
         (["train", STUB, "--dry-run", "sede=1"], "unknown key 'sede'; did you mean 'seed'?"),
         (["train", STUB, "--dry-run", "sampling.group=1"], "sampling.group: wanted at least 2, got 1"),
-        (["train", STUB, "--dry-run", "--devices", "3"], "sampling.prompts: wanted a multiple of the 3 devices"),
+        (["train", STUB, "--dry-run", "--devices", "3"], "sampling.prompts: wanted rows in multiples of the 3 devices"),
         (["eval", STUB], "the following arguments are required: --workdir"),
         (["eval", STUB, "--workdir", "no/such"], "no/such: wanted the directory of a run, there is none"),
         (["eval", STUB, "--workdir", ".", "--step", "-1"], "at least 0, got '-1'"),

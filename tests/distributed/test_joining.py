@@ -284,5 +284,7 @@ def test_only_local_rows_are_made():
     made = []
     rows = multihost.local_rows(lambda index: made.append(index) or -index, range(10, 18), PartlyLocal())
     assert rows == [None, None, -12, -13, None, -15, None, None] and sorted(made) == [12, 13, 15]
+    groups = multihost.local_rows(lambda index: index, range(10, 14), PartlyLocal(), group=2)
+    assert groups == [None, 11, 12, None]
     every = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     assert multihost.local_rows(lambda index: index, range(8), every) == list(range(8))

@@ -269,8 +269,8 @@ def test_where_memory_is_short_the_sampler_takes_a_smaller_layout_and_says_so():
             "serving_mesh: wanted axes whose product is the 4 available devices",
         ),
         (
-            {"serving_mesh": config.Mesh(fsdp=1, data=4), "sampling": config.Sampling(prompts=6)},
-            "4 devices of serving_mesh for rows, got 6",
+            {"serving_mesh": config.Mesh(fsdp=1, data=4), "sampling": config.Sampling(prompts=3, group=2)},
+            "4 devices of serving_mesh for rows, got 3 prompts x 2 samples = 6",
         ),
         (
             {"serving_mesh": config.Mesh(), "placement": config.Placement(devices=2)},

@@ -156,7 +156,7 @@ def test_prompts_of_invalid_length_are_rejected_with_their_problem_index(params,
 
 
 def test_rows_that_do_not_divide_over_the_devices_are_rejected(params):
-    with pytest.raises(UserError, match="multiples of 8 devices, got 4"):
+    with pytest.raises(UserError, match="multiples of 8 devices, got 4 prompts x 3 samples = 12"):
         draw(params, mesh=sharding.make_mesh(Mesh()))
 
 

@@ -50,9 +50,10 @@ def live_at(part: str, sampling: Sampling) -> Live:
 
 def needed(part: str, model: ModelConfig, sampling: Sampling, mesh: dict[str, int]) -> int:
     """Bytes that a device must read for one token of each of its rows."""
-    prompts = math.ceil(sampling.prompts / batch_shards(mesh))
+    prompts = sampling.prompts // math.gcd(sampling.prompts, batch_shards(mesh))
+    rows = sampling.prompts * sampling.group / batch_shards(mesh)
     length = {"start": 1.0, "end": sampling.max_tokens, "mean": (1 + sampling.max_tokens) / 2}[part]
-    positions = prompts * (sampling.group * length + sampling.max_prompt_tokens)
+    positions = rows * length + prompts * sampling.max_prompt_tokens
     heads = model.num_key_value_heads // mesh["tensor"]
     cache = 2 * size_of(model.dtype) * model.num_hidden_layers * heads * model.head_dim * positions
     table = 0 if model.tie_word_embeddings else size_of(model.dtype) * model.vocab_size * model.hidden_size

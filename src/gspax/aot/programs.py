@@ -119,8 +119,9 @@ def _make_rollout(
         resident = placement.staleness * (device_bytes(params) + device_bytes(abstract_rollout(sampling, mesh)))
 
     def lower() -> Any:
-        settings = engine.Settings(model, sampling, stop_ids, mesh)
-        return sampler._generate.lower(params, *_abstract_prompts(sampling, mesh), key, settings=settings)
+        split = sampler.split_groups(sampling, mesh)
+        settings = engine.Settings(model, split, stop_ids, mesh)
+        return sampler._generate.lower(params, *_abstract_prompts(split, mesh), key, settings=settings)
 
     return Program(name=ROLLOUT, lower=lower, resident=resident)
 

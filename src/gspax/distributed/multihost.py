@@ -91,11 +91,16 @@ def _sentence(problem: Exception) -> str:
     return str(problem) if isinstance(problem, UserError) else f"{type(problem).__name__}: {problem}"
 
 
-def local_rows(make: Callable[[int], T], ids: Sequence[int], sharding: Sharding) -> list[T | None]:
-    """`make(id)` for the rows on this process's devices if `ids` are sharded by `sharding`, else None."""
-    indices = sharding.addressable_devices_indices_map((len(ids),)).values()
-    local = {row for (box,) in filter(None, indices) for row in range(*box.indices(len(ids)))}
-    return [make(each) if row in local else None for row, each in enumerate(ids)]
+def local_rows(make: Callable[[int], T], ids: Sequence[int], sharding: Sharding, *, group: int = 1) -> list[T | None]:
+    """`make(id)` for the ids with a row on this process's devices, else None.
+
+    Args:
+      sharding: of an array in which each id has `group` adjacent rows.
+    """
+    rows = group * len(ids)
+    indices = sharding.addressable_devices_indices_map((rows,)).values()
+    local = {row // group for (box,) in filter(None, indices) for row in range(*box.indices(rows))}
+    return [make(each) if index in local else None for index, each in enumerate(ids)]
 
 
 def owned_rows(array: Any) -> dict[int, np.ndarray]:

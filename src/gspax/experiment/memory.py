@@ -67,7 +67,7 @@ def sampler_bytes(experiment: Experiment, learner: Mesh, mesh: Mesh) -> dict[str
       mesh: axis sizes of the sampler's.
     """
     config, sampling = experiment.model, experiment.sampling
-    prompts = math.ceil(sampling.prompts / sharding.batch_shards(mesh))
+    prompts = _device_prompts(sampling, mesh)
     rows = math.ceil(count_slots(config, sampling, mesh) / sharding.batch_shards(mesh))
     rows = rows if rows % mesh["context"] else rows // mesh["context"]
     position = _position_bytes(config, mesh)
@@ -110,7 +110,7 @@ def slot_problems(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> Iterat
         return
     fitting, shards = _fitting_slots(config, sampling, mesh), sharding.batch_shards(mesh)
     needed = _position_bytes(config, mesh) * (
-        math.ceil(sampling.prompts / shards) * sampling.max_prompt_tokens + sampling.max_tokens
+        _device_prompts(sampling, mesh) * sampling.max_prompt_tokens + sampling.max_tokens
     )
     if fitting < shards:
         yield (
@@ -124,9 +124,14 @@ def slot_problems(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> Iterat
         )
 
 
+def _device_prompts(sampling: Sampling, mesh: Mesh) -> int:
+    """Prompts of a device; those whose samples are on several devices count on each (`sampler.split_groups`)."""
+    return sampling.prompts // math.gcd(sampling.prompts, sharding.batch_shards(mesh))
+
+
 def _fitting_slots(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> int:
     shards, position = sharding.batch_shards(mesh), _position_bytes(config, mesh)
-    left = sampling.cache_gib * 2**30 - position * math.ceil(sampling.prompts / shards) * sampling.max_prompt_tokens
+    left = sampling.cache_gib * 2**30 - position * _device_prompts(sampling, mesh) * sampling.max_prompt_tokens
     return max(0, int(left // (position * sampling.max_tokens))) * shards
 
 

@@ -41,7 +41,8 @@ def choose_serving_layout(experiment: Experiment, sizes: dict[str, int], memory:
     if given is not None:
         resolved = sharding.resolve_axes(given, math.prod(sizes.values()), model, slices=sizes["slice"])
         return ServingLayout(sizes=resolved, why=("as given",))
-    rows = math.gcd(experiment.sampling.prompts, experiment.sampling.slots)
+    sampling = experiment.sampling
+    rows = math.gcd(sampling.prompts * sampling.group, sampling.slots)
     layouts = list(sharding.serving_layouts(sizes, model, rows))
     needs = [sum(sampler_bytes(experiment, sizes, layout).values()) for layout in layouts]
     fits = [memory is None or need <= USABLE * memory for need in needs]

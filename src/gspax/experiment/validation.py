@@ -196,7 +196,8 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         yield str(problem)
         return
     shards = sharding.batch_shards(sizes)
-    split = {"sampling.prompts": experiment.sampling.prompts}
+    yield from _undivided_rows(experiment.sampling, shards, "that rows are sharded over")
+    split: dict[str, int] = {}
     if experiment.placement is None:
         split["sampling.slots"] = experiment.sampling.slots
     if experiment.schedule.microbatch_rows:
@@ -216,6 +217,16 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
     elif experiment.placement is None and experiment.sampling.cache_gib:
         serving = choose_serving_layout(experiment, sizes).sizes
         yield from slot_problems(experiment.model, experiment.sampling, serving)
+
+
+def _undivided_rows(sampling: Sampling, shards: int, which: str) -> Iterator[str]:
+    """The rows of a rollout batch divide over the devices; its prompts need not."""
+    rows = sampling.prompts * sampling.group
+    if rows % shards:
+        yield (
+            f"sampling.prompts: wanted rows in multiples of the {shards} devices {which}, got {sampling.prompts} "
+            f"prompts x {sampling.group} samples = {rows}"
+        )
 
 
 def _sampler_mesh(placement: Placement, sampling: Sampling, model: ModelConfig, slices: int) -> Iterator[str]:
@@ -245,9 +256,9 @@ def _serving_mesh(
 
 def _sampler_sizes(key: str, sizes: dict[str, int], sampling: Sampling, model: ModelConfig) -> Iterator[str]:
     shards = sharding.batch_shards(sizes)
-    for name, count in (("prompts", sampling.prompts), ("slots", sampling.slots)):
-        if count % shards:
-            yield f"sampling.{name}: wanted a multiple of the {shards} devices of {key} for rows, got {count}"
+    yield from _undivided_rows(sampling, shards, f"of {key} for rows")
+    if sampling.slots % shards:
+        yield f"sampling.slots: wanted a multiple of the {shards} devices of {key} for rows, got {sampling.slots}"
     where = key.removesuffix(".mesh")
     yield from (f"{where}: {misfit}" for misfit in sharding.find_mismatches(sizes, model))
     yield from slot_problems(model, sampling, sizes)

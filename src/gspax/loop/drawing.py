@@ -70,9 +70,9 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Pen
     """Start sampling the problems from `first` on, with the sampler's parameters. Waits only with `sampling.chunk`."""
     experiment, sampler = learner.experiment, learner.sampler
     ids = range(first, first + experiment.sampling.prompts)
-    read, by_row = partial(read_problem, experiment.data.train), named_sharding(sampler.mesh, "batch")
-    problems = multihost.all_or_raise(lambda: multihost.local_rows(read, ids, by_row))
     tokenizer, group, started = experiment.tokenizer, experiment.sampling.group, Started()
+    read, by_row = partial(read_problem, experiment.data.train), named_sharding(sampler.mesh, "batch")
+    problems = multihost.all_or_raise(lambda: multihost.local_rows(read, ids, by_row, group=group))
     begin = partial(start_rewards, problems, started, tokenizer=tokenizer, calls=learner.rewards, group=group)
     rollout = sample(
         params,

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from gspax.config import ModelConfig, Sampling, expert_id_dtype
@@ -87,7 +86,11 @@ def start(
     key: Array,
     settings: Settings,
 ) -> State:
-    """Prefill the prompts, draw the first token of every sample, and fill the slots."""
+    """Prefill the prompts, draw the first token of every sample, and fill the slots.
+
+    Args:
+      id_P: of each prompt's first sample; its others have the ids after it.
+    """
     config, sampling, stop_ids, mesh = settings[:4]
     P, G, C = tokens_PS.shape[0], sampling.group, sampling.max_tokens
     B = P * G
@@ -95,7 +98,7 @@ def start(
     with jax.named_scope("prefill"):
         last_PD, prompts, expert_PSLA = decoding.prefill(params, config, tokens_PS, length_P, mesh=mesh)
     number_B = jnp.tile(jnp.arange(G, dtype=jnp.uint32), P)  # of a prompt's samples
-    id_B = jnp.repeat(id_P, G) * np.uint32(G - settings.greedy) + number_B
+    id_B = jnp.repeat(id_P, G) + number_B
     greedy_B = number_B >= G - settings.greedy if settings.greedy else None
     prompt_length_B = jnp.repeat(length_P, G)
     logits_BV = jnp.repeat(transformer.logits(params, last_PD), G, axis=0)

@@ -9,6 +9,7 @@ Axes: P prompts, G samples per prompt, B = P·G rows, S prompt positions, C comp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -61,9 +62,12 @@ def sample(
       greedy: so many of each prompt's samples, the last ones, are decoded greedily, with log-probs at temperature 1.
 
     Raises:
-      UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or P not a multiple of the devices.
+      UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or B not a multiple of the devices.
     """
-    inputs = place_prompts(prompts, prompt_ids, sampling=sampling, mesh=mesh)
+    sampling = split_groups(replace(sampling, prompts=len(prompts)), mesh)
+    if greedy and sampling.prompts > len(prompts):
+        raise ValueError(f"greedy: wanted prompts in multiples of the devices, got {len(prompts)}")
+    inputs = place_prompts(prompts, prompt_ids, sampling=sampling, mesh=mesh, greedy=greedy)
     keep_versions = renew is not None
     settings = engine.Settings(config, sampling, stop_ids, mesh, keep_experts, keep_versions, greedy)
     if not sampling.chunk or (ended is None and renew is None):
@@ -78,16 +82,38 @@ def place_prompts(
     *,
     sampling: Sampling,
     mesh: jax.sharding.Mesh | None,
+    greedy: int = 0,
 ) -> tuple[Any, Any, Any]:
-    """Right-padded tokens int32 `[P, S]`, lengths int32 `[P]` and ids uint32 `[P]`, on the mesh."""
-    limit = sampling.max_prompt_tokens
+    """Right-padded tokens int32 `[P, S]`, lengths int32 `[P]` and first sample ids uint32 `[P]`, on the mesh.
+
+    Args:
+      prompts: fewer than P if groups are split: each is repeated.
+      sampling: from `split_groups`.
+    """
+    limit, parts = sampling.max_prompt_tokens, sampling.prompts // len(prompts)
     longest = max(multihost.gather(multihost.all_or_raise(lambda: longest_prompt(prompts, prompt_ids, limit))))
-    if mesh is not None and len(prompts) % batch_shards(mesh):
-        raise UserError(f"sampling: wanted prompts in multiples of {batch_shards(mesh)} devices, got {len(prompts)}")
-    inputs: Any = (*pad_prompts(prompts, limit, longest), np.asarray(prompt_ids, np.uint32))
+    tokens_PS, length_P = pad_prompts(prompts, limit, longest)
+    part_P = np.tile(np.arange(parts, dtype=np.uint32), len(prompts))
+    first_P = np.asarray(prompt_ids, np.uint32) * np.uint32(parts * sampling.group - greedy)
+    id_P = np.repeat(first_P, parts) + part_P * np.uint32(sampling.group)
+    inputs: Any = np.repeat(tokens_PS, parts, axis=0), np.repeat(length_P, parts), id_P
     if mesh is not None:
         inputs = multihost.to_devices(inputs, named_sharding(mesh, "batch"))
     return inputs
+
+
+def split_groups(sampling: Sampling, mesh: jax.sharding.Mesh | dict[str, int] | None) -> Sampling:
+    """The settings of the same rows with `prompts` a multiple of the devices that have rows of their own.
+
+    Where the prompts are none, each is repeated, and so are its cache and its prefill; its samples are divided.
+    UserError if the rows do not divide either.
+    """
+    shards = 1 if mesh is None else batch_shards(mesh)
+    parts = shards // math.gcd(sampling.prompts, shards)
+    if sampling.group % parts:
+        rows = f"{sampling.prompts} prompts x {sampling.group} samples = {sampling.prompts * sampling.group}"
+        raise UserError(f"sampling.prompts: wanted rows in multiples of {shards} devices, got {rows}")
+    return replace(sampling, prompts=sampling.prompts * parts, group=sampling.group // parts)
 
 
 def lengths_to_host(rollout: Rollout) -> Rollout:
