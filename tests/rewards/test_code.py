@@ -16,6 +16,7 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import _pool, _seccomp, code
+from gspax.rewards.calls import Result, to_result
 from gspax.rewards.code import Limits
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests
@@ -342,7 +343,7 @@ def test_a_lost_worker_gives_the_failure_value_and_eventually_stops_the_run(isol
     monkeypatch.setattr(code, "_SPARE", -20.0)
     reward = partial(code.reward, allow_code_execution=True, isolation=isolation, limits=LIMITS, failed=-0.5)
     problem = Problem("?", Tests((("", "1"),)).to_answer())
-    assert reward(problem, "print(1)") == -0.5 and code.counts() == {"late": 1}
+    assert to_result(reward(problem, "print(1)")) == Result((-0.5,), "late") and code.counts() == {"late": 1}
     tally.add([Grade(0.0, "passed")] * 198)
     with pytest.raises(UserError, match=r"wanted gspax\.rewards\.code to fail for at most 1%, got 3 of 201"):
         [reward(problem, f"print({n})", max_failed=0.01) for n in (2, 3)]

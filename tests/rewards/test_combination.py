@@ -12,7 +12,7 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import format, length, math
-from gspax.rewards.calls import Result, to_result
+from gspax.rewards.calls import Failed, Result, to_result
 from gspax.rewards.combination import combine, weighted_sum
 
 REWARD = partial(
@@ -43,6 +43,19 @@ def test_rewards_are_returned_in_order_with_their_weights(completion, values):
     assert pickle.loads(pickle.dumps(REWARD))(Problem("2 + 2", "4"), completion) == found
     assert to_result(found) == Result(values, parts=found)
     assert to_result(total) == Result((sum(values),), parts=found)
+
+
+def test_a_failure_of_one_reward_is_a_failure_of_the_whole():
+    def late(problem, completion):
+        return Failed(-1.0, "late")
+
+    rewards = {"answer": late, "short": partial(length.within, at_most=2)}
+    total = weighted_sum(Problem("?", ""), "a", rewards=rewards, weights={"answer": 2.0})
+    parts = {"answer": -2.0, "short": 1.0}
+    assert to_result(total) == to_result(pickle.loads(pickle.dumps(total))) == Result((-1.0,), "answer: late", parts)
+    assert to_result(combine(Problem("?", ""), "a", rewards=rewards)) == Result(
+        (-1.0, 1.0), "answer: late", {"answer": -1.0, "short": 1.0}
+    )
 
 
 def test_an_experiment_describes_names_and_weights():

@@ -13,11 +13,13 @@ from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import _pool
 from gspax.rewards import guard as module
+from gspax.rewards.calls import Result, to_result
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.guard import guard
 
 REWARDS = """
 import os, time
+from gspax.rewards.calls import Failed, Graded
 def score(problem, completion, *, scale=1):
     print("noise")
     if completion == "raise":
@@ -26,6 +28,10 @@ def score(problem, completion, *, scale=1):
         time.sleep(60)
     if completion == "die":
         os._exit(1)
+    if completion == "graded":
+        return Graded(0.5, "half")
+    if completion == "failed":
+        return Failed(0.25, "no judge")
     if completion == "platform":
         return os.environ["JAX_PLATFORMS"] == "cpu"
     return scale * (float(completion) if completion in ("nan", "inf") else len(problem.answer + completion))
@@ -65,10 +71,18 @@ def test_a_failure_gives_the_failure_value_to_that_sample_only(rewards, tally, c
     reward = partial(guard, reward=rewards.score, failed=-1.0)
     assert reward(Problem("?", ""), "ok") == 2.0
     began = time.monotonic()
-    assert reward(Problem("?", ""), completion, timeout=0.5) == -1.0
+    value = reward(Problem("?", ""), completion, timeout=0.5)
+    assert value == -1.0 and to_result(value).error.startswith(outcome)
     assert time.monotonic() - began < 10
     assert reward(Problem("?", ""), "ok") == 2.0
     assert module.counts() == {"done": 2, outcome: 1}
+
+
+def test_reasons_and_failures_of_the_function_itself_come_through(rewards, tally):
+    reward = partial(guard, reward=rewards.score)
+    assert to_result(reward(Problem("?", ""), "graded")) == Result((0.5,), reason="half")
+    assert to_result(reward(Problem("?", ""), "failed")) == Result((0.25,), "no judge")
+    assert module.counts() == {"done": 2}
 
 
 def test_the_reward_process_uses_no_accelerator(rewards, tally):

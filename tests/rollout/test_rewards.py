@@ -9,7 +9,7 @@ from small_experiment import experiment
 from gspax.config import Grading
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.calls import Batched, RewardCalls
+from gspax.rewards.calls import Batched, Failed, RewardCalls
 from gspax.rollout.rewards import reward_completions, reward_metrics
 from gspax.types import Rollout
 
@@ -75,6 +75,17 @@ def test_a_failed_reward_costs_its_row_the_stated_value_for_each_of_its_rewards(
     assert [row["rewards"] for row in rows] == [[1.0, 0.5], [-1.0, -1.0], [1.0, 0.5], [1.0, 0.5]]
     assert [row["reward"] for row in rows] == [1.5, -2.0, 1.5, 1.5]
     assert [row.get("error") for row in rows] == [None, "KeyError: 'unit'", None, None]
+
+
+def test_a_failure_with_a_value_of_its_own_keeps_it_and_is_counted(calls):
+    def late_for_211(problem, completion):
+        return Failed(-0.5, "late") if completion == "211" else 1.0
+
+    given = calls(late_for_211, failed=-1.0, max_failed=0.0)
+    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    assert [row["reward"] for row in rows] == [1.0, -0.5, 1.0, 1.0]
+    assert [row.get("error") for row in rows] == [None, "late", None, None]
+    assert reward_metrics(rows, 2)["reward/failed"] == 0.25
 
 
 def test_more_than_the_stated_share_is_an_error_with_prompt_and_completion(calls):

@@ -37,7 +37,9 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, task["seconds"] + 1)
         result: dict[str, Any]
         try:
-            result = {"value": float(reward(_load(task["problem"]), task["completion"]))}
+            value = reward(_load(task["problem"]), task["completion"])
+            result = {"value": float(value)}
+            result |= {name: str(getattr(value, name, "")) for name in ("reason", "error")}
         except Exception as error:
             result = {"raised": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_REAL, 0)

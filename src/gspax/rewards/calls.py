@@ -58,17 +58,18 @@ def concurrent(calls: int) -> Callable[[F], F]:
 
 
 class Total(float):
-    """A reward that is the sum of named parts, each of which is a metric."""
+    """A reward that is the sum of named parts, each of which is a metric; `error` if one of them is `Failed`."""
 
     parts: Mapping[str, float]
+    error: str
 
-    def __new__(cls, parts: Mapping[str, float]) -> Self:
+    def __new__(cls, parts: Mapping[str, float], error: str = "") -> Self:
         total = super().__new__(cls, sum(parts.values()))
-        total.parts = dict(parts)
+        total.parts, total.error = dict(parts), error
         return total
 
-    def __getnewargs__(self) -> tuple[Any]:
-        return (self.parts,)
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (self.parts, self.error)
 
 
 class Graded(float):
@@ -85,12 +86,30 @@ class Graded(float):
         return (float(self), self.reason)
 
 
+class Failed(float):
+    """The value of a completion whose reward could not be computed, with the reason.
+
+    It is counted and recorded as a failure. `grading.failed` and `grading.max_failed` do not apply to it: the function
+    chose the value, and decides itself when there are too many.
+    """
+
+    error: str
+
+    def __new__(cls, reward: float, error: str) -> Self:
+        failed = super().__new__(cls, reward)
+        failed.error = error
+        return failed
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (float(self), self.error)
+
+
 @dataclass(frozen=True)
 class Result:
     """The rewards of one completion, or why there are none."""
 
     rewards: tuple[float, ...]
-    error: str = ""
+    error: str = ""  # with rewards, those of a `Failed`
     parts: Mapping[str, float] = field(default_factory=dict)  # by name, for the metrics
     reason: str = ""  # of a `Graded` reward
 
@@ -308,7 +327,7 @@ def to_result(value: Any) -> Result:
         finite = np.isfinite(np.array([*rewards, *parts.values()], np.float32)).all()
     if not rewards or not finite:
         return Result((), f"wanted finite numbers in the range of float32, got {_brief(value)}")
-    return Result(rewards, parts=parts, reason=str(getattr(value, "reason", "")))
+    return Result(rewards, str(getattr(value, "error", "")), parts, str(getattr(value, "reason", "")))
 
 
 def _inner(function: Any) -> Any:

@@ -21,7 +21,7 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards import _seccomp
 from gspax.rewards._pool import Failure, Pool, shared
-from gspax.rewards.calls import Graded, concurrent
+from gspax.rewards.calls import concurrent
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests, arguments, from_answer, same_text, same_value
 
@@ -83,7 +83,7 @@ def reward(
         failed=failed,
     )
     _tally.check(max_failed)
-    return Graded(grades[0].reward, grades[0].reason)
+    return grades[0].as_reward
 
 
 def grade(

@@ -1,4 +1,7 @@
-"""Several named rewards with weights, as several numbers or as their sum; each is a metric `rewards/NAME`."""
+"""Several named rewards with weights, as several numbers or as their sum; each is a metric `rewards/NAME`.
+
+A failure of one of them (`calls.Failed`) is a failure of the whole, which keeps its value.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,17 @@ from collections.abc import Callable, Mapping
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.calls import Total
+from gspax.rewards.calls import Failed, Total
 
 _EMPTY: Mapping[str, float] = {}
+
+
+class Parts(dict[str, float]):
+    """Rewards by name; `error` if one of them is `calls.Failed`."""
+
+    def __init__(self, values: Mapping[str, float], error: str = ""):
+        super().__init__(values)
+        self.error = error
 
 
 def combine(
@@ -17,7 +28,7 @@ def combine(
     *,
     rewards: Mapping[str, Callable[[Problem, str], float]],
     weights: Mapping[str, float] = _EMPTY,
-) -> dict[str, float]:
+) -> Parts:
     """Each reward times its weight, in the order of `rewards`, for an advantage of several rewards (`advantages.gdpo`).
 
         reward=partial(combine, rewards={"answer": math.reward, "format": format.match_tags})
@@ -34,9 +45,9 @@ def combine(
     """
     if unknown := sorted(set(weights) - set(rewards)):
         raise UserError(f"weights: wanted names of rewards ({', '.join(rewards)}), got {', '.join(unknown)}")
-    return {
-        name: weights.get(name, 1.0) * _number(name, reward(problem, completion)) for name, reward in rewards.items()
-    }
+    given = {name: _number(name, reward(problem, completion)) for name, reward in rewards.items()}
+    errors = [f"{name}: {each.error}" for name, each in given.items() if isinstance(each, Failed)]
+    return Parts({name: weights.get(name, 1.0) * float(each) for name, each in given.items()}, "; ".join(errors))
 
 
 def weighted_sum(
@@ -47,10 +58,11 @@ def weighted_sum(
     weights: Mapping[str, float] = _EMPTY,
 ) -> Total:
     """The sum of `combine`, for an advantage of one reward."""
-    return Total(combine(problem, completion, rewards=rewards, weights=weights))
+    parts = combine(problem, completion, rewards=rewards, weights=weights)
+    return Total(parts, parts.error)
 
 
 def _number(name: str, value: object) -> float:
     if not isinstance(value, int | float):
         raise UserError(f"rewards: wanted one number from {name!r}, got {value!r}")
-    return float(value)
+    return value

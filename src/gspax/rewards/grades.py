@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gspax.errors import UserError
+from gspax.rewards.calls import Failed, Graded
 
 FAILED = ("late", "crashed", "raised", "not finite")  # the grading failed, whatever the completion is worth
 _ENOUGH = 200  # graded completions before the share that failed can stop a run
@@ -25,6 +26,11 @@ class Grade:
     def reason(self) -> str:
         """The outcome, with its detail if there is one."""
         return f"{self.outcome}: {self.detail}" if self.detail else self.outcome
+
+    @property
+    def as_reward(self) -> float:
+        """The reward with its reason, or as a failure if the grading failed."""
+        return (Failed if self.outcome in FAILED else Graded)(self.reward, self.reason)
 
 
 class Tally:

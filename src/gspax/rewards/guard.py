@@ -17,7 +17,7 @@ from collections.abc import Callable
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards._pool import Failure, shared
-from gspax.rewards.calls import concurrent
+from gspax.rewards.calls import Failed, Graded, concurrent
 from gspax.rewards.grades import Grade, Tally
 
 _tally = Tally("the reward inside gspax.rewards.guard")
@@ -70,7 +70,11 @@ def guard(
         grade = Grade(answer["value"], "done")
     _tally.add([grade])
     _tally.check(max_failed)
-    return grade.reward
+    if grade.outcome != "done":
+        return grade.as_reward
+    if answer["error"]:
+        return Failed(grade.reward, answer["error"])
+    return Graded(grade.reward, answer["reason"])
 
 
 def counts() -> dict[str, int]:

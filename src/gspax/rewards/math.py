@@ -5,8 +5,8 @@ r"""Mathematical answers: 1 if a completion's final answer equals the problem's,
 
 Equal strings and rational numbers are compared here. The rest is compared by math-verify (`pip install
 'gspax[rewards]'`), in worker processes with a deadline: it raises in a thread, and `7^{10^9}` would exhaust the memory.
-A sample whose comparison is late or crashes its worker gets `failed` and is counted in `counts()`; the run stops when
-more than a share `max_failed` of all samples fail.
+A sample whose comparison is late or crashes its worker gets `failed`, is counted in `counts()` and in the metric
+`reward/failed`, and is recorded with the reason; the run stops when more than a share `max_failed` of all samples fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards._pool import Failure, shared
 from gspax.rewards.answers import compare, extract, reference
-from gspax.rewards.calls import Graded, concurrent
+from gspax.rewards.calls import concurrent
 from gspax.rewards.grades import Grade, Tally
 
 _LONGEST = 2000  # characters; a longer answer is no answer
@@ -49,7 +49,7 @@ def reward(
     """
     grades = grade([problem.answer], [completion], form=form, timeout=timeout, workers=workers, failed=failed)
     _tally.check(max_failed)
-    return Graded(grades[0].reward, grades[0].reason)
+    return grades[0].as_reward
 
 
 def grade(

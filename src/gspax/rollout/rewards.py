@@ -68,7 +68,7 @@ def reward_completions(
     Each process decodes and rewards its own rows and needs only their problems (`multihost.local_rows`). It receives
     the numbers of the other rows; `gather_texts` fetches their texts. The rollout's lengths must be on the host
     (`sampler.lengths_to_host`). A row for which the reward function failed has the reason as `error`, and
-    `grading.failed` for each of its rewards. Rewards that were `started` are waited for.
+    `grading.failed` for each of its rewards, or the value of a `calls.Failed`. Rewards that were `started` are waited for.
 
     Raises:
       UserError: the reward function failed for more than `grading.max_failed` of the rows; the message quotes one.
@@ -77,9 +77,9 @@ def reward_completions(
     numbers = multihost.gather_rows([row and {name: x for name, x in row.items() if name not in TEXTS} for row in own])
     rows = [mine or theirs for mine, theirs in zip(own, numbers, strict=True)]
     _check_failures(rows, calls)
-    count = max((len(row["rewards"]) for row in rows if "error" not in row), default=1)
+    count = max([len(row["rewards"]) for row in rows]) or 1
     for row in rows:
-        if "error" in row:
+        if not row["rewards"]:
             row["rewards"] = [calls.grading.failed] * count
         row["reward"] = sum(row["rewards"])
         if len(row["rewards"]) == 1:
@@ -147,7 +147,7 @@ def reward_metrics(rows: Sequence[Row], group: int) -> dict[str, float]:
 
 def _check_failures(rows: Sequence[Row], calls: RewardCalls) -> None:
     """UserError if the reward function failed too often. Collective."""
-    failed = [row for row in rows if "error" in row]
+    failed = [row for row in rows if not row["rewards"]]
     if len(failed) <= calls.grading.max_failed * len(rows):
         return
     (row,) = gather_texts(failed[:1])
