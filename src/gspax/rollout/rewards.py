@@ -68,7 +68,8 @@ def reward_completions(
     Each process decodes and rewards its own rows and needs only their problems (`multihost.local_rows`). It receives
     the numbers of the other rows; `gather_texts` fetches their texts. The rollout's lengths must be on the host
     (`sampler.lengths_to_host`). A row for which the reward function failed has the reason as `error`, and
-    `grading.failed` for each of its rewards, or the value of a `calls.Failed`. Rewards that were `started` are waited for.
+    `grading.failed` for each of its rewards, or the value of a `calls.Failed`. Rewards that were `started` are waited
+    for.
 
     Raises:
       UserError: the reward function failed for more than `grading.max_failed` of the rows; the message quotes one.
