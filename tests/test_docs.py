@@ -155,6 +155,7 @@ SUFFIXES = {
     "sh",
     "txt",
     "html",
+    "csv",
     "png",
     "svg",
     "yml",

@@ -35,6 +35,7 @@ SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "compile": ("FILE --topology T", "compile without TPU hardware: does it fit, how fast could it be"),
     "check": ("DIR", "verify the checkpoints of a run, or a converted one"),
     "report": ("DIR", "write report.html of a run"),
+    "compare": ("DIR…", "compare runs over seeds, at equal tokens"),
     "replay": ("FILE DUMP", "compute the update that a diverged run dumped again, and name what is not finite"),
     "convert": ("--from HF --to DIR", "convert a Hugging Face checkpoint to Orbax, to start from"),
     "export": ("--from DIR --to HF", "write a run's parameters as a Hugging Face checkpoint"),

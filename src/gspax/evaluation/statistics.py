@@ -54,6 +54,36 @@ def estimate(value_P: np.ndarray, *, level: float = 0.95) -> Estimate:
     return Estimate(mean, max(0.0, float(centre - half)), min(1.0, float(centre + half)))
 
 
+def estimate_mean(value_N: np.ndarray, *, level: float = 0.95) -> Estimate:
+    """The mean of independent values, such as one per seed, as mean ± t · SE.
+
+    >>> estimate_mean(np.array([0.5, 0.75, 1.0])).mean
+    0.75
+    """
+    return estimate_difference(np.zeros(np.shape(value_N)), value_N, level=level)
+
+
+def estimate_gap(before_N: np.ndarray, after_M: np.ndarray, *, level: float = 0.95) -> Estimate:
+    """The difference of the means of two independent samples, `after - before`, with Welch's interval.
+
+    The bounds are NaN if either has a single value.
+
+    >>> found = estimate_gap(np.array([1.0, 2.0, 3.0]), np.array([4.0, 6.0]))
+    >>> found.mean, round(found.low, 2), round(found.high, 2)
+    (3.0, -2.98, 8.98)
+    """
+    both = [np.asarray(each, np.float64) for each in (before_N, after_M)]
+    mean = float(both[1].mean() - both[0].mean())
+    if min(map(len, both)) < 2:
+        return Estimate(mean, float("nan"), float("nan"))
+    errors = [float(each.var(ddof=1)) / len(each) for each in both]
+    if sum(errors) == 0:
+        return Estimate(mean, mean, mean)
+    freedom = sum(errors) ** 2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, both, strict=True))
+    half = _student_quantile(freedom, (1 + level) / 2) * float(np.sqrt(sum(errors)))
+    return Estimate(mean, mean - half, mean + half)
+
+
 def estimate_difference(before_P: np.ndarray, after_P: np.ndarray, *, level: float = 0.95) -> Estimate:
     """The mean of `after_P - before_P`, both of the same problems, as mean ± t · SE of the paired differences.
 
@@ -129,7 +159,7 @@ def _samples(array_PN: np.ndarray, k: int) -> int:
     return int(array_PN.shape[1])
 
 
-def _student_quantile(freedom: int, probability: float) -> float:
+def _student_quantile(freedom: float, probability: float) -> float:
     from scipy.special import stdtrit  # a dependency of jax
 
     return float(stdtrit(freedom, probability))

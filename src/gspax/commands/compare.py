@@ -1,0 +1,78 @@
+"""`gspax compare`: runs side by side, over seeds and at equal tokens."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from pathlib import Path
+
+from gspax.commands.arguments import Parser, subcommand_parser
+from gspax.commands.inputs import require_directory, require_possible
+from gspax.errors import UserError, warn
+
+METRICS = (  # compared unless --metrics names others; those that no run has are left out
+    "eval/reward",
+    "eval/greedy_reward",
+    "reward/mean",
+    "policy/entropy",
+    "policy/kl",
+    "policy/clip_fraction_tokens",
+    "policy/clip_fraction_sequences",
+    "optim/grad_norm",
+    "response/length_mean",
+    "routing/changed",
+    "mismatch/abs_diff",
+    "time/step",
+)
+
+
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "compare",
+        "Compare runs, or folders that hold a run for each seed: curves, means and differences at equal tokens.",
+        "gspax compare runs/gspo runs/grpo --out runs/compare",
+    )
+    parser.add_argument(
+        "arms",
+        nargs="+",
+        metavar="[NAME=]DIR",
+        help="a run, or a folder of runs of one experiment; the first is the baseline",
+    )
+    parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help="default: compare")
+    parser.add_argument("--metrics", metavar="A,B", help="the metrics to compare (default: the usual ones)")
+    return parser
+
+
+def execute(options: argparse.Namespace) -> int:
+    require_possible(options.out)
+    folders = dict(_split(text) for text in options.arms)
+    if len(folders) < len(options.arms):
+        raise UserError("wanted a name of its own for every arm, as in `gspax compare a=DIR b=DIR`")
+    for folder in folders.values():
+        require_directory(folder)
+    from gspax.evaluation import comparison, comparison_page
+
+    arms = [comparison.read_arm(name, folder) for name, folder in folders.items()]
+    for arm in arms:
+        if mixed := comparison.find_mixed(arm):
+            warn(f"the runs of {arm.name} differ in more than their seeds: {', '.join(mixed)}")
+    recorded = {metric for arm in arms for run in arm.runs for metric in run.series}
+    wanted = METRICS if options.metrics is None else tuple(options.metrics.split(","))
+    unknown = [metric for metric in wanted if metric not in recorded]
+    if options.metrics is not None and unknown:
+        near = difflib.get_close_matches(unknown[0], recorded, n=1)
+        raise UserError(f"--metrics: no run has {unknown[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    metrics = [metric for metric in wanted if metric in recorded]
+    page = comparison_page.write(arms, metrics, options.out)
+    for metric in metrics[:3]:
+        print(comparison_page.summarise(arms, metric))
+    print(page)
+    return 0
+
+
+def _split(text: str) -> tuple[str, Path]:
+    """`NAME=DIR`, or DIR, whose last part is the name."""
+    name, separator, folder = text.partition("=")
+    if separator and name and "/" not in name:
+        return name, Path(folder)
+    return Path(text).resolve().name, Path(text)
