@@ -379,7 +379,7 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
     save, killed = Checkpoints.save, []
 
     def kill():
-        if not killed:  # a second signal would kill this process
+        if not killed:  # a second signal may end this process
             killed.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -402,6 +402,44 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
         training.train(replace(with_schedule(steps=5, eval_every=0, checkpoint_every=every), warm_start=None), run)
     with Checkpoints(RunDir(run).checkpoints) as checkpoints:
         assert checkpoints.latest() == 2
+
+
+def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, learner, monkeypatch, tmp_path):
+    """While rewards are waited for, in an evaluation, after scoring; the resumed run repeats what was left out."""
+    run = RunDir(Path(shutil.copytree(whole.path, tmp_path / "run")))
+    shutil.rmtree(run.checkpoints / "4")
+    calls = 0
+
+    def reward(problem, completion, *, at):
+        nonlocal calls
+        if (calls := calls + 1) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # the wait for it ends first
+        return experiment.reward(problem, completion)
+
+    def score(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return learner.steps.score(*args)
+
+    def stop(latest, **changes):
+        nonlocal calls
+        calls = 0
+        monkeypatch.setattr(training, "make_learner", lambda _: replace(learner, **changes))
+        with pytest.raises(interrupt.Interrupted):
+            training.train(experiment, run.path)
+        with Checkpoints(run.checkpoints) as checkpoints:
+            assert checkpoints.latest() == latest
+        return len(timeless(run))
+
+    def rewards(at):
+        return RewardCalls(partial(reward, at=at), experiment.grading)
+
+    assert stop(2, rewards=rewards(at=1)) == 3
+    assert stop(3, rewards=rewards(at=33)) == 4, "without the evaluation of step 3"
+    assert stop(3, steps=learner.steps._replace(score=score)) == 5
+    monkeypatch.setattr(training, "make_learner", lambda _: learner)
+    training.train(experiment, run.path)
+    assert_same_run(run, whole)
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, [7]), (3, [3, 6, 7]), (7, [7]), (10, [7])])
@@ -534,7 +572,7 @@ def test_a_run_starts_with_the_key_of_its_seed(monkeypatch, tmp_path, warm):
     monkeypatch.setattr(sft, "make_train_step", lambda *args, **kwargs: update)
     seeded = replace(experiment, seed=3, warm_start=experiment.warm_start if warm else None)
     learner, run = make_learner(seeded), open_run(tmp_path / "run", describe(seeded))
-    with interrupt.watch() as interrupted, Checkpoints(run.checkpoints, keep=1) as checkpoints:
-        state = training.restore_or_start(learner, run, checkpoints, interrupted)
+    with Checkpoints(run.checkpoints, keep=1) as checkpoints:
+        state = training.restore_or_start(learner, run, checkpoints)
     assert state.key == jax.random.key(3)
     assert (state.step, state.position) == (0, 48 if warm else 0)

@@ -56,7 +56,8 @@ if name == "mountpoint":
 if name == "systemd-run" and "--unit=gspax-bucket" in words:
     open(words[-1] + "/mounted", "w").close()
 if name == "systemctl" and words[0] == "is-active":
-    sys.exit(0 if get("FAKE_RUNNING") else 3)
+    print(state := get("FAKE_RUNNING") or "inactive")
+    sys.exit(0 if state == "active" else 3)
 if name == "gcloud" and words[:2] == ["projects", "describe"]:
     print(4242)
 elif "describe" in words:
@@ -367,7 +368,7 @@ def test_setup_twice_mounts_once_and_prints_no_warning_for_a_clean_checkout(clou
 def test_setup_does_not_touch_a_running_host(cloud, host):
     cloud.calls("setup.sh")
     (host / "gspax" / "mark").write_text("")
-    done, _ = cloud.run("setup.sh", FAKE_RUNNING="1")
+    done, _ = cloud.run("setup.sh", FAKE_RUNNING="active")
     assert done.returncode == 1 and "a run is active here" in done.stderr and (host / "gspax" / "mark").exists()
 
 
@@ -386,12 +387,14 @@ def test_run_starts_a_unit_that_sigterm_stops_before_the_bucket_is_unmounted(clo
         *words[1:],
     ]
     wanted = ["KillSignal=SIGTERM", "KillMode=mixed", "After=gspax-bucket.service", "Requires=gspax-bucket.service"]
+    wanted += ["Restart=on-failure", "RestartPreventExitStatus=2 3", "SuccessExitStatus=129 130 143"]
     assert {"--unit=gspax", *(f"--property={each}" for each in wanted)} <= {*options}
 
 
-def test_an_active_run_is_not_started_again(cloud, host):
+@pytest.mark.parametrize("state", ["active", "activating"])  # activating: systemd is about to start it again
+def test_an_active_run_is_not_started_again(cloud, host, state):
     cloud.calls("setup.sh")
-    calls = cloud.calls("run.sh", EXPERIMENT, FAKE_RUNNING="1")
+    calls = cloud.calls("run.sh", EXPERIMENT, FAKE_RUNNING=state)
     assert "systemd-run" not in [call[0] for call in calls]
 
 
@@ -420,12 +423,12 @@ def test_the_jobset_has_its_settings(cloud):
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x8"
 
 
-def test_the_jobset_restarts_after_a_preemption_but_not_after_invalid_input(cloud):
+def test_the_jobset_restarts_after_a_preemption_but_not_where_that_cannot_help(cloud):
     spec = jobset(cloud, EXPERIMENT)["spec"]
     job = spec["replicatedJobs"][0]["template"]["spec"]
     assert job["backoffLimit"] == 0 and job["template"]["spec"]["restartPolicy"] == "Never"
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]  # the exit code for invalid input
+    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2, 3]  # invalid input, diverged
     assert spec["failurePolicy"]["maxRestarts"] == 5
     (policy,) = spec["failurePolicy"]["rules"]
     assert (policy["action"], policy["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])

@@ -16,5 +16,5 @@ if [[ $dry_run != 1 ]]; then
   [[ -z $(git -C "$root" status --porcelain) ]] || echo "gspax: uncommitted changes are not sent" >&2
 fi
 queued call scp "$bundle" "$GSPAX_NAME:" --node=all --worker=all
-on_hosts "if systemctl is-active --quiet gspax; then echo 'gspax: a run is active here' >&2; exit 1; fi; \
+on_hosts "if [[ \$(systemctl is-active gspax) =~ ^(active|activating|deactivating)\$ ]]; then echo 'gspax: a run is active here' >&2; exit 1; fi; \
 rm -rf gspax && git clone --quiet --config advice.detachedHead=false gspax.bundle gspax && bash gspax/tpu/host/setup.sh $(printf %q "$GSPAX_BUCKET")"

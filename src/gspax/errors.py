@@ -13,19 +13,25 @@ def warn(sentence: str) -> None:
 
 
 class UserError(Exception):
-    """Invalid input: one sentence that names the field, what was wanted and what was given. The exit code is 2."""
+    """Invalid input: one sentence that names the field, what was wanted and what was given."""
+
+    exit_code = 2
 
 
 class FailureError(UserError):
-    """A run that failed although its input is valid, in one sentence. The exit code is 1."""
+    """A run that failed although its input is valid, in one sentence. Trying again may help."""
+
+    exit_code = 1
 
 
 class JoinTimeoutError(FailureError):
-    """A process did not join in time. Trying again may help."""
+    """A process did not join in time."""
 
 
 class DivergedError(FailureError):
-    """Updates that are skipped one after the other, or parameters that are not finite."""
+    """Updates that are skipped one after the other, or parameters that are not finite. Trying again does not help."""
+
+    exit_code = 3
 
     def __init__(self, message: str, *, step: int = 0, position: int = 0) -> None:
         super().__init__(message)

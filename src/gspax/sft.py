@@ -49,19 +49,18 @@ def run(experiment: Experiment, workdir: Path) -> None:
     if experiment.warm_start is None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
     mesh, _ = make_meshes(experiment)
-    with interrupt.watch() as interrupted, enter_run(workdir, describe(experiment)) as run:
-        warm_start(experiment, run, mesh, interrupted)
+    with interrupt.watch(), enter_run(workdir, describe(experiment)) as run:
+        warm_start(experiment, run, mesh)
 
 
-def warm_start(
-    experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, interrupted: interrupt.Watch
-) -> TrainState:
+def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh) -> TrainState:
     """The state after `warm_start.steps` updates from scratch; an interrupted stage is resumed.
 
     Its position is the number of training problems that were demonstrated.
 
     Raises:
       FailureError: several updates in a row are skipped, or a parameter is not finite.
+      Interrupted: the state was saved.
     """
     stage, model = experiment.warm_start, experiment.model
     assert stage is not None
@@ -88,7 +87,16 @@ def warm_start(
             state, _ = checkpoints.restore(abstract_state(model, optimizer, mesh))
         skipped = 0
         done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
-        with Recorder(run.warm_start, done) as recorder, progress.track(stage.steps, done, "warm start") as bar:
+
+        def save() -> None:
+            check_finite(state, done)
+            checkpoints.save(done, state, {})
+
+        with (
+            Recorder(run.warm_start, done) as recorder,
+            progress.track(stage.steps, done, "warm start") as bar,
+            interrupt.call_on_interrupt(save),
+        ):
             while done < stage.steps:
                 state, metrics = train_step(state, demonstrate(first))
                 state = replace(state, position=state.position + stage.rows)
@@ -98,10 +106,9 @@ def warm_start(
                 bar.update(done, {"loss": shown["loss"]})
                 skipped = count_skipped(skipped, int(shown["skipped"]))
                 check_skipped(skipped, experiment.schedule.max_skipped, done, state)
-                if interrupted() or done == stage.steps:
-                    check_finite(state, done)
-                    checkpoints.save(done, state, {})
-                interrupted.stop_here()
+                if done == stage.steps:
+                    save()
+                interrupt.stop_point()
     return state
 
 

@@ -1,5 +1,6 @@
 """The command line: what it calls, what it prints, and its exit codes."""
 
+import errno
 import shlex
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import stub_experiment
 
 import gspax
 from gspax.commands import main
+from gspax.errors import DivergedError, FailureError, UserError
 
 STUB = stub_experiment.__file__
 
@@ -147,7 +149,25 @@ def test_a_failure_while_running_exits_1_with_its_traceback(monkeypatch, capsys)
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [
+        (UserError("no"), 2),
+        (FailureError("no"), 1),
+        (DivergedError("no"), 3),
+        (OSError(errno.ENOSPC, "no", "file"), 1),
+        (OSError(errno.EROFS, "no", "file"), 2),
+        (OSError(errno.ENAMETOOLONG, "no", "x" * 300), 2),
+    ],
+    ids=repr,
+)
+def test_the_exit_code_tells_whether_a_restart_may_help(monkeypatch, capsys, problem, code):
+    assert failing(monkeypatch, problem) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line in ("gspax: no", "gspax: file: no", f"gspax: {'x' * 200}...: no")
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_exits_with_the_signals_code(monkeypatch, capsys, signum, code):
     from gspax.run.interrupt import Interrupted
 

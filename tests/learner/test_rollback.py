@@ -138,12 +138,12 @@ def gives_nan_advantages(reward_PG):
     return (reward_PG * 0).at[1, 2].set(jnp.nan)
 
 
-def test_a_run_without_a_finite_update_exits_with_1_and_its_dump_is_replayed(tmp_path, capsys, monkeypatch):
+def test_a_run_without_a_finite_update_exits_with_3_and_its_dump_is_replayed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(training, "record_evaluation", lambda *args: None)
     overrides = ["advantage=test_rollback.gives_nan_advantages", "warm_start=null", "guard.rollbacks=0"]
     overrides += ["schedule.steps=9", "schedule.checkpoint_every=1", "schedule.minibatches=1", "schedule.max_skipped=2"]
     overrides += ["model.num_hidden_layers=1", "model.num_experts=0", "model.intermediate_size=8"]
-    assert main.main(["train", EXPERIMENT, "--workdir", str(tmp_path / "run"), *overrides]) == 1
+    assert main.main(["train", EXPERIMENT, "--workdir", str(tmp_path / "run"), *overrides]) == 3
     run = RunDir(tmp_path / "run")
     folder = run.path / "dumps" / "step_000002"
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "schedule.max_skipped" in line]

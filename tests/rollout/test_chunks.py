@@ -1,5 +1,7 @@
 """Drawing in chunks: the same rollout, and rewards that start while others are drawn."""
 
+import os
+import signal
 import threading
 from dataclasses import replace
 
@@ -13,9 +15,11 @@ from gspax.config import Grading, Mesh, Placement, Sampling
 from gspax.errors import UserError
 from gspax.experiment import validate
 from gspax.rewards.calls import RewardCalls
+from gspax.rollout import chunks
 from gspax.rollout.rewards import Started, reward_completions, start_rewards
 from gspax.rollout.sampler import lengths_to_host, sample
 from gspax.rollout.serving import make_serving_copy
+from gspax.run import interrupt
 from gspax.sharding import make_mesh
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=1, num_experts=0)
@@ -61,6 +65,21 @@ def test_an_error_in_what_is_done_with_a_completion_ends_the_drawing():
 
     with pytest.raises(UserError, match="reward: no"):
         draw(replace(SAMPLING, chunk=3), ended=ended)
+
+
+def test_a_signal_ends_the_drawing_before_the_next_chunk(monkeypatch):
+    """Also where no completion is handed over, as in an evaluation."""
+    advance, advanced = chunks._advance, []
+
+    def kill(*args, **kwargs):
+        advanced.append(True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return advance(*args, **kwargs)
+
+    monkeypatch.setattr(chunks, "_advance", kill)
+    with interrupt.watch(), pytest.raises(interrupt.Interrupted):
+        draw(replace(SAMPLING, chunk=3))
+    assert len(advanced) == 1
 
 
 def test_without_a_chunk_nothing_is_handed_over():

@@ -22,7 +22,7 @@ json() { # words as a JSON list of strings
   echo "[$list]"
 }
 
-# Exit code 2 is invalid input, which a restart cannot fix; 143 follows a SIGTERM, after a checkpoint.
+# A restart cannot fix exit codes 2, invalid input, and 3, a run that diverged. 143 follows a SIGTERM, after a checkpoint.
 jobset=$(
   cat << YAML
 apiVersion: jobset.x-k8s.io/v1alpha2
@@ -50,7 +50,7 @@ spec:
           podFailurePolicy:
             rules:
               - action: FailJob
-                onExitCodes: {containerName: gspax, operator: In, values: [2]}
+                onExitCodes: {containerName: gspax, operator: In, values: [2, 3]}
           template:
             metadata:
               annotations:

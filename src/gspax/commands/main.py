@@ -1,7 +1,8 @@
 """The program `gspax`: dispatches to its subcommands and turns exceptions into sentences and exit codes.
 
-Exit codes: 0 done; 1 a failure while running; 2 invalid input, one line for each error on stderr; 128 + the signal's
-number for a run that a signal ended (130 for Ctrl-C, 143 for SIGTERM). GSPAX_TRACEBACK=1 adds the traceback to
+Exit codes: 0 done; 1 a failure while running, where the same command may succeed; 2 invalid input, one line for each
+error on stderr; 3 the run diverged; 128 + the signal's number for a run that a signal ended after a save (129 for a
+closed terminal or pipe, 130 for Ctrl-C, 143 for SIGTERM). GSPAX_TRACEBACK=1 adds the traceback to
 messages that come without one. GSPAX_COMPILATION_CACHE is the folder of compiled programs, 0 for none.
 
 Each subcommand is a module of this package with `make_parser()` and `execute(options)`, which gives the exit code. It
@@ -11,6 +12,7 @@ imports what needs jax in `execute`, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import errno
 import importlib
@@ -25,7 +27,7 @@ import gspax
 from gspax.commands import environment, launch
 from gspax.commands.arguments import Parser
 from gspax.commands.devices import skip_absent_tpu
-from gspax.errors import FailureError, UserError
+from gspax.errors import UserError
 
 SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "train": ("FILE --workdir DIR", "run an experiment; continue it if DIR holds a checkpoint of it"),
@@ -42,6 +44,17 @@ SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "parity": ("HF", "compare a Hugging Face checkpoint with transformers, layer by layer"),
 }
 COMPUTING = ("train", "sft", "eval", "bench")  # the subcommands that run an experiment on this machine's devices
+OF_STORAGE = {  # what a full disk, missing rights or an impossible path raise -> the exit code
+    errno.ENOSPC: 1,
+    errno.EDQUOT: 1,
+    errno.EFBIG: 1,
+    errno.EIO: 1,
+    errno.EROFS: 2,
+    errno.EACCES: 2,
+    errno.EPERM: 2,
+    errno.ENOTDIR: 2,
+    errno.ENAMETOOLONG: 2,
+}
 TRAIN_EXTRA = (  # top-level packages that 'gspax[train]' installs
     "flax",
     "huggingface_hub",
@@ -70,7 +83,7 @@ def _run_and_report(arguments: list[str]) -> int:
     except SystemExit as done:  # argparse, after --help and --version
         return int(done.code or 0)
     except UserError as problem:
-        return _fail(problem, str(problem).splitlines(), 1 if isinstance(problem, FailureError) else 2)
+        return _fail(problem, str(problem).splitlines(), problem.exit_code)
     except _interrupted() as stop:
         return _fail(stop, [str(stop)], 128 + getattr(stop, "signum", signal.SIGINT))
     except KeyboardInterrupt as stop:
@@ -85,10 +98,11 @@ def _run_and_report(arguments: list[str]) -> int:
         traceback.print_exc()
         return 1
     except OSError as problem:
-        if problem.errno == errno.ENAMETOOLONG:
-            return _fail(problem, [f"{str(problem.filename)[:200]}...: the name is too long"], 2)
-        traceback.print_exc()
-        return 1
+        if problem.errno not in OF_STORAGE:
+            traceback.print_exc()
+            return 1
+        where = "" if problem.filename is None else f"{_brief(problem.filename)}: "
+        return _fail(problem, [f"{where}{problem.strerror}"], OF_STORAGE[problem.errno])
     except Exception:
         traceback.print_exc()
         return 1
@@ -102,9 +116,15 @@ def _interrupted() -> Any:
 def _fail(problem: BaseException, lines: Sequence[str], code: int) -> int:
     if os.environ.get("GSPAX_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exception(problem)
-    for line in lines:
-        print(f"gspax: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # of a closed stderr
+        for line in lines:
+            print(f"gspax: {line}", file=sys.stderr, flush=True)
     return code
+
+
+def _brief(name: object) -> str:
+    text = str(name)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _run(arguments: list[str]) -> int:

@@ -25,6 +25,7 @@ from gspax.loop.learner import Learner, count_rollouts
 from gspax.model.low_rank import base
 from gspax.rollout.dynamic_sampling import GradedBatch, refill
 from gspax.rollout.rewards import Row, compute_advantages, reward_completions, reward_metrics, shape_rewards
+from gspax.run import interrupt
 from gspax.sharding import batch_shards
 from gspax.types import Params, TrainState
 
@@ -88,6 +89,7 @@ def learn(
         on_policy = False  # a run's first step measures the noise floor, to warn of it
     scored = minibatches.score_minibatches(learner.steps.score, state.params, reference, batches, on_policy=on_policy)
     jax.block_until_ready(scored.batches)
+    interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
 
     added_B, added = shape_rewards(

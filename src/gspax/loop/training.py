@@ -23,7 +23,7 @@ from gspax.loop.drawing import PendingRollout
 from gspax.loop.learner import Learner, count_rollouts, make_learner
 from gspax.loop.step import run_step
 from gspax.rollout.rewards import gather_texts
-from gspax.run import interrupt, progress, report
+from gspax.run import interrupt, progress, report, step_folders
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.compilation import count_compilations
@@ -40,7 +40,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
     Raises:
       UserError: the directory belongs to another experiment, or the experiment's functions misbehave.
       DivergedError: updates still go wrong after `guard.rollbacks` returns to the newest checkpoint.
-      Interrupted: Ctrl-C or SIGTERM; a checkpoint was saved first.
+      Interrupted: a signal (`run.interrupt`); a checkpoint was saved first.
     """
     learner, keep = make_learner(experiment), experiment.schedule.keep_checkpoints
     remembered = rollback.Remembered(learner.steps.update)
@@ -49,12 +49,12 @@ def train(experiment: Experiment, workdir: Path) -> None:
         enter_run(workdir, describe(experiment)) as run,
         learner.rewards,
         count_compilations() as compiled,
-        interrupt.watch() as interrupted,
+        interrupt.watch(lambda: describe_unsaved(run.checkpoints)),
         Checkpoints(run.checkpoints, keep=keep, mesh=learner.mesh, note=run.newest) as checkpoints,
     ):
         while True:
             try:
-                train_from_newest(learner, run, checkpoints, interrupted, compiled, remembered)
+                train_from_newest(learner, run, checkpoints, compiled, remembered)
                 break
             except DivergedError as problem:
                 rollback.go_back(run, problem, checkpoints.latest() or 0, experiment.guard.rollbacks)
@@ -66,11 +66,15 @@ def train_from_newest(
     learner: Learner,
     run: RunDir,
     checkpoints: Checkpoints,
-    interrupted: interrupt.Watch,
     compiled: object,
     remembered: rollback.Remembered,
 ) -> None:
-    """The steps after the newest checkpoint. DivergedError if updates went wrong: what they did is not saved."""
+    """The steps after the newest checkpoint.
+
+    Raises:
+      DivergedError: updates went wrong; what they did is not saved.
+      Interrupted: the state was saved. A step that had begun is left out: it begins again.
+    """
     experiment, schedule = learner.experiment, learner.experiment.schedule
 
     def save(done: int, state: TrainState, is_last: bool) -> None:
@@ -78,12 +82,17 @@ def train_from_newest(
         check_finite(stored, done)
         save_checkpoint(checkpoints, done, stored, {"experiment": describe(experiment)}, is_last=is_last)
 
-    state = restore_or_start(learner, run, checkpoints, interrupted)
+    state = restore_or_start(learner, run, checkpoints)
     started = done = count_rollouts(learner, state)
     state = rollback.skip_problems(run, state, done)
-    with Recorder(run, done) as recorder, progress.track(schedule.steps, done, experiment.name) as bar:
-        if done == 0:
-            record_evaluation(learner, state, recorder, run, 0)
+    with (
+        Recorder(run, done) as recorder,
+        progress.track(schedule.steps, done, experiment.name) as bar,
+        interrupt.call_on_interrupt(lambda: save(done, state, is_last=True) if done > started else None),
+    ):
+        due = done == 0 or progress.is_due(done, schedule.eval_every, schedule.steps)
+        if due and not recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
+            record_evaluation(learner, state, recorder, run, done)
         wanted = experiment.reference is not None and experiment.lora is None  # adapters have their base in the state
         reference = load_reference(run, state, experiment.model, learner.mesh) if wanted else None
         ahead: deque[PendingRollout] = deque()
@@ -106,19 +115,21 @@ def train_from_newest(
                 check_skipped(skipped, schedule.max_skipped, done, state, dumped)
             remembered.forget()
             if progress.is_due(done, schedule.eval_every, schedule.steps):
-                record_evaluation(learner, state, recorder, run, done)
                 recorder.write_samples(done, gather_texts(rows))
+                record_evaluation(learner, state, recorder, run, done)
             due = progress.is_due(done, schedule.checkpoint_every, schedule.steps)
             if due and (not skipped or done == schedule.steps):  # amid skipped updates it is no state to go back to
                 save(done, state, is_last=done == schedule.steps)
-            if interrupted():  # after the save, so that a signal during it costs no further step
-                save(done, state, is_last=True)  # once, if it was due
-            interrupted.stop_here()
+            interrupt.stop_point()  # after the save, so that a signal during it costs no further step
 
 
-def restore_or_start(
-    learner: Learner, run: RunDir, checkpoints: Checkpoints, interrupted: interrupt.Watch
-) -> TrainState:
+def describe_unsaved(checkpoints: Path) -> str:
+    """What is lost if the run ends at once."""
+    finished = step_folders.finished_steps(checkpoints)
+    return f"what was done after checkpoint {finished[-1]} is lost" if finished else "no checkpoint was saved"
+
+
+def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) -> TrainState:
     """The newest checkpoint's state; without one a fresh state, after the warm start if the experiment has one."""
     experiment, mesh, optimizer = learner.experiment, learner.mesh, learner.optimizer
     model, lora = experiment.model, experiment.lora
@@ -128,7 +139,7 @@ def restore_or_start(
     if experiment.warm_start is None:
         state = init_state(model, first, jax.random.key(experiment.seed), mesh)
     else:
-        warm = warm_start(experiment, run, mesh, interrupted)
+        warm = warm_start(experiment, run, mesh)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, first, mesh))
         start = jax.jit(lambda params, key: new_state(params, first, key), out_shardings=shardings)
         state = replace(start(warm.params, warm.key), position=warm.position)

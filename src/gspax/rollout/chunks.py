@@ -18,6 +18,7 @@ import numpy as np
 
 from gspax.distributed import multihost
 from gspax.rollout import engine
+from gspax.run import interrupt
 from gspax.types import Array, Params
 
 
@@ -52,6 +53,7 @@ def draw_in_chunks(
     state, progress = _start(params, tokens_PS, length_P, id_P, key, settings=settings)
     handed_over = np.zeros(progress.length_B.shape, bool)
     while True:
+        interrupt.stop_point()
         before, going = progress, bool(multihost.to_host(progress.left))
         if going:
             state, progress = _advance(params, state, key, np.int32(version), settings=settings)

@@ -17,6 +17,7 @@ from gspax.errors import UserError
 from gspax.experiment.description import unwrap
 from gspax.protocols import Advantage, LengthReward, Tokenizer
 from gspax.rewards.calls import Result, RewardCalls
+from gspax.run import interrupt
 from gspax.types import Rollout
 
 TEXTS = ("completion", "prompt", "answer")  # the fields of a row that are not numbers
@@ -74,7 +75,9 @@ def reward_completions(
     Raises:
       UserError: the reward function failed for more than `grading.max_failed` of the rows; the message quotes one.
     """
-    own = multihost.all_or_raise(lambda: _own_completions(problems, rollout, tokenizer, calls, started or {}))
+    own, futures = multihost.all_or_raise(lambda: _own_completions(problems, rollout, tokenizer, calls, started or {}))
+    interrupt.wait(futures.values())
+    multihost.all_or_raise(lambda: _add_rewards(own, futures))
     numbers = multihost.gather_rows([row and {name: x for name, x in row.items() if name not in TEXTS} for row in own])
     rows = [mine or theirs for mine, theirs in zip(own, numbers, strict=True)]
     _check_failures(rows, calls)
@@ -95,7 +98,8 @@ def gather_texts(rows: Sequence[Row]) -> list[Row]:
 
 def _own_completions(
     problems: Sequence[Problem | None], rollout: Rollout, tokenizer: Tokenizer, calls: RewardCalls, started: Started
-) -> list[Row | None]:
+) -> tuple[list[Row | None], dict[int, Future[Result]]]:
+    """The rows of this process, and their rewards to come."""
     group = len(rollout.length_B) // len(problems)
     rows: list[Row | None] = [None] * len(rollout.length_B)
     given: list[tuple[Problem, int]] = []
@@ -118,6 +122,10 @@ def _own_completions(
     submitted = calls.submit([problem for problem, _ in given], [texts[index] for _, index in given])
     futures = {row: future for row, (_, future) in started.items()}
     futures |= {index: future for (_, index), future in zip(given, submitted, strict=True)}
+    return rows, futures
+
+
+def _add_rewards(rows: Sequence[Row | None], futures: Mapping[int, Future[Result]]) -> None:
     for index, row in enumerate(rows):
         if row is None:
             continue
@@ -129,7 +137,6 @@ def _own_completions(
             row["reason"] = result.reason
         if result.error:
             row["error"] = result.error
-    return rows
 
 
 def reward_metrics(rows: Sequence[Row], group: int) -> dict[str, float]:

@@ -70,7 +70,7 @@ def sample(
     inputs = place_prompts(prompts, prompt_ids, sampling=sampling, mesh=mesh, greedy=greedy)
     keep_versions = renew is not None
     settings = engine.Settings(config, sampling, stop_ids, mesh, keep_experts, keep_versions, greedy)
-    if not sampling.chunk or (ended is None and renew is None):
+    if not sampling.chunk:
         return _generate(params, *inputs, key, settings=settings)
     state = draw_in_chunks(params, *inputs, key, settings=settings, ended=ended, renew=renew)
     return _assemble(inputs[0], state, settings=settings)

@@ -1,29 +1,38 @@
-"""Ctrl-C and SIGTERM end a run between two steps, after a checkpoint; a second signal ends it at once.
+"""SIGINT, SIGTERM, SIGHUP or a closed output end a run after a save; a second signal ends the process at once.
 
-with interrupt.watch() as interrupted:
-    for step in ...:
-        ...
-        if interrupted():
-            ...save...
-        interrupted.stop_here()  # raises Interrupted
+    with interrupt.watch(), interrupt.call_on_interrupt(save):
+        for step in ...:
+            ...  # long work calls `stop_point` where stopping loses nothing else
+            interrupt.stop_point()
+
+Signals belong to the process, and so does the watch: `stop_point` needs no argument, and does nothing without a watch.
+
+A thread reads the signals from a pipe that C code writes to. The main thread may wait for a device for minutes, in C
+code too, and Python runs no handler until it returns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
+from typing import Any
 
 from gspax.distributed import multihost
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides the cursor and may not be able to restore it
+SAME = 1.0  # seconds in which signals count as one: a terminal and the shell in it, or a launcher, send several
+POLL = 0.5  # seconds between two looks at the signals while futures are waited for
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error)
-    """A signal ended the run after its state was saved."""
+    """A signal ends the run."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"{signal.Signals(signum).name}: the state is saved; the same command continues the run")
@@ -31,50 +40,132 @@ class Interrupted(Exception):  # noqa: N818  (not an error)
 
 
 class Watch:
-    """What `watch` yields: a callable that returns the signal received, if any."""
+    """The signals that this process has received; see `watch`."""
 
-    def __init__(self) -> None:
-        self._received = 0
-        self._returned = 0
+    def __init__(self, unsaved: Callable[[], str]) -> None:
+        self.received = 0  # the first signal
+        self._unsaved, self._first = unsaved, 0.0
 
-    def __call__(self) -> int:
-        """The signal that this or another process has received, or 0.
+    def receive(self, signum: int) -> None:
+        """Note the first signal. Called in any thread and between any two bytecodes, so it takes no lock."""
+        self.received = self.received or signum
 
-        Collective: every process calls it at the same points and gets the same result, so that a signal to one host
-        ends the run on all.
-        """
-        self._returned = max(multihost.gather(self._received))
-        return self._returned
+    def listen(self, pipe: int) -> None:
+        """Handle the signals of a pipe, one byte each, until 0 or its end."""
+        while (byte := os.read(pipe, 1)) and (signum := byte[0]):
+            if signum not in SIGNALS:  # of another handler
+                continue
+            if signum == signal.SIGHUP:
+                drop_closed_outputs()
+            if not self._first:
+                self._first = time.monotonic()
+                self.receive(signum)
+                _write(f"\n{signal.Signals(signum).name}: saving and ending the run; again to end without saving\n")
+            elif time.monotonic() - self._first > SAME:
+                self._end_now(signum)
 
-    def stop_here(self) -> None:
-        """Raise `Interrupted` if the last call returned a signal; one received since waits for the next call."""
-        if self._returned:
-            raise Interrupted(self._returned)
+    def _end_now(self, signum: int) -> None:
+        threading.Timer(2.0, os._exit, (128 + signum,)).start()  # if the file system does not answer
+        with contextlib.suppress(Exception):
+            _write(f"\n{signal.Signals(signum).name} again: ended without saving; {self._unsaved()}\n")
+        os._exit(128 + signum)
 
-    def handle(self, signum: int, frame: object) -> None:
-        """Handle the first signal. This runs between any two bytecodes, so it must not take a lock."""
-        self._received = signum
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        cursor = SHOW_CURSOR if os.isatty(2) else ""
-        os.write(2, f"{cursor}\n{signal.Signals(signum).name}: stopping after this step; again to abort\n".encode())
+
+_watch: Watch | None = None
 
 
 @contextlib.contextmanager
-def watch() -> Iterator[Watch]:
-    """Watch for SIGINT and SIGTERM.
+def watch(unsaved: Callable[[], str] = lambda: "the same command continues the run") -> Iterator[Watch]:
+    """Watch for signals until the block ends; then the previous handlers are back.
 
-    The first signal restores the system's default handlers, so that a second one kills the process at any point;
-    leaving the context restores the previous handlers. Python handles signals in the main thread only: in any other
+    A SIGHUP that is ignored, as under nohup, stays so. Python handles signals in the main thread only: in any other
     thread nothing is watched.
+
+    Args:
+      unsaved: what is lost by ending at once, for the message. Called in another thread.
     """
-    interrupted = Watch()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupted
-        return
-    previous = {each: signal.signal(each, interrupted.handle) for each in SIGNALS}
+    global _watch
+    outer, _watch = _watch, Watch(unsaved)
     try:
-        yield interrupted
+        if threading.current_thread() is threading.main_thread():
+            with _listening(_watch):
+                yield _watch
+        else:
+            yield _watch
+    finally:
+        _watch = outer
+
+
+@contextlib.contextmanager
+def _listening(to: Watch) -> Iterator[None]:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    handled = [each for each in SIGNALS if (each, signal.getsignal(each)) != (signal.SIGHUP, signal.SIG_IGN)]
+    thread = threading.Thread(target=to.listen, args=(reader,), name="gspax_signals", daemon=True)
+    thread.start()
+    fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous = {each: signal.signal(each, lambda signum, frame: to.receive(signum)) for each in handled}
+    try:
+        yield
     finally:
         for each, handler in previous.items():
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
+        signal.set_wakeup_fd(fd)
+        os.write(writer, b"\0")
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def stop_point() -> None:
+    """Raise `Interrupted` if this or another process has received a signal since `watch` began.
+
+    Collective: every process calls it at the same points, so that a signal to one host ends the run on all.
+    """
+    if _watch is not None and (signum := max(multihost.gather(_watch.received))):
+        raise Interrupted(signum)
+
+
+@contextlib.contextmanager
+def call_on_interrupt(save: Callable[[], None]) -> Iterator[None]:
+    """Call `save` if a signal ends the block."""
+    try:
+        yield
+    except Interrupted:
+        save()
+        raise
+
+
+def wait(pending: Iterable[futures.Future[Any]]) -> None:
+    """Wait until these futures of this process and those of the others are done. Collective; a stop point meanwhile."""
+    waiting = set(pending)
+    while True:
+        waiting = futures.wait(waiting, timeout=POLL).not_done
+        stop_point()
+        if not any(multihost.gather(bool(waiting))):
+            return
+
+
+def hang_up() -> None:
+    """End the run as SIGHUP does: nobody reads its output any more."""
+    drop_closed_outputs()
+    if _watch is not None:
+        _watch.receive(signal.SIGHUP)
+
+
+def drop_closed_outputs() -> None:
+    """Let what is written to a closed terminal or pipe disappear, so that writing does not fail."""
+    closed = select.poll()
+    for each in (0, 1, 2):
+        closed.register(each, 0)  # errors are always reported
+    found = [each for each, _ in closed.poll(0)]
+    if found:
+        null = os.open(os.devnull, os.O_RDWR)
+        for each in found:
+            os.dup2(null, each)
+        os.close(null)
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}{text}".encode())

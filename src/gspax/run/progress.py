@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
+
+from gspax.run import interrupt
 
 
 class Bar(Protocol):
@@ -45,7 +48,8 @@ def track(
 
     Of several processes only process 0 shows it.
     """
-    console = console or Console(highlight=False, quiet=jax.process_index() != 0)
+    file: Any = _Output(sys.stdout)
+    console = console or Console(file=file, highlight=False, quiet=jax.process_index() != 0)
     clock = _Clock(total, start)
     if not console.is_terminal:
         yield _Lines(console, clock, title, every)
@@ -56,6 +60,29 @@ def track(
     ) as progress:
         task = progress.add_task("", total=total, completed=start, text="")
         yield _Live(progress, task, clock)
+
+
+class _Output:
+    """A file that may be closed at its other end: then the run is ended as by SIGHUP, and nothing is raised."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        try:
+            self._file.write(text)
+        except OSError:
+            interrupt.hang_up()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError:
+            interrupt.hang_up()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 class _Clock:

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import jax
 
+from gspax.distributed import multihost
 from gspax.errors import UserError, warn
 from gspax.run.directory import RunDir
 from gspax.run.folders import unused_name, write_atomically
@@ -37,11 +38,12 @@ class Recorder:
         self._run = run
         self._writes = jax.process_index() == 0
         self._tensorboard = None
+        self._kept: list[dict[str, float]] = []
         if not self._writes:
             return
         run.samples.mkdir(parents=True, exist_ok=True)
         first = resume_step + 1 if resume_step else 0
-        _drop_from(run, first)
+        self._kept = _drop_from(run, first)
         self._file = run.metrics.open("a", encoding="utf-8")
         if SummaryWriter is None:
             print("tensorboardX is not installed: metrics go to metrics.jsonl only", file=sys.stderr)
@@ -60,6 +62,10 @@ class Recorder:
                 self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+    def has(self, step: int, name: str) -> bool:
+        """Whether a metric of a step was recorded before this process. Collective."""
+        return multihost.gather(any(row["step"] == step and name in row for row in self._kept))[0]
 
     def write_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Record scalars of a step. A step may have several lines, with different names."""
@@ -149,8 +155,12 @@ def _warn_of_unreadable(path: Path, numbers: list[int], more: str = "") -> None:
         warn(f"{path}: {lines} not JSON and skipped{more}")
 
 
-def _drop_from(run: RunDir, first: int) -> None:
-    """Delete the metrics and samples of step `first` and later ones, and warn of earlier metrics that are lost."""
+def _drop_from(run: RunDir, first: int) -> list[dict[str, float]]:
+    """Delete the metrics and samples of step `first` and later ones, and warn of earlier metrics that are lost.
+
+    Returns the metrics that are kept.
+    """
+    kept = []
     if run.metrics.exists():
         rows, unreadable = _parse(run.metrics, _to_numbers)
         if unreadable:
@@ -162,6 +172,7 @@ def _drop_from(run: RunDir, first: int) -> None:
         found = re.fullmatch(r"(?:step|failed)_(\d+)\.jsonl", path.name)
         if found and int(found[1]) >= first and path.is_file():
             path.unlink()
+    return kept
 
 
 def _warn_of_gaps(path: Path, steps: set[float], first: int) -> None:
