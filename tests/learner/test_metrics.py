@@ -9,10 +9,10 @@ from gspax.learner import metrics
 from gspax.types import Batch, Rollout
 
 
-def test_metrics_of_several_updates_are_extremes_or_means():
+def test_metrics_of_several_updates_are_extremes_means_or_sums():
     updates = [
-        {"loss": 1.0, "grad_norm": 2.0, "skipped": 1.0, "ratio_min": 0.5, "ratio_max": 1.5, "ratio_mean": 1.0},
-        {"loss": 4.0, "grad_norm": 4.0, "skipped": 1.0, "ratio_min": 0.9, "ratio_max": 1.2, "ratio_mean": 1.1},
+        {"loss": 1.0, "grad_norm": 2.0, "skipped": 1.0, "ratio_min": 0.5, "ratio_max": 1.5, "ring_fallbacks": 3.0},
+        {"loss": 4.0, "grad_norm": 4.0, "skipped": 1.0, "ratio_min": 0.9, "ratio_max": 1.2, "ring_fallbacks": 4.0},
     ]
     assert metrics.update_metrics(updates) == {
         "policy/loss": 2.5,
@@ -20,7 +20,7 @@ def test_metrics_of_several_updates_are_extremes_or_means():
         "optim/skipped": 2.0,
         "policy/ratio_min": 0.5,
         "policy/ratio_max": 1.5,
-        "policy/ratio_mean": 1.05,
+        "routing/ring_fallbacks": 7.0,
     }
 
 

@@ -19,7 +19,7 @@ from gspax.learner.expert_load import expert_counts, expert_load
 from gspax.learner.optimizer import learning_rate, make_optimizer
 from gspax.learner.state import abstract_state, init_state, new_state
 from gspax.losses import correction, kl
-from gspax.model import transformer
+from gspax.model import moe, transformer
 from gspax.optimizers import adamw
 from gspax.types import Batch
 
@@ -118,6 +118,20 @@ def test_microbatches_make_the_update_of_the_batch(name, rows):
     state, got = step(name, rows)(fresh(), batch())
     close(state.params, want_state.params)
     close(got, want)
+
+
+def test_fallbacks_to_the_ring_are_counted_over_layers_and_microbatches(monkeypatch):
+    run_experts, layers = moe._run_experts, CONFIG.num_hidden_layers
+    monkeypatch.setattr(moe, "_run_experts", lambda *args: (run_experts(*args)[0], jnp.int32(1)))
+    monkeypatch.setattr(train_step, "exchanges_rows", lambda mesh: True)
+    metrics = make_step(losses.gspo, SGD, microbatch_rows=4)(fresh(), batch())[1]
+    assert metrics["ring_fallbacks"] == layers * B // 4
+
+
+def test_rows_are_exchanged_on_a_mesh_that_shards_experts():
+    assert moe.exchanges_rows(sharding.make_mesh(config.Mesh(fsdp=2, expert=4)))
+    assert not moe.exchanges_rows(sharding.make_mesh(config.Mesh(fsdp=8, expert=1)))
+    assert not moe.exchanges_rows(None)
 
 
 ADAM = make_optimizer(config.Optimizer(learning_rate=1e-2))

@@ -8,7 +8,7 @@ import pytest
 
 from gspax.errors import UserError
 from gspax.run import report
-from gspax.run.directory import open_run
+from gspax.run.directory import RunDir, open_run
 from gspax.run.record import Recorder
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=y>&amp;\x1b[2J\u202egnp.exe\x00\n'\""
@@ -82,6 +82,23 @@ def test_the_report_shows_improvement_curves_and_settings(run):
     assert page.count("<svg") == len(report.PANELS) + 2  # the metric without a panel, the warm start's loss
     assert "loss.clip_low" in page and "3e-4" in page and "packages.jax" in page
     assert page.count("&lt;p&gt;=") == 2  # prompts with completions before and after training
+
+
+def test_failed_rewards_are_counted_by_error_and_their_newest_completions_shown(run, tmp_path):
+    assert "Failed rewards" not in run.report.read_text()
+    with Recorder(RunDir(tmp_path), 0) as recorder:
+        recorder.write_metrics(8, {"reward/failed": 0.5})
+        for step in (3, 7):
+            row = {"prompt": "2<3", "completion": f"at {step} {HOSTILE}", "reward": 0.0, "error": "late"}
+            recorder.write_failures(step, [row] * step)
+        others = [{**row, "error": f"ValueError: <{n}>"} for n in range(30)]
+        recorder.write_failures(8, [*others, others[-1]])
+    page = report.write(tmp_path).read_text()
+    assert "41 completions of 3 steps have no reward of their own. The 20 most frequent of 31 errors" in page
+    late, second = re.findall(r"<tr><td>(\d+)</td><td><code>([^<]*)</code></td><td>(\d+)</td>", page)[:2]
+    assert late == ("10", "late", "7") and second == ("2", "ValueError: &lt;29&gt;", "8")
+    assert page.count("ValueError") == 19 and "at 7 &lt;script&gt;" in page and "at 3" not in page
+    assert Tags(page).open == []
 
 
 def test_the_plot_is_a_png(run):

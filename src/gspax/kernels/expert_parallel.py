@@ -7,8 +7,8 @@ For use inside `jax.shard_map`, where every device has its own N rows. Two excha
   routing is.
 - `all_to_all`, on TPU: each row is sent to the devices of its experts and the results are sent back
   (`lax.ragged_all_to_all`). The receive buffer has the capacity of CAPACITY_FACTOR even shares. If any device of the
-  mesh would receive more, all devices use the ring instead (a permutation is one operation of all of them). No choice
-  is ever dropped for lack of capacity, and no memory is reserved for the worst case.
+  mesh would receive more, all devices use the ring instead (a permutation is one operation of all of them), and the
+  result says so. No choice is ever dropped for lack of capacity, and no memory is reserved for the worst case.
 
 `expert_parallel` picks the exchange when the program is lowered: XLA has no ragged all-to-all for CPUs. It has none for
 some TPU slices either (`has_ragged_all_to_all`); there, call `ring`.
@@ -39,7 +39,7 @@ EXTRA_ROWS = 256  # added to that: the shares of a few rows are uneven by chance
 class Exchange(NamedTuple):
     """How rows and experts are brought together.
 
-    forward(x_ND, expert_NA, gate_NA, experts) -> y_ND
+    forward(x_ND, expert_NA, gate_NA, experts) -> y_ND, fell_back
     backward(x_ND, expert_NA, gate_NA, experts, dy_ND) -> dx_ND, dgate_NA, dexperts
     """
 
@@ -47,8 +47,8 @@ class Exchange(NamedTuple):
     backward: Callable[..., Any]
 
 
-def expert_parallel(x_ND, expert_NA, gate_NA, w_gate_KDF, w_up_KDF, w_down_KFD, *, axis: str) -> Array:
-    """`expert_ffn` where device i of the axis holds the experts i K to (i + 1) K - 1: y_ND in x's dtype.
+def expert_parallel(x_ND, expert_NA, gate_NA, w_gate_KDF, w_up_KDF, w_down_KFD, *, axis: str) -> tuple[Array, Array]:
+    """`expert_ffn` where device i of the axis holds the experts i K to (i + 1) K - 1.
 
     Args:
         x_ND: this device's rows, float32 or bfloat16.
@@ -56,6 +56,9 @@ def expert_parallel(x_ND, expert_NA, gate_NA, w_gate_KDF, w_up_KDF, w_down_KFD, 
         gate_NA: the weight of each choice, used in float32.
         w_gate_KDF: this device's experts, as w_up_KDF and w_down_KFD.
         axis: the mesh axis that the experts are sharded over, of two devices or more.
+
+    Returns:
+        y_ND in x's dtype, and fell_back, int32 and replicated: 1 if the ring replaced the all-to-all, else 0.
 
     Raises:
         TypeError: expert_NA is not int32.
@@ -76,7 +79,7 @@ def has_ragged_all_to_all(device_kind: str, devices: int) -> bool:
     return devices <= 16 or device_kind not in ("TPU v5 lite", "TPU v5e")
 
 
-def ring(x_ND, expert_NA, gate_NA, w_gate_KDF, w_up_KDF, w_down_KFD, *, axis: str) -> Array:
+def ring(x_ND, expert_NA, gate_NA, w_gate_KDF, w_up_KDF, w_down_KFD, *, axis: str) -> tuple[Array, Array]:
     """`expert_parallel` by the ring."""
     return _apply(_ring(axis), x_ND, expert_NA, gate_NA, Experts(w_gate_KDF, w_up_KDF, w_down_KFD))
 
@@ -93,7 +96,7 @@ def all_to_all(
     capacity_factor: float = CAPACITY_FACTOR,
     extra_rows: int = EXTRA_ROWS,
     ragged_all_to_all: Callable[..., Array] = lax.ragged_all_to_all,
-) -> Array:
+) -> tuple[Array, Array]:
     """`expert_parallel` by the all-to-all, with receive buffers of `buffer_rows` rows."""
     exchange = _all_to_all(axis, capacity_factor, extra_rows, ragged_all_to_all)
     return _apply(exchange, x_ND, expert_NA, gate_NA, Experts(w_gate_KDF, w_up_KDF, w_down_KFD))
@@ -115,7 +118,8 @@ def _exchanged_forward(exchange, *args):
     return exchange.forward(*args), args
 
 
-def _exchanged_backward(exchange, args, dy_ND):
+def _exchanged_backward(exchange, args, cotangents):
+    dy_ND, _ = cotangents
     dx_ND, dgate_NA, dexperts = exchange.backward(*args, dy_ND)
     return dx_ND, None, dgate_NA, dexperts
 
@@ -131,7 +135,10 @@ def _zeros(shape, dtype, like):
 
 
 def _ring(axis: str) -> Exchange:
-    return Exchange(partial(_ring_forward, axis), partial(_ring_backward, axis))
+    def forward(*args):
+        return _ring_forward(axis, *args), jnp.int32(0)
+
+    return Exchange(forward, partial(_ring_backward, axis))
 
 
 def _ring_forward(axis, x_ND, expert_NA, gate_NA, experts):
@@ -189,17 +196,19 @@ def _all_to_all(axis: str, capacity_factor: float, extra_rows: int, ragged_all_t
             incoming = _sort_incoming(rows_XXK[:, lax.axis_index(axis)], R)
             plan = Plan(axis, ragged_all_to_all, rows_XX, outgoing, incoming)
             if X * N * min(A, K) <= R:
-                return direct(plan, x_ND, gate_NA, experts, *dy_ND)
+                return direct(plan, x_ND, gate_NA, experts, *dy_ND), jnp.int32(0)
             most = lax.pmax(rows_XX.sum(0).max(), tuple(jax.sharding.get_abstract_mesh().manual_axes))
-            return lax.cond(
+            result = lax.cond(
                 most > R,
                 lambda: around(axis, x_ND, expert_NA, gate_NA, experts, *dy_ND),
                 lambda: direct(plan, x_ND, gate_NA, experts, *dy_ND),
             )
+            return result, (most > R).astype(jnp.int32)
 
         return run
 
-    return Exchange(direct_or_ring(_direct_forward, _ring_forward), direct_or_ring(_direct_backward, _ring_backward))
+    backward = direct_or_ring(_direct_backward, _ring_backward)
+    return Exchange(direct_or_ring(_direct_forward, _ring_forward), lambda *args: backward(*args)[0])
 
 
 def buffer_rows(

@@ -18,6 +18,9 @@ from gspax.losses import kl
 from gspax.losses.correction import effective_sample_sizes, mismatch_metrics
 from gspax.types import Array, Batch, Rollout
 
+GROUPS = {"grad_norm": "optim", "skipped": "optim", "ring_fallbacks": "routing"}  # the others: "policy"
+COUNTS = "skipped", "ring_fallbacks"
+
 
 class Clock:
     """Seconds of each phase of a step: wall time (`time/`), and CPU time of this process (`cpu/`)."""
@@ -51,13 +54,12 @@ def response_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
-    """The train step's metrics over a rollout batch: min of `_min`, max of `_max`, sum of `skipped`, else the mean."""
+    """The train step's metrics over a rollout batch: min of `_min`, max of `_max`, sums of counts, else the mean."""
     combined = {}
     for name in updates[0]:
         values = [float(update[name]) for update in updates]
         reduce = min if name.endswith("_min") else max if name.endswith("_max") else np.mean
-        group = "optim" if name in ("grad_norm", "skipped") else "policy"
-        combined[f"{group}/{name}"] = sum(values) if name == "skipped" else float(reduce(values))
+        combined[f"{GROUPS.get(name, 'policy')}/{name}"] = sum(values) if name in COUNTS else float(reduce(values))
     return combined
 
 

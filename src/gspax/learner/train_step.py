@@ -38,6 +38,7 @@ from gspax.learner.objective import Objective, Outputs, UpdateConstants, make_ob
 from gspax.learner.scoring import score_tokens
 from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
+from gspax.model.moe import exchanges_rows
 from gspax.sharding import AXES, batch_shards, constrain
 from gspax.types import Array, Batch, Params, TrainState
 
@@ -49,6 +50,7 @@ class Scores(NamedTuple):
     entropy_BT: Array  # float32
     expert_BLTA: Array | None = None  # as in `Batch`
     count_LE: Array | None = None  # int32  tokens that each layer sent to each expert
+    fallbacks: Array | None = None  # int32  exchanges of rows, a layer's of a microbatch, that fell back to the ring
 
 
 Metrics = dict[str, Array]
@@ -113,7 +115,8 @@ def make_update(
     An update whose loss or gradient is not finite, or beyond a limit, is skipped: parameters and optimiser state stay
     as they are, bit for bit, and `state.step` counts it.
 
-    The metrics are float32 scalars: the objective's own, `loss`, `grad_norm` (before clipping) and `skipped`, 0 or 1.
+    The metrics are float32 scalars: the objective's own, `loss`, `grad_norm` (before clipping), `skipped`, 0 or 1, and
+    with experts that are sharded over devices `ring_fallbacks`, see `Scores`.
     """
     return jax.jit(_update(config, objective, optimizer, **options), donate_argnums=0)
 
@@ -128,6 +131,7 @@ def _update(
 ) -> Callable[..., tuple[TrainState, Metrics, Scores]]:
     """The function that `make_update` compiles."""
     gradient = make_gradient(config, objective, **options)
+    exchanges = has_experts(config) and exchanges_rows(options.get("mesh"))
 
     def update(state: TrainState, batch: Batch, on_policy: Any) -> tuple[TrainState, Metrics, Scores]:
         grads, terms, scores = gradient(state, batch, on_policy)
@@ -147,7 +151,10 @@ def _update(
             updated, opt_state = jax.lax.cond(healthy, apply, skip)
         skipped = (~healthy).astype(jnp.float32)
         state = replace(state, step=state.step + 1, params=combine(updated, frozen), opt_state=opt_state)
-        return state, {"loss": value, "grad_norm": grad_norm, "skipped": skipped, **metrics}, scores
+        own = {"loss": value, "grad_norm": grad_norm, "skipped": skipped}
+        if exchanges:
+            own["ring_fallbacks"] = jnp.float32(scores.fallbacks)
+        return state, {**own, **metrics}, scores
 
     return update
 
@@ -202,7 +209,7 @@ def make_gradient(
                 own_BT = jax.lax.stop_gradient(outputs.logp_BT)
                 part = replace(part, old_logp_BT=jnp.where(on_policy, own_BT, part.old_logp_BT))
                 terms = objective(outputs, part, constants)
-            counts = expert_counts(outputs.routing.expert, config.num_experts)
+            counts = expert_counts(outputs.routing.expert, config.num_experts), jnp.sum(outputs.routing.fell_back)
             return terms.value.sum(), (terms, Scores(outputs.logp_BT, outputs.entropy_BT), counts)
 
         def of_part(part: Batch) -> tuple[Any, Any]:
@@ -210,9 +217,13 @@ def make_gradient(
             return (grads, counts), (terms, scores)
 
         count = count_held(batch.segment_BT, microbatch_rows) if packed and not worst_case else None
-        (grads, counts), (terms, scores) = run_microbatches(of_part, batch, microbatch_rows, count)
+        (grads, (count_LE, fallbacks)), (terms, scores) = run_microbatches(of_part, batch, microbatch_rows, count)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
-        return _shard_like_params(grads, trained, config, mesh), terms, scores._replace(count_LE=counts)
+        return (
+            _shard_like_params(grads, trained, config, mesh),
+            terms,
+            scores._replace(count_LE=count_LE, fallbacks=fallbacks),
+        )
 
     return gradient
 
@@ -357,7 +368,8 @@ def forward(
         params, hidden_BTD, tokens_BT, temperature=temperature, chunk=chunk, mask_BT=mask_BT, mesh=mesh
     )
     logp_BT, entropy_BT = (x_BT[:, :T] for x_BT in scores)
-    return Outputs(logp_BT, entropy_BT, jax.tree.map(lambda x_LBT: x_LBT[:, :, :T], routing))
+    routing = routing._replace(expert=routing.expert[:, :, :T], logits=routing.logits[:, :, :T])
+    return Outputs(logp_BT, entropy_BT, routing)
 
 
 def _divisible(tokens_BT: Array, segment_BT: Array, mesh: jax.sharding.Mesh | None) -> tuple[Array, Array]:

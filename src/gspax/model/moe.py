@@ -5,8 +5,9 @@ Qwen2-MoE adds an expert for every token, whose output a sigmoid of the token sc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ class Routing(NamedTuple):
 
     expert: Array  # int32 [B, T, A]  the chosen experts, best first; padding has the id `num_experts`
     logits: Array  # float32 [B, T, E]  before the softmax
+    fell_back: Array | int = 0  # int32 []  whether the ring replaced the all-to-all of `kernels.expert_parallel`
 
 
 class SparseMlp(nnx.Module):
@@ -58,7 +60,8 @@ class SparseMlp(nnx.Module):
             gate_BTA, routing = self.route(x_BTD, valid_BT, forced_BTA)
         with jax.named_scope("experts"):
             weights = (w.astype(x_BTD.dtype) for w in (self.gate, self.up, self.down))
-            y_BTD = _run_experts(mesh, x_BTD, routing.expert, gate_BTA, *weights)
+            y_BTD, fell_back = _run_experts(mesh, x_BTD, routing.expert, gate_BTA, *weights)
+            routing = routing._replace(fell_back=fell_back)
         if self.shared is None or self.shared_gate is None:
             return y_BTD, routing
         with jax.named_scope("shared_expert"):
@@ -82,13 +85,21 @@ class SparseMlp(nnx.Module):
         return gate_BTA, Routing(jnp.where(valid_BT[..., None], expert_BTA, E), logits_BTE)
 
 
+def exchanges_rows(mesh: jax.sharding.Mesh | None) -> bool:
+    """Whether experts are sharded over devices, so that these exchange rows."""
+    return mesh is not None and mesh.shape[mesh_axes("expert")[0]] > 1
+
+
 def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights):
-    """Each device's tokens through their experts, whose matrices are gathered over `fsdp` for this layer only."""
+    """Each device's tokens through their experts, whose matrices are gathered over `fsdp` for this layer only.
+
+    The result, and whether the exchange of rows fell back to the ring.
+    """
     if mesh is None or mesh.size == 1:
         return _run_rows(expert_ffn, x_BTD, expert_BTA, gate_BTA, *weights)
     (experts,) = mesh_axes("expert")
-    ffn = expert_ffn
-    if mesh.shape[experts] > 1:
+    ffn: Callable[..., Any] = expert_ffn
+    if exchanges_rows(mesh):
         slice_devices = mesh.size // mesh.shape["slice"]
         direct = has_ragged_all_to_all(mesh.devices.flat[0].device_kind, slice_devices)
         if x_BTD.shape[1] == 1:  # a decoding step
@@ -99,16 +110,18 @@ def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights):
     def on_device(x_BTD, expert_BTA, gate_BTA, gate_EDF, up_EDF, down_EFD):
         gather = partial(jax.lax.all_gather, axis_name=mesh_axes("expert_embed"), tiled=True)
         weights = gather(gate_EDF, axis=1), gather(up_EDF, axis=1), gather(down_EFD, axis=2)
-        return jax.lax.psum(_run_rows(ffn, x_BTD, expert_BTA, gate_BTA, *weights), mesh_axes("mlp"))
+        y_BTD, fell_back = _run_rows(ffn, x_BTD, expert_BTA, gate_BTA, *weights)
+        return jax.lax.psum(y_BTD, mesh_axes("mlp")), fell_back
 
     rows, into = token_spec(mesh, *x_BTD.shape[:2]), spec("expert", "expert_embed", "mlp")
     in_specs = (rows, rows, rows, into, into, spec("expert", "mlp", "expert_embed"))
-    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=rows)
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=(rows, spec()))
     return mapped(x_BTD, expert_BTA, gate_BTA, *weights)
 
 
 def _run_rows(ffn, x_BTD, expert_BTA, gate_BTA, *weights):
-    """`ffn` of the tokens as rows [N, ...], N = B·T."""
+    """`ffn` of the tokens as rows [N, ...], N = B·T, and whether it fell back to the ring."""
     flat = partial(jnp.reshape, shape=(-1, expert_BTA.shape[-1]))
-    y_ND = ffn(x_BTD.reshape(-1, x_BTD.shape[-1]), flat(expert_BTA), flat(gate_BTA), *weights)
-    return y_ND.reshape(x_BTD.shape)
+    result = ffn(x_BTD.reshape(-1, x_BTD.shape[-1]), flat(expert_BTA), flat(gate_BTA), *weights)
+    y_ND, fell_back = result if isinstance(result, tuple) else (result, jnp.int32(0))
+    return y_ND.reshape(x_BTD.shape), fell_back

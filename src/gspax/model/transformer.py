@@ -128,7 +128,9 @@ def _rematerialise(body: Callable[..., Any], config: ModelConfig) -> Callable[..
 def _concatenate_routings(routings: list[Routing], shape: tuple[int, ...], config: ModelConfig) -> Routing:
     """The routing of all runs of sparse layers, in order; without any, arrays of zero layers."""
     none = Routing(
-        jnp.zeros((0, *shape, config.num_experts_per_tok), jnp.int32), jnp.zeros((0, *shape, config.num_experts))
+        jnp.zeros((0, *shape, config.num_experts_per_tok), jnp.int32),
+        jnp.zeros((0, *shape, config.num_experts)),
+        jnp.zeros(0, jnp.int32),
     )
     return jax.tree.map(lambda *runs: jnp.concatenate(runs), none, *routings)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,8 @@ from gspax.run.folders import write_atomically
 from gspax.run.pages import render_page, render_settings, render_text
 from gspax.run.record import read_metrics, read_rows
 
+SHOWN_ERRORS = 20  # of failed rewards
+
 
 def write(workdir: Path) -> Path:
     """Write `report.html` and `curves.png` of a run, finished or not; the path of the page.
@@ -55,6 +58,7 @@ def write(workdir: Path) -> Path:
         ("", _headline(series)),
         ("Held-out prompts, before and after", _completions(run)),
         ("Tasks", task_table.render(run)),
+        ("Failed rewards", _failures(run)),
         ("Curves", _curves(panels, series)),
         ("Warm start", _curves(select_panels(warm, ()), warm)),
         ("Experiment", render_settings(flatten(experiment))),
@@ -129,6 +133,34 @@ def _completions(run: RunDir) -> str:
             rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     head = "<tr><th>prompt</th><th>answer</th><th>before</th><th>after</th></tr>"
     return f"<div class=wide><table>{head}{''.join(rows)}</table></div>"
+
+
+def _failures(run: RunDir) -> str:
+    """The completions whose reward failed: how many for each error, and the newest of them."""
+    newest: dict[str, tuple[int, dict[str, Any]]] = {}
+    count, files = Counter[str](), sorted(run.samples.glob("failed_*.jsonl"))
+    for path in files:
+        step = int(path.stem.removeprefix("failed_"))
+        for row in read_rows(path):
+            count[row["error"]] += 1
+            newest[row["error"]] = (step, row)
+    rows = []
+    for error, number in count.most_common(SHOWN_ERRORS):
+        step, row = newest[error]
+        cells = (
+            f"{number:,}",
+            render_text(error),
+            str(step),
+            render_text(row["prompt"]),
+            render_text(row["completion"]),
+        )
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    if not rows:
+        return ""
+    more = f" The {SHOWN_ERRORS} most frequent of {len(count):,} errors:" if len(count) > SHOWN_ERRORS else ""
+    note = f"{count.total():,} completions of {len(files):,} steps have no reward of their own.{more}"
+    head = "<tr><th>count</th><th>error</th><th>last at step</th><th>prompt</th><th>completion</th></tr>"
+    return f"<p class=note>{note}</p><div class=wide><table>{head}{''.join(rows)}</table></div>"
 
 
 def _answer(row: Mapping[str, Any]) -> str:

@@ -1,0 +1,117 @@
+"""Runs in processes of their own that share their imports and compiled programs, and what is compared of them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import moments
+import tensorstore
+
+VICTIM = str(Path(__file__).with_name("victim.py"))
+CACHE = str(Path(__file__).parents[2] / ".cache" / "faults")
+CLOCKS = ("time/", "cpu/", "perf/")  # of the metrics, what two equal runs differ in
+STEPS = 24  # of victim.py
+
+# A server that has imported gspax, but not initialised a device, forks a child for each run: 3 CPU-seconds less each.
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["gspax.commands.train", "gspax.loop.training", "gspax.run.report", "matplotlib.figure"])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A process that runs `gspax` with some arguments."""
+
+    process: multiprocessing.process.BaseProcess
+    output: Path
+
+    def wait(self, timeout: float = 300) -> int:
+        """The exit code, negative for a signal; AssertionError if the process does not end."""
+        self.process.join(timeout)
+        code = self.process.exitcode
+        if code is None:
+            self.process.kill()
+            raise AssertionError(f"still running after {timeout} s:\n{self.text()}")
+        return code
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+
+def start(
+    workdir: Path,
+    *overrides: str,
+    file: str = VICTIM,
+    kill: moments.Kill | None = None,
+    steps: int = STEPS,
+    with_report: bool = True,
+) -> Run:
+    """Start or resume the run in `workdir`."""
+    output = workdir.with_name(f"{workdir.name}.log")
+    arguments = ["train", file, "--workdir", str(workdir), f"schedule.steps={steps}", *overrides]
+    process = _server.Process(target=_run, args=(arguments, output, kill, workdir, steps, with_report), daemon=True)
+    process.start()
+    return Run(process, output)
+
+
+def _run(
+    arguments: list[str], output: Path, kill: moments.Kill | None, workdir: Path, steps: int, with_report: bool
+) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ["GSPAX_COMPILATION_CACHE"] = CACHE
+    import jax
+
+    from gspax.commands import main
+    from gspax.run import report
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_disable_most_optimizations", True)  # compilation would take most of the time
+    if not with_report:
+        report.write = lambda workdir: workdir
+    if kill is not None:
+        moments.arm(kill, workdir, steps)
+    code = main.main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # as a program ends: without the handlers of multiprocessing
+
+
+def metrics(workdir: Path) -> list[dict[str, str]]:
+    """The lines of metrics.jsonl, without clocks."""
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in rows]
+
+
+def arrays(workdir: Path, step: int) -> dict[bytes, bytes]:
+    """The stored bytes of every array of a checkpoint: parameters, moments, key, counters."""
+    base = (workdir / "checkpoints" / str(step) / "state").absolute().as_uri() + "/"
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    return {key: store.read(key).result().value for key in store.list().result()}
+
+
+def samples(workdir: Path) -> dict[str, list[str]]:
+    return {path.name: path.read_text().splitlines() for path in sorted((workdir / "samples").iterdir())}
+
+
+def copy(workdir: Path, target: Path) -> Path:
+    return Path(shutil.copytree(workdir, target))
+
+
+def differences(workdir: Path, reference: Path, steps: int = STEPS) -> Sequence[str]:
+    """What a run that has ended differs in from an uninterrupted one: nothing if not a bit was lost."""
+    found = []
+    if metrics(workdir) != metrics(reference):
+        found.append("metrics.jsonl")
+    if arrays(workdir, steps) != arrays(reference, steps):
+        found.append(f"checkpoint {steps}")
+    if samples(workdir) != samples(reference):
+        found.append("samples/")
+    return found
