@@ -44,3 +44,7 @@ Finite = Annotated[float, Range("a finite number", lambda x: abs(x) < math.inf)]
 Share = Annotated[float, Range("above 0 and at most 1", lambda x: 0 < x <= 1)]
 Below1 = Annotated[float, Range("at least 0 and below 1", lambda x: 0 <= x < 1)]
 Between0And1 = Annotated[float, Range("above 0 and below 1", lambda x: 0 < x < 1)]
+AtLeast2 = Annotated[int, at_least(2), at_most(2**20)]
+# Larger than any model: a size beyond is a typing error, which would run out of memory or take hours to be priced.
+Size = Annotated[int, at_least(1), at_most(2**24)]
+OptionalSize = Annotated[int, at_least(0), at_most(2**24)]

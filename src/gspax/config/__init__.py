@@ -1,0 +1,71 @@
+"""The settings of an experiment: frozen dataclasses whose fields are numbers and functions.
+
+Ranges stand in the annotations (`gspax.ranges`), what functions take and return in `gspax.protocols`. Importing this
+package imports no jax, so that the program can report an error at once.
+"""
+
+from gspax.config.experiment import (
+    Calibration,
+    Evaluation,
+    Experiment,
+    Grading,
+    Guard,
+    Lora,
+    Mesh,
+    Optimizer,
+    Placement,
+    Reference,
+    Regularizers,
+    RowShape,
+    Sampling,
+    Schedule,
+    Task,
+    WarmStart,
+    row_shape,
+    trained_dtype,
+    updates_per_step,
+)
+from gspax.config.model import (
+    LOGIT_BUDGET,
+    SCORE_BUDGET,
+    ModelConfig,
+    Remat,
+    Yarn,
+    expert_id_dtype,
+    has_experts,
+    is_sparse,
+    layer_runs,
+    layer_windows,
+)
+
+__all__ = [
+    "LOGIT_BUDGET",
+    "SCORE_BUDGET",
+    "Calibration",
+    "Evaluation",
+    "Experiment",
+    "Grading",
+    "Guard",
+    "Lora",
+    "Mesh",
+    "ModelConfig",
+    "Optimizer",
+    "Placement",
+    "Reference",
+    "Regularizers",
+    "Remat",
+    "RowShape",
+    "Sampling",
+    "Schedule",
+    "Task",
+    "WarmStart",
+    "Yarn",
+    "expert_id_dtype",
+    "has_experts",
+    "is_sparse",
+    "layer_runs",
+    "layer_windows",
+    "row_shape",
+    "trained_dtype",
+    "updates_per_step",
+]
