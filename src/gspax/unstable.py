@@ -1,4 +1,4 @@
-"""Every name that gspax takes from `jax.experimental` or `jax._src`: what jax may move or drop in any release.
+"""Every name that gspax takes from `jax.experimental`, `jax._src` or `jaxlib`: what any release may move or drop.
 
 Nothing else in gspax imports from there, so that a new jax breaks this module alone. Names are looked up when they are
 used. Each entry says why it is needed and what to do when it goes; `tests/test_unstable.py` has a test for each and
@@ -15,7 +15,7 @@ import numpy as np
 __all__ = [
     "attached_tpu_chips",
     "cluster_types",
-    "coordination_client",
+    "coordination_service",
     "create_device_mesh",
     "get_topology_desc",
     "is_kubernetes",
@@ -87,15 +87,15 @@ def pallas_tpu() -> Any:
     return module
 
 
-def coordination_client() -> Any:
-    """The client of jax's coordination service; None in a run of one process.
+def coordination_service(address: str, count: int) -> Any:
+    """jax's coordination service for `count` processes, listening at `address` until the object is deleted.
 
-    Processes exchange host values through its key-value store, which occupies no device, and a failing process leaves
-    through its barrier. When it goes: `jax.experimental.multihost_utils`, which exchanges values over the devices.
+    gspax runs it in a process of its own, so that it outlives process 0 and the other processes can end in order.
+    When it goes: let `jax.distributed.initialize` run it in process 0, whose death then aborts the others.
     """
-    from jax._src import distributed
+    from jaxlib import _jax
 
-    return distributed.global_state.client
+    return _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=100, shutdown_timeout=300)
 
 
 def cluster_types() -> list[Any]:

@@ -25,13 +25,16 @@ XLA_CPU_THREADS = "64"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """`--coordinator`, `--processes`, `--process` and `--join-timeout`."""
+    """`--coordinator`, `--processes`, `--process`, `--join-timeout` and `--secret-file`."""
     group = parser.add_argument_group("several hosts", "the same command on each; TPU pods and SLURM need no options")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0 (or JAX_COORDINATOR_ADDRESS)")
     group.add_argument("--processes", type=at_least(1), metavar="N", help="how many (or JAX_NUM_PROCESSES)")
     group.add_argument("--process", type=at_least(0), metavar="I", help="which one this is (or JAX_PROCESS_ID)")
     group.add_argument(
         "--join-timeout", type=at_least(1), default=300, metavar="SECONDS", help="for all to join (default: 300)"
+    )
+    group.add_argument(
+        "--secret-file", metavar="FILE", help="the secret of the run, the same on all hosts (or GSPAX_SECRET)"
     )
 
 
@@ -41,7 +44,7 @@ def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -
     Raises:
       UserError: a process does not join in time, or has another subcommand, version, file or experiment.
     """
-    from gspax.distributed import joining
+    from gspax.distributed import joining, secret
     from gspax.experiment.description import describe
 
     if options.coordinator is not None:
@@ -54,10 +57,12 @@ def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -
         "file": options.file and hashlib.sha256(Path(options.file).read_bytes()).hexdigest()[:16],
         "experiment": describe(experiment),
     }
-    if info is not None:
-        os.environ.setdefault("NPROC", XLA_CPU_THREADS)
-    joining.join(info, fingerprint, options.join_timeout)
-    return info is None or info.index == 0
+    if info is None:
+        return True
+    own_secret = secret.read_secret(info.host, options.secret_file, os.environ)
+    os.environ.setdefault("NPROC", XLA_CPU_THREADS)
+    joining.join(info, fingerprint, options.join_timeout, own_secret)
+    return info.index == 0
 
 
 def leave(code: int) -> None:

@@ -9,7 +9,6 @@ exchanged, so that all continue with the same values. With one process nothing i
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,36 +16,27 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from gspax.distributed import links, wire
 from gspax.errors import UserError, warn
-from gspax.unstable import coordination_client
 
 T = TypeVar("T")
-
-TIMEOUT_MS = 7 * 24 * 3600 * 1000  # in effect none: jax's service, not this, detects a process that died
 
 
 def gather(value: T) -> list[T]:
     """The values of all processes, in their order, on all of them.
 
-    They are pickled and sent through the key-value store of jax's coordination service: no device is involved, so this
-    does not wait for running computations.
+    They travel over the processes' own connections (`links`), as plain types and arrays (`wire`): no device is
+    involved, so this does not wait for running computations.
+
+    Raises:
+      UserError: the processes did not join through `joining.join`.
     """
     if jax.process_count() == 1:
         return [value]
-    store: Any = coordination_client()
-    index = jax.process_index()
-    call = store.key_value_increment(f"gspax/gather/calls/{index}", 1)
-    sent, result, own = f"gspax/gather/sent/{call}", f"gspax/gather/result/{call}", pickle.dumps(value)
-    if index == 0:
-        others = range(1, jax.process_count())
-        parts = [own, *(store.blocking_key_value_get_bytes(f"{sent}/{i}", TIMEOUT_MS) for i in others)]
-        store.key_value_set_bytes(result, pickle.dumps(parts))
-        store.key_value_delete(sent)  # with all keys below it
-        store.key_value_delete(f"gspax/gather/result/{call - 1}")  # every sender of this call has read it
-    else:
-        store.key_value_set_bytes(f"{sent}/{index}", own)
-        parts = pickle.loads(store.blocking_key_value_get_bytes(result, TIMEOUT_MS))
-    return [pickle.loads(part) for part in parts]
+    current = links.current()
+    if current is None:
+        raise UserError("processes: wanted processes that were connected by gspax.distributed.joining.join")
+    return [wire.decode(part) for part in current.exchange(wire.encode(value))]
 
 
 def all_or_raise(work: Callable[[], T]) -> T:
