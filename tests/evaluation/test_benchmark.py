@@ -3,6 +3,8 @@
 import html
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 
 import jax
@@ -173,9 +175,67 @@ def test_the_page_holds_texts_as_data_only_and_needs_no_network(tmp_path):
     assert "<h1>&lt;x&gt;</h1>" in text and "mean &lt;reward&gt;" in text
     assert text.count("<script") == text.count("</script>") == 2 and "<img" not in text and "http" not in text
     held = json.loads(re.search(r"id=data>(.*?)</script>", text, re.DOTALL)[1])
-    assert held[0]["completion"] == HOSTILE
-    assert len(held[2]["completion"]) < page.LONGEST + 100 < len(rows[2]["completion"])
+    (formula,) = held["tex"]
+    assert formula == ["$\\frac{1}{2}$", ["mfrac", ["mn", "1"], ["mn", "2"]]]
+    texts = ["".join(formula[0] if part == 0 else part for part in each["completion"]) for each in held["rows"]]
+    assert texts[0] == HOSTILE
+    assert len(texts[2]) < page.LONGEST + 100 < len(rows[2]["completion"])
     assert "innerHTML" not in text and html.unescape("&lt;") == "<"
+
+
+# As much of a document as the page's script uses: every element is {tag, children, ...}.
+DOCUMENT = r"""
+const fs = require("fs"), page = fs.readFileSync(process.argv[1], "utf8");
+const [data, script] = [...page.matchAll(/<script[^>]*>(.*?)<\/script>/gs)].map(each => each[1]);
+class Element {
+  constructor(tag) { this.tag = tag; this.children = []; this.attributes = {}; }
+  append(...all) { this.children.push(...all); }
+  replaceChildren(...all) { this.children = all; }
+  setAttribute(name, value) { this.attributes[name] = value; }
+  addEventListener(type, listener) { this[type] = listener; }
+  set textContent(text) { this.children = text === "" ? [] : [String(text)]; }
+  get textContent() { return this.children.map(each => each.textContent ?? String(each)).join(""); }
+  get text() { return this.textContent; }
+}
+const found = {}, values = JSON.parse(process.argv[2]);
+const named = id => found[id] ??= new Element(id);
+named("data").textContent = data;
+named("filters").elements = { reason: new Element("select"), source: { checked: !!values.source } };
+globalThis.FormData = class { *[Symbol.iterator]() {
+  for (const name of ["reward", "end", "problems", "problem", "reason", "text"]) yield [name, values[name] ?? ""];
+} };
+globalThis.document = {
+  getElementById: named, createElement: tag => new Element(tag), querySelector: () => ({ namespaceURI: "math" }),
+  createElementNS: (space, tag) => new Element(`${space}:${tag}`),
+};
+new Function(script)();
+const tree = each => each instanceof Element ? [each.tag, ...each.children.map(tree)] : String(each);
+console.log(JSON.stringify({ count: named("count").textContent, list: named("list").children.map(tree) }));
+"""
+
+
+def test_the_script_of_the_page_filters_rows_and_draws_formulas(tmp_path):
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    texts = ["It is $\\frac12$.", "It is $\\unknown$, \\boxed{2}.", "<b>\U0001d465</b>" + "long " * 200]
+    rows = [row(n, 0, n / 2, prompt="Is $x$ it?", completion=text, answer="1") for n, text in enumerate(texts)]
+    page.write(tmp_path / "x.html", "x", [], rows)
+
+    def show(**values):
+        command = ["node", "-e", DOCUMENT, str(tmp_path / "x.html"), json.dumps(values)]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    shown = show()
+    assert shown["count"] == "3 of 3 completions"
+    (head, prompt, completion, reference), other, long = (each[1:] for each in shown["list"])
+    assert "problem 0, sample 0" in str(head) and reference[-1] == ["pre", "1"]
+    assert prompt[-1] == ["pre", "Is ", ["math:math", ["math:mi", "x"]], " it?"]
+    half = ["math:mfrac", ["math:mn", "1"], ["math:mn", "2"]]
+    assert completion == ["pre", "It is ", ["math:math", half], "."]
+    assert other[2] == ["pre", "It is $\\unknown$, ", ["math:math", ["math:mrow", ["math:mn", "2"]]], "."]
+    assert long[3][2] == ["pre", texts[2]]
+    assert show(text="FRAC1", reward="zero")["count"] == "1 of 3 completions"
+    assert show(source=True)["list"][0][3] == ["pre", texts[0]]
 
 
 def test_a_page_that_would_be_too_large_names_the_file_with_the_rest(tmp_path, monkeypatch):

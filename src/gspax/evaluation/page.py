@@ -1,18 +1,22 @@
 """A page to filter and read the completions of a task: one file, without network.
 
-Texts that a model wrote reach the page as JSON and as text nodes only, never as HTML. TeX is shown as its source.
+Texts that a model wrote reach the page as JSON and as text nodes only, never as HTML. Formulas are drawn as MathML
+(`gspax.run.mathml`), or shown as their source.
 """
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gspax.run import mathml
 from gspax.run.folders import write_atomically
 
+TEXTS = ("prompt", "answer", "completion")  # in which formulas are drawn
 BUDGET = 20_000_000  # characters of completions on a page; the rest is in the .jsonl file
 LONGEST = 20_000  # characters of one text; a longer one loses its middle
 FIELDS = ("problem", "sample", "prompt", "answer", "completion", "reward", "reason", "error", "vote", "length")
@@ -24,13 +28,14 @@ def write(path: Path, name: str, summary: Sequence[str], rows: Sequence[Mapping[
     note = "" if len(shown) == len(rows) else f"The page has the first {len(shown):,} of {len(rows):,} completions; "
     note += "" if not note else f"all are in {path.name.removesuffix('.html')}.jsonl."
     # "<" as an escape sequence: no text can end the script element
-    data = json.dumps(shown).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    data = json.dumps(convert(shown)).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     text = "\n".join(summary)
     write_atomically(
         path,
         f'<!doctype html><html lang=en><head><meta charset="utf-8"><title>{html.escape(name)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
-        f"<body><main><h1>{html.escape(name)}</h1><pre>{html.escape(text)}</pre><p>{html.escape(note)}</p>{CONTROLS}"
+        f"<body><main><h1>{html.escape(name)}</h1><pre>{html.escape(text)}</pre><p>{html.escape(note)}</p>"
+        f"<math hidden></math>{CONTROLS}"
         f'<p id=count></p><div id=list></div><button id=more>more</button></main><script type="application/json" '
         f"id=data>{data}</script><script>{SCRIPT}</script></body></html>\n",
     )
@@ -56,6 +61,26 @@ def shorten(value: Any) -> Any:
     return f"{value[:half]}\n[… {len(value) - 2 * half:,} characters …]\n{value[-half:]}"
 
 
+def convert(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the page's script reads: rows, in whose texts a number stands for a formula, and (source, tree) of those."""
+    numbers: dict[str, int] = {}
+    formulas: list[tuple[str, mathml.Tree]] = []
+
+    def number_of(formula: mathml.Formula) -> int:
+        if formula.source not in numbers:
+            numbers[formula.source] = len(formulas)
+            formulas.append((formula.source, formula.tree))
+        return numbers[formula.source]
+
+    @functools.cache  # samples share their prompt and answer
+    def split(text: str) -> Any:
+        parts = mathml.split(text)
+        return text if parts == [text] else [part if isinstance(part, str) else number_of(part) for part in parts]
+
+    shown = [{**row, **{name: split(row[name]) for name in TEXTS if name in row}} for row in rows]
+    return {"rows": shown, "tex": formulas}
+
+
 CONTROLS = """<form id=filters>
 <label>reward <select name=reward><option value="">any</option><option value=one>1 or more</option>
 <option value=zero>0 or less</option><option value=partly>between</option></select></label>
@@ -65,7 +90,8 @@ CONTROLS = """<form id=filters>
 <option value=some>some right</option><option value=none>none right</option></select></label>
 <label>problem <input name=problem type=number min=0></label>
 <label>reason <select name=reason><option value="">any</option></select></label>
-<label>text <input name=text type=search></label></form>"""
+<label>text <input name=text type=search></label>
+<label><input name=source type=checkbox> TeX as source</label></form>"""
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a202c; background: #f7fafc; margin: 0; }
@@ -78,15 +104,24 @@ article { background: #fff; border: 1px solid #e2e8f0; border-radius: 8px; paddi
 .right { background: #c6f6d5; } .wrong { background: #fed7d7; } .partly { background: #feebc8; }
 b { border-radius: 9px; padding: 0 .5em; }
 summary { cursor: pointer; color: #2b6cb0; font-size: .9rem; }
+math { font-size: 1.1rem; }
+.boxed { border: 1px solid; padding: .15em .3em; }
 """
 
 SCRIPT = """
 "use strict";
-const rows = JSON.parse(document.getElementById("data").textContent);
+const { rows, tex } = JSON.parse(document.getElementById("data").textContent);
 const form = document.getElementById("filters"), list = document.getElementById("list");
 const more = document.getElementById("more"), FOLD = 800, PAGE = 30;
 const kind = row => row.reward >= 1 ? "right" : row.reward <= 0 ? "wrong" : "partly";
 const category = row => row.error ? "failed" : (row.reason || "").split(":")[0];
+for (const row of rows) {
+  row.parts = {};
+  for (const name of ["prompt", "answer", "completion"]) {
+    row.parts[name] = [row[name] === undefined ? "" : row[name]].flat();
+    row[name] = row.parts[name].map(part => typeof part === "number" ? tex[part][0] : part).join("");
+  }
+}
 const right = new Map(), count = new Map();
 for (const row of rows) {
   right.set(row.problem, (right.get(row.problem) || 0) + (row.reward >= 1));
@@ -113,10 +148,29 @@ function element(tag, text, name) {
   if (name) made.className = name;
   return made;
 }
-function folded(title, text, open) {
+function draw([tag, ...children]) {
+  const space = document.querySelector("math").namespaceURI;
+  const made = document.createElementNS(space, tag === "boxed" ? "mrow" : tag);
+  if (tag === "boxed") made.setAttribute("class", tag);
+  if (tag === "mspace") made.setAttribute("width", children[0]);
+  else made.append(...children.map(child => typeof child === "string" ? child : draw(child)));
+  return made;
+}
+function formula([source, tree]) {
+  const made = draw(["math", tree]);
+  made.setAttribute("title", source);
+  return made;
+}
+function prose(row, name) {
+  if (form.elements.source.checked) return element("pre", row[name]);
+  const box = element("pre", "");
+  box.append(...row.parts[name].map(part => typeof part === "number" ? formula(tex[part]) : part));
+  return box;
+}
+function folded(title, content, open) {
   const box = document.createElement("details");
   box.open = open;
-  box.append(element("summary", title), element("pre", text));
+  box.append(element("summary", title), content);
   return box;
 }
 function show(row) {
@@ -125,14 +179,14 @@ function show(row) {
   head.append(` problem ${row.problem}, sample ${row.sample}, ${row.length} tokens`);
   if (row.truncated) head.append(", truncated");
   if (row.reason || row.error) head.append(`; ${row.error || row.reason}`);
-  box.append(head, folded("prompt", row.prompt, false));
+  box.append(head, folded("prompt", prose(row, "prompt"), false));
   if (row.completion.length > FOLD) {
     box.append(element("pre", row.completion.slice(0, FOLD / 4) + " …"));
-    box.append(folded(`completion (${row.completion.length} characters)`, row.completion, false));
+    box.append(folded(`completion (${row.completion.length} characters)`, prose(row, "completion"), false));
     box.append(element("pre", "… " + row.completion.slice(-FOLD / 2)));
-  } else box.append(element("pre", row.completion));
+  } else box.append(prose(row, "completion"));
   if (row.vote !== undefined) box.append(element("p", `final answer: ${row.vote}`));
-  box.append(folded("reference", row.answer || "", (row.answer || "").length < 80));
+  box.append(folded("reference", prose(row, "answer"), row.answer.length < 80));
   return box;
 }
 let found = [], next = 0;

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gspax.experiment.description import show
+from gspax.run import mathml
 
 SHOWN_CHARACTERS = 1000  # of a text
 
@@ -35,6 +36,7 @@ code { font: .85rem ui-monospace, monospace; overflow-wrap: anywhere; white-spac
 .right { background: #c6f6d5; color: #22543d; } .wrong { background: #fed7d7; color: #742a2a; }
 .partly { background: #feebc8; color: #7b341e; }
 summary { cursor: pointer; color: #2b6cb0; margin-bottom: .5rem; }
+.boxed { border: 1px solid; padding: .15em .3em; }
 """
 
 
@@ -52,12 +54,27 @@ def render_page(name: str, sections: list[tuple[str, str]]) -> str:
 
 def render_text(value: Any) -> str:
     """Untrusted text as HTML: escaped, truncated, unprintable characters as escape sequences."""
-    text = str(value)
+    return _render(str(value), lambda text: [text])
+
+
+def render_prose(text: str) -> str:
+    """As `render_text`, with the formulas drawn; their source is shown where the pointer is."""
+    return _render(text, mathml.split)
+
+
+def _render(text: str, split: Callable[[str], Iterable[str | mathml.Formula]]) -> str:
     omitted = f"… ({len(text) - SHOWN_CHARACTERS} more characters)" if len(text) > SHOWN_CHARACTERS else ""
-    printable = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:SHOWN_CHARACTERS]
+    parts = (
+        _escape(part)
+        if isinstance(part, str)
+        else f'<math title="{_escape(part.source)}">{mathml.render(part.tree)}</math>'
+        for part in split(text[:SHOWN_CHARACTERS])
     )
-    return f"<code>{html.escape(printable)}</code>{omitted}"
+    return f"<code>{''.join(parts)}</code>{omitted}"
+
+
+def _escape(text: str) -> str:
+    return html.escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text))
 
 
 def render_settings(rows: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from gspax.run.curves import (
 )
 from gspax.run.directory import RunDir, read_attempts, read_json
 from gspax.run.folders import write_atomically
-from gspax.run.pages import render_page, render_settings, render_text
+from gspax.run.pages import render_page, render_prose, render_settings, render_text
 from gspax.run.record import read_metrics, read_rows
 
 SHOWN_ERRORS = 20  # of failed rewards
@@ -129,7 +129,7 @@ def _completions(run: RunDir) -> str:
     for old in read_rows(run.before):
         new = after.get(old["prompt"])
         if new is not None:
-            cells = (render_text(old["prompt"]), render_text(old.get("answer", "")), _answer(old), _answer(new))
+            cells = (render_prose(old["prompt"]), render_prose(old.get("answer", "")), _answer(old), _answer(new))
             rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     head = "<tr><th>prompt</th><th>answer</th><th>before</th><th>after</th></tr>"
     return f"<div class=wide><table>{head}{''.join(rows)}</table></div>"
@@ -167,4 +167,4 @@ def _answer(row: Mapping[str, Any]) -> str:
     """A completion and its reward."""
     reward = float(row["reward"])
     kind = "right" if reward >= 1 else "wrong" if reward <= 0 else "partly"
-    return f"{render_text(row['completion'])} <span class='reward {kind}'>{reward:g}</span>"
+    return f"{render_prose(row['completion'])} <span class='reward {kind}'>{reward:g}</span>"
