@@ -1,7 +1,6 @@
 """Every loss, correction, KL term, regulariser and advantage trains a small model for a few updates."""
 
 import functools
-from collections import deque
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +17,7 @@ from gspax.learner.clipping import initial_range
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
 from gspax.learner.train_step import Steps, make_route, make_score, make_update, reads_experts
+from gspax.loop.drawing import InFlight
 from gspax.loop.learner import Learner
 from gspax.loop.step import run_step
 from gspax.losses import correction, kl
@@ -98,7 +98,7 @@ def train(changes, rollouts=2):
     reference = None if variant.reference is None else start
     found = []
     for _ in range(rollouts):
-        state, reported, rows = run_step(learner, state, reference, deque())
+        state, reported, rows = run_step(learner, state, reference, InFlight())
         assert all(np.isfinite(list(reported.values()))), reported
         found.append(reported)
     kinds = 2 if variant.lora is not None and reference is not None else 1  # of parameters, including the base's

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from gspax.experiment.description import describe
 from gspax.learner import minibatches, train_step
 from gspax.learner.state import abstract_state
 from gspax.loop import drawing, training
+from gspax.loop.drawing import InFlight
 from gspax.loop.learner import Learner, make_learner
 from gspax.loop.step import run_step
 from gspax.losses import kl
@@ -485,7 +485,7 @@ def test_a_step_of_the_loop(monkeypatch):
     state = TrainState(
         step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=None, clip_range=None
     )
-    state, metrics, rows = run_step(learner, state, None, deque())
+    state, metrics, rows = run_step(learner, state, None, InFlight())
 
     assert drawn["params"] == 0 and drawn["ids"] == [40, 41, 42, 43] and drawn["sampling"] == small.sampling
     assert drawn["prompts"] == [small.tokenizer.encode(small.data.train(index).prompt) for index in range(40, 44)]

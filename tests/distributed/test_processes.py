@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import restore_state
 from gspax.learner.state import abstract_state, init_state
 from gspax.loop import training
+from gspax.loop.drawing import InFlight
 from gspax.loop.learner import make_learner
 from gspax.loop.step import run_step
 from gspax.losses import kl
@@ -171,12 +171,12 @@ def assert_near(params, others):
 
 CHILD = """
 import json, os, signal, sys
-from collections import deque
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gspax.distributed import joining, multihost; from gspax.run import interrupt
 from gspax.loop import training
+from gspax.loop.drawing import InFlight
 from gspax.loop.learner import make_learner
 from gspax.loop.step import run_step
 from gspax.distributed.transfer import transfer, transfer_key
@@ -227,7 +227,7 @@ with interrupt.watch():
         assert stop.signum == signal.SIGTERM
 
 state = init_state(DENSE.model, learner.optimizer, jax.random.key(DENSE.seed), learner.mesh)
-state, metrics, rows = run_step(learner, state, None, deque())
+state, metrics, rows = run_step(learner, state, None, InFlight())
 with Checkpoints(directory, keep=1) as checkpoints:
     checkpoints.save(1, state, {})
 own = [row for row, entry in enumerate(rows) if "completion" in entry]
@@ -298,7 +298,7 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
     try:
         learner = make_learner(DENSE)
         state = init_state(DENSE.model, learner.optimizer, jax.random.key(DENSE.seed), learner.mesh)
-        state, metrics, rows = run_step(learner, state, None, deque())
+        state, metrics, rows = run_step(learner, state, None, InFlight())
         finished(processes)
         first, second = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
     finally:

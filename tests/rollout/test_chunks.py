@@ -69,14 +69,14 @@ def test_an_error_in_what_is_done_with_a_completion_ends_the_drawing():
 
 def test_a_signal_ends_the_drawing_before_the_next_chunk(monkeypatch):
     """Also where no completion is handed over, as in an evaluation."""
-    advance, advanced = chunks._advance, []
+    advance, advanced = chunks.advance_chunk, []
 
     def kill(*args, **kwargs):
         advanced.append(True)
         os.kill(os.getpid(), signal.SIGTERM)
         return advance(*args, **kwargs)
 
-    monkeypatch.setattr(chunks, "_advance", kill)
+    monkeypatch.setattr(chunks, "advance_chunk", kill)
     with interrupt.watch(), pytest.raises(interrupt.Interrupted):
         draw(replace(SAMPLING, chunk=3))
     assert len(advanced) == 1

@@ -20,6 +20,7 @@ from gspax.learner.metrics import Clock
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import add_adapters, init_state
 from gspax.loop import drawing, training
+from gspax.loop.drawing import InFlight
 from gspax.loop.learner import make_learner
 from gspax.loop.step import grade, learn, run_step
 from gspax.losses.correction import truncate_geometric
@@ -86,7 +87,7 @@ def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(learner)
     """The colocated sampler's mesh has the same shape."""
     mesh = reshape_mesh(learner.mesh, dict(learner.sampler.mesh.shape))
     colocated = replace(learner, sampler=make_colocated_sampler(DISAGGREGATED.model, mesh, learner.mesh))
-    results = [run_step(each, fresh(learner), None, deque()) for each in (learner, colocated)]
+    results = [run_step(each, fresh(learner), None, InFlight()) for each in (learner, colocated)]
     (state, metrics, rows), (state_too, metrics_too, rows_too) = results
     assert rows == rows_too
     jax.tree.map(np.testing.assert_array_equal, state.params, state_too.params)

@@ -24,6 +24,7 @@ from gspax.config import (
     row_shape,
     trained_dtype,
 )
+from gspax.experiment.counts import with_carried
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.train_step import make_steps, reads_experts
@@ -116,11 +117,13 @@ def _make_rollout(
     key: Any = jax.ShapeDtypeStruct(state.key.shape, state.key.dtype, sharding=named_sharding(mesh))
     resident = held
     if placement is not None:
-        resident = placement.staleness * (device_bytes(params) + device_bytes(abstract_rollout(sampling, mesh)))
+        batches = placement.staleness if placement.partial is None else 1
+        resident = batches * (device_bytes(params) + device_bytes(abstract_rollout(sampling, mesh)))
 
     def lower() -> Any:
-        split = sampler.split_groups(sampling, mesh)
-        settings = engine.Settings(model, split, stop_ids, mesh)
+        split = sampler.split_groups(with_carried(sampling, placement), mesh)
+        admits = placement is not None and placement.partial is not None
+        settings = engine.Settings(model, split, stop_ids, mesh, keep_versions=admits, admits=admits)
         return sampler._generate.lower(params, *_abstract_prompts(split, mesh), key, settings=settings)
 
     return Program(name=ROLLOUT, lower=lower, resident=resident)

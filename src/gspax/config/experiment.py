@@ -243,11 +243,20 @@ class Mesh:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartialRollouts:
+    """Rollout batches end when enough groups have; the others go on with newer parameters (`rollout.pool`)."""
+
+    carried: NonNegativeInt = 0  # groups drawn besides those of a batch: so many may be carried over into the next one
+    ahead: NonNegativeInt = 1  # chunks drawn while the learner updates; the next ones have its new parameters
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
     """A sampler on its own devices, the last ones; `Experiment.mesh` covers the others (`gspax.rollout.placement`)."""
 
     devices: PositiveInt
     staleness: NonNegativeInt = 0  # rollout batches drawn ahead; 0: each is drawn with the newest parameters
+    partial: PartialRollouts | None = None  # `staleness` then bounds the age of a group's first tokens
     mesh: Mesh = field(default_factory=Mesh)  # of the sampler's devices
 
 

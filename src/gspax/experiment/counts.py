@@ -1,8 +1,10 @@
-"""How many parameters a model has, and the FLOPs of its forward pass."""
+"""How many parameters a model has, the FLOPs of its forward pass, and the prompts that a sampler holds."""
 
 from __future__ import annotations
 
-from gspax.config import Lora, ModelConfig, is_sparse
+from dataclasses import replace
+
+from gspax.config import Lora, ModelConfig, Placement, Sampling, is_sparse
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -40,6 +42,12 @@ def trained_count(config: ModelConfig, lora: Lora | None) -> int:
         experts, width = (config.num_experts, config.moe_intermediate_size) if sparse else (1, config.intermediate_size)
         total += lora.rank * (attention + (3 * experts * (D + width) if lora.mlp else 0))
     return total
+
+
+def with_carried(sampling: Sampling, placement: Placement | None) -> Sampling:
+    """The settings with as many prompts as the sampler holds at once: with partial rollouts, more than a batch's."""
+    carried = placement.partial.carried if placement is not None and placement.partial is not None else 0
+    return replace(sampling, prompts=sampling.prompts + carried)
 
 
 def _outer_count(config: ModelConfig) -> int:

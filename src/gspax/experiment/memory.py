@@ -25,7 +25,7 @@ from gspax.config import (
     row_shape,
     trained_dtype,
 )
-from gspax.experiment.counts import attention_count, mlp_count, parameter_count, trained_count
+from gspax.experiment.counts import attention_count, mlp_count, parameter_count, trained_count, with_carried
 from gspax.experiment.description import unwrap
 from gspax.protocols import Transform
 
@@ -66,7 +66,7 @@ def sampler_bytes(experiment: Experiment, learner: Mesh, mesh: Mesh) -> dict[str
       learner: axis sizes of the learner's mesh, whose devices hold its state; not read if the sampler is disaggregated.
       mesh: axis sizes of the sampler's.
     """
-    config, sampling = experiment.model, experiment.sampling
+    config, sampling = experiment.model, with_carried(experiment.sampling, experiment.placement)
     prompts = _device_prompts(sampling, mesh)
     rows = math.ceil(count_slots(config, sampling, mesh) / sharding.batch_shards(mesh))
     rows = rows if rows % mesh["context"] else rows // mesh["context"]
@@ -77,7 +77,8 @@ def sampler_bytes(experiment: Experiment, learner: Mesh, mesh: Mesh) -> dict[str
         held = resident_bytes(config, lora, experiment.optimizer, learner, reference=reference)
         held[f"serving copy, {config.dtype}"] = serving_bytes(config, mesh)
     else:
-        held = _pushed_bytes(config, mesh, 1 + experiment.placement.staleness)
+        placement = experiment.placement
+        held = _pushed_bytes(config, mesh, 1 + (placement.staleness if placement.partial is None else 1))
     parts = {
         **held,
         "one gathered layer": _gathered_bytes(config, mesh) if mesh["fsdp"] > 1 else 0,

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from gspax import sharding
 from gspax.config import Experiment, Remat, row_shape, trained_dtype, updates_per_step
 from gspax.experiment.aliases import current_key
-from gspax.experiment.counts import active_parameter_count, parameter_count, trained_count
+from gspax.experiment.counts import active_parameter_count, parameter_count, trained_count, with_carried
 from gspax.experiment.description import describe, flatten, show
 from gspax.experiment.memory import (
     activation_bytes,
@@ -76,7 +76,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         parameters=parameters,
         active_parameters=active_parameter_count(config),
         rows=rows,
-        slots=count_slots(config, sampling, serving.sizes),
+        slots=count_slots(config, with_carried(sampling, placement), serving.sizes),
         completion_tokens=rows * sampling.max_tokens,
         tokens=rows * length,
         updates=updates_per_step(schedule),

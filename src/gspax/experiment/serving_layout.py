@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gspax import sharding
 from gspax.config import Experiment, Mesh, ModelConfig
+from gspax.experiment.counts import with_carried
 from gspax.experiment.memory import sampler_bytes
 
 USABLE = 0.9  # of a device's memory: the rest is for what the estimate leaves out
@@ -41,8 +42,9 @@ def choose_serving_layout(experiment: Experiment, sizes: dict[str, int], memory:
     if given is not None:
         resolved = sharding.resolve_axes(given, math.prod(sizes.values()), model, slices=sizes["slice"])
         return ServingLayout(sizes=resolved, why=("as given",))
-    sampling = experiment.sampling
-    rows = math.gcd(sampling.prompts * sampling.group, sampling.slots)
+    sampling, group = experiment.sampling, experiment.sampling.group
+    held = with_carried(sampling, placement).prompts
+    rows = math.gcd(sampling.prompts * group, held * group, sampling.slots)
     layouts = list(sharding.serving_layouts(sizes, model, rows))
     needs = [sum(sampler_bytes(experiment, sizes, layout).values()) for layout in layouts]
     fits = [memory is None or need <= USABLE * memory for need in needs]

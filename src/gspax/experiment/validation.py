@@ -17,6 +17,7 @@ from gspax.config import (
     Mesh,
     ModelConfig,
     Optimizer,
+    PartialRollouts,
     Placement,
     Sampling,
     Schedule,
@@ -26,6 +27,7 @@ from gspax.data.sources import opening_notes, opening_problems
 from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError
 from gspax.experiment import loss_validation
+from gspax.experiment.counts import with_carried
 from gspax.experiment.field_validation import function_problems, range_problems, type_problems
 from gspax.experiment.memory import slot_problems
 from gspax.experiment.serving_layout import choose_serving_layout
@@ -167,10 +169,32 @@ def _packed_rows(sampling: Sampling, schedule: Schedule, shards: int) -> Iterato
 
 def _drawn_ahead(sampling: Sampling, placement: Placement | None) -> Iterator[str]:
     """What a batch that is drawn ahead cannot have: the problems after it are not fixed, or the host waits for it."""
-    staleness = placement.staleness if placement is not None else 0
-    for name in ("max_refills", "chunk") if staleness else ():
+    if placement is None:
+        return
+    if placement.partial is not None:
+        yield from _partial_rollouts(sampling, placement.staleness, placement.partial)
+    names = ("max_refills", "chunk") if placement.partial is None else ("max_refills",)
+    for name in names if placement.staleness else ():
         if value := getattr(sampling, name):
-            yield f"sampling.{name}: wanted 0 with placement.staleness={staleness}, got {value}"
+            yield f"sampling.{name}: wanted 0 with placement.staleness={placement.staleness}, got {value}"
+
+
+def _partial_rollouts(sampling: Sampling, staleness: int, partial: PartialRollouts) -> Iterator[str]:
+    """Groups can be carried over, or drawn ahead, and still be learnt from within the staleness bound."""
+    carried, ahead, P = partial.carried, partial.ahead, sampling.prompts
+    needed = (carried > 0) + (ahead > 0)
+    if not needed:
+        yield "placement.partial: wanted carried or ahead above 0, got 0 and 0"
+    if carried > P:
+        yield f"placement.partial.carried: wanted at most the {P} groups of a rollout batch, got {carried}"
+    if staleness < needed:
+        each = " and ".join(["carried"] * (carried > 0) + ["ahead"] * (ahead > 0))
+        yield (
+            f"placement.staleness: wanted at least {needed}, one rollout batch for each of placement.partial's {each}, "
+            f"got {staleness}"
+        )
+    if not sampling.chunk:
+        yield "sampling.chunk: wanted the tokens between two renewals of the parameters, with placement.partial, got 0"
 
 
 def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) -> Iterator[str]:
@@ -219,12 +243,12 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         yield from slot_problems(experiment.model, experiment.sampling, serving)
 
 
-def _undivided_rows(sampling: Sampling, shards: int, which: str) -> Iterator[str]:
+def _undivided_rows(sampling: Sampling, shards: int, which: str, key: str = "sampling.prompts") -> Iterator[str]:
     """The rows of a rollout batch divide over the devices; its prompts need not."""
     rows = sampling.prompts * sampling.group
     if rows % shards:
         yield (
-            f"sampling.prompts: wanted rows in multiples of the {shards} devices {which}, got {sampling.prompts} "
+            f"{key}: wanted rows in multiples of the {shards} devices {which}, got {sampling.prompts} "
             f"prompts x {sampling.group} samples = {rows}"
         )
 
@@ -236,7 +260,11 @@ def _sampler_mesh(placement: Placement, sampling: Sampling, model: ModelConfig, 
     except UserError as problem:
         yield f"placement.{problem}"
         return
-    yield from _sampler_sizes("placement.mesh", sizes, sampling, model)
+    shards, held = sharding.batch_shards(sizes), with_carried(sampling, placement)
+    yield from _undivided_rows(sampling, shards, "of placement.mesh for rows")
+    if not sampling.prompts * sampling.group % shards:
+        yield from _undivided_rows(held, shards, "of placement.mesh for rows", key="placement.partial.carried")
+    yield from _sampler_sizes("placement.mesh", sizes, held, model)
 
 
 def _serving_mesh(
@@ -251,12 +279,12 @@ def _serving_mesh(
     except UserError as problem:
         yield f"serving_{problem}"
         return
+    yield from _undivided_rows(sampling, sharding.batch_shards(sizes), "of serving_mesh for rows")
     yield from _sampler_sizes("serving_mesh", sizes, sampling, model)
 
 
 def _sampler_sizes(key: str, sizes: dict[str, int], sampling: Sampling, model: ModelConfig) -> Iterator[str]:
     shards = sharding.batch_shards(sizes)
-    yield from _undivided_rows(sampling, shards, f"of {key} for rows")
     if sampling.slots % shards:
         yield f"sampling.slots: wanted a multiple of the {shards} devices of {key} for rows, got {sampling.slots}"
     where = key.removesuffix(".mesh")

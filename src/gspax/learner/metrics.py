@@ -53,6 +53,27 @@ def response_metrics(rollout: Rollout) -> dict[str, float]:
     }
 
 
+def staleness_metrics(rollout: Rollout, learnt: int, policy: int) -> dict[str, float]:
+    """Rollout batches learnt from since the parameters that drew a token: mean and maximum over response tokens.
+
+    Args:
+      rollout: its `version_BT`, if it has one, counts the batches that each token's parameters had learnt from.
+      learnt: batches that the learner has learnt from.
+      policy: the version of all tokens of a rollout without `version_BT`.
+    """
+    if rollout.version_BT is None:
+        mean = largest = learnt - policy
+    else:
+        mean, largest = multihost.to_host(_mean_and_max(learnt - rollout.version_BT, rollout.mask_BT))
+    return {"rollout/staleness": float(mean), "rollout/staleness_max": float(largest)}
+
+
+@jax.jit
+def _mean_and_max(value_BT: Array, mask_BT: Array) -> tuple[Array, Array]:
+    value_BT = value_BT.astype(jnp.float32)
+    return masked.mean(value_BT, mask_BT), masked.max(value_BT, mask_BT)
+
+
 def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
     """The train step's metrics over a rollout batch: min of `_min`, max of `_max`, sums of counts, else the mean."""
     combined = {}

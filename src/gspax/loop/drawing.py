@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -12,6 +12,7 @@ from gspax.data.problem import Problem, read_problem
 from gspax.distributed import multihost
 from gspax.loop.learner import Learner, count_rollouts
 from gspax.rollout.placement import find_last_ahead
+from gspax.rollout.pool import Pool
 from gspax.rollout.rewards import Started, encode_prompts, start_rewards
 from gspax.rollout.sampler import lengths_to_host, sample
 from gspax.run import progress
@@ -40,6 +41,15 @@ class RolloutBatch:
     sampled: Rollout  # on the sampler's mesh, where each process has the rows whose problems it has
     rollout: Rollout  # the same on the learner's mesh
     started: Started
+    metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts
+
+
+@dataclass
+class InFlight:
+    """What the sampler is drawing between two steps; nothing before the first one and after a restore."""
+
+    batches: deque[PendingRollout] = field(default_factory=deque)  # the next one first
+    pool: Pool | None = None  # instead, for partial rollouts
 
 
 def next_rollout(learner: Learner, state: TrainState, ahead: deque[PendingRollout]) -> RolloutBatch:

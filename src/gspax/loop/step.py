@@ -6,7 +6,6 @@ One rollout from prompt to gradient: `loop/step.py`, `rollout/sampler.py`, `adva
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from functools import partial
 
@@ -15,13 +14,21 @@ import jax
 from gspax.config import row_shape, updates_per_step
 from gspax.distributed import multihost
 from gspax.learner import minibatches
-from gspax.learner.metrics import Clock, response_metrics, routing_metrics, score_metrics, update_metrics
+from gspax.learner.metrics import (
+    Clock,
+    response_metrics,
+    routing_metrics,
+    score_metrics,
+    staleness_metrics,
+    update_metrics,
+)
 from gspax.learner.optimizer import learning_rate
 from gspax.learner.state import count_updates
 from gspax.learner.train_step import first_update_scores
 from gspax.learner.updates import run_updates
-from gspax.loop.drawing import PendingRollout, RolloutBatch, draw, next_rollout, receive
+from gspax.loop.drawing import InFlight, RolloutBatch, draw, next_rollout, receive
 from gspax.loop.learner import Learner, count_rollouts
+from gspax.loop.partial import next_partial
 from gspax.model.low_rank import base
 from gspax.rollout.dynamic_sampling import GradedBatch, refill
 from gspax.rollout.rewards import Row, compute_advantages, reward_completions, reward_metrics, shape_rewards
@@ -31,17 +38,19 @@ from gspax.types import Params, TrainState
 
 
 def run_step(
-    learner: Learner, state: TrainState, reference: Params | None, ahead: deque[PendingRollout]
+    learner: Learner, state: TrainState, reference: Params | None, in_flight: InFlight
 ) -> tuple[TrainState, dict[str, float], list[Row]]:
     """One rollout batch and its optimiser updates: the new state, the metrics, and a row for each completion.
 
     Args:
       reference: from `load_reference`.
-      ahead: the rollout batches in flight, this one first; empty in the first step and after a restore. Those that
-        the sampler starts on are appended.
+      in_flight: updated to what the sampler is drawing after this step.
     """
     experiment, clock = learner.experiment, Clock()
-    batch = next_rollout(learner, state, ahead)
+    if experiment.placement is not None and experiment.placement.partial is not None:
+        batch, in_flight.pool = next_partial(learner, state, in_flight.pool)
+    else:
+        batch = next_rollout(learner, state, in_flight.batches)
     clock.lap("rollout")
     graded = grade(learner, batch)
     clock.lap("reward")
@@ -64,7 +73,7 @@ def grade(learner: Learner, batch: RolloutBatch) -> GradedBatch:
     """A rollout batch with its rewards."""
     reward = partial(reward_completions, tokenizer=learner.experiment.tokenizer, calls=learner.rewards)
     rows = reward(batch.problems, batch.sampled, started=batch.started)
-    return GradedBatch(batch.policy, len(batch.problems), batch.rollout, rows)
+    return GradedBatch(batch.policy, len(batch.problems), batch.rollout, rows, batch.metrics)
 
 
 def learn(
@@ -103,7 +112,7 @@ def learn(
     )
     batches = minibatches.set_advantages(scored.batches, layouts, advantage_B, learner.mesh)
     scored = replace(scored, batches=batches)
-    stale = {"rollout/staleness": float(count_rollouts(learner, state) - batch.policy)} if experiment.placement else {}
+    stale = staleness_metrics(rollout, count_rollouts(learner, state), batch.policy) if experiment.placement else {}
     rate = learning_rate(experiment.optimizer)
     updated = run_updates(
         learner.steps,

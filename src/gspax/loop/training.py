@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from gspax.learner.alarms import alarm_metrics, warn_of_alarms
 from gspax.learner.finite import check_finite, check_skipped, count_skipped
 from gspax.learner.restore import drop_frozen, load_reference, restore_state, save_start
 from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
-from gspax.loop.drawing import PendingRollout
+from gspax.loop.drawing import InFlight
 from gspax.loop.learner import Learner, count_rollouts, make_learner
 from gspax.loop.step import run_step
 from gspax.rollout.rewards import gather_texts
@@ -95,10 +94,10 @@ def train_from_newest(
             record_evaluation(learner, state, recorder, run, done)
         wanted = experiment.reference is not None and experiment.lora is None  # adapters have their base in the state
         reference = load_reference(run, state, experiment.model, learner.mesh) if wanted else None
-        ahead: deque[PendingRollout] = deque()
+        in_flight = InFlight()
         skipped, alarms = 0, frozenset[str]()
         while done < schedule.steps:
-            state, metrics, rows = run_step(learner, state, reference, ahead)
+            state, metrics, rows = run_step(learner, state, reference, in_flight)
             done += 1
             if done == started + 1:
                 bar.print(f"first step done; {compiled}")

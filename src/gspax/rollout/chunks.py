@@ -22,7 +22,7 @@ from gspax.run import interrupt
 from gspax.types import Array, Params
 
 
-class _Progress(NamedTuple):
+class Progress(NamedTuple):
     """What is fetched after a chunk."""
 
     tokens_BC: Array
@@ -56,16 +56,16 @@ def draw_in_chunks(
         interrupt.stop_point()
         before, going = progress, bool(multihost.to_host(progress.left))
         if going:
-            state, progress = _advance(params, state, key, np.int32(version), settings=settings)
+            state, progress = advance_chunk(params, state, key, np.int32(version), settings=settings)
         if ended is not None:
-            _hand_over(before, handed_over, settings.sampling.max_tokens, ended)
+            hand_over(before, handed_over, settings.sampling.max_tokens, ended)
         if not going:
             return state
         if renew is not None:
             params, version = renew()
 
 
-def _hand_over(progress: _Progress, handed_over: np.ndarray, longest: int, ended: Callable[..., None]) -> None:
+def hand_over(progress: Progress, handed_over: np.ndarray, longest: int, ended: Callable[..., None]) -> None:
     """Call `ended` with the rows that have ended since the last time."""
     length_B, finished_B = multihost.to_host((progress.length_B, progress.finished_B))
     new_B = (finished_B | (length_B >= longest)) & ~handed_over
@@ -83,15 +83,17 @@ def _hand_over(progress: _Progress, handed_over: np.ndarray, longest: int, ended
 @partial(jax.jit, static_argnames="settings")
 def _start(params, tokens_PS, length_P, id_P, key, *, settings) -> Any:
     state = engine.start(params, tokens_PS, length_P, id_P, key, settings)
-    return state, _describe(state)
+    return state, describe_progress(state)
 
 
 @partial(jax.jit, static_argnames="settings", donate_argnames="state")
-def _advance(params, state, key, version, *, settings) -> Any:
+def advance_chunk(params, state, key, version, *, settings) -> Any:
+    """The state and its `Progress` after `sampling.chunk` more tokens of each slot."""
     state = engine.advance(params, state, key, settings, settings.sampling.chunk, version)
-    return state, _describe(state)
+    return state, describe_progress(state)
 
 
-def _describe(state: engine.State) -> _Progress:
+def describe_progress(state: engine.State) -> Progress:
+    """What the host looks at."""
     rows = state.rows
-    return _Progress(rows.tokens_BC, rows.length_B, rows.finished_B, rows.live_W.any())
+    return Progress(rows.tokens_BC, rows.length_B, rows.finished_B, rows.live_W.any())

@@ -34,7 +34,7 @@ class GradedBatch:
     prompts: int  # taken from the data: more than P if groups were replaced
     rollout: Rollout  # on the learner's mesh
     rows: list[Row]
-    metrics: dict[str, float] = field(default_factory=dict)  # of dynamic sampling
+    metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts or dynamic sampling
 
 
 def refill(

@@ -3,7 +3,8 @@
 Before each rollout batch a serving copy of the parameters (`rollout.serving`) is made on the sampler's mesh, and the
 rollout is fetched back. Colocated, that mesh has the learner's devices, with other axes. Disaggregated
 (`Experiment.placement`), it has the last devices, and while the learner updates, the sampler draws ahead: batch n is
-drawn with the parameters that the learner had after batch n - 1 - k, with k at most `placement.staleness`.
+drawn with the parameters that the learner had after batch n - 1 - k, with k at most `placement.staleness`. Partial
+rollouts renew them while a batch is drawn (`rollout.pool`).
 
 Whichever parameters drew a batch, its old log-probs are the learner's, from before the batch's first update; they are
 the ratio's denominator. The sampler's log-probs belong to the older parameters; `correction` accounts for the

@@ -83,16 +83,18 @@ def place_prompts(
     sampling: Sampling,
     mesh: jax.sharding.Mesh | None,
     greedy: int = 0,
+    widest: bool = False,
 ) -> tuple[Any, Any, Any]:
     """Right-padded tokens int32 `[P, S]`, lengths int32 `[P]` and first sample ids uint32 `[P]`, on the mesh.
 
     Args:
       prompts: fewer than P if groups are split: each is repeated.
       sampling: from `split_groups`.
+      widest: S is `sampling.max_prompt_tokens`, not a bucket.
     """
     limit, parts = sampling.max_prompt_tokens, sampling.prompts // len(prompts)
     longest = max(multihost.gather(multihost.all_or_raise(lambda: longest_prompt(prompts, prompt_ids, limit))))
-    tokens_PS, length_P = pad_prompts(prompts, limit, longest)
+    tokens_PS, length_P = pad_prompts(prompts, limit, limit if widest else longest)
     part_P = np.tile(np.arange(parts, dtype=np.uint32), len(prompts))
     first_P = np.asarray(prompt_ids, np.uint32) * np.uint32(parts * sampling.group - greedy)
     id_P = np.repeat(first_P, parts) + part_P * np.uint32(sampling.group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ def measure_steps(learner: Learner, trace: Path | None) -> MeasuredSteps:
     import jax.numpy as jnp
 
     from gspax.learner.state import add_adapters, init_state
-    from gspax.loop.drawing import PendingRollout
+    from gspax.loop.drawing import InFlight
     from gspax.loop.step import run_step
     from gspax.run.compilation import count_compilations
 
@@ -49,16 +48,16 @@ def measure_steps(learner: Learner, trace: Path | None) -> MeasuredSteps:
         reference = jax.tree.map(jnp.copy, state.params) if needed else None
         if experiment.lora is not None:
             state = add_adapters(state, experiment.model, experiment.lora, learner.optimizer, learner.mesh)
-        ahead: deque[PendingRollout] = deque()
-        state, _, _ = run_step(learner, state, reference, ahead)
+        in_flight = InFlight()
+        state, _, _ = run_step(learner, state, reference, in_flight)
         first_step_s, programs, cached, seconds = age(), compiled.programs, compiled.cached, compiled.seconds
         metrics = []
         for _ in range(STEPS):
-            state, found, _ = run_step(learner, state, reference, ahead)
+            state, found, _ = run_step(learner, state, reference, in_flight)
             metrics.append(found)
         if trace is not None:
             with jax.profiler.trace(str(trace), create_perfetto_trace=True):
-                run_step(learner, state, reference, ahead)
+                run_step(learner, state, reference, in_flight)
     return MeasuredSteps(metrics, first_step_s, programs, cached, seconds)
 
 

@@ -1,0 +1,127 @@
+"""Partial rollouts: rollout batches out of the groups that the sampler is drawing (`rollout.pool`).
+
+No group is carried over a checkpoint: before one, only as many problems are drawn as the batches up to it need, and the
+last of these waits for all of them. A resumed run therefore starts with an empty pool, as the uninterrupted one did.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+
+from gspax.data.problem import Problem, read_problem
+from gspax.distributed import multihost
+from gspax.experiment.counts import with_carried
+from gspax.loop.drawing import SAMPLING, RolloutBatch
+from gspax.loop.learner import Learner, count_rollouts
+from gspax.rollout import engine
+from gspax.rollout.placement import find_last_ahead
+from gspax.rollout.pool import (
+    FREE,
+    DrawnWith,
+    Pool,
+    admit,
+    choose_groups,
+    draw_chunk,
+    find_ended,
+    new_pool,
+    next_problems,
+    take,
+)
+from gspax.rollout.rewards import encode_prompts, start_rewards
+from gspax.rollout.sampler import lengths_to_host, split_groups
+from gspax.run import interrupt, progress
+from gspax.sharding import named_sharding
+from gspax.types import TrainState
+
+
+def next_partial(learner: Learner, state: TrainState, pool: Pool | None) -> tuple[RolloutBatch, Pool]:
+    """The next rollout batch, on the learner's mesh, and the pool that the sampler draws on while the learner updates.
+
+    Args:
+      pool: after the batch before; None in the first step and after a restore.
+    """
+    experiment, placement = learner.experiment, learner.experiment.placement
+    sampling, schedule = experiment.sampling, experiment.schedule
+    assert placement is not None and placement.partial is not None
+    done, P = count_rollouts(learner, state), sampling.prompts
+    settings, places = make_settings(learner), with_carried(sampling, placement).prompts
+    drawn_with = DrawnWith(
+        learner.sampler.push(state.params),
+        done,
+        learner.sampler.push_key(jax.random.fold_in(state.key, SAMPLING)),
+    )
+
+    def due(batch: int) -> bool:
+        return progress.is_due(batch, schedule.checkpoint_every, schedule.steps)
+
+    def fill(pool: Pool, batch: int) -> Pool:
+        """With as many groups as there may be while a rollout batch is drawn."""
+        most = min(places, P * (1 + find_last_ahead(1, batch, due) - batch))
+        return admit_problems(learner, pool, most - pool.count(), drawn_with, settings)
+
+    pool = new_pool(places, sampling.group, int(multihost.to_host(state.position))) if pool is None else pool
+    pool = fill(pool, done)
+    while (chosen := choose_groups(pool, end_samples(learner, pool), P, done - placement.staleness)) is None:
+        interrupt.stop_point()
+        pool = draw_chunk(pool, drawn_with, settings)
+    batch, pool = take_batch(learner, pool, chosen, settings)
+    if not due(done + 1):
+        pool = fill(pool, done + 1) if placement.partial.ahead else pool
+        for _ in range(placement.partial.ahead):
+            pool = draw_chunk(pool, drawn_with, settings)
+    return batch, pool
+
+
+def make_settings(learner: Learner) -> engine.Settings:
+    """What the sampler's programs are compiled for."""
+    experiment, mesh = learner.experiment, learner.sampler.mesh
+    sampling = split_groups(with_carried(experiment.sampling, experiment.placement), mesh)
+    stop_ids = experiment.tokenizer.stop_ids
+    return engine.Settings(experiment.model, sampling, stop_ids, mesh, keep_versions=True, admits=True)
+
+
+def admit_problems(learner: Learner, pool: Pool, groups: int, drawn_with: DrawnWith, settings: engine.Settings) -> Pool:
+    """The pool with so many more groups."""
+    if groups <= 0:
+        return pool
+    experiment, index_R = learner.experiment, next_problems(pool, groups)
+    read, by_row = partial(read_problem, experiment.data.train), named_sharding(learner.sampler.mesh, "batch")
+
+    def make(index: int) -> Problem | None:
+        return None if index == FREE else read(index)
+
+    group, vocabulary = experiment.sampling.group, experiment.model.vocab_size
+    problems = multihost.all_or_raise(lambda: multihost.local_rows(make, index_R.tolist(), by_row, group=group))
+    prompts = encode_prompts(experiment.tokenizer, problems, vocabulary)
+    return admit(pool, index_R, problems, prompts, drawn_with, settings)
+
+
+def end_samples(learner: Learner, pool: Pool) -> np.ndarray:
+    """Whether a place's group has ended, bool [R], after the rewards of samples that have were started.
+
+    With several processes they are started with their batch: its rows may be on other processes than the pool's.
+    """
+    sampling, ended = learner.experiment.sampling, None
+    if jax.process_count() == 1:
+        tokenizer, group = learner.experiment.tokenizer, sampling.group
+        ended = partial(
+            start_rewards, pool.problems, pool.started, tokenizer=tokenizer, calls=learner.rewards, group=group
+        )
+    return find_ended(pool, ended, sampling.max_tokens)
+
+
+def take_batch(
+    learner: Learner, pool: Pool, places: np.ndarray, settings: engine.Settings
+) -> tuple[RolloutBatch, Pool]:
+    """The groups in these places as a rollout batch on the learner's mesh, and the pool without them."""
+    index, policy = pool.problem_R[places].tolist(), int(pool.policy_R[places].min())
+    pool, rollout, started = take(pool, places, settings)
+    read, by_row = partial(read_problem, learner.experiment.data.train), named_sharding(learner.sampler.mesh, "batch")
+    group = learner.experiment.sampling.group
+    problems = multihost.all_or_raise(lambda: multihost.local_rows(read, index, by_row, group=group))
+    sampled = lengths_to_host(rollout)
+    metrics = {"rollout/carried": float(pool.count())}
+    return RolloutBatch(policy, problems, sampled, learner.sampler.fetch(sampled), started, metrics), pool

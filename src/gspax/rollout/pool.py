@@ -1,0 +1,194 @@
+"""Partial rollouts: a pool of groups, out of which a rollout batch is taken as soon as enough of them have ended.
+
+The others stay and are drawn on, with newer parameters, into the next batch: a few long completions hold up nobody.
+Their tokens and log-probs are kept, each token with the version of the parameters that drew it, and so is their cache.
+Computing it again with the new parameters would cost a prefill of every carried completion; without that, a token's
+log-prob is still the one that it was drawn with, which is what corrections need (`losses.correction`).
+
+When a batch ends depends on lengths alone, never on time, so that a run can be repeated. What decides is on the host
+of every process.
+
+Axes: R places for groups, P of them in a rollout batch; else as in `engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspax.data.problem import Problem
+from gspax.distributed import multihost
+from gspax.rollout import engine
+from gspax.rollout.chunks import Progress, advance_chunk, describe_progress, hand_over
+from gspax.rollout.rewards import Started
+from gspax.rollout.sampler import assemble, place_prompts
+from gspax.sharding import named_sharding
+from gspax.types import Array, Params, Rollout
+
+FREE = -1  # the problem of a place without a group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """The groups that are being drawn, and those that have ended and wait for a batch."""
+
+    problem_R: np.ndarray  # int64    index of each place's problem, or FREE
+    policy_R: np.ndarray  # int64    version of the parameters that drew the group's first tokens
+    next_problem: int  # the first one that has not been in the pool
+    problems: list[Problem | None]  # of each place; those that this process has rows of
+    started: Started  # rewards of samples that have ended, by row of the pool
+    handed_over_B: np.ndarray  # bool     the sample has ended, and its reward was started if it is started here
+    tokens_RS: Array | None = None  # int32    prompts; None, as the two below: nothing has been drawn
+    state: engine.State | None = None
+    progress: Progress | None = None
+
+    def count(self) -> int:
+        """The groups in it."""
+        return int((self.problem_R != FREE).sum())
+
+
+class DrawnWith(NamedTuple):
+    """What the next tokens are drawn with."""
+
+    params: Params  # a serving copy
+    version: int  # the rollout batches that it has learnt from
+    key: Array
+
+
+def new_pool(places: int, group: int, first: int) -> Pool:
+    """A pool without groups, whose first problem will be `first`."""
+    return Pool(
+        problem_R=np.full(places, FREE, np.int64),
+        policy_R=np.zeros(places, np.int64),
+        next_problem=first,
+        problems=[None] * places,
+        started=Started(),
+        handed_over_B=np.ones(places * group, bool),
+    )
+
+
+def next_problems(pool: Pool, groups: int) -> np.ndarray:
+    """The next so many problems in the free places that they will have, int64 [R]; FREE elsewhere."""
+    fresh_R = np.full_like(pool.problem_R, FREE)
+    places = np.flatnonzero(pool.problem_R == FREE)[:groups]
+    fresh_R[places] = pool.next_problem + np.arange(len(places))
+    return fresh_R
+
+
+def admit(
+    pool: Pool,
+    index_R: np.ndarray,
+    problems: Sequence[Problem | None],
+    prompts: Sequence[Sequence[int] | None],
+    drawn_with: DrawnWith,
+    settings: engine.Settings,
+) -> Pool:
+    """The pool with new groups, and the first token of each of their samples.
+
+    Args:
+      index_R: from `next_problems`.
+      problems: of all R places, those that this process has rows of; None where `index_R` is FREE.
+      prompts: their tokens.
+    """
+    params, version, key = drawn_with
+    fresh_R = index_R != FREE
+    problem_R = np.where(fresh_R, index_R, pool.problem_R)
+    handed_over_B = pool.handed_over_B & ~np.repeat(fresh_R, len(pool.handed_over_B) // len(fresh_R))
+    filled = [prompt if fresh else [0] for prompt, fresh in zip(prompts, fresh_R, strict=True)]  # any prompt does
+    tokens, lengths, ids = place_prompts(
+        filled, np.maximum(problem_R, 0).tolist(), sampling=settings.sampling, mesh=settings.mesh, widest=True
+    )
+    fresh: Any = np.repeat(fresh_R, len(lengths) // len(fresh_R))
+    if settings.mesh is not None:
+        fresh = multihost.to_devices(fresh, named_sharding(settings.mesh, "batch"))
+    tokens_RS, state, progress = _admit(
+        params,
+        (pool.tokens_RS, pool.state),
+        (tokens, lengths, ids),
+        key,
+        fresh_R=fresh,
+        version=np.int32(version),
+        settings=settings,
+    )
+    return Pool(
+        problem_R=problem_R,
+        policy_R=np.where(fresh_R, version, pool.policy_R),
+        next_problem=pool.next_problem + int(fresh_R.sum()),
+        problems=[new if fresh else old for fresh, new, old in zip(fresh_R, problems, pool.problems, strict=True)],
+        started=pool.started,
+        handed_over_B=handed_over_B,
+        tokens_RS=tokens_RS,
+        state=state,
+        progress=progress,
+    )
+
+
+def draw_chunk(pool: Pool, drawn_with: DrawnWith, settings: engine.Settings) -> Pool:
+    """The pool after `sampling.chunk` more tokens of each slot. Does not wait."""
+    assert pool.state is not None
+    params, version, key = drawn_with
+    state, progress = advance_chunk(params, pool.state, key, np.int32(version), settings=settings)
+    return replace(pool, state=state, progress=progress)
+
+
+def find_ended(pool: Pool, ended: Callable[[dict[int, np.ndarray]], None] | None, longest: int) -> np.ndarray:
+    """Whether all samples of a place's group have ended, bool [R]. Waits for the last chunk. Collective.
+
+    Args:
+      ended: as for `chunks.draw_in_chunks`; rows are those of the pool.
+      longest: `sampling.max_tokens`.
+    """
+    assert pool.progress is not None
+    if ended is not None:
+        hand_over(pool.progress, pool.handed_over_B, longest, ended)
+    length_B, finished_B = multihost.to_host((pool.progress.length_B, pool.progress.finished_B))
+    ended_R = (finished_B | (length_B >= longest)).reshape(len(pool.problem_R), -1).all(axis=1)
+    return ended_R & (pool.problem_R != FREE)
+
+
+def choose_groups(pool: Pool, ended_R: np.ndarray, groups: int, oldest: int) -> np.ndarray | None:
+    """The places of the next rollout batch, in the order of their problems; None while it must wait.
+
+    Args:
+      groups: P: that many have ended, of which those drawn first are taken.
+      oldest: a group whose first tokens are of this version or an older one cannot wait for another batch.
+    """
+    held_R = pool.problem_R != FREE
+    if ended_R.sum() < groups or (held_R & (pool.policy_R <= oldest) & ~ended_R).any():
+        return None
+    by_problem = np.argsort(pool.problem_R, kind="stable")
+    return by_problem[ended_R[by_problem]][:groups]
+
+
+def take(pool: Pool, places: np.ndarray, settings: engine.Settings) -> tuple[Pool, Rollout, Started]:
+    """The pool without these groups, their rows in the order of `places`, and their rewards by these rows."""
+    group = len(pool.handed_over_B) // len(pool.problem_R)
+    row_B = (places[:, None] * group + np.arange(group)).reshape(-1)
+    started = {new: pool.started.pop(old) for new, old in enumerate(row_B.tolist()) if old in pool.started}
+    on_devices = row_B if settings.mesh is None else multihost.to_devices(row_B, named_sharding(settings.mesh))
+    rollout = _take(pool.tokens_RS, pool.state, on_devices, settings=settings)
+    problem_R = pool.problem_R.copy()
+    problem_R[places] = FREE
+    return replace(pool, problem_R=problem_R), rollout, started
+
+
+@partial(jax.jit, static_argnames="settings", donate_argnames="held")
+def _admit(params, held, prompts, key, *, fresh_R, version, settings) -> Any:
+    tokens_RS, state = held
+    state = engine.admit(params, state, prompts, key, settings, fresh_P=fresh_R, version=version)
+    tokens_RS = prompts[0] if tokens_RS is None else jnp.where(fresh_R[:, None], prompts[0], tokens_RS)
+    return tokens_RS, state, describe_progress(state)
+
+
+@partial(jax.jit, static_argnames="settings")
+def _take(tokens_RS, state, row_B, *, settings) -> Rollout:
+    rollout = jax.tree.map(lambda leaf: leaf[row_B], assemble(tokens_RS, state, settings))
+    if settings.mesh is None:
+        return rollout
+    return jax.lax.with_sharding_constraint(rollout, named_sharding(settings.mesh, "batch"))

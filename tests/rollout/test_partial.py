@@ -1,0 +1,235 @@
+"""Partial rollouts: whole groups out of the sampler's pool, renewed parameters, nothing across a checkpoint."""
+
+import itertools
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from small_experiment import experiment
+
+from gspax import config
+from gspax.config import Grading, PartialRollouts, Placement, Sampling
+from gspax.data.problem import Problem
+from gspax.experiment.validation import validate
+from gspax.learner.metrics import staleness_metrics
+from gspax.learner.state import init_state
+from gspax.loop import drawing
+from gspax.loop.learner import make_learner
+from gspax.loop.partial import next_partial
+from gspax.loop.step import grade
+from gspax.rewards.calls import RewardCalls
+from gspax.rollout.pool import FREE, choose_groups, new_pool
+from gspax.types import Rollout
+
+P, G, CARRIED, STEPS = 8, 4, 4, 6
+
+
+class Numbered:
+    """Problems whose prompt is their index."""
+
+    def train(self, index):
+        return Problem(prompt=f"{index:03d}=", answer="0")
+
+    heldout = train
+
+
+PARTIAL = replace(
+    experiment,
+    model=replace(experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=32),
+    data=Numbered(),
+    warm_start=None,
+    optimizer=config.Optimizer(learning_rate=0.03),
+    sampling=Sampling(prompts=P, group=G, max_prompt_tokens=4, max_tokens=20, chunk=2),
+    schedule=replace(experiment.schedule, steps=STEPS, eval_every=0, checkpoint_every=4),
+    evaluation=config.Evaluation(problems=8),
+    placement=Placement(devices=4, staleness=2, partial=PartialRollouts(carried=CARRIED, ahead=2)),
+)
+CLOCKS = ("time/", "cpu/", "perf/")
+
+
+def step_on(learner, state, batch, *, renew):
+    """The state after the updates of a rollout batch; each has parameters of its own if they are renewed."""
+    params = jax.tree.map(lambda leaf: leaf * 1.3 if renew else leaf, state.params)
+    step = state.step + learner.experiment.schedule.minibatches
+    return replace(state, params=params, step=step, position=state.position + len(batch.problems))
+
+
+def draw_batches(learner, *, renew):
+    """The batches of a run, the problems that were in flight when each ended, and the state that each was drawn for."""
+    state, pool = init_state(learner.experiment.model, learner.optimizer, jax.random.key(0), learner.mesh), None
+    batches, in_flight, states = [], [], []
+    for _ in range(STEPS):
+        batch, pool = next_partial(learner, state, pool)
+        batches.append(batch)
+        in_flight.append({index for index in pool.problem_R.tolist() if index != FREE})
+        states.append(state)
+        state = step_on(learner, state, batch, renew=renew)
+    return batches, in_flight, states
+
+
+@pytest.fixture(scope="module")
+def learner():
+    return make_learner(PARTIAL)
+
+
+def problems_of(batch):
+    return [int(problem.prompt[:-1]) for problem in batch.problems]
+
+
+def completions(rollout):
+    """Tokens, log-probs and versions of each row."""
+    host = jax.device_get(rollout)
+    versions = np.zeros_like(host.tokens_BT) if host.version_BT is None else host.version_BT
+    fields = host.tokens_BT, host.logp_BT, versions
+    return [tuple(field[row, kept] for field in fields) for row, kept in enumerate(host.mask_BT)]
+
+
+def drawn_at_once(learner, state, count):
+    """The completions of the first problems, each group by the parameters of a state alone."""
+    params, rows = learner.sampler.push(state.params), []
+    for first in range(0, count, P):
+        rows += completions(drawing.draw(whole(learner), params, state, first).rollout)
+    return {index: rows[index * G : (index + 1) * G] for index in range(count)}
+
+
+def whole(learner):
+    """The same sampler without chunks: rollout batches are drawn at once."""
+    sampling = replace(learner.experiment.sampling, chunk=0)
+    return replace(learner, experiment=replace(learner.experiment, sampling=sampling, placement=Placement(devices=4)))
+
+
+def check_problems(batches, in_flight):
+    """Every problem is in one batch, oldest first, and none is in flight at a checkpoint or at the end."""
+    seen = [problems_of(batch) for batch in batches]
+    assert sorted(itertools.chain(*seen)) == list(range(P * STEPS)) and all(each == sorted(each) for each in seen)
+    assert [len(each) for each in in_flight] == [P + CARRIED, P + CARRIED, P, 0, P, 0], "with those admitted ahead"
+    assert list(itertools.chain(*seen)) != list(range(P * STEPS)), "some groups were carried over"
+    for done, batch in enumerate(batches):
+        assert batch.metrics["rollout/carried"] == (0 if done in (3, 5) else CARRIED)
+
+
+def test_batches_have_the_samples_of_whole_ones_and_nothing_crosses_a_checkpoint(learner):
+    """With unchanged parameters: pool, places and chunks decide when a sample is drawn, never what."""
+    batches, in_flight, states = draw_batches(learner, renew=False)
+    check_problems(batches, in_flight)
+    wanted = drawn_at_once(learner, states[0], P * STEPS)
+    for batch in batches:
+        rows = completions(batch.rollout)
+        for group, index in enumerate(problems_of(batch)):
+            for got, want in zip(rows[group * G : (group + 1) * G], wanted[index], strict=True):
+                np.testing.assert_array_equal(got[0], want[0])
+                np.testing.assert_allclose(got[1], want[1], atol=1e-5)
+
+
+def test_parameters_are_renewed_between_chunks_and_tokens_have_the_version_that_drew_them(learner):
+    batches, in_flight, states = draw_batches(learner, renew=True)
+    check_problems(batches, in_flight)
+    by_version = [drawn_at_once(learner, state, P * STEPS) for state in states]
+    changed = 0
+    for done, batch in enumerate(batches):
+        rows, ages = completions(batch.rollout), []
+        for group, index in enumerate(problems_of(batch)):
+            for number, (tokens, logp, versions) in enumerate(rows[group * G : (group + 1) * G]):
+                ages += (done - versions).tolist()
+                assert (np.diff(versions) >= 0).all() and done - 2 <= versions[0] and versions[-1] <= done
+                start = (versions == versions[0]).sum()
+                want, want_logp, _ = by_version[versions[0]][index][number]
+                np.testing.assert_array_equal(tokens[:start], want[:start])
+                np.testing.assert_allclose(logp[:start], want_logp[:start], atol=1e-5)
+                changed += start < len(tokens) and tokens.tolist() != want.tolist()
+        found = staleness_metrics(batch.rollout, done, batch.policy)
+        assert found == {"rollout/staleness": pytest.approx(np.mean(ages)), "rollout/staleness_max": max(ages)}
+    assert changed, "newer parameters draw other tokens"
+    assert max(ages) > 0
+
+
+def test_rewards_start_as_samples_end_and_each_is_given_once(learner):
+    calls = []
+
+    def reward(problem, completion):
+        calls.append((problem.prompt, completion))
+        return float(len(completion))
+
+    with RewardCalls(reward, Grading()) as rewards:
+        mine = replace(learner, rewards=rewards)
+        state, pool = init_state(PARTIAL.model, learner.optimizer, jax.random.key(0), learner.mesh), None
+        for done in range(2):
+            batch, pool = next_partial(mine, state, pool)
+            assert len(batch.started) == P * G, "every sample of the batch has ended in some chunk"
+            rows = grade(mine, batch).rows
+            state = step_on(mine, state, batch, renew=False)
+            for number, row in enumerate(rows):
+                assert row["prompt"] == batch.problems[number // G].prompt
+                assert row["length"] == len(completions(batch.rollout)[number][0])
+                assert row["reward"] == len(row["completion"])
+            assert len(calls) == (done + 1) * P * G + len(pool.started)
+
+
+def pool_of(problems, policies):
+    pool = new_pool(len(problems), 2, 0)
+    return replace(pool, problem_R=np.array(problems), policy_R=np.array(policies))
+
+
+@pytest.mark.parametrize(
+    ("ended", "oldest", "wanted"),
+    [
+        ([0, 1, 0, 1, 0], 0, [3, 1]),  # in the order of the problems
+        ([1, 1, 0, 1, 1], 0, [3, 0]),  # the oldest ones; the free place never counts
+        ([0, 1, 0, 0, 1], 0, None),  # too few
+        ([1, 1, 0, 0, 0], 1, None),  # problem 3 must not wait
+        ([1, 1, 0, 1, 0], 1, [3, 0]),
+    ],
+)
+def test_a_batch_has_the_oldest_groups_that_ended_and_waits_for_those_at_the_bound(ended, oldest, wanted):
+    pool = pool_of([5, 7, 9, 3, FREE], [2, 2, 2, 1, 0])
+    ended_R = np.array(ended, bool) & (pool.problem_R != FREE)
+    chosen = choose_groups(pool, ended_R, 2, oldest)
+    assert (None if chosen is None else chosen.tolist()) == wanted
+
+
+def test_staleness_of_a_rollout_without_versions_is_that_of_its_parameters():
+    nothing = {name: None for name in ("tokens_BT", "mask_BT", "logp_BT", "prompt_length_B", "length_B", "finished_B")}
+    found = staleness_metrics(Rollout(**nothing), 5, 3)
+    assert found == {"rollout/staleness": 2.0, "rollout/staleness_max": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, []),
+        ({"carried": 9}, ["placement.partial.carried: wanted at most the 8 groups of a rollout batch, got 9"]),
+        ({"carried": 0, "ahead": 0}, ["placement.partial: wanted carried or ahead above 0, got 0 and 0"]),
+        (
+            {"staleness": 1},
+            ["placement.staleness: wanted at least 2, one rollout batch for each of placement.partial's carried and "
+             "ahead, got 1"],
+        ),
+        ({"staleness": 1, "ahead": 0}, []),
+        (
+            {"chunk": 0},
+            ["sampling.chunk: wanted the tokens between two renewals of the parameters, with placement.partial, got 0"],
+        ),
+        ({"max_refills": 1}, ["sampling.max_refills: wanted 0 with placement.staleness=2, got 1"]),
+        (
+            {"group": 2, "carried": 3},
+            ["placement.partial.carried: wanted rows in multiples of the 4 devices of placement.mesh for rows, got "
+             "11 prompts x 2 samples = 22"],
+        ),
+        (
+            {"cache_gib": 1e-6},
+            ["sampling.cache_gib: wanted at least 3.81e-06 for the cache of a device's prompts and of one "
+             "slot, got 1e-06"],
+        ),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work_are_rejected(changes, wanted):
+    placement, sampling = PARTIAL.placement, PARTIAL.sampling
+    for name, value in changes.items():
+        if hasattr(placement.partial, name):
+            placement = replace(placement, partial=replace(placement.partial, **{name: value}))
+        elif hasattr(placement, name):
+            placement = replace(placement, **{name: value})
+        else:
+            sampling = replace(sampling, **{name: value})
+    assert validate(replace(PARTIAL, placement=placement, sampling=sampling), 8) == wanted
