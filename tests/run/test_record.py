@@ -1,14 +1,16 @@
 """Metrics and samples on disk survive a kill and a resume."""
 
+import contextlib
 import json
 import math
 import resource
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax.run import record
+from gspax.run import record, tensorboard
 from gspax.run.directory import RunDir
 from gspax.run.record import Recorder, read_metrics, read_rows
 
@@ -90,21 +92,45 @@ def test_damaged_lines_of_the_metrics_are_skipped_counted_and_copied(run, capsys
     assert steps(run) == [1, 2, 3] and capsys.readouterr().err == ""
 
 
-def test_a_full_disk_delays_metrics_and_does_not_end_the_run(run, capsys):
+@contextlib.contextmanager
+def full_disk(size):
+    """No file of this process can grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_delays_metrics_and_does_not_end_the_run(run, monkeypatch, capsys):
+    monkeypatch.setattr(tensorboard, "FLUSH", -1.0)
     with Recorder(run, 0) as recorder:
         recorder.write_metrics(1, {"a": 1.0})
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (run.metrics.stat().st_size, before[1]))
-        try:
-            recorder._tensorboard = None
+        with full_disk(run.metrics.stat().st_size):
             recorder.write_metrics(2, {"a": 2.0})
             recorder.write_samples(2, [{"prompt": "p" * 100}])
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         recorder.write_metrics(3, {"a": 3.0})
     assert steps(run) == [1, 2, 3]
-    assert capsys.readouterr().err.count("could not be written: File too large; the run goes on") == 2
+    warnings = capsys.readouterr().err.splitlines()
+    assert all(line.endswith("could not be written: File too large; the run goes on") for line in warnings)
+    assert {Path(line.split()[2]).name for line in warnings} == {"metrics.jsonl", "step_000002.jsonl", "tensorboard"}
     assert list(run.samples.iterdir()) == []
+
+
+def test_after_a_full_disk_tensorboard_has_the_later_steps_and_nothing_waits(run, monkeypatch):
+    """More scalars than `tensorboardX.SummaryWriter` queues, which then waits for ever for a thread that has ended."""
+    event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
+    monkeypatch.setattr(tensorboard, "FLUSH", -1.0)
+    with Recorder(run, 0) as recorder:
+        recorder.write_metrics(1, {"a": 1.0})
+        with full_disk(10):
+            for step in range(2, 60):
+                recorder.write_metrics(step, {"a": 1.0, "b": 2.0})
+        recorder.write_metrics(60, {"a": 60.0})
+    _, last = sorted(run.tensorboard.iterdir())
+    assert [e.step for e in read_events(last, event) if e.summary.value] == [60]
+    assert [row["step"] for row in read_metrics(run.metrics)] == [*range(1, 61)]
 
 
 def test_lost_metrics_are_named(run, capsys):
@@ -154,7 +180,7 @@ def read_events(path, kind):
 
 
 def test_without_tensorboardx_a_notice_is_printed_once(run, monkeypatch, capsys):
-    monkeypatch.setattr(record, "SummaryWriter", None)
+    monkeypatch.setattr(record, "Scalars", None)
     fill(run, [1, 2])
     assert steps(run) == [1, 2]
     assert capsys.readouterr().err.count("tensorboardX") == 1

@@ -12,7 +12,6 @@ import math
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -25,9 +24,9 @@ from gspax.run.directory import RunDir
 from gspax.run.folders import unused_name, write_atomically
 
 try:
-    from tensorboardX import SummaryWriter
-except ImportError:
-    SummaryWriter = None
+    from gspax.run.tensorboard import Scalars
+except ImportError:  # tensorboardX is not installed
+    Scalars = None  # type: ignore[assignment,misc]
 
 
 class Recorder:
@@ -45,13 +44,10 @@ class Recorder:
         first = resume_step + 1 if resume_step else 0
         self._kept = _drop_from(run, first)
         self._file = run.metrics.open("a", encoding="utf-8")
-        if SummaryWriter is None:
+        if Scalars is None:
             print("tensorboardX is not installed: metrics go to metrics.jsonl only", file=sys.stderr)
         else:
-            # Event files are named by the second: without a suffix, two writers could use one name.
-            suffix = f".{time.time_ns()}"
-            folder = str(run.tensorboard)
-            self._tensorboard = SummaryWriter(folder, purge_step=first, flush_secs=10, filename_suffix=suffix)
+            self._tensorboard = Scalars(run.tensorboard, first)
 
     def __enter__(self) -> Self:
         return self
@@ -61,7 +57,8 @@ class Recorder:
             with _loud(self._run.metrics):
                 self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with _loud(self._run.tensorboard):
+                self._tensorboard.close()
 
     def has(self, step: int, name: str) -> bool:
         """Whether a metric of a step was recorded before this process. Collective."""
@@ -76,9 +73,8 @@ class Recorder:
             self._file.write(to_line({"step": step, **numbers}))
             self._file.flush()
         if self._tensorboard is not None:
-            for name, number in numbers.items():
-                if math.isfinite(number):  # tensorboardX prints a warning for each number that is not
-                    self._tensorboard.add_scalar(name, number, step)
+            with _loud(self._run.tensorboard):
+                self._tensorboard.write(step, numbers)
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Record completions of a step."""

@@ -1,0 +1,62 @@
+"""Scalars for TensorBoard, written in the caller's thread.
+
+`tensorboardX.SummaryWriter` hands events to a thread. On a full disk that thread ends, and the next scalars wait for it
+for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+FLUSH = 10.0  # seconds between two synchronisations with the disk
+
+
+class Scalars:
+    """The event files of a folder; a new one after each that could not be written, whose end may be damaged."""
+
+    def __init__(self, folder: Path, first: int) -> None:
+        """Step `first` and later ones that are in the folder already become invalid."""
+        self._folder, self._first = folder, first
+        self._writer: EventsWriter | None = None
+        self._flushed = 0.0
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write the finite numbers of a step. OSError if the disk is full: they are lost."""
+        values = [
+            Summary.Value(tag=name, simple_value=number) for name, number in numbers.items() if math.isfinite(number)
+        ]
+        try:
+            self._writer = self._writer or self._open()
+            self._writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+            if time.monotonic() > self._flushed + FLUSH:
+                self._writer.flush()
+                self._flushed = time.monotonic()
+        except OSError:
+            self._writer, self._first = None, step
+            raise
+
+    def close(self) -> None:
+        """Write what is buffered. OSError if the disk is full."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self) -> EventsWriter:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        suffix = f".{time.time_ns()}"  # files are named by the second: two writers could use one name
+        try:
+            writer = EventsWriter(str(self._folder / "events"), suffix)
+            start = SessionLog(status=SessionLog.START)
+            writer.write_event(Event(wall_time=time.time(), step=self._first, session_log=start))
+            writer.flush()
+        except OSError:  # the disk is still full: leave no empty file for each step
+            for path in self._folder.glob(f"*{suffix}"):
+                path.unlink()
+            raise
+        return writer
