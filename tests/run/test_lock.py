@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from gspax.errors import UserError
-from gspax.run import lock
-from gspax.run.directory import enter_run, open_run
+from gspax.run import directory, lock
+from gspax.run.directory import RunDir, enter_run
 
 DESCRIPTION = {"name": "sort", "schedule": {"steps": 10}}
 CHILD = """
@@ -41,13 +41,34 @@ def change(path, **fields):
 def test_a_second_run_is_refused_and_changes_nothing(tmp_path):
     with enter_run(tmp_path, DESCRIPTION) as run:
         before = {each: each.read_bytes() for each in tmp_path.iterdir()}
-        with pytest.raises(
-            UserError, match=rf"is in use by another run \(process {os.getpid()} on .* since 20"
-        ) as caught:
-            open_run(tmp_path, {**DESCRIPTION, "schedule": {"steps": 20}})
+        with (
+            pytest.raises(
+                UserError, match=rf"is in use by another run \(process {os.getpid()} on .* since 20"
+            ) as caught,
+            enter_run(tmp_path, {**DESCRIPTION, "schedule": {"steps": 20}}),
+        ):
+            pass
         assert "\n" not in str(caught.value)
         assert {each: each.read_bytes() for each in tmp_path.iterdir()} == before
     assert not run.lock.exists()
+
+
+def test_of_two_runs_that_start_at_the_same_moment_one_writes_nothing(tmp_path):
+    """The first one holds the lock, but has not written experiment.json yet."""
+    with lock.hold(RunDir(tmp_path).lock):
+        with pytest.raises(UserError, match="is in use by another run"), enter_run(tmp_path, DESCRIPTION):
+            pass
+        assert [each.name for each in tmp_path.iterdir()] == ["lock.json"]
+
+
+def test_a_run_writes_nothing_before_it_holds_the_lock(tmp_path, monkeypatch):
+    def is_locked(*args):
+        assert RunDir(tmp_path).lock.exists()
+
+    monkeypatch.setattr(directory, "write_atomically", is_locked)
+    monkeypatch.setattr(directory, "wait_until_shared", lambda run: None)
+    with enter_run(tmp_path, DESCRIPTION):
+        pass
 
 
 def test_the_lock_is_removed_after_an_error(tmp_path):

@@ -138,14 +138,26 @@ def enter_run(workdir: Path, description: Mapping[str, Any]) -> Iterator[RunDir]
     Raises:
       UserError: as `open_run`, or another process writes there; nothing is changed then.
     """
-    run = multihost.all_or_raise(lambda: open_run(workdir, description))
-    wait_until_shared(run)
-    with lock.hold(run.lock):
+    run = RunDir(Path(workdir))
+    multihost.all_or_raise(lambda: _create(run, description))
+    with lock.hold(run.lock):  # before anything is written: two runs may start at the same moment
+        multihost.all_or_raise(lambda: open_run(workdir, description))
+        wait_until_shared(run)
         yield run
+
+
+def _create(run: RunDir, description: Mapping[str, Any]) -> None:
+    """Create the directory of a run. UserError as `open_run`, or if another process writes there."""
+    if jax.process_index() == 0:
+        _read_same(run, description)
+        lock.require_free(run.lock)
+        run.path.mkdir(parents=True, exist_ok=True)
 
 
 def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
     """Create the run directory, or open that of the same experiment to resume it. Only process 0 writes.
+
+    It does not look at the lock: `enter_run` holds that meanwhile.
 
     Fields that a resumed run may change (`description.resumable`) get their new values in `experiment.json`.
 
@@ -153,25 +165,36 @@ def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
       UserError: `workdir` is a URL, a file, of another experiment, or not empty and no run; nothing is changed then.
     """
     run = RunDir(Path(workdir))
-    if re.match(r"[a-z][a-z0-9]+:/", str(workdir)):  # Path turns two slashes into one
-        raise UserError(f"{workdir}: wanted a directory of a file system (mount the bucket), got a URL")
     if jax.process_index() != 0:
         return run
     description = json.loads(json.dumps(description))
-    if run.path.exists() and not run.path.is_dir():
-        raise UserError(f"{run.path} is a file, not a run directory")
-    old = read_json(run.experiment) if run.experiment.exists() else None
-    if old is not None:
-        _require_same(run, old, description)
-    elif run.path.exists() and any(not entry.name.endswith(".tmp") for entry in run.path.iterdir()):
-        raise UserError(f"{run.path} is not empty and not a gspax run (it has no experiment.json)")
-    lock.require_free(run.lock)
+    old = _read_same(run, description)
     run.path.mkdir(parents=True, exist_ok=True)
     if old != description:
         write_atomically(run.experiment, json.dumps(description, indent=2) + "\n")
     attempts = _read_or_set_aside(run)
     write_atomically(run.environment, json.dumps([*attempts, describe_environment()], indent=2) + "\n")
     return run
+
+
+def _read_same(run: RunDir, description: Mapping[str, Any]) -> Any:
+    """experiment.json of a directory where this experiment may run; None if it is new. UserError as `open_run`."""
+    if re.match(r"[a-z][a-z0-9]+:/", str(run.path)):  # Path turns two slashes into one
+        raise UserError(f"{run.path}: wanted a directory of a file system (mount the bucket), got a URL")
+    if run.path.exists() and not run.path.is_dir():
+        raise UserError(f"{run.path} is a file, not a run directory")
+    if run.experiment.exists():
+        old = read_json(run.experiment)
+        _require_same(run, old, json.loads(json.dumps(description)))
+        return old
+    if run.path.exists() and any(_is_foreign(run, entry.name) for entry in run.path.iterdir()):
+        raise UserError(f"{run.path} is not empty and not a gspax run (it has no experiment.json)")
+    return None
+
+
+def _is_foreign(run: RunDir, name: str) -> bool:
+    """Whether a file is none of those that a run writes before experiment.json."""
+    return name != run.lock.name and not name.endswith(".tmp")
 
 
 def read_attempts(run: RunDir) -> list[Any] | None:
