@@ -10,10 +10,12 @@ import contextlib
 import ctypes
 import glob
 import hashlib
+import logging
 import os
 import platform
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
 def prepare() -> None:
     """Apply all settings. Call before jax compiles anything."""
     use_compilation_cache()
+    silence_failed_saves()
     if not has_accelerator() and keep_freed_pages():
         release_after_compilation()
 
@@ -94,6 +97,22 @@ def remove_old(folder: Path, days: float) -> None:
         with contextlib.suppress(OSError):
             if path.is_file() and path.stat().st_mtime < time.time() - days * 86_400:
                 path.unlink()
+
+
+def silence_failed_saves() -> None:
+    """Do not print what the threads of Orbax and tensorstore raise after a save that failed, as on a full disk.
+
+    The run reports the failure in a sentence. Those threads find their event loop closed: hundreds of tracebacks.
+    """
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    report = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not (isinstance(unraisable.exc_value, RuntimeError) and "Event loop is closed" in str(unraisable.exc_value)):
+            report(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def has_accelerator() -> bool:
