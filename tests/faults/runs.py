@@ -51,13 +51,21 @@ def start(
     kill: moments.Kill | None = None,
     steps: int = STEPS,
     with_report: bool = True,
+    log: str = "",
 ) -> Run:
-    """Start or resume the run in `workdir`."""
-    output = workdir.with_name(f"{workdir.name}.log")
+    """Start or resume the run in `workdir`; its output goes to a file beside that, which `log` names."""
+    output = workdir.with_name(f"{log or workdir.name}.log")
     arguments = ["train", file, "--workdir", str(workdir), f"schedule.steps={steps}", *overrides]
     process = _server.Process(target=_run, args=(arguments, output, kill, workdir, steps, with_report), daemon=True)
     process.start()
     return Run(process, output)
+
+
+def environment() -> dict[str, str]:
+    """The variables of a run that is started as a program, with the settings of the others."""
+    chosen = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "GSPAX_COMPILATION_CACHE": CACHE}
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, **chosen, "PYTHONPATH": paths}
 
 
 def _run(
