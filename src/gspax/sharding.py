@@ -48,6 +48,8 @@ RULES: Rules = {
     "rank": None,
 }
 
+PARAMETER_AXES = ("embed", "expert", "expert_embed", "heads", "mlp", "vocab")
+
 # The serving copy: replicated but for experts, heads and vocabulary, so that no token gathers a weight, unless memory
 # is short and `fsdp` is used (`serving_layouts`).
 SERVING_RULES = RULES | {"embed": "fsdp"}
@@ -76,8 +78,8 @@ def spec(*axes: str, rules: Rules = RULES) -> PartitionSpec:
 def token_spec(mesh: jax.sharding.Mesh, rows: int, length: int) -> PartitionSpec:
     """The spec of `[rows, length, ...]`: time is sharded where `context` divides it; for one position, the rows are."""
     if length % mesh.shape["context"] == 0:
-        return spec("batch", "time")
-    return spec(sample_axis(mesh, rows) if length == 1 else "batch")
+        return PartitionSpec(own_axes(mesh, "batch"), mesh_axes("time"))
+    return PartitionSpec(own_axes(mesh, sample_axis(mesh, rows) if length == 1 else "batch"))
 
 
 def sample_axis(mesh: jax.sharding.Mesh | None, rows: int) -> str:
@@ -263,7 +265,8 @@ def named_sharding(mesh: jax.sharding.Mesh, *axes: str, rules: Rules = RULES) ->
     they are written, and would compile a step again for a state that it returned itself.
     """
     large = [
-        tuple(name for name in names if mesh.shape[name] > 1) for names in map(_as_tuple, spec(*axes, rules=rules))
+        tuple(name for name in names if mesh.shape[name] > 1 and name not in mesh.manual_axes)
+        for names in map(_as_tuple, spec(*axes, rules=rules))
     ]
     while large and not large[-1]:
         large.pop()
@@ -281,10 +284,41 @@ def constrain(x: jax.Array, mesh: jax.sharding.Mesh | None, *axes: str) -> jax.A
 
 def batch_shards(mesh: jax.sharding.Mesh | dict[str, int]) -> int:
     """The number of shards of a batch's rows, on a mesh or with axes of these sizes."""
-    sizes = mesh if isinstance(mesh, dict) else mesh.shape
+    sizes = mesh if isinstance(mesh, dict) else axis_sizes(mesh)
     return math.prod(sizes[axis] for axis in mesh_axes("batch"))
 
 
 def mesh_axes(axis: str) -> tuple[str, ...]:
     """The mesh axes that a logical axis is sharded over."""
     return _as_tuple(RULES[axis])
+
+
+def replica_axes(mesh: jax.sharding.Mesh | None) -> tuple[str, ...]:
+    """The mesh axes of two devices or more over which rows are sharded and every parameter is replicated.
+
+    None if `tensor` is used: within a `shard_map` XLA's partitioner aborts at a look-up in a table that is sharded over
+    the vocabulary (jaxlib 0.10.2).
+    """
+    if mesh is None or mesh.shape["tensor"] > 1:
+        return ()
+    sharded = {axis for logical in PARAMETER_AXES for axis in mesh_axes(logical)}
+    return tuple(axis for axis in mesh_axes("batch") if mesh.shape[axis] > 1 and axis not in sharded)
+
+
+def within_replica(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> jax.sharding.Mesh:
+    """The mesh for code inside a `jax.shard_map` over these axes, whose arrays are those of one index along them.
+
+    Everything here that takes a mesh then leaves these axes out.
+    """
+    types = [AxisType.Manual if name in axes else type_ for name, type_ in zip(AXES, mesh.axis_types, strict=True)]
+    return jax.sharding.Mesh(mesh.devices, AXES, axis_types=tuple(types))
+
+
+def own_axes(mesh: jax.sharding.Mesh, axis: str) -> tuple[str, ...]:
+    """`mesh_axes` without those of a surrounding `within_replica`."""
+    return tuple(name for name in mesh_axes(axis) if name not in mesh.manual_axes)
+
+
+def axis_sizes(mesh: jax.sharding.Mesh) -> dict[str, int]:
+    """The devices along each axis that an array of the code around is sharded over: 1 for those of `within_replica`."""
+    return {name: 1 if name in mesh.manual_axes else size for name, size in mesh.shape.items()}

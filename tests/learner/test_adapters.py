@@ -15,6 +15,7 @@ from small_experiment import experiment
 from gspax import config, losses, sharding
 from gspax.evaluation.checkpoint import evaluate_run
 from gspax.learner import adapters, objective, train_step
+from gspax.learner.forward import forward
 from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
 from gspax.loop import training
 from gspax.model import transformer
@@ -127,7 +128,7 @@ def test_an_update_changes_only_the_factors_by_the_chain_rule(rows):
     chex.assert_trees_all_equal(base(state.params), base(before))
 
     def value(params):
-        outputs = train_step.forward(params, CONFIG, batch.tokens_BT, batch.segment_BT)
+        outputs = forward(params, CONFIG, batch.tokens_BT, batch.segment_BT)
         terms = losses.grpo(outputs.logp_BT, batch.old_logp_BT, batch.advantage, batch.mask_BT)
         return losses.reduce(terms)[0]
 

@@ -51,7 +51,7 @@ def compiled_step(mesh, lora):
 def test_the_head_is_gathered_once_and_its_gradient_reduced_once_for_all_chunks(monkeypatch, axes, lora, wanted):
     mesh = sharding.make_mesh(axes)
     vocabulary = V // mesh.shape["tensor"]
-    monkeypatch.setattr(train_step, "logit_chunk", lambda config, mesh, tokens: CHUNK)
+    monkeypatch.setattr("gspax.learner.forward.logit_chunk", lambda config, mesh, tokens: CHUNK)
 
     def count(_, each):
         kind = each.opcode.removesuffix("-start")

@@ -16,6 +16,7 @@ from small_experiment import experiment, objective_of
 from gspax import config, losses, sft, sharding
 from gspax.learner import objective, train_step
 from gspax.learner.expert_load import expert_counts, expert_load
+from gspax.learner.forward import forward
 from gspax.learner.optimizer import learning_rate, make_optimizer
 from gspax.learner.state import abstract_state, init_state, new_state
 from gspax.losses import correction, kl
@@ -182,7 +183,7 @@ def score(rows):
 def test_score_equals_the_log_probs_of_whole_logits(rows):
     data, params = batch(), tiny.params(CONFIG)
     want, entropy, experts = direct(params, data)
-    logp, got_entropy, got_experts, _ = score(rows)(params, data.tokens_BT, data.segment_BT, data.mask_BT)
+    logp, got_entropy, got_experts, *_ = score(rows)(params, data.tokens_BT, data.segment_BT, data.mask_BT)
     close(logp[data.mask_BT], want[data.mask_BT], rtol=1e-5, atol=1e-5)
     close(got_entropy[data.mask_BT], entropy[data.mask_BT], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(got_experts.swapaxes(0, 1), experts)
@@ -206,7 +207,7 @@ def with_experts(data, seed=0):
 def test_replay_forces_the_experts_of_the_batch():
     data, params = with_experts(batch()), tiny.params(CONFIG)
     free_logp, _, free_expert = direct(params, data)
-    run = jax.jit(functools.partial(train_step.forward, config=CONFIG, temperature=TEMPERATURE))
+    run = jax.jit(functools.partial(forward, config=CONFIG, temperature=TEMPERATURE))
     tokens = {"tokens_BT": data.tokens_BT, "segment_BT": data.segment_BT}
     replayed = run(params, **tokens, expert_BLTA=data.expert_BLTA.astype(np.uint8))
     np.testing.assert_array_equal(replayed.routing.expert, data.expert_BLTA.swapaxes(0, 1))
@@ -244,9 +245,7 @@ def test_an_objective_with_every_term_equals_its_microbatches_and_balances_the_r
     assert {"load_balance", "router_z", "entropy_bonus", "ref_kl", "correction_mean"} <= want.keys()
     counted = jnp.where(data.mask_BT[:, None, :, None], data.expert_BLTA, CONFIG.num_experts)
     load = expert_load(counted.swapaxes(0, 1), CONFIG.num_experts)
-    outputs = train_step.forward(
-        tiny.params(CONFIG), CONFIG, data.tokens_BT, data.segment_BT, expert_BLTA=data.expert_BLTA
-    )
+    outputs = forward(tiny.params(CONFIG), CONFIG, data.tokens_BT, data.segment_BT, expert_BLTA=data.expert_BLTA)
     logits = outputs.routing.logits
     share = (jax.nn.softmax(logits) * load[:, None, None]).sum(-1).mean(0)[data.mask_BT].mean()
     np.testing.assert_allclose(want["load_balance"], share, rtol=1e-4)
@@ -349,7 +348,7 @@ def test_microbatches_halve_the_largest_array():
 @pytest.mark.parametrize("chunk", [2 * B, 2**40])
 def test_logits_of_the_whole_batch_exist_only_within_the_budget(monkeypatch, chunk):
     wide = replace(CONFIG, vocab_size=1000)
-    monkeypatch.setattr(train_step, "logit_chunk", lambda config, mesh, tokens: chunk)
+    monkeypatch.setattr("gspax.learner.forward.logit_chunk", lambda config, mesh, tokens: chunk)
     params = transformer.abstract_params(wide)
     state = jax.eval_shape(lambda params: new_state(params, SGD, jax.random.key(0)), params)
     update = make_step(losses.gspo, SGD, model=wide)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspax import unstable
 
@@ -86,7 +86,8 @@ def masks(T: int, shards: int, heads: int, window: int, interpret: bool = False)
 
 def masks_spec(tables: Masks, mesh: jax.sharding.Mesh, time: str | tuple[str, ...] | None) -> Masks:
     """`shard_map` specs of the tables where time is sharded over these mesh axes."""
-    return tables.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, time)))
+    automatic = Mesh(mesh.devices, mesh.axis_names)  # the shape of a shard is not defined where an axis is manual
+    return tables.manual_sharding_spec(NamedSharding(automatic, PartitionSpec(None, time)))
 
 
 def attend(tables: Masks, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, segment_BT: Array, segment_BS: Array) -> Array:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from gspax.losses.logprobs import chunked_scores, shift
 from gspax.model import transformer
-from gspax.sharding import mesh_axes, spec, token_spec
+from gspax.sharding import mesh_axes, own_axes, spec, token_spec
 from gspax.types import Array, Params
 
 Scored = tuple[Array, Array]  # log-probs and entropies
@@ -52,7 +52,7 @@ def score_tokens(
         head_DV = transformer.head(params)
         copies = jax.lax.stop_gradient(head_DV).astype(hidden_BTD.dtype), head_DV.astype(jnp.float32)
         return shift(partial(_score, *copies, over=(), **options), hidden_BTD, target_BT)
-    split = mesh_axes("batch") + mesh_axes("time")
+    split = own_axes(mesh, "batch") + mesh_axes("time")
 
     def on_device(head_1DV: Array, summed_1DV: Array, hidden_BTD: Array, target_BT: Array) -> Scored:
         return _score(head_1DV[0], summed_1DV[0], hidden_BTD, target_BT, over=split, **options)

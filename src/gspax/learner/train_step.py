@@ -8,6 +8,7 @@ The first update of a rollout batch needs no old log-probs: they are those that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,16 +31,16 @@ from gspax.config import (
     row_shape,
 )
 from gspax.errors import UserError
-from gspax.experiment.memory import logit_chunk
 from gspax.learner.adapters import trained_axes
 from gspax.learner.expert_load import expert_counts, expert_load
+from gspax.learner.forward import forward, pad_rows
 from gspax.learner.microbatches import count_held, run_microbatches
 from gspax.learner.objective import Objective, Outputs, UpdateConstants, make_objective
-from gspax.learner.scoring import score_tokens
+from gspax.learner.replicas import sum_over_replicas
 from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
 from gspax.model.moe import exchanges_rows
-from gspax.sharding import AXES, batch_shards, constrain
+from gspax.sharding import batch_shards, constrain, replica_axes
 from gspax.types import Array, Batch, Params, TrainState
 
 
@@ -183,8 +184,9 @@ def make_gradient(
     mesh: jax.sharding.Mesh | None = None,
 ) -> Gradient:
     """The gradient that an update applies; arguments as of `make_update`."""
+    replicas = math.prod(mesh.shape[axis] for axis in replica_axes(mesh)) if mesh is not None else 1
 
-    def outputs_of(params: Params, batch: Batch) -> Outputs:
+    def outputs_of(params: Params, batch: Batch, mesh: jax.sharding.Mesh | None) -> Outputs:
         if routing_replay and batch.expert_BLTA is None:
             raise ValueError("batch.expert_BLTA: wanted the experts to replay, got None")
         replayed = batch.expert_BLTA if routing_replay else None
@@ -199,12 +201,19 @@ def make_gradient(
             mesh=mesh,
         )
 
-    def gradient(state: TrainState, batch: Batch, on_policy: Any) -> tuple[Params, losses.Terms, Scores]:
-        constants = UpdateConstants(state.clip_range, _response_load(batch, config.num_experts))
-        trained, frozen = partition(state.params)
+    def local(
+        mesh: jax.sharding.Mesh | None,
+        batch: Batch,
+        params: Params,
+        constants: UpdateConstants,
+        on_policy: Any,
+        count: Array | None,
+    ) -> tuple[Any, Any]:
+        """From the rows of one replica: gradient and experts' counts, summed, and terms and scores by row."""
+        trained, frozen = partition(params)
 
         def summed(trained: Params, part: Batch) -> tuple[Array, Any]:
-            outputs = outputs_of(combine(trained, frozen), part)
+            outputs = outputs_of(combine(trained, frozen), part, mesh)
             with jax.named_scope("loss"):
                 own_BT = jax.lax.stop_gradient(outputs.logp_BT)
                 part = replace(part, old_logp_BT=jnp.where(on_policy, own_BT, part.old_logp_BT))
@@ -216,14 +225,17 @@ def make_gradient(
             grads, (terms, scores, counts) = jax.grad(summed, has_aux=True)(trained, part)
             return (grads, counts), (terms, scores)
 
+        return run_microbatches(of_part, batch, microbatch_rows // replicas, count)
+
+    def gradient(state: TrainState, batch: Batch, on_policy: Any) -> tuple[Params, losses.Terms, Scores]:
+        constants = UpdateConstants(state.clip_range, _response_load(batch, config.num_experts))
         count = count_held(batch.segment_BT, microbatch_rows) if packed and not worst_case else None
-        (grads, (count_LE, fallbacks)), (terms, scores) = run_microbatches(of_part, batch, microbatch_rows, count)
+        shared = state.params, constants, on_policy, count
+        (grads, counts), (terms, scores) = sum_over_replicas(local, batch, *shared, mesh=mesh)
+        count_LE, fallbacks = counts[0], counts[1] // replicas  # which all fall back at once
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
-        return (
-            _shard_like_params(grads, trained, config, mesh),
-            terms,
-            scores._replace(count_LE=count_LE, fallbacks=fallbacks),
-        )
+        grads = _shard_like_params(grads, partition(state.params)[0], config, mesh)
+        return grads, terms, scores._replace(count_LE=count_LE, fallbacks=fallbacks)
 
     return gradient
 
@@ -277,7 +289,7 @@ def make_route(config: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Ro
             T = x_BT.shape[1]
             return x_BT.reshape(shards, -1, T)[:, : max(1, ROUTED_ROWS // shards)].reshape(-1, T)
 
-        tokens_BT, segment_BT = _divisible(some(tokens_BT), some(segment_BT), mesh)
+        tokens_BT, segment_BT = pad_rows(some(tokens_BT), some(segment_BT), mesh)
         return transformer.apply(params, config, tokens_BT, segment_BT, mesh=mesh)[1].expert
 
     return route
@@ -336,46 +348,6 @@ def first_update_scores(
     """
     rewarded = reference is not None and reference.reward is not None
     return not (rewarded or reads_experts(regularizers, routing_replay=routing_replay) or calibration is not None)
-
-
-def forward(
-    params: Params,
-    config: ModelConfig,
-    tokens_BT: Array,
-    segment_BT: Array,
-    *,
-    temperature: float = 1.0,
-    mask_BT: Array | None = None,
-    expert_BLTA: Array | None = None,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Outputs:
-    """The policy's log-probs, entropies and routing of these tokens; routed to `expert_BLTA` if that is given.
-
-    Log-probs and entropies are those of the tokens in the mask (None: of all), and 0 elsewhere. Logits exist for one
-    chunk of them at a time (`memory.logit_chunk`) and are recomputed in the backward pass.
-    """
-    T, sizes = tokens_BT.shape[1], dict.fromkeys(AXES, 1) if mesh is None else dict(mesh.shape)
-    tokens_BT, segment_BT = _divisible(tokens_BT, segment_BT, mesh)
-    if mask_BT is not None:
-        mask_BT = jnp.pad(mask_BT, ((0, 0), (0, tokens_BT.shape[1] - T)))
-    forced_LBTA = None
-    if expert_BLTA is not None:
-        fill = (0, tokens_BT.shape[1] - T)
-        forced_LBTA = jnp.pad(expert_BLTA.astype(jnp.int32).swapaxes(0, 1), ((0, 0), (0, 0), fill, (0, 0)))
-    hidden_BTD, routing = transformer.apply(params, config, tokens_BT, segment_BT, forced_LBTA=forced_LBTA, mesh=mesh)
-    chunk = logit_chunk(config, sizes, tokens_BT.size // (batch_shards(sizes) * sizes["context"]))
-    scores = score_tokens(
-        params, hidden_BTD, tokens_BT, temperature=temperature, chunk=chunk, mask_BT=mask_BT, mesh=mesh
-    )
-    logp_BT, entropy_BT = (x_BT[:, :T] for x_BT in scores)
-    routing = routing._replace(expert=routing.expert[:, :, :T], logits=routing.logits[:, :, :T])
-    return Outputs(logp_BT, entropy_BT, routing)
-
-
-def _divisible(tokens_BT: Array, segment_BT: Array, mesh: jax.sharding.Mesh | None) -> tuple[Array, Array]:
-    """Both with padding at the end, so that the devices of a row have equal chunks of it."""
-    fill = ((0, 0), (0, 0 if mesh is None else -tokens_BT.shape[1] % mesh.shape["context"]))
-    return jnp.pad(tokens_BT, fill), jnp.pad(segment_BT, fill)
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:

@@ -1,0 +1,63 @@
+"""The gradient is added up over slices and copies of the model once per update, not once per microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import tiny
+
+from gspax import config, losses, sharding
+from gspax.aot import hlo
+from gspax.aot.programs import device_bytes
+from gspax.config import Mesh
+from gspax.learner.objective import make_objective
+from gspax.learner.optimizer import make_optimizer
+from gspax.learner.state import abstract_state
+from gspax.learner.train_step import make_train_step
+from gspax.types import Batch
+
+MODEL = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, remat="full")
+MICROBATCHES, ROWS, LENGTH = 3, 24, 8
+
+
+def compile_update(mesh):
+    """An update of three microbatches: its compiled text, and the bytes of a device's parameters, all float32."""
+    optimizer = make_optimizer(config.Optimizer())
+    state = abstract_state(MODEL, optimizer, mesh)
+
+    def column(dtype, *shape):
+        return jax.ShapeDtypeStruct((ROWS, *shape), dtype, sharding=sharding.named_sharding(mesh, "batch"))
+
+    batch = Batch(
+        tokens_BT=column(jnp.int32, LENGTH),
+        segment_BT=column(jnp.int32, LENGTH),
+        mask_BT=column(jnp.bool_, LENGTH),
+        old_logp_BT=column(jnp.float32, LENGTH),
+        advantage=column(jnp.float32),
+    )
+    options = {"microbatch_rows": ROWS // MICROBATCHES, "worst_case": True, "mesh": mesh}
+    step = make_train_step(MODEL, make_objective(losses.grpo), optimizer, **options)
+    return step.lower(state, batch).compile().as_text(), device_bytes(state.params)
+
+
+def test_slices_exchange_the_gradient_once_per_update():
+    axes = Mesh(slice=2, fsdp=2, expert=2)
+    text, gradient = compile_update(sharding.make_mesh(axes, jax.devices()[:8]))
+    sent = hlo.collectives(hlo.parse(text), sharding.resolve_axes(axes, 8), unknown_trips=1)
+    across = {(each.kind, each.axes): bytes_ for each, bytes_ in sent.items() if "slice" in each.axes}
+    once = across.pop(("all-reduce", ("slice",)))  # two devices each send half of it, twice
+    assert gradient <= once < 1.01 * gradient
+    assert sum(across.values()) < gradient / 10, "the metrics"
+
+
+def test_axes_of_replicas():
+    def of(**sizes):
+        return sharding.replica_axes(sharding.make_mesh(Mesh(**sizes), jax.devices()[:8]))
+
+    assert of(slice=2, data=2, fsdp=2) == ("slice", "data")
+    assert of(slice=2, fsdp=2, expert=2) == ("slice",)
+    assert of(fsdp=2, expert=2, context=2) == ()
+    assert of(slice=2, fsdp=2, tensor=2) == ()
+    assert sharding.replica_axes(None) == ()
