@@ -1,4 +1,5 @@
-# `make train` learns to sort digits in a few minutes on a CPU; `make test` runs every check; `make docs` builds the site.
+# `make train` learns to sort digits in a few minutes on a CPU; `make test` runs every check; `make docs` builds the site;
+# `make faults` hurts runs for half an hour, `make soak` for an hour (MINUTES=5, SEED=1).
 # All work on a bare checkout: they create .venv first, and again whenever its requirements have changed.
 
 PYTHON ?= python3
@@ -20,7 +21,10 @@ QUICK := tests/test_structure.py tests/test_unstable.py tests/test_docs.py tests
 	tests/learner/test_train_step.py tests/rollout/test_sampler.py
 RUN := $(VENV)/run
 
-.PHONY: train test test-python docs clean
+MINUTES ?= 60
+SEED ?= 0
+
+.PHONY: train test test-python faults soak docs clean
 
 train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
@@ -37,6 +41,14 @@ test-python: $(INSTALLED)
 	rm -rf $(RUN)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir $(RUN) warm_start.steps=2 schedule.steps=2 evaluation.problems=16
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(QUICK)
+
+# Kills, damage, full disks, second runs and hostile peers: the long form of what `make test` has a little of.
+faults: $(INSTALLED)
+	FAULTS_TABLE=experiments/benchmarks/faults.md $(BIN)/python -m pytest -q -m "slow or not slow" tests/faults
+
+# Two runs under faults at random, with a table of them and the slope of their memory.
+soak: $(INSTALLED)
+	$(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --seed $(SEED) --table experiments/benchmarks/soak.md
 
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -9,6 +9,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import pytest
+from runs import VICTIM
 
 from gspax.commands import check, main
 from gspax.errors import UserError
@@ -60,10 +61,10 @@ def largest(run, step=4):
 
 
 @contextlib.contextmanager
-def full_disk():
-    """No file of this process can grow beyond 100 bytes."""
+def full_disk(size=100):
+    """No file of this process can grow beyond so many bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
@@ -186,6 +187,13 @@ def test_a_full_disk_costs_one_save(run, capsys):
     assert restore(run) == 1.0
     err = capsys.readouterr().err
     assert err.count("the run goes on and tries again at the next save") >= 2 and "Traceback" not in err
+
+
+def test_a_full_disk_at_the_start_is_one_sentence(tmp_path, capsys):
+    with full_disk(0):
+        assert main.main(["train", VICTIM, "--workdir", str(tmp_path / "run")]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.endswith(": File too large\n"), err
 
 
 def test_check_names_the_damaged_file(run, capsys):

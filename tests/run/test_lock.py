@@ -1,5 +1,6 @@
 """One run, one writer: a second one is refused with a sentence, and the lock of a run that has ended is recognised."""
 
+import errno
 import json
 import os
 import signal
@@ -88,6 +89,18 @@ def test_the_lock_of_a_killed_process_is_stale(path, capsys):
         assert json.loads(path.read_text())["pid"] == os.getpid()
     child.communicate()
     assert "removed the lock of a run that has ended" in capsys.readouterr().err
+
+
+def test_a_file_system_without_hard_links_has_locks_too(path, monkeypatch):
+    def link(source, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with lock.hold(path):
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+        with pytest.raises(UserError, match="is in use by another run"), lock.hold(path):
+            pass
+    assert not path.exists()
 
 
 def test_a_process_with_the_same_id_is_another_one(path):

@@ -1,8 +1,8 @@
 """One run, one writer: a lock file in the run directory, with a heartbeat for file systems that hosts share.
 
-The file is created whole, by a link, so of several processes one succeeds. It names host, process and the process's
-start. On the same machine a lock is stale if that process is gone; on another one, if nobody has touched the file for
-`STALE` seconds, which a second run waits for.
+The file is created whole, by a link if the file system has them, so of several processes one succeeds. It names host,
+process and the process's start. On the same machine a lock is stale if that process is gone; on another one, if nobody
+has touched the file for `STALE` seconds, which a second run waits for.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def require_free(path: Path) -> None:
         path.rename(aside)
         if _read(aside) != text:  # another process has removed the stale lock and holds its own
             with contextlib.suppress(OSError):
-                os.link(aside, path)
+                _create(path, aside)
         aside.unlink()
     warn(f"{path}: removed the lock of a run that has ended")
 
@@ -76,13 +76,24 @@ def _acquire(path: Path, own: str) -> None:
         for last in (False, False, True):
             require_free(path)
             try:
-                os.link(temporary, path)
+                _create(path, temporary)
                 return
             except FileExistsError:
                 if last:
                     raise UserError(f"{path.parent} is in use by another run that has just started") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _create(path: Path, source: Path) -> None:
+    """Create a lock with the content of another file. FileExistsError if there is one."""
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links, such as a mounted bucket
+        with path.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
 
 
 def _beat(path: Path, own: str, done: threading.Event) -> None:
