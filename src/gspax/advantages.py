@@ -231,6 +231,37 @@ def by_group(
     return advantage(reward_PG, mask_PG).at[p_B, g_B].get(mode="fill", fill_value=jnp.nan)
 
 
+def by_turn(
+    advantage: Callable[[Array, Array], Array], reward_PGK: Array, mask_PGK: Array, *, discount: float = 1.0
+) -> Array:
+    """Advantages of the turns of conversations, float32 [P, G, K], 0 outside the mask: `gspo_token` takes such.
+
+    R_k = Σ_{j ≥ k} discount^(j - k) r_j;  A_k = `advantage` of R_k among the group's conversations that have a k-th
+    turn. GSPO-token (arXiv 2507.18071, section 4.3) leaves open which advantages tokens have; a turn is credited here
+    with what comes after it, against a baseline that does not depend on the sample's own turn. With one turn, this is
+    `advantage` itself.
+
+    >>> reward_PGK = jnp.array([[[0.5, 1.0], [0.0, 1.0]]])
+    >>> by_turn(center, reward_PGK, jnp.ones((1, 2, 2), bool)).tolist()  # the second turns do not differ
+    [[[0.25, 0.0], [-0.25, 0.0]]]
+
+    Args:
+      advantage: one of this module's functions of (reward_PG, mask_PG).
+      reward_PGK: [P, G, K], the reward of each turn.
+      mask_PGK: bool, the turns that there are: the first ones of each conversation.
+      discount: of a later turn's reward, for each turn between.
+    """
+    reward_PGK = _real("reward_PGK", reward_PGK, "PGK")
+    mask_PGK = _checks.array("mask_PGK", mask_PGK, jnp.bool_, "PGK")
+    _checks.same_shape("mask_PGK", mask_PGK, "reward_PGK", reward_PGK.shape)
+    found, to_go_PG = [], jnp.zeros(reward_PGK.shape[:2])
+    for k in reversed(range(reward_PGK.shape[2])):
+        mask_PG = mask_PGK[..., k]
+        to_go_PG = jnp.where(mask_PG, reward_PGK[..., k] + discount * to_go_PG, 0)
+        found.append(jnp.where(mask_PG, advantage(to_go_PG, mask_PG), 0))
+    return jnp.stack(found[::-1], axis=-1)
+
+
 @jax.jit
 def _center(reward_PG: Array, mask_PG: Array) -> Array:
     """R - mean, from the differences to the lowest reward; 0 outside the mask."""

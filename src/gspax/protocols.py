@@ -8,7 +8,7 @@ Axes: B rows, T tokens, P prompts, G samples, R rewards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import optax
 
     from gspax.data.problem import Problem
+    from gspax.environments import Step
     from gspax.losses import Terms
 
     Array = jax.Array
@@ -62,6 +63,36 @@ class CompletionTokenizer(Tokenizer, Protocol):
 
     def encode_completion(self, text: str, /) -> Sequence[int]:
         """The ids of a text that the policy could have written, with no stop id appended."""
+
+
+class ConversationTokenizer(CompletionTokenizer, Protocol):
+    """A tokenizer for conversations of several turns (`data.hf_chat`, `data.CharChat`)."""
+
+    @property
+    def turn_end(self) -> int:
+        """The stop id that ends an assistant's turn; with any other one the policy ends the conversation."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], /) -> Any:
+        """The ids of a conversation's first messages, up to the start of the assistant's turn.
+
+        `tools` are JSON schemas of functions, as OpenAI's `tools`.
+        """
+
+    def encode_reply(self, messages: Sequence[Mapping[str, Any]], /) -> Any:
+        """The ids from after `turn_end` to the start of the assistant's next turn."""
+
+
+class Environment(Protocol):
+    """What answers the policy's messages (`gspax.environments`). Both methods are pure and may be called in any thread.
+
+    A state is picklable, and what is returned replaces it: a method must not change the one that it is given.
+    """
+
+    def reset(self, problem: Problem, /) -> tuple[Any, Sequence[Mapping[str, Any]]]:
+        """The state before the first turn, and the messages that the conversation begins with."""
+
+    def step(self, state: Any, message: str, /) -> Step:
+        """The state after the policy's message, the reply to it, and the message's own reward; may be async."""
 
 
 class Reward(Protocol):
@@ -126,9 +157,9 @@ class LengthReward(Protocol):
 
 
 class Demonstration(Protocol):
-    """The completion to imitate for one problem."""
+    """The completion to imitate for one problem; with an environment it may be several messages."""
 
-    def __call__(self, problem: Any, rng: np.random.Generator, /) -> str: ...
+    def __call__(self, problem: Any, rng: np.random.Generator, /) -> str | Sequence[str]: ...
 
 
 class LearningRate(Protocol):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from gspax.config import Experiment, WarmStart, row_shape
 from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
 from gspax.distributed import multihost
+from gspax.environments.demonstrations import encode_demonstration
 from gspax.errors import DivergedError, FailureError, UserError
 from gspax.experiment.description import describe
 from gspax.learner import objective
@@ -28,7 +29,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state, init_state
 from gspax.learner.train_step import make_train_step
 from gspax.losses import Terms
-from gspax.protocols import CompletionTokenizer, DataSource
+from gspax.protocols import CompletionTokenizer, ConversationTokenizer, DataSource, Environment
 from gspax.rollout.placement import make_meshes
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints
@@ -79,6 +80,7 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh) -> 
         vocab_size=model.vocab_size,
         seed=experiment.seed,
         mesh=mesh,
+        environment=experiment.environment,
     )
     with _final_failures(), Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints:
         if checkpoints.latest() is None:
@@ -131,27 +133,35 @@ def make_demonstrations(
     vocab_size: int,
     seed: int,
     mesh: jax.sharding.Mesh,
+    environment: Environment | None = None,
 ) -> Batch:
     """`stage.rows` demonstrated training problems from index `first` on, padded to `length` tokens.
 
-    A row is a function of (seed, index) alone. UserError if one is longer than `length` or has an
-    id out of range.
+    A row is a function of (seed, index) alone. With an environment a demonstration is the messages of a conversation.
+    UserError if one is longer than `length` or has an id out of range.
     """
     by_row = named_sharding(mesh, "batch")
 
-    def encode(index: int) -> tuple[Sequence[int], list[int]]:
-        """The tokens of the prompt, and of prompt, demonstration and stop token together."""
+    def encode(index: int) -> tuple[list[int], list[bool]]:
+        """The tokens of prompt, demonstration and stop token together, and which of them are imitated."""
         problem = read_problem(data.train, index)
-        prompt = encode_prompt(tokenizer, problem)
-        answer = tokenizer.encode_completion(stage.demonstration(problem, np.random.default_rng((seed, index))))
-        tokens = [*prompt, *answer, tokenizer.stop_ids[0]]
+        shown = stage.demonstration(problem, np.random.default_rng((seed, index)))
+        if environment is not None:
+            messages = [shown] if isinstance(shown, str) else shown
+            tokens, own = encode_demonstration(environment, cast(ConversationTokenizer, tokenizer), problem, messages)
+        elif isinstance(shown, str):
+            prompt, answer = encode_prompt(tokenizer, problem), tokenizer.encode_completion(shown)
+            tokens = [*prompt, *answer, tokenizer.stop_ids[0]]
+            own = [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
+        else:
+            raise UserError(f"warm_start.demonstration: wanted a text without an environment, got {shown!r}")
         check_ids(tokens, vocab_size, problem.prompt)
         if len(tokens) > length:
             raise UserError(
                 f"warm_start: wanted at most {length} tokens of prompt and demonstration "
                 f"(sampling.max_prompt_tokens + max_tokens), got {len(tokens)} for training problem {index}"
             )
-        return prompt, tokens
+        return tokens, own
 
     ids = range(first, first + stage.rows)
     encoded = multihost.all_or_raise(lambda: multihost.local_rows(encode, ids, by_row))
@@ -160,10 +170,10 @@ def make_demonstrations(
     mask_BT = np.zeros(tokens_BT.shape, bool)
     for row, pair in enumerate(encoded):
         if pair is not None:
-            prompt, tokens = pair
+            tokens, own = pair
             tokens_BT[row, : len(tokens)] = tokens
             segment_BT[row, : len(tokens)] = 1
-            mask_BT[row, len(prompt) : len(tokens)] = True
+            mask_BT[row, : len(tokens)] = own
     columns: dict[str, Any] = {
         "tokens_BT": tokens_BT,
         "segment_BT": segment_BT,

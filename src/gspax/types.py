@@ -25,10 +25,11 @@ class Rollout:
     mask_BT: Array  # bool     sampled by the policy (the stop token included)
     logp_BT: Array  # float32  log-prob of the token when it was sampled; 0 where not masked in
     prompt_length_B: Array  # int32    tokens in the prompt
-    length_B: Array  # int32    tokens in the completion
+    length_B: Array  # int32    tokens after the prompt: the completion, an environment's replies included
     finished_B: Array  # bool     ended with a stop token (False: truncated at the maximum length)
     # uint8 or wider  on request, the experts that the sampler chose; `num_experts` on padding and on the last token
     expert_BLTA: Array | None = None
+    reply_B: Array | None = None  # int32    with an environment, those of them that are its replies
     version_BT: Array | None = None  # int32    on request, the version of the weights that drew the token; 0 elsewhere
 
 

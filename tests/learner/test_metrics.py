@@ -37,7 +37,7 @@ def a_rollout():
 
 
 def test_response_metrics_by_hand():
-    assert metrics.response_metrics(a_rollout()) == {
+    assert metrics.response_metrics(a_rollout().length_B, a_rollout().finished_B) == {
         "response/length_mean": 1.5,
         "response/length_min": 1.0,
         "response/length_max": 2.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from gspax import optimizers
 from gspax.config.model import ModelConfig
@@ -12,6 +12,7 @@ from gspax.protocols import (
     Correction,
     DataSource,
     Demonstration,
+    Environment,
     HeldoutProblems,
     KLEstimate,
     KLLoss,
@@ -64,6 +65,17 @@ class Sampling:
     top_k: NonNegativeInt = 0  # 0: off. Filters bias the ratio, because log-probs are of the unfiltered distribution
     top_p: Share = 1.0
     min_p: Below1 = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Conversations with `Experiment.environment` (`gspax.environments`). Steps are called as `Grading` says."""
+
+    limit: PositiveInt = 8  # turns of the policy; a conversation that is cut here counts as truncated
+    # Whose rewards the advantage of a token is of: of the whole conversation, or of its turn and the later ones, for a
+    # loss with advantages of tokens (gspo_token)
+    credit: Literal["conversation", "turn"] = "conversation"
+    discount: Share = 1.0  # of a later turn's reward, for each turn between, with credit="turn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +291,8 @@ class Experiment:
     filter_overlong: bool = False  # drop responses cut at the length limit from the loss and the advantages
     calibration: Calibration | None = None
     routing_replay: bool = False  # updates route tokens as the policy did before the rollout batch's first update
+    environment: Environment | None = None  # answers the policy's messages: tools, tasks of several turns
+    turns: Turns = field(default_factory=Turns)
     grading: Grading = field(default_factory=Grading)
     sampling: Sampling = field(default_factory=Sampling)
     optimizer: Optimizer = field(default_factory=Optimizer)

@@ -3,7 +3,7 @@
 A generated task is a module with `Problems`, `reward`, `half_wrong` and `tokenizer`.
 """
 
-from gspax.data.chat import ChatTokenizer, hf_chat, reward_answer, split_thinking
+from gspax.data.chat import CharChat, ChatTokenizer, hf_chat, reward_answer, split_thinking
 from gspax.data.problem import Problem
 from gspax.data.sources import (
     AnswerMatches,
@@ -24,6 +24,7 @@ from gspax.protocols import CompletionTokenizer, DataSource, Tokenizer
 
 __all__ = [
     "AnswerMatches",
+    "CharChat",
     "CharTokenizer",
     "ChatTokenizer",
     "CompletionTokenizer",

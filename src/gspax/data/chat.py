@@ -8,15 +8,17 @@ a reward removes it with `split_thinking`, or is wrapped: `partial(reward_answer
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gspax.data.problem import Message, Problem
-from gspax.data.tokenizer import HFTokenizer, brief, hf_tokenizer, settings
+from gspax.data.tokenizer import CharTokenizer, HFTokenizer, brief, hf_tokenizer, settings
 from gspax.errors import UserError
 
 OPEN, CLOSE = "<think>", "</think>"
+_MARK = "\ue000"  # for private use: in no template
 
 
 @dataclass(frozen=True)
@@ -31,21 +33,49 @@ class ChatTokenizer(HFTokenizer):
     thinking: bool = False
 
     def encode(self, text: str, context: Sequence[Message] = ()) -> list[int]:
-        """The ids of a chat that ends with this text as the user's message.
+        """The ids of a chat that ends with this text as the user's message; `context` has the messages before it."""
+        return self.encode_chat([*context, {"role": "user", "content": text}])
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The ids of a chat of several turns, up to the start of the assistant's next turn.
 
         Args:
-          text: the user's message.
-          context: the messages before it. `system` comes first, unless they begin with a system message of their own.
+          messages: `system` comes before them, unless they begin with a system message of their own.
+          tools: JSON schemas of the functions that the assistant may call, for the template's `tools`.
         """
-        own = context and context[0]["role"] == "system"
-        first = [] if self.system is None or own else [{"role": "system", "content": self.system}]
-        return self.encode_chat([*first, *context, {"role": "user", "content": text}])
+        own = messages and messages[0]["role"] == "system"
+        first: list[Message] = [] if self.system is None or own else [{"role": "system", "content": self.system}]
+        return self.encode_completion(self.render([*first, *messages], tools))  # the template has the special tokens
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a chat of several turns, up to the start of the assistant's next turn."""
-        return self.encode_completion(self.render(messages))  # the template has the special tokens
+    @property
+    def turn_end(self) -> int:
+        """The stop id that the template writes after an assistant's message: the end-of-sequence token."""
+        return self.stop_ids[0]
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def encode_reply(self, messages: Sequence[Message]) -> list[int]:
+        """The ids between the end of an assistant's turn, its stop token, and the start of the next one.
+
+        They are those of what the template writes after the content of an assistant's message and that token, so no
+        earlier turn is rendered or tokenised again. Special tokens in a message are split by a space: what a tool
+        returns cannot end a turn. UserError if the template writes anything else after the content.
+        """
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        safe = [{**message, "content": self._split_special(str(message["content"]))} for message in messages]
+        before, _, after = self.render([*chat, *safe]).rpartition(_MARK)
+        end = str(self._tokenizer.convert_ids_to_tokens(self.turn_end))
+        if not before or not after.startswith(end):
+            raise UserError(
+                f"the chat template in {self.path}: wanted {end!r} after the content of an assistant's message, "
+                f"got {after[:40]!r}"
+            )
+        return self.encode_completion(after.removeprefix(end))
+
+    def _split_special(self, text: str) -> str:
+        for token in self._tokenizer.all_special_tokens:
+            text = text.replace(token, f"{token[:1]} {token[1:]}")
+        return text
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The chat as text. UserError if the template is missing or rejects the messages."""
         import jinja2  # noqa: F401  (optional in transformers; imported here so that the error names it)
 
@@ -54,6 +84,7 @@ class ChatTokenizer(HFTokenizer):
             return str(
                 tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
                     tokenize=False,
                     add_generation_prompt=True,
                     enable_thinking=self.thinking,
@@ -61,6 +92,59 @@ class ChatTokenizer(HFTokenizer):
             )
         except Exception as error:  # a template is a program and can fail in any way
             raise UserError(f"the chat template in {self.path} failed: {brief(error)}") from error
+
+
+@dataclass(frozen=True)
+class CharChat:
+    """Conversations for a small tokenizer of characters: each message between characters of its role.
+
+        CharChat(CharTokenizer("0123456789+=[]"), user="{}", tool="={}")
+
+    An assistant's message is its text and the stop id. There is no text for tools: the policy learns them.
+
+    Attributes:
+      tokenizer: has all characters of the messages and of the forms.
+      system, user, tool: how messages of these roles are written; `{}` is the content.
+    """
+
+    tokenizer: CharTokenizer
+    system: str = "{}"
+    user: str = "{}"
+    tool: str = "{}"
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.tokenizer.stop_ids
+
+    @property
+    def turn_end(self) -> int:
+        return self.stop_ids[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_reply([{"role": "user", "content": text}])
+
+    def encode_completion(self, text: str) -> list[int]:
+        return self.tokenizer.encode_completion(text)
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The ids of the first messages of a conversation; `tools` are not written."""
+        ids: list[int] = []
+        for message in messages:
+            own = message["role"] == "assistant"
+            ids += [*self.encode_completion(message["content"]), self.turn_end] if own else self.encode_reply([message])
+        return ids
+
+    def encode_reply(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of messages after an assistant's turn."""
+        forms = {"system": self.system, "user": self.user, "tool": self.tool}
+        return self.tokenizer.encode("".join(forms[each["role"]].replace("{}", each["content"]) for each in messages))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.tokenizer.decode(ids)
 
 
 def hf_chat(path: str | os.PathLike[str], *, system: str | None = None, thinking: bool = False) -> ChatTokenizer:

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,6 +27,7 @@ from gspax.learner.restore import restore_state
 from gspax.learner.state import abstract_params
 from gspax.protocols import Tokenizer
 from gspax.rewards.calls import RewardCalls
+from gspax.rollout.episodes import Interaction, interact
 from gspax.rollout.placement import Sampler, make_meshes, make_sampler
 from gspax.rollout.rewards import Row
 from gspax.rollout.serving import make_serving_copy
@@ -40,7 +42,12 @@ from gspax.types import Array, TrainState
 
 
 def evaluate(
-    experiment: Experiment, state: TrainState, sampler: Sampler, rewards: RewardCalls, folder: Path
+    experiment: Experiment,
+    state: TrainState,
+    sampler: Sampler,
+    rewards: RewardCalls,
+    folder: Path,
+    interaction: Interaction | None = None,
 ) -> tuple[dict[str, float], list[Row]]:
     """During training: the metrics of the held-out problems and of the tasks, and rows for the report.
 
@@ -49,6 +56,7 @@ def evaluate(
     """
     settings, training = experiment.evaluation, experiment.sampling
     policy, key = _push(state, experiment.model, experiment.tokenizer, sampler)
+    policy = replace(policy, interaction=interaction)
     found, rows = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
     for task in settings.tasks:
         task, path = apply_defaults(task, settings, training), folder / task.name
@@ -80,9 +88,18 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
     policy, key = _push(state, experiment.model, experiment.tokenizer, sampler)
     del state  # the optimiser's memory is for the cache
     settings, training = experiment.evaluation, experiment.sampling
+    rewards = RewardCalls(experiment.reward, experiment.grading)
+    interaction = interact(
+        experiment.environment,
+        experiment.turns,
+        rewards=rewards,
+        tokenizer=experiment.tokenizer,
+        grading=experiment.grading,
+    )
+    policy = replace(policy, interaction=interaction)
     if tasks is None:
         tasks = settings.tasks
-        with RewardCalls(experiment.reward, experiment.grading) as rewards:
+        with rewards:
             found, _ = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
         if jax.process_index() == 0:
             _record_heldout(run, step, found, settings)

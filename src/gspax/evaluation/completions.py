@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -13,6 +13,7 @@ from gspax.data.problem import Problem
 from gspax.distributed import multihost
 from gspax.protocols import Tokenizer
 from gspax.rewards.calls import RewardCalls
+from gspax.rollout.episodes import Interaction, hold_conversations
 from gspax.rollout.rewards import Row, encode_prompts, reward_completions
 from gspax.rollout.sampler import lengths_to_host, sample
 from gspax.sharding import named_sharding
@@ -27,6 +28,7 @@ class Policy:
     model: ModelConfig
     tokenizer: Tokenizer
     mesh: jax.sharding.Mesh
+    interaction: Interaction | None = None  # with an environment, what conversations are held with
 
 
 def fill_chunks(total: int, size: int, shards: int) -> list[list[int]]:
@@ -56,13 +58,27 @@ def complete(
       read: gives the problem of an id.
       ids: a multiple of the devices that rows are sharded over.
       sampling: how completions are drawn.
-      rewards: rewards them.
+      rewards: rewards them, or the last message of each conversation.
       greedy: so many of each group, the last ones, are decoded greedily.
 
     Returns:
       Rows of `rewards.reward_completions`: texts only of this process's own.
     """
     problems = multihost.all_or_raise(partial(multihost.local_rows, read, ids, named_sharding(policy.mesh, "batch")))
+    reward = partial(reward_completions, problems, tokenizer=policy.tokenizer, calls=rewards)
+    if policy.interaction is not None:
+        drawn = hold_conversations(
+            replace(policy.interaction, rewards=rewards),
+            policy.params,
+            policy.model,
+            problems,
+            ids,
+            key,
+            sampling=sampling,
+            mesh=policy.mesh,
+            greedy=greedy,
+        )
+        return reward(drawn[0], started=drawn[1])
     rollout = sample(
         policy.params,
         policy.model,
@@ -74,4 +90,4 @@ def complete(
         mesh=policy.mesh,
         greedy=greedy,
     )
-    return reward_completions(problems, lengths_to_host(rollout), tokenizer=policy.tokenizer, calls=rewards)
+    return reward(lengths_to_host(rollout))

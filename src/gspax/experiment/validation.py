@@ -27,6 +27,7 @@ from gspax.data.sources import opening_notes, opening_problems
 from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError
 from gspax.experiment import loss_validation
+from gspax.experiment.conversation_validation import conversation_problems, credit_problems
 from gspax.experiment.counts import with_carried
 from gspax.experiment.field_validation import function_problems, range_problems, type_problems
 from gspax.experiment.memory import slot_problems
@@ -60,6 +61,21 @@ def validate(experiment: Experiment, devices: int | None = None, slices: tuple[i
         problems += _tokens(experiment.sampling)
         problems += _mesh(experiment, devices, slices)
         problems += loss_validation.problems(experiment)
+        problems += conversation_problems(
+            experiment.environment,
+            experiment.turns,
+            experiment.tokenizer,
+            experiment.sampling,
+            experiment.placement,
+        )
+        if experiment.turns.credit == "turn":
+            problems += credit_problems(
+                experiment.loss,
+                experiment.advantage,
+                experiment.correction,
+                experiment.rejection,
+                experiment.reference,
+            )
         problems += _schedule("optimizer", experiment.optimizer)
         if experiment.warm_start is not None:
             problems += _schedule("warm_start.optimizer", experiment.warm_start.optimizer)

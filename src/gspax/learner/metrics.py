@@ -43,13 +43,13 @@ class Clock:
         return {**self.seconds, "perf/tokens_per_second": tokens / self.seconds["time/step"]}
 
 
-def response_metrics(rollout: Rollout) -> dict[str, float]:
-    """Lengths in tokens; truncated is the share of responses without a stop token."""
+def response_metrics(length_B: Any, finished_B: Any) -> dict[str, float]:
+    """Lengths in tokens that the policy drew; truncated is the share of responses without an end of their own."""
     return {
-        "response/length_mean": float(rollout.length_B.mean()),
-        "response/length_min": float(rollout.length_B.min()),
-        "response/length_max": float(rollout.length_B.max()),
-        "response/truncated": float(1.0 - rollout.finished_B.mean()),
+        "response/length_mean": float(length_B.mean()),
+        "response/length_min": float(length_B.min()),
+        "response/length_max": float(length_B.max()),
+        "response/truncated": float(1.0 - finished_B.mean()),
     }
 
 

@@ -11,6 +11,7 @@ import jax
 from gspax.data.problem import Problem, read_problem
 from gspax.distributed import multihost
 from gspax.loop.learner import Learner, count_rollouts
+from gspax.rollout.episodes import hold_conversations
 from gspax.rollout.placement import find_last_ahead
 from gspax.rollout.pool import Pool
 from gspax.rollout.rewards import Started, encode_prompts, start_rewards
@@ -77,19 +78,35 @@ def draw_ahead(learner: Learner, state: TrainState, batches: range, ahead: deque
 
 
 def draw(learner: Learner, params: Params, state: TrainState, first: int) -> PendingRollout:
-    """Start sampling the problems from `first` on, with the sampler's parameters. Waits only with `sampling.chunk`."""
+    """Start sampling the problems from `first` on, with the sampler's parameters.
+
+    Waits with `sampling.chunk`, and with an environment, whose replies the sampler needs.
+    """
     experiment, sampler = learner.experiment, learner.sampler
     ids = range(first, first + experiment.sampling.prompts)
     tokenizer, group, started = experiment.tokenizer, experiment.sampling.group, Started()
     read, by_row = partial(read_problem, experiment.data.train), named_sharding(sampler.mesh, "batch")
     problems = multihost.all_or_raise(lambda: multihost.local_rows(read, ids, by_row, group=group))
+    key = sampler.push_key(jax.random.fold_in(state.key, SAMPLING))
+    if learner.interaction is not None:
+        rollout, started = hold_conversations(
+            learner.interaction,
+            params,
+            experiment.model,
+            problems,
+            ids,
+            key,
+            sampling=experiment.sampling,
+            mesh=sampler.mesh,
+        )
+        return PendingRollout(count_rollouts(learner, state), problems, rollout, started)
     begin = partial(start_rewards, problems, started, tokenizer=tokenizer, calls=learner.rewards, group=group)
     rollout = sample(
         params,
         experiment.model,
         encode_prompts(tokenizer, problems, experiment.model.vocab_size),
         ids,
-        sampler.push_key(jax.random.fold_in(state.key, SAMPLING)),
+        key,
         sampling=experiment.sampling,
         stop_ids=tokenizer.stop_ids,
         mesh=sampler.mesh,

@@ -12,6 +12,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import count_updates, require_memory
 from gspax.learner.train_step import Steps, make_steps
 from gspax.rewards.calls import RewardCalls
+from gspax.rollout.episodes import Interaction, interact
 from gspax.rollout.placement import Sampler, make_meshes, make_sampler
 from gspax.types import TrainState
 
@@ -26,6 +27,7 @@ class Learner:
     steps: Steps
     sampler: Sampler
     rewards: RewardCalls
+    interaction: Interaction | None = None  # with an environment
 
 
 def make_learner(experiment: Experiment) -> Learner:
@@ -36,7 +38,14 @@ def make_learner(experiment: Experiment) -> Learner:
     steps = make_steps(experiment, optimizer, mesh)
     sampler = make_sampler(experiment.model, sampler_mesh, mesh)
     rewards = RewardCalls(experiment.reward, experiment.grading)
-    return Learner(experiment, mesh, optimizer, steps, sampler, rewards)
+    interaction = interact(
+        experiment.environment,
+        experiment.turns,
+        rewards=rewards,
+        tokenizer=experiment.tokenizer,
+        grading=experiment.grading,
+    )
+    return Learner(experiment, mesh, optimizer, steps, sampler, rewards, interaction)
 
 
 def count_rollouts(learner: Learner, state: TrainState) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -30,8 +31,16 @@ from gspax.loop.drawing import InFlight, RolloutBatch, draw, next_rollout, recei
 from gspax.loop.learner import Learner, count_rollouts
 from gspax.loop.partial import next_partial
 from gspax.model.low_rank import base
+from gspax.rollout.credit import credit_turns
 from gspax.rollout.dynamic_sampling import GradedBatch, refill
-from gspax.rollout.rewards import Row, compute_advantages, reward_completions, reward_metrics, shape_rewards
+from gspax.rollout.rewards import (
+    Row,
+    compute_advantages,
+    count_drawn,
+    reward_completions,
+    reward_metrics,
+    shape_rewards,
+)
 from gspax.run import interrupt
 from gspax.sharding import batch_shards
 from gspax.types import Params, TrainState
@@ -107,10 +116,13 @@ def learn(
         length_reward=experiment.length_reward,
         coefficient=experiment.reference.coefficient if experiment.reference else 0.0,
     )
-    advantage_B, with_added = compute_advantages(
-        experiment.advantage, rows, added_B, group=G, finished_B=rollout.finished_B if overlong else None
-    )
-    batches = minibatches.set_advantages(scored.batches, layouts, advantage_B, learner.mesh)
+    options: dict[str, Any] = {"group": G, "finished_B": rollout.finished_B if overlong else None}
+    advantage_B, with_added = compute_advantages(experiment.advantage, rows, added_B, **options)
+    advantage = advantage_B
+    if experiment.turns.credit == "turn":
+        options |= {"discount": experiment.turns.discount}
+        advantage = credit_turns(experiment.advantage, rows, rollout, added_B, **options)
+    batches = minibatches.set_advantages(scored.batches, layouts, advantage, learner.mesh)
     scored = replace(scored, batches=batches)
     stale = staleness_metrics(rollout, count_rollouts(learner, state), batch.policy) if experiment.placement else {}
     rate = learning_rate(experiment.optimizer)
@@ -133,14 +145,14 @@ def learn(
         **with_added,
         **stale,
         **batch.metrics,
-        **response_metrics(rollout),
+        **response_metrics(count_drawn(rollout), rollout.finished_B),
         "learner/packing_efficiency": minibatches.packing_efficiency(layouts),
         **update_metrics(updated.metrics),
         "optim/learning_rate": float(rate(count_updates(state) - 1)),
         **score_metrics(updated.scored.batches, updated.scored.entropies),
         **(routing_metrics(*updated.routing) if updated.routing else {}),
-        **clock.metrics(int(rollout.length_B.sum())),
+        **clock.metrics(int(count_drawn(rollout).sum())),
     }
-    for row, advantage in zip(rows, advantage_B, strict=True):
-        row["advantage"] = float(advantage)
+    for row, value in zip(rows, advantage_B, strict=True):
+        row["advantage"] = float(value)
     return state, metrics, rows

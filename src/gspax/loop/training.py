@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
     with (
         enter_run(workdir, describe(experiment)) as run,
         learner.rewards,
+        learner.interaction or contextlib.nullcontext(),
         count_compilations() as compiled,
         interrupt.watch(lambda: describe_unsaved(run.checkpoints)),
         Checkpoints(run.checkpoints, keep=keep, mesh=learner.mesh, note=run.newest) as checkpoints,
@@ -152,6 +154,8 @@ def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) ->
 
 def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, run: RunDir, done: int) -> None:
     """Evaluate on the held-out problems and the tasks, and write metrics and completions."""
-    metrics, rows = evaluate(learner.experiment, state, learner.sampler, learner.rewards, run.tasks_at(done))
+    metrics, rows = evaluate(
+        learner.experiment, state, learner.sampler, learner.rewards, run.tasks_at(done), learner.interaction
+    )
     recorder.write_metrics(done, metrics)
     recorder.write_samples_to(run.after if done else run.before, rows)

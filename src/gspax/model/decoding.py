@@ -72,7 +72,7 @@ def prefill(
         return context, tuple(constrain(x.swapaxes(1, 2), mesh, "batch", "heads") for x in (k_PSKH, v_PSKH))
 
     shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, mesh)
-    hidden_PSD, cache, expert_PSLA = _run(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
+    hidden_PSD, cache, expert_PSLA = run_layers(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
     return jnp.take_along_axis(hidden_PSD, length_P[:, None, None] - 1, axis=1)[:, 0], cache, expert_PSLA
 
 
@@ -84,20 +84,20 @@ def new_cache(
 
     def empty(size: int) -> Segment:
         k_WKSH = v_WKSH = jnp.zeros((slots, K, size, H), config.dtype)
-        k = k_WKSH if _on_tpu(mesh) else k_WKSH.swapaxes(2, 3)
+        k = k_WKSH if on_tpu(mesh) else k_WKSH.swapaxes(2, 3)
         return Segment(constrain(k, mesh, rows, "heads"), constrain(v_WKSH, mesh, rows, "heads"))
 
-    sizes = [max_tokens] if _on_tpu(mesh) else segments.segment_sizes(max_tokens)
+    sizes = [max_tokens] if on_tpu(mesh) else segments.segment_sizes(max_tokens)
     return tuple(
         LayerCache(
-            prompt=(Segment(k_PKSH if _on_tpu(mesh) else k_PKSH.swapaxes(2, 3), v_PKSH),),
+            prompt=(Segment(k_PKSH if on_tpu(mesh) else k_PKSH.swapaxes(2, 3), v_PKSH),),
             completion=tuple(map(empty, sizes)),
         )
         for k_PKSH, v_PKSH in prompts
     )
 
 
-def _on_tpu(mesh: jax.sharding.Mesh | None) -> bool:
+def on_tpu(mesh: jax.sharding.Mesh | None) -> bool:
     """Whether `decode_attention` reads blocks of one array per cache; elsewhere `segments` are read."""
     return (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "tpu"
 
@@ -120,11 +120,16 @@ def decode(
     attend = _attend_over_cache(slots, layer_windows(config), mesh)
     angles = jax.lax.optimization_barrier(rotary_angles(position_W1, config))  # once, not in every product's fusion
     shared = LayerInputs(angles, slots.live_W[:, None], attend, mesh)
-    hidden_W1D, cache, expert_W1LA = _run(params, config, token_W[:, None], shared, cache)
+    hidden_W1D, cache, expert_W1LA = run_layers(params, config, token_W[:, None], shared, cache)
     return hidden_W1D[:, 0], cache, expert_W1LA[:, 0]
 
 
-def _run(params: Params, config: ModelConfig, tokens_BT: Array, shared: LayerInputs, cache: tuple[Any, ...]):
+def cache_access(kernel: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The functions that read and write a cache: those of the TPU kernel's layout, or those of segments."""
+    return (_read_blocks, _write_in_one) if kernel else (segments.attend, segments.write)
+
+
+def run_layers(params: Params, config: ModelConfig, tokens_BT: Array, shared: LayerInputs, cache: tuple[Any, ...]):
     """Final hidden states `[B, T, D]`, the layers' new caches, and the experts `[B, T, L, A]`."""
     x_BTD = constrain_tokens(params["embedding"][tokens_BT].astype(config.dtype), shared.mesh)
     experts, updated = [jnp.zeros((*tokens_BT.shape, 0, config.num_experts_per_tok), jnp.int32)], []
@@ -142,7 +147,7 @@ def _attend_over_cache(slots: Slots, windows: tuple[int, ...], mesh: jax.shardin
     """Attention of one new token per slot to its prompt and its completion so far; each device has its own slots."""
 
     def attend(q_W1NH, k_W1KH, v_W1KH, cache: LayerCache, layer: Any):
-        local = partial(_attend_local, window=windows[layer] if windows else None, on_tpu=_on_tpu(mesh))
+        local = partial(attend_local, window=windows[layer] if windows else None, kernel=on_tpu(mesh))
         arrays = q_W1NH[:, 0], k_W1KH[:, 0], v_W1KH[:, 0], cache, slots
         if mesh is None or mesh.size == 1:
             context_WNH, cache = local(*arrays)
@@ -166,7 +171,7 @@ def _on_mesh(local: Callable[..., Any], mesh: jax.sharding.Mesh, arrays: tuple[A
     return mapped(*arrays[:3], cache, slots)
 
 
-def _attend_local(
+def attend_local(
     q_WNH: Array,
     k_WKH: Array,
     v_WKH: Array,
@@ -174,12 +179,12 @@ def _attend_local(
     slots: Slots,
     *,
     window: int | None,
-    on_tpu: bool,
+    kernel: bool,
 ) -> tuple[Array, LayerCache]:
     """The context of each slot's new token, and the cache with that token's key and value."""
     prompt_length_W, prompt_W, step, live_W = slots
-    read = _read_blocks if on_tpu else segments.attend
-    completion = (_write_in_one if on_tpu else segments.write)(cache.completion, k_WKH, v_WKH, step)
+    read, write = cache_access(kernel)
+    completion = write(cache.completion, k_WKH, v_WKH, step)
     step_W = jnp.broadcast_to(step, live_W.shape)
     first_W = jnp.zeros_like(step_W) if window is None else jnp.maximum(step_W + 1 - window, 0)
     own = read(q_WNH, completion, first_W, jnp.where(live_W, step_W + 1, 0))
@@ -188,13 +193,13 @@ def _attend_local(
         oldest_W = jnp.clip(prompt_length_W + step_W + 1 - window, 0, prompt_length_W)
     end_W = jnp.where(live_W, prompt_length_W, 0)
     if prompt_W is None:
-        of_prompt = _attend_to_own_prompt(read, q_WNH, cache.prompt, oldest_W, end_W)
+        of_prompt = attend_to_own_prompt(read, q_WNH, cache.prompt, oldest_W, end_W)
     else:
         of_prompt = read(q_WNH, cache.prompt, oldest_W, end_W, prompt_W)
     return merge(of_prompt, own)[0].astype(q_WNH.dtype), LayerCache(cache.prompt, completion)
 
 
-def _attend_to_own_prompt(
+def attend_to_own_prompt(
     read: Callable[..., Any], q_WNH: Array, prompt: tuple[Segment, ...], oldest_W: Array, end_W: Array
 ) -> tuple[Array, Array]:
     """`read` the prompts, each once for all its slots, which are adjacent and at one step."""

@@ -112,6 +112,7 @@ class Result:
     error: str = ""  # with rewards, those of a `Failed`
     parts: Mapping[str, float] = field(default_factory=dict)  # by name, for the metrics
     reason: str = ""  # of a `Graded` reward
+    value: Any = None  # what else the function has returned (`environments.calls`)
 
 
 @dataclass(eq=False)
@@ -147,6 +148,8 @@ class _Call:
 
 class RewardCalls:
     """Calls of one reward function. Threads start with the first call; they are daemons and end with `close`."""
+
+    what = "reward"  # that a call gives
 
     def __init__(self, reward: Reward, grading: Grading):
         self.grading, self.name = grading, _name(reward)
@@ -187,6 +190,10 @@ class RewardCalls:
                 self._server.stop()
             self._server, self._pending = None, []
 
+    def read(self, value: Any) -> Result:
+        """What the function has returned for a completion."""
+        return to_result(value)
+
     def _start(self) -> None:
         self._closed = threading.Event()
         self._server = self._new_server()
@@ -219,7 +226,7 @@ class RewardCalls:
                     self._server.put(call)
 
     def _late(self, call: _Call) -> list[Result]:
-        return call.fail(f"late: no reward after {self.grading.timeout:g} s (grading.timeout)")
+        return call.fail(f"late: no {self.what} after {self.grading.timeout:g} s (grading.timeout)")
 
     def _arguments(self, call: _Call) -> tuple[Any, Any]:
         return (call.problems, call.completions) if self._batched else (call.problems[0], call.completions[0])
@@ -250,11 +257,11 @@ class RewardCalls:
 
     def _results(self, call: _Call, value: Any) -> list[Result]:
         if not self._batched:
-            return [to_result(value)]
+            return [self.read(value)]
         values = list(value)
         if len(values) != len(call.completions):
             return call.fail(f"wanted a reward for each of {len(call.completions)} completions, got {len(values)}")
-        return [to_result(each) for each in values]
+        return [self.read(each) for each in values]
 
 
 class _Threads:

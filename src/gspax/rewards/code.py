@@ -123,6 +123,35 @@ def grade(
     return grades
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What a program has done."""
+
+    status: str  # exited, timeout, or why its worker was lost
+    code: int  # exit status
+    output: str
+    errors: str  # the last of them
+
+
+def run_program(
+    code: str,
+    given: str = "",
+    *,
+    allow_code_execution: bool = False,
+    limits: Limits = Limits(),
+    isolation: str = "bubblewrap",
+    python: str | None = None,
+    workers: int = 2,
+) -> Ran:
+    """Run a program in the sandbox with `given` as its standard input. Arguments as of `reward`."""
+    if not allow_code_execution:
+        raise UserError("run_program: wanted allow_code_execution=True for a program that a model has written")
+    result: Any = _ask(_pool(isolation, python, workers), code, limits, given)
+    if isinstance(result, Failure):
+        return Ran(result.reason, -1, "", "")
+    return Ran(result["status"], result["code"], result["output"], result["errors"])
+
+
 def counts() -> dict[str, int]:
     """How many completions this process has graded, by outcome."""
     return _tally.counts()
@@ -153,16 +182,7 @@ def _run_tests(pool: Pool, tests: Tests, code: str, limits: Limits, deadline: fl
     for number, (given, expected) in enumerate(tests.cases, 1):
         if time.monotonic() >= deadline:
             return Grade(0.0, "late")
-        task: dict[str, Any] = {
-            "code": code,
-            "function": tests.function,
-            "timeout": limits.timeout,
-            "processes": limits.processes,
-        }
-        task |= {"memory": limits.memory << 20, "output": limits.output << 20}
-        is_program = tests.function is None
-        task |= {"input": given, "arguments": []} if is_program else {"input": "", "arguments": arguments(given)}
-        result: Any = pool.ask(task, timeout=limits.timeout + _SPARE)
+        result: Any = _ask(pool, code, limits, given, function=tests.function)
         if isinstance(result, Failure):
             return Grade(0.0, result.reason)
         if result["status"] == "timeout":
@@ -170,9 +190,18 @@ def _run_tests(pool: Pool, tests: Tests, code: str, limits: Limits, deadline: fl
         if result["code"] != 0:
             last = (result["errors"].strip().splitlines() or [f"exit status {result['code']}"])[-1]
             return Grade(0.0, "error", f"test {number}: {last}")
-        if not (same_text if is_program else same_value)(expected, result["output"]):
+        if not (same_text if tests.function is None else same_value)(expected, result["output"]):
             return Grade(0.0, "wrong", f"test {number}")
     return None
+
+
+def _ask(pool: Pool, code: str, limits: Limits, given: str, *, function: str | None = None) -> Any:
+    """What a worker reports of a program that reads `given`, or of one of its functions with arguments from it."""
+    task: dict[str, Any] = {"code": code, "function": function, "input": "" if function else given}
+    task |= {"arguments": arguments(given) if function else []}
+    task |= {"timeout": limits.timeout, "processes": limits.processes}
+    task |= {"memory": limits.memory << 20, "output": limits.output << 20}
+    return pool.ask(task, timeout=limits.timeout + _SPARE)
 
 
 def _pool(isolation: str, python: str | None, workers: int) -> Pool:

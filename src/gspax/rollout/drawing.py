@@ -16,6 +16,22 @@ from gspax.config import Sampling
 from gspax.types import Array
 
 
+def draw_at(
+    logits_BV: Array, key: Array, id_B: Array, position_B: Array, sampling: Sampling, greedy_B: Array | None
+) -> tuple[Array, Array]:
+    """The token at a position of each sample, and its log-prob: a function of (key, sample id, position)."""
+    with jax.named_scope("draw"):
+        key_B = jax.vmap(lambda id_, position: jax.random.fold_in(jax.random.fold_in(key, id_), position))(
+            id_B, position_B
+        )
+        return draw_tokens(logits_BV, key_B, sampling, greedy_B)
+
+
+def is_stop(token_B: Array, stop_ids: tuple[int, ...]) -> Array:
+    """Whether each token is one of the stop ids, bool [B]."""
+    return (token_B[:, None] == jnp.asarray(stop_ids, jnp.int32)[None]).any(axis=-1)
+
+
 def draw_tokens(
     logits_BV: Array, key_B: Array, sampling: Sampling, greedy_B: Array | None = None
 ) -> tuple[Array, Array]:

@@ -27,7 +27,7 @@ from gspax.config import ModelConfig, Sampling, expert_id_dtype
 from gspax.experiment.memory import count_slots
 from gspax.model import decoding, transformer
 from gspax.model.decoding import Cache, Slots
-from gspax.rollout.drawing import draw_tokens
+from gspax.rollout.drawing import draw_at, is_stop
 from gspax.sharding import AXES, batch_shards, constrain, sample_axis, spec
 from gspax.types import Array, Params
 
@@ -180,8 +180,8 @@ def _draw_first(
     greedy_B = number_B >= G - settings.greedy if settings.greedy else None
     prompt_length_B = jnp.repeat(length_P, G)
     logits_BV = jnp.repeat(transformer.logits(params, last_PD), G, axis=0)
-    token_B, logp_B = _draw(logits_BV, key, id_B, prompt_length_B, sampling, greedy_B)
-    stops_B = _is_stop(token_B, stop_ids)
+    token_B, logp_B = draw_at(logits_BV, key, id_B, prompt_length_B, sampling, greedy_B)
+    stops_B = is_stop(token_B, stop_ids)
     kept_PSLA = expert_PSLA.astype(expert_id_dtype(config)) if settings.keep_experts else None
 
     def first(x_B: Array) -> Array:
@@ -236,7 +236,7 @@ def advance(
             hidden_WD, cache, expert_WLA = decoding.decode(params, config, rows.token_W, state.cache, slots, mesh=mesh)
         logits_WV = transformer.logits(params, hidden_WD)
         position_W = slots.prompt_length_W + rows.drawn_W
-        token_W, logp_W = _draw(logits_WV, key, id_W, position_W, sampling, greedy_W)
+        token_W, logp_W = draw_at(logits_WV, key, id_W, position_W, sampling, greedy_W)
         drawn = Drawn(token_W, logp_W, expert_WLA if settings.keep_experts else None)
         rows = settle(rows, drawn, state.step, jnp.asarray(version, jnp.int32))
         return replace(state, rows=rows, step=state.step + 1, cache=cache)
@@ -256,21 +256,6 @@ class Drawn(NamedTuple):
     token_W: Array
     logp_W: Array
     expert_WLA: Array | None  # of the token before
-
-
-def _draw(
-    logits_WV: Array, key: Array, id_W: Array, position_W: Array, sampling: Sampling, greedy_W: Array | None
-) -> tuple[Array, Array]:
-    """The token at a position of each sample, and its log-prob."""
-    with jax.named_scope("draw"):
-        key_W = jax.vmap(lambda id_, position: jax.random.fold_in(jax.random.fold_in(key, id_), position))(
-            id_W, position_W
-        )
-        return draw_tokens(logits_WV, key_W, sampling, greedy_W)
-
-
-def _is_stop(token_W: Array, stop_ids: tuple[int, ...]) -> Array:
-    return (token_W[:, None] == jnp.asarray(stop_ids, jnp.int32)[None]).any(axis=-1)
 
 
 def _row_axis(mesh: jax.sharding.Mesh | None, B: int, W: int) -> str:
@@ -341,7 +326,7 @@ def _refill(rows: Rows) -> Rows:
 def _settle(rows: Rows, drawn: Drawn, step: Array, version: Array, *, stop_ids: tuple[int, ...]) -> Rows:
     """Record a token of each live slot; samples that end leave their slots to others."""
     C = rows.tokens_BC.shape[1]
-    stops_W = _is_stop(drawn.token_W, stop_ids) & rows.live_W
+    stops_W = is_stop(drawn.token_W, stop_ids) & rows.live_W
     sample_W: Any = None
     if rows.queue is not None:
         sample_W = jnp.where(rows.live_W, rows.queue.sample_W, len(rows.length_B))  # of an empty slot: dropped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +22,20 @@ from gspax.types import Rollout
 
 TEXTS = ("completion", "prompt", "answer")  # the fields of a row that are not numbers
 
-Started = dict[int, tuple[str, Future[Result]]]  # by row: the text and its reward to come
-# one completion: prompt, answer, completion, reward, length, finished; error, parts and reason of a Result
+# one completion: prompt, answer, completion, reward, length, finished; error, parts and reason of a Result; of a
+# conversation also turn_spans, turn_rewards and environment (`rollout.episodes`)
 Row = dict[str, Any]
+
+
+class StartedReward(NamedTuple):
+    """A completion whose reward is to come."""
+
+    text: str
+    future: Future[Result]
+    conversation: Row | None = None  # what the row of a conversation has besides
+
+
+Started = dict[int, StartedReward]  # by row
 
 
 def encode_prompts(
@@ -53,7 +64,7 @@ def start_rewards(
     given = [(row, problems[row // group], tokenizer.decode(tokens)) for row, tokens in ended.items()]
     given = [each for each in given if each[1] is not None]
     futures = calls.submit([problem for _, problem, _ in given], [text for _, _, text in given])
-    started.update({row: (text, future) for (row, _, text), future in zip(given, futures, strict=True)})
+    started.update({row: StartedReward(text, each) for (row, _, text), each in zip(given, futures, strict=True)})
 
 
 def reward_completions(
@@ -85,10 +96,23 @@ def reward_completions(
     for row in rows:
         if not row["rewards"]:
             row["rewards"] = [calls.grading.failed] * count
+        if "turn_rewards" in row:
+            _add_turn_rewards(row)
         row["reward"] = sum(row["rewards"])
         if len(row["rewards"]) == 1:
             del row["rewards"]
     return rows
+
+
+def _add_turn_rewards(row: Row) -> None:
+    """The rewards of turns join those of the whole conversation, and these join the last turn's."""
+    last, given = sum(row["rewards"]), 0.0 if "error" in row else sum(row["turn_rewards"])
+    if len(row["rewards"]) == 1:
+        row["rewards"] = [last + given]
+    else:
+        row["rewards"] = [*row["rewards"], given]
+    before = [0.0 if "error" in row else each for each in row["turn_rewards"]]
+    row["turn_rewards"] = [*before[:-1], before[-1] + last]
 
 
 def gather_texts(rows: Sequence[Row]) -> list[Row]:
@@ -103,7 +127,7 @@ def _own_completions(
     group = len(rollout.length_B) // len(problems)
     rows: list[Row | None] = [None] * len(rollout.length_B)
     given: list[tuple[Problem, int]] = []
-    texts: dict[int, str] = {row: text for row, (text, _) in started.items()}
+    texts: dict[int, str] = {row: each.text for row, each in started.items()}
     for index, tokens in multihost.owned_rows(rollout.tokens_BT).items():
         problem = problems[index // group]
         assert problem is not None
@@ -111,7 +135,7 @@ def _own_completions(
             start = rollout.prompt_length_B[index]
             texts[index] = tokenizer.decode(tokens[start : start + rollout.length_B[index]])
             given.append((problem, index))
-        rows[index] = {
+        row: Row = {
             "prompt": problem.prompt,
             "answer": problem.answer,
             "completion": texts[index],
@@ -119,8 +143,9 @@ def _own_completions(
             "length": int(rollout.length_B[index]),
             "finished": bool(rollout.finished_B[index]),
         }
+        rows[index] = row | (started[index].conversation or {} if index in started else {})
     submitted = calls.submit([problem for problem, _ in given], [texts[index] for _, index in given])
-    futures = {row: future for row, (_, future) in started.items()}
+    futures = {row: each.future for row, each in started.items()}
     futures |= {index: future for (_, index), future in zip(given, submitted, strict=True)}
     return rows, futures
 
@@ -149,7 +174,21 @@ def reward_metrics(rows: Sequence[Row], group: int) -> dict[str, float]:
         "reward/std": float(reward_PG.std()),
         "reward/zero_std_groups": float(constant_groups(jnp.asarray(reward_PG)).mean()),
         "reward/failed": sum("error" in row for row in rows) / len(rows),
+        **_conversation_metrics(rows),
         **{f"rewards/{name}": float(np.mean([each[name] for each in parts if name in each])) for name in names},
+    }
+
+
+def _conversation_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """Means over the conversations: turns, reply tokens, and what the environment has counted."""
+    held = [row for row in rows if "turn_rewards" in row]
+    if not held:
+        return {}
+    names = dict.fromkeys(name for row in held for name in row["environment"])
+    return {
+        "rollout/turns": float(np.mean([len(row["turn_rewards"]) for row in held])),
+        "rollout/turns_max": float(max(len(row["turn_rewards"]) for row in held)),
+        **{f"rollout/{name}": float(np.mean([row["environment"].get(name, 0.0) for row in held])) for name in names},
     }
 
 
@@ -164,6 +203,11 @@ def _check_failures(rows: Sequence[Row], calls: RewardCalls) -> None:
         f"{100 * calls.grading.max_failed:g} %): {row['error']} for the prompt {row['prompt']!r} and the completion "
         f"{row['completion']!r}"
     )
+
+
+def count_drawn(rollout: Rollout) -> np.ndarray:
+    """The tokens of each completion that the policy drew, int32 [B]; the rollout's lengths are on the host."""
+    return np.asarray(rollout.length_B if rollout.reply_B is None else rollout.length_B - rollout.reply_B)
 
 
 def shape_rewards(
@@ -184,7 +228,7 @@ def shape_rewards(
     added_B: np.ndarray | None = None
     metrics: dict[str, float] = {}
     if length_reward is not None:
-        added_B = np.asarray(length_reward(jnp.asarray(rollout.length_B)), np.float32)
+        added_B = np.asarray(length_reward(jnp.asarray(count_drawn(rollout))), np.float32)
         metrics["reward/length"] = float(added_B.mean())
     if kl_B is not None:
         before_B = np.float32(0) if added_B is None else added_B

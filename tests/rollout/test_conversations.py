@@ -1,0 +1,233 @@
+"""Conversations against a slow reference that runs every turn from scratch, and their episodes on the host."""
+
+import functools
+import pickle
+import time
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from gspax import losses
+from gspax.config import Grading, Sampling, Turns
+from gspax.data import CharChat, CharTokenizer, Problem
+from gspax.environments import Step
+from gspax.errors import UserError
+from gspax.learner.train_step import forward
+from gspax.model import transformer
+from gspax.rewards.calls import RewardCalls, concurrent
+from gspax.rollout import conversations
+from gspax.rollout.drawing import draw_tokens
+from gspax.rollout.engine import Settings
+from gspax.rollout.episodes import hold_conversations, interact
+from gspax.rollout.rewards import reward_completions, reward_metrics
+from gspax.rollout.serving import make_serving_copy
+
+P, G, C = 3, 2, 40
+STOPS = (0, 1, 2, 3)
+LENGTHS = np.array([3, 8, 5], np.int32)
+IDS = np.array([14, 16, 18], np.uint32)  # of the first conversation of each prompt
+
+
+def from_scratch(config, rollout, key, sampling):
+    """The log-prob of every token, and the token that is drawn at each position, by whole forward passes."""
+    total_B = rollout.prompt_length_B + rollout.length_B
+    T = rollout.tokens_BT.shape[1]
+    segment_BT = jnp.asarray((np.arange(T)[None] < np.asarray(total_B)[:, None]).astype(np.int32))
+    outputs = forward(tiny.params(config), config, rollout.tokens_BT, segment_BT)
+    hidden_BTD, _ = transformer.apply(tiny.params(config), config, rollout.tokens_BT, segment_BT)
+    logits_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, transformer.head(tiny.params(config)))
+    id_B = np.repeat(IDS, G) + np.tile(np.arange(G, dtype=np.uint32), P)
+
+    def draw(id_, position, logits_V):
+        at = jax.random.fold_in(jax.random.fold_in(key, id_), position)
+        return draw_tokens(logits_V[None], at[None], sampling)[0][0]
+
+    by_position = jax.vmap(draw, in_axes=(None, 0, 0))
+    drawn_BT = jax.vmap(by_position, in_axes=(0, None, 0))(id_B, jnp.arange(1, T), logits_BTV[:, :-1])
+    return outputs.logp_BT, jnp.pad(drawn_BT, ((0, 0), (1, 0)))
+
+
+@pytest.mark.parametrize("name", tiny.slow_but("moe"))
+def test_conversations_are_those_of_whole_forward_passes(name):
+    """Replies of several blocks, conversations that end early, and a row without a reply beside others with one."""
+    config, rng, key = tiny.CONFIGS[name], np.random.default_rng(0), jax.random.key(1)
+    sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=C + 60)
+    settings, params = Settings(config, sampling, STOPS, None), make_serving_copy(tiny.params(config), config)
+    tokens_PS = rng.integers(4, 23, (P, 8)).astype(np.int32)
+    state = conversations.start(params, tokens_PS, LENGTHS, IDS, key, settings=settings)
+    appended = [[] for _ in range(P * G)]
+    for longest in (8, 50):
+        state = conversations.advance(params, state, key, settings=settings)
+        assert not state.rows.drawing_B.any()
+        replies = [rng.integers(4, 23, rng.integers(1, longest)).tolist() if row != 1 else [] for row in range(P * G)]
+        for row, reply in enumerate(replies):
+            appended[row] += reply
+        state = conversations.resume(params, state, *conversations.pad_replies(replies), key, settings=settings)
+    state = conversations.advance(params, state, key, settings=settings)
+    rollout = conversations.assemble(tokens_PS, state.rows, settings=settings)
+
+    logp_BT, drawn_BT = from_scratch(config, rollout, key, sampling)
+    mask_BT = np.asarray(rollout.mask_BT)
+    np.testing.assert_allclose(np.asarray(rollout.logp_BT)[mask_BT], np.asarray(logp_BT)[mask_BT], atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(rollout.tokens_BT)[mask_BT], np.asarray(drawn_BT)[mask_BT])
+    assert not np.asarray(rollout.logp_BT)[~mask_BT].any()
+    for row in range(P * G):
+        start = LENGTHS[row // G]
+        inside = slice(start, start + int(rollout.length_B[row]))
+        tokens, own = np.asarray(rollout.tokens_BT)[row, inside], mask_BT[row, inside]
+        np.testing.assert_array_equal(tokens[~own], appended[row])
+        assert int(rollout.reply_B[row]) == len(appended[row])
+        assert not np.asarray(rollout.tokens_BT)[row, inside.stop :].any()
+
+
+# Episodes: an environment that counts, and a policy that is untrained
+
+CHARS = CharChat(CharTokenizer("0123456789abcdefghijkl"), user="{}", tool="k{}l")  # 23 ids; the last one is the stop
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Answers with the number of the turn; ends after `turns` of them."""
+
+    turns: int = 3
+    sleep: float = 0.0
+
+    def reset(self, problem):
+        return 0, [{"role": "user", "content": problem.prompt}]
+
+    @concurrent(8)
+    def step(self, state, message):
+        if "a" in message:
+            time.sleep(self.sleep)
+        if message.startswith("b"):
+            raise RuntimeError("the server is gone")
+        done = state + 1 >= self.turns
+        return Step(state + 1, [{"role": "tool", "content": str(state)}], 0.5, done, {"letters": len(message)})
+
+
+def length_of(problem, completion):
+    return float(len(completion))
+
+
+PROBLEMS = [Problem(prompt="012", answer="x"), Problem(prompt="34567", answer="y")]
+# a stop token about every fifth token, so that turns end
+MODEL = replace(tiny.CONFIGS["dense"], vocab_size=23, initializer_range=0.02)
+
+
+@functools.cache
+def serving():
+    return make_serving_copy(tiny.params(MODEL), MODEL)
+
+
+TURNS, LENIENT = Turns(), Grading(max_failed=1.0)
+
+
+def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, ids=(3, 4), **sampling):
+    settings = {"prompts": len(problems), "group": 4, "max_prompt_tokens": 8, "max_tokens": 60} | sampling
+    calls = RewardCalls(length_of, grading)
+    interaction = interact(environment, turns, rewards=calls, tokenizer=CHARS, grading=grading)
+    with calls, interaction:
+        rollout, started = hold_conversations(
+            interaction, serving(), MODEL, problems, ids, jax.random.key(0), sampling=Sampling(**settings)
+        )
+        return rollout, reward_completions(problems, rollout, tokenizer=CHARS, calls=calls, started=started)
+
+
+def test_turns_replies_and_rewards_of_an_episode():
+    rollout, rows = hold(Counting())
+    assert any(len(row["turn_spans"]) == 3 for row in rows) and any("error" in row for row in rows)
+    for index, row in enumerate(rows):
+        start = rollout.prompt_length_B[index]
+        tokens = np.asarray(rollout.tokens_BT)[index, start : start + rollout.length_B[index]].tolist()
+        mask = np.asarray(rollout.mask_BT)[index, start : start + rollout.length_B[index]]
+        position, texts = 0, []
+        for number, (first, end) in enumerate(row["turn_spans"]):
+            if number:
+                reply = f"k{number - 1}l"
+                assert tokens[position:first] == CHARS.tokenizer.encode(reply)
+                texts.append(str(number - 1))
+            assert first == position + (3 if number else 0) and mask[first:end].all()
+            texts.append(CHARS.decode(tokens[first:end]))
+            position = end
+        assert position == len(tokens) and row["completion"] == "\n".join(texts)
+        assert row["length"] == mask.sum() == sum(end - first for first, end in row["turn_spans"])
+        assert rollout.reply_B[index] == len(tokens) - row["length"]
+        failed = texts[-1].startswith("b") and bool(rollout.finished_B[index] or "error" in row)
+        assert ("error" in row) == failed
+        if failed:
+            assert row["error"] == "RuntimeError: the server is gone" and row["reward"] == 0.0
+            assert row["turn_rewards"] == [0.0] * len(row["turn_spans"])
+        else:
+            stopped = [tokens[end - 1] == 22 for _, end in row["turn_spans"]]
+            assert row["turn_rewards"] == [*[0.5] * (len(stopped) - 1), 0.5 * stopped[-1] + len(texts[-1])]
+            assert row["reward"] == sum(row["turn_rewards"])
+            assert row["finished"] == (len(stopped) == 3 and stopped[-1])
+    metrics = reward_metrics(rows, 4)
+    assert metrics["rollout/turns"] == np.mean([len(row["turn_spans"]) for row in rows])
+    assert metrics["reward/failed"] == np.mean(["error" in row for row in rows])
+    assert metrics["rollout/letters"] == np.mean([row["environment"].get("letters", 0) for row in rows])
+
+
+def test_a_conversation_depends_on_its_id_alone_and_not_on_chunks():
+    """Alone, with another group size, in chunks of 3 tokens: the same tokens, and log-probs up to rounding."""
+    rollout, rows = hold(Counting())
+    alone, of_alone = hold(Counting(), problems=PROBLEMS[1:], ids=(4,))
+    chunked, of_chunked = hold(Counting(), chunk=3)
+    np.testing.assert_array_equal(chunked.tokens_BT, rollout.tokens_BT)
+    np.testing.assert_array_equal(alone.tokens_BT, np.asarray(rollout.tokens_BT)[4:])
+    np.testing.assert_allclose(alone.logp_BT, np.asarray(rollout.logp_BT)[4:], atol=1e-5)
+    np.testing.assert_allclose(chunked.logp_BT, rollout.logp_BT, atol=1e-5)
+    assert [row["turn_spans"] for row in of_chunked] == [row["turn_spans"] for row in rows]
+    assert [row["reward"] for row in of_alone] == [row["reward"] for row in rows[4:]]
+
+
+def test_limits_of_turns_and_tokens_cut_conversations():
+    rollout, rows = hold(Counting(turns=9), turns=Turns(limit=2))
+    assert {len(row["turn_spans"]) for row in rows} <= {1, 2}
+    cut = [row for row in rows if len(row["turn_spans"]) == 2]
+    assert cut and not any(row["finished"] for row in cut)
+    rollout, rows = hold(Counting(turns=9), turns=Turns(limit=9), max_tokens=12)
+    assert (np.asarray(rollout.length_B) <= 12).all() and not any(row["finished"] for row in rows if "error" not in row)
+
+
+def test_a_late_step_costs_its_own_conversation():
+    _, prompt = hold(Counting(turns=2))
+    _, rows = hold(Counting(turns=2, sleep=30.0), grading=Grading(max_failed=1.0, timeout=0.3))
+    late = [index for index, row in enumerate(rows) if "late: no step after 0.3 s" in row.get("error", "")]
+    assert late
+    others = [index for index in range(len(rows)) if index not in late]
+    assert [rows[index]["reward"] for index in others] == [prompt[index]["reward"] for index in others]
+
+
+def test_too_many_failures_end_the_run_with_a_sentence():
+    with pytest.raises(UserError, match=r"failed for \d of 8 completions .*the server is gone"):
+        hold(Counting(), grading=Grading(max_failed=0.0))
+
+
+def test_a_failing_reset_is_one_sentence():
+    class Broken(Counting):
+        def reset(self, problem):
+            raise KeyError("gone")
+
+    with pytest.raises(UserError, match=r"^environment: reset raised KeyError: 'gone' for the prompt '012'$"):
+        hold(Broken())
+
+
+def test_states_are_picklable_and_steps_are_pure():
+    step = Counting().step(0, "c")
+    assert pickle.loads(pickle.dumps(step)) == step == Counting().step(0, "c")
+
+
+def test_a_mask_with_holes_is_only_a_mask_to_the_losses():
+    """GSPO on a rollout row with replies is GSPO on the drawn tokens next to one another."""
+    rng = np.random.default_rng(0)
+    mask = np.array([[0, 0, 1, 1, 0, 0, 1, 1, 1, 0]], bool)
+    logp, old = (jnp.asarray(rng.normal(size=mask.shape), jnp.float32) for _ in range(2))
+    close = jnp.asarray(mask[mask][None])
+    holes = losses.gspo(logp, old, jnp.ones(1), jnp.asarray(mask), clip_low=5.0, clip_high=50.0)
+    whole = losses.gspo(logp[mask][None], old[mask][None], jnp.ones(1), close, clip_low=5.0, clip_high=50.0)
+    np.testing.assert_allclose(holes.value, whole.value, rtol=1e-6)
