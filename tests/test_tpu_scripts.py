@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 TPU = ROOT / "tpu"
 SOURCED = [TPU / "lib.sh", TPU / "config.example.sh"]
 SCRIPTS = sorted({*TPU.rglob("*.sh")} - {*SOURCED})
-TOOLS = ["bash", "basename", "cat", "dirname", "env", "git", "id", "mkdir", "rm", "sed"]
+TOOLS = ["bash", "basename", "cat", "chmod", "dirname", "env", "git", "id", "mkdir", "od", "rm", "sed", "tr"]
 FAKES = ["curl", "docker", "gcloud", "gcsfuse", "kubectl", "mountpoint", "python3", "sudo", "systemctl"]
 FAKES += ["systemd-run", "uv"]
 SETTINGS = {
@@ -68,7 +68,9 @@ elif "describe" in words:
     print(states[0])
 host = get("FAKE_HOST")
 if host and "scp" in words:
-    shutil.copy(words[words.index("scp") + 1], host)
+    for word in words[words.index("scp") + 1 :]:
+        if os.path.isfile(word):
+            shutil.copyfile(word, os.path.join(host, os.path.basename(word)))
 if host and "ssh" in words:
     command = next(word for word in words if word.startswith("--command=")).partition("=")[2]
     done = subprocess.run(["bash", "-c", command], cwd=host, env={{**os.environ, "HOME": host}})
@@ -174,6 +176,7 @@ def test_a_script_is_strict_short_and_executable(script):
 def test_the_example_has_every_setting():
     used = {name for path in SCRIPTS for name in re.findall(r"GSPAX_[A-Z]+", path.read_text())}
     example = set(re.findall(r"^: \"\$\{(GSPAX_[A-Z]+):=", (TPU / "config.example.sh").read_text(), re.MULTILINE))
+    used -= {"GSPAX_SECRET"}  # GSPAX_SECRET_FILE, a variable of gspax itself
     assert used == example == {*SETTINGS, "GSPAX_SLICES", "GSPAX_SPOT"}
 
 
@@ -290,7 +293,8 @@ def test_resume_recreates_what_is_missing_and_repeats_the_command(cloud, states,
 def test_setup_and_run_reach_every_host_of_every_slice(cloud):
     scp, ssh = cloud.calls("setup.sh")
     everywhere = ["--node=all", "--worker=all"]
-    assert scp == queued("scp", f"{cloud.checkout}/build/gspax.bundle", "pod:", *everywhere)
+    files = [f"{cloud.checkout}/build/gspax.bundle", f"{cloud.checkout}/build/gspax.secret"]
+    assert scp == queued("scp", *files, "pod:", *everywhere)
     assert ssh[:-3] == queued("ssh", "pod", *everywhere)[:-2]
     (ssh,) = cloud.calls("run.sh", EXPERIMENT)
     command = f"--command=bash gspax/tpu/host/run.sh sort {EXPERIMENT}"
@@ -359,6 +363,19 @@ def test_setup_installs_the_last_commit_on_a_host_and_mounts_the_bucket(cloud, h
     assert mount[-5:] == ["--foreground", "--implicit-dirs", "--metadata-cache-ttl-secs=0", "buck", f"{host}/bucket"]
 
 
+def test_setup_gives_each_host_a_new_secret_that_no_command_shows(cloud, host):
+    secrets = set()
+    for _ in range(2):
+        done, calls = cloud.run("setup.sh")
+        secrets.add(secret := (host / "gspax.secret").read_text())
+        assert re.fullmatch("[0-9a-f]{64}", secret) and secret not in done.stdout + done.stderr + str(calls)
+        for file in (host / "gspax.secret", cloud.checkout / "build" / "gspax.secret"):
+            assert file.stat().st_mode & 0o777 == 0o600
+    assert len(secrets) == 2
+    (start,) = [call for call in cloud.calls("run.sh", EXPERIMENT) if call[0] == "systemd-run"]
+    assert f"--setenv=GSPAX_SECRET_FILE={host}/gspax.secret" in start
+
+
 def test_setup_twice_mounts_once_and_prints_no_warning_for_a_clean_checkout(cloud, host):
     assert cloud.run("setup.sh")[0].stderr == ""
     done, calls = cloud.run("setup.sh")
@@ -419,7 +436,12 @@ def test_the_jobset_has_its_settings(cloud):
     assert job["parallelism"] == job["completions"] == 8 and job["completionMode"] == "Indexed"  # 4 x 8 chips, 4 a host
     assert container["command"] == ["gspax", "train", EXPERIMENT, "--workdir", "/bucket/sort", *words]
     assert container["resources"]["limits"] == {"google.com/tpu": 4} and container["image"] == "registry/gspax:1"
-    assert pod["volumes"][0]["csi"]["volumeAttributes"]["bucketName"] == "buck"
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounts == {"bucket": "/bucket", "secret": "/secret"}
+    assert volumes["secret"]["secret"] == {"secretName": "pod", "defaultMode": 0o400}
+    assert container["env"] == [{"name": "GSPAX_SECRET_FILE", "value": "/secret/secret"}]
+    assert volumes["bucket"]["csi"]["volumeAttributes"]["bucketName"] == "buck"
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x8"
 
 
@@ -435,8 +457,14 @@ def test_the_jobset_restarts_after_a_preemption_but_not_where_that_cannot_help(c
 
 
 def test_a_jobset_starts_after_its_predecessor_is_gone(cloud):
-    delete, apply = cloud.calls("gke/run.sh", EXPERIMENT)
+    delete, *secret, apply = cloud.calls("gke/run.sh", EXPERIMENT)
     assert delete == ["kubectl", "delete", "jobset", "pod", "--ignore-not-found", "--cascade=foreground"]
+    file = cloud.checkout / "build" / "gspax.secret"
+    assert secret == [
+        ["kubectl", "delete", "secret", "pod", "--ignore-not-found"],
+        ["kubectl", "create", "secret", "generic", "pod", f"--from-file=secret={file}"],
+    ]
+    assert file.stat().st_mode & 0o777 == 0o600 and len(file.read_text()) == 64
     assert apply == ["kubectl", "apply", "-f", f"{cloud.checkout}/build/jobset.yaml"]
 
 

@@ -88,6 +88,16 @@ experiment() { # FILE ...: the first word must be the path of an experiment file
   [[ -f $root/$1 ]] || refuse "$1: wanted an experiment file, relative to the root of the checkout"
 }
 
+new_secret() { # make the secret by which the processes of a run recognise each other; print its file, ours alone to read
+  local file=$root/build/gspax.secret
+  if [[ $dry_run != 1 ]]; then
+    mkdir -p "$root/build"
+    rm -f "$file"
+    (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$file")
+  fi
+  echo "$file"
+}
+
 # GKE
 
 count_hosts() { # print the number of hosts of a slice

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Copies the last commit of this checkout to all hosts, installs it there and mounts the bucket.
+# Copies the last commit of this checkout and a new secret to all hosts, installs gspax there and mounts the bucket.
 #   tpu/setup.sh [--dry-run]
 # Refused while a run is active.
 
@@ -15,6 +15,6 @@ if [[ $dry_run != 1 ]]; then
   git -C "$root" bundle create --quiet "$bundle" HEAD
   [[ -z $(git -C "$root" status --porcelain) ]] || echo "gspax: uncommitted changes are not sent" >&2
 fi
-queued call scp "$bundle" "$GSPAX_NAME:" --node=all --worker=all
-on_hosts "if [[ \$(systemctl is-active gspax) =~ ^(active|activating|deactivating)\$ ]]; then echo 'gspax: a run is active here' >&2; exit 1; fi; \
+queued call scp "$bundle" "$(new_secret)" "$GSPAX_NAME:" --node=all --worker=all
+on_hosts "chmod 600 gspax.secret; if [[ \$(systemctl is-active gspax) =~ ^(active|activating|deactivating)\$ ]]; then echo 'gspax: a run is active here' >&2; exit 1; fi; \
 rm -rf gspax && git clone --quiet --config advice.detachedHead=false gspax.bundle gspax && bash gspax/tpu/host/setup.sh $(printf %q "$GSPAX_BUCKET")"

@@ -68,9 +68,14 @@ spec:
                   command: $(json gspax train "$1" --workdir "/bucket/$GSPAX_RUN" "${@:2}")
                   resources:
                     limits: {google.com/tpu: $GSPAX_CHIPS}
+                  env:
+                    - {name: GSPAX_SECRET_FILE, value: /secret/secret}
                   volumeMounts:
                     - {name: bucket, mountPath: /bucket}
+                    - {name: secret, mountPath: /secret, readOnly: true}
               volumes:
+                - name: secret
+                  secret: {secretName: $GSPAX_NAME, defaultMode: 256} # 0400
                 - name: bucket
                   csi:
                     driver: gcsfuse.csi.storage.gke.io
@@ -86,4 +91,6 @@ else
   echo "$jobset" > "$root/build/jobset.yaml"
 fi
 call kubectl delete jobset "$GSPAX_NAME" --ignore-not-found --cascade=foreground # waits for its checkpoint
+call kubectl delete secret "$GSPAX_NAME" --ignore-not-found
+call kubectl create secret generic "$GSPAX_NAME" --from-file=secret="$(new_secret)"
 call kubectl apply -f "$root/build/jobset.yaml"

@@ -17,6 +17,7 @@ fi
 sudo systemctl reset-failed gspax 2> /dev/null || true
 sudo systemd-run --quiet --unit=gspax --uid="$(id -u)" --gid="$(id -g)" \
   --working-directory="$HOME/gspax" --setenv=HOME="$HOME" --setenv=PYTHONUNBUFFERED=1 \
+  --setenv=GSPAX_SECRET_FILE="$HOME/gspax.secret" \
   --property=Requires=gspax-bucket.service --property=After=gspax-bucket.service \
   --property=KillMode=mixed --property=KillSignal=SIGTERM --property=TimeoutStopSec=600 \
   --property=SuccessExitStatus="129 130 143" \
