@@ -78,7 +78,7 @@ def variables(devices):
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-        "NPROC": "64",  # as `gspax.commands.launch` sets it
+        "NPROC": "64",  # as `gspax.commands.processes` sets it
     }
 
 
@@ -317,7 +317,7 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
 
 def test_missing_or_different_hosts_are_reported_before_anything_is_written(start, tmp_path, monkeypatch, capsys):
     """This process is one of the hosts; only the one that differs is another process."""
-    monkeypatch.setenv("NPROC", "64")  # `gspax.commands.launch` sets it; restored after the test
+    monkeypatch.setenv("NPROC", "64")  # `gspax.commands.processes` sets it; restored after the test
     monkeypatch.delattr(jax.distributed, "initialize")  # must not be called: it would connect the test's own process
     command = ["train", FILE, "--workdir", str(tmp_path / "run"), "--processes", "2"]
     for index, sentence in enumerate(
@@ -486,8 +486,8 @@ def test_an_error_on_one_process_ends_all_processes(start, tmp_path):
         "experiment = replace(small, reward=reward)\n"
     )
     output = finished(start(2, 1, tmp_path / "run", *SMALL_OVERRIDES, file=str(file)), 2)
-    assert "gspax: reward: reward raised KeyError: 'answer' for the prompt" in output[1][1]
-    assert "gspax: process 1: reward: reward raised KeyError" in output[0][1]
+    assert "gspax: reward: experiment_file.reward failed for" in output[1][1] and "KeyError: 'answer'" in output[1][1]
+    assert "gspax: process 1: reward: experiment_file.reward failed for" in output[0][1]
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
-def subcommand_parser(name: str, description: str, example: str) -> Parser:
+def subcommand_parser(name: str, description: str, example: str, kind: type[Parser] = Parser) -> Parser:
     """The parser of one subcommand, with an example at the end of its help."""
-    return Parser(
+    return kind(
         prog=f"gspax {name}",
         description=description,
         epilog=f"example:\n  {example}",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gspax
-from gspax.commands import launch
+from gspax.commands import processes
 from gspax.commands.arguments import Parser, add_experiment, at_least, subcommand_parser
 from gspax.commands.inputs import load_experiment
 from gspax.errors import UserError
@@ -46,7 +46,7 @@ def make_parser() -> Parser:
         "--against", metavar="PYTHON", help="also run google-tunix of this interpreter on the same shape, alternately"
     )
     parser.add_argument("--rounds", type=at_least(1), default=2, metavar="N", help="of --against (default: 2)")
-    launch.add_options(parser)
+    processes.add_options(parser)
     return parser
 
 
@@ -69,7 +69,7 @@ def execute(options: argparse.Namespace) -> int:
         result = peer.compare(options.against, ours, peer.shape(experiment.model, experiment.sampling), options.rounds)
         write(options.json, result, options.overrides)
         return 0
-    is_primary = launch.join("bench", options, experiment)
+    is_primary = processes.join("bench", options, experiment)
     result = run(experiment, options.parts, options.profile, print if is_primary else lambda line: None)
     if is_primary:
         write(options.json, result, options.overrides)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspax.commands import launch
+from gspax.commands import processes
 from gspax.commands.arguments import Parser, at_least, subcommand_parser
 from gspax.commands.inputs import load_experiment, require_directory
 from gspax.errors import UserError
@@ -48,7 +48,7 @@ def make_parser() -> Parser:
     group.add_argument("--top-p", type=float, metavar="P")
     group.add_argument("--min-p", type=float, metavar="P")
     group.add_argument("--max-tokens", type=at_least(1), metavar="N", help="of a completion")
-    launch.add_options(parser)
+    processes.add_options(parser)
     return parser
 
 
@@ -71,7 +71,7 @@ def execute(options: argparse.Namespace) -> int:
         tasks = find_tasks(options.tasks, experiment.evaluation.tasks, settings)
         experiment = dataclasses.replace(experiment, evaluation=dataclasses.replace(experiment.evaluation, tasks=tasks))
         check(experiment)
-    launch.join("eval", options, experiment)
+    processes.join("eval", options, experiment)
     from gspax.evaluation.checkpoint import evaluate_run
 
     evaluate_run(experiment, options.workdir, options.step, tasks)
@@ -88,7 +88,7 @@ def _evaluate_published(options: argparse.Namespace, settings: dict[str, Any]) -
     experiment = override(make_experiment(options.source, tasks), options.overrides)
     check(experiment)
     options.workdir.mkdir(parents=True, exist_ok=True)
-    launch.join("eval", options, experiment)
+    processes.join("eval", options, experiment)
     from gspax.evaluation.checkpoint import evaluate_published, load_policy
     from gspax.rollout.placement import make_meshes
 

@@ -1,71 +1,128 @@
-"""The subcommands that run on several hosts: their options, and joining the other processes before anything runs.
-
-Functions import what needs jax, so that `--help` answers at once.
-"""
+"""`gspax launch`: run a subcommand in one or several processes on this machine, and again after a failure."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
+import signal
+import socket
+import subprocess
 import sys
-from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Sequence
+from types import FrameType
 
-import gspax
-from gspax.commands.arguments import at_least, require_address
+from gspax.commands.arguments import Parser, at_least, subcommand_parser
+from gspax.distributed.secret import VARIABLE, new_secret
+from gspax.errors import UserError, warn
 
-if TYPE_CHECKING:
-    from gspax.config import Experiment
+RUNNING = ("train", "sft", "eval", "bench")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PROGRAM = (sys.executable, "-m", "gspax")
+POLL = 0.1  # seconds
+PATIENCE = 30.0  # seconds for the other processes to end after one has failed
 
-# XLA's threads for the devices of a CPU, by default one per core. A collective operation holds one while it waits, and
-# several programs may run at once.
-XLA_CPU_THREADS = "64"
+
+class _LaunchParser(Parser):
+    """What follows the subcommand belongs to it, options too."""
+
+    def parse_intermixed_args(self, args=None, namespace=None):
+        return self.parse_args(args, namespace)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """`--coordinator`, `--processes`, `--process`, `--join-timeout` and `--secret-file`."""
-    group = parser.add_argument_group("several hosts", "the same command on each; TPU pods and SLURM need no options")
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0 (or JAX_COORDINATOR_ADDRESS)")
-    group.add_argument("--processes", type=at_least(1), metavar="N", help="how many (or JAX_NUM_PROCESSES)")
-    group.add_argument("--process", type=at_least(0), metavar="I", help="which one this is (or JAX_PROCESS_ID)")
-    group.add_argument(
-        "--join-timeout", type=at_least(1), default=300, metavar="SECONDS", help="for all to join (default: 300)"
+def make_parser() -> Parser:
+    parser = subcommand_parser(
+        "launch",
+        "Run a subcommand in processes on this machine, which join with a secret made for this start. After exit code "
+        "1 or a kill, start it again: a run continues from its newest checkpoint.",
+        "gspax launch --restarts 20 train experiments/sort_gspo.py --workdir runs/sort",
+        kind=_LaunchParser,
     )
-    group.add_argument(
-        "--secret-file", metavar="FILE", help="the secret of the run, the same on all hosts (or GSPAX_SECRET)"
+    parser.add_argument("--processes", type=at_least(1), default=1, metavar="N", help="how many (default: 1)")
+    parser.add_argument("--restarts", type=at_least(0), default=0, metavar="N", help="after failures (default: 0)")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="...", help=f"one of {', '.join(RUNNING)}, and its arguments"
     )
+    return parser
 
 
-def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -> bool:
-    """Join the other processes of this command, if there are any; whether this is the primary process.
+def execute(options: argparse.Namespace) -> int:
+    """The exit code of the last start."""
+    if not options.command or options.command[0] not in RUNNING:
+        got = options.command[0] if options.command else "nothing"
+        raise UserError(f"launch: wanted one of {', '.join(RUNNING)} and its arguments, got {got!r:.200}")
+    with _Forwarder() as forwarder:
+        for left in range(options.restarts, -1, -1):
+            code = combine(_run(options.command, options.processes, forwarder))
+            if code != 1 or forwarder.received or not left:
+                break
+            warn(f"launch: exit code 1, starting again ({left - 1} restarts left)")
+    return code
 
-    Raises:
-      UserError: a process does not join in time, or has another subcommand, version, file or experiment.
+
+def combine(codes: Sequence[int]) -> int:
+    """One exit code for all processes: what a restart cannot mend, else a signal after a save, else a failure or 0.
+
+    A killed process counts as a failure.
     """
-    from gspax.distributed import joining, secret
-    from gspax.experiment.description import describe
-
-    if options.coordinator is not None:
-        require_address(options.coordinator)
-    info = joining.find_process(options.coordinator, options.processes, options.process, options.join_timeout)
-    fingerprint = {
-        "subcommand": subcommand,
-        "gspax": gspax.__version__,
-        "jax": metadata.version("jax"),
-        "file": options.file and hashlib.sha256(Path(options.file).read_bytes()).hexdigest()[:16],
-        "experiment": describe(experiment),
-    }
-    if info is None:
-        return True
-    own_secret = secret.read_secret(info.host, options.secret_file, os.environ)
-    os.environ.setdefault("NPROC", XLA_CPU_THREADS)
-    joining.join(info, fingerprint, options.join_timeout, own_secret)
-    return info.index == 0
+    found = {1 if code < 0 else code for code in codes}
+    order = (2, 3, *sorted(code for code in found if code > 3), 1, 0)
+    return next(code for code in order if code in found)
 
 
-def leave(code: int) -> None:
-    """`joining.leave`, if `join` was called."""
-    if "gspax.distributed.joining" in sys.modules:
-        sys.modules["gspax.distributed.joining"].leave(code)
+class _Forwarder:
+    """Passes signals on to the processes."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> _Forwarder:
+        self._previous = {each: signal.signal(each, self._forward) for each in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._previous.items():
+            signal.signal(each, handler)
+
+    def _forward(self, signum: int, _: FrameType | None) -> None:
+        self.received = signum
+        for each in self.processes:
+            each.send_signal(signum)
+
+
+def _run(command: Sequence[str], count: int, forwarder: _Forwarder) -> list[int]:
+    """Start the processes once and wait for all of them; their exit codes."""
+    environment, joining = dict(os.environ), []
+    if count > 1:
+        environment[VARIABLE] = new_secret()
+        joining = ["--coordinator", f"127.0.0.1:{_free_port()}", "--processes", str(count)]
+    for index in range(count):
+        own = [*joining, "--process", str(index)] if count > 1 else []
+        arguments = [*PROGRAM, *command, *own]
+        forwarder.processes.append(subprocess.Popen(arguments, env=environment))
+    try:
+        return _wait(forwarder.processes)
+    finally:
+        for each in forwarder.processes:
+            each.kill()
+            each.wait()
+        forwarder.processes.clear()
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """The exit codes; once a process has failed, the others have `PATIENCE` seconds."""
+    failed_at = None
+    while None in (codes := [each.poll() for each in processes]):
+        if failed_at is None and any(codes):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > PATIENCE:
+            for each in processes:
+                each.kill()
+        time.sleep(POLL)
+    return [each.wait() for each in processes]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import gspax
-from gspax.commands import environment, launch
+from gspax.commands import environment, processes
 from gspax.commands.arguments import Parser
 from gspax.commands.devices import skip_absent_tpu
 from gspax.errors import UserError
@@ -36,6 +36,7 @@ SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "bench": ("FILE", "measure speed on this machine"),
     "compile": ("FILE --topology T", "compile without TPU hardware: does it fit, how fast could it be"),
     "check": ("DIR", "verify the checkpoints of a run, or a converted one"),
+    "launch": ("SUBCOMMAND ...", "run a subcommand in several processes here, and again after a failure"),
     "report": ("DIR", "write report.html of a run"),
     "compare": ("DIR…", "compare runs over seeds, at equal tokens"),
     "replay": ("FILE DUMP", "compute the update that a diverged run dumped again, and name what is not finite"),
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (those of the process by default) and give its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     code = _run_and_report(arguments)
-    launch.leave(code)
+    processes.leave(code)
     return code
 
 

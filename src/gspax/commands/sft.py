@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gspax.commands import launch
+from gspax.commands import processes
 from gspax.commands.arguments import Parser, add_dry_run, add_experiment, subcommand_parser
 from gspax.commands.inputs import load_experiment, print_plan
 from gspax.errors import UserError
@@ -18,7 +18,7 @@ def make_parser() -> Parser:
     )
     add_experiment(parser)
     add_dry_run(parser)
-    launch.add_options(parser)
+    processes.add_options(parser)
     return parser
 
 
@@ -29,7 +29,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.dry_run:
         print_plan(options, experiment)
         return 0
-    launch.join("sft", options, experiment)
+    processes.join("sft", options, experiment)
     from gspax.sft import run
 
     run(experiment, options.workdir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from gspax.commands import launch
+from gspax.commands import processes
 from gspax.commands.arguments import Parser, add_dry_run, add_experiment, subcommand_parser
 from gspax.commands.inputs import load_experiment, override_key, print_plan
 
@@ -18,7 +18,7 @@ def make_parser() -> Parser:
     )
     add_experiment(parser)
     add_dry_run(parser)
-    launch.add_options(parser)
+    processes.add_options(parser)
     return parser
 
 
@@ -28,7 +28,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.dry_run:
         print_plan(options, experiment)
         return 0
-    is_primary = launch.join("train", options, experiment)
+    is_primary = processes.join("train", options, experiment)
     from gspax.loop.training import train
     from gspax.run.report import summarise
 

@@ -91,7 +91,7 @@ def join(
 ) -> None:
     """Wait for all processes, compare their fingerprints and connect them; before any use of jax's devices.
 
-    On CPU devices set the variable NPROC to 64 or so first, as `gspax.commands.launch` does: a collective operation
+    On CPU devices set the variable NPROC to 64 or so first, as `gspax.commands.processes` does: a collective operation
     holds one of XLA's threads while it waits, and by default there is one per core.
 
     Args:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from gspax.distributed import links, wire
+from gspax.distributed import links, watchdog, wire
 from gspax.errors import UserError, warn
 
 T = TypeVar("T")
@@ -120,14 +120,18 @@ def _make_array(array: np.ndarray, sharding: Sharding) -> jax.Array:
 def to_host(tree: Any) -> Any:
     """Every array of a tree in full, as numpy, on every process."""
     if jax.process_count() == 1:
-        return jax.device_get(tree)
+        found = jax.device_get(tree)
+        watchdog.progress()
+        return found
     leaves, structure = jax.tree.flatten(tree)
     partial = {i: leaf for i, leaf in enumerate(leaves) if _is_partial(leaf)}
     if partial:
         mesh = next(iter(partial.values())).sharding.mesh
         partial = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))(partial)
     leaves = [partial.get(i, leaf) for i, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(structure, _read_everywhere(leaves))
+    found = jax.tree.unflatten(structure, _read_everywhere(leaves))
+    watchdog.progress()
+    return found
 
 
 def _is_partial(leaf: Any) -> bool:

@@ -1,0 +1,83 @@
+"""The subcommands that run on several hosts: their options, and joining the other processes before anything runs.
+
+Functions import what needs jax, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import gspax
+from gspax.commands.arguments import at_least, require_address
+
+if TYPE_CHECKING:
+    from gspax.config import Experiment
+
+# XLA's threads for the devices of a CPU, by default one per core. A collective operation holds one while it waits, and
+# several programs may run at once.
+XLA_CPU_THREADS = "64"
+STALL_TIMEOUT = 7200  # seconds: more than a checkpoint takes to load, or a sampler without chunks to draw
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the processes of a run, and `--stall-timeout`."""
+    parser.add_argument(
+        "--stall-timeout",
+        type=at_least(0),
+        default=STALL_TIMEOUT,
+        metavar="SECONDS",
+        help=f"end with code 1 after so long without progress (default: {STALL_TIMEOUT}; 0: never)",
+    )
+    group = parser.add_argument_group(
+        "several hosts", "the same command and secret on each; TPU pods and SLURM need no more"
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0 (or JAX_COORDINATOR_ADDRESS)")
+    group.add_argument("--processes", type=at_least(1), metavar="N", help="how many (or JAX_NUM_PROCESSES)")
+    group.add_argument("--process", type=at_least(0), metavar="I", help="which one this is (or JAX_PROCESS_ID)")
+    group.add_argument(
+        "--join-timeout", type=at_least(1), default=300, metavar="SECONDS", help="for all to join (default: 300)"
+    )
+    group.add_argument(
+        "--secret-file", metavar="FILE", help="the secret of the run, the same on all hosts (or GSPAX_SECRET)"
+    )
+
+
+def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -> bool:
+    """Join the other processes of this command, if there are any; whether this is the primary process.
+
+    Raises:
+      UserError: a process does not join in time, or has another subcommand, version, file or experiment.
+    """
+    from gspax.distributed import joining, secret, watchdog
+    from gspax.experiment.description import describe
+
+    if options.coordinator is not None:
+        require_address(options.coordinator)
+    info = joining.find_process(options.coordinator, options.processes, options.process, options.join_timeout)
+    fingerprint = {
+        "subcommand": subcommand,
+        "gspax": gspax.__version__,
+        "jax": metadata.version("jax"),
+        "file": options.file and hashlib.sha256(Path(options.file).read_bytes()).hexdigest()[:16],
+        "experiment": describe(experiment),
+    }
+    if info is not None:
+        own_secret = secret.read_secret(info.host, options.secret_file, os.environ)
+        os.environ.setdefault("NPROC", XLA_CPU_THREADS)
+        joining.join(info, fingerprint, options.join_timeout, own_secret)
+    watchdog.start(options.stall_timeout)
+    return info is None or info.index == 0
+
+
+def leave(code: int) -> None:
+    """`joining.leave`, if `join` was called; nothing is watched any more."""
+    if "gspax.distributed.watchdog" in sys.modules:
+        sys.modules["gspax.distributed.watchdog"].stop()
+    if "gspax.distributed.joining" in sys.modules:
+        sys.modules["gspax.distributed.joining"].leave(code)

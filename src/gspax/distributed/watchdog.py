@@ -1,0 +1,61 @@
+"""Ends a process that makes no progress: a collective operation, a reward or a sampler that hangs.
+
+Progress is what reaches the host from the devices: a chunk of tokens, an update, an evaluation
+(`multihost.to_host`). After `limit` seconds without any, the stacks of all threads are printed and the process
+exits with code 1, so that a launcher starts it again. In a run of several processes all of them wait for the one
+that hangs, so each prints its stacks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+import time
+
+from gspax.distributed.ending import end_process
+
+TICK = 10.0  # seconds between two looks, at most
+OTHERS = 5.0  # seconds for the other processes, which wait since about the same time, to print their stacks too
+
+_last_progress = 0.0
+_done: threading.Event | None = None
+
+
+def progress() -> None:
+    """Note that the run has made progress. Cheap: a clock is read."""
+    global _last_progress
+    _last_progress = time.monotonic()
+
+
+def start(limit: float) -> None:
+    """Watch this process until `stop`; a limit of 0 watches nothing."""
+    global _done
+    stop()
+    progress()
+    if limit > 0:
+        _done = threading.Event()
+        _arm(limit)
+        threading.Thread(target=_watch, args=(limit, _done), name="gspax_watchdog", daemon=True).start()
+
+
+def stop() -> None:
+    """Stop watching, as before an exit."""
+    global _done
+    if _done is not None:
+        _done.set()
+        _done = None
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _watch(limit: float, done: threading.Event) -> None:
+    while not done.wait(min(limit / 4, TICK)):
+        _arm(limit)
+        if time.monotonic() - _last_progress > limit:
+            faulthandler.dump_traceback(file=2, all_threads=True)
+            if not done.wait(OTHERS):
+                end_process(f"no progress for {limit:.0f} seconds: the stacks of all threads are above", 1)
+
+
+def _arm(limit: float) -> None:
+    """Let C code print the stacks and exit, should the watching thread never get the interpreter's lock again."""
+    faulthandler.dump_traceback_later(limit + OTHERS, exit=True, file=2)
