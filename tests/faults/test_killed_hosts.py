@@ -11,6 +11,7 @@ import runs
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 COUNT = 4
 NOTICED = 15.0  # seconds until all other processes must have ended
+PATIENCE = 1500.0  # seconds for a run, on a busy machine
 
 
 def start(workdir, count, steps):
@@ -41,7 +42,7 @@ def last_line(run):
 
 def kill_one(workdir, processes, rng):
     """Kill a process some steps after the start, and check how the others end; which one, or None if the run ended."""
-    already, wanted, deadline = len(steps_of(workdir)), rng.randint(1, 4), time.monotonic() + 300
+    already, wanted, deadline = len(steps_of(workdir)), rng.randint(1, 3), time.monotonic() + PATIENCE
     while len(steps_of(workdir)) < already + wanted:
         if not all(each.process.is_alive() for each in processes) or time.monotonic() > deadline:
             break
@@ -50,7 +51,7 @@ def kill_one(workdir, processes, rng):
     killed = rng.randrange(len(processes))
     processes[killed].process.kill()
     began = time.monotonic()
-    codes = [each.wait() for each in processes]
+    codes = [each.wait(PATIENCE) for each in processes]
     if codes[killed] != -9:
         assert codes == [0] * len(processes), [each.text() for each in processes]
         return None
@@ -72,16 +73,16 @@ def kill_at_random(workdir, kills, rng, steps, count=COUNT):
             return found
         found.append(killed)
     for each in start(workdir, count, steps):
-        assert each.wait() == 0, each.text()
+        assert each.wait(PATIENCE) == 0, each.text()
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_twenty_kills_among_four_processes(tmp_path, injected):
-    kills, steps = int(os.environ.get("FAULTS_HOSTS", "20")), 80
+    kills, steps = int(os.environ.get("FAULTS_HOSTS", "20")), 60
     for each in start(tmp_path / "reference", COUNT, steps):
-        assert each.wait() == 0, each.text()
+        assert each.wait(PATIENCE) == 0, each.text()
     killed = kill_at_random(tmp_path / "run", kills, random.Random(SEED), steps)
     assert len(killed) == kills
     assert runs.differences(tmp_path / "run", tmp_path / "reference", steps) == []

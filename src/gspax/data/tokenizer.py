@@ -178,7 +178,7 @@ def brief(error: Exception) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {brief(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: wanted a JSON object, got {type(content).__name__}")

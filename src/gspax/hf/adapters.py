@@ -20,6 +20,7 @@ import numpy as np
 from gspax.config import Lora, ModelConfig
 from gspax.errors import UserError
 from gspax.hf import names, tensors
+from gspax.hf.files import read_json, require_own_files, show
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -169,21 +170,22 @@ def _stored(folder: Path) -> dict[str, tensors.Stored]:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
-        raw = dict(json.loads(path.read_text(encoding="utf-8")))
+        raw = dict(read_json(path))
+        require_own_files(folder)
     except FileNotFoundError:
         where = "" if folder.is_absolute() else f" (the working directory is {Path.cwd()})"
         raise UserError(f"{folder}: wanted the folder of an adapter with {CONFIG}, there is none{where}") from None
     except (OSError, ValueError, TypeError) as problem:
         raise UserError(f"{path}: wanted a JSON object, got a file that cannot be read: {problem}") from problem
     if raw.get("peft_type") != "LORA":
-        raise UserError(f'{path}: peft_type: wanted "LORA", got {json.dumps(raw.get("peft_type"))}')
+        raise UserError(f'{path}: peft_type: wanted "LORA", got {show(raw.get("peft_type"))}')
     for key, value in raw.items():
         if key in PERMITTED:
             if value not in PERMITTED[key]:
                 wanted = " or ".join(map(json.dumps, PERMITTED[key]))
-                raise UserError(f"{path}: {key}: wanted {wanted}, got {json.dumps(value)}")
+                raise UserError(f"{path}: {key}: wanted {wanted}, got {show(value)}")
         elif key not in READ and key not in HARMLESS and value:
-            raise UserError(f"{path}: {key}: wanted null, false or nothing in it, got {json.dumps(value)}")
+            raise UserError(f"{path}: {key}: wanted null, false or nothing in it, got {show(value)}")
     return raw
 
 
@@ -191,5 +193,5 @@ def _positive(folder: Any, raw: Mapping[str, Any], key: str) -> Any:
     value = raw.get(key)
     kinds = (int,) if key == "r" else (int, float)
     if type(value) not in kinds or value is None or not value > 0:
-        raise UserError(f"{Path(folder) / CONFIG}: {key}: wanted a number above 0, got {json.dumps(value)}")
+        raise UserError(f"{Path(folder) / CONFIG}: {key}: wanted a number above 0, got {show(value)}")
     return value

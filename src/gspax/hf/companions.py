@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from gspax.hf.files import require_own_files
+
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -19,8 +21,14 @@ COMPANIONS = (
 
 
 def copy_companions(sources: Iterable[Path], target: Path) -> list[str]:
-    """Copy each companion from the first folder that has it; the names of those copied."""
-    folders = list(sources)
+    """Copy each companion from the first folder that has it; the names of those copied.
+
+    Raises:
+      UserError: a link in one of the folders leads out of it.
+    """
+    folders = [folder for folder in sources if folder.is_dir()]
+    for folder in folders:
+        require_own_files(folder)
     copied = []
     for name in COMPANIONS:
         source = next((folder / name for folder in folders if (folder / name).is_file()), None)

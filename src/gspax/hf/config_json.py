@@ -20,7 +20,9 @@ from typing import Any
 
 from gspax.config import ModelConfig, Yarn
 from gspax.errors import UserError
+from gspax.hf.files import SHOWN, read_json, show
 from gspax.model.architecture import architecture_problems
+from gspax.ranges import Range
 
 ARCHITECTURES = {  # by model_type
     "qwen3": "Qwen3ForCausalLM",
@@ -106,6 +108,10 @@ HARMLESS = {  # keys that do not affect what gspax computes, and why
 }
 DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
 FULL, SLIDING = "full_attention", "sliding_attention"
+RANGES = {  # of the numbers, by field
+    name: [each for each in typing.get_args(hint)[1:] if isinstance(each, Range)]
+    for name, hint in typing.get_type_hints(ModelConfig, include_extras=True).items()
+}
 HINTS, YARN_HINTS = typing.get_type_hints(ModelConfig), typing.get_type_hints(Yarn)
 
 
@@ -119,10 +125,10 @@ def read_config(directory: str | Path) -> ModelConfig:
     """
     path = Path(directory) / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
     except FileNotFoundError:
         raise UserError(f"{directory}: wanted a checkpoint folder with config.json, there is none") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
+    except (OSError, ValueError) as problem:
         raise UserError(f"{path}: wanted a JSON file, got one that cannot be read: {problem}") from problem
     try:
         return _parse(raw)
@@ -209,7 +215,7 @@ def _window_json(config: ModelConfig, family: str) -> dict[str, Any]:
 def _parse(raw: Any) -> ModelConfig:
     """The model of a parsed `config.json`. ValueError with a one-sentence message."""
     if not isinstance(raw, dict):
-        raise ValueError(f"wanted a JSON object, got {json.dumps(raw)}")
+        raise ValueError(f"wanted a JSON object, got {show(raw)}")
     family = _expect("model_type", raw.get("model_type"), ARCHITECTURES)
     _expect("architectures", raw.get("architectures"), (None, [ARCHITECTURES[family]]))
     experts = family != "qwen3"
@@ -221,7 +227,7 @@ def _parse(raw: Any) -> ModelConfig:
         elif key in PERMITTED and key not in copied:
             _expect(key, value, PERMITTED[key])
         elif key not in known:
-            raise ValueError(f"{key}: wanted no such key (gspax does not know it), got {json.dumps(value)}")
+            raise ValueError(f"{key[:SHOWN]}: wanted no such key (gspax does not know it), got {show(value)}")
     fields = {name: _typed(HINTS[name], name, _get(raw, name, default)) for name, default in copied.items()}
     if experts:
         name = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"
@@ -242,9 +248,9 @@ def _parse(raw: Any) -> ModelConfig:
 
 def _check_sizes(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
-        least = 0 if name == "intermediate_size" else 1  # 0 where no layer is dense
-        if type(value) is int and value < least:
-            raise ValueError(f"{name}: wanted at least {least}, got {value}")
+        for each in RANGES[name]:
+            if type(value) in (int, float) and not each.accepts(value):
+                raise ValueError(f"{name}: wanted {each.words}, got {show(value)}")
     heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"]
     if heads % groups:
         raise ValueError(f"num_attention_heads: wanted a multiple of num_key_value_heads ({groups}), got {heads}")
@@ -256,13 +262,13 @@ def _rope(raw: Mapping[str, Any], context: int) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`. As in transformers, the older object wins, also over the top level."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise ValueError(f"rope_scaling: wanted an object or null, got {json.dumps(rope)}")
+        raise ValueError(f"rope_scaling: wanted an object or null, got {show(rope)}")
     theta = _typed(float, "rope_theta", _get(rope, "rope_theta", _get(raw, "rope_theta", 10000.0)))
     kind = _expect("rope_type", _get(rope, "rope_type", _get(rope, "type", "default")), ("default", "yarn"))
     known = YARN_HINTS if kind == "yarn" else {}
     for key, value in rope.items():
         if key not in ("rope_theta", "rope_type", "type", *known):
-            raise ValueError(f"rope_scaling.{key}: wanted no such key with rope_type {kind}, got {json.dumps(value)}")
+            raise ValueError(f"rope_scaling.{key[:SHOWN]}: wanted no such key with rope_type {kind}, got {show(value)}")
     if kind == "default":
         return {"rope_theta": theta}
     fields = {name: _typed(hint, name, rope[name]) for name, hint in known.items() if rope.get(name) is not None}
@@ -295,7 +301,7 @@ def _window(raw: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
     if kinds is None:
         kinds = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types: wanted a list of {layers} names, got {json.dumps(kinds)}")
+        raise ValueError(f"layer_types: wanted a list of {layers} names, got {show(kinds)}")
     for kind in kinds:
         _expect("layer_types", kind, (FULL, SLIDING) if window else (FULL,))
     sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
@@ -303,7 +309,7 @@ def _window(raw: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
         raise ValueError(f"sliding_window: wanted at least 1 or null, got {window}")
     if window and family == "qwen3_moe" and len(sliding) < layers:
         key = "max_window_layers" if raw.get("layer_types") is None else "layer_types"
-        raise ValueError(f"{key}: wanted the window on all {layers} layers of a Qwen3-MoE, got {json.dumps(raw[key])}")
+        raise ValueError(f"{key}: wanted the window on all {layers} layers of a Qwen3-MoE, got {show(raw[key])}")
     return {"sliding_window": window if sliding else 0, "sliding_layers": sliding}
 
 
@@ -317,18 +323,18 @@ def _get(raw: Mapping[str, Any], key: str, default: Any) -> Any:
 
 def _expect(key: str, value: Any, permitted: Collection[Any]) -> Any:
     if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in permitted):
-        raise ValueError(f"{key}: wanted {' or '.join(map(json.dumps, permitted))}, got {json.dumps(value)}")
+        raise ValueError(f"{key}: wanted {' or '.join(map(json.dumps, permitted))}, got {show(value)}")
     return value
 
 
 def _typed(hint: Any, name: str, value: Any) -> Any:
     """`value` as an annotated type: integers may be floats, lists become tuples. ValueError otherwise."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)  # float | None
-    if type(value) is int and float in kinds:
+    if type(value) is int and float in kinds and abs(value) < 2**63:
         return float(value)
     if hint == tuple[int, ...] and isinstance(value, list | tuple) and all(type(each) is int for each in value):
         return tuple(value)
     if type(value) not in kinds:
         words = {int: "an integer", float: "a number", bool: "true or false"}.get(kinds[0], "a list of integers")
-        raise ValueError(f"{name}: wanted {words}, got {json.dumps(value)}")
+        raise ValueError(f"{name}: wanted {words}, got {show(value)}")
     return value

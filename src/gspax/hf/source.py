@@ -11,6 +11,7 @@ from typing import Any
 from gspax.config import ModelConfig
 from gspax.errors import UserError
 from gspax.hf.config_json import read_config
+from gspax.hf.files import require_own_files
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 CONFIG = ("config.json",)
@@ -43,10 +44,12 @@ def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool =
     With `download=False` only the local cache of earlier downloads is used.
 
     Raises:
-      UserError: there is no such folder, and no such checkpoint on the Hub or no access to it.
+      UserError: there is no such folder, and no such checkpoint on the Hub or no access to it; or a link leads out of
+        the folder.
     """
     folder = Path(checkpoint)
     if folder.is_dir():
+        require_own_files(folder)
         return folder
     if folder.exists():
         raise UserError(f"{checkpoint}: wanted the folder of a checkpoint, this is a file")

@@ -19,10 +19,12 @@ import ml_dtypes
 import numpy as np
 
 from gspax.errors import UserError
+from gspax.hf.files import SHOWN, parse_json, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
+MOST_AXES = 32
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
 
 
@@ -77,7 +79,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
             )
         raise UserError(f"{folder}: wanted {SINGLE} or {INDEX}, there is neither")
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         items = dict(weight_map.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise UserError(f"{index}: wanted a JSON object with a weight_map, got one that cannot be read") from problem
@@ -97,7 +99,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         if size < 8 or length > min(size - 8, LONGEST_HEADER):
             raise UserError(f"{file}: no safetensors file, or a truncated one ({size} bytes, header of {length})")
         try:
-            header = dict(json.loads(opened.read(length)))
+            header = dict(parse_json(opened.read(length)))
         except (ValueError, TypeError) as problem:
             raise UserError(f"{file}: corrupt: its header is no JSON object") from problem
     header.pop("__metadata__", None)
@@ -117,20 +119,21 @@ def read_header(file: Path) -> dict[str, Stored]:
 def _begin(entry: Any) -> int:
     try:
         return int(entry["data_offsets"][0])
-    except (KeyError, IndexError, TypeError, ValueError):
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         return -1  # `_entry` raises the error
 
 
 def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        ours = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        numbers = (*shape, begin, end)
+        ours = len(shape) <= MOST_AXES and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
     except (KeyError, TypeError, ValueError):
         ours = False
     if not ours:
         raise UserError(f"{file}: corrupt: the header's entry of tensor {name} has no dtype, shape and byte range")
-    if dtype not in DTYPES:
-        raise UserError(f"{file}: tensor {name}: wanted one of {', '.join(DTYPES)}, got {dtype}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise UserError(f"{file}: tensor {name}: wanted one of {', '.join(DTYPES)}, got {str(dtype)[:SHOWN]}")
     stored = Stored(file, DTYPES[dtype], shape, first + begin)
     if end - begin != stored.nbytes:
         raise UserError(
