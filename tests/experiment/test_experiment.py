@@ -231,7 +231,7 @@ TOO_FEW = (
                 "data=3, fsdp=-1",
             ],
         ),
-        (["sampling.prompts=3", "sampling.group=2", "mesh.data=2"], 8, ["sampling.prompts"]),
+        (["sampling.prompts=3", "sampling.group=4", "mesh.data=2"], 8, ["sampling.prompts"]),
         (["sampling.prompts=12", "mesh.data=2"], 8, []),  # rows divide, groups are split
         (["mesh.data=4", "mesh.fsdp=2", "schedule.microbatch_rows=4"], None, ["schedule.microbatch_rows"]),
         (["warm_start.rows=12"], 8, ["warm_start.rows"]),
