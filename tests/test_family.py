@@ -13,10 +13,11 @@ from small_experiment import experiment, objective_of
 from gspax import advantages, config, losses, shaping
 from gspax.config import Calibration, Reference, Regularizers
 from gspax.experiment import validate
+from gspax.experiment.old_policy import keeps_experts
 from gspax.learner.clipping import initial_range
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
-from gspax.learner.train_step import Steps, make_route, make_score, make_update, reads_experts
+from gspax.learner.train_step import Steps, make_route, make_score, make_update
 from gspax.loop.drawing import InFlight
 from gspax.loop.learner import Learner
 from gspax.loop.step import run_step
@@ -55,8 +56,8 @@ OPTIMIZER = make_optimizer(BASE.optimizer)
 
 
 @functools.cache
-def score(model, keep):
-    return make_score(model, mesh=MESH, keep_experts=keep)
+def score(model, keep, shift):
+    return make_score(model, mesh=MESH, keep_experts=keep, keep_router_logp=shift)
 
 
 @functools.cache
@@ -66,7 +67,7 @@ def route(model):
 
 READ_BY_UPDATES = (
     *("model", "loss", "correction", "rejection"),
-    *("reference", "regularizers", "calibration", "routing_replay"),
+    *("reference", "regularizers", "calibration", "routing_replay", "router_shift"),
 )
 
 
@@ -74,7 +75,7 @@ READ_BY_UPDATES = (
 def step(*values):
     """The compiled update, shared by experiments with the same objective."""
     variant = replace(BASE, **dict(zip(READ_BY_UPDATES, values, strict=True)))
-    objective, replay = objective_of(variant), variant.routing_replay
+    objective, replay = objective_of(variant), variant.routing_replay != "off"
     return make_update(variant.model, objective, OPTIMIZER, routing_replay=replay, mesh=MESH)
 
 
@@ -86,8 +87,9 @@ def train(changes, rollouts=2):
     if variant.reference is not None and variant.reference.loss is None:
         read["reference"] = Reference()  # only its loss is part of the objective
     update = step(*read.values())
-    keep = reads_experts(variant.regularizers, routing_replay=variant.routing_replay)
-    steps = Steps(update, score(variant.model, keep), route(variant.model), None)
+    keep = keeps_experts(variant.regularizers, variant.routing_replay, variant.router_shift)
+    shift = variant.router_shift is not None
+    steps = Steps(update, score(variant.model, keep, shift), route(variant.model), None)
     rewards = RewardCalls(variant.reward, variant.grading)
     sampler = make_colocated_sampler(variant.model, MESH, MESH)
     learner = Learner(variant, MESH, OPTIMIZER, steps, sampler, rewards)
@@ -177,10 +179,34 @@ def test_a_reference_can_be_measured_without_a_loss():
 def test_every_regularizer_and_routing_replay_train():
     """Updates replay the routing of the rollout, so only the score sees changed experts."""
     regularizers = Regularizers(entropy=0.01, load_balance=0.01, router_z=0.001)
-    (first, second), _, _ = train(SPARSE | {"regularizers": regularizers, "routing_replay": True})
+    (first, second), _, _ = train(SPARSE | {"regularizers": regularizers, "routing_replay": "old"})
     assert first["policy/entropy_bonus"] == pytest.approx(first["policy/entropy"], rel=0.05)
     assert first["policy/load_balance"] > 0 and first["policy/router_z"] > 0
     assert first["policy/noise_floor"] < 1e-4 and second["policy/noise_floor"] < 1e-4
+
+
+def test_the_sampler_routing_gives_the_update_of_the_learners_own():
+    """Equal weights choose equal experts, so that replaying either gives the same update."""
+    states = [train(SPARSE | {"routing_replay": replay}, rollouts=1)[1] for replay in ("old", "sampler")]
+    old, new = (jax.tree.leaves(state.params) for state in states)
+    for one, other in zip(old, new, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=2e-5)
+
+
+def test_the_sampler_log_probs_can_be_the_old_ones():
+    """Nothing is scored; the sampler rounds like the learner here, so that the first updates agree."""
+    (plain, _), _, _ = train({})
+    (first, second), _, _ = train({"old_logp": "sampler"})
+    assert "policy/noise_floor" not in first and "time/old_logp" in first
+    for name in ("policy/entropy", "mismatch/abs_diff_largest_max", "policy/ratio_max", "policy/kl"):
+        assert name in second
+    assert first["policy/loss"] == pytest.approx(plain["policy/loss"], rel=1e-3, abs=1e-5)
+    assert 0 < second["mismatch/abs_diff"] < 1e-4
+
+
+def test_router_shift_weights_train():
+    (first, second), _, _ = train(SPARSE | {"router_shift": config.RouterShift(floor=0.9)})
+    assert 0.9 <= second["policy/router_shift"] < 1 and first["policy/router_shift"] < 1
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from gspax.config import RowShape
 from gspax.errors import UserError
 from gspax.evaluation.checkpoint import evaluate_run
 from gspax.experiment.description import describe
+from gspax.experiment.old_policy import find_scored
 from gspax.learner import minibatches, train_step
 from gspax.learner.state import abstract_state
 from gspax.loop import drawing, training
@@ -298,7 +299,7 @@ MEASURED = replace(
     warm_start=None,
     reference=config.Reference(loss=kl.token_kl, coefficient=0.1),
     calibration=config.Calibration(tolerance=0.0),
-    routing_replay=True,
+    routing_replay="old",
     sampling=replace(experiment.sampling, max_refills=1),
 )
 
@@ -463,7 +464,7 @@ def test_a_step_of_the_loop(monkeypatch):
         rollout = a_rollout()
         return replace(rollout, logp_BT=np.where(rollout.mask_BT, -0.25, 0.0).astype(np.float32))
 
-    def score(params, tokens_BT, segment_BT, mask_BT):
+    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA=None):
         return train_step.Scores(jnp.where(mask_BT, params + 0.25, 100.0), jnp.where(mask_BT, 2.0, 100.0))
 
     def route(params, tokens_BT, segment_BT):
@@ -510,43 +511,63 @@ def test_a_dense_model_has_no_routing_metrics_and_no_forward_pass_for_them():
     assert train_step.make_steps(dense, None, mesh).route is None
 
 
-@pytest.mark.parametrize(("on_policy", "scored"), [(False, [0, 32]), (True, [32])])
-def test_minibatches_are_scored_unless_the_first_update_does(on_policy, scored):
-    mesh = make_mesh(config.Mesh(), jax.devices()[:1])
+@pytest.mark.parametrize(("first", "scored"), [(0, [0, 32]), (1, [32])])
+def test_minibatches_are_scored_unless_the_first_update_does(first, scored):
+    on_policy, mesh = first == 1, make_mesh(config.Mesh(), jax.devices()[:1])
     batches, _ = minibatches.split_minibatches(a_rollout(), 2, RowShape(4, 8, 4, False), mesh)
     seen = []
 
-    def score(params, tokens_BT, segment_BT, mask_BT):
+    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA):
         seen.append(int(tokens_BT[0, 0]))
         value = jnp.full(tokens_BT.shape, 1.0 + seen[-1])
         return train_step.Scores(value, -value, jnp.full((4, 1, 8, 2), seen[-1]))
 
-    found = minibatches.score_minibatches(score, None, None, batches, on_policy=on_policy)
+    found = minibatches.score_minibatches(score, None, None, batches, range(first, 2))
     assert seen == scored and found.on_policy == on_policy
     assert found.batches[1].old_logp_BT[0, 0] == 33 and found.batches[1].expert_BLTA.max() == 32
     assert float(found.batches[0].old_logp_BT[0, 0]) == (0 if on_policy else 1)
     own = train_step.Scores(*jnp.full((2, 4, 8), 7.0))
     completed = found.complete(own)
+    assert found.measured(own) == completed, "every minibatch is known"
     assert not completed.on_policy and completed.batches[1] is found.batches[1]
     assert completed.batches[0].old_logp_BT[0, 0] == (7 if on_policy else 1)
     assert completed.entropies[0][0, 0] == (7 if on_policy else -1)
 
 
+def test_without_scoring_the_first_update_measures_the_policy():
+    mesh = make_mesh(config.Mesh(), jax.devices()[:1])
+    batches, _ = minibatches.split_minibatches(a_rollout(), 2, RowShape(4, 8, 4, False), mesh)
+    taken = minibatches.take_sampler_logp(batches)
+    found = minibatches.score_minibatches(None, None, None, taken, range(0))
+    assert not found.on_policy and found.entropies == [None, None]
+    for batch, before in zip(found.batches, batches, strict=True):
+        np.testing.assert_array_equal(batch.old_logp_BT, before.sampler_logp_BT)
+    own = train_step.Scores(*jnp.full((2, 4, 8), 7.0))
+    assert found.complete(own) is found, "its ratios stay those to the sampler"
+    (shown,) = found.measured(own).batches
+    assert shown.old_logp_BT[0, 0] == 7 and found.measured(own).entropies[0][0, 0] == 7
+    np.testing.assert_array_equal(shown.sampler_logp_BT, batches[0].sampler_logp_BT)
+
+
 @pytest.mark.parametrize(
-    ("changes", "itself"),
+    ("changes", "scored"),
     [
-        ({}, True),
-        ({"reference": config.Reference(loss=kl.token_kl)}, True),
-        ({"regularizers": config.Regularizers(router_z=0.1, entropy=0.1)}, True),
-        ({"reference": config.Reference(reward=kl.k1)}, False),
-        ({"calibration": config.Calibration()}, False),
-        ({"routing_replay": True}, False),
-        ({"regularizers": config.Regularizers(load_balance=0.1)}, False),
+        ({}, range(1, 4)),
+        ({"reference": config.Reference(loss=kl.token_kl)}, range(1, 4)),
+        ({"regularizers": config.Regularizers(router_z=0.1, entropy=0.1)}, range(1, 4)),
+        ({"reference": config.Reference(reward=kl.k1)}, range(4)),
+        ({"calibration": config.Calibration()}, range(4)),
+        ({"routing_replay": "old"}, range(4)),
+        ({"routing_replay": "sampler"}, range(1, 4)),
+        ({"router_shift": config.RouterShift()}, range(4)),
+        ({"router_shift": config.RouterShift(), "routing_replay": "sampler"}, range(4)),
+        ({"old_logp": "sampler", "reference": config.Reference(reward=kl.k1)}, range(0)),
+        ({"regularizers": config.Regularizers(load_balance=0.1)}, range(4)),
     ],
 )
-def test_what_needs_old_log_probs_before_the_first_update(changes, itself):
-    given = {"reference": None, "regularizers": config.Regularizers(), "calibration": None, "routing_replay": False}
-    assert train_step.first_update_scores(**given | changes) == itself
+def test_what_needs_old_log_probs_before_the_first_update(changes, scored):
+    given = {"reference": None, "regularizers": config.Regularizers(), "calibration": None}
+    assert find_scored(4, **given | changes) == scored
 
 
 def test_score_and_update_share_temperature_and_microbatches(monkeypatch):
@@ -559,7 +580,10 @@ def test_score_and_update_share_temperature_and_microbatches(monkeypatch):
     wanted = {"temperature": 0.7, "microbatch_rows": 8, "packed": False, "worst_case": False, "mesh": learner.mesh}
     assert (
         given
-        == [{"guard": learner.experiment.guard, "routing_replay": False, **wanted}, {"keep_experts": False, **wanted}]
+        == [
+            {"guard": learner.experiment.guard, "routing_replay": False, **wanted},
+            {"keep_experts": False, "keep_router_logp": False, **wanted},
+        ]
         and learner.mesh.size == 8
     )
 

@@ -45,7 +45,8 @@ class Batch:
     advantage: Array  # float32  [B], or [B, T] for packed rows and for advantages of tokens
     sampler_logp_BT: Array | None = None  # float32  log-prob under the sampler, for corrections
     ref_logp_BT: Array | None = None  # float32  log-prob under the reference policy
-    expert_BLTA: Array | None = None  # uint8 or wider  experts chosen by the old policy; `num_experts` on padding
+    expert_BLTA: Array | None = None  # uint8 or wider  of the old policy or the sampler; `num_experts` on padding
+    router_logp_BLTA: Array | None = None  # float32  the old policy's router log-probs of `expert_BLTA`
 
 
 @jax.tree_util.register_dataclass

@@ -11,6 +11,7 @@ import small_experiment
 
 from gspax import config, losses
 from gspax.aot import programs
+from gspax.experiment.old_policy import keeps_experts
 from gspax.learner import minibatches, train_step
 from gspax.learner.optimizer import make_optimizer
 from gspax.rollout.serving import abstract_serving_copy
@@ -21,7 +22,9 @@ SMALL = small_experiment.experiment
 EXPERIMENTS = {
     "plain": SMALL,
     "with a reference": replace(SMALL, reference=config.Reference(loss=losses.kl.token_kl)),
-    "with Routing Replay": replace(SMALL, routing_replay=True),
+    "with Routing Replay": replace(SMALL, routing_replay="old"),
+    "with the sampler's routing": replace(SMALL, routing_replay="sampler"),
+    "with router-shift weights": replace(SMALL, router_shift=config.RouterShift()),
     "with a load-balance loss": replace(SMALL, regularizers=config.Regularizers(load_balance=0.01)),
 }
 
@@ -31,6 +34,10 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
     mesh = make_mesh(experiment.mesh, jax.devices()[:4])
     sampling, model = experiment.sampling, experiment.model
     B, T = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
+
+    def routed(rows, columns):
+        return rows, model.num_hidden_layers, columns, model.num_experts_per_tok
+
     rollout = Rollout(
         tokens_BT=np.zeros((B, T), np.int32),
         mask_BT=np.zeros((B, T), bool),
@@ -38,19 +45,20 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
         prompt_length_B=np.ones(B, np.int32),
         length_B=np.ones(B, np.int32),
         finished_B=np.ones(B, bool),
+        expert_BLTA=np.zeros(routed(B, T), np.uint8) if experiment.routing_replay == "sampler" else None,
     )
 
-    def score(params, tokens_BT, segment_BT, mask_BT):
+    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA):
         rows = tokens_BT.shape
-        expert = jnp.zeros((rows[0], model.num_hidden_layers, rows[1], model.num_experts_per_tok), jnp.uint8)
-        return train_step.Scores(jnp.zeros(rows), jnp.zeros(rows), expert if keep_experts else None)
+        expert = jnp.zeros(routed(*rows), jnp.uint8) if keep_experts else None
+        logp = jnp.zeros(routed(*rows)) if experiment.router_shift is not None else None
+        return train_step.Scores(jnp.zeros(rows), jnp.zeros(rows), expert, logp)
 
     shape = config.row_shape(sampling, experiment.schedule, 4)
     batches, layouts = minibatches.split_minibatches(rollout, experiment.schedule.minibatches, shape, mesh)
-    replay = experiment.routing_replay
-    keep_experts = train_step.reads_experts(experiment.regularizers, routing_replay=replay)
+    keep_experts = keeps_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
     reference = {} if experiment.reference else None
-    scored = minibatches.score_minibatches(score, {}, reference, batches)
+    scored = minibatches.score_minibatches(score, {}, reference, batches, range(len(batches)))
     batches = minibatches.set_advantages(scored.batches, layouts, np.zeros(B), mesh)
     assert len(batches) == experiment.schedule.minibatches
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batches[0])

@@ -75,7 +75,8 @@ def test_figures_divide_work_by_median_seconds():
 def test_a_first_update_that_scores_leaves_the_other_minibatches_to_score():
     schedule = replace(experiment.schedule, minibatches=4)
     assert steps.scored_share(SimpleNamespace(experiment=replace(experiment, schedule=schedule))) == 0.75
-    assert steps.scored_share(SimpleNamespace(experiment=replace(experiment, routing_replay=True))) == 1
+    assert steps.scored_share(SimpleNamespace(experiment=replace(experiment, routing_replay="old"))) == 1
+    assert steps.scored_share(SimpleNamespace(experiment=replace(experiment, old_logp="sampler"))) == 0
 
 
 def test_bytes_that_drawing_needs_by_hand():

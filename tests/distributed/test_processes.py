@@ -364,7 +364,7 @@ experiment = replace(
     schedule=replace(small.schedule, steps=3, eval_every=2, checkpoint_every=1, keep_checkpoints=3),
     reference=config.Reference(reward=kl.k3, coefficient=0.1),
     calibration=config.Calibration(tolerance=0.0),
-    routing_replay=True,
+    routing_replay="old",
     filter_overlong=True,
 )
 """
@@ -380,7 +380,7 @@ def everything(tmp_path):
         schedule=replace(experiment.schedule, steps=3, eval_every=2, checkpoint_every=1, keep_checkpoints=3),
         reference=config.Reference(reward=kl.k3, coefficient=0.1),
         calibration=config.Calibration(tolerance=0.0),
-        routing_replay=True,
+        routing_replay="old",
         filter_overlong=True,
     )
     return str(file), whole

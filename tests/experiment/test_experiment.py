@@ -321,10 +321,17 @@ def test_a_field_missing_from_an_old_description_has_its_default():
     for key in ("offload", "transform"):
         old["optimizer"].pop(key)
     assert difference(old, describe(EXPERIMENT)) == []
-    assert difference(old, describe(override(EXPERIMENT, ["routing_replay=true", "optimizer.weight_decay=0.1"]))) == [
-        "routing_replay: (absent) -> true",
+    assert difference(old, describe(override(EXPERIMENT, ["routing_replay=old", "optimizer.weight_decay=0.1"]))) == [
+        "routing_replay: (absent) -> old",
         "optimizer.transform.weight_decay: (absent) -> 0.1",
     ]
+
+
+@pytest.mark.parametrize(("flag", "name"), [(False, "off"), (True, "old")])
+def test_routing_replay_was_a_flag(flag, name):
+    old = describe(EXPERIMENT) | {"routing_replay": flag}
+    assert difference(old, describe(replace(EXPERIMENT, routing_replay=name))) == []
+    assert len(difference(old, describe(replace(EXPERIMENT, routing_replay="sampler")))) == 1
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

@@ -7,7 +7,7 @@ import pytest
 from small_experiment import experiment
 
 from gspax import advantages, losses
-from gspax.config import Calibration, Reference, Regularizers
+from gspax.config import Calibration, Reference, Regularizers, RouterShift
 from gspax.experiment import override, validate, warnings
 from gspax.losses import correction, kl
 
@@ -21,6 +21,7 @@ def own_correction(old_logp, sampler_logp, mask):
 
 
 PACKED = replace(experiment.schedule, microbatch_tokens=64)
+UNSCORED = {"old_logp": "sampler"}
 DENSE = replace(experiment.model, num_experts=0, intermediate_size=32)
 WRONG = [
     ({"loss": own_loss, "correction": correction.truncate_tokens}, "correction: wanted a loss that takes a `corr"),
@@ -43,7 +44,18 @@ WRONG = [
         {"model": DENSE, "regularizers": Regularizers(load_balance=0.1)},
         "regularizers.load_balance: wanted a model with",
     ),
-    ({"model": DENSE, "routing_replay": True}, "routing_replay: wanted a model with experts, got none in 2 layers"),
+    ({"model": DENSE, "routing_replay": "old"}, "routing_replay: wanted a model with experts, got none in 2 layers"),
+    (
+        {"model": DENSE, "router_shift": RouterShift()},
+        "router_shift: wanted a model with experts, got none in",
+    ),
+    ({"routing_replay": True}, "routing_replay: wanted 'off' or 'old' or 'sampler', got True"),
+    ({"router_shift": RouterShift(floor=0.0)}, "router_shift.floor: wanted above 0 and at most 1, got 0"),
+    (UNSCORED | {"correction": correction.truncate_geometric}, "correction: wanted old_logp=scored, got sampler, with"),
+    (UNSCORED | {"calibration": Calibration()}, "calibration: wanted old_logp=scored, got sampler"),
+    (UNSCORED | {"router_shift": RouterShift()}, "router_shift: wanted old_logp=scored, got sampler"),
+    (UNSCORED | {"routing_replay": "old"}, "routing_replay: wanted old_logp=scored, got sampler"),
+    (UNSCORED | {"regularizers": Regularizers(load_balance=0.1)}, "regularizers.load_balance: wanted old_logp=scored"),
     ({"loss": losses.grpo, "calibration": Calibration()}, "calibration: wanted a loss that clips the ratio of a seq"),
     ({"calibration": Calibration(share=1.0)}, "calibration.share: wanted above 0 and below 1, got 1"),
     ({"calibration": Calibration(), "schedule": replace(experiment.schedule, minibatches=1)}, "calibration: wanted at"),
@@ -55,6 +67,7 @@ WRONG = [
     ({"loss": partial(losses.gspo, clip_high=-1.0)}, "loss.clip_high: wanted a number at least 0, got -1.0"),
 ]
 RIGHT = [
+    UNSCORED | {"routing_replay": "sampler", "regularizers": Regularizers(load_balance=0.1)},
     {"calibration": Calibration(), "schedule": replace(experiment.schedule, minibatches=1, epochs=2)},
     {
         "loss": partial(losses.luspo, clip_low=0.1, clip_high=0.1),

@@ -189,7 +189,7 @@ def test_optional_components_are_counted():
     one = plan(EXPERIMENT, 1)
     whole = [
         "reference=gspax.config.Reference",
-        "routing_replay=true",
+        "routing_replay=old",
         "regularizers.router_z=0.1",
         "schedule.microbatch_rows=8",
     ]

@@ -126,7 +126,7 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
     old, reference = moved(start(None), 1e-3), start(None)
     if not on_policy:
         score = train_step.make_score(MODEL, keep_experts=replay, **shared)
-        scored = minibatches.score_minibatches(score, old, reference, batches)
+        scored = minibatches.score_minibatches(score, old, reference, batches, range(len(batches)))
     else:
         scored = minibatches.Scored(batches, [None], True)
     filled = minibatches.set_advantages(scored.batches, layouts, np.linspace(-1, 1, N), mesh)

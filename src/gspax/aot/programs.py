@@ -25,9 +25,10 @@ from gspax.config import (
     trained_dtype,
 )
 from gspax.experiment.counts import with_carried
+from gspax.experiment.old_policy import reads_experts
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
-from gspax.learner.train_step import make_steps, reads_experts
+from gspax.learner.train_step import make_steps
 from gspax.rollout import engine, sampler
 from gspax.rollout.serving import abstract_serving_copy, copier
 from gspax.sharding import batch_shards, named_sharding
@@ -71,7 +72,8 @@ def make_programs(
         return cast(Any, steps.update).lower(state, batch, False)
 
     def score() -> Any:
-        return cast(Any, steps.score).lower(state.params, batch.tokens_BT, batch.segment_BT, batch.mask_BT)
+        replayed = batch.expert_BLTA if experiment.routing_replay == "sampler" else None
+        return cast(Any, steps.score).lower(state.params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, replayed)
 
     scoring = held + batches - device_bytes(state.params) - device_bytes(batch)
     if experiment.placement is not None and experiment.placement.staleness > 0:
@@ -144,9 +146,11 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
     }
     if experiment.reference is not None:
         columns["ref_logp_BT"] = (shape, jnp.float32)
-    if reads_experts(experiment.regularizers, routing_replay=experiment.routing_replay):
+    if reads_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift):
         experts = (rows, _sparse_layers(config), shape[1], config.num_experts_per_tok)
         columns["expert_BLTA"] = (experts, jnp.dtype(expert_id_dtype(config)))
+        if experiment.router_shift is not None:
+            columns["router_logp_BLTA"] = (experts, jnp.float32)
     described: dict[str, Any] = {name: _abstract_rows(mesh, *column) for name, column in columns.items()}
     return Batch(**described)
 

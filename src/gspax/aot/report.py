@@ -21,7 +21,7 @@ from gspax.aot.programs import COPY, ROLLOUT, SCORE, TRAIN, Program, make_progra
 from gspax.aot.roofline import DECODE, PREFILL, PUSH, Phase, Times, estimate_times, make_phases, push_phase
 from gspax.aot.targets import Target, make_targets
 from gspax.config import Experiment, ModelConfig, Placement, Sampling, updates_per_step
-from gspax.learner.train_step import first_update_scores
+from gspax.experiment.old_policy import find_scored
 
 Estimates = Sequence[tuple[Phase, Times]]
 
@@ -59,11 +59,14 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False,
         print(f"  {program.name}: compiled {how}in {compiled[-1].seconds:.0f} s", flush=True)
     print("\n" + memory_table(compiled, topology))
     schedule, references = experiment.schedule, experiment.reference is not None
-    on_policy = first_update_scores(
+    which = find_scored(
+        schedule.minibatches,
         experiment.reference,
         experiment.regularizers,
         experiment.calibration,
+        old_logp=experiment.old_logp,
         routing_replay=experiment.routing_replay,
+        router_shift=experiment.router_shift,
     )
     estimates = estimate(
         compiled,
@@ -73,7 +76,7 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False,
         sampling=experiment.sampling,
         minibatches=schedule.minibatches,
         updates=updates_per_step(schedule),
-        scores=schedule.minibatches * (1 + references) - on_policy,
+        scores=len(which) + references * schedule.minibatches,
     )
     if experiment.placement is not None:
         push = push_phase(experiment.model, learner, sampler)

@@ -43,6 +43,8 @@ from gspax.ranges import (
     Size,
 )
 
+OldLogp = Literal["scored", "sampler"]
+RoutingReplay = Literal["off", "old", "sampler"]
 Rate = Annotated[float, Range("above 0 and at most 100", lambda x: 0 < x <= 100)]
 Temperature = Annotated[float, Range("0.001 to 1000", lambda x: 1e-3 <= x <= 1e3)]  # beyond, logits overflow or vanish
 # 0: greedy
@@ -101,6 +103,7 @@ class Optimizer:
     transform: Transform = optimizers.adamw  # optimizers.adamw, .muon, optax.adafactor, or your own
     max_grad_norm: NonNegative = 1.0  # 0: no clipping
     offload: bool = False  # keep the optimiser state in host memory, except during an update
+    frozen: tuple[str, ...] = ()  # parameters that no update changes, by name: ("router",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +234,13 @@ class Regularizers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RouterShift:
+    """Ratios of tokens whose routing has moved are scaled down, before clipping (`losses.router_shift`)."""
+
+    floor: Share = 0.8  # of the factor
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """A clip range that follows the ratios that updates measure, instead of the loss's own (`losses.calibration`)."""
 
@@ -293,6 +303,9 @@ class Experiment:
     routing_replay: bool = False  # updates route tokens as the policy did before the rollout batch's first update
     environment: Environment | None = None  # answers the policy's messages: tools, tasks of several turns
     turns: Turns = field(default_factory=Turns)
+    old_logp: OldLogp = "scored"  # the ratios' denominators: scored by the learner, or the sampler's own log-probs
+    routing_replay: RoutingReplay = "off"  # updates route tokens as the old policy (R2) or as the sampler did (R3)
+    router_shift: RouterShift | None = None
     grading: Grading = field(default_factory=Grading)
     sampling: Sampling = field(default_factory=Sampling)
     optimizer: Optimizer = field(default_factory=Optimizer)

@@ -47,6 +47,8 @@ def current(flat: Mapping[str, Any]) -> dict[str, Any]:
         current_key(key): MOVED.get(value, value) if isinstance(value, str) else value for key, value in flat.items()
     }
     for key, value in flat.items():
+        if key == "routing_replay" and isinstance(value, bool):
+            moved[key] = "old" if value else "off"
         if key.endswith("optimizer.weight_decay") and value:  # it applied to all parameters
             moved[current_key(key).replace("weight_decay", "decayed")] = "gspax.optimizers.everything"
     return moved

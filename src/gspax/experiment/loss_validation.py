@@ -11,8 +11,19 @@ from typing import Any
 
 import jax
 
-from gspax.config import Calibration, Experiment, ModelConfig, Reference, Regularizers, is_sparse, updates_per_step
+from gspax.config import (
+    Calibration,
+    Experiment,
+    ModelConfig,
+    Reference,
+    Regularizers,
+    RouterShift,
+    RoutingReplay,
+    is_sparse,
+    updates_per_step,
+)
 from gspax.experiment.description import keywords, parameters, show, unwrap
+from gspax.experiment.old_policy import keeps_experts
 from gspax.losses.calibration import INERT
 from gspax.losses.traits import aggregate_of, level_of, traits_of
 
@@ -27,7 +38,9 @@ def problems(experiment: Experiment) -> Iterator[str]:
     if experiment.schedule.microbatch_tokens:
         kl = experiment.reference and experiment.reference.loss
         yield from _packed(loss, experiment.correction, experiment.rejection, kl)
-    yield from _routers(experiment.model, experiment.regularizers, experiment.routing_replay)
+    yield from _routers(experiment.model, experiment.regularizers, experiment.routing_replay, experiment.router_shift)
+    if experiment.old_logp == "sampler":
+        yield from _unscored(experiment)
     for field in ("correction", "rejection"):
         if getattr(experiment, field) is not None and traits_of(loss).correction is None:
             yield f"{field}: wanted a loss that takes a `correction`, {_name(loss)} does not"
@@ -134,11 +147,29 @@ def _packed(loss: Any, correction: Any, rejection: Any, kl: Any) -> Iterator[str
             )
 
 
-def _routers(model: ModelConfig, regularizers: Regularizers, routing_replay: bool) -> Iterator[str]:
+def _routers(
+    model: ModelConfig, regularizers: Regularizers, routing_replay: RoutingReplay, router_shift: RouterShift | None
+) -> Iterator[str]:
     on = [f"regularizers.{name}" for name in ("load_balance", "router_z") if getattr(regularizers, name)]
-    on += ["routing_replay"] if routing_replay else []
+    on += ["routing_replay"] if routing_replay != "off" else []
+    on += ["router_shift"] if router_shift is not None else []
     if on and not any(is_sparse(model, layer) for layer in range(model.num_hidden_layers)):
         yield f"{on[0]}: wanted a model with experts, got none in {model.num_hidden_layers} layers"
+
+
+def _unscored(experiment: Experiment) -> Iterator[str]:
+    """With the sampler's log-probs as the old ones nothing is scored that other parts could read."""
+    routed = keeps_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
+    clashes = {
+        "correction": experiment.correction is not None,
+        "calibration": experiment.calibration is not None,
+        "router_shift": experiment.router_shift is not None,
+        "routing_replay": experiment.routing_replay == "old",
+        "regularizers.load_balance": routed and experiment.regularizers.load_balance > 0,
+    }
+    for field, clash in clashes.items():
+        if clash:
+            yield f"{field}: wanted old_logp=scored, got sampler, with which nothing is scored before the updates"
 
 
 def _positional(function: Any) -> int:

@@ -20,16 +20,22 @@ from gspax.config import (
     Lora,
     ModelConfig,
     Optimizer,
+    Regularizers,
+    RouterShift,
+    RoutingReplay,
     Sampling,
+    expert_id_dtype,
     is_sparse,
     row_shape,
     trained_dtype,
 )
 from gspax.experiment.counts import attention_count, mlp_count, parameter_count, trained_count, with_carried
 from gspax.experiment.description import unwrap
+from gspax.experiment.old_policy import reads_experts
 from gspax.protocols import Transform
 
 FLOAT32 = 4  # bytes
+ID_BYTES = {"uint8": 1, "uint16": 2}
 LOGIT_COPIES = 3  # the logits, their softmax and its gradient
 Mesh = dict[str, int]  # sizes of the axes
 
@@ -43,7 +49,7 @@ def learner_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
     positions, several = math.ceil(length / mesh["context"]), shape.microbatch < shape.rows
     chunk = logit_chunk(config, mesh, rows * positions)
     routers = experiment.regularizers.load_balance or experiment.regularizers.router_z
-    replays = experiment.routing_replay or experiment.regularizers.load_balance
+    routing = routing_bytes(config, experiment.regularizers, experiment.routing_replay, experiment.router_shift)
     parts = {
         **resident_bytes(config, lora, experiment.optimizer, mesh, reference=experiment.reference is not None),
         "adapters, float32": FLOAT32 * trained if lora is not None else 0,
@@ -54,7 +60,8 @@ def learner_bytes(experiment: Experiment, mesh: Mesh) -> dict[str, int]:
         f"activations, estimated, remat={config.remat}": activation_bytes(config, mesh, rows, length),
         f"logits of {chunk} tokens": LOGIT_COPIES * FLOAT32 * chunk * config.vocab_size // mesh["tensor"],
         "router logits of all layers": _router_bytes(config, rows * positions) if routers else 0,
-        "rollout batch": _rollout_bytes(sampling, mesh, _chosen_experts(config) if replays else 0),
+        "rollout batch": _rollout_bytes(sampling, mesh),
+        "routing of the rollout batch": _rollout_positions(sampling, mesh) * routing,
     }
     return {part: size for part, size in parts.items() if size}
 
@@ -71,7 +78,7 @@ def sampler_bytes(experiment: Experiment, learner: Mesh, mesh: Mesh) -> dict[str
     rows = math.ceil(count_slots(config, sampling, mesh) / sharding.batch_shards(mesh))
     rows = rows if rows % mesh["context"] else rows // mesh["context"]
     position = _position_bytes(config, mesh)
-    replays = experiment.routing_replay or experiment.regularizers.load_balance
+    routing = routing_bytes(config, experiment.regularizers, experiment.routing_replay, experiment.router_shift)
     if experiment.placement is None:
         lora, reference = experiment.lora, experiment.reference is not None
         held = resident_bytes(config, lora, experiment.optimizer, learner, reference=reference)
@@ -85,7 +92,8 @@ def sampler_bytes(experiment: Experiment, learner: Mesh, mesh: Mesh) -> dict[str
         "cache of the prompts, once per prompt": position * prompts * sampling.max_prompt_tokens,
         "cache of the completions": position * rows * sampling.max_tokens,
         "logits of one position, and noise": 2 * FLOAT32 * rows * config.vocab_size // mesh["tensor"],
-        "rollout batch": _rollout_bytes(sampling, mesh, _chosen_experts(config) if replays else 0),
+        "rollout batch": _rollout_bytes(sampling, mesh),
+        "routing of the rollout batch": _rollout_positions(sampling, mesh) * routing,
     }
     return {part: size for part, size in parts.items() if size}
 
@@ -271,16 +279,23 @@ def _router_bytes(config: ModelConfig, tokens: int) -> int:
     return 2 * FLOAT32 * tokens * _sparse_layers(config) * config.num_experts
 
 
-def _rollout_bytes(sampling: Sampling, mesh: Mesh, chosen_experts: int) -> int:
-    """Tokens, segments, three kinds of log-probs (4 bytes each) and a mask for every position of a rollout batch; 4
-    bytes too for each expert that updates read."""
-    rows = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh))
-    return rows * row_length(sampling) * (5 * 4 + 1 + 4 * chosen_experts)
+def _rollout_bytes(sampling: Sampling, mesh: Mesh) -> int:
+    """Tokens, segments, three kinds of log-probs (4 bytes each) and a mask for every position of a rollout batch."""
+    return _rollout_positions(sampling, mesh) * (5 * 4 + 1)
 
 
-def _chosen_experts(config: ModelConfig) -> int:
-    """Experts that one token is sent to, in all layers."""
-    return _sparse_layers(config) * config.num_experts_per_tok
+def routing_bytes(
+    config: ModelConfig, regularizers: Regularizers, routing_replay: RoutingReplay, router_shift: RouterShift | None
+) -> int:
+    """What updates read of a token's routing: its experts' ids in all layers, and their log-probs for a shift."""
+    if not reads_experts(regularizers, routing_replay, router_shift):
+        return 0
+    each = ID_BYTES[expert_id_dtype(config)] + (FLOAT32 if router_shift is not None else 0)
+    return _sparse_layers(config) * config.num_experts_per_tok * each
+
+
+def _rollout_positions(sampling: Sampling, mesh: Mesh) -> int:
+    return math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh)) * row_length(sampling)
 
 
 def _sparse_layers(config: ModelConfig) -> int:

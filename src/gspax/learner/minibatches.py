@@ -22,10 +22,10 @@ from gspax.types import Array, Batch, Params, Rollout
 
 @dataclass(frozen=True)
 class Scored:
-    """Minibatches with the learner's log-probs; the first may lack the old ones, which its update then computes."""
+    """Minibatches with old log-probs; the first may lack them, and its update then computes them."""
 
     batches: list[Batch]
-    entropies: list[Array | None]  # float32 [B, T] of each minibatch
+    entropies: list[Array | None]  # float32 [B, T] of each minibatch; None if it was not scored
     on_policy: bool  # the first minibatch has no old log-probs yet
 
     def complete(self, first: Scores) -> Scored:
@@ -34,6 +34,16 @@ class Scored:
             return self
         batch = replace(self.batches[0], old_logp_BT=first.logp_BT)
         return Scored([batch, *self.batches[1:]], [first.entropy_BT, *self.entropies[1:]], on_policy=False)
+
+    def measured(self, first: Scores) -> Scored:
+        """The minibatches that the old policy is known on, with its own log-probs and entropies.
+
+        If the sampler's log-probs are the old ones, that is the first minibatch, from its update.
+        """
+        known = self.complete(first)
+        if known.entropies[0] is not None:
+            return known
+        return Scored([replace(self.batches[0], old_logp_BT=first.logp_BT)], [first.entropy_BT], on_policy=False)
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,7 @@ def _split(rollout: Rollout, count: int, rows: int, without_overlong: bool) -> l
         old_logp_BT=jnp.zeros_like(rollout.logp_BT),
         advantage=jnp.zeros(responses),
         sampler_logp_BT=rollout.logp_BT,
+        expert_BLTA=rollout.expert_BLTA,
     )
     size = responses // count
 
@@ -108,6 +119,10 @@ def _gather(rollout: Rollout, source_BT: Array, segment_BT: Array, without_overl
     def take(x_BT: Array) -> Array:
         return jnp.where(segment_BT > 0, x_BT.reshape(-1)[source_BT], jnp.zeros((), x_BT.dtype))
 
+    def take_experts(expert_BLTA: Array) -> Array:  # on padding any: nothing is routed there
+        expert_BTLA = expert_BLTA.swapaxes(1, 2)
+        return expert_BTLA.reshape(-1, *expert_BTLA.shape[2:])[source_BT].swapaxes(1, 2)
+
     logp_BT = take(rollout.logp_BT)
     return Batch(
         tokens_BT=take(rollout.tokens_BT),
@@ -116,6 +131,7 @@ def _gather(rollout: Rollout, source_BT: Array, segment_BT: Array, without_overl
         old_logp_BT=jnp.zeros_like(logp_BT),
         advantage=jnp.zeros_like(logp_BT),
         sampler_logp_BT=logp_BT,
+        expert_BLTA=None if rollout.expert_BLTA is None else take_experts(rollout.expert_BLTA),
     )
 
 
@@ -147,25 +163,34 @@ def packing_efficiency(layouts: Sequence[Layout]) -> float:
 
 
 def score_minibatches(
-    score: Score, params: Params, reference: Params | None, batches: Sequence[Batch], *, on_policy: bool = False
+    score: Score, params: Params, reference: Params | None, batches: Sequence[Batch], which: range
 ) -> Scored:
-    """Fill in the old log-probs, the experts if `score` keeps them, and the reference's log-probs if there is one.
+    """Fill in the old log-probs, the routing if `score` keeps it, and the reference's log-probs if there is one.
 
-    With `on_policy` the first minibatch has no old log-probs and no experts.
+    Args:
+      which: those to score (`old_policy.find_scored`). If it starts at 1, the first one is left to its update.
     """
     filled = list(batches)
     entropies: list[Array | None] = [None] * len(filled)
-    for index in range(int(on_policy), len(filled)):
+    for index in which:
         batch = filled[index]
-        found = score(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT)
-        filled[index] = replace(batch, old_logp_BT=found.logp_BT, expert_BLTA=found.expert_BLTA)
+        found = score(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.expert_BLTA)
+        expert_BLTA = batch.expert_BLTA if found.expert_BLTA is None else found.expert_BLTA
         entropies[index] = found.entropy_BT
-    if reference is not None:
+        filled[index] = replace(
+            batch, old_logp_BT=found.logp_BT, expert_BLTA=expert_BLTA, router_logp_BLTA=found.router_logp_BLTA
+        )
+    if reference is not None:  # it routes by itself
         filled = [
-            replace(batch, ref_logp_BT=score(reference, batch.tokens_BT, batch.segment_BT, batch.mask_BT).logp_BT)
+            replace(batch, ref_logp_BT=score(reference, batch.tokens_BT, batch.segment_BT, batch.mask_BT, None).logp_BT)
             for batch in filled
         ]
-    return Scored(filled, entropies, on_policy)
+    return Scored(filled, entropies, on_policy=which.start == 1)
+
+
+def take_sampler_logp(batches: Sequence[Batch]) -> list[Batch]:
+    """The minibatches with the sampler's log-probs as the old ones."""
+    return [replace(batch, old_logp_BT=batch.sampler_logp_BT) for batch in batches if batch.sampler_logp_BT is not None]
 
 
 def set_advantages(

@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from gspax import losses
-from gspax.config import Calibration, Reference, Regularizers
+from gspax import losses, masked
+from gspax.config import Calibration, Reference, Regularizers, RouterShift
 from gspax.experiment.description import keywords
 from gspax.losses.calibration import range_metrics
 from gspax.losses.correction import weight_metrics
 from gspax.losses.kl import add_penalty
 from gspax.losses.regularizers import entropy_bonus, load_balance, router_z
+from gspax.losses.router_shift import log_factor
 from gspax.losses.traits import aggregate_of
 from gspax.model.moe import Routing
 from gspax.types import Array, Batch
@@ -54,6 +56,7 @@ def make_objective(
     reference: Reference | None = None,
     regularizers: Regularizers = NO_REGULARIZERS,
     calibration: Calibration | None = None,
+    router_shift: RouterShift | None = None,
 ) -> Objective:
     """The objective of a policy loss; the arguments are the fields of `Experiment` with the same names.
 
@@ -62,8 +65,11 @@ def make_objective(
     aggregate = aggregate_of(loss)
 
     def objective(outputs: Outputs, batch: Batch, constants: UpdateConstants) -> losses.Terms:
-        rows = outputs.logp_BT, batch.old_logp_BT, batch.advantage, batch.mask_BT
-        packed = segments(batch)
+        old_logp_BT, packed = batch.old_logp_BT, segments(batch)
+        log_factor_BT = None if router_shift is None else shift_factor(router_shift, outputs.routing, batch)
+        if log_factor_BT is not None:
+            old_logp_BT = old_logp_BT - log_factor_BT
+        rows = outputs.logp_BT, old_logp_BT, batch.advantage, batch.mask_BT
         weight = correction_weight(correction, rejection, outputs.logp_BT, batch)
         options: dict[str, Any] = {} if weight is None else {"correction": weight}
         if calibration is not None:
@@ -71,6 +77,10 @@ def make_objective(
         terms = loss(*rows, **packed, **options)
         if weight is not None:
             terms = terms._replace(metrics=terms.metrics | weight_metrics(weight, batch.mask_BT, **packed))
+        if log_factor_BT is not None:
+            tokens_B, factor_BT = batch.mask_BT.sum(axis=-1, dtype=jnp.float32), jnp.exp(log_factor_BT)
+            shift = losses.Share(masked.sum(factor_BT, batch.mask_BT, axis=-1), tokens_B)
+            terms = terms._replace(metrics=terms.metrics | {"router_shift": shift})
         if calibration is not None:
             clipped = terms.metrics["clip_fraction_sequences"]
             assert isinstance(clipped, losses.Share)
@@ -84,6 +94,20 @@ def make_objective(
         return terms
 
     return objective
+
+
+def shift_factor(settings: RouterShift, routing: Routing, batch: Batch) -> Array:
+    """log γ of each token, float32 [B, T] (`losses.router_shift`)."""
+    assert batch.expert_BLTA is not None and batch.router_logp_BLTA is not None, "the batch has no router log-probs"
+    now_BLTA = router_logp(routing, batch.expert_BLTA)
+    return log_factor(now_BLTA, batch.router_logp_BLTA, batch.mask_BT, floor=settings.floor)
+
+
+def router_logp(routing: Routing, expert_BLTA: Array) -> Array:
+    """The routers' log-probabilities of these experts, float32 [B, L, T, A]; on padding those of some expert."""
+    log_prob_BLTE = jax.nn.log_softmax(routing.logits).swapaxes(0, 1)
+    expert_BLTA = jnp.minimum(expert_BLTA.astype(jnp.int32), log_prob_BLTE.shape[-1] - 1)
+    return jnp.take_along_axis(log_prob_BLTE, expert_BLTA, axis=-1)
 
 
 def segments(batch: Batch) -> dict[str, Any]:

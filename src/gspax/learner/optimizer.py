@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,9 +36,32 @@ def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -
         )
     if settings.max_grad_norm != 0:
         optimizer = optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), optimizer)
+    if settings.frozen:
+        optimizer = freeze(optimizer, settings.frozen)
     if trained_dtype != "float32":
         optimizer = with_master(optimizer)
     return offloaded(optimizer) if settings.offload else optimizer
+
+
+def freeze(inner: optax.GradientTransformation, names: Sequence[str]) -> optax.GradientTransformation:
+    """The optimiser of all parameters but those whose path has one of these names; these have no moments.
+
+    The global norm that is clipped is that of the others. UserError, when the state is made, for a name that no
+    parameter has.
+    """
+
+    def label(params: Any) -> Any:
+        labels = jax.tree_util.tree_map_with_path(lambda path, _: _names(path).isdisjoint(names), params)
+        known = set().union(*(_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)))
+        if unknown := [name for name in names if name not in known]:
+            raise UserError(f"optimizer.frozen: wanted names among {', '.join(sorted(known))}, got {unknown[0]!r}")
+        return labels
+
+    return optax.partition({True: inner, False: optax.set_to_zero()}, label)
+
+
+def _names(path: Any) -> set[str]:
+    return {str(getattr(key, "key", getattr(key, "name", key))) for key in path}
 
 
 def state_shardings(opt_state: Any, trained: Any, replicated: jax.sharding.Sharding) -> Any:

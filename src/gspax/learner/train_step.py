@@ -20,22 +20,20 @@ import optax
 
 from gspax import losses
 from gspax.config import (
-    Calibration,
     Experiment,
     Guard,
     ModelConfig,
-    Reference,
-    Regularizers,
     expert_id_dtype,
     has_experts,
     row_shape,
 )
 from gspax.errors import UserError
+from gspax.experiment.old_policy import keeps_experts
 from gspax.learner.adapters import trained_axes
 from gspax.learner.expert_load import expert_counts, expert_load
 from gspax.learner.forward import forward, pad_rows
 from gspax.learner.microbatches import count_held, run_microbatches
-from gspax.learner.objective import Objective, Outputs, UpdateConstants, make_objective
+from gspax.learner.objective import Objective, Outputs, UpdateConstants, make_objective, router_logp
 from gspax.learner.replicas import sum_over_replicas
 from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
@@ -50,6 +48,7 @@ class Scores(NamedTuple):
     logp_BT: Array  # float32
     entropy_BT: Array  # float32
     expert_BLTA: Array | None = None  # as in `Batch`
+    router_logp_BLTA: Array | None = None  # as in `Batch`
     count_LE: Array | None = None  # int32  tokens that each layer sent to each expert
     fallbacks: Array | None = None  # int32  exchanges of rows, a layer's of a microbatch, that fell back to the ring
 
@@ -57,7 +56,7 @@ class Scores(NamedTuple):
 Metrics = dict[str, Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 Update = Callable[[TrainState, Batch, bool], tuple[TrainState, Metrics, Scores]]  # see `make_update`
-Score = Callable[[Params, Array, Array, Array], Scores]  # see `make_score`
+Score = Callable[[Params, Array, Array, Array, Array | None], Scores]  # see `make_score`
 Route = Callable[[Params, Array, Array], Array]  # see `make_route`
 
 # (state, batch, on_policy) -> the gradient of the loss, the loss's terms of every row, the scores; see `make_gradient`
@@ -248,9 +247,13 @@ def make_score(
     packed: bool = False,
     worst_case: bool = False,
     keep_experts: bool = False,
+    keep_router_logp: bool = False,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Score:
-    """A jitted `(params, tokens_BT, segment_BT, mask_BT) -> Scores`, with `keep_experts` the experts too.
+    """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA) -> Scores`.
+
+    With `expert_BLTA`, not None, the tokens go to these experts. `keep_experts` and `keep_router_logp` return the
+    experts that they went to, and the router's log-probabilities of them.
 
     It runs in the update's microbatches, so that ratios between the two differ from 1 by float32 rounding alone.
     Experts are ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding.
@@ -258,19 +261,32 @@ def make_score(
     """
 
     @jax.jit
-    def score(params: Params, tokens_BT: Array, segment_BT: Array, mask_BT: Array) -> Scores:
-        def each(part: tuple[Array, Array, Array]) -> tuple[tuple[()], Scores]:
-            tokens_BT, segment_BT, mask_BT = part
-            scored_BT = None if worst_case else mask_BT
+    def score(
+        params: Params, tokens_BT: Array, segment_BT: Array, mask_BT: Array, expert_BLTA: Array | None = None
+    ) -> Scores:
+        def each(part: tuple[Array, Array, Array, Array | None]) -> tuple[tuple[()], Scores]:
+            tokens_BT, segment_BT, mask_BT, expert_BLTA = part
             with jax.named_scope("score"):
                 outputs = forward(
-                    params, config, tokens_BT, segment_BT, temperature=temperature, mask_BT=scored_BT, mesh=mesh
+                    params,
+                    config,
+                    tokens_BT,
+                    segment_BT,
+                    temperature=temperature,
+                    mask_BT=None if worst_case else mask_BT,
+                    expert_BLTA=expert_BLTA,
+                    mesh=mesh,
                 )
-            expert_LBTA = outputs.routing.expert.astype(expert_id_dtype(config))
-            return (), Scores(outputs.logp_BT, outputs.entropy_BT, expert_LBTA.swapaxes(0, 1) if keep_experts else None)
+            went_BLTA = outputs.routing.expert.swapaxes(0, 1)
+            return (), Scores(
+                outputs.logp_BT,
+                outputs.entropy_BT,
+                went_BLTA.astype(expert_id_dtype(config)) if keep_experts else None,
+                router_logp(outputs.routing, went_BLTA) if keep_router_logp else None,
+            )
 
         count = count_held(segment_BT, microbatch_rows) if packed and not worst_case else None
-        return run_microbatches(each, (tokens_BT, segment_BT, mask_BT), microbatch_rows, count)[1]
+        return run_microbatches(each, (tokens_BT, segment_BT, mask_BT, expert_BLTA), microbatch_rows, count)[1]
 
     return score
 
@@ -314,8 +330,8 @@ def make_steps(
         "worst_case": worst_case,
         "mesh": mesh,
     }
-    replay = experiment.routing_replay
-    keep_experts = reads_experts(experiment.regularizers, routing_replay=replay)
+    replay = experiment.routing_replay != "off"
+    keep = keeps_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
     objective = make_objective(
         experiment.loss,
         correction=experiment.correction,
@@ -323,31 +339,15 @@ def make_steps(
         reference=experiment.reference,
         regularizers=experiment.regularizers,
         calibration=experiment.calibration,
+        router_shift=experiment.router_shift,
     )
     model = experiment.model
     return Steps(
         make_update(model, objective, optimizer, guard=experiment.guard, routing_replay=replay, **shared),
-        make_score(model, keep_experts=keep_experts, **shared),
+        make_score(model, keep_experts=keep, keep_router_logp=experiment.router_shift is not None, **shared),
         make_route(model, mesh) if has_experts(model) else None,
         make_gradient(model, objective, routing_replay=replay, **shared),
     )
-
-
-def reads_experts(regularizers: Regularizers, *, routing_replay: bool) -> bool:
-    """Whether updates read the experts that the old policy chose."""
-    return routing_replay or bool(regularizers.load_balance)
-
-
-def first_update_scores(
-    reference: Reference | None, regularizers: Regularizers, calibration: Calibration | None, *, routing_replay: bool
-) -> bool:
-    """Whether a rollout batch's first update may compute its old log-probs itself.
-
-    Not if they are read before it: by a KL in the reward, or for the experts that updates read. Nor with a calibrated
-    clip range, which needs to know how differently scoring and updating round.
-    """
-    rewarded = reference is not None and reference.reward is not None
-    return not (rewarded or reads_experts(regularizers, routing_replay=routing_replay) or calibration is not None)
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:

@@ -25,7 +25,7 @@ class Updated:
 
     state: TrainState
     metrics: list[dict[str, Any]]  # of each update, on the host
-    scored: Scored  # complete
+    scored: Scored  # those that the old policy is known on
     routing: tuple[Any, ...] | None  # the arguments of `metrics.routing_metrics`; None for a dense model
 
 
@@ -47,22 +47,22 @@ def run_updates(
     first, count = int(multihost.to_host(state.step)), epochs * len(scored.batches)
     rates = [float(rate(first + n)) for n in range(2 * count)]  # of these updates and the next ones
     found: list[dict[str, Any]] = []
-    measured, probe = not scored.on_policy, scored.batches[0]
+    was_scored, probe = scored.entropies[0] is not None, scored.batches[0]
     before = steps.route and steps.route(state.params, probe.tokens_BT, probe.segment_BT)
     for index in [*range(len(scored.batches))] * epochs:
         state, metrics, scores = steps.update(state, scored.batches[index], scored.on_policy)
         if not found:
-            scored, count_LE = scored.complete(scores), scores.count_LE
+            measured, scored, count_LE = scored.measured(scores), scored.complete(scores), scores.count_LE
         found.append(metrics)
         if calibration is not None:
             state = _adapt_range(calibration, state, found, rates, mesh)
     found = multihost.to_host(found)
-    if measured and "ratio_deviation" in found[0]:  # a user's loss may not report it
+    if was_scored and "ratio_deviation" in found[0]:  # a user's loss may not report it
         found = [{**metrics, "noise_floor": clipping.noise_floor(found[0])} for metrics in found]
     routing = None
     if steps.route is not None:
         routing = count_LE, before, steps.route(state.params, probe.tokens_BT, probe.segment_BT)
-    return Updated(state, found, scored, routing)
+    return Updated(state, found, measured, routing)
 
 
 def _adapt_range(

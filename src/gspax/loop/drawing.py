@@ -111,6 +111,7 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Pen
         stop_ids=tokenizer.stop_ids,
         mesh=sampler.mesh,
         ended=begin,
+        keep_experts=experiment.routing_replay == "sampler",
     )
     return PendingRollout(count_rollouts(learner, state), problems, rollout, started)
 

@@ -14,6 +14,7 @@ import jax
 
 from gspax.config import row_shape, updates_per_step
 from gspax.distributed import multihost
+from gspax.experiment.old_policy import find_scored
 from gspax.learner import minibatches
 from gspax.learner.metrics import (
     Clock,
@@ -25,7 +26,6 @@ from gspax.learner.metrics import (
 )
 from gspax.learner.optimizer import learning_rate
 from gspax.learner.state import count_updates
-from gspax.learner.train_step import first_update_scores
 from gspax.learner.updates import run_updates
 from gspax.loop.drawing import InFlight, RolloutBatch, draw, next_rollout, receive
 from gspax.loop.learner import Learner, count_rollouts
@@ -97,15 +97,20 @@ def learn(
     )
     if experiment.reference is not None and experiment.lora is not None:
         reference = base(state.params)
-    on_policy = first_update_scores(
+    which = find_scored(
+        len(batches),
         experiment.reference,
         experiment.regularizers,
         experiment.calibration,
+        old_logp=experiment.old_logp,
         routing_replay=experiment.routing_replay,
+        router_shift=experiment.router_shift,
     )
-    if count_updates(state) == 0 and updates_per_step(experiment.schedule) > 1:
-        on_policy = False  # a run's first step measures the noise floor, to warn of it
-    scored = minibatches.score_minibatches(learner.steps.score, state.params, reference, batches, on_policy=on_policy)
+    if experiment.old_logp == "sampler":
+        batches = minibatches.take_sampler_logp(batches)
+    elif count_updates(state) == 0 and updates_per_step(experiment.schedule) > 1:
+        which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
+    scored = minibatches.score_minibatches(learner.steps.score, state.params, reference, batches, which)
     jax.block_until_ready(scored.batches)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")

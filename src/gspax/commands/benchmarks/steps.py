@@ -62,17 +62,20 @@ def measure_steps(learner: Learner, trace: Path | None) -> MeasuredSteps:
 
 
 def scored_share(learner: Learner) -> float:
-    """The share of a rollout batch that is scored: with an on-policy first update all minibatches but the first."""
-    from gspax.learner.train_step import first_update_scores
+    """The share of a rollout batch that is scored: mostly all minibatches but the first."""
+    from gspax.experiment.old_policy import find_scored
 
     experiment = learner.experiment
-    on_policy = first_update_scores(
+    which = find_scored(
+        experiment.schedule.minibatches,
         experiment.reference,
         experiment.regularizers,
         experiment.calibration,
+        old_logp=experiment.old_logp,
         routing_replay=experiment.routing_replay,
+        router_shift=experiment.router_shift,
     )
-    return 1 - on_policy / experiment.schedule.minibatches
+    return len(which) / experiment.schedule.minibatches
 
 
 def age() -> float:
