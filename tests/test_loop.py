@@ -198,11 +198,11 @@ def gives_nan(problem, completion):
     [
         (
             {"reward": raises},
-            r"reward: test_loop.raises failed for 16 of 16 .*: KeyError: 'answer' for the prompt '\d+='",
+            r"reward: test_loop.raises failed for 32 of 32 .*: KeyError: 'answer' for the prompt '\d+='",
         ),
         (
             {"reward": gives_nan},
-            "gives_nan failed for 16 of 16 .*: wanted finite numbers in the range of float32, got nan",
+            "gives_nan failed for 32 of 32 .*: wanted finite numbers in the range of float32, got nan",
         ),
         (
             {"sampling": replace(experiment.sampling, max_prompt_tokens=3)},

@@ -199,8 +199,9 @@ def test_optional_components_are_counted():
     model = EXPERIMENT.model
     tokens, sparse = 8 * 16, sum(is_sparse(model, layer) for layer in range(model.num_hidden_layers))
     assert more.learner["router logits of all layers"] == 2 * 4 * tokens * sparse * model.num_experts
-    experts = 4 * 64 * 16 * sparse * model.num_experts_per_tok
-    assert more.learner["rollout batch"] == one.learner["rollout batch"] + experts
+    experts = 64 * 16 * sparse * model.num_experts_per_tok  # a byte for each
+    assert more.learner["routing of the rollout batch"] == experts
+    assert more.learner["rollout batch"] == one.learner["rollout batch"]
 
 
 @pytest.mark.parametrize("changes", [[], ["lora.attention=false"], ["lora.mlp=false"], ["model.mlp_only_layers=(0,)"]])
