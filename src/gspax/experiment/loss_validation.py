@@ -39,6 +39,9 @@ def problems(experiment: Experiment) -> Iterator[str]:
         kl = experiment.reference and experiment.reference.loss
         yield from _packed(loss, experiment.correction, experiment.rejection, kl)
     yield from _routers(experiment.model, experiment.regularizers, experiment.routing_replay, experiment.router_shift)
+    partial = experiment.placement is not None and experiment.placement.partial is not None
+    if partial and experiment.routing_replay == "sampler":
+        yield "routing_replay: wanted off or old with placement.partial, which keeps no experts, got sampler"
     if experiment.old_logp == "sampler":
         yield from _unscored(experiment)
     for field in ("correction", "rejection"):
