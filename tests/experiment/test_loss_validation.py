@@ -53,7 +53,10 @@ WRONG = [
     ),
     ({"routing_replay": True}, "routing_replay: wanted 'off' or 'old' or 'sampler', got True"),
     ({"router_shift": RouterShift(floor=0.0)}, "router_shift.floor: wanted above 0 and at most 1, got 0"),
-    ({"routing_replay": "sampler", "placement": PARTIAL, "sampling": CHUNKS}, "routing_replay: wanted off or old with placement.partial"),
+    (
+        {"routing_replay": "sampler", "placement": PARTIAL, "sampling": CHUNKS},
+        "routing_replay: wanted off or old with",
+    ),
     (UNSCORED | {"correction": correction.truncate_geometric}, "correction: wanted old_logp=scored, got sampler, with"),
     (UNSCORED | {"calibration": Calibration()}, "calibration: wanted old_logp=scored, got sampler"),
     (UNSCORED | {"router_shift": RouterShift()}, "router_shift: wanted old_logp=scored, got sampler"),
