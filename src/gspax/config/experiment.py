@@ -300,7 +300,6 @@ class Experiment:
     length_reward: LengthReward | None = None  # lengths [B] -> rewards [B] to add: shaping
     filter_overlong: bool = False  # drop responses cut at the length limit from the loss and the advantages
     calibration: Calibration | None = None
-    routing_replay: bool = False  # updates route tokens as the policy did before the rollout batch's first update
     environment: Environment | None = None  # answers the policy's messages: tools, tasks of several turns
     turns: Turns = field(default_factory=Turns)
     old_logp: OldLogp = "scored"  # the ratios' denominators: scored by the learner, or the sampler's own log-probs

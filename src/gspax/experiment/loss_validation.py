@@ -40,8 +40,9 @@ def problems(experiment: Experiment) -> Iterator[str]:
         yield from _packed(loss, experiment.correction, experiment.rejection, kl)
     yield from _routers(experiment.model, experiment.regularizers, experiment.routing_replay, experiment.router_shift)
     partial = experiment.placement is not None and experiment.placement.partial is not None
-    if partial and experiment.routing_replay == "sampler":
-        yield "routing_replay: wanted off or old with placement.partial, which keeps no experts, got sampler"
+    for field, given in {"placement.partial": partial, "environment": experiment.environment is not None}.items():
+        if given and experiment.routing_replay == "sampler":
+            yield f"routing_replay: wanted off or old with {field}, which keeps no experts, got sampler"
     if experiment.old_logp == "sampler":
         yield from _unscored(experiment)
     for field in ("correction", "rejection"):
