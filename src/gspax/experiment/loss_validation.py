@@ -23,7 +23,6 @@ from gspax.config import (
     updates_per_step,
 )
 from gspax.experiment.description import keywords, parameters, show, unwrap
-from gspax.experiment.old_policy import keeps_experts
 from gspax.losses.calibration import INERT
 from gspax.losses.traits import aggregate_of, level_of, traits_of
 
@@ -44,7 +43,16 @@ def problems(experiment: Experiment) -> Iterator[str]:
         if given and experiment.routing_replay == "sampler":
             yield f"routing_replay: wanted off or old with {field}, which keeps no experts, got sampler"
     if experiment.old_logp == "sampler":
-        yield from _unscored(experiment)
+        balanced = experiment.regularizers.load_balance > 0 and experiment.routing_replay != "sampler"
+        read_from_scores = {
+            "correction": experiment.correction is not None,
+            "calibration": experiment.calibration is not None,
+            "router_shift": experiment.router_shift is not None,
+            "routing_replay": experiment.routing_replay == "old",
+            "regularizers.load_balance": balanced,
+        }
+        for field in (name for name, given in read_from_scores.items() if given):
+            yield f"{field}: wanted old_logp=scored, got sampler, with which nothing is scored before the updates"
     for field in ("correction", "rejection"):
         if getattr(experiment, field) is not None and traits_of(loss).correction is None:
             yield f"{field}: wanted a loss that takes a `correction`, {_name(loss)} does not"
@@ -159,21 +167,6 @@ def _routers(
     on += ["router_shift"] if router_shift is not None else []
     if on and not any(is_sparse(model, layer) for layer in range(model.num_hidden_layers)):
         yield f"{on[0]}: wanted a model with experts, got none in {model.num_hidden_layers} layers"
-
-
-def _unscored(experiment: Experiment) -> Iterator[str]:
-    """With the sampler's log-probs as the old ones nothing is scored that other parts could read."""
-    routed = keeps_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
-    clashes = {
-        "correction": experiment.correction is not None,
-        "calibration": experiment.calibration is not None,
-        "router_shift": experiment.router_shift is not None,
-        "routing_replay": experiment.routing_replay == "old",
-        "regularizers.load_balance": routed and experiment.regularizers.load_balance > 0,
-    }
-    for field, clash in clashes.items():
-        if clash:
-            yield f"{field}: wanted old_logp=scored, got sampler, with which nothing is scored before the updates"
 
 
 def _positional(function: Any) -> int:
