@@ -5,6 +5,7 @@ import json
 import random
 import resource
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +195,18 @@ def test_a_full_disk_at_the_start_is_one_sentence(tmp_path, capsys):
         assert main.main(["train", VICTIM, "--workdir", str(tmp_path / "run")]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and err.endswith(": File too large\n"), err
+
+
+def test_a_save_that_cannot_fit_is_not_begun(run, capsys, monkeypatch):
+    wanted = step_folders.size_of(run.checkpoints / "4")
+    assert wanted > 1000
+    with Checkpoints(run.checkpoints, keep=2, note=run.newest) as checkpoints:
+        for step, free in ((6, wanted - 1), (7, wanted)):
+            monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+            checkpoints_module.save(checkpoints, step, {"params/w": jnp.ones(50)}, {}, is_last=False)
+        assert checkpoints.steps() == [4, 7]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"checkpoint 6 could not be written to {run.checkpoints}: no space left: wanted {wanted:,} bytes" in line
 
 
 def test_check_names_the_damaged_file(run, capsys):

@@ -48,7 +48,8 @@ def child(tmp_path):
         def start(mode, **options):
             command = [sys.executable, "-c", CHILD, str(tmp_path / "saved"), mode]
             pipes = {name: subprocess.PIPE for name in ("stdout", "stderr")}
-            process = subprocess.Popen(command, text=True, **pipes | options)
+            environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+            process = subprocess.Popen(command, text=True, env=environment, **pipes | options)
             stack.callback(process.wait)
             stack.callback(process.kill)
             for each in filter(None, (process.stdout, process.stderr)):

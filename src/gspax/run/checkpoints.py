@@ -18,7 +18,7 @@ from typing import Any, Self
 import jax
 
 from gspax.distributed import multihost
-from gspax.errors import UserError
+from gspax.errors import FailureError, UserError
 from gspax.run import step_folders
 from gspax.run.checkpoint_files import Files, NoFiles, shorten
 from gspax.run.manifest import has_manifest
@@ -71,29 +71,28 @@ class Checkpoints:
 
         Writing continues in the background; the step exists once `wait`, `steps` or `latest` has returned. Saving a
         step twice writes it once. After an older checkpoint was restored, the first save deletes the later ones.
-
-        Raises:
-          UserError: this save or the one before it failed.
+        FailureError if this save or the one before it failed.
         """
         self.wait()
         if step in self._saved:
             return
         try:
-            multihost.all_or_raise(lambda: _remove_from(self.directory, step))
+            multihost.all_or_raise(lambda: _make_room(self.directory, step))
             self._files.refresh()
             self._files.save(step, _to_storable(_table(state)), extra)
         except Exception as error:
-            raise UserError(f"checkpoint {step} could not be written to {self.directory}: {shorten(error)}") from error
+            where = f"checkpoint {step} could not be written to {self.directory}"
+            raise FailureError(f"{where}: {shorten(error)}") from error
         self._saved.add(step)
         self._verified.discard(step)
 
     def wait(self) -> None:
-        """Return when the last save is on disk. UserError if it failed."""
+        """Return when the last save is on disk. FailureError if it failed."""
         try:
             self._files.wait()
         except Exception as error:
             self._saved.clear()  # the one that failed can be saved again
-            raise UserError(f"a checkpoint could not be written to {self.directory}: {shorten(error)}") from error
+            raise FailureError(f"a checkpoint could not be written to {self.directory}: {shorten(error)}") from error
 
     def steps(self) -> list[int]:
         """The steps on disk whose save was finished, oldest first, damaged since or not.
@@ -189,14 +188,15 @@ def save(checkpoints: Checkpoints, step: int, state: Any, extra: Mapping[str, An
         except UserError as error:
             if required or jax.process_count() > 1:
                 raise
-            _warn(checkpoints.directory, f"{error}; the run goes on and tries again at the next save")
+            multihost.warn_from_primary(f"{error}; the run goes on and tries again at the next save")
             checkpoints._files.reopen()
 
 
-def _remove_from(directory: Path, step: int) -> None:
-    """Delete a step and the later ones, complete or not."""
+def _make_room(directory: Path, step: int) -> None:
+    """Delete a step and the later ones, complete or not. OSError if there is no space for another one."""
     if jax.process_index() == 0:
         step_folders.remove(directory, [old for old in step_folders.list_steps(directory) if old >= step])
+        step_folders.require_space(directory)
 
 
 def _set_aside(directory: Path, step: int, problem: str, *, rename: bool) -> None:

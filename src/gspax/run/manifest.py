@@ -39,6 +39,14 @@ def has_manifest(folder: Path) -> bool:
     return (folder / MANIFEST).exists()
 
 
+def size_of(folder: Path) -> int:
+    """The bytes of the files of a checkpoint; 0 if its manifest is damaged."""
+    try:
+        return sum(each["bytes"] for each in _read(folder).values())
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return 0
+
+
 def find_damage(folder: Path, part: int = 0, parts: int = 1, *, hashes: bool = True) -> list[str]:
     """What differs from the manifest, a phrase for each file; nothing if the checkpoint is whole.
 

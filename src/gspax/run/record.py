@@ -11,7 +11,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -36,16 +35,18 @@ class Recorder:
         """Open the logs and drop what was recorded after `resume_step`, the restored step; 0 drops everything."""
         self._run = run
         self._writes = jax.process_index() == 0
-        self._tensorboard = None
+        self._tensorboard: Scalars | None = None
+        self._unwritten = b""
+        self._failing: set[Path] = set()
         self._kept: list[dict[str, float]] = []
         if not self._writes:
             return
         run.samples.mkdir(parents=True, exist_ok=True)
         first = resume_step + 1 if resume_step else 0
         self._kept = _drop_from(run, first)
-        self._file = run.metrics.open("a", encoding="utf-8")
+        self._file = run.metrics.open("ab", buffering=0)
         if Scalars is None:
-            print("tensorboardX is not installed: metrics go to metrics.jsonl only", file=sys.stderr)
+            warn("tensorboardX is not installed: metrics go to metrics.jsonl only")
         else:
             self._tensorboard = Scalars(run.tensorboard, first)
 
@@ -54,10 +55,10 @@ class Recorder:
 
     def __exit__(self, *error: object) -> None:
         if self._writes:
-            with _loud(self._run.metrics):
-                self._file.close()
+            self._flush()
+            self._file.close()
         if self._tensorboard is not None:
-            with _loud(self._run.tensorboard):
+            with self._warned(self._run.tensorboard):
                 self._tensorboard.close()
 
     def has(self, step: int, name: str) -> bool:
@@ -69,11 +70,10 @@ class Recorder:
         if not self._writes:
             return
         numbers = {name: float(value) for name, value in values.items()}
-        with _loud(self._run.metrics):  # what is not written stays in the file's buffer for the next line
-            self._file.write(to_line({"step": step, **numbers}))
-            self._file.flush()
+        self._unwritten += to_line({"step": step, **numbers}).encode()
+        self._flush()
         if self._tensorboard is not None:
-            with _loud(self._run.tensorboard):
+            with self._warned(self._run.tensorboard):
                 self._tensorboard.write(step, numbers)
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -87,17 +87,28 @@ class Recorder:
     def write_samples_to(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         """Record completions in a given file, such as `RunDir.before`."""
         if self._writes:
-            with _loud(path):
+            with self._warned(path):
                 write_atomically(path, "".join(map(to_line, rows)))
 
+    def _flush(self) -> None:
+        """Write the lines of metrics; what cannot be written waits for the next time."""
+        with self._warned(self._run.metrics):
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
-@contextlib.contextmanager
-def _loud(path: Path) -> Iterator[None]:
-    """A full disk costs lines of a log, not the run: warn."""
-    try:
-        yield
-    except OSError as error:
-        warn(f"{path} could not be written: {error.strerror}; the run goes on")
+    @contextlib.contextmanager
+    def _warned(self, path: Path) -> Iterator[None]:
+        """A full disk costs lines of a log, not the run: warn once until the file can be written again."""
+        try:
+            yield
+        except OSError as error:
+            if path not in self._failing:
+                warn(f"{path} could not be written: {error.strerror}; the run goes on")
+            self._failing.add(path)
+        else:
+            if path in self._failing:
+                warn(f"{path} is written again")
+            self._failing.discard(path)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

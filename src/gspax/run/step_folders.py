@@ -7,12 +7,13 @@ deleted_STEP   one that is being deleted
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from gspax.run.folders import unused_name
-from gspax.run.manifest import find_damage, has_manifest
+from gspax.run.manifest import find_damage, has_manifest, size_of
 
 STATE, EXTRA = "state", "extra"
 DELETED, DAMAGED = "deleted_", "damaged"
@@ -68,6 +69,13 @@ def set_aside(directory: Path, step: int) -> str:
     target = unused_name(directory / str(step), DAMAGED)
     (directory / str(step)).rename(target)
     return target.name
+
+
+def require_space(directory: Path) -> None:
+    """OSError if the newest step would not fit once more: a save that must fail is not begun."""
+    steps = [step for step in finished_steps(directory) if has_manifest(directory / str(step))]
+    if steps and (wanted := size_of(directory / str(steps[-1]))) > (free := shutil.disk_usage(directory).free):
+        raise OSError(errno.ENOSPC, f"no space left: wanted {wanted:,} bytes, {free:,} are free")
 
 
 def _is_committed(folder: Path) -> bool:
