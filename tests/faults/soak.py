@@ -12,6 +12,7 @@ exit code is 1 if a fault was not survived or a sample was lost.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -138,8 +139,8 @@ def _count_different(workdir: Path, reference: Path) -> int:
 # --- the run that is not killed --------------------------------------------------------------------------------------
 
 
-def run_steadily(workdir: Path, rng: random.Random, ends: float, tally: Tally) -> list[tuple[float, float]]:
-    """One process under faults until the end; (seconds, MB resident) over time."""
+def run_steadily(workdir: Path, rng: random.Random, ends: float, tally: Tally) -> np.ndarray:
+    """One process under faults until the end; seconds, MB resident and the machine's load, a row for each second."""
     long = "schedule.keep_checkpoints=2", "schedule.checkpoint_every=20", "schedule.eval_every=500"
     run = runs.start(workdir, *long, steps=10**7, with_report=False)
     pid, faults, memory, start = run.process.pid, Counter[str](), [], time.monotonic()
@@ -147,7 +148,7 @@ def run_steadily(workdir: Path, rng: random.Random, ends: float, tally: Tally) -
     next_fault = start + 60
     while time.monotonic() < ends and run.process.is_alive():
         time.sleep(1)
-        memory.append((time.monotonic() - start, _resident(pid)))
+        memory.append((time.monotonic() - start, _resident(pid), os.getloadavg()[0]))
         if time.monotonic() > next_fault:
             name = rng.choice([*STEADY])
             STEADY[name](pid, workdir, rng)
@@ -165,7 +166,7 @@ def run_steadily(workdir: Path, rng: random.Random, ends: float, tally: Tally) -
         problem += f"; {missing} steps of {newest} missing or doubled in {workdir}/metrics.jsonl"
     tally.trained += SAMPLES * newest
     tally.settle(faults, problem)
-    return memory
+    return np.array(memory)
 
 
 def _lines(workdir: Path) -> list[str]:
@@ -182,28 +183,28 @@ def _resident(pid: int) -> float:
 
 def _fill_disk(pid: int, workdir: Path, rng: random.Random) -> None:
     """No file of the process can grow beyond some bytes for up to three seconds."""
-    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (rng.choice([0, 100, 5000]), before[1]))
-    time.sleep(rng.uniform(0.1, 3))
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    with contextlib.suppress(ProcessLookupError):
+        before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (rng.choice([0, 100, 5000]), before[1]))
+        time.sleep(rng.uniform(0.1, 3))
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
 def _suspend(pid: int, workdir: Path, rng: random.Random) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(rng.uniform(0.1, 3))
-    os.kill(pid, signal.SIGCONT)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(rng.uniform(0.1, 3))
+        os.kill(pid, signal.SIGCONT)
 
 
 def _damage_older(pid: int, workdir: Path, rng: random.Random) -> None:
     """Flip a bit of a finished checkpoint that is about to be replaced."""
     files = [path for path in workdir.glob("checkpoints/[0-9]*/state/**/*") if path.is_file()]
-    try:
+    with contextlib.suppress(OSError, IndexError, ValueError):  # deleted meanwhile
         path = rng.choice(files)
         data = bytearray(path.read_bytes())
         data[rng.randrange(len(data))] ^= 1
         path.write_bytes(data)
-    except (OSError, IndexError, ValueError):
-        pass  # deleted meanwhile
 
 
 def _start_second(pid: int, workdir: Path, rng: random.Random) -> None:
@@ -227,10 +228,9 @@ STEADY: dict[str, Callable[[int, Path, random.Random], None]] = {
 }
 
 
-def slope(memory: list[tuple[float, float]]) -> tuple[float, float]:
+def slope(memory: np.ndarray) -> tuple[float, float]:
     """MB an hour and the half width of its 95 % interval: a line through the means of blocks of time."""
-    after = memory[-1][0] * WARM_UP
-    kept = np.array([(t, mb) for t, mb in memory if t > after and mb == mb])
+    kept = memory[(memory[:, 0] > memory[-1, 0] * WARM_UP) & np.isfinite(memory[:, 1])]
     blocks = np.array([block.mean(axis=0) for block in np.array_split(kept, BLOCKS)])
     hours, mb = blocks[:, 0] / 3600, blocks[:, 1]
     centred = hours - hours.mean()
@@ -243,7 +243,7 @@ def slope(memory: list[tuple[float, float]]) -> tuple[float, float]:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def table(tally: Tally, memory: list[tuple[float, float]], minutes: float, seed: int, load: float) -> str:
+def table(tally: Tally, memory: np.ndarray, minutes: float, seed: int) -> str:
     rate, width = slope(memory)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     rows = [f"| {name} | {tally.injected[name]} | {tally.survived[name]} |" for name in sorted(tally.injected)]
@@ -253,7 +253,7 @@ def table(tally: Tally, memory: list[tuple[float, float]], minutes: float, seed:
             "# Soak",
             "",
             f"Written by `make soak MINUTES={minutes:g} SEED={seed}` at {commit}, {os.cpu_count()} cores,",
-            f"Python {platform.python_version()}, mean load {load:.1f} (the soak itself is about 2).",
+            f"Python {platform.python_version()}, mean load {memory[:, 2].mean():.1f} (the soak itself is about 2).",
             "[tests/faults/soak.py](../../tests/faults/soak.py) describes what it does.",
             "",
             "| fault | injected | survived |",
@@ -263,9 +263,9 @@ def table(tally: Tally, memory: list[tuple[float, float]], minutes: float, seed:
             "",
             f"Samples trained on: {tally.trained:,}. **Samples lost: {tally.lost}.**",
             "",
-            f"Resident memory of the run that was not killed: {memory[-1][1]:.0f} MB at the end, slope {rate:+.1f} ± "
+            f"Resident memory of the run that was not killed: {memory[-1, 1]:.0f} MB at the end, slope {rate:+.1f} ± "
             f"{width:.1f} MB an hour",
-            f"(95 %, {BLOCKS} means over the last {100 * (1 - WARM_UP):.0f} % of {memory[-1][0] / 60:.0f} minutes).",
+            f"(95 %, {BLOCKS} means over the last {100 * (1 - WARM_UP):.0f} % of {memory[-1, 0] / 60:.0f} minutes).",
             "",
         ]
     )
@@ -277,7 +277,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", type=Path, help="file to write the table to")
     options = parser.parse_args()
-    folder, tally, loads = Path(tempfile.mkdtemp(prefix="soak_")), Tally(), [os.getloadavg()[0]]
+    folder, tally = Path(tempfile.mkdtemp(prefix="soak_")), Tally()
     reference = folder / "reference"
     run = runs.start(reference)
     assert run.wait() == 0, run.text()
@@ -288,8 +288,7 @@ def main() -> int:
     killing.start()
     memory = run_steadily(folder / "steady", random.Random(options.seed + 1), ends, tally)
     killing.join()
-    loads.append(os.getloadavg()[2])
-    text = table(tally, memory, options.minutes, options.seed, loads[-1])
+    text = table(tally, memory, options.minutes, options.seed)
     print(text)
     print("\n".join(tally.problems), file=sys.stderr)
     failed = bool(tally.problems or tally.lost)

@@ -13,7 +13,7 @@ import pytest
 from runs import VICTIM
 
 from gspax.commands import check, main
-from gspax.errors import UserError
+from gspax.errors import FailureError, UserError
 from gspax.run import checkpoint_files, step_folders
 from gspax.run import checkpoints as checkpoints_module
 from gspax.run.checkpoints import Checkpoints
@@ -182,7 +182,7 @@ def test_a_full_disk_costs_one_save(run, capsys):
             save_one(7)
         save_one(8)
         assert checkpoints.latest() == 8 and checkpoints.steps() == [4, 8]
-        with full_disk(), pytest.raises(UserError, match="could not be written"):  # in the background or at once
+        with full_disk(), pytest.raises(FailureError, match="could not be written"):  # in the background or at once
             save_one(9, is_last=True)
             checkpoints.wait()
     assert restore(run) == 1.0

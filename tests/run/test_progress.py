@@ -1,5 +1,6 @@
 """Progress is a bar on a terminal and lines elsewhere."""
 
+import errno
 import io
 
 import pytest
@@ -54,3 +55,20 @@ def test_the_remaining_time_ignores_the_first_step(monkeypatch):
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (61, "1:01"), (3661, "1:01:01")])
 def test_durations_are_formatted(seconds, text):
     assert progress._duration(seconds) == text
+
+
+@pytest.mark.parametrize(("code", "hung_up"), [(errno.ENOSPC, 0), (errno.EPIPE, 2), (errno.EIO, 2)])
+def test_a_closed_output_ends_the_run_and_a_full_disk_does_not(code, hung_up, monkeypatch):
+    class Failing(io.StringIO):
+        def write(self, text):
+            raise OSError(code, "no")
+
+        def flush(self):
+            raise OSError(code, "no")
+
+    calls = []
+    monkeypatch.setattr(progress.interrupt, "hang_up", lambda: calls.append(1))
+    output = progress._Output(Failing())
+    output.write("step 1")
+    output.flush()
+    assert len(calls) == hung_up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -63,26 +64,34 @@ def track(
 
 
 class _Output:
-    """A file that may be closed at its other end: then the run is ended as by SIGHUP, and nothing is raised."""
+    """A file that may be closed at its other end: then the run is ended as by SIGHUP, and nothing is raised.
+
+    What does not fit on a full disk is left out.
+    """
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
-        try:
+        with _hang_up_if_closed():
             self._file.write(text)
-        except OSError:
-            interrupt.hang_up()
         return len(text)
 
     def flush(self) -> None:
-        try:
+        with _hang_up_if_closed():
             self._file.flush()
-        except OSError:
-            interrupt.hang_up()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+@contextlib.contextmanager
+def _hang_up_if_closed() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            interrupt.hang_up()
 
 
 class _Clock:
