@@ -9,16 +9,17 @@ Run: gspax train experiments/qwen3_30b_a3b_v5p_64.py --workdir runs/qwen3_30b_a3
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule
 from gspax.data.chat import ChatTokenizer, hf_chat, split_thinking
-from gspax.data.problem import Problem, heldout_problem, train_problem
+from gspax.data.problem import Message, Problem, heldout_problem, train_problem
 from gspax.hf.source import SMALL, locate
 from gspax.model import presets
 
@@ -60,6 +61,19 @@ class Qwen3Chat:
 
     def encode(self, text: str) -> list[int]:
         return self._chat.encode(text)
+
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
+        return self._chat.encode_chat(messages, tools)
+
+    def encode_reply(self, messages: Sequence[Message]) -> list[int]:
+        return self._chat.encode_reply(messages)
+
+    def encode_completion(self, text: str) -> list[int]:
+        return self._chat.encode_completion(text)
+
+    @property
+    def turn_end(self) -> int:
+        return self.stop_ids[0]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._chat.decode(ids)

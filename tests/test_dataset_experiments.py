@@ -15,7 +15,13 @@ from gspax.run.record import read_rows
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"
-DATASETS = ("gsm8k_gspo", "gsm8k_lora", "math_gspo", "code_gspo")  # read files in the working directory
+DATASETS = (
+    "gsm8k_gspo",
+    "gsm8k_lora",
+    "math_gspo",
+    "code_gspo",
+    "tools_gspo_token",
+)  # read files in the working directory
 SHARED = ROOT.parent / "shared" / "data"
 
 
@@ -61,7 +67,7 @@ TINY = [
 def test_a_tiny_model_trains_on_a_data_set(name, tmp_path, monkeypatch):
     if not (SHARED / "qwen3_tokenizer").is_dir():
         pytest.skip("there is no ../shared/data/qwen3_tokenizer")
-    if name == "code_gspo" and shutil.which("bwrap") is None:
+    if name in ("code_gspo", "tools_gspo_token") and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     gsm8k = {split: read_rows(SHARED / "gsm8k" / f"{split}.jsonl") for split in ("train", "test")}
     math = read_rows(SHARED / "math500" / "test.jsonl")

@@ -141,7 +141,7 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         "segment_BT": (shape, jnp.int32),
         "mask_BT": (shape, jnp.bool_),
         "old_logp_BT": (shape, jnp.float32),
-        "advantage": (shape if packed else shape[:1], jnp.float32),
+        "advantage": (shape if packed or experiment.turns.credit == "turn" else shape[:1], jnp.float32),
         "sampler_logp_BT": (shape, jnp.float32),
     }
     if experiment.reference is not None:

@@ -1,0 +1,157 @@
+"""Tool calls as models write them, tools that fail, the calculator and the sandboxed Python tool."""
+
+import pickle
+import shutil
+
+import pytest
+
+from gspax.data import Problem
+from gspax.environments import Tool, ToolError, ToolUse, calculator, python
+from gspax.environments.calculator import calculate
+from gspax.environments.tool_calls import Call, Malformed, parse_brackets, parse_hermes
+from gspax.errors import UserError
+from gspax.experiment.description import describe
+
+CALCULATE = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
+environment = ToolUse(tools=(calculator(),), call_reward=0.1, failure_reward=-0.5)
+
+
+def replies(message, tools=environment):
+    return [each["content"] for each in tools.step(None, message).messages]
+
+
+def test_calls_are_answered_until_a_message_has_none():
+    state, messages = environment.reset(
+        Problem(prompt="6*7?", answer="42", context=({"role": "system", "content": "s"},))
+    )
+    assert messages == [{"role": "system", "content": "s"}, {"role": "user", "content": "6*7?"}]
+    step = environment.step(state, f"I multiply. {CALCULATE % '6*7'} and {CALCULATE % '1/8'}")
+    assert step.messages == [{"role": "tool", "content": "42"}, {"role": "tool", "content": "0.125"}]
+    assert (step.done, step.reward, step.metrics) == (False, 0.2, {"tool_calls": 2, "tool_failures": 0})
+    assert environment.step(state, "It is 42.").done
+    assert environment.step(state, f"<think>{CALCULATE % '1'}</think>It is 42.").done, (
+        "a call in thinking does not count"
+    )
+    assert pickle.loads(pickle.dumps(step)) == step
+
+
+@pytest.mark.parametrize(
+    ("message", "reply"),
+    [
+        ("<tool_call>{", "error: wanted </tool_call> after a tool call, got none"),
+        ("<tool_call>{]</tool_call>", 'error: wanted {"name": ..., "arguments": {...}} as JSON, got invalid JSON: '),
+        ("<tool_call>[1]</tool_call>", 'error: wanted {"name": ..., "arguments": {...}} as JSON, got no name'),
+        ('<tool_call>{"name": "calculator", "arguments": 3}</tool_call>', "arguments that are no object"),
+        ('<tool_call>{"name": "search"}</tool_call>', "error: wanted one of the tools calculator, got 'search'"),
+        ('<tool_call>{"name": "calculator"}</tool_call>', "error: calculator: wanted expression, got no arguments"),
+        (
+            '<tool_call>{"name": "calculator", "arguments": {"expression": "1", "x": 2}}</tool_call>',
+            "error: calculator: wanted expression, got expression, x",
+        ),
+        (
+            '<tool_call>{"name": "calculator", "arguments": {"expression": 3}}</tool_call>',
+            "error: calculator: wanted expression of type string, got int",
+        ),
+        (CALCULATE % "1/0", "error: division by zero"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: wanted"),
+    ],
+)
+def test_a_wrong_call_is_answered_and_the_conversation_goes_on(message, reply):
+    step = environment.step(None, message)
+    assert reply in step.messages[0]["content"] and not step.done
+    assert (step.reward, step.metrics["tool_failures"]) == (-0.5, 1)
+
+
+def test_calls_beyond_the_limit_and_long_replies():
+    short = ToolUse(tools=(calculator(),), most_calls=1, longest_reply=3, error="!")
+    assert replies(CALCULATE % "99999" + CALCULATE % "2", short) == ["999…", "!"]
+
+
+def test_an_exception_in_a_tool_is_its_failure_and_not_the_policys():
+    def broken():
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        ToolUse(tools=(Tool("broken", "", broken),)).step(None, '<tool_call>{"name": "broken"}</tool_call>')
+
+
+def test_parsers():
+    assert parse_hermes("no call") == [] == parse_brackets("no call")
+    assert parse_brackets("[1+2] and [3") == [
+        Call("calculator", {"expression": "1+2"}),
+        Malformed("wanted ] after a call"),
+    ]
+
+
+def test_the_schema_is_that_of_chat_templates():
+    (schema,) = environment.schemas()
+    assert schema["type"] == "function" and schema["function"]["name"] == "calculator"
+    assert schema["function"]["parameters"]["required"] == ["expression"]
+
+
+def test_the_description_names_the_environment_and_its_tools():
+    described = describe(environment)
+    assert described["type"] == "gspax.environments.ToolUse"
+    assert described["tools"][0]["run"] == "gspax.environments.calculator.calculate"
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2+3*4", "14"),
+        ("-(2 - 5)**3", "27"),
+        ("7//2, ", "3"),
+        ("1,600 % 7", "4"),
+        ("2^10", "1024"),
+        ("0.1+0.2", "0.3"),
+        ("1/3", "0.333333333333"),
+        ("2**-2", "0.25"),
+        ("123456789*987654321", "121932631112635269"),
+    ],
+)
+def test_the_calculator_is_exact(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "x",
+        "1 +",
+        "__import__('os').system('true')",
+        "().__class__",
+        "[1][0]",
+        "'a'*9",
+        "1 if 1 else 2",
+        "True",
+        "1e999",
+        "2**0.5",
+        "9**9**9**9",
+        "10**10**10",
+        "(" * 300 + ")" * 300,
+        "1" * 500,
+        "2**4000*2**4000",
+        "1j",
+        "\0",
+    ],
+)
+def test_the_calculator_evaluates_nothing_else(expression):
+    with pytest.raises(ToolError):
+        calculate(expression)
+
+
+def test_python_is_off_unless_it_is_allowed():
+    with pytest.raises(UserError, match="allow_code_execution=True"):
+        python()
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_the_python_tool_prints_and_fails():
+    tools = ToolUse(tools=(python(allow_code_execution=True),))
+
+    def call(code):
+        return f'<tool_call>{{"name": "python", "arguments": {{"code": "{code}"}}}}</tool_call>'
+
+    good, bad = replies(call("print(6 * 7)") + call("open('/tmp/x/y', 'w')"), tools)
+    assert good == "42\n" and bad.startswith("error: FileNotFoundError")
