@@ -31,6 +31,6 @@ experiment = Experiment(
     schedule=Schedule(steps=60, minibatches=4, eval_every=20, checkpoint_every=20),
     evaluation=Evaluation(problems=128),
     warm_start=WarmStart(
-        demonstration=calculations.half_wrong, steps=500, rows=64, optimizer=Optimizer(learning_rate=3e-3)
+        demonstration=calculations.half_wrong, steps=150, rows=64, optimizer=Optimizer(learning_rate=3e-3)
     ),
 )

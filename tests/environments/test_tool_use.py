@@ -153,5 +153,5 @@ def test_the_python_tool_prints_and_fails():
     def call(code):
         return f'<tool_call>{{"name": "python", "arguments": {{"code": "{code}"}}}}</tool_call>'
 
-    good, bad = replies(call("print(6 * 7)") + call("open('/tmp/x/y', 'w')"), tools)
+    good, bad = replies(call("print(6 * 7)") + call("open('/nowhere/y', 'w')"), tools)
     assert good == "42\n" and bad.startswith("error: FileNotFoundError")
