@@ -202,7 +202,7 @@ def gives_nan(problem, completion):
         ),
         (
             {"reward": gives_nan},
-            "gives_nan failed for 32 of 32 .*: wanted finite numbers in the range of float32, got nan",
+            "gives_nan failed for 32 of 32 .*: wanted finite numbers up to ±1e18, got nan",
         ),
         (
             {"sampling": replace(experiment.sampling, max_prompt_tokens=3)},
@@ -213,6 +213,22 @@ def gives_nan(problem, completion):
 def test_invalid_input_is_rejected_in_one_sentence(tmp_path, broken, said):
     with pytest.raises(UserError, match=said):
         training.train(replace(experiment, warm_start=None, **broken), tmp_path / "run")
+
+
+@pytest.mark.parametrize("allowed", [0.05, 1.0])
+def test_rewards_beyond_the_range_end_the_run_or_count_as_failed(learner, monkeypatch, tmp_path, allowed):
+    def huge(problem, completion):
+        return 1e38 if len(completion) % 2 else -1e38
+
+    rewards = RewardCalls(huge, replace(experiment.grading, max_failed=allowed))
+    monkeypatch.setattr(training, "make_learner", lambda _: replace(learner, rewards=rewards))
+    if allowed < 1:
+        with pytest.raises(UserError, match=r"huge failed for .* wanted finite numbers up to ±1e18, got -?1e\+38 for"):
+            training.train(experiment, tmp_path / "run")
+        return
+    training.train(experiment, tmp_path / "run")
+    rows = [row for row in timeless(RunDir(tmp_path / "run")) if "optim/skipped" in row]
+    assert [(row["reward/failed"], row["reward/mean"], row["optim/skipped"]) for row in rows] == [(1, 0, 0)] * 4
 
 
 def test_an_empty_prompt_is_rejected(tmp_path):

@@ -18,8 +18,6 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-import numpy as np
-
 from gspax.config import Grading
 from gspax.errors import UserError
 from gspax.protocols import BatchReward, Reward
@@ -27,6 +25,7 @@ from gspax.protocols import BatchReward, Reward
 F = TypeVar("F", bound=Callable[..., Any])
 
 OF_COROUTINES = 32  # calls of an async function at one time, unless the experiment says otherwise
+LARGEST = 1e18  # of a reward: advantages add up squares of rewards in float32, which ends at 3.4e38
 _SPARE = 1.0  # seconds beyond its time limit after which a coroutine is taken to block its event loop
 
 
@@ -322,7 +321,7 @@ class _EventLoop:
 
 
 def to_result(value: Any) -> Result:
-    """What a reward function has returned as finite float32 numbers, or why it is none."""
+    """What a reward function has returned as finite numbers up to ±`LARGEST`, or why it is none."""
     parts = value if isinstance(value, Mapping) else getattr(value, "parts", {})
     given = tuple(value.values()) if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
     try:
@@ -330,10 +329,8 @@ def to_result(value: Any) -> Result:
         parts = {str(name): float(part) for name, part in parts.items()}
     except Exception:
         return Result((), f"wanted a number, a tuple or a mapping of numbers, got {_brief(value)}")
-    with np.errstate(over="ignore"):
-        finite = np.isfinite(np.array([*rewards, *parts.values()], np.float32)).all()
-    if not rewards or not finite:
-        return Result((), f"wanted finite numbers in the range of float32, got {_brief(value)}")
+    if not rewards or not all(abs(each) <= LARGEST for each in (*rewards, *parts.values())):  # false for NaN
+        return Result((), f"wanted finite numbers up to ±1e18, got {_brief(value)}")
     return Result(rewards, str(getattr(value, "error", "")), parts, str(getattr(value, "reason", "")))
 
 
