@@ -409,18 +409,31 @@ def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_sampler_on_separate_processes(start, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "ages"),
+    [
+        ("staleness=1", [0, 1, 0, 1]),
+        ("staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)", None),
+    ],
+    ids=["whole", "partial"],
+)
+def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages):
     """Four processes, two of them for the sampler; then two, one of them; compared with one process of four devices."""
     file = tmp_path / "disaggregated.py"
-    overrides = ["schedule.checkpoint_every=2", "schedule.steps=4"]
-    placement = "experiment = replace(experiment, placement=config.Placement(devices=2, staleness=1))\n"
+    overrides = ["schedule.checkpoint_every=2", "schedule.steps=4", *(["sampling.chunk=1"] if ages is None else [])]
+    placement = f"experiment = replace(experiment, placement=config.Placement(devices=2, {settings}))\n"
     file.write_text(EVERYTHING + placement)
     finished(start(1, 4, tmp_path / "one", *overrides, file=str(file)))
     finished(start(4, 1, tmp_path / "many", *overrides, "schedule.steps=2", file=str(file)))
     finished(start(2, 2, tmp_path / "many", *overrides, file=str(file)))
     many, one = (record.read_metrics(RunDir(tmp_path / name).metrics) for name in ("many", "one"))
     many, one = ([row for row in rows if "policy/loss" in row] for rows in (many, one))
-    assert [row["rollout/staleness"] for row in many] == [row["rollout/staleness"] for row in one] == [0, 1, 0, 1]
+    assert [row["rollout/staleness"] for row in many] == [row["rollout/staleness"] for row in one]
+    if ages is None:
+        assert [row["rollout/carried"] for row in many] == [4, 0, 4, 0]
+        assert [row["rollout/staleness_max"] for row in many] == [row["rollout/staleness_max"] for row in one]
+    else:
+        assert [row["rollout/staleness"] for row in many] == ages
     for row, other in zip(many, one, strict=True):
         assert_close_rows(row, other, rtol=1e-4)
 
@@ -428,7 +441,13 @@ def test_a_sampler_on_separate_processes(start, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
-    [["mesh.tensor=2", "mesh.fsdp=2"], ["mesh.expert=4", "mesh.fsdp=1"], ["mesh.context=4", "mesh.data=1"]],
+    [
+        ["mesh.tensor=2", "mesh.fsdp=2"],
+        ["mesh.expert=4", "mesh.fsdp=1"],
+        ["mesh.context=4", "mesh.data=1"],
+        ["sampling.slots=8", "sampling.max_tokens=8"],
+        ["sampling.prompts=2"],
+    ],
     ids=" ".join,
 )
 def test_rows_on_devices_of_several_processes(start, tmp_path, mesh):

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import tiny
 
-from gspax.config import Sampling
+from gspax.config import Lora, Mesh, Sampling
 from gspax.kernels import segments
+from gspax.learner import adapters
 from gspax.model import transformer
-from gspax.rollout import sampler
+from gspax.rollout import engine, sampler
 from gspax.rollout.serving import make_serving_copy
+from gspax.sharding import make_mesh
 
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2]]
@@ -28,15 +30,24 @@ CONFIGS = {
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch):
     monkeypatch.setattr(segments, "SEGMENT", 4)  # of 10 positions: three
+    monkeypatch.setattr(engine, "NARROWEST", 1)  # the last of 5 samples goes on alone
 
 
 @functools.cache
-def draw(config, slots=0):
-    serving, sampling = make_serving_copy(tiny.params(config), config), replace(SAMPLING, slots=slots)
+def draw(config, slots=0, lora=None):
+    params = tiny.params(config) if lora is None else adapted(config, lora)
+    serving, sampling = make_serving_copy(params, config), replace(SAMPLING, slots=slots)
     rollout = sampler.sample(
         serving, config, PROMPTS, range(4), jax.random.key(0), sampling=sampling, stop_ids=STOP, keep_experts=True
     )
     return jax.device_get(rollout)
+
+
+def adapted(config, lora):
+    """Parameters with adapters that change them."""
+    leaves, tree = jax.tree.flatten(adapters.init(config, lora, jax.random.key(0)))
+    leaves = [jax.random.normal(jax.random.key(n), leaf.shape) * 0.3 for n, leaf in enumerate(leaves)]
+    return adapters.attach_adapters(tiny.params(config), jax.tree.unflatten(tree, leaves), lora)
 
 
 def test_greedy_and_sampled_completions_are_drawn_side_by_side():
@@ -69,6 +80,31 @@ def test_samples_do_not_depend_on_the_slots(name):
     want = draw(CONFIGS[name])
     assert len(np.unique(want.length_B)) > 1 and 0 < want.finished_B.sum() < 12, "samples of several lengths"
     assert_same(draw(CONFIGS[name], slots=5), want, 5e-3 if name == "bfloat16" else 1e-5)
+
+
+@pytest.mark.slow
+def test_samples_of_adapted_parameters_do_not_depend_on_the_slots():
+    config = CONFIGS["experts and windows"]
+    want = draw(config, lora=Lora(rank=2))
+    assert not np.array_equal(want.tokens_BT, draw(config).tokens_BT)
+    assert_same(draw(config, slots=5, lora=Lora(rank=2)), want)
+
+
+def test_the_last_samples_of_a_rollout_are_drawn_in_fewer_slots():
+    """Only on one CPU device: elsewhere reading the weights takes the time."""
+    config = replace(tiny.MOE, num_hidden_layers=1, num_experts=0)
+    params = make_serving_copy(tiny.params(config), config)
+    settings = engine.Settings(config, replace(SAMPLING, slots=8), STOP, None)
+    inputs = sampler.place_prompts(PROMPTS, range(4), sampling=replace(SAMPLING, prompts=4), mesh=None)
+    state = jax.eval_shape(lambda key: engine.start(params, *inputs, key, settings), jax.random.key(0))
+
+    def finish(state, key):
+        return engine.finish(params, state, key, settings)
+
+    finished = jax.eval_shape(finish, state, jax.random.key(0))
+    assert finished.rows.live_W.shape == (2,) and finished.cache[0].completion[0].v_XKSH.shape[0] == 2
+    mesh = make_mesh(Mesh(), jax.devices()[:2])
+    assert engine._narrower(state, settings._replace(mesh=mesh)) == []
 
 
 @pytest.mark.slow

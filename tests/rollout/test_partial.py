@@ -9,17 +9,19 @@ import pytest
 from small_experiment import experiment
 
 from gspax import config
-from gspax.config import Grading, PartialRollouts, Placement, Sampling
+from gspax.config import Grading, Lora, PartialRollouts, Placement, Sampling
 from gspax.data.problem import Problem
 from gspax.experiment.validation import validate
 from gspax.learner.metrics import staleness_metrics
 from gspax.learner.state import init_state
-from gspax.loop import drawing
+from gspax.loop import drawing, training
 from gspax.loop.learner import make_learner
 from gspax.loop.partial import next_partial
 from gspax.loop.step import grade
 from gspax.rewards.calls import RewardCalls
 from gspax.rollout.pool import FREE, choose_groups, new_pool
+from gspax.run import record
+from gspax.run.directory import RunDir
 from gspax.types import Rollout
 
 P, G, CARRIED, STEPS = 8, 4, 4, 6
@@ -233,3 +235,33 @@ def test_settings_that_cannot_work_are_rejected(changes, wanted):
         else:
             sampling = replace(sampling, **{name: value})
     assert validate(replace(PARTIAL, placement=placement, sampling=sampling), 8) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": replace(PARTIAL.model, dtype="bfloat16"), "lora": Lora(rank=2)},
+        {"model": replace(experiment.model, sliding_window=3, sliding_layers=(0,)), "sampling": {"slots": 16}},
+        {
+            "placement": Placement(devices=4, staleness=1, partial=PartialRollouts(carried=2, ahead=0)),
+            "sampling": {"group": 2},
+        },
+    ],
+    ids=["bfloat16 and LoRA", "experts, a window and slots", "groups on several devices, nothing ahead"],
+)  # fmt: skip
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, changes):
+    run = replace(PARTIAL, **{**changes, "sampling": replace(PARTIAL.sampling, **changes.get("sampling", {}))})
+    training.train(run, tmp_path / "whole")
+    training.train(replace(run, schedule=replace(run.schedule, steps=4)), tmp_path / "cut")
+    training.train(run, tmp_path / "cut")
+    steps = []
+    for name in ("whole", "cut"):
+        rows = [row for row in record.read_metrics(RunDir(tmp_path / name).metrics) if "policy/loss" in row]
+        steps.append([{key: x for key, x in row.items() if not key.startswith(CLOCKS)} for row in rows])
+    assert steps[0] == steps[1] and len(steps[0]) == STEPS
+    assert [row["rollout/carried"] for row in steps[0]] == [
+        0 if done in (3, 5) else run.placement.partial.carried for done in range(STEPS)
+    ]
+    ages = [row["rollout/staleness_max"] for row in steps[0]]
+    assert ages[0] == ages[4] == 0 and 0 < max(ages) <= run.placement.staleness

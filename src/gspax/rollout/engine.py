@@ -26,10 +26,13 @@ from jax.sharding import PartitionSpec
 from gspax.config import ModelConfig, Sampling, expert_id_dtype
 from gspax.experiment.memory import count_slots
 from gspax.model import decoding, transformer
-from gspax.model.decoding import Cache, Slots
+from gspax.model.decoding import Cache
 from gspax.rollout.drawing import draw_at, is_stop
+from gspax.rollout.slots import Drawn, Rows, describe_slots, empty_queue, fill, settle
 from gspax.sharding import AXES, batch_shards, constrain, sample_axis, spec
 from gspax.types import Array, Params
+
+NARROWEST = 4  # slots; fewer save nothing
 
 
 class Settings(NamedTuple):
@@ -43,38 +46,6 @@ class Settings(NamedTuple):
     keep_versions: bool = False  # record the version of the weights that drew each token
     greedy: int = 0  # of each prompt's samples, the last so many are decoded greedily
     admits: bool = False  # groups are put in the places of others (`admit`)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Queue:
-    """The samples that wait for a slot, and those that have one."""
-
-    order_B: Array  # int32    waiting samples; only the first `waiting_Q` count
-    waiting_Q: Array  # int32
-    taken_Q: Array  # int32    of those, the samples that have had a slot
-    sample_W: Array  # int32
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Samples and slots. Indices of samples and prompts count on their own device."""
-
-    prompt_B: Array  # int32
-    prompt_length_B: Array  # int32
-    id_B: Array  # uint32
-    greedy_B: Array | None  # bool     decoded greedily; None: no sample is
-    tokens_BC: Array  # int32
-    logp_BC: Array  # float32
-    length_B: Array  # int32    tokens drawn
-    finished_B: Array  # bool     ended with a stop token
-    expert_BCLA: Array | None  # uint8 or wider, of the tokens that were decoded; `num_experts` elsewhere
-    version_BC: Array | None  # int32
-    queue: Queue | None  # None: slot b has sample b, and all are at one position
-    token_W: Array  # int32    the last token
-    drawn_W: Array  # int32    tokens drawn of the sample
-    live_W: Array  # bool     the sample has not ended
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +76,7 @@ def start(
     if state.rows.queue is None:
         return state
     fresh_B = jnp.ones(state.rows.length_B.shape, bool)
-    return replace(state, rows=_on_devices(_fill, settings, state.rows)(state.rows, fresh_B))
+    return replace(state, rows=_on_devices(fill, settings, state.rows)(state.rows, fresh_B))
 
 
 def admit(
@@ -144,12 +115,7 @@ def admit(
         cache = tuple(each._replace(prompt=own) for each, own in zip(before.cache, caches, strict=True))
         expert_PSLA = _choose(fresh_P, new.prompt_expert_PSLA, before.prompt_expert_PSLA)
         state = replace(before, rows=rows, cache=cache, prompt_expert_PSLA=expert_PSLA)
-    return replace(state, rows=_on_devices(_fill, settings, state.rows)(state.rows, fresh_B))
-
-
-def _empty_queue(B: int, W: int, Q: int) -> Queue:
-    zeros_Q = jnp.zeros(Q, jnp.int32)
-    return Queue(order_B=jnp.zeros(B, jnp.int32), waiting_Q=zeros_Q, taken_Q=zeros_Q, sample_W=jnp.zeros(W, jnp.int32))
+    return replace(state, rows=_on_devices(fill, settings, state.rows)(state.rows, fresh_B))
 
 
 def _choose(fresh_X: Array, new: Any, old: Any) -> Any:
@@ -200,7 +166,7 @@ def _draw_first(
         if kept_PSLA is None
         else jnp.full((B, C, *kept_PSLA.shape[2:]), config.num_experts, kept_PSLA.dtype),
         version_BC=first(jnp.full(B, version, jnp.int32)) if settings.keep_versions else None,
-        queue=_empty_queue(B, W, _row_shards(mesh, B, W)) if queued else None,
+        queue=empty_queue(B, W, _row_shards(mesh, B, W)) if queued else None,
         token_W=token_B[:W],
         drawn_W=jnp.ones(W, jnp.int32),
         live_W=jnp.zeros(W, bool) if queued else ~stops_B & (C > 1),
@@ -222,13 +188,64 @@ def advance(
 
     The parameters may be newer than those of the tokens drawn before; what is cached of these is not recomputed.
     """
-    config, sampling, stop_ids, mesh = settings[:4]
     last = state.step + tokens
-    settle = _on_devices(partial(_settle, stop_ids=stop_ids), settings, state.rows)
+    return _decode_while(lambda state: state.step < last, params, state, key, settings, version=version)
+
+
+def finish(params: Params, state: State, key: Array, settings: Settings) -> State:
+    """`advance` until no sample is left; the state may then have fewer slots.
+
+    On a CPU a pass costs as much as it has slots, dead ones included. Once no sample waits and few are left, these move
+    together, so that the longest samples are drawn in a quarter of the slots, and at last in a sixteenth.
+    """
+    for slots in _narrower(state, settings):
+
+        def crowded(state: State, slots: int = slots) -> Array:
+            queue = state.rows.queue
+            assert queue is not None
+            return (queue.taken_Q < queue.waiting_Q).any() | (state.rows.live_W.sum() > slots)
+
+        state = _keep_live(_decode_while(crowded, params, state, key, settings), slots)
+    return advance(params, state, key, settings)
+
+
+def _narrower(state: State, settings: Settings) -> list[int]:
+    """The numbers of slots that `finish` goes on with, one after the other."""
+    mesh, W = settings.mesh, len(state.rows.live_W)
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    if state.rows.queue is None or platform != "cpu" or (mesh is not None and mesh.size > 1):
+        return []
+    return [W // part for part in (4, 16) if W // part >= NARROWEST]
+
+
+def _keep_live(state: State, slots: int) -> State:
+    """The state with so many slots, those with a live sample first."""
+    rows, kept = state.rows, jnp.argsort(~state.rows.live_W)[:slots]
+    assert rows.queue is not None
+    of_slot = {name: getattr(rows, name)[kept] for name in ("token_W", "drawn_W", "live_W")}
+    queue = replace(rows.queue, sample_W=rows.queue.sample_W[kept])
+    cache = tuple(
+        layer._replace(completion=jax.tree.map(lambda leaf: leaf[kept], layer.completion)) for layer in state.cache
+    )
+    return replace(state, rows=replace(rows, queue=queue, **of_slot), cache=cache)
+
+
+def _decode_while(
+    go_on: Callable[[State], Array],
+    params: Params,
+    state: State,
+    key: Array,
+    settings: Settings,
+    *,
+    version: Array | int = 0,
+) -> State:
+    """Decode while samples are left and `go_on` holds."""
+    config, sampling, stop_ids, mesh = settings[:4]
+    settle_locally = _on_devices(partial(settle, stop_ids=stop_ids), settings, state.rows)
 
     def decode(state: State) -> State:
         rows = state.rows
-        slots, id_W, greedy_W = _on_devices(_describe_slots, settings, rows)(rows)
+        slots, id_W, greedy_W = _on_devices(describe_slots, settings, rows)(rows)
         if rows.queue is None:  # read each prompt once where its slots are on one device
             whole = mesh is None or mesh.shape["context"] == 1
             slots = slots._replace(step=state.step, **({"prompt_W": None} if whole else {}))
@@ -238,24 +255,16 @@ def advance(
         position_W = slots.prompt_length_W + rows.drawn_W
         token_W, logp_W = draw_at(logits_WV, key, id_W, position_W, sampling, greedy_W)
         drawn = Drawn(token_W, logp_W, expert_WLA if settings.keep_experts else None)
-        rows = settle(rows, drawn, state.step, jnp.asarray(version, jnp.int32))
+        rows = settle_locally(rows, drawn, state.step, jnp.asarray(version, jnp.int32))
         return replace(state, rows=rows, step=state.step + 1, cache=cache)
 
-    return jax.lax.while_loop(lambda state: (state.step < last) & state.rows.live_W.any(), decode, state)
+    return jax.lax.while_loop(lambda state: go_on(state) & state.rows.live_W.any(), decode, state)
 
 
 def _count_slots(config: ModelConfig, sampling: Sampling, prompts: int, mesh: jax.sharding.Mesh | None) -> int:
     """W, for so many prompts; at least one on each device."""
     sizes = dict.fromkeys(AXES, 1) if mesh is None else dict(mesh.shape)
     return max(count_slots(config, replace(sampling, prompts=prompts), sizes), batch_shards(sizes))
-
-
-class Drawn(NamedTuple):
-    """A token of each slot."""
-
-    token_W: Array
-    logp_W: Array
-    expert_WLA: Array | None  # of the token before
 
 
 def _row_axis(mesh: jax.sharding.Mesh | None, B: int, W: int) -> str:
@@ -283,75 +292,3 @@ def _on_devices(function: Callable[..., Any], settings: Settings, rows: Rows) ->
         return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=by_row, check_vma=False)(*args)
 
     return mapped
-
-
-def _describe_slots(rows: Rows) -> tuple[Slots, Array, Array | None]:
-    """What the slots hold, their samples' ids, and which samples are greedy."""
-    of_sample = rows.prompt_length_B, rows.prompt_B, rows.id_B, rows.greedy_B
-    if rows.queue is not None:
-        sample_W = rows.queue.sample_W
-        of_sample = jax.tree.map(lambda x_B: x_B[sample_W], of_sample)
-    prompt_length_W, prompt_W, id_W, greedy_W = of_sample
-    return Slots(prompt_length_W, prompt_W, rows.drawn_W - 1, rows.live_W), id_W, greedy_W
-
-
-def _fill(rows: Rows, fresh_B: Array) -> Rows:
-    """Queue the samples that have neither ended nor a slot, fresh ones last, and give the first of them a slot."""
-    assert rows.queue is not None
-    own, C = rows.tokens_BC.shape
-    held_B = jnp.zeros(own, bool).at[jnp.where(rows.live_W, rows.queue.sample_W, own)].set(True, mode="drop")
-    waits_B = ~rows.finished_B & (rows.length_B < C) & ~held_B
-    order_B = jnp.argsort(jnp.where(waits_B, fresh_B.astype(jnp.int32), 2)).astype(jnp.int32)
-    waiting_Q = waits_B.sum(dtype=jnp.int32)[None]
-    queue = replace(rows.queue, order_B=order_B, waiting_Q=waiting_Q, taken_Q=jnp.zeros_like(waiting_Q))
-    return _refill(replace(rows, queue=queue))
-
-
-def _refill(rows: Rows) -> Rows:
-    """Give each slot whose sample has ended the next one, whose first token is drawn already."""
-    queue = rows.queue
-    assert queue is not None
-    turn_W = queue.taken_Q + jnp.cumsum(~rows.live_W, dtype=jnp.int32) - 1
-    takes_W = ~rows.live_W & (turn_W < queue.waiting_Q)
-    sample_W = jnp.where(takes_W, queue.order_B.at[turn_W].get(mode="clip"), queue.sample_W)
-    return replace(
-        rows,
-        queue=replace(queue, sample_W=sample_W, taken_Q=queue.taken_Q + takes_W.sum(dtype=jnp.int32)[None]),
-        token_W=jnp.where(takes_W, rows.tokens_BC[sample_W, 0], rows.token_W),
-        drawn_W=jnp.where(takes_W, 1, rows.drawn_W),
-        live_W=rows.live_W | takes_W,
-    )
-
-
-def _settle(rows: Rows, drawn: Drawn, step: Array, version: Array, *, stop_ids: tuple[int, ...]) -> Rows:
-    """Record a token of each live slot; samples that end leave their slots to others."""
-    C = rows.tokens_BC.shape[1]
-    stops_W = is_stop(drawn.token_W, stop_ids) & rows.live_W
-    sample_W: Any = None
-    if rows.queue is not None:
-        sample_W = jnp.where(rows.live_W, rows.queue.sample_W, len(rows.length_B))  # of an empty slot: dropped
-
-    def record(x_BC: Any, x_W: Any, back: int = 0) -> Any:
-        """With a value for the new token of each slot, or for the one before."""
-        if x_BC is None or x_W is None:
-            return x_BC
-        if sample_W is None:
-            return jax.lax.dynamic_update_index_in_dim(x_BC, x_W.astype(x_BC.dtype), step + 1 - back, axis=1)
-        return x_BC.at[sample_W, rows.drawn_W - back].set(x_W.astype(x_BC.dtype), mode="drop")
-
-    def of_sample(x_B: Array, x_W: Array) -> Array:
-        return jnp.where(rows.live_W, x_W, x_B) if sample_W is None else x_B.at[sample_W].set(x_W, mode="drop")
-
-    rows = replace(
-        rows,
-        tokens_BC=record(rows.tokens_BC, drawn.token_W),
-        logp_BC=record(rows.logp_BC, drawn.logp_W),
-        expert_BCLA=record(rows.expert_BCLA, drawn.expert_WLA, back=1),
-        version_BC=record(rows.version_BC, jnp.broadcast_to(version, stops_W.shape)),
-        length_B=of_sample(rows.length_B, rows.drawn_W + 1),
-        finished_B=of_sample(rows.finished_B, stops_W),
-        token_W=drawn.token_W,
-        drawn_W=rows.drawn_W + rows.live_W,
-        live_W=rows.live_W & ~stops_W & (rows.drawn_W + 1 < C),
-    )
-    return rows if sample_W is None else _refill(rows)

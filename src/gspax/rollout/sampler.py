@@ -151,7 +151,7 @@ def pad_prompts(prompts: Sequence[Sequence[int] | None], limit: int, longest: in
 @partial(jax.jit, static_argnames="settings")
 def _generate(params, tokens_PS, length_P, id_P, key, *, settings: engine.Settings) -> Rollout:
     state = engine.start(params, tokens_PS, length_P, id_P, key, settings)
-    return assemble(tokens_PS, engine.advance(params, state, key, settings), settings)
+    return assemble(tokens_PS, engine.finish(params, state, key, settings), settings)
 
 
 @partial(jax.jit, static_argnames="settings")
