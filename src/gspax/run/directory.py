@@ -34,10 +34,9 @@ from gspax.experiment.description import difference, resumable
 from gspax.run import lock
 from gspax.run.folders import unused_name, write_atomically
 from gspax.run.manifest import installed_version
+from gspax.run.redaction import recorded_variables, redact_arguments
 
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
-SETTINGS = re.compile(r"^(XLA_|JAX_|LIBTPU_|TPU_)")
-SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,8 @@ def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
     if old != description:
         write_atomically(run.experiment, json.dumps(description, indent=2) + "\n")
     attempts = _read_or_set_aside(run)
-    write_atomically(run.environment, json.dumps([*attempts, describe_environment()], indent=2) + "\n")
+    attempts = [*attempts, describe_environment()]
+    write_atomically(run.environment, json.dumps(attempts, indent=2) + "\n", private=True)
     return run
 
 
@@ -249,11 +249,11 @@ def _require_same(run: RunDir, old: Mapping[str, Any], new: Mapping[str, Any]) -
 
 
 def describe_environment() -> dict[str, Any]:
-    """What results depend on besides the experiment, without variables whose names suggest a secret."""
+    """What results depend on besides the experiment, without what looks like a secret."""
     devices = jax.devices()
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": redact_arguments(sys.argv),
         "commit": _commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -261,11 +261,7 @@ def describe_environment() -> dict[str, Any]:
         "backend": jax.default_backend(),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "processes": jax.process_count(),
-        "variables": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if SETTINGS.search(name) and not SECRETS.search(name)
-        },
+        "variables": recorded_variables(os.environ),
     }
 
 

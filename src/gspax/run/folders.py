@@ -12,12 +12,18 @@ from pathlib import Path
 from gspax.errors import UserError
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader finds the old content or the new, even after a kill or a power loss."""
+def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
+    """Write a file so that a reader finds the old content or the new, even after a kill or a power loss.
+
+    Args:
+      private: only the user may read it.
+    """
     data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
+            if private:
+                os.fchmod(file.fileno(), 0o600)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

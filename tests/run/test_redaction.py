@@ -1,0 +1,90 @@
+"""What is recorded of command lines and variables."""
+
+import json
+import os
+
+import pytest
+
+from gspax.run.directory import RunDir, open_run
+from gspax.run.redaction import recorded_variables, redact, redact_arguments
+
+HARMLESS = [
+    "sampling.max_tokens=512",
+    "schedule.microbatch_tokens=4096",
+    "tokenizer.path=models/qwen",
+    "reward.keywords=a",
+    "--workdir",
+    "runs/monkey",
+    "loss=gspax.losses.gspo_token",
+    "reward.url=http://10.0.0.1:8000/v1",
+    "data.author=me",
+]
+
+
+def test_settings_are_recorded_as_they_are():
+    assert redact_arguments(HARMLESS) == HARMLESS
+
+
+@pytest.mark.parametrize(
+    ("argument", "recorded"),
+    [
+        ("reward.api_key=abc", "reward.api_key=<hidden>"),
+        ("reward.token=abc", "reward.token=<hidden>"),
+        ("reward.HF_TOKEN=abc", "reward.HF_TOKEN=<hidden>"),
+        ("--auth-token=abc", "--auth-token=<hidden>"),
+        ("reward.password=a=b", "reward.password=<hidden>"),
+        ("reward.url=https://me:pass@host/v1", "reward.url=https://<hidden>@host/v1"),
+        ("reward.url=https://host/v1?a=1&key=abc&b=2", "reward.url=https://host/v1?a=1&key=<hidden>&b=2"),
+        ("reward.header=Bearer abcdefgh1234", "reward.header=Bearer <hidden>"),
+        ("name=hf_abcdefghijkl", "name=<hidden>"),
+        ("name=sk-proj-abcdefghijkl", "name=<hidden>"),
+        ("name=eyJhbGciOiJI.eyJzdWIiOiIx.abc", "name=<hidden>"),
+    ],
+)
+def test_what_looks_like_a_secret_is_not(argument, recorded):
+    assert redact_arguments(["train", argument]) == ["train", recorded]
+
+
+def test_the_word_after_an_option_that_names_a_secret_is_not_recorded():
+    words = ["--token", "abc", "--secret-file", "f", "x"]
+    assert redact_arguments(words) == ["--token", "<hidden>", "--secret-file", "<hidden>", "x"]
+    assert redact_arguments(["--token", "--workdir", "w"]) == ["--token", "--workdir", "w"]
+
+
+def test_only_variables_of_the_list_are_recorded():
+    variables = {
+        "XLA_FLAGS": "--xla_a=1",
+        "JAX_PLATFORMS": "cpu",
+        "NPROC": "64",
+        "TPU_NAME": "https://me:pass@host",
+        "GSPAX_SECRET": "s",
+        "GSPAX_COMPILATION_CACHE": "0",
+        "JAX_API_KEY": "s",
+        "HOME": "some folder",
+        "MY_XLA_FLAGS": "s",
+        "HF_TOKEN": "s",
+        "PATH": "s",
+    }
+    assert recorded_variables(variables) == {
+        "GSPAX_COMPILATION_CACHE": "0",
+        "JAX_PLATFORMS": "cpu",
+        "NPROC": "64",
+        "TPU_NAME": "https://<hidden>@host",
+        "XLA_FLAGS": "--xla_a=1",
+    }
+    assert redact("nothing to hide") == "nothing to hide"
+
+
+def test_a_run_records_no_secret_and_only_its_user_may_read_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["gspax", "train", "reward.api_key=abcdef"])
+    monkeypatch.setenv("GSPAX_SECRET", "uvwxyz")
+    run = RunDir(tmp_path / "run")
+    previous = os.umask(0)
+    try:
+        open_run(run.path, {"type": "Experiment"})
+        open_run(run.path, {"type": "Experiment"})
+    finally:
+        os.umask(previous)
+    text = run.environment.read_text()
+    assert len(json.loads(text)) == 2 and "<hidden>" in text and "abcdef" not in text and "uvwxyz" not in text
+    assert run.environment.stat().st_mode & 0o777 == 0o600
