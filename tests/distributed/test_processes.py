@@ -22,6 +22,9 @@ from small_experiment import experiment
 
 from gspax import config
 from gspax.commands import main
+from gspax.evaluation.benchmark import apply_defaults
+from gspax.evaluation.checkpoint import evaluate_task
+from gspax.evaluation.completions import Policy
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import restore_state
 from gspax.learner.state import abstract_state, init_state
@@ -169,6 +172,20 @@ def assert_near(params, others):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, others)
 
 
+def evaluate(learner, state, path):
+    """A task in two chunks of the shape of a rollout batch, which are drawn by a program that is compiled already."""
+    task = config.Task(name="sort", data=DENSE.data, reward=DENSE.reward, problems=11, samples=4)
+    policy = Policy(learner.sampler.push(state.params), DENSE.model, DENSE.tokenizer, learner.sampler.mesh)
+    return evaluate_task(
+        apply_defaults(task, DENSE.evaluation, DENSE.sampling),
+        policy,
+        jax.random.key(1),
+        path,
+        training=DENSE.sampling,
+        grading=DENSE.grading,
+    )
+
+
 CHILD = """
 import json, os, signal, sys
 import jax
@@ -188,7 +205,7 @@ from gspax.sharding import make_mesh, named_sharding
 from gspax.learner.state import abstract_params, init_state
 from pathlib import Path
 from published import random_params
-from test_processes import DENSE
+from test_processes import DENSE, evaluate
 
 address, index, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 joining.join(joining.ProcessInfo(address, 2, index), {}, 100, b"secret")
@@ -232,6 +249,7 @@ with Checkpoints(directory, keep=1) as checkpoints:
     checkpoints.save(1, state, {})
 own = [row for row, entry in enumerate(rows) if "completion" in entry]
 result = {"metrics": metrics, "own": own, "rows": gather_texts(rows)}
+result["summary"] = evaluate(learner, state, Path(directory).with_name("evaluated") / "sort")
 Path(directory).with_name(f"{index}.json").write_text(json.dumps(result))
 """
 
@@ -290,7 +308,7 @@ jax.tree.map(np.testing.assert_array_equal, multihost.to_host(params), random_pa
 
 
 def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
-    """Also host-side exchange, transfers, a signal to one process, and a checkpoint of both restored by one."""
+    """Also a task, host-side exchange, transfers, a signal to one process, and a checkpoint of both restored by one."""
     save(tmp_path / "published", DENSE.model, published(DENSE.model, random_params(DENSE.model)))
     command = [sys.executable, "-c", CHILD.replace("TRANSFERS", TRANSFERS), f"localhost:{free_port()}"]
     popen = {"env": variables(2), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -301,9 +319,14 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
         state, metrics, rows = run_step(learner, state, None, InFlight())
         finished(processes)
         first, second = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
+        summary = evaluate(learner, state, tmp_path / "alone" / "sort")
     finally:
         for process in processes:
             process.kill()
+    assert first["summary"] == second["summary"] == summary
+    assert sorted(path.name for path in (tmp_path / "evaluated").iterdir()) == ["sort.html", "sort.json", "sort.jsonl"]
+    evaluated, alone = (record.read_rows(tmp_path / folder / "sort.jsonl") for folder in ("evaluated", "alone"))
+    assert evaluated == alone and len(alone) == 44 and len({row["completion"] for row in alone}) > 10
     assert sorted(first["own"] + second["own"]) == list(range(32)) and len(first["own"]) % 4 == 0, "each its own groups"
     assert metrics["sampling/prompts"] == 16 and 0 < metrics["sampling/groups_replaced"] < 8
     assert first["rows"] == second["rows"] == rows
