@@ -199,6 +199,7 @@ GIVEN = {
 }
 BLOCKS = [(page, title, code) for page in PAGES for title, code in BLOCK.findall(read(page))]
 FILES = {title: code for _, title, code in BLOCKS if title}
+EXPERIMENTS = {title for title in FILES if not title.startswith("make_")}  # the others write their data
 
 
 def block_ids(blocks):
@@ -237,21 +238,28 @@ TINY = [
 def tutorial_files(tmp_path_factory):
     """A folder with the files of all tutorials, which may import one another."""
     folder = tmp_path_factory.mktemp("tutorials")
+    (folder / "experiments").symlink_to(ROOT / "experiments")
     for title, code in FILES.items():
         (folder / title).write_text(code, encoding="utf-8")
+    with contextlib.chdir(folder):
+        for title in sorted(FILES.keys() - EXPERIMENTS):
+            exec(compile(FILES[title], title, "exec"), {})
     return folder
 
 
-@pytest.mark.parametrize("title", sorted(FILES))
-def test_a_file_of_a_tutorial_is_a_valid_experiment(title, tutorial_files):
+@pytest.mark.parametrize("title", sorted(EXPERIMENTS))
+def test_a_file_of_a_tutorial_is_a_valid_experiment(title, tutorial_files, monkeypatch):
+    monkeypatch.chdir(tutorial_files)
     assert experiments.validate(experiments.load(tutorial_files / title)) == []
 
 
 def test_the_tutorials_train(tutorial_files, tmp_path, monkeypatch):
-    """The tutorials' loss on the tutorials' task: two steps of a smaller model."""
+    """The tutorials' loss on the tutorials' task: two steps of a smaller model, which the task then evaluates."""
     monkeypatch.chdir(tutorial_files)
     with jax.numpy_rank_promotion("allow"):  # as outside the tests
         assert program.main(["train", "spo.py", "--workdir", str(tmp_path / "run"), *TINY]) == 0
+    evaluated = tmp_path / "run" / "evaluations" / "step_000002" / "reverse.jsonl"
+    assert len(evaluated.read_text().splitlines()) == 128 * 8
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len([row for row in rows if "policy/ratio_mean" in row]) == 2
 
@@ -277,8 +285,9 @@ COMMANDS = sorted({(page, line) for page in PAGES if page.name != "LOG.md" for l
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{label(page)}: {line}" for page, line in COMMANDS])
-def test_commands_parse(page, line, tutorial_files, capsys):
+def test_commands_parse(page, line, tutorial_files, capsys, monkeypatch):
     """The options belong to the subcommand, the file exists and the overrides set its fields."""
+    monkeypatch.chdir(tutorial_files)
     name, *arguments = shlex.split(line)[1:]
     if arguments in ([], ["--help"]):
         assert name in program.SUBCOMMANDS
