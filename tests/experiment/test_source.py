@@ -57,6 +57,46 @@ def test_changing_a_reward_changes_its_source_and_changing_a_comment_does_not(tm
     assert all(line.startswith(f"reward.{SOURCE}: ") for line in lines)
 
 
+HELPER = """
+import string
+WORDS = {"a"}
+LEAST = 3
+def unused():
+    return 0
+def long(text):
+    return len(text) > LEAST and string.capwords(text)
+class Judge:
+    def grade(self, text):
+        return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("importing", "call"),
+    [("import {} as helper", "helper.long(text) * helper.Judge().grade(text)"),
+     ("from {} import Judge, long", "long(text) * Judge().grade(text)")],
+    ids=["module", "names"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "changes"),
+    [
+        ("> LEAST", ">= LEAST", True),
+        ("LEAST = 3", "LEAST = 4", True),
+        ("return 0", "return 2", False),
+        ("return 1", "return 2", False),  # a method, which is not covered
+    ],
+)
+def test_functions_of_an_imported_file_count(tmp_path, monkeypatch, importing, call, old, new, changes):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+    for name, text in (("first", HELPER), ("second", HELPER.replace(old, new))):
+        module = f"helper_{name}_{tmp_path.name}"
+        (tmp_path / f"{module}.py").write_text(text)
+        reward = f"{importing.format(module)}\ndef reward(problem, text):\n    return {call}\n"
+        found.append(described(tmp_path, reward, f"{name}.py"))
+    assert bool(difference(*found, ignore=RESUMABLE)) == changes
+
+
 @pytest.mark.parametrize(
     ("old", "new", "changes"),
     [

@@ -1,8 +1,9 @@
 """A hash of the source of a user's function, so that a resumed run notices a changed reward.
 
-It covers the function's own lines, those of the functions of the same file that it uses, directly or through others,
-and the numbers and strings that they read from the file or from an enclosing function. Comments, blank lines and the
-place in the file do not count. Methods of classes, and what other files define, are not covered.
+It covers the function's own lines, those of the user's other functions that it uses, directly or through others, in
+this file or in one that is imported, and the numbers and strings that they read from a file or from an enclosing
+function. Comments, blank lines and the place in the file do not count. Methods of classes are not covered, nor is what
+is called through an object or passed around in a container.
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ def source_hash(function: Any) -> str | None:
 
 def _is_own(function: Any) -> bool:
     """Whether a function is a user's: written in Python, and in no installed package."""
-    if not isinstance(function, types.FunctionType):
+    return isinstance(function, types.FunctionType) and _is_users(function.__code__.co_filename)
+
+
+def _is_users(file: str | None) -> bool:
+    """Whether a file is in no installed package."""
+    if file is None or "site-packages" in file:
         return False
-    file = function.__code__.co_filename
-    return not any(Path(file).is_relative_to(folder) for folder in _INSTALLED) and "site-packages" not in file
+    return not any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
 
 
 def _parts(function: types.FunctionType, seen: dict[types.CodeType, str]) -> Iterator[str]:
-    """The source of a function, of those of the same file that it uses, and the plain values that they read."""
+    """The source of a function, of the user's functions that it uses, and the plain values that they read."""
     code = function.__code__
     if code in seen:
         return
@@ -53,12 +58,21 @@ def _parts(function: types.FunctionType, seen: dict[types.CodeType, str]) -> Ite
     yield seen[code]
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     free = {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
-    names = {name: function.__globals__[name] for name in _names(code) if name in function.__globals__}
-    for name, value in (names | free).items():
-        if isinstance(value, types.FunctionType) and value.__code__.co_filename == code.co_filename:
+    for name, value in (_lookup(function) | free).items():
+        if _is_own(value):
             yield from _parts(value, seen)
         elif isinstance(value, _PLAIN):
             yield f"{name} = {value!r}"
+
+
+def _lookup(function: types.FunctionType) -> dict[str, Any]:
+    """What the names in a function stand for, in its file and in the user's modules that it names."""
+    names = list(_names(function.__code__))
+    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for prefix, module in list(found.items()):
+        if isinstance(module, types.ModuleType) and _is_users(getattr(module, "__file__", None)):
+            found |= {f"{prefix}.{name}": vars(module)[name] for name in names if name in vars(module)}
+    return found
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
