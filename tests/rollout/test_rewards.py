@@ -133,3 +133,10 @@ def test_reward_metrics_by_hand():
         "reward/zero_std_groups": 0.5,
         "reward/failed": 0.0,
     }
+
+
+@pytest.mark.filterwarnings("error")
+def test_metrics_of_rewards_near_the_largest_float32_are_finite():
+    rows = [{"reward": reward, "rewards": {"": reward}} for reward in (3e38, 3e38, -3e38, 3e38)]
+    metrics = reward_metrics(rows, 2)
+    assert metrics["reward/mean"] == pytest.approx(1.5e38) and metrics["reward/std"] == pytest.approx(3**0.5 * 1.5e38)

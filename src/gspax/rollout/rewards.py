@@ -170,8 +170,8 @@ def reward_metrics(rows: Sequence[Row], group: int) -> dict[str, float]:
     parts = [row["parts"] for row in rows if "parts" in row]
     names = dict.fromkeys(name for each in parts for name in each)
     return {
-        "reward/mean": float(reward_PG.mean()),
-        "reward/std": float(reward_PG.std()),
+        "reward/mean": float(reward_PG.mean(dtype=np.float64)),  # rewards may be near float32's largest number
+        "reward/std": float(reward_PG.std(dtype=np.float64)),
         "reward/zero_std_groups": float(constant_groups(jnp.asarray(reward_PG)).mean()),
         "reward/failed": sum("error" in row for row in rows) / len(rows),
         **_conversation_metrics(rows),
