@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from gspax.run.folders import sync_folder, write_atomically
@@ -56,11 +56,11 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1, *, hashes: bool = T
     """
     try:
         files = _read(folder)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         return [f"{MANIFEST} cannot be read ({type(error).__name__})"]
     with ThreadPoolExecutor(THREADS) as pool:
         found: Iterable[str | None] = pool.map(
-            lambda name: _compare(folder / name, name, files[name], hashes=hashes), sorted(files)[part::parts]
+            lambda name: _compare(folder, name, files[name], hashes=hashes), sorted(files)[part::parts]
         )
         return [problem for problem in found if problem is not None]
 
@@ -77,12 +77,18 @@ def _render(content: dict[str, Any]) -> str:
 
 
 def _read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The files of a manifest. ValueError if any byte of it was changed."""
+    """The files of a manifest. ValueError if any byte of it was changed, or it is not of this form."""
     text = (folder / MANIFEST).read_bytes()
     content = json.loads(text)
     content.pop("sha256")
     if _render(content).encode() != text:
         raise ValueError("the digest differs")
+    for name, entry in content["files"].items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError("it names a file of another folder")
+        if {key: type(value) for key, value in entry.items()} != {"bytes": int, "sha256": str}:
+            raise ValueError("an entry has no size and SHA-256")
     return content["files"]
 
 
@@ -95,8 +101,11 @@ def _digest(path: Path, *, sync: bool = False) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest}
 
 
-def _compare(path: Path, name: str, wanted: dict[str, Any], *, hashes: bool) -> str | None:
+def _compare(folder: Path, name: str, wanted: dict[str, Any], *, hashes: bool) -> str | None:
+    path = folder / name
     try:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            return f"{name} is a link out of the checkpoint"
         size = path.stat().st_size
         if size != wanted["bytes"]:
             return f"{name} has {size} bytes instead of {wanted['bytes']}"

@@ -1,0 +1,56 @@
+"""Manifests made by a stranger: damage is reported whatever they contain, and nothing outside the folder is read."""
+
+import json
+
+import pytest
+
+from gspax.run import manifest
+from gspax.run.manifest import MANIFEST, find_damage, write_manifest
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "checkpoint"
+    (folder / "state").mkdir(parents=True)
+    (folder / "state" / "data").write_bytes(b"12345678")
+    (tmp_path / "private").write_bytes(b"12345678")
+    write_manifest(folder)
+    assert find_damage(folder) == []
+    return folder
+
+
+ENTRY = {"bytes": 8, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [],
+        3,
+        {"state/data": []},
+        {"state/data": "8"},
+        {"state/data": {"bytes": "8", "sha256": "0"}},
+        {"state/data": {"bytes": 8}},
+        {"state/data": ENTRY | {"more": 1}},
+        {"../private": ENTRY},
+        {"state/../../private": ENTRY},
+        {"/etc/hostname": ENTRY},
+    ],
+)
+def test_a_manifest_of_another_form_is_damage(files, checkpoint):
+    (checkpoint / MANIFEST).write_text(manifest._render({"version": 1, "packages": {}, "files": files}))
+    (found,) = find_damage(checkpoint)
+    assert found.startswith("manifest.json cannot be read")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[]", "3", json.dumps({"sha256": []}), "\0"])
+def test_a_manifest_that_is_no_manifest_is_damage(text, checkpoint):
+    (checkpoint / MANIFEST).write_text(text)
+    (found,) = find_damage(checkpoint)
+    assert found.startswith("manifest.json cannot be read")
+
+
+def test_a_link_out_of_the_checkpoint_is_damage(checkpoint):
+    (checkpoint / "state" / "data").unlink()
+    (checkpoint / "state" / "data").symlink_to("../../private")
+    assert find_damage(checkpoint) == ["state/data is a link out of the checkpoint"]
