@@ -220,6 +220,7 @@ def _describe(each: Episode) -> StartedReward:
         "length": sum(end - start for start, end in each.spans),
         "turn_spans": [list(span) for span in each.spans],
         "turn_rewards": each.rewards,
-        "environment": each.metrics,
+        "environment": {"reply_tokens": float(each.start - sum(end - start for start, end in each.spans[:-1]))}
+        | each.metrics,
     }
     return StartedReward("\n".join(each.texts), each.judged, row)
