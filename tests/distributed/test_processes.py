@@ -187,7 +187,7 @@ def evaluate(learner, state, path):
 
 
 CHILD = """
-import json, os, signal, sys
+import json, os, resource, signal, sys
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -197,7 +197,7 @@ from gspax.loop.drawing import InFlight
 from gspax.loop.learner import make_learner
 from gspax.loop.step import run_step
 from gspax.distributed.transfer import transfer, transfer_key
-from gspax.run.checkpoints import Checkpoints
+from gspax.run.checkpoints import Checkpoints, save
 from gspax.errors import UserError
 from gspax.hf.reading import read_params
 from gspax.rollout.rewards import gather_texts
@@ -246,7 +246,13 @@ with interrupt.watch():
 state = init_state(DENSE.model, learner.optimizer, jax.random.key(DENSE.seed), learner.mesh)
 state, metrics, rows = run_step(learner, state, None, InFlight())
 with Checkpoints(directory, keep=1) as checkpoints:
-    checkpoints.save(1, state, {})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if index == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))  # as a full disk
+    save(checkpoints, 1, state, {}, is_last=False)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert checkpoints.steps() == [], "a save that one process cannot make is begun by none"
+    save(checkpoints, 1, state, {}, is_last=True)
 own = [row for row, entry in enumerate(rows) if "completion" in entry]
 result = {"metrics": metrics, "own": own, "rows": gather_texts(rows)}
 result["summary"] = evaluate(learner, state, Path(directory).with_name("evaluated") / "sort")

@@ -219,6 +219,8 @@ def _kind(leaf: Any) -> str:
 
 def shorten(error: Exception) -> str:
     """The type of an error and the start of its first line; Orbax's messages fill pages."""
+    if isinstance(error, UserError):
+        return str(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     first = (str(error).strip().splitlines() or [""])[0]

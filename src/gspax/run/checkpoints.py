@@ -76,8 +76,8 @@ class Checkpoints:
         self.wait()
         if step in self._saved:
             return
+        _make_room(self.directory, step)
         try:
-            multihost.all_or_raise(lambda: _make_room(self.directory, step))
             self._files.refresh()
             self._files.save(step, _to_storable(_table(state)), extra)
         except Exception as error:
@@ -180,23 +180,42 @@ def save(checkpoints: Checkpoints, step: int, state: Any, extra: Mapping[str, An
     """Save; if the save before failed, as on a full disk, or this one, warn, and leave it to the next one to try again.
 
     Raises:
-      UserError: this save failed and there is no next one, or one of several processes failed.
+      FailureError: this save failed and there is no next one; or it had begun, with several processes: those on which
+        it did not fail still wait for the others.
     """
     for act, required in ((checkpoints.wait, False), (lambda: checkpoints.save(step, state, extra), is_last)):
         try:
             act()
-        except UserError as error:
-            if required or jax.process_count() > 1:
+        except FailureError as error:
+            has_begun = not isinstance(error, _NoSpaceError)
+            if required or (has_begun and jax.process_count() > 1):
                 raise
             multihost.warn_from_primary(f"{error}; the run goes on and tries again at the next save")
-            checkpoints._files.reopen()
+            if has_begun:
+                checkpoints._files.reopen()
+
+
+class _NoSpaceError(FailureError):
+    """A save that was not begun, on any process."""
 
 
 def _make_room(directory: Path, step: int) -> None:
-    """Delete a step and the later ones, complete or not. OSError if there is no space for another one."""
+    """Delete a step and the later ones, complete or not, and check that another one can be written. Collective.
+
+    Raises:
+      _NoSpaceError: on every process, if one cannot write.
+    """
+    try:
+        multihost.all_or_raise(lambda: _prepare(directory, step))
+    except (OSError, UserError) as error:
+        raise _NoSpaceError(f"checkpoint {step} could not be written to {directory}: {shorten(error)}") from error
+
+
+def _prepare(directory: Path, step: int) -> None:
     if jax.process_index() == 0:
         step_folders.remove(directory, [old for old in step_folders.list_steps(directory) if old >= step])
         step_folders.require_space(directory)
+    step_folders.require_writable(directory)
 
 
 def _set_aside(directory: Path, step: int, problem: str, *, rename: bool) -> None:

@@ -8,7 +8,9 @@ deleted_STEP   one that is being deleted
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from gspax.run.manifest import find_damage, has_manifest, size_of
 
 STATE, EXTRA = "state", "extra"
 DELETED, DAMAGED = "deleted_", "damaged"
+PROBE = 2**16  # bytes
 
 
 def list_steps(directory: Path) -> list[int]:
@@ -76,6 +79,18 @@ def require_space(directory: Path) -> None:
     steps = [step for step in finished_steps(directory) if has_manifest(directory / str(step))]
     if steps and (wanted := size_of(directory / str(steps[-1]))) > (free := shutil.disk_usage(directory).free):
         raise OSError(errno.ENOSPC, f"no space left: wanted {wanted:,} bytes, {free:,} are free")
+
+
+def require_writable(directory: Path) -> None:
+    """OSError if this process cannot write a file there: no space, quota or right."""
+    probe = directory / f"{socket.gethostname()}.{os.getpid()}.probe.tmp"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(PROBE))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _is_committed(folder: Path) -> bool:
