@@ -129,7 +129,8 @@ def test_the_context_axis_shards_positions_and_gathers_keys():
     one, two = plan(EXPERIMENT, 1), plan(override(EXPERIMENT, ["mesh.context=2"]), 2)
     config, rows = EXPERIMENT.model, EXPERIMENT.sampling.prompts * EXPERIMENT.sampling.group
     microbatch = rows // EXPERIMENT.schedule.minibatches
-    keys = 2 * config.num_key_value_heads * config.head_dim * 16 * microbatch * 4 * config.num_hidden_layers
+    layers = config.num_hidden_layers + 1  # those stored, and the one whose backward pass runs
+    keys = 2 * config.num_key_value_heads * config.head_dim * 16 * microbatch * 4 * layers
     assert two.activations["none"] == one.activations["none"] // 2 + keys
     assert two.learner["logits of 128 tokens"] == one.learner["logits of 256 tokens"] // 2
 

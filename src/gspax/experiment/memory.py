@@ -177,16 +177,19 @@ def activation_bytes(config: ModelConfig, mesh: Mesh, rows: int, length: int) ->
       length: tokens of a whole row.
     """
     tokens = rows * math.ceil(length / mesh["context"])
-    layers = [_layer_bytes(config, layer, mesh) for layer in range(config.num_hidden_layers)]
-    stream = size_of(config.dtype) * config.hidden_size
-    everything = config.remat == "none"
-    products = sum(_product_bytes(config, layer, mesh["tensor"]) for layer in range(len(layers)))
-    inputs = {"none": 0, "offload": 0, "full": len(layers) * stream, "products": products}[config.remat]
-    kept = tokens * (sum(layers) if everything else inputs + max(layers))
+    numbers = range(config.num_hidden_layers)
+    of_token = {
+        "none": lambda layer: _saved_bytes(config, layer, mesh),
+        "products": lambda layer: _product_bytes(config, layer, mesh["tensor"]),
+        "full": lambda layer: size_of(config.dtype) * config.hidden_size,
+        "offload": lambda layer: 0,
+    }[config.remat]
+    one = max(_layer_bytes(config, layer, mesh) for layer in numbers)
     scores = tokens * (config.num_attention_heads // mesh["tensor"]) * length
-    # The scores, their softmax, and that in the compute dtype; beyond the budget they are recomputed, not stored.
-    times = len(layers) if everything and scores <= SCORE_BUDGET else 1
-    return kept + times * (2 * FLOAT32 + size_of(config.dtype)) * min(scores, SCORE_BUDGET)
+    # One layer's scores, their softmax, and that in the compute dtype; beyond the budget in chunks, recomputed.
+    working = (2 * FLOAT32 + size_of(config.dtype)) * min(scores, SCORE_BUDGET)
+    stored = FLOAT32 * scores * len(numbers) if config.remat == "none" and scores <= SCORE_BUDGET else 0
+    return tokens * (sum(map(of_token, numbers)) + one) + working + stored
 
 
 def row_length(sampling: Sampling) -> int:
@@ -249,19 +252,29 @@ def _gathered_bytes(config: ModelConfig, mesh: Mesh) -> int:
 def _layer_bytes(config: ModelConfig, layer: int, mesh: Mesh) -> int:
     """Bytes per token that the backward pass of one layer reads, without the attention scores. Heads and widths are
     sharded over the axis tensor; keys and values are gathered over the axis context."""
-    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    size, tensor = size_of(config.dtype), mesh["tensor"]
+    D, F, size, tensor = config.hidden_size, config.moe_intermediate_size, size_of(config.dtype), mesh["tensor"]
+    if not is_sparse(config, layer):
+        return size * (5 * D + 3 * config.intermediate_size // tensor) + _head_activation_bytes(config, mesh)
+    mlp = size * (2 * D + config.num_experts_per_tok * (2 * D + 3 * F // tensor)) + 2 * FLOAT32 * config.num_experts
+    if shared := config.shared_expert_intermediate_size:
+        mlp += size * (2 * D + 3 * shared // tensor)
+    return size * 3 * D + _head_activation_bytes(config, mesh) + mlp
+
+
+def _saved_bytes(config: ModelConfig, layer: int, mesh: Mesh) -> int:
+    """Bytes per token that a layer stores with remat="none", without the attention scores. The experts store their
+    arguments only: the rows, which the router has in float32 too, and its log-probs."""
+    D, size, tensor = config.hidden_size, size_of(config.dtype), mesh["tensor"]
+    width = config.shared_expert_intermediate_size if is_sparse(config, layer) else config.intermediate_size
+    router = FLOAT32 * (D + config.num_experts) if is_sparse(config, layer) else 0
+    return size * (4 * D + 3 * width // tensor) + router + _head_activation_bytes(config, mesh)
+
+
+def _head_activation_bytes(config: ModelConfig, mesh: Mesh) -> int:
+    """Bytes per token of queries, keys and values (projected, normalised, rotated) and of the context."""
+    N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     gathered = 2 * K * H * mesh["context"] if mesh["context"] > 1 else 0
-    # stream, norm, output; projected, rotated, context
-    attention = size * (3 * D + (3 * N * H + 3 * K * H + gathered) // tensor)
-    if is_sparse(config, layer):
-        A, F = config.num_experts_per_tok, config.moe_intermediate_size
-        mlp = size * (2 * D + A * (2 * D + 3 * F // tensor)) + 2 * FLOAT32 * config.num_experts
-        if shared := config.shared_expert_intermediate_size:
-            mlp += size * (2 * D + 3 * shared // tensor)
-    else:
-        mlp = size * (2 * D + 3 * config.intermediate_size // tensor)
-    return attention + mlp
+    return size_of(config.dtype) * ((3 * N * H + 3 * K * H + gathered) // mesh["tensor"])
 
 
 def _product_bytes(config: ModelConfig, layer: int, tensor: int) -> int:
@@ -269,9 +282,8 @@ def _product_bytes(config: ModelConfig, layer: int, tensor: int) -> int:
     those of the experts excepted."""
     heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim // tensor
     width = config.shared_expert_intermediate_size if is_sparse(config, layer) else config.intermediate_size
-    wide = 2 * width // tensor + config.hidden_size if width else 0
     routers = FLOAT32 * config.num_experts if is_sparse(config, layer) else 0
-    return size_of(config.dtype) * (2 * config.hidden_size + heads + wide) + routers
+    return size_of(config.dtype) * (2 * config.hidden_size + heads + 2 * width // tensor) + routers
 
 
 def _router_bytes(config: ModelConfig, tokens: int) -> int:
