@@ -1,7 +1,6 @@
 """Runs whose files are damaged while they are stopped, whose disk fills, or whose directory another run wants."""
 
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -12,8 +11,6 @@ import runs
 from runs import STEPS, VICTIM
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-LOGS = {"metrics.jsonl": "metrics.jsonl", "samples": "samples/"}  # what only the lost lines of a log may differ in
 
 
 @pytest.fixture(scope="module")
@@ -43,36 +40,55 @@ def delete(path, rng):
     path.unlink()
 
 
-def kinds_of_files(workdir):
-    """One file of each kind: names that differ in numbers and hashes alone are of one."""
-    files = sorted(path.relative_to(workdir) for path in workdir.rglob("*") if path.is_file() and path.stat().st_size)
-    return list({re.sub(r"[0-9a-f]{32}|[0-9]+", "N", str(file)): file for file in files}.values())  # the newest step's
-
-
 DAMAGES = {"bit flipped": flip, "truncated": truncate, "filled with NULs": blank, "deleted": delete}
 
 
+def checkpoint_files(workdir):
+    return [path for path in (workdir / "checkpoints" / str(STEPS // 2)).rglob("*") if path.is_file()]
+
+
+def other_files(workdir):
+    """All beside the checkpoints but experiment.json."""
+    files = [path for path in workdir.rglob("*") if path.is_file() and "checkpoints" not in path.parts]
+    return [path for path in files if path.name != "experiment.json"]
+
+
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damage_to_any_kind_of_file_costs_at_most_that_file(name, half, reference, tmp_path, injected):
+def test_a_damaged_file_of_the_newest_checkpoint_costs_two_steps(name, half, reference, tmp_path, injected):
+    """Every file and many bits of it are in `test_storage`, without a run; here are three."""
     rng = random.Random(name)
-    files = kinds_of_files(half)
-    assert len(files) > 12
-    for number, file in enumerate(files):
+    for number in range(3):
         workdir = runs.copy(half, tmp_path / str(number))
-        DAMAGES[name](workdir / file, rng)
+        path = rng.choice([path for path in checkpoint_files(workdir) if path.stat().st_size])
+        DAMAGES[name](path, rng)
         run = runs.start(workdir, with_report=False)
-        code, text = run.wait(), run.text()
-        assert "Traceback" not in text, (file, text)
-        if file.name == "experiment.json":  # what the run is: refused, and nothing is changed
-            assert code == 2 and text.startswith("gspax: "), (file, text)
-            shutil.copyfile(half / file, workdir / file)
-            run = runs.start(workdir, with_report=False)
-            code, text = run.wait(), run.text()
-        assert code == 0, (file, text)
-        assert set(runs.differences(workdir, reference)) <= {LOGS.get(file.parts[0])}, (file, text)
-        kind = "of a checkpoint" if file.parts[0] == "checkpoints" else "beside the checkpoints"
-        injected[f"{name}: a file {kind}"] += 1
-        shutil.rmtree(workdir)
+        assert run.wait() == 0 and "Traceback" not in run.text(), (path, run.text())
+        assert runs.differences(workdir, reference) == [], (path, run.text())
+        injected[f"{name}: a file of the newest checkpoint"] += 1
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_to_every_other_file_costs_lines_of_logs(name, half, reference, tmp_path, injected):
+    workdir = runs.copy(half, tmp_path / "run")
+    files = other_files(workdir)
+    assert {"metrics.jsonl", "environment.json", "newest_checkpoint.json"} <= {path.name for path in files}
+    for path in files:
+        DAMAGES[name](path, random.Random(name))
+    run = runs.start(workdir, with_report=False)
+    assert run.wait() == 0 and "Traceback" not in run.text(), run.text()
+    assert set(runs.differences(workdir, reference)) <= {"metrics.jsonl", "samples/"}, run.text()
+    injected[f"{name}: a file beside the checkpoints"] += len(files)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_run_with_a_damaged_experiment_is_refused_unchanged(name, half, tmp_path, injected):
+    workdir = runs.copy(half, tmp_path / "run")
+    DAMAGES[name](workdir / "experiment.json", random.Random(name))
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    run = runs.start(workdir)
+    assert run.wait() == 2 and run.text().startswith("gspax: ") and run.text().count("\n") == 1, run.text()
+    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+    injected[f"{name}: experiment.json"] += 1
 
 
 def test_a_second_run_of_a_directory_is_refused(reference, tmp_path, injected):
