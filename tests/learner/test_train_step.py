@@ -129,6 +129,12 @@ def test_fallbacks_to_the_ring_are_counted_over_layers_and_microbatches(monkeypa
     assert metrics["ring_fallbacks"] == layers * B // 4
 
 
+@pytest.mark.parametrize(("experts", "dtype"), [(128, "uint8"), (255, "uint8"), (256, "uint16")])
+def test_expert_ids_have_the_smallest_dtype_that_holds_the_one_of_padding_too(experts, dtype):
+    assert config.expert_id_dtype(replace(CONFIG, num_experts=experts)) == dtype
+    assert np.iinfo(dtype).max >= experts
+
+
 def test_rows_are_exchanged_on_a_mesh_that_shards_experts():
     assert moe.exchanges_rows(sharding.make_mesh(config.Mesh(fsdp=2, expert=4)))
     assert not moe.exchanges_rows(sharding.make_mesh(config.Mesh(fsdp=8, expert=1)))
