@@ -24,7 +24,7 @@ def end_process(sentence: str, code: int, *, first: Callable[[], object] = lambd
     cursor, stderr, nowhere = SHOW_CURSOR if os.isatty(2) else "", os.dup(2), os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):  # what the other threads still print, such as a traceback that follows from this
         os.dup2(nowhere, descriptor)
-    os.write(stderr, f"{cursor}\ngspax: {sentence}\n".encode())
+    os.write(stderr, f"{cursor}\ngspax: {sentence}\n".encode(errors="backslashreplace"))
     os._exit(code)
 
 

@@ -24,9 +24,9 @@ from concurrent import futures
 from typing import Any
 
 from gspax.distributed import multihost
+from gspax.distributed.ending import SHOW_CURSOR
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides the cursor and may not be able to restore it
 SAME = 1.0  # seconds in which signals count as one: a terminal and the shell in it, or a launcher, send several
 POLL = 0.5  # seconds between two looks at the signals while futures are waited for
 
