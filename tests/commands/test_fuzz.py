@@ -139,6 +139,13 @@ def test_what_is_refused_before_anything_is_written(arguments, sentence, capsys,
     assert sentence in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+def test_a_workdir_without_rights_is_refused_before_anything_is_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    assert main.main(["train", FILE, "--workdir", str(tmp_path / "a" / "run")]) == 2
+    assert f"wanted a directory to write to, {tmp_path} is not writable" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_that_no_device_holds_is_refused_before_anything_is_written(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("gspax.learner.state._device_memory", lambda device: 10**4)
     monkeypatch.chdir(tmp_path)
