@@ -545,3 +545,24 @@ def test_a_killed_process_ends_the_others(start, tmp_path):
     wait_for_steps(run, 1, processes)
     processes[1].kill()
     assert processes[0].wait(timeout=150) != 0
+
+
+@pytest.mark.slow
+def test_conversations_are_answered_by_the_process_that_has_them(start, tmp_path):
+    """Two processes hold the conversations of one, with advantages of turns; none is answered twice."""
+    file = str(Path(__file__).parents[2] / "experiments" / "calculator_gspo_token.py")
+    overrides = [
+        *(
+            "sampling.prompts=4",
+            "sampling.group=4",
+            "warm_start.steps=20",
+            "warm_start.rows=16",
+            "evaluation.problems=8",
+        ),
+        *("schedule.steps=1", "schedule.minibatches=2", "schedule.eval_every=0", "schedule.checkpoint_every=0"),
+    ]
+    assert main.main(["train", file, "--workdir", str(tmp_path / "one"), *overrides]) == 0
+    finished(start(2, 4, tmp_path / "two", *overrides, file=file))
+    one, two = RunDir(tmp_path / "one"), RunDir(tmp_path / "two")
+    assert_close(two, one, rtol=1e-4)
+    assert_same_samples(two, one)

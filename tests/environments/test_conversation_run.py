@@ -67,9 +67,10 @@ def test_what_does_not_fit_is_refused_in_a_sentence(changes, sentence):
     assert any(problem.startswith(sentence) for problem in problems), problems
 
 
-def test_slots_are_refused():
-    (problem,) = validate(replace(small(), sampling=replace(small().sampling, slots=4)))
-    assert problem.startswith("sampling.slots: wanted 0 with an environment")
+def test_slots_hold_a_conversation_of_each_prompt():
+    (problem,) = validate(replace(small(), sampling=replace(small().sampling, slots=2)))
+    assert problem == "sampling.slots: wanted 0 or at least the 4 prompts with an environment, got 2"
+    assert not validate(replace(small(), sampling=replace(small().sampling, slots=8)))
 
 
 @pytest.mark.slow

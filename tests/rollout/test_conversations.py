@@ -172,11 +172,11 @@ def test_turns_replies_and_rewards_of_an_episode():
     assert metrics["rollout/letters"] == np.mean([row["environment"].get("letters", 0) for row in rows])
 
 
-def test_a_conversation_depends_on_its_id_alone_and_not_on_chunks():
-    """Alone, with another group size, in chunks of 3 tokens: the same tokens, and log-probs up to rounding."""
+def test_a_conversation_depends_on_its_id_alone():
+    """Alone, in chunks of 3 tokens, in fewer slots: the same tokens, and log-probs up to rounding."""
     rollout, rows = hold(Counting())
     alone, of_alone = hold(Counting(), problems=PROBLEMS[1:], ids=(4,))
-    chunked, of_chunked = hold(Counting(), chunk=3)
+    chunked, of_chunked = hold(Counting(), chunk=3, slots=4)  # in two waves
     np.testing.assert_array_equal(chunked.tokens_BT, rollout.tokens_BT)
     np.testing.assert_array_equal(alone.tokens_BT, np.asarray(rollout.tokens_BT)[4:])
     np.testing.assert_allclose(alone.logp_BT, np.asarray(rollout.logp_BT)[4:], atol=1e-5)

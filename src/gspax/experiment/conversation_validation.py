@@ -33,9 +33,13 @@ def conversation_problems(
             "tokenizer: wanted one for conversations with an environment (data.hf_chat, data.CharChat), "
             f"{type(tokenizer).__name__} has no {lacks[0]}"
         )
-    for name in ("slots", "cache_gib"):
-        if value := getattr(sampling, name):
-            yield f"sampling.{name}: wanted 0 with an environment, whose conversations keep their slots, got {value}"
+    if 0 < sampling.slots < sampling.prompts:
+        yield (
+            f"sampling.slots: wanted 0 or at least the {sampling.prompts} prompts with an environment, "
+            f"got {sampling.slots}"
+        )
+    if sampling.cache_gib:
+        yield f"sampling.cache_gib: wanted 0 with an environment (sampling.slots limits it), got {sampling.cache_gib:g}"
     if placement is not None and placement.staleness:
         yield (
             "placement.staleness: wanted 0 with an environment, whose replies the sampler waits for, "

@@ -175,6 +175,25 @@ def assemble(tokens_PS: Array, rows: Rows, *, settings: Settings) -> Rollout:
     return rollout if mesh is None else jax.lax.with_sharding_constraint(rollout, named_sharding(mesh, "batch"))
 
 
+@partial(jax.jit, static_argnames=("group", "mesh"))
+def join(rollouts: list[Rollout], *, group: int, mesh: jax.sharding.Mesh | None) -> Rollout:
+    """One rollout of several with equal prompts: the rows of a prompt follow one another, in the order of the rollouts.
+
+    No row leaves its device.
+
+    Args:
+      group: rows of a prompt in each of them.
+    """
+
+    def of_all(*parts: Array) -> Array:
+        grouped = [part.reshape(-1, group, *part.shape[1:]) for part in parts]
+        joined = jnp.concatenate(grouped, axis=1)
+        return joined.reshape(-1, *joined.shape[2:])
+
+    rollout = jax.tree.map(of_all, *rollouts)
+    return rollout if mesh is None else jax.lax.with_sharding_constraint(rollout, named_sharding(mesh, "batch"))
+
+
 def pad_replies(replies: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Right-padded int32 tokens `[B, X]` and lengths `[B]`. With the stop token before it, a row of X + 1 tokens is 8,
     16, 32 or a multiple of `BLOCK` long, so that few programs are compiled."""

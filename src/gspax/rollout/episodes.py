@@ -10,7 +10,7 @@ Axes: B conversations, as in `conversations`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
@@ -109,31 +109,64 @@ def hold_conversations(
     begun = multihost.all_or_raise(lambda: [begin(problem) for problem in problems])
     parted = split_groups(replace(sampling, prompts=len(problems)), mesh)
     prompts = [None if each is None else each[1] for each in begun]
-    inputs = place_prompts(prompts, prompt_ids, sampling=parted, mesh=mesh, greedy=greedy)
-    settings = Settings(config, parted, interaction.tokenizer.stop_ids, mesh, greedy=greedy)
-    state = conversations.start(params, *inputs, key, settings=settings)
+    tokens_PS, length_P, id_P = place_prompts(prompts, prompt_ids, sampling=parted, mesh=mesh, greedy=greedy)
     episodes: dict[int, Episode] = {}
+    rollouts, size = [], parted.group // count_waves(parted)
+    for first in range(0, parted.group, size):  # some conversations of every prompt, then the next ones
+
+        def episode(row: int, first: int = first) -> Episode:
+            """Of a row of this wave; the process has the problems of its rows."""
+            row = row // size * parted.group + first + row % size
+            problem, state = problems[row // sampling.group], begun[row // sampling.group]
+            assert problem is not None and state is not None
+            return episodes.setdefault(row, Episode(problem, copy.deepcopy(state[0])))
+
+        last = first + size == parted.group
+        settings = Settings(
+            config, replace(parted, group=size), interaction.tokenizer.stop_ids, mesh, greedy=greedy if last else 0
+        )
+        inputs = tokens_PS, length_P, id_P + np.uint32(first)
+        rollouts.append(_hold(interaction, params, inputs, key, settings, episode))
+    rollout = conversations.join(rollouts, group=size, mesh=mesh)
+    rollout = replace(rollout, **multihost.to_host({name: getattr(rollout, name) for name in ON_HOST}))
+    finished = [episodes[row].finished if row in episodes else None for row in range(len(rollout.length_B))]
+    rollout = replace(rollout, finished_B=np.array(multihost.gather_rows(finished)))
+    return rollout, {row: _describe(each) for row, each in episodes.items()}
+
+
+def count_waves(sampling: Sampling) -> int:
+    """How often `sampling.slots` must be filled for the conversations of a prompt; 1 without a limit.
+
+    >>> count_waves(Sampling(prompts=4, group=8, slots=12))  # 2 of each prompt at a time
+    4
+    """
+    at_once = max(1, (sampling.slots or sampling.prompts * sampling.group) // sampling.prompts)
+    return next(n for n in range(1, sampling.group + 1) if sampling.group % n == 0 and sampling.group // n <= at_once)
+
+
+def _hold(
+    interaction: Interaction,
+    params: Params,
+    inputs: tuple[Any, Any, Any],
+    key: Array,
+    settings: Settings,
+    episode: Callable[[int], Episode],
+) -> Rollout:
+    """Conversations that have a slot each, from their prompts to their ends."""
+    mesh, sampling = settings.mesh, settings.sampling
+    state = conversations.start(params, *inputs, key, settings=settings)
     while True:
         state = conversations.advance(params, state, key, settings=settings)
         progress = conversations.describe(state.rows, mesh=mesh)
-        if not episodes:  # the process has the rows of its problems
-            for row in multihost.owned_rows(progress.tokens_BC):
-                problem, first = problems[row // sampling.group], begun[row // sampling.group]
-                assert problem is not None and first is not None
-                episodes[row] = Episode(problem, copy.deepcopy(first[0]))
-        replies = _answer(interaction, episodes, progress, sampling.max_tokens, config.vocab_size)
+        own = {row: episode(row) for row in multihost.owned_rows(progress.tokens_BC)}
+        replies = _answer(interaction, own, progress, sampling.max_tokens, settings.config.vocab_size)
         if any(replies):
             placed: Any = conversations.pad_replies(replies)
             if mesh is not None:
                 placed = multihost.to_devices(placed, named_sharding(mesh, "batch"))
             state = conversations.resume(params, state, *placed, key, settings=settings)
         elif not multihost.to_host(progress.drawing_B).any():
-            break
-    rollout = conversations.assemble(inputs[0], state.rows, settings=settings)
-    rollout = replace(rollout, **multihost.to_host({name: getattr(rollout, name) for name in ON_HOST}))
-    finished = [episodes[row].finished if row in episodes else None for row in range(len(rollout.length_B))]
-    rollout = replace(rollout, finished_B=np.array(multihost.gather_rows(finished)))
-    return rollout, {row: _describe(each) for row, each in episodes.items()}
+            return conversations.assemble(inputs[0], state.rows, settings=settings)
 
 
 def _begin(interaction: Interaction, problem: Problem, config: ModelConfig) -> tuple[Any, list[int]]:
