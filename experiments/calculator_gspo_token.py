@@ -1,7 +1,8 @@
 """A small mixture of experts learns to use a calculator: GSPO-token with an advantage for each turn.
 
 A 125k-parameter Qwen3-MoE from scratch: demonstrated conversations, half of them with a slip, then conversations of its
-own with the tool (`gspax.environments`). A call that cannot be read costs its turn 0.2.
+own with the tool (`gspax.environments`). A call that cannot be read costs its turn 0.2. About 4 minutes on 2 CPU cores.
+Held-out reward over three seeds, sampled: 0.44 before, 0.83 after; details in README.md.
 
 Run: gspax train experiments/calculator_gspo_token.py --workdir runs/calculator_gspo_token
 """
