@@ -102,8 +102,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):
         {"schedule": {"microbatch_tokens": 1088}},
         {"turns": Turns(limit=3), "loss": losses.gspo, "length_reward": None},
         {"reference": Reference(coefficient=1e-3), "filter_overlong": True, "sampling": {"chunk": 5, "max_refills": 1}},
+        {"placement": Placement(devices=4)},
     ],
-    ids=["packed", "gspo", "all"],
+    ids=["packed", "gspo", "all", "disaggregated"],
 )
 def test_variants_run(tmp_path, changes):
     parts = {name: replace(getattr(small(), name), **each) for name, each in changes.items() if isinstance(each, dict)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 
-from gspax import losses
+from gspax import config, losses
 from gspax.config import Grading, Sampling, Turns
 from gspax.data import CharChat, CharTokenizer, Problem
 from gspax.environments import Step
@@ -23,8 +23,10 @@ from gspax.rollout import conversations
 from gspax.rollout.drawing import draw_tokens
 from gspax.rollout.engine import Settings
 from gspax.rollout.episodes import hold_conversations, interact
+from gspax.rollout.placement import replicate_key
 from gspax.rollout.rewards import reward_completions, reward_metrics
 from gspax.rollout.serving import make_serving_copy
+from gspax.sharding import make_mesh
 
 P, G, C = 3, 2, 40
 STOPS = (0, 1, 2, 3)
@@ -32,14 +34,14 @@ LENGTHS = np.array([3, 8, 5], np.int32)
 IDS = np.array([14, 16, 18], np.uint32)  # of the first conversation of each prompt
 
 
-def from_scratch(config, rollout, key, sampling):
+def from_scratch(model, rollout, key, sampling):
     """The log-prob of every token, and the token that is drawn at each position, by whole forward passes."""
     total_B = rollout.prompt_length_B + rollout.length_B
     T = rollout.tokens_BT.shape[1]
     segment_BT = jnp.asarray((np.arange(T)[None] < np.asarray(total_B)[:, None]).astype(np.int32))
-    outputs = forward(tiny.params(config), config, rollout.tokens_BT, segment_BT)
-    hidden_BTD, _ = transformer.apply(tiny.params(config), config, rollout.tokens_BT, segment_BT)
-    logits_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, transformer.head(tiny.params(config)))
+    outputs = forward(tiny.params(model), model, rollout.tokens_BT, segment_BT)
+    hidden_BTD, _ = transformer.apply(tiny.params(model), model, rollout.tokens_BT, segment_BT)
+    logits_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, transformer.head(tiny.params(model)))
     id_B = np.repeat(IDS, G) + np.tile(np.arange(G, dtype=np.uint32), P)
 
     def draw(id_, position, logits_V):
@@ -51,12 +53,12 @@ def from_scratch(config, rollout, key, sampling):
     return outputs.logp_BT, jnp.pad(drawn_BT, ((0, 0), (1, 0)))
 
 
-@pytest.mark.parametrize("name", tiny.slow_but("moe"))
+@pytest.mark.parametrize("name", tiny.slow_but("dense"))
 def test_conversations_are_those_of_whole_forward_passes(name):
     """Replies of several blocks, conversations that end early, and a row without a reply beside others with one."""
-    config, rng, key = tiny.CONFIGS[name], np.random.default_rng(0), jax.random.key(1)
+    model, rng, key = tiny.CONFIGS[name], np.random.default_rng(0), jax.random.key(1)
     sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=C + 60)
-    settings, params = Settings(config, sampling, STOPS, None), make_serving_copy(tiny.params(config), config)
+    settings, params = Settings(model, sampling, STOPS, None), make_serving_copy(tiny.params(model), model)
     tokens_PS = rng.integers(4, 23, (P, 8)).astype(np.int32)
     state = conversations.start(params, tokens_PS, LENGTHS, IDS, key, settings=settings)
     appended = [[] for _ in range(P * G)]
@@ -70,7 +72,7 @@ def test_conversations_are_those_of_whole_forward_passes(name):
     state = conversations.advance(params, state, key, settings=settings)
     rollout = conversations.assemble(tokens_PS, state.rows, settings=settings)
 
-    logp_BT, drawn_BT = from_scratch(config, rollout, key, sampling)
+    logp_BT, drawn_BT = from_scratch(model, rollout, key, sampling)
     mask_BT = np.asarray(rollout.mask_BT)
     np.testing.assert_allclose(np.asarray(rollout.logp_BT)[mask_BT], np.asarray(logp_BT)[mask_BT], atol=1e-5)
     np.testing.assert_array_equal(np.asarray(rollout.tokens_BT)[mask_BT], np.asarray(drawn_BT)[mask_BT])
@@ -126,13 +128,17 @@ def serving():
 TURNS, LENIENT = Turns(), Grading(max_failed=1.0)
 
 
-def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, ids=(3, 4), **sampling):
+def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, ids=(3, 4), mesh=None, **sampling):
     settings = {"prompts": len(problems), "group": 4, "max_prompt_tokens": 8, "max_tokens": 60} | sampling
     calls = RewardCalls(length_of, grading)
     interaction = interact(environment, turns, rewards=calls, tokenizer=CHARS, grading=grading)
     with calls, interaction:
+        key, params = jax.random.key(0), serving()
+        if mesh is not None:
+            key = replicate_key(key, mesh)
+            params = make_serving_copy(tiny.params(MODEL), MODEL, mesh)
         rollout, started = hold_conversations(
-            interaction, serving(), MODEL, problems, ids, jax.random.key(0), sampling=Sampling(**settings)
+            interaction, params, MODEL, problems, ids, key, sampling=Sampling(**settings), mesh=mesh
         )
         return rollout, reward_completions(problems, rollout, tokenizer=CHARS, calls=calls, started=started)
 
@@ -183,6 +189,20 @@ def test_a_conversation_depends_on_its_id_alone():
     np.testing.assert_allclose(chunked.logp_BT, rollout.logp_BT, atol=1e-5)
     assert [row["turn_spans"] for row in of_chunked] == [row["turn_spans"] for row in rows]
     assert [row["reward"] for row in of_alone] == [row["reward"] for row in rows[4:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes", [{"data": 2, "context": 2, "tensor": 2}, {"fsdp": 8}], ids=["all axes", "split groups"]
+)
+def test_conversations_on_a_mesh_are_those_of_one_device(axes):
+    """Slots over rows and positions, heads over devices; and more devices than prompts."""
+    rollout, rows = hold(Counting())
+    mesh = make_mesh(config.Mesh(**{"fsdp": 1} | axes), jax.devices()[:8])
+    on_mesh, others = hold(Counting(), mesh=mesh)
+    np.testing.assert_array_equal(on_mesh.tokens_BT, rollout.tokens_BT)
+    np.testing.assert_allclose(on_mesh.logp_BT, rollout.logp_BT, atol=1e-5)
+    assert [row["turn_rewards"] for row in others] == [row["turn_rewards"] for row in rows]
 
 
 def test_limits_of_turns_and_tokens_cut_conversations():

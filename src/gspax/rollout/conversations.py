@@ -22,7 +22,7 @@ import numpy as np
 from gspax.config import layer_windows
 from gspax.model import decoding, transformer
 from gspax.model.decoding import Cache, Slots
-from gspax.model.extension import BLOCK, NewTokens, extend
+from gspax.model.extension import NewTokens, extend
 from gspax.rollout.drawing import draw_at, is_stop
 from gspax.rollout.engine import Settings
 from gspax.sharding import batch_shards, constrain, named_sharding, sample_axis
@@ -119,7 +119,6 @@ def resume(params: Params, state: State, reply_BX: Array, count_B: Array, key: A
         rows.prompt_length_B, _prompt_of_slot(settings, rows), last_B1[:, 0], jnp.where(count_B > 0, count_B + 1, 0)
     )
     tokens_BX = jnp.concatenate([last_token_B1, reply_BX], axis=1)
-    tokens_BX = jnp.pad(tokens_BX, ((0, 0), (0, -(X + 1) % min(BLOCK, X + 1))))
     hidden_BD, cache = extend(params, config, tokens_BX, state.cache, new, mesh=mesh)
     place_BX = rows.length_B[:, None] + jnp.arange(X)[None]
     place_BX = jnp.where(jnp.arange(X)[None] < count_B[:, None], place_BX, C)  # the others are dropped
@@ -196,11 +195,10 @@ def join(rollouts: list[Rollout], *, group: int, mesh: jax.sharding.Mesh | None)
 
 def pad_replies(replies: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Right-padded int32 tokens `[B, X]` and lengths `[B]`. With the stop token before it, a row of X + 1 tokens is 8,
-    16, 32 or a multiple of `BLOCK` long, so that few programs are compiled."""
+    16, 32, 64, … long, so that few programs are compiled; `extend` runs no more blocks than there are tokens for."""
     longest, size = max(map(len, replies)) + 1, SMALLEST_REPLY
-    while size < min(longest, BLOCK):
+    while size < longest:
         size *= 2
-    size = max(size, -(-longest // BLOCK) * BLOCK) if longest > BLOCK else size
     padded_BX = np.zeros((len(replies), size - 1), np.int32)
     for row, reply in enumerate(replies):
         padded_BX[row, : len(reply)] = reply

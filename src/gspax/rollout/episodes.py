@@ -117,9 +117,11 @@ def hold_conversations(
         def episode(row: int, first: int = first) -> Episode:
             """Of a row of this wave; the process has the problems of its rows."""
             row = row // size * parted.group + first + row % size
-            problem, state = problems[row // sampling.group], begun[row // sampling.group]
-            assert problem is not None and state is not None
-            return episodes.setdefault(row, Episode(problem, copy.deepcopy(state[0])))
+            if row not in episodes:
+                problem, state = problems[row // sampling.group], begun[row // sampling.group]
+                assert problem is not None and state is not None
+                episodes[row] = Episode(problem, copy.deepcopy(state[0]))
+            return episodes[row]
 
         last = first + size == parted.group
         settings = Settings(
@@ -229,7 +231,7 @@ def _take_step(
     each.state = step.state
     for name, value in step.metrics.items():
         each.metrics[name] = each.metrics.get(name, 0.0) + float(value)
-    each.finished = step.done or stop != interaction.tokenizer.turn_end
+    each.finished = bool(step.done) or stop != interaction.tokenizer.turn_end
     if each.finished or len(each.spans) >= interaction.turns.limit:
         return [], ""
     try:
