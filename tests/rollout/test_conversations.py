@@ -23,7 +23,7 @@ from gspax.rollout import conversations
 from gspax.rollout.drawing import draw_tokens
 from gspax.rollout.engine import Settings
 from gspax.rollout.episodes import hold_conversations, interact
-from gspax.rollout.placement import replicate_key
+from gspax.rollout.placement import make_colocated_sampler
 from gspax.rollout.rewards import reward_completions, reward_metrics
 from gspax.rollout.serving import make_serving_copy
 from gspax.sharding import make_mesh
@@ -135,8 +135,8 @@ def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, ids=(3, 4
     with calls, interaction:
         key, params = jax.random.key(0), serving()
         if mesh is not None:
-            key = replicate_key(key, mesh)
-            params = make_serving_copy(tiny.params(MODEL), MODEL, mesh)
+            sampler = make_colocated_sampler(MODEL, mesh, mesh)
+            key, params = sampler.push_key(key), sampler.push(tiny.params(MODEL))
         rollout, started = hold_conversations(
             interaction, params, MODEL, problems, ids, key, sampling=Sampling(**settings), mesh=mesh
         )
