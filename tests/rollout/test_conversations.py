@@ -28,7 +28,7 @@ from gspax.rollout.rewards import reward_completions, reward_metrics
 from gspax.rollout.serving import make_serving_copy
 from gspax.sharding import make_mesh
 
-P, G, C = 3, 2, 40
+P, G = 3, 2
 STOPS = (0, 1, 2, 3)
 LENGTHS = np.array([3, 8, 5], np.int32)
 IDS = np.array([14, 16, 18], np.uint32)  # of the first conversation of each prompt
@@ -53,16 +53,22 @@ def from_scratch(model, rollout, key, sampling):
     return outputs.logp_BT, jnp.pad(drawn_BT, ((0, 0), (1, 0)))
 
 
-@pytest.mark.parametrize("name", tiny.slow_but("dense"))
-def test_conversations_are_those_of_whole_forward_passes(name):
-    """Replies of several blocks, conversations that end early, and a row without a reply beside others with one."""
+LONG = (100, 50)  # positions in several segments of the cache, and replies of several blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("dense", (60, 16)), *(pytest.param(name, LONG, marks=pytest.mark.slow) for name in tiny.CONFIGS)],
+)
+def test_conversations_are_those_of_whole_forward_passes(name, size):
+    """Conversations that end early, and a row without a reply beside others with one."""
     model, rng, key = tiny.CONFIGS[name], np.random.default_rng(0), jax.random.key(1)
-    sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=C + 60)
+    sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=size[0])
     settings, params = Settings(model, sampling, STOPS, None), make_serving_copy(tiny.params(model), model)
     tokens_PS = rng.integers(4, 23, (P, 8)).astype(np.int32)
     state = conversations.start(params, tokens_PS, LENGTHS, IDS, key, settings=settings)
     appended = [[] for _ in range(P * G)]
-    for longest in (8, 50):
+    for longest in (8, size[1]):
         state = conversations.advance(params, state, key, settings=settings)
         assert not state.rows.drawing_B.any()
         replies = [rng.integers(4, 23, rng.integers(1, longest)).tolist() if row != 1 else [] for row in range(P * G)]
