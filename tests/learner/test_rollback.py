@@ -181,9 +181,19 @@ def test_an_update_beyond_a_limit_is_skipped(guard, norm, ratio, healthy):
     assert is_healthy(guard, jnp.float32(0.0), jnp.float32(norm), metrics) == healthy
 
 
+def test_an_update_with_a_loss_that_is_not_finite_is_skipped_whatever_its_gradient():
+    assert not is_healthy(Guard(), jnp.float32(jnp.nan), jnp.float32(1.0), {})
+    assert is_healthy(Guard(), jnp.float32(-1.0), jnp.float32(1.0), {})
+
+
 def test_a_limit_of_a_ratio_that_a_loss_does_not_report_is_refused():
     with pytest.raises(UserError, match=r"guard\.max_ratio: wanted a loss with the metric ratio_max"):
         is_healthy(Guard(max_ratio=2.0), jnp.float32(0), jnp.float32(0), {})
+
+
+def test_a_policy_without_any_entropy_is_an_alarm_and_missing_metrics_are_none():
+    assert alarms.find_alarms(Guard(), {"policy/entropy": 0.0, "response/truncated": 0.0}).keys() == {"entropy"}
+    assert alarms.find_alarms(Guard(), {}) == {}
 
 
 def test_alarms_warn_once_while_they_last(capsys):
