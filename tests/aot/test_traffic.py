@@ -104,6 +104,7 @@ LINES = {
         3 * 256,
     ),
     "names for what is there": ("%r = (f32[64]{0}, f32[64]{0}) tuple(%x, %y)", 0),
+    "an order of instructions": ("%r = f32[64]{0} add-dependency(%x, %t)", 0),
     "the end of a copy": ("%r = f32[64]{0} copy-done(%x)", 0),
     "what goes to another slice is read": ("%r = (f32[64]{0}, u32[], token[]) send(%x, %t), channel_id=1", 256),
     "what comes from one is written": ("%r = (f32[64]{0}, u32[], token[]) recv(%t), channel_id=1", 256 + 4),

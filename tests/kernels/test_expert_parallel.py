@@ -28,15 +28,15 @@ MESH = jax.make_mesh((2, X), ("data", "expert"), axis_types=(AxisType.Auto,) * 2
 
 def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
     """`lax.ragged_all_to_all` as documented, emulated by an all-gather of all operands."""
-    here = lax.axis_index(axis_name)
-    everything = lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name)
+    here, senders = lax.axis_index(axis_name), lax.axis_size(axis_name)
+    rows_of, *sent = lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name)
+    slices = [a.reshape(senders, senders, -1)[:, here] for a in sent]  # from each sender to this device
     index = jnp.arange(len(output))
-    for sender in range(lax.axis_size(axis_name)):
-        rows, start, size, place = (a[sender] for a in everything)
-        size, start, place = size[here], start[here], place[here]
-        size = jnp.where(size == recv_sizes[sender], size, -1)  # sender and receiver must agree
-        mine = (index >= place) & (index < place + size)
-        received = rows.at[index - place + start].get(mode="fill", fill_value=jnp.nan)
+    for sender, number in np.ndindex(*slices[0].shape):
+        start, size, place = (a[sender, number] for a in slices)
+        agreed = size == recv_sizes.reshape(senders, -1)[sender, number]  # sender and receiver must agree
+        mine = (index >= place) & (index < place + jnp.where(agreed, size, -1))
+        received = rows_of[sender].at[index - place + start].get(mode="fill", fill_value=jnp.nan)
         output = jnp.where(mine.reshape(-1, *[1] * (output.ndim - 1)), received, output)
     return output
 

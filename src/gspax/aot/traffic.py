@@ -18,7 +18,7 @@ from gspax.kernels.decode_attention import KERNEL
 CONTROL = {"while", "call", "conditional", "async-start"}  # run other computations and move nothing themselves
 FREE = CONTROL | {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
-    *("opt-barrier", "optimization-barrier"),
+    *("opt-barrier", "optimization-barrier", "add-dependency"),
 }
 FUSED = {"fusion", "custom-call"}  # their `calls` describe them; the instructions inside are not run one by one
 ASYNC = "AsyncCollective"  # custom calls that start and end a collective that is spread over fusions

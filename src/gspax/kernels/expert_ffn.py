@@ -183,6 +183,11 @@ def sort_by_expert(expert_NA: Array, num_experts: int) -> Permutation:
     )
 
 
+def backend() -> Backend:
+    """The one for the platform that a program is lowered for."""
+    return _BY_PLATFORM
+
+
 def dispatch(permutation: Permutation, x_ND: Array) -> Array:
     """Each row once per choice, sorted by expert: x_SD; empty rows are zero."""
     return take_rows(x_ND, permutation.order_S // permutation.place_NA.shape[1])

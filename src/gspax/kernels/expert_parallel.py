@@ -192,12 +192,10 @@ def _all_to_all(axis: str, capacity_factor: float, extra_rows: int, ragged_all_t
             R = buffer_rows(expert_NA.shape, X, K, capacity_factor=capacity_factor, extra_rows=extra_rows)
             outgoing = local.sort_by_expert(expert_NA, X * K)
             rows_XXK = lax.all_gather(outgoing.count_E, axis).reshape(X, X, K)  # from device, to device, to expert
-            rows_XX = rows_XXK.sum(2)
-            incoming = _sort_incoming(rows_XXK[:, lax.axis_index(axis)], R)
-            plan = Plan(axis, ragged_all_to_all, rows_XX, outgoing, incoming)
+            plan = Plan(axis, ragged_all_to_all, rows_XXK, outgoing, R + BLOCK)
             if X * N * min(A, K) <= R:
                 return direct(plan, x_ND, gate_NA, experts, *dy_ND), jnp.int32(0)
-            most = lax.pmax(rows_XX.sum(0).max(), tuple(jax.sharding.get_abstract_mesh().manual_axes))
+            most = lax.pmax(rows_XXK.sum((0, 2)).max(), tuple(jax.sharding.get_abstract_mesh().manual_axes))
             result = lax.cond(
                 most > R,
                 lambda: around(axis, x_ND, expert_NA, gate_NA, experts, *dy_ND),
@@ -228,63 +226,63 @@ def buffer_rows(
 
 
 class Plan(NamedTuple):
-    """What each device sends to each other device."""
+    """What each device sends to each other device, and where it is placed there."""
 
     axis: str
     ragged_all_to_all: Callable[..., Array]
-    rows_XX: Array  # from device, to device; known to all of them
+    rows_XXK: Array  # from device, to device, for expert; known to all of them
     outgoing: Permutation  # of this device's choices, by expert and therefore by device
-    incoming: Permutation  # of the received rows, by this device's experts
+    buffer: int  # R
+
+    def received(self) -> Array:
+        """count_K: the rows that this device receives for each of its experts."""
+        return self.rows_XXK[:, lax.axis_index(self.axis)].sum(0)
 
     def send(self, x_SD: Array) -> Array:
-        """Sorted rows to the devices of their experts: x_RD, ordered by sender; zeros after the last row."""
-        return self._move(x_SD, self.rows_XX, self.incoming.place_NA.shape[0])
+        """Sorted rows to the devices of their experts, ordered there by expert: x_RD; zeros after the last row."""
+        starts_XXK, places_XXK = self._starts_and_places()
+        here = lax.axis_index(self.axis)
+        slices = starts_XXK[here], self.rows_XXK[here], places_XXK[here], self.rows_XXK[:, here]
+        return self._move(x_SD, self.buffer, slices)
 
     def send_back(self, y_RD: Array) -> Array:
         """Received rows to the places that `send` took them from: y_SD."""
-        return self._move(y_RD, self.rows_XX.T, self.outgoing.order_S.shape[0])
-
-    def _move(self, x, rows_XX, size):
+        starts_XXK, places_XXK = self._starts_and_places()
         here = lax.axis_index(self.axis)
-        starts_XX, places_XX = jnp.cumsum(rows_XX, 1) - rows_XX, jnp.cumsum(rows_XX, 0) - rows_XX
+        slices = places_XXK[:, here], self.rows_XXK[:, here], starts_XXK[:, here], self.rows_XXK[here]
+        return self._move(y_RD, self.outgoing.order_S.shape[0], slices)
+
+    def _starts_and_places(self) -> tuple[Array, Array]:
+        """Where the rows from a device, to a device, for an expert begin on the first and on the second."""
+        rows_XM = self.rows_XXK.reshape(self.rows_XXK.shape[0], -1)
+        starts_XXK = (jnp.cumsum(rows_XM, 1) - rows_XM).reshape(self.rows_XXK.shape)
+        count_XK = self.rows_XXK.sum(0)
+        first_XK = jnp.cumsum(count_XK, 1) - count_XK
+        return starts_XXK, first_XK[None] + jnp.cumsum(self.rows_XXK, 0) - self.rows_XXK
+
+    def _move(self, x: Array, size: int, slices: tuple[Array, ...]) -> Array:
         buffer = _zeros((size, *x.shape[1:]), x.dtype, x)
-        offsets = starts_XX[here], rows_XX[here], places_XX[here], rows_XX[:, here]
-        return self.ragged_all_to_all(x, buffer, *offsets, axis_name=self.axis)
-
-
-def _sort_incoming(rows_XK, R):
-    """The permutation of received rows, which arrive sorted by sender, then by expert; follows from their counts."""
-    count_K = rows_XK.sum(0)
-    starts_XK = (jnp.cumsum(rows_XK.reshape(-1)) - rows_XK.reshape(-1)).reshape(rows_XK.shape)
-    sorted_XK = (jnp.cumsum(count_K) - count_K)[None] + jnp.cumsum(rows_XK, 0) - rows_XK
-    shift_XK = sorted_XK - starts_XK
-    return Permutation(
-        order_S=_shift_runs(rows_XK.T, -shift_XK.T, R + BLOCK, fill=R),
-        place_NA=_shift_runs(rows_XK, shift_XK, R, fill=R + BLOCK)[:, None],
-        count_E=count_K,
-    )
-
-
-def _shift_runs(rows, shift, size, *, fill):
-    """index + shift of the index's run, for runs of so many rows; `fill` after the last run."""
-    index_R, end_M = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(rows.reshape(-1))
-    run_R = (index_R[:, None] >= end_M[None]).sum(1)
-    return jnp.where(index_R < end_M[-1], index_R + shift.reshape(-1).at[run_R].get(mode="clip"), fill)
+        return self.ragged_all_to_all(x, buffer, *(each.reshape(-1) for each in slices), axis_name=self.axis)
 
 
 def _direct_forward(plan, x_ND, gate_NA, experts):
-    x_RD, gate_R1 = _send_rows(plan, x_ND, gate_NA)
-    return local.combine(plan.outgoing, plan.send_back(local.forward(plan.incoming, x_RD, gate_R1, experts)))
+    x_RD, gate_R = plan.send(_dispatch(plan, x_ND)), _send_gates(plan, gate_NA)
+    y_RD = local.backend().forward(x_RD, gate_R, experts, plan.received())
+    return local.combine(plan.outgoing, plan.send_back(y_RD))
 
 
 def _direct_backward(plan, x_ND, gate_NA, experts, dy_ND):
-    (x_RD, gate_R1), dy_RD = _send_rows(plan, x_ND, gate_NA), plan.send(local.dispatch(plan.outgoing, dy_ND))
-    dx_RD, dgate_R1, dexperts = local.backward(plan.incoming, x_RD, gate_R1, experts, dy_RD)
-    dgate_S = plan.send_back(dgate_R1[:, 0])
-    dgate_NA = local.take_rows(dgate_S, plan.outgoing.place_NA)
+    x_RD, dy_RD = (plan.send(_dispatch(plan, rows_ND)) for rows_ND in (x_ND, dy_ND))
+    gate_R = _send_gates(plan, gate_NA)
+    dx_RD, dgate_R, dexperts = local.backend().backward(x_RD, gate_R, experts, plan.received(), dy_RD)
+    dgate_NA = local.take_rows(plan.send_back(dgate_R), plan.outgoing.place_NA)
     return local.combine(plan.outgoing, plan.send_back(dx_RD)), dgate_NA, dexperts
 
 
-def _send_rows(plan, x_ND, gate_NA):
-    gate_S = local.take_rows(gate_NA.reshape(-1), plan.outgoing.order_S)
-    return plan.send(local.dispatch(plan.outgoing, x_ND)), plan.send(gate_S)[:, None]
+def _dispatch(plan, x_ND):
+    """`local.dispatch` without its fill, a pass of its own: empty rows are not sent."""
+    return x_ND.at[plan.outgoing.order_S // plan.outgoing.place_NA.shape[1]].get(mode="clip")
+
+
+def _send_gates(plan, gate_NA):
+    return plan.send(local.take_rows(gate_NA.reshape(-1), plan.outgoing.order_S))

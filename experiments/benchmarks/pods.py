@@ -1,0 +1,97 @@
+"""The experiments for TPU pods, compiled: memory, traffic and the bound of a whole step, as the table of pods.md.
+
+Runs `gspax compile` for each, one after the other, unless its report is in DIR already (NAME.txt). One takes 5 to 10
+CPU-minutes and 5 GB.
+
+Run: python experiments/benchmarks/pods.py DIR --commit COMMIT
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PODS = {
+    "v5p_64": ("qwen3_30b_a3b_v5p_64.py", "v5p:4x4x4"),
+    "v5e_64": ("qwen3_30b_a3b_v5e_64.py", "v5e:8x8"),
+    "v6e_64": ("qwen3_30b_a3b_v6e_64.py", "v6e:8x8"),
+    "235B, v5p_512": ("qwen3_235b_a22b_v5p_512.py", "v5p:8x8x8"),
+}
+PROGRAMS = ("train step", "old log-probs", "serving copy", "rollout")  # the columns of the report's table of memory
+PHASES = ("serving copy", "prefill", "decode, a token", "old log-probs", "train step")
+
+
+def read_or_compile(path: Path, file: str, topology: str) -> str:
+    """The report in `path`, compiled now if there is none. Exit code 1 means that something does not fit."""
+    if not path.exists():
+        command = [sys.executable, "-m", "gspax", "compile", str(HERE.parent / file), "--topology", topology]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode not in (0, 1):
+            sys.exit(done.returncode)
+        path.write_text(done.stdout, encoding="utf-8")
+    return path.read_text(encoding="utf-8")
+
+
+def read_figures(report: str) -> dict[str, str]:
+    """The rows of the table, from the text of a report."""
+    total, usable = (_numbers(report, title) for title in ("total of the last three", "a program may use"))
+    found = {f"GB at the peak, {name}": f"{size} of {usable[0]}" for name, size in zip(PROGRAMS, total, strict=False)}
+    for phase in PHASES:
+        _, moved, sent, *seconds = _numbers(report, phase)
+        found[f"{phase}: GB moved, sent"] = f"{moved}, {sent}"
+        found[f"{phase}: seconds of FLOPs, memory, network"] = ", ".join(seconds[:3])
+    for part in ("at its start", "mean of a response", "at its end"):
+        moved, needed, ratio, *_ = _numbers(report, part)
+        found[f"a token, {part}: GB moved, needed, ratio"] = f"{moved}, {needed}, {ratio}"
+    gathered = {"No weight is gathered": "none", "Gathered for every token": "**some**"}
+    found["weights gathered in the loop over tokens"] = next((v for k, v in gathered.items() if k in report), "-")
+    step = re.search(r"A step takes at least ([\d.]+) s: (.*)", report)
+    tokens = re.search(r"MFU at most ([\d.]+%), ([\d,]+) drawn", report)
+    if step and tokens:
+        found["a step's parts, seconds"] = step[2]
+        found["drawn tokens/s on each device; MFU at most"] = f"{tokens[2]}; {tokens[1]}"
+        found["**a step takes at least, seconds**"] = f"**{step[1]}**"
+    return found
+
+
+def _numbers(report: str, title: str) -> list[str]:
+    """The numbers after a row's title."""
+    line = re.search(rf"^  {re.escape(title)} +(\d.*)$", report, re.MULTILINE)
+    return line[1].split() if line else ["-"] * 6
+
+
+def table(columns: dict[str, dict[str, str]]) -> list[str]:
+    """Rows of figures, a column for each experiment."""
+    lines = [f"| on each device | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    titles = list(dict.fromkeys(title for figures in columns.values() for title in figures))
+    return [*lines, *(f"| {t} | {' | '.join(figures.get(t, '-') for figures in columns.values())} |" for t in titles)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="DIR", help="of the reports")
+    parser.add_argument("--commit", required=True, help="what is compiled")
+    parser.add_argument("--only", nargs="+", choices=PODS, default=list(PODS))
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    columns = {}
+    for name in options.only:
+        file, topology = PODS[name]
+        columns[name] = read_figures(read_or_compile(options.folder / f"{Path(file).stem}.txt", file, topology))
+    intro = [
+        "# The experiments for TPU pods, compiled",
+        "",
+        f"Written by `pods.py` at {options.commit}: `gspax compile` of each; [compile.md](../../docs/compile.md)",
+        "defines the figures. Nothing here has run on a TPU; times are rooflines. The sampler is extrapolated from two",
+        "and three layers; the learner's programs are compiled whole.",
+        "",
+    ]
+    (HERE / "pods.md").write_text("\n".join([*intro, *table(columns), ""]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
