@@ -234,7 +234,7 @@ def test_a_disaggregated_sampler_holds_pushed_parameters_and_no_moments():
     assert found.mesh == alone.mesh and math.prod(found.sampler_mesh.values()) == 2
     assert found.learner == alone.learner
     pushed = found.sampler["parameters, bfloat16, pushed 3 times"]
-    assert pushed == 3 * serving_bytes(half.model, found.sampler_mesh)
+    assert pushed == 3 * serving_bytes(half.model, half.sampling, found.sampler_mesh)
     assert "Adam moments, float32" in alone.sampler and "Adam moments, float32" not in found.sampler
     two = plan(half, 2)
     assert found.sampler["cache of the completions"] == two.sampler["cache of the completions"] > 0

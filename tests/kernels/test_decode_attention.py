@@ -1,4 +1,4 @@
-"""Decoding attention: both implementations against loops over slots, the TPU kernel in Pallas' interpreter."""
+"""Decoding attention: the TPU kernel in Pallas' interpreter, and `segments`, against loops over slots."""
 
 from functools import partial
 
@@ -9,17 +9,18 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from gspax.kernels import decode_attention as module
-from gspax.kernels.decode_attention import decode_attention, merge, portable, tpu_kernel
+from gspax.kernels import segments
+from gspax.kernels.decode_attention import merge
+from gspax.kernels.quantization import quantise
 
-IMPLEMENTATIONS = {"portable": portable, "tpu": partial(tpu_kernel, interpret=True)}
+decode_attention = partial(module.decode_attention, interpret=True)
 START = np.array([0, 0, 0, 5, 9, 16, 3])
 STOP = np.array([0, 1, 20, 20, 10, 20, 17])  # nothing, one, all, and windows that end anywhere
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for name in ("KERNEL_BLOCK", "PORTABLE_BLOCK"):
-        monkeypatch.setattr(module, name, 8)  # of 20 positions: the last block is not full
+    monkeypatch.setattr(module, "KERNEL_BLOCK", 8)  # of 20 positions: the last block is not full
 
 
 def slots(B=7, N=6, K=2, T=20, H=8, dtype=jnp.float32, seed=0):
@@ -41,18 +42,14 @@ def loops(q, k, v, start_B, stop_B):
     return context, logsumexp
 
 
-def run(implementation, q, k, v, start_B, stop_B):
-    B, N, H = q.shape
-    grouped = q.reshape(B, k.shape[1], -1, H)
-    context, logsumexp = implementation(grouped, k, v, jnp.asarray(start_B), jnp.asarray(stop_B))
-    return context.reshape(q.shape), logsumexp.reshape(B, N)
+def run(q, k, v, start_B, stop_B, row_B=None):
+    return decode_attention(q, k, v, jnp.asarray(start_B), jnp.asarray(stop_B), row_B)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 2e-2)])
-def test_each_slot_attends_to_its_live_positions(implementation, dtype, tolerance):
+def test_each_slot_attends_to_its_live_positions(dtype, tolerance):
     q, k, v = slots(dtype=dtype)
-    context, logsumexp = run(implementation, q, k, v, START, STOP)
+    context, logsumexp = run(q, k, v, START, STOP)
     wanted_context, wanted_logsumexp = loops(q, k, v, START, STOP)
     assert context.dtype == logsumexp.dtype == jnp.float32
     np.testing.assert_allclose(context, wanted_context, atol=tolerance)
@@ -60,26 +57,44 @@ def test_each_slot_attends_to_its_live_positions(implementation, dtype, toleranc
     np.testing.assert_array_equal(context[0], 0)  # nothing is live
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-def test_what_is_not_live_does_not_matter(implementation):
+def attend_to_segments(q, k, v, start_B, stop_B):
+    """`segments.attend` to two segments."""
+    cache = []
+    for part in (slice(0, 12), slice(12, 20)):
+        k_part, v_part = (jax.tree.map(lambda x, part=part: x[:, :, part], x) for x in (k, v))
+        cache.append(segments.Segment(jax.tree.map(lambda x: x.swapaxes(2, 3) if x.ndim == 4 else x, k_part), v_part))
+    return segments.attend(q, tuple(cache), jnp.asarray(start_B), jnp.asarray(stop_B))
+
+
+@pytest.mark.parametrize("attend", [run, attend_to_segments])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 3e-2)])
+def test_a_cache_in_8_bits_is_the_cache_that_it_stands_for(attend, dtype, tolerance):
+    q, *cache = slots(dtype=dtype)
+    k, v = (quantise(x, axes=(-1,)) for x in cache)
+    rounded = [np.asarray(x.values, np.float64) * np.asarray(x.scale, np.float64)[..., None] for x in (k, v)]
+    context, logsumexp = attend(q, k, v, START, STOP)
+    live_B = STOP > START
+    wanted_context, wanted_logsumexp = loops(q, *rounded, START, STOP)
+    np.testing.assert_allclose(context[live_B], wanted_context[live_B], atol=tolerance)
+    np.testing.assert_allclose(logsumexp[live_B], wanted_logsumexp[live_B], rtol=1e-5, atol=tolerance)
+    assert 1e-3 < np.abs(wanted_context - loops(q, *cache, START, STOP)[0]).max() < 3e-2, "the rounding"
+
+
+def test_what_is_not_live_does_not_matter():
     q, k, v = slots()
     index = np.arange(20)
     live = (index >= START[:, None]) & (index < STOP[:, None])
     garbage = [np.where(live[:, None, :, None], x, 1e4) for x in (k, v)]
-    for a, b in zip(
-        run(implementation, q, k, v, START, STOP), run(implementation, q, *garbage, START, STOP), strict=True
-    ):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, run(q, k, v, START, STOP), run(q, *garbage, START, STOP))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-def test_rows_may_share_a_row_of_the_cache(implementation):
+def test_rows_may_share_a_row_of_the_cache():
     q, k, v = slots()
     row = np.array([3, 0, 0, 2, 6, 3, 3])
-    context, logsumexp = implementation(q.reshape(7, 2, 3, 8), k, v, jnp.asarray(START), jnp.asarray(STOP), row)
+    context, logsumexp = run(q, k, v, START, STOP, row)
     wanted = loops(q, k[row], v[row], START, STOP)
-    np.testing.assert_allclose(context.reshape(q.shape), wanted[0], atol=2e-6)
-    np.testing.assert_allclose(logsumexp.reshape(7, 6), wanted[1], rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(context, wanted[0], atol=2e-6)
+    np.testing.assert_allclose(logsumexp, wanted[1], rtol=1e-5, atol=2e-6)
 
 
 def test_parts_merge_into_the_whole():
@@ -99,9 +114,7 @@ def test_parts_merge_into_the_whole():
     np.testing.assert_allclose(merged[0], loops(q, whole_k, whole_v, zero, stop + 7)[0], atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-def test_on_a_mesh_each_device_has_its_slots_and_heads(implementation, monkeypatch):
-    monkeypatch.setattr(module, "portable", implementation)
+def test_on_a_mesh_each_device_has_its_slots_and_heads():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("rows", "heads"))
     q, k, v = slots(B=4)
     q_spec, kv_spec, row_spec = PartitionSpec("rows", "heads"), PartitionSpec("rows", "heads"), PartitionSpec("rows")
@@ -110,7 +123,7 @@ def test_on_a_mesh_each_device_has_its_slots_and_heads(implementation, monkeypat
         mesh=mesh,
         in_specs=(q_spec, kv_spec, kv_spec, row_spec, row_spec),
         out_specs=q_spec,
-        check_vma=implementation is portable,  # Pallas' interpreter mixes arrays that vary and that do not
+        check_vma=False,  # Pallas' interpreter mixes arrays that vary and that do not
     )
     got = jax.jit(mapped)(q, k, v, jnp.asarray(START[1:5]), jnp.asarray(STOP[1:5]))
     np.testing.assert_allclose(got[0], loops(q, k, v, START[1:5], STOP[1:5])[0], atol=2e-6)
@@ -136,23 +149,33 @@ def test_heads_that_do_not_divide():
         decode_attention(q, k, v, jnp.asarray(START), jnp.asarray(STOP))
 
 
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2", "v6e:2x2"])
-def test_the_kernel_compiles_for_tpu_and_reads_the_cache_in_place(topology, monkeypatch):
+@pytest.mark.parametrize(
+    ("topology", "quantised"), [("v5p:2x2x1", False), ("v5e:2x2", True), ("v6e:2x2", False), ("v5p:2x2x1", True)]
+)
+def test_the_kernel_compiles_for_tpu_and_reads_the_cache_in_place(topology, quantised, monkeypatch):
     pytest.importorskip("libtpu")
     from gspax.aot import chips
 
     monkeypatch.undo()  # blocks of the usual size
     (device, *_) = chips.describe_devices(chips.parse_topology(topology))
     sharding = jax.sharding.NamedSharding(Mesh(np.array([device]), "x"), PartitionSpec())
+
+    def new(x):
+        return quantise(x, axes=(-1,)) if quantised else x
+
     q, cache, row = (
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         for shape, dtype in (((4, 32, 128), jnp.bfloat16), ((4, 4, 1536, 128), jnp.bfloat16), ((4,), jnp.int32))
     )
+    cache = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(new, cache)
+    )
 
     def write_and_attend(q, k, v, position_B):
-        k = module.write_positions(k, q[:, ::8], position_B)
-        return decode_attention(q, k, v, jnp.zeros_like(position_B), position_B + 1), k
+        k = jax.tree.map(partial(module.write_positions, position_B=position_B), k, new(q[:, ::8]))
+        return module.decode_attention(q, k, v, jnp.zeros_like(position_B), position_B + 1), k
 
     compiled = jax.jit(write_and_attend, donate_argnums=1).lower(q, cache, cache, row).compile()
     assert "tpu_custom_call" in compiled.as_text()
-    assert compiled.memory_analysis().temp_size_in_bytes < cache.size  # no copy of 2 bytes per number
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    assert compiled.memory_analysis().temp_size_in_bytes < held / 2  # no copy

@@ -11,6 +11,7 @@ from test_expert_parallel import MESH, ROUTINGS, A, E, K, N, X, assert_close, dr
 
 from gspax.kernels import expert_decoding as module
 from gspax.kernels.expert_ffn import Experts, expert_ffn
+from gspax.kernels.quantization import quantise
 
 EXCHANGES = {"gathered": module.gathered, "to_experts": partial(module.to_experts, exchange=emulated)}
 
@@ -41,6 +42,15 @@ def test_agrees_with_all_experts_on_one_device(exchange, few, monkeypatch):
         got, want = visit(*args), expert_ffn(*args)
         assert got.dtype == want.dtype
         assert_close(got, want, 2e-6)
+
+
+@pytest.mark.parametrize("few", [1, K])
+def test_experts_in_8_bits(few, monkeypatch):
+    monkeypatch.setattr(module, "FEW_EXPERTS", few)
+    (x, expert, gate, *weights), _ = draw("any")
+    quantised = [quantise(w, (1,)) for w in weights]
+    visit = on_mesh(module.gathered)
+    assert_close(visit(x, expert, gate, *quantised), expert_ffn(x, expert, gate, *quantised), 2e-6)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -11,7 +11,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from gspax.kernels.expert_ffn import BLOCK, blocked, expert_ffn, ragged, sort_by_expert
+from gspax.kernels import expert_ffn as module
+from gspax.kernels.expert_ffn import BLOCK, blocked, expert_ffn, few_rows, ragged, sort_by_expert
+from gspax.kernels.quantization import quantise
 
 BACKENDS = [blocked, ragged]  # on the CPU, expert_ffn is blocked
 D, F = 6, 10
@@ -28,6 +30,7 @@ ROUTINGS = {  # name: (rows, experts, active, how ids are chosen)
     "many_blocks": (3 * BLOCK, 2, 2, "any"),
     "few_rows": (20, 16, 2, "some dropped"),
     "few_rows_to_one": (20, 16, 2, 3),
+    "some_rows": (64, 8, 2, "any"),
 }
 
 
@@ -71,6 +74,36 @@ def reference(x, expert, gate, w_gate, w_up, w_down, dy):
     return y, grads
 
 
+def in_8_bits(weights):
+    """The weights with a scale for each expert and output channel, and the float weights that they stand for."""
+    quantised = [quantise(w, (1,)) for w in weights]
+    return quantised, [q.values * q.scale[:, None] for q in quantised]
+
+
+def mixed(x, expert, gate, *weights):
+    """As on TPU: floats are multiplied with integers."""
+    backend = module.Backend(partial(module._ragged_forward, mixed=True), module._ragged_backward)
+    return module._apply(backend, x, expert, gate, module.Experts(*weights))
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        (blocked, "padding"),
+        (blocked, "few_rows"),
+        (blocked, "few_rows_to_one"),
+        (ragged, "padding"),
+        (mixed, "padding"),
+    ],
+)
+def test_experts_in_8_bits(run, name):
+    x, expert, gate, *weights = draw(name)
+    quantised, rounded = in_8_bits(weights)
+    got, want = jax.jit(run)(x, expert, gate, *quantised), jax.jit(run)(x, expert, gate, *rounded)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert np.abs(got - jax.jit(run)(x, expert, gate, *weights)).max() > 1e-3, "the rounding"
+
+
 @partial(jax.jit, static_argnums=0)
 def value_and_gradients(ffn, x, expert, gate, *weights):
     dy = jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype)
@@ -100,6 +133,10 @@ def test_values_and_gradients_equal_a_loop_over_tokens(ffn, name):
     assert_close(y, want_y, 2e-6)
     for got, want in zip(grads, want_grads, strict=True):
         assert_close(got, want, 2e-6)
+
+
+def test_few_rows_of_each_expert_share_one_product():
+    assert [few_rows(256, experts) for experts in (8, 16, 32, 64, 128)] == [0, 24, 16, 8, 8]
 
 
 @pytest.mark.parametrize("ffn", BACKENDS)

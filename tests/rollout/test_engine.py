@@ -12,9 +12,9 @@ import tiny
 from gspax.config import Lora, Mesh, Sampling
 from gspax.kernels import segments
 from gspax.learner import adapters
-from gspax.model import transformer
+from gspax.model import decoding, transformer
 from gspax.rollout import engine, sampler
-from gspax.rollout.serving import make_serving_copy
+from gspax.rollout.serving import convert, make_serving_copy
 from gspax.sharding import make_mesh
 
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
@@ -34,9 +34,9 @@ def small_segments(monkeypatch):
 
 
 @functools.cache
-def draw(config, slots=0, lora=None):
+def draw(config, slots=0, lora=None, **settings):
     params = tiny.params(config) if lora is None else adapted(config, lora)
-    serving, sampling = make_serving_copy(params, config), replace(SAMPLING, slots=slots)
+    serving, sampling = make_serving_copy(params, config), replace(SAMPLING, slots=slots, **settings)
     rollout = sampler.sample(
         serving, config, PROMPTS, range(4), jax.random.key(0), sampling=sampling, stop_ids=STOP, keep_experts=True
     )
@@ -80,6 +80,29 @@ def test_samples_do_not_depend_on_the_slots(name):
     want = draw(CONFIGS[name])
     assert len(np.unique(want.length_B)) > 1 and 0 < want.finished_B.sum() < 12, "samples of several lengths"
     assert_same(draw(CONFIGS[name], slots=5), want, 5e-3 if name == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("chunk", [3, pytest.param(1, marks=pytest.mark.slow)])  # of 4 prompts: 2 and 2
+def test_samples_do_not_depend_on_the_chunks_of_the_prefill(chunk):
+    config = CONFIGS["experts and windows"]
+    want, got = draw(config), draw(config, prefill_prompts=chunk)
+    assert_same(got, want)
+    np.testing.assert_array_equal(got.expert_BLTA, want.expert_BLTA)
+
+
+def test_the_memory_of_a_prefill_in_chunks_does_not_grow_with_the_prompts():
+    config = replace(CONFIGS["dense"], num_hidden_layers=1, sliding_layers=(), sliding_window=0)
+
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    def prefill(params, prompts, chunk):
+        tokens_PS = jnp.ones((prompts, 64), jnp.int32)
+        return decoding.prefill(params, config, tokens_PS, jnp.full(prompts, 64), chunk=chunk)
+
+    def peak(prompts, chunk):
+        params = convert(tiny.params(config), config)
+        return prefill.lower(params, prompts, chunk).compile().memory_analysis().temp_size_in_bytes
+
+    assert peak(64, 4) < 1.2 * peak(16, 4) < 0.5 * peak(64, 0)
 
 
 @pytest.mark.slow

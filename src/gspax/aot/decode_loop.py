@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from gspax.aot.hlo import KINDS, Instruction, Module, array_bytes, trip_count
 from gspax.aot.traffic import Live
 from gspax.config import ModelConfig, Sampling
-from gspax.experiment.memory import serving_bytes, size_of
+from gspax.experiment.memory import embedding_table_count, position_bytes, serving_bytes, size_of
 from gspax.kernels.decode_attention import fetched_positions
 from gspax.sharding import batch_shards
 
@@ -54,10 +54,9 @@ def needed(part: str, model: ModelConfig, sampling: Sampling, mesh: dict[str, in
     rows = sampling.prompts * sampling.group / batch_shards(mesh)
     length = {"start": 1.0, "end": sampling.max_tokens, "mean": (1 + sampling.max_tokens) / 2}[part]
     positions = rows * length + prompts * sampling.max_prompt_tokens
-    heads = model.num_key_value_heads // mesh["tensor"]
-    cache = 2 * size_of(model.dtype) * model.num_hidden_layers * heads * model.head_dim * positions
-    table = 0 if model.tie_word_embeddings else size_of(model.dtype) * model.vocab_size * model.hidden_size
-    return int(serving_bytes(model, mesh) - table // mesh["tensor"] // mesh["fsdp"] + cache)
+    cache = position_bytes(model, sampling.kv_cache_dtype, mesh) * positions
+    table = size_of(model.dtype) * embedding_table_count(model)
+    return int(serving_bytes(model, sampling, mesh) - table // mesh["tensor"] // mesh["fsdp"] + cache)
 
 
 def gathered_weights(module: Module) -> list[str]:

@@ -78,11 +78,11 @@ def make_programs(
     scoring = held + batches - device_bytes(state.params) - device_bytes(batch)
     if experiment.placement is not None and experiment.placement.staleness > 0:
         # Scoring does not wait for the parameters that are on their way to the sampler.
-        scoring += device_bytes(abstract_serving_copy(experiment.model, mesh))
+        scoring += device_bytes(abstract_serving_copy(experiment.model, mesh, experiment.sampling.weights_dtype))
     serving_mesh = mesh if sampler_mesh is None else sampler_mesh
     copy = Program(
         name=COPY,
-        lower=lambda: copier(experiment.model, serving_mesh).lower(state.params),
+        lower=lambda: copier(experiment.model, serving_mesh, experiment.sampling.weights_dtype).lower(state.params),
         resident=held - device_bytes(state.params),
     )
     return [
@@ -115,7 +115,7 @@ def _make_rollout(
 
     Each rollout batch drawn ahead adds a serving copy and a rollout to the devices of a disaggregated sampler.
     """
-    params = abstract_serving_copy(model, mesh)
+    params = abstract_serving_copy(model, mesh, sampling.weights_dtype)
     key: Any = jax.ShapeDtypeStruct(state.key.shape, state.key.dtype, sharding=named_sharding(mesh))
     resident = held
     if placement is not None:

@@ -79,7 +79,7 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False,
         scores=len(which) + references * schedule.minibatches,
     )
     if experiment.placement is not None:
-        push = push_phase(experiment.model, learner, sampler)
+        push = push_phase(experiment.model, learner, sampler, experiment.sampling.weights_dtype)
         estimates.insert(0, (push, estimate_times(push, topology.chip, sampler.link_rate())))
     if estimates:
         ahead = draws_ahead(experiment.placement, experiment.schedule.checkpoint_every)

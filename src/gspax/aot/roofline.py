@@ -21,7 +21,7 @@ from gspax.aot.memory import Compiled
 from gspax.aot.programs import COPY, ROLLOUT, TRAIN, device_bytes
 from gspax.aot.targets import Rate, Target
 from gspax.aot.traffic import traffic
-from gspax.config import ModelConfig, Sampling
+from gspax.config import DrawingDtype, ModelConfig, Sampling
 from gspax.experiment.counts import forward_flops
 from gspax.rollout.serving import abstract_serving_copy
 
@@ -108,9 +108,9 @@ def make_phases(
     return [phase(PREFILL, 1, prompts, prompts, moved[0], sent[0]), replace(decode, moved_at=moved_at)]
 
 
-def push_phase(model: ModelConfig, learner: Target, sampler: Target) -> Phase:
+def push_phase(model: ModelConfig, learner: Target, sampler: Target, weights_dtype: DrawingDtype = "auto") -> Phase:
     """The transfer of parameters to a disaggregated sampler, at the rate of the target with fewer devices."""
-    received = device_bytes(abstract_serving_copy(model, sampler.mesh))
+    received = device_bytes(abstract_serving_copy(model, sampler.mesh, weights_dtype))
     sent = received * max(sampler.mesh.size, learner.mesh.size) // learner.mesh.size
     axes = tuple(axis for axis, size in sampler.sizes.items() if size > 1)
     over = Collective("push", axes, sampler.mesh.size, dcn=learner.topology is not sampler.topology)

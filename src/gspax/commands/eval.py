@@ -93,7 +93,9 @@ def _evaluate_published(options: argparse.Namespace, settings: dict[str, Any]) -
     from gspax.rollout.placement import make_meshes
 
     evaluate_published(
-        load_policy(experiment.model, experiment.tokenizer, make_meshes(experiment)[0]),
+        load_policy(
+            experiment.model, experiment.tokenizer, make_meshes(experiment)[0], experiment.sampling.weights_dtype
+        ),
         options.workdir,
         experiment.evaluation,
         training=experiment.sampling,

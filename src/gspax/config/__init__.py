@@ -6,6 +6,7 @@ package imports no jax, so that the program can report an error at once.
 
 from gspax.config.experiment import (
     Calibration,
+    DrawingDtype,
     Evaluation,
     Experiment,
     Grading,
@@ -47,6 +48,7 @@ __all__ = [
     "LOGIT_BUDGET",
     "SCORE_BUDGET",
     "Calibration",
+    "DrawingDtype",
     "Evaluation",
     "Experiment",
     "Grading",

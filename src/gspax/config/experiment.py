@@ -49,6 +49,7 @@ Rate = Annotated[float, Range("above 0 and at most 100", lambda x: 0 < x <= 100)
 Temperature = Annotated[float, Range("0.001 to 1000", lambda x: 1e-3 <= x <= 1e3)]  # beyond, logits overflow or vanish
 # 0: greedy
 SamplingTemperature = Annotated[float, Range("0, or 0.001 to 1000", lambda x: x == 0 or 1e-3 <= x <= 1e3)]
+DrawingDtype = Literal["auto", "int8"]  # auto: the model's dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,9 @@ class Sampling:
     chunk: NonNegativeInt = 0  # tokens after which rewards of ended samples start; 0: they wait for the last sample
     slots: NonNegativeInt = 0  # samples that are drawn at once; 0: all. A finished sample's slot takes the next one
     cache_gib: NonNegative = 0.0  # of a device's memory, for keys and values; limits the slots; 0: no limit
+    prefill_prompts: NonNegativeInt = 0  # prefilled at once; 0: as many as fit where the completions' cache will be
+    kv_cache_dtype: DrawingDtype = "auto"  # int8: keys and values with a scale for each token and head
+    weights_dtype: DrawingDtype = "auto"  # int8: the sampler's weights with a scale for each output channel
     max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off
     temperature: Temperature = 1.0
     top_k: NonNegativeInt = 0  # 0: off. Filters bias the ratio, because log-probs are of the unfiltered distribution

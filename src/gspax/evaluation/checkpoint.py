@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import jax
 
-from gspax.config import Evaluation, Experiment, Grading, ModelConfig, Sampling, Task, trained_dtype
+from gspax.config import DrawingDtype, Evaluation, Experiment, Grading, ModelConfig, Sampling, Task, trained_dtype
 from gspax.evaluation import heldout, page
 from gspax.evaluation.benchmark import apply_defaults, metrics, plan_chunks, run_task, summarise
 from gspax.evaluation.completions import Policy
@@ -71,7 +71,7 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
     Without `tasks`, on the held-out problems, appended to evaluations.jsonl, and on the experiment's own tasks.
     """
     mesh, sampler_mesh = make_meshes(experiment)
-    sampler = make_sampler(experiment.model, sampler_mesh, mesh)
+    sampler = make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype)
     run = find_run(workdir, describe(experiment))
     with Checkpoints(run.checkpoints, mesh=mesh) as checkpoints:
         step = checkpoints.latest() if step is None else step
@@ -122,10 +122,12 @@ def _push(state: TrainState, model: ModelConfig, tokenizer: Tokenizer, sampler: 
     return Policy(sampler.push(state.params), model, tokenizer, sampler.mesh), sampler.push_key(state.key)
 
 
-def load_policy(model: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh) -> Policy:
+def load_policy(
+    model: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto"
+) -> Policy:
     """The policy of `model.checkpoint` itself."""
     params = weights.load(model, abstract_params(model, mesh, model.dtype))
-    return Policy(make_serving_copy(params, model, mesh), model, tokenizer, mesh)
+    return Policy(make_serving_copy(params, model, mesh, weights_dtype), model, tokenizer, mesh)
 
 
 def evaluate_task(

@@ -16,6 +16,7 @@ from gspax import optimizers, sharding
 from gspax.config import (
     LOGIT_BUDGET,
     SCORE_BUDGET,
+    DrawingDtype,
     Experiment,
     Lora,
     ModelConfig,
@@ -37,6 +38,7 @@ from gspax.protocols import Transform
 FLOAT32 = 4  # bytes
 ID_BYTES = {"uint8": 1, "uint16": 2}
 LOGIT_COPIES = 3  # the logits, their softmax and its gradient
+PREFILL_BUDGET = 2**28  # bytes of a prefill's activations that always fit
 Mesh = dict[str, int]  # sizes of the axes
 
 
@@ -74,23 +76,30 @@ def sampler_bytes(experiment: Experiment, learner: Mesh, mesh: Mesh) -> dict[str
       mesh: axis sizes of the sampler's.
     """
     config, sampling = experiment.model, with_carried(experiment.sampling, experiment.placement)
-    prompts = _device_prompts(sampling, mesh)
+    prompts = count_device_prompts(sampling, mesh)
     rows = math.ceil(count_slots(config, sampling, mesh) / sharding.batch_shards(mesh))
     rows = rows if rows % mesh["context"] else rows // mesh["context"]
-    position = _position_bytes(config, mesh)
+    position = position_bytes(config, sampling.kv_cache_dtype, mesh)
+    chunk = prefill_chunk(config, sampling, mesh)
     routing = routing_bytes(config, experiment.regularizers, experiment.routing_replay, experiment.router_shift)
     if experiment.placement is None:
         lora, reference = experiment.lora, experiment.reference is not None
         held = resident_bytes(config, lora, experiment.optimizer, learner, reference=reference)
-        held[f"serving copy, {config.dtype}"] = serving_bytes(config, mesh)
+        held[f"serving copy, {_dtype(sampling.weights_dtype, config)}"] = serving_bytes(config, sampling, mesh)
     else:
-        placement = experiment.placement
-        held = _pushed_bytes(config, mesh, 1 + (placement.staleness if placement.partial is None else 1))
+        placement, dtype = experiment.placement, _dtype(sampling.weights_dtype, config)
+        pushes = 1 + (placement.staleness if placement.partial is None else 1)
+        held = {f"parameters, {dtype}, pushed {pushes} times": pushes * serving_bytes(config, sampling, mesh)}
+    completions = position * rows * sampling.max_tokens
+    # Prefill has ended when the completions' cache is made, except where that outlives the program of the prefill.
+    prefill = chunk * _prefill_bytes(config, sampling, mesh) - (0 if sampling.chunk else completions)
+    prefill = prefill if prefill > PREFILL_BUDGET else 0
     parts = {
         **held,
         "one gathered layer": _gathered_bytes(config, mesh) if mesh["fsdp"] > 1 else 0,
         "cache of the prompts, once per prompt": position * prompts * sampling.max_prompt_tokens,
-        "cache of the completions": position * rows * sampling.max_tokens,
+        "cache of the completions": completions,
+        f"prefill of {chunk} prompts, estimated, beyond that": prefill,
         "logits of one position, and noise": 2 * FLOAT32 * rows * config.vocab_size // mesh["tensor"],
         "rollout batch": _rollout_bytes(sampling, mesh),
         "routing of the rollout batch": _rollout_positions(sampling, mesh) * routing,
@@ -98,12 +107,40 @@ def sampler_bytes(experiment: Experiment, learner: Mesh, mesh: Mesh) -> dict[str
     return {part: size for part, size in parts.items() if size}
 
 
-def serving_bytes(config: ModelConfig, mesh: Mesh) -> int:
+def serving_bytes(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> int:
     """A device's share of the serving copy: experts are over the axis expert too, all else is not."""
     D, F = config.hidden_size, config.moe_intermediate_size
     experts = _sparse_layers(config) * 3 * config.num_experts * D * F
-    count = math.ceil((experts / mesh["expert"] + parameter_count(config) - experts) / (mesh["tensor"] * mesh["fsdp"]))
-    return size_of(config.dtype) * count
+    size = size_of(_dtype(sampling.weights_dtype, config))
+    table = embedding_table_count(config)  # never in 8 bits
+    others = parameter_count(config) - experts - table
+    count = size * (experts / mesh["expert"] + others) + size_of(config.dtype) * table
+    return math.ceil(count / (mesh["tensor"] * mesh["fsdp"]))
+
+
+def embedding_table_count(config: ModelConfig) -> int:
+    """The numbers of an embedding that is not the head too: a token reads one row of it."""
+    return 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+
+
+def prefill_chunk(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> int:
+    """Prompts that a device prefills at once: its share of `sampling.prefill_prompts`, or as many as fit.
+
+    Those that fit need as much memory as the cache of the completions, which does not exist yet, or `PREFILL_BUDGET`.
+    """
+    prompts, shards = count_device_prompts(sampling, mesh), sharding.batch_shards(mesh)
+    if sampling.prefill_prompts:
+        return min(prompts, math.ceil(sampling.prefill_prompts / shards))
+    rows = math.ceil(count_slots(config, sampling, mesh) / (shards * mesh["context"]))
+    completions = rows * sampling.max_tokens * position_bytes(config, sampling.kv_cache_dtype, mesh)
+    fitting = max(1, max(PREFILL_BUDGET, completions) // _prefill_bytes(config, sampling, mesh))
+    return math.ceil(prompts / math.ceil(prompts / fitting))
+
+
+def _prefill_bytes(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> int:
+    """Activations of one prompt: those of one layer."""
+    layer = max(_layer_bytes(config, layer, mesh) for layer in range(config.num_hidden_layers))
+    return math.ceil(sampling.max_prompt_tokens / mesh["context"]) * layer
 
 
 def count_slots(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> int:
@@ -118,8 +155,8 @@ def slot_problems(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> Iterat
     if not sampling.cache_gib:
         return
     fitting, shards = _fitting_slots(config, sampling, mesh), sharding.batch_shards(mesh)
-    needed = _position_bytes(config, mesh) * (
-        _device_prompts(sampling, mesh) * sampling.max_prompt_tokens + sampling.max_tokens
+    needed = position_bytes(config, sampling.kv_cache_dtype, mesh) * (
+        count_device_prompts(sampling, mesh) * sampling.max_prompt_tokens + sampling.max_tokens
     )
     if fitting < shards:
         yield (
@@ -133,21 +170,26 @@ def slot_problems(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> Iterat
         )
 
 
-def _device_prompts(sampling: Sampling, mesh: Mesh) -> int:
+def count_device_prompts(sampling: Sampling, mesh: Mesh) -> int:
     """Prompts of a device; those whose samples are on several devices count on each (`sampler.split_groups`)."""
     return sampling.prompts // math.gcd(sampling.prompts, sharding.batch_shards(mesh))
 
 
 def _fitting_slots(config: ModelConfig, sampling: Sampling, mesh: Mesh) -> int:
-    shards, position = sharding.batch_shards(mesh), _position_bytes(config, mesh)
-    left = sampling.cache_gib * 2**30 - position * _device_prompts(sampling, mesh) * sampling.max_prompt_tokens
+    shards, position = sharding.batch_shards(mesh), position_bytes(config, sampling.kv_cache_dtype, mesh)
+    left = sampling.cache_gib * 2**30 - position * count_device_prompts(sampling, mesh) * sampling.max_prompt_tokens
     return max(0, int(left // (position * sampling.max_tokens))) * shards
 
 
-def _position_bytes(config: ModelConfig, mesh: Mesh) -> int:
-    """Bytes of the keys and values of one position of one row, on one device."""
-    heads = config.num_key_value_heads // mesh["tensor"]
-    return 2 * size_of(config.dtype) * config.num_hidden_layers * heads * config.head_dim
+def position_bytes(config: ModelConfig, kv_cache_dtype: DrawingDtype, mesh: Mesh) -> int:
+    """Bytes of the keys and values of one position of one row, on one device; with those of their scales."""
+    heads, scale = config.num_key_value_heads // mesh["tensor"], FLOAT32 if kv_cache_dtype == "int8" else 0
+    vector = size_of(_dtype(kv_cache_dtype, config)) * config.head_dim + scale
+    return 2 * config.num_hidden_layers * heads * vector
+
+
+def _dtype(dtype: DrawingDtype, config: ModelConfig) -> str:
+    return config.dtype if dtype == "auto" else dtype
 
 
 def optimizer_bytes(optimizer: Optimizer, config: ModelConfig, lora: Lora | None, mesh: Mesh) -> dict[str, int]:
@@ -224,12 +266,6 @@ def _moment_bytes(transform: Transform, config: ModelConfig, trained: int) -> di
     state = jax.eval_shape(lambda params: transform(0.0).init(params), params)
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     return {"optimiser state": math.ceil(total * trained / parameter_count(config))}
-
-
-def _pushed_bytes(config: ModelConfig, mesh: Mesh, pushes: int) -> dict[str, int]:
-    """What a disaggregated sampler holds: the parameters of the batch being drawn, and of those drawn ahead."""
-    weights = serving_bytes(config, mesh)
-    return {f"parameters, {config.dtype}, pushed {pushes} times": pushes * weights}
 
 
 def _head_bytes(config: ModelConfig, mesh: Mesh) -> int:
@@ -321,4 +357,4 @@ def _sharded(count: int, mesh: Mesh) -> int:
 
 def size_of(dtype: str) -> int:
     """Bytes of one number."""
-    return 2 if dtype == "bfloat16" else FLOAT32
+    return {"int8": 1, "bfloat16": 2}.get(dtype, FLOAT32)

@@ -14,9 +14,11 @@ from gspax.experiment.counts import active_parameter_count, parameter_count, tra
 from gspax.experiment.description import describe, flatten, show
 from gspax.experiment.memory import (
     activation_bytes,
+    count_device_prompts,
     count_slots,
     learner_bytes,
     optimizer_bytes,
+    prefill_chunk,
     row_length,
     sampler_bytes,
     size_of,
@@ -39,6 +41,8 @@ class Plan:
     active_parameters: int
     rows: int  # of a rollout batch
     slots: int  # rows that are drawn at once
+    device_prompts: int  # of a device of the sampler
+    prefill_chunk: int  # of these, prefilled at once
     completion_tokens: int  # drawn in a step, at most
     tokens: int  # prompts and completions that a step trains on, at most
     updates: int  # per step
@@ -62,6 +66,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     own = sharding.resolve_axes(placement.mesh, placement.devices, config) if placement else None
     mesh = sharding.resolve_axes(experiment.mesh, devices - (placement.devices if placement else 0), config)
     serving = choose_serving_layout(experiment, own or mesh)
+    drawn = with_carried(sampling, placement)
     rows, length = sampling.prompts * sampling.group, row_length(sampling)
     shards = sharding.batch_shards(mesh)
     shape, parameters = row_shape(sampling, schedule, shards), parameter_count(config)
@@ -76,7 +81,9 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         parameters=parameters,
         active_parameters=active_parameter_count(config),
         rows=rows,
-        slots=count_slots(config, with_carried(sampling, placement), serving.sizes),
+        slots=count_slots(config, drawn, serving.sizes),
+        device_prompts=count_device_prompts(drawn, serving.sizes),
+        prefill_chunk=prefill_chunk(config, drawn, serving.sizes),
         completion_tokens=rows * sampling.max_tokens,
         tokens=rows * length,
         updates=updates_per_step(schedule),
@@ -121,6 +128,8 @@ def render(plan: Plan) -> str:
     ]
     if plan.slots < plan.rows:
         lines.append(f"Slots       {plan.slots:,} rows drawn at once; a slot takes the next row when its own has ended")
+    if plan.prefill_chunk < plan.device_prompts:
+        lines.append(f"Prefill     {plan.prefill_chunk:,} of {plan.device_prompts:,} prompts of a device at a time")
     if plan.warm_start_updates:
         lines.append(f"Warm start  {plan.warm_start_updates:,} supervised updates before them")
     lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: trained parameters and optimiser state")

@@ -1,17 +1,12 @@
-"""Attention of one query per row to the live positions of a cache, which is read in place.
+"""Attention of one query per row to the live positions of a cache, which is read in place, for TPU.
 
 A sample attends to its prompt, which all samples of the prompt share, and to its own completion. Each part is one call
-of `decode_attention`; `merge` makes one softmax of the two.
+of `decode_attention`; `merge` makes one softmax of the two. `segments` does the same on other devices.
 
-Two implementations give the same result. Which one is used depends on the platform that the program is lowered for:
-
-- `tpu_kernel`, on TPU: a Pallas kernel that fetches only the blocks with live positions of each row. The query heads of
-  all key heads are computed together, so a block is read once.
-- `portable`, elsewhere: a loop over blocks, from the first live position of any row to the last.
-
-Both keep a running maximum and sum per query head (online softmax) in float32, so nothing of the cache's size is
-written. JAX's own paged attention for TPU serves a page table, which rows without pages do not need, and returns no
-log-sum-exp.
+A Pallas kernel fetches only the blocks with live positions of each row. The query heads of all key heads are computed
+together, so a block is read once. It keeps a running maximum and sum per query head (online softmax) in float32, so
+nothing of the cache's size is written. JAX's own paged attention for TPU serves a page table, which rows without pages
+do not need, and returns no log-sum-exp.
 
 Axes: B rows with one query each, X rows of the cache, N query heads, K key heads, R = N/K, T cache positions, H head.
 """
@@ -28,15 +23,22 @@ from jax import Array, lax
 from gspax import unstable
 from gspax.kernels.attention import MASKED
 from gspax.kernels.expert_ffn import vary_alike
+from gspax.kernels.quantization import Quantized, Weight, is_quantized, unpack
 
 KERNEL = "decode_attention"  # its name in compiled programs
 KERNEL_BLOCK = 512  # positions; of 4 key heads of 128 bfloat16 numbers, 0.5 MB each of keys and values
-PORTABLE_BLOCK = 64
 TINY = 1e-30  # the sum of no weights
 
 
 def decode_attention(
-    q_BNH: Array, k_XKTH: Array, v_XKTH: Array, start_B: Array, stop_B: Array, row_B: Array | None = None
+    q_BNH: Array,
+    k_XKTH: Weight,
+    v_XKTH: Weight,
+    start_B: Array,
+    stop_B: Array,
+    row_B: Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> tuple[Array, Array]:
     """softmax(q k / √H) v over the positions start ≤ t < stop: context_BNH and logsumexp_BN, both float32.
 
@@ -45,12 +47,14 @@ def decode_attention(
     Args:
       q_BNH: float32 or bfloat16; query head n reads key head n // R. Rows that attend to the same positions of one
         cache row may be passed as one row of more heads.
-      k_XKTH: in q's dtype; positions that no row sees may hold anything finite.
+      k_XKTH: in q's dtype, or a `Quantized` with a scale [X, K, T]. Positions that no row sees may hold anything
+        finite.
       v_XKTH: as k_XKTH.
       start_B: int32, in [0, T].
       stop_B: int32, in [0, T]. Where it is at most `start_B`, the context is 0 and the logsumexp about -1e30, so that
         `merge` drops the row's part.
       row_B: int32, the cache row that each query reads; None: row b reads cache row b, and X = B.
+      interpret: run the kernel in Pallas' interpreter, on any platform.
 
     Raises:
       ValueError: the number of key heads does not divide that of the query heads.
@@ -59,12 +63,10 @@ def decode_attention(
     K = k_XKTH.shape[1]
     if N % K:
         raise ValueError(f"decode_attention: wanted query heads in multiples of the {K} key heads, got {N}")
-    q_BKRH = q_BNH.reshape(B, K, N // K, H)
-    of_row = (row_B,) if row_B is not None else ()
-    context_BKRH, logsumexp_BKR = lax.platform_dependent(
-        q_BKRH, k_XKTH, v_XKTH, start_B, stop_B, *of_row, tpu=tpu_kernel, default=portable
-    )
-    return context_BKRH.reshape(B, N, H), logsumexp_BKR.reshape(B, N)
+    row_B = jnp.arange(B) if row_B is None else row_B
+    bounds = tuple(x.astype(jnp.int32) for x in (row_B, start_B, stop_B))
+    context_BKRH, logsumexp_BKR1 = _call_kernel(q_BNH.reshape(B, K, N // K, H), k_XKTH, v_XKTH, bounds, interpret)
+    return context_BKRH.reshape(B, N, H), logsumexp_BKR1.reshape(B, N)
 
 
 def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -75,7 +77,7 @@ def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Arra
 
 
 def write_positions(cache_BKTH: Array, new_BKH: Array, position_B: Array) -> Array:
-    """The cache with one new position in each row.
+    """The cache, or a `Quantized` one's scales [B, K, T], with one new position in each row.
 
     A mapped `dynamic_update_slice`, which XLA runs in place on TPU, in the kernel's layout. For a scatter by index it
     picks another layout, and copies the cache there and back for every token.
@@ -106,15 +108,18 @@ class _Running(NamedTuple):
         zero_BKRH = jnp.zeros_like(q_BKRH, jnp.float32)
         return _Running(zero_BKRH[..., :1] + MASKED, zero_BKRH[..., :1], zero_BKRH)
 
-    def add(self, q_BKRH: Array, k_BKSH: Array, v_BKSH: Array, live_B11S: Array) -> _Running:
+    def add(self, q_BKRH: Array, k_BKSH: Weight, v_BKSH: Weight, live_B11S: Array) -> _Running:
         """After one more block, of S positions."""
+        (k_BKSH, k_BKS), (v_BKSH, v_BKS) = (unpack(x, q_BKRH.dtype) for x in (k_BKSH, v_BKSH))
         score_BKRS = jnp.einsum("...rh,...sh->...rs", q_BKRH, k_BKSH, preferred_element_type=jnp.float32)
+        score_BKRS = score_BKRS if k_BKS is None else score_BKRS * k_BKS[..., None, :]
         score_BKRS = jnp.where(live_B11S, score_BKRS * q_BKRH.shape[-1] ** -0.5, MASKED)
         top_BKR1 = jnp.maximum(self.top_BKR1, score_BKRS.max(axis=-1, keepdims=True))
         weight_BKRS = jnp.where(live_B11S, jnp.exp(score_BKRS - top_BKR1), 0.0)
         shrink_BKR1 = jnp.exp(self.top_BKR1 - top_BKR1)
+        scaled_BKRS = weight_BKRS if v_BKS is None else weight_BKRS * v_BKS[..., None, :]
         part_BKRH = jnp.einsum(
-            "...rs,...sh->...rh", weight_BKRS.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
+            "...rs,...sh->...rh", scaled_BKRS.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
         )
         sum_BKR1 = self.sum_BKR1 * shrink_BKR1 + weight_BKRS.sum(axis=-1, keepdims=True)
         return _Running(top_BKR1, sum_BKR1, self.context_BKRH * shrink_BKR1 + part_BKRH)
@@ -125,59 +130,17 @@ class _Running(NamedTuple):
         return self.context_BKRH / sum_BKR1, self.top_BKR1 + jnp.log(sum_BKR1)
 
 
-# --- portable --------------------------------------------------------------------------------------------------------
-
-
-def portable(
-    q_BKRH: Array, k_XKTH: Array, v_XKTH: Array, start_B: Array, stop_B: Array, row_B: Array | None = None
+def _call_kernel(
+    q_BKRH: Array, k_XKTH: Weight, v_XKTH: Weight, bounds: tuple[Array, ...], interpret: bool
 ) -> tuple[Array, Array]:
-    """`decode_attention` on any platform, with grouped heads: context_BKRH and logsumexp_BKR."""
-    K, T, H = k_XKTH.shape[1:]
-    size = min(T, PORTABLE_BLOCK)
-
-    def block(x_XKTH: Array, first: Array) -> Array:
-        if row_B is None:
-            return lax.dynamic_slice_in_dim(x_XKTH, first, size, axis=2)
-        return jax.vmap(lambda row: lax.dynamic_slice(x_XKTH, (row, 0, first, 0), (1, K, size, H))[0])(row_B)
-
-    def add(index: Array, running: _Running) -> _Running:
-        first = jnp.minimum(index * size, T - size)  # the last block overlaps the one before
-        position_1S = (first + jnp.arange(size))[None]
-        live_BS = (position_1S >= jnp.maximum(start_B, index * size)[:, None]) & (position_1S < stop_B[:, None])
-        return running.add(q_BKRH, block(k_XKTH, first), block(v_XKTH, first), live_BS[:, None, None])
-
-    begin = _Running(*(vary_alike(x, q_BKRH, k_XKTH, stop_B)[0] for x in _Running.begin(q_BKRH)))
-    if size == T:
-        end = add(jnp.int32(0), begin)
-    else:
-        end = lax.fori_loop(start_B.min() // size, -(-stop_B.max() // size), add, begin)
-    context_BKRH, logsumexp_BKR1 = end.result()
-    return context_BKRH, logsumexp_BKR1[..., 0]
-
-
-# --- tpu -------------------------------------------------------------------------------------------------------------
-
-
-def tpu_kernel(
-    q_BKRH: Array,
-    k_XKTH: Array,
-    v_XKTH: Array,
-    start_B: Array,
-    stop_B: Array,
-    row_B: Array | None = None,
-    *,
-    interpret: bool = False,
-) -> tuple[Array, Array]:
-    """`portable` as a kernel for TPU; with `interpret`, on any platform.
+    """`decode_attention` with grouped heads: context_BKRH and logsumexp_BKR1. `bounds` are row, start and stop.
 
     The grid is rows x blocks, up to the last block of the longest row. Blocks outside a row's live positions are mapped
     to its nearest live one, which is on chip already, so they are not fetched.
     """
     pl, pltpu = unstable.pallas(), unstable.pallas_tpu()
-    B, K, R, H = q_BKRH.shape
-    T = k_XKTH.shape[2]
+    (B, K, R, H), T = q_BKRH.shape, k_XKTH.shape[2]
     block = min(KERNEL_BLOCK, T)
-    row_B = jnp.arange(B) if row_B is None else row_B
 
     def live_block(b, i, row_B, start_B, stop_B):
         last = lax.div(jnp.maximum(stop_B[b] - 1, 0), block)
@@ -188,22 +151,30 @@ def tpu_kernel(
 
     in_row = [pl.BlockSpec((None, K, R, size), own_row) for size in (H, 1)]
     in_cache = pl.BlockSpec((None, K, block, H), live_block)
-    context_BKRH, logsumexp_BKR1 = pl.pallas_call(
+    scales, values = _operands(k_XKTH, v_XKTH)
+    in_scales = pl.BlockSpec((None, K, block), lambda *args: live_block(*args)[:3])
+    return pl.pallas_call(
         partial(_kernel, block=block, T=T),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(B, jnp.maximum(lax.div(stop_B.max() + (block - 1), block), 1)),
-            in_specs=[in_row[0], in_cache, in_cache],
+            grid=(B, jnp.maximum(lax.div(bounds[2].max() + (block - 1), block), 1)),
+            in_specs=[*(in_scales for _ in scales), in_row[0], in_cache, in_cache],
             out_specs=in_row,
             scratch_shapes=[pltpu.VMEM((K, R, size), jnp.float32) for size in (1, 1, H)],
         ),
         # Computed, not stated: under shard_map the type includes the axes that the result varies over.
-        out_shape=jax.eval_shape(lambda: _results_like(q_BKRH, k_XKTH, stop_B)),
+        out_shape=jax.eval_shape(lambda: _results_like(q_BKRH, values[0], bounds[2])),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name=KERNEL,
         interpret=interpret,
-    )(*(x.astype(jnp.int32) for x in (row_B, start_B, stop_B)), q_BKRH, k_XKTH, v_XKTH)
-    return context_BKRH, logsumexp_BKR1[..., 0]
+    )(*bounds, *scales, q_BKRH, *values)
+
+
+def _operands(k_XKTH: Weight, v_XKTH: Weight) -> tuple[list[Array], list[Array]]:
+    """The scales of keys and values, if they have any, and their numbers, the last operands (see `aot.traffic`)."""
+    if is_quantized(k_XKTH) and is_quantized(v_XKTH):
+        return [k_XKTH.scale, v_XKTH.scale], [k_XKTH.values, v_XKTH.values]
+    return [], [k_XKTH, v_XKTH]
 
 
 def _results_like(q_BKRH: Array, k_XKTH: Array, stop_B: Array) -> tuple[Array, Array]:
@@ -211,16 +182,23 @@ def _results_like(q_BKRH: Array, k_XKTH: Array, stop_B: Array) -> tuple[Array, A
     return context_BKRH, context_BKRH[..., :1]
 
 
-def _kernel(row_B, start_B, stop_B, q_ref, *refs, block, T):
-    """One block of one row. `refs`, in VMEM: keys, values; context, log-sum-exp; the running softmax."""
+def _kernel(row_B, start_B, stop_B, *refs, block, T):
+    """One block of one row. `refs`, in VMEM: scales of keys and values, if any; queries, keys, values; context,
+    log-sum-exp; the running softmax."""
     pl = unstable.pallas()
-    k_ref, v_ref, context_ref, logsumexp_ref, *running_refs = refs
+    *scale_refs, q_ref, k_ref, v_ref, context_ref, logsumexp_ref, top_ref, sum_ref, part_ref = refs
+    running_refs = top_ref, sum_ref, part_ref
     b, i = pl.program_id(0), pl.program_id(1)
     start, stop = start_B[b], stop_B[b]
 
     def write(running):
         for ref, value in zip(running_refs, running, strict=True):
             ref[...] = value
+
+    def read(ref, axis):
+        """What lies past the end of the cache is undefined and may not be finite: zero."""
+        x = ref[...]
+        return jnp.where(i * block + lax.broadcasted_iota(jnp.int32, x.shape, axis) < T, x, 0) if T % block else x
 
     @pl.when(i == 0)
     def _():
@@ -230,10 +208,10 @@ def _kernel(row_B, start_B, stop_B, q_ref, *refs, block, T):
     def _():
         position_11S = i * block + lax.broadcasted_iota(jnp.int32, (1, 1, block), 2)
         live_11S = (position_11S >= start) & (position_11S < stop)
-        v_KSH = v_ref[...]
-        if T % block:  # what lies past the end of the cache is undefined and may not be finite
-            v_KSH = jnp.where(i * block + lax.broadcasted_iota(jnp.int32, v_KSH.shape, 1) < T, v_KSH, 0)
-        write(_Running(*(ref[...] for ref in running_refs)).add(q_ref[...], k_ref[...], v_KSH, live_11S))
+        k_KSH, v_KSH = k_ref[...], read(v_ref, 1)
+        if scale_refs:
+            k_KSH, v_KSH = Quantized(k_KSH, scale_refs[0][...]), Quantized(v_KSH, read(scale_refs[1], 1))
+        write(_Running(*(ref[...] for ref in running_refs)).add(q_ref[...], k_KSH, v_KSH, live_11S))
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _():

@@ -26,6 +26,7 @@ from jax import Array, lax
 
 from gspax.kernels import expert_ffn as local
 from gspax.kernels.expert_ffn import Experts
+from gspax.kernels.quantization import cast, is_quantized
 
 CAPACITY_FACTOR = 1.25  # of a buffer, in even shares
 EXTRA_ROWS = 64  # added to that: the shares of a few rows are uneven by chance
@@ -133,14 +134,15 @@ def _apply_own(x_RD: Array, expert_R: Array, gate_R: Array, experts: Experts) ->
     if K > FEW_EXPERTS:
         x_RD, gate_R1, *weights = local.vary_alike(x_RD, gate_R[:, None], *experts)
         return local.forward(local.sort_by_expert(expert_R[:, None], K), x_RD, gate_R1, Experts(*weights))
-    w = jax.tree.map(lambda a: a.astype(x_RD.dtype), experts)
+    w = cast(experts, x_RD.dtype)
     own_KR = expert_R[None] == jnp.arange(K, dtype=jnp.int32)[:, None]
     x_RD = jnp.where((expert_R < K)[:, None], x_RD, 0)
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    a_KRF, u_KRF = (product("rd,kdf->krf", x_RD, w_KDF) for w_KDF in (w.gate_EDF, w.up_EDF))
+    a_KRF, u_KRF = (local.dot("rd,kdf->krf", x_RD, w_KDF) for w_KDF in (w.gate_EDF, w.up_EDF))
     gate_KR = jnp.where(own_KR, gate_R.astype(jnp.float32)[None], 0)
-    h_KRF = jax.nn.silu(a_KRF) * u_KRF * gate_KR[..., None]
-    return product("krf,kfd->rd", h_KRF.astype(x_RD.dtype), w.down_EFD).astype(x_RD.dtype)
+    h_KRF = (jax.nn.silu(a_KRF) * u_KRF * gate_KR[..., None]).astype(x_RD.dtype)
+    if is_quantized(w.down_EFD):
+        return local.dot("krf,kfd->krd", h_KRF, w.down_EFD).sum(0).astype(x_RD.dtype)
+    return local.dot("krf,kfd->rd", h_KRF, w.down_EFD).astype(x_RD.dtype)
 
 
 def _sum_rows(row_R: Array, y_RD: Array, rows: int) -> Array:

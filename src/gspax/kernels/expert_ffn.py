@@ -7,7 +7,7 @@ expert's matrices, and the A results of a row are summed (combine). There are tw
 
 - `blocked`, for CPU, is plain XLA: a scan over the experts and, inside it, a loop over the expert's blocks of BLOCK
   rows. One block's intermediates stay in cache and its result overwrites its input. With few rows per expert, as in
-  decoding, the forward pass is one batched product instead, of FEW rows of every expert, and a loop over the rest.
+  decoding, the forward pass is one batched product instead, of as many rows of every expert, and a loop over the rest.
 - `ragged`, for accelerators, is `jax.lax.ragged_dot`: a grouped-matmul kernel on TPU, dense over the experts on CPU.
 
 `expert_ffn` picks the backend when the program is lowered, so compiling for TPU on a CPU host needs no flag.
@@ -32,8 +32,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from gspax.kernels.quantization import Weight, cast, is_quantized
+
 BLOCK = 40  # rows; larger blocks pad small batches more, and XLA:CPU multi-threads their products at a loss
-FEW = 8  # rows of each expert in the batched product of `_few_forward`
+FEW_TILE, MOST_FEW = 8, 24  # rows of each expert in the batched product of `_few_forward`: multiples, and at most
 
 
 class Permutation(NamedTuple):
@@ -45,9 +47,9 @@ class Permutation(NamedTuple):
 
 
 class Experts(NamedTuple):
-    gate_EDF: Array
-    up_EDF: Array
-    down_EFD: Array
+    gate_EDF: Weight
+    up_EDF: Weight
+    down_EFD: Weight
 
 
 class Backend(NamedTuple):
@@ -70,7 +72,8 @@ def expert_ffn(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Ar
         x_ND: float32 or bfloat16. Products are computed in this dtype and accumulated in float32.
         expert_NA: int32 in [0, E]. E drops the choice: it adds zero to the row and propagates no gradient and no NaN.
         gate_NA: the weight of each choice, used in float32.
-        w_gate_EDF: any float dtype, cast to x's; its gradient has the dtype of the weights.
+        w_gate_EDF: any float dtype, cast to x's; its gradient has the dtype of the weights. Or a `Quantized` with a
+            scale [E, F], for which there is no gradient.
         w_up_EDF: as w_gate_EDF.
         w_down_EFD: as w_gate_EDF.
 
@@ -103,8 +106,8 @@ def _apply(backend, x_ND, expert_NA, gate_NA, experts):
     return _ffn(backend, x_ND, expert_NA, gate_NA, Experts(*weights))
 
 
-def vary_alike(*arrays: Array) -> list[Array]:
-    """The same arrays, typed under `shard_map` as varying over every mesh axis that any of them varies over.
+def vary_alike(*trees: Any) -> list[Any]:
+    """The same trees of arrays, typed under `shard_map` as varying over every mesh axis that any of them varies over.
 
     A loop's carry must keep its type. Selecting with a constant False changes the type at no cost; outside the custom
     derivative it also makes JAX sum the gradient of a replicated array over the axes.
@@ -113,7 +116,8 @@ def vary_alike(*arrays: Array) -> list[Array]:
     def typed_like(a, b):
         return jnp.where(False, lax.stop_gradient(b[(0,) * b.ndim]).astype(a.dtype), a)
 
-    return [functools.reduce(typed_like, arrays, a) for a in arrays]
+    arrays, structure = jax.tree.flatten(trees)
+    return list(jax.tree.unflatten(structure, [functools.reduce(typed_like, arrays, a) for a in arrays]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -208,20 +212,20 @@ def take_rows(x: Array, index: Array) -> Array:
 
 def _blocked_forward(x_SD, gate_S, experts, count_E):
     """Overwrites x_SD with y_SD. A block may overlap the next expert's rows, which it writes back unchanged."""
-    if x_SD.shape[0] - BLOCK < FEW * experts.gate_EDF.shape[0]:
-        return _few_forward(x_SD, gate_S, experts, count_E)
+    if few := few_rows(x_SD.shape[0] - BLOCK, experts.gate_EDF.shape[0]):
+        return _few_forward(x_SD, gate_S, experts, count_E, few)
 
     def one_expert(x_SD, xs):
         experts, start, count = xs
-        w = _cast(experts, x_SD.dtype)
+        w = cast(experts, x_SD.dtype)
 
         def one_block(i, x_SD):
             at = start + i * BLOCK
             x_BD = _slice(x_SD, at)
             mine_B = jnp.arange(BLOCK) < count - i * BLOCK
-            a_BF, u_BF = _dot("bd,df->bf", x_BD, w.gate_EDF), _dot("bd,df->bf", x_BD, w.up_EDF)
+            a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
             h_BF = jax.nn.silu(a_BF) * u_BF * _slice(gate_S, at)[:, None]
-            y_BD = _dot("bf,fd->bd", h_BF.astype(x_BD.dtype), w.down_EFD)
+            y_BD = dot("bf,fd->bd", h_BF.astype(x_BD.dtype), w.down_EFD)
             return _update(x_SD, at, mine_B[:, None], y_BD)
 
         return lax.fori_loop(0, -(-count // BLOCK), one_block, x_SD), None
@@ -229,29 +233,35 @@ def _blocked_forward(x_SD, gate_S, experts, count_E):
     return lax.scan(one_expert, x_SD, (experts, jnp.cumsum(count_E) - count_E, count_E))[0]
 
 
-def _few_forward(x_SD, gate_S, experts, count_E):
-    """`_blocked_forward` for few rows per expert: the first FEW rows of all experts in one batched product, which reads
-    each matrix once and in place; then what is left, in blocks of FEW."""
-    weights, start_E, S = _cast(experts, x_SD.dtype), jnp.cumsum(count_E) - count_E, x_SD.shape[0]
+def few_rows(choices: int, experts: int) -> int:
+    """Rows of every expert in the batched product: half more than its share. 0: too many, blocks waste fewer."""
+    rows = -(-3 * choices // (2 * experts * FEW_TILE)) * FEW_TILE
+    return rows if rows <= MOST_FEW else 0
+
+
+def _few_forward(x_SD, gate_S, experts, count_E, few):
+    """`_blocked_forward` for few rows per expert: the first `few` rows of all experts in one batched product, which
+    reads each matrix once and in place; then what is left, in blocks of as many."""
+    weights, start_E, S = cast(experts, x_SD.dtype), jnp.cumsum(count_E) - count_E, x_SD.shape[0]
 
     def multiply(x_SD, row, w):
         """Overwrite these rows; S is none."""
         x, gate = take_rows(x_SD, row), take_rows(gate_S, row)[..., None]
-        h = jax.nn.silu(_dot("...rd,...df->...rf", x, w.gate_EDF)) * _dot("...rd,...df->...rf", x, w.up_EDF) * gate
-        y = _dot("...rf,...fd->...rd", h.astype(x.dtype), w.down_EFD)
+        h = jax.nn.silu(dot("...rd,...df->...rf", x, w.gate_EDF)) * dot("...rd,...df->...rf", x, w.up_EDF) * gate
+        y = dot("...rf,...fd->...rd", h.astype(x.dtype), w.down_EFD)
         return x_SD.at[row].set(y.astype(x.dtype), mode="drop")
 
     def rows_of(start, count, first):
-        number = first + jnp.arange(FEW)
+        number = first + jnp.arange(few)
         return jnp.where(number < count, start + number, S)
 
     x_SD = multiply(x_SD, jax.vmap(partial(rows_of, first=0))(start_E, count_E), weights)
-    further_E = jnp.maximum(-(-count_E // FEW) - 1, 0)
+    further_E = jnp.maximum(-(-count_E // few) - 1, 0)
     until_E = jnp.cumsum(further_E)
 
     def one_block(i, x_SD):
         e = (until_E <= i).sum()
-        first = FEW * (1 + i - (until_E[e] - further_E[e]))
+        first = few * (1 + i - (until_E[e] - further_E[e]))
         return multiply(x_SD, rows_of(start_E[e], count_E[e], first), jax.tree.map(lambda w: w[e], weights))
 
     return lax.fori_loop(0, until_E[-1], one_block, x_SD)
@@ -262,7 +272,7 @@ def _blocked_backward(x_SD, gate_S, experts, count_E, dy_SD):
 
     def one_expert(rows, xs):
         experts, start, count = xs
-        w = _cast(experts, x_SD.dtype)
+        w = cast(experts, x_SD.dtype)
 
         def one_block(i, carry):
             (x_SD, gate_S), dw = carry
@@ -284,8 +294,8 @@ def _blocked_backward(x_SD, gate_S, experts, count_E, dy_SD):
 def _block_gradients(x_BD, gate_B, w, dy_BD):
     """dx, dgate and the gradient of an expert's matrices from one block; rows with gate 0 add nothing to the last."""
     dtype = x_BD.dtype
-    a_BF, u_BF = _dot("bd,df->bf", x_BD, w.gate_EDF), _dot("bd,df->bf", x_BD, w.up_EDF)
-    dh_BF = _dot("bd,fd->bf", dy_BD, w.down_EFD)  # the gradient of gate · h, before the factor gate
+    a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
+    dh_BF = dot("bd,fd->bf", dy_BD, w.down_EFD)  # the gradient of gate · h, before the factor gate
     sigmoid_BF = jax.nn.sigmoid(a_BF)
     silu_BF = a_BF * sigmoid_BF
     h_BF = silu_BF * u_BF
@@ -293,9 +303,9 @@ def _block_gradients(x_BD, gate_B, w, dy_BD):
     dh_BF, h_BF = dh_BF * gate_B[:, None], h_BF * gate_B[:, None]
     du_BF = (dh_BF * silu_BF).astype(dtype)
     da_BF = (dh_BF * u_BF * sigmoid_BF * (1 + a_BF * (1 - sigmoid_BF))).astype(dtype)
-    dx_BD = _dot("bf,df->bd", da_BF, w.gate_EDF) + _dot("bf,df->bd", du_BF, w.up_EDF)
+    dx_BD = dot("bf,df->bd", da_BF, w.gate_EDF) + dot("bf,df->bd", du_BF, w.up_EDF)
     dw = Experts(
-        _dot("bd,bf->df", x_BD, da_BF), _dot("bd,bf->df", x_BD, du_BF), _dot("bf,bd->fd", h_BF.astype(dtype), dy_BD)
+        dot("bd,bf->df", x_BD, da_BF), dot("bd,bf->df", x_BD, du_BF), dot("bf,bd->fd", h_BF.astype(dtype), dy_BD)
     )
     return dx_BD, dgate_B, dw
 
@@ -309,28 +319,34 @@ def _update(x_S, at, mine_B, new_B):
     return lax.dynamic_update_slice_in_dim(x_S, jnp.where(mine_B, new_B.astype(x_S.dtype), _slice(x_S, at)), at, 0)
 
 
-def _dot(subscripts, a, b):
+def dot(subscripts, a, b):
+    """The float32 product of rows with matrices, one for each of their leading axes."""
+    if is_quantized(b):
+        return dot(subscripts, a, b.values.astype(a.dtype)) * b.scale[..., None, :]
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
-
-
-def _cast(experts, dtype):
-    return jax.tree.map(lambda a: a.astype(dtype), experts)
 
 
 # --- ragged ----------------------------------------------------------------------------------------------------------
 
 
-def _ragged_forward(x_SD, gate_S, experts, count_E):
+def _ragged_forward(x_SD, gate_S, experts, count_E, *, mixed=False):
+    """With `mixed`, the backend multiplies rows with matrices of 8 bits, which would be copied to be converted."""
     # Rows after the last group are undefined and may not be finite, so every product is masked.
-    used_S1 = (jnp.arange(x_SD.shape[0], dtype=jnp.int32) < count_E.sum())[:, None]
+    row_S = jnp.arange(x_SD.shape[0], dtype=jnp.int32)
+    used_S1 = (row_S < count_E.sum())[:, None]
+    expert_S = (row_S[:, None] >= jnp.cumsum(count_E)[None]).sum(1)
 
     def grouped(x_SK, w_EKO):
-        return jnp.where(used_S1, lax.ragged_dot(x_SK, w_EKO, count_E), 0)
+        if not is_quantized(w_EKO):
+            return jnp.where(used_S1, lax.ragged_dot(x_SK, w_EKO, count_E), 0)
+        values = w_EKO.values if mixed else w_EKO.values.astype(x_SK.dtype)
+        y_SO = lax.ragged_dot(x_SK, values, count_E, preferred_element_type=jnp.float32)
+        return jnp.where(used_S1, y_SO * w_EKO.scale.at[expert_S].get(mode="clip"), 0)
 
-    w = _cast(experts, x_SD.dtype)
+    w = cast(experts, x_SD.dtype)
     a_SF, u_SF = (grouped(x_SD, w_EDF).astype(jnp.float32) for w_EDF in (w.gate_EDF, w.up_EDF))
     h_SF = jax.nn.silu(a_SF) * u_SF * gate_S[:, None]
-    return grouped(h_SF.astype(x_SD.dtype), w.down_EFD)
+    return grouped(h_SF.astype(x_SD.dtype), w.down_EFD).astype(x_SD.dtype)
 
 
 def _ragged_backward(x_SD, gate_S, experts, count_E, dy_SD):
@@ -341,6 +357,11 @@ def _ragged_backward(x_SD, gate_S, experts, count_E, dy_SD):
 _BLOCKED = Backend(_blocked_forward, _blocked_backward)
 _RAGGED = Backend(_ragged_forward, _ragged_backward)
 _BY_PLATFORM = Backend(
-    partial(lax.platform_dependent, cpu=_blocked_forward, default=_ragged_forward),
+    partial(
+        lax.platform_dependent,
+        cpu=_blocked_forward,
+        tpu=partial(_ragged_forward, mixed=True),
+        default=_ragged_forward,
+    ),
     partial(lax.platform_dependent, cpu=_blocked_backward, default=_ragged_backward),
 )

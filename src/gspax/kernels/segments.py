@@ -21,6 +21,7 @@ from jax import Array, lax
 
 from gspax.kernels.attention import MASKED
 from gspax.kernels.decode_attention import merge
+from gspax.kernels.quantization import Quantized, Weight, is_quantized, unpack
 
 SEGMENT = 64  # positions
 MOST_SEGMENTS = 8
@@ -29,8 +30,8 @@ MOST_SEGMENTS = 8
 class Segment(NamedTuple):
     """Keys and values of some positions."""
 
-    k_XKHS: Array
-    v_XKSH: Array
+    k_XKHS: Weight  # a `Quantized` has a scale [X, K, S]
+    v_XKSH: Weight
 
 
 def segment_sizes(length: int) -> list[int]:
@@ -39,7 +40,7 @@ def segment_sizes(length: int) -> list[int]:
     return [min(size, length - first) for first in range(0, length, size)]
 
 
-def write(segments: tuple[Segment, ...], k_BKH: Array, v_BKH: Array, position: Array) -> tuple[Segment, ...]:
+def write(segments: tuple[Segment, ...], k_BKH: Weight, v_BKH: Weight, position: Array) -> tuple[Segment, ...]:
     """The segments with each row's new key and value at its position: int32 `[B]`, or `[]` if it is one for all rows.
 
     In the segments that do not have the position, an element is replaced by itself.
@@ -50,20 +51,29 @@ def write(segments: tuple[Segment, ...], k_BKH: Array, v_BKH: Array, position: A
         place, within = jnp.clip(position - first, 0, size - 1), (position >= first) & (position < first + size)
         written.append(
             Segment(
-                _write_one(segment.k_XKHS, k_BKH[..., None], place, within, axis=3),
-                _write_one(segment.v_XKSH, v_BKH[:, :, None], place, within, axis=2),
+                _write_one(segment.k_XKHS, k_BKH, place, within, axis=3),
+                _write_one(segment.v_XKSH, v_BKH, place, within, axis=2),
             )
         )
         first += size
     return tuple(written)
 
 
-def _write_one(cache: Array, new: Array, place: Array, within: Array, axis: int) -> Array:
-    """`new` of size 1 along the axis at the place, if that is within the segment."""
+def _write_one(cache: Weight, new: Weight, place: Array, within: Array, axis: int) -> Weight:
+    """The new key or value at the place along the axis, if that is within the segment."""
+    if is_quantized(cache) and is_quantized(new):
+        return Quantized(
+            _write_array(cache.values, jnp.expand_dims(new.values, axis), place, within, axis),
+            _write_array(cache.scale, new.scale[..., None], place, within, axis=2),
+        )
+    return _write_array(cache, jnp.expand_dims(new, axis), place, within, axis)
+
+
+def _write_array(cache: Array, new: Array, place: Array, within: Array, axis: int) -> Array:
     if place.ndim == 0:
         old = lax.dynamic_slice_in_dim(cache, place, 1, axis)
         return lax.dynamic_update_slice_in_dim(cache, jnp.where(within, new, old), place, axis)
-    return jax.vmap(partial(_write_one, axis=axis - 1))(cache, new, place, within)
+    return jax.vmap(partial(_write_array, axis=axis - 1))(cache, new, place, within)
 
 
 def attend(
@@ -85,17 +95,19 @@ def attend(
 def _attend_to_one(
     q_BNH: Array, segment: Segment, start_B: Array, stop_B: Array, row_B: Array | None
 ) -> tuple[Array, Array]:
-    k_XKHS, v_XKSH = segment
-    (B, N, H), (K, S) = q_BNH.shape, v_XKSH.shape[1:3]
+    (B, N, H), (K, S) = q_BNH.shape, segment.v_XKSH.shape[1:3]
     q_BKRH = q_BNH.reshape(B, K, N // K, H)
-    k_BKHS, v_BKSH = (k_XKHS, v_XKSH) if row_B is None else (k_XKHS[row_B], v_XKSH[row_B])
+    of_rows = segment if row_B is None else jax.tree.map(lambda x_X: x_X[row_B], segment)
+    (k_BKHS, k_BKS), (v_BKSH, v_BKS) = (unpack(x, q_BNH.dtype) for x in of_rows)
     score_BKRS = jnp.einsum("bkrh,bkhs->bkrs", q_BKRH, k_BKHS, preferred_element_type=jnp.float32) * H**-0.5
+    score_BKRS = score_BKRS if k_BKS is None else score_BKRS * k_BKS[:, :, None]
     position_1S = jnp.arange(S)[None]
     live_BS = (position_1S >= start_B[:, None]) & (position_1S < stop_B[:, None])
     score_BKRS = jnp.where(live_BS[:, None, None], score_BKRS, MASKED)
     top_BKR1 = score_BKRS.max(axis=-1, keepdims=True)
     weight_BKRS = jnp.exp(score_BKRS - top_BKR1)
     sum_BKR1 = weight_BKRS.sum(axis=-1, keepdims=True)
+    weight_BKRS = weight_BKRS if v_BKS is None else weight_BKRS * v_BKS[:, :, None]
     context_BKRH = jnp.einsum(
         "bkrs,bksh->bkrh", weight_BKRS.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
     )

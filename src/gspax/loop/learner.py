@@ -36,7 +36,7 @@ def make_learner(experiment: Experiment) -> Learner:
     require_memory(experiment.model, experiment.lora, experiment.optimizer, mesh, reference=bool(experiment.reference))
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
     steps = make_steps(experiment, optimizer, mesh)
-    sampler = make_sampler(experiment.model, sampler_mesh, mesh)
+    sampler = make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype)
     rewards = RewardCalls(experiment.reward, experiment.grading)
     interaction = interact(
         experiment.environment,

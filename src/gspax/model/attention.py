@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from gspax.config import ModelConfig
 from gspax.kernels.attention import RowSharding, row_attention
+from gspax.kernels.quantization import contract
 from gspax.model.layers import RMSNorm, add_bias, init_bias, init_weight, rotate
 from gspax.sharding import spec, token_spec
 from gspax.types import Array
@@ -46,14 +46,13 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BTD: Array, angles: tuple[Array, Array], attend: Attend, cache: Any, layer: Array | int
     ) -> tuple[Array, Any]:
-        dtype = x_BTD.dtype
-        q_BTNH = add_bias(jnp.einsum("btd,dnh->btnh", x_BTD, self.query.astype(dtype)), self.query_bias)
-        k_BTKH = add_bias(jnp.einsum("btd,dkh->btkh", x_BTD, self.key.astype(dtype)), self.key_bias)
-        v_BTKH = add_bias(jnp.einsum("btd,dkh->btkh", x_BTD, self.value.astype(dtype)), self.value_bias)
+        q_BTNH = add_bias(contract("btd,dnh->btnh", x_BTD, self.query.get_value()), self.query_bias)
+        k_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.key.get_value()), self.key_bias)
+        v_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.value.get_value()), self.value_bias)
         q_BTNH = rotate(q_BTNH if self.query_norm is None else self.query_norm(q_BTNH), angles)
         k_BTKH = rotate(k_BTKH if self.key_norm is None else self.key_norm(k_BTKH), angles)
         context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer)
-        return add_bias(jnp.einsum("btnh,nhd->btd", context_BTNH, self.out.astype(dtype)), self.out_bias), cache
+        return add_bias(contract("btnh,nhd->btd", context_BTNH, self.out.get_value()), self.out_bias), cache
 
 
 def attend_within_segments(

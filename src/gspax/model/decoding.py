@@ -21,26 +21,28 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from gspax.config import ModelConfig, is_sparse, layer_windows
+from gspax.config import DrawingDtype, ModelConfig, is_sparse, layer_windows
 from gspax.kernels import segments
 from gspax.kernels.decode_attention import decode_attention, merge, write_positions
+from gspax.kernels.quantization import Weight, contract, is_quantized, look_up, quantise
 from gspax.kernels.segments import Segment
+from gspax.model import transformer
 from gspax.model.attention import Attend, attend_within_segments
 from gspax.model.layers import rms_norm, rotary_angles
 from gspax.model.transformer import LayerInputs, layer_graph
-from gspax.sharding import constrain, constrain_tokens, sample_axis, spec
+from gspax.sharding import batch_shards, constrain, constrain_tokens, sample_axis, spec
 from gspax.types import Array, Params
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values in the compute dtype: the prompts', and those of the slots' completions."""
+    """One layer's keys and values, in the compute dtype or in 8 bits: the prompts', and the slots' completions'."""
 
     prompt: tuple[Segment, ...]  # of one array each; X = P
     completion: tuple[Segment, ...]  # X = W
 
 
 Cache = tuple[LayerCache, ...]  # by layer
-PromptCache = tuple[tuple[Array, Array], ...]  # by layer, keys and values [P, K, S, H]
+PromptCache = tuple[Segment, ...]  # by layer; X = P
 
 
 class Slots(NamedTuple):
@@ -54,14 +56,73 @@ class Slots(NamedTuple):
 
 
 def prefill(
-    params: Params, config: ModelConfig, tokens_PS: Array, length_P: Array, *, mesh: jax.sharding.Mesh | None = None
+    params: Params,
+    config: ModelConfig,
+    tokens_PS: Array,
+    length_P: Array,
+    *,
+    chunk: int = 0,
+    kv_cache_dtype: DrawingDtype = "auto",
+    mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Array, PromptCache, Array]:
     """Run right-padded prompts once.
+
+    Args:
+      params: a serving copy.
+      config: of the model.
+      tokens_PS: int32.
+      length_P: int32, tokens of each prompt.
+      chunk: so many prompts of each device are run at a time, so that activations are those of a chunk; 0: all.
+      kv_cache_dtype: "auto", the compute dtype, or "int8" with a scale for each token and head. The prompts attend to
+        keys and values that are not rounded.
+      mesh: the device mesh, if any.
 
     Returns:
       The final hidden state of each prompt's last token `[P, D]`, the keys and values, and the chosen experts int32
       `[P, S, L, A]` (`num_experts` on padding).
     """
+    run = partial(_prefill, params, config, kv_cache_dtype=kv_cache_dtype, mesh=mesh)
+    Q = 1 if mesh is None else batch_shards(mesh)
+    own = tokens_PS.shape[0] // Q
+    if not 0 < chunk < own:
+        return run(tokens_PS, length_P)
+    count = -(-own // chunk)
+    size = -(-own // count)
+
+    def hold(results: Any) -> Any:
+        """Rows by device, each device with its own."""
+        hidden, cache, expert = results
+        cache = jax.tree.map(lambda x: constrain(x, mesh, "batch", "layer", "heads"), cache)
+        return constrain(hidden, mesh, "batch"), cache, constrain(expert, mesh, "batch")
+
+    def add(number: Array, results: Any) -> Any:
+        first = jnp.minimum(number * size, own - size)  # the last chunk overlaps the one before
+
+        def take(x_P: Array) -> Array:
+            x_QO = constrain(x_P.reshape(Q, own, *x_P.shape[1:]), mesh, "batch")
+            return jax.lax.dynamic_slice_in_dim(x_QO, first, size, axis=1).reshape(Q * size, *x_P.shape[1:])
+
+        def put(all_QO: Array, x: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(all_QO, x.reshape(Q, size, *x.shape[1:]), first, axis=1)
+
+        return hold(jax.tree.map(put, results, run(take(tokens_PS), take(length_P))))
+
+    shapes = jax.eval_shape(run, tokens_PS[: Q * size], length_P[: Q * size])
+    empty = jax.tree.map(lambda x: jnp.zeros((Q, own, *x.shape[1:]), x.dtype), shapes)
+    results = jax.lax.fori_loop(0, count, add, hold(empty))
+    return jax.tree.map(lambda x_QO: x_QO.reshape(Q * own, *x_QO.shape[2:]), results)
+
+
+def _prefill(
+    params: Params,
+    config: ModelConfig,
+    tokens_PS: Array,
+    length_P: Array,
+    *,
+    kv_cache_dtype: DrawingDtype,
+    mesh: jax.sharding.Mesh | None,
+) -> tuple[Array, PromptCache, Array]:
+    """`prefill` of all these prompts at once."""
     P, S = tokens_PS.shape
     index_PS = jnp.broadcast_to(jnp.arange(S)[None], (P, S))
     segment_PS = (index_PS < length_P[:, None]).astype(jnp.int32)
@@ -69,32 +130,48 @@ def prefill(
 
     def attend(q, k_PSKH, v_PSKH, cache, layer):
         context, _ = within(q, k_PSKH, v_PSKH, None, layer)
-        return context, tuple(constrain(x.swapaxes(1, 2), mesh, "batch", "heads") for x in (k_PSKH, v_PSKH))
+        k_PKSH, v_PKSH = (constrain(x.swapaxes(1, 2), mesh, "batch", "heads") for x in (k_PSKH, v_PSKH))
+        return context, _to_segment(k_PKSH, v_PKSH, kv_cache_dtype, mesh)
 
     shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, mesh)
     hidden_PSD, cache, expert_PSLA = run_layers(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
     return jnp.take_along_axis(hidden_PSD, length_P[:, None, None] - 1, axis=1)[:, 0], cache, expert_PSLA
 
 
+def _to_segment(k_XKSH: Array, v_XKSH: Array, kv_cache_dtype: DrawingDtype, mesh: jax.sharding.Mesh | None) -> Segment:
+    """Keys and values as they are cached: in this dtype, and keys transposed except on TPU."""
+    segment = Segment(k_XKSH, v_XKSH)
+    if kv_cache_dtype == "int8":
+        segment = _quantise(segment)
+    if on_tpu(mesh):
+        return segment
+    return segment._replace(k_XKHS=jax.tree.map(lambda x: x.swapaxes(2, 3) if x.ndim == 4 else x, segment.k_XKHS))
+
+
+def _quantise(new: Segment) -> Segment:
+    """New keys and values with one scale for each token and head."""
+    return Segment(*(quantise(x, axes=(-1,)) for x in new))
+
+
 def new_cache(
-    prompts: PromptCache, config: ModelConfig, slots: int, max_tokens: int, *, mesh: jax.sharding.Mesh | None = None
+    prompts: PromptCache,
+    config: ModelConfig,
+    slots: int,
+    max_tokens: int,
+    *,
+    kv_cache_dtype: DrawingDtype = "auto",
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
-    """The cache of these prompts and of `max_tokens` positions for each of so many slots."""
+    """The cache of these prompts, and of `max_tokens` positions for each of so many slots."""
     K, H, rows = config.num_key_value_heads, config.head_dim, sample_axis(mesh, slots)
 
     def empty(size: int) -> Segment:
-        k_WKSH = v_WKSH = jnp.zeros((slots, K, size, H), config.dtype)
-        k = k_WKSH if on_tpu(mesh) else k_WKSH.swapaxes(2, 3)
-        return Segment(constrain(k, mesh, rows, "heads"), constrain(v_WKSH, mesh, rows, "heads"))
+        zeros_WKSH = jnp.zeros((slots, K, size, H), config.dtype)
+        segment = _to_segment(zeros_WKSH, zeros_WKSH, kv_cache_dtype, mesh)
+        return jax.tree.map(lambda x: constrain(x, mesh, rows, "heads"), segment)
 
     sizes = [max_tokens] if on_tpu(mesh) else segments.segment_sizes(max_tokens)
-    return tuple(
-        LayerCache(
-            prompt=(Segment(k_PKSH if on_tpu(mesh) else k_PKSH.swapaxes(2, 3), v_PKSH),),
-            completion=tuple(map(empty, sizes)),
-        )
-        for k_PKSH, v_PKSH in prompts
-    )
+    return tuple(LayerCache(prompt=(prompt,), completion=tuple(map(empty, sizes))) for prompt in prompts)
 
 
 def on_tpu(mesh: jax.sharding.Mesh | None) -> bool:
@@ -126,12 +203,27 @@ def decode(
 
 def cache_access(kernel: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The functions that read and write a cache: those of the TPU kernel's layout, or those of segments."""
-    return (_read_blocks, _write_in_one) if kernel else (segments.attend, segments.write)
+    read, write = (_read_blocks, _write_in_one) if kernel else (segments.attend, segments.write)
+
+    def write_rounded(cache: tuple[Segment, ...], k_WKH: Array, v_WKH: Array, step: Array) -> tuple[Segment, ...]:
+        new = Segment(k_WKH, v_WKH)
+        return write(cache, *(_quantise(new) if is_quantized(cache[0].v_XKSH) else new), step)
+
+    return read, write_rounded
+
+
+def logits(params: Params, hidden_BD: Array) -> Array:
+    """Float32 logits `[B, V]` of final hidden states."""
+    weight = params.get("head", params["embedding"])
+    if not is_quantized(weight):
+        return transformer.logits(params, hidden_BD)
+    with jax.named_scope("head"):
+        return contract("bd,dv->bv" if "head" in params else "bd,vd->bv", hidden_BD, weight, jnp.float32)
 
 
 def run_layers(params: Params, config: ModelConfig, tokens_BT: Array, shared: LayerInputs, cache: tuple[Any, ...]):
     """Final hidden states `[B, T, D]`, the layers' new caches, and the experts `[B, T, L, A]`."""
-    x_BTD = constrain_tokens(params["embedding"][tokens_BT].astype(config.dtype), shared.mesh)
+    x_BTD = constrain_tokens(look_up(params["embedding"], tokens_BT, config.dtype), shared.mesh)
     experts, updated = [jnp.zeros((*tokens_BT.shape, 0, config.num_experts_per_tok), jnp.int32)], []
     for number, (layer, before) in enumerate(zip(params["layers"], cache, strict=True)):
         module = nnx.merge(layer_graph(config, is_sparse(config, number)), layer)
@@ -218,13 +310,12 @@ def _read_blocks(q_WNH: Array, cache: tuple[Segment, ...], *bounds: Array) -> tu
     return decode_attention(q_WNH, k_XKTH, v_XKTH, *bounds)
 
 
-def _write_in_one(cache: tuple[Segment, ...], k_WKH: Array, v_WKH: Array, step: Array) -> tuple[Segment, ...]:
+def _write_in_one(cache: tuple[Segment, ...], k_WKH: Weight, v_WKH: Weight, step: Array) -> tuple[Segment, ...]:
     """The cache of one array with each slot's new key and value at its step."""
 
-    def write(cache_WKTH: Array, new_WKH: Array) -> Array:
+    def write(cache_WKTH: Array, new_WKH: Array) -> Array:  # or of scales, without the axis H
         if step.ndim == 0:
             return jax.lax.dynamic_update_slice_in_dim(cache_WKTH, new_WKH[:, :, None], step, axis=2)
         return write_positions(cache_WKTH, new_WKH, step)
 
-    ((k_WKTH, v_WKTH),) = cache
-    return (Segment(write(k_WKTH, k_WKH), write(v_WKTH, v_WKH)),)
+    return (jax.tree.map(write, cache[0], Segment(k_WKH, v_WKH)),)

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from gspax.config import ModelConfig, Yarn
+from gspax.kernels.quantization import contract
 from gspax.types import Array
 
 
@@ -68,12 +69,11 @@ class DenseMlp(nnx.Module):
         self.down = init_weight(rngs, scale, mlp=F, embed=D)
 
     def __call__(self, x_BTD: Array, mesh: jax.sharding.Mesh | None) -> Array:
-        dtype = x_BTD.dtype
         # Matrices: on CPU the gradient of three-dimensional products takes twice as long. Positions that are sharded
         # cannot be merged with the rows without gathering them.
         x = x_BTD if mesh is not None and mesh.shape["context"] > 1 else x_BTD.reshape(-1, x_BTD.shape[-1])
-        hidden = _gated(x @ self.gate.astype(dtype), x @ self.up.astype(dtype))
-        return (hidden @ self.down.astype(dtype)).reshape(x_BTD.shape)
+        gate, up = (contract("...d,df->...f", x, weight.get_value()) for weight in (self.gate, self.up))
+        return contract("...f,fd->...d", _gated(gate, up), self.down.get_value()).reshape(x_BTD.shape)
 
 
 @partial(jax.checkpoint, prevent_cse=False)

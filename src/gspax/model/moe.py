@@ -15,11 +15,14 @@ from flax import nnx
 
 from gspax.config import ModelConfig
 from gspax.kernels.expert_decoding import expert_decoding
-from gspax.kernels.expert_ffn import expert_ffn
+from gspax.kernels.expert_ffn import Experts, expert_ffn
 from gspax.kernels.expert_parallel import expert_parallel, has_ragged_all_to_all, ring
+from gspax.kernels.quantization import Quantized, cast, is_quantized
 from gspax.model.layers import DenseMlp, init_weight
 from gspax.sharding import mesh_axes, spec, token_spec
 from gspax.types import Array
+
+EXPERT_AXES = ("expert", "expert_embed", "mlp")  # logical axes of the matrices gate and up
 
 
 class Routing(NamedTuple):
@@ -59,8 +62,8 @@ class SparseMlp(nnx.Module):
         with jax.named_scope("router"):
             gate_BTA, routing = self.route(x_BTD, valid_BT, forced_BTA)
         with jax.named_scope("experts"):
-            weights = (w.astype(x_BTD.dtype) for w in (self.gate, self.up, self.down))
-            y_BTD, fell_back = _run_experts(mesh, x_BTD, routing.expert, gate_BTA, *weights)
+            experts = Experts(*(cast(w.get_value(), x_BTD.dtype) for w in (self.gate, self.up, self.down)))
+            y_BTD, fell_back = _run_experts(mesh, x_BTD, routing.expert, gate_BTA, experts)
             routing = routing._replace(fell_back=fell_back)
         if self.shared is None or self.shared_gate is None:
             return y_BTD, routing
@@ -90,38 +93,51 @@ def exchanges_rows(mesh: jax.sharding.Mesh | None) -> bool:
     return mesh is not None and mesh.shape[mesh_axes("expert")[0]] > 1
 
 
-def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, *weights):
+def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, experts):
     """Each device's tokens through their experts, whose matrices are gathered over `fsdp` for this layer only.
 
     The result, and whether the exchange of rows fell back to the ring.
     """
     if mesh is None or mesh.size == 1:
-        return _run_rows(expert_ffn, x_BTD, expert_BTA, gate_BTA, *weights)
-    (experts,) = mesh_axes("expert")
+        return _run_rows(expert_ffn, x_BTD, expert_BTA, gate_BTA, experts)
+    (axis,) = mesh_axes("expert")
     ffn: Callable[..., Any] = expert_ffn
     if exchanges_rows(mesh):
         slice_devices = mesh.size // mesh.shape["slice"]
         direct = has_ragged_all_to_all(mesh.devices.flat[0].device_kind, slice_devices)
         if x_BTD.shape[1] == 1:  # a decoding step
-            ffn = partial(expert_decoding, axis=experts, ragged=direct)
+            ffn = partial(expert_decoding, axis=axis, ragged=direct)
         else:
-            ffn = partial(expert_parallel if direct else ring, axis=experts)
+            ffn = partial(expert_parallel if direct else ring, axis=axis)
+    axes = Experts(EXPERT_AXES, EXPERT_AXES, (EXPERT_AXES[0], EXPERT_AXES[2], EXPERT_AXES[1]))
+    axes = jax.tree.map(_leaf_axes, experts, axes, is_leaf=is_quantized)
 
-    def on_device(x_BTD, expert_BTA, gate_BTA, gate_EDF, up_EDF, down_EFD):
-        gather = partial(jax.lax.all_gather, axis_name=mesh_axes("expert_embed"), tiled=True)
-        weights = gather(gate_EDF, axis=1), gather(up_EDF, axis=1), gather(down_EFD, axis=2)
-        y_BTD, fell_back = _run_rows(ffn, x_BTD, expert_BTA, gate_BTA, *weights)
+    def on_device(x_BTD, expert_BTA, gate_BTA, experts):
+        whole = jax.tree.map(_gather_embed, experts, axes)
+        y_BTD, fell_back = _run_rows(ffn, x_BTD, expert_BTA, gate_BTA, whole)
         return jax.lax.psum(y_BTD, mesh_axes("mlp")), fell_back
 
-    rows, into = token_spec(mesh, *x_BTD.shape[:2]), spec("expert", "expert_embed", "mlp")
-    in_specs = (rows, rows, rows, into, into, spec("expert", "mlp", "expert_embed"))
-    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=(rows, spec()))
-    return mapped(x_BTD, expert_BTA, gate_BTA, *weights)
+    rows = token_spec(mesh, *x_BTD.shape[:2])
+    specs = jax.tree.map(lambda _, axes: spec(*axes), experts, axes)
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(rows, rows, rows, specs), out_specs=(rows, spec()))
+    return mapped(x_BTD, expert_BTA, gate_BTA, experts)
 
 
-def _run_rows(ffn, x_BTD, expert_BTA, gate_BTA, *weights):
+def _leaf_axes(weight, axes):
+    """The logical axes of the arrays of a weight [E, I, O]: a scale has no axis I."""
+    return Quantized(axes, (axes[0], axes[2])) if is_quantized(weight) else axes
+
+
+def _gather_embed(x, axes):
+    """The whole model dimension of an array with these logical axes, if it has one."""
+    if "expert_embed" not in axes:
+        return x
+    return jax.lax.all_gather(x, mesh_axes("expert_embed"), axis=axes.index("expert_embed"), tiled=True)
+
+
+def _run_rows(ffn, x_BTD, expert_BTA, gate_BTA, experts):
     """`ffn` of the tokens as rows [N, ...], N = B·T, and whether it fell back to the ring."""
     flat = partial(jnp.reshape, shape=(-1, expert_BTA.shape[-1]))
-    result = ffn(x_BTD.reshape(-1, x_BTD.shape[-1]), flat(expert_BTA), flat(gate_BTA), *weights)
+    result = ffn(x_BTD.reshape(-1, x_BTD.shape[-1]), flat(expert_BTA), flat(gate_BTA), *experts)
     y_ND, fell_back = result if isinstance(result, tuple) else (result, jnp.int32(0))
     return y_ND.reshape(x_BTD.shape), fell_back

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import layer_windows
-from gspax.model import decoding, transformer
+from gspax.model import decoding
 from gspax.model.decoding import Cache, Slots
 from gspax.model.extension import NewTokens, extend
 from gspax.rollout.drawing import draw_at, is_stop
-from gspax.rollout.engine import Settings
+from gspax.rollout.engine import Settings, prefill
 from gspax.sharding import batch_shards, constrain, named_sharding, sample_axis
 from gspax.types import Array, Params, Rollout
 
@@ -62,8 +62,8 @@ def start(params: Params, tokens_PS: Array, length_P: Array, id_P: Array, key: A
     P, G, C = tokens_PS.shape[0], sampling.group, sampling.max_tokens
     B = P * G
     with jax.named_scope("prefill"):
-        last_PD, prompts, _ = decoding.prefill(params, config, tokens_PS, length_P, mesh=mesh)
-    logits_BV = jnp.repeat(transformer.logits(params, last_PD), G, axis=0)
+        last_PD, prompts, _ = prefill(params, tokens_PS, length_P, settings)
+    logits_BV = jnp.repeat(decoding.logits(params, last_PD), G, axis=0)
     number_B = jnp.tile(jnp.arange(G, dtype=jnp.uint32), P)  # of a prompt's conversations
     rows = Rows(
         tokens_BC=jnp.zeros((B, C), jnp.int32),
@@ -77,7 +77,8 @@ def start(params: Params, tokens_PS: Array, length_P: Array, id_P: Array, key: A
     )
     rows = _draw(rows, logits_BV, rows.drawing_B, key, settings)
     rows = jax.tree.map(lambda leaf: constrain(leaf, mesh, sample_axis(mesh, B)), rows)
-    return State(rows=rows, cache=decoding.new_cache(prompts, config, B, C, mesh=mesh))
+    dtype = sampling.kv_cache_dtype
+    return State(rows=rows, cache=decoding.new_cache(prompts, config, B, C, kv_cache_dtype=dtype, mesh=mesh))
 
 
 @partial(jax.jit, static_argnames="settings", donate_argnames="state")
@@ -94,7 +95,7 @@ def advance(params: Params, state: State, key: Array, *, settings: Settings) -> 
         slots = Slots(rows.prompt_length_B, _prompt_of_slot(settings, rows), last_B1[:, 0], rows.drawing_B)
         with jax.named_scope("decode"):
             hidden_BD, cache, _ = decoding.decode(params, config, token_B, state.cache, slots, mesh=mesh)
-        rows = _draw(rows, transformer.logits(params, hidden_BD), rows.drawing_B, key, settings)
+        rows = _draw(rows, decoding.logits(params, hidden_BD), rows.drawing_B, key, settings)
         return step + 1, State(rows=rows, cache=cache)
 
     def going(carry: tuple[Array, State]) -> Array:
@@ -129,7 +130,7 @@ def resume(params: Params, state: State, reply_BX: Array, count_B: Array, key: A
         length_B=rows.length_B + count_B,
         drawing_B=rows.drawing_B | resumed_B,
     )
-    rows = _draw(rows, transformer.logits(params, hidden_BD), resumed_B, key, settings)
+    rows = _draw(rows, decoding.logits(params, hidden_BD), resumed_B, key, settings)
     return State(rows=rows, cache=cache)
 
 

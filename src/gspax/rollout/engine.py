@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gspax.config import ModelConfig, Sampling, expert_id_dtype
-from gspax.experiment.memory import count_slots
-from gspax.model import decoding, transformer
+from gspax.experiment.memory import count_slots, prefill_chunk
+from gspax.model import decoding
 from gspax.model.decoding import Cache
 from gspax.rollout.drawing import draw_at, is_stop
 from gspax.rollout.slots import Drawn, Rows, describe_slots, empty_queue, fill, settle
@@ -118,6 +118,16 @@ def admit(
     return replace(state, rows=_on_devices(fill, settings, state.rows)(state.rows, fresh_B))
 
 
+def prefill(
+    params: Params, tokens_PS: Array, length_P: Array, settings: Settings
+) -> tuple[Array, decoding.PromptCache, Array]:
+    """`decoding.prefill` in the chunks and with the cache of the settings."""
+    config, sampling, mesh = settings.config, replace(settings.sampling, prompts=len(length_P)), settings.mesh
+    chunk = prefill_chunk(config, sampling, _axis_sizes(mesh))
+    dtype = sampling.kv_cache_dtype
+    return decoding.prefill(params, config, tokens_PS, length_P, chunk=chunk, kv_cache_dtype=dtype, mesh=mesh)
+
+
 def _choose(fresh_X: Array, new: Any, old: Any) -> Any:
     """The fresh rows of the arrays of a tree, and the others of an older one."""
     return jax.tree.map(lambda x, y: jnp.where(fresh_X.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)
@@ -140,12 +150,12 @@ def _draw_first(
     W = _count_slots(config, sampling, P, mesh)
     queued = W < B or settings.admits
     with jax.named_scope("prefill"):
-        last_PD, prompts, expert_PSLA = decoding.prefill(params, config, tokens_PS, length_P, mesh=mesh)
+        last_PD, prompts, expert_PSLA = prefill(params, tokens_PS, length_P, settings)
     number_B = jnp.tile(jnp.arange(G, dtype=jnp.uint32), P)  # of a prompt's samples
     id_B = jnp.repeat(id_P, G) + number_B
     greedy_B = number_B >= G - settings.greedy if settings.greedy else None
     prompt_length_B = jnp.repeat(length_P, G)
-    logits_BV = jnp.repeat(transformer.logits(params, last_PD), G, axis=0)
+    logits_BV = jnp.repeat(decoding.logits(params, last_PD), G, axis=0)
     token_B, logp_B = draw_at(logits_BV, key, id_B, prompt_length_B, sampling, greedy_B)
     stops_B = is_stop(token_B, stop_ids)
     kept_PSLA = expert_PSLA.astype(expert_id_dtype(config)) if settings.keep_experts else None
@@ -172,7 +182,7 @@ def _draw_first(
         live_W=jnp.zeros(W, bool) if queued else ~stops_B & (C > 1),
     )
     rows = jax.tree.map(lambda leaf: constrain(leaf, mesh, _row_axis(mesh, B, W)), rows)
-    cache = decoding.new_cache(prompts, config, W, C, mesh=mesh)
+    cache = decoding.new_cache(prompts, config, W, C, kv_cache_dtype=sampling.kv_cache_dtype, mesh=mesh)
     return State(rows=rows, step=jnp.int32(0), cache=cache, prompt_expert_PSLA=kept_PSLA)
 
 
@@ -251,7 +261,7 @@ def _decode_while(
             slots = slots._replace(step=state.step, **({"prompt_W": None} if whole else {}))
         with jax.named_scope("decode"):
             hidden_WD, cache, expert_WLA = decoding.decode(params, config, rows.token_W, state.cache, slots, mesh=mesh)
-        logits_WV = transformer.logits(params, hidden_WD)
+        logits_WV = decoding.logits(params, hidden_WD)
         position_W = slots.prompt_length_W + rows.drawn_W
         token_W, logp_W = draw_at(logits_WV, key, id_W, position_W, sampling, greedy_W)
         drawn = Drawn(token_W, logp_W, expert_WLA if settings.keep_experts else None)
@@ -263,8 +273,12 @@ def _decode_while(
 
 def _count_slots(config: ModelConfig, sampling: Sampling, prompts: int, mesh: jax.sharding.Mesh | None) -> int:
     """W, for so many prompts; at least one on each device."""
-    sizes = dict.fromkeys(AXES, 1) if mesh is None else dict(mesh.shape)
+    sizes = _axis_sizes(mesh)
     return max(count_slots(config, replace(sampling, prompts=prompts), sizes), batch_shards(sizes))
+
+
+def _axis_sizes(mesh: jax.sharding.Mesh | None) -> dict[str, int]:
+    return dict.fromkeys(AXES, 1) if mesh is None else dict(mesh.shape)
 
 
 def _row_axis(mesh: jax.sharding.Mesh | None, B: int, W: int) -> str:

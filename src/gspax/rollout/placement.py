@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from gspax.config import Experiment, ModelConfig
+from gspax.config import DrawingDtype, Experiment, ModelConfig
 from gspax.distributed import multihost
 from gspax.distributed.transfer import size_mismatch, transfer, transfer_key
 from gspax.errors import UserError
@@ -74,15 +74,20 @@ def device_memory(mesh: jax.sharding.Mesh) -> int | None:
     return min(limits) if limits else None
 
 
-def make_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh) -> Sampler:
+def make_sampler(
+    config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto"
+) -> Sampler:
     """The sampler on a mesh of the learner's devices, or of devices of its own."""
     colocated = set(mesh.devices.flat) == set(learner.devices.flat)
-    return (make_colocated_sampler if colocated else make_disaggregated_sampler)(config, mesh, learner)
+    make = make_colocated_sampler if colocated else make_disaggregated_sampler
+    return make(config, mesh, learner, weights_dtype)
 
 
-def make_colocated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh) -> Sampler:
+def make_colocated_sampler(
+    config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto"
+) -> Sampler:
     """The sampler on the learner's devices, on a mesh of its own."""
-    push = partial(make_serving_copy, config=config, mesh=mesh)
+    push = partial(make_serving_copy, config=config, mesh=mesh, weights_dtype=weights_dtype)
     fetch = partial(_move_arrays, move=_resharder(named_sharding(learner, "batch")))
     return Sampler(mesh, push, partial(_replicate_key, mesh=mesh), fetch)
 
@@ -98,12 +103,14 @@ def _resharder(sharding: jax.sharding.NamedSharding) -> Callable[[Any], Any]:
     return jax.jit(lambda tree: tree, out_shardings=sharding)
 
 
-def make_disaggregated_sampler(config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh) -> Sampler:
+def make_disaggregated_sampler(
+    config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto"
+) -> Sampler:
     """The sampler on a mesh of its own. UserError if parameters cannot be moved there between processes."""
     if jax.process_count() > 1 and (problem := size_mismatch(jax.device_count() - mesh.size, mesh.size)):
         raise UserError(f"placement.devices: {problem}")
-    shardings = serving_shardings(config, mesh)
-    copy = jax.jit(partial(convert, config=config))
+    shardings = serving_shardings(config, mesh, weights_dtype)
+    copy = jax.jit(partial(convert, config=config, weights_dtype=weights_dtype))
     return Sampler(
         mesh,
         push=lambda params: transfer(copy(params), shardings),

@@ -1,0 +1,77 @@
+"""Numbers in 8 bits, for drawing: symmetric integers with one float32 scale for the numbers that a product sums.
+
+A weight has a scale for each output channel (the vector-wise weights of LLM.int8, arXiv 2208.07339, section 3.1), a
+cached key or value one for each token and head. Because the numbers of one sum share their scale, a product is computed
+with the integers, in the compute dtype, and scaled afterwards. XLA:TPU converts integers inside the product, so only
+they are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+LARGEST = 127
+
+
+class Quantized(NamedTuple):
+    """An array that is about `values` times `scale`, in place of the array."""
+
+    values: Any  # Array int8; or, in a tree of shardings or names of axes, what belongs to it
+    scale: Any  # Array float32, without the axes whose numbers share one; likewise
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+Weight: TypeAlias = Any  # an Array or a Quantized
+
+
+def quantise(x: Array, axes: tuple[int, ...]) -> Quantized:
+    """x in 8 bits, with one scale for all numbers along `axes`; they are off by at most half of it."""
+    x = x.astype(jnp.float32)
+    largest = jnp.abs(x).max(axis=axes, keepdims=True)
+    scale = jnp.where(largest > 0, largest / LARGEST, 1.0)
+    return Quantized(jnp.round(x / scale).astype(jnp.int8), jnp.squeeze(scale, axes))
+
+
+def contract(subscripts: str, x: Array, weight: Any, dtype: Any = None) -> Array:
+    """einsum(subscripts, x, weight), computed in x's dtype and accumulated in float32 if the weight has 8 bits.
+
+    Args:
+      subscripts: of x, the weight and the result, whose last axes are the weight's axes that are not summed over.
+      x: float32 or bfloat16.
+      weight: an array of any float dtype or a `Quantized`.
+      dtype: of the result; default: x's.
+    """
+    if not isinstance(weight, Quantized):
+        return jnp.einsum(subscripts, x, weight.astype(x.dtype), preferred_element_type=dtype)
+    y = jnp.einsum(subscripts, x, weight.values.astype(x.dtype), preferred_element_type=jnp.float32)
+    scale = weight.scale.reshape((1,) * (y.ndim - weight.scale.ndim) + weight.scale.shape)
+    return (y * scale).astype(dtype or x.dtype)
+
+
+def unpack(x: Weight, dtype: Any) -> tuple[Array, Array | None]:
+    """The numbers to multiply: x itself, or its values in a dtype; and their scale, or None."""
+    return (x.values.astype(dtype), x.scale) if isinstance(x, Quantized) else (x, None)
+
+
+def look_up(table: Weight, index: Array, dtype: Any) -> Array:
+    """Rows of a table of vectors, in a dtype."""
+    if not isinstance(table, Quantized):
+        return table[index].astype(dtype)
+    return (table.values[index].astype(jnp.float32) * table.scale[index][..., None]).astype(dtype)
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """The tree with its arrays in this dtype; what has 8 bits stays."""
+    return jax.tree.map(lambda leaf: leaf if is_quantized(leaf) else leaf.astype(dtype), tree, is_leaf=is_quantized)
+
+
+def is_quantized(leaf: Any) -> bool:
+    """Whether a node of the tree is a `Quantized`."""
+    return isinstance(leaf, Quantized)
