@@ -11,16 +11,18 @@ import stub_experiment
 from tiny import CONFIGS
 
 from gspax import config, sharding
+from gspax.aot.programs import device_bytes
 from gspax.config import is_sparse
 from gspax.experiment import load, override
 from gspax.experiment.counts import active_parameter_count, parameter_count, trained_count
-from gspax.experiment.memory import LOGIT_BUDGET, logit_chunk, sampler_bytes, serving_bytes
+from gspax.experiment.memory import LOGIT_BUDGET, logit_chunk, prefill_chunk, sampler_bytes, serving_bytes
 from gspax.experiment.plan import plan, render
 from gspax.experiment.serving_layout import USABLE, choose_serving_layout
 from gspax.experiment.validation import validate
 from gspax.learner import adapters
 from gspax.model import decoding, presets, transformer
-from gspax.rollout.serving import convert
+from gspax.rollout.serving import abstract_serving_copy, convert
+from gspax.sharding import make_mesh
 
 EXPERIMENT = load(Path(stub_experiment.__file__))
 PRESETS = {name: getattr(presets, name) for name in ("tiny_moe", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_235b_a22b")}
@@ -240,6 +242,40 @@ def test_a_disaggregated_sampler_holds_pushed_parameters_and_no_moments():
     assert found.sampler["cache of the completions"] == two.sampler["cache of the completions"] > 0
     text = render(found)
     assert "fsdp=4: 4 devices of the learner (" in text and "expert=2: 2 devices of its own" in text
+
+
+def test_8_bits_take_less_memory():
+    half = replace(EXPERIMENT, model=replace(EXPERIMENT.model, dtype="bfloat16"))
+    eight = replace(half, sampling=replace(half.sampling, kv_cache_dtype="int8", weights_dtype="int8"))
+    before, found = plan(half).sampler, plan(eight).sampler
+    H = half.model.head_dim
+    for part in ("cache of the completions", "cache of the prompts, once per prompt"):
+        assert found[part] * 2 * H == before[part] * (H + 4)
+    table = 0 if half.model.tie_word_embeddings else half.model.vocab_size * half.model.hidden_size
+    assert found["serving copy, int8"] == (before["serving copy, bfloat16"] - 2 * table) // 2 + 2 * table
+    gib = (before["cache of the prompts, once per prompt"] + before["cache of the completions"] / 2) / 2**30
+    limited = [replace(each, sampling=replace(each.sampling, cache_gib=gib)) for each in (half, eight)]
+    rows = half.sampling.prompts * half.sampling.group
+    assert plan(limited[0]).slots == rows // 2 and plan(limited[1]).slots > 0.7 * rows
+
+
+def test_a_copy_in_8_bits_is_as_large_as_planned():
+    model = replace(EXPERIMENT.model, hidden_size=512, moe_intermediate_size=512, tie_word_embeddings=False)
+    mesh = make_mesh(config.Mesh(), jax.devices()[:1])
+    copy = abstract_serving_copy(model, mesh, "int8")
+    planned = serving_bytes(model, replace(EXPERIMENT.sampling, weights_dtype="int8"), dict(mesh.shape))
+    assert device_bytes(copy) == pytest.approx(planned, rel=0.03), "scales and float32 norms and routers"
+
+
+def test_the_prompts_that_are_prefilled_at_once():
+    sampling = replace(EXPERIMENT.sampling, prompts=12, prefill_prompts=5)
+    assert "Prefill     5 of 12 prompts of a device at a time" in render(plan(replace(EXPERIMENT, sampling=sampling)))
+    every = replace(sampling, prefill_prompts=0)
+    assert "Prefill" not in render(plan(replace(EXPERIMENT, sampling=every)))
+    ones = dict.fromkeys(sharding.AXES, 1)
+    long = replace(every, max_prompt_tokens=2**16)
+    few, many = (prefill_chunk(EXPERIMENT.model, replace(long, max_tokens=n), ones) for n in (1, 2**16))
+    assert few < many <= 12, "what the completions' cache will take is free"
 
 
 def test_the_layout_of_the_sampler_is_explained():
