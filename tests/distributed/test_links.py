@@ -142,10 +142,10 @@ def test_a_message_of_another_schema_ends_the_run_with_a_sentence(connect, ended
 
 
 CHILD = """
-import sys, time
+import ctypes, sys, time
 from gspax.distributed import joining, links, multihost
 links.LEAVE_TIMEOUT = 1.0
-address, count, index, fails = sys.argv[1], *map(int, sys.argv[2:])
+address, count, index, fails, locked = sys.argv[1], *map(int, sys.argv[2:])
 joining.join(joining.ProcessInfo(address, count, index), {}, 60, b"secret")
 print("joined", flush=True)
 while True:
@@ -153,18 +153,19 @@ while True:
     if index == fails:
         joining.leave(2)
     print("sum", end=" ")  # never flushed, and not lost
+    ctypes.PyDLL(None).usleep(locked)  # microseconds; this holds the interpreter's lock
     time.sleep(0.01)
 """
 
 
-def run_until_one_is_gone(count, killed=None, fails=-1):
+def run_until_one_is_gone(count, killed=None, fails=-1, locked=0):
     """Exit codes, output and stderr of processes that exchange values until one is killed or fails, and the seconds."""
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", CHILD, address, str(count), str(index), str(fails)],
+            [sys.executable, "-c", CHILD, address, *map(str, (count, index, fails, locked))],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -187,10 +188,10 @@ def run_until_one_is_gone(count, killed=None, fails=-1):
             each.communicate()
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_process_ends_the_others_at_once_with_one_sentence(killed):
-    """Process 0 too, although jax's clients abort when they lose its coordination service."""
-    codes, output, seconds = run_until_one_is_gone(3, killed)
+@pytest.mark.parametrize(("killed", "locked"), [(0, 1_500_000), (1, 0)])
+def test_a_killed_process_ends_the_others_at_once_with_one_sentence(killed, locked):
+    """Process 0 too, although jax's clients abort when they lose its coordination service, and Python may not run."""
+    codes, output, seconds = run_until_one_is_gone(3, killed, locked=locked)
     assert codes == [-signal.SIGKILL if index == killed else 1 for index in range(3)], output
     assert seconds < 15
     for index in {0, 1, 2} - {killed}:
