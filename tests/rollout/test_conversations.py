@@ -127,24 +127,24 @@ MODEL = replace(tiny.CONFIGS["dense"], vocab_size=23, initializer_range=0.02)
 
 
 @functools.cache
-def serving():
-    return make_serving_copy(tiny.params(MODEL), MODEL)
+def serving(model):
+    return make_serving_copy(tiny.params(model), model)
 
 
 TURNS, LENIENT = Turns(), Grading(max_failed=1.0)
 
 
-def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, ids=(3, 4), mesh=None, **sampling):
+def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None, ids=(3, 4), model=MODEL, **sampling):
     settings = {"prompts": len(problems), "group": 4, "max_prompt_tokens": 8, "max_tokens": 60} | sampling
     calls = RewardCalls(length_of, grading)
     interaction = interact(environment, turns, rewards=calls, tokenizer=CHARS, grading=grading)
     with calls, interaction:
-        key, params = jax.random.key(0), serving()
+        key, params = jax.random.key(0), serving(model)
         if mesh is not None:
-            sampler = make_colocated_sampler(MODEL, mesh, mesh)
-            key, params = sampler.push_key(key), sampler.push(tiny.params(MODEL))
+            sampler = make_colocated_sampler(model, mesh, mesh)
+            key, params = sampler.push_key(key), sampler.push(tiny.params(model))
         rollout, started = hold_conversations(
-            interaction, params, MODEL, problems, ids, key, sampling=Sampling(**settings), mesh=mesh
+            interaction, params, model, problems, ids, key, sampling=Sampling(**settings), mesh=mesh
         )
         return rollout, reward_completions(problems, rollout, tokenizer=CHARS, calls=calls, started=started)
 
@@ -203,9 +203,10 @@ def test_a_conversation_depends_on_its_id_alone():
 )
 def test_conversations_on_a_mesh_are_those_of_one_device(axes):
     """Slots over rows and positions, heads over devices; and more devices than prompts."""
-    rollout, rows = hold(Counting())
+    even = replace(MODEL, vocab_size=24)
+    rollout, rows = hold(Counting(), model=even)
     mesh = make_mesh(config.Mesh(**{"fsdp": 1} | axes), jax.devices()[:8])
-    on_mesh, others = hold(Counting(), mesh=mesh)
+    on_mesh, others = hold(Counting(), model=even, mesh=mesh)
     np.testing.assert_array_equal(on_mesh.tokens_BT, rollout.tokens_BT)
     np.testing.assert_allclose(on_mesh.logp_BT, rollout.logp_BT, atol=1e-5)
     assert [row["turn_rewards"] for row in others] == [row["turn_rewards"] for row in rows]

@@ -136,6 +136,8 @@ def _attend_in_block(
     q_WLH = q_WNMH.reshape(W, N * M, H)
     so_far = read(q_WLH, cache.completion, zeros_W, jnp.where(live_W, first_W, 0))
     prompt_end_W = jnp.where(live_W, prompt_length_W, 0)
+    if prompt_W is None and kernel:  # which reads rows by number, and holds the queries of few rows at a time
+        prompt_W = jnp.arange(W) // (W // cache.prompt[0].v_XKSH.shape[0])
     if prompt_W is None:
         of_prompt = attend_to_own_prompt(read, q_WLH, cache.prompt, zeros_W, prompt_end_W)
     else:
