@@ -169,7 +169,7 @@ def test_rewards_start_as_samples_end_and_each_is_given_once(learner):
 
 
 def pool_of(problems, policies):
-    pool = new_pool(len(problems), 2, 0)
+    pool = new_pool(len(problems), 2, 0, jax.random.key(0))
     return replace(pool, problem_R=np.array(problems), policy_R=np.array(policies))
 
 

@@ -20,8 +20,8 @@ from gspax.rollout import engine
 from gspax.rollout.placement import find_last_ahead
 from gspax.rollout.pool import (
     FREE,
-    DrawnWith,
     Pool,
+    Weights,
     admit,
     choose_groups,
     draw_chunk,
@@ -48,11 +48,7 @@ def next_partial(learner: Learner, state: TrainState, pool: Pool | None) -> tupl
     assert placement is not None and placement.partial is not None
     done, P = count_rollouts(learner, state), sampling.prompts
     settings, places = make_settings(learner), with_carried(sampling, placement).prompts
-    drawn_with = DrawnWith(
-        learner.sampler.push(state.params),
-        done,
-        learner.sampler.push_key(jax.random.fold_in(state.key, SAMPLING)),
-    )
+    weights = Weights(learner.sampler.push(state.params), done)
 
     def due(batch: int) -> bool:
         return progress.is_due(batch, schedule.checkpoint_every, schedule.steps)
@@ -60,18 +56,20 @@ def next_partial(learner: Learner, state: TrainState, pool: Pool | None) -> tupl
     def fill(pool: Pool, batch: int) -> Pool:
         """With as many groups as there may be while a rollout batch is drawn."""
         most = min(places, P * (1 + find_last_ahead(1, batch, due) - batch))
-        return admit_problems(learner, pool, most - pool.count(), drawn_with, settings)
+        return admit_problems(learner, pool, most - pool.count(), weights, settings)
 
-    pool = new_pool(places, sampling.group, int(multihost.to_host(state.position))) if pool is None else pool
+    if pool is None:
+        key = learner.sampler.push_key(jax.random.fold_in(state.key, SAMPLING))
+        pool = new_pool(places, sampling.group, int(multihost.to_host(state.position)), key)
     pool = fill(pool, done)
     while (chosen := choose_groups(pool, end_samples(learner, pool), P, done - placement.staleness)) is None:
         interrupt.stop_point()
-        pool = draw_chunk(pool, drawn_with, settings)
+        pool = draw_chunk(pool, weights, settings)
     batch, pool = take_batch(learner, pool, chosen, settings)
     if not due(done + 1):
         pool = fill(pool, done + 1) if placement.partial.ahead else pool
         for _ in range(placement.partial.ahead):
-            pool = draw_chunk(pool, drawn_with, settings)
+            pool = draw_chunk(pool, weights, settings)
     return batch, pool
 
 
@@ -83,7 +81,7 @@ def make_settings(learner: Learner) -> engine.Settings:
     return engine.Settings(experiment.model, sampling, stop_ids, mesh, keep_versions=True, admits=True)
 
 
-def admit_problems(learner: Learner, pool: Pool, groups: int, drawn_with: DrawnWith, settings: engine.Settings) -> Pool:
+def admit_problems(learner: Learner, pool: Pool, groups: int, weights: Weights, settings: engine.Settings) -> Pool:
     """The pool with so many more groups."""
     if groups <= 0:
         return pool
@@ -96,7 +94,7 @@ def admit_problems(learner: Learner, pool: Pool, groups: int, drawn_with: DrawnW
     group, vocabulary = experiment.sampling.group, experiment.model.vocab_size
     problems = multihost.all_or_raise(lambda: multihost.local_rows(make, index_R.tolist(), by_row, group=group))
     prompts = encode_prompts(experiment.tokenizer, problems, vocabulary)
-    return admit(pool, index_R, problems, prompts, drawn_with, settings)
+    return admit(pool, index_R, problems, prompts, weights, settings)
 
 
 def end_samples(learner: Learner, pool: Pool) -> np.ndarray:

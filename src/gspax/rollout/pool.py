@@ -38,6 +38,7 @@ FREE = -1  # the problem of a place without a group
 class Pool:
     """The groups that are being drawn, and those that have ended and wait for a batch."""
 
+    key: Array  # on the sampler's mesh
     problem_R: np.ndarray  # int64    index of each place's problem, or FREE
     policy_R: np.ndarray  # int64    version of the parameters that drew the group's first tokens
     next_problem: int  # the first one that has not been in the pool
@@ -53,17 +54,17 @@ class Pool:
         return int((self.problem_R != FREE).sum())
 
 
-class DrawnWith(NamedTuple):
+class Weights(NamedTuple):
     """What the next tokens are drawn with."""
 
     params: Params  # a serving copy
     version: int  # the rollout batches that it has learnt from
-    key: Array
 
 
-def new_pool(places: int, group: int, first: int) -> Pool:
-    """A pool without groups, whose first problem will be `first`."""
+def new_pool(places: int, group: int, first: int, key: Array) -> Pool:
+    """A pool without groups, whose first problem will be `first`, and whose samples are drawn with this key."""
     return Pool(
+        key=key,
         problem_R=np.full(places, FREE, np.int64),
         policy_R=np.zeros(places, np.int64),
         next_problem=first,
@@ -86,7 +87,7 @@ def admit(
     index_R: np.ndarray,
     problems: Sequence[Problem | None],
     prompts: Sequence[Sequence[int] | None],
-    drawn_with: DrawnWith,
+    weights: Weights,
     settings: engine.Settings,
 ) -> Pool:
     """The pool with new groups, and the first token of each of their samples.
@@ -96,7 +97,7 @@ def admit(
       problems: of all R places, those that this process has rows of; None where `index_R` is FREE.
       prompts: their tokens.
     """
-    params, version, key = drawn_with
+    params, version = weights
     fresh_R = index_R != FREE
     problem_R = np.where(fresh_R, index_R, pool.problem_R)
     handed_over_B = pool.handed_over_B & ~np.repeat(fresh_R, len(pool.handed_over_B) // len(fresh_R))
@@ -111,12 +112,13 @@ def admit(
         params,
         (pool.tokens_RS, pool.state),
         (tokens, lengths, ids),
-        key,
+        pool.key,
         fresh_R=fresh,
         version=np.int32(version),
         settings=settings,
     )
     return Pool(
+        key=pool.key,
         problem_R=problem_R,
         policy_R=np.where(fresh_R, version, pool.policy_R),
         next_problem=pool.next_problem + int(fresh_R.sum()),
@@ -129,11 +131,11 @@ def admit(
     )
 
 
-def draw_chunk(pool: Pool, drawn_with: DrawnWith, settings: engine.Settings) -> Pool:
+def draw_chunk(pool: Pool, weights: Weights, settings: engine.Settings) -> Pool:
     """The pool after `sampling.chunk` more tokens of each slot. Does not wait."""
     assert pool.state is not None
-    params, version, key = drawn_with
-    state, progress = advance_chunk(params, pool.state, key, np.int32(version), settings=settings)
+    params, version = weights
+    state, progress = advance_chunk(params, pool.state, pool.key, np.int32(version), settings=settings)
     return replace(pool, state=state, progress=progress)
 
 
