@@ -77,6 +77,7 @@ def test_matrices_are_in_8_bits_and_nothing_else():
         attention = copy["layers"][0]["attention"]
         assert attention["query"].scale.shape == (4, 8) and attention["out"].scale.shape == (16,)
         assert copy["layers"][0]["mlp"]["down"].scale.shape == (5, 16)
+        assert (copy["embedding"] if tied else copy["head"]).scale.shape == (23,), "one for each token, the output"
 
 
 def test_a_step_reports_the_mismatch_and_corrects_it():
