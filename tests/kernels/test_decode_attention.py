@@ -143,6 +143,11 @@ def test_fetched_positions_are_whole_blocks():
     assert module.fetched_positions(20, 20, start=15) == 16 and module.fetched_positions(4, 3) == 4
 
 
+def test_the_cache_stays_in_the_memory_of_the_device():
+    jaxpr = str(jax.make_jaxpr(module.decode_attention)(*slots(), jnp.asarray(START), jnp.asarray(STOP)))
+    assert jaxpr.count("with_memory_space_constraint[") == 2
+
+
 def test_heads_that_do_not_divide():
     q, k, v = slots(N=5)
     with pytest.raises(ValueError, match="in multiples of the 2 key heads, got 5"):

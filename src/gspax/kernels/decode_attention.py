@@ -152,6 +152,8 @@ def _call_kernel(
     in_row = [pl.BlockSpec((None, K, R, size), own_row) for size in (H, 1)]
     in_cache = pl.BlockSpec((None, K, block, H), live_block)
     scales, values = _operands(k_XKTH, v_XKTH)
+    # Otherwise XLA copies whole caches to the core's memory and back for every token, where that has room (v6e).
+    read = values if interpret else [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in values]
     in_scales = pl.BlockSpec((None, K, block), lambda *args: live_block(*args)[:3])
     return pl.pallas_call(
         partial(_kernel, block=block, T=T),
@@ -167,7 +169,7 @@ def _call_kernel(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name=KERNEL,
         interpret=interpret,
-    )(*bounds, *scales, q_BKRH, *values)
+    )(*bounds, *scales, q_BKRH, *read)
 
 
 def _operands(k_XKTH: Weight, v_XKTH: Weight) -> tuple[list[Array], list[Array]]:

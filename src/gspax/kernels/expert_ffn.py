@@ -331,20 +331,20 @@ def dot(subscripts, a, b):
 
 def _ragged_forward(x_SD, gate_S, experts, count_E, *, mixed=False):
     """With `mixed`, the backend multiplies rows with matrices of 8 bits, which would be copied to be converted."""
-    # Rows after the last group are undefined and may not be finite, so every product is masked.
+    # Rows after the last group are undefined and may not be finite: masked, but for the result, where none is read.
     row_S = jnp.arange(x_SD.shape[0], dtype=jnp.int32)
     used_S1 = (row_S < count_E.sum())[:, None]
     expert_S = (row_S[:, None] >= jnp.cumsum(count_E)[None]).sum(1)
 
     def grouped(x_SK, w_EKO):
         if not is_quantized(w_EKO):
-            return jnp.where(used_S1, lax.ragged_dot(x_SK, w_EKO, count_E), 0)
+            return lax.ragged_dot(x_SK, w_EKO, count_E)
         values = w_EKO.values if mixed else w_EKO.values.astype(x_SK.dtype)
         y_SO = lax.ragged_dot(x_SK, values, count_E, preferred_element_type=jnp.float32)
-        return jnp.where(used_S1, y_SO * w_EKO.scale.at[expert_S].get(mode="clip"), 0)
+        return y_SO * w_EKO.scale.at[expert_S].get(mode="clip")
 
     w = cast(experts, x_SD.dtype)
-    a_SF, u_SF = (grouped(x_SD, w_EDF).astype(jnp.float32) for w_EDF in (w.gate_EDF, w.up_EDF))
+    a_SF, u_SF = (jnp.where(used_S1, grouped(x_SD, w_EDF), 0).astype(jnp.float32) for w_EDF in (w.gate_EDF, w.up_EDF))
     h_SF = jax.nn.silu(a_SF) * u_SF * gate_S[:, None]
     return grouped(h_SF.astype(x_SD.dtype), w.down_EFD).astype(x_SD.dtype)
 
