@@ -120,14 +120,15 @@ def test_a_line_of_600_mb_takes_no_memory(address):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "kilobytes"
 
 
-def drip(address, dropped, limit=20.0):
-    """Send a byte at a time; append the seconds until the connection was closed."""
+def drip(address, connected, dropped, limit=20.0):
+    """Send a byte at a time; release `connected`, and append the seconds until the connection was closed."""
     with connect(address) as connection:
+        connected.release()
         began = time.monotonic()
         try:
             while time.monotonic() - began < limit:
                 connection.sendall(channel.MAGIC[:1])
-                connection.settimeout(0.1)
+                connection.settimeout(0.5)
                 try:
                     if connection.recv(1) == b"":
                         break
@@ -143,10 +144,17 @@ def test_a_byte_at_a_time_neither_delays_the_others_nor_holds_the_connection(tim
     """One after the other they would take six timeouts. A slot is free again after the deadline of the exchange."""
     monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT", timeout)
     monkeypatch.setattr(rendezvous, "AT_ONCE", slots)
-    dropped: list[float] = []
-    strangers = [threading.Thread(target=drip, args=(address, dropped)) for _ in range(6)]
+    connected, dropped = threading.Semaphore(0), []
+    strangers = [threading.Thread(target=drip, args=(address, connected, dropped)) for _ in range(6)]
+
+    def attack():
+        for each in strangers:
+            each.start()
+        for _ in strangers:
+            connected.acquire()
+
     began = time.monotonic()
-    close(*meet_after(address, lambda: [each.start() for each in strangers]))
+    close(*meet_after(address, attack))
     assert time.monotonic() - began < 9
     for each in strangers:
         each.join()
