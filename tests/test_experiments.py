@@ -28,7 +28,8 @@ from gspax.sharding import batch_shards
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"
 DATASETS = {"gsm8k_gspo", "gsm8k_lora", "math_gspo", "code_gspo"}  # in test_dataset_experiments.py
-FILES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in DATASETS)
+WORDS = {"word_problems_sft", "word_problems_gspo"}  # in data/test_word_problems.py
+FILES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in DATASETS | WORDS)
 
 
 SAME = ("qwen3_30b_a3b_v5e_64", "qwen3_30b_a3b_v6e_64")  # the same programs as on v5p with other sizes
