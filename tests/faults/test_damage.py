@@ -81,13 +81,17 @@ def test_damage_to_every_other_file_costs_lines_of_logs(name, half, reference, t
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_run_with_a_damaged_experiment_is_refused_unchanged(name, half, tmp_path, injected):
+def test_a_run_with_a_damaged_experiment_is_refused_unchanged(name, half, reference, tmp_path, injected):
+    """Or it resumes, if what was damaged is a field that may change, such as `schedule.steps`."""
     workdir = runs.copy(half, tmp_path / "run")
     DAMAGES[name](workdir / "experiment.json", random.Random(name))
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
-    run = runs.start(workdir)
-    assert run.wait() == 2 and run.text().startswith("gspax: ") and run.text().count("\n") == 1, run.text()
-    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+    run = runs.start(workdir, with_report=False)
+    if name == "bit flipped" and run.wait() == 0:
+        assert runs.differences(workdir, reference) == []
+    else:
+        assert run.wait() == 2 and run.text().startswith("gspax: ") and run.text().count("\n") == 1, run.text()
+        assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
     injected[f"{name}: experiment.json"] += 1
 
 
@@ -110,11 +114,11 @@ def test_a_second_run_of_a_directory_is_refused(reference, tmp_path, injected):
 FILLED = """
 set -eu
 mount -t tmpfs -o size=32m tmpfs "$1"
-"$2" -m gspax train "$3" --workdir "$1/run" schedule.steps=60 &
+"$2" -m gspax train "$3" --workdir "$1/run" schedule.steps=300 schedule.checkpoint_every=10 &
 run=$!
 until [ "$(grep -c policy/loss "$1/run/metrics.jsonl" 2>/dev/null)" -ge 12 ] 2>/dev/null; do sleep 0.02; done
 dd if=/dev/zero of="$1/filler" bs=1k 2>/dev/null || true
-sleep 2
+sleep 1
 rm "$1/filler"
 wait $run
 cp -r "$1/run" "$4"
@@ -126,14 +130,14 @@ cp -r "$1/run" "$4"
     reason="a file system of 32 MB cannot be mounted here",
 )
 def test_a_full_disk_is_survived(tmp_path, injected):
-    """ENOSPC from a small file system that is filled during the run and freed two seconds later."""
+    """ENOSPC from a small file system that is filled during the run and freed a second later."""
     whole, disk, workdir = tmp_path / "whole", tmp_path / "disk", tmp_path / "run"
-    run = runs.start(whole, steps=60)
+    run = runs.start(whole, "schedule.checkpoint_every=10", steps=300)
     assert run.wait() == 0, run.text()
     disk.mkdir()
     command = ["unshare", "-rm", "bash", "-c", FILLED, "bash", disk, sys.executable, VICTIM, workdir]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=runs.environment())
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert "the run goes on" in done.stderr
-    assert set(runs.differences(workdir, whole, 60)) <= {"samples/"}
-    injected["disk full for two seconds"] += 1
+    assert set(runs.differences(workdir, whole, 300)) <= {"samples/"}
+    injected["disk full for a second"] += 1
