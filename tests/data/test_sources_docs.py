@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,8 +128,7 @@ def test_the_experiment_on_gsm8k(folder, capsys):
         "qwen3_configs/Qwen3-0.6B/config.json",
     ):
         target = folder / "Qwen3-0.6B" / Path(source).name
-        target.unlink()
-        target.symlink_to(DATA / source)
+        shutil.copyfile(DATA / source, target)
     (folder / "Qwen3-0.6B" / "generation_config.json").unlink()
     paths = [
         f"data.{key}.paths={DATA}/gsm8k/{name}.jsonl"

@@ -170,7 +170,7 @@ def test_the_objective_of_packed_rows_equals_one_row_per_sequence():
             segment_BT=segment,
             mask_BT=mask,
             old_logp_BT=old,
-            advantage_B=jnp.asarray(advantage),
+            advantage=jnp.asarray(advantage),
             sampler_logp_BT=old + 0.1 * logp,
             ref_logp_BT=old,
         )

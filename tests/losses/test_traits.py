@@ -108,7 +108,7 @@ def test_a_wrapped_loss_trains_the_same(loss, wrap):
         segment_BT=zeros + 1,
         mask_BT=x.mask,
         old_logp_BT=x.old_logp,
-        advantage_B=x.advantage[:, 0],
+        advantage=x.advantage[:, 0],
         sampler_logp_BT=x.old_logp,
         ref_logp_BT=x.old_logp,
     )
