@@ -63,7 +63,7 @@ def test_of_two_runs_that_start_at_the_same_moment_one_writes_nothing(tmp_path):
 
 
 def test_a_run_writes_nothing_before_it_holds_the_lock(tmp_path, monkeypatch):
-    def is_locked(*args):
+    def is_locked(*args, **options):
         assert RunDir(tmp_path).lock.exists()
 
     monkeypatch.setattr(directory, "write_atomically", is_locked)
