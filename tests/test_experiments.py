@@ -27,7 +27,8 @@ from gspax.sharding import batch_shards
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"
-DATASETS = {"gsm8k_gspo", "gsm8k_lora", "math_gspo", "code_gspo"}  # in test_dataset_experiments.py
+# in test_dataset_experiments.py
+DATASETS = {"gsm8k_gspo", "gsm8k_lora", "math_gspo", "code_gspo", "tools_gspo_token"}
 WORDS = {"word_problems_sft", "word_problems_gspo"}  # in data/test_word_problems.py
 FILES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in DATASETS | WORDS)
 
@@ -93,6 +94,7 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
             "length": length,
             "vocab_size": experiment.model.vocab_size,
             "seed": experiment.seed,
+            "environment": experiment.environment,
         }
         jax.eval_shape(update, start, sft.make_demonstrations(stage, 0, mesh=learner.mesh, **texts))
 
