@@ -41,6 +41,14 @@ except interrupt.Interrupted as stop:
 """
 
 
+@pytest.fixture(autouse=True)
+def hang_ups_are_not_ignored():
+    """Whatever started the tests, such as nohup; children inherit it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def child(tmp_path):
     with contextlib.ExitStack() as stack:
