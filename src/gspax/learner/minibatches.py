@@ -190,7 +190,12 @@ def score_minibatches(
 
 def take_sampler_logp(batches: Sequence[Batch]) -> list[Batch]:
     """The minibatches with the sampler's log-probs as the old ones."""
-    return [replace(batch, old_logp_BT=batch.sampler_logp_BT) for batch in batches if batch.sampler_logp_BT is not None]
+
+    def take(batch: Batch) -> Batch:
+        assert batch.sampler_logp_BT is not None
+        return replace(batch, old_logp_BT=batch.sampler_logp_BT)
+
+    return [take(batch) for batch in batches]
 
 
 def set_advantages(
