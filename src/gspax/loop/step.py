@@ -14,7 +14,6 @@ import jax
 
 from gspax.config import row_shape, updates_per_step
 from gspax.distributed import multihost
-from gspax.experiment.old_policy import find_scored
 from gspax.learner import minibatches
 from gspax.learner.metrics import (
     Clock,
@@ -28,7 +27,7 @@ from gspax.learner.optimizer import learning_rate
 from gspax.learner.state import count_updates
 from gspax.learner.updates import run_updates
 from gspax.loop.drawing import InFlight, RolloutBatch, draw, next_rollout, receive
-from gspax.loop.learner import Learner, count_rollouts
+from gspax.loop.learner import Learner, count_rollouts, find_minibatches_to_score
 from gspax.loop.partial import next_partial
 from gspax.model.low_rank import base
 from gspax.rollout.credit import credit_turns
@@ -97,15 +96,7 @@ def learn(
     )
     if experiment.reference is not None and experiment.lora is not None:
         reference = base(state.params)
-    which = find_scored(
-        len(batches),
-        experiment.reference,
-        experiment.regularizers,
-        experiment.calibration,
-        old_logp=experiment.old_logp,
-        routing_replay=experiment.routing_replay,
-        router_shift=experiment.router_shift,
-    )
+    which = find_minibatches_to_score(learner)
     if experiment.old_logp == "sampler":
         batches = minibatches.take_sampler_logp(batches)
     elif count_updates(state) == 0 and updates_per_step(experiment.schedule) > 1:

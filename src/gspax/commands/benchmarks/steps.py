@@ -63,19 +63,9 @@ def measure_steps(learner: Learner, trace: Path | None) -> MeasuredSteps:
 
 def scored_share(learner: Learner) -> float:
     """The share of a rollout batch that is scored: mostly all minibatches but the first."""
-    from gspax.experiment.old_policy import find_scored
+    from gspax.loop.learner import find_minibatches_to_score
 
-    experiment = learner.experiment
-    which = find_scored(
-        experiment.schedule.minibatches,
-        experiment.reference,
-        experiment.regularizers,
-        experiment.calibration,
-        old_logp=experiment.old_logp,
-        routing_replay=experiment.routing_replay,
-        router_shift=experiment.router_shift,
-    )
-    return len(which) / experiment.schedule.minibatches
+    return len(find_minibatches_to_score(learner)) / learner.experiment.schedule.minibatches
 
 
 def age() -> float:
