@@ -17,7 +17,7 @@ from gspax.evaluation.statistics import Estimate, estimate_mean
 from gspax.experiment.description import show
 from gspax.run.curves import PANELS, render_svg, style_axes, write_png
 from gspax.run.folders import write_atomically
-from gspax.run.pages import render_page, render_text
+from gspax.run.pages import render_page, render_table, render_text
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")  # Okabe and Ito
 BINS = 50  # of the horizontal axis, for metrics of every step
@@ -85,12 +85,12 @@ def _results(arms: Sequence[Arm], entries: dict[str, list[Entry]]) -> str:
             difference = _describe_difference(entry) if entry.difference else ""
             each = ", ".join(f"{seed}: {value:.4g}" for seed, value in sorted(entry.values.items(), key=str))
             rows.append((metric, arm.name, f"{_describe(entry.mean)}, {_count(entry)}", difference, each))
-    return _html_table(head, rows)
+    return _text_table(head, rows)
 
 
 def _settings(arms: Sequence[Arm]) -> str:
     rows = [(name, *map(show, values)) for name, values in find_differences(arms).items()]
-    return _html_table(("setting", *(arm.name for arm in arms)), rows) if rows else ""
+    return _text_table(("setting", *(arm.name for arm in arms)), rows) if rows else ""
 
 
 def _runs(arms: Sequence[Arm]) -> str:
@@ -99,13 +99,11 @@ def _runs(arms: Sequence[Arm]) -> str:
         for arm in arms
         for run in arm.runs
     ]
-    return _html_table(("arm", "run", "seed", "steps", "response tokens"), rows)
+    return _text_table(("arm", "run", "seed", "steps", "response tokens"), rows)
 
 
-def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in head)]
-    lines += ["".join(f"<td>{render_text(cell)}</td>" for cell in row) for row in rows]
-    return f"<div class=wide><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table></div>"
+def _text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return render_table(head, [[render_text(cell) for cell in row] for row in rows])
 
 
 def _table(arms: Sequence[Arm], entries: dict[str, list[Entry]], tokens: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gspax.experiment.description import show
@@ -75,6 +75,13 @@ def _render(text: str, split: Callable[[str], Iterable[str | mathml.Formula]]) -
 
 def _escape(text: str) -> str:
     return html.escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text))
+
+
+def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are HTML already, under titles that are text."""
+    lines = ["".join(f"<th>{html.escape(title)}</th>" for title in head)]
+    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
+    return f"<div class=wide><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table></div>"
 
 
 def render_settings(rows: Mapping[str, Any]) -> str:

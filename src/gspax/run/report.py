@@ -30,7 +30,7 @@ from gspax.run.curves import (
 )
 from gspax.run.directory import RunDir, read_attempts, read_json
 from gspax.run.folders import write_atomically
-from gspax.run.pages import render_page, render_prose, render_settings, render_text
+from gspax.run.pages import render_page, render_prose, render_settings, render_table, render_text
 from gspax.run.record import read_metrics, read_rows
 
 SHOWN_ERRORS = 20  # of failed rewards
@@ -129,10 +129,8 @@ def _completions(run: RunDir) -> str:
     for old in read_rows(run.before):
         new = after.get(old["prompt"])
         if new is not None:
-            cells = (render_prose(old["prompt"]), render_prose(old.get("answer", "")), _answer(old), _answer(new))
-            rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "<tr><th>prompt</th><th>answer</th><th>before</th><th>after</th></tr>"
-    return f"<div class=wide><table>{head}{''.join(rows)}</table></div>"
+            rows.append((render_prose(old["prompt"]), render_prose(old.get("answer", "")), _answer(old), _answer(new)))
+    return render_table(("prompt", "answer", "before", "after"), rows)
 
 
 def _failures(run: RunDir) -> str:
@@ -154,13 +152,13 @@ def _failures(run: RunDir) -> str:
             render_text(row["prompt"]),
             render_text(row["completion"]),
         )
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+        rows.append(cells)
     if not rows:
         return ""
     more = f" The {SHOWN_ERRORS} most frequent of {len(count):,} errors:" if len(count) > SHOWN_ERRORS else ""
     note = f"{count.total():,} completions of {len(files):,} steps have no reward of their own.{more}"
-    head = "<tr><th>count</th><th>error</th><th>last at step</th><th>prompt</th><th>completion</th></tr>"
-    return f"<p class=note>{note}</p><div class=wide><table>{head}{''.join(rows)}</table></div>"
+    table = render_table(("count", "error", "last at step", "prompt", "completion"), rows)
+    return f"<p class=note>{note}</p>{table}"
 
 
 def _answer(row: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from gspax.run.directory import RunDir, read_json
+from gspax.run.pages import render_table
 
 HEAD = (
     "task",
@@ -31,10 +32,8 @@ def render(run: RunDir) -> str:
         cells = [path.parent.name.replace("_", " "), f"{summary['problems']} x {summary['samples']}"]
         cells += [format_estimate(summary["reward"]), _largest(summary, "pass"), _largest(summary, "majority")]
         cells += [f"{100 * summary['truncated']:.1f} %", f"{summary['tokens']['mean']:.1f}"]
-        row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        lines.append(f'<tr><td><a href="{link}">{html.escape(name)}</a></td>{row}</tr>')
-    head = "".join(f"<th>{title}</th>" for title in HEAD)
-    return f"<div class=wide><table><tr>{head}</tr>{''.join(lines)}</table></div>" if lines else ""
+        lines.append([f'<a href="{link}">{html.escape(name)}</a>', *map(html.escape, cells)])
+    return render_table(HEAD, lines) if lines else ""
 
 
 def format_estimate(found: Mapping[str, Any], digits: int = 3) -> str:
