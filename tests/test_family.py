@@ -17,7 +17,8 @@ from gspax.experiment.old_policy import keeps_experts
 from gspax.learner.clipping import initial_range
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
-from gspax.learner.train_step import Steps, make_route, make_score, make_update
+from gspax.learner.steps import Steps
+from gspax.learner.train_step import make_route, make_score, make_update
 from gspax.loop.drawing import InFlight
 from gspax.loop.learner import Learner
 from gspax.loop.step import run_step

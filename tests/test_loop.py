@@ -25,6 +25,7 @@ from gspax.experiment.description import describe
 from gspax.experiment.old_policy import find_scored
 from gspax.learner import minibatches, train_step
 from gspax.learner.state import abstract_state
+from gspax.learner.steps import Steps, make_steps
 from gspax.loop import drawing, training
 from gspax.loop.drawing import InFlight
 from gspax.loop.learner import Learner, make_learner
@@ -497,7 +498,7 @@ def test_a_step_of_the_loop(monkeypatch):
     monkeypatch.setattr(drawing, "sample", sample)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     sampler = placement.Sampler(mesh, lambda params: params, lambda key: key, lambda rollout: rollout)
-    steps = train_step.Steps(update, score, route, None)
+    steps = Steps(update, score, route, None)
     learner = Learner(small, mesh, None, steps, sampler, RewardCalls(small.reward, small.grading))
     key = jax.random.key(5)
     state = TrainState(
@@ -525,7 +526,7 @@ def test_a_step_of_the_loop(monkeypatch):
 def test_a_dense_model_has_no_routing_metrics_and_no_forward_pass_for_them():
     dense = replace(experiment, model=replace(experiment.model, num_experts=0, intermediate_size=8))
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
-    assert train_step.make_steps(dense, None, mesh).route is None
+    assert make_steps(dense, None, mesh).route is None
 
 
 @pytest.mark.parametrize(("first", "scored"), [(0, [0, 32]), (1, [32])])

@@ -28,7 +28,7 @@ from gspax.experiment.counts import with_carried
 from gspax.experiment.old_policy import reads_experts
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
-from gspax.learner.train_step import make_steps
+from gspax.learner.steps import make_steps
 from gspax.rollout import engine, sampler
 from gspax.rollout.serving import abstract_serving_copy, copier
 from gspax.sharding import batch_shards, named_sharding

@@ -42,7 +42,8 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.learner import rollback
     from gspax.learner.optimizer import make_optimizer
     from gspax.learner.restore import restore_state
-    from gspax.learner.train_step import is_healthy, make_steps
+    from gspax.learner.steps import make_steps
+    from gspax.learner.train_step import is_healthy
     from gspax.rollout.placement import make_meshes
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir

@@ -20,20 +20,17 @@ import optax
 
 from gspax import losses
 from gspax.config import (
-    Experiment,
     Guard,
     ModelConfig,
     expert_id_dtype,
     has_experts,
-    row_shape,
 )
 from gspax.errors import UserError
-from gspax.experiment.old_policy import keeps_experts
 from gspax.learner.adapters import trained_axes
 from gspax.learner.expert_load import expert_counts, expert_load
 from gspax.learner.forward import forward, pad_rows
 from gspax.learner.microbatches import count_held, run_microbatches
-from gspax.learner.objective import Objective, Outputs, UpdateConstants, make_objective, router_logp
+from gspax.learner.objective import Objective, Outputs, UpdateConstants, router_logp
 from gspax.learner.replicas import sum_over_replicas
 from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
@@ -64,15 +61,6 @@ Gradient = Callable[[TrainState, Batch, Any], tuple[Params, losses.Terms, Scores
 
 NO_LIMITS = Guard()
 ROUTED_ROWS = 8  # of a minibatch, for the share of expert choices that a step's updates change
-
-
-class Steps(NamedTuple):
-    """The compiled functions of the learner."""
-
-    update: Update
-    score: Score
-    route: Route | None  # None for a dense model
-    gradient: Gradient  # of the update, not compiled
 
 
 def make_train_step(
@@ -309,45 +297,6 @@ def make_route(config: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Ro
         return transformer.apply(params, config, tokens_BT, segment_BT, mesh=mesh)[1].expert
 
     return route
-
-
-def make_steps(
-    experiment: Experiment,
-    optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
-    *,
-    worst_case: bool = False,
-) -> Steps:
-    """Those of an experiment: update and scoring have one temperature and one split into microbatches.
-
-    `worst_case` is that of `make_update`.
-    """
-    sampling, schedule = experiment.sampling, experiment.schedule
-    shared: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "microbatch_rows": row_shape(sampling, schedule, batch_shards(mesh)).microbatch,
-        "packed": schedule.microbatch_tokens > 0,
-        "worst_case": worst_case,
-        "mesh": mesh,
-    }
-    replay = experiment.routing_replay != "off"
-    keep = keeps_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
-    objective = make_objective(
-        experiment.loss,
-        correction=experiment.correction,
-        rejection=experiment.rejection,
-        reference=experiment.reference,
-        regularizers=experiment.regularizers,
-        calibration=experiment.calibration,
-        router_shift=experiment.router_shift,
-    )
-    model = experiment.model
-    return Steps(
-        make_update(model, objective, optimizer, guard=experiment.guard, routing_replay=replay, **shared),
-        make_score(model, keep_experts=keep, keep_router_logp=experiment.router_shift is not None, **shared),
-        make_route(model, mesh) if has_experts(model) else None,
-        make_gradient(model, objective, routing_replay=replay, **shared),
-    )
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:

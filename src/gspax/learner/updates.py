@@ -14,7 +14,7 @@ from gspax.config import Calibration
 from gspax.distributed import multihost
 from gspax.learner import clipping
 from gspax.learner.minibatches import Scored
-from gspax.learner.train_step import Steps
+from gspax.learner.steps import Steps
 from gspax.sharding import named_sharding
 from gspax.types import TrainState
 

@@ -11,7 +11,7 @@ from gspax.config import Experiment, trained_dtype, updates_per_step
 from gspax.experiment.old_policy import find_scored
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import count_updates, require_memory
-from gspax.learner.train_step import Steps, make_steps
+from gspax.learner.steps import Steps, make_steps
 from gspax.rewards.calls import RewardCalls
 from gspax.rollout.episodes import Interaction, interact
 from gspax.rollout.placement import Sampler, make_meshes, make_sampler

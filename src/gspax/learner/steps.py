@@ -1,0 +1,62 @@
+"""The compiled functions of the learner, from an experiment."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from gspax.config import Experiment, has_experts, row_shape
+from gspax.experiment.old_policy import keeps_experts
+from gspax.learner.objective import make_objective
+from gspax.learner.train_step import Gradient, Route, Score, Update, make_gradient, make_route, make_score, make_update
+from gspax.sharding import batch_shards
+
+
+class Steps(NamedTuple):
+    """The compiled functions of the learner."""
+
+    update: Update
+    score: Score
+    route: Route | None  # None for a dense model
+    gradient: Gradient  # of the update, not compiled
+
+
+def make_steps(
+    experiment: Experiment,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    worst_case: bool = False,
+) -> Steps:
+    """Those of an experiment: update and scoring have one temperature and one split into microbatches.
+
+    `worst_case` is that of `make_update`.
+    """
+    sampling, schedule = experiment.sampling, experiment.schedule
+    shared: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "microbatch_rows": row_shape(sampling, schedule, batch_shards(mesh)).microbatch,
+        "packed": schedule.microbatch_tokens > 0,
+        "worst_case": worst_case,
+        "mesh": mesh,
+    }
+    replay = experiment.routing_replay != "off"
+    keep = keeps_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
+    objective = make_objective(
+        experiment.loss,
+        correction=experiment.correction,
+        rejection=experiment.rejection,
+        reference=experiment.reference,
+        regularizers=experiment.regularizers,
+        calibration=experiment.calibration,
+        router_shift=experiment.router_shift,
+    )
+    model = experiment.model
+    return Steps(
+        make_update(model, objective, optimizer, guard=experiment.guard, routing_replay=replay, **shared),
+        make_score(model, keep_experts=keep, keep_router_logp=experiment.router_shift is not None, **shared),
+        make_route(model, mesh) if has_experts(model) else None,
+        make_gradient(model, objective, routing_replay=replay, **shared),
+    )
