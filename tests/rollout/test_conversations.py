@@ -141,8 +141,7 @@ def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None
     with calls, interaction:
         key, params = jax.random.key(0), serving(model)
         if mesh is not None:
-            sampler = make_colocated_sampler(model, mesh, mesh)
-            key, params = sampler.push_key(key), sampler.push(tiny.params(model))
+            params = make_colocated_sampler(model, mesh, mesh).push(tiny.params(model))
         rollout, started = hold_conversations(
             interaction, params, model, problems, ids, key, sampling=Sampling(**settings), mesh=mesh
         )

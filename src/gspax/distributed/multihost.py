@@ -4,7 +4,8 @@ Every process runs the same loop over the same global arrays, including those on
 on the host (tokenizing, rewards) is done by each process for the rows on its own devices; results and errors are then
 exchanged, so that all continue with the same values. With one process nothing is sent and every row is local.
 
-`gather`, `all_or_raise`, `gather_rows` and `to_host` are collective: all processes call them in the same order.
+`gather`, `all_or_raise`, `gather_rows`, `to_host` and `key_to_host` are collective: all processes call them in the same
+order.
 """
 
 from __future__ import annotations
@@ -132,6 +133,14 @@ def to_host(tree: Any) -> Any:
     found = jax.tree.unflatten(structure, _read_everywhere(leaves))
     watchdog.progress()
     return found
+
+
+def key_to_host(key: jax.Array) -> jax.Array:
+    """A typed PRNG key as every process may use it: in computations of its own, and on any mesh.
+
+    A process without devices of the key's mesh must not compute with the key itself.
+    """
+    return jax.random.wrap_key_data(to_host(jax.random.key_data(key)), impl=jax.random.key_impl(key))
 
 
 def _is_partial(leaf: Any) -> bool:

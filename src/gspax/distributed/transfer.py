@@ -37,12 +37,6 @@ def transfer(tree: T, shardings: Any) -> T:
     return jax.tree.map(_transfer_array, tree, shardings)
 
 
-def transfer_key(key: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """`transfer` for a typed PRNG key."""
-    data = transfer(jax.random.key_data(key), sharding)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
-
-
 def size_mismatch(source: int, target: int) -> str | None:
     """Why arrays cannot move between meshes of so many devices in several processes; None if they can."""
     if source % target and target % source:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import jax
 
 from gspax.config import DrawingDtype, Evaluation, Experiment, Grading, ModelConfig, Sampling, Task, trained_dtype
+from gspax.distributed import multihost
 from gspax.evaluation import heldout, page
 from gspax.evaluation.benchmark import apply_defaults, metrics, plan_chunks, run_task, summarise
 from gspax.evaluation.completions import Policy
@@ -118,8 +119,8 @@ def evaluate_published(
 
 
 def _push(state: TrainState, model: ModelConfig, tokenizer: Tokenizer, sampler: Sampler) -> tuple[Policy, Array]:
-    """The policy of a state and the run's key, on the sampler's devices."""
-    return Policy(sampler.push(state.params), model, tokenizer, sampler.mesh), sampler.push_key(state.key)
+    """The policy of a state on the sampler's devices, and the run's key on the host."""
+    return Policy(sampler.push(state.params), model, tokenizer, sampler.mesh), multihost.key_to_host(state.key)
 
 
 def load_policy(

@@ -18,7 +18,7 @@ from gspax.rollout.rewards import Started, encode_prompts, start_rewards
 from gspax.rollout.sampler import lengths_to_host, sample
 from gspax.run import progress
 from gspax.sharding import named_sharding
-from gspax.types import Params, Rollout, TrainState
+from gspax.types import Array, Params, Rollout, TrainState
 
 SAMPLING = 1  # folded into the run's key
 
@@ -87,7 +87,7 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Pen
     tokenizer, group, started = experiment.tokenizer, experiment.sampling.group, Started()
     read, by_row = partial(read_problem, experiment.data.train), named_sharding(sampler.mesh, "batch")
     problems = multihost.all_or_raise(lambda: multihost.local_rows(read, ids, by_row, group=group))
-    key = sampler.push_key(jax.random.fold_in(state.key, SAMPLING))
+    key = sampling_key(state)
     if learner.interaction is not None:
         rollout, started = hold_conversations(
             learner.interaction,
@@ -114,6 +114,11 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Pen
         keep_experts=experiment.routing_replay == "sampler",
     )
     return PendingRollout(count_rollouts(learner, state), problems, rollout, started)
+
+
+def sampling_key(state: TrainState) -> Array:
+    """The key of a run's samples, on the host."""
+    return jax.random.fold_in(multihost.key_to_host(state.key), SAMPLING)
 
 
 def receive(learner: Learner, pending: PendingRollout) -> RolloutBatch:

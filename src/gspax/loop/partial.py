@@ -14,7 +14,7 @@ import numpy as np
 from gspax.data.problem import Problem, read_problem
 from gspax.distributed import multihost
 from gspax.experiment.counts import with_carried
-from gspax.loop.drawing import SAMPLING, RolloutBatch
+from gspax.loop.drawing import RolloutBatch, sampling_key
 from gspax.loop.learner import Learner, count_rollouts
 from gspax.rollout import engine
 from gspax.rollout.placement import find_last_ahead
@@ -59,8 +59,8 @@ def next_partial(learner: Learner, state: TrainState, pool: Pool | None) -> tupl
         return admit_problems(learner, pool, most - pool.count(), weights, settings)
 
     if pool is None:
-        key = learner.sampler.push_key(jax.random.fold_in(state.key, SAMPLING))
-        pool = new_pool(places, sampling.group, int(multihost.to_host(state.position)), key)
+        first = int(multihost.to_host(state.position))
+        pool = new_pool(places, sampling.group, first, sampling_key(state))
     pool = fill(pool, done)
     while (chosen := choose_groups(pool, end_samples(learner, pool), P, done - placement.staleness)) is None:
         interrupt.stop_point()

@@ -22,13 +22,13 @@ import jax
 
 from gspax.config import DrawingDtype, Experiment, ModelConfig
 from gspax.distributed import multihost
-from gspax.distributed.transfer import size_mismatch, transfer, transfer_key
+from gspax.distributed.transfer import size_mismatch, transfer
 from gspax.errors import UserError
 from gspax.experiment.serving_layout import choose_serving_layout
 from gspax.experiment.validation import check
 from gspax.rollout.serving import convert, make_serving_copy, serving_shardings
 from gspax.sharding import group_by_slice, make_mesh, named_sharding, reshape_mesh
-from gspax.types import Array, Params, Rollout
+from gspax.types import Params, Rollout
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class Sampler:
 
     mesh: jax.sharding.Mesh
     push: Callable[[Params], Params]  # the learner's parameters to a serving copy
-    push_key: Callable[[Array], Array]  # a PRNG key, from the learner
     fetch: Callable[[Rollout], Rollout]  # a rollout, to the learner; arrays on the host stay there
 
 
@@ -89,17 +88,12 @@ def make_colocated_sampler(
     """The sampler on the learner's devices, on a mesh of its own."""
     push = partial(make_serving_copy, config=config, mesh=mesh, weights_dtype=weights_dtype)
     fetch = partial(_move_arrays, move=_resharder(named_sharding(learner, "batch")))
-    return Sampler(mesh, push, partial(_replicate_key, mesh=mesh), fetch)
-
-
-def _replicate_key(key: Array, mesh: jax.sharding.Mesh) -> Array:
-    """The key on another mesh of the same devices: jax refuses to combine arrays on different meshes."""
-    return _resharder(named_sharding(mesh))(key)
+    return Sampler(mesh, push, fetch)
 
 
 @lru_cache
 def _resharder(sharding: jax.sharding.NamedSharding) -> Callable[[Any], Any]:
-    """Moves arrays between meshes of the same devices; `jax.device_put` refuses keys on devices of other processes."""
+    """Moves arrays between meshes of the same devices, one compiled program for all calls."""
     return jax.jit(lambda tree: tree, out_shardings=sharding)
 
 
@@ -114,7 +108,6 @@ def make_disaggregated_sampler(
     return Sampler(
         mesh,
         push=lambda params: transfer(copy(params), shardings),
-        push_key=lambda key: transfer_key(key, named_sharding(mesh)),
         fetch=partial(_move_arrays, move=partial(transfer, shardings=named_sharding(learner, "batch"))),
     )
 

@@ -38,7 +38,7 @@ FREE = -1  # the problem of a place without a group
 class Pool:
     """The groups that are being drawn, and those that have ended and wait for a batch."""
 
-    key: Array  # on the sampler's mesh
+    key: Array  # on the host
     problem_R: np.ndarray  # int64    index of each place's problem, or FREE
     policy_R: np.ndarray  # int64    version of the parameters that drew the group's first tokens
     next_problem: int  # the first one that has not been in the pool
