@@ -17,7 +17,7 @@ from gspax.experiment.old_policy import keeps_experts
 from gspax.learner.clipping import initial_range
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
-from gspax.learner.steps import Steps
+from gspax.learner.steps import Steps, make_steps
 from gspax.learner.train_step import make_route, make_score, make_update
 from gspax.loop.drawing import InFlight
 from gspax.loop.learner import Learner
@@ -90,7 +90,8 @@ def train(changes, rollouts=2):
     update = step(*read.values())
     keep = keeps_experts(variant.regularizers, variant.routing_replay, variant.router_shift)
     shift = variant.router_shift is not None
-    steps = Steps(update, score(variant.model, keep, shift), route(variant.model), None)
+    scored = make_steps(variant, OPTIMIZER, MESH).scored
+    steps = Steps(update, score(variant.model, keep, shift), route(variant.model), None, scored)
     rewards = RewardCalls(variant.reward, variant.grading)
     sampler = make_colocated_sampler(variant.model, MESH, MESH)
     learner = Learner(variant, MESH, OPTIMIZER, steps, sampler, rewards)

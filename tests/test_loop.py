@@ -497,8 +497,8 @@ def test_a_step_of_the_loop(monkeypatch):
 
     monkeypatch.setattr(drawing, "sample", sample)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
-    sampler = placement.Sampler(mesh, lambda params: params, lambda key: key, lambda rollout: rollout)
-    steps = Steps(update, score, route, None)
+    sampler = placement.Sampler(mesh, lambda params: params, lambda rollout: rollout)
+    steps = Steps(update, score, route, None, make_steps(small, None, mesh).scored)
     learner = Learner(small, mesh, None, steps, sampler, RewardCalls(small.reward, small.grading))
     key = jax.random.key(5)
     state = TrainState(

@@ -18,7 +18,7 @@ from gspax.aot.memory import Compiled, Memory
 from gspax.aot.roofline import Phase, Times
 from gspax.aot.targets import Target
 from gspax.commands import main
-from gspax.config import Mesh, Placement, Sampling
+from gspax.config import Mesh, PartialRollouts, Placement, Sampling
 from gspax.experiment import load
 from gspax.experiment.counts import forward_flops, parameter_count
 from gspax.sharding import AXES, make_mesh
@@ -43,8 +43,7 @@ def make_phases(experiment, compiled, mesh, **options):
         model=experiment.model,
         sampling=experiment.sampling,
         minibatches=experiment.schedule.minibatches,
-        updates=experiment.schedule.minibatches,
-        scores=experiment.schedule.minibatches - 1,
+        runs={programs.TRAIN: experiment.schedule.minibatches, programs.SCORE: experiment.schedule.minibatches - 1},
         **options,
     )
 
@@ -153,15 +152,22 @@ def test_the_step_time_needs_every_phase():
 
 
 @pytest.mark.parametrize(
-    ("staleness", "checkpoint_every", "takes"),
+    ("placement", "checkpoint_every", "takes"),
     [
-        (0, 2, "10.00 s: weight push 1.00, rollout 6.00, old log-probs 1.00, updates 2.00"),
-        (1, 2, "7.00 s: weight push 1.00, rollout 6.00 and meanwhile old log-probs 1.00, updates 2.00"),
-        (2, 0, "7.00 s: weight push 1.00, rollout 6.00 and meanwhile"),
-        (1, 1, "10.00 s: weight push 1.00, rollout 6.00, old"),  # no rollout batch is drawn ahead across a checkpoint
+        ({"staleness": 0}, 2, "10.00 s: weight push 1.00, rollout 6.00, old log-probs 1.00, updates 2.00"),
+        (
+            {"staleness": 1},
+            2,
+            "7.00 s: weight push 1.00, rollout 6.00 and meanwhile old log-probs 1.00, updates 2.00",
+        ),
+        ({"staleness": 2}, 0, "7.00 s: weight push 1.00, rollout 6.00 and meanwhile"),
+        # no rollout batch is drawn ahead across a checkpoint
+        ({"staleness": 1}, 1, "10.00 s: weight push 1.00, rollout 6.00, old"),
+        ({"staleness": 2, "partial": PartialRollouts(carried=2)}, 2, "7.00 s: "),
+        ({"staleness": 1, "partial": PartialRollouts(carried=2, ahead=0)}, 2, "10.00 s: "),
     ],
 )
-def test_learner_and_sampler_alternate_or_overlap(staleness, checkpoint_every, takes):
+def test_learner_and_sampler_alternate_or_overlap(placement, checkpoint_every, takes):
     seconds = dict(zip((roofline.PUSH, *NAMES), (1.0, 2.0, 1.0, 2.0, 4.0), strict=True))
     estimates = [
         (
@@ -170,7 +176,7 @@ def test_learner_and_sampler_alternate_or_overlap(staleness, checkpoint_every, t
         )
         for name, t in seconds.items()
     ]
-    ahead = report.draws_ahead(Placement(devices=4, staleness=staleness), checkpoint_every)
+    ahead = report.draws_ahead(Placement(devices=4, **placement), checkpoint_every)
     lines = report.step_lines(small_experiment.experiment.sampling, estimates, V5E, ahead=ahead)
     assert f"A step takes at least {takes}" in lines
     share = 4 * 12 / 16 / float(takes.split()[0])  # four seconds of work at peak FLOP/s, on 12 of 16 devices

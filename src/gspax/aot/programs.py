@@ -23,6 +23,7 @@ from gspax.config import (
     is_sparse,
     row_shape,
     trained_dtype,
+    updates_per_step,
 )
 from gspax.experiment.counts import with_carried
 from gspax.experiment.old_policy import reads_experts
@@ -44,6 +45,7 @@ class Program:
     name: str
     lower: Callable[[], Any]  # -> jax.stages.Lowered
     resident: int  # bytes that the run keeps on each device and does not pass to the program
+    runs: int = 1  # in a step
 
 
 def make_programs(
@@ -85,9 +87,11 @@ def make_programs(
         lower=lambda: copier(experiment.model, serving_mesh, experiment.sampling.weights_dtype).lower(state.params),
         resident=held - device_bytes(state.params),
     )
+    beside_training = held + batches - device_bytes(state) - device_bytes(batch)
+    scores = len(steps.scored) + (experiment.reference is not None) * experiment.schedule.minibatches
     return [
-        Program(name=TRAIN, lower=train, resident=held + batches - device_bytes(state) - device_bytes(batch)),
-        Program(name=SCORE, lower=score, resident=scoring),
+        Program(name=TRAIN, lower=train, resident=beside_training, runs=updates_per_step(experiment.schedule)),
+        Program(name=SCORE, lower=score, resident=scoring, runs=scores),
         *([] if experiment.placement is not None else [copy]),
         _make_rollout(
             experiment.model,

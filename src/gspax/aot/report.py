@@ -20,8 +20,7 @@ from gspax.aot.memory import GB, Compiled, compile_program, describe_misfits
 from gspax.aot.programs import COPY, ROLLOUT, SCORE, TRAIN, Program, make_programs
 from gspax.aot.roofline import DECODE, PREFILL, PUSH, Phase, Times, estimate_times, make_phases, push_phase
 from gspax.aot.targets import Target, make_targets
-from gspax.config import Experiment, ModelConfig, Placement, Sampling, updates_per_step
-from gspax.experiment.old_policy import find_scored
+from gspax.config import Experiment, ModelConfig, Placement, Sampling
 
 Estimates = Sequence[tuple[Phase, Times]]
 
@@ -41,7 +40,8 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False,
     print(heading(experiment.name, topology, learner, sampler), flush=True)
     compiled = []
     layers = experiment.model.num_hidden_layers
-    for program in make_programs(experiment, learner.mesh, sampler.mesh):
+    programs = make_programs(experiment, learner.mesh, sampler.mesh)
+    for program in programs:
         if only and program.name not in only:
             continue
         if program.name in (COPY, ROLLOUT) and are_alike(experiment.model) and not all_layers:
@@ -58,25 +58,14 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False,
             how = ""
         print(f"  {program.name}: compiled {how}in {compiled[-1].seconds:.0f} s", flush=True)
     print("\n" + memory_table(compiled, topology))
-    schedule, references = experiment.schedule, experiment.reference is not None
-    which = find_scored(
-        schedule.minibatches,
-        experiment.reference,
-        experiment.regularizers,
-        experiment.calibration,
-        old_logp=experiment.old_logp,
-        routing_replay=experiment.routing_replay,
-        router_shift=experiment.router_shift,
-    )
     estimates = estimate(
         compiled,
         learner,
         sampler,
         model=experiment.model,
         sampling=experiment.sampling,
-        minibatches=schedule.minibatches,
-        updates=updates_per_step(schedule),
-        scores=len(which) + references * schedule.minibatches,
+        minibatches=experiment.schedule.minibatches,
+        runs={program.name: program.runs for program in programs},
     )
     if experiment.placement is not None:
         push = push_phase(experiment.model, learner, sampler, experiment.sampling.weights_dtype)
@@ -122,7 +111,9 @@ def estimate(
 
 def draws_ahead(placement: Placement | None, checkpoint_every: int) -> bool:
     """Whether the sampler draws while the learner updates. Nothing is drawn ahead across a checkpoint."""
-    return placement is not None and placement.staleness > 0 and checkpoint_every != 1
+    if placement is None or checkpoint_every == 1:
+        return False
+    return placement.staleness > 0 if placement.partial is None else placement.partial.ahead > 0
 
 
 def heading(name: str, topology: Topology, learner: Target, sampler: Target) -> str:

@@ -9,6 +9,7 @@ body once.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -68,8 +69,7 @@ def make_phases(
     model: ModelConfig,
     sampling: Sampling,
     minibatches: int,
-    updates: int,
-    scores: int,
+    runs: Mapping[str, int],
     slices: int = 1,
 ) -> list[Phase]:
     """The phases of a compiled program: the rollout is its prefill and its loop over tokens, the others are one phase.
@@ -77,8 +77,7 @@ def make_phases(
     Args:
       mesh: axis sizes, in the order of the devices that the program was compiled for.
       minibatches: of a rollout batch, each one run of a program.
-      updates: runs of the train step in a step.
-      scores: runs of the scoring in a step.
+      runs: of the train step and of the scoring in a step, by name.
       slices: that the mesh extends over.
     """
     devices = int(np.prod(list(mesh.values())))
@@ -99,8 +98,11 @@ def make_phases(
         forward = rows / minibatches * (S + C) * forward_flops(model, S + C)
         training = compiled.name == TRAIN
         passes, recomputed = (3, model.remat in ("full", "offload")) if training else (1, 0)
-        runs = updates if training else scores
-        return [phase(compiled.name, runs, passes * forward, (passes + recomputed) * forward, moved[1], sent[1])]
+        return [
+            phase(
+                compiled.name, runs[compiled.name], passes * forward, (passes + recomputed) * forward, moved[1], sent[1]
+            )
+        ]
     prompts = sampling.prompts / devices * S * forward_flops(model, S)
     drawn = rows * forward_flops(model, 2 * (S + C / 2))  # a drawn token attends to all before it, not to half a row
     moved_at = {part: traffic(module, unknown_trips=1, live=live_at(part, sampling)) - moved[0] for part in PARTS}

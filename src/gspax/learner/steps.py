@@ -1,4 +1,4 @@
-"""The compiled functions of the learner, from an experiment."""
+"""The compiled functions of the learner, from an experiment, and which minibatches are scored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import optax
 
 from gspax.config import Experiment, has_experts, row_shape
-from gspax.experiment.old_policy import keeps_experts
+from gspax.experiment.old_policy import find_scored, keeps_experts
 from gspax.learner.objective import make_objective
 from gspax.learner.train_step import Gradient, Route, Score, Update, make_gradient, make_route, make_score, make_update
 from gspax.sharding import batch_shards
@@ -21,6 +21,7 @@ class Steps(NamedTuple):
     score: Score
     route: Route | None  # None for a dense model
     gradient: Gradient  # of the update, not compiled
+    scored: range  # the minibatches of a rollout batch that are scored before the first update
 
 
 def make_steps(
@@ -53,10 +54,20 @@ def make_steps(
         calibration=experiment.calibration,
         router_shift=experiment.router_shift,
     )
+    scored = find_scored(
+        schedule.minibatches,
+        experiment.reference,
+        experiment.regularizers,
+        experiment.calibration,
+        old_logp=experiment.old_logp,
+        routing_replay=experiment.routing_replay,
+        router_shift=experiment.router_shift,
+    )
     model = experiment.model
     return Steps(
         make_update(model, objective, optimizer, guard=experiment.guard, routing_replay=replay, **shared),
         make_score(model, keep_experts=keep, keep_router_logp=experiment.router_shift is not None, **shared),
         make_route(model, mesh) if has_experts(model) else None,
         make_gradient(model, objective, routing_replay=replay, **shared),
+        scored,
     )

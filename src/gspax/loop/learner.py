@@ -8,7 +8,6 @@ import jax
 import optax
 
 from gspax.config import Experiment, trained_dtype, updates_per_step
-from gspax.experiment.old_policy import find_scored
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import count_updates, require_memory
 from gspax.learner.steps import Steps, make_steps
@@ -52,17 +51,3 @@ def make_learner(experiment: Experiment) -> Learner:
 def count_rollouts(learner: Learner, state: TrainState) -> int:
     """The rollout batches that a state has learnt from."""
     return count_updates(state) // updates_per_step(learner.experiment.schedule)
-
-
-def find_minibatches_to_score(learner: Learner) -> range:
-    """Which minibatches of a rollout batch are scored before the first update (`old_policy.find_scored`)."""
-    experiment = learner.experiment
-    return find_scored(
-        experiment.schedule.minibatches,
-        experiment.reference,
-        experiment.regularizers,
-        experiment.calibration,
-        old_logp=experiment.old_logp,
-        routing_replay=experiment.routing_replay,
-        router_shift=experiment.router_shift,
-    )

@@ -27,7 +27,7 @@ from gspax.learner.optimizer import learning_rate
 from gspax.learner.state import count_updates
 from gspax.learner.updates import run_updates
 from gspax.loop.drawing import InFlight, RolloutBatch, draw, next_rollout, receive
-from gspax.loop.learner import Learner, count_rollouts, find_minibatches_to_score
+from gspax.loop.learner import Learner, count_rollouts
 from gspax.loop.partial import next_partial
 from gspax.model.low_rank import base
 from gspax.rollout.credit import credit_turns
@@ -96,7 +96,7 @@ def learn(
     )
     if experiment.reference is not None and experiment.lora is not None:
         reference = base(state.params)
-    which = find_minibatches_to_score(learner)
+    which = learner.steps.scored
     if experiment.old_logp == "sampler":
         batches = minibatches.take_sampler_logp(batches)
     elif count_updates(state) == 0 and updates_per_step(experiment.schedule) > 1:

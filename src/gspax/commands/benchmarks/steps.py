@@ -63,9 +63,7 @@ def measure_steps(learner: Learner, trace: Path | None) -> MeasuredSteps:
 
 def scored_share(learner: Learner) -> float:
     """The share of a rollout batch that is scored: mostly all minibatches but the first."""
-    from gspax.loop.learner import find_minibatches_to_score
-
-    return len(find_minibatches_to_score(learner)) / learner.experiment.schedule.minibatches
+    return len(learner.steps.scored) / learner.experiment.schedule.minibatches
 
 
 def age() -> float:
