@@ -1,0 +1,37 @@
+"""The bed of the stability studies: sorting long numbers with a mixture of many small experts, many updates per batch.
+
+Made to be hurt: 16 experts of which 2, in 4 layers, and 16 minibatches per rollout batch. README.md has the search for
+a configuration that breaks.
+
+Run: gspax train experiments/studies/bed/experiment.py --workdir runs/bed
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from gspax import advantages, losses
+from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule, WarmStart
+from gspax.data import sort
+from gspax.model import presets
+
+experiment = Experiment(
+    name="bed",
+    model=replace(
+        presets.tiny_moe,
+        vocab_size=sort.tokenizer.vocab_size,
+        num_hidden_layers=4,
+        num_experts=16,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
+    data=sort.Problems(min_digits=8, max_digits=16),
+    tokenizer=sort.tokenizer,
+    reward=sort.reward,
+    advantage=advantages.standardize,
+    loss=partial(losses.grpo, clip_low=0.2, clip_high=0.27),
+    sampling=Sampling(prompts=32, group=8, max_prompt_tokens=17, max_tokens=18),
+    optimizer=Optimizer(learning_rate=1e-3),
+    schedule=Schedule(steps=60, minibatches=16, eval_every=0, checkpoint_every=0),
+    evaluation=Evaluation(problems=128),
+    warm_start=WarmStart(demonstration=sort.half_wrong, steps=300, rows=64, optimizer=Optimizer(learning_rate=3e-3)),
+)
