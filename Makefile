@@ -1,4 +1,5 @@
 # `make train` learns to sort digits in a few minutes on a CPU; `make test` runs every check; `make docs` builds the site;
+# `make study NAME=clipping` runs a study of the laboratory, `make study-page` draws its results again;
 # `make faults` hurts runs for half an hour, `make soak` for an hour (MINUTES=5, SEED=1).
 # All work on a bare checkout: they create .venv first, and again whenever its requirements have changed.
 
@@ -23,8 +24,9 @@ RUN := $(VENV)/run
 
 MINUTES ?= 60
 SEED ?= 0
+JOBS ?= 2
 
-.PHONY: train test test-python faults soak docs clean
+.PHONY: train test test-python study study-page faults soak docs clean
 
 train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
@@ -41,6 +43,14 @@ test-python: $(INSTALLED)
 	rm -rf $(RUN)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir $(RUN) warm_start.steps=2 schedule.steps=2 evaluation.problems=16
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(QUICK)
+
+# A study of experiments/studies: finished runs are skipped, interrupted ones resumed (JOBS=2 at a time).
+study: $(INSTALLED)
+	$(BIN)/python experiments/studies $(NAME) --jobs $(JOBS)
+
+# Its figure and table again, from its results.csv alone.
+study-page: $(INSTALLED)
+	$(BIN)/python experiments/studies $(NAME) --page
 
 # Kills, damage, full disks, second runs and hostile peers: the long form of what `make test` has a little of.
 faults: $(INSTALLED)

@@ -122,17 +122,20 @@ def common_tokens(arms: Sequence[Arm]) -> float:
 
 
 def compare(arms: Sequence[Arm], metric: str, tokens: float) -> list[Entry]:
-    """The metric of each arm at so many tokens.
+    """The metric of each arm at so many tokens, and its difference from the first arm (`contrast`)."""
+    return contrast([arm.values_at(metric, tokens) for arm in arms])
+
+
+def contrast(arms: Sequence[dict[Any, float]]) -> list[Entry]:
+    """The values of each arm by seed, with their mean and the difference from the first arm.
 
     The difference is that of the seeds which both arms have (at least two), else that of the means without pairs.
     """
-    baseline = arms[0].values_at(metric, tokens)
-    entries = []
-    for arm in arms:
-        values = arm.values_at(metric, tokens)
+    baseline, entries = arms[0], []
+    for i, values in enumerate(arms):
         mean = estimate_mean(np.array(list(values.values()))) if values else None
         difference, pairs = None, 0
-        if arm is not arms[0] and values and baseline:
+        if i and values and baseline:
             both = [seed for seed in baseline if seed in values]
             if len(both) >= 2:
                 pairs = len(both)

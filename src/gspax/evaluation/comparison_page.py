@@ -32,7 +32,7 @@ def write(arms: Sequence[Arm], metrics: Sequence[str], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokens = common_tokens(arms)
     entries = {metric: compare(arms, metric, tokens) for metric in metrics}
-    drawings = [partial(_draw, arms=arms, metric=metric, tokens=tokens) for metric in metrics]
+    drawings = [partial(draw_metric, arms=arms, metric=metric, tokens=tokens) for metric in metrics]
     write_png(drawings, folder / "compare.png")
     write_atomically(folder / "compare.csv", _table(arms, entries, tokens))
     figures = "".join(
@@ -117,8 +117,8 @@ def _table(arms: Sequence[Arm], entries: dict[str, list[Entry]], tokens: float) 
     return file.getvalue()
 
 
-def _draw(axes: Any, arms: Sequence[Arm], metric: str, tokens: float) -> None:
-    """The metric of every run, and the mean of each arm."""
+def draw_metric(axes: Any, arms: Sequence[Arm], metric: str, tokens: float) -> None:
+    """Draw the metric of every run, and the mean of each arm, up to so many tokens on matplotlib axes."""
     edge_N = np.linspace(0, tokens, BINS + 1)
     for i, arm in enumerate(arms):
         colour = COLOURS[i % len(COLOURS)]

@@ -1,0 +1,356 @@
+"""Studies: arms of one experiment, several seeds each, and the table and figure made from them.
+
+A study is a file `NAME/study.py` that defines `study = Study(...)`. Its runs go to `runs/studies/NAME`; its results,
+`results.csv`, are the only input of the figure and of the table in its README.md.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import resource
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspax.errors import UserError
+from gspax.evaluation.comparison import Arm, Entry, Run, common_tokens, contrast, read_arm
+from gspax.evaluation.comparison_page import COLOURS, draw_metric
+from gspax.evaluation.statistics import Estimate
+from gspax.experiment import check, load, override
+from gspax.run.curves import Draw, style_axes, write_png
+from gspax.run.folders import write_atomically
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+BEGIN, END = "<!-- results: written from results.csv -->", "<!-- end of results -->"
+CSV_DIGITS = 5  # significant
+COSTS = ("run/cpu_seconds", "run/peak_mb")  # of a run's process, at its last step
+
+
+@dataclass(frozen=True)
+class Start:
+    """What arms have in common: a task, a model, and the warm start that they continue."""
+
+    name: str
+    base: str  # experiment file, relative to experiments/
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An arm: a start, and overrides for what comes after it."""
+
+    name: str
+    start: Start
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One column of the table: a metric at the end of a run (its last tenth, by tokens), or its mean over the run."""
+
+    title: str
+    metric: str
+    over: str = "end"  # or "run"
+    percent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.over not in ("end", "run"):
+            raise ValueError(f"over: wanted end or run, got {self.over!r}")
+
+    def values(self, arm: Arm, tokens: float) -> dict[Any, float]:
+        """The value of each seed that has one, at so many tokens."""
+        if self.over == "end":
+            return arm.values_at(self.metric, tokens)
+        found = {}
+        for run in arm.runs:
+            at_N, value_N = run.curve(self.metric)
+            if (at_N <= tokens).any():
+                found[run.seed] = float(value_N[at_N <= tokens].mean())
+        return found
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question, the rule that decides it, and the runs. The first measure is the primary one.
+
+    The question and the rule are in the docstring of the study's file.
+    """
+
+    arms: tuple[Variant, ...]  # the first one of each start is the baseline of the others
+    measures: tuple[Measure, ...]
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    panels: Callable[[list[list[Arm]], list[float]], list[Draw]] | None = None  # (arms, tokens) of each start; None:
+    # the curve of each measure
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: an arm with a seed."""
+
+    arm: Variant
+    seed: int
+    folder: Path
+    start: Path  # of the checkpoint that the arm's warm start left
+
+
+def studies() -> list[str]:
+    """The names of all studies."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/study.py"))
+
+
+def load_study(name: str) -> Study:
+    """The study of that name. UserError if there is none."""
+    if name not in studies():
+        raise UserError(f"NAME: wanted one of {', '.join(studies())}, got {name!r}")
+    return runpy.run_path(str(FOLDER / name / "study.py"))["study"]
+
+
+def check_study(study: Study) -> None:
+    """UserError unless the experiments of all arms and of their warm starts are valid."""
+    names = [arm.name for arm in study.arms]
+    if len(set(names)) < len(names):
+        raise UserError(f"arms: wanted different names, got {', '.join(names)}")
+    for arm in study.arms:
+        for overrides in (start_overrides(arm, 0), [*arm_overrides(arm, 0), "warm_start=none"]):
+            check(override(load(base_file(arm.start)), overrides), None)
+
+
+def base_file(start: Start) -> Path:
+    return ROOT / "experiments" / start.base
+
+
+def start_overrides(arm: Variant, seed: int) -> list[str]:
+    """Those of a warm start, which uses other problems than the run after it."""
+    return [*arm.start.overrides, f"seed={seed}", f"data.seed={1000 + seed}"]
+
+
+def arm_overrides(arm: Variant, seed: int) -> list[str]:
+    return [*arm.start.overrides, *arm.overrides, f"seed={seed}", f"data.seed={seed}"]
+
+
+def jobs_of(study: Study, folder: Path) -> list[Job]:
+    """All runs, seed by seed, so that an interrupted study has whole seeds."""
+    return [
+        Job(arm, seed, folder / slug(arm.name) / str(seed), folder / "starts" / f"{slug(arm.start.name)}_{seed}")
+        for seed in study.seeds
+        for arm in study.arms
+    ]
+
+
+def slug(name: str) -> str:
+    return "".join(c if c.isalnum() or c in ".-" else "_" for c in name)
+
+
+def run_study(study: Study, folder: Path, jobs: int) -> None:
+    """Every run of the study, `jobs` at a time; finished ones are skipped, interrupted ones are resumed."""
+    pending = [job for job in jobs_of(study, folder) if not is_finished(job)]
+    starts = {job.start: job for job in pending}
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(run_start, starts.values()):
+            pass
+        for number, job in enumerate(pool.map(run_job, pending), 1):
+            print(f"{number}/{len(pending)} {job.arm.name}, seed {job.seed}", flush=True)
+
+
+def is_finished(job: Job) -> bool:
+    """Whether a run ended with these overrides; with others `gspax train` will refuse its folder."""
+    record = job.folder / "finished.json"
+    return record.is_file() and json.loads(record.read_text())["overrides"] == arm_overrides(job.arm, job.seed)
+
+
+def run_start(job: Job) -> None:
+    """The supervised warm start of a seed, as a checkpoint in `job.start`."""
+    if (job.start / "config.json").is_file():
+        return
+    trained = job.start.with_name(job.start.name + "_sft")
+    file, overrides = str(base_file(job.arm.start)), start_overrides(job.arm, job.seed)
+    gspax("sft", file, "--workdir", str(trained), *overrides, log=trained)
+    gspax("export", "--from", str(trained), "--to", str(job.start), "--dtype", "float32", log=trained)
+
+
+def run_job(job: Job) -> Job:
+    """A run that continues its warm start; what it cost is in `finished.json`."""
+    file, overrides = str(base_file(job.arm.start)), arm_overrides(job.arm, job.seed)
+    start = [f"model.checkpoint={job.start}", "warm_start=none"]
+    usage = gspax("train", file, "--workdir", str(job.folder), *start, *overrides, log=job.folder)
+    costs = {"run/cpu_seconds": usage.ru_utime + usage.ru_stime, "run/peak_mb": usage.ru_maxrss / 1024}
+    write_atomically(job.folder / "finished.json", json.dumps({"overrides": overrides, **costs}))
+    return job
+
+
+def gspax(*command: str, log: Path) -> resource.struct_rusage:
+    """Run a subcommand on one thread; what it used. Its output is in `log`.log.
+
+    Raises:
+      UserError: it failed.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    path = log.with_name(log.name + ".log")
+    with path.open("a") as output:
+        environment = {**os.environ, "NPROC": "1"}  # XLA's threads: runs side by side would share the cores anyway
+        child = subprocess.Popen(
+            [sys.executable, "-m", "gspax", *command], stdout=output, stderr=output, env=environment
+        )
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise UserError(f"gspax {command[0]} ended with {child.returncode}: see {path}")
+    return usage
+
+
+def collect(study: Study, folder: Path) -> list[Arm]:
+    """The finished runs, by arm; arms without any are left out."""
+    arms = []
+    for variant in study.arms:
+        done = [job for job in jobs_of(study, folder) if job.arm == variant and is_finished(job)]
+        runs = tuple(run for job in done for run in read_arm(variant.name, job.folder).runs)
+        for job, run in zip(done, runs, strict=True):
+            record, last = json.loads((job.folder / "finished.json").read_text()), len(run.tokens) - 1
+            run.series.update({name: ([last], [record[name]]) for name in COSTS})
+        if runs:
+            arms.append(Arm(variant.name, runs))
+    return arms
+
+
+def write_csv(study: Study, arms: Sequence[Arm], path: Path) -> None:
+    """A line for each arm, seed and step, with the metrics of the measures."""
+    metrics = list(dict.fromkeys(measure.metric for measure in study.measures))
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(("arm", "seed", "step", "tokens", *metrics))
+    for arm in arms:
+        for run in arm.runs:
+            columns = [dict(zip(*run.series.get(metric, ([], [])), strict=True)) for metric in metrics]
+            for step, tokens in enumerate(run.tokens):
+                cells = [f"{column[step]:.{CSV_DIGITS}g}" if step in column else "" for column in columns]
+                writer.writerow((arm.name, run.seed, step, int(tokens), *cells))
+    write_atomically(path, file.getvalue())
+
+
+def read_csv(path: Path) -> list[Arm]:
+    """The arms of `write_csv`. UserError if there is no file: the study has not been run."""
+    if not path.is_file():
+        raise UserError(f"{path}: wanted the results of the study, which has not been run")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    arms: dict[str, dict[str, list[dict[str, str]]]] = {}
+    for row in rows:
+        arms.setdefault(row["arm"], {}).setdefault(row["seed"], []).append(row)
+    return [Arm(name, tuple(_run(seed, lines) for seed, lines in runs.items())) for name, runs in arms.items()]
+
+
+def _run(seed: str, rows: list[dict[str, str]]) -> Run:
+    metrics = [name for name in rows[0] if name not in ("arm", "seed", "step", "tokens")]
+    series = {}
+    for name in metrics:
+        known = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+        if known:
+            series[name] = ([step for step, _ in known], [value for _, value in known])
+    return Run(seed, int(seed), {}, series, np.array([float(row["tokens"]) for row in rows]))
+
+
+def by_start(study: Study, arms: Sequence[Arm]) -> list[list[Arm]]:
+    """Arms in groups that share a warm start: those that are compared with each other."""
+    start = {variant.name: variant.start.name for variant in study.arms}
+    groups = [[arm for arm in arms if start.get(arm.name) == each] for each in dict.fromkeys(start.values())]
+    return [group for group in groups if group]
+
+
+def write_results(study: Study, folder: Path) -> None:
+    """figure.png and the table in README.md, from results.csv alone."""
+    groups = by_start(study, read_csv(folder / "results.csv"))
+    tokens = [common_tokens(group) for group in groups]
+    write_png((study.panels or partial(draw_curves, study.measures))(groups, tokens), folder / "figure.png")
+    page = folder / "README.md"
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UserError(f"{page}: wanted the lines {BEGIN!r} and {END!r}, between which the table is written")
+    tables = "\n\n".join(tabulate(study, *each) for each in zip(groups, tokens, strict=True))
+    write_atomically(page, f"{before}{BEGIN}\n{tables}\n\n![Results](figure.png)\n{END}{after}")
+
+
+def tabulate(study: Study, group: Sequence[Arm], tokens: float) -> str:
+    """A Markdown table of one group: means with 95 % intervals over seeds, the primary measure's paired difference."""
+    found = [contrast([measure.values(arm, tokens) for arm in group]) for measure in study.measures]
+    first = study.measures[0]
+    head = ["arm", *(measure.title for measure in study.measures)]
+    head[2:2] = [f"difference from {group[0].name}", "each seed"]
+    lines = [head, ["---"] * len(head)]
+    for i, arm in enumerate(group):
+        entries = [column[i] for column in found]
+        cells = [_estimate(measure, entry.mean) for measure, entry in zip(study.measures, entries, strict=True)]
+        lines.append([arm.name, cells[0], _difference(first, entries[0]), _seeds(first, entries[0]), *cells[1:]])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"At {tokens:,.0f} response tokens; 95 % intervals over seeds.\n\n{table}"
+
+
+def _difference(measure: Measure, entry: Entry) -> str:
+    if entry.difference is None:
+        return ""
+    return _estimate(measure, entry.difference, "+") + ("" if entry.pairs else ", unpaired")
+
+
+def _seeds(measure: Measure, entry: Entry) -> str:
+    return ", ".join(_number(measure, value) for value in entry.values.values())
+
+
+def _estimate(measure: Measure, found: Estimate | None, sign: str = "") -> str:
+    if found is None:
+        return "–"
+    mean = _number(measure, found.mean, sign) + (" %" if measure.percent else "")
+    if math.isnan(found.low):
+        return mean
+    return f"{mean} [{_number(measure, found.low, sign)}, {_number(measure, found.high, sign)}]"
+
+
+def _number(measure: Measure, value: float, sign: str = "") -> str:
+    value = 100 * value if measure.percent else value
+    return f"{value:{sign}.3g}" if abs(value) < 100 else f"{value:{sign},.0f}"
+
+
+def draw_curves(measures: Sequence[Measure], groups: list[list[Arm]], tokens: list[float]) -> list[Draw]:
+    """The curve of each measure, for each group."""
+    return [
+        partial(draw_metric, arms=group, metric=measure.metric, tokens=limit)
+        for group, limit in zip(groups, tokens, strict=True)
+        for measure in measures
+        if any(len(run.curve(measure.metric)[0]) > 1 for arm in group for run in arm.runs)
+    ]
+
+
+def draw_points(axes: Any, arms: Sequence[Arm], tokens: float, x: Measure, y: Measure, *, log: bool = False) -> None:
+    """One measure against another: a dot for each seed, a cross for the mean of an arm."""
+    for i, arm in enumerate(arms):
+        colour = COLOURS[i % len(COLOURS)]
+        x_N, y_N = _pairs(x.values(arm, tokens), y.values(arm, tokens), log)
+        axes.plot(x_N, y_N, "o", color=colour, alpha=0.4, markersize=4, markeredgewidth=0)
+        if len(x_N):
+            axes.plot([np.mean(x_N)], [np.mean(y_N)], "P", color=colour, markersize=9, label=arm.name)
+    if log:
+        axes.set_xscale("log")
+    style_axes(axes, f"{y.title} against {x.title}", x.title, y.title, legend=min(3, len(arms)))
+
+
+def _pairs(x: dict[Any, float], y: dict[Any, float], log: bool) -> tuple[np.ndarray, np.ndarray]:
+    seeds = [seed for seed in x if seed in y and (x[seed] > 0 or not log)]
+    return np.array([x[seed] for seed in seeds]), np.array([y[seed] for seed in seeds])
+
+
+def describe_runs(study: Study) -> Iterator[str]:
+    """The command of each run of the first seed."""
+    for arm in study.arms:
+        yield f"gspax train experiments/{arm.start.base} {' '.join(arm_overrides(arm, study.seeds[0]))}"

@@ -1,0 +1,177 @@
+"""The laboratory: studies parse, run once, are resumed, and their figure and table come from results.csv alone."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gspax.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "experiments" / "studies"
+STUDIES = sorted(path.parent.name for path in FOLDER.glob("*/study.py"))
+STUDY = """
+from common import Measure, Start, Study, Variant
+small = Start("small", "{base}", ("schedule.steps=2", "schedule.eval_every=0", "warm_start.steps=2"))
+study = Study(
+    arms=(Variant("slow", small), Variant("fast", small, ("optimizer.learning_rate=2e-3",))),
+    measures=(
+        Measure("reward", "reward/mean"),
+        Measure("clipped", "policy/clip_fraction_tokens", over="run", percent=True),
+        Measure("CPU", "run/cpu_seconds"),
+    ),
+    seeds=(0, 1),
+)
+"""
+README = (
+    "# A fake study\n\nQuestion.\n\n<!-- results: written from results.csv -->\n<!-- end of results -->\n\nAnswer.\n"
+)
+
+
+@pytest.fixture
+def common(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import common
+
+    return common
+
+
+@pytest.fixture
+def fake(common, monkeypatch, tmp_path):
+    """The folder of a study of two arms and two seeds."""
+    folder = tmp_path / "studies" / "fake"
+    folder.mkdir(parents=True)
+    (folder / "study.py").write_text(STUDY.format(base=ROOT / "tests" / "small_experiment.py"))
+    (folder / "README.md").write_text(README.format(common.BEGIN, common.END))
+    monkeypatch.setattr(common, "FOLDER", folder.parent)
+    return folder
+
+
+@pytest.fixture
+def commands(common, monkeypatch):
+    """What `gspax` would run; a run gets metrics instead, whose reward is 0.1 larger in the second arm."""
+    called = []
+
+    def gspax(*command, log):
+        called.append(command)
+        folder = Path(command[command.index("--workdir") + 1] if "--workdir" in command else command[4])
+        folder.mkdir(parents=True, exist_ok=True)
+        if command[0] == "export":
+            (folder / "config.json").write_text("{}")
+        if command[0] == "train":
+            seed = int(next(each for each in command if each.startswith("seed=")).removeprefix("seed="))
+            (folder / "experiment.json").write_text(json.dumps({"seed": seed}))
+            gain = 0.1 if "optimizer.learning_rate=2e-3" in command else 0.0
+            row = {"time/step": 1.0, "perf/tokens_per_second": 50.0, "policy/clip_fraction_tokens": 0.25}
+            rows = [{"step": n, "reward/mean": seed + gain + n / 100, **row} for n in (1, 2)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        return SimpleNamespace(ru_utime=3.0, ru_stime=1.0, ru_maxrss=2048)
+
+    monkeypatch.setattr(common, "gspax", gspax)
+    return called
+
+
+def run(common, fake, runs):
+    study = common.load_study("fake")
+    common.run_study(study, runs, jobs=2)
+    common.write_csv(study, common.collect(study, runs), fake / "results.csv")
+    common.write_results(study, fake)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_experiments_of_every_study_are_valid_and_its_page_has_room_for_results(common, name):
+    common.check_study(common.load_study(name))
+    page = (FOLDER / name / "README.md").read_text()
+    assert page.count(common.BEGIN) == page.count(common.END) == 1
+    assert (FOLDER / name / "results.csv").is_file() or "Not run yet" in page
+
+
+def test_an_unknown_study_is_refused():
+    found = subprocess.run([sys.executable, str(FOLDER), "cliping"], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 1
+    assert found.stderr == f"studies: NAME: wanted one of {', '.join(STUDIES)}, got 'cliping'\n"
+
+
+def test_an_override_that_does_not_fit_is_refused_before_anything_runs(common, fake, commands):
+    file = fake / "study.py"
+    file.write_text(file.read_text().replace("optimizer.learning_rate=2e-3", "optimizer.learning_rate=fast"))
+    with pytest.raises(UserError, match=r"optimizer\.learning_rate"):
+        common.check_study(common.load_study("fake"))
+    assert not commands
+
+
+def test_arms_continue_one_warm_start_of_each_seed(common, fake, commands, tmp_path):
+    run(common, fake, tmp_path / "runs")
+    assert sorted(command[0] for command in commands) == ["export"] * 2 + ["sft"] * 2 + ["train"] * 4
+    starts = {seed: set() for seed in (0, 1)}
+    for command in commands:
+        if command[0] == "train":
+            assert "warm_start=none" in command
+            checkpoint = next(each for each in command if each.startswith("model.checkpoint="))
+            starts[0 if "seed=0" in command else 1].add(checkpoint)
+    assert [len(found) for found in starts.values()] == [1, 1] and starts[0] != starts[1]
+
+
+def test_finished_runs_are_skipped_and_the_others_run_again(common, fake, commands, tmp_path):
+    run(common, fake, tmp_path / "runs")
+    del commands[:]
+    run(common, fake, tmp_path / "runs")
+    assert not commands
+    (tmp_path / "runs" / "fast" / "1" / "finished.json").unlink()  # killed before its end
+    run(common, fake, tmp_path / "runs")
+    assert [command[0] for command in commands] == ["train"]
+    assert {"optimizer.learning_rate=2e-3", "seed=1"} <= set(commands[0])
+
+
+def test_every_seed_and_the_paired_difference_are_in_the_table(common, fake, commands, tmp_path):
+    run(common, fake, tmp_path / "runs")
+    page = (fake / "README.md").read_text()
+    assert "| slow | 0.52 [-5.83, 6.87] |  | 0.02, 1.02 | 25 % [25, 25] | 4 [4, 4] |" in page
+    assert "| fast | 0.62 [-5.73, 6.97] | +0.1 [+0.1, +0.1] | 0.12, 1.12 | 25 % [25, 25] | 4 [4, 4] |" in page
+    assert page.startswith("# A fake study\n\nQuestion.") and page.endswith("\n\nAnswer.\n")
+
+
+def test_the_figure_and_the_table_come_from_the_csv_alone(common, fake, commands, tmp_path):
+    run(common, fake, tmp_path / "runs")
+    study, page = common.load_study("fake"), (fake / "README.md").read_bytes()
+    figure = (fake / "figure.png").read_bytes()
+    (fake / "figure.png").unlink()
+    common.write_results(study, fake)
+    assert ((fake / "README.md").read_bytes(), (fake / "figure.png").read_bytes()) == (page, figure)
+    with (fake / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["arm"], row["seed"], row["step"], row["reward/mean"]) for row in rows[-3:]] == [
+        ("fast", "1", "0", ""),
+        ("fast", "1", "1", "1.11"),
+        ("fast", "1", "2", "1.12"),
+    ]
+    (fake / "results.csv").write_text((fake / "results.csv").read_text().replace("1.12", "1.32"))
+    common.write_results(study, fake)
+    assert "0.12, 1.32" in (fake / "README.md").read_text()
+
+
+def test_a_study_without_results_has_no_figure(common, fake):
+    with pytest.raises(UserError, match="has not been run"):
+        common.write_results(common.load_study("fake"), fake)
+
+
+def test_a_failed_run_names_its_log(common, tmp_path):
+    with pytest.raises(UserError, match=r"gspax train ended with 2: see .*run\.log"):
+        common.gspax("train", str(tmp_path / "absent.py"), "--workdir", str(tmp_path / "run"), log=tmp_path / "run")
+    assert "absent.py" in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_study_runs_from_nothing_to_its_page(common, fake, tmp_path):
+    run(common, fake, tmp_path / "runs")
+    with (fake / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["arm"], row["seed"], row["step"]) for row in rows} == {
+        (arm, seed, step) for arm in ("slow", "fast") for seed in "01" for step in "012"
+    }
+    assert all(float(row["run/cpu_seconds"]) > 1 for row in rows if row["step"] == "2")
+    assert (fake / "figure.png").stat().st_size > 10_000
