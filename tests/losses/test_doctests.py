@@ -22,6 +22,7 @@ MODULES = {
     "gspax.losses.correction": 4,
     "gspax.losses.regularizers": 3,
     "gspax.losses.calibration": 6,
+    "gspax.losses.ratio_spread": 1,
     "gspax.advantages": 9,
     "gspax.shaping": 3,
 }

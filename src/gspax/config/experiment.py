@@ -171,6 +171,14 @@ class Guard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Instruments:
+    """What is measured around the last update of a rollout batch, every few steps (`learner.instruments`)."""
+
+    every: PositiveInt = 10  # steps
+    rows: NonNegativeInt = 8  # of the minibatch, for experts and gradients, at least one on each device; 0: all
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """A benchmark: problems, their reward, and how their completions are drawn (`gspax.evaluation.tasks`)."""
 
@@ -315,6 +323,7 @@ class Experiment:
     lora: Lora | None = None
     schedule: Schedule = field(default_factory=Schedule)
     guard: Guard = field(default_factory=Guard)
+    instruments: Instruments | None = None
     evaluation: Evaluation = field(default_factory=Evaluation)
     warm_start: WarmStart | None = None
     mesh: Mesh = field(default_factory=Mesh)

@@ -41,7 +41,7 @@ _ABSENT = object()
 # What a resumed run may change. None of it enters an update: `schedule.steps` is a total, the others set how often and
 # on how many problems the run evaluates and saves, so the parameters after step n stay the same. The limit on prompts
 # only adds padding; without it in here, one prompt that is too long would end a run for good. The guard decides which
-# updates are skipped: a run that diverged may go on with a stricter one.
+# updates are skipped: a run that diverged may go on with a stricter one. Instruments only measure.
 RESUMABLE = (
     "schedule.steps",
     "schedule.eval_every",
@@ -49,6 +49,8 @@ RESUMABLE = (
     "schedule.keep_checkpoints",
     "schedule.max_skipped",
     "guard.*",
+    "instruments",
+    "instruments.*",
     "evaluation.*",
     "sampling.max_prompt_tokens",
     "grading.max_failed",

@@ -1,4 +1,4 @@
-"""Router statistics: how evenly tokens are routed to experts, and how many choices an update changed.
+"""Router statistics: how evenly and how surely tokens are routed to experts, and how many choices an update changed.
 
 Axes: L sparse layers, B rows, T tokens, A active experts, E experts.
 """
@@ -32,6 +32,35 @@ def changed_share(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> Ar
 
     The order of a token's experts does not matter; padding (id `num_experts`) is not counted.
     """
+    lost_LBTA, real_LBTA = _lost(before_LBTA, after_LBTA, num_experts)
+    return lost_LBTA.sum() / jnp.maximum(real_LBTA.sum(), 1)
+
+
+def changed_by_layer(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> Array:
+    """`changed_share` of each layer, float32 `[L]`."""
+    lost_LBTA, real_LBTA = _lost(before_LBTA, after_LBTA, num_experts)
+    return lost_LBTA.sum(axis=(1, 2, 3)) / jnp.maximum(real_LBTA.sum(axis=(1, 2, 3)), 1)
+
+
+def _lost(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> tuple[Array, Array]:
+    """Which choices are not among those after, and which are not padding."""
     kept_LBTA = (before_LBTA[..., :, None] == after_LBTA[..., None, :]).any(axis=-1)
     real_LBTA = before_LBTA < num_experts
-    return (real_LBTA & ~kept_LBTA).sum() / jnp.maximum(real_LBTA.sum(), 1)
+    return real_LBTA & ~kept_LBTA, real_LBTA
+
+
+def router_confidence(logits_LBTE: Array, valid_BT: Array, active: int) -> dict[str, Array]:
+    """How sure each layer's router is, float32 `[L]`: means over the tokens of `valid_BT`.
+
+    `entropy` of the softmax over the experts, in nats; `confidence`, its largest probability; `margin`, by how much the
+    logit of the last chosen expert exceeds that of the first one that is not (0 if all `active` = E are chosen).
+    """
+    log_prob_LBTE = jax.nn.log_softmax(logits_LBTE.astype(jnp.float32))
+    best_LBTA = jax.lax.top_k(log_prob_LBTE, min(active + 1, log_prob_LBTE.shape[-1]))[0]  # differences as of logits
+    values = {
+        "entropy": -(jnp.exp(log_prob_LBTE) * log_prob_LBTE).sum(axis=-1),
+        "confidence": jnp.exp(best_LBTA[..., 0]),
+        "margin": best_LBTA[..., active - 1] - best_LBTA[..., -1],
+    }
+    tokens = jnp.maximum(valid_BT.sum(), 1)
+    return {name: jnp.where(valid_BT[None], x_LBT, 0).sum(axis=(1, 2)) / tokens for name, x_LBT in values.items()}

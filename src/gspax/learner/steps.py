@@ -9,6 +9,7 @@ import optax
 
 from gspax.config import Experiment, has_experts, row_shape
 from gspax.experiment.old_policy import find_scored, keeps_experts
+from gspax.learner.instruments import Measure, make_measure
 from gspax.learner.objective import make_objective
 from gspax.learner.train_step import Gradient, Route, Score, Update, make_gradient, make_route, make_score, make_update
 from gspax.sharding import batch_shards
@@ -22,6 +23,7 @@ class Steps(NamedTuple):
     route: Route | None  # None for a dense model
     gradient: Gradient  # of the update, not compiled
     scored: range  # the minibatches of a rollout batch that are scored before the first update
+    measure: Measure | None = None  # with `Experiment.instruments`
 
 
 def make_steps(
@@ -63,11 +65,13 @@ def make_steps(
         routing_replay=experiment.routing_replay,
         router_shift=experiment.router_shift,
     )
-    model = experiment.model
+    model, instruments = experiment.model, experiment.instruments
+    learns = {name: value for name, value in shared.items() if name != "worst_case"} | {"routing_replay": replay}
     return Steps(
         make_update(model, objective, optimizer, guard=experiment.guard, routing_replay=replay, **shared),
         make_score(model, keep_experts=keep, keep_router_logp=experiment.router_shift is not None, **shared),
         make_route(model, mesh) if has_experts(model) else None,
         make_gradient(model, objective, routing_replay=replay, **shared),
         scored,
+        None if instruments is None else make_measure(model, objective, experiment.loss, instruments, **learns),
     )

@@ -13,6 +13,7 @@ import optax
 from gspax.config import Calibration
 from gspax.distributed import multihost
 from gspax.learner import clipping
+from gspax.learner.instruments import Measure, Readings
 from gspax.learner.minibatches import Scored
 from gspax.learner.steps import Steps
 from gspax.sharding import named_sharding
@@ -27,6 +28,7 @@ class Updated:
     metrics: list[dict[str, Any]]  # of each update, on the host
     scored: Scored  # those that the old policy is known on
     routing: tuple[Any, ...] | None  # the arguments of `metrics.routing_metrics`; None for a dense model
+    readings: Readings | None = None  # of the instruments, on the host
 
 
 def run_updates(
@@ -38,31 +40,38 @@ def run_updates(
     epochs: int,
     rate: optax.Schedule,
     calibration: Calibration | None = None,
+    measure: Measure | None = None,
 ) -> Updated:
     """One optimiser update per minibatch and epoch, after each of which a calibrated clip range is adapted.
 
     Args:
       rate: the learning rate as a function of the updates done.
+      measure: instruments around the last update; None: not in this step.
     """
     first, count = int(multihost.to_host(state.step)), epochs * len(scored.batches)
     rates = [float(rate(first + n)) for n in range(2 * count)]  # of these updates and the next ones
     found: list[dict[str, Any]] = []
     was_scored, probe = scored.entropies[0] is not None, scored.batches[0]
     before = steps.route and steps.route(state.params, probe.tokens_BT, probe.segment_BT)
+    readings = None
     for index in [*range(len(scored.batches))] * epochs:
-        state, metrics, scores = steps.update(state, scored.batches[index], scored.on_policy)
+        given = state, scored.batches[index], scored.on_policy
+        if measure is not None and len(found) == count - 1:
+            state, metrics, scores, readings = measure(steps.update, *given)
+        else:
+            state, metrics, scores = steps.update(*given)
         if not found:
             measured, scored, count_LE = scored.measured(scores), scored.complete(scores), scores.count_LE
         found.append(metrics)
         if calibration is not None:
             state = _adapt_range(calibration, state, found, rates, mesh)
-    found = multihost.to_host(found)
+    found, readings = multihost.to_host((found, readings))
     if was_scored and "ratio_deviation" in found[0]:  # a user's loss may not report it
         found = [{**metrics, "noise_floor": clipping.noise_floor(found[0])} for metrics in found]
     routing = None
     if steps.route is not None:
         routing = count_LE, before, steps.route(state.params, probe.tokens_BT, probe.segment_BT)
-    return Updated(state, found, measured, routing)
+    return Updated(state, found, measured, routing, readings)
 
 
 def _adapt_range(

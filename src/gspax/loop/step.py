@@ -15,6 +15,7 @@ import jax
 from gspax.config import row_shape, updates_per_step
 from gspax.distributed import multihost
 from gspax.learner import minibatches
+from gspax.learner.instruments import instrument_metrics
 from gspax.learner.metrics import (
     Clock,
     response_metrics,
@@ -40,7 +41,7 @@ from gspax.rollout.rewards import (
     reward_metrics,
     shape_rewards,
 )
-from gspax.run import interrupt
+from gspax.run import interrupt, progress
 from gspax.sharding import batch_shards
 from gspax.types import Params, TrainState
 
@@ -130,6 +131,7 @@ def learn(
         epochs=experiment.schedule.epochs,
         rate=rate,
         calibration=experiment.calibration,
+        measure=learner.steps.measure if is_measured(learner, state) else None,
     )
     state = replace(updated.state, position=updated.state.position + batch.prompts)
     jax.block_until_ready(state)
@@ -147,8 +149,15 @@ def learn(
         "optim/learning_rate": float(rate(count_updates(state) - 1)),
         **score_metrics(updated.scored.batches, updated.scored.entropies),
         **(routing_metrics(*updated.routing) if updated.routing else {}),
+        **(instrument_metrics(updated.readings, experiment.model) if updated.readings else {}),
         **clock.metrics(int(count_drawn(rollout).sum())),
     }
     for row, value in zip(rows, advantage_B, strict=True):
         row["advantage"] = float(value)
     return state, metrics, rows
+
+
+def is_measured(learner: Learner, state: TrainState) -> bool:
+    """Whether the instruments measure the step that learns from this state."""
+    settings, last = learner.experiment.instruments, learner.experiment.schedule.steps
+    return settings is not None and progress.is_due(count_rollouts(learner, state) + 1, settings.every, last)

@@ -4,9 +4,9 @@ Each policy loss gives `Terms`, one value per row, and `reduce` makes the loss a
 `gspo_loss`, `gspo_token_loss` and `grpo_loss` do both. `by_sequence`, `by_token` and `by_constant` are what a loss
 takes as `aggregate`. `token_logp` makes log-probabilities of logits. What is not listed here may change.
 
-Beside the policy losses stand four modules, each imported by name (`from gspax.losses import kl`): `kl` (a reference
-policy), `correction` (a sampler that is not the learner), `regularizers` (entropy, routers) and `calibration` (a clip
-range that is measured).
+Beside the policy losses stand five modules, each imported by name (`from gspax.losses import kl`): `kl` (a reference
+policy), `correction` (a sampler that is not the learner), `regularizers` (entropy, routers), `calibration` (a clip
+range that is measured) and `ratio_spread` (how ratios spread by response length).
 """
 
 from gspax.losses._terms import (
