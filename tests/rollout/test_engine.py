@@ -151,13 +151,14 @@ def test_the_recorded_experts_are_those_of_the_learner(slots):
     np.testing.assert_array_equal(rollout.expert_BLTA, wanted)
 
 
-def test_weights_may_be_renewed_between_two_chunks():
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+def test_weights_may_be_renewed_between_two_chunks(dtype):
     """Up to then the tokens are those of the first weights; each token has the version that drew it."""
     config = replace(tiny.MOE, num_hidden_layers=1)
-    first, second = (make_serving_copy(tiny.params(config, seed), config) for seed in (0, 1))
+    first, second = (make_serving_copy(tiny.params(config, seed), config, weights_dtype=dtype) for seed in (0, 1))
 
     def run(later):
-        sampling, key = replace(SAMPLING, slots=5, chunk=3), jax.random.key(0)
+        sampling, key = replace(SAMPLING, slots=5, chunk=3, kv_cache_dtype=dtype), jax.random.key(0)
         rollout = sampler.sample(
             first, config, PROMPTS, range(4), key, sampling=sampling, stop_ids=STOP, renew=lambda: (later, 7)
         )

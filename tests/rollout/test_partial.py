@@ -243,12 +243,13 @@ def test_settings_that_cannot_work_are_rejected(changes, wanted):
     [
         {"model": replace(PARTIAL.model, dtype="bfloat16"), "lora": Lora(rank=2)},
         {"model": replace(experiment.model, sliding_window=3, sliding_layers=(0,)), "sampling": {"slots": 16}},
+        {"sampling": {"slots": 16, "kv_cache_dtype": "int8", "weights_dtype": "int8"}},
         {
             "placement": Placement(devices=4, staleness=1, partial=PartialRollouts(carried=2, ahead=0)),
             "sampling": {"group": 2},
         },
     ],
-    ids=["bfloat16 and LoRA", "experts, a window and slots", "groups on several devices, nothing ahead"],
+    ids=["bfloat16 and LoRA", "experts, a window and slots", "8 bits", "groups on several devices, nothing ahead"],
 )  # fmt: skip
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, changes):
     run = replace(PARTIAL, **{**changes, "sampling": replace(PARTIAL.sampling, **changes.get("sampling", {}))})

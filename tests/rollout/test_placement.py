@@ -187,6 +187,15 @@ def test_parameters_are_pushed_in_their_compute_dtype_with_adapters_merged():
         assert leaf.dtype == ("float32" if "norm" in name or "router" in name else "bfloat16"), name
 
 
+def test_parameters_are_pushed_in_8_bits(learner):
+    """Quantised where the parameters are, so that bytes are sent."""
+    model, mesh = DISAGGREGATED.model, learner.sampler.mesh
+    params = fresh(learner).params
+    pushed = make_disaggregated_sampler(model, mesh, learner.mesh, "int8").push(params)
+    assert devices(pushed) == set(jax.devices()[4:])
+    jax.tree.map(np.testing.assert_array_equal, pushed, make_serving_copy(params, model, weights_dtype="int8"))
+
+
 def test_invalid_placements_are_rejected():
     def problems(**changes):
         return validate(replace(DISAGGREGATED, placement=replace(DISAGGREGATED.placement, **changes)), 8)

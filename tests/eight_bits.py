@@ -1,0 +1,19 @@
+"""The parameters that a serving copy in 8 bits stands for."""
+
+import jax
+import jax.numpy as jnp
+
+from gspax.model import transformer
+from gspax.rollout.serving import _summed_axes
+
+
+def rounded(params, config):
+    """The learner's parameters that the sampler's weights in 8 bits stand for."""
+
+    def round_(leaf, axes):
+        if not (summed := _summed_axes(axes, config)):
+            return leaf
+        scale = jnp.abs(leaf).max(axis=summed, keepdims=True) / 127
+        return jnp.round(leaf / scale) * scale
+
+    return jax.tree.map(round_, params, transformer.logical_axes(config))
