@@ -21,8 +21,8 @@ study = Study(
     arms=(Variant("slow", small), Variant("fast", small, ("optimizer.learning_rate=2e-3",))),
     measures=(
         Measure("reward", "reward/mean"),
-        Measure("clipped", "policy/clip_fraction_tokens", over="run", percent=True),
-        Measure("CPU", "run/cpu_seconds"),
+        Measure("clipped", "policy/clip_fraction_tokens", over=1, percent=True),
+        Measure("CPU", "run/cpu_seconds", over=0),
     ),
     seeds=(0, 1),
 )
@@ -66,7 +66,7 @@ def commands(common, monkeypatch):
             seed = int(next(each for each in command if each.startswith("seed=")).removeprefix("seed="))
             (folder / "experiment.json").write_text(json.dumps({"seed": seed}))
             gain = 0.1 if "optimizer.learning_rate=2e-3" in command else 0.0
-            row = {"time/step": 1.0, "perf/tokens_per_second": 50.0, "policy/clip_fraction_tokens": 0.25}
+            row = {"time/step": 1.0, "perf/tokens_per_second": 50.0 + seed, "policy/clip_fraction_tokens": 0.25}
             rows = [{"step": n, "reward/mean": seed + gain + n / 100, **row} for n in (1, 2)]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
         return SimpleNamespace(ru_utime=3.0, ru_stime=1.0, ru_maxrss=2048)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from gspax.errors import UserError
-from gspax.evaluation.comparison import Arm, Entry, Run, common_tokens, contrast, read_arm
+from gspax.evaluation.comparison import WINDOW, Arm, Entry, Run, common_tokens, contrast, read_arm
 from gspax.evaluation.comparison_page import COLOURS, draw_metric
 from gspax.evaluation.statistics import Estimate
 from gspax.experiment import check, load, override
@@ -59,27 +59,25 @@ class Variant:
 
 @dataclass(frozen=True)
 class Measure:
-    """One column of the table: a metric at the end of a run (its last tenth, by tokens), or its mean over the run."""
+    """One column of the table: a metric, averaged over the last steps of a run."""
 
     title: str
     metric: str
-    over: str = "end"  # or "run"
+    over: float = WINDOW  # share of the run, by tokens, that it is averaged over; 1: all of it; 0: the run's last value
     percent: bool = False
-
-    def __post_init__(self) -> None:
-        if self.over not in ("end", "run"):
-            raise ValueError(f"over: wanted end or run, got {self.over!r}")
 
     def values(self, arm: Arm, tokens: float) -> dict[Any, float]:
         """The value of each seed that has one, at so many tokens."""
-        if self.over == "end":
+        if self.over == WINDOW:
             return arm.values_at(self.metric, tokens)
-        found = {}
-        for run in arm.runs:
-            at_N, value_N = run.curve(self.metric)
-            if (at_N <= tokens).any():
-                found[run.seed] = float(value_N[at_N <= tokens].mean())
-        return found
+        curves = {run.seed: run.curve(self.metric) for run in arm.runs}
+        if not self.over:
+            return {seed: float(value_N[-1]) for seed, (_, value_N) in curves.items() if len(value_N)}
+        inside = {
+            seed: value_N[(at_N <= tokens) & (at_N > tokens * (1 - self.over))]
+            for seed, (at_N, value_N) in curves.items()
+        }
+        return {seed: float(value_N.mean()) for seed, value_N in inside.items() if len(value_N)}
 
 
 @dataclass(frozen=True)
