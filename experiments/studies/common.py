@@ -70,14 +70,14 @@ class Measure:
         """The value of each seed that has one, at so many tokens."""
         if self.over == WINDOW:
             return arm.values_at(self.metric, tokens)
-        curves = {run.seed: run.curve(self.metric) for run in arm.runs}
-        if not self.over:
-            return {seed: float(value_N[-1]) for seed, (_, value_N) in curves.items() if len(value_N)}
-        inside = {
-            seed: value_N[(at_N <= tokens) & (at_N > tokens * (1 - self.over))]
-            for seed, (at_N, value_N) in curves.items()
-        }
-        return {seed: float(value_N.mean()) for seed, value_N in inside.items() if len(value_N)}
+        found = {}
+        for run in arm.runs:
+            at_N, value_N = run.curve(self.metric)
+            inside_N = (at_N <= tokens) & (at_N > tokens * (1 - self.over))
+            value_N = value_N[inside_N] if self.over else value_N[-1:]
+            if len(value_N):
+                found[run.seed] = float(value_N.mean())
+        return found
 
 
 @dataclass(frozen=True)
