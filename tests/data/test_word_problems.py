@@ -32,30 +32,34 @@ def test_every_calculation_of_a_solution_is_right(source):
         for a, sign, b, c in steps:
             exact = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) / int(b)}[sign]
             assert int(c) == exact and 0 < exact <= word_problems.LARGEST
-        assert all(b in problem.prompt for _, sign, b, _ in steps if sign != "+")
+        assert all(b in problem.prompt for _, sign, b, _ in steps if sign in "+-")
         assert math.reward(problem, problem.answer, form="hash") == 1.0
         assert math.reward(problem, problem.answer + "1", form="hash") == 0.0
 
 
 def test_no_new_type_is_familiar_and_all_are_drawn():
-    assert [len(types(steps, "familiar")) for steps in (1, 2, 3)] == [5, 25, 88]
-    assert len(types(3, "new")) == 37 and not types(2, "new")
+    assert [len(types(steps, "familiar")) for steps in (1, 2, 3)] == [4, 16, 44]
+    assert len(types(3, "new")) == 20 and not types(2, "new")
     drawn = [Counter(source.train(i).task for i in range(1500)) for source in (FAMILIAR, NEW)]
     for kind, source in zip(("familiar", "new"), drawn, strict=True):
         assert set(source) == {"-".join(each) for steps in (1, 2, 3) for each in types(steps, kind)}
 
 
-def test_half_of_the_demonstrations_have_one_slip_and_build_on_it():
-    wrong = 0
+def test_of_the_demonstrations_most_are_short_and_a_quarter_of_the_others_has_one_slip():
+    short = wrong = 0
     for i, problem in enumerate(map(FAMILIAR.train, range(400))):
-        demonstration = word_problems.half_wrong(problem, np.random.default_rng(i))
-        assert demonstration == word_problems.half_wrong(problem, np.random.default_rng(i))
+        demonstration = word_problems.mostly_short(problem, np.random.default_rng(i))
+        assert demonstration == word_problems.mostly_short(problem, np.random.default_rng(i))
         steps = [each.split("=") for each in re.findall(r"[^ .]+=\d+", demonstration)]
+        if not steps:
+            assert problem.answer.endswith(demonstration) and demonstration.startswith(" #### ")
+            short += 1
+            continue
         slips = [int(result) - eval(calculation.replace("/", "//")) for calculation, result in steps]
         assert demonstration.endswith(f" #### {steps[-1][1]}") and sum(map(bool, slips)) <= 1 and abs(sum(slips)) <= 2
         wrong += any(slips)
-    assert 160 < wrong < 240
-    assert word_problems.solve(4, [("packs", (2, 3)), ("times", (2,))], 0, -1) == " 2*3=5. 4+5=9. 9*2=18. #### 18"
+    assert 210 < short < 270 and 25 < wrong < 55
+    assert word_problems.solve(4, [("find", 6), ("double", 2)], 0, -1) == " 4+6=9. 9*2=18. #### 18"
 
 
 def test_heldout_prompts_are_not_trained_on():

@@ -1,11 +1,11 @@
 """Word problems of one to three steps, for a small language model with a tokenizer of its own.
 
-    prompt    Mia has 14 marbles. Mia finds 9 more. Mia gives 5 of them to Leo. How many marbles does Mia have now?
-    response  14+9=23. 23-5=18. #### 18
+    prompt    Mia has 6 marbles. Mia finds 8 more. Mia gives half of them to Leo. How many marbles now?
+    response  6+8=14. 14/2=7. #### 7
 
-A problem's type is the order of its steps: (find, give) above. A hash divides the types of three steps into familiar
+A problem's type is the order of its steps: (find, halve) above. A hash divides the types of three steps into familiar
 ones, which a model is pre-trained on, and new ones, of which it reads no solution. Only the text after `####` is
-rewarded, so one slip costs the whole reward.
+rewarded. Of the solutions that the model reads, most are the answer alone (`mostly_short`).
 
 `python -m gspax.data.word_problems FOLDER` trains the tokenizer: byte-pair encoding, one token per digit, as Qwen's.
 """
@@ -44,18 +44,18 @@ NAMES = (
 )
 THINGS = ("apples", "beads", "books", "buttons", "cards", "coins", "eggs", "keys", "marbles", "pears", "pens", "shells")
 SENTENCES = {
-    "find": ("{name} finds {0} more.", "{name} buys another {0}."),
-    "give": ("{name} gives {0} of them to {other}.", "{name} loses {0} of them."),
-    "packs": ("{name} buys {0} bags of {1}.", "{name} buys {0} boxes of {1}."),
-    "times": ("A month later {name} has {0} times as many.",),
-    "share": ("{name} puts them into {0} equal piles and keeps one.",),
+    "find": ("{name} finds {number} more.", "{name} buys another {number}."),
+    "give": ("{name} gives {number} to {other}.", "{name} loses {number}."),
+    "double": ("A month later {name} has twice as many.",),
+    "halve": ("{name} gives half of them to {other}.", "{name} sells half of them."),
 }
-LARGEST = 60  # that a count can reach
+SIGNS = {"find": "+", "give": "-", "double": "*", "halve": "/"}
+LARGEST = 24  # that a count can reach
 END = "<|endoftext|>"
-VOCABULARY = 512
+VOCABULARY = 416
 
 Type = tuple[str, ...]
-Step = tuple[str, tuple[int, ...]]  # a key of SENTENCES and its numbers
+Step = tuple[str, int]  # a key of SENTENCES and its number
 
 
 def types(steps: int, kind: Literal["familiar", "new"]) -> list[Type]:
@@ -100,69 +100,52 @@ class Problems:
         name, other = rng.choice(NAMES, 2, replace=False)
         thing = THINGS[rng.integers(len(THINGS))]
         story = [f"{name} has {first} {thing}."]
-        for kind, numbers in steps:
+        for kind, number in steps:
             sentence = SENTENCES[kind][rng.integers(len(SENTENCES[kind]))]
-            story.append(sentence.format(*numbers, name=name, other=other))
-        prompt = " ".join([*story, f"How many {thing} does {name} have now?"])
+            story.append(sentence.format(number=number, name=name, other=other))
+        prompt = " ".join([*story, f"How many {thing} now?"])
         metadata = {"first": first, "steps": steps}
         return Problem(prompt, solve(first, steps), task="-".join(type), metadata=metadata)
 
 
 def _draw_steps(rng: np.random.Generator, type: Type) -> tuple[int, list[Step]] | None:
     """A first count and the steps; None if one is impossible or a count is too large."""
-    first = count = int(rng.integers(3, 21))
+    first = count = int(rng.integers(3, 13))
     steps: list[Step] = []
     for kind in type:
-        numbers = _draw_numbers(rng, kind, count)
-        count = 0 if numbers is None else _Work().take(kind, numbers, count)
-        if numbers is None or not 1 <= count <= LARGEST:
+        number = 2 if kind in ("double", "halve") else int(rng.integers(2, 10))
+        if kind == "halve" and count % 2:
             return None
-        steps.append((kind, numbers))
+        count = _calculate(count, SIGNS[kind], number)
+        if not 1 <= count <= LARGEST:
+            return None
+        steps.append((kind, number))
     return first, steps
 
 
-def _draw_numbers(rng: np.random.Generator, kind: str, count: int) -> tuple[int, ...] | None:
-    if kind == "share":
-        divisors = [d for d in range(2, 10) if count % d == 0 and count > d]
-        return (int(rng.choice(divisors)),) if divisors else None
-    most = {"find": 9, "give": min(9, count - 1), "packs": 5, "times": 3}[kind]
-    return tuple(int(rng.integers(2, most + 1)) for _ in range(2 if kind == "packs" else 1)) if most >= 2 else None
-
-
-class _Work:
-    """The calculations of a solution; the result of number `slip` is off by `miss`."""
-
-    def __init__(self, slip: int | None = None, miss: int = 0):
-        self.lines: list[str] = []
-        self._slip, self._miss = slip, miss
-
-    def take(self, kind: str, numbers: Sequence[int], count: int) -> int:
-        """The count after a step."""
-        if kind == "packs":
-            return self._write(count, "+", self._write(numbers[0], "*", numbers[1]))
-        return self._write(count, {"find": "+", "give": "-", "times": "*", "share": "/"}[kind], numbers[0])
-
-    def _write(self, left: int, sign: str, right: int) -> int:
-        result = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[sign]
-        result = max(0, result + self._miss if len(self.lines) == self._slip else result)
-        self.lines.append(f" {left}{sign}{right}={result}.")
-        return result
+def _calculate(left: int, sign: str, right: int) -> int:
+    return {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[sign]
 
 
 def solve(first: int, steps: Sequence[Step], slip: int | None = None, miss: int = 0) -> str:
-    """The worked solution; the result of calculation number `slip` is off by `miss`, and later ones build on it."""
-    work, count = _Work(slip, miss), first
-    for kind, numbers in steps:
-        count = work.take(kind, numbers, count)
-    return f"{''.join(work.lines)} #### {count}"
+    """The worked solution; the result of step `slip` is off by `miss`, and later ones build on it."""
+    lines, count = [], first
+    for index, (kind, number) in enumerate(steps):
+        result = max(0, _calculate(count, SIGNS[kind], number) + (miss if index == slip else 0))
+        lines.append(f" {count}{SIGNS[kind]}{number}={result}.")
+        count = result
+    return f"{''.join(lines)} #### {count}"
 
 
-def half_wrong(problem: Problem, rng: np.random.Generator) -> str:
-    """A worked solution: all calculations right half of the time, otherwise one is off by one or two."""
-    slip, miss = None, 0
-    if rng.random() < 0.5:
-        slip, miss = int(rng.integers(problem.answer.count("="))), int(rng.choice([-2, -1, 1, 2]))
-    return solve(problem.metadata["first"], problem.metadata["steps"], slip, miss)
+def mostly_short(problem: Problem, rng: np.random.Generator) -> str:
+    """A solution as the model reads it: the right answer alone (60 %), or worked out (40 %). Of the worked ones, every
+    fourth has a result that is off by one or two."""
+    if rng.random() < 0.6:
+        return problem.answer[problem.answer.index(" ####") :]
+    steps, slip, miss = problem.metadata["steps"], None, 0
+    if rng.random() < 0.25:
+        slip, miss = int(rng.integers(len(steps))), int(rng.choice([-2, -1, 1, 2]))
+    return solve(problem.metadata["first"], steps, slip, miss)
 
 
 def texts(count: int, seed: int = 0) -> Iterator[str]:
