@@ -11,6 +11,7 @@ import small_experiment
 
 from gspax import config, losses
 from gspax.aot import programs
+from gspax.environments import ToolUse
 from gspax.experiment.old_policy import keeps_experts
 from gspax.learner import minibatches, train_step
 from gspax.learner.optimizer import make_optimizer
@@ -148,6 +149,32 @@ def test_every_program_can_be_lowered_for_present_devices():
     shape_of = programs.abstract_rollout(SMALL.sampling, mesh)
     wanted = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shape_of)]
     assert [(leaf.shape, leaf.dtype) for leaf in shapes[programs.ROLLOUT]] == wanted
+
+
+def test_conversations_are_drawn_by_three_programs_of_the_same_state():
+    """Of half the conversations at a time: the state that the first program returns is the one that the others take."""
+    mesh = make_mesh(SMALL.mesh, jax.devices()[:4])
+    sampling = replace(SMALL.sampling, slots=SMALL.sampling.prompts * SMALL.sampling.group // 2)
+    sampling = replace(sampling, max_tokens=7)
+    experiment = replace(SMALL, environment=ToolUse(tools=()), turns=config.Turns(limit=2), sampling=sampling)
+    found = {program.name: program for program in programs.make_programs(experiment, mesh)}
+    assert list(found) == [programs.TRAIN, programs.SCORE, programs.COPY, *DRAWING]
+    assert len({found[name].resident for name in DRAWING}) == 1
+    assert [found[name].runs for name in DRAWING] == [2, 2 * (7 - 1 - 4), 2]  # a reply of 4 tokens
+    start, turns, replies = (found[name].lower() for name in DRAWING)
+    assert start.out_info.rows.tokens_BC.shape == (sampling.prompts * sampling.group // 2, sampling.max_tokens)
+    given = turns.args_info[0][1]
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), given) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), start.out_info
+    )
+    compiled = start.compile()
+    wanted, same = turns.compile().input_shardings[0][1], replies.args_info[0][1]
+    assert jax.tree.structure(same) == jax.tree.structure(given)
+    for leaf, there, here in zip(*map(jax.tree.leaves, (given, compiled.output_shardings, wanted)), strict=True):
+        assert there.is_equivalent_to(here, len(leaf.shape))
+
+
+DRAWING = programs.PROMPTS, programs.TURNS, programs.REPLIES
 
 
 def test_a_profile_shows_the_parts_of_the_model():

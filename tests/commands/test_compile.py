@@ -35,15 +35,16 @@ def phase(**changes):
     return Phase(**{**fields, "sent": {}, "devices": 16, **changes})
 
 
-def make_phases(experiment, compiled, mesh, **options):
+def make_phases(experiment, compiled, mesh, *, runs=None, **options):
     """`roofline.make_phases` for an experiment without a reference."""
+    updates = experiment.schedule.minibatches
     return roofline.make_phases(
         compiled,
         mesh,
         model=experiment.model,
         sampling=experiment.sampling,
-        minibatches=experiment.schedule.minibatches,
-        runs={programs.TRAIN: experiment.schedule.minibatches, programs.SCORE: experiment.schedule.minibatches - 1},
+        minibatches=updates,
+        runs=runs or {programs.TRAIN: updates, programs.SCORE: updates - 1},
         **options,
     )
 
@@ -118,6 +119,28 @@ def test_the_phases_of_the_rollout_are_prefill_and_decode():
     # prompts once, and each drawn token attends to the whole prompt and to half a completion
     assert prefill.flops == sampling.prompts * S / 16 * forward_flops(config, S)
     assert decode.flops == sampling.prompts * sampling.group / 16 * forward_flops(config, 2 * (S + C / 2))
+
+
+def test_the_phases_of_conversations_are_prefill_decode_and_replies():
+    """Two halves of the conversations one after the other, with one reply of 4 tokens each."""
+    experiment = small_experiment.experiment
+    sampling = replace(experiment.sampling, max_tokens=7)
+    experiment = replace(experiment, sampling=sampling)
+    runs = {programs.PROMPTS: 2, programs.TURNS: 4, programs.REPLIES: 2}
+    prompts, turns, replies = (
+        make_phases(experiment, Compiled(name=name, seconds=1, text=TEXT), {"data": 1, "fsdp": 16}, runs=runs)
+        for name in runs
+    )
+    assert [(each.name, each.runs) for each in (*prompts, *turns, *replies)] == [
+        (roofline.PREFILL, 2),
+        (roofline.DECODE, 4),
+        (roofline.REPLY, 2),
+    ]
+    rows = sampling.prompts * sampling.group / 2 / 16
+    (turns,), (replies,) = turns, replies
+    assert turns.flops == rows * forward_flops(experiment.model, 2 * (sampling.max_prompt_tokens + 7 / 2))
+    assert replies.flops == 4 * turns.flops
+    assert turns.moved == 512 and replies.moved == 2 * 512  # the loop over its blocks once, and what is outside
 
 
 def test_unknown_trip_counts_are_reported():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from gspax.config import (
     Experiment,
     ModelConfig,
-    Placement,
     Sampling,
     expert_id_dtype,
     is_sparse,
@@ -30,12 +29,16 @@ from gspax.experiment.old_policy import reads_experts
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state
 from gspax.learner.steps import make_steps
-from gspax.rollout import engine, sampler
+from gspax.model.decoding import LayerCache
+from gspax.rollout import conversations, engine, sampler
+from gspax.rollout.episodes import count_waves
 from gspax.rollout.serving import abstract_serving_copy, copier
-from gspax.sharding import batch_shards, named_sharding
+from gspax.sharding import batch_shards, named_sharding, sample_axis
 from gspax.types import Batch, Rollout, TrainState
 
 TRAIN, SCORE, COPY, ROLLOUT = "train step", "old log-probs", "serving copy", "rollout"
+PROMPTS, TURNS, REPLIES = "prompts", "turns", "replies"  # of conversations, instead of the rollout
+SAMPLER = (COPY, ROLLOUT, PROMPTS, TURNS, REPLIES)  # run on the sampler's mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +55,9 @@ def make_programs(
     experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh: jax.sharding.Mesh | None = None
 ) -> list[Program]:
     """The train step, the scoring of a minibatch (old log-probs; the reference's too), the copy of the parameters that
-    a colocated sampler reads, and the sampler.
+    a colocated sampler reads, and the sampler: with an environment, the three programs of its conversations.
 
-    Prompts have their maximum length. The devices of the meshes need not exist.
+    Prompts have their maximum length, replies `reply_tokens`. The devices of the meshes need not exist.
 
     Args:
       mesh: the learner's.
@@ -93,46 +96,102 @@ def make_programs(
         Program(name=TRAIN, lower=train, resident=beside_training, runs=updates_per_step(experiment.schedule)),
         Program(name=SCORE, lower=score, resident=scoring, runs=scores),
         *([] if experiment.placement is not None else [copy]),
-        _make_rollout(
-            experiment.model,
-            experiment.sampling,
-            state,
-            serving_mesh,
-            placement=experiment.placement,
-            stop_ids=experiment.tokenizer.stop_ids,
-            held=held,
-        ),
+        *_make_sampler(experiment, state, serving_mesh, held=held),
     ]
 
 
-def _make_rollout(
-    model: ModelConfig,
-    sampling: Sampling,
-    state: TrainState,
-    mesh: jax.sharding.Mesh,
-    *,
-    placement: Placement | None,
-    stop_ids: tuple[int, ...],
-    held: int,
-) -> Program:
+def _make_sampler(experiment: Experiment, state: TrainState, mesh: jax.sharding.Mesh, *, held: int) -> list[Program]:
     """The sampler, on devices that hold `held` bytes throughout the run if they are the learner's.
 
     Each rollout batch drawn ahead adds a serving copy and a rollout to the devices of a disaggregated sampler.
     """
+    model, sampling, placement = experiment.model, experiment.sampling, experiment.placement
     params = abstract_serving_copy(model, mesh, sampling.weights_dtype)
     key: Any = jax.ShapeDtypeStruct(state.key.shape, state.key.dtype, sharding=named_sharding(mesh))
     resident = held
     if placement is not None:
         batches = placement.staleness if placement.partial is None else 1
         resident = batches * (device_bytes(params) + device_bytes(abstract_rollout(sampling, mesh)))
+    split = sampler.split_groups(with_carried(sampling, placement), mesh)
+    prompts = _abstract_prompts(split, mesh)
+    admits = placement is not None and placement.partial is not None
+    settings = engine.Settings(model, split, experiment.tokenizer.stop_ids, mesh, keep_versions=admits, admits=admits)
+    if experiment.environment is not None:
+        return _make_conversations(
+            params, prompts, key, settings, replies=experiment.turns.limit - 1, resident=resident
+        )
+    return [
+        Program(
+            name=ROLLOUT,
+            lower=lambda: sampler._generate.lower(params, *prompts, key, settings=settings),
+            resident=resident,
+        )
+    ]
 
-    def lower() -> Any:
-        split = sampler.split_groups(with_carried(sampling, placement), mesh)
-        admits = placement is not None and placement.partial is not None
-        settings = engine.Settings(model, split, stop_ids, mesh, keep_versions=admits, admits=admits)
-        return sampler._generate.lower(params, *_abstract_prompts(split, mesh), key, settings=settings)
 
-    return Program(name=ROLLOUT, lower=lower, resident=resident)
+def reply_tokens(max_tokens: int) -> int:
+    """The assumed length of an environment's reply, with the stop token before it: 128, or less if that is too long.
+
+    >>> reply_tokens(2048), reply_tokens(100)
+    (128, 64)
+    """
+    return 1 << (min(128, max_tokens).bit_length() - 1)
+
+
+def _make_conversations(
+    params: Any, prompts: tuple[Any, Any, Any], key: Any, settings: engine.Settings, *, replies: int, resident: int
+) -> list[Program]:
+    """The prefill of the prompts, a token of every conversation, and the prefill of a reply to each of them.
+
+    Prefills draw a token too; conversations that `sampling.slots` does not hold at once follow one another.
+    """
+    mesh, sampling = settings.mesh, settings.sampling
+    assert mesh is not None
+    waves, reply = count_waves(sampling), reply_tokens(sampling.max_tokens)
+    settings = settings._replace(sampling=replace(sampling, group=sampling.group // waves))
+    B = sampling.prompts * settings.sampling.group
+    reply_BX, count_B = (
+        _abstract_rows(mesh, (B, reply - 1), jnp.int32),
+        _abstract_rows(mesh, (B,), jnp.int32),
+    )
+
+    def state() -> Any:
+        return _abstract_conversations(params, prompts, key, settings)
+
+    def advance() -> Any:
+        return cast(Any, conversations.advance).lower(params, state(), key, settings=settings)
+
+    def resume() -> Any:
+        return cast(Any, conversations.resume).lower(params, state(), reply_BX, count_B, key, settings=settings)
+
+    def start() -> Any:
+        return cast(Any, conversations.start).lower(params, *prompts, key, settings=settings)
+
+    drawn = max(0, sampling.max_tokens - 1 - replies * reply)
+    return [
+        Program(name=PROMPTS, lower=start, resident=resident, runs=waves),
+        Program(name=TURNS, lower=advance, resident=resident, runs=waves * drawn),
+        Program(name=REPLIES, lower=resume, resident=resident, runs=waves * replies),
+    ]
+
+
+def _abstract_conversations(
+    params: Any, prompts: tuple[Any, Any, Any], key: Any, settings: engine.Settings
+) -> conversations.State:
+    """`ShapeDtypeStruct`s, with shardings, of conversations between two tokens."""
+    mesh = settings.mesh
+    assert mesh is not None
+    state = jax.eval_shape(lambda *given: conversations.start(*given, settings=settings), params, *prompts, key)
+    axis = sample_axis(mesh, len(state.rows.length_B))
+
+    def place(tree: Any, *axes: str) -> Any:
+        sharding = named_sharding(mesh, *axes)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+    cache = tuple(
+        LayerCache(place(each.prompt, "batch", "heads"), place(each.completion, axis, "heads")) for each in state.cache
+    )
+    return conversations.State(rows=place(state.rows, axis), cache=cache)
 
 
 def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:

@@ -17,8 +17,20 @@ from gspax.aot.chips import Chip, Topology
 from gspax.aot.decode_loop import gathered_weights, needed
 from gspax.aot.layers import FEW, are_alike, compile_few, extrapolate_phases
 from gspax.aot.memory import GB, Compiled, compile_program, describe_misfits
-from gspax.aot.programs import COPY, ROLLOUT, SCORE, TRAIN, Program, make_programs
-from gspax.aot.roofline import DECODE, PREFILL, PUSH, Phase, Times, estimate_times, make_phases, push_phase
+from gspax.aot.programs import (
+    COPY,
+    PROMPTS,
+    REPLIES,
+    ROLLOUT,
+    SAMPLER,
+    SCORE,
+    TRAIN,
+    TURNS,
+    Program,
+    make_programs,
+    reply_tokens,
+)
+from gspax.aot.roofline import DECODE, PREFILL, PUSH, REPLY, Phase, Times, estimate_times, make_phases, push_phase
 from gspax.aot.targets import Target, make_targets
 from gspax.config import Experiment, ModelConfig, Placement, Sampling
 
@@ -37,14 +49,14 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False,
     """
     jax.config.update("jax_platforms", "cpu")  # a TPU on this machine is not used
     learner, sampler = make_targets(experiment, topology)
-    print(heading(experiment.name, topology, learner, sampler), flush=True)
+    print(heading(experiment.name, topology, learner, sampler, turns=experiment.environment is not None), flush=True)
     compiled = []
     layers = experiment.model.num_hidden_layers
     programs = make_programs(experiment, learner.mesh, sampler.mesh)
     for program in programs:
         if only and program.name not in only:
             continue
-        if program.name in (COPY, ROLLOUT) and are_alike(experiment.model) and not all_layers:
+        if program.name in SAMPLER and are_alike(experiment.model) and not all_layers:
 
             def few(number: int, name: str = program.name) -> Program:
                 model = replace(experiment.model, num_hidden_layers=number)
@@ -74,9 +86,12 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False,
         ahead = draws_ahead(experiment.placement, experiment.schedule.checkpoint_every)
         print("\n" + time_table(estimates, topology.chip))
         print("\n" + step_lines(experiment.sampling, estimates, topology, ahead=ahead))
+        if experiment.environment is not None:
+            reply = reply_tokens(experiment.sampling.max_tokens)
+            print(f"Assumed: conversations of {experiment.turns.limit} turns, replies of {reply} tokens.")
         print("\n" + collective_table([phase for phase, _ in estimates]))
     for each in compiled:
-        if each.name == ROLLOUT and not each.error:
+        if each.name in (ROLLOUT, TURNS) and not each.error:
             print("\n" + token_table(experiment.model, experiment.sampling, sampler.sizes, estimates))
             print("\n" + gathered_lines(hlo.parse(each.text)))
     for sentence in describe_uncounted(compiled):
@@ -98,7 +113,7 @@ def estimate(
     for each in compiled:
         if each.error:
             continue
-        target = sampler if each.name in (COPY, ROLLOUT) else learner
+        target = sampler if each.name in SAMPLER else learner
         versions = [
             make_phases(version, target.sizes, slices=target.topology.slices, **options)
             for version in each.few or (each,)
@@ -116,10 +131,11 @@ def draws_ahead(placement: Placement | None, checkpoint_every: int) -> bool:
     return placement.staleness > 0 if placement.partial is None else placement.partial.ahead > 0
 
 
-def heading(name: str, topology: Topology, learner: Target, sampler: Target) -> str:
+def heading(name: str, topology: Topology, learner: Target, sampler: Target, *, turns: bool) -> str:
     """What is compiled for which devices."""
     lines = [f"{name} on {topology}"]
-    for target, programs in ((learner, f"{TRAIN}, {SCORE}"), (sampler, ROLLOUT)):
+    drawing = f"{PROMPTS}, {TURNS}, {REPLIES}" if turns else ROLLOUT
+    for target, programs in ((learner, f"{TRAIN}, {SCORE}"), (sampler, drawing)):
         lines.append(f"  {target.name}, {programs}: {target} of {target.topology}")
     return "\n".join(lines)
 
@@ -169,7 +185,8 @@ def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, 
     if not {TRAIN, SCORE, PREFILL, DECODE} <= set(seconds):
         return "No estimate of a whole step: not all of it compiled."
     copied = seconds.get(PUSH, 0.0) + seconds.get(COPY, 0.0)
-    sampler = copied + seconds[PREFILL] + seconds[DECODE]
+    drawing = seconds[PREFILL] + seconds[DECODE] + seconds.get(REPLY, 0.0)
+    sampler = copied + drawing
     learner = seconds[SCORE] + seconds[TRAIN]
     step = max(sampler, learner) if ahead else sampler + learner
     push = f"{PUSH if PUSH in seconds else COPY} {copied:.2f}, " if copied else ""
@@ -178,7 +195,7 @@ def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, 
     drawn = sampling.prompts * sampling.group * sampling.max_tokens
     flops = sum(phase.runs * phase.model_flops * phase.devices for phase, _ in estimates)
     return (
-        f"A step takes at least {step:.2f} s: {push}rollout {seconds[PREFILL] + seconds[DECODE]:.2f}{then} "
+        f"A step takes at least {step:.2f} s: {push}rollout {drawing:.2f}{then} "
         f"old log-probs {seconds[SCORE]:.2f}, updates {seconds[TRAIN]:.2f}\n"
         f"(responses of {sampling.max_tokens} tokens, perfect overlap); "
         f"MFU at most {flops / step / devices / topology.chip.flops:.1%}, "
@@ -216,10 +233,11 @@ def gathered_lines(module: hlo.Module) -> str:
 
 
 def describe_uncounted(compiled: Sequence[Compiled]) -> list[str]:
-    """One sentence for each program with loops of unknown trip count, other than the sampler's loop over tokens."""
+    """One sentence for each program with loops of unknown trip count, other than the sampler's one over tokens (of a
+    reply: over blocks)."""
     found = []
     for each in compiled:
-        loops = 0 if each.error else hlo.unknown_loops(hlo.parse(each.text)) - (each.name == ROLLOUT)
+        loops = 0 if each.error else hlo.unknown_loops(hlo.parse(each.text)) - (each.name in (ROLLOUT, TURNS, REPLIES))
         if loops > 0:
             found.append(f"The {each.name} has loops ({loops}) with unknown trip counts; each is counted once.")
     return found

@@ -19,14 +19,15 @@ from gspax.aot.chips import Chip
 from gspax.aot.decode_loop import PARTS, live_at
 from gspax.aot.hlo import Collective
 from gspax.aot.memory import Compiled
-from gspax.aot.programs import COPY, ROLLOUT, TRAIN, device_bytes
+from gspax.aot.programs import COPY, PROMPTS, REPLIES, ROLLOUT, SAMPLER, TRAIN, TURNS, device_bytes, reply_tokens
 from gspax.aot.targets import Rate, Target
 from gspax.aot.traffic import traffic
 from gspax.config import DrawingDtype, ModelConfig, Sampling
 from gspax.experiment.counts import forward_flops
+from gspax.model.extension import BLOCK
 from gspax.rollout.serving import abstract_serving_copy
 
-PUSH, PREFILL, DECODE = "weight push", "prefill", "decode, a token"
+PUSH, PREFILL, DECODE, REPLY = "weight push", "prefill", "decode, a token", "a reply"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +78,17 @@ def make_phases(
     Args:
       mesh: axis sizes, in the order of the devices that the program was compiled for.
       minibatches: of a rollout batch, each one run of a program.
-      runs: of the train step and of the scoring in a step, by name.
+      runs: of the programs in a step, by name.
       slices: that the mesh extends over.
     """
     devices = int(np.prod(list(mesh.values())))
     S, C = sampling.max_prompt_tokens, sampling.max_tokens
     rows = sampling.prompts * sampling.group / devices
     module = hlo.parse(compiled.text)
-    moved = [traffic(module, unknown_trips=trips) for trips in (0, 1)]
-    sent = [Counter(hlo.collectives(module, mesh, unknown_trips=trips, slices=slices)) for trips in (0, 1)]
+    reply = reply_tokens(C)
+    loops = 0, -(-reply // BLOCK) if compiled.name == REPLIES else 1
+    moved = [traffic(module, unknown_trips=trips) for trips in loops]
+    sent = [Counter(hlo.collectives(module, mesh, unknown_trips=trips, slices=slices)) for trips in loops]
 
     def phase(name: str, runs: int, model_flops: float, flops: float, moved: int, sent: Counter) -> Phase:
         return Phase(
@@ -94,7 +97,7 @@ def make_phases(
 
     if compiled.name == COPY:
         return [phase(COPY, 1, 0, 0, moved[1], sent[1])]
-    if compiled.name != ROLLOUT:
+    if compiled.name not in SAMPLER:
         forward = rows / minibatches * (S + C) * forward_flops(model, S + C)
         training = compiled.name == TRAIN
         passes, recomputed = (3, model.remat in ("full", "offload")) if training else (1, 0)
@@ -103,11 +106,19 @@ def make_phases(
                 compiled.name, runs[compiled.name], passes * forward, (passes + recomputed) * forward, moved[1], sent[1]
             )
         ]
-    prompts = sampling.prompts / devices * S * forward_flops(model, S)
-    drawn = rows * forward_flops(model, 2 * (S + C / 2))  # a drawn token attends to all before it, not to half a row
-    moved_at = {part: traffic(module, unknown_trips=1, live=live_at(part, sampling)) - moved[0] for part in PARTS}
-    decode = phase(DECODE, C - 1, drawn, drawn, moved_at["mean"], sent[1] - sent[0])
-    return [phase(PREFILL, 1, prompts, prompts, moved[0], sent[0]), replace(decode, moved_at=moved_at)]
+    waves = runs.get(PROMPTS, 1)  # of conversations, one after the other
+    drawn = rows / waves * forward_flops(model, 2 * (S + C / 2))  # a drawn token attends to all before it
+    if compiled.name == REPLIES:
+        return [phase(REPLY, runs[REPLIES], reply * drawn, reply * drawn, moved[1], sent[1])]
+    found = []
+    if compiled.name in (ROLLOUT, PROMPTS):
+        prompts = sampling.prompts / devices * S * forward_flops(model, S)
+        found.append(phase(PREFILL, waves, prompts, prompts, moved[0], sent[0]))
+    if compiled.name in (ROLLOUT, TURNS):
+        moved_at = {part: traffic(module, unknown_trips=1, live=live_at(part, sampling)) - moved[0] for part in PARTS}
+        token = phase(DECODE, runs.get(TURNS, C - 1), drawn, drawn, moved_at["mean"], sent[1] - sent[0])
+        found.append(replace(token, moved_at=moved_at))
+    return found
 
 
 def push_phase(model: ModelConfig, learner: Target, sampler: Target, weights_dtype: DrawingDtype = "auto") -> Phase:
