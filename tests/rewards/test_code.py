@@ -338,15 +338,12 @@ def test_a_batch_has_a_deadline(isolation):
     assert [grade.outcome for grade in grades] == ["late", "late"]
 
 
-def test_a_lost_worker_gives_the_failure_value_and_eventually_stops_the_run(isolation, monkeypatch):
-    monkeypatch.setattr(code, "_tally", tally := Tally("gspax.rewards.code"))
+def test_a_lost_worker_gives_the_failure_value(isolation, monkeypatch):
+    monkeypatch.setattr(code, "_tally", Tally())
     monkeypatch.setattr(code, "_SPARE", -20.0)
     reward = partial(code.reward, allow_code_execution=True, isolation=isolation, limits=LIMITS, failed=-0.5)
     problem = Problem("?", Tests((("", "1"),)).to_answer())
     assert to_result(reward(problem, "print(1)")) == Result((-0.5,), "late") and code.counts() == {"late": 1}
-    tally.add([Grade(0.0, "passed")] * 198)
-    with pytest.raises(UserError, match=r"wanted gspax\.rewards\.code to fail for at most 1%, got 3 of 201"):
-        [reward(problem, f"print({n})", max_failed=0.01) for n in (2, 3)]
 
 
 @pytest.mark.parametrize(

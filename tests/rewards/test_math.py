@@ -17,7 +17,7 @@ from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import _pool, math
 from gspax.rewards._pool import Failure, Pool
-from gspax.rewards.grades import Grade, Tally
+from gspax.rewards.grades import Grade
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -168,16 +168,6 @@ def test_the_reward_can_be_described_and_pickled():
     assert describe(reward)["function"] == "gspax.rewards.math.reward"
     assert describe(reward)["form"] == "boxed" and describe(reward)["timeout"] == 5.0
     assert pickle.loads(pickle.dumps(reward))(Problem("?", "4"), r"\boxed{4.0}") == 1.0
-
-
-def test_a_run_stops_when_too_many_comparisons_fail(monkeypatch):
-    tally = Tally("gspax.rewards.math")
-    monkeypatch.setattr(math, "_tally", tally)
-    for outcome, count in {"equal": 150, "late": 31, "crashed": 9}.items():
-        tally.add([Grade(0.0, outcome)] * count)
-    assert [rewarded("1", "1") for _ in range(10)] == [1.0] * 10  # 40 of 200 is the most that may fail
-    with pytest.raises(UserError, match=r"fail for at most 19%, got 40 of 201 \(31 late, 9 crashed\)"):
-        rewarded("1", "1", max_failed=0.19)
 
 
 # The pool, with a test worker

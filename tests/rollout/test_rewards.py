@@ -81,11 +81,14 @@ def test_a_failure_with_a_value_of_its_own_keeps_it_and_is_counted(calls):
     def late_for_211(problem, completion):
         return Failed(-0.5, "late") if completion == "211" else 1.0
 
-    given = calls(late_for_211, failed=-1.0, max_failed=0.0)
+    given = calls(late_for_211, failed=-1.0, max_failed=0.25)
     rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
     assert [row["reward"] for row in rows] == [1.0, -0.5, 1.0, 1.0]
     assert [row.get("error") for row in rows] == [None, "late", None, None]
     assert reward_metrics(rows, 2)["reward/failed"] == 0.25
+    with pytest.raises(UserError, match=r"failed for 1 of 4 completions .* allows 24 %\): late for "):
+        given = calls(late_for_211, max_failed=0.24)
+        reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
 
 
 def test_more_than_the_stated_share_is_an_error_with_prompt_and_completion(calls):

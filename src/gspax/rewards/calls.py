@@ -88,8 +88,8 @@ class Graded(float):
 class Failed(float):
     """The value of a completion whose reward could not be computed, with the reason.
 
-    It is counted and recorded as a failure. `grading.failed` and `grading.max_failed` do not apply to it: the function
-    chose the value, and decides itself when there are too many.
+    It is counted and recorded as a failure, also towards `grading.max_failed`; it keeps its value in place of
+    `grading.failed`.
     """
 
     error: str

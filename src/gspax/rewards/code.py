@@ -28,7 +28,7 @@ from gspax.rewards.program_tests import Tests, arguments, from_answer, same_text
 _LONGEST = 100_000  # characters of a program
 _SPARE = 30.0  # seconds beyond a test's own limit after which its worker is taken to hang
 
-_tally = Tally("gspax.rewards.code")
+_tally = Tally()
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ def reward(
     python: str | None = None,
     workers: int = 2,
     failed: float = 0.0,
-    max_failed: float = 0.2,
 ) -> float:
     """1.0 if the completion's program passes all tests of `problem.answer`, else 0.0.
 
@@ -70,7 +69,6 @@ def reward(
       python: the interpreter for the programs; None for this one if it is below /usr, else /usr/bin/python3.
       workers: programs at one time, of this process.
       failed: the reward of a completion whose worker was lost, which no program should be able to cause.
-      max_failed: the share of such completions above which UserError is raised.
     """
     grades = grade(
         [problem.answer],
@@ -82,7 +80,6 @@ def reward(
         workers=workers,
         failed=failed,
     )
-    _tally.check(max_failed)
     return grades[0].as_reward
 
 

@@ -20,7 +20,7 @@ from gspax.rewards._pool import Failure, shared
 from gspax.rewards.calls import Failed, Graded, concurrent
 from gspax.rewards.grades import Grade, Tally
 
-_tally = Tally("the reward inside gspax.rewards.guard")
+_tally = Tally()
 
 
 @concurrent(8)
@@ -32,7 +32,6 @@ def guard(
     timeout: float = 10.0,
     workers: int = 2,
     failed: float = 0.0,
-    max_failed: float = 0.2,
 ) -> float:
     """What `reward` gives, or `failed` where it raises, gives no finite number, hangs or kills its process.
 
@@ -44,7 +43,6 @@ def guard(
       timeout: seconds for one call. The first call of a worker includes its imports.
       workers: processes, of this process, shared by everything that gives the same number.
       failed: the reward of a completion for which `reward` fails.
-      max_failed: the share of such completions, of all that this process has guarded, above which UserError is raised.
     """
     answer = shared("_guard_worker.py", workers=workers).ask(
         {
@@ -69,7 +67,6 @@ def guard(
     else:
         grade = Grade(answer["value"], "done")
     _tally.add([grade])
-    _tally.check(max_failed)
     if grade.outcome != "done":
         return grade.as_reward
     if answer["error"]:

@@ -5,8 +5,8 @@ r"""Mathematical answers: 1 if a completion's final answer equals the problem's,
 
 Equal strings and rational numbers are compared here. The rest is compared by math-verify (`pip install
 'gspax[rewards]'`), in worker processes with a deadline: it raises in a thread, and `7^{10^9}` would exhaust the memory.
-A sample whose comparison is late or crashes its worker gets `failed`, is counted in `counts()` and in the metric
-`reward/failed`, and is recorded with the reason; the run stops when more than a share `max_failed` of all samples fail.
+A sample whose comparison is late or crashes its worker gets `failed` and is recorded with the reason. It is counted in
+`counts()`, in the metric `reward/failed` and towards `grading.max_failed`, which stops the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gspax.rewards.calls import concurrent
 from gspax.rewards.grades import Grade, Tally
 
 _LONGEST = 2000  # characters; a longer answer is no answer
-_tally = Tally("gspax.rewards.math")
+_tally = Tally()
 
 
 @concurrent(8)
@@ -34,7 +34,6 @@ def reward(
     timeout: float = 5.0,
     workers: int = 2,
     failed: float = 0.0,
-    max_failed: float = 0.2,
 ) -> float:
     r"""1.0 if the completion's final answer equals `problem.answer`, else 0.0.
 
@@ -45,10 +44,8 @@ def reward(
       timeout: seconds for one comparison.
       workers: processes for the comparisons of this process, shared by everything that gives the same number.
       failed: the reward of a completion whose comparison is late or crashes.
-      max_failed: the share of such completions, of all that this process has graded, above which UserError is raised.
     """
     grades = grade([problem.answer], [completion], form=form, timeout=timeout, workers=workers, failed=failed)
-    _tally.check(max_failed)
     return grades[0].as_reward
 
 

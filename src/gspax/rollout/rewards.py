@@ -194,7 +194,7 @@ def _conversation_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 def _check_failures(rows: Sequence[Row], calls: RewardCalls) -> None:
     """UserError if the reward function failed too often. Collective."""
-    failed = [row for row in rows if not row["rewards"]]
+    failed = [row for row in rows if "error" in row]
     if len(failed) <= calls.grading.max_failed * len(rows):
         return
     (row,) = gather_texts(failed[:1])
