@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from gspax.config import (
     Experiment,
     ModelConfig,
+    Placement,
     Sampling,
+    Turns,
     expert_id_dtype,
     is_sparse,
     row_shape,
@@ -96,16 +98,34 @@ def make_programs(
         Program(name=TRAIN, lower=train, resident=beside_training, runs=updates_per_step(experiment.schedule)),
         Program(name=SCORE, lower=score, resident=scoring, runs=scores),
         *([] if experiment.placement is not None else [copy]),
-        *_make_sampler(experiment, state, serving_mesh, held=held),
+        *_make_sampler(
+            experiment.model,
+            experiment.sampling,
+            state,
+            serving_mesh,
+            placement=experiment.placement,
+            turns=None if experiment.environment is None else experiment.turns,
+            stop_ids=experiment.tokenizer.stop_ids,
+            held=held,
+        ),
     ]
 
 
-def _make_sampler(experiment: Experiment, state: TrainState, mesh: jax.sharding.Mesh, *, held: int) -> list[Program]:
+def _make_sampler(
+    model: ModelConfig,
+    sampling: Sampling,
+    state: TrainState,
+    mesh: jax.sharding.Mesh,
+    *,
+    placement: Placement | None,
+    turns: Turns | None,
+    stop_ids: tuple[int, ...],
+    held: int,
+) -> list[Program]:
     """The sampler, on devices that hold `held` bytes throughout the run if they are the learner's.
 
     Each rollout batch drawn ahead adds a serving copy and a rollout to the devices of a disaggregated sampler.
     """
-    model, sampling, placement = experiment.model, experiment.sampling, experiment.placement
     params = abstract_serving_copy(model, mesh, sampling.weights_dtype)
     key: Any = jax.ShapeDtypeStruct(state.key.shape, state.key.dtype, sharding=named_sharding(mesh))
     resident = held
@@ -115,11 +135,9 @@ def _make_sampler(experiment: Experiment, state: TrainState, mesh: jax.sharding.
     split = sampler.split_groups(with_carried(sampling, placement), mesh)
     prompts = _abstract_prompts(split, mesh)
     admits = placement is not None and placement.partial is not None
-    settings = engine.Settings(model, split, experiment.tokenizer.stop_ids, mesh, keep_versions=admits, admits=admits)
-    if experiment.environment is not None:
-        return _make_conversations(
-            params, prompts, key, settings, replies=experiment.turns.limit - 1, resident=resident
-        )
+    settings = engine.Settings(model, split, stop_ids, mesh, keep_versions=admits, admits=admits)
+    if turns is not None:
+        return _make_conversations(params, prompts, key, settings, replies=turns.limit - 1, resident=resident)
     return [
         Program(
             name=ROLLOUT,
