@@ -96,7 +96,7 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
             "seed": experiment.seed,
             "environment": experiment.environment,
         }
-        jax.eval_shape(update, start, sft.make_demonstrations(stage, 0, mesh=learner.mesh, **texts))
+        jax.eval_shape(update, start, sft.make_demonstrations(stage, 0, mesh=learner.mesh, **texts)[0])
 
 
 def test_the_two_sorting_experiments_differ_in_two_lines():

@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import small_experiment
 
 from gspax import config, losses, sft
 from gspax.config import RowShape
+from gspax.data import Problem, sort
 from gspax.errors import UserError
 from gspax.evaluation.checkpoint import evaluate_run
 from gspax.experiment.description import describe
@@ -33,6 +35,7 @@ from gspax.loop.step import run_step
 from gspax.losses import kl
 from gspax.rewards.calls import RewardCalls
 from gspax.rollout import placement
+from gspax.rollout.reading import Skipped
 from gspax.run import interrupt, progress, record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
@@ -155,6 +158,57 @@ def test_resumption_is_bit_exact(whole, learner, monkeypatch, tmp_path):
     assert len(json.loads(run.environment.read_text())) == 2
 
 
+@dataclass(frozen=True)
+class Dirty:
+    """Two training problems of the warm start and two of the run cannot be used, and a held-out one is too long."""
+
+    inner: sort.Problems = experiment.data
+
+    def train(self, index):
+        if index == 17:
+            return {"prompt": "12=", "answer": "12"}
+        if index in (60, 76):
+            return Problem(prompt="12345=", answer="12345")
+        if index == 20:
+            raise SystemExit(0)
+        return self.inner.train(index)
+
+    def heldout(self, index):
+        return Problem(prompt="12345=", answer="12345") if index == 3 else self.inner.heldout(index)
+
+
+def test_problems_that_cannot_be_used_are_skipped_and_a_resumed_run_skips_the_same(
+    learner, monkeypatch, tmp_path, capsys
+):
+    dirty = replace(experiment, data=Dirty())
+    monkeypatch.setattr(
+        training,
+        "make_learner",
+        lambda _: replace(learner, experiment=dirty, skipped=Skipped(dirty.sampling.max_failed)),
+    )
+    training.train(dirty, tmp_path / "whole")
+    whole = RunDir(tmp_path / "whole")
+    steps = [row for row in timeless(whole) if "policy/loss" in row]
+    assert [row["data/skipped"] for row in steps] == [0, 1, 0, 1], "50 problems of the warm start come before"
+    assert final_state(whole).position == 48 + 32 + 4
+    evaluated = [row for row in timeless(whole) if "eval/reward" in row]
+    assert [row["eval/skipped"] for row in evaluated] == [1, 1, 1]
+    assert "12345=" not in whole.after.read_text() and len(record.read_rows(whole.after)) == 15
+    rows = record.read_rows(whole.skipped)
+    assert [row["problem"] for row in rows] == [17, 20, 60, 76]
+    assert "wanted a Problem whose prompt is text" in rows[0]["reason"] and "raised SystemExit" in rows[1]["reason"]
+    assert "wanted a prompt of 1 to 4 tokens" in rows[2]["reason"]
+    said = capsys.readouterr().err
+    assert said.count("evaluation: problem 3: wanted a prompt of 1 to 4 tokens") == 1
+    assert re.search(r"data: problem 60: .* got 6: skipped \(3 so far, all in skipped_problems.jsonl\)", said)
+
+    resumed = RunDir(Path(shutil.copytree(whole.path, tmp_path / "resumed")))
+    shutil.rmtree(resumed.checkpoints / "4")
+    training.train(dirty, resumed.path)
+    assert_same_run(resumed, whole)
+    assert record.read_rows(resumed.skipped) == rows
+
+
 def test_another_experiment_is_rejected_and_nothing_changes(whole):
     files = {path: path.read_bytes() for path in whole.path.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"optimizer.learning_rate: 0.001 -> 0.002"):
@@ -236,7 +290,7 @@ def test_rewards_beyond_the_range_end_the_run_or_count_as_failed(learner, monkey
 def test_an_empty_prompt_is_rejected(tmp_path):
     mute = replace(experiment, warm_start=None, tokenizer=replace(experiment.tokenizer))
     object.__setattr__(mute.tokenizer, "encode", lambda text: [])
-    with pytest.raises(UserError, match=r"problem 0: wanted a prompt of 1 to 4 tokens .* got 0"):
+    with pytest.raises(UserError, match="evaluation: wanted held-out problems, got none of 16 that can be used"):
         training.train(mute, tmp_path / "run")
 
 

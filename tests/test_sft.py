@@ -27,7 +27,7 @@ def demonstrated(first=0, rows=4, demonstration=digits, **changes):
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     texts = {"data": experiment.data, "tokenizer": experiment.tokenizer, "length": LENGTH, "seed": 0}
     texts["vocab_size"] = experiment.model.vocab_size
-    return sft.make_demonstrations(stage, first, mesh=mesh, **texts | changes)
+    return sft.make_demonstrations(stage, first, mesh=mesh, **texts | changes)[0]
 
 
 def test_rows_are_prompt_demonstration_and_stop_with_the_prompt_masked():
@@ -61,7 +61,7 @@ class Always:
 
 
 def test_a_demonstration_that_is_too_long_is_rejected():
-    with pytest.raises(UserError, match=r"wanted at most 9 tokens .* got .* for training problem 2"):
+    with pytest.raises(UserError, match=r"problem 2: warm_start: wanted at most 9 tokens .* got 1[23];"):
         demonstrated(first=2, demonstration=lambda problem, rng: "1" * 9)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 
 
@@ -10,6 +11,12 @@ def warn(sentence: str) -> None:
     """Warn the user, on stderr. With several processes see `multihost.warn_from_primary`."""
     with contextlib.suppress(OSError):  # nobody reads stderr any more
         print(f"gspax: warning: {sentence}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def warn_once(sentence: str) -> None:
+    """Warn the user of something that recurs, at its first time in this process."""
+    warn(sentence)
 
 
 class UserError(Exception):

@@ -31,6 +31,7 @@ from gspax.learner.train_step import make_train_step
 from gspax.losses import Terms
 from gspax.protocols import CompletionTokenizer, ConversationTokenizer, DataSource, Environment
 from gspax.rollout.placement import make_meshes
+from gspax.rollout.reading import Skipped, read_usable
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, enter_run
@@ -51,13 +52,15 @@ def run(experiment: Experiment, workdir: Path) -> None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
     mesh, _ = make_meshes(experiment)
     with interrupt.watch(), enter_run(workdir, describe(experiment)) as run:
-        warm_start(experiment, run, mesh)
+        skipped = Skipped(experiment.sampling.max_failed)
+        skipped.load(run.skipped)
+        warm_start(experiment, run, mesh, skipped)
 
 
-def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh) -> TrainState:
+def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, skipped: Skipped) -> TrainState:
     """The state after `warm_start.steps` updates from scratch; an interrupted stage is resumed.
 
-    Its position is the number of training problems that were demonstrated.
+    Its position is the number of training problems that were demonstrated or `skipped`.
 
     Raises:
       FailureError: several updates in a row are skipped, or a parameter is not finite.
@@ -81,13 +84,14 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh) -> 
         seed=experiment.seed,
         mesh=mesh,
         environment=experiment.environment,
+        unusable=skipped,
     )
     with _final_failures(), Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints:
         if checkpoints.latest() is None:
             state = init_state(model, optimizer, jax.random.key(experiment.seed), mesh)
         else:
             state, _ = checkpoints.restore(abstract_state(model, optimizer, mesh))
-        skipped = 0
+        in_a_row = 0
         done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
 
         def save() -> None:
@@ -100,14 +104,15 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh) -> 
             interrupt.call_on_interrupt(save),
         ):
             while done < stage.steps:
-                state, metrics = train_step(state, demonstrate(first))
-                state = replace(state, position=state.position + stage.rows)
-                done, first = done + 1, first + stage.rows
+                batch, taken = demonstrate(first)
+                state, metrics = train_step(state, batch)
+                state = replace(state, position=state.position + taken)
+                done, first = done + 1, first + taken
                 shown = {name: float(value) for name, value in multihost.to_host(metrics).items()}
                 recorder.write_metrics(done, shown)
                 bar.update(done, {"loss": shown["loss"]})
-                skipped = count_skipped(skipped, int(shown["skipped"]))
-                check_skipped(skipped, experiment.schedule.max_skipped, done, state)
+                in_a_row = count_skipped(in_a_row, int(shown["skipped"]))
+                check_skipped(in_a_row, experiment.schedule.max_skipped, done, state)
                 if done == stage.steps:
                     save()
                 interrupt.stop_point()
@@ -134,11 +139,12 @@ def make_demonstrations(
     seed: int,
     mesh: jax.sharding.Mesh,
     environment: Environment | None = None,
-) -> Batch:
-    """`stage.rows` demonstrated training problems from index `first` on, padded to `length` tokens.
+    unusable: Skipped | None = None,
+) -> tuple[Batch, int]:
+    """`stage.rows` demonstrated problems from index `first` on, padded to `length` tokens, and how many were read.
 
     A row is a function of (seed, index) alone. With an environment a demonstration is the messages of a conversation.
-    UserError if one is longer than `length` or has an id out of range.
+    One that is longer than `length` or has an id out of range is skipped as `unusable` allows, by default none.
     """
     by_row = named_sharding(mesh, "batch")
 
@@ -159,21 +165,19 @@ def make_demonstrations(
         if len(tokens) > length:
             raise UserError(
                 f"warm_start: wanted at most {length} tokens of prompt and demonstration "
-                f"(sampling.max_prompt_tokens + max_tokens), got {len(tokens)} for training problem {index}"
+                f"(sampling.max_prompt_tokens + max_tokens), got {len(tokens)}"
             )
         return tokens, own
 
-    ids = range(first, first + stage.rows)
-    encoded = multihost.all_or_raise(lambda: multihost.local_rows(encode, ids, by_row))
+    wanted = dict(enumerate(range(first, first + stage.rows)))
+    ids, encoded = read_usable(encode, wanted, stage.rows, by_row, unusable or Skipped())
     tokens_BT = np.zeros((stage.rows, length), np.int32)
     segment_BT = np.zeros_like(tokens_BT)
     mask_BT = np.zeros(tokens_BT.shape, bool)
-    for row, pair in enumerate(encoded):
-        if pair is not None:
-            tokens, own = pair
-            tokens_BT[row, : len(tokens)] = tokens
-            segment_BT[row, : len(tokens)] = 1
-            mask_BT[row, : len(tokens)] = own
+    for row, (tokens, own) in encoded.items():
+        tokens_BT[row, : len(tokens)] = tokens
+        segment_BT[row, : len(tokens)] = 1
+        mask_BT[row, : len(tokens)] = own
     columns: dict[str, Any] = {
         "tokens_BT": tokens_BT,
         "segment_BT": segment_BT,
@@ -181,4 +185,4 @@ def make_demonstrations(
         "old_logp_BT": np.zeros(tokens_BT.shape, np.float32),
         "advantage": np.zeros(stage.rows, np.float32),
     }
-    return multihost.to_devices(Batch(**columns), by_row)
+    return multihost.to_devices(Batch(**columns), by_row), max(ids.values()) + 1 - first

@@ -158,7 +158,7 @@ def test_a_demonstration_follows_the_rendered_prompt(small):
     chat = replace(experiment, tokenizer=tokenizer, sampling=lengths)
     stage = replace(chat.warm_start, rows=8)
     texts = {"data": chat.data, "tokenizer": tokenizer, "length": 80, "seed": 0, "vocab_size": tokenizer.vocab_size}
-    batch = sft.make_demonstrations(stage, 0, mesh=make_mesh(chat.mesh), **texts)
+    batch, _ = sft.make_demonstrations(stage, 0, mesh=make_mesh(chat.mesh), **texts)
     for row in range(stage.rows):
         prompt = tokenizer.encode(chat.data.train(row).prompt)
         answer = batch.tokens_BT[row][batch.mask_BT[row]].tolist()

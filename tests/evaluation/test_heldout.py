@@ -88,7 +88,7 @@ def test_samples_do_not_depend_on_chunks_and_devices_and_problems_are_held_out()
     spread, spread_rows = run(small(prompts=8, group=4), devices=8)
     assert metrics == spread and rows == spread_rows
     assert [row["prompt"] for row in rows] == [experiment.data.heldout(index).prompt for index in range(PROBLEMS)]
-    assert set(metrics) == {"eval/reward", "eval/greedy_reward", "eval/truncated", "eval/reward_failed"}
+    assert set(metrics) == {"eval/reward", "eval/greedy_reward", "eval/truncated", "eval/reward_failed", "eval/skipped"}
     other, other_rows = run(small(prompts=4, group=3), seed=1)
     assert [row["completion"] for row in other_rows] != [row["completion"] for row in rows]
     assert other["eval/greedy_reward"] == metrics["eval/greedy_reward"]

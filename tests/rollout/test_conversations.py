@@ -23,7 +23,7 @@ from gspax.rewards.calls import RewardCalls, concurrent
 from gspax.rollout import conversations
 from gspax.rollout.drawing import draw_tokens
 from gspax.rollout.engine import Settings
-from gspax.rollout.episodes import hold_conversations, interact
+from gspax.rollout.episodes import Ready, begin, hold_conversations, interact
 from gspax.rollout.placement import make_colocated_sampler
 from gspax.rollout.rewards import reward_completions, reward_metrics
 from gspax.rollout.serving import make_serving_copy
@@ -162,8 +162,9 @@ def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None
             params = serving(model, dtype)
         else:
             params = make_colocated_sampler(model, mesh, mesh, dtype).push(tiny.params(model))
+        ready = [Ready(problem, *reversed(begin(problem, CHARS, interaction))) for problem in problems]
         rollout, started = hold_conversations(
-            interaction, params, model, problems, ids, key, sampling=Sampling(**settings), mesh=mesh
+            interaction, params, model, ready, ids, key, sampling=Sampling(**settings), mesh=mesh
         )
         return rollout, reward_completions(problems, rollout, tokenizer=CHARS, calls=calls, started=started)
 

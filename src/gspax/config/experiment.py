@@ -66,6 +66,8 @@ class Sampling:
     prefill_prompts: NonNegativeInt = 0  # prefilled at once; 0: as many as fit where the completions' cache will be
     kv_cache_dtype: DrawingDtype = "auto"  # int8: keys and values with a scale for each token and head
     weights_dtype: DrawingDtype = "auto"  # int8: the sampler's weights with a scale for each output channel
+    # Problems that cannot be read or whose prompts do not fit, of those drawn, or of 1,000: they are skipped
+    max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.01
     max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off
     temperature: Temperature = 1.0
     top_k: NonNegativeInt = 0  # 0: off. Filters bias the ratio, because log-probs are of the unfiltered distribution

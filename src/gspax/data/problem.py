@@ -102,14 +102,20 @@ def _distinct_heldout(source: Source, count: int) -> tuple[Problem, ...]:
 
 
 def read_problem(read: Callable[[int], Problem], index: int) -> Problem:
-    """`read(index)`, where `read` is the method `train` or `heldout` of any source. UserError if it raises."""
+    """`read(index)`, where `read` is the method `train` or `heldout` of any source.
+
+    UserError if it raises, or gives anything but a problem.
+    """
+    name = getattr(read, "__qualname__", type(read).__name__)
     try:
-        return read(index)
+        problem = read(index)
     except UserError:
         raise
-    except Exception as error:  # a source may be a user's code
-        name = getattr(read, "__qualname__", type(read).__name__)
+    except (Exception, SystemExit) as error:  # a source may be a user's code
         raise UserError(f"data: {name}({index}) raised {type(error).__name__}: {error}") from error
+    if not isinstance(getattr(problem, "prompt", None), str) or not hasattr(problem, "answer"):
+        raise UserError(f"data: {name}({index}): wanted a Problem whose prompt is text, got {repr(problem)[:100]}")
+    return problem
 
 
 def encode_prompt(tokenizer: Any, problem: Problem) -> Sequence[int]:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from gspax.config import Evaluation, Grading, Sampling, Task
-from gspax.data.problem import digest, read_problem
+from gspax.data.problem import digest
 from gspax.evaluation import statistics
 from gspax.evaluation.completions import Policy, complete, fill_chunks
 from gspax.rewards.calls import RewardCalls
@@ -60,17 +59,20 @@ def run_task(task: Task, policy: Policy, key: Array, *, training: Sampling, grad
       grading: how the task's reward is called.
 
     Yields:
-      Rows of `rewards.reward_completions` with texts, and `problem` and `sample`, numbers from 0.
+      Rows of `rewards.reward_completions` with texts, and `problem` and `sample`, numbers from 0. Problems that cannot
+      be used are left out.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, BENCHMARKS), digest(task.name) % 2**32)
     chunks, slots = plan_chunks(task.problems, task.samples, training, batch_shards(policy.mesh))
     own = {name: getattr(task, name) for name in OF_TASK}
     sampling = replace(training, group=task.samples, slots=slots, **own)
-    read, left = partial(read_problem, task.data.heldout), task.problems
+    left, read, name = task.problems, task.data.heldout, f"task {task.name}"
     with RewardCalls(task.reward, grading) as rewards:
         for ids in chunks:
-            rows = gather_texts(complete(policy, key, read, ids, sampling=sampling, rewards=rewards))
-            yield [_finish(row, task, ids, number) for number, row in enumerate(rows[: left * task.samples])]
+            rows = complete(policy, key, read, ids, sampling=sampling, rewards=rewards, name=name)
+            kept = {number: row for number, row in enumerate(rows[: left * task.samples]) if row is not None}
+            texts = gather_texts(list(kept.values()))
+            yield [_finish(row, task, ids, number) for number, row in zip(kept, texts, strict=True)]
             left -= len(ids)
 
 

@@ -18,6 +18,7 @@ import jax
 
 from gspax.config import DrawingDtype, Evaluation, Experiment, Grading, ModelConfig, Sampling, Task, trained_dtype
 from gspax.distributed import multihost
+from gspax.errors import UserError
 from gspax.evaluation import heldout, page
 from gspax.evaluation.benchmark import apply_defaults, metrics, plan_chunks, run_task, summarise
 from gspax.evaluation.completions import Policy
@@ -159,7 +160,9 @@ def evaluate_task(
                 file.writelines(map(to_line, chunk))
                 file.flush()
             if bar is not None:
-                bar.update(done, {"reward": sum(row["reward"] for row in rows) / len(rows)})
+                bar.update(done, {"reward": sum(row["reward"] for row in rows) / max(len(rows), 1)})
+    if not rows:
+        raise UserError(f"task {task.name}: wanted problems, got none of {task.problems} that can be used")
     summary = summarise(rows, task.samples)
     if primary:
         _part(path).replace(_file(path, ".jsonl"))

@@ -10,11 +10,12 @@ import jax
 
 from gspax.config import ModelConfig, Sampling
 from gspax.data.problem import Problem
-from gspax.distributed import multihost
+from gspax.errors import UserError, warn_once
 from gspax.protocols import Tokenizer
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.episodes import Interaction, hold_conversations
-from gspax.rollout.rewards import Row, encode_prompts, reward_completions
+from gspax.rollout.episodes import Interaction, Ready, hold_conversations
+from gspax.rollout.reading import attempt, name_problems, prepare
+from gspax.rollout.rewards import Row, reward_completions
 from gspax.rollout.sampler import lengths_to_host, sample
 from gspax.sharding import named_sharding
 from gspax.types import Array, Params
@@ -49,8 +50,11 @@ def complete(
     sampling: Sampling,
     rewards: RewardCalls,
     greedy: int = 0,
-) -> list[Row]:
+    name: str = "evaluation",
+) -> list[Row | None]:
     """One row for each of the `sampling.group` completions of these problems, in their order. Collective.
+
+    Problems that cannot be read or whose prompts do not fit are left out, with a warning: their rows are None.
 
     Args:
       policy: what draws.
@@ -60,34 +64,72 @@ def complete(
       sampling: how completions are drawn.
       rewards: rewards them, or the last message of each conversation.
       greedy: so many of each group, the last ones, are decoded greedily.
+      name: of the evaluation, for the warning.
 
     Returns:
       Rows of `rewards.reward_completions`: texts only of this process's own.
     """
-    problems = multihost.all_or_raise(partial(multihost.local_rows, read, ids, named_sharding(policy.mesh, "batch")))
+    ids, ready, left_out = _read(policy, read, ids, sampling.max_prompt_tokens, name)
+    if len(left_out) == len(ids):
+        return [None for _ in range(len(ids) * sampling.group)]
+    problems = [each and each.problem for each in ready]
     reward = partial(reward_completions, problems, tokenizer=policy.tokenizer, calls=rewards)
     if policy.interaction is not None:
-        drawn = hold_conversations(
+        rollout, started = hold_conversations(
             replace(policy.interaction, rewards=rewards),
             policy.params,
             policy.model,
-            problems,
+            ready,
             ids,
             key,
             sampling=sampling,
             mesh=policy.mesh,
             greedy=greedy,
         )
-        return reward(drawn[0], started=drawn[1])
-    rollout = sample(
-        policy.params,
-        policy.model,
-        encode_prompts(policy.tokenizer, problems, policy.model.vocab_size),
-        ids,
-        key,
-        sampling=sampling,
-        stop_ids=policy.tokenizer.stop_ids,
-        mesh=policy.mesh,
-        greedy=greedy,
+        rows = reward(rollout, started=started)
+    else:
+        rollout = sample(
+            policy.params,
+            policy.model,
+            [each and each.prompt for each in ready],
+            ids,
+            key,
+            sampling=sampling,
+            stop_ids=policy.tokenizer.stop_ids,
+            mesh=policy.mesh,
+            greedy=greedy,
+        )
+        rows = reward(lengths_to_host(rollout))
+    return [None if number // sampling.group in left_out else row for number, row in enumerate(rows)]
+
+
+def _read(
+    policy: Policy, read: Callable[[int], Problem], ids: Sequence[int], limit: int, name: str
+) -> tuple[list[int], list[Ready | None], set[int]]:
+    """The problems of this process's rows, and the places that are left out, where there is another problem.
+
+    The ids with those of the other problem. Without any problem that can be used all places are left out.
+    """
+    make = partial(
+        prepare,
+        read,
+        tokenizer=policy.tokenizer,
+        model=policy.model,
+        limit=limit,
+        interaction=policy.interaction,
     )
-    return reward(lengths_to_host(rollout))
+    by_row = named_sharding(policy.mesh, "batch")
+    ids, made, failed = list(ids), *attempt(make, dict(enumerate(ids)), len(ids), by_row)
+    if failed:
+        found = {ids[place]: reason for place, reason in failed.items()}
+        if jax.process_index() == 0:
+            warn_once(f"{name}: {name_problems(found)}: left out of the evaluation")
+        usable = next((index for index in ids if index not in found), None)
+        if usable is None:
+            return ids, [], set(failed)
+        ids = [usable if place in failed else index for place, index in enumerate(ids)]
+        filled, again = attempt(make, dict.fromkeys(failed, usable), len(ids), by_row)
+        if again:
+            raise UserError(f"{name}: problem {usable} could be read only once: {next(iter(again.values()))}")
+        made |= filled
+    return ids, [made.get(place) for place in range(len(ids))], set(failed)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import numpy as np
 
 from gspax.config import Evaluation, Sampling
-from gspax.data.problem import read_problem
+from gspax.errors import UserError
 from gspax.evaluation.completions import Policy, complete, fill_chunks
 from gspax.protocols import DataSource
 from gspax.rewards.calls import RewardCalls
@@ -32,17 +31,20 @@ def evaluate(
     group, key = settings.samples + 1, jax.random.fold_in(key, EVALUATION)  # the last of a group is greedy
     max_tokens = settings.max_tokens or training.max_tokens
     plain = replace(training, group=group, max_tokens=max_tokens, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    read, rows = partial(read_problem, data.heldout), list[Row]()
+    found: list[Row | None] = []
     size = training.prompts * training.group // group
     for ids in fill_chunks(settings.problems, size, batch_shards(policy.mesh)):
-        rows += complete(policy, key, read, ids, sampling=plain, rewards=rewards, greedy=1)
-    rows = rows[: settings.problems * group]
+        found += complete(policy, key, data.heldout, ids, sampling=plain, rewards=rewards, greedy=1)
+    rows = [row for row in found[: settings.problems * group] if row is not None]
+    if not rows:
+        raise UserError(f"evaluation: wanted held-out problems, got none of {settings.problems} that can be used")
     greedy = rows[settings.samples :: group]
     sampled = [row for number, row in enumerate(rows) if number % group < settings.samples]
     metrics = {
         "eval/reward": float(np.mean([row["reward"] for row in sampled])),
         "eval/greedy_reward": float(np.mean([row["reward"] for row in greedy])),
         "eval/truncated": float(np.mean([not row["finished"] for row in sampled])),
+        "eval/skipped": float(settings.problems - len(rows) // group),
         "eval/reward_failed": float(np.mean(["error" in row for row in rows])),
     }
     return metrics, gather_texts(rows[::group][:SHOWN])

@@ -53,6 +53,7 @@ RESUMABLE = (
     "instruments.*",
     "evaluation.*",
     "sampling.max_prompt_tokens",
+    "sampling.max_failed",
     "grading.max_failed",
     "grading.timeout",
     "grading.concurrency",

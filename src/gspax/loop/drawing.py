@@ -8,13 +8,14 @@ from functools import partial
 
 import jax
 
-from gspax.data.problem import Problem, read_problem
+from gspax.data.problem import Problem
 from gspax.distributed import multihost
-from gspax.loop.learner import Learner, count_rollouts
+from gspax.loop.learner import Learner, count_rollouts, prepare_problem
 from gspax.rollout.episodes import hold_conversations
 from gspax.rollout.placement import find_last_ahead
 from gspax.rollout.pool import Pool
-from gspax.rollout.rewards import Started, encode_prompts, start_rewards
+from gspax.rollout.reading import read_usable
+from gspax.rollout.rewards import Started, start_rewards
 from gspax.rollout.sampler import lengths_to_host, sample
 from gspax.run import progress
 from gspax.sharding import named_sharding
@@ -28,6 +29,7 @@ class PendingRollout:
     """A rollout batch in flight: the sampler has it, or is working on it."""
 
     policy: int  # rollout batches that the parameters it is drawn with had learnt from
+    taken: int  # problems, those skipped included
     problems: list[Problem | None]
     rollout: Rollout  # on the sampler's mesh
     started: Started  # rewards
@@ -38,6 +40,7 @@ class RolloutBatch:
     """A rollout batch that has arrived; its lengths are on the host."""
 
     policy: int
+    taken: int  # problems, those skipped included
     problems: list[Problem | None]
     sampled: Rollout  # on the sampler's mesh, where each process has the rows whose problems it has
     rollout: Rollout  # the same on the learner's mesh
@@ -62,50 +65,59 @@ def next_rollout(learner: Learner, state: TrainState, ahead: deque[PendingRollou
     done = count_rollouts(learner, state)
     staleness = placement.staleness if placement is not None else 0
     last = find_last_ahead(staleness, done, lambda n: progress.is_due(n, schedule.checkpoint_every, schedule.steps))
+    first = int(multihost.to_host(state.position))
     if not ahead:
-        draw_ahead(learner, state, range(1), ahead)
-    batch = receive(learner, ahead.popleft())
-    draw_ahead(learner, state, range(1 + len(ahead), last - done + 1), ahead)
+        draw_ahead(learner, state, 1, first, ahead)
+    pending = ahead.popleft()
+    batch, first = receive(learner, pending), first + pending.taken
+    draw_ahead(learner, state, last - done - len(ahead), first + sum(each.taken for each in ahead), ahead)
     return batch
 
 
-def draw_ahead(learner: Learner, state: TrainState, batches: range, ahead: deque[PendingRollout]) -> None:
-    """Start the sampler on these rollout batches, counted from the state's next one, with the state's parameters."""
-    if batches:
-        params, first = learner.sampler.push(state.params), int(multihost.to_host(state.position))
-        P = learner.experiment.sampling.prompts
-        ahead.extend(draw(learner, params, state, first + batch * P) for batch in batches)
+def draw_ahead(learner: Learner, state: TrainState, batches: int, first: int, ahead: deque[PendingRollout]) -> None:
+    """Start the sampler on so many rollout batches, from problem `first` on, with the state's parameters."""
+    params = learner.sampler.push(state.params) if batches > 0 else None
+    for _ in range(batches):
+        ahead.append(draw(learner, params, state, first))
+        first += ahead[-1].taken
 
 
 def draw(learner: Learner, params: Params, state: TrainState, first: int) -> PendingRollout:
-    """Start sampling the problems from `first` on, with the sampler's parameters.
+    """Start sampling the problems from `first` on that can be used, with the sampler's parameters.
 
     Waits with `sampling.chunk`, and with an environment, whose replies the sampler needs.
     """
     experiment, sampler = learner.experiment, learner.sampler
-    ids = range(first, first + experiment.sampling.prompts)
-    tokenizer, group, started = experiment.tokenizer, experiment.sampling.group, Started()
-    read, by_row = partial(read_problem, experiment.data.train), named_sharding(sampler.mesh, "batch")
-    problems = multihost.all_or_raise(lambda: multihost.local_rows(read, ids, by_row, group=group))
+    P, group, tokenizer = experiment.sampling.prompts, experiment.sampling.group, experiment.tokenizer
+    ids, ready = read_usable(
+        partial(prepare_problem, learner),
+        dict(enumerate(range(first, first + P))),
+        P,
+        named_sharding(sampler.mesh, "batch"),
+        learner.skipped,
+        group=group,
+    )
+    prompt_ids, own = [ids[place] for place in range(P)], [ready.get(place) for place in range(P)]
+    problems, started, taken = [each and each.problem for each in own], Started(), max(prompt_ids) + 1 - first
     key = sampling_key(state)
     if learner.interaction is not None:
         rollout, started = hold_conversations(
             learner.interaction,
             params,
             experiment.model,
-            problems,
-            ids,
+            own,
+            prompt_ids,
             key,
             sampling=experiment.sampling,
             mesh=sampler.mesh,
         )
-        return PendingRollout(count_rollouts(learner, state), problems, rollout, started)
+        return PendingRollout(count_rollouts(learner, state), taken, problems, rollout, started)
     begin = partial(start_rewards, problems, started, tokenizer=tokenizer, calls=learner.rewards, group=group)
     rollout = sample(
         params,
         experiment.model,
-        encode_prompts(tokenizer, problems, experiment.model.vocab_size),
-        ids,
+        [each and each.prompt for each in own],
+        prompt_ids,
         key,
         sampling=experiment.sampling,
         stop_ids=tokenizer.stop_ids,
@@ -113,7 +125,7 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Pen
         ended=begin,
         keep_experts=experiment.routing_replay == "sampler",
     )
-    return PendingRollout(count_rollouts(learner, state), problems, rollout, started)
+    return PendingRollout(count_rollouts(learner, state), taken, problems, rollout, started)
 
 
 def sampling_key(state: TrainState) -> Array:
@@ -124,4 +136,5 @@ def sampling_key(state: TrainState) -> Array:
 def receive(learner: Learner, pending: PendingRollout) -> RolloutBatch:
     """Wait for a rollout batch, and bring it to the learner's mesh."""
     sampled = lengths_to_host(pending.rollout)
-    return RolloutBatch(pending.policy, pending.problems, sampled, learner.sampler.fetch(sampled), pending.started)
+    fetched = learner.sampler.fetch(sampled)
+    return RolloutBatch(pending.policy, pending.taken, pending.problems, sampled, fetched, pending.started)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import optax
@@ -12,8 +12,9 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import count_updates, require_memory
 from gspax.learner.steps import Steps, make_steps
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.episodes import Interaction, interact
+from gspax.rollout.episodes import Interaction, Ready, interact
 from gspax.rollout.placement import Sampler, make_meshes, make_sampler
+from gspax.rollout.reading import Skipped, prepare
 from gspax.types import TrainState
 
 
@@ -28,6 +29,7 @@ class Learner:
     sampler: Sampler
     rewards: RewardCalls
     interaction: Interaction | None = None  # with an environment
+    skipped: Skipped = field(default_factory=Skipped)  # training problems that cannot be used
 
 
 def make_learner(experiment: Experiment) -> Learner:
@@ -45,7 +47,21 @@ def make_learner(experiment: Experiment) -> Learner:
         tokenizer=experiment.tokenizer,
         grading=experiment.grading,
     )
-    return Learner(experiment, mesh, optimizer, steps, sampler, rewards, interaction)
+    skipped = Skipped(experiment.sampling.max_failed)
+    return Learner(experiment, mesh, optimizer, steps, sampler, rewards, interaction, skipped)
+
+
+def prepare_problem(learner: Learner, index: int) -> Ready:
+    """A training problem with the tokens of its prompt; raises if it cannot be used."""
+    experiment = learner.experiment
+    return prepare(
+        experiment.data.train,
+        index,
+        tokenizer=experiment.tokenizer,
+        model=experiment.model,
+        limit=experiment.sampling.max_prompt_tokens,
+        interaction=learner.interaction,
+    )
 
 
 def count_rollouts(learner: Learner, state: TrainState) -> int:

@@ -11,11 +11,11 @@ from functools import partial
 import jax
 import numpy as np
 
-from gspax.data.problem import Problem, read_problem
+from gspax.data.problem import read_problem
 from gspax.distributed import multihost
 from gspax.experiment.counts import with_carried
 from gspax.loop.drawing import RolloutBatch, sampling_key
-from gspax.loop.learner import Learner, count_rollouts
+from gspax.loop.learner import Learner, count_rollouts, prepare_problem
 from gspax.rollout import engine
 from gspax.rollout.placement import find_last_ahead
 from gspax.rollout.pool import (
@@ -30,7 +30,8 @@ from gspax.rollout.pool import (
     next_problems,
     take,
 )
-from gspax.rollout.rewards import encode_prompts, start_rewards
+from gspax.rollout.reading import read_usable
+from gspax.rollout.rewards import start_rewards
 from gspax.rollout.sampler import lengths_to_host, split_groups
 from gspax.run import interrupt, progress
 from gspax.sharding import named_sharding
@@ -65,7 +66,7 @@ def next_partial(learner: Learner, state: TrainState, pool: Pool | None) -> tupl
     while (chosen := choose_groups(pool, end_samples(learner, pool), P, done - placement.staleness)) is None:
         interrupt.stop_point()
         pool = draw_chunk(pool, weights, settings)
-    batch, pool = take_batch(learner, pool, chosen, settings)
+    batch, pool = take_batch(learner, state, pool, chosen, settings)
     if not due(done + 1):
         pool = fill(pool, done + 1) if placement.partial.ahead else pool
         for _ in range(placement.partial.ahead):
@@ -85,15 +86,18 @@ def admit_problems(learner: Learner, pool: Pool, groups: int, weights: Weights, 
     """The pool with so many more groups."""
     if groups <= 0:
         return pool
-    experiment, index_R = learner.experiment, next_problems(pool, groups)
-    read, by_row = partial(read_problem, experiment.data.train), named_sharding(learner.sampler.mesh, "batch")
-
-    def make(index: int) -> Problem | None:
-        return None if index == FREE else read(index)
-
-    group, vocabulary = experiment.sampling.group, experiment.model.vocab_size
-    problems = multihost.all_or_raise(lambda: multihost.local_rows(make, index_R.tolist(), by_row, group=group))
-    prompts = encode_prompts(experiment.tokenizer, problems, vocabulary)
+    index_R = next_problems(pool, groups)
+    ids, ready = read_usable(
+        partial(prepare_problem, learner),
+        {place: index for place, index in enumerate(index_R.tolist()) if index != FREE},
+        len(index_R),
+        named_sharding(learner.sampler.mesh, "batch"),
+        learner.skipped,
+        group=learner.experiment.sampling.group,
+    )
+    index_R[list(ids)] = list(ids.values())
+    own = [ready.get(place) for place in range(len(index_R))]
+    problems, prompts = [each and each.problem for each in own], [each and each.prompt for each in own]
     return admit(pool, index_R, problems, prompts, weights, settings)
 
 
@@ -112,14 +116,18 @@ def end_samples(learner: Learner, pool: Pool) -> np.ndarray:
 
 
 def take_batch(
-    learner: Learner, pool: Pool, places: np.ndarray, settings: engine.Settings
+    learner: Learner, state: TrainState, pool: Pool, places: np.ndarray, settings: engine.Settings
 ) -> tuple[RolloutBatch, Pool]:
-    """The groups in these places as a rollout batch on the learner's mesh, and the pool without them."""
+    """The groups in these places as a rollout batch on the learner's mesh, and the pool without them.
+
+    Problems count as taken once they are in a batch, and those that were skipped until then with them.
+    """
     index, policy = pool.problem_R[places].tolist(), int(pool.policy_R[places].min())
     pool, rollout, started = take(pool, places, settings)
     read, by_row = partial(read_problem, learner.experiment.data.train), named_sharding(learner.sampler.mesh, "batch")
     group = learner.experiment.sampling.group
     problems = multihost.all_or_raise(lambda: multihost.local_rows(read, index, by_row, group=group))
     sampled = lengths_to_host(rollout)
+    taken = pool.next_problem - pool.count() - int(multihost.to_host(state.position))
     metrics = {"rollout/carried": float(pool.count())}
-    return RolloutBatch(policy, problems, sampled, learner.sampler.fetch(sampled), started, metrics), pool
+    return RolloutBatch(policy, taken, problems, sampled, learner.sampler.fetch(sampled), started, metrics), pool

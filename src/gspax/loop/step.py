@@ -82,7 +82,7 @@ def grade(learner: Learner, batch: RolloutBatch) -> GradedBatch:
     """A rollout batch with its rewards."""
     reward = partial(reward_completions, tokenizer=learner.experiment.tokenizer, calls=learner.rewards)
     rows = reward(batch.problems, batch.sampled, started=batch.started)
-    return GradedBatch(batch.policy, len(batch.problems), batch.rollout, rows, batch.metrics)
+    return GradedBatch(batch.policy, batch.taken, batch.rollout, rows, batch.taken - len(batch.problems), batch.metrics)
 
 
 def learn(
@@ -143,6 +143,7 @@ def learn(
         **with_added,
         **stale,
         **batch.metrics,
+        "data/skipped": float(batch.skipped),
         **response_metrics(count_drawn(rollout), rollout.finished_B),
         "learner/packing_efficiency": minibatches.packing_efficiency(layouts),
         **update_metrics(updated.metrics),

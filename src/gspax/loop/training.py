@@ -83,6 +83,7 @@ def train_from_newest(
         check_finite(stored, done)
         save_checkpoint(checkpoints, done, stored, {"experiment": describe(experiment)}, is_last=is_last)
 
+    learner.skipped.load(run.skipped)
     state = restore_or_start(learner, run, checkpoints)
     started = done = count_rollouts(learner, state)
     state = rollback.skip_problems(run, state, done)
@@ -140,7 +141,7 @@ def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) ->
     if experiment.warm_start is None:
         state = init_state(model, first, jax.random.key(experiment.seed), mesh)
     else:
-        warm = warm_start(experiment, run, mesh)
+        warm = warm_start(experiment, run, mesh, learner.skipped)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, first, mesh))
         start = jax.jit(lambda params, key: new_state(params, first, key), out_shardings=shardings)
         state = replace(start(warm.params, warm.key), position=warm.position)

@@ -31,9 +31,10 @@ class GradedBatch:
     """A rollout batch with its rewards, ready to learn from."""
 
     policy: int  # rollout batches that the parameters it is drawn with had learnt from
-    prompts: int  # taken from the data: more than P if groups were replaced
+    prompts: int  # taken from the data: more than P if groups were replaced or problems skipped
     rollout: Rollout  # on the learner's mesh
     rows: list[Row]
+    skipped: int = 0  # of these problems
     metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts or dynamic sampling
 
 
@@ -54,7 +55,7 @@ def refill(
       without_overlong: as for `find_constant_groups`.
     """
     find = partial(find_constant_groups, group=sampling.group, without_overlong=without_overlong)
-    rollout, rows, prompts = batch.rollout, batch.rows, batch.prompts
+    rollout, rows, prompts, skipped = batch.rollout, batch.rows, batch.prompts, batch.skipped
     rewards, replaced = [row["reward"] for row in rows], 0
     for _ in range(sampling.max_refills):
         constant_P = find(rows)
@@ -64,7 +65,7 @@ def refill(
         source_P = plan_refill(constant_P, find(fresh.rows))
         rollout = replace_groups(rollout, fresh.rollout, source_P, mesh)
         rows = replace_rows(rows, fresh.rows, source_P)
-        prompts += fresh.prompts
+        prompts, skipped = prompts + fresh.prompts, skipped + fresh.skipped
         rewards += [row["reward"] for row in fresh.rows]
         replaced += int((source_P >= 0).sum())
     metrics = {
@@ -72,7 +73,7 @@ def refill(
         "sampling/groups_replaced": float(replaced),
         "reward/mean_drawn": float(np.mean(rewards)),
     }
-    return replace(batch, prompts=prompts, rollout=rollout, rows=rows, metrics=metrics)
+    return replace(batch, prompts=prompts, rollout=rollout, rows=rows, skipped=skipped, metrics=metrics)
 
 
 def find_constant_groups(rows: Sequence[Row], *, group: int, without_overlong: bool = False) -> np.ndarray:

@@ -13,13 +13,13 @@ import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import numpy as np
 
 from gspax.config import Grading, ModelConfig, Sampling, Turns
-from gspax.data.problem import Problem
+from gspax.data.problem import Problem, encode_prompt
 from gspax.data.tokenizer import check_ids
 from gspax.distributed import multihost
 from gspax.environments.calls import EnvironmentCalls
@@ -37,6 +37,14 @@ from gspax.types import Array, Params, Rollout
 
 CUT = Result((0.0,))  # of a turn that reached the length limit: the environment is not called
 ON_HOST = ("prompt_length_B", "length_B", "reply_B")  # fields of a rollout
+
+
+class Ready(NamedTuple):
+    """A problem whose completions can be drawn."""
+
+    problem: Problem
+    prompt: Sequence[int]  # tokens; with an environment those of its first messages
+    state: Any = None  # of the environment
 
 
 @dataclass
@@ -81,11 +89,19 @@ def interact(
     return Interaction(EnvironmentCalls(environment, grading), rewards, spoken, turns)
 
 
+def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | None) -> tuple[Any, Sequence[int]]:
+    """The environment's state, None without one, and the tokens of the prompt. UserError if its `reset` fails."""
+    if interaction is None:
+        return None, encode_prompt(tokenizer, problem)
+    state, messages = interaction.environment.reset(problem)
+    return state, encode_first(interaction.environment.environment, interaction.tokenizer, messages)
+
+
 def hold_conversations(
     interaction: Interaction,
     params: Params,
     config: ModelConfig,
-    problems: Sequence[Problem | None],
+    ready: Sequence[Ready | None],
     prompt_ids: Sequence[int],
     key: Array,
     *,
@@ -95,20 +111,14 @@ def hold_conversations(
 ) -> tuple[Rollout, Started]:
     """The rollout of `sampling.group` conversations about each problem, and this process's rows of them. Collective.
 
-    The arguments are those of `sampler.sample`, with problems in place of prompts: a process needs those of its own
-    rows. `sampling.max_tokens` limits all that follows the prompt, replies included. The rollout's lengths and
+    The arguments are those of `sampler.sample`, with problems in place of prompts (`ready`): a process needs those of
+    its own rows. `sampling.max_tokens` limits all that follows the prompt, replies included. The rollout's lengths and
     `finished_B` are on the host.
 
-    Raises:
-      UserError: the environment's `reset` fails, or a prompt does not fit.
+    UserError if a prompt does not fit.
     """
-
-    def begin(problem: Problem | None) -> tuple[Any, list[int]] | None:
-        return None if problem is None else _begin(interaction, problem, config)
-
-    begun = multihost.all_or_raise(lambda: [begin(problem) for problem in problems])
-    parted = split_groups(replace(sampling, prompts=len(problems)), mesh)
-    prompts = [None if each is None else each[1] for each in begun]
+    parted = split_groups(replace(sampling, prompts=len(ready)), mesh)
+    prompts = [None if each is None else each.prompt for each in ready]
     tokens_PS, length_P, id_P = place_prompts(prompts, prompt_ids, sampling=parted, mesh=mesh, greedy=greedy)
     episodes: dict[int, Episode] = {}
     rollouts, size = [], parted.group // count_waves(parted)
@@ -118,9 +128,9 @@ def hold_conversations(
             """Of a row of this wave; the process has the problems of its rows."""
             row = row // size * parted.group + first + row % size
             if row not in episodes:
-                problem, state = problems[row // sampling.group], begun[row // sampling.group]
-                assert problem is not None and state is not None
-                episodes[row] = Episode(problem, copy.deepcopy(state[0]))
+                each = ready[row // sampling.group]
+                assert each is not None
+                episodes[row] = Episode(each.problem, copy.deepcopy(each.state))
             return episodes[row]
 
         last = first + size == parted.group
@@ -169,14 +179,6 @@ def _hold(
             state = conversations.resume(params, state, *placed, key, settings=settings)
         elif not multihost.to_host(progress.drawing_B).any():
             return conversations.assemble(inputs[0], state.rows, settings=settings)
-
-
-def _begin(interaction: Interaction, problem: Problem, config: ModelConfig) -> tuple[Any, list[int]]:
-    """The environment's state and the tokens of its first messages."""
-    state, messages = interaction.environment.reset(problem)
-    ids = encode_first(interaction.environment.environment, interaction.tokenizer, messages)
-    check_ids(ids, config.vocab_size, problem.prompt)
-    return state, ids
 
 
 def _answer(

@@ -93,7 +93,7 @@ def admit(
     """The pool with new groups, and the first token of each of their samples.
 
     Args:
-      index_R: from `next_problems`.
+      index_R: from `next_problems`, or later ones where some of these cannot be used.
       problems: of all R places, those that this process has rows of; None where `index_R` is FREE.
       prompts: their tokens.
     """
@@ -121,7 +121,7 @@ def admit(
         key=pool.key,
         problem_R=problem_R,
         policy_R=np.where(fresh_R, version, pool.policy_R),
-        next_problem=pool.next_problem + int(fresh_R.sum()),
+        next_problem=max(pool.next_problem, int(index_R.max()) + 1),
         problems=[new if fresh else old for fresh, new, old in zip(fresh_R, problems, pool.problems, strict=True)],
         started=pool.started,
         handed_over_B=handed_over_B,

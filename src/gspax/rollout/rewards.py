@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.advantages import constant_groups
-from gspax.data.problem import Problem, encode_prompt
-from gspax.data.tokenizer import check_ids
+from gspax.data.problem import Problem
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import unwrap
@@ -36,19 +35,6 @@ class StartedReward(NamedTuple):
 
 
 Started = dict[int, StartedReward]  # by row
-
-
-def encode_prompts(
-    tokenizer: Tokenizer, problems: Sequence[Problem | None], vocab_size: int
-) -> list[Sequence[int] | None]:
-    """The prompt tokens of the problems that this process has; None for the others. UserError for ids out of range."""
-
-    def encode(problem: Problem) -> Sequence[int]:
-        ids = encode_prompt(tokenizer, problem)
-        check_ids(ids, vocab_size, problem.prompt)
-        return ids
-
-    return multihost.all_or_raise(lambda: [None if problem is None else encode(problem) for problem in problems])
 
 
 def start_rewards(

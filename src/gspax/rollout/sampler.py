@@ -126,15 +126,19 @@ def lengths_to_host(rollout: Rollout) -> Rollout:
 
 def longest_prompt(prompts: Sequence[Sequence[int] | None], prompt_ids: Sequence[int], limit: int) -> int:
     """The length of the longest prompt that this process has. UserError for one that is empty or exceeds the limit."""
-    longest = 0
     for index, prompt in zip(prompt_ids, prompts, strict=True):
-        if prompt is not None and not 0 < len(prompt) <= limit:
-            raise UserError(
-                f"problem {index}: wanted a prompt of 1 to {limit} tokens (sampling.max_prompt_tokens, which a resumed "
-                f"run may raise), got {len(prompt)}"
-            )
-        longest = max(longest, len(prompt or ()))
-    return longest
+        if prompt is not None:
+            check_length(prompt, limit, f"problem {index}: ")
+    return max((len(prompt or ()) for prompt in prompts), default=0)
+
+
+def check_length(prompt: Sequence[int], limit: int, where: str = "") -> None:
+    """UserError for a prompt that is empty or exceeds the limit."""
+    if not 0 < len(prompt) <= limit:
+        raise UserError(
+            f"{where}wanted a prompt of 1 to {limit} tokens (sampling.max_prompt_tokens, which a resumed run may "
+            f"raise), got {len(prompt)}"
+        )
 
 
 def pad_prompts(prompts: Sequence[Sequence[int] | None], limit: int, longest: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ start/             parameters before the first update, if a reference or adapter
 warm_start/        the warm start's own metrics and checkpoints
 evaluations/       tasks: result, completions, page  report.html, curves.png
 evaluations.jsonl  held-out rewards by `gspax eval`  lock.json       the process that writes here
-newest_checkpoint.json  its step
+newest_checkpoint.json  its step                     skipped_problems.jsonl  with reasons
 """
 
 from __future__ import annotations
@@ -94,6 +94,11 @@ class RunDir:
     def newest(self) -> Path:
         """The step of the newest checkpoint, JSON: a trace of it if `checkpoints/` is lost."""
         return self.path / "newest_checkpoint.json"
+
+    @property
+    def skipped(self) -> Path:
+        """Training problems that could not be used, JSON lines."""
+        return self.path / "skipped_problems.jsonl"
 
     @property
     def start(self) -> Path:
