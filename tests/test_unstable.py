@@ -48,6 +48,29 @@ def test_create_device_mesh():
         assert grid.shape == (2, 4) and set(grid.flat) == set(jax.devices())
 
 
+@contextlib.contextmanager
+def optimised():
+    """XLA's optimisations, which the tests leave out."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, False)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def test_fast_compilation():
+    """A program compiles with the options, and its result is that of one without them."""
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    assert unstable.fast_compilation(mesh) == {}  # the tests' own choice stays
+    with advice(unstable.fast_compilation), optimised():
+        assert unstable.fast_compilation(None) == {}
+        options = unstable.fast_compilation(mesh)
+        assert bool(options) == (jax.__version_info__[:2] == (0, 10))
+        assert jax.jit(lambda x: x * 2 + 1, compiler_options=options)(3.0) == 7.0
+
+
 def test_get_topology_desc():
     with advice(unstable.get_topology_desc):
         from jax.experimental import topologies

@@ -92,9 +92,10 @@ def run(
         measured = steps.measure_steps(learner, trace)
         facts = {name: value for name, value in vars(measured).items() if name != "metrics"}
         facts["peak_memory_bytes"] = limits.peak_memory()
+        cpu, cached = measured.first_step_cpu_s, measured.cached_programs
         show(
-            f"first step done {measured.first_step_s:.1f} s after the start; {measured.programs} programs compiled in "
-            f"{measured.compile_s:.1f} s ({measured.cached_programs} read from the cache)"
+            f"first step done {measured.first_step_s:.1f} s after the start ({cpu:.1f} CPU s); {measured.programs} "
+            f"programs compiled in {measured.compile_s:.1f} s ({cached} read from the cache)"
         )
         show(f"peak memory {facts['peak_memory_bytes'] / 2**30:.2f} GiB")
         figures += steps.figures(

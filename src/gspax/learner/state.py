@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gspax import unstable
 from gspax.config import Lora, ModelConfig, Optimizer
 from gspax.distributed import multihost
 from gspax.errors import UserError
@@ -78,7 +79,7 @@ def init_state(
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh))
     if not config.checkpoint:
-        return jax.jit(init, out_shardings=shardings)(key)
+        return jax.jit(init, out_shardings=shardings, compiler_options=unstable.fast_compilation(mesh))(key)
     params = weights.load(config, abstract_params(config, mesh))
     around = jax.jit(init_around, out_shardings=replace(shardings, params=None))(params, key)
     return replace(around, params=params)

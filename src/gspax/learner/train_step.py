@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gspax import losses
+from gspax import losses, unstable
 from gspax.config import (
     Guard,
     ModelConfig,
@@ -287,7 +287,7 @@ def make_route(config: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Ro
     """
     shards = 1 if mesh is None else batch_shards(mesh)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=unstable.fast_compilation(mesh))
     def route(params: Params, tokens_BT: Array, segment_BT: Array) -> Array:
         def some(x_BT: Array) -> Array:
             T = x_BT.shape[1]

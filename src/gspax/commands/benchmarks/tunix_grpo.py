@@ -160,6 +160,7 @@ def main(shape: dict[str, Any]) -> dict[str, Any]:
     return {
         "version": importlib.metadata.version("google-tunix"),
         "first_step_s": starts[1][0] - START,
+        "first_step_cpu_s": starts[1][1],
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "phases": {"rollout": medians(rollout.calls), "train": medians(update.calls), "step": medians(steps)},
     }
