@@ -36,10 +36,18 @@ class JoinTimeoutError(FailureError):
 
 
 class DivergedError(FailureError):
-    """Updates that are skipped one after the other, or parameters that are not finite. Trying again does not help."""
+    """Skipped updates one after the other, parameters that are not finite, a collapse. Trying again does not help."""
 
     exit_code = 3
 
     def __init__(self, message: str, *, step: int = 0, position: int = 0) -> None:
         super().__init__(message)
         self.step, self.position = step, position  # where the run was, and the problems that it had consumed
+
+
+class CollapsedError(DivergedError):
+    """The policy has collapsed: an alarm has lasted. Checkpoints since `sound` may hold the collapsed policy."""
+
+    def __init__(self, message: str, *, step: int, position: int, sound: int, rate: float) -> None:
+        super().__init__(message, step=step, position=position)
+        self.sound, self.rate = sound, rate  # the newest step before the decline, the learning rate's factor after it

@@ -197,10 +197,10 @@ def test_a_policy_without_any_entropy_is_an_alarm_and_missing_metrics_are_none()
 
 
 def test_alarms_warn_once_while_they_last(capsys):
-    on, before, found = {"policy/entropy": 0.001, "response/truncated": 0.95}, frozenset(), []
-    for metrics in (on, on, {"policy/entropy": 0.5, "response/truncated": 0.1}, on):
-        before = alarms.warn_of_alarms(Guard(), metrics, before)
-        found.append(alarms.alarm_metrics(before))
+    on, watch, found = {"policy/entropy": 0.001, "response/truncated": 0.95}, alarms.Watch(), []
+    for step, metrics in enumerate((on, on, {"policy/entropy": 0.5, "response/truncated": 0.1}, on)):
+        watch = alarms.follow(Guard(), watch, step, metrics)
+        found.append(alarms.alarm_metrics(Guard(), watch))
     assert found[0] == found[3] == {"alarm/entropy": 1, "alarm/length": 1}
     assert found[2] == {"alarm/entropy": 0, "alarm/length": 0}
     lines = capsys.readouterr().err.splitlines()

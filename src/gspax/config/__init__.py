@@ -6,6 +6,7 @@ package imports no jax, so that the program can report an error at once.
 
 from gspax.config.experiment import (
     Calibration,
+    Collapse,
     DrawingDtype,
     Evaluation,
     Experiment,
@@ -49,6 +50,7 @@ __all__ = [
     "LOGIT_BUDGET",
     "SCORE_BUDGET",
     "Calibration",
+    "Collapse",
     "DrawingDtype",
     "Evaluation",
     "Experiment",

@@ -43,6 +43,8 @@ from gspax.ranges import (
     Size,
 )
 
+Action = Literal["warn", "stop", "lower_rate", "roll_back"]
+Alarm = Literal["reward", "gradient", "entropy", "length"]
 OldLogp = Literal["scored", "sampler"]
 RoutingReplay = Literal["off", "old", "sampler"]
 Rate = Annotated[float, Range("above 0 and at most 100", lambda x: 0 < x <= 100)]
@@ -162,14 +164,28 @@ def updates_per_step(schedule: Schedule) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Collapse:
+    """When a run has collapsed, and what it does then (`learner.alarms`): an alarm has lasted for some steps."""
+
+    action: Action = "warn"
+    steps: PositiveInt = 20  # with the same alarm, one after the other
+    alarms: tuple[Alarm, ...] = ("reward", "gradient")  # those that count
+    reward: Share = 0.5  # of the best running mean of reward/mean; below it is an alarm
+    window: PositiveInt = 10  # steps of that running mean
+    grad_norm: NonNegative = 0.0  # optim/grad_norm above it is an alarm; 0: off
+    rate_factor: Between0And1 = 0.5  # of the learning rate from then on, with lower_rate and roll_back
+
+
+@dataclass(frozen=True, kw_only=True)
 class Guard:
     """What a run does about updates that go wrong, besides skipping those that are not finite (`learner.rollback`)."""
 
-    rollbacks: NonNegativeInt = 2  # returns to one checkpoint after `schedule.max_skipped`, each with other problems
+    rollbacks: NonNegativeInt = 2  # returns to one checkpoint, each with other problems
     max_grad_norm: NonNegative = 0.0  # an update with a larger gradient norm, before clipping, is skipped; 0: off
     max_ratio: NonNegative = 0.0  # likewise with a larger policy ratio in its minibatch; 0: off
     min_entropy: NonNegative = 0.01  # nats per token; below it a warning
     max_truncated: NonNegative = 0.9  # share of responses cut at the length limit; above it a warning
+    collapse: Collapse | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

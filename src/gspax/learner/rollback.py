@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspax.config import Guard
 from gspax.distributed import multihost
-from gspax.errors import DivergedError, UserError, warn
+from gspax.errors import CollapsedError, DivergedError, UserError, warn
 from gspax.learner.restore import drop_frozen
 from gspax.learner.train_step import Scores, Update
-from gspax.run.checkpoints import Checkpoints
+from gspax.run.checkpoints import Checkpoints, discard_after
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_rows
@@ -102,23 +103,35 @@ def read_about(folder: Path) -> dict[str, Any]:
     return about
 
 
-def go_back(run: RunDir, problem: DivergedError, newest: int, limit: int) -> None:
-    """Record that the run goes back to its checkpoint `newest`, or 0 for its start, and warn of it.
+def go_back(run: RunDir, checkpoints: Checkpoints, problem: DivergedError, guard: Guard) -> None:
+    """Record that the run goes back, and warn of it: to its newest checkpoint, or to that from before a collapse.
+
+    Without such a checkpoint it goes back to its start. The checkpoints that hold a collapse are deleted.
 
     Raises:
-      DivergedError: it went back there `limit` times already.
+      DivergedError: it went back there `guard.rollbacks` times already, or it is to stop.
     """
-    before = [each for each in multihost.gather(_read(run))[0] if each["to"] == newest]
-    if len(before) >= limit:
-        again = f" The run went back to checkpoint {newest} {len(before)} times." if before else ""
+    to = checkpoints.latest() or 0
+    if isinstance(problem, CollapsedError):
+        assert guard.collapse is not None
+        if guard.collapse.action == "stop":
+            raise problem from None
+        to = max((step for step in checkpoints.steps() if step <= problem.sound), default=0)
+    before = [each for each in multihost.gather(_read(run))[0] if each["to"] == to]
+    if len(before) >= guard.rollbacks:
+        again = f" The run went back to checkpoint {to} {len(before)} times." if before else ""
         raise DivergedError(f"{problem}{again}", step=problem.step, position=problem.position) from None
+    entry = {"step": problem.step, "to": to, "position": problem.position, "reason": str(problem)}
+    if isinstance(problem, CollapsedError):
+        # before it is recorded: a run that is killed in between finds the collapse again, and goes back then
+        discard_after(checkpoints, to)
+        entry["rate"] = problem.rate
     if jax.process_index() != 0:
         return
-    entry = {"step": problem.step, "to": newest, "position": problem.position, "reason": str(problem)}
     write_atomically(_path(run), "".join(json.dumps(each) + "\n" for each in [*_read(run), entry]))
     warn(
-        f"{problem} Going back to {f'checkpoint {newest}' if newest else 'the start'} and on with "
-        f"problem {problem.position} ({len(before) + 1} of {limit} times)"
+        f"{problem} Going back to {f'checkpoint {to}' if to else 'the start'} and on with "
+        f"problem {problem.position} ({len(before) + 1} of {guard.rollbacks} times)"
     )
 
 
@@ -129,6 +142,11 @@ def skip_problems(run: RunDir, state: TrainState, step: int) -> TrainState:
         return state
     position = max(found)
     return replace(state, position=jnp.maximum(state.position, position))
+
+
+def find_rate(run: RunDir, step: int) -> float:
+    """The factor of the learning rate after the collapses that the run went back from, for a state of `step`."""
+    return min((each.get("rate", 1.0) for each in multihost.gather(_read(run))[0] if each["to"] >= step), default=1.0)
 
 
 def _read(run: RunDir) -> list[dict[str, Any]]:

@@ -14,17 +14,16 @@ from gspax.distributed import multihost
 from gspax.errors import DivergedError
 from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
-from gspax.learner import clipping, rollback
-from gspax.learner.alarms import alarm_metrics, warn_of_alarms
+from gspax.learner import alarms, clipping, rollback
 from gspax.learner.finite import check_finite, check_skipped, count_skipped
 from gspax.learner.restore import drop_frozen, load_reference, restore_state, save_start
 from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
 from gspax.loop.drawing import InFlight
-from gspax.loop.learner import Learner, count_rollouts, make_learner
+from gspax.loop.learner import Learner, count_rollouts, make_learner, with_rate
 from gspax.loop.step import run_step
 from gspax.rollout.rewards import gather_texts
 from gspax.run import interrupt, progress, report, step_folders
-from gspax.run.checkpoints import Checkpoints
+from gspax.run.checkpoints import Checkpoints, read_extra
 from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.compilation import count_compilations
 from gspax.run.directory import RunDir, enter_run
@@ -39,7 +38,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
 
     Raises:
       UserError: the directory belongs to another experiment, or the experiment's functions misbehave.
-      DivergedError: updates still go wrong after `guard.rollbacks` returns to the newest checkpoint.
+      DivergedError: updates still go wrong after `guard.rollbacks` returns to a checkpoint, or the policy collapsed.
       Interrupted: a signal (`run.interrupt`); a checkpoint was saved first.
     """
     learner, keep = make_learner(experiment), experiment.schedule.keep_checkpoints
@@ -58,7 +57,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
                 train_from_newest(learner, run, checkpoints, compiled, remembered)
                 break
             except DivergedError as problem:
-                rollback.go_back(run, problem, checkpoints.latest() or 0, experiment.guard.rollbacks)
+                rollback.go_back(run, checkpoints, problem, experiment.guard)
     if jax.process_index() == 0:
         report.write(run.path)
 
@@ -76,17 +75,20 @@ def train_from_newest(
       DivergedError: updates went wrong; what they did is not saved.
       Interrupted: the state was saved. A step that had begun is left out: it begins again.
     """
-    experiment, schedule = learner.experiment, learner.experiment.schedule
+    experiment, schedule, guard = learner.experiment, learner.experiment.schedule, learner.experiment.guard
 
     def save(done: int, state: TrainState, is_last: bool) -> None:
-        stored = drop_frozen(state)
+        stored, spare = drop_frozen(state), None if guard.collapse is None else watch.sound
         check_finite(stored, done)
-        save_checkpoint(checkpoints, done, stored, {"experiment": describe(experiment)}, is_last=is_last)
+        extra = {"experiment": describe(experiment), "watch": alarms.to_json(watch)}
+        save_checkpoint(checkpoints, done, stored, extra, is_last=is_last, spare=spare)
 
     learner.skipped.load(run.skipped)
     state = restore_or_start(learner, run, checkpoints)
     started = done = count_rollouts(learner, state)
     state = rollback.skip_problems(run, state, done)
+    watch = restore_watch(run, checkpoints, done)
+    given, learner = learner, at_rate(learner, watch.rate, remembered)
     with (
         Recorder(run, done) as recorder,
         progress.track(schedule.steps, done, experiment.name) as bar,
@@ -98,7 +100,7 @@ def train_from_newest(
         wanted = experiment.reference is not None and experiment.lora is None  # adapters have their base in the state
         reference = load_reference(run, state, experiment.model, learner.mesh) if wanted else None
         in_flight = InFlight()
-        skipped, alarms = 0, frozenset[str]()
+        skipped = 0
         while done < schedule.steps:
             state, metrics, rows = run_step(learner, state, reference, in_flight)
             done += 1
@@ -106,8 +108,8 @@ def train_from_newest(
                 bar.print(f"first step done; {compiled}")
             if done == 1:
                 clipping.warn_of_noise(experiment.loss, experiment.calibration, metrics)
-            alarms = warn_of_alarms(experiment.guard, metrics, alarms)
-            recorder.write_metrics(done, {**metrics, **alarm_metrics(alarms)})
+            watch = alarms.follow(guard, watch, done, metrics)
+            recorder.write_metrics(done, {**metrics, **alarms.alarm_metrics(guard, watch)})
             if failed := [row for row in rows if "error" in row]:
                 recorder.write_failures(done, gather_texts(failed))
             bar.update(done, metrics)
@@ -116,6 +118,8 @@ def train_from_newest(
                 dumped = rollback.dump(run, done, state, remembered.last_skipped(), describe(experiment), learner.mesh)
                 check_skipped(skipped, schedule.max_skipped, done, state, dumped)
             remembered.forget()
+            rate, watch = watch.rate, alarms.answer_collapse(guard.collapse, watch, done, state)
+            learner = learner if watch.rate == rate else at_rate(given, watch.rate, remembered)
             if progress.is_due(done, schedule.eval_every, schedule.steps):
                 recorder.write_samples(done, gather_texts(rows))
                 record_evaluation(learner, state, recorder, run, done)
@@ -123,6 +127,21 @@ def train_from_newest(
             if due and (not skipped or done == schedule.steps):  # amid skipped updates it is no state to go back to
                 save(done, state, is_last=done == schedule.steps)
             interrupt.stop_point()  # after the save, so that a signal during it costs no further step
+
+
+def at_rate(learner: Learner, factor: float, remembered: rollback.Remembered) -> Learner:
+    """The learner with its learning rate times a factor; its updates are remembered too."""
+    if factor == 1:
+        return learner
+    lowered = with_rate(learner, factor)
+    update = replace(remembered, update=lowered.steps.update)
+    return replace(lowered, steps=lowered.steps._replace(update=update))
+
+
+def restore_watch(run: RunDir, checkpoints: Checkpoints, done: int) -> alarms.Watch:
+    """What was seen of the run until the step that its state was restored from."""
+    watch = alarms.from_json(read_extra(checkpoints, done).get("watch") if done else None)
+    return replace(watch, rate=min(watch.rate, rollback.find_rate(run, done)))
 
 
 def describe_unsaved(checkpoints: Path) -> str:

@@ -82,7 +82,7 @@ class Files:
         folder = self.directory / str(step)
         return find_damage(folder, self.part, self.parts) if has_manifest(folder) else []
 
-    def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any]) -> None:
+    def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any], spare: int | None) -> None:
         """Start writing; the arrays may be donated as soon as this returns."""
         if self.is_alone:
             table = jax.device_get(table)  # Orbax would treat the arrays as replicated over all processes
@@ -98,17 +98,17 @@ class Files:
         self.manager.save(step, args=items, force=True)
 
         if self.is_first:
-            self.finishing = threading.Thread(target=self._finish, args=(step,), name="gspax_manifest")
+            self.finishing = threading.Thread(target=self._finish, args=(step, spare), name="gspax_manifest")
             self.finishing.start()
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, step: int, spare: int | None) -> None:
         """Write the manifest of a checkpoint as soon as Orbax has committed it, then delete the oldest ones."""
         try:
             self.manager.wait_until_finished()
             write_manifest(self.directory / str(step))
             if self.note is not None:
                 write_atomically(self.note, json.dumps({"newest": step}) + "\n")
-            step_folders.prune(self.directory, self.keep or 1)
+            step_folders.prune(self.directory, self.keep or 1, spare)
         except Exception as error:
             self.problem = error
 
@@ -141,6 +141,13 @@ class Files:
         except Exception as error:
             raise self._unreadable(step, error) from error
         return restored[STATE], restored[EXTRA]
+
+    def read_extra(self, step: int) -> dict[str, Any]:
+        """The JSON alone."""
+        try:
+            return self.manager.restore(step, args=ocp.args.Composite(**{EXTRA: ocp.args.JsonRestore()}))[EXTRA]
+        except Exception as error:
+            raise self._unreadable(step, error) from error
 
     def read_some(self, step: int, wanted: Shapes) -> dict[str, Any]:
         """Some entries, cast to the wanted dtypes; see `Checkpoints.restore_some`."""
@@ -180,7 +187,7 @@ class NoFiles:
     def find_damage(self, step: int) -> list[str]:
         return []
 
-    def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any]) -> None: ...
+    def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any], spare: int | None) -> None: ...
     def reopen(self) -> None: ...
     def refresh(self) -> None: ...
     def wait(self) -> None: ...
@@ -188,6 +195,9 @@ class NoFiles:
 
     def read(self, step: int, target: Shapes) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         return self.read_some(step, target), {}
+
+    def read_extra(self, step: int) -> dict[str, Any]:
+        return {}
 
     def read_some(self, step: int, wanted: Shapes) -> dict[str, Any]:
         """Arrays without a shard on this process."""

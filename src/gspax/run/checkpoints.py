@@ -66,9 +66,10 @@ class Checkpoints:
         finally:
             self._files.close()
 
-    def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, extra: Mapping[str, Any], *, spare: int | None = None) -> None:
         """Start writing a checkpoint; `state` may be donated as soon as this returns.
 
+        Besides the newest `keep` steps the newest one up to `spare` is kept.
         Writing continues in the background; the step exists once `wait`, `steps` or `latest` has returned. Saving a
         step twice writes it once. After an older checkpoint was restored, the first save deletes the later ones.
         FailureError if this save or the one before it failed.
@@ -79,7 +80,7 @@ class Checkpoints:
         _make_room(self.directory, step)
         try:
             self._files.refresh()
-            self._files.save(step, _to_storable(_table(state)), extra)
+            self._files.save(step, _to_storable(_table(state)), extra, spare)
         except Exception as error:
             where = f"checkpoint {step} could not be written to {self.directory}"
             raise FailureError(f"{where}: {shorten(error)}") from error
@@ -176,14 +177,25 @@ class Checkpoints:
         return multihost.all_or_raise(lambda: self._files.read_some(step, wanted))
 
 
-def save(checkpoints: Checkpoints, step: int, state: Any, extra: Mapping[str, Any], *, is_last: bool) -> None:
+def save(
+    checkpoints: Checkpoints,
+    step: int,
+    state: Any,
+    extra: Mapping[str, Any],
+    *,
+    is_last: bool,
+    spare: int | None = None,
+) -> None:
     """Save; if the save before failed, as on a full disk, or this one, warn, and leave it to the next one to try again.
 
     Raises:
       FailureError: this save failed and there is no next one; or it had begun, with several processes: those on which
         it did not fail still wait for the others.
     """
-    for act, required in ((checkpoints.wait, False), (lambda: checkpoints.save(step, state, extra), is_last)):
+    for act, required in (
+        (checkpoints.wait, False),
+        (lambda: checkpoints.save(step, state, extra, spare=spare), is_last),
+    ):
         try:
             act()
         except FailureError as error:
@@ -193,6 +205,20 @@ def save(checkpoints: Checkpoints, step: int, state: Any, extra: Mapping[str, An
             multihost.warn_from_primary(f"{error}; the run goes on and tries again at the next save")
             if has_begun:
                 checkpoints._files.reopen()
+
+
+def read_extra(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
+    """The `extra` of a checkpoint. UserError if it cannot be read."""
+    return multihost.gather(multihost.all_or_raise(lambda: checkpoints._files.read_extra(step)))[0]
+
+
+def discard_after(checkpoints: Checkpoints, step: int) -> None:
+    """Delete the steps after this one; with 0, the note records no longer that one was saved. Collective."""
+    checkpoints.wait()
+    multihost.all_or_raise(lambda: _discard_after(checkpoints.directory, step, checkpoints._note))
+    for later in [each for each in checkpoints._saved | checkpoints._verified if each > step]:
+        checkpoints._saved.discard(later)
+        checkpoints._verified.discard(later)
 
 
 class _NoSpaceError(FailureError):
@@ -216,6 +242,14 @@ def _prepare(directory: Path, step: int) -> None:
         step_folders.remove(directory, [old for old in step_folders.list_steps(directory) if old >= step])
         step_folders.require_space(directory)
     step_folders.require_writable(directory)
+
+
+def _discard_after(directory: Path, step: int, note: Path | None) -> None:
+    if jax.process_index() != 0:
+        return
+    if note is not None and step == 0:  # first: without it a directory without steps is a new one
+        note.unlink(missing_ok=True)
+    step_folders.remove(directory, [each for each in reversed(step_folders.list_steps(directory)) if each > step])
 
 
 def _set_aside(directory: Path, step: int, problem: str, *, rename: bool) -> None:

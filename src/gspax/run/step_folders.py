@@ -58,13 +58,17 @@ def finish_removing(directory: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Delete all but the newest `keep` steps; one with missing or truncated files does not count as kept."""
+def prune(directory: Path, keep: int, spare: int | None = None) -> None:
+    """Delete all but the newest `keep` steps and the newest one up to `spare`.
+
+    A step with missing or truncated files does not count as kept.
+    """
     steps = finished_steps(directory)
     folders = {step: directory / str(step) for step in steps}
     whole = [step for step in steps if not has_manifest(folders[step]) or not find_damage(folders[step], hashes=False)]
+    spared = [] if spare is None else [step for step in whole if step <= spare][-1:]
     if kept := whole[-keep:]:
-        remove(directory, [step for step in steps if step < kept[0]])
+        remove(directory, [step for step in steps if step < kept[0] and step not in spared])
 
 
 def set_aside(directory: Path, step: int) -> str:
