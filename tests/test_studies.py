@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from gspax.errors import UserError
+from gspax.experiment import load, override
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments" / "studies"
@@ -58,6 +59,8 @@ def commands(common, monkeypatch):
 
     def gspax(*command, log):
         called.append(command)
+        if command[0] != "export":
+            override(load(command[1]), command[4:])  # as the subcommand does
         folder = Path(command[command.index("--workdir") + 1] if "--workdir" in command else command[4])
         folder.mkdir(parents=True, exist_ok=True)
         if command[0] == "export":

@@ -122,7 +122,7 @@ def check_study(study: Study) -> None:
     if len(set(names)) < len(names):
         raise UserError(f"arms: wanted different names, got {', '.join(names)}")
     for arm in study.arms:
-        for overrides in (start_overrides(arm, 0), [*arm_overrides(arm, 0), "warm_start=none"]):
+        for overrides in (start_overrides(arm, 0), arm_overrides(arm, 0)):
             check(override(load(base_file(arm.start)), overrides), None)
 
 
@@ -136,7 +136,7 @@ def start_overrides(arm: Variant, seed: int) -> list[str]:
 
 
 def arm_overrides(arm: Variant, seed: int) -> list[str]:
-    return [*arm.start.overrides, *arm.overrides, f"seed={seed}", f"data.seed={seed}"]
+    return [*arm.start.overrides, *arm.overrides, f"seed={seed}", f"data.seed={seed}", "warm_start=none"]
 
 
 def jobs_of(study: Study, folder: Path) -> list[Job]:
@@ -182,8 +182,8 @@ def run_start(job: Job) -> None:
 def run_job(job: Job) -> Job:
     """A run that continues its warm start; what it cost is in `finished.json`."""
     file, overrides = str(base_file(job.arm.start)), arm_overrides(job.arm, job.seed)
-    start = [f"model.checkpoint={job.start}", "warm_start=none"]
-    usage = gspax("train", file, "--workdir", str(job.folder), *start, *overrides, log=job.folder)
+    start = f"model.checkpoint={job.start}"
+    usage = gspax("train", file, "--workdir", str(job.folder), start, *overrides, log=job.folder)
     costs = {"run/cpu_seconds": usage.ru_utime + usage.ru_stime, "run/peak_mb": usage.ru_maxrss / 1024}
     write_atomically(job.folder / "finished.json", json.dumps({"overrides": overrides, **costs}))
     return job
