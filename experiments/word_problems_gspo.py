@@ -29,7 +29,7 @@ experiment = replace(
     tokenizer=HFTokenizer(CHECKPOINT),
     data=new_types,
     warm_start=None,
-    optimizer=Optimizer(learning_rate=3e-4),
-    schedule=Schedule(steps=40, minibatches=4, eval_every=0, checkpoint_every=20),
+    optimizer=Optimizer(learning_rate=5e-4),
+    schedule=Schedule(steps=60, minibatches=4, eval_every=0, checkpoint_every=20),
     evaluation=Evaluation(problems=128, tasks=tasks),
 )
