@@ -357,3 +357,8 @@ def test_every_name_in_old_runs_still_resolves(name):
     now = aliases.MOVED.get(name, name)
     module, _, attribute = now.rpartition(".")
     assert name_of(getattr(importlib.import_module(module), attribute)) == now
+
+
+def test_a_run_with_a_reward_that_had_its_own_max_failed_is_the_same_experiment():
+    old = {"reward.max_failed": 0.2, "reward.timeout": 5.0, "grading.max_failed": 0.05}
+    assert aliases.current(old) == {"reward.timeout": 5.0, "grading.max_failed": 0.05}

@@ -44,7 +44,9 @@ def current_key(key: str) -> str:
 def current(flat: Mapping[str, Any]) -> dict[str, Any]:
     """A flat description of any version, in the names and keys of today's."""
     moved = {
-        current_key(key): MOVED.get(value, value) if isinstance(value, str) else value for key, value in flat.items()
+        current_key(key): MOVED.get(value, value) if isinstance(value, str) else value
+        for key, value in flat.items()
+        if key == "grading.max_failed" or not key.endswith(".max_failed")  # rewards had their own
     }
     for key, value in flat.items():
         if key == "routing_replay" and isinstance(value, bool):
