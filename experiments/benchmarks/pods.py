@@ -1,9 +1,10 @@
-"""The experiments for TPU pods, compiled: memory, traffic and the bound of a whole step, as the table of pods.md.
+"""The experiments for TPU pods, compiled: memory, traffic and the bound of a whole step, as a table.
 
 Runs `gspax compile` for each, one after the other, unless its report is in DIR already (NAME.txt). One takes 5 to 10
-CPU-minutes and 5 GB.
+CPU-minutes and 5 GB. The experiments on data sets read their files in the working directory.
 
-Run: python experiments/benchmarks/pods.py DIR --commit COMMIT
+Run: python experiments/benchmarks/pods.py DIR --commit COMMIT (pods.md)
+     python experiments/benchmarks/pods.py DIR --commit COMMIT --of datasets (pods_datasets.md)
 """
 
 from __future__ import annotations
@@ -21,8 +22,16 @@ PODS = {
     "v6e_64": ("qwen3_30b_a3b_v6e_64.py", "v6e:8x8"),
     "235B, v5p_512": ("qwen3_235b_a22b_v5p_512.py", "v5p:8x8x8"),
 }
-PROGRAMS = ("train step", "old log-probs", "serving copy", "rollout")  # the columns of the report's table of memory
-PHASES = ("serving copy", "prefill", "decode, a token", "old log-probs", "train step")
+DATASETS = {
+    "gsm8k_gspo": ("gsm8k_gspo.py", "v5p:4x4x4"),
+    "gsm8k_lora": ("gsm8k_lora.py", "v5p:2x2x4"),
+    "math_gspo": ("math_gspo.py", "v5p:4x4x4"),
+    "code_gspo": ("code_gspo.py", "v5p:4x4x4"),
+    "tools_gspo_token": ("tools_gspo_token.py", "v5p:4x4x4"),
+}
+TABLES = {"pods": (PODS, "pods.md"), "datasets": (DATASETS, "pods_datasets.md")}
+PROGRAMS = ("train step", "old log-probs", "serving copy", "rollout", "prompts", "turns", "replies")
+PHASES = ("serving copy", "prefill", "decode, a token", "a reply", "old log-probs", "train step")
 
 
 def read_or_compile(path: Path, file: str, topology: str) -> str:
@@ -39,8 +48,12 @@ def read_or_compile(path: Path, file: str, topology: str) -> str:
 def read_figures(report: str) -> dict[str, str]:
     """The rows of the table, from the text of a report."""
     total, usable = (_numbers(report, title) for title in ("total of the last three", "a program may use"))
-    found = {f"GB at the peak, {name}": f"{size} of {usable[0]}" for name, size in zip(PROGRAMS, total, strict=False)}
+    head = re.search(r"^Memory per device, GB(.*)$", report, re.MULTILINE)
+    compiled = [name for name in PROGRAMS if head and re.search(rf"\b{name}\b", head[1])]
+    found = {f"GB at the peak, {name}": f"{size} of {usable[0]}" for name, size in zip(compiled, total, strict=False)}
     for phase in PHASES:
+        if phase == "a reply" and not re.search(rf"^  {phase} ", report, re.MULTILINE):
+            continue  # no environment
         _, moved, sent, *seconds = _numbers(report, phase)
         found[f"{phase}: GB moved, sent"] = f"{moved}, {sent}"
         found[f"{phase}: seconds of FLOPs, memory, network"] = ", ".join(seconds[:3])
@@ -75,12 +88,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="of the reports")
     parser.add_argument("--commit", required=True, help="what is compiled")
-    parser.add_argument("--only", nargs="+", choices=PODS, default=list(PODS))
+    parser.add_argument("--of", choices=TABLES, default="pods", help="which experiments")
+    parser.add_argument("--only", nargs="+", choices=[*PODS, *DATASETS])
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
+    experiments, page = TABLES[options.of]
     columns = {}
-    for name in options.only:
-        file, topology = PODS[name]
+    for name in options.only or experiments:
+        file, topology = experiments[name]
         columns[name] = read_figures(read_or_compile(options.folder / f"{Path(file).stem}.txt", file, topology))
     intro = [
         "# The experiments for TPU pods, compiled",
@@ -90,7 +105,7 @@ def main() -> None:
         "and three layers; the learner's programs are compiled whole.",
         "",
     ]
-    (HERE / "pods.md").write_text("\n".join([*intro, *table(columns), ""]), encoding="utf-8")
+    (HERE / page).write_text("\n".join([*intro, *table(columns), ""]), encoding="utf-8")
 
 
 if __name__ == "__main__":
