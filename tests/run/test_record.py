@@ -4,13 +4,15 @@ import contextlib
 import json
 import math
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax.run import record, tensorboard
+from gspax.run import tensorboard
 from gspax.run.directory import RunDir
 from gspax.run.record import Recorder, read_metrics, read_rows
 
@@ -171,6 +173,16 @@ def test_tensorboard_has_the_metrics_and_the_purge(run):
     assert [e.step for e in events if e.session_log.status == 1][-1] == 2
 
 
+def test_scalars_do_not_import_pytorch():
+    """tensorboardX would, in seconds. A process that writes no scalars does not import tensorboardX either."""
+    pytest.importorskip("torch")
+    code = (
+        "import sys; import gspax.run.record; assert 'tensorboardX' not in sys.modules; "
+        "import gspax.run.tensorboard; assert 'torch' not in sys.modules; import torch"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def read_events(path, kind):
     """The records of an event file: length, checksum, data, checksum."""
     data, at = path.read_bytes(), 0
@@ -181,7 +193,7 @@ def read_events(path, kind):
 
 
 def test_without_tensorboardx_a_notice_is_printed_once(run, monkeypatch, capsys):
-    monkeypatch.setattr(record, "Scalars", None)
+    monkeypatch.setitem(sys.modules, "gspax.run.tensorboard", None)
     fill(run, [1, 2])
     assert steps(run) == [1, 2]
     assert capsys.readouterr().err.count("tensorboardX") == 1

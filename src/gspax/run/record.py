@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -22,10 +22,8 @@ from gspax.errors import UserError, warn
 from gspax.run.directory import RunDir
 from gspax.run.folders import unused_name, write_atomically
 
-try:
+if TYPE_CHECKING:
     from gspax.run.tensorboard import Scalars
-except ImportError:  # tensorboardX is not installed
-    Scalars = None  # type: ignore[assignment,misc]
 
 
 class Recorder:
@@ -45,10 +43,7 @@ class Recorder:
         first = resume_step + 1 if resume_step else 0
         self._kept = _drop_from(run, first)
         self._file = run.metrics.open("ab", buffering=0)
-        if Scalars is None:
-            warn("tensorboardX is not installed: metrics go to metrics.jsonl only")
-        else:
-            self._tensorboard = Scalars(run.tensorboard, first)
+        self._tensorboard = _open_scalars(run.tensorboard, first)
 
     def __enter__(self) -> Self:
         return self
@@ -160,6 +155,16 @@ def _warn_of_unreadable(path: Path, numbers: list[int], more: str = "") -> None:
     if numbers:
         lines = f"line {numbers[0]} is" if len(numbers) == 1 else f"{len(numbers)} lines, the first {numbers[0]}, are"
         warn(f"{path}: {lines} not JSON and skipped{more}")
+
+
+def _open_scalars(folder: Path, first: int) -> Scalars | None:
+    """TensorBoard's scalars, imported for a run that writes them only; None without tensorboardX."""
+    try:
+        from gspax.run.tensorboard import Scalars
+    except ImportError:
+        warn("tensorboardX is not installed: metrics go to metrics.jsonl only")
+        return None
+    return Scalars(folder, first)
 
 
 def _drop_from(run: RunDir, first: int) -> list[dict[str, float]]:

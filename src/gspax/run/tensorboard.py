@@ -7,13 +7,20 @@ for ever.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+# tensorboardX imports PyTorch where that is installed, for seconds and without need: scalars are plain numbers.
+sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+try:
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
+finally:
+    if sys.modules["torch"] is None:
+        del sys.modules["torch"]
 
 FLUSH = 10.0  # seconds between two synchronisations with the disk
 
