@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
+import time
 from collections.abc import Mapping
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +29,19 @@ from gspax.run.step_folders import EXTRA, STATE
 
 CHUNK_BYTES, FILE_BYTES = 2**26, 2**28  # compressed at once, and in a file: the memory of a save beyond the arrays
 
+POLL = 0.2  # seconds between two looks at a save
+
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class Files:
     """A directory that `processes` read, and write unless `keep` is None; see `Checkpoints`.
 
-    Orbax commits a checkpoint in a thread. A second thread of the first process then writes its manifest, and deletes
-    the checkpoints beyond the newest `keep`.
+    Orbax commits a checkpoint in a thread. A second thread waits for it; that of the first process then writes the
+    manifest, and deletes the checkpoints beyond the newest `keep`.
+
+    Where one process cannot write, the others wait in Orbax's barriers, for up to 20 minutes. So `wait` only polls, the
+    processes compare what it gives (`Checkpoints.wait`), and `abandon` ends the barriers of a save that has failed.
     """
 
     def __init__(
@@ -42,8 +50,10 @@ class Files:
         self.directory, self.keep, self.note = directory, keep, note
         self.is_first = jax.process_index() == min(processes)
         self.part, self.parts = sorted(processes).index(jax.process_index()), len(processes)  # of the verification
-        self.finishing: threading.Thread | None = None
-        self.problem: Exception | None = None
+        self.processes = processes
+        self.saving: futures.Future[None] | None = None
+        self.seconds = 0.0  # of the last save
+        self.failures, self.failed = 0, threading.Event()
         self.shared: dict[str, Any] = {}
         is_subset = processes != set(range(jax.process_count()))
         if is_subset:
@@ -59,11 +69,32 @@ class Files:
             read_only=keep is None,
             cleanup_tmp_directories=keep is not None,
             create=not is_subset,
+            async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._meet),
             **self.shared,
         )
         self.manager = self._open()
         if keep is not None and self.is_first:
             step_folders.finish_removing(directory)
+
+    def _meet(self, *, key: str, timeout_ms: int) -> None:
+        """Orbax's barrier, unless the save has failed here or elsewhere: then some processes do not come to it."""
+        if (error := sys.exc_info()[1]) is not None:  # Orbax has barriers in a `finally` too
+            raise error
+        failed, name = self.failed, f"{key}.{self.failures}"
+        barrier = ocp.multihost.get_barrier_sync_fn(processes=self.processes if self.shared else None)
+        met: futures.Future[None] = futures.Future()
+
+        def meet() -> None:
+            try:
+                met.set_result(barrier(key=name, timeout_ms=timeout_ms))
+            except Exception as error:
+                met.set_exception(error)
+
+        threading.Thread(target=meet, name="gspax_barrier", daemon=True).start()
+        while not futures.wait([met], timeout=POLL).done:
+            if failed.is_set():
+                raise RuntimeError("the save has failed on another process")
+        met.result()
 
     def _open(self) -> ocp.CheckpointManager:
         state = ocp.PyTreeCheckpointHandler(
@@ -72,10 +103,22 @@ class Files:
         handlers = {STATE: state, EXTRA: ocp.JsonCheckpointHandler(**self.shared)}
         return ocp.CheckpointManager(self.directory, options=self.options, item_handlers=handlers)
 
+    def abandon(self) -> None:
+        """End a save that has failed on this process or on another one."""
+        self.failed.set()
+        self.saving = None
+
     def reopen(self) -> None:
-        """Forget a save that failed: its threads may still run, and Orbax would raise their errors in the next save."""
+        """Prepare for another save after one that was abandoned, and delete what that has written.
+
+        Orbax would raise its errors in the next save.
+        """
         self.close()
+        self.failures, self.failed = self.failures + 1, threading.Event()
         self.manager = self._open()
+        if self.is_first:
+            finished = step_folders.finished_steps(self.directory)
+            step_folders.remove(self.directory, sorted({*step_folders.list_steps(self.directory)} - {*finished}))
 
     def find_damage(self, step: int) -> list[str]:
         """The damaged files among those that this process checks, a phrase for each; none without a manifest."""
@@ -95,35 +138,41 @@ class Files:
             ocdbt_target_data_file_size=FILE_BYTES,
         )
         items = ocp.args.Composite(**{STATE: arrays, EXTRA: ocp.args.JsonSave(dict(extra))})
+        began = time.monotonic()
         self.manager.save(step, args=items, force=True)
+        self.saving = futures.Future()
+        arguments = step, spare, began, self.saving
+        threading.Thread(target=self._finish, args=arguments, name="gspax_manifest", daemon=True).start()
 
-        if self.is_first:
-            self.finishing = threading.Thread(target=self._finish, args=(step, spare), name="gspax_manifest")
-            self.finishing.start()
-
-    def _finish(self, step: int, spare: int | None) -> None:
+    def _finish(self, step: int, spare: int | None, began: float, saving: futures.Future[None]) -> None:
         """Write the manifest of a checkpoint as soon as Orbax has committed it, then delete the oldest ones."""
         try:
             self.manager.wait_until_finished()
-            write_manifest(self.directory / str(step))
-            if self.note is not None:
-                write_atomically(self.note, json.dumps({"newest": step}) + "\n")
-            step_folders.prune(self.directory, self.keep or 1, spare)
+            if self.is_first:
+                self._write_manifest(step, spare)
+            self.seconds = time.monotonic() - began
+            saving.set_result(None)
         except Exception as error:
-            self.problem = error
+            saving.set_exception(error)
+
+    def _write_manifest(self, step: int, spare: int | None) -> None:
+        write_manifest(self.directory / str(step))
+        if self.note is not None:
+            write_atomically(self.note, json.dumps({"newest": step}) + "\n")
+        step_folders.prune(self.directory, self.keep or 1, spare)
 
     def refresh(self) -> None:
         """Let Orbax list the directory again."""
         self.manager.reload()
 
-    def wait(self) -> None:
-        finishing, self.finishing = self.finishing, None
-        if finishing is not None:
-            finishing.join()
-        problem, self.problem = self.problem, None
-        self.manager.wait_until_finished()
-        if problem is not None:
-            raise problem
+    def wait(self, seconds: float | None) -> str | None:
+        """Wait so long for the last save: "" once it is on disk, what failed, or None. Without a number, to the end."""
+        if self.saving is None:
+            return ""
+        if not futures.wait([self.saving], timeout=seconds).done:
+            return None
+        error = self.saving.exception()
+        return shorten(error) if isinstance(error, Exception) else ""
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # of a failed save, which `save` or `wait` has raised
@@ -188,10 +237,13 @@ class NoFiles:
         return []
 
     def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any], spare: int | None) -> None: ...
+    def abandon(self) -> None: ...
     def reopen(self) -> None: ...
     def refresh(self) -> None: ...
-    def wait(self) -> None: ...
     def close(self) -> None: ...
+
+    def wait(self, seconds: float | None) -> str:
+        return ""
 
     def read(self, step: int, target: Shapes) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         return self.read_some(step, target), {}

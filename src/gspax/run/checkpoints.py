@@ -20,7 +20,7 @@ import jax
 from gspax.distributed import multihost
 from gspax.errors import FailureError, UserError
 from gspax.run import step_folders
-from gspax.run.checkpoint_files import Files, NoFiles, shorten
+from gspax.run.checkpoint_files import POLL, Files, NoFiles, shorten
 from gspax.run.manifest import has_manifest
 from gspax.unstable import key_impl_name
 
@@ -62,7 +62,10 @@ class Checkpoints:
 
     def __exit__(self, *error: object) -> None:
         try:
-            self.wait()
+            if error[0] is None:
+                self.wait()
+            elif problem := self._files.wait(None):  # the other processes may not come here
+                _warn(self.directory, f"a checkpoint could not be written: {problem}")
         finally:
             self._files.close()
 
@@ -78,22 +81,35 @@ class Checkpoints:
         if step in self._saved:
             return
         _make_room(self.directory, step)
-        try:
+
+        def begin() -> None:
             self._files.refresh()
             self._files.save(step, _to_storable(_table(state)), extra, spare)
+
+        try:
+            multihost.all_or_raise(begin)
         except Exception as error:
+            self._files.abandon()
             where = f"checkpoint {step} could not be written to {self.directory}"
             raise FailureError(f"{where}: {shorten(error)}") from error
         self._saved.add(step)
         self._verified.discard(step)
 
     def wait(self) -> None:
-        """Return when the last save is on disk. FailureError if it failed."""
-        try:
-            self._files.wait()
-        except Exception as error:
-            self._saved.clear()  # the one that failed can be saved again
-            raise FailureError(f"a checkpoint could not be written to {self.directory}: {shorten(error)}") from error
+        """Return when the last save is on disk. FailureError if it failed, on all processes at once."""
+        while True:
+            found = multihost.gather(self._files.wait(POLL))
+            if problem := next(filter(None, found), None):
+                self._saved.clear()  # the one that failed can be saved again
+                self._files.abandon()
+                where = f" (process {found.index(problem)})" if found[1:] else ""
+                raise FailureError(f"a checkpoint could not be written to {self.directory}: {problem}{where}")
+            if None not in found:
+                return
+
+    def reopen(self) -> None:
+        """Forget a save that failed, so that the next one can begin."""
+        self._files.reopen()
 
     def steps(self) -> list[int]:
         """The steps on disk whose save was finished, oldest first, damaged since or not.
@@ -188,9 +204,7 @@ def save(
 ) -> None:
     """Save; if the save before failed, as on a full disk, or this one, warn, and leave it to the next one to try again.
 
-    Raises:
-      FailureError: this save failed and there is no next one; or it had begun, with several processes: those on which
-        it did not fail still wait for the others.
+    FailureError if this save is the last one and fails. Only the last one is waited for.
     """
     for act, required in (
         (checkpoints.wait, False),
@@ -199,12 +213,13 @@ def save(
         try:
             act()
         except FailureError as error:
-            has_begun = not isinstance(error, _NoSpaceError)
-            if required or (has_begun and jax.process_count() > 1):
+            if required:
                 raise
             multihost.warn_from_primary(f"{error}; the run goes on and tries again at the next save")
-            if has_begun:
-                checkpoints._files.reopen()
+            if not isinstance(error, _NoSpaceError):
+                checkpoints.reopen()
+    if is_last:
+        checkpoints.wait()
 
 
 def read_extra(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
