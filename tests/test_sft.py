@@ -9,7 +9,7 @@ import pytest
 from small_experiment import experiment
 
 from gspax import config, sft
-from gspax.errors import FailureError, UserError
+from gspax.errors import DivergedError, UserError
 from gspax.loop import training
 from gspax.sharding import make_mesh
 
@@ -94,10 +94,11 @@ def test_a_warm_start_without_finite_updates_fails_at_once(monkeypatch, tmp_path
     monkeypatch.setattr(sft, "make_train_step", lambda *args, **kwargs: update)
     broken = replace(experiment, schedule=replace(experiment.schedule, max_skipped=2))
     with pytest.raises(
-        FailureError, match=r"^warm start: schedule\.max_skipped: wanted fewer than 2 .* got 2 by step 2"
-    ):
+        DivergedError, match=r"^warm start: schedule\.max_skipped: wanted fewer than 2 .* got 2 by step 2"
+    ) as failed:
         training.train(broken, tmp_path / "run")
     assert len(calls) == 2, "the run does not go back: the same updates would fail again"
+    assert failed.value.exit_code == 3
 
 
 def test_an_id_outside_the_vocabulary_is_refused():

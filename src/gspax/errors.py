@@ -40,9 +40,10 @@ class DivergedError(FailureError):
 
     exit_code = 3
 
-    def __init__(self, message: str, *, step: int = 0, position: int = 0) -> None:
+    def __init__(self, message: str, *, step: int = 0, position: int = 0, final: bool = False) -> None:
         super().__init__(message)
         self.step, self.position = step, position  # where the run was, and the problems that it had consumed
+        self.final = final  # going back to an earlier state would not help either
 
 
 class CollapsedError(DivergedError):

@@ -21,7 +21,7 @@ from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
 from gspax.distributed import multihost
 from gspax.environments.demonstrations import encode_demonstration
-from gspax.errors import DivergedError, FailureError, UserError
+from gspax.errors import DivergedError, UserError
 from gspax.experiment.description import describe
 from gspax.learner import objective
 from gspax.learner.finite import check_finite, check_skipped, count_skipped
@@ -63,7 +63,7 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
     Its position is the number of training problems that were demonstrated or `skipped`.
 
     Raises:
-      FailureError: several updates in a row are skipped, or a parameter is not finite.
+      DivergedError: several updates in a row are skipped, or a parameter is not finite.
       Interrupted: the state was saved.
     """
     stage, model = experiment.warm_start, experiment.model
@@ -125,7 +125,7 @@ def _final_failures() -> Iterator[None]:
     try:
         yield
     except DivergedError as problem:
-        raise FailureError(f"warm start: {problem}") from problem
+        raise DivergedError(f"warm start: {problem}", step=problem.step, final=True) from problem
 
 
 def make_demonstrations(

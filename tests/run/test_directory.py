@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gspax.errors import UserError
-from gspax.run import directory, folders
+from gspax.run import directory, folders, record, report, step_folders
 from gspax.run.directory import open_run
 
 DESCRIPTION = {"name": "sort", "optimizer": {"learning_rate": 3e-4}, "schedule": {"steps": 10}}
@@ -76,10 +76,68 @@ def test_a_directory_that_is_empty_or_from_a_killed_start_is_used(tmp_path):
     assert not (tmp_path / "experiment.json.tmp").exists()
 
 
-def test_a_damaged_experiment_file_is_one_error(tmp_path):
-    (tmp_path / "experiment.json").write_text('{"na')
-    with pytest.raises(UserError, match=r"experiment\.json cannot be read"):
-        open_run(tmp_path, DESCRIPTION)
+CONTENTS = [b"", b'{"na', b"\0" * 50, b"[1]", b"{}", b"\xff\xfe", b"[" * 100_000, None]
+
+
+def start_with_checkpoint(path):
+    """A run, with as much of a checkpoint as says what it is of."""
+    run = open_run(path, DESCRIPTION)
+    extra = step_folders.extra_file(run.checkpoints, 2)
+    extra.parent.mkdir(parents=True)
+    extra.write_text(json.dumps({"experiment": DESCRIPTION}))
+    (extra.parent.parent / "manifest.json").write_text("{}")
+    return run
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=lambda content: repr(content and content[:8]))
+def test_a_damaged_experiment_file_is_set_aside_and_the_newest_checkpoint_compared(content, tmp_path, capsys):
+    run = start_with_checkpoint(tmp_path)
+    run.experiment.unlink()
+    if content is not None:
+        run.experiment.write_bytes(content)
+    before = listing(tmp_path)
+    with pytest.raises(UserError, match=r"optimizer\.learning_rate: 3e-4 -> 1e-4"):
+        open_run(tmp_path, changed(optimizer={"learning_rate": 1e-4}))
+    assert listing(tmp_path) == before and directory.find_run(tmp_path, DESCRIPTION)
+    open_run(tmp_path, DESCRIPTION)
+    assert json.loads(run.experiment.read_text()) == DESCRIPTION
+    if content is not None:
+        assert (tmp_path / "damaged_experiment.json").read_bytes() == content
+        assert "experiment.json is damaged: moved to damaged_experiment.json" in capsys.readouterr().err
+
+
+def test_an_experiment_file_that_differs_from_the_checkpoint_does_not_block_its_run(tmp_path, capsys):
+    run = start_with_checkpoint(tmp_path)
+    run.experiment.write_text(run.experiment.read_text().replace('"sort"', '"sors"'))
+    open_run(tmp_path, DESCRIPTION)
+    assert json.loads(run.experiment.read_text()) == DESCRIPTION
+    assert "is not of the experiment of the newest checkpoint: moved to damaged_" in capsys.readouterr().err
+
+
+def test_what_is_of_another_kind_in_the_place_of_a_file_or_folder_is_set_aside(tmp_path, capsys):
+    run = open_run(tmp_path, DESCRIPTION)
+    files = [run.lock, run.environment, run.metrics, run.newest, run.skipped, run.rollbacks, run.report, run.curves]
+    places = [run.checkpoints, run.tensorboard, run.start, run.warm_start.path, run.tasks]
+    for path in (*files, run.experiment, run.before):
+        path.unlink(missing_ok=True)
+        (path / "inside").mkdir(parents=True)
+    for path in places:
+        path.write_text("a file")
+    with directory.enter_run(tmp_path, DESCRIPTION), record.Recorder(run, 0) as recorder:
+        recorder.write_metrics(1, {"reward/mean": 0.5})
+        recorder.write_samples_to(run.before, [{"prompt": "1", "completion": "2", "reward": 0.0}])
+    run.after.write_text('{"prompt": 3}\n{"prompt": "1", "completion": "2", "reward": "NaN"}\n\0\0\n')
+    for number, text in enumerate(["{", "[]", '{"summary": 3}', '{"summary": {"problems": 1}}']):
+        path = run.tasks_at(3) / f"{number}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    report.write(tmp_path)
+    for path in (*files, run.experiment, *places):
+        assert path.with_name(f"damaged_{path.name}").exists(), path
+    err = capsys.readouterr().err
+    assert err.count(" is a folder: moved to damaged_") == len(files) + 1 and "experiment.json is damaged: moved" in err
+    assert err.count(" is no folder: moved to damaged_") == len(places)
+    assert err.count("cannot be read and is not in the report") == 4
 
 
 @pytest.mark.parametrize("content", [b'[{"a": 1', b"\0" * 50, b'{"a": 1}', b"\xff\xfe", b"[" * 100_000], ids=repr_start)

@@ -128,7 +128,7 @@ def go_back(run: RunDir, checkpoints: Checkpoints, problem: DivergedError, guard
         entry["rate"] = problem.rate
     if jax.process_index() != 0:
         return
-    write_atomically(_path(run), "".join(json.dumps(each) + "\n" for each in [*_read(run), entry]))
+    write_atomically(run.rollbacks, "".join(json.dumps(each) + "\n" for each in [*_read(run), entry]))
     warn(
         f"{problem} Going back to {f'checkpoint {to}' if to else 'the start'} and on with "
         f"problem {problem.position} ({len(before) + 1} of {guard.rollbacks} times)"
@@ -150,8 +150,8 @@ def find_rate(run: RunDir, step: int) -> float:
 
 
 def _read(run: RunDir) -> list[dict[str, Any]]:
-    return read_rows(_path(run)) if jax.process_index() == 0 and _path(run).exists() else []
-
-
-def _path(run: RunDir) -> Path:
-    return run.path / "rollbacks.jsonl"
+    if jax.process_index() != 0 or not run.rollbacks.exists():
+        return []
+    return [
+        row for row in read_rows(run.rollbacks) if all(isinstance(row.get(name), int) for name in ("to", "position"))
+    ]

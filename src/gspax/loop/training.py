@@ -57,6 +57,8 @@ def train(experiment: Experiment, workdir: Path) -> None:
                 train_from_newest(learner, run, checkpoints, compiled, remembered)
                 break
             except DivergedError as problem:
+                if problem.final:
+                    raise
                 rollback.go_back(run, checkpoints, problem, experiment.guard)
     if jax.process_index() == 0:
         report.write(run.path)

@@ -29,10 +29,10 @@ from typing import Any
 import jax
 
 from gspax.distributed import multihost
-from gspax.errors import UserError, warn
+from gspax.errors import UserError
 from gspax.experiment.description import difference, resumable
-from gspax.run import lock
-from gspax.run.folders import unused_name, write_atomically
+from gspax.run import lock, step_folders
+from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import installed_version
 from gspax.run.redaction import recorded_variables, redact_arguments
 
@@ -101,6 +101,11 @@ class RunDir:
         return self.path / "skipped_problems.jsonl"
 
     @property
+    def rollbacks(self) -> Path:
+        """Where the run went back after it diverged, JSON lines (`learner.rollback`)."""
+        return self.path / "rollbacks.jsonl"
+
+    @property
     def start(self) -> Path:
         """The parameters before the first update, as a checkpoint."""
         return self.path / "start"
@@ -153,7 +158,9 @@ def enter_run(workdir: Path, description: Mapping[str, Any]) -> Iterator[RunDir]
 def _create(run: RunDir, description: Mapping[str, Any]) -> None:
     """Create the directory of a run. UserError as `open_run`, or if another process writes there."""
     if jax.process_index() == 0:
-        _read_same(run, description)
+        _read_same(run, json.loads(json.dumps(description)))
+        if run.lock.is_dir():
+            set_aside(run.lock, "is a folder")
         lock.require_free(run.lock)
         run.path.mkdir(parents=True, exist_ok=True)
 
@@ -174,6 +181,9 @@ def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
     description = json.loads(json.dumps(description))
     old = _read_same(run, description)
     run.path.mkdir(parents=True, exist_ok=True)
+    _clear_places(run)
+    if old and _find_changes(old, description):
+        set_aside(run.experiment, "is not of the experiment of the newest checkpoint")
     if old != description:
         write_atomically(run.experiment, json.dumps(description, indent=2) + "\n")
     attempts = _read_or_set_aside(run)
@@ -183,23 +193,64 @@ def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
 
 
 def _read_same(run: RunDir, description: Mapping[str, Any]) -> Any:
-    """experiment.json of a directory where this experiment may run; None if it is new. UserError as `open_run`."""
+    """experiment.json of a directory where this experiment may run; None without one that can be read.
+
+    It is compared with the experiment. So is the description in the newest checkpoint, where that file is damaged, lost
+    or another one's: the checkpoint is what the run continues from. UserError as `open_run`.
+    """
     if re.match(r"[a-z][a-z0-9]+:/", str(run.path)):  # Path turns two slashes into one
         raise UserError(f"{run.path}: wanted a directory of a file system (mount the bucket), got a URL")
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path} is a file, not a run directory")
-    if run.experiment.exists():
-        old = read_json(run.experiment)
-        _require_same(run, old, json.loads(json.dumps(description)))
-        return old
-    if run.path.exists() and any(_is_foreign(run, entry.name) for entry in run.path.iterdir()):
+    old, saved = _read_object(run.experiment), _read_saved(run)
+    if old and (saved is None or _find_changes(saved, description)):
+        _require_same(run, old, description)
+    elif saved is not None:
+        _require_same(run, saved, description)
+    elif not run.experiment.exists() and _has_foreign_files(run):
         raise UserError(f"{run.path} is not empty and not a gspax run (it has no experiment.json)")
-    return None
+    return old
 
 
-def _is_foreign(run: RunDir, name: str) -> bool:
-    """Whether a file is none of those that a run writes before experiment.json."""
-    return name != run.lock.name and not name.endswith(".tmp")
+def _read_saved(run: RunDir) -> dict[str, Any] | None:
+    """The description in the newest checkpoint; None if there is none that can be read."""
+    steps = step_folders.finished_steps(run.checkpoints)
+    extra = _read_object(step_folders.extra_file(run.checkpoints, steps[-1])) if steps else None
+    found = (extra or {}).get("experiment")
+    return found if isinstance(found, dict) else None
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is none, or nothing in it."""
+    try:
+        found = read_json(path)
+    except UserError:
+        return None
+    return found if isinstance(found, dict) and found else None
+
+
+def read_description(run: RunDir) -> dict[str, Any] | None:
+    """The experiment of a run, from experiment.json or the newest checkpoint; None if neither can be read."""
+    return _read_object(run.experiment) or _read_saved(run)
+
+
+def _clear_places(run: RunDir) -> None:
+    """Set aside what is in the place of a file or folder of the run and is of another kind, or cannot be read."""
+    logs = run.metrics, run.environment, run.newest, run.skipped, run.rollbacks, run.evaluations
+    for path in (*logs, run.report, run.curves, run.before, run.after):
+        if path.is_dir():
+            set_aside(path, "is a folder")
+    for path in (run.checkpoints, run.tensorboard, run.samples, run.start, run.warm_start.path, run.tasks):
+        if path.exists() and not path.is_dir():
+            set_aside(path, "is no folder")
+    if run.experiment.exists() and _read_object(run.experiment) is None:
+        set_aside(run.experiment)
+
+
+def _has_foreign_files(run: RunDir) -> bool:
+    """Whether there are files besides those that a run writes before experiment.json."""
+    names = [entry.name for entry in run.path.iterdir()] if run.path.exists() else []
+    return any(name != run.lock.name and not name.endswith(".tmp") for name in names)
 
 
 def read_attempts(run: RunDir) -> list[Any] | None:
@@ -216,9 +267,7 @@ def _read_or_set_aside(run: RunDir) -> list[Any]:
     attempts = read_attempts(run)
     if attempts is not None:
         return attempts
-    target = unused_name(run.environment, "damaged")
-    run.environment.rename(target)
-    warn(f"{run.environment} is damaged: moved to {target.name}")
+    set_aside(run.environment)
     return []
 
 
@@ -242,14 +291,18 @@ def wait_until_shared(run: RunDir, timeout: float = 30.0) -> None:
 def find_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
     """The existing run directory of this experiment, to read from. UserError if it is none or another experiment's."""
     run = RunDir(Path(workdir))
-    if not run.experiment.exists():
-        raise UserError(f"{run.path} is not a gspax run (it has no experiment.json)")
-    _require_same(run, read_json(run.experiment), json.loads(json.dumps(description)))
+    if (found := read_description(run)) is None:
+        raise UserError(f"{run.path} is not a gspax run (it has no experiment.json that can be read)")
+    _require_same(run, found, json.loads(json.dumps(description)))
     return run
 
 
+def _find_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    return difference(old, new, ignore=resumable(new))
+
+
 def _require_same(run: RunDir, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    if different := difference(old, new, ignore=resumable(new)):
+    if different := _find_changes(old, new):
         raise UserError(f"{run.path} holds another experiment; take another directory or undo: {'; '.join(different)}")
 
 

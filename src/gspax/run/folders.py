@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from gspax.errors import UserError
+from gspax.errors import UserError, warn
 
 
 def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
@@ -49,6 +49,13 @@ def unused_name(path: Path, prefix: str) -> Path:
     """`PREFIX_NAME` beside a path, with a number if that exists."""
     names = (f"{prefix}_{path.name}" + (f"_{n}" if n else "") for n in range(10000))
     return next(each for name in names if not (each := path.with_name(name)).exists())
+
+
+def set_aside(path: Path, why: str = "is damaged") -> None:
+    """Rename what a run cannot use, and warn of it."""
+    target = unused_name(path, "damaged")
+    path.rename(target)
+    warn(f"{path} {why}: moved to {target.name}")
 
 
 @contextlib.contextmanager

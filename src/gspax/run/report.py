@@ -28,7 +28,7 @@ from gspax.run.curves import (
     select_panels,
     write_png,
 )
-from gspax.run.directory import RunDir, read_attempts, read_json
+from gspax.run.directory import RunDir, read_attempts, read_description
 from gspax.run.folders import write_atomically
 from gspax.run.pages import render_page, render_prose, render_settings, render_table, render_text
 from gspax.run.record import read_metrics, read_rows
@@ -50,7 +50,7 @@ def write(workdir: Path) -> Path:
         raise UserError(f"there is nothing to report: {run.metrics} has no metrics yet")
     panels = select_panels(series, PANELS)
     write_png([partial(draw_panel, panel=panel, series=series) for panel in panels], run.curves)
-    experiment = read_json(run.experiment) if run.experiment.exists() else {}
+    experiment = read_description(run) or {}
     attempts = read_attempts(run) or []
     name = str(experiment.get("name", run.path.name))
     warm = collect_series(read_metrics(run.warm_start.metrics)) if run.warm_start.metrics.exists() else {}
@@ -124,9 +124,9 @@ def _completions(run: RunDir) -> str:
     """Completions of the same prompts before the first update and by the newest policy."""
     if not (run.before.exists() and run.after.exists()):
         return ""
-    after = {row["prompt"]: row for row in read_rows(run.after)}
+    after = {row["prompt"]: row for row in _read_completions(run.after)}
     rows = []
-    for old in read_rows(run.before):
+    for old in _read_completions(run.before):
         new = after.get(old["prompt"])
         if new is not None:
             rows.append((render_prose(old["prompt"]), render_prose(old.get("answer", "")), _answer(old), _answer(new)))
@@ -139,9 +139,10 @@ def _failures(run: RunDir) -> str:
     count, files = Counter[str](), sorted(run.samples.glob("failed_*.jsonl"))
     for path in files:
         step = int(path.stem.removeprefix("failed_"))
-        for row in read_rows(path):
-            count[row["error"]] += 1
-            newest[row["error"]] = (step, row)
+        for row in _read_completions(path):
+            error = str(row.get("error"))
+            count[error] += 1
+            newest[error] = (step, row)
     rows = []
     for error, number in count.most_common(SHOWN_ERRORS):
         step, row = newest[error]
@@ -159,6 +160,12 @@ def _failures(run: RunDir) -> str:
     note = f"{count.total():,} completions of {len(files):,} steps have no reward of their own.{more}"
     table = render_table(("count", "error", "last at step", "prompt", "completion"), rows)
     return f"<p class=note>{note}</p>{table}"
+
+
+def _read_completions(path: Path) -> list[dict[str, Any]]:
+    """The completions of a file, without foreign rows."""
+    rows = [row for row in read_rows(path) if isinstance(row.get("reward"), int | float | str)]
+    return [row for row in rows if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)]
 
 
 def _answer(row: Mapping[str, Any]) -> str:

@@ -44,6 +44,11 @@ def finished_steps(directory: Path) -> list[int]:
     return [step for step in steps if is_finished(step)]
 
 
+def extra_file(directory: Path, step: int) -> Path:
+    """The JSON file in which Orbax stores a step's `extra`."""
+    return directory / str(step) / EXTRA / "metadata"
+
+
 def remove(directory: Path, steps: Sequence[int]) -> None:
     """Delete these steps. Each one disappears at once; its space is freed file by file."""
     for step in steps:

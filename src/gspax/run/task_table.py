@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
+from gspax.errors import UserError, warn
 from gspax.run.directory import RunDir, read_json
 from gspax.run.pages import render_table
 
@@ -26,14 +27,21 @@ def render(run: RunDir) -> str:
     """The table as HTML, a line for each evaluation with a link to its completions; empty if there are none."""
     lines = []
     for path in sorted(run.tasks.glob("*/*.json")):
-        summary = read_json(path)["summary"]
         name = path.name.removesuffix(".json")
         link = quote(f"{run.tasks.name}/{path.parent.name}/{name}.html")
-        cells = [path.parent.name.replace("_", " "), f"{summary['problems']} x {summary['samples']}"]
-        cells += [format_estimate(summary["reward"]), _largest(summary, "pass"), _largest(summary, "majority")]
-        cells += [f"{100 * summary['truncated']:.1f} %", f"{summary['tokens']['mean']:.1f}"]
+        try:
+            cells = [path.parent.name.replace("_", " "), *_cells(read_json(path)["summary"])]
+        except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
+            warn(f"{path} cannot be read and is not in the report ({type(error).__name__})")
+            continue
         lines.append([f'<a href="{link}">{html.escape(name)}</a>', *map(html.escape, cells)])
     return render_table(HEAD, lines) if lines else ""
+
+
+def _cells(summary: Mapping[str, Any]) -> list[str]:
+    cells = [f"{summary['problems']} x {summary['samples']}"]
+    cells += [format_estimate(summary["reward"]), _largest(summary, "pass"), _largest(summary, "majority")]
+    return [*cells, f"{100 * summary['truncated']:.1f} %", f"{summary['tokens']['mean']:.1f}"]
 
 
 def format_estimate(found: Mapping[str, Any], digits: int = 3) -> str:
