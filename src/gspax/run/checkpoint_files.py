@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,10 @@ from gspax.errors import UserError
 from gspax.run import step_folders
 from gspax.run.folders import write_atomically
 from gspax.run.manifest import find_damage, has_manifest, write_manifest
+from gspax.run.save_barrier import SaveBarrier
 from gspax.run.step_folders import EXTRA, STATE
 
 CHUNK_BYTES, FILE_BYTES = 2**26, 2**28  # compressed at once, and in a file: the memory of a save beyond the arrays
-
-POLL = 0.2  # seconds between two looks at a save
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -50,12 +49,11 @@ class Files:
         self.directory, self.keep, self.note = directory, keep, note
         self.is_first = jax.process_index() == min(processes)
         self.part, self.parts = sorted(processes).index(jax.process_index()), len(processes)  # of the verification
-        self.processes = processes
         self.saving: futures.Future[None] | None = None
         self.seconds = 0.0  # of the last save
-        self.failures, self.failed = 0, threading.Event()
         self.shared: dict[str, Any] = {}
         is_subset = processes != set(range(jax.process_count()))
+        self.barrier = SaveBarrier(processes if is_subset else None)
         if is_subset:
             self.shared["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
                 primary_host=min(processes), active_processes=processes, barrier_sync_key_prefix="gspax"
@@ -63,62 +61,31 @@ class Files:
             if keep is not None:  # for a subset of processes Orbax does not create the directory
                 directory.mkdir(parents=True, exist_ok=True)
         self.is_alone = is_subset and len(processes) == 1
-        self.concurrent_gb = concurrent_gb
-        self.options = ocp.CheckpointManagerOptions(
+        options = ocp.CheckpointManagerOptions(
             max_to_keep=None,  # Orbax would delete the old checkpoints before the manifest of the new one is written
             read_only=keep is None,
             cleanup_tmp_directories=keep is not None,
             create=not is_subset,
-            async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._meet),
+            async_options=ocp.options.AsyncOptions(barrier_sync_fn=self.barrier),
             **self.shared,
         )
-        self.manager = self._open()
+        self.open = partial(_open_manager, directory, options, concurrent_gb, self.shared)
+        self.manager = self.open()
         if keep is not None and self.is_first:
             step_folders.finish_removing(directory)
 
-    def _meet(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax's barrier, unless the save has failed here or elsewhere: then some processes do not come to it."""
-        if (error := sys.exc_info()[1]) is not None:  # Orbax has barriers in a `finally` too
-            raise error
-        failed, name = self.failed, f"{key}.{self.failures}"
-        barrier = ocp.multihost.get_barrier_sync_fn(processes=self.processes if self.shared else None)
-        met: futures.Future[None] = futures.Future()
-
-        def meet() -> None:
-            try:
-                met.set_result(barrier(key=name, timeout_ms=timeout_ms))
-            except Exception as error:
-                met.set_exception(error)
-
-        threading.Thread(target=meet, name="gspax_barrier", daemon=True).start()
-        while not futures.wait([met], timeout=POLL).done:
-            if failed.is_set():
-                raise RuntimeError("the save has failed on another process")
-        met.result()
-
-    def _open(self) -> ocp.CheckpointManager:
-        state = ocp.PyTreeCheckpointHandler(
-            save_concurrent_gb=self.concurrent_gb, save_device_host_concurrent_gb=self.concurrent_gb, **self.shared
-        )
-        handlers = {STATE: state, EXTRA: ocp.JsonCheckpointHandler(**self.shared)}
-        return ocp.CheckpointManager(self.directory, options=self.options, item_handlers=handlers)
-
     def abandon(self) -> None:
         """End a save that has failed on this process or on another one."""
-        self.failed.set()
+        self.barrier.fail()
         self.saving = None
 
     def reopen(self) -> None:
-        """Prepare for another save after one that was abandoned, and delete what that has written.
-
-        Orbax would raise its errors in the next save.
-        """
-        self.close()
-        self.failures, self.failed = self.failures + 1, threading.Event()
-        self.manager = self._open()
+        """Prepare for another save after one that was abandoned, and delete what that has written."""
+        self.close()  # this manager would raise its errors in the next save
+        self.barrier.renew()
+        self.manager = self.open()
         if self.is_first:
-            finished = step_folders.finished_steps(self.directory)
-            step_folders.remove(self.directory, sorted({*step_folders.list_steps(self.directory)} - {*finished}))
+            step_folders.remove_unfinished(self.directory)
 
     def find_damage(self, step: int) -> list[str]:
         """The damaged files among those that this process checks, a phrase for each; none without a manifest."""
@@ -127,14 +94,12 @@ class Files:
 
     def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any], spare: int | None) -> None:
         """Start writing; the arrays may be donated as soon as this returns."""
+        self.manager.reload()  # the directory may have changed
         if self.is_alone:
             table = jax.device_get(table)  # Orbax would treat the arrays as replicated over all processes
         arrays = ocp.args.PyTreeSave(
             dict(table),
-            save_args={
-                name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if _is_stacked(name, leaf) else ())
-                for name, leaf in table.items()
-            },
+            save_args={name: _save_args(name, leaf) for name, leaf in table.items()},
             ocdbt_target_data_file_size=FILE_BYTES,
         )
         items = ocp.args.Composite(**{STATE: arrays, EXTRA: ocp.args.JsonSave(dict(extra))})
@@ -160,10 +125,6 @@ class Files:
         if self.note is not None:
             write_atomically(self.note, json.dumps({"newest": step}) + "\n")
         step_folders.prune(self.directory, self.keep or 1, spare)
-
-    def refresh(self) -> None:
-        """Let Orbax list the directory again."""
-        self.manager.reload()
 
     def wait(self, seconds: float | None) -> str | None:
         """Wait so long for the last save: "" once it is on disk, what failed, or None. Without a number, to the end."""
@@ -200,17 +161,9 @@ class Files:
 
     def read_some(self, step: int, wanted: Shapes) -> dict[str, Any]:
         """Some entries, cast to the wanted dtypes; see `Checkpoints.restore_some`."""
-        arguments = {
-            name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
-            if leaf.sharding is None
-            else ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
-            for name, leaf in wanted.items()
-        }
-        stored = self._stored(step)
-        for name, leaf in wanted.items():
-            if name not in stored or tuple(stored[name].shape) != leaf.shape:
-                got = f"is {_kind(stored[name])}, wanted {_kind(leaf)}" if name in stored else "is missing"
-                raise UserError(f"checkpoint {step} in {self.directory} is of another model: {name} {got}")
+        arguments = {name: _restore_args(leaf) for name, leaf in wanted.items()}
+        if problem := _find_other_shape(self._stored(step), wanted):
+            raise UserError(f"checkpoint {step} in {self.directory} is of another model: {problem}")
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**self.shared), **self.shared) as reader:
                 return reader.restore(
@@ -230,6 +183,16 @@ class Files:
         return UserError(f"checkpoint {step} in {self.directory} cannot be read: {shorten(error)}")
 
 
+def _open_manager(
+    directory: Path, options: ocp.CheckpointManagerOptions, concurrent_gb: int, shared: Mapping[str, Any]
+) -> ocp.CheckpointManager:
+    state = ocp.PyTreeCheckpointHandler(
+        save_concurrent_gb=concurrent_gb, save_device_host_concurrent_gb=concurrent_gb, **shared
+    )
+    handlers = {STATE: state, EXTRA: ocp.JsonCheckpointHandler(**shared)}
+    return ocp.CheckpointManager(directory, options=options, item_handlers=handlers)
+
+
 class NoFiles:
     """The methods of `Files` for a process whose devices hold none of the arrays."""
 
@@ -239,7 +202,6 @@ class NoFiles:
     def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any], spare: int | None) -> None: ...
     def abandon(self) -> None: ...
     def reopen(self) -> None: ...
-    def refresh(self) -> None: ...
     def close(self) -> None: ...
 
     def wait(self, seconds: float | None) -> str:
@@ -254,6 +216,16 @@ class NoFiles:
     def read_some(self, step: int, wanted: Shapes) -> dict[str, Any]:
         """Arrays without a shard on this process."""
         return {name: multihost.remote_array(leaf) for name, leaf in wanted.items()}
+
+
+def _restore_args(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+    if leaf.sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+    return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+
+def _save_args(name: str, leaf: Any) -> ocp.SaveArgs:
+    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if _is_stacked(name, leaf) else ())
 
 
 def _is_stacked(name: str, leaf: Any) -> bool:
@@ -273,6 +245,15 @@ def _mismatch(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | Non
             differences.append(f"{name} is {_kind(stored[name])}, wanted {_kind(wanted[name])}")
     more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
     return differences[0] + more if differences else None
+
+
+def _find_other_shape(stored: Mapping[str, Any], wanted: Shapes) -> str | None:
+    """The first of the wanted arrays that is missing or has another shape."""
+    for name, leaf in wanted.items():
+        if name not in stored or tuple(stored[name].shape) != leaf.shape:
+            got = f"is {_kind(stored[name])}, wanted {_kind(leaf)}" if name in stored else "is missing"
+            return f"{name} {got}"
+    return None
 
 
 def _kind(leaf: Any) -> str:

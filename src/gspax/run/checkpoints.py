@@ -20,8 +20,9 @@ import jax
 from gspax.distributed import multihost
 from gspax.errors import FailureError, UserError
 from gspax.run import step_folders
-from gspax.run.checkpoint_files import POLL, Files, NoFiles, shorten
+from gspax.run.checkpoint_files import Files, NoFiles, shorten
 from gspax.run.manifest import has_manifest
+from gspax.run.save_barrier import POLL
 from gspax.unstable import key_impl_name
 
 
@@ -35,8 +36,7 @@ class Checkpoints:
     All processes of a run call the same methods. Those without devices in `mesh`, on which the state is sharded, touch
     no file and receive the results of the others. Process 0 is never one of them: it lists, renames and deletes.
 
-    `note` is a file that records the newest step. With it, a directory without a whole checkpoint is an error once a
-    checkpoint was saved.
+    `note` is a file that records the newest step: with it, it is an error if no whole checkpoint is left.
     """
 
     def __init__(
@@ -81,35 +81,20 @@ class Checkpoints:
         if step in self._saved:
             return
         _make_room(self.directory, step)
-
-        def begin() -> None:
-            self._files.refresh()
-            self._files.save(step, _to_storable(_table(state)), extra, spare)
-
         try:
-            multihost.all_or_raise(begin)
+            multihost.all_or_raise(lambda: self._files.save(step, _to_storable(_table(state)), extra, spare))
         except Exception as error:
             self._files.abandon()
-            where = f"checkpoint {step} could not be written to {self.directory}"
-            raise FailureError(f"{where}: {shorten(error)}") from error
+            problem = f"checkpoint {step} could not be written to {self.directory}: {shorten(error)}"
+            raise FailureError(problem) from error
         self._saved.add(step)
         self._verified.discard(step)
 
     def wait(self) -> None:
         """Return when the last save is on disk. FailureError if it failed, on all processes at once."""
-        while True:
-            found = multihost.gather(self._files.wait(POLL))
-            if problem := next(filter(None, found), None):
-                self._saved.clear()  # the one that failed can be saved again
-                self._files.abandon()
-                where = f" (process {found.index(problem)})" if found[1:] else ""
-                raise FailureError(f"a checkpoint could not be written to {self.directory}: {problem}{where}")
-            if None not in found:
-                return
-
-    def reopen(self) -> None:
-        """Forget a save that failed, so that the next one can begin."""
-        self._files.reopen()
+        if problem := _wait(self._files):
+            self._saved.clear()  # it can be saved again
+            raise FailureError(f"a checkpoint could not be written to {self.directory}: {problem}")
 
     def steps(self) -> list[int]:
         """The steps on disk whose save was finished, oldest first, damaged since or not.
@@ -217,7 +202,7 @@ def save(
                 raise
             multihost.warn_from_primary(f"{error}; the run goes on and tries again at the next save")
             if not isinstance(error, _NoSpaceError):
-                checkpoints.reopen()
+                checkpoints._files.reopen()
     if is_last:
         checkpoints.wait()
 
@@ -234,6 +219,16 @@ def discard_after(checkpoints: Checkpoints, step: int) -> None:
     for later in [each for each in checkpoints._saved | checkpoints._verified if each > step]:
         checkpoints._saved.discard(later)
         checkpoints._verified.discard(later)
+
+
+def _wait(files: Files | NoFiles) -> str:
+    """Wait for the last save of all processes: "" once it is on disk, or what failed on one of them. Collective."""
+    while None in (found := multihost.gather(files.wait(POLL))):
+        if any(found):
+            break
+    if problem := next(filter(None, found), ""):
+        files.abandon()
+    return f"{problem} (process {found.index(problem)})" if problem and found[1:] else problem
 
 
 class _NoSpaceError(FailureError):

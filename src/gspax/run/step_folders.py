@@ -57,6 +57,11 @@ def remove(directory: Path, steps: Sequence[int]) -> None:
         shutil.rmtree(target, ignore_errors=True)
 
 
+def remove_unfinished(directory: Path) -> None:
+    """Delete the steps whose save was not finished."""
+    remove(directory, sorted({*list_steps(directory)} - {*finished_steps(directory)}))
+
+
 def finish_removing(directory: Path) -> None:
     """Delete what a killed process had begun to delete."""
     for left in directory.glob(f"{DELETED}*"):
