@@ -536,10 +536,10 @@ def test_a_step_of_the_loop(monkeypatch):
         rollout = a_rollout()
         return replace(rollout, logp_BT=np.where(rollout.mask_BT, -0.25, 0.0).astype(np.float32))
 
-    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA=None):
+    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA=None, prefix_BT=None):
         return train_step.Scores(jnp.where(mask_BT, params + 0.25, 100.0), jnp.where(mask_BT, 2.0, 100.0))
 
-    def route(params, tokens_BT, segment_BT):
+    def route(params, tokens_BT, segment_BT, prefix_BT):
         experts = jnp.stack([jnp.zeros((1, 4, 8), jnp.int32), jnp.full((1, 4, 8), 1 + params)], -1)
         return experts.astype(jnp.int32)
 
@@ -589,7 +589,7 @@ def test_minibatches_are_scored_unless_the_first_update_does(first, scored):
     batches, _ = minibatches.split_minibatches(a_rollout(), 2, RowShape(4, 8, 4, False), mesh)
     seen = []
 
-    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA):
+    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT):
         seen.append(int(tokens_BT[0, 0]))
         value = jnp.full(tokens_BT.shape, 1.0 + seen[-1])
         return train_step.Scores(value, -value, jnp.full((4, 1, 8, 2), seen[-1]))

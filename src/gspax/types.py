@@ -43,6 +43,8 @@ class Batch:
     mask_BT: Array  # bool     tokens that the loss is over
     old_logp_BT: Array  # float32  log-prob under the learner before the rollout batch's first update
     advantage: Array  # float32  [B], or [B, T] for packed rows and for advantages of tokens
+    # int32    with shared prompts, the segment that a token's own continues (the prompt's); 0: none
+    prefix_BT: Array | None = None
     sampler_logp_BT: Array | None = None  # float32  log-prob under the sampler, for corrections
     ref_logp_BT: Array | None = None  # float32  log-prob under the reference policy
     expert_BLTA: Array | None = None  # uint8 or wider  of the old policy or the sampler; `num_experts` on padding

@@ -66,6 +66,7 @@ def get_topology_desc(name: str, slices: int) -> Any:
 def splash_attention_kernel() -> Any:
     """The module of the splash attention kernel, the attention over full rows on TPU.
 
+    With shared prompts its backward pass, `_splash_attention_bwd`, is called with a log-sum-exp of two calls.
     When it goes: its new home (the kernel is developed in the package tokamax), or plain attention on TPU.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as module

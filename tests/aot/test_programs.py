@@ -26,6 +26,7 @@ EXPERIMENTS = {
     "with Routing Replay": replace(SMALL, routing_replay="old"),
     "with the sampler's routing": replace(SMALL, routing_replay="sampler"),
     "with router-shift weights": replace(SMALL, router_shift=config.RouterShift()),
+    "with shared prompts": replace(SMALL, schedule=replace(SMALL.schedule, microbatch_tokens=64, share_prompts=True)),
     "with a load-balance loss": replace(SMALL, regularizers=config.Regularizers(load_balance=0.01)),
 }
 
@@ -49,14 +50,17 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
         expert_BLTA=np.zeros(routed(B, T), np.uint8) if experiment.routing_replay == "sampler" else None,
     )
 
-    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA):
+    def score(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT):
         rows = tokens_BT.shape
         expert = jnp.zeros(routed(*rows), jnp.uint8) if keep_experts else None
         logp = jnp.zeros(routed(*rows)) if experiment.router_shift is not None else None
         return train_step.Scores(jnp.zeros(rows), jnp.zeros(rows), expert, logp)
 
     shape = config.row_shape(sampling, experiment.schedule, 4)
-    batches, layouts = minibatches.split_minibatches(rollout, experiment.schedule.minibatches, shape, mesh)
+    sharing = sampling.group if experiment.schedule.share_prompts else 0
+    batches, layouts = minibatches.split_minibatches(
+        rollout, experiment.schedule.minibatches, shape, mesh, sharing=sharing
+    )
     keep_experts = keeps_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
     reference = {} if experiment.reference else None
     scored = minibatches.score_minibatches(score, {}, reference, batches, range(len(batches)))

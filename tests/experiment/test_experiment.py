@@ -212,6 +212,17 @@ def test_all_errors_are_reported_together():
     assert len(str(caught.value).splitlines()) == 3
 
 
+def test_prompts_are_not_shared_in_a_model_with_sliding_windows():
+    packed = override(EXPERIMENT, ["loss=gspax.losses.gspo", "schedule.microbatch_tokens=64"])
+    sharing = override(packed, ["schedule.share_prompts=true"])
+    assert validate(sharing) == []
+    sliding = replace(EXPERIMENT.model, sliding_window=4, sliding_layers=(0,))
+    assert validate(replace(packed, model=sliding)) == []
+    assert validate(replace(sharing, model=sliding)) == [
+        "schedule.share_prompts: wanted False in a model with sliding windows, got True"
+    ]
+
+
 TOO_FEW = (
     "schedule.microbatch_tokens: wanted at least sampling.max_prompt_tokens + max_tokens (16 tokens) for each of the 8 "
     "devices that rows are sharded over, got 100"
@@ -236,6 +247,7 @@ TOO_FEW = (
         (["mesh.data=4", "mesh.fsdp=2", "schedule.microbatch_rows=4"], None, ["schedule.microbatch_rows"]),
         (["warm_start.rows=12"], 8, ["warm_start.rows"]),
         (["loss=gspax.losses.gspo", "schedule.microbatch_tokens=100"], 8, [TOO_FEW]),
+        (["schedule.share_prompts=true"], None, ["schedule.share_prompts: wanted schedule.microbatch_tokens"]),
         (["loss=gspax.losses.gspo", "schedule.microbatch_tokens=15"], None, [TOO_FEW.split(" for each")[0]]),
         (["model.hidden_size=36"], 8, ["model.hidden_size: wanted a multiple of mesh.fsdp (8), got 36"]),
     ],

@@ -12,7 +12,14 @@ from jax.sharding import Mesh
 from tiny import equations
 
 from gspax.kernels import attention, attention_splash
-from gspax.kernels.attention import RowSharding, chunked_attention, cudnn_kernel, splash_attention, xla_kernel
+from gspax.kernels.attention import (
+    RowSharding,
+    chunked_attention,
+    cudnn_kernel,
+    row_attention,
+    splash_attention,
+    xla_kernel,
+)
 
 XLA = partial(chunked_attention, kernel=xla_kernel)
 CUDNN = partial(chunked_attention, kernel=partial(cudnn_kernel, implementation="xla"))  # tests masks and shapes only
@@ -127,6 +134,49 @@ def test_cudnn_gets_even_lengths(monkeypatch):
 def test_splash_equals_xla(shape, windows, layer):
     got = value_and_gradients(SPLASH, *rows(**shape), layer, windows=windows)
     same(got, by_xla(windows, layer, **shape))
+
+
+def branches(T):
+    """Two responses to one prompt, a sequence by itself, and padding; segments and what they continue."""
+    segment_T = np.repeat([1, 2, 3, 4, 0], [T // 3, T // 6, T // 4, T // 8, T - T // 3 - T // 6 - T // 4 - T // 8])
+    prefix_T = np.isin(segment_T, [2, 3]).astype(np.int32)
+    return jnp.asarray(np.tile(segment_T, (2, 1)), jnp.int32), jnp.asarray(np.tile(prefix_T, (2, 1)))
+
+
+def test_segments_may_continue_another_one():
+    arrays, _, _ = rows()
+    segment_BT, prefix_BT = branches(21)
+    got = XLA(*arrays, segment_BT, 0, prefix_BT=prefix_BT)
+    for number, before in ((1, []), (2, [1]), (3, [1]), (4, [])):
+        path = np.flatnonzero(np.isin(segment_BT[0], [*before, number]))
+        alone = [x[:, path] for x in arrays]
+        wanted = loops(*alone, np.ones((2, len(path))), 2**30)
+        own = np.asarray(segment_BT[0, path]) == number
+        np.testing.assert_allclose(got[:, path][:, own], wanted[:, own], atol=1e-5)
+    assert np.isfinite(got).all(), "padding included"
+
+
+@pytest.mark.parametrize(
+    ("attend", "T", "dtype", "sharding"),
+    [
+        (SPLASH, 200, jnp.float32, None),
+        pytest.param(SPLASH, 200, jnp.bfloat16, None, marks=pytest.mark.slow),
+        pytest.param(SPLASH, 300, jnp.float32, "time and heads", marks=pytest.mark.slow),
+        pytest.param(XLA, 24, jnp.float32, "rows, time and heads", marks=pytest.mark.slow),
+    ],
+)
+def test_continued_segments_equal_those_of_xla(attend, T, dtype, sharding):
+    arrays, weight, _ = rows(T=T, H=64, dtype=dtype)
+    segment_BT, prefix_BT = branches(T)
+    wanted = value_and_gradients(XLA, arrays, weight, segment_BT, prefix_BT=prefix_BT)
+    how = {"prefix_BT": prefix_BT, "sharding": sharding and MESHES[sharding]}
+    same(value_and_gradients(attend, arrays, weight, segment_BT, **how), wanted, dtype)
+
+
+def test_a_window_and_a_continued_segment_are_rejected():
+    arrays, _, segment_BT = rows()
+    with pytest.raises(ValueError, match="prefix_BT: wanted None in a model with sliding windows"):
+        row_attention(*arrays, segment_BT, 0, windows=WINDOWS, prefix_BT=segment_BT)
 
 
 MESHES = {

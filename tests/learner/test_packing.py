@@ -14,7 +14,7 @@ from gspax import config, losses, sharding
 from gspax.config import Calibration, Reference, Regularizers, RowShape, Sampling, Schedule, row_shape
 from gspax.learner import adapters, metrics, minibatches, train_step
 from gspax.learner.objective import make_objective
-from gspax.learner.packing import first_fit_decreasing, pack
+from gspax.learner.packing import Piece, first_fit_decreasing, pack, separate, share_prompts
 from gspax.learner.state import abstract_state, new_state
 from gspax.losses import correction, kl
 from gspax.types import Rollout
@@ -36,7 +36,8 @@ def test_first_fit_decreasing_by_hand():
 
 def test_every_token_has_one_place_and_used_microbatches_come_first():
     lengths, shape = np.random.default_rng(0).integers(2, 12, 23), RowShape(24, 15, 4, True)
-    sequence, column, segment, used = pack(lengths, shape)
+    sequence, column, segment, prefix, used = pack(separate(lengths), shape)
+    assert not prefix.any()
     assert sequence.shape == column.shape == segment.shape == (24, 15)
     for index, length in enumerate(lengths):
         rows, columns = np.nonzero(sequence == index)
@@ -51,12 +52,42 @@ def test_every_token_has_one_place_and_used_microbatches_come_first():
     assert used < 6
 
 
+def test_prompts_are_shared_by_hand():
+    length, prompt, group = np.array([9, 5, 7, 3, 3, 6]), np.array([4, 4, 4, 1, 1, 5]), np.array([0, 0, 0, 1, 1, 2])
+    assert share_prompts(length, prompt, group, 14) == [
+        [Piece(0, 0, 3), Piece(0, 3, 6), Piece(2, 3, 4)],  # 3 + 6 + 4, and 2 more do not fit
+        [Piece(1, 0, 5)],
+        *([Piece(3, 0, 3)], [Piece(4, 0, 3)]),  # a prompt of one token is not worth it
+        [Piece(5, 0, 6)],
+    ]
+
+
+def test_a_shared_prompt_stands_once_before_its_responses():
+    rng = np.random.default_rng(0)
+    prompt, group = np.repeat(rng.integers(1, 9, 6), 4), np.repeat(np.arange(6), 4)
+    length, shape = prompt + rng.integers(1, 8, 24), RowShape(24, 24, 4, True)
+    packed = pack(share_prompts(length, prompt, group, 24), shape)
+    seen = np.zeros((24, 24), int)
+    for row, place in zip(*np.nonzero(packed.segment_BT), strict=True):
+        index, column = packed.sequence_BT[row, place], packed.column_BT[row, place]
+        own = packed.segment_BT[row] == packed.segment_BT[row, place]
+        before = (packed.prefix_BT[row, place] > 0) & (packed.segment_BT[row] == packed.prefix_BT[row, place])
+        visible = (own & (np.arange(24) <= place)) | before
+        np.testing.assert_array_equal(np.sort(packed.column_BT[row, visible]), np.arange(column + 1), "all before it")
+        assert set(group[packed.sequence_BT[row, visible]]) == {group[index]}
+        assert column < prompt[index] or (packed.sequence_BT[row, own] == index).all()
+        seen[index, column] += 1
+    answers = np.arange(24)[None] >= prompt[:, None]
+    np.testing.assert_array_equal(seen[answers], (answers & (np.arange(24)[None] < length[:, None]))[answers])
+    assert seen.sum() < 0.8 * length.sum()
+
+
 def test_a_tenth_of_the_work_is_padding_at_most_on_geometric_lengths():
     lengths = 16 + np.minimum(np.random.default_rng(0).geometric(1 / 32, 256), 256)
     sampling = Sampling(prompts=32, group=8, max_prompt_tokens=16, max_tokens=256)
     shape = row_shape(sampling, Schedule(minibatches=1, microbatch_tokens=1088), 1)
     assert shape == RowShape(256, 272, 4, True)
-    assert lengths.sum() / (pack(lengths, shape)[3] * shape.microbatch * shape.length) > 0.9
+    assert lengths.sum() / (pack(separate(lengths), shape).used * shape.microbatch * shape.length) > 0.9
 
 
 @pytest.mark.parametrize(
@@ -67,6 +98,7 @@ def test_a_tenth_of_the_work_is_padding_at_most_on_geometric_lengths():
         (Schedule(minibatches=1, microbatch_rows=4), 4, RowShape(12, 12, 4, False)),
         (Schedule(minibatches=1, microbatch_tokens=23), 1, RowShape(12, 23, 1, True)),
         (Schedule(minibatches=2, microbatch_tokens=100), 4, RowShape(8, 12, 8, True)),
+        (Schedule(minibatches=2, microbatch_tokens=100, share_prompts=True), 4, RowShape(8, 25, 4, True)),
     ],
 )
 def test_shapes_of_a_minibatch(schedule, shards, shape):
@@ -75,13 +107,15 @@ def test_shapes_of_a_minibatch(schedule, shards, shape):
 
 @functools.cache
 def rollout(seed=0):
-    """Ragged responses, some truncated; what stands behind them is noise."""
+    """Ragged responses, some truncated, in groups with one prompt; what stands behind them is noise."""
     rng = np.random.default_rng(seed)
-    prompt, length = rng.integers(1, S + 1, N).astype(np.int32), rng.integers(1, C + 1, N).astype(np.int32)
+    prompt, length = np.repeat([4, 1, 3, 2], 3).astype(np.int32), rng.integers(1, C + 1, N).astype(np.int32)
     column = np.arange(S + C)[None]
+    tokens = rng.integers(0, MODEL.vocab_size, (N, S + C), dtype=np.int32)
+    tokens = np.where(column < prompt[:, None], np.repeat(tokens[::3], 3, axis=0), tokens)
     mask = (column >= prompt[:, None]) & (column < (prompt + length)[:, None])
     return Rollout(
-        tokens_BT=rng.integers(0, MODEL.vocab_size, (N, S + C), dtype=np.int32),
+        tokens_BT=tokens,
         mask_BT=mask,
         logp_BT=np.where(mask, rng.normal(-3, 0.3, (N, S + C)), 0).astype(np.float32),
         prompt_length_B=prompt,
@@ -117,7 +151,8 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
     update = train_step.make_update(
         MODEL, make_objective(options.pop("loss"), **options), SGD, routing_replay=replay, **shared
     )
-    batches, layouts = minibatches.split_minibatches(data, 1, shape, mesh, without_overlong=True)
+    sharing = SAMPLING.group if schedule.share_prompts else 0
+    batches, layouts = minibatches.split_minibatches(data, 1, shape, mesh, without_overlong=True, sharing=sharing)
     state = new_state(start(lora), SGD, jax.random.key(1))
     state = jax.device_put(
         jax.tree.map(jnp.copy, replace(state, clip_range=jnp.array([0.05, 0.05]))),
@@ -158,10 +193,20 @@ def assert_close(got, want):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(np.abs(b).max(initial=0), 0.1), err_msg=name)
 
 
-def compare(packed_mesh=ALONE, **options):
-    got, got_sums, rest = learn(SCHEDULE, packed_mesh, **options)
-    want, want_sums, (layouts, *_) = learn(Schedule(minibatches=1), ALONE, **options)
+@functools.cache
+def separate_rows():
+    """The update with everything on, and a row for each response."""
+    return learn(Schedule(minibatches=1), ALONE)
+
+
+def compare(packed_mesh=ALONE, schedule=SCHEDULE, **options):
+    got, got_sums, rest = learn(schedule, packed_mesh, **options)
+    found = learn(Schedule(minibatches=1), ALONE, **options) if options else separate_rows()
+    want, want_sums, (layouts, *_) = found
     assert minibatches.packing_efficiency(rest[0]) > minibatches.packing_efficiency(layouts)
+    if schedule.share_prompts:
+        assert rest[0][0].tokens < layouts[0].tokens
+        got, want = got[:-1], want[:-1]  # experts' counts are of the tokens that are computed
     assert_close(got, want)
     np.testing.assert_allclose(got_sums, want_sums, rtol=1e-5)
     return rest
@@ -182,12 +227,22 @@ def test_an_update_of_packed_rows_is_that_of_the_same_responses_with_a_row_each(
     assert update._cache_size() == 1
 
 
+SHARED = Schedule(minibatches=1, microbatch_tokens=30, share_prompts=True)
+
+
+def test_responses_may_share_their_prompt():
+    """Loss, gradient through the prompt, and all metrics; the experts to replay are those of the shared rows."""
+    *_, batch = compare(schedule=SHARED)
+    assert batch.prefix_BT.max() > 0
+
+
 ON_POLICY = {"objective": {"loss": losses.gspo}, "replay": False, "on_policy": True}
 
 
 @pytest.mark.slow
-def test_packed_rows_may_compute_their_own_old_log_probs():
-    compare(**ON_POLICY)
+@pytest.mark.parametrize("schedule", [SCHEDULE, SHARED], ids=["packed", "shared prompts"])
+def test_packed_rows_may_compute_their_own_old_log_probs(schedule):
+    compare(schedule=schedule, **ON_POLICY)
 
 
 FAMILY = [
@@ -215,7 +270,9 @@ MESHES = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", [SCHEDULE, SHARED], ids=["packed", "shared prompts"])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_meshes(mesh):
+def test_meshes(mesh, schedule):
     size = {"fsdp": 2, "expert and tensor": 4, "context": 2}[mesh]
-    compare(sharding.make_mesh(MESHES[mesh], jax.devices()[:size]), objective={"loss": losses.gspo_token})
+    on_mesh = sharding.make_mesh(MESHES[mesh], jax.devices()[:size])
+    compare(on_mesh, schedule, objective={"loss": losses.gspo_token})

@@ -80,7 +80,8 @@ def make_programs(
 
     def score() -> Any:
         replayed = batch.expert_BLTA if experiment.routing_replay == "sampler" else None
-        return cast(Any, steps.score).lower(state.params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, replayed)
+        arrays = batch.tokens_BT, batch.segment_BT, batch.mask_BT, replayed, batch.prefix_BT
+        return cast(Any, steps.score).lower(state.params, *arrays)
 
     scoring = held + batches - device_bytes(state.params) - device_bytes(batch)
     if experiment.placement is not None and experiment.placement.staleness > 0:
@@ -225,6 +226,8 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
         "advantage": (shape if packed or experiment.turns.credit == "turn" else shape[:1], jnp.float32),
         "sampler_logp_BT": (shape, jnp.float32),
     }
+    if experiment.schedule.share_prompts:
+        columns["prefix_BT"] = (shape, jnp.int32)
     if experiment.reference is not None:
         columns["ref_logp_BT"] = (shape, jnp.float32)
     if reads_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift):

@@ -124,6 +124,7 @@ class Schedule:
     microbatch_rows: NonNegativeInt = 0  # rows of one forward and backward pass; 0: a whole minibatch
     # Tokens of one forward and backward pass, on all devices together: responses are packed into the rows of a pass.
     microbatch_tokens: NonNegativeInt = 0  # 0: each response has a row of its own
+    share_prompts: bool = False  # a packed row holds a prompt once for several of its responses
     eval_every: NonNegativeInt = 20  # steps; 0: only at the start and the end
     checkpoint_every: NonNegativeInt = 20  # steps; 0: only at the end
     keep_checkpoints: PositiveInt = 2
@@ -143,12 +144,14 @@ def row_shape(sampling: Sampling, schedule: Schedule, shards: int) -> RowShape:
     """The rows of a minibatch whose rows are sharded over so many devices.
 
     Packed, each device has as many rows as its share of `schedule.microbatch_tokens` is times the longest response, and
-    these divide that share. Not packed, a row has the length of the longest response.
+    these divide that share; if prompts are shared, its share is one row. Not packed, a row has the length of the
+    longest response.
     """
     responses = sampling.prompts * sampling.group // schedule.minibatches
     longest = sampling.max_prompt_tokens + sampling.max_tokens
     if schedule.microbatch_tokens:
-        microbatch = shards * max(1, schedule.microbatch_tokens // (shards * longest))
+        most = 1 if schedule.share_prompts else schedule.microbatch_tokens // (shards * longest)
+        microbatch = shards * max(1, most)
         return RowShape(_round_up(responses, microbatch), schedule.microbatch_tokens // microbatch, microbatch, True)
     microbatch = schedule.microbatch_rows or _round_up(responses, shards)
     return RowShape(_round_up(responses, microbatch), longest, microbatch, False)

@@ -21,6 +21,7 @@ from gspax.config import (
     Placement,
     Sampling,
     Schedule,
+    layer_windows,
 )
 from gspax.data.problem import data_problems
 from gspax.data.sources import opening_notes, opening_problems
@@ -57,6 +58,7 @@ def validate(experiment: Experiment, devices: int | None = None, slices: tuple[i
         problems += _lengths(experiment.model, experiment.sampling, experiment.evaluation)
         problems += _tasks(experiment.evaluation, experiment.sampling, experiment.model)
         problems += _rows(experiment.sampling, experiment.schedule)
+        problems += _shared_prompts(experiment.schedule, experiment.model)
         problems += _drawn_ahead(experiment.sampling, experiment.placement)
         problems += _tokens(experiment.sampling)
         problems += _mesh(experiment, devices, slices)
@@ -181,6 +183,16 @@ def _packed_rows(sampling: Sampling, schedule: Schedule, shards: int) -> Iterato
             f"schedule.microbatch_tokens: wanted at least sampling.max_prompt_tokens + max_tokens "
             f"({longest} tokens){each}, got {schedule.microbatch_tokens}"
         )
+
+
+def _shared_prompts(schedule: Schedule, model: ModelConfig) -> Iterator[str]:
+    """Prompts are shared in packed rows, by models whose tokens attend to all before them."""
+    if not schedule.share_prompts:
+        return
+    if not schedule.microbatch_tokens:
+        yield "schedule.share_prompts: wanted schedule.microbatch_tokens, whose packed rows share prompts, got 0"
+    if layer_windows(model):
+        yield "schedule.share_prompts: wanted False in a model with sliding windows, got True"
 
 
 def _drawn_ahead(sampling: Sampling, placement: Placement | None) -> Iterator[str]:

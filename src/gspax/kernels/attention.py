@@ -1,6 +1,7 @@
 """Attention over whole rows, for the learner and the sampler's prefill.
 
-A token attends to itself and to earlier tokens within its segment and its layer's window. Padding is a segment like any
+A token attends to itself and to earlier tokens within its segment and its layer's window, and to the segment that its
+own continues, if there is one. Padding is a segment like any
 other (0), so every query has a key: the results at padding are finite, and no other token attends to them.
 
 There are three implementations. The devices that the program is for (those of the mesh, which need not belong to this
@@ -63,6 +64,7 @@ class Shard(NamedTuple):
     k_BSKH: Array
     v_BSKH: Array
     segment_BT: Array  # of the queries
+    prefix_BT: Array | None  # likewise
     segment_BS: Array  # of the keys
     first: Array | int  # position of the first query among the keys
 
@@ -75,6 +77,7 @@ def row_attention(
     layer: Array | int,
     *,
     windows: tuple[int, ...] = (),
+    prefix_BT: Array | None = None,
     sharding: RowSharding | None = None,
 ) -> Array:
     """softmax(q k / √H) v over what each token attends to: `[B, T, N, H]` in q's dtype. Differentiable in q, k and v.
@@ -85,11 +88,15 @@ def row_attention(
       segment_BT: int32; tokens attend within equal numbers.
       layer: int32, may be traced; selects the window.
       windows: for each layer, how many tokens one attends to, itself included; empty: its whole segment.
+      prefix_BT: int32, a segment earlier in the row that a token attends to too; 0: none.
       sharding: of the arrays, if they are on a mesh.
 
     Raises:
-      ValueError: the mesh does not divide an axis that it shards (rows, time, query heads, key heads).
+      ValueError: the mesh does not divide an axis that it shards (rows, time, query heads, key heads), or there are
+        windows and prefixes, between which there are other tokens.
     """
+    if windows and prefix_BT is not None:
+        raise ValueError("prefix_BT: wanted None in a model with sliding windows")
     platform = jax.default_backend() if sharding is None else sharding.mesh.devices.flat[0].platform
     if platform == "tpu":
         attend = splash_attention
@@ -97,10 +104,13 @@ def row_attention(
         attend = partial(chunked_attention, kernel=cudnn_kernel)
     else:
         attend = partial(chunked_attention, kernel=xla_kernel)
-    return attend(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, windows=windows, sharding=sharding)
+    options = {"windows": windows, "prefix_BT": prefix_BT, "sharding": sharding}
+    return attend(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, **options)
 
 
-def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), sharding=None, interpret=False) -> Array:
+def splash_attention(
+    q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), prefix_BT=None, sharding=None, interpret=False
+) -> Array:
     """`row_attention` by the kernel for TPU; with `interpret`, on any platform."""
     T, N = q_BTNH.shape[1:3]
     shards, heads = (sharding.shards(sharding.time), N // sharding.shards(sharding.heads)) if sharding else (1, N)
@@ -111,41 +121,47 @@ def splash_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), s
 
     def local(constants, shard: Shard):
         tables, choice = constants
-        return lax.switch(choice, [partial(attention_splash.attend, table) for table in tables], *shard[:5])
+
+        def attend(table, shard: Shard):
+            return attention_splash.attend(table, *shard[:4], shard.segment_BS, prefix_BT=shard.prefix_BT)
+
+        return lax.switch(choice, [partial(attend, table) for table in tables], shard)
 
     specs = None
     if sharding:
         specs = [attention_splash.masks_spec(table, sharding.mesh, sharding.time) for table in tables]
-    arrays = (q_BTNH, k_BTKH, v_BTKH, segment_BT)
+    arrays = (q_BTNH, k_BTKH, v_BTKH, segment_BT, prefix_BT)
     return _on_mesh(local, sharding, (tables, choice), (specs, PartitionSpec()), arrays)
 
 
-def chunked_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), sharding=None, kernel: Kernel) -> Array:
+def chunked_attention(
+    q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), prefix_BT=None, sharding=None, kernel: Kernel
+) -> Array:
     """`row_attention` by a kernel that takes a mask, in chunks of queries."""
     window = jnp.asarray(windows, jnp.int32)[layer] if windows else jnp.int32(q_BTNH.shape[1])
-    arrays = (q_BTNH, k_BTKH, v_BTKH, segment_BT)
+    arrays = (q_BTNH, k_BTKH, v_BTKH, segment_BT, prefix_BT)
     return _on_mesh(partial(_in_chunks, kernel), sharding, window, PartitionSpec(), arrays)
 
 
 def _on_mesh(local: Callable[[Any, Shard], Array], sharding: RowSharding | None, constants, constants_spec, arrays):
-    """`local(constants, shard)` on each device, for its shard of the arrays (queries, keys, values, segments)."""
-    q, k, v, segment_BT = arrays
+    """`local(constants, shard)` on each device for its shard of (queries, keys, values, segments, prefixes)."""
+    q, k, v, segment_BT, prefix_BT = arrays
     if sharding is None:
-        return local(constants, Shard(q, k, v, segment_BT, segment_BT, 0))
+        return local(constants, Shard(q, k, v, segment_BT, prefix_BT, segment_BT, 0))
     mesh, rows, time, heads = sharding
 
-    def per_device(constants, q, k, v, segment_BT):
+    def per_device(constants, q, k, v, segment_BT, prefix_BT):
         segment_BS, first = segment_BT, 0
         if sharding.shards(time) > 1:
             k, v, segment_BS = (lax.all_gather(x, time, axis=1, tiled=True) for x in (k, v, segment_BT))
             first = lax.axis_index(time) * q.shape[1]
-        return local(constants, Shard(q, k, v, segment_BT, segment_BS, first))
+        return local(constants, Shard(q, k, v, segment_BT, prefix_BT, segment_BS, first))
 
     spec = PartitionSpec(rows, time, heads)
     return jax.shard_map(
         per_device,
         mesh=mesh,
-        in_specs=(constants_spec, spec, spec, spec, PartitionSpec(rows, time)),
+        in_specs=(constants_spec, spec, spec, spec, *[PartitionSpec(rows, time)] * 2),
         out_specs=spec,
         check_vma=False,  # a Pallas kernel does not declare which axes its result varies over
     )(constants, *arrays)
@@ -153,18 +169,21 @@ def _on_mesh(local: Callable[[Any, Shard], Array], sharding: RowSharding | None,
 
 def _in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
     """The kernel's result for all queries, in chunks of at most SCORE_BUDGET scores."""
-    q_BTNH, k_BSKH, v_BSKH, segment_BT, segment_BS, first = shard
+    q_BTNH, k_BSKH, v_BSKH, segment_BT, prefix_BT, segment_BS, first = shard
     (B, T, N, _), S, dtype = q_BTNH.shape, k_BSKH.shape[1], k_BSKH.dtype
     position_T = first + jnp.arange(T)
 
-    def attend(q_BCNH, segment_BC, position_C, k_BSKH, v_BSKH):
+    def attend(q_BCNH, segment_BC, prefix_BC, position_C, k_BSKH, v_BSKH):
         back_1CS = (position_C[:, None] - jnp.arange(S)[None])[None]
-        visible_BCS = (segment_BC[:, :, None] == segment_BS[:, None]) & (back_1CS >= 0) & (back_1CS < window)
+        related_BCS = segment_BC[:, :, None] == segment_BS[:, None]
+        if prefix_BC is not None:
+            related_BCS |= jnp.where(prefix_BC > 0, prefix_BC, -1)[:, :, None] == segment_BS[:, None]
+        visible_BCS = related_BCS & (back_1CS >= 0) & (back_1CS < window)
         return kernel(q_BCNH, k_BSKH.astype(dtype), v_BSKH.astype(dtype), visible_BCS)
 
     C = max(1, SCORE_BUDGET // (B * N * S))
     if C >= T:
-        return attend(q_BTNH, segment_BT, position_T, k_BSKH, v_BSKH)
+        return attend(q_BTNH, segment_BT, prefix_BT, position_T, k_BSKH, v_BSKH)
     count = -(-T // C)
     padding = count * C - T
 
@@ -175,7 +194,8 @@ def _in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
     # The scan accumulates the gradients of keys and values in their own dtype, hence float32.
     k_BSKH, v_BSKH = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
     recomputed = jax.checkpoint(attend, prevent_cse=False)
-    chunks = (split(q_BTNH), split(segment_BT), split(position_T[None])[:, 0])
+    by_token = jax.tree.map(split, (q_BTNH, segment_BT, prefix_BT))
+    chunks = (*by_token, split(position_T[None])[:, 0])
     _, context = lax.scan(lambda none, chunk: (none, recomputed(*chunk, k_BSKH, v_BSKH)), None, chunks)
     return jnp.moveaxis(context, 0, 1).reshape(B, count * C, *q_BTNH.shape[2:])[:, :T]
 

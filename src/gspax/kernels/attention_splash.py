@@ -90,26 +90,82 @@ def masks_spec(tables: Masks, mesh: jax.sharding.Mesh, time: str | tuple[str, ..
     return tables.manual_sharding_spec(NamedSharding(automatic, PartitionSpec(None, time)))
 
 
-def attend(tables: Masks, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, segment_BT: Array, segment_BS: Array) -> Array:
-    """softmax(q k / √H) v over the keys of a query's own segment and window: `[B, T, N, H]` in q's dtype."""
+def attend(
+    tables: Masks,
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segment_BT: Array,
+    segment_BS: Array,
+    *,
+    prefix_BT: Array | None = None,
+) -> Array:
+    """softmax(q k / √H) v over the keys of a query's own segment and window: `[B, T, N, H]` in q's dtype.
+
+    With `prefix_BT`, also over those of another segment before it, or of none where that is 0.
+    """
     T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     pad_T, pad_S = _padded(T) - T, _padded(S) - S
 
     def heads_first(x_BTNH: Array, padding: int) -> Array:
         return jnp.pad(x_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
 
-    def one_row(q_NTH, k_KSH, v_KSH, segment_T, segment_S):
-        return tables(q_NTH, k_KSH, v_KSH, segment_ids=splash.SegmentIds(q=segment_T, kv=segment_S))
+    def one_row(q_NTH, k_KSH, v_KSH, segment_T, prefix_T, segment_S):
+        own = splash.SegmentIds(q=segment_T, kv=segment_S)
+        if prefix_T is None:
+            return tables(q_NTH, k_KSH, v_KSH, segment_ids=own)
+        earlier = splash.SegmentIds(q=jnp.where(prefix_T > 0, prefix_T, -1), kv=segment_S)
+        return _attend_to_both(tables, q_NTH, k_KSH, v_KSH, (own, earlier))
+
+    def pad(segment: Array | None, padding: int) -> Array | None:
+        return None if segment is None else jnp.pad(segment, ((0, 0), (0, padding)), mode="edge")
 
     scaled_BTNH = (q_BTNH.astype(jnp.float32) * H**-0.5).astype(q_BTNH.dtype)
     context_BNTH = jax.vmap(one_row)(
         heads_first(scaled_BTNH, pad_T),
         heads_first(k_BSKH, pad_S),
         heads_first(v_BSKH, pad_S),
-        jnp.pad(segment_BT, ((0, 0), (0, pad_T)), mode="edge"),
-        jnp.pad(segment_BS, ((0, 0), (0, pad_S)), mode="edge"),
+        *(pad(segment_BT, pad_T), pad(prefix_BT, pad_T), pad(segment_BS, pad_S)),
     )
     return context_BNTH[:, :, :T].swapaxes(1, 2)
+
+
+@jax.custom_vjp
+def _attend_to_both(tables: Masks, q_NTH: Array, k_KSH: Array, v_KSH: Array, segments: tuple[Any, Any]) -> Array:
+    """The kernel's result over the keys that either of two pairs of segments allows, none of them by both.
+
+    The kernel compares segments for equality only. So it runs twice, and the two softmaxes are merged. Its backward
+    pass takes the log-sum-exp of all keys; with that of both, each half gives its part of the gradient.
+    """
+    return _merge_both(tables, q_NTH, k_KSH, v_KSH, segments)[0]
+
+
+def _merge_both(tables, q_NTH, k_KSH, v_KSH, segments) -> tuple[Array, Array]:
+    saving = type(tables)(*tables.tree_flatten()[0], **tables.kwargs | {"save_residuals": True})
+    halves = [saving(q_NTH, k_KSH, v_KSH, segment_ids=each) for each in segments]
+    # A query without a key has a log-sum-exp near the least float32, and so no weight.
+    total_NT = jnp.logaddexp(*(logsumexp_NT for _, (logsumexp_NT,) in halves))
+    parts = [x_NTH * jnp.exp(logsumexp_NT - total_NT)[..., None] for x_NTH, (logsumexp_NT,) in halves]
+    return (parts[0] + parts[1]).astype(q_NTH.dtype), total_NT
+
+
+def _both_forward(tables, q_NTH, k_KSH, v_KSH, segments):
+    context_NTH, total_NT = _merge_both(tables, q_NTH, k_KSH, v_KSH, segments)
+    return context_NTH, (tables, q_NTH, k_KSH, v_KSH, segments, context_NTH, total_NT)
+
+
+def _both_backward(kept, dcontext_NTH):
+    tables, q_NTH, k_KSH, v_KSH, segments, context_NTH, total_NT = kept
+    options, masks = dict(tables.kwargs), (tables.dq_mask_info, tables.dkv_mask_info)
+
+    def gradients(each):
+        residuals = (q_NTH, k_KSH, v_KSH, each, None, context_NTH, total_NT, *masks)
+        return splash._splash_attention_bwd(**options, res=residuals, do=dcontext_NTH)[3:6]
+
+    return None, *(own + earlier for own, earlier in zip(*map(gradients, segments), strict=True)), None
+
+
+_attend_to_both.defvjp(_both_forward, _both_backward)
 
 
 def _padded(length: int) -> int:

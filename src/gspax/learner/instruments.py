@@ -117,8 +117,9 @@ def make_router_probe(config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Ro
     """The routers' choices for the tokens of some rows, prompts included."""
 
     def route(params: Params, config: ModelConfig, rows: Batch) -> tuple[Routing, Array]:
-        tokens_BT, segment_BT = pad_rows(rows.tokens_BT, rows.segment_BT, mesh)
-        return transformer.apply(params, config, tokens_BT, segment_BT, mesh=mesh)[1], segment_BT > 0
+        tokens_BT, segment_BT, prefix_BT = pad_rows((rows.tokens_BT, rows.segment_BT, rows.prefix_BT), mesh)
+        routing = transformer.apply(params, config, tokens_BT, segment_BT, prefix_BT=prefix_BT, mesh=mesh)[1]
+        return routing, segment_BT > 0
 
     @jax.jit
     def confidence(params: Params, rows: Batch) -> tuple[Array, dict[str, Array]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from gspax.config import Reference, RowShape
 from gspax.distributed import multihost
-from gspax.learner.packing import pack
+from gspax.learner.packing import pack, separate, share_prompts
 from gspax.learner.train_step import Score, Scores
 from gspax.shaping import filter_overlong
 from gspax.sharding import named_sharding
@@ -52,12 +52,18 @@ class Layout:
 
     response: np.ndarray  # int32 [B, T], or [B, 1] for one response in each row; -1: padding
     column: np.ndarray  # int32 [B, T], or [1, T] likewise: the position within the response's own row
-    tokens: int  # of its prompts and completions
+    tokens: int  # that it holds: completions, and prompts as often as they are there
     positions: int  # that a pass computes
 
 
 def split_minibatches(
-    rollout: Rollout, count: int, shape: RowShape, mesh: jax.sharding.Mesh, *, without_overlong: bool = False
+    rollout: Rollout,
+    count: int,
+    shape: RowShape,
+    mesh: jax.sharding.Mesh,
+    *,
+    without_overlong: bool = False,
+    sharing: int = 0,
 ) -> tuple[list[Batch], list[Layout]]:
     """`count` minibatches of adjacent responses, sharded over the mesh. Old log-probs and advantages are zeros.
 
@@ -65,6 +71,8 @@ def split_minibatches(
       rollout: its lengths are on the host.
       shape: `config.row_shape`. Rows that are not packed keep the rollout's length.
       without_overlong: the loss leaves out completions that were truncated at the maximum length.
+      sharing: so many adjacent responses have one prompt, which packed rows hold once for several of them; 0: each
+        response has its own.
     """
     # rows that one device drew are redistributed over all of them without passing through the host
     jit: Any = partial(jax.jit, out_shardings=named_sharding(mesh, "batch"))
@@ -80,15 +88,20 @@ def split_minibatches(
             for part in parts
         ]
         return batches, layouts
-    gather, batches, layouts = jit(_gather, static_argnums=3), [], []
+    gather, batches, layouts = jit(_gather, static_argnums=4), [], []
     for part in parts:
-        sequence_BT, column_BT, segment_BT, used = pack(total_N[part], shape)
+        units = separate(total_N[part])
+        if sharing:
+            prompt_N, group_N = np.asarray(rollout.prompt_length_B)[part], np.array(part) // sharing
+            units = share_prompts(total_N[part], prompt_N, group_N, shape.length)
+        sequence_BT, column_BT, segment_BT, prefix_BT, used = pack(units, shape)
         response_BT = np.where(segment_BT > 0, sequence_BT + part.start, -1).astype(np.int32)
         source_BT = np.where(segment_BT > 0, response_BT * T + column_BT, 0).astype(np.int32)
-        placed = multihost.to_devices((source_BT, segment_BT), named_sharding(mesh, "batch"))
+        arrays = source_BT, segment_BT, prefix_BT if sharing else None
+        placed = multihost.to_devices(arrays, named_sharding(mesh, "batch"))
         batches.append(gather(rollout, *placed, without_overlong))
         positions = used * shape.microbatch * shape.length
-        layouts.append(Layout(response_BT, column_BT, int(total_N[part].sum()), positions))
+        layouts.append(Layout(response_BT, column_BT, int((segment_BT > 0).sum()), positions))
     return batches, layouts
 
 
@@ -113,7 +126,9 @@ def _split(rollout: Rollout, count: int, rows: int, without_overlong: bool) -> l
     return [jax.tree.map(partial(part, first=i * size), batch) for i in range(count)]
 
 
-def _gather(rollout: Rollout, source_BT: Array, segment_BT: Array, without_overlong: bool) -> Batch:
+def _gather(
+    rollout: Rollout, source_BT: Array, segment_BT: Array, prefix_BT: Array | None, without_overlong: bool
+) -> Batch:
     """Packed rows; `source_BT` is where a position comes from in the rollout's rows, one after the other."""
 
     def take(x_BT: Array) -> Array:
@@ -127,6 +142,7 @@ def _gather(rollout: Rollout, source_BT: Array, segment_BT: Array, without_overl
     return Batch(
         tokens_BT=take(rollout.tokens_BT),
         segment_BT=segment_BT,
+        prefix_BT=prefix_BT,
         mask_BT=take(_loss_mask(rollout, without_overlong)),
         old_logp_BT=jnp.zeros_like(logp_BT),
         advantage=jnp.zeros_like(logp_BT),
@@ -174,17 +190,16 @@ def score_minibatches(
     entropies: list[Array | None] = [None] * len(filled)
     for index in which:
         batch = filled[index]
-        found = score(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.expert_BLTA)
+        found = score(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.expert_BLTA, batch.prefix_BT)
         expert_BLTA = batch.expert_BLTA if found.expert_BLTA is None else found.expert_BLTA
         entropies[index] = found.entropy_BT
         filled[index] = replace(
             batch, old_logp_BT=found.logp_BT, expert_BLTA=expert_BLTA, router_logp_BLTA=found.router_logp_BLTA
         )
     if reference is not None:  # it routes by itself
-        filled = [
-            replace(batch, ref_logp_BT=score(reference, batch.tokens_BT, batch.segment_BT, batch.mask_BT, None).logp_BT)
-            for batch in filled
-        ]
+        for index, batch in enumerate(filled):
+            found = score(reference, batch.tokens_BT, batch.segment_BT, batch.mask_BT, None, batch.prefix_BT)
+            filled[index] = replace(batch, ref_logp_BT=found.logp_BT)
     return Scored(filled, entropies, on_policy=which.start == 1)
 
 

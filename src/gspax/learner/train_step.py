@@ -53,8 +53,8 @@ class Scores(NamedTuple):
 Metrics = dict[str, Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 Update = Callable[[TrainState, Batch, bool], tuple[TrainState, Metrics, Scores]]  # see `make_update`
-Score = Callable[[Params, Array, Array, Array, Array | None], Scores]  # see `make_score`
-Route = Callable[[Params, Array, Array], Array]  # see `make_route`
+Score = Callable[[Params, Array, Array, Array, Array | None, Array | None], Scores]  # see `make_score`
+Route = Callable[[Params, Array, Array, Array | None], Array]  # see `make_route`
 
 # (state, batch, on_policy) -> the gradient of the loss, the loss's terms of every row, the scores; see `make_gradient`
 Gradient = Callable[[TrainState, Batch, Any], tuple[Params, losses.Terms, Scores]]
@@ -185,6 +185,7 @@ def make_gradient(
             temperature=temperature,
             mask_BT=None if worst_case else batch.mask_BT,
             expert_BLTA=replayed,
+            prefix_BT=batch.prefix_BT,
             mesh=mesh,
         )
 
@@ -238,7 +239,7 @@ def make_score(
     keep_router_logp: bool = False,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Score:
-    """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA) -> Scores`.
+    """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT) -> Scores`.
 
     With `expert_BLTA`, not None, the tokens go to these experts. `keep_experts` and `keep_router_logp` return the
     experts that they went to, and the router's log-probabilities of them.
@@ -250,10 +251,15 @@ def make_score(
 
     @jax.jit
     def score(
-        params: Params, tokens_BT: Array, segment_BT: Array, mask_BT: Array, expert_BLTA: Array | None = None
+        params: Params,
+        tokens_BT: Array,
+        segment_BT: Array,
+        mask_BT: Array,
+        expert_BLTA: Array | None = None,
+        prefix_BT: Array | None = None,
     ) -> Scores:
-        def each(part: tuple[Array, Array, Array, Array | None]) -> tuple[tuple[()], Scores]:
-            tokens_BT, segment_BT, mask_BT, expert_BLTA = part
+        def each(part: tuple[Array, Array, Array, Array | None, Array | None]) -> tuple[tuple[()], Scores]:
+            tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT = part
             with jax.named_scope("score"):
                 outputs = forward(
                     params,
@@ -263,6 +269,7 @@ def make_score(
                     temperature=temperature,
                     mask_BT=None if worst_case else mask_BT,
                     expert_BLTA=expert_BLTA,
+                    prefix_BT=prefix_BT,
                     mesh=mesh,
                 )
             went_BLTA = outputs.routing.expert.swapaxes(0, 1)
@@ -274,13 +281,14 @@ def make_score(
             )
 
         count = count_held(segment_BT, microbatch_rows) if packed and not worst_case else None
-        return run_microbatches(each, (tokens_BT, segment_BT, mask_BT, expert_BLTA), microbatch_rows, count)[1]
+        arrays = tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT
+        return run_microbatches(each, arrays, microbatch_rows, count)[1]
 
     return score
 
 
 def make_route(config: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Route:
-    """A jitted `(params, tokens_BT, segment_BT) -> expert_LBTA`: the experts that some of the rows choose.
+    """A jitted `(params, tokens_BT, segment_BT, prefix_BT) -> expert_LBTA`: the experts that some of the rows choose.
 
     There are `ROUTED_ROWS` of them, or one for each device that rows are sharded over if those are more; each device
     keeps its own. No log-probs are computed.
@@ -288,13 +296,14 @@ def make_route(config: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Ro
     shards = 1 if mesh is None else batch_shards(mesh)
 
     @partial(jax.jit, compiler_options=unstable.fast_compilation(mesh))
-    def route(params: Params, tokens_BT: Array, segment_BT: Array) -> Array:
+    def route(params: Params, tokens_BT: Array, segment_BT: Array, prefix_BT: Array | None = None) -> Array:
         def some(x_BT: Array) -> Array:
             T = x_BT.shape[1]
             return x_BT.reshape(shards, -1, T)[:, : max(1, ROUTED_ROWS // shards)].reshape(-1, T)
 
-        tokens_BT, segment_BT = pad_rows(some(tokens_BT), some(segment_BT), mesh)
-        return transformer.apply(params, config, tokens_BT, segment_BT, mesh=mesh)[1].expert
+        rows = jax.tree.map(some, (tokens_BT, segment_BT, prefix_BT))
+        tokens_BT, segment_BT, prefix_BT = pad_rows(rows, mesh)
+        return transformer.apply(params, config, tokens_BT, segment_BT, prefix_BT=prefix_BT, mesh=mesh)[1].expert
 
     return route
 

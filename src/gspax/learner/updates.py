@@ -52,7 +52,8 @@ def run_updates(
     rates = [float(rate(first + n)) for n in range(2 * count)]  # of these updates and the next ones
     found: list[dict[str, Any]] = []
     was_scored, probe = scored.entropies[0] is not None, scored.batches[0]
-    before = steps.route and steps.route(state.params, probe.tokens_BT, probe.segment_BT)
+    arrays = probe.tokens_BT, probe.segment_BT, probe.prefix_BT
+    before = steps.route and steps.route(state.params, *arrays)
     readings = None
     for index in [*range(len(scored.batches))] * epochs:
         given = state, scored.batches[index], scored.on_policy
@@ -70,7 +71,7 @@ def run_updates(
         found = [{**metrics, "noise_floor": clipping.noise_floor(found[0])} for metrics in found]
     routing = None
     if steps.route is not None:
-        routing = count_LE, before, steps.route(state.params, probe.tokens_BT, probe.segment_BT)
+        routing = count_LE, before, steps.route(state.params, *arrays)
     return Updated(state, found, measured, routing, readings)
 
 

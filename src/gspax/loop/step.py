@@ -93,7 +93,12 @@ def learn(
     G, overlong = experiment.sampling.group, experiment.filter_overlong
     shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(learner.mesh))
     batches, layouts = minibatches.split_minibatches(
-        rollout, experiment.schedule.minibatches, shape, learner.mesh, without_overlong=overlong
+        rollout,
+        experiment.schedule.minibatches,
+        shape,
+        learner.mesh,
+        without_overlong=overlong,
+        sharing=G if experiment.schedule.share_prompts else 0,
     )
     if experiment.reference is not None and experiment.lora is not None:
         reference = base(state.params)
@@ -145,6 +150,7 @@ def learn(
         **batch.metrics,
         "data/skipped": float(batch.skipped),
         **response_metrics(count_drawn(rollout), rollout.finished_B),
+        "learner/tokens": float(sum(layout.tokens for layout in layouts)),
         "learner/packing_efficiency": minibatches.packing_efficiency(layouts),
         **update_metrics(updated.metrics),
         "optim/learning_rate": float(rate(count_updates(state) - 1)),

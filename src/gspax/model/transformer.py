@@ -7,7 +7,7 @@ run by `lax.scan` (`config.layer_runs`). A layer's weight may be a `LowRank`; it
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -185,12 +185,18 @@ def logical_axes(config: ModelConfig) -> Params:
     return nnx.to_pure_dict(jax.tree.map(axes, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
-def positions(segment_BT: Array) -> Array:
-    """Position of each token within its segment, from 0, int32."""
+def positions(segment_BT: Array, prefix_BT: Array | None = None) -> Array:
+    """Position of each token within its segment, from 0, or after the segment that its own continues, int32."""
     index_T = jnp.arange(segment_BT.shape[1], dtype=jnp.int32)
     before_BT = jnp.pad(segment_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     start_BT = jnp.where(segment_BT != before_BT, index_T[None], 0)
-    return index_T[None] - jax.lax.cummax(start_BT, axis=1)
+    position_BT = index_T[None] - jax.lax.cummax(start_BT, axis=1)
+    if prefix_BT is None:
+        return position_BT
+    count = partial(jax.ops.segment_sum, num_segments=segment_BT.shape[1] + 1)
+    length_BS = jax.vmap(count)(jnp.ones_like(segment_BT), segment_BT)
+    before_BT = jnp.take_along_axis(length_BS, prefix_BT, axis=1)
+    return position_BT + jnp.where(prefix_BT > 0, before_BT, 0)
 
 
 def apply(
@@ -199,6 +205,7 @@ def apply(
     tokens_BT: Array,
     segment_BT: Array,
     *,
+    prefix_BT: Array | None = None,
     forced_LBTA: Array | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Array, Routing]:
@@ -207,6 +214,8 @@ def apply(
     Args:
       tokens_BT: int32.
       segment_BT: int32; tokens attend causally within equal numbers; 0 is padding, which is not routed.
+      prefix_BT: int32, a segment of the row that comes before the token's own: the token attends to all of it, and its
+        position counts on from there; 0: none. Not with sliding windows.
       forced_LBTA: int32 expert ids that replace the router's choice in each sparse layer; the gates are recomputed
         from the current router over those ids.
       mesh: the device mesh that the arrays are sharded over, if any.
@@ -222,9 +231,9 @@ def apply(
     model = _module(params, config)
     return model(
         tokens_BT,
-        positions(segment_BT),
+        positions(segment_BT, prefix_BT),
         segment_BT > 0,
-        attend_within_segments(segment_BT, layer_windows(config), mesh),
+        attend_within_segments(segment_BT, layer_windows(config), mesh, prefix_BT),
         forced_LBTA=forced_LBTA,
         mesh=mesh,
     )
