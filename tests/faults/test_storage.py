@@ -190,6 +190,15 @@ def test_a_full_disk_costs_one_save(run, capsys):
     assert err.count("the run goes on and tries again at the next save") >= 2 and "Traceback" not in err
 
 
+def test_a_save_may_begin_while_an_exception_is_handled(run):
+    """As that of a run that a signal ends."""
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        save(run, 6)
+    assert restore(run) == 6.0
+
+
 def test_a_full_disk_at_the_start_is_one_sentence(tmp_path, capsys):
     with full_disk(0):
         assert main.main(["train", VICTIM, "--workdir", str(tmp_path / "run")]) == 1

@@ -94,6 +94,7 @@ class Files:
 
     def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any], spare: int | None) -> None:
         """Start writing; the arrays may be donated as soon as this returns."""
+        self.barrier.begin()
         self.manager.reload()  # the directory may have changed
         if self.is_alone:
             table = jax.device_get(table)  # Orbax would treat the arrays as replicated over all processes
@@ -195,6 +196,8 @@ def _open_manager(
 
 class NoFiles:
     """The methods of `Files` for a process whose devices hold none of the arrays."""
+
+    seconds = 0.0
 
     def find_damage(self, step: int) -> list[str]:
         return []

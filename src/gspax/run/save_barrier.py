@@ -20,10 +20,16 @@ class SaveBarrier:
     def __init__(self, processes: set[int] | None) -> None:
         self._processes = processes
         self._failures, self._failed = 0, threading.Event()
+        self._caller = 0
+
+    def begin(self) -> None:
+        """This thread begins a save. It may do so while it handles an exception, such as a signal's."""
+        self._caller = threading.get_ident()
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Wait for the other processes. Raises if the save has failed, here or elsewhere: then some do not come."""
-        if (error := sys.exc_info()[1]) is not None:  # Orbax has barriers in a `finally` too
+        error = sys.exc_info()[1]
+        if error is not None and threading.get_ident() != self._caller:  # Orbax has barriers in a `finally` too
             raise error
         failed, name = self._failed, f"{key}.{self._failures}"
         barrier = ocp.multihost.get_barrier_sync_fn(processes=self._processes)
