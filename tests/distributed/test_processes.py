@@ -451,8 +451,9 @@ def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages):
     file = tmp_path / "disaggregated.py"
     overrides = ["schedule.checkpoint_every=2", "schedule.steps=4"]
     if ages is None:  # what has nothing to do with drawing is in the other run
-        overrides += ["sampling.chunk=1", "model.num_hidden_layers=1", "warm_start=null", "calibration=null"]
-        overrides += ["schedule.eval_every=0"]
+        overrides += ["sampling.chunk=1", "warm_start=null", "calibration=null", "reference=null", "routing_replay=off"]
+        overrides += ["model.num_hidden_layers=1", "model.num_experts=0", "model.intermediate_size=32"]
+        overrides += ["schedule.eval_every=0", "evaluation.problems=8", "evaluation.samples=4"]
     placement = f"experiment = replace(experiment, placement=config.Placement(devices=2, {settings}))\n"
     file.write_text(EVERYTHING + placement)
     finished(start(1, 4, tmp_path / "one", *overrides, file=str(file)))
