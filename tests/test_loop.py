@@ -25,7 +25,7 @@ from gspax.errors import UserError
 from gspax.evaluation.checkpoint import evaluate_run
 from gspax.experiment.description import describe
 from gspax.experiment.old_policy import find_scored
-from gspax.learner import minibatches, train_step
+from gspax.learner import minibatches, steps, train_step
 from gspax.learner.state import abstract_state
 from gspax.learner.steps import Steps, make_steps
 from gspax.loop import drawing, training
@@ -462,8 +462,8 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
             kill()
         return state, {}, []
 
-    def killed_save(self, step, state, extra):
-        save(self, step, state, extra)
+    def killed_save(self, step, state, extra, **options):
+        save(self, step, state, extra, **options)
         if during == "save" and step == 2:
             kill()
 
@@ -645,7 +645,7 @@ def test_what_needs_old_log_probs_before_the_first_update(changes, scored):
 def test_score_and_update_share_temperature_and_microbatches(monkeypatch):
     given = []
     for name in ("make_update", "make_score"):
-        monkeypatch.setattr(train_step, name, lambda *args, **kwargs: given.append(kwargs))
+        monkeypatch.setattr(steps, name, lambda *args, **kwargs: given.append(kwargs))
     learner = make_learner(
         replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
     )
