@@ -209,6 +209,26 @@ def test_problems_that_cannot_be_used_are_skipped_and_a_resumed_run_skips_the_sa
     assert record.read_rows(resumed.skipped) == rows
 
 
+def test_updates_that_outlast_the_grace_are_left_out_and_done_again(whole, learner, monkeypatch, tmp_path):
+    """SIGTERM after the first of the fourth step's two updates."""
+    updates = []
+
+    def update(*given):
+        updates.append(given)
+        if len(updates) == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return learner.steps.update(*given)
+
+    signalled = replace(learner, steps=learner.steps._replace(update=update))
+    monkeypatch.setattr(training, "make_learner", lambda _: signalled)
+    with pytest.raises(interrupt.Unsaved, match=r"continues from checkpoint 2 and does 2 steps again"):
+        training.train(experiment, tmp_path / "run", grace=0.0)
+    assert len(updates) == 7
+    monkeypatch.setattr(training, "make_learner", lambda _: learner)
+    training.train(experiment, tmp_path / "run")
+    assert_same_run(RunDir(tmp_path / "run"), whole)
+
+
 def test_another_experiment_is_rejected_and_nothing_changes(whole):
     files = {path: path.read_bytes() for path in whole.path.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"optimizer.learning_rate: 0.001 -> 0.002"):

@@ -118,7 +118,7 @@ def test_staleness_1_samples_with_the_parameters_before_the_last_update(learner)
             assert texts(learner, newest) != by_first, "the update should change the samples"
             wanted = drawing.draw(learner, learner.sampler.push(state.params), state, second[0])
             assert texts(learner, ahead[0]) == texts(learner, wanted)
-        state, metrics, _ = learn(learner, state, None, grade(learner, drawn), Clock())
+        state, metrics, _ = learn(learner, state, None, grade(learner, drawn), Clock(), None)
         stale.append(metrics["rollout/staleness"])
         if done == 0:
             assert metrics["mismatch/kl"] < 1e-6

@@ -6,7 +6,7 @@ import argparse
 import shlex
 
 from gspax.commands import processes
-from gspax.commands.arguments import Parser, add_dry_run, add_experiment, subcommand_parser
+from gspax.commands.arguments import Parser, add_dry_run, add_experiment, at_least, subcommand_parser
 from gspax.commands.inputs import load_experiment, override_key, print_plan
 
 
@@ -19,6 +19,13 @@ def make_parser() -> Parser:
     add_experiment(parser)
     add_dry_run(parser)
     processes.add_options(parser)
+    parser.add_argument(
+        "--grace",
+        type=at_least(0),
+        default=30,
+        metavar="SECONDS",
+        help="until the machine is gone after SIGTERM: updates that take longer are left out (default: 30)",
+    )
     return parser
 
 
@@ -32,7 +39,7 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.loop.training import train
     from gspax.run.report import summarise
 
-    train(experiment, options.workdir)
+    train(experiment, options.workdir, grace=options.grace)
     if is_primary:
         print(summarise(options.workdir))
         print(next_commands(options, experiment.schedule.steps, experiment.evaluation.problems))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,12 +41,14 @@ def run_updates(
     rate: optax.Schedule,
     calibration: Calibration | None = None,
     measure: Measure | None = None,
+    between: Callable[[TrainState, int], None] | None = None,
 ) -> Updated:
     """One optimiser update per minibatch and epoch, after each of which a calibrated clip range is adapted.
 
     Args:
       rate: the learning rate as a function of the updates done.
       measure: instruments around the last update; None: not in this step.
+      between: called after each update but the last, with the state and how many are left.
     """
     first, count = int(multihost.to_host(state.step)), epochs * len(scored.batches)
     rates = [float(rate(first + n)) for n in range(2 * count)]  # of these updates and the next ones
@@ -66,6 +68,8 @@ def run_updates(
         found.append(metrics)
         if calibration is not None:
             state = _adapt_range(calibration, state, found, rates, mesh)
+        if between is not None and len(found) < count:
+            between(state, count - len(found))
     found, readings = multihost.to_host((found, readings))
     if was_scored and "ratio_deviation" in found[0]:  # a user's loss may not report it
         found = [{**metrics, "noise_floor": clipping.noise_floor(found[0])} for metrics in found]

@@ -11,6 +11,7 @@ import jax
 from gspax.data.problem import Problem
 from gspax.distributed import multihost
 from gspax.loop.learner import Learner, count_rollouts, prepare_problem
+from gspax.loop.pace import Pace
 from gspax.rollout.episodes import hold_conversations
 from gspax.rollout.placement import find_last_ahead
 from gspax.rollout.pool import Pool
@@ -50,10 +51,11 @@ class RolloutBatch:
 
 @dataclass
 class InFlight:
-    """What the sampler is drawing between two steps; nothing before the first one and after a restore."""
+    """What one step leaves for the next; nothing before the first one and after a restore."""
 
-    batches: deque[PendingRollout] = field(default_factory=deque)  # the next one first
+    batches: deque[PendingRollout] = field(default_factory=deque)  # that the sampler draws, the next one first
     pool: Pool | None = None  # instead, for partial rollouts
+    pace: Pace | None = None  # of the updates; None: they are finished in any case
 
 
 def next_rollout(learner: Learner, state: TrainState, ahead: deque[PendingRollout]) -> RolloutBatch:

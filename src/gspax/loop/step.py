@@ -29,6 +29,7 @@ from gspax.learner.state import count_updates
 from gspax.learner.updates import run_updates
 from gspax.loop.drawing import InFlight, RolloutBatch, draw, next_rollout, receive
 from gspax.loop.learner import Learner, count_rollouts
+from gspax.loop.pace import Pace
 from gspax.loop.partial import next_partial
 from gspax.model.low_rank import base
 from gspax.rollout.credit import credit_turns
@@ -69,7 +70,10 @@ def run_step(
             graded, draw_more, experiment.sampling, learner.mesh, without_overlong=experiment.filter_overlong
         )
         clock.lap("refill")
-    return learn(learner, state, reference, graded, clock)
+    learnt = learn(learner, state, reference, graded, clock, in_flight.pace)
+    if in_flight.pace is not None:
+        in_flight.pace.end()
+    return learnt
 
 
 def draw_graded(learner: Learner, state: TrainState, taken: int) -> GradedBatch:
@@ -86,7 +90,7 @@ def grade(learner: Learner, batch: RolloutBatch) -> GradedBatch:
 
 
 def learn(
-    learner: Learner, state: TrainState, reference: Params | None, batch: GradedBatch, clock: Clock
+    learner: Learner, state: TrainState, reference: Params | None, batch: GradedBatch, clock: Clock, pace: Pace | None
 ) -> tuple[TrainState, dict[str, float], list[Row]]:
     """The optimiser updates of a rollout batch; see `run_step`."""
     experiment, rollout, rows = learner.experiment, batch.rollout, batch.rows
@@ -137,6 +141,7 @@ def learn(
         rate=rate,
         calibration=experiment.calibration,
         measure=learner.steps.measure if is_measured(learner, state) else None,
+        between=None if pace is None else pace.begin(updates_per_step(experiment.schedule)),
     )
     state = replace(updated.state, position=updated.state.position + batch.prompts)
     jax.block_until_ready(state)

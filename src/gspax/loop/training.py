@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,10 +22,11 @@ from gspax.learner.restore import drop_frozen, load_reference, restore_state, sa
 from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
 from gspax.loop.drawing import InFlight
 from gspax.loop.learner import Learner, count_rollouts, make_learner, with_rate
+from gspax.loop.pace import Pace
 from gspax.loop.step import run_step
 from gspax.rollout.rewards import gather_texts
 from gspax.run import interrupt, progress, report, step_folders
-from gspax.run.checkpoints import Checkpoints, read_extra
+from gspax.run.checkpoints import Checkpoints, last_duration, read_extra
 from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.compilation import count_compilations
 from gspax.run.directory import RunDir, enter_run
@@ -33,13 +36,13 @@ from gspax.sharding import named_sharding
 from gspax.types import TrainState
 
 
-def train(experiment: Experiment, workdir: Path) -> None:
+def train(experiment: Experiment, workdir: Path, *, grace: float = interrupt.GRACE) -> None:
     """Run or resume the experiment in `workdir`, and write its report.
 
     Raises:
       UserError: the directory belongs to another experiment, or the experiment's functions misbehave.
       DivergedError: updates still go wrong after `guard.rollbacks` returns to a checkpoint, or the policy collapsed.
-      Interrupted: a signal (`run.interrupt`); a checkpoint was saved first.
+      Interrupted: a signal (`run.interrupt`); a checkpoint was saved first, unless it is `Unsaved` (`loop.pace`).
     """
     learner, keep = make_learner(experiment), experiment.schedule.keep_checkpoints
     remembered = rollback.Remembered(learner.steps.update)
@@ -54,7 +57,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
     ):
         while True:
             try:
-                train_from_newest(learner, run, checkpoints, compiled, remembered)
+                train_from_newest(learner, run, checkpoints, compiled, remembered, grace=grace)
                 break
             except DivergedError as problem:
                 if problem.final:
@@ -70,12 +73,15 @@ def train_from_newest(
     checkpoints: Checkpoints,
     compiled: object,
     remembered: rollback.Remembered,
+    *,
+    grace: float,
 ) -> None:
     """The steps after the newest checkpoint.
 
     Raises:
       DivergedError: updates went wrong; what they did is not saved.
       Interrupted: the state was saved. A step that had begun is left out: it begins again.
+      Unsaved: it was not, because updates would have taken longer than `grace` seconds after SIGTERM.
     """
     experiment, schedule, guard = learner.experiment, learner.experiment.schedule, learner.experiment.guard
 
@@ -101,7 +107,8 @@ def train_from_newest(
             record_evaluation(learner, state, recorder, run, done)
         wanted = experiment.reference is not None and experiment.lora is None  # adapters have their base in the state
         reference = load_reference(run, state, experiment.model, learner.mesh) if wanted else None
-        in_flight = InFlight()
+        lost = partial(describe_redone, run.checkpoints, lambda: done)
+        in_flight = InFlight(pace=Pace(grace, partial(last_duration, checkpoints), lost))
         skipped = 0
         while done < schedule.steps:
             state, metrics, rows = run_step(learner, state, reference, in_flight)
@@ -150,6 +157,14 @@ def describe_unsaved(checkpoints: Path) -> str:
     """What is lost if the run ends at once."""
     finished = step_folders.finished_steps(checkpoints)
     return f"what was done after checkpoint {finished[-1]} is lost" if finished else "no checkpoint was saved"
+
+
+def describe_redone(checkpoints: Path, done: Callable[[], int]) -> str | None:
+    """What a resumed run does again if this one ends without a save; None without a checkpoint."""
+    finished = step_folders.finished_steps(checkpoints)
+    if not finished:
+        return None
+    return f"the same command continues from checkpoint {finished[-1]} and does {done() - finished[-1] + 1} steps again"
 
 
 def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) -> TrainState:

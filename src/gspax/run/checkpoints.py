@@ -231,6 +231,11 @@ def _wait(files: Files | NoFiles) -> str:
     return f"{problem} (process {found.index(problem)})" if problem and found[1:] else problem
 
 
+def last_duration(checkpoints: Checkpoints) -> float:
+    """Seconds that the last save took; 0 before the first."""
+    return checkpoints._files.seconds
+
+
 class _NoSpaceError(FailureError):
     """A save that was not begun, on any process."""
 

@@ -28,15 +28,20 @@ from gspax.distributed.ending import SHOW_CURSOR
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME = 1.0  # seconds in which signals count as one: a terminal and the shell in it, or a launcher, send several
+GRACE = 30.0  # seconds after SIGTERM until a machine is gone: a spot machine, SLURM's and Kubernetes' default
 POLL = 0.5  # seconds between two looks at the signals while futures are waited for
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error)
     """A signal ends the run."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"{signal.Signals(signum).name}: the state is saved; the same command continues the run")
+    def __init__(self, signum: int, state: str = "the state is saved; the same command continues the run") -> None:
+        super().__init__(f"{signal.Signals(signum).name}: {state}")
         self.signum = signum
+
+
+class Unsaved(Interrupted):
+    """A signal ends the run where there is no state to save."""
 
 
 class Watch:
@@ -45,6 +50,10 @@ class Watch:
     def __init__(self, unsaved: Callable[[], str]) -> None:
         self.received = 0  # the first signal
         self._unsaved, self._first = unsaved, 0.0
+
+    def elapsed(self) -> float:
+        """Seconds since the first signal."""
+        return time.monotonic() - self._first if self._first else 0.0
 
     def receive(self, signum: int) -> None:
         """Note the first signal. Called in any thread and between any two bytecodes, so it takes no lock."""
@@ -126,11 +135,33 @@ def stop_point() -> None:
         raise Interrupted(signum)
 
 
+def stop_without_save(seconds: float, grace: float, lost: Callable[[], str | None]) -> None:
+    """Raise `Unsaved` if SIGTERM was received and the next state to save comes too late. Collective.
+
+    Other signals come from a user, who has no deadline and can send another one to end at once.
+
+    Args:
+      seconds: until that state is saved; that of process 0 counts.
+      grace: seconds that the run has after the signal.
+      lost: what is lost by ending now; None if the run must not.
+    """
+    if _watch is None:
+        return
+    found = multihost.gather((_watch.received, _watch.elapsed(), seconds))
+    signum, elapsed = max(each[0] for each in found), max(each[1] for each in found)
+    if signum == signal.SIGTERM and elapsed + found[0][2] > grace:
+        sentence = multihost.gather(lost())[0]
+        if sentence is not None:
+            raise Unsaved(signum, f"nothing is saved, updates would have taken {found[0][2]:.0f} s more; {sentence}")
+
+
 @contextlib.contextmanager
 def call_on_interrupt(save: Callable[[], None]) -> Iterator[None]:
-    """Call `save` if a signal ends the block."""
+    """Call `save` if a signal ends the block where there is a state to save."""
     try:
         yield
+    except Unsaved:
+        raise
     except Interrupted:
         save()
         raise
