@@ -1,0 +1,42 @@
+"""Routing Replay: reward of GSPO, GRPO, and both with the old policy's (R2) or the sampler's (R3) routing.
+
+Question. The GSPO paper reports that GRPO on a mixture of experts collapses without Routing Replay and that GSPO does
+not need it; later work finds that replay helps every off-policy update. On policy, with 4 and with 16 minibatches?
+
+Rule, written before the runs. Five seeds; none is left out. A run collapses if `guard.collapse` finds it: the mean
+reward of a window stays below half of its best for as many steps as `gspax.config.Collapse` has by default. Primary
+measure: the training reward in the last tenth of the tokens, paired by seed, each arm against GRPO without replay at
+16 minibatches; a claim appears if the interval excludes 0 or if the collapses of two arms differ by at least four of
+five seeds. The bed is the most sensitive configuration that its search has found, not one on which GRPO is known to
+collapse: if nothing collapses, the page gives the widths of the intervals, which are the effects that could have been
+missed.
+"""
+
+from common import Measure, Start, Study, Variant
+from starts import GRPO, GSPO
+
+BED = Start("bed", "studies/bed/experiment.py", ("guard.collapse=gspax.config.Collapse",))
+REPLAY = {"": (), ", R2": ("routing_replay=old",), ", R3": ("routing_replay=sampler",)}
+LOSSES = {
+    **{f"GRPO{name}": (*GRPO, *overrides) for name, overrides in REPLAY.items()},
+    **{f"GSPO{name}": (*GSPO, *overrides) for name, overrides in REPLAY.items() if name != ", R3"},
+}
+
+study = Study(
+    arms=(
+        *(
+            Variant(f"{name}, {count} minibatches", BED, (*overrides, f"schedule.minibatches={count}"))
+            for count in (16, 4)
+            for name, overrides in LOSSES.items()
+        ),
+        Variant("on policy", BED, (*GRPO, "schedule.minibatches=1")),
+    ),
+    measures=(
+        Measure("training reward", "reward/mean"),
+        Measure("mean reward of the run", "reward/mean", over=1),
+        Measure("steps in a collapse", "alarm/collapse", over=1, percent=True),
+        Measure("entropy", "policy/entropy"),
+        Measure("expert choices changed", "routing/changed", over=1, percent=True),
+        Measure("gradient norm", "optim/grad_norm", over=1),
+    ),
+)
