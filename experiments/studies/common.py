@@ -184,7 +184,10 @@ def run_job(job: Job) -> Job:
     file, overrides = str(base_file(job.arm.start)), arm_overrides(job.arm, job.seed)
     start = f"model.checkpoint={job.start}"
     usage = gspax("train", file, "--workdir", str(job.folder), start, *overrides, log=job.folder)
-    costs = {"run/cpu_seconds": usage.ru_utime + usage.ru_stime, "run/peak_mb": usage.ru_maxrss / 1024}
+    costs = {
+        "run/cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "run/peak_mb": usage.ru_maxrss / 1024,
+    }  # Linux counts KiB
     write_atomically(job.folder / "finished.json", json.dumps({"overrides": overrides, **costs}))
     return job
 
