@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -146,10 +147,13 @@ def test_a_rollout_batch_is_received_before_the_next_is_drawn(learner, monkeypat
     )
     ahead_of = replace(ahead_of, sampler=replace(learner.sampler, push=lambda params: params))
     state = replace(fresh(learner), params=None, opt_state=None)
-    monkeypatch.setattr(
-        drawing, "draw", lambda learner, params, state, first: events.append(f"draw {first // 8}") or first
-    )
-    monkeypatch.setattr(drawing, "receive", lambda learner, first: events.append(f"take {first // 8}"))
+
+    def draw(learner, params, state, first):
+        events.append(f"draw {first // 8}")
+        return SimpleNamespace(first=first, taken=8)
+
+    monkeypatch.setattr(drawing, "draw", draw)
+    monkeypatch.setattr(drawing, "receive", lambda learner, pending: events.append(f"take {pending.first // 8}"))
     for done in range(3):
         minibatches = ahead_of.experiment.schedule.minibatches
         now = replace(state, step=state.step + minibatches * done, position=state.position + 8 * done)
