@@ -274,7 +274,8 @@ def write_results(study: Study, folder: Path) -> None:
     """figure.png and the table in README.md, from results.csv alone."""
     groups = by_start(study, read_csv(folder / "results.csv"))
     tokens = [common_tokens(group) for group in groups]
-    write_png((study.panels or partial(draw_curves, study.measures))(groups, tokens), folder / "figure.png")
+    draws = (study.panels or partial(draw_curves, study.measures))(groups, tokens)
+    write_png([partial(_draw_with_legend_inside, draw) for draw in draws], folder / "figure.png")
     page = folder / "README.md"
     before, begin, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -344,6 +345,12 @@ def draw_points(axes: Any, arms: Sequence[Arm], tokens: float, x: Measure, y: Me
     if log:
         axes.set_xscale("log")
     style_axes(axes, f"{y.title} against {x.title}", x.title, y.title, legend=min(3, len(arms)))
+
+
+def _draw_with_legend_inside(draw: Draw, axes: Any) -> None:
+    """A drawing whose legend does not cover the title: names of arms are long."""
+    draw(axes)
+    axes.legend(loc="best", frameon=False, fontsize=6, labelcolor="#718096", handlelength=1)
 
 
 def _pairs(x: dict[Any, float], y: dict[Any, float], log: bool) -> tuple[np.ndarray, np.ndarray]:
