@@ -13,6 +13,7 @@ import argparse
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -34,10 +35,19 @@ PROGRAMS = ("train step", "old log-probs", "serving copy", "rollout", "prompts",
 PHASES = ("serving copy", "prefill", "decode, a token", "a reply", "old log-probs", "train step")
 
 
-def read_or_compile(path: Path, file: str, topology: str) -> str:
+def read_or_compile(path: Path, file: str, topology: str, overrides: Sequence[str]) -> str:
     """The report in `path`, compiled now if there is none. Exit code 1 means that something does not fit."""
     if not path.exists():
-        command = [sys.executable, "-m", "gspax", "compile", str(HERE.parent / file), "--topology", topology]
+        command = [
+            sys.executable,
+            "-m",
+            "gspax",
+            "compile",
+            str(HERE.parent / file),
+            "--topology",
+            topology,
+            *overrides,
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode not in (0, 1):
             sys.exit(done.returncode)
@@ -87,6 +97,7 @@ def table(columns: dict[str, dict[str, str]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="of the reports")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="such as tokenizer.checkpoint=FOLDER")
     parser.add_argument("--commit", required=True, help="what is compiled")
     parser.add_argument("--of", choices=TABLES, default="pods", help="which experiments")
     parser.add_argument("--only", nargs="+", choices=[*PODS, *DATASETS])
@@ -96,7 +107,8 @@ def main() -> None:
     columns = {}
     for name in options.only or experiments:
         file, topology = experiments[name]
-        columns[name] = read_figures(read_or_compile(options.folder / f"{Path(file).stem}.txt", file, topology))
+        path = options.folder / f"{Path(file).stem}.txt"
+        columns[name] = read_figures(read_or_compile(path, file, topology, options.overrides))
     intro = [
         "# The experiments for TPU pods, compiled",
         "",
