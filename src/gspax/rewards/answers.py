@@ -20,6 +20,7 @@ _NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+)")
 _FRACTION = re.compile(r"([-+]?)\\?frac(?:\{([-+]?\d+)\}\{(\d+)\}|(\d)(\d))|([-+]?\d+)/(\d+)")
 _BASED = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 _UNIT = re.compile(r"(?<=[\d.])(?:\s+[a-z]{2,})+\.?$", re.IGNORECASE)
+_POWER_OF_UNIT = re.compile(r"\\(?:mbox|text|textrm|mathrm) ?\{[^{}]*[a-z.] *\} ?\^ ?\{?(\d)\}?$", re.IGNORECASE)
 # Words that change a number, or that say it is not one. As units they would be dropped.
 _SCALES = ("dozen", "hundred", "thousand", "million", "billion", "trillion")
 _NOT_UNITS = {*_SCALES, "percent", "or", "and", "not", "to", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp"}
@@ -61,6 +62,9 @@ def compare(expected: str, answer: str) -> bool | None:
     if expected == answer:
         return True
     if bool(_CHANGES.search(expected)) != bool(_CHANGES.search(answer)):
+        return False
+    powers = [match[1] for match in map(_POWER_OF_UNIT.search, (expected, answer)) if match]
+    if len(set(powers)) == 2:  # square inches are no cubic inches; a parser drops units with their powers
         return False
     if "_" in expected + answer and (equal := _compare_bases(expected, answer)) is not None:
         return equal
