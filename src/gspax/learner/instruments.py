@@ -35,7 +35,7 @@ EXACT = "highest"  # the precision of float32 products; TPUs round their factors
 
 
 class Readings(NamedTuple):
-    """What the instruments readings."""
+    """What the instruments measured around one update, on the devices."""
 
     by_layer: dict[str, Any]  # float32 [L]
     gradient: dict[str, Any]  # float32 []
