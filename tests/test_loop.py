@@ -36,7 +36,7 @@ from gspax.losses import kl
 from gspax.rewards.calls import RewardCalls
 from gspax.rollout import placement
 from gspax.rollout.reading import Skipped
-from gspax.run import interrupt, progress, record
+from gspax.run import interrupt, progress, record, step_folders
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
 from gspax.sharding import make_mesh
@@ -209,6 +209,14 @@ def test_problems_that_cannot_be_used_are_skipped_and_a_resumed_run_skips_the_sa
     assert record.read_rows(resumed.skipped) == rows
 
 
+def wait_for_checkpoint(checkpoints, step):
+    """Saves end in the background."""
+    deadline = time.monotonic() + 60
+    while step not in step_folders.finished_steps(checkpoints):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_updates_that_outlast_the_grace_are_left_out_and_done_again(whole, learner, monkeypatch, tmp_path):
     """SIGTERM after the first of the fourth step's two updates."""
     updates = []
@@ -216,6 +224,7 @@ def test_updates_that_outlast_the_grace_are_left_out_and_done_again(whole, learn
     def update(*given):
         updates.append(given)
         if len(updates) == 7:
+            wait_for_checkpoint(RunDir(tmp_path / "run").checkpoints, 2)
             os.kill(os.getpid(), signal.SIGTERM)
         return learner.steps.update(*given)
 

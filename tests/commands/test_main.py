@@ -26,7 +26,7 @@ def called(monkeypatch):
 
     def stand_in(module, function):
         made = ModuleType(f"gspax.{module}")
-        setattr(made, function, lambda *arguments: calls.append((module, *arguments)) or Path("report.html"))
+        setattr(made, function, lambda *given, **_: calls.append((module, *given)) or Path("report.html"))
         made.summarise = lambda workdir: f"summary of {workdir}"
         monkeypatch.setitem(sys.modules, made.__name__, made)
 
@@ -40,7 +40,7 @@ def called(monkeypatch):
 def failing(monkeypatch, problem):
     """A `gspax.loop.training` whose `train` raises."""
 
-    def train(experiment, workdir):
+    def train(experiment, workdir, *, grace):
         raise problem
 
     module = ModuleType("gspax.loop.training")

@@ -147,12 +147,13 @@ from gspax.distributed import joining, links, multihost
 links.LEAVE_TIMEOUT = 1.0
 address, count, index, fails, locked = sys.argv[1], *map(int, sys.argv[2:])
 joining.join(joining.ProcessInfo(address, count, index), {}, 60, b"secret")
+multihost.gather(index)
 print("joined", flush=True)
 while True:
+    print("sum", end=" ")  # never flushed, and not lost
     assert multihost.gather(index) == list(range(count))
     if index == fails:
         joining.leave(2)
-    print("sum", end=" ")  # never flushed, and not lost
     ctypes.PyDLL(None).usleep(locked)  # microseconds; this holds the interpreter's lock
     time.sleep(0.01)
 """
@@ -163,6 +164,7 @@ def run_until_one_is_gone(count, killed=None, fails=-1, locked=0):
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("PYTHONUNBUFFERED", None)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", CHILD, address, *map(str, (count, index, fails, locked))],
