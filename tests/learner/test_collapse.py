@@ -173,6 +173,7 @@ def test_a_collapse_can_stop_the_run_and_spares_the_checkpoint_before_it(falling
         assert checkpoints_of(tmp_path / "run") == [4, 8], "one is kept, and the newest one that is sound"
 
 
+@pytest.mark.slow
 def test_a_collapse_can_lower_the_rate_and_a_resumed_run_does_the_same(falling, tmp_path):
     seen = falling()
     training.train(with_action("lower_rate"), tmp_path / "run")

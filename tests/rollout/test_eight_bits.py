@@ -67,7 +67,7 @@ def mismatch(config, learner_params, **settings):
     return np.abs(rollout.logp_BT - logp_BT)[rollout.mask_BT]
 
 
-@pytest.mark.parametrize("name", ["dense", "experts"])
+@pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "experts"])
 def test_log_probs_are_those_of_the_rounded_model(name):
     config = tiny.TOGETHER[name]  # tied embeddings in one, experts and windows in the other
     assert mismatch(config, rounded(tiny.params(config), config), weights_dtype="int8").max() < 1e-4
