@@ -30,7 +30,10 @@ DATASETS = {
     "code_gspo": ("code_gspo.py", "v5p:4x4x4"),
     "tools_gspo_token": ("tools_gspo_token.py", "v5p:4x4x4"),
 }
-TABLES = {"pods": (PODS, "pods.md"), "datasets": (DATASETS, "pods_datasets.md")}
+TABLES = {
+    "pods": (PODS, "pods.md", "The experiments for TPU pods, compiled"),
+    "datasets": (DATASETS, "pods_datasets.md", "The experiments on data sets, compiled for TPU pods"),
+}
 PROGRAMS = ("train step", "old log-probs", "serving copy", "rollout", "prompts", "turns", "replies")
 PHASES = ("serving copy", "prefill", "decode, a token", "a reply", "old log-probs", "train step")
 
@@ -103,14 +106,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[*PODS, *DATASETS])
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    experiments, page = TABLES[options.of]
+    experiments, page, title = TABLES[options.of]
     columns = {}
     for name in options.only or experiments:
         file, topology = experiments[name]
         path = options.folder / f"{Path(file).stem}.txt"
         columns[name] = read_figures(read_or_compile(path, file, topology, options.overrides))
     intro = [
-        "# The experiments for TPU pods, compiled",
+        f"# {title}",
         "",
         f"Written by `pods.py` at {options.commit}: `gspax compile` of each; [compile.md](../../docs/compile.md)",
         "defines the figures. Nothing here has run on a TPU; times are rooflines. The sampler is extrapolated from two",
