@@ -30,6 +30,8 @@ MOVED = {
     **{f"optimizer.{name}": f"optimizer.transform.{name}" for name in ("b1", "b2", "eps", "weight_decay")},
 }
 
+LIMITS = ("grading.max_failed", "sampling.max_failed")
+
 
 def current_key(key: str) -> str:
     """The key of today's version: `optimizer.transform.b1` for `optimizer.b1`."""
@@ -46,7 +48,7 @@ def current(flat: Mapping[str, Any]) -> dict[str, Any]:
     moved = {
         current_key(key): MOVED.get(value, value) if isinstance(value, str) else value
         for key, value in flat.items()
-        if key == "grading.max_failed" or not key.endswith(".max_failed")  # rewards had their own
+        if key in LIMITS or not key.endswith(".max_failed")  # rewards had their own
     }
     for key, value in flat.items():
         if key == "routing_replay" and isinstance(value, bool):
