@@ -1,18 +1,17 @@
 """GSPO with the ratio's length exponent as a field: s = exp(|y|^-p Σ_t log r_t); 1 is GSPO, 0 the plain product.
 
-Chains of 3 or 4 additions, as in addition_gspo.py.
+Otherwise the experiment of addition_gspo.py; study.py shortens its chains of additions.
 
 Run: gspax train experiments/studies/length_exponent/experiment.py --workdir runs/half loss.exponent=0.5
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax.numpy as jnp
 
-from gspax import advantages, losses
-from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule, WarmStart
-from gspax.data import addition
-from gspax.model import presets
+from gspax import losses
+from gspax.experiment import load
 
 
 @losses.has_traits(losses.Traits(ratio="sequence", clip_range=True))
@@ -35,19 +34,4 @@ def gspo_power(
     return losses.Terms(-held_B * advantage * weight_B, weight_B, metrics)
 
 
-experiment = Experiment(
-    name="length_exponent",
-    model=replace(presets.tiny_moe, vocab_size=addition.tokenizer.vocab_size),
-    data=addition.Problems(min_terms=3, max_terms=4),
-    tokenizer=addition.tokenizer,
-    reward=addition.reward,
-    advantage=advantages.standardize,
-    loss=gspo_power,
-    sampling=Sampling(prompts=16, group=8, max_prompt_tokens=12, max_tokens=41),
-    optimizer=Optimizer(learning_rate=3e-4),
-    schedule=Schedule(steps=40, minibatches=4, eval_every=0, checkpoint_every=0),
-    evaluation=Evaluation(problems=64),
-    warm_start=WarmStart(
-        demonstration=addition.half_wrong, steps=300, rows=32, optimizer=Optimizer(learning_rate=6e-3)
-    ),
-)
+experiment = replace(load(Path(__file__).parents[2] / "addition_gspo.py"), name="length_exponent", loss=gspo_power)

@@ -10,9 +10,12 @@ same bound on the mean log-ratio of a response of 35 tokens. An exponent is bett
 excludes 0 at the scaled range.
 """
 
-from common import Measure, Start, Study, Variant
+from dataclasses import replace
 
-ADDITION = Start("addition", "studies/length_exponent/experiment.py")
+import starts
+from common import Measure, Study, Variant
+
+ADDITION = replace(starts.ADDITION, base="studies/length_exponent/experiment.py")
 
 
 def clip(factor):
