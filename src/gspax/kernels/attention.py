@@ -1,8 +1,8 @@
 """Attention over whole rows, for the learner and the sampler's prefill.
 
 A token attends to itself and to earlier tokens within its segment and its layer's window, and to the segment that its
-own continues, if there is one. Padding is a segment like any
-other (0), so every query has a key: the results at padding are finite, and no other token attends to them.
+own continues, if there is one. Padding is a segment like any other (0), so every query has a key: the results at
+padding are finite, and no other token attends to them.
 
 There are three implementations. The devices that the program is for (those of the mesh, which need not belong to this
 host) decide between them:

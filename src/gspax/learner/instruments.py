@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from gspax import losses
 from gspax.config import Instruments, ModelConfig, has_experts, is_sparse
@@ -175,11 +176,9 @@ def make_gradient_comparison(
 def compare_trees(one: Any, other: Any) -> dict[str, Array]:
     """Cosine of the angle between two trees of arrays, and the norm of the first over that of the second."""
 
-    def product(a: Any, b: Any) -> Array:
-        return sum(jax.tree.leaves(jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)), jnp.float32(0))
-
     one, other = to_float32(one), to_float32(other)
-    across, norms = product(one, other), [jnp.sqrt(product(x, x)) for x in (one, other)]
+    across = optax.tree.sum(jax.tree.map(lambda x, y: x * y, one, other))  # not vdot: it would gather sharded leaves
+    norms = optax.tree.norm(one), optax.tree.norm(other)
     both = norms[0] * norms[1]
     return {
         "gradient/cosine": jnp.where(both == 0, 0, across / both),
