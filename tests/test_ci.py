@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,13 @@ def test_the_pre_commit_hooks_are_checks_of_make_test():
     assert checks[3].startswith(f"{program} -m pytest ") and words[:2] == ["-m", "pytest"]
     files = [word for word in words if word.endswith(".py")]
     assert files and all((ROOT / file).exists() for file in files)
+
+
+def test_the_checks_pass_after_a_run(tmp_path):
+    """`make train` leaves the folder runs/, which has the name of a module of the tests."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "tests" / "faults", tmp_path / "tests" / "faults")
+    (tmp_path / "runs").mkdir()
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
