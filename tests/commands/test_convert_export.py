@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -227,8 +227,17 @@ def test_a_run_is_exported_with_the_newest_parameters_or_those_of_a_step(tmp_pat
     assert not (tmp_path / "none").exists()
 
 
-def test_the_files_of_a_runs_tokenizer_and_starting_checkpoint_are_exported(tmp_path):
-    run = a_run(tmp_path / "run", experiment_with(tmp_path), steps=(1,))
+@dataclass(frozen=True)
+class LocatedLater:
+    """A tokenizer that names a checkpoint, as `Qwen3Chat` of the experiments for pods."""
+
+    checkpoint: str
+
+
+@pytest.mark.parametrize("tokenizer", [HFTokenizer, LocatedLater])
+def test_the_files_of_a_runs_tokenizer_and_starting_checkpoint_are_exported(tokenizer, tmp_path):
+    experiment = replace(experiment_with(tmp_path), tokenizer=tokenizer(str(tmp_path / "tok")))
+    run = a_run(tmp_path / "run", experiment, steps=(1,))
     export.run(run, tmp_path / "out")
     assert names_in(tmp_path / "out") == sorted(["config.json", "model.safetensors", *COMPANIONS])
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "of the tokenizer"

@@ -192,9 +192,7 @@ def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
             lora = _parse_dataclass(Lora, experiment["lora"]) if experiment.get("lora") else None
         except (KeyError, TypeError) as problem:
             raise UserError(f"{run.experiment}: wanted a model of this version of gspax: {problem}") from problem
-        tokenizer = experiment.get("tokenizer")
-        path = tokenizer.get("path") if isinstance(tokenizer, dict) else None
-        return config, lora, [*([Path(path)] if path else []), *_find_start(config.checkpoint)]
+        return config, lora, [*_find_tokenizer(experiment.get("tokenizer")), *_find_start(config.checkpoint)]
     if (source / "config.json").is_file():
         return read_config(source), None, [source]
     raise UserError(f"{source}: wanted a run directory (experiment.json) or a converted checkpoint (config.json)")
@@ -212,6 +210,12 @@ def _parse_dataclass(kind: Any, described: Mapping[str, Any]) -> Any:
             value = _parse_dataclass(hint, value)
         fields[name] = tuple(value) if isinstance(value, list) else value
     return kind(**fields)
+
+
+def _find_tokenizer(described: Any) -> list[Path]:
+    """The folder that a tokenizer was read from, as its field `path` or `checkpoint` names it."""
+    fields = described if isinstance(described, dict) else {}
+    return [*([Path(path)] if (path := fields.get("path")) else []), *_find_start(fields.get("checkpoint") or "")]
 
 
 def _find_start(checkpoint: str) -> list[Path]:
