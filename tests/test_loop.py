@@ -230,7 +230,7 @@ def test_updates_that_outlast_the_grace_are_left_out_and_done_again(whole, learn
 
     signalled = replace(learner, steps=learner.steps._replace(update=update))
     monkeypatch.setattr(training, "make_learner", lambda _: signalled)
-    with pytest.raises(interrupt.Unsaved, match=r"continues from checkpoint 2 and does 2 steps again"):
+    with pytest.raises(interrupt.Unsaved, match=r"continues from checkpoint 2 and repeats steps 3 to 4"):
         training.train(experiment, tmp_path / "run", grace=0.0)
     assert len(updates) == 7
     monkeypatch.setattr(training, "make_learner", lambda _: learner)
@@ -633,6 +633,25 @@ def test_minibatches_are_scored_unless_the_first_update_does(first, scored):
     assert not completed.on_policy and completed.batches[1] is found.batches[1]
     assert completed.batches[0].old_logp_BT[0, 0] == (7 if on_policy else 1)
     assert completed.entropies[0][0, 0] == (7 if on_policy else -1)
+
+
+def test_a_signal_ends_the_run_between_two_minibatches_that_are_scored(capfd):
+    batches, _ = minibatches.split_minibatches(
+        a_rollout(), 2, RowShape(4, 8, 4, False), make_mesh(config.Mesh(), jax.devices()[:1])
+    )
+    seen = []
+
+    def score(params, tokens_BT, *_):
+        seen.append(params)
+        if len(seen) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step.Scores(jnp.zeros(tokens_BT.shape), jnp.zeros(tokens_BT.shape))
+
+    for at in (1, 3):
+        seen.clear()
+        with interrupt.listen(), pytest.raises(interrupt.Interrupted):
+            minibatches.score_minibatches(score, "policy", "reference", batches, range(2))
+        assert seen == ["policy", "policy", "reference"][:at]
 
 
 def test_without_scoring_the_first_update_measures_the_policy():

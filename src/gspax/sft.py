@@ -51,7 +51,7 @@ def run(experiment: Experiment, workdir: Path) -> None:
     if experiment.warm_start is None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
     mesh, _ = make_meshes(experiment)
-    with interrupt.watch(), enter_run(workdir, describe(experiment)) as run:
+    with interrupt.listen(), enter_run(workdir, describe(experiment)) as run:
         skipped = Skipped(experiment.sampling.max_failed)
         skipped.load(run.skipped)
         warm_start(experiment, run, mesh, skipped)

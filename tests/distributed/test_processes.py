@@ -233,7 +233,7 @@ sharded = multihost.to_devices(np.arange(8), named_sharding(learner.mesh, "batch
 np.testing.assert_array_equal(multihost.to_host(sharded), np.arange(8))
 
 TRANSFERS
-with interrupt.watch():
+with interrupt.listen():
     interrupt.stop_point()
     if index == 1:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -78,7 +78,7 @@ def test_a_signal_ends_the_drawing_before_the_next_chunk(monkeypatch):
         return advance(*args, **kwargs)
 
     monkeypatch.setattr(chunks, "advance_chunk", kill)
-    with interrupt.watch(), pytest.raises(interrupt.Interrupted):
+    with interrupt.listen(), pytest.raises(interrupt.Interrupted):
         draw(replace(SAMPLING, chunk=3))
     assert len(advanced) == 1
 

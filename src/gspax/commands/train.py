@@ -9,6 +9,8 @@ from gspax.commands import processes
 from gspax.commands.arguments import Parser, add_dry_run, add_experiment, at_least, subcommand_parser
 from gspax.commands.inputs import load_experiment, override_key, print_plan
 
+GRACE = 30  # seconds after SIGTERM until a machine is gone: a spot machine, SLURM's and Kubernetes' default
+
 
 def make_parser() -> Parser:
     parser = subcommand_parser(
@@ -22,9 +24,9 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--grace",
         type=at_least(0),
-        default=30,
+        default=GRACE,
         metavar="SECONDS",
-        help="until the machine is gone after SIGTERM: updates that take longer are left out (default: 30)",
+        help=f"to end after a signal: updates that, with a save, take longer are left out (default: {GRACE})",
     )
     return parser
 

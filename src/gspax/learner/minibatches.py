@@ -15,6 +15,7 @@ from gspax.config import Reference, RowShape
 from gspax.distributed import multihost
 from gspax.learner.packing import pack, separate, share_prompts
 from gspax.learner.train_step import Score, Scores
+from gspax.run import interrupt
 from gspax.shaping import filter_overlong
 from gspax.sharding import named_sharding
 from gspax.types import Array, Batch, Params, Rollout
@@ -183,6 +184,8 @@ def score_minibatches(
 ) -> Scored:
     """Fill in the old log-probs, the routing if `score` keeps it, and the reference's log-probs if there is one.
 
+    Collective, with a stop point after each minibatch (`run.interrupt`).
+
     Args:
       which: those to score (`old_policy.find_scored`). If it starts at 1, the first one is left to its update.
     """
@@ -190,7 +193,8 @@ def score_minibatches(
     entropies: list[Array | None] = [None] * len(filled)
     for index in which:
         batch = filled[index]
-        found = score(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.expert_BLTA, batch.prefix_BT)
+        given = batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.expert_BLTA, batch.prefix_BT
+        found = _complete(score(params, *given))
         expert_BLTA = batch.expert_BLTA if found.expert_BLTA is None else found.expert_BLTA
         entropies[index] = found.entropy_BT
         filled[index] = replace(
@@ -198,9 +202,17 @@ def score_minibatches(
         )
     if reference is not None:  # it routes by itself
         for index, batch in enumerate(filled):
-            found = score(reference, batch.tokens_BT, batch.segment_BT, batch.mask_BT, None, batch.prefix_BT)
+            given = batch.tokens_BT, batch.segment_BT, batch.mask_BT, None, batch.prefix_BT
+            found = _complete(score(reference, *given))
             filled[index] = replace(batch, ref_logp_BT=found.logp_BT)
     return Scored(filled, entropies, on_policy=which.start == 1)
+
+
+def _complete(found: Scores) -> Scores:
+    """Wait for scores: dispatched ahead, they would leave no moment to stop between two minibatches."""
+    jax.block_until_ready(found)
+    interrupt.stop_point()
+    return found
 
 
 def take_sampler_logp(batches: Sequence[Batch]) -> list[Batch]:

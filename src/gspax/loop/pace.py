@@ -1,8 +1,9 @@
 """Ending a run in the middle of the updates of a rollout batch, where finishing them would take too long.
 
 Updates donate the state, so amid them there is none to save that a resumed run could continue from bit for bit. They
-are therefore finished, and the state is saved, if both fit into the grace that is left after SIGTERM. Otherwise the run
-ends between two updates without a save; it continues from its newest checkpoint, and does the steps since again.
+are therefore finished, and the state is saved, if both fit into the grace that is left after a signal. Otherwise the
+run ends between two updates without a save, and on resume repeats the steps since its newest checkpoint. Without a
+checkpoint the updates are finished in any case: the whole run would be lost.
 
 Updates are dispatched ahead of the devices, which leaves no moment between two of them. The host waits for each one
 only if a rollout batch's are expected to take longer than the grace, or nothing is known of them yet.
@@ -27,9 +28,9 @@ class Pace:
     """How long updates take.
 
     Attributes:
-      grace: seconds that a run has after SIGTERM.
+      grace: seconds that a run has to end after a signal.
       saving: gives the seconds of a save, as far as known.
-      lost: says what is lost without a save; None without a checkpoint, when the updates are finished in any case.
+      lost: gives what is lost without a save; None without a checkpoint.
     """
 
     grace: float
@@ -50,7 +51,7 @@ class Pace:
         self.seconds = (time.monotonic() - self._began) / max(self._count, 1)
 
     def _between(self, state: TrainState, left: int) -> None:
-        """Wait for an update. Raises `interrupt.Unsaved` for SIGTERM, if the updates that are left take too long."""
+        """Wait for an update. Raises `interrupt.Unsaved` after a signal, if the updates that are left take too long."""
         jax.block_until_ready(state)
         now, self._count = time.monotonic(), left
         self.seconds, self._began = now - self._began, now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -36,8 +37,11 @@ from gspax.sharding import named_sharding
 from gspax.types import TrainState
 
 
-def train(experiment: Experiment, workdir: Path, *, grace: float = interrupt.GRACE) -> None:
+def train(experiment: Experiment, workdir: Path, *, grace: float = math.inf) -> None:
     """Run or resume the experiment in `workdir`, and write its report.
+
+    Args:
+      grace: seconds that the run has to end after a signal (`loop.pace`).
 
     Raises:
       UserError: the directory belongs to another experiment, or the experiment's functions misbehave.
@@ -52,7 +56,7 @@ def train(experiment: Experiment, workdir: Path, *, grace: float = interrupt.GRA
         learner.rewards,
         learner.interaction or contextlib.nullcontext(),
         count_compilations() as compiled,
-        interrupt.watch(lambda: describe_unsaved(run.checkpoints)),
+        interrupt.listen(lambda: describe_unsaved(run.checkpoints)),
         Checkpoints(run.checkpoints, keep=keep, mesh=learner.mesh, note=run.newest) as checkpoints,
     ):
         while True:
@@ -81,7 +85,7 @@ def train_from_newest(
     Raises:
       DivergedError: updates went wrong; what they did is not saved.
       Interrupted: the state was saved. A step that had begun is left out: it begins again.
-      Unsaved: it was not, because updates would have taken longer than `grace` seconds after SIGTERM.
+      Unsaved: it was not, because updates would have taken longer than `grace` seconds after the signal.
     """
     experiment, schedule, guard = learner.experiment, learner.experiment.schedule, learner.experiment.guard
 
@@ -160,11 +164,13 @@ def describe_unsaved(checkpoints: Path) -> str:
 
 
 def describe_redone(checkpoints: Path, done: Callable[[], int]) -> str | None:
-    """What a resumed run does again if this one ends without a save; None without a checkpoint."""
+    """What a resumed run repeats if this one ends without a save; None without a checkpoint."""
     finished = step_folders.finished_steps(checkpoints)
     if not finished:
         return None
-    return f"the same command continues from checkpoint {finished[-1]} and does {done() - finished[-1] + 1} steps again"
+    first, last = finished[-1] + 1, done() + 1
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    return f"the same command continues from checkpoint {finished[-1]} and repeats {steps}"
 
 
 def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) -> TrainState:

@@ -1,11 +1,14 @@
 """SIGINT, SIGTERM, SIGHUP or a closed output end a run after a save; a second signal ends the process at once.
 
-    with interrupt.watch(), interrupt.call_on_interrupt(save):
+The three signals have the same effect.
+
+    with interrupt.listen(), interrupt.call_on_interrupt(save):
         for step in ...:
             ...  # long work calls `stop_point` where stopping loses nothing else
             interrupt.stop_point()
 
-Signals belong to the process, and so does the watch: `stop_point` needs no argument, and does nothing without a watch.
+Signals belong to the process, and so does the listener: `stop_point` takes no argument, and does nothing outside of
+`listen`.
 
 A thread reads the signals from a pipe that C code writes to. The main thread may wait for a device for minutes, in C
 code too, and Python runs no handler until it returns.
@@ -28,7 +31,6 @@ from gspax.distributed.ending import SHOW_CURSOR
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME = 1.0  # seconds in which signals count as one: a terminal and the shell in it, or a launcher, send several
-GRACE = 30.0  # seconds after SIGTERM until a machine is gone: a spot machine, SLURM's and Kubernetes' default
 POLL = 0.5  # seconds between two looks at the signals while futures are waited for
 
 
@@ -44,11 +46,12 @@ class Unsaved(Interrupted):
     """A signal ends the run where there is no state to save."""
 
 
-class Watch:
-    """The signals that this process has received; see `watch`."""
+class _Listener:
+    """The signals that this process has received; see `listen`."""
 
     def __init__(self, unsaved: Callable[[], str]) -> None:
         self.received = 0  # the first signal
+        self.is_finishing = False  # updates, although they outlast the grace
         self._unsaved, self._first = unsaved, 0.0
 
     def elapsed(self) -> float:
@@ -59,7 +62,7 @@ class Watch:
         """Note the first signal. Called in any thread and between any two bytecodes, so it takes no lock."""
         self.received = self.received or signum
 
-    def listen(self, pipe: int) -> None:
+    def read(self, pipe: int) -> None:
         """Handle the signals of a pipe, one byte each, until 0 or its end."""
         while (byte := os.read(pipe, 1)) and (signum := byte[0]):
             if signum not in SIGNALS:  # of another handler
@@ -69,7 +72,7 @@ class Watch:
             if not self._first:
                 self._first = time.monotonic()
                 self.receive(signum)
-                _write(f"\n{signal.Signals(signum).name}: saving and ending the run; again to end without saving\n")
+                _write(f"\n{signal.Signals(signum).name}: ending the run; again to end at once\n")
             elif time.monotonic() - self._first > SAME:
                 self._end_now(signum)
 
@@ -80,37 +83,35 @@ class Watch:
         os._exit(128 + signum)
 
 
-_watch: Watch | None = None
+_listener: _Listener | None = None
 
 
 @contextlib.contextmanager
-def watch(unsaved: Callable[[], str] = lambda: "the same command continues the run") -> Iterator[Watch]:
-    """Watch for signals until the block ends; then the previous handlers are back.
+def listen(unsaved: Callable[[], str] = lambda: "the same command continues the run") -> Iterator[None]:
+    """Listen for signals until the block ends; then the previous handlers are back.
 
     A SIGHUP that is ignored, as under nohup, stays so. Python handles signals in the main thread only: in any other
-    thread nothing is watched.
+    thread no signal is noticed.
 
     Args:
       unsaved: what is lost by ending at once, for the message. Called in another thread.
     """
-    global _watch
-    outer, _watch = _watch, Watch(unsaved)
+    global _listener
+    outer, _listener = _listener, _Listener(unsaved)
+    is_main = threading.current_thread() is threading.main_thread()
     try:
-        if threading.current_thread() is threading.main_thread():
-            with _listening(_watch):
-                yield _watch
-        else:
-            yield _watch
+        with _handlers(_listener) if is_main else contextlib.nullcontext():
+            yield
     finally:
-        _watch = outer
+        _listener = outer
 
 
 @contextlib.contextmanager
-def _listening(to: Watch) -> Iterator[None]:
+def _handlers(to: _Listener) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     handled = [each for each in SIGNALS if (each, signal.getsignal(each)) != (signal.SIGHUP, signal.SIG_IGN)]
-    thread = threading.Thread(target=to.listen, args=(reader,), name="gspax_signals", daemon=True)
+    thread = threading.Thread(target=to.read, args=(reader,), name="gspax_signals", daemon=True)
     thread.start()
     fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     previous = {each: signal.signal(each, lambda signum, frame: to.receive(signum)) for each in handled}
@@ -127,32 +128,34 @@ def _listening(to: Watch) -> Iterator[None]:
 
 
 def stop_point() -> None:
-    """Raise `Interrupted` if this or another process has received a signal since `watch` began.
+    """Raise `Interrupted` if this or another process has received a signal since `listen` began.
 
     Collective: every process calls it at the same points, so that a signal to one host ends the run on all.
     """
-    if _watch is not None and (signum := max(multihost.gather(_watch.received))):
+    if _listener is not None and (signum := max(multihost.gather(_listener.received))):
         raise Interrupted(signum)
 
 
 def stop_without_save(seconds: float, grace: float, lost: Callable[[], str | None]) -> None:
-    """Raise `Unsaved` if SIGTERM was received and the next state to save comes too late. Collective.
-
-    Other signals come from a user, who has no deadline and can send another one to end at once.
+    """Raise `Unsaved` if a signal was received and the next state to save comes too late. Collective.
 
     Args:
       seconds: until that state is saved; that of process 0 counts.
       grace: seconds that the run has after the signal.
-      lost: what is lost by ending now; None if the run must not.
+      lost: what is lost by ending now; None without a checkpoint: then the run goes on, and warns once.
     """
-    if _watch is None:
+    if _listener is None:
         return
-    found = multihost.gather((_watch.received, _watch.elapsed(), seconds))
-    signum, elapsed = max(each[0] for each in found), max(each[1] for each in found)
-    if signum == signal.SIGTERM and elapsed + found[0][2] > grace:
-        sentence = multihost.gather(lost())[0]
-        if sentence is not None:
-            raise Unsaved(signum, f"nothing is saved, updates would have taken {found[0][2]:.0f} s more; {sentence}")
+    found = multihost.gather((_listener.received, _listener.elapsed(), seconds))
+    signum, elapsed, seconds = max(each[0] for each in found), max(each[1] for each in found), found[0][2]
+    if not signum or elapsed + seconds <= grace:
+        return
+    sentence = multihost.gather(lost())[0]
+    if sentence is not None:
+        raise Unsaved(signum, f"nothing is saved, updates would have taken {seconds:.0f} s more; {sentence}")
+    if not _listener.is_finishing:
+        _listener.is_finishing = True
+        multihost.warn_from_primary(f"no checkpoint yet: the updates are finished first, {seconds:.0f} s more")
 
 
 @contextlib.contextmanager
@@ -180,8 +183,8 @@ def wait(pending: Iterable[futures.Future[Any]]) -> None:
 def hang_up() -> None:
     """End the run as SIGHUP does: nobody reads its output any more."""
     drop_closed_outputs()
-    if _watch is not None:
-        _watch.receive(signal.SIGHUP)
+    if _listener is not None:
+        _listener.receive(signal.SIGHUP)
 
 
 def drop_closed_outputs() -> None:
