@@ -27,9 +27,9 @@ import numpy as np
 from gspax.errors import UserError
 from gspax.evaluation.comparison import WINDOW, Arm, Entry, Run, common_tokens, contrast, read_arm
 from gspax.evaluation.comparison_page import COLOURS, draw_metric
-from gspax.evaluation.statistics import Estimate
+from gspax.evaluation.statistics import Estimate, estimate_mean
 from gspax.experiment import check, load, override
-from gspax.run.curves import Draw, style_axes, write_png
+from gspax.run.curves import Draw, style_axes
 from gspax.run.folders import write_atomically
 
 FOLDER = Path(__file__).parent
@@ -90,8 +90,9 @@ class Study:
     arms: tuple[Variant, ...]  # the first one of each start is the baseline of the others
     measures: tuple[Measure, ...]
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    panels: Callable[[list[list[Arm]], list[float]], list[Draw]] | None = None  # (arms, tokens) of each start; None:
-    # the curve of each measure
+    rows: tuple[tuple[str, ...], ...] = ()  # of the figure: names of arms; empty: a row for each start
+    panels: Callable[[Sequence[Arm], float], list[Draw]] | None = None  # of a row, from its arms and the tokens; None:
+    # every seed of the primary measure, and the curve of each measure
 
 
 @dataclass(frozen=True)
@@ -274,8 +275,7 @@ def write_results(study: Study, folder: Path) -> None:
     """figure.png and the table in README.md, from results.csv alone."""
     groups = by_start(study, read_csv(folder / "results.csv"))
     tokens = [common_tokens(group) for group in groups]
-    draws = (study.panels or partial(draw_curves, study.measures))(groups, tokens)
-    write_png([partial(_draw_with_legend_inside, draw) for draw in draws], folder / "figure.png")
+    write_figure(study, groups, tokens, folder / "figure.png")
     page = folder / "README.md"
     before, begin, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -324,33 +324,83 @@ def _number(measure: Measure, value: float, sign: str = "") -> str:
     return f"{value:{sign}.3g}" if abs(value) < 100 else f"{value:{sign},.0f}"
 
 
-def draw_curves(measures: Sequence[Measure], groups: list[list[Arm]], tokens: list[float]) -> list[Draw]:
-    """The curve of each measure, for each group."""
-    return [
-        partial(draw_metric, arms=group, metric=measure.metric, tokens=limit)
-        for group, limit in zip(groups, tokens, strict=True)
-        for measure in measures
-        if any(len(run.curve(measure.metric)[0]) > 1 for arm in group for run in arm.runs)
-    ]
+def write_figure(study: Study, groups: list[list[Arm]], tokens: list[float], path: Path) -> None:
+    """A row of panels under one legend for each start, or for each of `study.rows`."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    arms = {arm.name: (arm, limit) for group, limit in zip(groups, tokens, strict=True) for arm in group}
+    named = study.rows or [[arm.name for arm in group] for group in groups]
+    rows = [[arms[name] for name in names if name in arms] for names in named]
+    panels = study.panels or partial(draw_all, study.measures)
+    draws = [panels([arm for arm, _ in row], min(limit for _, limit in row)) for row in rows if row]
+    columns = max(map(len, draws))
+    columns = columns if columns <= 4 else 3
+    lines = [-(-len(each) // columns) for each in draws]  # of panels in each row
+    figure = Figure(figsize=(4 * columns, sum(3 * count + 0.6 for count in lines)), layout="constrained")
+    parts = figure.subfigures(len(draws), 1, squeeze=False, height_ratios=[count + 0.2 for count in lines])[:, 0]
+    for part, row, each in zip(parts, [row for row in rows if row], draws, strict=True):
+        for number, draw in enumerate(each):
+            axes = part.add_subplot(-(-len(each) // columns), columns, number + 1)
+            draw(axes)
+            if axes.get_legend():
+                axes.get_legend().remove()
+        handles = [Patch(color=_colour(i), label=arm.name) for i, (arm, _) in enumerate(row)]
+        part.legend(handles=handles, loc="outside upper left", ncols=min(4, len(row)), frameon=False, fontsize=9)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=110)
+    write_atomically(path, image.getvalue())
+
+
+def draw_all(measures: Sequence[Measure], arms: Sequence[Arm], tokens: float) -> list[Draw]:
+    """Every seed of the first measure, and the curve of each metric."""
+    titles = {measure.metric: measure for measure in reversed(measures)}  # the first measure of a metric names it
+    curves = [measure for measure in measures if titles[measure.metric] == measure and _has_curve(arms, measure.metric)]
+    first = partial(draw_seeds, arms=arms, tokens=tokens, measure=measures[0])
+    return [first, *(partial(draw_curve, arms=arms, tokens=tokens, measure=measure) for measure in curves)]
+
+
+def _has_curve(arms: Sequence[Arm], metric: str) -> bool:
+    return any(len(run.curve(metric)[0]) > 1 for arm in arms for run in arm.runs)
+
+
+def draw_curve(axes: Any, arms: Sequence[Arm], tokens: float, measure: Measure) -> None:
+    """The metric of every run over the response tokens, and the mean of each arm with its interval."""
+    draw_metric(axes, arms, measure.metric, tokens)
+    axes.set_title(measure.title, loc="left", fontsize=11, fontweight="bold")
+
+
+def draw_seeds(axes: Any, arms: Sequence[Arm], tokens: float, measure: Measure) -> None:
+    """A measure of each arm: a dot for each seed, lines between the arms of a seed, the mean and its interval."""
+    found = [measure.values(arm, tokens) for arm in arms]
+    for seed in sorted({seed for values in found for seed in values}):
+        at = [i for i, values in enumerate(found) if seed in values]
+        axes.plot(at, [found[i][seed] for i in at], color="#cbd5e0", linewidth=0.7, zorder=1)
+    for i, values in enumerate(found):
+        axes.plot([i] * len(values), list(values.values()), "o", color=_colour(i), alpha=0.4, markersize=4)
+        if values:
+            mean = estimate_mean(np.array([*values.values()]))
+            bounds = [[mean.mean - mean.low], [mean.high - mean.mean]]
+            axes.errorbar([i + 0.2], [mean.mean], bounds, fmt="P", color=_colour(i), markersize=7, capsize=3)
+    axes.set_xticks([])
+    axes.margins(x=0.1)
+    style_axes(axes, measure.title, "", "each seed; mean, 95 % interval", legend=0)
 
 
 def draw_points(axes: Any, arms: Sequence[Arm], tokens: float, x: Measure, y: Measure, *, log: bool = False) -> None:
     """One measure against another: a dot for each seed, a cross for the mean of an arm."""
     for i, arm in enumerate(arms):
-        colour = COLOURS[i % len(COLOURS)]
         x_N, y_N = _pairs(x.values(arm, tokens), y.values(arm, tokens), log)
-        axes.plot(x_N, y_N, "o", color=colour, alpha=0.4, markersize=4, markeredgewidth=0)
+        axes.plot(x_N, y_N, "o", color=_colour(i), alpha=0.4, markersize=4, markeredgewidth=0)
         if len(x_N):
-            axes.plot([np.mean(x_N)], [np.mean(y_N)], "P", color=colour, markersize=9, label=arm.name)
+            axes.plot([np.mean(x_N)], [np.mean(y_N)], "P", color=_colour(i), markersize=9)
     if log:
         axes.set_xscale("log")
-    style_axes(axes, f"{y.title} against {x.title}", x.title, y.title, legend=min(3, len(arms)))
+    style_axes(axes, f"{y.title} against {x.title}", x.title, y.title, legend=0)
 
 
-def _draw_with_legend_inside(draw: Draw, axes: Any) -> None:
-    """A drawing whose legend does not cover the title: names of arms are long."""
-    draw(axes)
-    axes.legend(loc="best", frameon=False, fontsize=6, labelcolor="#718096", handlelength=1)
+def _colour(i: int) -> str:
+    return COLOURS[i % len(COLOURS)]
 
 
 def _pairs(x: dict[Any, float], y: dict[Any, float], log: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -13,10 +13,8 @@ which is not in the results.
 
 from functools import partial
 
-from common import Measure, Study, Variant, draw_points
+from common import Measure, Study, Variant, draw_curve, draw_points
 from starts import ADDITION, SORT
-
-from gspax.evaluation.comparison_page import draw_metric
 
 GSPO = {
     "GSPO 3e-4 / 4e-4": ("loss.clip_low=3e-4", "loss.clip_high=4e-4"),
@@ -33,16 +31,13 @@ TOKENS = Measure("tokens clipped", "policy/clip_fraction_tokens", over=1, percen
 SEQUENCES = Measure("sequences clipped", "policy/clip_fraction_sequences", over=1, percent=True)
 
 
-def panels(groups, tokens):
-    """For each task: clipped tokens and reward over the run, and one against the other."""
-    draws = []
-    for group, limit in zip(groups, tokens, strict=True):
-        draws += [
-            partial(draw_metric, arms=group, metric="policy/clip_fraction_tokens", tokens=limit),
-            partial(draw_metric, arms=group, metric="reward/mean", tokens=limit),
-            partial(draw_points, arms=group, tokens=limit, x=TOKENS, y=REWARD, log=True),
-        ]
-    return draws
+def panels(arms, tokens):
+    """Clipped tokens and reward over the run, and one against the other."""
+    return [
+        partial(draw_curve, arms=arms, tokens=tokens, measure=TOKENS),
+        partial(draw_curve, arms=arms, tokens=tokens, measure=REWARD),
+        partial(draw_points, arms=arms, tokens=tokens, x=TOKENS, y=REWARD, log=True),
+    ]
 
 
 PAPER = ("GSPO 3e-4 / 4e-4", "GSPO 3e-3 / 4e-3", "GRPO 0.2 / 0.27")  # what the longer task is run with

@@ -8,8 +8,18 @@ second half of the run, paired by seed; a cost is reported where the 95 % interv
 0. Peak memory is that of the whole process, compilation included. CPU time of one thread: no other machine is meant.
 """
 
-from common import Measure, Study, Variant
+from functools import partial
+
+from common import Measure, Study, Variant, draw_seeds
 from starts import ADDITION, GRPO, GSPO
+
+MEASURES = (
+    Measure("CPU-s a step", "cpu/step", over=0.5),
+    Measure("rollout", "cpu/rollout", over=0.5),
+    Measure("old log-probs", "cpu/old_logp", over=0.5),
+    Measure("updates", "cpu/train", over=0.5),
+    Measure("peak MB", "run/peak_mb", over=0),
+)
 
 study = Study(
     arms=(
@@ -24,11 +34,6 @@ study = Study(
             (*GSPO, "routing_replay=sampler", "old_logp=sampler", "schedule.steps=12"),
         ),
     ),
-    measures=(
-        Measure("CPU-s a step", "cpu/step", over=0.5),
-        Measure("rollout", "cpu/rollout", over=0.5),
-        Measure("old log-probs", "cpu/old_logp", over=0.5),
-        Measure("updates", "cpu/train", over=0.5),
-        Measure("peak MB", "run/peak_mb", over=0),
-    ),
+    measures=MEASURES,
+    panels=lambda arms, tokens: [partial(draw_seeds, arms=arms, tokens=tokens, measure=each) for each in MEASURES],
 )

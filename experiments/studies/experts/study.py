@@ -10,7 +10,9 @@ same rate do not overlap. The noise floor is the share that differs between floa
 relation to the update's size is shown with the KL divergence of a batch.
 """
 
-from common import Measure, Start, Study, Variant
+from functools import partial
+
+from common import Measure, Start, Study, Variant, draw_points, draw_seeds
 from starts import GSPO, SORT
 
 MODELS = {
@@ -23,6 +25,17 @@ MODELS = {
 STARTS = {name: Start(name, SORT.base, (*SORT.overrides, *overrides)) for name, overrides in MODELS.items()}
 MEASURED = ("instruments=gspax.config.Instruments", "instruments.every=5")
 RATES = ("1e-4", "3e-4", "1e-3")
+UPDATE = Measure("changed by an update", "routing/changed_by_update", over=1, percent=True)
+BATCH = Measure("changed by a batch's updates", "routing/changed", over=1, percent=True)
+ROUNDING = Measure("changed by rounding", "routing/changed_by_rounding", over=1, percent=True)
+KL = Measure("KL of a batch", "policy/kl", over=1)
+
+
+def panels(arms, tokens):
+    """The three shares of each model at one rate, and the share of a batch against its KL divergence."""
+    shares = [partial(draw_seeds, arms=arms, tokens=tokens, measure=each) for each in (UPDATE, BATCH, ROUNDING)]
+    return [*shares, partial(draw_points, arms=arms, tokens=tokens, x=KL, y=BATCH, log=True)]
+
 
 study = Study(
     arms=tuple(
@@ -30,11 +43,7 @@ study = Study(
         for name, start in STARTS.items()
         for rate in RATES
     ),
-    measures=(
-        Measure("changed by an update", "routing/changed_by_update", over=1, percent=True),
-        Measure("changed by a batch's updates", "routing/changed", over=1, percent=True),
-        Measure("changed by rounding", "routing/changed_by_rounding", over=1, percent=True),
-        Measure("KL of a batch", "policy/kl", over=1),
-        Measure("training reward", "reward/mean"),
-    ),
+    measures=(UPDATE, BATCH, ROUNDING, KL, Measure("training reward", "reward/mean")),
+    rows=tuple(tuple(f"{name}, rate {rate}" for name in STARTS) for rate in RATES),
+    panels=panels,
 )

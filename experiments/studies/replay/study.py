@@ -39,4 +39,5 @@ study = Study(
         Measure("expert choices changed", "routing/changed", over=1, percent=True),
         Measure("gradient norm", "optim/grad_norm", over=1),
     ),
+    rows=tuple((*(f"{name}, {count} minibatches" for name in LOSSES), "on policy") for count in (16, 4)),
 )
