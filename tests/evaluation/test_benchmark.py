@@ -176,7 +176,7 @@ def test_the_page_holds_texts_as_data_only_and_needs_no_network(tmp_path):
     assert text.count("<script") == text.count("</script>") == 2 and "<img" not in text and "http" not in text
     held = json.loads(re.search(r"id=data>(.*?)</script>", text, re.DOTALL)[1])
     (formula,) = held["tex"]
-    assert formula == ["$\\frac{1}{2}$", ["mfrac", ["mn", "1"], ["mn", "2"]]]
+    assert formula == ["$\\frac{1}{2}$", ["mfrac", {}, ["mn", {}, "1"], ["mn", {}, "2"]]]
     texts = ["".join(formula[0] if part == 0 else part for part in each["completion"]) for each in held["rows"]]
     assert texts[0] == HOSTILE
     assert len(texts[2]) < page.LONGEST + 100 < len(rows[2]["completion"])

@@ -15,49 +15,33 @@ from gspax.run.pages import render_prose
 MATH500 = Path(__file__).parents[3] / "shared" / "data" / "math500" / "test.jsonl"
 
 
-def table(*rows):
-    cells = ("".join(f"<mtd>{cell}</mtd>" for cell in row) for row in rows)
-    return f"<mtable>{''.join(f'<mtr>{row}</mtr>' for row in cells)}</mtable>"
-
-
-NUMBERS = table(["<mn>1</mn>", "<mn>2</mn>"], ["<mn>3</mn>"])
-
-
 @pytest.mark.parametrize(
     ("source", "wanted"),
     [
         ("12", "<mn>12</mn>"),
-        ("1,600.5x", "<mrow><mn>1,600.5</mn><mi>x</mi></mrow>"),
-        ("a < b - c", "<mrow><mi>a</mi><mo>&lt;</mo><mi>b</mi><mo>−</mo><mi>c</mi></mrow>"),
+        ("a < b", "<mrow><mi>a</mi><mo>&lt;</mo><mi>b</mi></mrow>"),
         (r"\frac{1}{x}", "<mfrac><mn>1</mn><mi>x</mi></mfrac>"),
-        (r"\dfrac12", "<mfrac><mn>1</mn><mn>2</mn></mfrac>"),
-        ("x^12", "<mrow><msup><mi>x</mi><mn>1</mn></msup><mn>2</mn></mrow>"),
         ("x^{12}_n", "<msubsup><mi>x</mi><mi>n</mi><mn>12</mn></msubsup>"),
-        ("a_{i}", "<msub><mi>a</mi><mi>i</mi></msub>"),
-        ("f''", "<msup><mi>f</mi><mo>′′</mo></msup>"),
-        (r"90^\circ", "<msup><mn>90</mn><mo>∘</mo></msup>"),
-        (r"\sqrt 2", "<msqrt><mn>2</mn></msqrt>"),
         (r"\sqrt[3]{\pi}", "<mroot><mi>π</mi><mn>3</mn></mroot>"),
-        (r"\boxed{5\%}", "<mrow class=boxed><mrow><mn>5</mn><mo>%</mo></mrow></mrow>"),
-        (r"2\,\text{ cm }", '<mrow><mn>2</mn><mspace width=".17em"></mspace><mtext> cm </mtext></mrow>'),
-        (r"\sum_{i}^n", "<munderover><mo>∑</mo><mi>i</mi><mi>n</mi></munderover>"),
-        (r"\sin\Theta", "<mrow><mi>sin</mi><mi>Θ</mi></mrow>"),
-        (r"\left(3,\infty\right]", "<mrow><mo>(</mo><mn>3</mn><mo>,</mo><mi>∞</mi><mo>]</mo></mrow>"),
-        (r"\left.x\right|", "<mrow><mi>x</mi><mo>|</mo></mrow>"),
-        (r"\binom{n}2", f"<mrow><mo>(</mo>{table(['<mi>n</mi>'], ['<mn>2</mn>'])}<mo>)</mo></mrow>"),
-        (r"\begin{bmatrix}1&2\\3\end{bmatrix}", f"<mrow><mo>[</mo>{NUMBERS}<mo>]</mo></mrow>"),
-        (r"\overline{AB}", "<mover><mrow><mi>A</mi><mi>B</mi></mrow><mo>‾</mo></mover>"),
+        (r"\boxed{5}", '<mrow class="boxed"><mn>5</mn></mrow>'),
+        (r"1\!2", '<mrow><mn>1</mn><mspace width="-0.167em"></mspace><mn>2</mn></mrow>'),
+        (r"\text{<b> & c}", "<mtext>&lt;b&gt;\xa0&amp;\xa0c</mtext>"),
+        (r"\begin{aligned}a\\b\end{aligned}", "<mtr>"),
+        (r"\href{javascript:f()}{x}", "<mrow><mi>x</mi></mrow>"),
+        (r"\style{position:fixed}{x}", "<mrow><mi>x</mi></mrow>"),
     ],
-)  # fmt: skip
+)
 def test_a_formula_becomes_mathml(source, wanted):
-    assert mathml.render(mathml.convert(source)) == wanted
+    found = mathml.render(mathml.convert(source))
+    assert found == wanted or (wanted == "<mtr>" and found.count(wanted) == 2)
 
 
 @pytest.mark.parametrize(
     "source",
-    ["", " ", r"\unknown", r"\frac{1}", "{", "}", "x^", "a^b^c", r"\left(x", r"\right)", "50%", r"\sqrt[3", "a & b",
-     "\x1b", r"\begin{tikzpicture}\end{tikzpicture}", r"\begin{matrix}1", r"\begin{matrix}1\end{cases}",
-     "{" * 60 + "x" + "}" * 60, r"\frac" * 190 + "1", r"\left(" * 150],
+    ["", " ", r"\unknown", r"\frac{1}", "{", "x^", "a^b^c", r"\left(x", r"\right)", "50%", r"\sqrt[3", "\x1b",
+     r"\begin{tikzpicture}x\end{tikzpicture}", r"\begin{matrix}1", r"\begin{matrix}1\end{cases}", r"\cancel{x}",
+     r"\hspace{999cm}x", r"\rule{9cm}{9cm}", r"\def\a{xx}\a", r"\newcommand{\a}{xx}\a",
+     "x^{" * 60 + "x" + "}" * 60, r"\frac" * 190 + "1", r"\left(" * 150],
 )  # fmt: skip
 def test_what_is_not_converted_stays_source(source):
     assert mathml.convert(source) is None
@@ -84,7 +68,9 @@ def test_formulas_are_found_between_delimiters(text, formulas):
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
-        st.sampled_from([*'${}[]()^_&\\ a1<"', "\\frac", "\\left", "\\right", "\\boxed", "\\begin{matrix}"]),
+        st.sampled_from(
+            [*'${}[]()^_&\\ a1<"', "\\frac", "\\left", "\\right", "\\boxed", "\\begin{matrix}", "\\href", "\\text{"]
+        ),
         max_size=40,
     )
 )
@@ -93,14 +79,14 @@ def test_no_text_is_lost_and_no_markup_is_forged(words):
     parts = mathml.split(text)
     assert "".join(part if isinstance(part, str) else part.source for part in parts) == text
     tags = re.findall(r"<[^>]*>", render_prose(text))
-    assert all(re.fullmatch(r'</?(code|math( title="[^"]*")?|m[a-z]+( class=boxed)?)>', tag) for tag in tags)
+    assert all(re.fullmatch(r'</?(code|math( title="[^"]*")?|m[a-z]+( [a-z]+="[a-z0-9. -]*")*)>', tag) for tag in tags)
 
 
 @pytest.mark.parametrize("text", ["$" * 20_000, r"\[" * 10_000, r"\boxed{" * 3000, "$a" * 10_000, r"$\frac" * 3000])
 def test_a_hostile_text_takes_no_long_time(text):
     began = time.process_time()
     mathml.split(text)
-    assert time.process_time() - began < 5  # 0.2 is usual; a quadratic search takes minutes
+    assert time.process_time() - began < 5  # 0.5 is usual; a quadratic search takes minutes
 
 
 def test_nearly_all_formulas_of_a_benchmark_are_converted():
@@ -109,4 +95,4 @@ def test_nearly_all_formulas_of_a_benchmark_are_converted():
     rows = map(json.loads, MATH500.read_text(encoding="utf-8").splitlines())
     found = [inner for row in rows for _, _, inner in mathml._find(row["problem"] + row["solution"])]
     assert len(found) > 5000
-    assert sum(mathml.convert(each) is not None for each in found) > 0.98 * len(found)
+    assert sum(mathml.convert(each) is not None for each in found) > 0.99 * len(found)

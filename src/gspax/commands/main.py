@@ -60,6 +60,7 @@ TRAIN_EXTRA = (  # top-level packages that 'gspax[train]' installs
     "flax",
     "huggingface_hub",
     "jinja2",
+    "latex2mathml",
     "matplotlib",
     "optax",
     "orbax",

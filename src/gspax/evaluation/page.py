@@ -148,18 +148,14 @@ function element(tag, text, name) {
   if (name) made.className = name;
   return made;
 }
-function draw([tag, ...children]) {
-  const space = document.querySelector("math").namespaceURI;
-  const made = document.createElementNS(space, tag === "boxed" ? "mrow" : tag);
-  if (tag === "boxed") made.setAttribute("class", tag);
-  if (tag === "mspace") made.setAttribute("width", children[0]);
-  else made.append(...children.map(child => typeof child === "string" ? child : draw(child)));
+function draw([tag, attributes, ...children]) {
+  const made = document.createElementNS(document.querySelector("math").namespaceURI, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children.map(child => typeof child === "string" ? child : draw(child)));
   return made;
 }
 function formula([source, tree]) {
-  const made = draw(["math", tree]);
-  made.setAttribute("title", source);
-  return made;
+  return draw(["math", {title: source}, tree]);
 }
 function prose(row, name) {
   if (form.elements.source.checked) return element("pre", row[name]);

@@ -1,11 +1,12 @@
-r"""TeX as MathML, which browsers draw without a script: the part of it that answers to mathematical problems use.
+r"""The formulas of a text as MathML, which browsers draw without a script. latex2mathml converts them.
 
-    split(r"so $\frac{1}{2}$.")  ->  ["so ", Formula(r"$\frac{1}{2}$", ("mfrac", ("mn", "1"), ("mn", "2"))), "."]
+    split(r"so $x$.")  ->  ["so ", Formula(r"$x$", ("mi", {}, "x")), "."]
 
-Formulas stand between `$…$`, `$$…$$`, `\(…\)` or `\[…\]`, or are a bare `\boxed{…}`. Fractions, powers, roots, Greek
-letters, functions, fences, matrices, texts and the symbols of `_SYMBOLS` are converted. Whatever else occurs in a
-formula leaves all of it as its source. A dollar sign is a price, not a delimiter, where it stands before a space or
-after one that closes, or a digit follows.
+Formulas stand between `$…$`, `$$…$$`, `\(…\)` or `\[…\]`, or are a bare `\boxed{…}`. A dollar sign is a price, not a
+delimiter, where it stands before a space or after one that closes, or a digit follows.
+
+The texts are a model's: only tags and attributes of MathML that draw come through, and what latex2mathml would drop or
+show as a command leaves the whole formula as its source.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from xml.etree.ElementTree import Element
 
-# (tag, text) or (tag, child, …); the tag "boxed" is a row with a border
+from latex2mathml.converter import Converter
+
+# (tag, attributes, child or text, …)
 Tree: TypeAlias = tuple[Any, ...]
 
 _LONGEST = 1000  # characters of a formula
@@ -28,36 +32,17 @@ _FORMULA = re.compile(
     | (?P<box>\\boxed\s?(?=\{{))""",
     re.DOTALL | re.VERBOSE,
 )
-_TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\d+(?:[.,]\d+)*|'+|\s+|.", re.DOTALL)
-
-_GREEK = """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon
-phi chi psi omega"""
-_CAPITALS = {"Gamma": "Γ", "Delta": "Δ", "Theta": "Θ", "Lambda": "Λ", "Xi": "Ξ", "Pi": "Π", "Sigma": "Σ"}
-_CAPITALS |= {"Phi": "Φ", "Psi": "Ψ", "Omega": "Ω"}
-_LETTERS = dict(zip(_GREEK.split(), "αβγδϵζηθικλμνξπρστυϕχψω", strict=True)) | _CAPITALS
-_LETTERS |= {"varepsilon": "ε", "varphi": "φ", "vartheta": "ϑ", "ell": "ℓ", "infty": "∞", "emptyset": "∅", "Re": "ℜ"}
-_LETTERS |= {"angle": "∠", "triangle": "△", "prime": "′", "partial": "∂", "nabla": "∇", "hbar": "ℏ"}
-_SYMBOLS = {"cdot": "⋅", "times": "×", "div": "÷", "pm": "±", "mp": "∓", "le": "≤", "leq": "≤", "ge": "≥", "geq": "≥"}
-_SYMBOLS |= {"ne": "≠", "neq": "≠", "lt": "<", "gt": ">", "approx": "≈", "equiv": "≡", "sim": "∼", "cong": "≅"}
-_SYMBOLS |= {"in": "∈", "notin": "∉", "cup": "∪", "cap": "∩", "subset": "⊂", "subseteq": "⊆", "setminus": "∖"}
-_SYMBOLS |= {"to": "→", "rightarrow": "→", "Rightarrow": "⇒", "implies": "⟹", "iff": "⟺", "mapsto": "↦", "mid": "∣"}
-_SYMBOLS |= {"ldots": "…", "dots": "…", "cdots": "⋯", "circ": "∘", "perp": "⊥", "parallel": "∥", "star": "⋆"}
-_SYMBOLS |= {"lfloor": "⌊", "rfloor": "⌋", "lceil": "⌈", "rceil": "⌉", "langle": "⟨", "rangle": "⟩", "ast": "∗"}
-_SYMBOLS |= {"forall": "∀", "exists": "∃", "land": "∧", "lor": "∨", "neg": "¬", "therefore": "∴", "colon": ":"}
-_SYMBOLS |= {"%": "%", "$": "$", "{": "{", "}": "}", "&": "&", "#": "#", "_": "_", "|": "‖", "backslash": "\\"}
-_LARGE = {"sum": "∑", "prod": "∏", "int": "∫", "bigcup": "⋃", "bigcap": "⋂", "lim": "lim", "max": "max", "min": "min"}
-_FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "log", "ln", "exp"}
-_FUNCTIONS |= {"gcd", "lcm", "det", "deg", "dim", "mod", "arg"}
-_TEXTS = {"text", "textbf", "textit", "textrm", "mathrm", "mathbf", "mathit", "operatorname", "mbox", "mathsf"}
-_SPACES = {",": ".17em", ";": ".28em", ":": ".22em", " ": ".3em", "quad": "1em", "qquad": "2em"}
-_NOTHING = {"!", "displaystyle", "textstyle", "limits", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "bigg", "Bigg"}
-_ACCENTS = {"overline": "‾", "bar": "‾", "hat": "^", "widehat": "^", "vec": "→", "overrightarrow": "→", "tilde": "~"}
-_FENCES = {"matrix": "  ", "pmatrix": "()", "bmatrix": "[]", "vmatrix": "||", "cases": "{ ", "aligned": "  "}
-_FENCES |= {"align*": "  ", "array": "  ", "smallmatrix": "  "}
-
-_LEAVES: dict[str, Tree] = {name: ("mi", letter) for name, letter in _LETTERS.items()}
-_LEAVES |= {name: ("mo", symbol) for name, symbol in (_SYMBOLS | _LARGE).items()}
-_LEAVES |= {name: ("mi", name) for name in _FUNCTIONS} | {name: ("mspace", width) for name, width in _SPACES.items()}
+# a comment, a control character, a macro, an environment that is no formula
+_REFUSED = re.compile(r"(?<!\\)%|[\x00-\x08\x0b-\x1f]|\\(?:re)?newcommand|\\def\b|\\begin\{(?:asy|tikzpicture)\}")
+_TAGS = {"mrow", "mi", "mn", "mo", "ms", "mtext", "mspace", "mfrac", "msqrt", "mroot", "mstyle", "mphantom"}
+_TAGS |= {"msub", "msup", "msubsup", "munder", "mover", "munderover", "mmultiscripts", "mprescripts", "none"}
+_TAGS |= {"mtable", "mtr", "mtd"}
+_ATTRIBUTES = {"mathvariant", "stretchy", "fence", "form", "accent", "minsize", "maxsize", "linethickness"}
+_ATTRIBUTES |= {"displaystyle", "scriptlevel", "columnalign", "rowspacing", "columnspacing"}
+_VALUE = re.compile(r"-?[a-z0-9. -]{1,20}")
+_SPACE = re.compile(r"-?[0-3](\.\d+)?em")  # a text is not pushed off the page
+_THIN = {"negativethinmathspace": "-0.167em"}
+_CHILDREN = {"mfrac": 2, "mroot": 2, "msub": 2, "msup": 2, "munder": 2, "mover": 2, "msubsup": 3, "munderover": 3}
 
 
 @dataclass(frozen=True)
@@ -82,22 +67,42 @@ def split(text: str) -> list[str | Formula]:
 
 
 def convert(source: str) -> Tree | None:
-    """A formula without delimiters as a tree; None if it has something that is not converted."""
-    parser = _Parser(_TOKEN.findall(source))
-    try:
-        tree = _row(list(parser.read()))
-    except _UnknownError:
+    """A formula without delimiters as a tree; None if it is not converted."""
+    if not source.strip() or _REFUSED.search(source):
         return None
-    return tree if tree != ("mrow",) else None
+    try:
+        (row,) = Converter().convert_to_element(source.replace("{aligned}", "{align*}"))
+        return _take(row)
+    except Exception:  # latex2mathml has no common type for what it cannot read, and a model can write anything
+        return None
 
 
 def render(tree: Tree) -> str:
     """A tree as the inside of a `<math>` element."""
-    tag, *children = tree
-    if tag == "mspace":
-        return f'<mspace width="{children[0]}"></mspace>'
+    tag, attributes, *children = tree
     inner = "".join(html.escape(each) if isinstance(each, str) else render(each) for each in children)
-    return f"<mrow class=boxed>{inner}</mrow>" if tag == "boxed" else f"<{tag}>{inner}</{tag}>"
+    opening = " ".join([tag, *(f'{name}="{value}"' for name, value in attributes.items())])
+    return f"<{opening}>{inner}</{tag}>"
+
+
+def _take(element: Element, level: int = 0) -> Tree:
+    """An element of latex2mathml with the tags and attributes that draw. ValueError for any other tag or a command."""
+    tag, attributes, text = element.tag, element.attrib, html.unescape(element.text or "")
+    if level > _DEEPEST:
+        raise ValueError("too deep")
+    if tag == "menclose" and attributes["notation"] == "box":  # browsers do not draw it
+        return ("mrow", {"class": "boxed"}, *(_take(each, level + 1) for each in element))
+    if tag not in _TAGS or re.match(r"\\.", text) or len(element) != _CHILDREN.get(tag, len(element)):
+        raise ValueError(f"{tag} {text}")
+    if tag == "mspace":
+        width = _THIN.get(attributes["width"], attributes["width"])
+        if not _SPACE.fullmatch(width):
+            raise ValueError(width)
+        return ("mspace", {"width": width})
+    if tag == "mrow" and len(element) == 1 and not attributes:
+        return _take(element[0], level)
+    kept = {name: value for name, value in attributes.items() if name in _ATTRIBUTES and _VALUE.fullmatch(value)}
+    return (tag, kept, *([text] if text else []), *(_take(each, level + 1) for each in element))
 
 
 def _find(text: str) -> Iterator[tuple[int, int, str]]:
@@ -121,168 +126,3 @@ def _closing(text: str, opening: int) -> int | None:
         if depth == 0:
             return opening + brace.end()
     return None
-
-
-class _UnknownError(Exception):
-    """A formula has something that is not converted."""
-
-
-class _Parser:
-    def __init__(self, tokens: list[str]):
-        self._tokens, self._next, self._depth = tokens, 0, 0
-
-    def read(self, *ends: str) -> Iterator[Tree]:
-        """Items up to one of the tokens `ends`, which is taken, or without any to the end of the formula."""
-        while (token := self._peek()) not in ends:
-            if token is None and not ends:
-                return
-            if (item := self._with_scripts()) is not None:
-                yield item
-        self._next += 1
-
-    def _peek(self) -> str | None:
-        while self._next < len(self._tokens) and self._tokens[self._next].isspace():
-            self._next += 1
-        return self._tokens[self._next] if self._next < len(self._tokens) else None
-
-    def _take(self, wanted: str | None = None) -> str:
-        token = self._peek()
-        if token is None or (wanted is not None and token != wanted):
-            raise _UnknownError
-        self._next += 1
-        return token
-
-    def _with_scripts(self) -> Tree | None:
-        """An item and its subscript and superscript; None for what draws nothing."""
-        base = ("mrow",) if self._peek() in ("^", "_") else self._item()
-        scripts: dict[str, Tree] = {}
-        while base is not None and (self._peek() or " ")[0] in "^_'":
-            mark = self._take()
-            name = "_" if mark == "_" else "^"
-            if name in scripts:
-                raise _UnknownError
-            scripts[name] = ("mo", "′" * len(mark)) if mark[0] == "'" else self._argument()
-        if not scripts:
-            return base
-        large = base in [("mo", symbol) for symbol in _LARGE.values()]
-        tag = {"_": "munder" if large else "msub", "^": "mover" if large else "msup"}.get("".join(scripts))
-        tag = tag or ("munderover" if large else "msubsup")
-        return (tag, base, *(scripts[name] for name in "_^" if name in scripts))
-
-    def _argument(self) -> Tree:
-        """A group in braces, or one item. `\\frac12` and `x^12` take one digit."""
-        token = self._peek()
-        if token is not None and token[0].isdigit() and len(token) > 1:
-            self._tokens[self._next] = token[1:]
-            return ("mn", token[0])
-        if (item := self._item()) is None:
-            raise _UnknownError
-        return item
-
-    def _item(self) -> Tree | None:
-        if self._depth == _DEEPEST:
-            raise _UnknownError
-        self._depth += 1
-        item = self._read_item(self._take())
-        self._depth -= 1
-        return item
-
-    def _read_item(self, token: str) -> Tree | None:
-        if token == "{":
-            return _row(list(self.read("}")))
-        if token.startswith("\\"):
-            return self._command(token[1:])
-        if token[0].isdigit():
-            return ("mn", token)
-        if token.isalpha():
-            return ("mi", token)
-        if token in "}^_&#~%$" or not token.isprintable():
-            raise _UnknownError
-        return ("mo", "−" if token == "-" else token)
-
-    def _command(self, name: str) -> Tree | None:
-        if name in _LEAVES:
-            return _LEAVES[name]
-        if name in _TEXTS:
-            return ("mtext", self._raw())
-        if name in _ACCENTS:
-            return ("mover", self._argument(), ("mo", _ACCENTS[name]))
-        if name in _NOTHING:
-            return None
-        return self._structure(name)
-
-    def _structure(self, name: str) -> Tree:
-        if name in ("frac", "dfrac", "tfrac", "cfrac"):
-            return ("mfrac", self._argument(), self._argument())
-        if name == "pmod":
-            return _fenced("()", ("mi", "mod"), self._argument())
-        if name in ("binom", "dbinom", "tbinom"):
-            return _fenced("()", ("mtable", *(("mtr", ("mtd", self._argument())) for _ in range(2))))
-        if name == "sqrt":
-            if self._peek() != "[":
-                return ("msqrt", self._argument())
-            self._next += 1
-            index = _row(list(self.read("]")))
-            return ("mroot", self._argument(), index)
-        if name in ("boxed", "fbox"):
-            return ("boxed", self._argument())
-        if name == "left":
-            opening = self._fence()
-            inside = list(self.read("\\right"))
-            return ("mrow", *opening, *inside, *self._fence())
-        if name == "begin":
-            return self._environment(self._raw())
-        raise _UnknownError
-
-    def _fence(self) -> tuple[Tree, ...]:
-        token = self._take()
-        if token == ".":
-            return ()
-        symbol = _SYMBOLS.get(token[1:]) if token.startswith("\\") else token
-        if symbol is None or symbol not in "()[]{}|‖⌊⌋⌈⌉⟨⟩/<>":
-            raise _UnknownError
-        return (("mo", symbol),)
-
-    def _environment(self, name: str) -> Tree:
-        if name not in _FENCES:
-            raise _UnknownError
-        if name == "array":
-            self._raw()  # the alignment of the columns
-        rows: list[list[Tree]] = [[]]
-        while True:
-            cell: list[Tree] = []
-            while (token := self._peek()) not in ("&", "\\\\", "\\end"):
-                if token is None:
-                    raise _UnknownError
-                if (item := self._with_scripts()) is not None:
-                    cell.append(item)
-            rows[-1].append(("mtd", *cell))
-            self._next += 1
-            if token == "\\\\":
-                rows.append([])
-            elif token == "\\end":
-                break
-        if self._raw() != name:
-            raise _UnknownError
-        rows = [row for row in rows if row != [("mtd",)]]
-        return _fenced(_FENCES[name], ("mtable", *(("mtr", *row) for row in rows)))
-
-    def _raw(self) -> str:
-        """The text of a group in braces, spaces included."""
-        self._take("{")
-        start = self._next
-        while self._next < len(self._tokens) and self._tokens[self._next][0] not in "{}$\\":
-            self._next += 1
-        text = "".join(self._tokens[start : self._next])
-        self._take("}")
-        return text
-
-
-def _fenced(fences: str, *items: Tree) -> Tree:
-    """A row between two fences; a space is none."""
-    left, right = ([("mo", fence)] if fence != " " else [] for fence in fences)
-    return ("mrow", *left, *items, *right)
-
-
-def _row(items: list[Tree]) -> Tree:
-    return items[0] if len(items) == 1 else ("mrow", *items)
