@@ -1,8 +1,11 @@
 """A complete experiment that runs in seconds: sorting two or three digits, a few steps of each phase."""
 
+from dataclasses import dataclass
+from typing import Any
+
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, ModelConfig, Optimizer, Sampling, Schedule, WarmStart
-from gspax.data import sort
+from gspax.data import Problem, sort
 from gspax.learner.objective import Objective, make_objective
 
 
@@ -39,6 +42,23 @@ experiment = Experiment(
     evaluation=Evaluation(problems=16),
     warm_start=WarmStart(demonstration=sort.half_wrong, steps=3, rows=16, optimizer=Optimizer(learning_rate=3e-3)),
 )
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """Problems some of which cannot be used for training."""
+
+    inner: Any
+    raising: tuple[int, ...] = ()
+    too_long: tuple[int, ...] = ()
+
+    def train(self, index):
+        if index in self.raising:
+            raise KeyError("answer")
+        return Problem(prompt="123456=", answer="") if index in self.too_long else self.inner.train(index)
+
+    def heldout(self, index):
+        return self.inner.heldout(index)
 
 
 def objective_of(variant: Experiment) -> Objective:

@@ -209,6 +209,23 @@ def test_problems_that_cannot_be_used_are_skipped_and_a_resumed_run_skips_the_sa
     assert record.read_rows(resumed.skipped) == rows
 
 
+@pytest.mark.slow
+def test_problems_are_skipped_with_slots_and_in_refills(tmp_path):
+    dirty = replace(experiment, data=Dirty(), warm_start=None)
+    dirty = replace(dirty, sampling=replace(dirty.sampling, slots=16, max_refills=2))
+    whole, resumed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "resumed")
+    training.train(dirty, whole.path)
+    steps = [row for row in timeless(whole) if "policy/loss" in row]
+    drawn, skipped = (sum(row[name] for row in steps) for name in ("sampling/prompts", "data/skipped"))
+    assert drawn > 32 + skipped, "some groups were replaced"
+    assert skipped == len(record.read_rows(whole.skipped)) >= 2
+    assert final_state(whole, experiment=dirty).position == drawn
+    shutil.copytree(whole.path, resumed.path)
+    shutil.rmtree(resumed.checkpoints / "4")
+    training.train(dirty, resumed.path)
+    assert_same_run(resumed, whole, experiment=dirty)
+
+
 def wait_for_checkpoint(checkpoints, step):
     """Saves end in the background."""
     deadline = time.monotonic() + 60

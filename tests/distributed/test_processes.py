@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 from published import published, random_params, save
-from small_experiment import experiment
+from small_experiment import Spoiled, experiment
 
 from gspax import config
 from gspax.commands import main
@@ -53,7 +53,12 @@ SMALL = replace(
     evaluation=config.Evaluation(problems=8, samples=4),
 )
 # One dense layer for the default tests, whose time is mostly compilation. The slow tests shard experts too.
-DENSE = replace(SMALL, model=replace(SMALL.model, num_hidden_layers=1, num_experts=0, intermediate_size=32))
+# Problems that cannot be used are read by the first process, by the second one, and for a refill.
+DENSE = replace(
+    SMALL,
+    model=replace(SMALL.model, num_hidden_layers=1, num_experts=0, intermediate_size=32),
+    data=Spoiled(SMALL.data, raising=(1, 12), too_long=(6,)),
+)
 SMALL_OVERRIDES = [
     *("warm_start=null", "schedule.steps=1", "schedule.eval_every=0", "schedule.checkpoint_every=0"),
     *("evaluation.problems=8", "evaluation.samples=4", "optimizer.learning_rate=1e-2", "optimizer.eps=1e-2"),
@@ -334,14 +339,16 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
     evaluated, alone = (record.read_rows(tmp_path / folder / "sort.jsonl") for folder in ("evaluated", "alone"))
     assert evaluated == alone and len(alone) == 44 and len({row["completion"] for row in alone}) > 10
     assert sorted(first["own"] + second["own"]) == list(range(32)) and len(first["own"]) % 4 == 0, "each its own groups"
-    assert metrics["sampling/prompts"] == 16 and 0 < metrics["sampling/groups_replaced"] < 8
+    assert (metrics["sampling/prompts"], metrics["data/skipped"]) == (19, 3) and 0 < metrics[
+        "sampling/groups_replaced"
+    ] < 8
     assert first["rows"] == second["rows"] == rows
     for each in (first["metrics"], second["metrics"]):
         assert_close_rows(each, metrics)
     with Checkpoints(tmp_path / "saved") as checkpoints:
         saved, _ = checkpoints.restore(abstract_state(DENSE.model, learner.optimizer, learner.mesh))
     assert_near(jax.device_get(saved.params), jax.device_get(state.params))
-    assert (int(saved.step), int(saved.position)) == (2, 16)
+    assert (int(saved.step), int(saved.position)) == (2, 19)
 
 
 def test_missing_or_different_hosts_are_reported_before_anything_is_written(start, tmp_path, monkeypatch, capsys):
@@ -383,7 +390,7 @@ def test_a_run_of_two_processes_equals_that_of_one(start, tmp_path):
 EVERYTHING = """
 from dataclasses import replace
 from functools import partial
-from small_experiment import experiment as small
+from small_experiment import experiment as small, Spoiled
 from gspax import config, losses
 from gspax.losses import kl
 from gspax.optimizers import adamw
@@ -454,12 +461,15 @@ def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages):
         overrides += ["sampling.chunk=1", "warm_start=null", "calibration=null", "reference=null", "routing_replay=off"]
         overrides += ["model.num_hidden_layers=1", "model.num_experts=0", "model.intermediate_size=32"]
         overrides += ["schedule.eval_every=0", "evaluation.problems=8", "evaluation.samples=4"]
-    placement = f"experiment = replace(experiment, placement=config.Placement(devices=2, {settings}))\n"
+    data = "Spoiled(small.data, raising=(1, 60), too_long=(6, 12))"
+    placement = f"experiment = replace(experiment, data={data}, placement=config.Placement(devices=2, {settings}))\n"
     file.write_text(EVERYTHING + placement)
     finished(start(1, 4, tmp_path / "one", *overrides, file=str(file)))
     finished(start(4, 1, tmp_path / "many", *overrides, "schedule.steps=2", file=str(file)))
     finished(start(2, 2, tmp_path / "many", *overrides, file=str(file)))
-    many, one = (record.read_metrics(RunDir(tmp_path / name).metrics) for name in ("many", "one"))
+    many, one = (RunDir(tmp_path / name) for name in ("many", "one"))
+    assert record.read_rows(many.skipped) == record.read_rows(one.skipped) != []
+    many, one = (record.read_metrics(run.metrics) for run in (many, one))
     many, one = ([row for row in rows if "policy/loss" in row] for rows in (many, one))
     assert [row["rollout/staleness"] for row in many] == [row["rollout/staleness"] for row in one]
     if ages is None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from small_experiment import experiment
+from small_experiment import Spoiled, experiment
 
 from gspax import config
 from gspax.config import Grading, Lora, PartialRollouts, Placement, Sampling
@@ -20,6 +20,7 @@ from gspax.loop.partial import next_partial
 from gspax.loop.step import grade
 from gspax.rewards.calls import RewardCalls
 from gspax.rollout.pool import FREE, choose_groups, new_pool
+from gspax.rollout.reading import Skipped
 from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.types import Rollout
@@ -47,6 +48,7 @@ PARTIAL = replace(
     evaluation=config.Evaluation(problems=8),
     placement=Placement(devices=4, staleness=2, partial=PartialRollouts(carried=CARRIED, ahead=2)),
 )
+SPOILED = Spoiled(Numbered(), raising=(7, 34), too_long=(32, 43))  # 32 ends a checkpoint's batch, 34 begins the next
 CLOCKS = ("time/", "cpu/", "perf/")
 
 
@@ -54,7 +56,7 @@ def step_on(learner, state, batch, *, renew):
     """The state after the updates of a rollout batch; each has parameters of its own if they are renewed."""
     params = jax.tree.map(lambda leaf: leaf * 1.3 if renew else leaf, state.params)
     step = state.step + learner.experiment.schedule.minibatches
-    return replace(state, params=params, step=step, position=state.position + len(batch.problems))
+    return replace(state, params=params, step=step, position=state.position + batch.taken)
 
 
 def draw_batches(learner, *, renew):
@@ -101,12 +103,13 @@ def whole(learner):
     return replace(learner, experiment=replace(learner.experiment, sampling=sampling, placement=Placement(devices=4)))
 
 
-def check_problems(batches, in_flight):
+def check_problems(batches, in_flight, skipped=()):
     """Every problem is in one batch, oldest first, and none is in flight at a checkpoint or at the end."""
-    seen = [problems_of(batch) for batch in batches]
-    assert sorted(itertools.chain(*seen)) == list(range(P * STEPS)) and all(each == sorted(each) for each in seen)
+    seen, wanted = [problems_of(batch) for batch in batches], [*range(P * STEPS + len(skipped))]
+    wanted = [index for index in wanted if index not in skipped]
+    assert sorted(itertools.chain(*seen)) == wanted and all(each == sorted(each) for each in seen)
     assert [len(each) for each in in_flight] == [P + CARRIED, P + CARRIED, P, 0, P, 0], "with those admitted ahead"
-    assert list(itertools.chain(*seen)) != list(range(P * STEPS)), "some groups were carried over"
+    assert list(itertools.chain(*seen)) != wanted, "some groups were carried over"
     for done, batch in enumerate(batches):
         assert batch.metrics["rollout/carried"] == (0 if done in (3, 5) else CARRIED)
 
@@ -115,13 +118,29 @@ def test_batches_have_the_samples_of_whole_ones_and_nothing_crosses_a_checkpoint
     """With unchanged parameters: pool, places and chunks decide when a sample is drawn, never what."""
     batches, in_flight, states = draw_batches(learner, renew=False)
     check_problems(batches, in_flight)
-    wanted = drawn_at_once(learner, states[0], P * STEPS)
+    check_completions(batches, drawn_at_once(learner, states[0], P * STEPS))
+
+
+def check_completions(batches, wanted):
+    """Each group has the completions that `drawn_at_once` gives for its problem."""
     for batch in batches:
         rows = completions(batch.rollout)
         for group, index in enumerate(problems_of(batch)):
             for got, want in zip(rows[group * G : (group + 1) * G], wanted[index], strict=True):
                 np.testing.assert_array_equal(got[0], want[0])
                 np.testing.assert_allclose(got[1], want[1], atol=1e-5)
+
+
+def test_problems_that_cannot_be_used_are_skipped_and_change_no_other_sample(learner, capsys):
+    spoiled = replace(learner, experiment=replace(PARTIAL, data=SPOILED), skipped=Skipped(0.01))
+    batches, in_flight, states = draw_batches(spoiled, renew=False)
+    bad = {*SPOILED.raising, *SPOILED.too_long}
+    check_problems(batches, in_flight, bad)
+    check_completions(batches, drawn_at_once(learner, states[0], P * (STEPS + 1)))
+    assert spoiled.skipped.reasons.keys() == bad
+    assert sum(batch.taken for batch in batches) == P * STEPS + len(bad)
+    resumed, _ = next_partial(replace(spoiled, skipped=Skipped(0.01)), states[4], None)
+    assert problems_of(resumed) == problems_of(batches[4]), "after the checkpoint"
 
 
 def test_parameters_are_renewed_between_chunks_and_tokens_have_the_version_that_drew_them(learner):
@@ -242,14 +261,18 @@ def test_settings_that_cannot_work_are_rejected(changes, wanted):
     "changes",
     [
         {"model": replace(PARTIAL.model, dtype="bfloat16"), "lora": Lora(rank=2)},
-        {"model": replace(experiment.model, sliding_window=3, sliding_layers=(0,)), "sampling": {"slots": 16}},
+        {
+            "model": replace(experiment.model, sliding_window=3, sliding_layers=(0,)),
+            "sampling": {"slots": 16},
+            "data": SPOILED,
+        },
         {"sampling": {"slots": 16, "kv_cache_dtype": "int8", "weights_dtype": "int8"}},
         {
             "placement": Placement(devices=4, staleness=1, partial=PartialRollouts(carried=2, ahead=0)),
             "sampling": {"group": 2},
         },
     ],
-    ids=["bfloat16 and LoRA", "experts, a window and slots", "8 bits", "groups on several devices, nothing ahead"],
+    ids=["bfloat16 and LoRA", "window, slots, unusable problems", "8 bits", "groups on several devices, nothing ahead"],
 )  # fmt: skip
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, changes):
     run = replace(PARTIAL, **{**changes, "sampling": replace(PARTIAL.sampling, **changes.get("sampling", {}))})
