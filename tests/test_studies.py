@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -136,6 +137,17 @@ def test_every_seed_and_the_paired_difference_are_in_the_table(common, fake, com
     assert "| slow | 0.595 [-5.69, 6.88] |  | 0.1, 1.09 | 25 % [25, 25] | 4 [4, 4] |" in page
     assert "| fast | 0.695 [-5.59, 6.98] | +0.1 [+0.1, +0.1] | 0.2, 1.19 | 25 % [25, 25] | 4 [4, 4] |" in page
     assert page.startswith("# A fake study\n\nQuestion.") and page.endswith("\n\nAnswer.\n")
+
+
+def test_an_arm_can_be_compared_with_another_than_the_first(common, fake, commands, tmp_path):
+    run(common, fake, tmp_path / "runs")
+    study, (slow, fast) = common.load_study("fake"), common.read_csv(fake / "results.csv")
+    third = replace(study.arms[1], name="third", against="fast")
+    group = [slow, fast, replace(fast, name="third")]
+    table = common.tabulate(replace(study, arms=(*study.arms, third)), group, common.common_tokens(group))
+    assert "| arm | reward | difference | each seed |" in table
+    assert "| third | 0.695 [-5.59, 6.98] | +0 [+0, +0] from fast |" in table
+    assert "| fast | 0.695 [-5.59, 6.98] | +0.1 [+0.1, +0.1] from slow |" in table
 
 
 def test_the_figure_and_the_table_come_from_the_csv_alone(common, fake, commands, tmp_path):

@@ -55,6 +55,7 @@ class Variant:
     name: str
     start: Start
     overrides: tuple[str, ...] = ()
+    against: str = ""  # the arm that it is compared with; empty: the first one of its start
 
 
 @dataclass(frozen=True)
@@ -288,19 +289,27 @@ def write_results(study: Study, folder: Path) -> None:
 def tabulate(study: Study, group: Sequence[Arm], tokens: float) -> str:
     """A Markdown table of one group: means with 95 % intervals over seeds, the primary measure's paired difference."""
     found = [contrast([measure.values(arm, tokens) for arm in group]) for measure in study.measures]
-    first = study.measures[0]
+    first, arms = study.measures[0], {arm.name: arm for arm in group}
     head = ["arm", *(measure.title for measure in study.measures)]
-    head[2:2] = [f"difference from {group[0].name}", "each seed"]
+    against = {arm.name: arm.against or group[0].name for arm in study.arms}
+    baselines = {against[arm.name] for arm in group}
+    head[2:2] = ["difference" + (f" from {group[0].name}" if len(baselines) == 1 else ""), "each seed"]
     lines = [head, ["---"] * len(head)]
     for i, arm in enumerate(group):
         entries = [column[i] for column in found]
         cells = [_estimate(measure, entry.mean) for measure, entry in zip(study.measures, entries, strict=True)]
-        lines.append([arm.name, cells[0], _difference(first, entries[0]), _seeds(first, entries[0]), *cells[1:]])
+        baseline = arms.get(against[arm.name], arm)
+        difference = "" if baseline is arm else _difference(first, baseline, arm, tokens)
+        if difference and len(baselines) > 1:
+            difference += f" from {baseline.name}"
+        lines.append([arm.name, cells[0], difference, _seeds(first, entries[0]), *cells[1:]])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"At {tokens:,.0f} response tokens; 95 % intervals over seeds.\n\n{table}"
 
 
-def _difference(measure: Measure, entry: Entry) -> str:
+def _difference(measure: Measure, first: Arm, second: Arm, tokens: float) -> str:
+    """Of the second arm from the first one."""
+    entry = contrast([measure.values(arm, tokens) for arm in (first, second)])[1]
     if entry.difference is None:
         return ""
     return _estimate(measure, entry.difference, "+") + ("" if entry.pairs else ", unpaired")
@@ -384,7 +393,7 @@ def draw_seeds(axes: Any, arms: Sequence[Arm], tokens: float, measure: Measure) 
             axes.errorbar([i + 0.2], [mean.mean], bounds, fmt="P", color=_colour(i), markersize=7, capsize=3)
     axes.set_xticks([])
     axes.margins(x=0.1)
-    style_axes(axes, measure.title, "", "each seed; mean, 95 % interval", legend=0)
+    style_axes(axes, f"{measure.title}, by seed", "", "mean, 95 % interval", legend=0)
 
 
 def draw_points(axes: Any, arms: Sequence[Arm], tokens: float, x: Measure, y: Measure, *, log: bool = False) -> None:

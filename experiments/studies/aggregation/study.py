@@ -14,7 +14,9 @@ from starts import ADDITION, GRPO, GSPO
 
 study = Study(
     arms=tuple(
-        Variant(f"{loss}, {name}", ADDITION, (*overrides, f"loss.aggregate=gspax.losses.{name}"))
+        Variant(
+            f"{loss}, {name}", ADDITION, (*overrides, f"loss.aggregate=gspax.losses.{name}"), f"{loss}, by_sequence"
+        )
         for loss, overrides in {"GSPO": GSPO, "GRPO": GRPO}.items()
         for name in ("by_sequence", "by_token", "by_constant")
     ),

@@ -22,7 +22,7 @@ PRECISIONS = {
 
 study = Study(
     arms=tuple(
-        Variant(f"{loss}, {precision}", ADDITION, (*losses, *overrides))
+        Variant(f"{loss}, {precision}", ADDITION, (*losses, *overrides), f"{loss}, recomputed")
         for loss, losses in {"GSPO": GSPO, "GRPO": GRPO}.items()
         for precision, overrides in PRECISIONS.items()
     ),
