@@ -1,7 +1,5 @@
 """SIGINT, SIGTERM, SIGHUP or a closed output end a run after a save; a second signal ends the process at once.
 
-The three signals have the same effect.
-
     with interrupt.listen(), interrupt.call_on_interrupt(save):
         for step in ...:
             ...  # long work calls `stop_point` where stopping loses nothing else
