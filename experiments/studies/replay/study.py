@@ -12,7 +12,9 @@ not, but on policy with as few rows per update collapses too (bed/README.md): th
 collapse would show that off-policy updates cause it; that nothing does would not show the opposite.
 """
 
-from common import Measure, Start, Study, Variant
+from functools import partial
+
+from common import Measure, Start, Study, Variant, draw_curve, draw_seeds
 from starts import GRPO, GSPO
 
 BED = Start(
@@ -25,6 +27,15 @@ LOSSES = {
     **{f"GRPO{name}": (*GRPO, *overrides) for name, overrides in REPLAY.items()},
     **{f"GSPO{name}": (*GSPO, *overrides) for name, overrides in REPLAY.items() if name != ", R3"},
 }
+REWARD = Measure("training reward", "reward/mean")
+CHANGED = Measure("expert choices changed", "routing/changed", over=1, percent=True)
+
+
+def panels(arms, tokens):
+    """The reward of every seed, its curve, and the changed expert choices."""
+    curves = [partial(draw_curve, arms=arms, tokens=tokens, measure=measure) for measure in (REWARD, CHANGED)]
+    return [partial(draw_seeds, arms=arms, tokens=tokens, measure=REWARD), *curves]
+
 
 study = Study(
     arms=(
@@ -36,13 +47,14 @@ study = Study(
         Variant("on policy", BED, (*GRPO, "schedule.minibatches=1")),
     ),
     measures=(
-        Measure("training reward", "reward/mean"),
+        REWARD,
         Measure("mean reward of the run", "reward/mean", over=1),
         Measure("steps in a collapse", "alarm/collapse", over=1, percent=True),
         Measure("entropy", "policy/entropy"),
-        Measure("expert choices changed", "routing/changed", over=1, percent=True),
+        CHANGED,
         Measure("gradient norm", "optim/grad_norm", over=1),
     ),
     seeds=(1, 2, 3, 4, 5),
     rows=tuple((*(f"{name}, {count} minibatches" for name in LOSSES), "on policy") for count in (16, 4)),
+    panels=panels,
 )
