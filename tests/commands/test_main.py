@@ -172,9 +172,7 @@ def test_an_interrupted_run_exits_with_the_signals_code(monkeypatch, capsys, sig
     from gspax.run.interrupt import Interrupted
 
     assert failing(monkeypatch, Interrupted(signum)) == code
-    assert capsys.readouterr().err == (
-        f"gspax: {signum.name}: the state is saved; the same command continues the run\n"
-    )
+    assert capsys.readouterr().err == (f"gspax: {signum.name}: completed steps are saved, the same command continues\n")
 
 
 def test_ctrl_c_outside_a_run_exits_130(monkeypatch):

@@ -526,7 +526,7 @@ def test_a_signal_to_one_host_ends_the_run_on_all_and_the_run_resumes(start, tmp
     wait_for_steps(run, 2, processes)
     processes[1].send_signal(signal.SIGTERM)
     for _, errors in finished(processes, 143):
-        assert "SIGTERM: the state is saved" in errors and "Traceback" not in errors
+        assert "SIGTERM: completed steps are saved" in errors and "Traceback" not in errors
     with Checkpoints(run.checkpoints) as checkpoints:
         done = checkpoints.latest()
     assert 2 <= done < 1000

@@ -35,7 +35,7 @@ POLL = 0.5  # seconds between two looks at the signals while futures are waited 
 class Interrupted(Exception):  # noqa: N818  (not an error)
     """A signal ends the run."""
 
-    def __init__(self, signum: int, state: str = "the state is saved; the same command continues the run") -> None:
+    def __init__(self, signum: int, state: str = "completed steps are saved, the same command continues") -> None:
         super().__init__(f"{signal.Signals(signum).name}: {state}")
         self.signum = signum
 
