@@ -60,15 +60,25 @@ def optimised():
         jax.config.update(name, before)
 
 
-def test_fast_compilation():
+def check_options(make):
     """A program compiles with the options, and its result is that of one without them."""
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
-    assert unstable.fast_compilation(mesh) == {}  # the tests' own choice stays
-    with advice(unstable.fast_compilation), optimised():
-        assert unstable.fast_compilation(None) == {}
-        options = unstable.fast_compilation(mesh)
+    assert make(mesh) == {}  # the tests' own choice stays
+    with optimised():
+        assert make(None) == {}
+        options = make(mesh)
         assert bool(options) == (jax.__version_info__[:2] == (0, 10))
         assert jax.jit(lambda x: x * 2 + 1, compiler_options=options)(3.0) == 7.0
+
+
+def test_light_compilation():
+    with advice(unstable.light_compilation):
+        check_options(unstable.light_compilation)
+
+
+def test_fast_compilation():
+    with advice(unstable.fast_compilation):
+        check_options(unstable.fast_compilation)
 
 
 def test_get_topology_desc():

@@ -72,7 +72,7 @@ def make_train_step(
     """
     update = _update(config, objective, optimizer, **options)
 
-    @partial(jax.jit, donate_argnums=0)
+    @partial(jax.jit, donate_argnums=0, compiler_options=unstable.light_compilation(options.get("mesh")))
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return update(state, batch, False)[:2]
 
@@ -106,7 +106,8 @@ def make_update(
     The metrics are float32 scalars: the objective's own, `loss`, `grad_norm` (before clipping), `skipped`, 0 or 1, and
     with experts that are sharded over devices `ring_fallbacks`, see `Scores`.
     """
-    return jax.jit(_update(config, objective, optimizer, **options), donate_argnums=0)
+    update = _update(config, objective, optimizer, **options)
+    return jax.jit(update, donate_argnums=0, compiler_options=unstable.light_compilation(options.get("mesh")))
 
 
 def _update(
@@ -249,7 +250,7 @@ def make_score(
     It takes the arrays that it reads, so one compiled program serves every minibatch, whatever else that holds.
     """
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=unstable.light_compilation(mesh))
     def score(
         params: Params,
         tokens_BT: Array,
