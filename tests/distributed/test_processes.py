@@ -387,6 +387,7 @@ def test_a_run_of_two_processes_equals_that_of_one(start, tmp_path):
     assert two.report.stat().st_size > 0
 
 
+EIGHT_BITS = ["sampling.kv_cache_dtype=int8", "sampling.weights_dtype=int8"]
 EVERYTHING = """
 from dataclasses import replace
 from functools import partial
@@ -446,17 +447,18 @@ def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("settings", "ages"),
+    ("settings", "ages", "drawn"),
     [
-        ("staleness=1", [0, 1, 0, 1]),
-        ("staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)", None),
+        ("staleness=1", [0, 1, 0, 1], []),
+        ("staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)", None, []),
+        ("staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)", None, EIGHT_BITS),
     ],
-    ids=["whole", "partial"],
+    ids=["whole", "partial", "partial, 8 bits"],
 )
-def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages):
+def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages, drawn):
     """Four processes, two of them for the sampler; then two, one of them; compared with one process of four devices."""
     file = tmp_path / "disaggregated.py"
-    overrides = ["schedule.checkpoint_every=2", "schedule.steps=4"]
+    overrides = ["schedule.checkpoint_every=2", "schedule.steps=4", *drawn]
     if ages is None:  # what has nothing to do with drawing is in the other run
         overrides += ["sampling.chunk=1", "warm_start=null", "calibration=null", "reference=null", "routing_replay=off"]
         overrides += ["model.num_hidden_layers=1", "model.num_experts=0", "model.intermediate_size=32"]
@@ -490,7 +492,7 @@ def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages):
         ["mesh.context=4", "mesh.data=1"],
         ["sampling.slots=8", "sampling.max_tokens=8"],
         ["sampling.prompts=2"],
-        ["sampling.kv_cache_dtype=int8", "sampling.weights_dtype=int8", "sampling.slots=16"],
+        [*EIGHT_BITS, "sampling.slots=16"],
     ],
     ids=" ".join,
 )

@@ -104,6 +104,21 @@ def test_experts_in_8_bits(run, name):
     assert np.abs(got - jax.jit(run)(x, expert, gate, *weights)).max() > 1e-3, "the rounding"
 
 
+def test_many_rows_multiply_converted_weights(monkeypatch):
+    """The scales of the rows, [S, F] and [S, D], would be gathered."""
+    x, expert, gate, *weights = draw("padding")
+    quantised, rounded = in_8_bits(weights)
+
+    def gathers() -> int:
+        return str(jax.make_jaxpr(partial(mixed))(x, expert, gate, *quantised)).count("= gather[")
+
+    few = gathers()
+    monkeypatch.setattr(module, "MANY_ROWS", 1)
+    assert gathers() == few - 3
+    got, want = (jax.jit(partial(mixed))(x, expert, gate, *w) for w in (quantised, rounded))
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
 @partial(jax.jit, static_argnums=0)
 def value_and_gradients(ffn, x, expert, gate, *weights):
     dy = jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype)

@@ -32,9 +32,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gspax.kernels.quantization import Weight, cast, is_quantized
+from gspax.kernels.quantization import Weight, cast, dequantise, is_quantized
 
 BLOCK = 40  # rows; larger blocks pad small batches more, and XLA:CPU multi-threads their products at a loss
+MANY_ROWS = 128  # per expert: `ragged` converts weights of 8 bits first, instead of scaling float32 results
 FEW_TILE, MOST_FEW = 8, 24  # rows of each expert in the batched product of `_few_forward`: multiples, and at most
 
 
@@ -330,7 +331,13 @@ def dot(subscripts, a, b):
 
 
 def _ragged_forward(x_SD, gate_S, experts, count_E, *, mixed=False):
-    """With `mixed`, the backend multiplies rows with matrices of 8 bits, which would be copied to be converted."""
+    """With `mixed`, the backend multiplies rows with matrices of 8 bits, which would be copied to be converted.
+
+    Many rows, as in prefill, are multiplied with the converted weights: float32 results and the scales of their rows
+    would be larger than the copies.
+    """
+    if x_SD.shape[0] >= MANY_ROWS * count_E.size:
+        experts = Experts(*(dequantise(w, x_SD.dtype, axis=1) for w in experts))
     # Rows after the last group are undefined and may not be finite: masked, but for the result, where none is read.
     row_S = jnp.arange(x_SD.shape[0], dtype=jnp.int32)
     used_S1 = (row_S < count_E.sum())[:, None]

@@ -60,6 +60,13 @@ def unpack(x: Weight, dtype: Any) -> tuple[Array, Array | None]:
     return (x.values.astype(dtype), x.scale) if isinstance(x, Quantized) else (x, None)
 
 
+def dequantise(weight: Weight, dtype: Any, axis: int) -> Array:
+    """The array that a weight with one scale along `axis` is about, in a dtype; or the array that it is."""
+    if not isinstance(weight, Quantized):
+        return weight.astype(dtype)
+    return (weight.values.astype(jnp.float32) * jnp.expand_dims(weight.scale, axis)).astype(dtype)
+
+
 def look_up(table: Weight, index: Array, dtype: Any) -> Array:
     """Rows of a table of vectors, in a dtype."""
     if not isinstance(table, Quantized):
