@@ -1,6 +1,7 @@
 """gspax beside google-tunix on three shapes, and drawing in all its cases, as the tables of speed.md.
 
-Runs `gspax bench` for each shape, unless its figures are in DIR already, and writes the tables.
+Runs `gspax bench` for each shape, unless its figures are in DIR already, and writes the tables. A run that failed, as
+for want of memory, is repeated by the same command; the figures that DIR has are kept.
 
 Run: python experiments/benchmarks/bench_against_tunix.py DIR --tunix PYTHON --commit COMMIT
 """
@@ -57,6 +58,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="of the JSON files")
     parser.add_argument("--tunix", required=True, metavar="PYTHON", help="an interpreter with google-tunix")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument(
+        "--rounds", default="2", metavar="N", help="of each shape; the second reads the compilation cache"
+    )
     parser.add_argument("--commit", required=True, help="what is measured")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +75,9 @@ def main() -> None:
     ]
     for name in options.shapes:
         path = options.folder / f"{name}.json"
-        lines += compared(name, read_or_run(path, *SHAPES[name], "--against", options.tunix))
+        lines += compared(
+            name, read_or_run(path, *SHAPES[name], "--against", options.tunix, "--rounds", options.rounds)
+        )
     lines += ["## Drawing alone", "", *drawn(read_or_run(options.folder / "drawing.json", "--parts", "drawing"))]
     (HERE / "speed.md").write_text("\n".join(lines).rstrip("\n") + "\n", encoding="utf-8")
 
