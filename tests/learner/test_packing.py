@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from small_experiment import experiment
 
 from gspax import config, losses, sharding
 from gspax.config import Calibration, Reference, Regularizers, RowShape, Sampling, Schedule, row_shape
@@ -16,7 +17,10 @@ from gspax.learner import adapters, metrics, minibatches, train_step
 from gspax.learner.objective import make_objective
 from gspax.learner.packing import Piece, first_fit_decreasing, pack, separate, share_prompts
 from gspax.learner.state import abstract_state, new_state
+from gspax.loop import training
 from gspax.losses import correction, kl
+from gspax.run import record
+from gspax.run.directory import RunDir
 from gspax.types import Rollout
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,), num_experts=4, vocab_size=24)
@@ -168,6 +172,7 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
     scored = replace(scored, batches=filled)
     state, found, scores = update(state, filled[0], on_policy)
     scored = scored.complete(scores)
+    found.pop("ring_fallbacks", None)  # where experts are sharded
     after = metrics.score_metrics(scored.batches, scored.entropies)
     summed = Reference(reward=lambda old, _, mask: jnp.where(mask, old, 0))
     sums = minibatches.reference_kl(summed, scored.batches, layouts)
@@ -276,3 +281,20 @@ def test_meshes(mesh, schedule):
     size = {"fsdp": 2, "expert and tensor": 4, "context": 2}[mesh]
     on_mesh = sharding.make_mesh(MESHES[mesh], jax.devices()[:size])
     compare(on_mesh, schedule, objective={"loss": losses.gspo_token})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replay", ["off", "sampler"])
+def test_a_run_with_shared_prompts_is_one_with_separate_rows(tmp_path, replay):
+    """Drawn samples, losses and gradients, over three steps; the experts' load is of fewer tokens."""
+    runs = {}
+    for name, packed in {"separate": {}, "shared": {"microbatch_tokens": 256, "share_prompts": True}}.items():
+        schedule = replace(experiment.schedule, steps=3, eval_every=0, **packed)
+        run = replace(experiment, routing_replay=replay, warm_start=None, schedule=schedule)
+        training.train(run, tmp_path / name)
+        rows = record.read_metrics(RunDir(tmp_path / name).metrics)
+        runs[name] = [row for row in rows if "policy/loss" in row]
+    for want, got in zip(runs["separate"], runs["shared"], strict=True):
+        assert got["learner/tokens"] < want["learner/tokens"]
+        for metric in ("reward/mean", "response/length_mean", "policy/loss", "policy/entropy", "optim/grad_norm"):
+            np.testing.assert_allclose(got[metric], want[metric], rtol=1e-4, atol=5e-6, err_msg=metric)
