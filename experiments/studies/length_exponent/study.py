@@ -34,6 +34,5 @@ study = Study(
         Measure("training reward", "reward/mean"),
         Measure("mean reward of the run", "reward/mean", over=1),
         Measure("sequences clipped", "policy/clip_fraction_sequences", over=1, percent=True),
-        Measure("KL of a batch", "policy/kl", over=1),
     ),
 )
