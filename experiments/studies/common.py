@@ -405,7 +405,7 @@ def draw_points(axes: Any, arms: Sequence[Arm], tokens: float, x: Measure, y: Me
             axes.plot([np.mean(x_N)], [np.mean(y_N)], "P", color=_colour(i), markersize=9)
     if log:
         axes.set_xscale("log")
-    style_axes(axes, f"{y.title} against {x.title}", x.title, y.title, legend=0)
+    style_axes(axes, f"against {x.title}", x.title, y.title, legend=0)
 
 
 def _colour(i: int) -> str:
