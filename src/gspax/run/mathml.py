@@ -94,6 +94,8 @@ def _take(element: Element, level: int = 0) -> Tree:
         return ("mrow", {"class": "boxed"}, *(_take(each, level + 1) for each in element))
     if tag not in _TAGS or re.match(r"\\.", text) or len(element) != _CHILDREN.get(tag, len(element)):
         raise ValueError(f"{tag} {text}")
+    if element.text in ("}", "&"):  # stray ones; those that TeX draws are entities here
+        raise ValueError(text)
     if tag == "mspace":
         width = _THIN.get(attributes["width"], attributes["width"])
         if not _SPACE.fullmatch(width):
