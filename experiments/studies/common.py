@@ -340,17 +340,17 @@ def write_figure(study: Study, groups: list[list[Arm]], tokens: list[float], pat
 
     arms = {arm.name: (arm, limit) for group, limit in zip(groups, tokens, strict=True) for arm in group}
     named = study.rows or [[arm.name for arm in group] for group in groups]
-    rows = [[arms[name] for name in names if name in arms] for names in named]
+    rows = [row for names in named if (row := [arms[name] for name in names if name in arms])]
     panels = study.panels or partial(draw_all, study.measures)
-    draws = [panels([arm for arm, _ in row], min(limit for _, limit in row)) for row in rows if row]
+    draws = [panels([arm for arm, _ in row], min(limit for _, limit in row)) for row in rows]
     columns = max(map(len, draws))
     columns = columns if columns <= 4 else 3
     lines = [-(-len(each) // columns) for each in draws]  # of panels in each row
     figure = Figure(figsize=(4 * columns, sum(3 * count + 0.6 for count in lines)), layout="constrained")
     parts = figure.subfigures(len(draws), 1, squeeze=False, height_ratios=[count + 0.2 for count in lines])[:, 0]
-    for part, row, each in zip(parts, [row for row in rows if row], draws, strict=True):
+    for part, row, each, count in zip(parts, rows, draws, lines, strict=True):
         for number, draw in enumerate(each):
-            axes = part.add_subplot(-(-len(each) // columns), columns, number + 1)
+            axes = part.add_subplot(count, columns, number + 1)
             draw(axes)
             if axes.get_legend():
                 axes.get_legend().remove()

@@ -193,8 +193,7 @@ def score_minibatches(
     entropies: list[Array | None] = [None] * len(filled)
     for index in which:
         batch = filled[index]
-        given = batch.tokens_BT, batch.segment_BT, batch.mask_BT, batch.expert_BLTA, batch.prefix_BT
-        found = _complete(score(params, *given))
+        found = _score(score, params, batch, batch.expert_BLTA)
         expert_BLTA = batch.expert_BLTA if found.expert_BLTA is None else found.expert_BLTA
         entropies[index] = found.entropy_BT
         filled[index] = replace(
@@ -202,14 +201,13 @@ def score_minibatches(
         )
     if reference is not None:  # it routes by itself
         for index, batch in enumerate(filled):
-            given = batch.tokens_BT, batch.segment_BT, batch.mask_BT, None, batch.prefix_BT
-            found = _complete(score(reference, *given))
-            filled[index] = replace(batch, ref_logp_BT=found.logp_BT)
+            filled[index] = replace(batch, ref_logp_BT=_score(score, reference, batch, None).logp_BT)
     return Scored(filled, entropies, on_policy=which.start == 1)
 
 
-def _complete(found: Scores) -> Scores:
-    """Wait for scores: dispatched ahead, they would leave no moment to stop between two minibatches."""
+def _score(score: Score, params: Params, batch: Batch, expert_BLTA: Array | None) -> Scores:
+    """The scores once they are complete: dispatched ahead, they would leave no moment to stop between minibatches."""
+    found = score(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, expert_BLTA, batch.prefix_BT)
     jax.block_until_ready(found)
     interrupt.stop_point()
     return found
