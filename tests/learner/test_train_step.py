@@ -322,6 +322,19 @@ def test_some_rows_show_the_experts_that_are_chosen(shards):
     np.testing.assert_array_equal(found, direct(params, data)[2][:, jnp.array(rows)])
 
 
+def test_a_loss_can_depend_on_the_number_of_updates_before():
+    @losses.has_traits(losses.Traits(updates=True))
+    def from_the_second_on(*rows, updates=0):
+        terms = losses.importance_sampling(*rows)
+        return terms._replace(value=terms.value * (updates >= 1))
+
+    update = make_step(from_the_second_on, SGD)
+    state, first = update(fresh(), batch())
+    _, second = update(state, batch())
+    assert first["loss"] == first["grad_norm"] == 0
+    assert second["loss"] != 0 and second["grad_norm"] > 0
+
+
 def test_first_update_of_a_rollout_batch_has_ratio_one():
     data = batch()
     data = replace(data, old_logp_BT=score(4)(tiny.params(CONFIG), data.tokens_BT, data.segment_BT, data.mask_BT)[0])

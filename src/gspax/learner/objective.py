@@ -21,7 +21,7 @@ from gspax.losses.correction import weight_metrics
 from gspax.losses.kl import add_penalty
 from gspax.losses.regularizers import entropy_bonus, load_balance, router_z
 from gspax.losses.router_shift import log_factor
-from gspax.losses.traits import aggregate_of
+from gspax.losses.traits import aggregate_of, traits_of
 from gspax.model.moe import Routing
 from gspax.types import Array, Batch
 
@@ -43,6 +43,7 @@ class UpdateConstants(NamedTuple):
 
     clip_range: Array  # float32 [2]: `TrainState.clip_range`
     load_LE: Array | None  # float32 [L, E]  each expert's share of the response tokens' choices, 1 if balanced
+    updates: Array | int = 0  # int32: `TrainState.step`, for losses that take it
 
 
 Objective = Callable[[Outputs, Batch, UpdateConstants], losses.Terms]
@@ -62,7 +63,7 @@ def make_objective(
 
     With `calibration` the clip range is `constants.clip_range`, and the metrics of `range_metrics` are added.
     """
-    aggregate = aggregate_of(loss)
+    aggregate, takes_updates = aggregate_of(loss), traits_of(loss).updates
 
     def objective(outputs: Outputs, batch: Batch, constants: UpdateConstants) -> losses.Terms:
         old_logp_BT, packed = batch.old_logp_BT, segments(batch)
@@ -72,6 +73,8 @@ def make_objective(
         rows = outputs.logp_BT, old_logp_BT, batch.advantage, batch.mask_BT
         weight = correction_weight(correction, rejection, outputs.logp_BT, batch)
         options: dict[str, Any] = {} if weight is None else {"correction": weight}
+        if takes_updates:
+            options["updates"] = constants.updates
         if calibration is not None:
             options |= {"clip_low": constants.clip_range[0], "clip_high": constants.clip_range[1]}
         terms = loss(*rows, **packed, **options)

@@ -217,7 +217,7 @@ def make_gradient(
         return run_microbatches(of_part, batch, microbatch_rows // replicas, count)
 
     def gradient(state: TrainState, batch: Batch, on_policy: Any) -> tuple[Params, losses.Terms, Scores]:
-        constants = UpdateConstants(state.clip_range, _response_load(batch, config.num_experts))
+        constants = UpdateConstants(state.clip_range, _response_load(batch, config.num_experts), state.step)
         count = count_held(batch.segment_BT, microbatch_rows) if packed and not worst_case else None
         shared = state.params, constants, on_policy, count
         (grads, counts), (terms, scores) = sum_over_replicas(local, batch, *shared, mesh=mesh)
