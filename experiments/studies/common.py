@@ -94,6 +94,8 @@ class Study:
     rows: tuple[tuple[str, ...], ...] = ()  # of the figure: names of arms; empty: a row for each start
     panels: Callable[[Sequence[Arm], float], list[Draw]] | None = None  # of a row, from its arms and the tokens; None:
     # every seed of the primary measure, and the curve of each measure
+    columns: tuple[Measure, ...] = ()  # of results.csv besides the measures, for panels: the table does not have them
+    probe: Callable[[Path], dict[str, float]] | None = None  # further metrics of a finished run, from its folder
 
 
 @dataclass(frozen=True)
@@ -222,15 +224,16 @@ def collect(study: Study, folder: Path) -> list[Arm]:
         runs = tuple(run for job in done for run in read_arm(variant.name, job.folder).runs)
         for job, run in zip(done, runs, strict=True):
             record, last = json.loads((job.folder / "finished.json").read_text()), len(run.tokens) - 1
-            run.series.update({name: ([last], [record[name]]) for name in COSTS})
+            values = {name: record[name] for name in COSTS} | (study.probe(job.folder) if study.probe else {})
+            run.series.update({name: ([last], [value]) for name, value in values.items()})
         if runs:
             arms.append(Arm(variant.name, runs))
     return arms
 
 
 def write_csv(study: Study, arms: Sequence[Arm], path: Path) -> None:
-    """A line for each arm, seed and step, with the metrics of the measures."""
-    metrics = list(dict.fromkeys(measure.metric for measure in study.measures))
+    """A line for each arm, seed and step, with the metrics of the measures and columns."""
+    metrics = list(dict.fromkeys(measure.metric for measure in (*study.measures, *study.columns)))
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("arm", "seed", "step", "tokens", *metrics))
