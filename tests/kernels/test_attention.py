@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import Mesh
 from tiny import equations
 
-from gspax.kernels import attention, attention_splash
+from gspax.kernels import attention, attention_blocks, attention_splash
 from gspax.kernels.attention import (
     RowSharding,
+    block_attention,
     chunked_attention,
     cudnn_kernel,
     row_attention,
@@ -173,6 +174,52 @@ def test_continued_segments_equal_those_of_xla(attend, T, dtype, sharding):
     same(value_and_gradients(attend, arrays, weight, segment_BT, **how), wanted, dtype)
 
 
+def on_tokens(attend, arrays, weight, segment_BT, **how):
+    """`value_and_gradients` of what is not padding."""
+    weight = jnp.where(segment_BT[:, :, None, None] > 0, weight, 0)
+    context, *grads = value_and_gradients(attend, arrays, weight, segment_BT, **how)
+    return jnp.where(segment_BT[:, :, None, None] > 0, context, 0), *grads
+
+
+@pytest.mark.parametrize(
+    ("T", "dtype", "shared", "how"),
+    [
+        pytest.param(21, jnp.float32, False, {"windows": WINDOWS}, id="a window, the last block is short"),
+        pytest.param(48, jnp.float32, True, {}, id="shared prompts"),
+        pytest.param(48, jnp.float32, True, {"sharding": "rows, time and heads"}, id="shared prompts, a mesh"),
+        pytest.param(40, jnp.float32, False, {"sharding": "time"}, id="time", marks=pytest.mark.slow),
+        pytest.param(48, jnp.bfloat16, True, {}, id="bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_equal_xla(T, dtype, shared, how, monkeypatch):
+    monkeypatch.setattr(attention_blocks, "BLOCK", 8)
+    arrays, weight, segment_BT = rows(T=T, dtype=dtype)
+    how = how | {"sharding": MESHES[how["sharding"]]} if "sharding" in how else how
+    if shared:
+        segment_BT, prefix_BT = branches(T)
+        how = how | {"prefix_BT": prefix_BT}
+    wanted = on_tokens(XLA, arrays, weight, segment_BT, **{**how, "sharding": None})
+    same(on_tokens(block_attention, arrays, weight, segment_BT, **how), wanted, dtype)
+
+
+def test_masked_blocks_are_not_read(monkeypatch):
+    """Those of another response, of the future, and of padding, forward and backward."""
+    monkeypatch.setattr(attention_blocks, "BLOCK", 8)
+    arrays, weight, _ = rows(B=1, T=48)
+    segment_BT = jnp.repeat(jnp.array([[1, 2, 3, 3, 4, 0]]), 8, axis=1)
+    block_BT = jnp.arange(48)[None] // 8
+    read_BT = (block_BT == 0) | (block_BT == 2)  # by the queries of block 2, the only ones with a weight
+    arrays = [jnp.where(read_BT[:, :, None, None], x, jnp.nan) for x in arrays]
+
+    def total(q, k, v):
+        context = block_attention(q, k, v, segment_BT, 0, prefix_BT=jnp.where(segment_BT == 3, 1, 0))
+        return (context * weight).sum(where=(block_BT == 2)[:, :, None, None])
+
+    value, dq = jax.jit(jax.value_and_grad(total))(*arrays)
+    assert np.isfinite(value) and np.isfinite(dq[:, 16:24]).all()
+    assert (block_attention(*arrays, segment_BT, 0)[:, 40:] == 0).all(), "padding"
+
+
 def test_a_window_and_a_continued_segment_are_rejected():
     arrays, _, segment_BT = rows()
     with pytest.raises(ValueError, match="prefix_BT: wanted None in a model with sliding windows"):
@@ -219,7 +266,7 @@ def test_splash_on_a_mesh_equals_one_device(sharding):
     same(value_and_gradients(SPLASH, *case, windows=(20, 2**30), sharding=sharding), wanted)
 
 
-@pytest.mark.parametrize("attend", [XLA, CUDNN, pytest.param(SPLASH, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attend", [XLA, CUDNN, block_attention, pytest.param(SPLASH, marks=pytest.mark.slow)])
 def test_padding_is_finite_and_never_attended_to(attend):
     (q, k, v), weight, segment_BT = rows()
     valid_BT11 = (segment_BT > 0)[:, :, None, None]
@@ -252,23 +299,26 @@ def test_scores_of_long_rows_stay_within_the_budget(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "H", "wanted"),
+    ("platform", "dtype", "T", "H", "wanted"),
     [
-        ("tpu", jnp.float32, 8, "splash"),
-        ("gpu", jnp.bfloat16, 64, cudnn_kernel),
-        ("gpu", jnp.float32, 64, xla_kernel),
-        ("gpu", jnp.bfloat16, 192, xla_kernel),
-        ("gpu", jnp.bfloat16, 12, xla_kernel),
-        ("cpu", jnp.bfloat16, 64, xla_kernel),
+        ("tpu", jnp.float32, 21, 8, "splash"),
+        ("gpu", jnp.bfloat16, 21, 64, cudnn_kernel),
+        ("gpu", jnp.float32, 128, 64, xla_kernel),
+        ("gpu", jnp.bfloat16, 21, 192, xla_kernel),
+        ("gpu", jnp.bfloat16, 21, 12, xla_kernel),
+        ("cpu", jnp.bfloat16, 127, 64, xla_kernel),
+        ("cpu", jnp.bfloat16, 128, 64, "blocks"),
     ],
 )
-def test_the_platform_of_the_mesh_selects_the_implementation(platform, dtype, H, wanted, monkeypatch):
+def test_the_platform_of_the_mesh_selects_the_implementation(platform, dtype, T, H, wanted, monkeypatch):
     monkeypatch.setattr(attention, "splash_attention", lambda *args, **kwargs: "splash")
+    monkeypatch.setattr(attention, "block_attention", lambda *args, **kwargs: "blocks")
     monkeypatch.setattr(attention, "chunked_attention", lambda *args, kernel, **kwargs: kernel)
-    (q, k, v), _, segment_BT = rows(H=H, dtype=dtype)
+    (q, k, v), _, segment_BT = rows(T=T, H=H, dtype=dtype)
     sharding = RowSharding(SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)])), None, None, None)
     assert attention.row_attention(q, k, v, segment_BT, 0, sharding=sharding) == wanted
-    assert attention.row_attention(q, k, v, segment_BT, 0) == xla_kernel, "without a mesh: the default backend"
+    if platform == "cpu":
+        assert attention.row_attention(q, k, v, segment_BT, 0) == wanted, "without a mesh: the default backend"
 
 
 @pytest.mark.parametrize(

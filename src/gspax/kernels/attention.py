@@ -4,11 +4,12 @@ A token attends to itself and to earlier tokens within its segment and its layer
 own continues, if there is one. Padding is a segment like any other (0), so every query has a key: the results at
 padding are finite, and no other token attends to them.
 
-There are three implementations. The devices that the program is for (those of the mesh, which need not belong to this
+There are four implementations. The devices that the program is for (those of the mesh, which need not belong to this
 host) decide between them:
 
 - `attention_splash.py` on TPU;
 - cuDNN on GPU, for bfloat16 and float16 and the head sizes that it supports;
+- `attention_blocks.py` on CPU, for rows that are not short;
 - plain XLA elsewhere.
 
 The last two process long rows in chunks of queries and recompute a chunk's scores in the backward pass, so that at most
@@ -34,9 +35,12 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from gspax.config import SCORE_BUDGET
-from gspax.kernels import attention_splash
+from gspax.kernels import attention_blocks, attention_splash
+from gspax.kernels.online_softmax import MASKED
 
-MASKED = -1e30  # finite: a fully masked row gives a harmless mean instead of NaN
+LONG = (
+    128  # positions of a row from which `attention_blocks` is used on CPU; it is faster below too, but compiles longer
+)
 
 Axes = str | tuple[str, ...] | None
 # (q [B, C, N, H], k [B, S, K, H], v [B, S, K, H], visible [B, C, S]) -> context [B, C, N, H]
@@ -98,10 +102,13 @@ def row_attention(
     if windows and prefix_BT is not None:
         raise ValueError("prefix_BT: wanted None in a model with sliding windows")
     platform = jax.default_backend() if sharding is None else sharding.mesh.devices.flat[0].platform
+    attend: Callable[..., Array]
     if platform == "tpu":
         attend = splash_attention
     elif platform == "gpu" and cudnn_supports(q_BTNH):
         attend = partial(chunked_attention, kernel=cudnn_kernel)
+    elif platform == "cpu" and q_BTNH.shape[1] >= LONG:
+        attend = block_attention
     else:
         attend = partial(chunked_attention, kernel=xla_kernel)
     options = {"windows": windows, "prefix_BT": prefix_BT, "sharding": sharding}
@@ -138,9 +145,24 @@ def chunked_attention(
     q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), prefix_BT=None, sharding=None, kernel: Kernel
 ) -> Array:
     """`row_attention` by a kernel that takes a mask, in chunks of queries."""
-    window = jnp.asarray(windows, jnp.int32)[layer] if windows else jnp.int32(q_BTNH.shape[1])
     arrays = (q_BTNH, k_BTKH, v_BTKH, segment_BT, prefix_BT)
+    window = _window(windows, layer, q_BTNH.shape[1])
     return _on_mesh(partial(_in_chunks, kernel), sharding, window, PartitionSpec(), arrays)
+
+
+def block_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), prefix_BT=None, sharding=None) -> Array:
+    """`row_attention` without the blocks of scores that are masked."""
+
+    def local(window: Array, shard: Shard) -> Array:
+        return attention_blocks.attend(**shard._asdict(), window=window)
+
+    arrays = (q_BTNH, k_BTKH, v_BTKH, segment_BT, prefix_BT)
+    return _on_mesh(local, sharding, _window(windows, layer, q_BTNH.shape[1]), PartitionSpec(), arrays)
+
+
+def _window(windows: tuple[int, ...], layer: Array | int, T: int) -> Array:
+    """The layer's; without one, the whole row."""
+    return jnp.asarray(windows, jnp.int32)[layer] if windows else jnp.int32(T)
 
 
 def _on_mesh(local: Callable[[Any, Shard], Array], sharding: RowSharding | None, constants, constants_spec, arrays):

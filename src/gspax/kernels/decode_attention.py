@@ -14,20 +14,18 @@ Axes: B rows with one query each, X rows of the cache, N query heads, K key head
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from gspax import unstable
-from gspax.kernels.attention import MASKED
 from gspax.kernels.expert_ffn import vary_alike
-from gspax.kernels.quantization import Quantized, Weight, is_quantized, unpack
+from gspax.kernels.online_softmax import OnlineSoftmax
+from gspax.kernels.quantization import Quantized, Weight, is_quantized
 
 KERNEL = "decode_attention"  # its name in compiled programs
 KERNEL_BLOCK = 512  # positions; of 4 key heads of 128 bfloat16 numbers, 0.5 MB each of keys and values
-TINY = 1e-30  # the sum of no weights
 
 
 def decode_attention(
@@ -94,40 +92,6 @@ def fetched_positions(T: int, stop: int, start: int = 0) -> int:
     block = min(KERNEL_BLOCK, T)
     last = max(stop - 1, 0) // block
     return (last - min(start // block, last) + 1) * block
-
-
-class _Running(NamedTuple):
-    """The online softmax after some blocks, of all rows or (in the kernel, without the axis B) of one."""
-
-    top_BKR1: Array
-    sum_BKR1: Array
-    context_BKRH: Array
-
-    @staticmethod
-    def begin(q_BKRH: Array) -> _Running:
-        zero_BKRH = jnp.zeros_like(q_BKRH, jnp.float32)
-        return _Running(zero_BKRH[..., :1] + MASKED, zero_BKRH[..., :1], zero_BKRH)
-
-    def add(self, q_BKRH: Array, k_BKSH: Weight, v_BKSH: Weight, live_B11S: Array) -> _Running:
-        """After one more block, of S positions."""
-        (k_BKSH, k_BKS), (v_BKSH, v_BKS) = (unpack(x, q_BKRH.dtype) for x in (k_BKSH, v_BKSH))
-        score_BKRS = jnp.einsum("...rh,...sh->...rs", q_BKRH, k_BKSH, preferred_element_type=jnp.float32)
-        score_BKRS = score_BKRS if k_BKS is None else score_BKRS * k_BKS[..., None, :]
-        score_BKRS = jnp.where(live_B11S, score_BKRS * q_BKRH.shape[-1] ** -0.5, MASKED)
-        top_BKR1 = jnp.maximum(self.top_BKR1, score_BKRS.max(axis=-1, keepdims=True))
-        weight_BKRS = jnp.where(live_B11S, jnp.exp(score_BKRS - top_BKR1), 0.0)
-        shrink_BKR1 = jnp.exp(self.top_BKR1 - top_BKR1)
-        scaled_BKRS = weight_BKRS if v_BKS is None else weight_BKRS * v_BKS[..., None, :]
-        part_BKRH = jnp.einsum(
-            "...rs,...sh->...rh", scaled_BKRS.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
-        )
-        sum_BKR1 = self.sum_BKR1 * shrink_BKR1 + weight_BKRS.sum(axis=-1, keepdims=True)
-        return _Running(top_BKR1, sum_BKR1, self.context_BKRH * shrink_BKR1 + part_BKRH)
-
-    def result(self) -> tuple[Array, Array]:
-        """The context, and the log-sum-exp with a last axis of 1."""
-        sum_BKR1 = jnp.maximum(self.sum_BKR1, TINY)
-        return self.context_BKRH / sum_BKR1, self.top_BKR1 + jnp.log(sum_BKR1)
 
 
 def _call_kernel(
@@ -204,7 +168,7 @@ def _kernel(row_B, start_B, stop_B, *refs, block, T):
 
     @pl.when(i == 0)
     def _():
-        write(_Running.begin(q_ref[...]))
+        write(OnlineSoftmax.begin(q_ref[...]))
 
     @pl.when((i * block < stop) & ((i + 1) * block > start))
     def _():
@@ -213,8 +177,8 @@ def _kernel(row_B, start_B, stop_B, *refs, block, T):
         k_KSH, v_KSH = k_ref[...], read(v_ref, 1)
         if scale_refs:
             k_KSH, v_KSH = Quantized(k_KSH, scale_refs[0][...]), Quantized(v_KSH, read(scale_refs[1], 1))
-        write(_Running(*(ref[...] for ref in running_refs)).add(q_ref[...], k_KSH, v_KSH, live_11S))
+        write(OnlineSoftmax(*(ref[...] for ref in running_refs)).add(q_ref[...], k_KSH, v_KSH, live_11S))
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _():
-        context_ref[...], logsumexp_ref[...] = _Running(*(ref[...] for ref in running_refs)).result()
+        context_ref[...], logsumexp_ref[...] = OnlineSoftmax(*(ref[...] for ref in running_refs)).result()

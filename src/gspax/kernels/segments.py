@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gspax.kernels.attention import MASKED
 from gspax.kernels.decode_attention import merge
+from gspax.kernels.online_softmax import MASKED
 from gspax.kernels.quantization import Quantized, Weight, is_quantized, unpack
 
 SEGMENT = 64  # positions

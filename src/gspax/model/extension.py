@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gspax.config import ModelConfig, layer_windows
-from gspax.kernels.attention import MASKED
 from gspax.kernels.decode_attention import merge
+from gspax.kernels.online_softmax import MASKED
 from gspax.model.attention import Attend
 from gspax.model.decoding import (
     Cache,
