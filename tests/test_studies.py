@@ -168,6 +168,23 @@ def test_the_figure_and_the_table_come_from_the_csv_alone(common, fake, commands
     assert "0.2, 1.32" in (fake / "README.md").read_text()
 
 
+def test_columns_and_probed_values_are_in_the_csv_but_not_in_the_table(common, fake, commands, tmp_path):
+    run(common, fake, tmp_path / "runs")
+    speed = common.Measure("speed", "perf/tokens_per_second")
+    folders = common.Measure("folder", "run/seed", over=0)
+
+    def probe(folder):
+        return {"run/seed": float(folder.name)}
+
+    study = replace(common.load_study("fake"), columns=(speed, folders), probe=probe)
+    common.write_csv(study, common.collect(study, tmp_path / "runs"), fake / "results.csv")
+    slow, fast = common.read_csv(fake / "results.csv")
+    tokens = common.common_tokens([slow, fast])
+    assert speed.values(slow, tokens) == {0: 50.0, 1: 51.0}
+    assert folders.values(fast, tokens) == {0: 0.0, 1: 1.0}
+    assert "speed" not in common.tabulate(study, [slow, fast], tokens)
+
+
 def test_a_study_without_results_has_no_figure(common, fake):
     with pytest.raises(UserError, match="has not been run"):
         common.write_results(common.load_study("fake"), fake)
