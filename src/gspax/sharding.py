@@ -294,12 +294,8 @@ def mesh_axes(axis: str) -> tuple[str, ...]:
 
 
 def replica_axes(mesh: jax.sharding.Mesh | None) -> tuple[str, ...]:
-    """The mesh axes of two devices or more over which rows are sharded and every parameter is replicated.
-
-    None if `tensor` is used: within a `shard_map` XLA's partitioner aborts at a look-up in a table that is sharded over
-    the vocabulary (jaxlib 0.10.2).
-    """
-    if mesh is None or mesh.shape["tensor"] > 1:
+    """The mesh axes of two devices or more over which rows are sharded and every parameter is replicated."""
+    if mesh is None:
         return ()
     sharded = {axis for logical in PARAMETER_AXES for axis in mesh_axes(logical)}
     return tuple(axis for axis in mesh_axes("batch") if mesh.shape[axis] > 1 and axis not in sharded)

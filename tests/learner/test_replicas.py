@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import pytest
 import tiny
 
 from gspax import config, losses, sharding
@@ -42,8 +43,14 @@ def compile_update(mesh):
     return step.lower(state, batch).compile().as_text(), device_bytes(state.params)
 
 
-def test_slices_exchange_the_gradient_once_per_update():
-    axes = Mesh(slice=2, fsdp=2, expert=2)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param(Mesh(slice=2, fsdp=2, expert=2), id="expert"),
+        pytest.param(Mesh(slice=2, fsdp=2, tensor=2), id="tensor"),
+    ],
+)
+def test_slices_exchange_the_gradient_once_per_update(axes):
     text, gradient = compile_update(sharding.make_mesh(axes, jax.devices()[:8]))
     sent = hlo.collectives(hlo.parse(text), sharding.resolve_axes(axes, 8), unknown_trips=1)
     across = {(each.kind, each.axes): bytes_ for each, bytes_ in sent.items() if "slice" in each.axes}
@@ -59,5 +66,5 @@ def test_axes_of_replicas():
     assert of(slice=2, data=2, fsdp=2) == ("slice", "data")
     assert of(slice=2, fsdp=2, expert=2) == ("slice",)
     assert of(fsdp=2, expert=2, context=2) == ()
-    assert of(slice=2, fsdp=2, tensor=2) == ()
+    assert of(slice=2, fsdp=2, tensor=2) == ("slice",)
     assert sharding.replica_axes(None) == ()

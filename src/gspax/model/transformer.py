@@ -20,7 +20,7 @@ from gspax.model.attention import Attend, Attention, attend_within_segments
 from gspax.model.layers import DenseMlp, RMSNorm, init_weight, rotary_angles
 from gspax.model.low_rank import dense
 from gspax.model.moe import Routing, SparseMlp
-from gspax.sharding import constrain_tokens
+from gspax.sharding import constrain, constrain_tokens
 from gspax.types import Array, Params
 
 LAYER_INPUT = "layer_input"  # checkpoint name of the residual stream before a layer, for `remat="offload"`
@@ -83,7 +83,7 @@ class Transformer(nnx.Module):
         config = self.config
         angles = rotary_angles(position_BT, config)
         shared = LayerInputs(angles, valid_BT, attend, mesh)
-        x_BTD = constrain_tokens(self.embedding[tokens_BT].astype(config.dtype), mesh)
+        x_BTD = constrain_tokens(_table(self.embedding.get_value(), mesh)[tokens_BT].astype(config.dtype), mesh)
         routings, first, first_sparse = [], 0, 0
         for (sparse, count), run in zip(layer_runs(config), self.runs, strict=True):
             graph, layers = nnx.split(run)
@@ -103,6 +103,17 @@ class Transformer(nnx.Module):
             first, first_sparse = first + count, first_sparse + count * sparse
             routings += [routing] if sparse else []
         return self.norm(x_BTD), _concatenate_routings(routings, tokens_BT.shape, config)
+
+
+def _table(table_VD: Array, mesh: jax.sharding.Mesh | None) -> Array:
+    """The embeddings to look up tokens in.
+
+    Within a `shard_map` over replicas XLA's partitioner aborts at a look-up in a table that is sharded over the
+    vocabulary and over the model dimension (jaxlib 0.10.2), so the model dimension is gathered first.
+    """
+    if mesh is None or not mesh.manual_axes or mesh.shape["tensor"] == 1:
+        return table_VD
+    return constrain(table_VD, mesh, "vocab", "head")
 
 
 def _rematerialise(body: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
