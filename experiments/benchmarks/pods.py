@@ -1,7 +1,7 @@
 """The experiments for TPU pods, compiled: memory, traffic and the bound of a whole step, as a table.
 
-Runs `gspax compile` for each, one after the other, unless its report is in DIR already (NAME.txt). One takes 5 to 10
-CPU-minutes and 5 GB. The experiments on data sets read their files in the working directory.
+Runs `gspax compile` for each, one after the other, unless its report is in DIR already (such as v5p_64_2_slices.txt).
+One takes 5 to 10 CPU-minutes and 5 GB. The experiments on data sets read their files in the working directory.
 
 Run: python experiments/benchmarks/pods.py DIR --commit COMMIT (pods.md)
      python experiments/benchmarks/pods.py DIR --commit COMMIT --of datasets (pods_datasets.md)
@@ -17,8 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PODS = {
+PODS = {  # file, topology, overrides
     "v5p_64": ("qwen3_30b_a3b_v5p_64.py", "v5p:4x4x4"),
+    "v5p_64, 2 slices": (
+        "qwen3_30b_a3b_v5p_64.py",
+        "2xv5p:4x4x4",
+        "sampling.prompts=256",
+        "schedule.microbatch_rows=256",
+    ),
     "v5e_64": ("qwen3_30b_a3b_v5e_64.py", "v5e:8x8"),
     "v6e_64": ("qwen3_30b_a3b_v6e_64.py", "v6e:8x8"),
     "235B, v5p_512": ("qwen3_235b_a22b_v5p_512.py", "v5p:8x8x8"),
@@ -70,6 +76,9 @@ def read_figures(report: str) -> dict[str, str]:
         _, moved, sent, *seconds = _numbers(report, phase)
         found[f"{phase}: GB moved, sent"] = f"{moved}, {sent}"
         found[f"{phase}: seconds of FLOPs, memory, network"] = ", ".join(seconds[:3])
+    between = sum(map(float, re.findall(r"^  train step .*DCN +([\d.]+)$", report, re.MULTILINE)))
+    seconds = _numbers(report, "train step")[6:7]
+    found["train step: GB sent between slices; seconds"] = f"{between:.2f}; {seconds[0]}" if between else "-"
     for part in ("at its start", "mean of a response", "at its end"):
         moved, needed, ratio, *_ = _numbers(report, part)
         found[f"a token, {part}: GB moved, needed, ratio"] = f"{moved}, {needed}, {ratio}"
@@ -109,9 +118,9 @@ def main() -> None:
     experiments, page, title = TABLES[options.of]
     columns = {}
     for name in options.only or experiments:
-        file, topology = experiments[name]
-        path = options.folder / f"{Path(file).stem}.txt"
-        columns[name] = read_figures(read_or_compile(path, file, topology, options.overrides))
+        file, topology, *overrides = experiments[name]
+        path = options.folder / f"{re.sub(r'[^a-zA-Z0-9]+', '_', name)}.txt"
+        columns[name] = read_figures(read_or_compile(path, file, topology, [*overrides, *options.overrides]))
     intro = [
         f"# {title}",
         "",
