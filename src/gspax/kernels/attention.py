@@ -38,9 +38,7 @@ from gspax.config import SCORE_BUDGET
 from gspax.kernels import attention_blocks, attention_splash
 from gspax.kernels.online_softmax import MASKED
 
-LONG = (
-    128  # positions of a row from which `attention_blocks` is used on CPU; it is faster below too, but compiles longer
-)
+LONG = 128  # positions of a row from which a CPU uses `attention_blocks`: faster below too, but it compiles longer
 
 Axes = str | tuple[str, ...] | None
 # (q [B, C, N, H], k [B, S, K, H], v [B, S, K, H], visible [B, C, S]) -> context [B, C, N, H]
