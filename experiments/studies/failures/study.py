@@ -23,8 +23,9 @@ Added later, before the runs of these arms:
 """
 
 from dataclasses import replace
+from functools import partial
 
-from common import Measure, Start, Study, Variant
+from common import Measure, Start, Study, Variant, draw_curve, draw_seeds
 from starts import ADDITION, GRPO, GSPO, SORT
 
 SHORT = Start("short", SORT.base, (*SORT.overrides, "data.min_digits=2", "data.max_digits=4"))
@@ -62,6 +63,16 @@ LOSSES = {
 }
 TASKS = {"short": SHORT, "mixed": MIXED, "sparse": SPARSE, "long": ADDITION}
 
+REWARD = Measure("training reward", "reward/mean")
+SPEED = Measure("mean reward of the run", "reward/mean", over=1)
+
+
+def panels(arms, tokens):
+    """The two measures that decide, and the reward over the run."""
+    seeds = [partial(draw_seeds, arms=arms, tokens=tokens, measure=each) for each in (REWARD, SPEED)]
+    return [*seeds, partial(draw_curve, arms=arms, tokens=tokens, measure=REWARD)]
+
+
 study = Study(
     arms=(
         *(Variant(f"{name}, {task}", start, LOSSES[name]) for task, start in TASKS.items() for name in LOSSES),
@@ -76,12 +87,13 @@ study = Study(
         ),
     ),
     measures=(
-        Measure("training reward", "reward/mean"),
-        Measure("mean reward of the run", "reward/mean", over=1),
+        REWARD,
+        SPEED,
         Measure("response length", "response/length_mean"),
         Measure("KL of a batch", "policy/kl", over=1),
         Measure("groups of equal rewards", "reward/zero_std_groups", over=1, percent=True),
         Measure("tokens clipped", "policy/clip_fraction_tokens", over=1, percent=True),
     ),
     rows=tuple(tuple(f"{name}, {condition}" for name in LOSSES) for condition in (*TASKS, "bad token")),
+    panels=panels,
 )

@@ -23,8 +23,9 @@ Added later, before the runs of these arms:
 """
 
 from dataclasses import replace
+from functools import partial
 
-from common import Measure, Study, Variant
+from common import Measure, Study, Variant, draw_seeds
 from starts import ADDITION, GRPO, GSPO
 
 NOISY = replace(ADDITION, base="studies/precision/experiment.py")  # with the warm starts of ADDITION
@@ -54,12 +55,31 @@ def arms(loss, losses):
     yield Variant(f"{loss}, corrected, 8-bit sampler", ADDITION, corrected, f"{loss}, recomputed, 8-bit sampler")
 
 
+REWARD = Measure("training reward", "reward/mean")
+SPEED = Measure("mean reward of the run", "reward/mean", over=1)
+CLIPPED = Measure("tokens clipped", "policy/clip_fraction_tokens", over=1, percent=True)
+
+
+def panels(arms, tokens):
+    """Every seed of the measures that decide or describe."""
+    return [partial(draw_seeds, arms=arms, tokens=tokens, measure=each) for each in (REWARD, SPEED, CLIPPED)]
+
+
 study = Study(
     arms=(*arms("GSPO", GSPO), *arms("GRPO", GRPO)),
     measures=(
-        Measure("training reward", "reward/mean"),
-        Measure("mean reward of the run", "reward/mean", over=1),
-        Measure("tokens clipped", "policy/clip_fraction_tokens", over=1, percent=True),
+        REWARD,
+        SPEED,
+        CLIPPED,
         Measure("KL of a batch", "policy/kl", over=1),
+    ),
+    panels=panels,
+    rows=tuple(
+        tuple(f"{loss}, {name}" for name in names)
+        for names in (
+            (*PRECISIONS, "corrected, 8-bit sampler"),
+            ("recomputed", *(f"noise {noise}" for noise in NOISE)),
+        )
+        for loss in ("GSPO", "GRPO")
     ),
 )
