@@ -120,6 +120,20 @@ def test_arms_continue_one_warm_start_of_each_seed(common, fake, commands, tmp_p
     assert [len(found) for found in starts.values()] == [1, 1] and starts[0] != starts[1]
 
 
+def test_starts_that_share_a_warm_start_train_it_once_by_the_first_arm(common, fake, commands, tmp_path):
+    study = common.load_study("fake")
+    first = study.arms[0]
+    other = replace(first.start, name="other", overrides=("schedule.steps=9",), warm_start=first.start.name)
+    study = replace(study, arms=(first, common.Variant("also", other)), seeds=(0,))
+    (finished,) = (job for job in common.jobs_of(study, tmp_path) if job.arm is first)
+    finished.folder.mkdir(parents=True)
+    record = {"overrides": common.arm_overrides(first, 0)}
+    (finished.folder / "finished.json").write_text(json.dumps(record))
+    common.run_study(study, tmp_path, jobs=1)
+    assert [command[0] for command in commands] == ["sft", "export", "train"]
+    assert "schedule.steps=9" not in commands[0] and "schedule.steps=9" in commands[2]
+
+
 def test_finished_runs_are_skipped_and_the_others_run_again(common, fake, commands, tmp_path):
     run(common, fake, tmp_path / "runs")
     del commands[:]

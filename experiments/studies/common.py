@@ -41,11 +41,12 @@ COSTS = ("run/cpu_seconds", "run/peak_mb")  # of a run's process, at its last st
 
 @dataclass(frozen=True)
 class Start:
-    """What arms have in common: a task, a model, and the warm start that they continue."""
+    """What arms that are compared have in common: a task, a model, and the warm start that they continue."""
 
     name: str
     base: str  # experiment file, relative to experiments/
     overrides: tuple[str, ...] = ()
+    warm_start: str = ""  # the start with the same warm start, which is trained once for both; empty: its own
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,12 @@ def arm_overrides(arm: Variant, seed: int) -> list[str]:
 def jobs_of(study: Study, folder: Path) -> list[Job]:
     """All runs, seed by seed, so that an interrupted study has whole seeds."""
     return [
-        Job(arm, seed, folder / slug(arm.name) / str(seed), folder / "starts" / f"{slug(arm.start.name)}_{seed}")
+        Job(
+            arm,
+            seed,
+            folder / slug(arm.name) / str(seed),
+            folder / "starts" / f"{slug(arm.start.warm_start or arm.start.name)}_{seed}",
+        )
         for seed in study.seeds
         for arm in study.arms
     ]
@@ -159,7 +165,8 @@ def slug(name: str) -> str:
 def run_study(study: Study, folder: Path, jobs: int) -> None:
     """Every run of the study, `jobs` at a time; finished ones are skipped, interrupted ones are resumed."""
     pending = [job for job in jobs_of(study, folder) if not is_finished(job)]
-    starts = {job.start: job for job in pending}
+    first = {job.start: job for job in reversed(jobs_of(study, folder))}  # always the same, which resuming needs
+    starts = {job.start: first[job.start] for job in pending}
     with ThreadPoolExecutor(jobs) as pool:
         for _ in pool.map(run_start, starts.values()):
             pass
@@ -357,7 +364,7 @@ def write_figure(study: Study, groups: list[list[Arm]], tokens: list[float], pat
             draw(axes)
             if axes.get_legend():
                 axes.get_legend().remove()
-        handles = [Patch(color=_colour(i), label=arm.name) for i, (arm, _) in enumerate(row)]
+        handles = [Patch(color=colour(i), label=arm.name) for i, (arm, _) in enumerate(row)]
         part.legend(handles=handles, loc="outside upper left", ncols=min(4, len(row)), frameon=False, fontsize=9)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=110)
@@ -389,11 +396,11 @@ def draw_seeds(axes: Any, arms: Sequence[Arm], tokens: float, measure: Measure) 
         at = [i for i, values in enumerate(found) if seed in values]
         axes.plot(at, [found[i][seed] for i in at], color="#cbd5e0", linewidth=0.7, zorder=1)
     for i, values in enumerate(found):
-        axes.plot([i] * len(values), list(values.values()), "o", color=_colour(i), alpha=0.4, markersize=4)
+        axes.plot([i] * len(values), list(values.values()), "o", color=colour(i), alpha=0.4, markersize=4)
         if values:
             mean = estimate_mean(np.array([*values.values()]))
             bounds = [[mean.mean - mean.low], [mean.high - mean.mean]]
-            axes.errorbar([i + 0.2], [mean.mean], bounds, fmt="P", color=_colour(i), markersize=7, capsize=3)
+            axes.errorbar([i + 0.2], [mean.mean], bounds, fmt="P", color=colour(i), markersize=7, capsize=3)
     axes.set_xticks([])
     axes.margins(x=0.1)
     style_axes(axes, f"{measure.title}, by seed", "", "mean, 95 % interval", legend=0)
@@ -403,15 +410,16 @@ def draw_points(axes: Any, arms: Sequence[Arm], tokens: float, x: Measure, y: Me
     """One measure against another: a dot for each seed, a cross for the mean of an arm."""
     for i, arm in enumerate(arms):
         x_N, y_N = _pairs(x.values(arm, tokens), y.values(arm, tokens), log)
-        axes.plot(x_N, y_N, "o", color=_colour(i), alpha=0.4, markersize=4, markeredgewidth=0)
+        axes.plot(x_N, y_N, "o", color=colour(i), alpha=0.4, markersize=4, markeredgewidth=0)
         if len(x_N):
-            axes.plot([np.mean(x_N)], [np.mean(y_N)], "P", color=_colour(i), markersize=9)
+            axes.plot([np.mean(x_N)], [np.mean(y_N)], "P", color=colour(i), markersize=9)
     if log:
         axes.set_xscale("log")
     style_axes(axes, f"against {x.title}", x.title, y.title, legend=0)
 
 
-def _colour(i: int) -> str:
+def colour(i: int) -> str:
+    """Of the i-th arm of a row."""
     return COLOURS[i % len(COLOURS)]
 
 

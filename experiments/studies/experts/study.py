@@ -19,7 +19,7 @@ import math
 from functools import partial
 
 import numpy as np
-from common import COLOURS, Measure, Start, Study, Variant, draw_points, draw_seeds
+from common import Measure, Start, Study, Variant, colour, draw_points, draw_seeds
 from orbax.checkpoint import PyTreeCheckpointer
 from starts import GSPO, SORT
 
@@ -63,7 +63,7 @@ def draw_layers(axes, arms, tokens):
         means = [estimate_mean(np.array([*each.values()])) for each in found]
         bounds = [[each.mean - each.low for each in means], [each.high - each.mean for each in means]]
         at = np.arange(1, len(means) + 1) + 0.04 * i
-        axes.errorbar(at, [each.mean for each in means], bounds, color=COLOURS[i % len(COLOURS)], marker="o", capsize=2)
+        axes.errorbar(at, [each.mean for each in means], bounds, color=colour(i), marker="o", capsize=2)
     style_axes(axes, "changed by an update, by layer", "layer", "mean, 95 % interval", legend=0)
 
 

@@ -35,22 +35,18 @@ BED = Start(
     "studies/bed/experiment.py",
     ("guard.collapse=gspax.config.Collapse", "guard.collapse.steps=10", "guard.collapse.window=5"),
 )
-STALE = Start(
-    "bed, 16 epochs",
-    BED.base,
-    (
-        "guard.collapse=gspax.config.Collapse",
-        "guard.collapse.steps=5",
-        "guard.collapse.window=5",
-        "sampling.prompts=8",
-        "schedule.minibatches=1",
-        "schedule.steps=20",
-    ),
+REUSE = (
+    "guard.collapse=gspax.config.Collapse",
+    "guard.collapse.steps=5",
+    "guard.collapse.window=5",
+    "sampling.prompts=8",
+    "schedule.minibatches=1",
 )
-CONTROL = Start("bed, on policy", STALE.base, STALE.overrides)
-SLOW = ("optimizer.learning_rate=3e-4", "schedule.steps=40")
-STALE_SLOW = Start("bed, 16 epochs, 3e-4", STALE.base, (*STALE.overrides, *SLOW))
-CONTROL_SLOW = Start("bed, on policy, 3e-4", STALE.base, STALE_SLOW.overrides)
+SLOW = "optimizer.learning_rate=3e-4"
+STALE = Start("bed, 16 epochs", BED.base, (*REUSE, "schedule.steps=20"))
+CONTROL = Start("bed, on policy", BED.base, REUSE, STALE.name)
+STALE_SLOW = Start("bed, 16 epochs, 3e-4", BED.base, (*REUSE, SLOW, "schedule.steps=40"), STALE.name)
+CONTROL_SLOW = Start("bed, on policy, 3e-4", BED.base, (*REUSE, SLOW), STALE.name)
 REPLAY = {"": (), ", R2": ("routing_replay=old",), ", R3": ("routing_replay=sampler",)}
 LOSSES = {
     **{f"GRPO{name}": (*GRPO, *overrides) for name, overrides in REPLAY.items()},
