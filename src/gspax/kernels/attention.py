@@ -12,8 +12,8 @@ host) decide between them:
 - `attention_blocks.py` on CPU, for rows that are not short;
 - plain XLA elsewhere.
 
-The last two process long rows in chunks of queries and recompute a chunk's scores in the backward pass, so that at most
-SCORE_BUDGET scores exist at once instead of B·N·T·T.
+cuDNN and plain XLA process long rows in chunks of queries and recompute a chunk's scores in the backward pass, so that
+at most SCORE_BUDGET scores exist at once instead of B·N·T·T.
 
 On a mesh each device computes its own rows, its own heads and, where time is sharded, its own chunk of the queries, for
 which it gathers the keys and values of the whole rows. That is exact and simple, and with grouped queries the keys and
