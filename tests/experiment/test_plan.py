@@ -121,7 +121,7 @@ def test_the_tensor_axis_shards_heads_widths_and_vocabulary():
     two = plan(override(EXPERIMENT, ["mesh.tensor=2"]), 2)
     for part in ("parameters, float32", "logits of 256 tokens"):
         assert two.learner[part] == one.learner[part] // 2
-    for part in ("cache of the completions", "logits of one position, and noise"):
+    for part in ("cache of the completions", "logits of one position, and their exponentials"):
         assert two.sampler[part] == one.sampler[part] // 2
     assert one.activations["none"] / 2 < two.activations["none"] < one.activations["none"]
     assert "gathered" not in "".join(two.learner)

@@ -1,5 +1,7 @@
 """Determinism, log-probs and filters of the sampler."""
 
+import math
+import re
 from dataclasses import replace
 
 import jax
@@ -160,15 +162,36 @@ def test_rows_that_do_not_divide_over_the_devices_are_rejected(params):
         draw(params, mesh=sharding.make_mesh(Mesh()))
 
 
-def test_tokens_follow_the_distribution_at_the_temperature():
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=6) * 1.5, jnp.float32)
+@pytest.mark.parametrize("size", [1, 2, 6, 31, 96, 257])  # blocks of 1, 1, 2, 1, 8 and 1 tokens
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_tokens_follow_the_distribution_at_the_temperature(size, top_k):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=size) * 1.5, jnp.float32)
     rows = 20_000
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(0), jnp.arange(rows))
-    token, logp = drawing.draw_tokens(jnp.tile(logits[None], (rows, 1)), keys, Sampling(temperature=0.7))
-    expected = np.asarray(jax.nn.softmax(logits / 0.7))
-    share = np.bincount(token, minlength=6) / rows
-    assert np.abs(share - expected).max() < 4 * np.sqrt(0.25 / rows)
-    np.testing.assert_allclose(logp, np.log(expected)[np.asarray(token)], atol=1e-5)
+    sampling = Sampling(temperature=0.7, top_k=top_k)
+    token, logp = drawing.draw_tokens(jnp.tile(logits[None], (rows, 1)), keys, sampling)
+    prob = np.asarray(jax.nn.softmax(logits / 0.7), np.float64)
+    np.testing.assert_allclose(logp, np.log(prob)[np.asarray(token)], atol=1e-5)
+    kept = np.argsort(-prob)[: top_k or size]
+    expected = np.zeros(size)
+    expected[kept] = prob[kept] / prob[kept].sum()
+    drawn = np.bincount(token, minlength=size)
+    assert drawn[expected == 0].sum() == 0
+    assert (np.abs(drawn - rows * expected) <= 5 * np.sqrt(rows * expected) + 1).all()
+
+
+def test_a_vocabulary_sharded_over_devices_is_drawn_from_without_gathering_it():
+    mesh, rows, size = sharding.make_mesh(Mesh(tensor=4)), 8, 4 * 1187  # Qwen3's vocabulary is 2^7 x 1187, too
+    logits = jax.random.normal(jax.random.key(0), (rows, size))
+    keys = jax.random.split(jax.random.key(1), rows)
+    placed = jax.device_put(logits, sharding.named_sharding(mesh, "batch", "vocab"))
+    compiled = jax.jit(lambda *arrays: drawing.draw_tokens(*arrays, Sampling())).lower(placed, keys).compile()
+    received = re.findall(r"= \(?f32\[([\d,]+)\]\S* (?:all-gather|all-to-all|collective-permute)\(", compiled.as_text())
+    assert max((math.prod(map(int, shape.split(","))) for shape in received), default=0) < rows * size // 8
+    token, logp = compiled(placed, keys)
+    expected, expected_logp = drawing.draw_tokens(logits, keys, Sampling())
+    np.testing.assert_array_equal(token, expected)
+    np.testing.assert_allclose(logp, expected_logp, atol=1e-5)
 
 
 def test_temperature_zero_is_greedy():

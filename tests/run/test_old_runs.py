@@ -1,16 +1,21 @@
 """Runs written by older versions resume. `old_runs/COMMIT/` holds such a run, its experiment in today's API, and the
-metrics that COMMIT itself recorded for the next step."""
+metrics that COMMIT itself recorded for the next step.
+
+Equal keys draw other tokens since then, so the test draws them as COMMIT did.
+"""
 
 import json
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 
 from gspax.commands import export
 from gspax.errors import UserError
 from gspax.experiment import describe, load, override
 from gspax.loop import training
+from gspax.rollout import drawing
 from gspax.run.directory import find_run
 
 FOLDER = Path(__file__).parent / "old_runs" / "929977a"
@@ -28,7 +33,12 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_run_of_929977a_resumes_with_the_same_metrics(old_run):
+def draw_with_a_noise_for_each_logit(logits_BV, key_B):
+    return (logits_BV + jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:]))(key_B)).argmax(axis=-1)
+
+
+def test_a_run_of_929977a_resumes_with_the_same_metrics(old_run, monkeypatch):
+    monkeypatch.setattr(drawing, "_draw", draw_with_a_noise_for_each_logit)
     training.train(override(EXPERIMENT, ["schedule.steps=3"]), old_run)
     found = {}
     for record in records(old_run / "metrics.jsonl"):

@@ -100,7 +100,7 @@ def sampler_bytes(experiment: Experiment, learner: Mesh, mesh: Mesh) -> dict[str
         "cache of the prompts, once per prompt": position * prompts * sampling.max_prompt_tokens,
         "cache of the completions": completions,
         f"prefill of {chunk} prompts, estimated, beyond that": prefill,
-        "logits of one position, and noise": 2 * FLOAT32 * rows * config.vocab_size // mesh["tensor"],
+        "logits of one position, and their exponentials": 2 * FLOAT32 * rows * config.vocab_size // mesh["tensor"],
         "rollout batch": _rollout_bytes(sampling, mesh),
         "routing of the rollout batch": _rollout_positions(sampling, mesh) * routing,
     }
