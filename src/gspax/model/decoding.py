@@ -275,6 +275,7 @@ def attend_local(
 ) -> tuple[Array, LayerCache]:
     """The context of each slot's new token, and the cache with that token's key and value."""
     prompt_length_W, prompt_W, step, live_W = slots
+    q_WNH, k_WKH = jax.lax.optimization_barrier((q_WNH, k_WKH))  # rotated once, not by every reader's fusion
     read, write = cache_access(kernel)
     completion = write(cache.completion, k_WKH, v_WKH, step)
     step_W = jnp.broadcast_to(step, live_W.shape)
