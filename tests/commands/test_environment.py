@@ -10,13 +10,14 @@ import pytest
 from gspax.commands import environment
 from gspax.run.compilation import COMPILED
 
+ASYNC = "jax_cpu_enable_async_dispatch"
 NAMES = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_platforms")
 
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
     """No cache folder in jax's settings and none of the user's variables."""
-    before = {name: getattr(jax.config, name) for name in NAMES}
+    before = {name: getattr(jax.config, name) for name in NAMES} | {ASYNC: jax.config.read(ASYNC)}
     jax.config.update("jax_compilation_cache_dir", None)
     for name in ("GSPAX_COMPILATION_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -97,9 +98,21 @@ def test_the_users_allocator_settings_are_kept(monkeypatch):
     fake = type("libc", (), {"mallopt": staticmethod(lambda *option: calls.append(option) or 1)})
     monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: fake)
     monkeypatch.setattr(environment.platform, "libc_ver", lambda: ("glibc", "2.36"))
-    assert environment.keep_freed_pages() and len(calls) == 3
+    assert environment.keep_freed_pages() and len(calls) == 2
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-    assert not environment.keep_freed_pages() and len(calls) == 3
+    assert not environment.keep_freed_pages() and len(calls) == 2
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_programs_run_on_the_calling_thread_if_the_allocator_keeps_its_pages(kept, monkeypatch):
+    monkeypatch.setattr(environment, "has_accelerator", lambda: False)
+    monkeypatch.setattr(environment, "keep_freed_pages", lambda: kept)
+    for name in ("use_compilation_cache", "silence_failed_saves", "release_after_compilation"):
+        monkeypatch.setattr(environment, name, lambda: None)
+    monkeypatch.setattr(gc, "set_threshold", lambda *_: None)
+    jax.config.update(ASYNC, True)
+    environment.prepare()
+    assert jax.config.read(ASYNC) is not kept
 
 
 def test_an_accelerator_is_detected_from_jax_platforms():

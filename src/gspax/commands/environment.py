@@ -1,5 +1,5 @@
-"""The settings of a process that computes: a cache of compiled programs, an allocator that keeps its pages, rarer
-garbage collection.
+"""The settings of a process that computes: a cache of compiled programs, an allocator that keeps its pages, programs on
+the thread that calls them, rarer garbage collection.
 
 The command line applies them; importing gspax does not, because they hold for the whole process. Settings that the user
 made, in jax or in the environment, take precedence.
@@ -29,7 +29,7 @@ KEPT_DAYS = 30  # a program that is older is compiled again, so the folder canno
 
 COLLECTED_AFTER = 100_000  # new objects; after 700, collections take a tenth of the time to trace and lower programs
 ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD")
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def prepare() -> None:
@@ -38,6 +38,7 @@ def prepare() -> None:
     use_compilation_cache()
     silence_failed_saves()
     if not has_accelerator() and keep_freed_pages():
+        run_on_calling_thread()
         release_after_compilation()
 
 
@@ -143,8 +144,18 @@ def keep_freed_pages() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    # Only the first arena serves large blocks without mmap.
-    return all(libc.mallopt(*option) for option in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)))
+    return all(libc.mallopt(*option) for option in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)))
+
+
+def run_on_calling_thread() -> None:
+    """Let XLA run a program of one CPU device on the main thread, whose arena alone serves large blocks without mmap.
+
+    One arena for all threads would do too, but XLA's compiler threads would wait for it: the first step would take a
+    quarter longer.
+    """
+    import jax
+
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def release_after_compilation(least_s: float = 0.5) -> Callable[..., None]:
