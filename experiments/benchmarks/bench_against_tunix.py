@@ -1,4 +1,4 @@
-"""gspax beside google-tunix on three shapes, and drawing in all its cases, as the tables of speed.md.
+"""gspax beside google-tunix on three shapes, more experts, and drawing in all its cases, as the tables of speed.md.
 
 Runs `gspax bench` for each shape, unless its figures are in DIR already, and writes the tables. A run that failed, as
 for want of memory, is repeated by the same command; the figures that DIR has are kept.
@@ -23,6 +23,11 @@ SHAPES = {
     "256": ("sampling.max_tokens=256",),  # google-tunix needs more than 7 GB
 }
 
+ROWS = {  # of one step
+    128: (),
+    1024: ("sampling.prompts=64", "sampling.group=16", "schedule.microbatch_rows=128"),
+}
+
 
 def read_or_run(path: Path, *options: str) -> dict[str, Any]:
     """The figures in `path`, measured now if there are none."""
@@ -39,6 +44,20 @@ def compared(name: str, figures: dict[str, Any]) -> list[str]:
     lines += ["| --- | --- | --- | --- |"]
     for quantity, row in figures["rows"].items():
         lines.append(f"| {quantity} | {row['gspax']:.2f} | {row['tunix']:.2f} | {row['ratio']:.2f} |")
+    return [*lines, ""]
+
+
+def widened(folder: Path) -> list[str]:
+    """The table of 8 and 64 experts, of which 2 are active."""
+    lines = ["| rows | | 8 experts, CPU s | 64 experts, CPU s | ratio |", "| --- | --- | --- | --- | --- |"]
+    for rows, options in ROWS.items():
+        few, many = (
+            read_or_run(folder / f"{rows}_rows_{experts}_experts.json", *options, f"model.num_experts={experts}")
+            for experts in (8, 64)
+        )
+        for first, second in zip(few["figures"], many["figures"], strict=True):
+            a, b = first["cpu_s"], second["cpu_s"]
+            lines.append(f"| {rows:,} | {first['name']} | {a:.2f} | {b:.2f} | {b / a:.2f} |")
     return [*lines, ""]
 
 
@@ -78,6 +97,7 @@ def main() -> None:
         lines += compared(
             name, read_or_run(path, *SHAPES[name], "--against", options.tunix, "--rounds", options.rounds)
         )
+    lines += ["## From 8 to 64 experts", "", *widened(options.folder)]
     lines += ["## Drawing alone", "", *drawn(read_or_run(options.folder / "drawing.json", "--parts", "drawing"))]
     (HERE / "speed.md").write_text("\n".join(lines).rstrip("\n") + "\n", encoding="utf-8")
 
