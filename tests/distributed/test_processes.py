@@ -174,7 +174,7 @@ def parameters(run, experiment, step=None):
 
 
 def assert_near(params, others):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, others)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), params, others)
 
 
 def evaluate(learner, state, path):
