@@ -103,8 +103,11 @@ def test_the_users_allocator_settings_are_kept(monkeypatch):
     assert not environment.keep_freed_pages() and len(calls) == 2
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_programs_run_on_the_calling_thread_if_the_allocator_keeps_its_pages(kept, monkeypatch):
+@pytest.mark.parametrize(("kept", "users", "dispatched"), [(True, None, False), (False, None, True), (True, "1", True)])
+def test_programs_run_on_the_calling_thread_if_the_allocator_keeps_its_pages(kept, users, dispatched, monkeypatch):
+    monkeypatch.delenv(ASYNC.upper(), raising=False)
+    if users is not None:
+        monkeypatch.setenv(ASYNC.upper(), users)
     monkeypatch.setattr(environment, "has_accelerator", lambda: False)
     monkeypatch.setattr(environment, "keep_freed_pages", lambda: kept)
     for name in ("use_compilation_cache", "silence_failed_saves", "release_after_compilation"):
@@ -112,7 +115,7 @@ def test_programs_run_on_the_calling_thread_if_the_allocator_keeps_its_pages(kep
     monkeypatch.setattr(gc, "set_threshold", lambda *_: None)
     jax.config.update(ASYNC, True)
     environment.prepare()
-    assert jax.config.read(ASYNC) is not kept
+    assert jax.config.read(ASYNC) is dispatched
 
 
 def test_an_accelerator_is_detected_from_jax_platforms():

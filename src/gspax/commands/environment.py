@@ -155,6 +155,8 @@ def run_on_calling_thread() -> None:
     """
     import jax
 
+    if "JAX_CPU_ENABLE_ASYNC_DISPATCH" in os.environ:
+        return
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
