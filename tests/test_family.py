@@ -80,7 +80,7 @@ def step(*values):
     return make_update(variant.model, objective, OPTIMIZER, routing_replay=replay, mesh=MESH)
 
 
-def train(changes, rollouts=2):
+def train(changes, rollouts=2, seed=0):
     """The metrics of each rollout batch of two updates, how far the parameters moved, and the last state."""
     variant = replace(BASE, **changes)
     assert validate(variant, 1) == []
@@ -95,7 +95,7 @@ def train(changes, rollouts=2):
     rewards = RewardCalls(variant.reward, variant.grading)
     sampler = make_colocated_sampler(variant.model, MESH, MESH)
     learner = Learner(variant, MESH, OPTIMIZER, steps, sampler, rewards)
-    state = init_state(variant.model, OPTIMIZER, jax.random.key(0), MESH)
+    state = init_state(variant.model, OPTIMIZER, jax.random.key(seed), MESH)
     clip_range = initial_range(variant.calibration)
     state = replace(state, clip_range=jax.device_put(clip_range, named_sharding(MESH)))
     start = jax.tree.map(jnp.copy, state.params)
@@ -249,9 +249,9 @@ def test_length_shaping_and_overlong_filtering_train():
     "loss", [losses.gspo, *(pytest.param(loss, marks=pytest.mark.slow) for loss in (losses.gspo_token, losses.luspo))]
 )
 def test_a_calibrated_clip_range_trains(loss):
-    found, state, _ = train({"loss": loss, "calibration": Calibration(share=0.2, tolerance=0.0)}, rollouts=3)
+    found, state, _ = train({"loss": loss, "calibration": Calibration(share=0.2, tolerance=0.0)}, rollouts=3, seed=1)
     assert found[0]["policy/clip_low"] == found[0]["policy/clip_high"] == 1, "nothing is clipped before a measurement"
     ranges = [(each["policy/clip_low"], each["policy/clip_high"]) for each in found]
     assert ranges[0] != ranges[1] != ranges[2], "measured by the updates of the rollout batch before"
-    assert min(ranges[1]) < 0.1, "so small a step moves the ratios little"
+    assert min(ranges[1]) < 0.04, "so small a step moves the ratios little"
     assert min(state.clip_range) >= 2.0**-23 and max(state.clip_range) <= 1

@@ -148,10 +148,10 @@ def keep_freed_pages() -> bool:
 
 
 def run_on_calling_thread() -> None:
-    """Let XLA run a program of one CPU device on the main thread, whose arena alone serves large blocks without mmap.
+    """Let XLA run a program of one CPU device on the thread that calls it: the main one, as a rule.
 
-    One arena for all threads would do too, but XLA's compiler threads would wait for it: the first step would take a
-    quarter longer.
+    The main thread's arena alone serves large blocks without mmap. One arena for all threads would do too, but XLA's
+    compiler threads would wait for it: the first step would take a quarter longer.
     """
     import jax
 

@@ -64,12 +64,13 @@ def _draw(logits_BV: Array, key_B: Array) -> Array:
     """
     B, V = logits_BV.shape
     K = math.gcd(V, 2 ** round(math.log2(V) / 2))
-    noise_BN = jax.vmap(partial(jax.random.gumbel, shape=(V // K + K,)))(key_B)
-    logits_BKM = logits_BV.reshape(B, K, V // K)
+    M = V // K
+    noise_BN = jax.vmap(partial(jax.random.gumbel, shape=(M + K,)))(key_B)
+    logits_BKM = logits_BV.reshape(B, K, M)
     mass_BM = jnp.exp(logits_BKM - logits_BKM.max(axis=(1, 2), keepdims=True)).sum(axis=1)
-    block_B = _argmax(jnp.log(mass_BM) + noise_BN[:, : V // K])
+    block_B = _argmax(jnp.log(mass_BM) + noise_BN[:, :M])
     logits_BK = jnp.take_along_axis(logits_BKM, block_B[:, None, None], axis=2)[:, :, 0]
-    return _argmax(logits_BK + noise_BN[:, V // K :]) * (V // K) + block_B
+    return _argmax(logits_BK + noise_BN[:, M:]) * M + block_B
 
 
 def _argmax(score_BV: Array) -> Array:
