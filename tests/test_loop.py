@@ -146,8 +146,8 @@ def test_parameters_change_and_the_state_counts_updates(whole):
     assert not np.array_equal(start.params["embedding"], end.params["embedding"])
 
 
-def test_resumption_is_bit_exact(whole, learner, monkeypatch, tmp_path):
-    """After a kill in the fourth step. Records after the checkpoint are dropped."""
+def test_resumption_is_bit_exact(whole, learner, monkeypatch, tmp_path, capsys):
+    """After a kill in the fourth step. Records after the checkpoint are dropped. Each long phase is announced."""
     run = RunDir(Path(shutil.copytree(whole.path, tmp_path / "run")))
     shutil.rmtree(run.checkpoints / "4")
     with run.metrics.open("a") as file:
@@ -156,6 +156,11 @@ def test_resumption_is_bit_exact(whole, learner, monkeypatch, tmp_path):
     training.train(experiment, run.path)
     assert_same_run(run, whole)
     assert len(json.loads(run.environment.read_text())) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "continuing from step 2 of 4" and said[-1] == "writing the report"
+    assert f"step 4: evaluating {experiment.evaluation.problems} held-out problems" in said
+    training.train(experiment, run.path)
+    assert capsys.readouterr().out.splitlines()[0] == "already at step 4 of 4"
 
 
 @dataclass(frozen=True)

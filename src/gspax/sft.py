@@ -103,6 +103,10 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
             progress.track(stage.steps, done, "warm start") as bar,
             interrupt.call_on_interrupt(save),
         ):
+            if done:
+                reached = "already at" if done >= stage.steps else "continuing from"
+                bar.print(f"warm start: {reached} step {done} of {stage.steps}")
+            progress.phase("updating")
             while done < stage.steps:
                 batch, taken = demonstrate(first)
                 state, metrics = train_step(state, batch)

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -31,6 +32,50 @@ def test_without_a_terminal_a_line_is_printed_every_tenth_step_and_at_the_end():
     ]
     assert "reward 0.1  eval 0.625" in lines[1] and "left" in lines[1]
     assert "loss" not in lines[1] and "\x1b" not in "".join(lines)
+
+
+def wait_for(file, text):
+    deadline = time.monotonic() + 10
+    while text not in file.getvalue():
+        assert time.monotonic() < deadline, file.getvalue()
+        time.sleep(0.01)
+
+
+def test_a_long_step_prints_its_phase_without_a_terminal(monkeypatch):
+    monkeypatch.setattr(progress, "SILENCE", 0.05)
+    file = io.StringIO()
+    with progress.track(20, 4, "sort", console=Console(file=file, width=120, highlight=False)) as bar:
+        progress.phase("sampling")
+        wait_for(file, "sort 4/20  sampling (the first step compiles), 0:00 so far\n")
+        bar.update(5, {"reward/mean": 0.5})
+        progress.phase("updating")
+        wait_for(file, "sort 5/20  updating, 0:00 so far\n")
+    done = file.getvalue()
+    time.sleep(0.2)
+    assert file.getvalue() == done
+
+
+def test_a_step_that_ends_after_a_silence_is_printed(monkeypatch):
+    assert "sort 7/20" not in show(terminal=False)
+    monkeypatch.setattr(progress, "SILENCE", 0.0)
+    assert "sort 7/20  reward 0.07" in show(terminal=False)
+
+
+def test_a_bar_shows_the_phase_of_a_long_step(monkeypatch):
+    monkeypatch.setattr(progress, "SHORT", 0.0)
+    file = io.StringIO()
+    with progress.track(20, 0, "sort", console=Console(file=file, force_terminal=True, width=120)):
+        progress.phase("sampling")
+        wait_for(file, "sampling (the first step compiles), 0:00 so far")
+
+
+def test_the_last_line_promises_no_time():
+    assert "left" not in show(terminal=False).splitlines()[-1]
+
+
+def test_what_is_said_outside_of_a_bar_is_printed_at_once(capsys):
+    progress.say("continuing from step 20 of 150 [x]")
+    assert capsys.readouterr().out == "continuing from step 20 of 150 [x]\n"
 
 
 def test_a_resumed_run_continues_its_count():

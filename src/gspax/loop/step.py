@@ -57,19 +57,23 @@ def run_step(
       in_flight: updated to what the sampler is drawing after this step.
     """
     experiment, clock = learner.experiment, Clock()
+    progress.phase("sampling")
     if experiment.placement is not None and experiment.placement.partial is not None:
         batch, in_flight.pool = next_partial(learner, state, in_flight.pool)
     else:
         batch = next_rollout(learner, state, in_flight.batches)
     clock.lap("rollout")
+    progress.phase("grading")
     graded = grade(learner, batch)
     clock.lap("reward")
     if experiment.sampling.max_refills:
+        progress.phase("sampling again")
         draw_more = partial(draw_graded, learner, state)
         graded = refill(
             graded, draw_more, experiment.sampling, learner.mesh, without_overlong=experiment.filter_overlong
         )
         clock.lap("refill")
+    progress.phase("computing log-probs")
     learnt = learn(learner, state, reference, graded, clock, in_flight.pace)
     if in_flight.pace is not None:
         in_flight.pace.end()
@@ -115,6 +119,7 @@ def learn(
     jax.block_until_ready(scored.batches)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
+    progress.phase("updating")
 
     added_B, added = shape_rewards(
         rollout,

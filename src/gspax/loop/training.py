@@ -68,6 +68,7 @@ def train(experiment: Experiment, workdir: Path, *, grace: float = math.inf) -> 
                     raise
                 rollback.go_back(run, checkpoints, problem, experiment.guard)
     if jax.process_index() == 0:
+        progress.say("writing the report")
         report.write(run.path)
 
 
@@ -108,7 +109,7 @@ def train_from_newest(
     ):
         due = done == 0 or progress.is_due(done, schedule.eval_every, schedule.steps)
         if due and not recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
-            record_evaluation(learner, state, recorder, run, done)
+            record_evaluation(learner, state, recorder, run, done, bar)
         wanted = experiment.reference is not None and experiment.lora is None  # adapters have their base in the state
         reference = load_reference(run, state, experiment.model, learner.mesh) if wanted else None
         lost = partial(describe_redone, run.checkpoints, lambda: done)
@@ -135,9 +136,10 @@ def train_from_newest(
             learner = learner if watch.rate == rate else at_rate(given, watch.rate, remembered)
             if progress.is_due(done, schedule.eval_every, schedule.steps):
                 recorder.write_samples(done, gather_texts(rows))
-                record_evaluation(learner, state, recorder, run, done)
+                record_evaluation(learner, state, recorder, run, done, bar)
             due = progress.is_due(done, schedule.checkpoint_every, schedule.steps)
             if due and (not skipped or done == schedule.steps):  # amid skipped updates it is no state to go back to
+                progress.phase("saving a checkpoint")
                 save(done, state, is_last=done == schedule.steps)
             interrupt.stop_point()  # after the save, so that a signal during it costs no further step
 
@@ -176,10 +178,12 @@ def describe_redone(checkpoints: Path, done: Callable[[], int]) -> str | None:
 def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) -> TrainState:
     """The newest checkpoint's state; without one a fresh state, after the warm start if the experiment has one."""
     experiment, mesh, optimizer = learner.experiment, learner.mesh, learner.optimizer
-    model, lora = experiment.model, experiment.lora
-    if checkpoints.latest() is not None:
+    model, lora, last = experiment.model, experiment.lora, experiment.schedule.steps
+    if (newest := checkpoints.latest()) is not None:
+        progress.say(f"{'already at' if newest >= last else 'continuing from'} step {newest} of {last}")
         return restore_state(run, checkpoints, model, optimizer, mesh, lora=lora)
     first = optimizer if lora is None else optax.identity()  # with adapters there are moments of those alone
+    progress.say(f"starting from {model.checkpoint or 'random parameters'}")
     if experiment.warm_start is None:
         state = init_state(model, first, jax.random.key(experiment.seed), mesh)
     else:
@@ -195,8 +199,12 @@ def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) ->
     return replace(state, clip_range=multihost.to_devices(clip_range, named_sharding(mesh)))
 
 
-def record_evaluation(learner: Learner, state: TrainState, recorder: Recorder, run: RunDir, done: int) -> None:
+def record_evaluation(
+    learner: Learner, state: TrainState, recorder: Recorder, run: RunDir, done: int, bar: progress.Bar
+) -> None:
     """Evaluate on the held-out problems and the tasks, and write metrics and completions."""
+    bar.print(f"step {done}: evaluating {learner.experiment.evaluation.problems} held-out problems")
+    progress.phase("evaluating")
     metrics, rows = evaluate(
         learner.experiment, state, learner.sampler, learner.rewards, run.tasks_at(done), learner.interaction
     )

@@ -1,17 +1,21 @@
-"""Progress on the screen: a bar on a terminal, a line every few steps elsewhere."""
+"""Progress on the screen: a bar on a terminal; elsewhere a line every few steps, and every 30 s.
+
+`phase` names what the run does now. It is shown when a step takes long: the first one, which compiles, for example.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.text import Text
 
 from gspax.run import interrupt
@@ -34,6 +38,10 @@ SHOWN = {
     "policy/entropy": "entropy",
     "eval/reward": "eval",
 }
+SILENCE = 30.0  # seconds without a line, after which the phase is printed where there is no terminal
+SHORT = 2.0  # seconds of a step before a bar shows its phase
+
+_phase = ""
 
 
 def is_due(done: int, every: int, last: int) -> bool:
@@ -41,26 +49,54 @@ def is_due(done: int, every: int, last: int) -> bool:
     return done == last or (every > 0 and done % every == 0)
 
 
+def phase(name: str) -> None:
+    """Note what the run does from now on. Cheap: it prints nothing and waits for no device."""
+    global _phase
+    _phase = name
+
+
+def say(message: str) -> None:
+    """Print a line where no `track` is active. Of several processes only process 0 prints it."""
+    _print(_console(), message)
+
+
 @contextlib.contextmanager
 def track(
     total: int, start: int = 0, title: str = "step", *, every: int = 10, console: Console | None = None
 ) -> Iterator[Bar]:
-    """Show progress from `start` to `total` steps. Without a terminal, print every `every`th step and the last.
+    """Show progress from `start` to `total` steps.
 
-    Of several processes only process 0 shows it.
+    Without a terminal, print every `every`th step, the last, any that ends `SILENCE` seconds after the last line, and
+    the current phase whenever `SILENCE` seconds pass without a line. Of several processes only process 0 shows it.
     """
-    file: Any = _Output(sys.stdout)
-    console = console or Console(file=file, highlight=False, quiet=jax.process_index() != 0)
+    console = console or _console()
     clock = _Clock(total, start)
+    phase("")
     if not console.is_terminal:
-        yield _Lines(console, clock, title, every)
+        lines, ended = _Lines(console, clock, title, every), threading.Event()
+        thread = threading.Thread(target=lines.break_silence, args=(ended,), name="progress", daemon=True)
+        thread.start()
+        try:
+            yield lines
+        finally:
+            ended.set()
+            thread.join(1)  # not for long: it may hang in a write, as the run's own would
         return
     text = TextColumn("{task.fields[text]}", markup=False)
-    with Progress(
-        TextColumn(title, markup=False), MofNCompleteColumn(), BarColumn(24), text, console=console
-    ) as progress:
+    columns = (TextColumn(title, markup=False), MofNCompleteColumn(), BarColumn(24), text, _Phase(clock))
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=total, completed=start, text="")
         yield _Live(progress, task, clock)
+
+
+def _console() -> Console:
+    file: Any = _Output(sys.stdout)
+    return Console(file=file, highlight=False, quiet=jax.process_index() != 0)
+
+
+def _print(console: Console, message: str) -> None:
+    console.print(Text(message), soft_wrap=True)
+    console.file.flush()
 
 
 class _Output:
@@ -107,22 +143,54 @@ class _Clock:
         self._marks = [*self._marks[:2], (step, time.monotonic())]
         (first, began), (last, now) = self._marks[-2:]
         pace = (now - began) / max(last - first, 1)
-        numbers = "  ".join(f"{name} {value:.3g}" for name, value in self.values.items())
-        return f"{numbers}  {pace:.2g} s/step  {_duration(pace * (self.total - step))} left"
+        shown = [f"{name} {value:.3g}" for name, value in self.values.items()]
+        left = [f"{_duration(pace * (self.total - step))} left"] if step < self.total else []
+        return "  ".join([*shown, f"{pace:.2g} s/step", *left])
+
+    def waiting(self) -> tuple[int, float, str]:
+        """The last finished step, the seconds since then, and the phase of the step that is under way."""
+        step, since = self._marks[-1]
+        note = " (the first step compiles)" if len(self._marks) == 1 and step < self.total else ""
+        return step, time.monotonic() - since, f"{_phase}{note}".strip()
 
 
 class _Lines:
     def __init__(self, console: Console, clock: _Clock, title: str, every: int) -> None:
         self._console, self._clock, self._title, self._every = console, clock, title, every
+        self._lock = threading.RLock()  # a signal's handler may print while the main thread does
+        self._printed = time.perf_counter()
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         text = self._clock.text(step, values)
-        if step % self._every == 0 or step == self._clock.total:
+        if step % self._every == 0 or step == self._clock.total or self._silence() >= SILENCE:
             self.print(f"{self._title} {step}/{self._clock.total}  {text}")
 
     def print(self, message: str) -> None:
-        self._console.print(Text(message), soft_wrap=True)
-        self._console.file.flush()
+        with self._lock:
+            _print(self._console, message)
+            self._printed = time.perf_counter()
+
+    def break_silence(self, ended: threading.Event) -> None:
+        """Until `ended`: print the phase whenever nothing else was printed for `SILENCE` seconds."""
+        while not ended.wait(max(SILENCE - self._silence(), 0.01)):
+            if self._silence() >= SILENCE:
+                step, seconds, doing = self._clock.waiting()
+                self.print(f"{self._title} {step}/{self._clock.total}  {doing}, {_duration(seconds)} so far")
+
+    def _silence(self) -> float:
+        return time.perf_counter() - self._printed
+
+
+class _Phase(ProgressColumn):
+    """What a bar shows during a long step."""
+
+    def __init__(self, clock: _Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def render(self, task: Any) -> Text:
+        _, seconds, doing = self._clock.waiting()
+        return Text(f"{doing}, {_duration(seconds)} so far" if seconds >= SHORT else "")
 
 
 class _Live:
