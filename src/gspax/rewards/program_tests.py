@@ -16,7 +16,7 @@ from typing import Any
 
 from gspax.errors import UserError
 
-_DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
+_DECIMAL = re.compile(r"[-+]?(?:\d++\.?+\d*+|\.\d++)(?:[eE][-+]?\d{1,3})?")  # possessive: linear time
 
 
 @dataclass(frozen=True)

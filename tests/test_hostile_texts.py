@@ -1,0 +1,77 @@
+"""Texts that a model, a tool, a judge or a server may write: whatever they are, reading them takes linear time.
+
+Python's regular expressions hold the interpreter's lock, so a quadratic one stops the whole trainer. At 100,000
+characters a linear reader takes milliseconds and a quadratic one minutes; 10,000 come first, so that a test fails soon.
+The formulas of a report have such a test in tests/run/test_mathml.py.
+"""
+
+import contextlib
+import time
+from functools import partial
+
+import pytest
+
+from gspax.data import addition, calculations
+from gspax.data.chat import split_thinking
+from gspax.data.problem import Problem
+from gspax.environments import ToolError
+from gspax.environments.calculator import calculate
+from gspax.environments.tool_calls import parse_brackets, parse_hermes
+from gspax.errors import UserError
+from gspax.evaluation import tasks
+from gspax.rewards import answers, code, format, http, length, program_tests
+
+PROBLEM = Problem("12+34", "46")
+PARTS = ["1", "1,", "1,111", "1 ", "1.", "12/", "1/2 ", "1 1/", "a", "a ", "1a", "1e", ".", " ", "\n", "\u2028"]
+PARTS += ["{", "}", "{}", "[", "[1", "(", "\\", "$", "$1", "-", "~", "1_", r"\frac{1}", r"\text{a ", r"1\,", r"\ne"]
+PARTS += [r"\boxed{", r"\boxed ", "####", "<answer>", "</answer>", "<think>", "</think>", "<tool_call>{"]
+PARTS += ["</tool_call>", "```\n", "1+", "9**", "12+a3=45,", '{"a":']
+ENDS = ["", "x", "}", "/0"]
+
+
+def hostile_texts(size):
+    for part in PARTS:
+        body = part * (size // len(part))
+        yield from (body + end for end in ENDS)
+        yield from (start + body for start in ("1", r"\boxed{", r"\mbox{"))
+
+
+READERS = {
+    **{f"extract {form}": partial(answers.extract, form=form) for form in (None, *answers.FORMS)},
+    "reference": answers.reference,
+    "canonical": answers.canonical,
+    "compare with a number": lambda text: answers.compare("7/2", text),
+    "compare with a base": lambda text: answers.compare("52_8", text),
+    "expected answer": lambda text: answers.compare(text, "7/2"),
+    "vote": tasks.vote_answer,
+    "tags": partial(format.match_tags, PROBLEM),
+    "words": lambda text: length.within(PROBLEM, text, at_most=10, unit="words"),
+    "lines": lambda text: length.within(PROBLEM, text, at_most=10, unit="lines"),
+    "program": code.extract_program,
+    "output": lambda text: program_tests.same_text("3", text),
+    "output of many words": lambda text: program_tests.same_text("1 " * (len(text) // 2), text),
+    "output with a large number": lambda text: program_tests.same_text("1" * len(text), text),
+    "value": lambda text: program_tests.same_value("3", text),
+    "expected output": lambda text: program_tests.same_text(text, "3"),
+    "arguments": program_tests.arguments,
+    "tests": program_tests.from_answer,
+    "thinking": split_thinking,
+    "tool calls": parse_hermes,
+    "tool calls in brackets": parse_brackets,
+    "calculator": calculate,
+    "judge's refusal": lambda text: http._start(text.encode(errors="replace")),
+    "addition": partial(addition.reward, PROBLEM),
+    "slips of an addition": partial(addition.slips, PROBLEM),
+    "calculation": partial(calculations.reward, PROBLEM),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_hostile_text_is_read_in_linear_time(name):
+    for size, seconds in ((10_000, 0.25), (100_000, 1.0)):
+        for text in hostile_texts(size):
+            began = time.thread_time()
+            with contextlib.suppress(UserError, ToolError, ValueError, RecursionError):  # a verdict, too
+                READERS[name](text)
+            took = time.thread_time() - began
+            assert took < seconds, f"{took:.2f} s for {len(text)} characters like {text[:20]!r}…{text[-20:]!r}"
