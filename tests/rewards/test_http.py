@@ -28,7 +28,7 @@ def serve(*answers):
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
             with lock:
                 answer = answers[min(len(seen), len(answers) - 1)]
                 seen.append((time.monotonic(), dict(self.headers), body))
@@ -43,6 +43,8 @@ def serve(*answers):
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
+
+        do_GET = do_POST
 
         def log_message(self, *arguments):
             pass
@@ -140,6 +142,19 @@ def test_permanent_errors_are_one_line(answer, sentence, requests):
     with serve(answer) as (url, seen), pytest.raises((RuntimeError, ValueError), match=sentence):
         ask(url, attempts=3)
     assert len(seen) == requests
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirects_are_refused(status, monkeypatch):
+    """Another server would get the token, and a GET without the completion: what it answers is no reward."""
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
+    with (
+        serve(GOOD) as (other, seen),
+        serve((status, b"moved", ("Location", other))) as (url, asked),
+        pytest.raises(RuntimeError, match=rf"/score: HTTP {status} .*: 'moved', a redirect to '{other}'$"),
+    ):
+        ask(url, token_variable="JUDGE_TOKEN")
+    assert len(asked) == 1 and not seen
 
 
 def test_a_server_that_hangs_or_does_not_exist():

@@ -80,7 +80,8 @@ def reward(
 
     Raises:
       UserError: the URL is of another kind, or the environment variable is not set.
-      RuntimeError: the server cannot be reached or refuses the request; with its status and the start of its answer.
+      RuntimeError: the server cannot be reached, refuses the request or redirects it; with its status and the start of
+        its answer.
     """
     if urlsplit(url).scheme not in ("http", "https"):
         raise UserError(f"reward.url: wanted a URL of http or https, got {url!r}")
@@ -96,6 +97,16 @@ def reward(
     raise UserError(f"reward.attempts: wanted at least 1, got {attempts}")
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Another server would get the token, and a GET without the completion."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
+_open = urllib.request.build_opener(_NoRedirects).open
+
+
 class _UnavailableError(Exception):
     """An attempt that failed and may be repeated, after `pause` seconds at least."""
 
@@ -109,7 +120,7 @@ def _post(url: str, body: bytes, token_variable: str | None, timeout: float) -> 
             raise UserError(f"reward.token_variable: wanted the environment variable {token_variable}, it is not set")
         headers["Authorization"] = f"Bearer {os.environ[token_variable]}"
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=timeout) as answer:
+        with _open(urllib.request.Request(url, body, headers), timeout=timeout) as answer:
             text = answer.read(_LARGEST + 1)
     except urllib.error.HTTPError as problem:
         raise _refusal(url, problem) from None
@@ -130,6 +141,8 @@ def _refusal(url: str, problem: urllib.error.HTTPError) -> Exception:
     except (OSError, http.client.HTTPException):
         text = b""
     sentence = f"HTTP {problem.code} {problem.reason}: {_start(text)}"
+    if location := problem.headers.get("Location"):
+        sentence += f", a redirect to {location[:200]!r}"
     if problem.code not in REPEATED:
         return RuntimeError(f"{url}: {sentence}")
     unavailable = _UnavailableError(sentence)
