@@ -130,7 +130,7 @@ def gdpo(
     Args:
       reward_PGR: [P, G, R], R rewards of each sample.
       mask_PG: bool [P, G], the samples that there are; None for all.
-      weights: R finite Python numbers; None for 1 each.
+      weights: R finite Python numbers; None for 1 each. Rewards with names are in the alphabetical order of the names.
       ddof, eps: as in `standardize`, in the group and in the batch.
 
     Raises:

@@ -12,7 +12,7 @@ import pytest
 from gspax.config import Grading
 from gspax.errors import UserError
 from gspax.rewards import calls as module
-from gspax.rewards.calls import Batched, Result, RewardCalls, Total, concurrent, to_result
+from gspax.rewards.calls import Batched, Failed, Graded, Result, RewardCalls, Total, concurrent, to_result
 
 
 def gather(reward, completions, **grading):
@@ -58,7 +58,7 @@ def test_every_completion_gets_its_own_reward(reward, concurrency):
         (1, Result((1.0,))),
         (np.float32(0.5), Result((0.5,))),
         ((1, 0.5), Result((1.0, 0.5))),
-        ({"a": 1, "b": 0.5}, Result((1.0, 0.5), parts={"a": 1.0, "b": 0.5})),
+        ({"a": 1, "b": 0.5}, Result((1.0, 0.5), names=("a", "b"), parts={"a": 1.0, "b": 0.5})),
         (Total({"a": 1, "b": 0.5}), Result((1.5,), parts={"a": 1.0, "b": 0.5})),
         (Total({"a": float("inf")}), Result((), "wanted finite numbers up to ±1e18, got inf")),
         (float("nan"), Result((), "wanted finite numbers up to ±1e18, got nan")),
@@ -66,6 +66,12 @@ def test_every_completion_gets_its_own_reward(reward, concurrency):
         (-1e18, Result((-1e18,))),
         (1e38, Result((), "wanted finite numbers up to ±1e18, got 1e+38")),
         (1e39, Result((), "wanted finite numbers up to ±1e18, got 1e+39")),
+        ({"b": 0.5, "a": 1}, Result((1.0, 0.5), names=("a", "b"), parts={"b": 0.5, "a": 1.0})),
+        ((Failed(-1, "late"), Graded(1, "equal"), 2), Result((-1.0, 1.0, 2.0), "late", reason="equal")),
+        (
+            {"b": Graded(1, "equal"), "a": Failed(0, "late"), "c": Failed(0, "gone")},
+            Result((0.0, 1.0, 0.0), "a: late; c: gone", {"b": 1.0, "a": 0.0, "c": 0.0}, "b: equal", ("a", "b", "c")),
+        ),
         ((), Result((), "wanted finite numbers up to ±1e18, got ()")),
         (None, Result((), "wanted a number, a tuple or a mapping of numbers, got None")),
         ("good", Result((), "wanted a number, a tuple or a mapping of numbers, got 'good'")),

@@ -41,8 +41,9 @@ def test_rewards_are_returned_in_order_with_their_weights(completion, values):
     assert total == sum(values)
     assert pickle.loads(pickle.dumps(total)).parts == found
     assert pickle.loads(pickle.dumps(REWARD))(Problem("2 + 2", "4"), completion) == found
-    assert to_result(found) == Result(values, parts=found)
-    assert to_result(total) == Result((sum(values),), parts=found)
+    reason = f"answer: {'equal' if values[0] else 'different'}"
+    assert to_result(found) == Result(values, parts=found, reason=reason, names=("answer", "format", "short"))
+    assert to_result(total) == Result((sum(values),), parts=found, reason=reason)
 
 
 def test_a_failure_of_one_reward_is_a_failure_of_the_whole():
@@ -54,7 +55,7 @@ def test_a_failure_of_one_reward_is_a_failure_of_the_whole():
     parts = {"answer": -2.0, "short": 1.0}
     assert to_result(total) == to_result(pickle.loads(pickle.dumps(total))) == Result((-1.0,), "answer: late", parts)
     assert to_result(combine(Problem("?", ""), "a", rewards=rewards)) == Result(
-        (-1.0, 1.0), "answer: late", {"answer": -1.0, "short": 1.0}
+        (-1.0, 1.0), "answer: late", {"answer": -1.0, "short": 1.0}, names=("answer", "short")
     )
 
 

@@ -1,16 +1,18 @@
 """Rows that `reward_completions` makes of a rollout: text, reward, length, and whether it finished."""
 
 import contextlib
+from functools import partial
 
 import numpy as np
 import pytest
 from small_experiment import experiment
 
+from gspax import advantages
 from gspax.config import Grading
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Batched, Failed, RewardCalls
-from gspax.rollout.rewards import reward_completions, reward_metrics
+from gspax.rollout.rewards import compute_advantages, reward_completions, reward_metrics
 from gspax.types import Rollout
 
 STOP = experiment.tokenizer.stop_ids[0]
@@ -89,6 +91,72 @@ def test_a_failure_with_a_value_of_its_own_keeps_it_and_is_counted(calls):
     with pytest.raises(UserError, match=r"failed for 1 of 4 completions .* allows 24 %\): late for "):
         given = calls(late_for_211, max_failed=0.24)
         reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+
+
+def test_one_number_of_a_failure_stands_for_each_of_several_rewards(calls):
+    def late_for_211(problem, completion):
+        return Failed(-0.5, "late") if completion == "211" else {"b": 1.0, "a": 0.5}
+
+    given = calls(late_for_211, failed=-1.0, max_failed=0.5)
+    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    assert [row["rewards"] for row in rows] == [[0.5, 1.0], [-0.5, -0.5], [0.5, 1.0], [0.5, 1.0]]
+    assert [row.get("error") for row in rows] == [None, "late", None, None]
+
+
+def only_the_answer_counts(rows):
+    """Advantages [B], and the columns of `rewards`."""
+    advantage_B, _ = compute_advantages(partial(advantages.gdpo, weights=(1, 0)), rows, group=4)
+    return advantage_B.round(2).tolist()
+
+
+def test_named_rewards_are_matched_by_name_whatever_their_order(calls):
+    def reward(problem, completion):
+        right = float(completion == "12")
+        return {"format": 0.0, "answer": right} if right else {"answer": right, "format": 1.0}
+
+    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=calls(reward))
+    assert [row["rewards"] for row in rows] == [[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]
+    assert only_the_answer_counts(rows) == [1.5, -0.5, -0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("other", "error"),
+    [
+        ({"answer": 1.0, "style": 1.0}, "wanted rewards answer, format; got rewards answer, style"),
+        ({"answer": 1.0}, "wanted rewards answer, format; got one number"),
+        ((1.0, 0.0), "wanted rewards answer, format; got 2 numbers without names"),
+        ({"answer": 1.0, "style": Failed(1.0, "late")}, "style: late"),
+    ],
+)
+def test_other_names_than_those_of_most_completions_fail(calls, other, error):
+    def reward(problem, completion):
+        return other if completion == "12" else {"format": 1.0, "answer": 0.0}
+
+    given = calls(reward, failed=-1.0, max_failed=0.5)
+    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    assert [row["rewards"] for row in rows] == [[-1.0, -1.0], *[[0.0, 1.0]] * 3]
+    assert [row.get("error") for row in rows] == [error, None, None, None]
+    assert reward_metrics(rows, 4)["rewards/answer"] == 0.0, "a failure has no parts"
+
+
+def test_other_numbers_than_those_of_most_completions_fail(calls):
+    rows = reward_completions(
+        PROBLEMS,
+        rollout(),
+        tokenizer=experiment.tokenizer,
+        calls=calls(lambda problem, completion: 1.0 if completion == "12" else (1.0, 0.0), max_failed=0.5),
+    )
+    assert [row["rewards"] for row in rows] == [[0.0, 0.0], *[[1.0, 0.0]] * 3]
+    assert rows[0]["error"] == "wanted 2 numbers without names; got one number"
+
+
+def test_another_order_than_that_of_the_names_is_told_once(calls, capsys):
+    told = "gspax: warning: reward: the advantage gets the rewards in the alphabetical order of their names: x, y\n"
+    for order, expected in ("xy", ""), ("yx", told), ("yx", ""):
+        reward = calls(lambda problem, completion, order=order: dict.fromkeys(order, 1.0))
+        rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=reward)
+        only_the_answer_counts(rows)
+        assert capsys.readouterr().err == expected
 
 
 def test_more_than_the_stated_share_is_an_error_with_prompt_and_completion(calls):

@@ -57,18 +57,27 @@ def concurrent(calls: int) -> Callable[[F], F]:
 
 
 class Total(float):
-    """A reward that is the sum of named parts, each of which is a metric; `error` if one of them is `Failed`."""
+    """A reward that is the sum of named parts, each of which is a metric."""
 
     parts: Mapping[str, float]
-    error: str
 
-    def __new__(cls, parts: Mapping[str, float], error: str = "") -> Self:
+    def __new__(cls, parts: Mapping[str, float]) -> Self:
         total = super().__new__(cls, sum(parts.values()))
-        total.parts, total.error = dict(parts), error
+        total.parts = dict(parts)
         return total
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return (self.parts, self.error)
+        return (self.parts,)
+
+    @property
+    def error(self) -> str:
+        """What has failed in the parts that are `Failed`."""
+        return _join(self.parts, "error")
+
+    @property
+    def reason(self) -> str:
+        """The reasons of the parts that are `Graded`."""
+        return _join(self.parts, "reason")
 
 
 class Graded(float):
@@ -111,6 +120,7 @@ class Result:
     error: str = ""  # with rewards, those of a `Failed`
     parts: Mapping[str, float] = field(default_factory=dict)  # by name, for the metrics
     reason: str = ""  # of a `Graded` reward
+    names: tuple[str, ...] = ()  # of `rewards` that were given by name
     value: Any = None  # what else the function has returned (`environments.calls`)
 
 
@@ -321,17 +331,27 @@ class _EventLoop:
 
 
 def to_result(value: Any) -> Result:
-    """What a reward function has returned as finite numbers up to ±`LARGEST`, or why it is none."""
-    parts = value if isinstance(value, Mapping) else getattr(value, "parts", {})
-    given = tuple(value.values()) if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
+    """What a reward function has returned as finite numbers up to ±`LARGEST`, or why it is none.
+
+    The numbers of a mapping are in the alphabetical order of their names, whatever their order in the mapping. `error`
+    and `reason` are those of all members.
+    """
+    named = {str(name): each for name, each in value.items()} if isinstance(value, Mapping) else {}
+    given: dict[Any, Any] = named or dict(enumerate(value if isinstance(value, tuple) else (value,)))
     try:
-        rewards = tuple(map(float, given))
-        parts = {str(name): float(part) for name, part in parts.items()}
+        names, rewards = tuple(sorted(named)), tuple(float(given[key]) for key in sorted(given))
+        parts = {name: float(part) for name, part in (named or getattr(value, "parts", {})).items()}
     except Exception:
         return Result((), f"wanted a number, a tuple or a mapping of numbers, got {_brief(value)}")
     if not rewards or not all(abs(each) <= LARGEST for each in (*rewards, *parts.values())):  # false for NaN
         return Result((), f"wanted finite numbers up to ±1e18, got {_brief(value)}")
-    return Result(rewards, str(getattr(value, "error", "")), parts, str(getattr(value, "reason", "")))
+    return Result(rewards, _join(given, "error"), parts, _join(given, "reason"), names)
+
+
+def _join(members: Mapping[Any, Any], name: str) -> str:
+    """The errors or reasons of several rewards, after their names if they have names."""
+    found = {key: str(text) for key, each in members.items() if (text := getattr(each, name, ""))}
+    return "; ".join(f"{key}: {text}" if isinstance(key, str) else text for key, text in found.items())
 
 
 def _inner(function: Any) -> Any:

@@ -9,17 +9,9 @@ from collections.abc import Callable, Mapping
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.calls import Failed, Total
+from gspax.rewards.calls import Failed, Graded, Total
 
 _EMPTY: Mapping[str, float] = {}
-
-
-class Parts(dict[str, float]):
-    """Rewards by name; `error` if one of them is `calls.Failed`."""
-
-    def __init__(self, values: Mapping[str, float], error: str = ""):
-        super().__init__(values)
-        self.error = error
 
 
 def combine(
@@ -28,14 +20,15 @@ def combine(
     *,
     rewards: Mapping[str, Callable[[Problem, str], float]],
     weights: Mapping[str, float] = _EMPTY,
-) -> Parts:
-    """Each reward times its weight, in the order of `rewards`, for an advantage of several rewards (`advantages.gdpo`).
+) -> dict[str, float]:
+    """Each reward times its weight, for an advantage of several rewards (`advantages.gdpo`).
 
         reward=partial(combine, rewards={"answer": math.reward, "format": format.match_tags})
         advantage=partial(advantages.gdpo, weights=(1.0, 0.1))
 
-    `gdpo` standardises each reward, so a positive weight given here changes the reported reward but not the advantage:
-    the weights of the advantage are its own.
+    The advantage gets the rewards in the alphabetical order of their names, which `gdpo`'s weights follow. `gdpo`
+    standardizes each reward, so a positive weight given here changes the reported reward but not the advantage: the
+    weights of the advantage are its own.
 
     Args:
       problem: for the rewards.
@@ -45,9 +38,7 @@ def combine(
     """
     if unknown := sorted(set(weights) - set(rewards)):
         raise UserError(f"weights: wanted names of rewards ({', '.join(rewards)}), got {', '.join(unknown)}")
-    given = {name: _number(name, reward(problem, completion)) for name, reward in rewards.items()}
-    errors = [f"{name}: {each.error}" for name, each in given.items() if isinstance(each, Failed)]
-    return Parts({name: weights.get(name, 1.0) * float(each) for name, each in given.items()}, "; ".join(errors))
+    return {name: _weigh(name, reward(problem, completion), weights.get(name, 1.0)) for name, reward in rewards.items()}
 
 
 def weighted_sum(
@@ -58,11 +49,13 @@ def weighted_sum(
     weights: Mapping[str, float] = _EMPTY,
 ) -> Total:
     """The sum of `combine`, for an advantage of one reward."""
-    parts = combine(problem, completion, rewards=rewards, weights=weights)
-    return Total(parts, parts.error)
+    return Total(combine(problem, completion, rewards=rewards, weights=weights))
 
 
-def _number(name: str, value: object) -> float:
+def _weigh(name: str, value: object, weight: float) -> float:
+    """The reward times its weight, with its error or its reason."""
     if not isinstance(value, int | float):
         raise UserError(f"rewards: wanted one number from {name!r}, got {value!r}")
-    return value
+    if error := getattr(value, "error", ""):
+        return Failed(weight * value, error)
+    return Graded(weight * value, reason) if (reason := getattr(value, "reason", "")) else weight * value

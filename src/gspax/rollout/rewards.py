@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gspax.advantages import constant_groups
 from gspax.data.problem import Problem
 from gspax.distributed import multihost
-from gspax.errors import UserError
+from gspax.errors import UserError, warn_once
 from gspax.experiment.description import unwrap
 from gspax.protocols import Advantage, LengthReward, Tokenizer
 from gspax.rewards.calls import Result, RewardCalls
@@ -77,17 +79,44 @@ def reward_completions(
     multihost.all_or_raise(lambda: _add_rewards(own, futures))
     numbers = multihost.gather_rows([row and {name: x for name, x in row.items() if name not in TEXTS} for row in own])
     rows = [mine or theirs for mine, theirs in zip(own, numbers, strict=True)]
+    _match_rewards(rows, calls.grading.failed)
     _check_failures(rows, calls)
-    count = max([len(row["rewards"]) for row in rows]) or 1
     for row in rows:
-        if not row["rewards"]:
-            row["rewards"] = [calls.grading.failed] * count
         if "turn_rewards" in row:
             _add_turn_rewards(row)
         row["reward"] = sum(row["rewards"])
         if len(row["rewards"]) == 1:
             del row["rewards"]
     return rows
+
+
+def _match_rewards(rows: Sequence[Row], failed: float) -> None:
+    """Give every row the rewards that most rows have: as many, by the same names. Those with others have failed.
+
+    What most rows have follows from the rows alone, so that it is the same in every process and after every restart.
+    """
+    having = [_names(row) for row in rows if "error" not in row] or [_names(row) for row in rows if row["rewards"]]
+    wanted = Counter(having).most_common(1)[0][0] if having else ("",)
+    for row in rows:
+        found = _names(row)
+        if found != wanted:
+            own = row["rewards"][0] if "error" in row and len(found) == 1 else failed
+            row.setdefault("error", f"wanted {_words(wanted)}; got {_words(found)}")
+            row["rewards"] = [own] * len(wanted)
+            row.pop("parts", None)
+        row.pop("names", None)
+
+
+def _names(row: Row) -> tuple[str, ...]:
+    """The names of a row's rewards, empty if they have none; the name of a single one does not matter."""
+    count = len(row["rewards"])
+    return row["names"] if "names" in row and count > 1 else ("",) * count
+
+
+def _words(names: tuple[str, ...]) -> str:
+    if len(names) == 1:
+        return "one number"
+    return f"rewards {', '.join(names)}" if any(names) else f"{len(names)} numbers without names"
 
 
 def _add_turn_rewards(row: Row) -> None:
@@ -142,6 +171,8 @@ def _add_rewards(rows: Sequence[Row | None], futures: Mapping[int, Future[Result
             continue
         result = futures[index].result()
         row["rewards"] = list(result.rewards)
+        if result.names:
+            row["names"] = result.names
         if result.parts:
             row["parts"] = dict(result.parts)
         if result.reason:
@@ -241,6 +272,8 @@ def compute_advantages(
     several = [row.get("rewards", [row["reward"]]) for row in rows]
     if len({len(each) for each in several}) > 1:
         raise UserError(f"reward: wanted as many numbers for every completion, got {sorted({*map(len, several)})}")
+    if len(several[0]) > 1 and jax.process_index() == 0:
+        _tell_order([list(row["parts"]) for row in rows if "parts" in row])
     reward_BR, metrics = np.array(several, np.float32), {}
     single = reward_BR.shape[1] == 1
     if added_B is not None:
@@ -254,6 +287,13 @@ def compute_advantages(
     except (TypeError, ValueError) as error:
         raise UserError(f"advantage: {_name(advantage)} refuses these rewards: {error}") from error
     return advantage_PG.reshape(-1), metrics
+
+
+def _tell_order(orders: Sequence[list[str]]) -> None:
+    """Warn of rewards by name that were given in another order than the advantage gets them in."""
+    if unsorted := next((names for names in orders if names != sorted(names)), None):
+        sorted_names = ", ".join(sorted(unsorted))
+        warn_once(f"reward: the advantage gets the rewards in the alphabetical order of their names: {sorted_names}")
 
 
 def _name(function: Any) -> str:
