@@ -1,5 +1,6 @@
 """The docs: links resolve, code blocks run, commands parse, names and paths exist."""
 
+import configparser
 import contextlib
 import importlib
 import importlib.util
@@ -89,6 +90,16 @@ def test_the_api_reference_names_modules():
     assert len(names) > 20
     for name in names:
         assert importlib.import_module(name).__doc__, name
+
+
+def test_gspax_is_installed_from_a_clone():
+    """It is on no package index: no page and no message names it to pip. The page on installing names each extra."""
+    files = [*PAGES, *(ROOT / "src").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]
+    named = [label(path) for path in files if re.search(r"pip install\s+['\"]?gspax", read(path))]
+    assert not named, named
+    settings, page = configparser.ConfigParser(), read(ROOT / "docs" / "install.md")
+    settings.read(ROOT / "setup.cfg")
+    assert [extra for extra in settings["options.extras_require"] if f"| `{extra}` |" not in page] == ["test"]
 
 
 # Names and paths in code spans

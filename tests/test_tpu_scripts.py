@@ -228,6 +228,20 @@ def test_a_dry_run_needs_no_programs(cloud):
     assert not (cloud.checkout / "build").exists()
 
 
+def test_a_dry_run_checks_the_overrides_where_gspax_is_installed(cloud):
+    words = (EXPERIMENT, "schedule.stpes=300")
+    assert "The experiment is not checked" in cloud.run("run.sh", "--dry-run", *words)[0].stdout
+    program = cloud.checkout / ".venv" / "bin" / "gspax"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/bash\necho "a plan"\necho "gspax: $*" >&2\nexit "${FAKE_CODE:-0}"\n')
+    program.chmod(0o755)
+    for script in ("run.sh", "resume.sh", "gke/run.sh"):
+        done, calls = cloud.run(script, "--dry-run", *words, FAKE_CODE="2")
+        assert (done.returncode, calls) == (2, []), script
+        assert done.stderr == f"gspax: train {EXPERIMENT} schedule.stpes=300 --dry-run\n" and done.stdout == ""
+        assert cloud.run(script, "--dry-run", *words)[0].returncode == 0
+
+
 def test_every_script_has_a_dry_run_case():
     assert {case[0] for case in CASES} == {str(path.relative_to(TPU)) for path in SCRIPTS if path.parent.name != "host"}
 

@@ -83,9 +83,15 @@ tools() { # programs that are required
   done
 }
 
-experiment() { # FILE ...: the first word must be the path of an experiment file, relative to the checkout's root
+experiment() { # FILE [a.b=c ...]: an experiment file, relative to the checkout's root; a dry run also checks the overrides
   [[ -n ${1:-} ]] || refuse "wanted an experiment file, as in $(basename "$0") experiments/sort_gspo.py"
   [[ -f $root/$1 ]] || refuse "$1: wanted an experiment file, relative to the root of the checkout"
+  [[ $dry_run == 1 ]] || return 0
+  if [[ -x $root/.venv/bin/gspax ]]; then
+    (cd "$root" && .venv/bin/gspax train "$@" --dry-run > /dev/null) || exit
+  else
+    echo "The experiment is not checked: $root/.venv/bin/gspax does not exist (make train creates it)."
+  fi
 }
 
 new_secret() { # make the secret by which the processes of a run recognise each other; print its file, ours alone to read

@@ -19,6 +19,11 @@ def warn_once(sentence: str) -> None:
     warn(sentence)
 
 
+def how_to_install(extra: str) -> str:
+    """The command that installs an optional part of gspax, for a message: the package is on no index yet."""
+    return f"pip install '.[{extra}]' in a clone of gspax, see docs/install.md"
+
+
 class UserError(Exception):
     """Invalid input: one sentence that names the field, what was wanted and what was given."""
 

@@ -52,7 +52,7 @@ def test_anything_else_is_rejected_in_one_sentence(text, said):
 
 def test_without_libtpu_the_error_names_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs the package libtpu: pip install 'gspax\[tpu\]'"):
+    with pytest.raises(UserError, match=r"needs the package libtpu: pip install '\.\[tpu\]' in a clone of gspax"):
         chips.describe_devices(chips.parse_topology("v5e:4x4"))
 
 

@@ -293,7 +293,7 @@ def test_invalid_input_prints_one_error_and_exits_2(arguments, said, capsys):
 def test_without_libtpu_it_exits_2(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert gspax(SMALL, "--topology", "v5e:4x4") == 2
-    assert "needs the package libtpu: pip install 'gspax[tpu]'" in capsys.readouterr().err
+    assert "needs the package libtpu: pip install '.[tpu]' in a clone of gspax" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fits", [True, False])

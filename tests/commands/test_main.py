@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +14,7 @@ import pytest
 import stub_experiment
 
 import gspax
-from gspax.commands import main
+from gspax.commands import main, train
 from gspax.errors import DivergedError, FailureError, UserError
 
 STUB = stub_experiment.__file__
@@ -37,7 +38,7 @@ def called(monkeypatch):
     return calls
 
 
-def failing(monkeypatch, problem):
+def failing(monkeypatch, problem, *overrides):
     """A `gspax.loop.training` whose `train` raises."""
 
     def train(experiment, workdir, *, grace):
@@ -46,7 +47,12 @@ def failing(monkeypatch, problem):
     module = ModuleType("gspax.loop.training")
     module.train = train
     monkeypatch.setitem(sys.modules, "gspax.loop.training", module)
-    return main.main(["train", STUB, "--workdir", "w"])
+    return main.main(["train", STUB, "--workdir", "w", *overrides])
+
+
+def test_the_overview_names_what_can_be_trained(capsys):
+    assert main.main(["--help"]) == 0
+    assert "language models, dense or mixtures of experts" in capsys.readouterr().out
 
 
 def test_train_accepts_options_in_any_order(called, tmp_path):
@@ -66,6 +72,31 @@ def test_a_run_ends_with_a_summary_and_the_next_command(called, capsys):
         f"gspax train {same} schedule.steps=8",
         f"gspax eval {same} schedule.steps=4 evaluation.problems=2048",
     ]
+
+
+def test_the_suggested_command_works_in_the_users_shell(monkeypatch, tmp_path):
+    """With and without the virtual environment's folder on the PATH."""
+    called, other = tmp_path / "env" / "gspax", tmp_path / "bin" / "gspax"
+    for each in (called, other):
+        each.parent.mkdir()
+        each.write_text("#!/bin/sh\n")
+        each.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [str(called), "train"])
+    for folder, shown in (("empty", [str(called)]), ("bin", [str(called)]), ("env", ["gspax"])):
+        monkeypatch.setenv("PATH", str(tmp_path / folder))
+        assert train.program() == shown
+        assert train.next_commands(Namespace(overrides=[], file="a.py", workdir="w"), 4, 8).count(shown[0]) == 2
+    monkeypatch.setattr(sys, "argv", ["/src/gspax/__main__.py", "train"])
+    assert train.program() == [sys.executable, "-m", "gspax"]
+
+
+def test_a_diverged_run_ends_with_the_command_that_replays_its_dump(monkeypatch, tmp_path, capsys):
+    (tmp_path / "w" / "dumps" / "step_000012").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert failing(monkeypatch, DivergedError("no", step=12), "seed=3") == 3
+    assert capsys.readouterr().out == f"Next:\n  gspax replay {shlex.quote(STUB)} w/dumps/step_000012 seed=3\n"
+    assert failing(monkeypatch, DivergedError("no", step=11)) == 3
+    assert capsys.readouterr().out == ""
 
 
 def test_the_suggested_command_repeats_no_override(called, capsys):
@@ -181,7 +212,10 @@ def test_ctrl_c_outside_a_run_exits_130(monkeypatch):
 
 def test_a_missing_package_is_one_error(monkeypatch, capsys):
     assert failing(monkeypatch, ModuleNotFoundError("No module named 'flax'", name="flax.nnx")) == 2
-    assert capsys.readouterr().err == "gspax: this needs the package 'flax': pip install 'gspax[train]'\n"
+    assert (
+        capsys.readouterr().err
+        == "gspax: this needs the package 'flax': pip install '.[train]' in a clone of gspax, see docs/install.md\n"
+    )
     assert failing(monkeypatch, ModuleNotFoundError("No module named 'gspax.nope'", name="gspax.nope")) == 1
 
 

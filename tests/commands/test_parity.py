@@ -88,4 +88,4 @@ def test_a_missing_package_is_named(missing, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "torch", None if missing == "torch" else sys)
     monkeypatch.setitem(sys.modules, "transformers", None if missing == "transformers" else sys)
     assert main.main(["parity", str(tmp_path)]) == 2
-    assert f"needs the package '{missing}': pip install 'gspax[parity]'" in capsys.readouterr().err
+    assert f"needs the package '{missing}': pip install '.[parity]' in a clone of gspax" in capsys.readouterr().err

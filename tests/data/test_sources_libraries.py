@@ -157,7 +157,9 @@ def test_a_grain_data_set(expected):
 def test_a_missing_package_is_named(package, open_source, monkeypatch):
     source = open_source()  # reads nothing yet
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"needs {package.replace('_', '-')} \(pip install 'gspax\[data\]'\)"):
+    with pytest.raises(
+        UserError, match=rf"needs {package.replace('_', '-')} \(pip install '\.\[data\]' in a clone of gspax"
+    ):
         source.train(0)
 
 

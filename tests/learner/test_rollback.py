@@ -147,7 +147,10 @@ def test_a_run_without_a_finite_update_exits_with_3_and_its_dump_is_replayed(tmp
     run = RunDir(tmp_path / "run")
     folder = run.path / "dumps" / "step_000002"
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "schedule.max_skipped" in line]
-    assert "wanted fewer than 2 skipped updates in a row, got 2 by step 2" in line and f"replay FILE {folder}" in line
+    assert (
+        "wanted fewer than 2 skipped updates in a row, got 2 by step 2" in line
+        and f"{folder}, for `gspax replay`" in line
+    )
     assert "Traceback" not in line and not list(run.checkpoints.iterdir())
 
     assert main.main(["replay", EXPERIMENT, str(folder), *overrides]) == 0

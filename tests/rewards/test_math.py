@@ -23,7 +23,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 
 def needs_math_verify():
-    pytest.importorskip("math_verify", reason="math-verify is not installed (pip install 'gspax[rewards]')")
+    pytest.importorskip("math_verify", reason="math-verify is not installed (pip install '.[rewards]')")
 
 
 def rewarded(answer, completion, **settings):

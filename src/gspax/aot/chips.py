@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gspax.errors import UserError
+from gspax.errors import UserError, how_to_install
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ def describe_devices(topology: Topology) -> list[Any]:
       UserError: libtpu is not installed, or does not support the topology.
     """
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError("compiling for a TPU needs the package libtpu: pip install 'gspax[tpu]'")
+        raise UserError(f"compiling for a TPU needs the package libtpu: {how_to_install('tpu')}")
     from gspax import unstable
 
     name = str(replace(topology, slices=1))

@@ -27,7 +27,7 @@ import gspax
 from gspax.commands import environment, processes
 from gspax.commands.arguments import Parser
 from gspax.commands.devices import skip_absent_tpu
-from gspax.errors import UserError
+from gspax.errors import UserError, how_to_install
 
 SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "train": ("FILE --workdir DIR", "run an experiment; continue it if DIR holds a checkpoint of it"),
@@ -56,7 +56,7 @@ OF_STORAGE = {  # what a full disk, missing rights or an impossible path raise -
     errno.ENOTDIR: 2,
     errno.ENAMETOOLONG: 2,
 }
-TRAIN_EXTRA = (  # top-level packages that 'gspax[train]' installs
+TRAIN_EXTRA = (  # top-level packages of the extra `train`
     "flax",
     "huggingface_hub",
     "jinja2",
@@ -96,7 +96,7 @@ def _run_and_report(arguments: list[str]) -> int:
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if package in TRAIN_EXTRA:
-            return _fail(missing, [f"this needs the package {package!r}: pip install 'gspax[train]'"], 2)
+            return _fail(missing, [f"this needs the package {package!r}: {how_to_install('train')}"], 2)
         traceback.print_exc()
         return 1
     except OSError as problem:
@@ -150,7 +150,7 @@ def _overview() -> Parser:
     lines = [f"  {f'{name} {usage}':27}{what}" for name, (usage, what) in SUBCOMMANDS.items()]
     parser = Parser(
         prog="gspax",
-        description="GSPO and GRPO post-training of mixture-of-experts language models in JAX.",
+        description="GSPO and GRPO post-training of language models, dense or mixtures of experts, in JAX.",
         epilog="\n".join(
             [
                 "subcommands:",

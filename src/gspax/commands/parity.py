@@ -21,7 +21,7 @@ import numpy as np
 from gspax.commands.arguments import Parser, at_least, subcommand_parser
 from gspax.config import Mesh, ModelConfig, layer_runs
 from gspax.data.tokenizer import hf_tokenizer
-from gspax.errors import UserError
+from gspax.errors import UserError, how_to_install
 from gspax.hf.config_json import read_config
 from gspax.hf.source import locate
 
@@ -109,7 +109,7 @@ def _import(package: str) -> Any:
         return importlib.import_module(package)
     except ImportError as missing:
         raise UserError(
-            f"gspax parity runs transformers too and needs the package {package!r}: pip install 'gspax[parity]'"
+            f"gspax parity runs transformers too and needs the package {package!r}: {how_to_install('parity')}"
         ) from missing
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
+import sys
+from pathlib import Path
 
 from gspax.commands import processes
 from gspax.commands.arguments import Parser, add_dry_run, add_experiment, at_least, subcommand_parser
 from gspax.commands.inputs import load_experiment, override_key, print_plan
+from gspax.errors import DivergedError
 
 GRACE = 30  # seconds after SIGTERM until a machine is gone: a spot machine, SLURM's and Kubernetes' default
 
@@ -32,7 +36,7 @@ def make_parser() -> Parser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Train; process 0 then prints a summary and what to run next."""
+    """Train; process 0 then prints a summary and what to run next, after a divergence `gspax replay`."""
     experiment = load_experiment(options)
     if options.dry_run:
         print_plan(options, experiment)
@@ -41,11 +45,28 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.loop.training import train
     from gspax.run.report import summarise
 
-    train(experiment, options.workdir, grace=options.grace)
+    try:
+        train(experiment, options.workdir, grace=options.grace)
+    except DivergedError as problem:
+        dump = options.workdir / "dumps" / f"step_{problem.step:06d}"
+        if is_primary and dump.exists():
+            replay = ["replay", options.file, str(dump), *options.overrides]
+            print(f"Next:\n  {shlex.join([*program(), *replay])}", flush=True)
+        raise
     if is_primary:
         print(summarise(options.workdir))
         print(next_commands(options, experiment.schedule.steps, experiment.evaluation.problems))
     return 0
+
+
+def program() -> list[str]:
+    """The words that start this program in the user's shell, whose PATH need not have it."""
+    called = Path(sys.argv[0])
+    if called.parts[-2:] == ("gspax", "__main__.py"):
+        return [sys.executable, "-m", "gspax"]
+    found = shutil.which("gspax")
+    is_found = found is not None and called.exists() and Path(found).samefile(called)
+    return ["gspax" if is_found or called.name != "gspax" else sys.argv[0]]
 
 
 def next_commands(options: argparse.Namespace, steps: int, problems: int) -> str:
@@ -53,7 +74,7 @@ def next_commands(options: argparse.Namespace, steps: int, problems: int) -> str
 
     def command(name: str, key: str, value: int) -> str:
         kept = [each for each in options.overrides if override_key(each) != key]
-        return shlex.join(["gspax", name, options.file, "--workdir", str(options.workdir), *kept, f"{key}={value}"])
+        return shlex.join([*program(), name, options.file, "--workdir", str(options.workdir), *kept, f"{key}={value}"])
 
     return (
         "Next:\n"

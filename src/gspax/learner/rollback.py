@@ -71,7 +71,7 @@ def dump(
         multihost.all_or_raise(lambda: _write(folder, arrays, {"step": step, "experiment": description}))
     except (OSError, UserError) as error:
         return f" Its minibatch could not be dumped: {error}."
-    return f" The minibatch of the last one is in {folder}; `gspax replay FILE {folder}` runs its update again."
+    return f" The minibatch of the last one is in {folder}, for `gspax replay`."
 
 
 def _write(folder: Path, arrays: dict[str, Any], about: dict[str, Any]) -> None:

@@ -44,7 +44,10 @@ def main() -> None:
     try:
         import math_verify  # noqa: F401
     except ImportError as error:
-        print(json.dumps({"error": f"wanted math-verify (pip install 'gspax[rewards]'), got: {error}"}), file=channel)
+        print(
+            json.dumps({"error": f"wanted math-verify (pip install '.[rewards]' in a clone of gspax), got: {error}"}),
+            file=channel,
+        )
         return
     print(json.dumps({"ready": True}), file=channel)
     for line in sys.stdin:

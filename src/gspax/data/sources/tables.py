@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from gspax.data.tokenizer import brief
-from gspax.errors import UserError
+from gspax.errors import UserError, how_to_install
 
 _STRIDE = 64  # lines of a file between two whose offset is kept
 
@@ -279,7 +279,7 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as problem:
         package = name.partition(".")[0].replace("_", "-")
-        raise UserError(f"data: reading this needs {package} (pip install 'gspax[data]'): {brief(problem)}") from None
+        raise UserError(f"data: reading this needs {package} ({how_to_install('data')}): {brief(problem)}") from None
 
 
 def _attempt(name: str, work: Any) -> Any:
