@@ -1,12 +1,14 @@
 # `make train` learns to sort digits in a few minutes on a CPU; `make test` runs every check; `make docs` builds the site;
 # `make study NAME=clipping` runs a study of the laboratory, `make study-page` draws its results again;
 # `make faults` hurts runs for half an hour, `make soak` for an hour (MINUTES=5, SEED=1).
-# All work on a bare checkout: they create .venv first, and again whenever its requirements have changed.
+# All work on a bare checkout: they create .venv first, and again whenever its requirements have changed. Training installs no
+# test tools (requirements-test.txt).
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+TESTS := $(VENV)/tests
 TORCH := $(VENV)/torch
 TPU := $(VENV)/tpu
 DOCS := $(VENV)/docs
@@ -32,14 +34,14 @@ train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
 
 # A test file stays on one worker, where its tests share what they compile.
-test: $(INSTALLED) $(TORCH) $(TPU)
+test: $(TESTS) $(TORCH) $(TPU)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Another Python, in a virtual environment of its own: make test-python PYTHON=python3.13 VENV=.venv-3.13
-test-python: $(INSTALLED)
+test-python: $(TESTS)
 	rm -rf $(RUN)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir $(RUN) warm_start.steps=2 schedule.steps=2 evaluation.problems=16
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(QUICK)
@@ -53,11 +55,11 @@ study-page: $(INSTALLED)
 	$(BIN)/python experiments/studies $(NAME) --page
 
 # Kills, damage, full disks, second runs and hostile peers: the long form of what `make test` has a little of.
-faults: $(INSTALLED)
+faults: $(TESTS)
 	FAULTS_TABLE=experiments/benchmarks/faults.md $(BIN)/python -m pytest -q -m "slow or not slow" tests/faults
 
 # Two runs under faults at random, with a table of them and the slope of their memory.
-soak: $(INSTALLED)
+soak: $(TESTS)
 	$(BIN)/python tests/faults/soak.py --minutes $(MINUTES) --seed $(SEED) --table experiments/benchmarks/soak.md
 
 docs: $(DOCS)
@@ -67,6 +69,10 @@ docs: $(DOCS)
 clean:
 	rm -rf $(VENV) .venv-* .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site src/*.egg-info
 	find src tests experiments docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(TESTS): $(INSTALLED) requirements-test.txt
+	@$(PIP) --requirement requirements-test.txt || $(SHOW_LOG)
+	@touch $@
 
 # Optional: without torch, the tests that compare with transformers are skipped.
 $(TORCH): $(INSTALLED) requirements-torch.txt

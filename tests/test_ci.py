@@ -1,5 +1,6 @@
 """The CI script tests every installed Python, and the workflow and the hooks run the same checks."""
 
+import configparser
 import os
 import re
 import shlex
@@ -72,6 +73,40 @@ def test_the_test_files_for_other_pythons_exist():
     quick = re.search(r"^QUICK := (.*)$", text, re.M)[1].split()
     assert len(quick) > 10
     assert not [name for name in quick if not (ROOT / name).exists()]
+
+
+def pinned(path):
+    """The names of a file of requirements, as package indexes normalize them."""
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    return {normalize(re.split("[=;]", line)[0]) for line in lines if line and not line.startswith("#")}
+
+
+def normalize(name):
+    return re.sub("[-_.]+", "-", name).lower()
+
+
+def extras():
+    """{extra: its packages} of setup.cfg."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    found = settings["options.extras_require"].items()
+    return {extra: {normalize(re.split(r"[>=\[]", line)[0]) for line in text.split()} for extra, text in found}
+
+
+def test_training_installs_no_test_tools():
+    """Some of them have no wheel for some machines."""
+    training, tests, needs = pinned("requirements.txt"), pinned("requirements-test.txt"), extras()
+    assert not training & tests
+    assert tests == needs["test"] - training
+    assert needs["train"] | needs["rewards"] <= training
+    texts = {}
+    for target in ("train", "study", "test", "test-python", "faults", "soak"):
+        command = ["make", "--dry-run", "--always-make", target, f"PYTHON={sys.executable}", "VENV=none"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        texts[target] = done.stdout
+    assert all("requirements.txt" in text for text in texts.values())
+    assert [target for target, text in texts.items() if "requirements-test.txt" not in text] == ["train", "study"]
 
 
 def read_yaml(path):
