@@ -29,6 +29,11 @@ def save(run, *steps, keep=2):
             checkpoints.save(step, {"params/w": jnp.full(50, step * 1.0)}, {"step": step})
 
 
+def restore_some(run, step):
+    with Checkpoints(run.checkpoints) as checkpoints:
+        return checkpoints.restore_some(WANTED, step)
+
+
 def restore(run):
     with Checkpoints(run.checkpoints, keep=2, note=run.newest) as checkpoints:
         state, _ = checkpoints.restore(WANTED)
@@ -125,23 +130,35 @@ def test_a_reader_uses_the_newest_whole_step_and_renames_nothing(run, capsys):
 def test_a_step_whose_manifest_was_not_written_is_not_used(run, capsys):
     (run.checkpoints / "4" / MANIFEST).unlink()
     assert restore(run) == 2.0
-    assert "checkpoint 4 is incomplete and not used" in capsys.readouterr().err
+    assert "checkpoint 4 has no manifest.json: its save was not finished, and it is not used" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"no checkpoint 4 with a manifest\.json in .*, only 2"):
+        restore_some(run, 4)
 
 
-def test_steps_of_an_older_version_load_unverified(run, capsys):
-    for step in (2, 4):
-        (run.checkpoints / str(step) / MANIFEST).unlink()
-    assert restore(run) == 4.0
-    assert "checkpoint 4 was written without a manifest: it is not verified" in capsys.readouterr().err
-    save(run, 6, keep=2)
-    with Checkpoints(run.checkpoints) as checkpoints:
-        assert checkpoints.steps() == [4, 6]
+def test_a_first_step_whose_manifest_was_not_written_is_saved_again(tmp_path, capsys):
+    """The process was killed between Orbax's rename and the manifest, and then a file of the step was damaged."""
+    run = RunDir(tmp_path / "run")
+    save(run, 2)
+    (run.checkpoints / "2" / MANIFEST).unlink()
+    run.newest.unlink()
+    flip(largest(run, 2), 0)
+    with Checkpoints(run.checkpoints, keep=2, note=run.newest) as checkpoints:
+        assert checkpoints.latest() is None and checkpoints.steps() == []
+    save(run, 2)
+    assert restore(run) == 2.0
 
 
-@pytest.mark.parametrize("damage", ["emptied", "all damaged"])
+DAMAGES = {
+    "emptied": lambda run, step: shutil.rmtree(run.checkpoints / str(step)),
+    "all damaged": lambda run, step: flip(largest(run, step), 0),
+    "all manifests deleted": lambda run, step: (run.checkpoints / str(step) / MANIFEST).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_lost_checkpoints_do_not_restart_the_run(run, damage):
     for step in (2, 4):
-        shutil.rmtree(run.checkpoints / str(step)) if damage == "emptied" else flip(largest(run, step), 0)
+        DAMAGES[damage](run, step)
     with (
         Checkpoints(run.checkpoints, keep=2, note=run.newest) as checkpoints,
         pytest.raises(UserError, match=r"no whole checkpoint, but newest_checkpoint\.json records that one was saved"),
@@ -225,6 +242,9 @@ def test_check_names_the_damaged_file(run, capsys):
     assert check.run(run.path) == 1
     name = largest(run).relative_to(run.checkpoints / "4")
     assert f"checkpoints/4: damaged: {name} has another SHA-256" in capsys.readouterr().out
+    (run.checkpoints / "4" / MANIFEST).unlink()
+    assert check.run(run.path) == 1
+    assert "checkpoints/4: no manifest.json, not verified and not used" in capsys.readouterr().out
     shutil.rmtree(run.checkpoints)
     assert check.run(run.path) == 1
     with pytest.raises(UserError, match="it has no checkpoint"):

@@ -14,7 +14,7 @@ def make_parser() -> Parser:
     parser = subcommand_parser(
         "check",
         "Verify size and SHA-256 of every file of the checkpoints of a run, or of what `gspax convert` wrote. "
-        "The exit code is 1 if one is damaged.",
+        "The exit code is 1 if one is damaged or cannot be verified.",
         "gspax check runs/sort",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="a run, or a converted checkpoint")
@@ -22,27 +22,26 @@ def make_parser() -> Parser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Print a line for each checkpoint; 1 if one is damaged or there is none but one was saved."""
+    """Print a line for each checkpoint; 1 if one is not known to be whole, or there is none but one was saved."""
     require_directory(options.directory)
     return run(options.directory)
 
 
 def run(directory: Path) -> int:
     from gspax.run.directory import RunDir
-    from gspax.run.manifest import find_damage, has_manifest
+    from gspax.run.manifest import MANIFEST, find_damage
     from gspax.run.step_folders import finished_steps, list_steps
 
     places = RunDir(directory), RunDir(directory).warm_start
-    folders = (places[0].checkpoints, places[0].start, places[1].checkpoints)
+    folders = (places[0].checkpoints, places[0].start, places[1].checkpoints, *places[0].dumps.glob("*/state"))
     code = found = 0
     for folder in folders:
         finished = finished_steps(folder)
         for step in list_steps(folder):
             name, path = f"{folder.relative_to(directory)}/{step}", folder / str(step)
             if step not in finished:
-                print(f"{name}: incomplete, not used")
-            elif not has_manifest(path):
-                print(f"{name}: no manifest, not verified")
+                print(f"{name}: no {MANIFEST}, not verified and not used")
+                code = 1
             elif damage := find_damage(path):
                 print("\n".join(f"{name}: damaged: {each}" for each in damage))
                 code = 1

@@ -63,7 +63,7 @@ def dump(
     """
     if batch is None:
         return ""
-    folder = run.path / "dumps" / f"step_{step:06d}"
+    folder = run.dumps / f"step_{step:06d}"
     arrays = multihost.to_host({name: x for name, x in vars(batch).items() if x is not None})
     try:
         with Checkpoints(folder / STATE, keep=1, mesh=mesh) as checkpoints:

@@ -24,7 +24,7 @@ from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.run import step_folders
 from gspax.run.folders import write_atomically
-from gspax.run.manifest import find_damage, has_manifest, write_manifest
+from gspax.run.manifest import find_damage, write_manifest
 from gspax.run.save_barrier import SaveBarrier
 from gspax.run.step_folders import EXTRA, STATE
 
@@ -72,7 +72,7 @@ class Files:
         self.open = partial(_open_manager, directory, options, concurrent_gb, self.shared)
         self.manager = self.open()
         if keep is not None and self.is_first:
-            step_folders.finish_removing(directory)
+            step_folders.remove_leftovers(directory)
 
     def abandon(self) -> None:
         """End a save that has failed on this process or on another one."""
@@ -88,9 +88,8 @@ class Files:
             step_folders.remove_unfinished(self.directory)
 
     def find_damage(self, step: int) -> list[str]:
-        """The damaged files among those that this process checks, a phrase for each; none without a manifest."""
-        folder = self.directory / str(step)
-        return find_damage(folder, self.part, self.parts) if has_manifest(folder) else []
+        """The damaged files among those that this process checks, a phrase for each."""
+        return find_damage(self.directory / str(step), self.part, self.parts)
 
     def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any], spare: int | None) -> None:
         """Start writing; the arrays may be donated as soon as this returns."""

@@ -21,7 +21,7 @@ from gspax.distributed import multihost
 from gspax.errors import FailureError, UserError
 from gspax.run import step_folders
 from gspax.run.checkpoint_files import Files, NoFiles, shorten
-from gspax.run.manifest import has_manifest
+from gspax.run.manifest import MANIFEST
 from gspax.run.save_barrier import POLL
 from gspax.unstable import key_impl_name
 
@@ -130,22 +130,20 @@ class Checkpoints:
         return None
 
     def find_damage(self, step: int) -> str | None:
-        """What is damaged in a finished step; None if it is whole or, by an older version, cannot be verified."""
+        """What is damaged in a finished step; None if it is whole."""
         if step in self._verified:
             return None
         found = [phrase for each in multihost.gather(self._files.find_damage(step)) for phrase in each]
         if found:
             return found[0] + (f" (and {len(found) - 1} more)" if found[1:] else "")
         self._verified.add(step)
-        if not has_manifest(self.directory / str(step)):
-            _warn(self.directory, f"checkpoint {step} was written without a manifest: it is not verified")
         return None
 
     def require_whole(self, step: int) -> None:
         """UserError if there is no such step or if it is damaged."""
         if step not in (steps := self.steps()):
             found = ", ".join(map(str, steps)) or "none"
-            raise UserError(f"there is no checkpoint {step} in {self.directory}, only {found}")
+            raise UserError(f"there is no checkpoint {step} with a {MANIFEST} in {self.directory}, only {found}")
         if damage := self.find_damage(step):
             raise UserError(f"checkpoint {step} in {self.directory} is damaged: {damage}")
 
@@ -283,7 +281,7 @@ def _require_unsaved(directory: Path, note: Path) -> None:
 
 def _warn_of_unfinished(directory: Path, finished: list[int]) -> None:
     for step in sorted(set(step_folders.list_steps(directory)) - set(finished)):
-        _warn(directory, f"checkpoint {step} is incomplete and not used")
+        _warn(directory, f"checkpoint {step} has no {MANIFEST}: its save was not finished, and it is not used")
 
 
 def _warn(directory: Path, sentence: str) -> None:

@@ -8,6 +8,7 @@ warm_start/        the warm start's own metrics and checkpoints
 evaluations/       tasks: result, completions, page  report.html, curves.png
 evaluations.jsonl  held-out rewards by `gspax eval`  lock.json       the process that writes here
 newest_checkpoint.json  its step                     skipped_problems.jsonl  with reasons
+rollbacks.jsonl    where a run went back             dumps/          what its skipped updates met
 """
 
 from __future__ import annotations
@@ -104,6 +105,11 @@ class RunDir:
     def rollbacks(self) -> Path:
         """Where the run went back after it diverged, JSON lines (`learner.rollback`)."""
         return self.path / "rollbacks.jsonl"
+
+    @property
+    def dumps(self) -> Path:
+        """Minibatches and states of skipped updates, a folder for each (`learner.rollback`)."""
+        return self.path / "dumps"
 
     @property
     def start(self) -> Path:

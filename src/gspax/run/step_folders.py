@@ -19,7 +19,7 @@ from gspax.run.manifest import find_damage, has_manifest, size_of
 
 STATE, EXTRA = "state", "extra"
 DELETED, DAMAGED = "deleted_", "damaged"
-PROBE = 2**16  # bytes
+PROBE, PROBE_SUFFIX = 2**16, ".probe.tmp"  # bytes
 
 
 def list_steps(directory: Path) -> list[int]:
@@ -30,18 +30,8 @@ def list_steps(directory: Path) -> list[int]:
 
 
 def finished_steps(directory: Path) -> list[int]:
-    """The steps whose save was finished, damaged since or not.
-
-    Older versions wrote no manifest: without one, a step counts that is older than all steps with one.
-    """
-    steps = list_steps(directory)
-    verifiable = {step for step in steps if has_manifest(directory / str(step))}
-    first = min(verifiable, default=None)
-
-    def is_finished(step: int) -> bool:
-        return step in verifiable or (_is_committed(directory / str(step)) and (first is None or step < first))
-
-    return [step for step in steps if is_finished(step)]
+    """The steps whose save was finished, damaged since or not: those with a manifest."""
+    return [step for step in list_steps(directory) if has_manifest(directory / str(step))]
 
 
 def extra_file(directory: Path, step: int) -> Path:
@@ -62,10 +52,12 @@ def remove_unfinished(directory: Path) -> None:
     remove(directory, sorted({*list_steps(directory)} - {*finished_steps(directory)}))
 
 
-def finish_removing(directory: Path) -> None:
-    """Delete what a killed process had begun to delete."""
-    for left in directory.glob(f"{DELETED}*"):
-        shutil.rmtree(left, ignore_errors=True)
+def remove_leftovers(directory: Path) -> None:
+    """Delete what killed processes left: the folders that they had begun to delete, and their probes."""
+    for folder in directory.glob(f"{DELETED}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for probe in directory.glob(f"*{PROBE_SUFFIX}"):
+        probe.unlink(missing_ok=True)
 
 
 def prune(directory: Path, keep: int, spare: int | None = None) -> None:
@@ -74,8 +66,7 @@ def prune(directory: Path, keep: int, spare: int | None = None) -> None:
     A step with missing or truncated files does not count as kept.
     """
     steps = finished_steps(directory)
-    folders = {step: directory / str(step) for step in steps}
-    whole = [step for step in steps if not has_manifest(folders[step]) or not find_damage(folders[step], hashes=False)]
+    whole = [step for step in steps if not find_damage(directory / str(step), hashes=False)]
     spared = [] if spare is None else [step for step in whole if step <= spare][-1:]
     if kept := whole[-keep:]:
         remove(directory, [step for step in steps if step < kept[0] and step not in spared])
@@ -90,14 +81,14 @@ def set_aside(directory: Path, step: int) -> str:
 
 def require_space(directory: Path) -> None:
     """OSError if the newest step would not fit once more: a save that must fail is not begun."""
-    steps = [step for step in finished_steps(directory) if has_manifest(directory / str(step))]
+    steps = finished_steps(directory)
     if steps and (wanted := size_of(directory / str(steps[-1]))) > (free := shutil.disk_usage(directory).free):
         raise OSError(errno.ENOSPC, f"no space left: wanted {wanted:,} bytes, {free:,} are free")
 
 
 def require_writable(directory: Path) -> None:
     """OSError if this process cannot write a file there: no space, quota or right."""
-    probe = directory / f"{socket.gethostname()}.{os.getpid()}.probe.tmp"
+    probe = directory / f"{socket.gethostname()}.{os.getpid()}{PROBE_SUFFIX}"
     try:
         with probe.open("wb") as file:
             file.write(bytes(PROBE))
@@ -105,8 +96,3 @@ def require_writable(directory: Path) -> None:
             os.fsync(file.fileno())
     finally:
         probe.unlink(missing_ok=True)
-
-
-def _is_committed(folder: Path) -> bool:
-    """Whether Orbax has completed a step; an interrupted copy lacks some of it."""
-    return (folder / STATE / "_METADATA").exists() and (folder / EXTRA / "metadata").exists()
