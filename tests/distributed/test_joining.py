@@ -243,10 +243,12 @@ def stub_other_process(monkeypatch, *values):
 
 def test_a_failure_on_another_process_is_raised_here(monkeypatch):
     assert multihost.all_or_raise(lambda: 3) == 3
-    stub_other_process(monkeypatch, None, "wanted 2, got 3")
+    stub_other_process(monkeypatch, None, ("wanted 2, got 3", 2), ("disk full", 1))
     assert multihost.all_or_raise(lambda: 5) == 5
-    with pytest.raises(UserError, match="process 1: wanted 2, got 3"):
-        multihost.all_or_raise(lambda: 5)
+    for code, sentence in ((2, "wanted 2, got 3"), (1, "disk full")):
+        with pytest.raises(UserError, match=f"process 1: {sentence}") as caught:
+            multihost.all_or_raise(lambda: 5)
+        assert caught.value.exit_code == code
 
 
 def test_a_failure_here_is_sent_to_the_others_first(monkeypatch):
@@ -258,7 +260,7 @@ def test_a_failure_here_is_sent_to_the_others_first(monkeypatch):
 
     with pytest.raises(KeyError):
         multihost.all_or_raise(fail)
-    assert sent == ["KeyError: 'x'"]
+    assert sent == [("KeyError: 'x'", 1)]
 
 
 def test_gather_rows_fills_in_the_rows_of_other_processes(monkeypatch):

@@ -210,7 +210,7 @@ def _damage_older(pid: int, workdir: Path, rng: random.Random) -> None:
 def _start_second(pid: int, workdir: Path, rng: random.Random) -> None:
     """A second run of the directory, which must be refused."""
     second = runs.start(workdir, steps=10**7, log="second")
-    assert second.wait() == 2 and "is in use by another run" in second.text(), second.text()
+    assert second.wait() == 1 and "is in use by another run" in second.text(), second.text()
 
 
 def _delete_logs(pid: int, workdir: Path, rng: random.Random) -> None:

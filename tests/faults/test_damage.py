@@ -101,11 +101,26 @@ def test_a_second_run_of_a_directory_is_refused(reference, tmp_path, injected):
     third = runs.start(workdir, log="third")
     codes = [run.wait() for run in both]
     texts = [run.text() for run in (*both, third)]
-    assert sorted(codes) == [0, 2] and third.wait() == 2, texts
+    assert sorted(codes) == [0, 1] and third.wait() == 1, texts
     refused = [text for text in texts if "is in use by another run" in text]
     assert len(refused) == 2 and all(text.count("\n") == 1 for text in refused)
     assert runs.differences(workdir, reference) == []
     injected["second run of the directory"] += 2
+
+
+def test_a_run_whose_lock_is_taken_over_ends(tmp_path, injected):
+    """As after a suspension of more than a minute, or if somebody deletes the file."""
+    for change in (lambda path: path.write_text("{}"), lambda path: path.unlink()):
+        workdir = tmp_path / f"run{injected['lock lost']}"
+        run = runs.start(workdir, steps=3000)
+        while not (workdir / "newest_checkpoint.json").exists():
+            time.sleep(0.01)
+        change(workdir / "lock.json")
+        before = len(runs.metrics(workdir))
+        assert run.wait() == 1 and "Traceback" not in run.text(), run.text()
+        assert "lock.json is no longer the lock of this run" in run.text().splitlines()[-1]
+        assert len(runs.metrics(workdir)) <= before + 1
+        injected["lock lost"] += 1
 
 
 FILLED = """

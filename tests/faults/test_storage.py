@@ -251,6 +251,14 @@ def test_check_names_the_damaged_file(run, capsys):
         check.run(run.checkpoints.parent.parent)
 
 
+def test_what_killed_processes_left_is_deleted(run):
+    """Killed while it looked for space, and while it deleted an old step."""
+    (run.checkpoints / "host.1.probe.tmp").write_bytes(bytes(9))
+    (run.checkpoints / "2").rename(run.checkpoints / "deleted_2")
+    assert restore(run) == 4.0
+    assert [each.name for each in run.checkpoints.iterdir()] == ["4"]
+
+
 def test_a_manifest_names_versions_and_every_file(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").write_bytes(b"xyz")

@@ -8,11 +8,15 @@ import subprocess
 import sys
 import threading
 
+import jax.numpy as jnp
 import pytest
 
-from gspax.errors import UserError
+from gspax.errors import FailureError
 from gspax.run import directory, lock
+from gspax.run.checkpoints import Checkpoints, discard_after, save
 from gspax.run.directory import RunDir, enter_run
+from gspax.run.folders import write_atomically
+from gspax.run.record import Recorder
 
 DESCRIPTION = {"name": "sort", "schedule": {"steps": 10}}
 CHILD = """
@@ -44,7 +48,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path):
         before = {each: each.read_bytes() for each in tmp_path.iterdir()}
         with (
             pytest.raises(
-                UserError, match=rf"is in use by another run \(process {os.getpid()} on .* since 20"
+                FailureError, match=rf"is in use by another run \(process {os.getpid()} on .* since 20"
             ) as caught,
             enter_run(tmp_path, {**DESCRIPTION, "schedule": {"steps": 20}}),
         ):
@@ -57,7 +61,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path):
 def test_of_two_runs_that_start_at_the_same_moment_one_writes_nothing(tmp_path):
     """The first one holds the lock, but has not written experiment.json yet."""
     with lock.hold(RunDir(tmp_path).lock):
-        with pytest.raises(UserError, match="is in use by another run"), enter_run(tmp_path, DESCRIPTION):
+        with pytest.raises(FailureError, match="is in use by another run"), enter_run(tmp_path, DESCRIPTION):
             pass
         assert [each.name for each in tmp_path.iterdir()] == ["lock.json"]
 
@@ -81,7 +85,7 @@ def test_the_lock_is_removed_after_an_error(tmp_path):
 def test_the_lock_of_a_killed_process_is_stale(path, capsys):
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "held\n"
-    with pytest.raises(UserError, match=f"process {child.pid}"):
+    with pytest.raises(FailureError, match=f"process {child.pid}"):
         lock.require_free(path)
     child.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie until `communicate`
@@ -98,7 +102,7 @@ def test_a_file_system_without_hard_links_has_locks_too(path, monkeypatch):
     monkeypatch.setattr(os, "link", link)
     with lock.hold(path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
-        with pytest.raises(UserError, match="is in use by another run"), lock.hold(path):
+        with pytest.raises(FailureError, match="is in use by another run"), lock.hold(path):
             pass
     assert not path.exists()
 
@@ -117,7 +121,7 @@ def test_the_heartbeat_of_another_host_decides(path, quick):
     done = threading.Event()
     beating = threading.Thread(target=lock._beat, args=(path, path.read_text(), done))
     beating.start()
-    with pytest.raises(UserError, match="on far since"):
+    with pytest.raises(FailureError, match="on far since"):
         lock.require_free(path)
     done.set()
     beating.join()
@@ -142,7 +146,7 @@ def test_of_several_that_start_at_once_one_holds_the_lock(path):
             with lock.hold(path):
                 held.append(1)
                 done.wait()
-        except UserError:
+        except FailureError:
             refused.append(1)
             if len(refused) == 7:
                 done.set()
@@ -157,12 +161,71 @@ def test_of_several_that_start_at_once_one_holds_the_lock(path):
     assert (len(held), len(refused)) == (1, 7)
 
 
-def test_a_run_whose_lock_was_taken_over_warns_and_leaves_it(path, quick, capsys):
+@pytest.mark.parametrize("by", ["link", "exclusive creation"])
+def test_a_lock_that_appears_after_the_look_is_respected(path, monkeypatch, by):
+    """Both runs have seen no lock; only the creation itself tells which of them was first."""
+
+    def link(source, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
     with lock.hold(path):
-        path.write_text("{}")
-        for _ in range(200):
-            if "no longer the lock of this run" in (err := capsys.readouterr().err):
-                break
-            threading.Event().wait(0.02)
-        assert err
-    assert path.read_text() == "{}"
+        monkeypatch.setattr(lock, "require_free", lambda path: None)
+        if by != "link":
+            monkeypatch.setattr(os, "link", link)
+        before = path.read_text()
+        with pytest.raises(FailureError, match="is in use by another run that has just started"), lock.hold(path):
+            pass
+        assert path.read_text() == before
+
+
+@pytest.fixture(params=["taken over", "deleted"])
+def lost(request, tmp_path):
+    """A run with a step and a line of metrics, which then loses its lock, and its files."""
+    run = RunDir(tmp_path)
+    with (
+        lock.hold(run.lock),
+        Recorder(run, 0) as recorder,
+        Checkpoints(run.checkpoints, keep=1, note=run.newest) as checkpoints,
+    ):
+        recorder.write_metrics(1, {"reward/mean": 0.5})
+        checkpoints.save(1, {"w": jnp.ones(2)}, {})
+        checkpoints.wait()
+        run.lock.write_text("{}") if request.param == "taken over" else run.lock.unlink()
+        before = snapshot(tmp_path)
+        yield run, recorder, checkpoints
+    assert snapshot(tmp_path) == before
+
+
+def snapshot(folder):
+    files = [path for path in folder.rglob("*") if path.is_file() and "tensorboard" not in path.parts]
+    return {path: path.read_bytes() for path in files}
+
+
+WRITES = {
+    "metrics": lambda run, recorder, checkpoints: recorder.write_metrics(2, {"reward/mean": 0.6}),
+    "samples": lambda run, recorder, checkpoints: recorder.write_samples(2, [{"text": "a"}]),
+    "a file of the run": lambda run, recorder, checkpoints: write_atomically(run.rollbacks, "{}"),
+    "a save": lambda run, recorder, checkpoints: checkpoints.save(2, {"w": jnp.ones(2)}, {}),
+    "a save that may fail": lambda run, recorder, checkpoints: save(
+        checkpoints, 2, {"w": jnp.ones(2)}, {}, is_last=False
+    ),
+    "a rollback": lambda run, recorder, checkpoints: discard_after(checkpoints, 0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_run_that_has_lost_its_lock_ends_before_its_next_write(name, lost):
+    with pytest.raises(lock.LostError, match=r"lock\.json is no longer the lock of this run") as caught:
+        WRITES[name](*lost)
+    assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
+
+
+def test_a_lock_that_cannot_be_read_does_not_end_the_run(path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with lock.hold(path):
+        monkeypatch.setattr(lock, "_read", fail)
+        lock.require_held()
+        monkeypatch.undo()
+    lock.require_held()

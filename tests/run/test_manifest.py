@@ -1,6 +1,7 @@
 """Manifests made by a stranger: damage is reported whatever they contain, and nothing outside the folder is read."""
 
 import json
+import os
 
 import pytest
 
@@ -17,6 +18,30 @@ def checkpoint(tmp_path):
     write_manifest(folder)
     assert find_damage(folder) == []
     return folder
+
+
+def test_a_manifest_exists_only_once_what_it_describes_is_on_the_disk(checkpoint, monkeypatch):
+    """The loss of power cannot be tried: this is the order in which the kernel is asked."""
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def record_fsync(descriptor):
+        events.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def record_replace(source, target):
+        events.append(("renamed", os.stat(source).st_ino))
+        replace(source, target)
+
+    (checkpoint / MANIFEST).unlink()
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    write_manifest(checkpoint)
+    own = (checkpoint / MANIFEST).stat().st_ino
+    described = {checkpoint.stat().st_ino} | {path.stat().st_ino for path in checkpoint.rglob("*")} - {own}
+    renamed = events.index(("renamed", own))
+    assert len(described) == 3 and described <= {*events[:renamed]}, "files and folders before the manifest"
+    assert own in events[:renamed], "the manifest before its name"
+    assert checkpoint.stat().st_ino in events[renamed:], "and its name at last"
 
 
 ENTRY = {"bytes": 8, "sha256": "0" * 64}

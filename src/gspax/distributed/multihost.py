@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from gspax.distributed import links, watchdog, wire
-from gspax.errors import UserError, warn
+from gspax.errors import FailureError, UserError, warn
 
 T = TypeVar("T")
 
@@ -44,18 +44,19 @@ def all_or_raise(work: Callable[[], T]) -> T:
     """`work()` of this process, once it has succeeded on every process.
 
     Raises:
-      UserError: it failed on another process; the process on which it failed raises its own exception.
+      UserError: it failed on another process by its input; the process on which it failed raises its own exception.
+      FailureError: it failed there in another way, so that trying again may help.
     """
     try:
         result, problem = work(), None
     except Exception as error:
         result, problem = None, error
-    sentences = gather(None if problem is None else _sentence(problem))
+    problems = gather(None if problem is None else (_sentence(problem), getattr(problem, "exit_code", 1)))
     if problem is not None:
         raise problem
-    for index, sentence in enumerate(sentences):
-        if sentence is not None:
-            raise UserError(f"process {index}: {sentence}")
+    for index, found in enumerate(problems):
+        if found is not None:
+            raise (UserError if found[1] == 2 else FailureError)(f"process {index}: {found[0]}")
     return result  # type: ignore[return-value]
 
 

@@ -19,7 +19,7 @@ import jax
 
 from gspax.distributed import multihost
 from gspax.errors import FailureError, UserError
-from gspax.run import step_folders
+from gspax.run import lock, step_folders
 from gspax.run.checkpoint_files import Files, NoFiles, shorten
 from gspax.run.manifest import MANIFEST
 from gspax.run.save_barrier import POLL
@@ -80,6 +80,7 @@ class Checkpoints:
         self.wait()
         if step in self._saved:
             return
+        multihost.all_or_raise(lock.require_held)
         _make_room(self.directory, step)
         try:
             multihost.all_or_raise(lambda: self._files.save(step, _to_storable(_table(state)), extra, spare))
@@ -187,8 +188,12 @@ def save(
 ) -> None:
     """Save; if the save before failed, as on a full disk, or this one, warn, and leave it to the next one to try again.
 
-    FailureError if this save is the last one and fails. Only the last one is waited for.
+    Only the last one is waited for.
+
+    Raises:
+      FailureError: this save is the last one and fails, or the lock of the run is lost.
     """
+    multihost.all_or_raise(lock.require_held)  # also before what a failed save has left is deleted
     for act, required in (
         (checkpoints.wait, False),
         (lambda: checkpoints.save(step, state, extra, spare=spare), is_last),
@@ -196,7 +201,7 @@ def save(
         try:
             act()
         except FailureError as error:
-            if required:
+            if required or isinstance(error, lock.LostError):
                 raise
             multihost.warn_from_primary(f"{error}; the run goes on and tries again at the next save")
             if not isinstance(error, _NoSpaceError):
@@ -260,6 +265,7 @@ def _prepare(directory: Path, step: int) -> None:
 def _discard_after(directory: Path, step: int, note: Path | None) -> None:
     if jax.process_index() != 0:
         return
+    lock.require_held()
     if note is not None and step == 0:  # first: without it a directory without steps is a new one
         note.unlink(missing_ok=True)
     step_folders.remove(directory, [each for each in reversed(step_folders.list_steps(directory)) if each > step])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspax.errors import UserError, warn
+from gspax.run import lock
 
 
 def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
@@ -17,7 +18,11 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = False)
 
     Args:
       private: only the user may read it.
+
+    Raises:
+      lock.LostError: this process has lost the lock of its run, whose file this may be.
     """
+    lock.require_held()
     data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = path.with_name(path.name + ".tmp")
     try:

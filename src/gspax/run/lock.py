@@ -3,6 +3,9 @@
 The file is created whole, by a link if the file system has them, so of several processes one succeeds. It names host,
 process and the process's start. On the same machine a lock is stale if that process is gone; on another one, if nobody
 has touched the file for `STALE` seconds, which a second run waits for.
+
+A process may lose its lock: it was suspended until another run took over, or somebody deleted the file. It reads the
+lock again before each write of the run (`require_held`), and ends if that is not its own.
 """
 
 from __future__ import annotations
@@ -21,9 +24,15 @@ from typing import Any
 import jax
 
 from gspax.distributed import multihost
-from gspax.errors import UserError, warn
+from gspax.errors import FailureError, warn
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
+
+_held: dict[Path, str] = {}  # the locks of this process, one as a rule, and their contents
+
+
+class LostError(FailureError):
+    """The run directory is another run's now, or may be: nothing more is written to it."""
 
 
 @contextlib.contextmanager
@@ -31,7 +40,7 @@ def hold(path: Path) -> Iterator[None]:
     """Hold the lock at `path`; process 0 does so for all. Collective.
 
     Raises:
-      UserError: another process holds it.
+      FailureError: another process holds it.
     """
     own = json.dumps(_describe())
     is_primary = jax.process_index() == 0
@@ -39,6 +48,7 @@ def hold(path: Path) -> Iterator[None]:
     done = threading.Event()
     beating = threading.Thread(target=_beat, args=(path, own, done), name="gspax_heartbeat", daemon=True)
     if is_primary:
+        _held[path] = own
         beating.start()
     try:
         yield
@@ -46,19 +56,29 @@ def hold(path: Path) -> Iterator[None]:
         if is_primary:
             done.set()
             beating.join()
+            _held.pop(path, None)
             if _read(path) == own:
                 path.unlink(missing_ok=True)
 
 
+def require_held() -> None:
+    """Raise `LostError` if a lock that this process took is another's or deleted. A lock that cannot be read is not."""
+    for path, own in [*_held.items()]:
+        with contextlib.suppress(OSError):
+            if _read(path) == own:
+                continue
+            raise LostError(f"{path} is no longer the lock of this run: another may write here, so this one ends")
+
+
 def require_free(path: Path) -> None:
-    """Remove a stale lock. UserError if a process holds it."""
+    """Remove a stale lock. FailureError if a process holds it."""
     text = _read(path)
     if text is None:
         return
     holder = _parse(text)
     if not _is_stale(path, text, holder):
         where = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}"
-        raise UserError(f"{path.parent} is in use by another run ({where}): wait for it or take another directory")
+        raise FailureError(f"{path.parent} is in use by another run ({where}): wait for it or take another directory")
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(FileNotFoundError):
         path.rename(aside)
@@ -80,7 +100,7 @@ def _acquire(path: Path, own: str) -> None:
                 return
             except FileExistsError:
                 if last:
-                    raise UserError(f"{path.parent} is in use by another run that has just started") from None
+                    raise FailureError(f"{path.parent} is in use by another run that has just started") from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -97,12 +117,11 @@ def _create(path: Path, source: Path) -> None:
 
 
 def _beat(path: Path, own: str, done: threading.Event) -> None:
-    """Touch the lock until `done`; warn once if it was taken over, as after a suspension."""
+    """Touch the lock until `done`, or until it is another's."""
     while not done.wait(HEARTBEAT):
-        if _read(path) != own:
-            warn(f"{path} is no longer the lock of this run: another may write here")
-            return
         with contextlib.suppress(OSError):
+            if _read(path) != own:
+                return
             os.utime(path)
 
 

@@ -19,6 +19,7 @@ import jax
 
 from gspax.distributed import multihost
 from gspax.errors import UserError, warn
+from gspax.run import lock
 from gspax.run.directory import RunDir
 from gspax.run.folders import unused_name, write_atomically
 
@@ -64,6 +65,7 @@ class Recorder:
         """Record scalars of a step. A step may have several lines, with different names."""
         if not self._writes:
             return
+        lock.require_held()
         numbers = {name: float(value) for name, value in values.items()}
         self._unwritten += to_line({"step": step, **numbers}).encode()
         self._flush()

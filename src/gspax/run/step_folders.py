@@ -14,6 +14,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from gspax.run import lock
 from gspax.run.folders import unused_name
 from gspax.run.manifest import find_damage, has_manifest, size_of
 
@@ -40,7 +41,8 @@ def extra_file(directory: Path, step: int) -> Path:
 
 
 def remove(directory: Path, steps: Sequence[int]) -> None:
-    """Delete these steps. Each one disappears at once; its space is freed file by file."""
+    """Delete these steps. Each one disappears at once; its space is freed file by file. `lock.LostError` as it says."""
+    lock.require_held()
     for step in steps:
         target = directory / f"{DELETED}{step}"
         (directory / str(step)).rename(target)
