@@ -43,7 +43,7 @@ def test_a_truncated_row_has_weight_0():
     np.testing.assert_allclose(advantage, [2 / 3, 0, -1 / 3, -1 / 3], rtol=1e-6)
     terms = losses.grpo(logp, old, advantage, shaping.filter_overlong(mask, truncated))
     np.testing.assert_array_equal(terms.weight, [1, 0, 1, 1])
-    rest = losses.grpo_loss(logp[~truncated], old[~truncated], advantage[keep], mask[~truncated])[0]
+    rest = losses.reduce(losses.grpo(logp[~truncated], old[~truncated], advantage[keep], mask[~truncated]))[0]
     np.testing.assert_allclose(losses.reduce(terms)[0], rest, rtol=1e-6)
 
 

@@ -65,7 +65,7 @@ def update(model, opt_state, tokens_BT, old_logp_BT, advantage_B):
     mask_BT = jnp.ones(tokens_BT.shape, bool).at[:, 0].set(False)  # all but the prompt is sampled
 
     def objective(model):
-        return losses.grpo_loss(log_probs(model, tokens_BT), old_logp_BT, advantage_B, mask_BT)
+        return losses.reduce(losses.grpo(log_probs(model, tokens_BT), old_logp_BT, advantage_B, mask_BT))
 
     (_, metrics), gradient = eqx.filter_value_and_grad(objective, has_aux=True)(model)
     updates, opt_state = optimizer.update(gradient, opt_state)

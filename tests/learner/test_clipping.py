@@ -14,7 +14,6 @@ from gspax.config import Calibration
 from gspax.experiment import load, override
 from gspax.learner import clipping, objective
 from gspax.loop import training
-from gspax.losses import calibration
 from gspax.run.directory import RunDir
 from gspax.run.record import read_metrics
 from gspax.types import Batch
@@ -169,12 +168,6 @@ def test_one_outlier_is_not_the_noise_floor():
     _, metrics = losses.reduce(losses.gspo(logp, batch.old_logp_BT, batch.advantage, batch.mask_BT))
     assert metrics["ratio_max"] == pytest.approx(1.03)
     assert clipping.noise_floor(metrics) < 1e-6
-
-
-def test_the_noise_floor_counts_sequences_by_their_length():
-    noise = np.log1p(np.array([3e-5, 2e-5, 1e-5, 1e-3, 1e-3], np.float32))
-    assert calibration.noise_floor(noise, np.array([400, 400, 300, 5, 5])) == pytest.approx(3e-5, rel=1e-3)
-    assert calibration.noise_floor(noise) == pytest.approx(1e-3, rel=1e-3), "as many short ones as long ones"
 
 
 def test_noise_warnings_are_for_sequence_ratios():

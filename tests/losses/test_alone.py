@@ -37,9 +37,8 @@ import jax.numpy as jnp
 
 logp = jnp.zeros((2, 3))
 advantage = gspax.advantages.standardize(jnp.array([[1.0, 0.0]])).reshape(-1)
-for loss in (gspax.losses.gspo_loss, gspax.losses.gspo_token_loss, gspax.losses.grpo_loss):
-    print(float(loss(logp, logp, advantage, jnp.ones((2, 3), bool))[0]))
-for name in "luspo dr_grpo dapo importance_sampling cispo sapo gmpo vespo dppo_tv dppo_kl".split():
+print(float(gspax.losses.gspo_loss(logp, logp, advantage, jnp.ones((2, 3), bool))[0]))
+for name in "gspo_token grpo luspo dr_grpo dapo importance_sampling cispo sapo gmpo vespo dppo_tv dppo_kl".split():
     getattr(gspax.losses, name)(logp, logp, advantage, jnp.ones((2, 3), bool))
 assert not BLOCKED & set(sys.modules)
 """
@@ -55,7 +54,7 @@ def test_losses_and_advantages_need_only_jax():
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert [abs(float(line)) for line in done.stdout.split()] == [0, 0, 0]
+    assert [abs(float(line)) for line in done.stdout.split()] == [0]
 
 
 def blocks():

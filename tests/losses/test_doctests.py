@@ -13,15 +13,14 @@ from gspax import advantages, losses
 
 MODULES = {
     "gspax.losses._terms": 4,
-    "gspax.losses.policy": 3,
-    "gspax.losses.token_policy": 2,
-    "gspax.losses.sequence_policy": 2,
+    "gspax.losses.gspo_family": 4,
+    "gspax.losses.grpo_family": 3,
     "gspax.losses.traits": 1,
     "gspax.losses.logprobs": 1,
     "gspax.losses.kl": 3,
     "gspax.losses.correction": 4,
     "gspax.losses.regularizers": 3,
-    "gspax.losses.calibration": 6,
+    "gspax.losses.calibration": 2,
     "gspax.losses.ratio_spread": 1,
     "gspax.advantages": 9,
     "gspax.shaping": 3,

@@ -60,7 +60,7 @@ def adapt_range(
         clip_range = calibration.next_range(
             clip_range,
             (low, high),
-            cut=float(updates[this]["clip_fraction_live"]),
+            clipped=float(updates[this]["clip_fraction_live"]),
             share=settings.share,
             tolerance=settings.tolerance,
             gain=settings.gain,

@@ -1,7 +1,7 @@
 """One step, read top down: sample, reward, advantage, old log-probs, updates.
 
 One rollout from prompt to gradient: `loop/step.py`, `rollout/sampler.py`, `advantages.py`, `learner/train_step.py`,
-`losses/logprobs.py`, `losses/policy.py`.
+`losses/logprobs.py`, `losses/gspo_family.py`.
 """
 
 from __future__ import annotations

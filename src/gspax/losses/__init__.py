@@ -1,12 +1,12 @@
 """GSPO, GRPO and their relatives as pure functions of arrays. Importing this needs jax alone.
 
-Each policy loss gives `Terms`, one value per row, and `reduce` makes the loss and the metrics of them;
-`gspo_loss`, `gspo_token_loss` and `grpo_loss` do both. `by_sequence`, `by_token` and `by_constant` are what a loss
-takes as `aggregate`. `token_logp` makes log-probabilities of logits. What is not listed here may change.
+A policy loss returns `Terms`, one value per row, and `reduce` turns them into the scalar loss and its metrics;
+`gspo_loss` does both for GSPO. A loss takes `by_sequence`, `by_token`, or `by_constant` as its `aggregate`.
+`token_logp` computes log-probabilities from logits. Names that are not listed here may change.
 
-Beside the policy losses stand five modules, each imported by name (`from gspax.losses import kl`): `kl` (a reference
-policy), `correction` (a sampler that is not the learner), `regularizers` (entropy, routers), `calibration` (a clip
-range that is measured) and `ratio_spread` (how ratios spread by response length).
+Five more modules are imported by name (`from gspax.losses import kl`): `kl` (a KL to a reference policy), `correction`
+(a sampler that differs from the learner), `regularizers` (entropy, routers), `calibration` (a measured clip range), and
+`ratio_spread` (statistics of ratios by response length).
 """
 
 from gspax.losses._terms import (
@@ -21,10 +21,9 @@ from gspax.losses._terms import (
     by_token,
     reduce,
 )
+from gspax.losses.grpo_family import cispo, dapo, dppo_kl, dppo_tv, dr_grpo, grpo, importance_sampling, sapo
+from gspax.losses.gspo_family import gmpo, gspo, gspo_loss, gspo_token, luspo, vespo
 from gspax.losses.logprobs import chunked_token_logp, token_logp
-from gspax.losses.policy import grpo, grpo_loss, gspo, gspo_loss, gspo_token, gspo_token_loss
-from gspax.losses.sequence_policy import gmpo, luspo, vespo
-from gspax.losses.token_policy import cispo, dapo, dppo_kl, dppo_tv, dr_grpo, importance_sampling, sapo
 from gspax.losses.traits import Traits, has_traits, traits_of
 
 __all__ = [
@@ -46,11 +45,9 @@ __all__ = [
     "dr_grpo",
     "gmpo",
     "grpo",
-    "grpo_loss",
     "gspo",
     "gspo_loss",
     "gspo_token",
-    "gspo_token_loss",
     "has_traits",
     "importance_sampling",
     "luspo",

@@ -1,5 +1,6 @@
-"""The policy losses GSPO, GSPO-token and GRPO, each a pure function of arrays; `token_policy` and `sequence_policy`
-hold their relatives.
+"""GSPO and its relatives, with one ratio per sequence: GSPO-token, LUSPO, GMPO, and VESPO.
+
+Each loss is a pure function of arrays. What follows holds for every policy loss, those of `grpo_family` included.
 
 Axes: B rows, T tokens. `x_BT[b, t]` belongs to token t of row b; `mask` is True on the response tokens, those that the
 policy chose, and |y_i| is their number in sequence i. Values outside the mask never matter, NaN and infinity included.
@@ -40,12 +41,20 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from gspax.losses import _checks
-from gspax.losses._policy_terms import of_sequences, policy_terms
-from gspax.losses._surrogate import clipped, exp, prepare, sequence_log_ratio
-from gspax.losses._terms import Aggregate, Terms, by_sequence, reduce
+from gspax.losses import _checks, _sequences
+from gspax.losses._surrogate import (
+    LOG_RATIO_LIMIT,
+    clipped,
+    exp,
+    of_sequences,
+    policy_terms,
+    prepare,
+    sequence_log_ratio,
+)
+from gspax.losses._terms import Aggregate, Terms, by_constant, by_sequence, by_token, reduce
 from gspax.losses.traits import Traits, has_traits
 
 Array = jax.Array
@@ -80,7 +89,7 @@ def gspo(
 
     Args:
       logp: float32 [B, T], log-probability of each token under the policy that is trained.
-      old_logp: float32 [B, T], the same under the policy that the rollout batch started from.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
       advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
       clip_low: width of the band below 1, at least 0. The default is the paper's (Section 5.1).
@@ -102,6 +111,13 @@ def gspo(
     ratio_BU = exp(sequence_log_ratio(x))
     objective_BU, high_BU, low_BU = clipped(ratio_BU, x.advantage_BU, clip_low, clip_high)
     return policy_terms(objective_BU, x, aggregate, high_BU=high_BU, low_BU=low_BU, share=of_sequences)
+
+
+def gspo_loss(
+    logp: Array, old_logp: Array, advantage: Array, mask: Array, **keywords: Any
+) -> tuple[Array, dict[str, Array]]:
+    """`reduce(gspo(...))`: the scalar loss and the metrics of one whole batch."""
+    return reduce(gspo(logp, old_logp, advantage, mask, **keywords))
 
 
 @has_traits(Traits(ratio="sequence", clip_range=True, correction="token", token_advantage=True, aggregate=by_sequence))
@@ -133,7 +149,7 @@ def gspo_token(
 
     Args:
       logp: float32 [B, T], log-probability of each token under the policy that is trained.
-      old_logp: float32 [B, T], the same under the policy that the rollout batch started from.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
       advantage: float32 [B, T], or [B] for one advantage per sequence.
       mask: bool [B, T], True on response tokens.
       clip_low: width of the band below 1, at least 0. The default is the paper's (Section 5.1).
@@ -158,77 +174,157 @@ def gspo_token(
     return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT, share=of_sequences)
 
 
-@has_traits(Traits(ratio="token", clip_range=True, correction="token", aggregate=by_sequence))
-def grpo(
+@has_traits(Traits(ratio="sequence", clip_range=True, correction="sequence", aggregate=by_constant))
+def luspo(
     logp: Array,
     old_logp: Array,
     advantage: Array,
     mask: Array,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.27,
-    dual_clip: float | None = None,
+    clip_low: float = 2e-3,
+    clip_high: float = 2.5e-3,
+    aggregate: Aggregate = by_constant,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """Length-Unbiased Sequence Policy Optimization (arXiv 2602.05261): GSPO times the length.
+
+    J = 1/N Σ_i |y_i| min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),   s_i = exp(1/|y_i| Σ_t log r_it).
+
+    Every token of every sequence weighs s_i A_i in the gradient, or nothing if s_i is clipped: the length is gone from
+    it. This is `gspo` summed over tokens: only the widths and the `aggregate` differ.
+
+    >>> logp, mask = jnp.zeros((1, 4)), jnp.array([[False, True, True, True]])
+    >>> luspo(logp, logp, jnp.ones(1), mask).value.tolist()
+    [-3.0]
+
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
+      clip_low: width of the band below 1, at least 0. The default is the paper's (Section 5.1).
+      clip_high: width of the band above 1, at least 0. The default is the paper's (Section 5.1).
+      aggregate: values [B, T] -> value and weight [B]. The paper's is `by_constant`, a sum over the tokens.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
+
+    Returns:
+      Terms with float32 [B] leaves: value = -|y_i| min(...), weight = 1; both 0 for an empty row.
+    """
+    return gspo(
+        logp,
+        old_logp,
+        advantage,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        aggregate=aggregate,
+        segment_ids=segment_ids,
+        correction=correction,
+    )
+
+
+@has_traits(Traits(ratio="token", clip_range=True, correction="sequence", aggregate=by_sequence))
+def gmpo(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
     aggregate: Aggregate = by_sequence,
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """Group Relative Policy Optimization (arXiv 2402.03300, eq. 3, with β = 0): a ratio and a clip per token.
+    """Geometric-Mean Policy Optimization (arXiv 2507.20673, eq. 4): tokens are clipped, then averaged as logs.
 
-    J = 1/N Σ_i 1/|y_i| Σ_t min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i),   r_it = π_it / π_old,it.
+    J = 1/N Σ_i A_i exp(1/|y_i| Σ_t l_it),
+    l_it = min(log r_it, clip_high) if A_i > 0,   max(log r_it, -clip_low) if A_i < 0.
 
-    A token's weight in the gradient is r_it A_i / |y_i|, or none if r_it is clipped. With `dual_clip` c the objective
-    of a token with A_i < 0 is max(min(...), c A_i) (dual-clip PPO, arXiv 1912.09729): none either if r_it > c.
+    That is GSPO with the clip on each token before the mean. A token weighs g_i A_i / |y_i|, where g_i is the
+    geometric mean of the clipped ratios, or nothing if it is clipped itself.
 
-    >>> logp = jnp.log(jnp.array([[1.0, 0.5, 0.3]]))
-    >>> old_logp = jnp.log(jnp.array([[1.0, 0.4, 0.4]]))
-    >>> mask = jnp.array([[False, True, True]])
-    >>> grpo(logp, old_logp, jnp.ones(1), mask, clip_high=0.2).value.round(3).tolist()  # (1.2 + 0.75) / 2
-    [-0.975]
+    >>> logp, mask = jnp.array([[0.0, 1.0, 0.2]]), jnp.array([[False, True, True]])
+    >>> gmpo(logp, jnp.zeros((1, 3)), jnp.ones(1), mask).value.round(4).tolist()  # exp((0.4 + 0.2) / 2)
+    [-1.3499]
 
     Args:
       logp: float32 [B, T], log-probability of each token under the policy that is trained.
-      old_logp: float32 [B, T], the same under the policy that the rollout batch started from.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
       advantage: float32 [B], one per sequence; [B, T] for packed rows.
       mask: bool [B, T], True on response tokens.
-      clip_low: width of the band below 1, at least 0. The default is that of the GSPO paper's GRPO (Section 5.1).
-      clip_high: width of the band above 1, at least 0. The default is that of the GSPO paper's GRPO (Section 5.1).
-      dual_clip: None, or the largest ratio that matters where A < 0, above 1. It bounds the ratio itself: 3 means 3.
+      clip_low: how far log r may fall, at least 0: the ratio's bound is e^-clip_low. The default is the paper's.
+      clip_high: how far log r may rise, at least 0: the ratio's bound is e^clip_high. The default is the paper's.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
       segment_ids: None, or int32 [B, T] for packed rows.
       correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Returns:
-      Terms with float32 [B] leaves: value = -1/|y_i| Σ_t min(...), weight = 1; both 0 for an empty row.
+      Terms with float32 [B] leaves: value = -A_i exp(...), weight = 1; both 0 for an empty row.
 
-    Raises:
-      TypeError: an argument is no array, or of another dtype; a clip width is no Python number.
-      ValueError: shapes do not fit; a clip width is negative.
+    Leaves the paper: the mean of the logs, not each log, is held within ±25.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
-    dual_clip = _checks.dual_clip(dual_clip)
 
-    ratio_BT = exp(x.log_ratio_BT)
-    objective_BT, high_BT, low_BT = clipped(ratio_BT, x.advantage_BU, clip_low, clip_high, dual_clip)
-    return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)
-
-
-def gspo_loss(
-    logp: Array, old_logp: Array, advantage: Array, mask: Array, **keywords: Any
-) -> tuple[Array, dict[str, Array]]:
-    """`reduce(gspo(...))`: the scalar loss and the metrics of one whole batch."""
-    return reduce(gspo(logp, old_logp, advantage, mask, **keywords))
+    high_BT = (x.advantage_BU > 0) & (x.log_ratio_BT > clip_high)
+    low_BT = (x.advantage_BU < 0) & (x.log_ratio_BT < -clip_low)
+    held_BT = jnp.where(high_BT, clip_high, jnp.where(low_BT, -clip_low, x.log_ratio_BT))
+    mean_BS = _sequences.mean(held_BT, x.mask_BT, x.segment_BT)
+    objective_BU = exp(_sequences.at_tokens(mean_BS, x.segment_BT)) * x.advantage_BU
+    return policy_terms(objective_BU, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
 
-def gspo_token_loss(
-    logp: Array, old_logp: Array, advantage: Array, mask: Array, **keywords: Any
-) -> tuple[Array, dict[str, Array]]:
-    """`reduce(gspo_token(...))`: the scalar loss and the metrics of one whole batch."""
-    return reduce(gspo_token(logp, old_logp, advantage, mask, **keywords))
+@has_traits(Traits(ratio="sequence", correction="token", aggregate=by_token))
+def vespo(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+    aggregate: Aggregate = by_token,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """Variational Sequence-level Soft Policy Optimization (arXiv 2602.10693, its kernel φ): a soft weight per sequence.
 
+    J = 1/Σ_i |y_i| Σ_i Σ_t sg[φ(W_i)] A_i log π_it,   φ(W) = W^k e^(λ(1 - W)),   W_i = Π_t r_it,
 
-def grpo_loss(
-    logp: Array, old_logp: Array, advantage: Array, mask: Array, **keywords: Any
-) -> tuple[Array, dict[str, Array]]:
-    """`reduce(grpo(...))`: the scalar loss and the metrics of one whole batch."""
-    return reduce(grpo(logp, old_logp, advantage, mask, **keywords))
+    with one pair k, λ for A ≥ 0 and one for A < 0. φ(1) = 1, and φ is largest at W = k/λ. Every token of a sequence has
+    the same weight in the gradient, φ(W_i) A_i. W is the product of the ratios, not their geometric mean.
+
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
+      k_positive, lambda_positive: k and λ where A ≥ 0, at least 0. The defaults are those of the authors' code.
+      k_negative, lambda_negative: k and λ where A < 0, at least 0. The defaults are those of the authors' code.
+      aggregate: values [B, T] -> value and weight [B]. The authors' is `by_token`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
+
+    Returns:
+      Terms with float32 [B] leaves: value = -Σ_t φ(W_i) A_i log π_it, weight = |y_i|.
+
+    Leaves the paper: log W, not each log r, is held within ±25; the authors put a correction into W, where φ softens
+    it too, while `correction` multiplies the objective as in every other loss.
+    """
+    x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
+    k_positive, k_negative = _checks.at_least_0("k_positive", k_positive), _checks.at_least_0("k_negative", k_negative)
+    lambda_positive = _checks.at_least_0("lambda_positive", lambda_positive)
+    lambda_negative = _checks.at_least_0("lambda_negative", lambda_negative)
+
+    log_w_BS = _sequences.total(stop_gradient(x.log_ratio_BT), x.mask_BT, x.segment_BT)
+    log_w_BU = _sequences.at_tokens(log_w_BS, x.segment_BT)
+    log_w_BU = jnp.clip(log_w_BU, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    k_BU = jnp.where(x.advantage_BU >= 0, k_positive, k_negative)
+    lambda_BU = jnp.where(x.advantage_BU >= 0, lambda_positive, lambda_negative)
+    weight_BU = jnp.exp(k_BU * log_w_BU + lambda_BU * -jnp.expm1(log_w_BU))  # expm1(log W) is W - 1
+    return policy_terms(weight_BU * x.advantage_BU * x.logp_BT, x, aggregate)

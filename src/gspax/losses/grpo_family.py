@@ -1,9 +1,6 @@
-"""Relatives of GRPO, with a ratio per token: importance sampling, Dr. GRPO, DAPO, CISPO, SAPO and DPPO.
+"""GRPO and its relatives, with one ratio per token: Dr. GRPO, DAPO, importance sampling, CISPO, SAPO, and DPPO.
 
-Names, the keywords that every loss takes and where all of them leave the papers: see `policy`. Arguments that are not
-described in a function mean what they mean in `policy.grpo`: `logp` and `old_logp` are float32 [B, T], `advantage`
-float32 [B] (packed: [B, T]), `mask` bool [B, T], `segment_ids` None or int32 [B, T], `correction` None or float32 [B]
-or [B, T]. A result is `Terms` with float32 [B] leaves.
+The axes, the keywords that every loss takes, and the differences from the papers are described in `losses.gspo_family`.
 """
 
 from __future__ import annotations
@@ -16,43 +13,66 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspax.losses import _checks
-from gspax.losses._policy_terms import policy_terms
-from gspax.losses._surrogate import Inputs, exp, prepare
+from gspax.losses._surrogate import Inputs, clipped, exp, policy_terms, prepare
 from gspax.losses._terms import Aggregate, Terms, by_constant, by_sequence, by_token
-from gspax.losses.policy import grpo
 from gspax.losses.traits import Traits, has_traits
 
 Array = jax.Array
 
 
-@has_traits(Traits(ratio="token", correction="token", aggregate=by_sequence))
-def importance_sampling(
+@has_traits(Traits(ratio="token", clip_range=True, correction="token", aggregate=by_sequence))
+def grpo(
     logp: Array,
     old_logp: Array,
     advantage: Array,
     mask: Array,
     *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.27,
+    dual_clip: float | None = None,
     aggregate: Aggregate = by_sequence,
     segment_ids: Array | None = None,
     correction: Array | None = None,
 ) -> Terms:
-    """The importance-weighted policy gradient, without any bound: the reference for all others.
+    """Group Relative Policy Optimization (arXiv 2402.03300, eq. 3, with β = 0): a ratio and a clip per token.
 
-    J = 1/N Σ_i 1/|y_i| Σ_t r_it A_i.
+    J = 1/N Σ_i 1/|y_i| Σ_t min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i),   r_it = π_it / π_old,it.
 
-    A token's weight in the gradient is r_it A_i / |y_i|. On policy, where r = 1, this is the gradient of REINFORCE
-    (Williams, Machine Learning 8, 1992), 1/|y_i| Σ_t A_i ∇log π_it, and so is that of every loss of the family with
-    the same `aggregate`.
+    A token's weight in the gradient is r_it A_i / |y_i|, or none if r_it is clipped. With `dual_clip` c the objective
+    of a token with A_i < 0 is max(min(...), c A_i) (dual-clip PPO, arXiv 1912.09729): none either if r_it > c.
 
-    >>> old_logp, logp = jnp.log(jnp.array([[1.0, 0.25]])), jnp.log(jnp.array([[1.0, 0.5]]))
-    >>> importance_sampling(logp, old_logp, jnp.ones(1), jnp.array([[False, True]])).value.tolist()
-    [-2.0]
+    >>> logp = jnp.log(jnp.array([[1.0, 0.5, 0.3]]))
+    >>> old_logp = jnp.log(jnp.array([[1.0, 0.4, 0.4]]))
+    >>> mask = jnp.array([[False, True, True]])
+    >>> grpo(logp, old_logp, jnp.ones(1), mask, clip_high=0.2).value.round(3).tolist()  # (1.2 + 0.75) / 2
+    [-0.975]
 
-    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
-      aggregate: values [B, T] -> value and weight [B]; `by_sequence` as in GRPO.
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
+      clip_low: width of the band below 1, at least 0. The default is that of the GSPO paper's GRPO (Section 5.1).
+      clip_high: width of the band above 1, at least 0. The default is that of the GSPO paper's GRPO (Section 5.1).
+      dual_clip: None, or the largest ratio that matters where A < 0, above 1. It bounds the ratio itself: 3 means 3.
+      aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
+
+    Returns:
+      Terms with float32 [B] leaves: value = -1/|y_i| Σ_t min(...), weight = 1; both 0 for an empty row.
+
+    Raises:
+      TypeError: an argument is no array, or of another dtype; a clip width is no Python number.
+      ValueError: shapes do not fit; a clip width is negative.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    return policy_terms(exp(x.log_ratio_BT) * x.advantage_BU, x, aggregate)
+    clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
+    dual_clip = _checks.dual_clip(dual_clip)
+
+    ratio_BT = exp(x.log_ratio_BT)
+    objective_BT, high_BT, low_BT = clipped(ratio_BT, x.advantage_BU, clip_low, clip_high, dual_clip)
+    return policy_terms(objective_BT, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
 
 @has_traits(Traits(ratio="token", clip_range=True, correction="token", aggregate=by_constant))
@@ -76,11 +96,17 @@ def dr_grpo(
     A token's weight in the gradient is r_it A_i, or none if r_it is clipped. The paper also leaves out the division of
     the advantages by their standard deviation: pass `advantages.center`, not `advantages.standardize`.
 
-    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's (Table 6).
-      dual_clip: None, or the largest ratio that matters where A < 0, above 1; see `policy.grpo`.
+      dual_clip: None, or the largest ratio that matters where A < 0, above 1; see `grpo`.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_constant`; its code divides by the longest
         response allowed, `functools.partial(by_constant, length=...)`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
     """
     return grpo(
         logp,
@@ -117,11 +143,17 @@ def dapo(
     A token's weight in the gradient is r_it A_i, or none if r_it is clipped. The rest of DAPO is about the batch:
     dynamic sampling drops groups of equal rewards, and overlong responses are punished or masked.
 
-    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       clip_low, clip_high: widths of the band below and above 1, at least 0. The defaults are the paper's (Section 4.1).
-      dual_clip: None, or the largest ratio that matters where A < 0, above 1; see `policy.grpo`.
+      dual_clip: None, or the largest ratio that matters where A < 0, above 1; see `grpo`.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_token`; its sum runs over one group, ours
         over the batch.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
     """
     return grpo(
         logp,
@@ -135,6 +167,42 @@ def dapo(
         segment_ids=segment_ids,
         correction=correction,
     )
+
+
+@has_traits(Traits(ratio="token", correction="token", aggregate=by_sequence))
+def importance_sampling(
+    logp: Array,
+    old_logp: Array,
+    advantage: Array,
+    mask: Array,
+    *,
+    aggregate: Aggregate = by_sequence,
+    segment_ids: Array | None = None,
+    correction: Array | None = None,
+) -> Terms:
+    """The importance-weighted policy gradient, without any bound: the reference for all others.
+
+    J = 1/N Σ_i 1/|y_i| Σ_t r_it A_i.
+
+    A token's weight in the gradient is r_it A_i / |y_i|. On policy, where r = 1, this is the gradient of REINFORCE
+    (Williams, Machine Learning 8, 1992), 1/|y_i| Σ_t A_i ∇log π_it, and so is that of every loss of the family with
+    the same `aggregate`.
+
+    >>> old_logp, logp = jnp.log(jnp.array([[1.0, 0.25]])), jnp.log(jnp.array([[1.0, 0.5]]))
+    >>> importance_sampling(logp, old_logp, jnp.ones(1), jnp.array([[False, True]])).value.tolist()
+    [-2.0]
+
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
+      aggregate: values [B, T] -> value and weight [B]; `by_sequence` as in GRPO.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
+    """
+    x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
+    return policy_terms(exp(x.log_ratio_BT) * x.advantage_BU, x, aggregate)
 
 
 @has_traits(Traits(ratio="token", clip_range=True, clip_low_limit=math.inf, correction="token", aggregate=by_token))
@@ -164,10 +232,16 @@ def cispo(
     Both widths are distances from 1, as in the paper: the default 4 bounds the weight by 5. Some frameworks call the
     bound itself `epsilon_high`; their 5 is 4 here. The metrics `clip_fraction_*` count the tokens with a held weight.
 
-    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       clip_low: width of the band below 1, at least 0. With 1 or more there is no lower bound, as in the paper.
       clip_high: width of the band above 1, at least 0. The paper tunes it and gives no number; 4 is a common choice.
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_token`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
@@ -199,9 +273,15 @@ def sapo(
     less away from it, the sooner the larger τ (eq. 7 and 8). f(1) is 2/τ: only the gradient is that of the others on
     policy.
 
-    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       tau_positive, tau_negative: temperatures, finite and above 0. The defaults are the paper's (Section 5.1).
       aggregate: values [B, T] -> value and weight [B]. The paper's is `by_sequence`.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     tau_positive = _checks.positive("tau_positive", tau_positive)
@@ -234,10 +314,16 @@ def dppo_tv(
     probability of the drawn token moved, not its ratio: a rare token may become many times as likely, while a
     frequent one is stopped at a ratio near 1.
 
-    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       threshold: largest divergence, at least 0. The default is that of verl's example; SkyRL's is 0.2.
       ratio_limit: c, finite and above 0. The default is verl's.
       aggregate: values [B, T] -> value and weight [B]. `by_token` as in two published implementations.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Leaves the paper: only its binary divergences are here, which need the drawn token's probabilities and no others.
     """
@@ -264,10 +350,16 @@ def dppo_kl(
 
     A token's weight in the gradient is min(r_it, c) A_i, or none where D_it > threshold and the update would move on.
 
-    Args: logp, old_logp, advantage, mask, segment_ids, correction: see the module's docstring.
+    Args:
+      logp: float32 [B, T], log-probability of each token under the policy that is trained.
+      old_logp: float32 [B, T], the same under the policy that the rollout started from.
+      advantage: float32 [B], one per sequence; [B, T] for packed rows.
+      mask: bool [B, T], True on response tokens.
       threshold: largest divergence, at least 0. The default is that of verl's example and of SkyRL.
       ratio_limit: c, finite and above 0. The default is verl's.
       aggregate: values [B, T] -> value and weight [B]. `by_token` as in two published implementations.
+      segment_ids: None, or int32 [B, T] for packed rows.
+      correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
     Leaves the paper: in D, 1 - p and 1 - q are at least 2^-24, so that none is 0.
     """
