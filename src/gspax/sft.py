@@ -16,7 +16,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from gspax.config import Experiment, WarmStart, row_shape
+from gspax.config import Experiment, WarmStart, row_shape, trained_dtype
 from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
 from gspax.distributed import multihost
@@ -26,7 +26,7 @@ from gspax.experiment.description import describe
 from gspax.learner import objective
 from gspax.learner.finite import check_finite, check_skipped, count_skipped
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_state, init_state
+from gspax.learner.restore import drop_frozen, first_state, restore_state
 from gspax.learner.train_step import make_train_step
 from gspax.losses import Terms
 from gspax.protocols import CompletionTokenizer, ConversationTokenizer, DataSource, Environment
@@ -60,15 +60,16 @@ def run(experiment: Experiment, workdir: Path) -> None:
 def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, skipped: Skipped) -> TrainState:
     """The state after `warm_start.steps` updates from scratch; an interrupted stage is resumed.
 
+    With `lora` only the adapters are trained, as in the run that follows: their base stays the model's checkpoint.
     Its position is the number of training problems that were demonstrated or `skipped`.
 
     Raises:
       DivergedError: several updates in a row are skipped, or a parameter is not finite.
       Interrupted: the state was saved.
     """
-    stage, model = experiment.warm_start, experiment.model
+    stage, model, lora = experiment.warm_start, experiment.model, experiment.lora
     assert stage is not None
-    optimizer = make_optimizer(stage.optimizer, model.param_dtype)
+    optimizer = make_optimizer(stage.optimizer, trained_dtype(model, lora))
     schedule, rows = experiment.schedule, experiment.schedule.microbatch_rows
     if schedule.microbatch_tokens:
         rows = row_shape(experiment.sampling, schedule, batch_shards(mesh)).microbatch
@@ -88,15 +89,16 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
     )
     with _final_failures(), Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints:
         if checkpoints.latest() is None:
-            state = init_state(model, optimizer, jax.random.key(experiment.seed), mesh)
+            state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
         else:
-            state, _ = checkpoints.restore(abstract_state(model, optimizer, mesh))
+            state = restore_state(run, checkpoints, model, optimizer, mesh, lora=lora)
         in_a_row = 0
         done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
 
         def save() -> None:
-            check_finite(state, done)
-            checkpoints.save(done, state, {})
+            stored = drop_frozen(state)
+            check_finite(stored, done)
+            checkpoints.save(done, stored, {})
 
         with (
             Recorder(run.warm_start, done) as recorder,

@@ -18,6 +18,7 @@ import tiny
 from published import load, published, random_params, same_bytes, save
 
 from gspax import config as experiment_config
+from gspax import sft
 from gspax.commands import arguments, convert, export, main
 from gspax.config import Lora, Optimizer
 from gspax.data import HFTokenizer
@@ -29,10 +30,12 @@ from gspax.hf.config_json import read_config
 from gspax.learner import adapters, restore
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, init_state, new_state
+from gspax.loop.learner import make_learner
+from gspax.loop.training import restore_or_start
 from gspax.model import low_rank
 from gspax.run import arrays, folders
 from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir, open_run
+from gspax.run.directory import RunDir, enter_run, open_run
 from gspax.sharding import make_mesh
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "golden_qwen3_tiny"
@@ -294,6 +297,39 @@ def test_adapters_are_merged_on_export(lora, tmp_path):
     with pytest.raises(UserError, match="start: wanted the frozen parameters of the adapters, there are none"):
         export.run(run.path, tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_base_plus_exported_adapter_is_the_merged_export_after_a_warm_start(tmp_path, monkeypatch):
+    """By PEFT's formula in numpy: weight + alpha / rank * B A for each module, every other tensor the base's."""
+    base = checkpoint(tmp_path / "base", small_experiment.experiment.model)[1]
+    monkeypatch.chdir(tmp_path)
+    experiment = replace(small_experiment.experiment, model=hf("base"), lora=Lora(rank=2, alpha=3.0))
+    run = RunDir(tmp_path / "run")
+    sft.run(experiment, run.path)
+    monkeypatch.chdir(Path(__file__).parent)
+
+    def check():
+        export.run(run.path, tmp_path / "merged", dtype="float32")
+        export.run(run.path, tmp_path / "adapter", dtype="float32", adapter=True)
+        merged, factors = load(tmp_path / "merged"), load(tmp_path / "adapter")
+        changed = 0
+        for name, weight in base.items():
+            module = "base_model.model." + name.removesuffix(".weight")
+            if f"{module}.lora_A.weight" in factors:
+                weight = weight + 3.0 / 2 * factors[f"{module}.lora_B.weight"] @ factors[f"{module}.lora_A.weight"]
+                changed += not np.array_equal(weight, base[name])
+            np.testing.assert_allclose(merged[name], weight, rtol=1e-5, atol=1e-6)
+        assert changed == len(factors) / 2 > 0 and merged.keys() == base.keys()
+        shutil.rmtree(tmp_path / "merged")
+        shutil.rmtree(tmp_path / "adapter")
+
+    check()  # of the warm start
+    with enter_run(run.path, describe(experiment)):
+        learner = make_learner(experiment)
+        with Checkpoints(run.checkpoints, keep=1) as checkpoints:
+            state = restore_or_start(learner, run, checkpoints)
+            checkpoints.save(1, restore.drop_frozen(state), {})
+    check()  # of the run
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)

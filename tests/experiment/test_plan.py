@@ -217,7 +217,7 @@ def test_with_adapters_only_their_state_is_counted_as_trained(changes):
     assert found.learner["adapters, float32"] == 4 * factors == found.learner["gradients"]
     assert found.learner["parameters, float32"] == whole.learner["parameters, float32"]
     assert found.checkpoint == 12 * factors and found.sampler["Adam moments, float32"] == 8 * factors
-    assert "reference policy, float32" not in found.learner
+    assert found.learner["reference policy, float32"] == 4 * factors
 
 
 def test_overridden_keys_are_marked():

@@ -14,16 +14,22 @@ from small_experiment import experiment
 
 from gspax import config, losses, sharding
 from gspax.evaluation.checkpoint import evaluate_run
+from gspax.experiment.description import describe
+from gspax.hf import peft
+from gspax.hf.adapters import write_adapters
+from gspax.hf.reading import path_name
 from gspax.learner import adapters, objective, train_step
 from gspax.learner.forward import forward
+from gspax.learner.restore import load_reference
 from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
 from gspax.loop import training
+from gspax.loop.learner import make_learner
 from gspax.model import transformer
-from gspax.model.low_rank import base, combine, dense, is_low_rank, partition
+from gspax.model.low_rank import combine, dense, is_low_rank, partition
 from gspax.rollout import sampler
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
-from gspax.run.directory import RunDir
+from gspax.run.directory import RunDir, enter_run
 from gspax.types import Batch
 
 LORA = config.Lora(rank=3, alpha=6.0)
@@ -42,6 +48,15 @@ def policy(seed=0, lora=LORA):
     leaves, tree = jax.tree.flatten(factors)
     leaves = [0.3 * jax.random.normal(key, leaf.shape) for key, leaf in zip(noise, leaves, strict=True)]
     return adapters.attach_adapters(tiny.params(CONFIG), jax.tree.unflatten(tree, leaves), lora)
+
+
+def base(params):
+    """The tree with every `LowRank` replaced by its frozen matrix."""
+    return jax.tree.map(lambda leaf: leaf.base if is_low_rank(leaf) else leaf, params, is_leaf=is_low_rank)
+
+
+def by_path(tree):
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def low_ranks(params):
@@ -173,6 +188,26 @@ def test_state_follows_the_sharding_rules_and_moments_exist_only_for_factors():
     assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) == 2 * trained + 1
 
 
+@pytest.mark.parametrize("warm_start", [None, replace(experiment.warm_start, steps=1)], ids=["loaded", "warm start"])
+def test_the_reference_is_the_base_with_the_adapters_that_the_run_starts_from(warm_start, tmp_path):
+    folder, lora = tmp_path / "adapter", config.Lora(rank=2, alpha=2.0)
+    shapes = {path: leaf.shape for path, leaf in by_path(adapters.abstract(experiment.model, lora)).items()}
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    write_adapters(folder, experiment.model, lora, shapes, lambda path: rng.standard_normal(shapes[path], np.float32))
+    made = replace(experiment, lora=peft(folder), reference=config.Reference(), warm_start=warm_start)
+    learner, mesh = make_learner(made), sharding.make_mesh(config.Mesh())
+    with enter_run(tmp_path / "run", describe(made)) as run, Checkpoints(run.checkpoints, keep=1) as checkpoints:
+        state = training.restore_or_start(learner, run, checkpoints)
+        reference = load_reference(run, state, made.model, made.lora, mesh)
+        resumed = replace(state, step=state.step + 1, params=jax.tree.map(jnp.zeros_like, state.params))
+        again = load_reference(run, resumed, made.model, made.lora, mesh)
+    chex.assert_trees_all_equal(combine(reference, partition(state.params)[1]), state.params)
+    chex.assert_trees_all_equal(again, reference)
+    assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(reference)) > 0
+    assert state.step == 0 and (state.position > 0) == (warm_start is not None)
+
+
 WITH = replace(
     experiment,
     lora=config.Lora(rank=2),
@@ -183,7 +218,7 @@ WITH = replace(
 
 
 @pytest.mark.slow
-def test_a_run_with_adapters_resumes_and_uses_its_base_as_the_reference(tmp_path, capsys):
+def test_a_run_with_adapters_resumes_and_starts_at_its_reference(tmp_path, capsys):
     training.train(WITH, tmp_path / "whole")
     training.train(replace(WITH, schedule=replace(WITH.schedule, steps=1)), tmp_path / "resumed")
     training.train(WITH, tmp_path / "resumed")
@@ -196,7 +231,7 @@ def test_a_run_with_adapters_resumes_and_uses_its_base_as_the_reference(tmp_path
         }
     assert rows[0][0]["reference/kl"] < 1e-9 < rows[0][1]["reference/kl"]
     with Checkpoints(runs[0].checkpoints) as checkpoints:
-        stored = checkpoints._manager.item_metadata(3)["state"].tree
+        stored = checkpoints._files.manager.item_metadata(3)["state"].tree
     assert "params/runs/0/attention/query/a" in stored and "params/embedding" not in stored
     assert not any(name.endswith("/base") for name in stored)
     capsys.readouterr()

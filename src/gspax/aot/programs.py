@@ -29,9 +29,10 @@ from gspax.config import (
 from gspax.experiment.counts import with_carried
 from gspax.experiment.old_policy import reads_experts
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_params, abstract_state
+from gspax.learner.state import abstract_state
 from gspax.learner.steps import make_steps
 from gspax.model.decoding import LayerCache
+from gspax.model.low_rank import partition
 from gspax.rollout import conversations, engine, sampler
 from gspax.rollout.episodes import count_waves
 from gspax.rollout.serving import abstract_serving_copy, copier
@@ -69,8 +70,8 @@ def make_programs(
     state = abstract_state(experiment.model, optimizer, mesh, experiment.lora)
     batch = abstract_batch(experiment, mesh)
     reference: Any = ()
-    if experiment.reference is not None and experiment.lora is None:
-        reference = abstract_params(experiment.model, mesh)
+    if experiment.reference is not None:
+        reference = partition(state.params)[0]
     batches = experiment.schedule.minibatches * device_bytes(batch)
     held = device_bytes(state) + device_bytes(reference)
     steps = make_steps(experiment, optimizer, mesh, worst_case=True)

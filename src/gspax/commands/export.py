@@ -106,10 +106,9 @@ def run(
         if chosen is None:
             raise UserError(f"there is no checkpoint in {checkpoints.directory}")
         checkpoints.require_whole(chosen)
-        adapted = lora is not None and checkpoints.directory == run.checkpoints.absolute()
-        if adapter and not adapted:
+        if adapter and lora is None:
             raise UserError(f"{source}: wanted a run with adapters (lora) for --adapter, got one without")
-        if lora is not None and adapted and not adapter:
+        if lora is not None and not adapter:
             parameter = _merge_adapters(checkpoints, chosen, run, config, lora)
         else:
             shapes = parameter_shapes(config) if lora is None or not adapter else _factor_shapes(config, lora)
@@ -132,17 +131,18 @@ def _merge_adapters(
 ) -> Callable[[str], Any]:
     """Parameters of a run with adapters: the frozen ones are in `start/`, the factors in the checkpoint."""
     from gspax.hf.writing import parameter_shapes
+    from gspax.learner.restore import MODEL
     from gspax.run.arrays import open_array
     from gspax.run.checkpoints import Checkpoints
 
     shapes, factors = parameter_shapes(config), _factor_shapes(config, lora)
     with Checkpoints(run.start) as start:
-        first = start.latest()
-    if first is None:
-        raise UserError(f"{run.start}: wanted the frozen parameters of the adapters, there are none")
+        if MODEL not in start.steps():
+            raise UserError(f"{run.start}: wanted the frozen parameters of the adapters, there are none")
+        start.require_whole(MODEL)
 
     def parameter(name: str) -> Any:
-        base = open_array(run.start, first, name, shapes[name])
+        base = open_array(run.start, MODEL, name, shapes[name])
         if f"{name}/a" not in factors:
             return base
         paths = [f"{name}/{factor}" for factor in "ab"]

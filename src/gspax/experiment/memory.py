@@ -247,8 +247,9 @@ def resident_bytes(
     parts = {f"parameters, {config.param_dtype}": weights}
     if not optimizer.offload:
         parts |= optimizer_bytes(optimizer, config, lora, mesh)
-    if reference and lora is None:  # with adapters, the frozen parameters are the reference
-        parts[f"reference policy, {config.param_dtype}"] = weights
+    if reference:  # with adapters a copy of these alone: the frozen parameters serve both policies
+        dtype = trained_dtype(config, lora)
+        parts[f"reference policy, {dtype}"] = size_of(dtype) * _sharded(trained_count(config, lora), mesh)
     return parts
 
 

@@ -2,8 +2,8 @@
 
 The policy's parameters are the base's, with a `LowRank` in place of each adapted weight. The learner computes
 base + scale · a b layer by layer, inside the layer scan, so no second copy of the model exists; only a and b have
-gradients and moments. The sampler computes the sum once per rollout. Adapters are initialised as a no-op (b = 0), so
-the base doubles as the reference policy of a KL at no cost.
+gradients and moments. The sampler computes the sum once per rollout. Adapters are initialised as a no-op (b = 0). The
+reference policy of a KL is the same base with a copy of the first adapters.
 """
 
 from __future__ import annotations

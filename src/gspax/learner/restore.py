@@ -1,7 +1,7 @@
 """The parameters that reinforcement learning starts from, and the state that it resumes from.
 
-A run with a reference policy or with adapters stores its first parameters in `start/`; with adapters its checkpoints
-leave out what is frozen.
+A run with a reference policy or with adapters stores its first parameters in `start/`: step 0 is the model, step 1 the
+adapters that the reference policy has. With adapters the checkpoints leave out what is frozen.
 """
 
 from __future__ import annotations
@@ -14,31 +14,70 @@ import optax
 
 from gspax.config import Lora, ModelConfig
 from gspax.learner import adapters
-from gspax.learner.state import abstract_adapters, abstract_params, abstract_state, count_updates
+from gspax.learner.state import (
+    abstract_adapters,
+    abstract_params,
+    abstract_state,
+    add_adapters,
+    count_updates,
+    init_state,
+)
 from gspax.model.low_rank import combine, partition
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
-from gspax.types import Params, TrainState
+from gspax.types import Array, Params, TrainState
+
+MODEL, ADAPTERS = 0, 1  # the steps of `start/`
 
 
-def save_start(run: RunDir, params: Params, mesh: jax.sharding.Mesh) -> None:
-    """Write the parameters to `start/`."""
-    with Checkpoints(run.start, keep=1, mesh=mesh) as checkpoints:
-        checkpoints.save(0, params, {})
+def first_state(
+    run: RunDir,
+    model: ModelConfig,
+    lora: Lora | None,
+    optimizer: optax.GradientTransformation,
+    key: Array,
+    mesh: jax.sharding.Mesh,
+) -> TrainState:
+    """The state before any update, of the warm start if there is one. The base of adapters is written to `start/`."""
+    if lora is None:
+        return init_state(model, optimizer, key, mesh)
+    state = init_state(model, optax.identity(), key, mesh)  # there are moments of the adapters alone
+    save_start(run, state.params, mesh)
+    return add_adapters(state, model, lora, optimizer, mesh)
+
+
+def save_start(run: RunDir, params: Params, mesh: jax.sharding.Mesh, step: int = MODEL) -> None:
+    """Write parameters to `start/`: those of the model, or with `ADAPTERS` the adapters alone."""
+    with Checkpoints(run.start, keep=2, mesh=mesh) as checkpoints:
+        checkpoints.save(step, params, {})
 
 
 def load_start(run: RunDir, model: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
-    """What `save_start` wrote. UserError if it is not there."""
+    """The model that `save_start` wrote. UserError if it is not there."""
     with Checkpoints(run.start, mesh=mesh) as checkpoints:
-        params, _ = checkpoints.restore(abstract_params(model, mesh))
+        params, _ = checkpoints.restore(abstract_params(model, mesh), MODEL)
     return params
 
 
-def load_reference(run: RunDir, state: TrainState, model: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
-    """The parameters that reinforcement learning started from, as arrays of their own."""
+def save_reference(run: RunDir, state: TrainState, lora: Lora | None, mesh: jax.sharding.Mesh) -> None:
+    """Write what `load_reference` reads, before the first update of reinforcement learning."""
+    save_start(run, drop_frozen(state).params, mesh, MODEL if lora is None else ADAPTERS)
+
+
+def load_reference(
+    run: RunDir, state: TrainState, model: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh
+) -> Params:
+    """What is trained as it was before the first update, as arrays of their own: all parameters, or the adapters."""
+    trained = drop_frozen(state).params
     if count_updates(state) == 0:
-        return jax.tree.map(jnp.copy, state.params)  # the state is donated to the first update
-    return load_start(run, model, mesh)
+        return jax.tree.map(jnp.copy, trained)  # the state is donated to the first update
+    if lora is None:
+        return load_start(run, model, mesh)
+    with Checkpoints(run.start, mesh=mesh) as checkpoints:
+        if ADAPTERS not in checkpoints.steps():  # of an older version, which compared with the base
+            return jax.tree.map(jnp.zeros_like, trained)
+        wanted = adapters.attach_adapters(abstract_params(model, mesh), abstract_adapters(model, lora, mesh), lora)
+        return checkpoints.restore(partition(wanted)[0], ADAPTERS)[0]
 
 
 def drop_frozen(state: TrainState) -> TrainState:

@@ -112,10 +112,23 @@ def add_adapters(
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
         make = jax.jit(lambda key: adapters.init(config, lora, jax.random.fold_in(key, 1)), out_shardings=shardings)
         factors = make(state.key)
-    params = adapters.attach_adapters(state.params, factors, lora)
-    moments = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh, lora).opt_state)
-    trained, _ = partition(params)
-    return replace(state, params=params, opt_state=jax.jit(optimizer.init, out_shardings=moments)(trained))
+    attached = replace(state, params=adapters.attach_adapters(state.params, factors, lora))
+    return with_new_moments(attached, config, lora, optimizer, mesh)
+
+
+def with_new_moments(
+    state: TrainState,
+    config: ModelConfig,
+    lora: Lora | None,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+) -> TrainState:
+    """The state before the first update of an optimiser: no parameter is moved, the updates count from 0 again."""
+    wanted = abstract_state(config, optimizer, mesh, lora)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (wanted.step, wanted.opt_state))
+    start = jax.jit(lambda trained: (jnp.int32(0), optimizer.init(trained)), out_shardings=shardings)
+    step, opt_state = start(partition(state.params)[0])
+    return replace(state, step=step, opt_state=opt_state)
 
 
 def abstract_adapters(config: ModelConfig, lora: Lora, mesh: jax.sharding.Mesh) -> Params:

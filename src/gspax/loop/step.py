@@ -31,7 +31,7 @@ from gspax.loop.drawing import InFlight, RolloutBatch, draw, next_rollout, recei
 from gspax.loop.learner import Learner, count_rollouts
 from gspax.loop.pace import Pace
 from gspax.loop.partial import next_partial
-from gspax.model.low_rank import base
+from gspax.model.low_rank import combine, partition
 from gspax.rollout.credit import credit_turns
 from gspax.rollout.dynamic_sampling import GradedBatch, refill
 from gspax.rollout.rewards import (
@@ -108,8 +108,8 @@ def learn(
         without_overlong=overlong,
         sharing=G if experiment.schedule.share_prompts else 0,
     )
-    if experiment.reference is not None and experiment.lora is not None:
-        reference = base(state.params)
+    if reference is not None:
+        reference = combine(reference, partition(state.params)[1])
     which = learner.steps.scored
     if experiment.old_logp == "sampler":
         batches = minibatches.take_sampler_logp(batches)

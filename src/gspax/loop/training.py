@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import optax
 
 from gspax.config import Experiment
 from gspax.distributed import multihost
@@ -19,8 +18,8 @@ from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
 from gspax.learner import alarms, clipping, rollback
 from gspax.learner.finite import check_finite, check_skipped, count_skipped
-from gspax.learner.restore import drop_frozen, load_reference, restore_state, save_start
-from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
+from gspax.learner.restore import drop_frozen, first_state, load_reference, restore_state, save_reference
+from gspax.learner.state import with_new_moments
 from gspax.loop.drawing import InFlight
 from gspax.loop.learner import Learner, count_rollouts, make_learner, with_rate
 from gspax.loop.pace import Pace
@@ -110,8 +109,9 @@ def train_from_newest(
         due = done == 0 or progress.is_due(done, schedule.eval_every, schedule.steps)
         if due and not recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
             record_evaluation(learner, state, recorder, run, done, bar)
-        wanted = experiment.reference is not None and experiment.lora is None  # adapters have their base in the state
-        reference = load_reference(run, state, experiment.model, learner.mesh) if wanted else None
+        reference = None
+        if experiment.reference is not None:
+            reference = load_reference(run, state, experiment.model, experiment.lora, learner.mesh)
         lost = partial(describe_redone, run.checkpoints, lambda: done)
         in_flight = InFlight(pace=Pace(grace, partial(last_duration, checkpoints), lost))
         skipped = 0
@@ -182,19 +182,13 @@ def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) ->
     if (newest := checkpoints.latest()) is not None:
         progress.say(f"{'already at' if newest >= last else 'continuing from'} step {newest} of {last}")
         return restore_state(run, checkpoints, model, optimizer, mesh, lora=lora)
-    first = optimizer if lora is None else optax.identity()  # with adapters there are moments of those alone
     progress.say(f"starting from {model.checkpoint or 'random parameters'}")
     if experiment.warm_start is None:
-        state = init_state(model, first, jax.random.key(experiment.seed), mesh)
+        state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
     else:
-        warm = warm_start(experiment, run, mesh, learner.skipped)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, first, mesh))
-        start = jax.jit(lambda params, key: new_state(params, first, key), out_shardings=shardings)
-        state = replace(start(warm.params, warm.key), position=warm.position)
-    if experiment.reference is not None or lora is not None:
-        save_start(run, state.params, mesh)
-    if lora is not None:
-        state = add_adapters(state, model, lora, optimizer, mesh)
+        state = with_new_moments(warm_start(experiment, run, mesh, learner.skipped), model, lora, optimizer, mesh)
+    if experiment.reference is not None:
+        save_reference(run, state, lora, mesh)
     clip_range = clipping.initial_range(experiment.calibration)
     return replace(state, clip_range=multihost.to_devices(clip_range, named_sharding(mesh)))
 

@@ -37,11 +37,6 @@ def dense(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.dense() if is_low_rank(leaf) else leaf, params, is_leaf=is_low_rank)
 
 
-def base(params: Any) -> Any:
-    """The tree with every `LowRank` replaced by its frozen matrix."""
-    return jax.tree.map(lambda leaf: leaf.base if is_low_rank(leaf) else leaf, params, is_leaf=is_low_rank)
-
-
 def partition(params: Any) -> tuple[Any, Any]:
     """(trained, frozen): two trees like `params`, each with None where the other has an array.
 

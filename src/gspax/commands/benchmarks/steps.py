@@ -40,15 +40,17 @@ def measure_steps(learner: Learner, trace: Path | None) -> MeasuredSteps:
     from gspax.learner.state import add_adapters, init_state
     from gspax.loop.drawing import InFlight
     from gspax.loop.step import run_step
+    from gspax.model.low_rank import partition
     from gspax.run.compilation import count_compilations
 
     experiment = learner.experiment
     with count_compilations() as compiled, learner.rewards:
         state = init_state(experiment.model, learner.optimizer, jax.random.key(experiment.seed), learner.mesh)
-        needed = experiment.reference is not None and experiment.lora is None
-        reference = jax.tree.map(jnp.copy, state.params) if needed else None
         if experiment.lora is not None:
             state = add_adapters(state, experiment.model, experiment.lora, learner.optimizer, learner.mesh)
+        reference = None
+        if experiment.reference is not None:
+            reference = jax.tree.map(jnp.copy, partition(state.params)[0])
         in_flight = InFlight()
         state, _, _ = run_step(learner, state, reference, in_flight)
         first_step = age(), time.process_time(), compiled.programs, compiled.cached, compiled.seconds
