@@ -15,6 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import peers
+
+from gspax.experiment import load, override
+
 HERE = Path(__file__).parent
 FILE = HERE.parent / "bench_small_moe.py"
 SHAPES = {
@@ -34,6 +38,16 @@ def read_or_run(path: Path, *options: str) -> dict[str, Any]:
     if not path.exists():
         command = [sys.executable, "-m", "gspax", "bench", str(FILE), *options, "--json", str(path)]
         subprocess.run(command, check=True)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_or_compare(path: Path, python: str, rounds: int, *overrides: str) -> dict[str, Any]:
+    """The comparison in `path`, measured now if there is none."""
+    if not path.exists():
+        experiment = override(load(FILE), overrides)
+        shape = peers.shape(experiment.model, experiment.sampling)
+        result = peers.compare(python, [str(FILE), *overrides], shape, rounds)
+        path.write_text(json.dumps({"overrides": overrides, **result}, indent=1) + "\n", encoding="utf-8")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -78,7 +92,7 @@ def main() -> None:
     parser.add_argument("--tunix", required=True, metavar="PYTHON", help="an interpreter with google-tunix")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument(
-        "--rounds", default="2", metavar="N", help="of each shape; the second reads the compilation cache"
+        "--rounds", type=int, default=2, metavar="N", help="of each shape; the second reads the compilation cache"
     )
     parser.add_argument("--commit", required=True, help="what is measured")
     options = parser.parse_args()
@@ -94,9 +108,7 @@ def main() -> None:
     ]
     for name in options.shapes:
         path = options.folder / f"{name}.json"
-        lines += compared(
-            name, read_or_run(path, *SHAPES[name], "--against", options.tunix, "--rounds", options.rounds)
-        )
+        lines += compared(name, read_or_compare(path, options.tunix, options.rounds, *SHAPES[name]))
     lines += ["## From 8 to 64 experts", "", *widened(options.folder)]
     lines += ["## Drawing alone", "", *drawn(read_or_run(options.folder / "drawing.json", "--parts", "drawing"))]
     (HERE / "speed.md").write_text("\n".join(lines).rstrip("\n") + "\n", encoding="utf-8")

@@ -1,16 +1,14 @@
-"""`gspax bench`: FLOP counts by hand, each part on a tiny model, and the comparison with a stub."""
+"""`gspax bench`: FLOP counts by hand, and each part on a tiny model."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import tiny
 from small_experiment import experiment
 
 from gspax.commands import bench
-from gspax.commands.benchmarks import drawing, limits, peer, steps
+from gspax.commands.benchmarks import drawing, limits, steps
 from gspax.commands.benchmarks.figures import Limits, table
 from gspax.errors import UserError
 from gspax.experiment.counts import forward_flops
@@ -135,60 +133,11 @@ def test_every_case_is_drawn(small, monkeypatch):
     assert figure.name == "drawing, equal" and figure.tokens == 8 * 2 * 2
 
 
-THEIRS = {
-    "version": "0.0",
-    "first_step_s": 20.0,
-    "first_step_cpu_s": 40.0,
-    "peak_memory_bytes": 3e9,
-    "phases": {name: {"wall_s": 4.0, "cpu_s": 6.0} for name in ("rollout", "train", "step")},
-}
-
-
-def test_the_peer_runs_alternately_on_the_same_shape(monkeypatch, capsys):
-    commands, shape = [], peer.shape(experiment.model, experiment.sampling)
-    assert shape["hidden_size"] == experiment.model.hidden_size and shape["group"] == experiment.sampling.group
-
-    def run(command, environment):
-        commands.append(command[0])
-        if "--json" in command:
-            assert command[1:6] == ["-m", "gspax", "bench", "FILE", "seed=1"]
-            figures = [{"name": name, "wall_s": 1.0, "cpu_s": 2.0} for name in ("rollout", "train", "step")]
-            first = 5.0 if len(commands) > 2 else 10.0
-            ours = {"first_step_s": first, "first_step_cpu_s": first, "peak_memory_bytes": 1e9, "figures": figures}
-            Path(command[-1]).write_text(json.dumps(ours))
-            return ""
-        assert json.loads(command[2]) == shape
-        return f"a warning\n{json.dumps(THEIRS)}\n"
-
-    monkeypatch.setattr(peer, "run", run)
-    result = peer.compare("PEER", ["FILE", "seed=1"], shape, rounds=2)
-    assert commands == [sys.executable, "PEER"] * 2
-    assert result["rows"]["step, CPU s"] == {"gspax": 2.0, "tunix": 6.0, "ratio": 3.0}
-    ratios = {name: row["ratio"] for name, row in result["rows"].items() if "first step" in name}
-    warm = "first step with a warm cache"
-    assert ratios == {
-        "first step, CPU s": 4.0,
-        f"{warm}, CPU s": 8.0,
-        "first step, wall s": 2.0,
-        f"{warm}, wall s": 4.0,
-    }
-    assert "google-tunix 0.0" in capsys.readouterr().out
-
-
-def test_an_interpreter_without_tunix_is_one_sentence():
-    with pytest.raises(UserError, match="--against: no-such-python: No such file"):
-        peer.run(["no-such-python", "x"], {})
-    failing = "import sys; sys.exit('no module named tunix')"
-    with pytest.raises(UserError, match="ended with code 1: no module named tunix"):
-        peer.run([sys.executable, "-c", failing], {})
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--parts", "step,nothing"], "wanted some of step,drawing,scoring, got 'nothing'"),
         (["--parts", "drawing", "--profile", "d"], "--profile: wanted the part step"),
-        (["--rounds", "0"], "wanted an integer of at least 1"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message, tmp_path):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import gspax
 from gspax.commands import processes
-from gspax.commands.arguments import Parser, add_experiment, at_least, subcommand_parser
+from gspax.commands.arguments import Parser, add_experiment, subcommand_parser
 from gspax.commands.inputs import load_experiment
 from gspax.errors import UserError
 
@@ -42,10 +42,6 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of one step for Perfetto or XProf")
-    parser.add_argument(
-        "--against", metavar="PYTHON", help="also run google-tunix of this interpreter on the same shape, alternately"
-    )
-    parser.add_argument("--rounds", type=at_least(1), default=2, metavar="N", help="of --against (default: 2)")
     processes.add_options(parser)
     return parser
 
@@ -62,13 +58,6 @@ def execute(options: argparse.Namespace) -> int:
     experiment = load_experiment(options)
     if options.profile and "step" not in options.parts:
         raise UserError(f"--profile: wanted the part step, got --parts {','.join(options.parts)}")
-    if options.against:
-        from gspax.commands.benchmarks import peer
-
-        ours = [options.file, *options.overrides]
-        result = peer.compare(options.against, ours, peer.shape(experiment.model, experiment.sampling), options.rounds)
-        write(options.json, result, options.overrides)
-        return 0
     is_primary = processes.join("bench", options, experiment)
     result = run(experiment, options.parts, options.profile, print if is_primary else lambda line: None)
     if is_primary:

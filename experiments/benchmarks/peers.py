@@ -1,4 +1,4 @@
-"""gspax beside google-tunix: the same shape, in processes that alternate, so that other load hits both alike."""
+"""Run gspax and google-tunix on the same shape, in processes that alternate, so that other load hits both alike."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gspax.commands.environment import VARIABLE, has_accelerator
-from gspax.errors import UserError
-
-if TYPE_CHECKING:
-    from gspax.config import ModelConfig, Sampling
+from gspax.config import ModelConfig, Sampling
 
 SCRIPT = Path(__file__).with_name("tunix_grpo.py")
 MODEL_KEYS = (
@@ -28,9 +25,9 @@ SAMPLING_KEYS = ("prompts", "group", "max_prompt_tokens", "max_tokens")
 
 
 def compare(python: str, ours: Sequence[str], shape: dict[str, int], rounds: int) -> dict[str, Any]:
-    """Run both `rounds` times, print a table of medians, and return what `--json` writes.
+    """Run both `rounds` times; the medians and every run's figures.
 
-    The first of our runs compiles everything, the later ones read the compilation cache, which tunix does not have.
+    The first gspax run compiles everything, the later ones read the compilation cache, which tunix does not have.
 
     Args:
       python: the interpreter that has google-tunix.
@@ -38,7 +35,7 @@ def compare(python: str, ours: Sequence[str], shape: dict[str, int], rounds: int
       shape: of `shape`.
 
     Raises:
-      UserError: one of them fails; the message has the end of what it printed.
+      SystemExit: one of them fails; the message has the end of what it printed.
     """
     gspax_runs, tunix_runs = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -51,9 +48,7 @@ def compare(python: str, ours: Sequence[str], shape: dict[str, int], rounds: int
             run([sys.executable, "-m", "gspax", "bench", *ours, "--json", str(result)], environment)
             gspax_runs.append(by_phase(json.loads(result.read_text(encoding="utf-8"))))
             tunix_runs.append(json.loads(run([python, str(SCRIPT), json.dumps(shape)], environment).splitlines()[-1]))
-    rows = compared(gspax_runs, tunix_runs)
-    print(table(rows, f"google-tunix {tunix_runs[0]['version']}"))
-    return {"rows": rows, "gspax": gspax_runs, "tunix": tunix_runs}
+    return {"rows": compared(gspax_runs, tunix_runs), "gspax": gspax_runs, "tunix": tunix_runs}
 
 
 def shape(model: ModelConfig, sampling: Sampling) -> dict[str, int]:
@@ -65,14 +60,14 @@ def shape(model: ModelConfig, sampling: Sampling) -> dict[str, int]:
 
 
 def run(command: Sequence[str], environment: dict[str, str]) -> str:
-    """What a command prints. UserError with the end of it if it fails."""
+    """What a command prints. SystemExit with the end of it if it fails."""
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise UserError(f"--against: {command[0]}: {error.strerror}") from error
+        raise SystemExit(f"{command[0]}: {error.strerror}") from error
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise UserError(f"--against: {Path(command[0]).name} {command[1]} ended with code {done.returncode}: {last}")
+        raise SystemExit(f"{Path(command[0]).name} {command[1]} ended with code {done.returncode}: {last}")
     return done.stdout
 
 
@@ -104,11 +99,3 @@ def compared(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[s
             cached = statistics.median(each[field] for each in ours[1:])
             pairs[f"first step with a warm cache, {clock} s"] = (cached, first)
     return {name: {"gspax": a, "tunix": b, "ratio": b / a} for name, (a, b) in pairs.items()}
-
-
-def table(rows: dict[str, dict[str, float]], peer: str) -> str:
-    """One line per quantity."""
-    width = max(map(len, rows)) + 2
-    lines = [f"{'':{width}}{'gspax':>9}{peer:>22}{'ratio':>8}"]
-    lines += [f"{name:{width}}{row['gspax']:9.2f}{row['tunix']:22.2f}{row['ratio']:8.2f}" for name, row in rows.items()]
-    return "\n".join(lines)

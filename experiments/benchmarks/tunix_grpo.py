@@ -1,6 +1,6 @@
 """GRPO steps of google-tunix on a given shape; run by another interpreter, which need not have gspax.
 
-    PYTHON tunix_grpo.py '{"vocab_size": 512, ...}'     (the keys of `peer.shape`)
+    PYTHON tunix_grpo.py '{"vocab_size": 512, ...}'     (the keys of `peers.shape`)
 
 Prints one line of JSON: medians of the steps after the first two, the end of the first step and the peak memory. No
 token ends a completion, so every one has `max_tokens` tokens; the reward is the share of digits.
