@@ -90,6 +90,7 @@ def test_what_is_not_converted_stays_source(source):
         ("$a\nb$", []),
         (r"so \boxed{\frac{1}{2}}.", [r"\boxed{\frac{1}{2}}"]),
         (r"so \boxed{1", []),
+        (r"Put it in \boxed{}, $\boxed{ }$ or \boxed{\,}.", []),
     ],
 )
 def test_formulas_are_found_between_delimiters(text, formulas):

@@ -19,6 +19,7 @@ Draw = Callable[[Any], None]  # draws on matplotlib axes
 BLUE, ORANGE, GREEN, GREY, PINK = "#2b6cb0", "#dd6b20", "#2f855a", "#718096", "#b83280"
 WIDTH, HEIGHT = 4.6, 3.0  # of a panel, inches
 MARGINS = (0.17, 0.17, 0.8, 0.67)  # left, bottom, width and height of its axes, as fractions of the panel
+COLORS = 64  # of the image
 MANY_POINTS = 40  # a line of at least so many points is drawn pale, with its running mean over it
 RENAMED = {  # metrics of runs recorded by older versions
     "eval/accuracy": "eval/reward",
@@ -142,10 +143,17 @@ def collect_series(rows: Iterable[Mapping[str, float]]) -> Series:
 
 
 def select_panels(series: Series, known: tuple[Panel, ...]) -> list[Panel]:
-    """The known panels that have data, then one for each metric that is in none of them."""
+    """The known panels that have data, then one for each metric that is in none of them and not always 0."""
     shown = {metric for panel in known for metric, _, _ in panel.lines}
-    others = [Panel(metric, "", ((metric, metric, BLUE),)) for metric in sorted(set(series) - shown)]
+    named = sorted(set(series) - shown - set(zero_metrics(series, known)))
+    others = [Panel(metric, "", ((metric, metric, BLUE),)) for metric in named]
     return [panel for panel in (*known, *others) if any(metric in series for metric, _, _ in panel.lines)]
+
+
+def zero_metrics(series: Series, known: tuple[Panel, ...]) -> list[str]:
+    """The metrics that are in none of the known panels and are 0 at every step."""
+    shown = {metric for panel in known for metric, _, _ in panel.lines}
+    return sorted(metric for metric, (_, values) in series.items() if metric not in shown and not any(values))
 
 
 def draw_panel(axes: Any, panel: Panel, series: Series) -> None:
@@ -194,9 +202,10 @@ def _running_mean(values: list[float]) -> list[float]:
 
 
 def write_png(drawings: Sequence[Draw], path: Path) -> None:
-    """All drawings in one image, three to a row."""
+    """All drawings in one image, three to a row, in few colors: a third of the bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from PIL import Image
 
     columns = min(3, len(drawings))
     rows = -(-len(drawings) // columns)
@@ -207,8 +216,11 @@ def write_png(drawings: Sequence[Draw], path: Path) -> None:
         left, bottom, width, height = MARGINS
         box = ((column + left) / columns, (rows - 1 - row + bottom) / rows, width / columns, height / rows)
         draw(figure.add_axes(box))
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=110)
+    drawn, image = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    with Image.open(drawn) as full:
+        few = full.convert("RGB").quantize(COLORS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    few.save(image, "png", optimize=True)
     write_atomically(path, image.getvalue())
 
 

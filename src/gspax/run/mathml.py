@@ -91,6 +91,8 @@ def _take(element: Element, level: int = 0) -> Tree:
     if level > _DEEPEST:
         raise ValueError("too deep")
     if tag == "menclose" and attributes["notation"] == "box":  # browsers do not draw it
+        if not any(each.text for each in element.iter()):
+            raise ValueError("an empty box, as in an instruction")
         return ("mrow", {"class": "boxed"}, *(_take(each, level + 1) for each in element))
     if tag not in _TAGS or re.match(r"\\.", text) or len(element) != _CHILDREN.get(tag, len(element)):
         raise ValueError(f"{tag} {text}")

@@ -53,7 +53,7 @@ def render_page(name: str, sections: list[tuple[str, str]]) -> str:
 
 
 def render_text(value: Any) -> str:
-    """Untrusted text as HTML: escaped, truncated, unprintable characters as escape sequences."""
+    """Untrusted text as HTML: escaped, truncated, unprintable characters but line ends as escape sequences."""
     return _render(str(value), lambda text: [text])
 
 
@@ -74,7 +74,8 @@ def _render(text: str, split: Callable[[str], Iterable[str | mathml.Formula]]) -
 
 
 def _escape(text: str) -> str:
-    return html.escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text))
+    shown = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return html.escape("".join(shown))
 
 
 def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

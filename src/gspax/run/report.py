@@ -27,6 +27,7 @@ from gspax.run.curves import (
     render_svg,
     select_panels,
     write_png,
+    zero_metrics,
 )
 from gspax.run.directory import RunDir, read_attempts, read_description
 from gspax.run.folders import write_atomically
@@ -59,7 +60,7 @@ def write(workdir: Path) -> Path:
         ("Held-out prompts, before and after", _completions(run)),
         ("Tasks", task_table.render(run)),
         ("Failed rewards", _failures(run)),
-        ("Curves", _curves(panels, series)),
+        ("Curves", _curves(panels, series) + _zero(zero_metrics(series, PANELS))),
         ("Warm start", _curves(select_panels(warm, ()), warm)),
         ("Experiment", render_settings(flatten(experiment))),
         *((f"Environment, attempt {n}", render_settings(flatten(each))) for n, each in enumerate(attempts, start=1)),
@@ -92,6 +93,10 @@ def _curves(panels: list[Panel], series: Series) -> str:
     has_means = any(len(steps) >= MANY_POINTS for steps, _ in series.values())
     note = "<p class=note>Pale: every step. Dark: running mean over a twentieth of the run.</p>" if has_means else ""
     return f"{note}<div class=curves>{figures}</div>"
+
+
+def _zero(metrics: list[str]) -> str:
+    return f"<p class=note>0 at every step: {html.escape(', '.join(metrics))}.</p>" if metrics else ""
 
 
 def _headline(series: Series) -> str:
