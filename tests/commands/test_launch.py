@@ -3,18 +3,19 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 
 import pytest
 
-from gspax.commands import launch, main
+from gspax.commands import launch, main, train
 
 # Writes down what it was started with, and exits with the code of its attempt and index. A code below 0 is a signal
 # that it sends itself; "wait" waits for SIGTERM, and exits with 143 then.
 CHILD = """
-import json, os, signal, sys, time
+import json, os, signal, socket, sys, time
 index = int(sys.argv[sys.argv.index("--process") + 1]) if "--process" in sys.argv else 0
 attempt = 0
 while os.path.exists(f"{index}.{attempt}"):
@@ -25,8 +26,11 @@ with open(f"{index}.{attempt}", "w") as file:
 code = json.load(open("codes"))[attempt][index]
 if code == "wait":
     time.sleep(60)
+if code == "exit":  # before the command has ended
+    os._exit(0)
 if code < 0:
     os.kill(os.getpid(), -code)
+socket.socket(fileno=int(os.environ["GSPAX_LAUNCHER"])).send(b"\\0")
 sys.exit(code)
 """
 
@@ -77,6 +81,7 @@ def test_several_processes_get_a_coordinator_an_index_and_a_secret(start):
         ([[2]], 2, 1),
         ([[1], [3]], 3, 2),
         ([[143]], 143, 1),
+        ([["exit"], [0]], 0, 2),
     ],
 )
 def test_a_failure_starts_it_again_and_nothing_else_does(codes, expected, starts, start, capsys):
@@ -103,6 +108,50 @@ def test_the_others_are_killed_when_one_has_failed(start, monkeypatch):
     began = time.monotonic()
     assert start([["wait", 1]], "--processes", "2", *COMMAND)[0] == 1
     assert time.monotonic() - began < 20
+
+
+@pytest.fixture
+def experiment_file(tmp_path):
+    """`experiment_file(code)`: a command of the real program whose experiment file runs this code."""
+
+    def write(code):
+        (tmp_path / "some.py").write_text(code)
+        return ["train", str(tmp_path / "some.py"), "--workdir", str(tmp_path / "w")]
+
+    return write
+
+
+def test_an_exit_in_code_that_is_called_is_no_success(experiment_file, capfd):
+    assert main.main(["launch", "--restarts", "1", *experiment_file("import os\nos._exit(0)")]) == 1
+    errors = capfd.readouterr().err
+    assert errors.count("a process ended with exit code 0 before its command did") == 2
+    assert errors.count("exit code 1, starting again") == 1
+
+
+@pytest.mark.parametrize("code", [0, 1, "done"])
+def test_sys_exit_in_code_that_is_called_is_no_success(code, experiment_file, monkeypatch, capsys):
+    def execute(options):
+        sys.exit(code)
+
+    monkeypatch.setattr(train, "execute", execute)
+    assert main.main(experiment_file("")) == 2
+    assert capsys.readouterr().err == (
+        f"gspax: train: wanted code that returns or raises an error, it called exit({code!r})\n"
+    )
+
+
+def test_a_killed_launcher_leaves_no_process(experiment_file, tmp_path):
+    command = experiment_file(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    )
+    launcher = subprocess.Popen([sys.executable, "-m", "gspax", "launch", *command], stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.02)
+    began = time.monotonic()
+    launcher.kill()
+    _, errors = launcher.communicate(timeout=30)  # until the last process that holds the pipe has ended
+    assert time.monotonic() - began < 20
+    assert errors.endswith("gspax: the `gspax launch` that started this process has ended\n")
 
 
 def test_a_signal_is_passed_on_and_ends_the_restarts(start, tmp_path):

@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from gspax.commands.arguments import Parser, at_least, subcommand_parser
+from gspax.commands.processes import LAUNCHER
 from gspax.distributed.secret import VARIABLE, new_secret
 from gspax.errors import UserError, warn
 
@@ -75,7 +76,7 @@ class _Forwarder:
 
     def __init__(self) -> None:
         self.received = 0
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[_Process] = []
 
     def __enter__(self) -> _Forwarder:
         self._previous = {each: signal.signal(each, self._forward) for each in SIGNALS}
@@ -99,28 +100,61 @@ def _run(command: Sequence[str], count: int, forwarder: _Forwarder) -> list[int]
         joining = ["--coordinator", f"127.0.0.1:{_free_port()}", "--processes", str(count)]
     for index in range(count):
         own = [*joining, "--process", str(index)] if count > 1 else []
-        arguments = [*PROGRAM, *command, *own]
-        forwarder.processes.append(subprocess.Popen(arguments, env=environment))
+        forwarder.processes.append(_Process([*PROGRAM, *command, *own], environment))
     try:
         return _wait(forwarder.processes)
     finally:
         for each in forwarder.processes:
-            each.kill()
-            each.wait()
+            each.close()
         forwarder.processes.clear()
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+class _Process:
+    """A process of the command. It ends when this one does, and tells by a byte that its command has ended.
+
+    An exit code of 0 does not say so: code that the command runs, such as a reward or a library, may call `os._exit`.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            passed = {**environment, LAUNCHER: str(theirs.fileno())}
+            self._process = subprocess.Popen(arguments, env=passed, pass_fds=[theirs.fileno()])
+
+    def send_signal(self, signum: int) -> None:
+        self._process.send_signal(signum)
+
+    def code(self) -> int | None:
+        """The exit code, 1 if the process ended before its command did; None while it runs."""
+        code = self._process.poll()
+        return 1 if code == 0 and not self._is_done() else code
+
+    def _is_done(self) -> bool:
+        try:
+            return self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Kill the process if it still runs."""
+        if self._process.poll() == 0 and not self._is_done():
+            warn("launch: a process ended with exit code 0 before its command did: that counts as a failure")
+        self._process.kill()
+        self._process.wait()
+        self._link.close()
+
+
+def _wait(processes: Sequence[_Process]) -> list[int]:
     """The exit codes; once a process has failed, the others have `PATIENCE` seconds."""
     failed_at = None
-    while None in (codes := [each.poll() for each in processes]):
+    while None in (codes := [each.code() for each in processes]):
         if failed_at is None and any(codes):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > PATIENCE:
             for each in processes:
-                each.kill()
+                each.send_signal(signal.SIGKILL)
         time.sleep(POLL)
-    return [each.wait() for each in processes]
+    return [code for code in codes if code is not None]
 
 
 def _free_port() -> int:

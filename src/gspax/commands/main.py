@@ -73,6 +73,7 @@ TRAIN_EXTRA = (  # top-level packages of the extra `train`
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with these arguments (those of the process by default) and give its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    processes.follow_launcher()
     code = _run_and_report(arguments)
     processes.leave(code)
     return code
@@ -142,7 +143,10 @@ def _run(arguments: list[str]) -> int:
     if name in COMPUTING:
         environment.prepare()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # without PyTorch its import prints a warning
-    return subcommand.execute(options)
+    try:
+        return subcommand.execute(options)
+    except SystemExit as left:  # an exit code of 0 would say that the command is done
+        raise UserError(f"{name}: wanted code that returns or raises an error, it called exit({left.code!r})") from left
 
 
 def _overview() -> Parser:

@@ -6,15 +6,19 @@ Functions import what needs jax, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
+import socket
 import sys
+import threading
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gspax
 from gspax.commands.arguments import at_least, require_address
+from gspax.distributed.ending import end_process
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 # XLA's threads for the devices of a CPU, by default one per core. A collective operation holds one while it waits, and
 # several programs may run at once.
 XLA_CPU_THREADS = "64"
+LAUNCHER = "GSPAX_LAUNCHER"  # the descriptor of a socket, from `gspax launch` to a process that it starts
+_launcher: socket.socket | None = None
 STALL_TIMEOUT = 7200  # seconds: more than a checkpoint takes to load, or a sampler without chunks to draw
 
 
@@ -75,8 +81,30 @@ def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -
     return info is None or info.index == 0
 
 
+def follow_launcher() -> None:
+    """End this process as soon as the `gspax launch` that started it is gone, also if that was killed.
+
+    Nothing is sent to it: its end of the socket closes when it ends.
+    """
+    global _launcher
+    if LAUNCHER not in os.environ:
+        return
+    _launcher = socket.socket(fileno=int(os.environ.pop(LAUNCHER)))
+    _launcher.set_inheritable(False)
+
+    def wait(launcher: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            launcher.recv(1)
+        end_process("the `gspax launch` that started this process has ended", 1)
+
+    threading.Thread(target=wait, args=(_launcher,), name="gspax_launcher", daemon=True).start()
+
+
 def leave(code: int) -> None:
-    """`joining.leave`, if `join` was called; nothing is watched any more."""
+    """`joining.leave`, if `join` was called; nothing is watched any more, and a launcher is told."""
+    if _launcher is not None:
+        with contextlib.suppress(OSError):
+            _launcher.send(b"\0")
     if "gspax.distributed.watchdog" in sys.modules:
         sys.modules["gspax.distributed.watchdog"].stop()
     if "gspax.distributed.joining" in sys.modules:

@@ -21,9 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from gspax.distributed import multihost
 from gspax.errors import FailureError, warn
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
@@ -42,6 +39,10 @@ def hold(path: Path) -> Iterator[None]:
     Raises:
       FailureError: another process holds it.
     """
+    import jax  # here, so that `--help` of subcommands that write files answers at once
+
+    from gspax.distributed import multihost
+
     own = json.dumps(_describe())
     is_primary = jax.process_index() == 0
     multihost.all_or_raise(lambda: _acquire(path, own) if is_primary else None)
