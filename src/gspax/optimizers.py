@@ -9,7 +9,6 @@ experiment can be loaded and priced without it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -89,65 +88,55 @@ def muon(
     )
 
 
-def constant(peak: float, warmup_updates: int) -> Callable[[Any], Any]:
+def constant(peak: float, warmup_updates: int) -> optax.Schedule:
     """Linear from 0 over `warmup_updates`, then `peak`."""
-    return _after_warmup(peak, warmup_updates, lambda updates: peak)
+    import optax
+
+    return _after_warmup(optax.constant_schedule(peak), peak, warmup_updates)
 
 
-def linear(peak: float, warmup_updates: int, *, updates: PositiveInt, final: NonNegative = 0.0) -> Callable[[Any], Any]:
+def linear(peak: float, warmup_updates: int, *, updates: PositiveInt, final: NonNegative = 0.0) -> optax.Schedule:
     """Linear from 0 to `peak` over `warmup_updates`, then linear to `final` times the peak.
 
     Args:
+      peak: the largest learning rate.
+      warmup_updates: updates of the warm-up; 0 for none.
       updates: the update at which the rate reaches its final value, warm-up included.
-      final: share of the peak.
+      final: the final rate as a share of the peak.
 
     Raises:
       ValueError: the warm-up takes all updates.
     """
-    return _decay(peak, warmup_updates, updates, final, lambda share: 1 - share)
+    import optax
+
+    decay = optax.linear_schedule(peak, final * peak, _decay_updates(warmup_updates, updates))
+    return _after_warmup(decay, peak, warmup_updates)
 
 
-def cosine(peak: float, warmup_updates: int, *, updates: PositiveInt, final: NonNegative = 0.0) -> Callable[[Any], Any]:
+def cosine(peak: float, warmup_updates: int, *, updates: PositiveInt, final: NonNegative = 0.0) -> optax.Schedule:
     """Linear from 0 to `peak` over `warmup_updates`, then half a cosine to `final` times the peak (arXiv 1608.03983).
 
     Arguments and errors are those of `linear`.
     """
+    import optax
 
-    def half_cosine(share: Any) -> Any:
-        import jax.numpy as jnp
-
-        return (1 + jnp.cos(math.pi * share)) / 2
-
-    return _decay(peak, warmup_updates, updates, final, half_cosine)
+    decay = optax.cosine_decay_schedule(peak, _decay_updates(warmup_updates, updates), alpha=final)
+    return _after_warmup(decay, peak, warmup_updates)
 
 
-def _decay(
-    peak: float, warmup_updates: int, updates: int, final: float, shape: Callable[[Any], Any]
-) -> Callable[[Any], Any]:
-    """A warm-up, then from the peak to `final` times the peak along `shape`, which falls from 1 at 0 to 0 at 1."""
+def _decay_updates(warmup_updates: int, updates: int) -> int:
     if updates <= warmup_updates:
         raise ValueError(f"wanted more updates than the warm-up's {warmup_updates}, got updates={updates}")
-
-    def rate(done: Any) -> Any:
-        import jax.numpy as jnp
-
-        share = jnp.clip((done - warmup_updates) / (updates - warmup_updates), 0, 1)
-        return peak * (final + (1 - final) * shape(share))
-
-    return _after_warmup(peak, warmup_updates, rate)
+    return updates - warmup_updates
 
 
-def _after_warmup(peak: float, warmup_updates: int, rate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`rate`, but linear from 0 to the peak over the first updates."""
+def _after_warmup(schedule: optax.Schedule, peak: float, warmup_updates: int) -> optax.Schedule:
+    """The schedule after a linear warm-up from 0 to the peak."""
+    import optax
+
     if warmup_updates == 0:
-        return rate
-
-    def warmed(done: Any) -> Any:
-        import jax.numpy as jnp
-
-        return jnp.where(done < warmup_updates, peak * jnp.minimum(done / warmup_updates, 1), rate(done))
-
-    return warmed
+        return schedule
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup_updates), schedule], [warmup_updates])
 
 
 TABLES = ("embedding", "scale")  # leaves that are no matrix, whatever their rank
