@@ -306,12 +306,13 @@ def test_base_plus_exported_adapter_is_the_merged_export_after_a_warm_start(tmp_
     experiment = replace(small_experiment.experiment, model=hf("base"), lora=Lora(rank=2, alpha=3.0))
     run = RunDir(tmp_path / "run")
     sft.run(experiment, run.path)
-    monkeypatch.chdir(Path(__file__).parent)
 
     def check():
         export.run(run.path, tmp_path / "merged", dtype="float32")
         export.run(run.path, tmp_path / "adapter", dtype="float32", adapter=True)
         merged, factors = load(tmp_path / "merged"), load(tmp_path / "adapter")
+        described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        assert described["base_model_name_or_path"] == str(tmp_path / "base")
         changed = 0
         for name, weight in base.items():
             module = "base_model.model." + name.removesuffix(".weight")
@@ -330,6 +331,27 @@ def test_base_plus_exported_adapter_is_the_merged_export_after_a_warm_start(tmp_
             state = restore_or_start(learner, run, checkpoints)
             checkpoints.save(1, restore.drop_frozen(state), {})
     check()  # of the run
+
+
+def test_the_base_of_an_adapter_is_found_from_any_working_directory(tmp_path, monkeypatch, capsys):
+    checkpoint(tmp_path / "hf", tiny.MOE)
+    monkeypatch.chdir(tmp_path)
+    convert.run("hf", Path("orbax"))
+    for name in ("hf", "orbax", str(tmp_path / "orbax")):
+        assert export._find_base(name) == (str(tmp_path / "hf"), None)
+    assert export._find_base("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", None)
+    assert export._find_base("Qwen/Qwen3-0.6B@abc") == ("Qwen/Qwen3-0.6B", "abc")
+    assert "warning" not in capsys.readouterr().err
+    assert export._find_base("../gone") == ("../gone", None) and export._find_base("") == (None, None)
+    assert capsys.readouterr().err.count("base_model_name_or_path names no model that PEFT could load") == 2
+
+
+def test_adapters_on_a_base_that_an_older_version_warm_started_are_refused(tmp_path):
+    experiment = replace(small_experiment.experiment, lora=Lora(rank=2))
+    run = a_run(tmp_path / "run", experiment, warm_start=True, steps=(3,))
+    with pytest.raises(UserError, match=r"its warm start, by an older version of gspax, trained the base"):
+        export.run(run, tmp_path / "out", adapter=True)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", tiny.CONFIGS)

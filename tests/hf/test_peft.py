@@ -135,12 +135,67 @@ def test_rank_stabilised_scaling(tmp_path):
         ({"r": 2.5}, "r: wanted a number above 0, got 2.5"),
         ({"lora_alpha": None}, "lora_alpha: wanted a number above 0, got null"),
         ({"something_new": 1}, "something_new: wanted null, false or nothing in it, got 1"),
+        ({"lora_alpha": float("inf")}, "lora_alpha: wanted a number above 0, got Infinity"),
+        *(
+            (
+                {"init_lora_weights": each},
+                'init_lora_weights: wanted null or true or false or "gaussian" or "orthogonal"',
+            )
+            for each in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "eva", 1)
+        ),
+        ({"loftq_config": {"loftq_bits": 4}}, "loftq_config: wanted null or {}, got"),
     ],
 )
 def test_other_kinds_of_adapters_are_rejected_by_name(settings, sentence, tmp_path):
     with pytest.raises(UserError) as error:
         peft(save(tmp_path / "adapter", random_adapter(), **settings))
     assert str(error.value).startswith(f"{tmp_path / 'adapter' / 'adapter_config.json'}: {sentence}")
+
+
+@pytest.mark.parametrize("init", [None, True, False, "gaussian", "orthogonal"])
+def test_what_leaves_the_base_as_it_is_may_have_started_an_adapter(init, tmp_path):
+    assert peft(save(tmp_path / "adapter", random_adapter(), init_lora_weights=init)).rank == 3
+
+
+@pytest.mark.parametrize(
+    ("kept", "sentence"),
+    [
+        (
+            ("q_proj", "v_proj"),
+            "wanted an adapter of all of q_proj, k_proj, v_proj, o_proj or of none, got q_proj, v_proj",
+        ),
+        (("gate_proj",), "wanted an adapter of all of gate_proj, up_proj, down_proj or of none, got gate_proj"),
+    ],
+)
+def test_an_adapter_of_some_projections_is_refused_when_the_experiment_is_read(kept, sentence, tmp_path):
+    tensors = {name: x for name, x in random_adapter().items() if name.split(".")[-3] in kept}
+    with pytest.raises(UserError, match=f"adapter: {sentence}$"):
+        peft(save(tmp_path / "adapter", tensors))
+
+
+def test_modules_that_no_gspax_model_has_are_refused_when_the_experiment_is_read(tmp_path):
+    other = {
+        "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1.lora_A.weight": np.ones((3, 16), np.float32)
+    }
+    with pytest.raises(UserError, match=r"wanted modules of q_proj, .*, down_proj, got w1"):
+        peft(save(tmp_path / "adapter", random_adapter() | other))
+
+
+def test_the_experts_of_a_mixtral_are_not_written_under_names_that_peft_drops(tmp_path):
+    lora, config = replace(LORA, mlp=False), replace(tiny.MOE, qk_norm=False)
+
+    def write(lora):
+        shapes = {
+            path_name(path): leaf.shape
+            for path, leaf in jax.tree_util.tree_leaves_with_path(adapters.abstract(config, lora))
+        }
+        write_adapters(tmp_path, config, lora, shapes, lambda path: np.zeros(shapes[path], np.float32))
+
+    with pytest.raises(UserError, match=r"lora.mlp: wanted false for an adapter of a Mixtral model .*, got true"):
+        write(LORA)
+    assert not list(tmp_path.iterdir())
+    write(lora)
+    assert replace(peft(tmp_path), checkpoint="") == lora
 
 
 def test_tensors_that_do_not_fit_are_rejected_by_name(tmp_path):

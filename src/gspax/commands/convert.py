@@ -51,6 +51,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
     from gspax.sharding import make_mesh
 
     folder = locate(source)
+    origin = str(folder.resolve()) if Path(source).is_dir() else source
     config = read_config(folder)
     with atomic_folder(target) as temporary:
         devices = jax.devices()
@@ -60,5 +61,5 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
         copy_companions([folder], temporary)
         largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))  # at most this is compressed at once
         with Checkpoints(temporary / CHECKPOINTS, keep=1, concurrent_gb=1 + largest // 10**9) as checkpoints:
-            checkpoints.save(0, {"params": params}, {"source": source, "dtype": dtype})
+            checkpoints.save(0, {"params": params}, {"source": origin, "dtype": dtype})
     print(f"{target}: {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters, {dtype}")

@@ -15,10 +15,10 @@ import numpy as np
 from gspax.commands.arguments import Parser, add_target, at_least, size, subcommand_parser
 from gspax.commands.inputs import require_directory
 from gspax.config import Lora, ModelConfig
-from gspax.errors import UserError
+from gspax.errors import UserError, warn
 from gspax.hf.companions import copy_companions
 from gspax.hf.config_json import read_config
-from gspax.hf.source import SMALL, locate
+from gspax.hf.source import HUB_NAME, SMALL, locate
 from gspax.run.folders import atomic_folder
 
 if TYPE_CHECKING:
@@ -108,6 +108,11 @@ def run(
         checkpoints.require_whole(chosen)
         if adapter and lora is None:
             raise UserError(f"{source}: wanted a run with adapters (lora) for --adapter, got one without")
+        if adapter and _has_trained_base(run, config):
+            raise UserError(
+                f"{source}: its warm start, by an older version of gspax, trained the base of the adapters too; "
+                "without --adapter the merged weights are exported"
+            )
         if lora is not None and not adapter:
             parameter = _merge_adapters(checkpoints, chosen, run, config, lora)
         else:
@@ -118,7 +123,8 @@ def run(
 
         found = copy_companions(companions, temporary)
         if lora is not None and adapter:
-            write_adapters(temporary, config, lora, shapes, parameter, dtype=dtype)
+            base = _find_base(config.checkpoint)
+            write_adapters(temporary, config, lora, shapes, parameter, base=base, dtype=dtype)
         else:
             special = _read_special_tokens(companions)
             write_checkpoint(temporary, config, parameter, dtype=dtype, shard_size=shard_size, more=special)
@@ -196,6 +202,41 @@ def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
     if (source / "config.json").is_file():
         return read_config(source), None, [source]
     raise UserError(f"{source}: wanted a run directory (experiment.json) or a converted checkpoint (config.json)")
+
+
+def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
+    """The model that a run's adapters belong to, as PEFT finds it from any working directory, and its revision."""
+    from gspax.learner.weights import CHECKPOINTS
+    from gspax.run.checkpoints import Checkpoints, read_extra
+
+    folder = Path(checkpoint)
+    if checkpoint and (folder / CHECKPOINTS).is_dir():  # by `gspax convert`, which PEFT cannot load
+        with Checkpoints(folder / CHECKPOINTS) as converted:
+            return _find_base(read_extra(converted, converted.steps()[-1])["source"])
+    if checkpoint and folder.is_dir():
+        return str(folder.resolve()), None
+    if not HUB_NAME.fullmatch(checkpoint):
+        what = f"{checkpoint} is not here" if checkpoint else "the run started from random parameters"
+        warn(f"adapter_config.json: base_model_name_or_path names no model that PEFT could load: {what}")
+        return checkpoint or None, None
+    name, _, revision = checkpoint.partition("@")
+    return name, revision or None
+
+
+def _has_trained_base(run: RunDir, config: ModelConfig) -> bool:
+    """Whether the warm start's checkpoint holds whole parameters, as those of older versions did with adapters too."""
+    from gspax.hf.writing import parameter_shapes
+    from gspax.run.arrays import open_array
+    from gspax.run.step_folders import finished_steps
+
+    folder = run.warm_start.checkpoints
+    try:
+        for step in finished_steps(folder):
+            open_array(folder, step, "params/embedding", parameter_shapes(config)["embedding"])
+            return True
+    except UserError:
+        pass
+    return False
 
 
 def _parse_dataclass(kind: Any, described: Mapping[str, Any]) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 from gspax.config import Lora, ModelConfig
 from gspax.errors import UserError
 from gspax.hf import names, tensors
-from gspax.hf.files import read_json, require_own_files, show
+from gspax.hf.files import SHOWN, read_json, require_own_files, show
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -29,6 +29,8 @@ READ = ("peft_type", "r", "lora_alpha", "use_rslora")
 PERMITTED: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "task_type": (None, "CAUSAL_LM"),
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),  # the others change the base
+    "loftq_config": (None, {}),
 }
 HARMLESS = {  # keys that do not change what the tensors mean, and why
     "target_modules": "the tensors name the modules",
@@ -37,9 +39,7 @@ HARMLESS = {  # keys that do not change what the tensors mean, and why
     "revision": "the experiment names the model",
     "auto_mapping": "a class of transformers",
     "inference_mode": "a state of PEFT",
-    "init_lora_weights": "what training started from",
     "lora_dropout": "training elsewhere; gspax has no dropout",
-    "loftq_config": "what training started from",
     "megatron_core": "the name of a package",
     "qalora_group_size": "read with use_qalora only",
     "peft_version": "the writer of the file",
@@ -55,11 +55,17 @@ def peft(folder: str | os.PathLike[str]) -> Lora:
       folder: as for `hf`; only the configuration and the names of the tensors are read here.
 
     Raises:
-      UserError: no such files, or an adapter of another kind.
+      UserError: no such files, an adapter of another kind, or of other modules than gspax adapts.
     """
     raw = _read_config(Path(folder))
     rank, alpha = _positive(folder, raw, "r"), _positive(folder, raw, "lora_alpha")
-    modules = {name.split(".")[-3] for name in _stored(Path(folder))}
+    modules = {module for name in _stored(Path(folder)) for module in name.split(".")[-3:-2]}
+    for group in (ATTENTION, MLP):
+        if 0 < len(modules & {*group}) < len(group):
+            got = ", ".join(name for name in group if name in modules)
+            raise UserError(f"{folder}: wanted an adapter of all of {', '.join(group)} or of none, got {got}")
+    if unknown := sorted(modules - {*ATTENTION, *MLP}):
+        raise UserError(f"{folder}: wanted modules of {', '.join(ATTENTION + MLP)}, got {unknown[0][:SHOWN]}")
     return Lora(
         rank=rank,
         alpha=alpha * math.sqrt(rank) if raw.get("use_rslora") else float(alpha),
@@ -106,6 +112,7 @@ def write_adapters(
     shapes: Mapping[str, tuple[int, ...]],
     factor: Callable[[str], np.ndarray],
     *,
+    base: tuple[str | None, str | None] = (None, None),
     dtype: str = "float32",
 ) -> None:
     """Write both files into `folder`, which exists.
@@ -113,13 +120,23 @@ def write_adapters(
     Args:
       shapes: of each factor (`learner.adapters.abstract`).
       factor: returns a factor by its path, such as `runs/0/attention/query/a`; called once for each.
+      base: what PEFT loads first, a folder or a name on the Hub, and its revision.
       dtype: of the tensors, `bfloat16` or `float32`.
+
+    Raises:
+      UserError: PEFT has no names for these modules.
     """
+    if lora.mlp and config.num_experts and names.family_of(config) == "mixtral":
+        raise UserError(
+            "lora.mlp: wanted false for an adapter of a Mixtral model: PEFT has no names for its experts, "
+            "got true; without --adapter the merged weights are exported"
+        )
     modules = [*(ATTENTION if lora.attention else ()), *(MLP if lora.mlp else ())]
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.checkpoint or None,
+        "base_model_name_or_path": base[0],
+        "revision": base[1],
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "use_rslora": False,
@@ -181,7 +198,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f'{path}: peft_type: wanted "LORA", got {show(raw.get("peft_type"))}')
     for key, value in raw.items():
         if key in PERMITTED:
-            if value not in PERMITTED[key]:
+            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in PERMITTED[key]):
                 wanted = " or ".join(map(json.dumps, PERMITTED[key]))
                 raise UserError(f"{path}: {key}: wanted {wanted}, got {show(value)}")
         elif key not in READ and key not in HARMLESS and value:
@@ -192,6 +209,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _positive(folder: Any, raw: Mapping[str, Any], key: str) -> Any:
     value = raw.get(key)
     kinds = (int,) if key == "r" else (int, float)
-    if type(value) not in kinds or value is None or not value > 0:
+    if type(value) not in kinds or value is None or not 0 < value < math.inf:
         raise UserError(f"{Path(folder) / CONFIG}: {key}: wanted a number above 0, got {show(value)}")
     return value
