@@ -191,7 +191,7 @@ def test_the_experts_of_a_mixtral_are_not_written_under_names_that_peft_drops(tm
         }
         write_adapters(tmp_path, config, lora, shapes, lambda path: np.zeros(shapes[path], np.float32))
 
-    with pytest.raises(UserError, match=r"lora.mlp: wanted false for an adapter of a Mixtral model .*, got true"):
+    with pytest.raises(UserError, match=r"lora.mlp: wanted false for an adapter of a Mixtral model: .*, got true"):
         write(LORA)
     assert not list(tmp_path.iterdir())
     write(lora)
