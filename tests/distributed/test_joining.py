@@ -11,9 +11,9 @@ from jax._src.clusters import cloud_tpu_cluster
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gspax.distributed import joining, multihost
-from gspax.distributed import rendezvous as meeting
 from gspax.distributed.joining import ProcessInfo, find_process, rendezvous
 from gspax.errors import JoinTimeoutError, UserError
+from gspax.experiment.description import difference
 
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 SLURM = {
@@ -56,7 +56,7 @@ def test_a_single_machine_runs_alone_and_uses_no_network(monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")  # any pod has it
     assert find_process() is None
     assert find_process("host:1234", 1, 0) is None
-    joining.join(None, {})
+    joining.join(None, {}, difference)
     joining.leave(1)
 
 
@@ -126,9 +126,8 @@ def hold_rendezvous(address, fingerprints, *, count=None, timeout=20.0, counts=N
 
     def call(index):
         try:
-            rendezvous(
-                ProcessInfo(address, (counts or {}).get(index, count), index), fingerprints[index], timeout, SECRET
-            )
+            info = ProcessInfo(address, (counts or {}).get(index, count), index)
+            rendezvous(info, fingerprints[index], difference, timeout, SECRET)
         except UserError as error:
             return str(error)
         return None
@@ -155,7 +154,7 @@ def test_missing_processes_are_named_on_every_other_process(address):
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_timeout_has_its_own_exception_because_it_can_be_retried(address, index):
     with pytest.raises(JoinTimeoutError):
-        rendezvous(ProcessInfo(address, 2, index), SAME, 0.1, SECRET)
+        rendezvous(ProcessInfo(address, 2, index), SAME, difference, 0.1, SECRET)
 
 
 def test_a_missing_coordinator_is_named(address):
@@ -179,7 +178,7 @@ def test_different_process_counts_are_an_error(address):
 def test_two_processes_with_one_index_are_an_error(address):
     def call(index):
         with pytest.raises(UserError) as caught:
-            rendezvous(ProcessInfo(address, 3, index), SAME, 20.0, SECRET)
+            rendezvous(ProcessInfo(address, 3, index), SAME, difference, 20.0, SECRET)
         return str(caught.value)
 
     with ThreadPoolExecutor(3) as pool:
@@ -213,14 +212,14 @@ def test_other_connections_to_the_port_are_ignored(address):
 def test_the_port_is_free_before_any_process_gets_the_outcome(address, monkeypatch):
     """jax's coordination service listens on it next, and the other processes connect to it immediately."""
     servers, closed = [], []
-    listen, send = meeting._listen, meeting._send_outcome
+    listen, send = joining._listen, joining._send_outcome
 
     def check_and_send(found, outcome):
         closed.append(servers[0].fileno() == -1)
         send(found, outcome)
 
-    monkeypatch.setattr(meeting, "_listen", lambda *arguments: servers.append(listen(*arguments)) or servers[0])
-    monkeypatch.setattr(meeting, "_send_outcome", check_and_send)
+    monkeypatch.setattr(joining, "_listen", lambda *arguments: servers.append(listen(*arguments)) or servers[0])
+    monkeypatch.setattr(joining, "_send_outcome", check_and_send)
     hold_rendezvous(address, dict.fromkeys((0, 1, 2), SAME))
     assert closed == [True, True]
 
@@ -228,7 +227,7 @@ def test_the_port_is_free_before_any_process_gets_the_outcome(address, monkeypat
 def test_a_port_in_use_is_an_error(address):
     port = int(address.rpartition(":")[2])
     with socket.create_server(("", port)), pytest.raises(UserError, match=f"cannot listen on port {port}"):
-        rendezvous(ProcessInfo(address, 2, 0), SAME, 1.0, SECRET)
+        rendezvous(ProcessInfo(address, 2, 0), SAME, difference, 1.0, SECRET)
 
 
 # Exchange between processes, and the rows that each one holds

@@ -213,7 +213,7 @@ from published import random_params
 from test_processes import DENSE, evaluate
 
 address, index, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-joining.join(joining.ProcessInfo(address, 2, index), {}, 100, b"secret")
+joining.join(joining.ProcessInfo(address, 2, index), {}, lambda a, b: [], 100, b"secret")
 assert multihost.gather("long" * (1 + 999 * index)) == ["long", "long" * 1000]
 assert multihost.gather_rows([None, "b"] if index else ["a", None]) == ["a", "b"]
 for number in range(20):

@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gspax.distributed import channel, links, rendezvous, secret, wire
-from gspax.distributed.rendezvous import ProcessInfo
+from gspax.distributed import connections, joining, secret, wire
+from gspax.distributed.joining import ProcessInfo
 from gspax.distributed.wire import MessageError
 from gspax.errors import UserError
+from gspax.experiment.description import difference
 
 SECRET = b"s" * 32
 FINGERPRINT = {"experiment": {"seed": 0}}
@@ -66,7 +67,7 @@ def meet_after(address, attack):
     """Run an attack on process 0 of 2, then let process 1 join: both must succeed. Returns their channels."""
 
     def join(index, secret=SECRET):
-        return rendezvous.rendezvous(ProcessInfo(address, 2, index), FINGERPRINT, 30.0, secret)
+        return joining.rendezvous(ProcessInfo(address, 2, index), FINGERPRINT, difference, 30.0, secret)
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(join, 0)
@@ -127,7 +128,7 @@ def drip(address, connected, dropped, limit=20.0):
         began = time.monotonic()
         try:
             while time.monotonic() - began < limit:
-                connection.sendall(channel.MAGIC[:1])
+                connection.sendall(connections.MAGIC[:1])
                 connection.settimeout(0.5)
                 try:
                     if connection.recv(1) == b"":
@@ -142,8 +143,8 @@ def drip(address, connected, dropped, limit=20.0):
 @pytest.mark.parametrize(("timeout", "slots"), [(3.0, 64), (0.5, 4)], ids=["in parallel", "with few slots"])
 def test_a_byte_at_a_time_neither_delays_the_others_nor_holds_the_connection(timeout, slots, address, monkeypatch):
     """One after the other they would take six timeouts. A slot is free again after the deadline of the exchange."""
-    monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT", timeout)
-    monkeypatch.setattr(rendezvous, "AT_ONCE", slots)
+    monkeypatch.setattr(connections, "HANDSHAKE_TIMEOUT", timeout)
+    monkeypatch.setattr(joining, "AT_ONCE", slots)
     connected, dropped = threading.Semaphore(0), []
     strangers = [threading.Thread(target=drip, args=(address, connected, dropped)) for _ in range(6)]
 
@@ -163,15 +164,15 @@ def test_a_byte_at_a_time_neither_delays_the_others_nor_holds_the_connection(tim
 
 def test_a_process_with_another_secret_is_dropped_and_told(address, capsys):
     def attack():
-        with connect(address) as connection, pytest.raises(channel.SecretError):
-            channel.connect(connection, b"t" * 32)
+        with connect(address) as connection, pytest.raises(connections.SecretError):
+            connections.connect(connection, b"t" * 32)
 
     close(*meet_after(address, attack))
     assert "dropped a connection from 127.0.0.1: it has another secret" in capsys.readouterr().err.replace(
         "::ffff:", ""
     )
     with pytest.raises(UserError, match="process 0 of 2 did not answer"):
-        rendezvous.rendezvous(ProcessInfo(address, 2, 1), FINGERPRINT, 0.3, b"t" * 32)
+        joining.rendezvous(ProcessInfo(address, 2, 1), FINGERPRINT, difference, 0.3, b"t" * 32)
 
 
 def test_the_secret_does_not_travel_and_a_recorded_exchange_is_of_no_use(address):
@@ -193,15 +194,15 @@ def test_the_secret_does_not_travel_and_a_recorded_exchange_is_of_no_use(address
             threads = [threading.Thread(target=forward, args=each) for each in ((far, up, "up"), (up, far, "down"))]
             for each in threads:
                 each.start()
-            found = channel.connect(near, SECRET)
-            found.send(rendezvous.MESSAGE, b"not a message")
+            found = connections.connect(near, SECRET)
+            found.send(joining.MESSAGE, b"not a message")
             near.shutdown(socket.SHUT_WR)
             for each in threads:
                 each.join()
         assert SECRET not in recorded["up"] + recorded["down"] and len(recorded["up"]) > 100
         with connect(address) as connection:
             answer = send_until_dropped(connection, recorded["up"])
-        assert answer[40:41] == channel.REFUSED and answer[41:] == bytes(32)
+        assert answer[40:41] == connections.REFUSED and answer[41:] == bytes(32)
 
     close(*meet_after(address, attack))
 
@@ -223,8 +224,8 @@ def test_a_malformed_message_of_a_process_with_the_secret_is_dropped(address, ca
     def attack():
         for each in messages:
             with connect(address) as connection:
-                found = channel.connect(connection, SECRET)
-                found.send(rendezvous.MESSAGE, each)
+                found = connections.connect(connection, SECRET)
+                found.send(joining.MESSAGE, each)
                 with pytest.raises(OSError):
                     found.receive(1000, time.monotonic() + 10)
 
@@ -243,8 +244,8 @@ def pair():
     """The two ends of an authenticated connection."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         far = socket.create_connection(server.getsockname())
-        accepted = pool.submit(channel.accept, server.accept()[0], SECRET)
-        return channel.connect(far, SECRET), accepted.result()
+        accepted = pool.submit(connections.accept, server.accept()[0], SECRET)
+        return connections.connect(far, SECRET), accepted.result()
 
 
 def test_messages_arrive_in_order_and_both_ways():
@@ -277,7 +278,7 @@ def test_a_message_that_was_changed_on_the_way_is_refused(change):
 def test_proofs_are_compared_in_constant_time(monkeypatch):
     compared = []
     original = hmac.compare_digest
-    monkeypatch.setattr(channel.hmac, "compare_digest", lambda a, b: compared.append(a) or original(a, b))
+    monkeypatch.setattr(connections.hmac, "compare_digest", lambda a, b: compared.append(a) or original(a, b))
     ours, theirs = pair()
     ours.send(1, b"x")
     theirs.receive(10)
@@ -410,7 +411,7 @@ def test_messages_are_joined_and_split():
 
 
 def test_no_module_of_the_exchange_reads_pickles():
-    for module in (channel, links, rendezvous, wire):
+    for module in (connections, joining, wire):
         assert "pickle" not in vars(module)
 
 
@@ -453,5 +454,5 @@ def test_only_a_loopback_address_needs_no_secret():
 
 
 def test_a_loopback_coordinator_listens_on_loopback_only():
-    assert rendezvous.bind_host("localhost") == rendezvous.bind_host("127.0.0.1") == "127.0.0.1"
-    assert rendezvous.bind_host("a-name") == rendezvous.bind_host("192.0.2.1") == "", "no address of this host"
+    assert joining.bind_host("localhost") == joining.bind_host("127.0.0.1") == "127.0.0.1"
+    assert joining.bind_host("a-name") == joining.bind_host("192.0.2.1") == "", "no address of this host"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import gspax
 from gspax.commands.arguments import at_least, require_address
-from gspax.distributed.ending import end_process
+from gspax.distributed.watchdog import end_process
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -61,7 +61,7 @@ def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -
       UserError: a process does not join in time, or has another subcommand, version, file or experiment.
     """
     from gspax.distributed import joining, secret, watchdog
-    from gspax.experiment.description import describe
+    from gspax.experiment.description import describe, difference
 
     if options.coordinator is not None:
         require_address(options.coordinator)
@@ -76,7 +76,7 @@ def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -
     if info is not None:
         own_secret = secret.read_secret(info.host, options.secret_file, os.environ)
         os.environ.setdefault("NPROC", XLA_CPU_THREADS)
-        joining.join(info, fingerprint, options.join_timeout, own_secret)
+        joining.join(info, fingerprint, difference, options.join_timeout, own_secret)
     watchdog.start(options.stall_timeout)
     return info is None or info.index == 0
 

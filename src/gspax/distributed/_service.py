@@ -1,8 +1,8 @@
 """jax's coordination service in a process of its own, started by process 0.
 
 jax runs it in process 0, and then the C++ client of every other process aborts as soon as process 0 is killed, before
-Python can say why. Here it outlives process 0 by `GRACE` seconds, in which the others notice the loss (`links`) and
-exit.
+Python can say why. Here it outlives process 0 by `GRACE` seconds, in which the others notice the loss (`connections`)
+and exit.
 """
 
 from __future__ import annotations

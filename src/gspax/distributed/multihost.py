@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from gspax.distributed import links, watchdog, wire
+from gspax.distributed import connections, watchdog, wire
 from gspax.errors import FailureError, UserError, warn
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ T = TypeVar("T")
 def gather(value: T) -> list[T]:
     """The values of all processes, in their order, on all of them.
 
-    They travel over the processes' own connections (`links`), as plain types and arrays (`wire`): no device is
+    They travel over the processes' own connections (`connections`), as plain types and arrays (`wire`): no device is
     involved, so this does not wait for running computations.
 
     Raises:
@@ -34,7 +34,7 @@ def gather(value: T) -> list[T]:
     """
     if jax.process_count() == 1:
         return [value]
-    current = links.current()
+    current = connections.current()
     if current is None:
         raise UserError("processes: wanted processes that were connected by gspax.distributed.joining.join")
     return [wire.decode(part) for part in current.exchange(wire.encode(value))]

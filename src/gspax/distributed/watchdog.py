@@ -1,4 +1,5 @@
-"""Ends a process that makes no progress: a collective operation, a reward or a sampler that hangs.
+"""Ends this process from any thread, and ends it by itself when it makes no progress: a collective operation, a reward,
+or a sampler that hangs.
 
 Progress is what reaches the host from the devices: a chunk of tokens, an update, an evaluation
 (`multihost.to_host`). After `limit` seconds without any, the stacks of all threads are printed and the process
@@ -9,13 +10,18 @@ that hangs, so each prints its stacks.
 from __future__ import annotations
 
 import faulthandler
+import os
+import sys
 import threading
 import time
-
-from gspax.distributed.ending import end_process
+from collections.abc import Callable
+from typing import NoReturn
 
 TICK = 10.0  # seconds between two looks, at most
 OTHERS = 5.0  # seconds for the other processes, which wait since about the same time, to print their stacks too
+
+SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides the cursor and may not be able to restore it
+PATIENCE = 2.0  # seconds for what may block: another thread may hold a lock or wait for a host that is gone
 
 _last_progress = 0.0
 _done: threading.Event | None = None
@@ -59,3 +65,24 @@ def _watch(limit: float, done: threading.Event) -> None:
 def _arm(limit: float) -> None:
     """Let C code print the stacks and exit, should the watching thread never get the interpreter's lock again."""
     faulthandler.dump_traceback_later(limit + OTHERS, exit=True, file=2)
+
+
+def end_process(sentence: str, code: int, *, first: Callable[[], object] = lambda: None) -> NoReturn:
+    """Call `first`, write the sentence to stderr and exit with `code`, whatever the other threads are doing.
+
+    Nothing is cleaned up: the main thread may wait for a collective operation that never ends.
+    """
+    for work in (first, _flush):
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+    cursor, stderr, nowhere = SHOW_CURSOR if os.isatty(2) else "", os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):  # what the other threads still print, such as a traceback that follows from this
+        os.dup2(nowhere, descriptor)
+    os.write(stderr, f"{cursor}\ngspax: {sentence}\n".encode(errors="backslashreplace"))
+    os._exit(code)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gspax.distributed import channel, links
+from gspax.distributed import connections
 
 SECRET = b"s" * 32
 
@@ -25,8 +25,8 @@ def ended(monkeypatch):
         first()
         found.append((sentence, code))
 
-    monkeypatch.setattr(links, "end_process", end)
-    monkeypatch.setattr(links, "LEAVE_TIMEOUT", 0.3)
+    monkeypatch.setattr(connections, "end_process", end)
+    monkeypatch.setattr(connections, "LEAVE_TIMEOUT", 0.3)
     return found
 
 
@@ -40,13 +40,13 @@ def connect(ended):
         with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
             for peer in range(1, count):
                 far = socket.create_connection(server.getsockname())
-                accepted = pool.submit(channel.accept, server.accept()[0], SECRET)
-                own[peer][0], own[0][peer] = channel.connect(far, SECRET), accepted.result()
+                accepted = pool.submit(connections.accept, server.accept()[0], SECRET)
+                own[peer][0], own[0][peer] = connections.connect(far, SECRET), accepted.result()
         for each in own:
             for found in each.values():
                 found.wait_without_deadline()
                 channels.append(found)
-        processes = [links.Links(index, count, each) for index, each in enumerate(own)]
+        processes = [connections.Connections(index, count, each) for index, each in enumerate(own)]
         made.extend(processes)
         return processes, own
 
@@ -130,7 +130,7 @@ def test_a_failure_that_follows_from_a_lost_process_names_that_process(connect, 
 def test_a_message_of_another_schema_ends_the_run_with_a_sentence(connect, ended):
     for content in (b"", b"junk", b"\0\0\0\x17" + b'{"value":1,"arrays":[]}'):
         _, own = connect(2)
-        own[1][0].send(links.LEAVING, content)
+        own[1][0].send(connections.LEAVING, content)
         wait_for(lambda: ended)
         assert "process 1 of 2 on 127.0.0.1 has ended" in ended.pop()[0]
         own[1][0].close()
@@ -143,10 +143,10 @@ def test_a_message_of_another_schema_ends_the_run_with_a_sentence(connect, ended
 
 CHILD = """
 import ctypes, sys, time
-from gspax.distributed import joining, links, multihost
-links.LEAVE_TIMEOUT = 1.0
+from gspax.distributed import connections, joining, multihost
+connections.LEAVE_TIMEOUT = 1.0
 address, count, index, fails, locked = sys.argv[1], *map(int, sys.argv[2:])
-joining.join(joining.ProcessInfo(address, count, index), {}, 60, b"secret")
+joining.join(joining.ProcessInfo(address, count, index), {}, lambda a, b: [], 60, b"secret")
 multihost.gather(index)
 print("joined", flush=True)
 while True:
