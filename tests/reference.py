@@ -60,9 +60,8 @@ class Result:
 
 
 def quantile(entries: list[tuple[float, float]], above: float) -> float:
-    """The largest value with more than the share `above` of the weight at or beyond it; the heaviest entry's weight is
-    always allowed beyond."""
-    allowed = max([above * sum(weight for _, weight in entries), *(weight for _, weight in entries)], default=0)
+    """The smallest value with at most the share `above` of the weight beyond it."""
+    allowed = above * sum(weight for _, weight in entries)
     beyond = 0
     for value, weight in sorted(entries, reverse=True):
         beyond += weight

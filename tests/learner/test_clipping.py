@@ -170,6 +170,25 @@ def test_one_outlier_is_not_the_noise_floor():
     assert clipping.noise_floor(metrics) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("deviation", "length"),
+    [
+        ([1e-6] + [1e-3] * 19, [1000] + [50] * 19),  # a long response gives no license to the short ones
+        ([1e-3, 1e-6], [1000, 1000]),  # nor does the largest deviation, if it is that of half of the tokens
+        ([0.03] + [1e-3] * 5, [5] + [40] * 5),  # a short outlier decides nothing
+    ],
+)
+def test_nine_tenths_of_the_tokens_stay_within_the_noise_floor(deviation, length):
+    mask = np.arange(1, 1001)[None] <= np.array(length)[:, None]
+    logp = mask * np.log1p(np.array(deviation))[:, None]
+    ones = np.ones(len(length), np.float32)
+    _, metrics = losses.reduce(losses.gspo(jnp.float32(logp), jnp.zeros(mask.shape), jnp.array(ones), jnp.array(mask)))
+    floor = clipping.noise_floor(metrics)
+    beyond = sum(n for each, n in zip(deviation, length, strict=True) if each > floor * (1 + 1e-3))
+    assert beyond <= 0.1 * sum(length), f"{beyond / sum(length):.0%} of the tokens lie beyond {floor:.1e}"
+    assert floor == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_noise_warnings_are_for_sequence_ratios():
     (sentence,) = clipping.noise_warnings(LOSS, 0.015)
     assert sentence.startswith("clip_low is 0.01, below the noise floor 0.015")

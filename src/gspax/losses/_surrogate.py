@@ -8,8 +8,8 @@ Reduced, the metrics are those of the whole batch; no gradient flows through the
 - `clip_fraction_high`, `clip_fraction_low`: those clipped from above and from below. Shares of sequences for GSPO,
   GSPO-token and LUSPO (with advantages of both signs a sequence can be in both), else of tokens.
 - `ratio_mean`, `ratio_min`, `ratio_max`: the sequence ratio s_i over the non-empty sequences.
-- `ratio_deviation`: the |s_i - 1| that the sequences of nine tenths of the response tokens stay within. In the first
-  update of a rollout batch, where both policies are the same, it is the noise floor of s_i (`calibration`).
+- `ratio_deviation`: the 90th percentile of |s_i - 1|, weighted by response tokens. In the first update of a rollout
+  batch, where both policies are the same, it is the noise floor of s_i.
 - `kl`: mean over the response tokens of r - 1 - log r (the k3 estimate of KL(π_old‖π), tokens drawn from π_old).
 
 Axes: B rows, T tokens; U is T, or 1 for a quantity that is the same for all tokens of a row.

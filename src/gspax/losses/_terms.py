@@ -55,14 +55,15 @@ class Spread(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Quantile:
-    """A metric that reduces to the entry above which lies at most the share `above` of the weight.
+    """A metric that reduces to the smallest entry above which lies at most the share `above` of the weight.
 
-    At least the largest entry always lies above it, so that no single one decides; 0 if there is only one.
+    With `at_least` that much weight may lie above it even where it is a larger share; 0 if all of it may.
     """
 
     value: Array  # float32 [B], or [B, S] with one entry per sequence of a row
     weight: Array  # float32, the same shape, at least 0; 0 leaves the entry out
     above: float = field(metadata={"static": True})
+    at_least: float = field(default=0.0, metadata={"static": True})
 
 
 Metrics = dict[str, Share | Spread | Quantile]
@@ -179,7 +180,7 @@ def _quantile(metric: Quantile) -> Array:
         return jnp.zeros((), jnp.float32)
     value = jnp.where(weight > 0, metric.value.ravel(), -jnp.inf)
     descending = jnp.argsort(-value)
-    within = jnp.cumsum(weight[descending]) > jnp.maximum(metric.above * weight.sum(), weight.max())
+    within = jnp.cumsum(weight[descending]) > jnp.maximum(metric.above * weight.sum(), metric.at_least)
     return jnp.where(within.any(), value[descending[jnp.argmax(within)]], 0)
 
 

@@ -56,7 +56,8 @@ def range_metrics(
     above_BS = jnp.expm1(_sequences.mean(log_ratio_BT, mask_BT, segment_BT))
 
     def width(deviation_BS: Array, sign_BS: Array) -> Quantile:
-        return Quantile(value=deviation_BS, weight=(some_BS & sign_BS).astype(jnp.float32), above=share)
+        weight_BS = (some_BS & sign_BS).astype(jnp.float32)
+        return Quantile(value=deviation_BS, weight=weight_BS, above=share, at_least=1.0)  # clips one sequence at least
 
     live_B = jnp.sum(some_BS & (advantage_BS != 0), axis=-1, dtype=jnp.float32)
     return {
