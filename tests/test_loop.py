@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import small_experiment
 
@@ -598,7 +599,10 @@ def test_a_step_of_the_loop(monkeypatch):
         updated.append((batch, on_policy))
         scores = score(state.params, batch.tokens_BT, batch.segment_BT, batch.mask_BT)
         scores = scores._replace(count_LE=jnp.array([[2, 2, 0, 0]]))
-        return replace(state, step=state.step + 1, params=state.params + 1), {"loss": jnp.float32(len(updated))}, scores
+        skipped = len(updated) == 1  # the optimizer's count stays
+        metrics = {"loss": jnp.float32(len(updated)), "skipped": jnp.float32(skipped), "empty": jnp.float32(0)}
+        done = optax.ScaleByScheduleState(state.opt_state.count + (not skipped))
+        return replace(state, step=state.step + 1, params=state.params + 1, opt_state=done), metrics, scores
 
     monkeypatch.setattr(drawing, "sample", sample)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
@@ -606,8 +610,9 @@ def test_a_step_of_the_loop(monkeypatch):
     steps = Steps(update, score, route, None, make_steps(small, None, mesh).scored)
     learner = Learner(small, mesh, None, steps, sampler, RewardCalls(small.reward, small.grading))
     key = jax.random.key(5)
+    done = optax.ScaleByScheduleState(jnp.int32(3))  # one of four updates was skipped
     state = TrainState(
-        step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=None, clip_range=None
+        step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=done, clip_range=None
     )
     state, metrics, rows = run_step(learner, state, None, InFlight())
 
@@ -623,7 +628,7 @@ def test_a_step_of_the_loop(monkeypatch):
     assert [row["advantage"] for row in rows] == list(range(8))
     assert metrics["policy/loss"] == 1.5 and metrics["policy/entropy"] == 2.0
     assert metrics["mismatch/abs_diff"] == metrics["mismatch/abs_diff_largest_max"] == 0.5
-    assert metrics["optim/learning_rate"] == 5 / 8, "of the last update, the sixth, after five"
+    assert metrics["optim/learning_rate"] == 3 / 8, "of the last update, the sixth, after three applied ones"
     assert metrics["routing/changed"] == 0.5, "one of two experts is another one after two updates"
     assert metrics["routing/load_max"] == 2.0 and metrics["routing/load_min"] == 0.0
 

@@ -24,7 +24,7 @@ START = (0.01, 0.02)
 STEADY = (1.0,) * 6  # learning rates of three updates, and of the next three
 
 
-def update(noise=0.0, low=0.0, high=0.0, live=0.0, skipped=0.0):
+def update(noise=0.0, low=0.0, high=0.0, live=0.0, skipped=0.0, empty=0.0):
     """The metrics of an update, as numbers."""
     return {
         "ratio_deviation": noise,
@@ -32,6 +32,7 @@ def update(noise=0.0, low=0.0, high=0.0, live=0.0, skipped=0.0):
         "clip_high_measured": high,
         "clip_fraction_live": live,
         "skipped": skipped,
+        "empty": empty,
     }
 
 
@@ -82,7 +83,8 @@ def test_a_learning_rate_of_0_measures_nothing():
     assert adapt([update()] * 3, rates=(0,) * 6) == START
 
 
-def test_a_skipped_update_leaves_the_range():
+def test_an_update_that_is_not_applied_leaves_the_range():
+    assert adapt([update(), update(empty=1.0), update(0, 0.001, 0.002, 0.5)]) == START, "moved by one update, not two"
     assert adapt([update(skipped=1.0), update(0, 0.001, 0.002, 0.5)]) == START, "the ratios did not move"
     assert adapt([update(), update(0, np.nan, np.nan, np.nan, skipped=1.0)]) == START
 
@@ -143,7 +145,7 @@ def shares(rate, rollouts, minibatches=4, outlier=None, seed=0, unsteady=0.0):
             outputs = objective.Outputs(logp, logp, None)
             constants = objective.UpdateConstants(jnp.array(clip_range), None)
             _, metrics = losses.reduce(minimised(outputs, batch, constants))
-            updates.append({name: float(value) for name, value in metrics.items()} | {"skipped": 0.0})
+            updates.append({name: float(value) for name, value in metrics.items()} | {"skipped": 0.0, "empty": 0.0})
             ranges.append(clip_range)
             clip_range = clipping.adapt_range(Calibration(), clip_range, updates, rates)
         found.append(np.mean([each["clip_fraction_live"] for each in updates[1:]]))

@@ -11,17 +11,44 @@ from gspax.types import Batch, Rollout
 
 def test_metrics_of_several_updates_are_extremes_means_or_sums():
     updates = [
-        {"loss": 1.0, "grad_norm": 2.0, "skipped": 1.0, "ratio_min": 0.5, "ratio_max": 1.5, "ring_fallbacks": 3.0},
-        {"loss": 4.0, "grad_norm": 4.0, "skipped": 1.0, "ratio_min": 0.9, "ratio_max": 1.2, "ring_fallbacks": 4.0},
+        {
+            "loss": 1.0,
+            "grad_norm": 2.0,
+            "skipped": 1.0,
+            "ratio_min": 0.5,
+            "ratio_max": 1.5,
+            "ring_fallbacks": 3.0,
+            "empty": 0,
+        },
+        {
+            "loss": 4.0,
+            "grad_norm": 4.0,
+            "skipped": 1.0,
+            "ratio_min": 0.9,
+            "ratio_max": 1.2,
+            "ring_fallbacks": 4.0,
+            "empty": 0,
+        },
     ]
+    updates = [{**each, "empty": 0.0} for each in updates]
     assert metrics.update_metrics(updates) == {
         "policy/loss": 2.5,
         "optim/grad_norm": 3.0,
         "optim/skipped": 2.0,
+        "optim/empty": 0.0,
         "policy/ratio_min": 0.5,
         "policy/ratio_max": 1.5,
         "routing/ring_fallbacks": 7.0,
     }
+
+
+def test_updates_without_response_tokens_are_left_out_of_the_metrics():
+    nothing = {"loss": 0.0, "ratio_min": 0.0, "ratio_mean": 0.0, "kl": 0.0, "skipped": 0.0, "empty": 1.0}
+    some = {"loss": 2.0, "ratio_min": 1.0, "ratio_mean": 1.0, "kl": 0.5, "skipped": 0.0, "empty": 0.0}
+    want = {"policy/loss": 2.0, "policy/ratio_min": 1.0, "policy/ratio_mean": 1.0, "policy/kl": 0.5}
+    counts = {"optim/skipped": 0.0}
+    assert metrics.update_metrics([some, nothing, nothing, nothing]) == {**want, **counts, "optim/empty": 3.0}
+    assert metrics.update_metrics([nothing, nothing]) == {**counts, "optim/empty": 2.0}
 
 
 def a_rollout():

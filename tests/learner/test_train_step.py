@@ -13,12 +13,12 @@ import pytest
 import tiny
 from small_experiment import experiment, objective_of
 
-from gspax import config, losses, sft, sharding
+from gspax import config, losses, optimizers, sft, sharding
 from gspax.learner import objective, train_step
 from gspax.learner.expert_load import expert_counts, expert_load
 from gspax.learner.forward import forward
 from gspax.learner.optimizer import learning_rate, make_optimizer
-from gspax.learner.state import abstract_state, init_state, new_state
+from gspax.learner.state import abstract_state, applied_updates, init_state, new_state
 from gspax.losses import correction, kl
 from gspax.model import moe, transformer
 from gspax.optimizers import adamw
@@ -292,6 +292,28 @@ def test_a_non_finite_loss_or_gradient_skips_the_update():
     assert metrics["skipped"] == 0 and state.opt_state[0].count == 2
 
 
+def test_the_learning_rate_is_that_of_the_applied_updates():
+    settings = config.Optimizer(
+        learning_rate=1.0,
+        schedule=functools.partial(optimizers.linear, updates=10),
+        transform=optax.sgd,
+        max_grad_norm=0,
+    )
+    optimizer = make_optimizer(settings)
+    update, state = make_step(losses.gspo, optimizer, temperature=TEMPERATURE), fresh(optimizer)
+    spoiled = replace(batch(), advantage=batch().advantage.at[3].set(jnp.nan))
+    for _ in range(4):
+        state, metrics = update(state, spoiled)
+        assert metrics["skipped"] == 1
+        before = jax.device_get(state.params)
+        state, _ = update(state, batch())
+    rate = learning_rate(settings)(applied_updates(state) - 1)
+    assert rate == pytest.approx(0.7) and state.step == 8
+    exact, _ = step()(new_state(jax.tree.map(jnp.asarray, before), SGD, jax.random.key(0)), batch())
+    moved, whole = (jax.tree.map(jnp.subtract, each.params, before) for each in (state, exact))
+    assert optax.tree.norm(moved) / optax.tree.norm(whole) == pytest.approx(0.7, rel=1e-4)
+
+
 @pytest.mark.parametrize("rows", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_update_can_compute_its_own_old_log_probs(rows):
     """Exact in value and gradient, under any split: the update of a batch scored by the same policy."""
@@ -380,6 +402,18 @@ def test_rows_without_a_response_do_not_move_the_parameters():
     state, metrics = step()(fresh(), empty)
     close(state.params, tiny.params(CONFIG), rtol=0, atol=0)
     assert metrics["loss"] == 0 and np.isfinite(list(metrics.values())).all()
+
+
+def test_an_update_without_response_tokens_changes_nothing_and_is_no_skipped_one():
+    """Adam's momentum of earlier updates would move the parameters."""
+    adam, data = optax.adam(1e-2), batch()
+    update = make_step(losses.gspo, adam)
+    state, metrics = update(fresh(adam), data)
+    assert metrics["empty"] == metrics["skipped"] == 0
+    before = jax.device_get((state.params, state.opt_state))
+    state, metrics = update(state, replace(data, mask_BT=jnp.zeros_like(data.mask_BT)))
+    assert metrics["empty"] == 1 and metrics["skipped"] == 0 and state.step == 2
+    chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before)
 
 
 def test_the_given_state_is_donated():

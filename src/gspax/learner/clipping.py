@@ -45,15 +45,16 @@ def adapt_range(
     Sequence ratios spread in proportion to the sum of the learning rates of the rollout batch's updates before. So the
     widths that an update measured (`calibration.range_metrics`) are scaled by the sum that is typical of a rollout
     batch over that update's own, and the range by how much the typical sum grows from one rollout batch to the next.
-    Only a rollout batch's first update, and others before which the learning rate was 0, measure nothing.
+    A rollout batch's first update, others before which the learning rate was 0, and those from the first one on that
+    was not applied measure nothing.
 
     Args:
       updates: the metrics of each update on the host.
-      rates: the learning rates of this rollout batch's updates, then those of the next one's.
+      rates: the learning rates of this rollout batch's updates if all are applied, then those of the next one's.
     """
     before, following = (np.cumsum([0, *each[:-1]]) for each in np.split(np.asarray(rates, np.float64), 2))
     typical, this = _geometric_mean(before), len(updates) - 1
-    if before[this] > 0 and not any(each["skipped"] for each in updates):
+    if before[this] > 0 and not any(each["skipped"] or each["empty"] for each in updates):
         floor = min(noise_floor(updates[0]), WIDEST)
         measured = [float(updates[this][f"clip_{side}_measured"]) for side in ("low", "high")]
         low, high = (width * typical / float(before[this]) if width > floor else 0.0 for width in measured)

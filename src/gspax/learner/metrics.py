@@ -18,8 +18,8 @@ from gspax.losses import kl
 from gspax.losses.correction import effective_sample_sizes, mismatch_metrics
 from gspax.types import Array, Batch, Rollout
 
-GROUPS = {"grad_norm": "optim", "skipped": "optim", "ring_fallbacks": "routing"}  # the others: "policy"
-COUNTS = "skipped", "ring_fallbacks"
+GROUPS = {"grad_norm": "optim", "skipped": "optim", "empty": "optim", "ring_fallbacks": "routing"}  # else "policy"
+COUNTS = "skipped", "empty", "ring_fallbacks"
 
 
 class Clock:
@@ -75,12 +75,16 @@ def _mean_and_max(value_BT: Array, mask_BT: Array) -> tuple[Array, Array]:
 
 
 def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
-    """The train step's metrics over a rollout batch: min of `_min`, max of `_max`, sums of counts, else the mean."""
+    """The train step's metrics over a rollout batch: min of `_min`, max of `_max`, sums of counts, else the mean.
+
+    An update without response tokens has counts only.
+    """
     combined = {}
     for name in updates[0]:
-        values = [float(update[name]) for update in updates]
-        reduce = min if name.endswith("_min") else max if name.endswith("_max") else np.mean
-        combined[f"{GROUPS.get(name, 'policy')}/{name}"] = sum(values) if name in COUNTS else float(reduce(values))
+        values = [float(update[name]) for update in updates if name in COUNTS or not update["empty"]]
+        reduce = sum if name in COUNTS else min if name.endswith("_min") else max if name.endswith("_max") else np.mean
+        if values:
+            combined[f"{GROUPS.get(name, 'policy')}/{name}"] = float(reduce(values))
     return combined
 
 

@@ -15,7 +15,7 @@ from gspax.experiment.description import name_of, unwrap
 
 
 def learning_rate(settings: config.Optimizer) -> optax.Schedule:
-    """The learning rate as a function of the updates done."""
+    """The learning rate as a function of the updates applied (`state.applied_updates`)."""
     return settings.schedule(settings.learning_rate, settings.warmup_updates)
 
 

@@ -49,6 +49,15 @@ def count_updates(state: TrainState) -> int:
     return int(multihost.to_host(state.step))
 
 
+def applied_updates(state: TrainState) -> int:
+    """The updates that moved the parameters: the schedule's count, read from the optimizer's state.
+
+    All updates for an optimizer that keeps no `count`, as optax's schedules and moments do.
+    """
+    counts = [count for _, count in optax.tree.get_all_with_path(state.opt_state, "count")]
+    return max(map(int, multihost.to_host(counts)), default=count_updates(state))
+
+
 def new_state(params: Params, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
     """The state before the first update."""
     # step and position are two arrays: a donated state must not hold one buffer twice

@@ -101,10 +101,11 @@ def make_update(
       mesh: the device mesh that the arrays are sharded over, if any.
 
     An update whose loss or gradient is not finite, or beyond a limit, is skipped: parameters and optimiser state stay
-    as they are, bit for bit, and `state.step` counts it.
+    as they are, bit for bit, and `state.step` counts it. An update without a response token changes nothing either,
+    and is `empty` instead of skipped.
 
-    The metrics are float32 scalars: the objective's own, `loss`, `grad_norm` (before clipping), `skipped`, 0 or 1, and
-    with experts that are sharded over devices `ring_fallbacks`, see `Scores`.
+    The metrics are float32 scalars: the objective's own, `loss`, `grad_norm` (before clipping), `skipped` and `empty`,
+    0 or 1, and with experts that are sharded over devices `ring_fallbacks`, see `Scores`.
     """
     update = _update(config, objective, optimizer, **options)
     return jax.jit(update, donate_argnums=0, compiler_options=unstable.light_compilation(options.get("mesh")))
@@ -135,12 +136,12 @@ def _update(
         def skip() -> tuple[Params, Any]:
             return trained, state.opt_state
 
-        healthy = is_healthy(guard, value, grad_norm, metrics)
+        healthy, empty = is_healthy(guard, value, grad_norm, metrics), ~batch.mask_BT.any()
         with jax.named_scope("update"):
-            updated, opt_state = jax.lax.cond(healthy, apply, skip)
-        skipped = (~healthy).astype(jnp.float32)
+            updated, opt_state = jax.lax.cond(healthy & ~empty, apply, skip)
         state = replace(state, step=state.step + 1, params=combine(updated, frozen), opt_state=opt_state)
-        own = {"loss": value, "grad_norm": grad_norm, "skipped": skipped}
+        flags = {"skipped": ~healthy & ~empty, "empty": empty}
+        own = {"loss": value, "grad_norm": grad_norm} | {name: jnp.float32(flag) for name, flag in flags.items()}
         if exchanges:
             own["ring_fallbacks"] = jnp.float32(scores.fallbacks)
         return state, {**own, **metrics}, scores

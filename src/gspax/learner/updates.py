@@ -15,6 +15,7 @@ from gspax.distributed import multihost
 from gspax.learner import clipping
 from gspax.learner.instruments import Measure, Readings
 from gspax.learner.minibatches import Scored
+from gspax.learner.state import applied_updates
 from gspax.learner.steps import Steps
 from gspax.sharding import named_sharding
 from gspax.types import TrainState
@@ -46,12 +47,11 @@ def run_updates(
     """One optimiser update per minibatch and epoch, after each of which a calibrated clip range is adapted.
 
     Args:
-      rate: the learning rate as a function of the updates done.
+      rate: the learning rate as a function of the updates applied.
       measure: instruments around the last update; None: not in this step.
       between: called after each update but the last, with the state and how many are left.
     """
-    first, count = int(multihost.to_host(state.step)), epochs * len(scored.batches)
-    rates = [float(rate(first + n)) for n in range(2 * count)]  # of these updates and the next ones
+    first, count = applied_updates(state), epochs * len(scored.batches)
     found: list[dict[str, Any]] = []
     was_scored, probe = scored.entropies[0] is not None, scored.batches[0]
     arrays = probe.tokens_BT, probe.segment_BT, probe.prefix_BT
@@ -67,12 +67,17 @@ def run_updates(
             measured, scored, count_LE = scored.measured(scores), scored.complete(scores), scores.count_LE
         found.append(metrics)
         if calibration is not None:
+            done = applied_updates(state)
+            rates = [float(rate(n)) for start in (first, done) for n in range(start, start + count)]
             state = _adapt_range(calibration, state, found, rates, mesh)
         if between is not None and len(found) < count:
             between(state, count - len(found))
     found, readings = multihost.to_host((found, readings))
-    if was_scored and "ratio_deviation" in found[0]:  # a user's loss may not report it
-        found = [{**metrics, "noise_floor": clipping.noise_floor(found[0])} for metrics in found]
+    if found[-1]["empty"] and readings is not None:
+        readings = readings._replace(gradient={}, ratio={})  # of nothing
+    earliest = next((each for each in found if not each["empty"]), {})
+    if was_scored and "ratio_deviation" in earliest:  # a user's loss may not report it
+        found = [{**metrics, "noise_floor": clipping.noise_floor(earliest)} for metrics in found]
     routing = None
     if steps.route is not None:
         routing = count_LE, before, steps.route(state.params, *arrays)

@@ -25,7 +25,7 @@ from gspax.learner.metrics import (
     update_metrics,
 )
 from gspax.learner.optimizer import learning_rate
-from gspax.learner.state import count_updates
+from gspax.learner.state import applied_updates, count_updates
 from gspax.learner.updates import run_updates
 from gspax.loop.drawing import InFlight, RolloutBatch, draw, next_rollout, receive
 from gspax.loop.learner import Learner, count_rollouts
@@ -163,7 +163,7 @@ def learn(
         "learner/tokens": float(sum(layout.tokens for layout in layouts)),
         "learner/packing_efficiency": minibatches.packing_efficiency(layouts),
         **update_metrics(updated.metrics),
-        "optim/learning_rate": float(rate(count_updates(state) - 1)),
+        "optim/learning_rate": float(rate(max(applied_updates(state) - 1, 0))),
         **score_metrics(updated.scored.batches, updated.scored.entropies),
         **(routing_metrics(*updated.routing) if updated.routing else {}),
         **(instrument_metrics(updated.readings, experiment.model) if updated.readings else {}),

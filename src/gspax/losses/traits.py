@@ -32,7 +32,7 @@ class Traits:
     clip_low_limit: float = 1.0  # exclusive: a ratio is above 0, so a band reaching to 0 or below has no lower bound
     correction: Level | None = None
     token_advantage: bool = False  # takes advantages [B, T] for rows that are not packed
-    updates: bool = False  # takes `updates`, int32: the number of optimiser updates before this one
+    updates: bool = False  # takes `updates`, int32: the number of updates before this one, skipped ones included
     aggregate: Callable[..., Any] | None = None  # its default; None: it takes none
 
 
