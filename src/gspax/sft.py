@@ -117,7 +117,7 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
                 shown = {name: float(value) for name, value in multihost.to_host(metrics).items()}
                 recorder.write_metrics(done, shown)
                 bar.update(done, {"loss": shown["loss"]})
-                in_a_row = count_skipped(in_a_row, int(shown["skipped"]))
+                in_a_row = count_skipped(in_a_row, [bool(shown["skipped"])])[-1]
                 check_skipped(in_a_row, experiment.schedule.max_skipped, done, state)
                 if done == stage.steps:
                     save()

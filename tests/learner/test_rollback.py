@@ -14,7 +14,7 @@ from gspax.commands import main
 from gspax.config import Guard
 from gspax.errors import DivergedError, UserError
 from gspax.learner import alarms, rollback
-from gspax.learner.finite import check_finite, count_skipped
+from gspax.learner.finite import check_finite, count_skipped, is_sound
 from gspax.learner.state import abstract_state
 from gspax.learner.train_step import is_healthy
 from gspax.loop import training
@@ -33,20 +33,32 @@ QUIET = replace(
 )
 
 
+def outcome(skipped, finite=True):
+    """The metrics of an update."""
+    return {"skipped": skipped, "empty": False, "loss": 1.0 if finite else np.nan, "grad_norm": 1.0}
+
+
 @pytest.fixture
 def counting(monkeypatch):
-    """Steps that only count: those with a problem number in `bad` skip their updates. The (step, position) of each."""
+    """Steps that only count, the (step, position) of each: a problem number in `bad` skips the step's updates.
+
+    A dict names the updates that are skipped.
+    """
     seen = []
 
     def install(bad, stop_after=99):
+        which = bad if isinstance(bad, dict) else dict.fromkeys(bad, range(M))
+
         def run_step(learner, state, reference, ahead):
             if len(seen) == stop_after:
                 raise KeyboardInterrupt
             position = int(state.position)
             seen.append((int(state.step) // M, position // P))
-            skipped = M * any(position <= index < position + P for index in bad)
+            these = [which[index] for index in range(position, position + P) if index in which]
+            skipped = [any(update in each for each in these) for update in range(M)]
+            learner.steps.update.seen.extend((None, outcome(each)) for each in skipped)
             state = replace(state, step=state.step + M, position=state.position + P)
-            return state, {"optim/skipped": skipped, "policy/loss": 0.0}, []
+            return state, {"optim/skipped": sum(skipped), "policy/loss": 0.0}, []
 
         monkeypatch.setattr(training, "run_step", run_step)
         monkeypatch.setattr(training, "record_evaluation", lambda *args: None)
@@ -126,12 +138,42 @@ def test_one_parameter_that_is_not_finite_is_found():
     assert (caught.value.step, caught.value.position) == (7, 3)
 
 
-@pytest.mark.parametrize(("skipped", "total"), [([2, 2, 0, 2, 2], 4), ([2, 2, 1], 5), ([], 0)])
-def test_skipped_updates_count_in_a_row(skipped, total):
-    found = 0
-    for each in skipped:
-        found = count_skipped(found, each)
-    assert found == total
+def test_skipped_updates_count_in_a_row():
+    assert count_skipped(2, [True, True, False, True]) == [3, 4, 0, 1]
+    assert count_skipped(2, [False, False]) == [0, 0] and count_skipped(2, []) == []
+
+
+def test_a_run_whose_updates_are_skipped_one_at_a_time_goes_on_and_saves(counting, tmp_path):
+    seen = counting(bad={index: {M - 1} for index in range(0, 10**4, P)})
+    training.train(QUIET, tmp_path / "run")
+    assert [step for step, _ in seen] == [0, 1, 2, 3, 4], "each step applied all updates but its last"
+    with Checkpoints(RunDir(tmp_path / "run").checkpoints) as checkpoints:
+        assert checkpoints.steps() == [4, 5]
+
+
+def test_updates_skipped_in_a_row_reach_over_steps_and_into_a_resumed_run(counting, tmp_path):
+    bad = {P: {M - 1}, 2 * P: {0}, 3 * P: {M - 1}, 4 * P: range(M), 5 * P: {0}}
+    counting(bad)
+    training.train(QUIET, tmp_path / "run")
+    counting(bad)
+    longer = replace(QUIET, schedule=replace(QUIET.schedule, steps=6), guard=Guard(rollbacks=0))
+    with pytest.raises(DivergedError, match=r"fewer than 4 .* got 4 by step 6"):
+        training.train(longer, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("updates", "sound"),
+    [
+        ([], True),
+        ([outcome(False), outcome(False)], True),
+        ([outcome(True), outcome(False)], True),
+        ([outcome(False), outcome(True)], True),
+        ([outcome(False), outcome(True, finite=False)], False),
+        ([outcome(True)], False),
+    ],
+)
+def test_a_state_to_go_back_to_had_an_update_applied_and_the_last_one_finite(updates, sound):
+    assert is_sound(updates) == sound
 
 
 def gives_nan_advantages(reward_PG):

@@ -128,7 +128,7 @@ class Schedule:
     eval_every: NonNegativeInt = 20  # steps; 0: only at the start and the end
     checkpoint_every: NonNegativeInt = 20  # steps; 0: only at the end
     keep_checkpoints: PositiveInt = 2
-    max_skipped: PositiveInt = 5  # updates in a row with a non-finite loss or gradient that end the run
+    max_skipped: PositiveInt = 5  # updates skipped in a row, after which the run goes back (`Guard`)
 
 
 class RowShape(NamedTuple):

@@ -30,6 +30,7 @@ class Watch:
     best: float | None = None  # their largest mean over a whole window
     sound: int = 0  # the newest step whose parameters have shown no decline since
     rate: float = 1.0  # factor of the learning rate
+    skipped: int = 0  # updates skipped in a row until now
 
     def mean(self, window: int) -> float | None:
         """The mean reward of the window; None before it is full."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
 import jax
 import jax.numpy as jnp
 
@@ -10,13 +14,30 @@ from gspax.errors import DivergedError
 from gspax.types import Params, TrainState
 
 
-def count_skipped(before: int, skipped: int) -> int:
-    """The updates skipped in a row: `before` and those of this step, or 0 if this step skipped none. Warns of them."""
-    if not skipped:
-        return 0
-    why = "the loss or gradient is not finite, or beyond the guard's limits"
-    multihost.warn_from_primary(f"{skipped} updates skipped: {why}")
-    return before + skipped
+def count_skipped(before: int, skipped: Sequence[bool]) -> list[int]:
+    """How many updates were skipped in a row, after each update of a step; `before` is the number before the step.
+
+    Warns if any was skipped.
+    """
+    if any(skipped):
+        why = "the loss or gradient is not finite, or beyond the guard's limits"
+        multihost.warn_from_primary(f"{sum(skipped)} updates skipped: {why}")
+    in_a_row = accumulate(skipped, lambda count, each: count + 1 if each else 0, initial=before)
+    return [*in_a_row][1:]
+
+
+def is_sound(updates: Sequence[Mapping[str, float]]) -> bool:
+    """Whether a step leaves a state to go back to: one of its updates was applied, and the last one was finite.
+
+    An update that is finite may break the parameters; then those after it are not.
+
+    Args:
+      updates: the metrics of the step's updates.
+    """
+    if not updates:
+        return True
+    last = updates[-1]["loss"] + updates[-1]["grad_norm"]
+    return not all(each["skipped"] for each in updates) and math.isfinite(last)
 
 
 def check_skipped(skipped: int, limit: int, step: int, state: TrainState, dumped: str = "") -> None:

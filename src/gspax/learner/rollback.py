@@ -21,12 +21,12 @@ from gspax.config import Guard
 from gspax.distributed import multihost
 from gspax.errors import CollapsedError, DivergedError, UserError, warn
 from gspax.learner.restore import drop_frozen
-from gspax.learner.train_step import Scores, Update
+from gspax.learner.train_step import Metrics, Scores, Update
 from gspax.run.checkpoints import Checkpoints, discard_after
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_rows
-from gspax.types import Array, Batch, TrainState
+from gspax.types import Batch, TrainState
 
 MINIBATCH, ABOUT, STATE = "minibatch.npz", "about.json", "state"  # the entries of a dump
 
@@ -36,16 +36,20 @@ class Remembered:
     """An update that remembers the minibatches it was given since `forget`."""
 
     update: Update
-    seen: list[tuple[Batch, Array]] = field(default_factory=list)  # with `skipped`, 0 or 1
+    seen: list[tuple[Batch, Metrics]] = field(default_factory=list)  # with the metrics of the update
 
-    def __call__(self, state: TrainState, batch: Batch, on_policy: bool) -> tuple[TrainState, dict[str, Array], Scores]:
+    def __call__(self, state: TrainState, batch: Batch, on_policy: bool) -> tuple[TrainState, Metrics, Scores]:
         state, metrics, scores = self.update(state, batch, on_policy)
-        self.seen.append((replace(batch, old_logp_BT=scores.logp_BT) if on_policy else batch, metrics["skipped"]))
+        self.seen.append((replace(batch, old_logp_BT=scores.logp_BT) if on_policy else batch, metrics))
         return state, metrics, scores
 
     def last_skipped(self) -> Batch | None:
         """The last minibatch whose update was skipped."""
-        return next((batch for batch, skipped in reversed(self.seen) if multihost.to_host(skipped) > 0), None)
+        return next((batch for batch, found in reversed(self.seen) if multihost.to_host(found["skipped"])), None)
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The metrics on the host, without those of updates without response tokens."""
+        return [found for found in multihost.to_host([found for _, found in self.seen]) if not found["empty"]]
 
     def forget(self) -> None:
         self.seen.clear()

@@ -17,7 +17,7 @@ from gspax.errors import DivergedError
 from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
 from gspax.learner import alarms, clipping, rollback
-from gspax.learner.finite import check_finite, check_skipped, count_skipped
+from gspax.learner.finite import check_finite, check_skipped, count_skipped, is_sound
 from gspax.learner.restore import drop_frozen, first_state, load_reference, restore_state, save_reference
 from gspax.learner.state import with_new_moments
 from gspax.loop.drawing import InFlight
@@ -95,6 +95,7 @@ def train_from_newest(
         extra = {"experiment": describe(experiment), "watch": alarms.to_json(watch)}
         save_checkpoint(checkpoints, done, stored, extra, is_last=is_last, spare=spare)
 
+    remembered.forget()  # what a run that goes back has seen
     learner.skipped.load(run.skipped)
     state = restore_or_start(learner, run, checkpoints)
     started = done = count_rollouts(learner, state)
@@ -114,7 +115,6 @@ def train_from_newest(
             reference = load_reference(run, state, experiment.model, experiment.lora, learner.mesh)
         lost = partial(describe_redone, run.checkpoints, lambda: done)
         in_flight = InFlight(pace=Pace(grace, partial(last_duration, checkpoints), lost))
-        skipped = 0
         while done < schedule.steps:
             state, metrics, rows = run_step(learner, state, reference, in_flight)
             done += 1
@@ -127,18 +127,20 @@ def train_from_newest(
             if failed := [row for row in rows if "error" in row]:
                 recorder.write_failures(done, gather_texts(failed))
             bar.update(done, metrics)
-            skipped = count_skipped(skipped, int(metrics.get("optim/skipped", 0)))
-            if skipped >= schedule.max_skipped:
+            updates = remembered.metrics()
+            skipped = count_skipped(watch.skipped, [bool(each["skipped"]) for each in updates])
+            if max(skipped, default=0) >= schedule.max_skipped:
                 dumped = rollback.dump(run, done, state, remembered.last_skipped(), describe(experiment), learner.mesh)
-                check_skipped(skipped, schedule.max_skipped, done, state, dumped)
+                check_skipped(max(skipped), schedule.max_skipped, done, state, dumped)
             remembered.forget()
+            watch = replace(watch, skipped=skipped[-1] if skipped else watch.skipped)
             rate, watch = watch.rate, alarms.answer_collapse(guard.collapse, watch, done, state)
             learner = learner if watch.rate == rate else at_rate(given, watch.rate, remembered)
             if progress.is_due(done, schedule.eval_every, schedule.steps):
                 recorder.write_samples(done, gather_texts(rows))
                 record_evaluation(learner, state, recorder, run, done, bar)
             due = progress.is_due(done, schedule.checkpoint_every, schedule.steps)
-            if due and (not skipped or done == schedule.steps):  # amid skipped updates it is no state to go back to
+            if due and (is_sound(updates) or done == schedule.steps):
                 progress.phase("saving a checkpoint")
                 save(done, state, is_last=done == schedule.steps)
             interrupt.stop_point()  # after the save, so that a signal during it costs no further step
