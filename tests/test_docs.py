@@ -4,6 +4,7 @@ import configparser
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 import shlex
@@ -13,8 +14,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from gspax import data
 from gspax import experiment as experiments
 from gspax.commands import main as program
+from gspax.data.sources import huggingface
+from gspax.hf.config_json import to_json
+from gspax.model import presets
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", "experiments")
@@ -245,11 +250,48 @@ TINY = [
 ]
 
 
+def write_chat_tokenizer(folder):
+    """A tokenizer of bytes with a chat template."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}<end>{% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_gsm8k(folder):
+    """Parquet files in the form of verl's data preparation."""
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    folder.mkdir()
+    for split in ("train", "test"):
+        messages = [[{"role": "user", "content": f"{split}: what is {n} + 1? Answer after ####."}] for n in range(1, 9)]
+        answers = [{"style": "rule", "ground_truth": str(n + 1)} for n in range(1, 9)]
+        parquet.write_table(arrow.table({"prompt": messages, "reward_model": answers}), folder / f"{split}.parquet")
+
+
+def from_the_hub(*names, **settings):
+    """Stands in for `data.huggingface`: rows as those of NuminaMath-TIR, after a check of the arguments."""
+    inspect.signature(huggingface).bind(*names, **settings)
+    rows = [{"problem": f"What is {n} + 1?", "solution": f"It is \\boxed{{{n + 1}}}."} for n in range(99)]
+    own = {name: value for name, value in settings.items() if name not in ("split", "heldout")}
+    return data.sequence(rows, **own)
+
+
 @pytest.fixture(scope="session")
 def tutorial_files(tmp_path_factory):
     """A folder with the files of all tutorials, which may import one another."""
     folder = tmp_path_factory.mktemp("tutorials")
     (folder / "experiments").symlink_to(ROOT / "experiments")
+    write_gsm8k(folder / "gsm8k")
+    for checkpoint in ("qwen3_4b", "qwen3_06b"):
+        (folder / "checkpoints" / checkpoint).mkdir(parents=True)
+        write_chat_tokenizer(folder / "checkpoints" / checkpoint)
+        (folder / "checkpoints" / checkpoint / "config.json").write_text(json.dumps(to_json(presets.qwen3_0_6b)))
     for title, code in FILES.items():
         (folder / title).write_text(code, encoding="utf-8")
     with contextlib.chdir(folder):
@@ -261,7 +303,22 @@ def tutorial_files(tmp_path_factory):
 @pytest.mark.parametrize("title", sorted(EXPERIMENTS))
 def test_a_file_of_a_tutorial_is_a_valid_experiment(title, tutorial_files, monkeypatch):
     monkeypatch.chdir(tutorial_files)
+    monkeypatch.setattr(data, "huggingface", from_the_hub)
     assert experiments.validate(experiments.load(tutorial_files / title)) == []
+
+
+@pytest.mark.parametrize("title", ["from_verl.py", "from_trl.py"])
+def test_a_translated_file_has_a_plan_and_its_rewards_are_right(title, tutorial_files, monkeypatch, capsys):
+    monkeypatch.chdir(tutorial_files)
+    monkeypatch.setattr(data, "huggingface", from_the_hub)
+    assert program.main(["train", title, "--dry-run", "--devices", "8"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    experiment = experiments.load(tutorial_files / title)
+    problem = experiment.data.train(0)
+    answer = problem.answer.replace("It is \\boxed{", "").replace("}.", "")
+    for text in (f"#### {answer}", f"<think>\nhm\n</think>\n\\boxed{{{answer}}}"):
+        right, wrong = (float(experiment.reward(problem, each)) for each in (text, text.replace(answer, "0")))
+        assert right - wrong == (("####" in text) == (title == "from_verl.py"))
 
 
 def test_the_tutorials_train(tutorial_files, tmp_path, monkeypatch):
@@ -328,6 +385,71 @@ OVERRIDES = re.findall(
 def test_the_fields_for_names_of_other_libraries_exist(assignments):
     """Each override in the page's second column gives a valid experiment."""
     assert experiments.validate(experiments.override(experiments.load(SORT), assignments.split())) == []
+
+
+def named_keys(section):
+    """The names in the first column of a table of the page; `.top_p` has the parent of the name before it."""
+    page = read(ROOT / "docs" / "howto" / "coming_from.md")
+    lines = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0].splitlines()
+    found = []
+    for line in lines:
+        for span in re.findall(r"`([^`]+)`", line.split("|")[1]) if line.startswith("| `") else ():
+            name = span.partition("=")[0]
+            found.append(f"{found[-1].rpartition('.')[0]}{name}" if re.match(r"\.\w", name) else name)
+    return {name.replace("...", "actor_rollout_ref.actor.") for name in found}
+
+
+def test_the_page_has_every_key_of_the_examples_of_other_libraries():
+    """verl: its test_gspo_3b_math.sh. TRL: its GRPOConfig, and further arguments of its trainer."""
+    assert not sorted(set(VERL.split()) - named_keys("verl"))
+    assert not sorted(set(TRL.split()) - named_keys("TRL"))
+
+
+VERL = """
+algorithm.adv_estimator algorithm.kl_ctrl.kl_coef algorithm.use_kl_in_reward actor_rollout_ref.actor.clip_ratio_high
+actor_rollout_ref.actor.clip_ratio_low actor_rollout_ref.actor.entropy_checkpointing
+actor_rollout_ref.actor.entropy_coeff actor_rollout_ref.actor.fsdp_config.optimizer_offload
+actor_rollout_ref.actor.fsdp_config.param_offload actor_rollout_ref.actor.grad_clip
+actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.loss_agg_mode actor_rollout_ref.actor.optim.lr
+actor_rollout_ref.actor.optim.lr_warmup_steps_ratio actor_rollout_ref.actor.optim.weight_decay
+actor_rollout_ref.actor.policy_loss.loss_mode actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu actor_rollout_ref.actor.ppo_mini_batch_size
+actor_rollout_ref.actor.ulysses_sequence_parallel_size actor_rollout_ref.actor.use_dynamic_bsz
+actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.model.enable_gradient_checkpointing actor_rollout_ref.model.path
+actor_rollout_ref.model.use_remove_padding actor_rollout_ref.ref.fsdp_config.param_offload
+actor_rollout_ref.ref.log_prob_max_token_len_per_gpu actor_rollout_ref.ref.log_prob_use_dynamic_bsz
+actor_rollout_ref.ref.ulysses_sequence_parallel_size actor_rollout_ref.rollout.enable_chunked_prefill
+actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
+actor_rollout_ref.rollout.log_prob_use_dynamic_bsz actor_rollout_ref.rollout.max_num_batched_tokens
+actor_rollout_ref.rollout.mode actor_rollout_ref.rollout.n actor_rollout_ref.rollout.name
+actor_rollout_ref.rollout.temperature actor_rollout_ref.rollout.tensor_model_parallel_size
+actor_rollout_ref.rollout.top_k actor_rollout_ref.rollout.top_p actor_rollout_ref.rollout.val_kwargs.do_sample
+actor_rollout_ref.rollout.val_kwargs.n actor_rollout_ref.rollout.val_kwargs.temperature
+actor_rollout_ref.rollout.val_kwargs.top_k actor_rollout_ref.rollout.val_kwargs.top_p data.filter_overlong_prompts
+data.max_prompt_length data.max_response_length data.prompt_key data.shuffle data.train_batch_size data.train_files
+data.truncation data.val_files reward_model.reward_kwargs.max_resp_len
+reward_model.reward_kwargs.overlong_buffer_cfg.enable reward_model.reward_kwargs.overlong_buffer_cfg.len
+reward_model.reward_kwargs.overlong_buffer_cfg.log reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor
+reward_model.reward_manager trainer.default_local_dir trainer.experiment_name trainer.log_val_generations
+trainer.logger trainer.n_gpus_per_node trainer.nnodes trainer.project_name trainer.resume_mode trainer.save_freq
+trainer.test_freq trainer.total_epochs trainer.total_training_steps trainer.val_before_train
+"""
+TRL = """
+model_init_kwargs disable_dropout cast_lm_head_to_fp32 remove_unused_columns num_generations num_generations_eval
+max_completion_length ds3_gather_for_generation shuffle_dataset generation_batch_size steps_per_generation temperature
+top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty use_transformers_paged
+cache_implementation use_vllm vllm_mode vllm_model_impl vllm_structured_outputs_regex vllm_server_base_url
+vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
+vllm_max_model_length vllm_tensor_parallel_size vllm_enable_sleep_mode beta num_iterations epsilon delta epsilon_high
+sapo_temperature_neg sapo_temperature_pos importance_sampling_level reward_weights multi_objective_aggregation
+scale_rewards loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
+top_entropy_quantile max_tool_calling_iterations vllm_importance_sampling_correction vllm_importance_sampling_mode
+vllm_importance_sampling_cap off_policy_mask_threshold use_bias_correction_kl log_completions num_completions_to_print
+log_unique_prompts log_completions_hub_repo learning_rate model reward_funcs train_dataset eval_dataset peft_config
+output_dir max_prompt_length per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing bf16
+num_train_epochs max_steps save_steps logging_steps report_to lr_scheduler_type warmup_steps weight_decay
+max_grad_norm optim eval_steps save_total_limit seed
+"""
 
 
 def test_there_are_commands():
