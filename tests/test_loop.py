@@ -306,7 +306,8 @@ def gives_nan(problem, completion):
     [
         (
             {"reward": raises},
-            r"reward: test_loop.raises failed for 32 of 32 .*: KeyError: 'answer' for the prompt '\d+='",
+            r"reward: test_loop.raises failed for 32 of 32 .*: KeyError: 'answer' \(tests/test_loop.py:\d+\) for the "
+            r"prompt '\d+='",
         ),
         (
             {"reward": gives_nan},
@@ -321,6 +322,53 @@ def gives_nan(problem, completion):
 def test_invalid_input_is_rejected_in_one_sentence(tmp_path, broken, said):
     with pytest.raises(UserError, match=said):
         training.train(replace(experiment, warm_start=None, **broken), tmp_path / "run")
+
+
+def failures(workdir, step):
+    return record.read_rows(workdir / f"samples/failed_{step:06d}.jsonl")
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_failed_rewards_that_end_a_run_are_recorded_first(learner, monkeypatch, tmp_path, step):
+    """In the first evaluation, and in the first rollout batch."""
+    failing = [step == 0]
+
+    def reward(problem, completion):
+        if failing[0]:
+            raise KeyError(completion)
+        return 1.0
+
+    def fail_from_now_on(*args):
+        failing[0] = True
+        return run_step(*args)
+
+    monkeypatch.setattr(training, "run_step", fail_from_now_on)
+    rewards = RewardCalls(reward, experiment.grading)
+    monkeypatch.setattr(training, "make_learner", lambda _: replace(learner, rewards=rewards))
+    with pytest.raises(UserError, match=r"reward failed for 32 of 32 .*: KeyError: .* \(tests/test_loop.py:\d+\)"):
+        training.train(experiment, tmp_path / "run")
+    rows = failures(tmp_path / "run", step)
+    assert len(rows) == 32
+    assert all(row["error"].startswith(f"KeyError: {row['completion']!r} (tests/test_loop.py:") for row in rows)
+
+
+def test_an_evaluation_with_some_failed_rewards_ends_no_run(learner, monkeypatch, tmp_path, capsys):
+    """Neither a run nor each of its restarts: the evaluation is the same every time."""
+
+    def reward(problem, completion):
+        if problem.prompt in heldout[:4]:
+            raise TimeoutError("judge")
+        return 1.0
+
+    heldout = [experiment.data.heldout(index).prompt for index in range(16)]
+    rewards = RewardCalls(reward, experiment.grading)
+    monkeypatch.setattr(training, "make_learner", lambda _: replace(learner, rewards=rewards))
+    training.train(experiment, tmp_path / "run")
+    shares = [row.get("eval/reward_failed") for row in timeless(RunDir(tmp_path / "run"))]
+    assert [share for share in shares if share is not None] == [0.25] * 3
+    assert [len(failures(tmp_path / "run", step)) for step in (0, 3, 4)] == [8] * 3
+    told = r"warning: evaluation: reward: test_loop\.\S+ failed for 8 of 32 completions .*: TimeoutError: judge "
+    assert len(re.findall(told, capsys.readouterr().err)) == 3
 
 
 @pytest.mark.parametrize("allowed", [0.05, 1.0])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
+import sysconfig
+import traceback
 
 
 def warn(sentence: str) -> None:
@@ -22,6 +25,25 @@ def warn_once(sentence: str) -> None:
 def how_to_install(extra: str) -> str:
     """The command that installs an optional part of gspax, for a message: the package is on no index yet."""
     return f"pip install '.[{extra}]' in a clone of gspax, see docs/install.md"
+
+
+def place_of(error: BaseException) -> str:
+    """` (my_rewards.py:12)`: the last line of a user's own code that an exception passed; empty if it passed none.
+
+    The path is relative to the working directory if it is below it.
+    """
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    if not own:
+        return ""
+    path, below = own[-1].filename, os.path.join(os.getcwd(), "")
+    return f" ({path.removeprefix(below)}:{own[-1].lineno})"
+
+
+def _is_library(path: str) -> bool:
+    """Whether a file belongs to gspax, to Python or to an installed package."""
+    folders = (os.path.dirname(__file__), sysconfig.get_path("stdlib"))
+    installed = any(f"{os.sep}{name}{os.sep}" in path for name in ("site-packages", "dist-packages"))
+    return installed or path.startswith(("<frozen ", *(os.path.join(folder, "") for folder in folders)))
 
 
 class UserError(Exception):

@@ -274,7 +274,10 @@ def test_an_exception_in_a_users_source_is_one_error():
         def train(self, index):
             return ROWS[index + 1000]
 
-    with pytest.raises(UserError, match=r"^data: \S*Mine\.train\(3\) raised IndexError: list index out of range$"):
+    with pytest.raises(
+        UserError,
+        match=r"^data: \S*Mine\.train\(3\) raised IndexError: list index out of range \(.*test_sources.py:275\)$",
+    ):
         read_problem(Mine().train, 3)
     assert read_problem(sort.Problems().heldout, 3) == sort.Problems().heldout(3)
 

@@ -17,11 +17,13 @@ from stub_experiment import experiment as stub
 from gspax import config
 from gspax.commands import main as program
 from gspax.data.problem import Problem
+from gspax.errors import UserError
 from gspax.evaluation import benchmark, completions, heldout, page
 from gspax.evaluation.checkpoint import evaluate_task
 from gspax.experiment import validate
 from gspax.loop import training
 from gspax.rewards.calls import Graded
+from gspax.rollout import rewards
 from gspax.rollout.serving import make_serving_copy
 from gspax.run.directory import RunDir
 from gspax.run.record import read_rows
@@ -162,6 +164,31 @@ def test_the_files_of_a_task_hold_every_completion(policy, tmp_path):
     assert (path.parent / "parity.v2-2.json").exists() and len(read_rows(path.parent / "parity.v2-2.jsonl")) == 20
 
 
+def test_failures_are_judged_over_the_whole_task(policy, tmp_path):
+    """One of 20 completions, in a chunk of 4: no reason to end a run, or to warn."""
+    first = []
+
+    def late_once(problem, completion):
+        first.append(completion)
+        if len(first) == 1:
+            raise TimeoutError("judge")
+        return 1.0
+
+    rows = [row for chunk in run(policy, replace(TASK, reward=late_once), prompts=1, group=4) for row in chunk]
+    assert len(rows) == 20 and sum("error" in row for row in rows) == 1
+
+
+def test_a_task_whose_reward_always_fails_is_an_error(policy, monkeypatch):
+    def gone(problem, completion):
+        raise TimeoutError("judge")
+
+    with pytest.raises(UserError, match=r"^task parity: reward: .*gone failed for 20 of 20 completions .*: judge "):
+        run(policy, replace(TASK, reward=gone), prompts=1, group=4)
+    monkeypatch.setattr(rewards, "SURE", 8)
+    with pytest.raises(UserError, match="failed for 8 of 8 completions"):
+        run(policy, replace(TASK, reward=gone), prompts=1, group=4)
+
+
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=y>\u2028 $\\frac{1}{2}$ \x00"
 
 
@@ -276,7 +303,7 @@ def test_tasks_are_checked_as_other_fields_are(tasks, sentence):
 
 
 def test_tasks_in_training_are_metrics_and_in_the_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(heldout, "evaluate", lambda *args, **settings: ({"eval/reward": 0.5}, []))
+    monkeypatch.setattr(heldout, "evaluate", lambda *args, **settings: ({"eval/reward": 0.5}, [], []))
     schedule, evaluation = replace(experiment.schedule, steps=0), config.Evaluation(tasks=(TASK,))
     training.train(replace(experiment, warm_start=None, schedule=schedule, evaluation=evaluation), tmp_path)
     metrics = [row for row in read_rows(tmp_path / "metrics.jsonl") if "eval/parity/reward" in row]

@@ -1,6 +1,7 @@
 """Calls of reward functions: results, failures, time limits, threads, batches and coroutines."""
 
 import asyncio
+import json
 import sys
 import threading
 import time
@@ -95,6 +96,15 @@ def misbehave(problem, completion):
     return 1.0
 
 
+def test_an_error_in_a_library_names_the_line_that_called_it():
+    def parse(problem, completion):
+        return json.loads(completion)
+
+    (found,) = gather(parse, ["{"])
+    assert found.error.startswith("JSONDecodeError: Expecting")
+    assert found.error.endswith(f" (tests/rewards/test_calls.py:{parse.__code__.co_firstlineno + 1})")
+
+
 async def async_misbehave(problem, completion):
     if completion == "hang":
         await asyncio.sleep(3)
@@ -112,9 +122,10 @@ def test_a_failure_affects_one_completion(reward):
     found = gather(reward, FAILURES, timeout=0.3)
     assert time.monotonic() - began < 2.5
     assert [each.rewards for each in found] == [(1.0,) if each == "good" else () for each in FAILURES]
+    line = misbehave.__code__.co_firstlineno
     assert errors(*found)[::2] == [
-        "ValueError: no such unit",
-        "SystemExit: bye",
+        f"ValueError: no such unit (tests/rewards/test_calls.py:{line + 3})",
+        f"SystemExit: bye (tests/rewards/test_calls.py:{line + 5})",
         "late: no reward after 0.3 s (grading.timeout)",
         "",
     ]
@@ -135,7 +146,7 @@ def test_a_failed_batch_fails_all_and_an_invalid_number_only_its_own():
     )
     assert (
         errors(*gather(Batched(lambda problems, texts: 1 / 0), ["a", "b"]))
-        == ["ZeroDivisionError: division by zero"] * 2
+        == [f"ZeroDivisionError: division by zero (tests/rewards/test_calls.py:{sys._getframe().f_lineno - 1})"] * 2
     )
     assert gather(Batched(lambda problems, texts: [1.0, float("nan")]), ["a", "b"])[0] == Result((1.0,))
 

@@ -25,7 +25,7 @@ from gspax.rollout.drawing import draw_tokens
 from gspax.rollout.engine import Settings
 from gspax.rollout.episodes import Ready, begin, hold_conversations, interact
 from gspax.rollout.placement import make_colocated_sampler
-from gspax.rollout.rewards import reward_completions, reward_metrics
+from gspax.rollout.rewards import check_batch, reward_completions, reward_metrics
 from gspax.rollout.serving import make_serving_copy
 from gspax.sharding import make_mesh
 
@@ -191,7 +191,7 @@ def test_turns_replies_and_rewards_of_an_episode():
         failed = texts[-1].startswith("b") and bool(rollout.finished_B[index] or "error" in row)
         assert ("error" in row) == failed
         if failed:
-            assert row["error"] == "RuntimeError: the server is gone" and row["reward"] == 0.0
+            assert row["error"].startswith("RuntimeError: the server is gone (tests/") and row["reward"] == 0.0
             assert row["turn_rewards"] == [0.0] * len(row["turn_spans"])
         else:
             stopped = [tokens[end - 1] == 22 for _, end in row["turn_spans"]]
@@ -252,8 +252,10 @@ def test_a_late_step_costs_its_own_conversation():
 
 
 def test_too_many_failures_end_the_run_with_a_sentence():
-    with pytest.raises(UserError, match=r"failed for \d of 8 completions .*the server is gone"):
-        hold(Counting(), grading=Grading(max_failed=0.0))
+    _, rows = hold(Counting())
+    said = r"failed for \d of 8 completions .*the server is gone \(tests/rollout/test_conversations.py:\d+\)"
+    with RewardCalls(length_of, Grading(max_failed=0.0)) as calls, pytest.raises(UserError, match=said):
+        check_batch(rows, calls)
 
 
 def test_a_failing_reset_is_one_sentence():
@@ -261,7 +263,7 @@ def test_a_failing_reset_is_one_sentence():
         def reset(self, problem):
             raise KeyError("gone")
 
-    with pytest.raises(UserError, match=r"^environment: reset raised KeyError: 'gone' for the prompt '012'$"):
+    with pytest.raises(UserError, match=r"^environment: reset raised KeyError: 'gone' \(.*\) for the prompt '012'$"):
         hold(Broken())
 
 

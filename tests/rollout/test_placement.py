@@ -99,7 +99,7 @@ def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(learner)
 
 def test_evaluation_runs_where_the_sampler_runs(learner, monkeypatch, tmp_path):
     policies = []
-    monkeypatch.setattr(heldout, "evaluate", lambda *args, **_: policies.append(args[:2]) or ({}, []))
+    monkeypatch.setattr(heldout, "evaluate", lambda *args, **_: policies.append(args[:2]) or ({}, [], []))
     evaluate(DISAGGREGATED, fresh(learner), learner.sampler, learner.rewards, tmp_path)
     ((policy, key),) = policies
     assert devices(policy.params) == set(learner.sampler.mesh.devices.flat) == set(jax.devices()[4:])

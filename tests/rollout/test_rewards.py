@@ -12,7 +12,13 @@ from gspax.config import Grading
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Batched, Failed, RewardCalls
-from gspax.rollout.rewards import compute_advantages, reward_completions, reward_metrics
+from gspax.rollout.rewards import (
+    FailedRewardsError,
+    check_batch,
+    compute_advantages,
+    reward_completions,
+    reward_metrics,
+)
 from gspax.types import Rollout
 
 STOP = experiment.tokenizer.stop_ids[0]
@@ -76,7 +82,7 @@ def test_a_failed_reward_costs_its_row_the_stated_value_for_each_of_its_rewards(
     rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
     assert [row["rewards"] for row in rows] == [[1.0, 0.5], [-1.0, -1.0], [1.0, 0.5], [1.0, 0.5]]
     assert [row["reward"] for row in rows] == [1.5, -2.0, 1.5, 1.5]
-    assert [row.get("error") for row in rows] == [None, "KeyError: 'unit'", None, None]
+    assert [row.get("error", "").partition(" (")[0] for row in rows] == ["", "KeyError: 'unit'", "", ""]
 
 
 def test_a_failure_with_a_value_of_its_own_keeps_it_and_is_counted(calls):
@@ -88,16 +94,15 @@ def test_a_failure_with_a_value_of_its_own_keeps_it_and_is_counted(calls):
     assert [row["reward"] for row in rows] == [1.0, -0.5, 1.0, 1.0]
     assert [row.get("error") for row in rows] == [None, "late", None, None]
     assert reward_metrics(rows, 2)["reward/failed"] == 0.25
-    with pytest.raises(UserError, match=r"failed for 1 of 4 completions .* allows 24 %\): late for "):
-        given = calls(late_for_211, max_failed=0.24)
-        reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    with pytest.raises(UserError, match=r"failed for 1 of 4 completions .* allows 0 %\): late for "):
+        check_batch(rows, calls(late_for_211, max_failed=0.0))
 
 
 def test_one_number_of_a_failure_stands_for_each_of_several_rewards(calls):
     def late_for_211(problem, completion):
         return Failed(-0.5, "late") if completion == "211" else {"b": 1.0, "a": 0.5}
 
-    given = calls(late_for_211, failed=-1.0, max_failed=0.5)
+    given = calls(late_for_211, failed=-1.0)
     rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
     assert [row["rewards"] for row in rows] == [[0.5, 1.0], [-0.5, -0.5], [0.5, 1.0], [0.5, 1.0]]
     assert [row.get("error") for row in rows] == [None, "late", None, None]
@@ -132,7 +137,7 @@ def test_other_names_than_those_of_most_completions_fail(calls, other, error):
     def reward(problem, completion):
         return other if completion == "12" else {"format": 1.0, "answer": 0.0}
 
-    given = calls(reward, failed=-1.0, max_failed=0.5)
+    given = calls(reward, failed=-1.0)
     rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
     assert [row["rewards"] for row in rows] == [[-1.0, -1.0], *[[0.0, 1.0]] * 3]
     assert [row.get("error") for row in rows] == [error, None, None, None]
@@ -144,7 +149,7 @@ def test_other_numbers_than_those_of_most_completions_fail(calls):
         PROBLEMS,
         rollout(),
         tokenizer=experiment.tokenizer,
-        calls=calls(lambda problem, completion: 1.0 if completion == "12" else (1.0, 0.0), max_failed=0.5),
+        calls=calls(lambda problem, completion: 1.0 if completion == "12" else (1.0, 0.0)),
     )
     assert [row["rewards"] for row in rows] == [[0.0, 0.0], *[[1.0, 0.0]] * 3]
     assert rows[0]["error"] == "wanted 2 numbers without names; got one number"
@@ -159,14 +164,42 @@ def test_another_order_than_that_of_the_names_is_told_once(calls, capsys):
         assert capsys.readouterr().err == expected
 
 
-def test_more_than_the_stated_share_is_an_error_with_prompt_and_completion(calls):
+def test_a_batch_with_too_many_failures_is_an_error_with_prompt_and_completion(calls):
     message = (
-        r"^reward: test_rewards\.fails_for_211 failed for 1 of 4 completions \(grading\.max_failed allows 24 %\): "
-        r"KeyError: 'unit' for the prompt '21=' and the completion '211'$"
+        r"^reward: test_rewards\.fails_for_211 failed for 1 of 4 completions \(grading\.max_failed allows 0 %\): "
+        r"KeyError: 'unit' \(tests/rollout/test_rewards\.py:\d+\) for the prompt '21=' and the completion '211'$"
     )
-    with pytest.raises(UserError, match=message):
-        given = calls(fails_for_211, max_failed=0.24)
-        reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    given = calls(fails_for_211, max_failed=0.0)
+    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    with pytest.raises(FailedRewardsError, match=message) as raised:
+        check_batch(rows, given)
+    assert raised.value.rows == [rows[1]]
+
+
+@pytest.mark.parametrize(
+    ("share", "total", "most"),
+    [
+        (0.05, 1000, 50),
+        (0.05, 100, 5),
+        (0.05, 16, 5),
+        (0.05, 4, 3),
+        (0.05, 1, 1),
+        (0.5, 16, 8),
+        (0.0, 16, 0),
+        (1, 4, 4),
+    ],
+)
+def test_few_failures_end_no_run_unless_all_have_failed_or_none_may(calls, share, total, most):
+    given = calls(fails_for_211, max_failed=share)
+
+    def rows(failures):
+        row = {"prompt": "?", "completion": "!"}
+        return [{**row, "error": "late"}] * failures + [row] * (total - failures)
+
+    check_batch(rows(most), given)
+    if most < total:
+        with pytest.raises(UserError, match=f"failed for {most + 1} of {total} completions"):
+            check_batch(rows(most + 1), given)
 
 
 def test_a_batched_reward_gets_all_completions_that_are_there(calls):
@@ -187,7 +220,7 @@ def test_named_rewards_are_metrics(calls):
     def named(problem, completion):
         return {"length": len(completion), "one": 1.0} if completion != "211" else 1 / 0
 
-    given = calls(named, max_failed=0.5)
+    given = calls(named)
     rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
     assert [row["rewards"] for row in rows] == [[2.0, 1.0], [0.0, 0.0], [1.0, 1.0], [3.0, 1.0]]
     metrics = reward_metrics(rows, 2)

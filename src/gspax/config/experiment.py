@@ -93,7 +93,7 @@ class Grading:
     """How the reward function is called, and what a completion gets for which it fails (`gspax.rewards.calls`)."""
 
     failed: Finite = 0.0  # reward where the function raises, is late or gives no finite number
-    max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.05  # of a rollout batch
+    max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.05  # of a batch; 0: none
     timeout: Positive = 60.0  # seconds of one call
     concurrency: NonNegativeInt = 0  # calls at one time; 0: what the function declares, else 1, or 32 if it is async
 

@@ -10,7 +10,7 @@ from typing import Any
 from gspax.config import Grading
 from gspax.data.problem import Problem
 from gspax.environments.step import Step
-from gspax.errors import UserError
+from gspax.errors import UserError, place_of
 from gspax.protocols import Environment
 from gspax.rewards.calls import Result, RewardCalls
 
@@ -33,7 +33,8 @@ class EnvironmentCalls(RewardCalls):
             raise
         except Exception as error:
             raise UserError(
-                f"environment: reset raised {type(error).__name__}: {error} for the prompt {problem.prompt[:200]!r}"
+                f"environment: reset raised {type(error).__name__}: {error}{place_of(error)} for the prompt "
+                f"{problem.prompt[:200]!r}"
             ) from error
 
     def read(self, value: Any) -> Result:

@@ -22,7 +22,7 @@ from gspax.data.problem import digest
 from gspax.evaluation import statistics
 from gspax.evaluation.completions import Policy, complete, fill_chunks
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.rewards import Row, gather_texts
+from gspax.rollout.rewards import Row, check_evaluation, gather_texts
 from gspax.sharding import batch_shards
 from gspax.types import Array
 
@@ -61,12 +61,16 @@ def run_task(task: Task, policy: Policy, key: Array, *, training: Sampling, grad
     Yields:
       Rows of `rewards.reward_completions` with texts, and `problem` and `sample`, numbers from 0. Problems that cannot
       be used are left out.
+
+    Raises:
+      FailedRewardsError: the task's reward failed for every completion.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, BENCHMARKS), digest(task.name) % 2**32)
     chunks, slots = plan_chunks(task.problems, task.samples, training, batch_shards(policy.mesh))
     own = {name: getattr(task, name) for name in OF_TASK}
     sampling = replace(training, group=task.samples, slots=slots, **own)
     left, read, name = task.problems, task.data.heldout, f"task {task.name}"
+    found: list[Row] = []
     with RewardCalls(task.reward, grading) as rewards:
         for ids in chunks:
             rows = complete(policy, key, read, ids, sampling=sampling, rewards=rewards, name=name)
@@ -74,6 +78,8 @@ def run_task(task: Task, policy: Policy, key: Array, *, training: Sampling, grad
             texts = gather_texts(list(kept.values()))
             yield [_finish(row, task, ids, number) for number, row in zip(kept, texts, strict=True)]
             left -= len(ids)
+            found += texts
+            check_evaluation(found, rewards, name, ended=left <= 0)
 
 
 def plan_chunks(problems: int, samples: int, training: Sampling, shards: int) -> tuple[list[list[int]], int]:

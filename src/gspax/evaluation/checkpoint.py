@@ -50,8 +50,10 @@ def evaluate(
     rewards: RewardCalls,
     folder: Path,
     interaction: Interaction | None = None,
-) -> tuple[dict[str, float], list[Row]]:
+) -> tuple[dict[str, float], list[Row], list[Row]]:
     """During training: the metrics of the held-out problems and of the tasks, and rows for the report.
+
+    The last value has the held-out rows whose rewards have failed; those of a task are in its files.
 
     Completions are drawn where the sampler draws: a disaggregated one first finishes the batches that it was given. The
     files of the tasks are written to `folder`, in place of those of an interrupted evaluation.
@@ -59,12 +61,12 @@ def evaluate(
     settings, training = experiment.evaluation, experiment.sampling
     policy, key = _push(state, experiment.model, experiment.tokenizer, sampler)
     policy = replace(policy, interaction=interaction)
-    found, rows = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
+    found, rows, failed = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
     for task in settings.tasks:
         task, path = apply_defaults(task, settings, training), folder / task.name
         summary = evaluate_task(task, policy, key, path, training=training, grading=experiment.grading)
         found |= metrics(task.name, summary)
-    return found, rows
+    return found, rows, failed
 
 
 def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks: Sequence[Task] | None = None) -> None:
@@ -102,7 +104,7 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
     if tasks is None:
         tasks = settings.tasks
         with rewards:
-            found, _ = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
+            found, _, _ = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
         if jax.process_index() == 0:
             _record_heldout(run, step, found, settings)
     for task in tasks:

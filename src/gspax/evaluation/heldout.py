@@ -12,7 +12,7 @@ from gspax.errors import UserError
 from gspax.evaluation.completions import Policy, complete, fill_chunks
 from gspax.protocols import DataSource
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.rewards import Row, gather_texts
+from gspax.rollout.rewards import Row, check_evaluation, find_failed, gather_texts
 from gspax.sharding import batch_shards
 from gspax.types import Array
 
@@ -22,20 +22,26 @@ SHOWN = 16  # problems whose first sample the report shows
 
 def evaluate(
     policy: Policy, key: Array, data: DataSource, rewards: RewardCalls, *, settings: Evaluation, training: Sampling
-) -> tuple[dict[str, float], list[Row]]:
-    """Mean held-out rewards, and the first samples as rows for the report.
+) -> tuple[dict[str, float], list[Row], list[Row]]:
+    """Mean held-out rewards, the first samples as rows for the report, and the rows whose rewards have failed.
 
     `key` is the run's. Every evaluation draws with the same noise, so that two differ by the policy alone. A chunk has
     about the rows of a rollout batch.
+
+    Raises:
+      UserError: no problem can be used, or every reward has failed (`FailedRewardsError`).
     """
     group, key = settings.samples + 1, jax.random.fold_in(key, EVALUATION)  # the last of a group is greedy
     max_tokens = settings.max_tokens or training.max_tokens
     plain = replace(training, group=group, max_tokens=max_tokens, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     found: list[Row | None] = []
+    rows: list[Row] = []
+    wanted = settings.problems * group
     size = training.prompts * training.group // group
     for ids in fill_chunks(settings.problems, size, batch_shards(policy.mesh)):
         found += complete(policy, key, data.heldout, ids, sampling=plain, rewards=rewards, greedy=1)
-    rows = [row for row in found[: settings.problems * group] if row is not None]
+        rows = [row for row in found[:wanted] if row is not None]
+        check_evaluation(rows, rewards, "evaluation", ended=len(found) >= wanted)
     if not rows:
         raise UserError(f"evaluation: wanted held-out problems, got none of {settings.problems} that can be used")
     greedy = rows[settings.samples :: group]
@@ -47,4 +53,4 @@ def evaluate(
         "eval/skipped": float(settings.problems - len(rows) // group),
         "eval/reward_failed": float(np.mean(["error" in row for row in rows])),
     }
-    return metrics, gather_texts(rows[::group][:SHOWN])
+    return metrics, gather_texts(rows[::group][:SHOWN]), find_failed(rows)

@@ -36,6 +36,7 @@ from gspax.rollout.credit import credit_turns
 from gspax.rollout.dynamic_sampling import GradedBatch, refill
 from gspax.rollout.rewards import (
     Row,
+    check_batch,
     compute_advantages,
     count_drawn,
     reward_completions,
@@ -87,9 +88,10 @@ def draw_graded(learner: Learner, state: TrainState, taken: int) -> GradedBatch:
 
 
 def grade(learner: Learner, batch: RolloutBatch) -> GradedBatch:
-    """A rollout batch with its rewards."""
+    """A rollout batch with its rewards. FailedRewardsError if too many of them have failed."""
     reward = partial(reward_completions, tokenizer=learner.experiment.tokenizer, calls=learner.rewards)
     rows = reward(batch.problems, batch.sampled, started=batch.started)
+    check_batch(rows, learner.rewards)
     return GradedBatch(batch.policy, batch.taken, batch.rollout, rows, batch.taken - len(batch.problems), batch.metrics)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from gspax.loop.drawing import InFlight
 from gspax.loop.learner import Learner, count_rollouts, make_learner, with_rate
 from gspax.loop.pace import Pace
 from gspax.loop.step import run_step
-from gspax.rollout.rewards import gather_texts
+from gspax.rollout.rewards import FailedRewardsError, find_failed, gather_texts
 from gspax.run import interrupt, progress, report, step_folders
 from gspax.run.checkpoints import Checkpoints, last_duration, read_extra
 from gspax.run.checkpoints import save as save_checkpoint
@@ -116,7 +116,8 @@ def train_from_newest(
         lost = partial(describe_redone, run.checkpoints, lambda: done)
         in_flight = InFlight(pace=Pace(grace, partial(last_duration, checkpoints), lost))
         while done < schedule.steps:
-            state, metrics, rows = run_step(learner, state, reference, in_flight)
+            with keep_failures(recorder, done + 1):
+                state, metrics, rows = run_step(learner, state, reference, in_flight)
             done += 1
             if done == started + 1:
                 bar.print(f"first step done; {compiled}")
@@ -124,8 +125,8 @@ def train_from_newest(
                 clipping.warn_of_noise(experiment.loss, experiment.calibration, metrics)
             watch = alarms.follow(guard, watch, done, metrics)
             recorder.write_metrics(done, {**metrics, **alarms.alarm_metrics(guard, watch)})
-            if failed := [row for row in rows if "error" in row]:
-                recorder.write_failures(done, gather_texts(failed))
+            if failed := find_failed(rows):
+                recorder.write_failures(done, failed)
             bar.update(done, metrics)
             updates = remembered.metrics()
             skipped = count_skipped(watch.skipped, [bool(each["skipped"]) for each in updates])
@@ -201,8 +202,21 @@ def record_evaluation(
     """Evaluate on the held-out problems and the tasks, and write metrics and completions."""
     bar.print(f"step {done}: evaluating {learner.experiment.evaluation.problems} held-out problems")
     progress.phase("evaluating")
-    metrics, rows = evaluate(
-        learner.experiment, state, learner.sampler, learner.rewards, run.tasks_at(done), learner.interaction
-    )
+    with keep_failures(recorder, done):
+        metrics, rows, failed = evaluate(
+            learner.experiment, state, learner.sampler, learner.rewards, run.tasks_at(done), learner.interaction
+        )
     recorder.write_metrics(done, metrics)
     recorder.write_samples_to(run.after if done else run.before, rows)
+    if failed:
+        recorder.write_failures(done, failed)
+
+
+@contextlib.contextmanager
+def keep_failures(recorder: Recorder, step: int) -> Iterator[None]:
+    """Record the completions whose rewards failed before this ends the run."""
+    try:
+        yield
+    except FailedRewardsError as problem:
+        recorder.write_failures(step, problem.rows)
+        raise

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from gspax.config import Grading
-from gspax.errors import UserError
+from gspax.errors import UserError, place_of
 from gspax.protocols import BatchReward, Reward
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -336,8 +336,8 @@ def to_result(value: Any) -> Result:
     The numbers of a mapping are in the alphabetical order of their names, whatever their order in the mapping. `error`
     and `reason` are those of all members.
     """
-    named = {str(name): each for name, each in value.items()} if isinstance(value, Mapping) else {}
-    given: dict[Any, Any] = named or dict(enumerate(value if isinstance(value, tuple) else (value,)))
+    named: dict[Any, Any] = {str(name): each for name, each in value.items()} if isinstance(value, Mapping) else {}
+    given = named or dict(enumerate(value if isinstance(value, tuple) else (value,)))
     try:
         names, rewards = tuple(sorted(named)), tuple(float(given[key]) for key in sorted(given))
         parts = {name: float(part) for name, part in (named or getattr(value, "parts", {})).items()}
@@ -375,7 +375,8 @@ def _name(reward: Any) -> str:
 
 
 def _sentence(problem: BaseException) -> str:
-    return f"{type(problem).__name__}: {_brief(problem, str)}" if str(problem) else type(problem).__name__
+    text = f": {_brief(problem, str)}" if str(problem) else ""
+    return f"{type(problem).__name__}{text}{place_of(problem)}"
 
 
 def _brief(value: Any, text: Callable[[Any], str] = repr) -> str:

@@ -27,6 +27,17 @@ TEXTS = ("completion", "prompt", "answer")  # the fields of a row that are not n
 # conversation also turn_spans, turn_rewards and environment (`rollout.episodes`)
 Row = dict[str, Any]
 
+FEW = 5  # failures that end no run, whatever share of a small batch they are
+SURE = 100  # completions after which an evaluation whose rewards have all failed ends early
+
+
+class FailedRewardsError(UserError):
+    """The reward function failed for too many completions; `rows` has them."""
+
+    def __init__(self, message: str, rows: Sequence[Row]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
 
 class StartedReward(NamedTuple):
     """A completion whose reward is to come."""
@@ -70,9 +81,6 @@ def reward_completions(
     (`sampler.lengths_to_host`). A row for which the reward function failed has the reason as `error`, and
     `grading.failed` for each of its rewards, or the value of a `calls.Failed`. Rewards that were `started` are waited
     for.
-
-    Raises:
-      UserError: the reward function failed for more than `grading.max_failed` of the rows; the message quotes one.
     """
     own, futures = multihost.all_or_raise(lambda: _own_completions(problems, rollout, tokenizer, calls, started or {}))
     interrupt.wait(futures.values())
@@ -80,7 +88,6 @@ def reward_completions(
     numbers = multihost.gather_rows([row and {name: x for name, x in row.items() if name not in TEXTS} for row in own])
     rows = [mine or theirs for mine, theirs in zip(own, numbers, strict=True)]
     _match_rewards(rows, calls.grading.failed)
-    _check_failures(rows, calls)
     for row in rows:
         if "turn_rewards" in row:
             _add_turn_rewards(row)
@@ -209,16 +216,47 @@ def _conversation_metrics(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def _check_failures(rows: Sequence[Row], calls: RewardCalls) -> None:
-    """UserError if the reward function failed too often. Collective."""
-    failed = [row for row in rows if "error" in row]
-    if len(failed) <= calls.grading.max_failed * len(rows):
+def check_batch(rows: Sequence[Row], calls: RewardCalls) -> None:
+    """FailedRewardsError if the reward function failed for too many rows of a rollout batch. Collective."""
+    if sentence := _describe_failures(rows, calls):
+        raise FailedRewardsError(sentence, find_failed(rows))
+
+
+def check_evaluation(rows: Sequence[Row], calls: RewardCalls, name: str, *, ended: bool) -> None:
+    """Judge the rows that an evaluation has so far; a warning if the reward function failed for too many. Collective.
+
+    An evaluation with such failures is the same after every restart, so it does not end a run.
+
+    Raises:
+      FailedRewardsError: it failed for all rows, of the whole evaluation or of the first `SURE`.
+    """
+    if not (ended or len(rows) >= SURE) or not (sentence := _describe_failures(rows, calls)):
         return
+    if all("error" in row for row in rows):
+        raise FailedRewardsError(f"{name}: {sentence}", find_failed(rows))
+    if ended:
+        multihost.warn_from_primary(f"{name}: {sentence}")
+
+
+def find_failed(rows: Sequence[Row]) -> list[Row]:
+    """The rows for which the reward function failed, with their texts. Collective."""
+    failed = [row for row in rows if "error" in row]
+    return gather_texts(failed) if failed else []
+
+
+def _describe_failures(rows: Sequence[Row], calls: RewardCalls) -> str:
+    """One sentence if the reward function failed for more than `grading.max_failed`, else nothing. Collective.
+
+    Up to `FEW` failures are not too many, unless all have failed or none may; nor is a single one.
+    """
+    failed, share = [row for row in rows if "error" in row], calls.grading.max_failed
+    few = min(FEW, max(len(rows) - 1, 1)) if share else 0
+    if len(failed) <= max(share * len(rows), few):
+        return ""
     (row,) = gather_texts(failed[:1])
-    raise UserError(
+    return (
         f"reward: {calls.name} failed for {len(failed)} of {len(rows)} completions (grading.max_failed allows "
-        f"{100 * calls.grading.max_failed:g} %): {row['error']} for the prompt {row['prompt']!r} and the completion "
-        f"{row['completion']!r}"
+        f"{100 * share:g} %): {row['error']} for the prompt {row['prompt']!r} and the completion {row['completion']!r}"
     )
 
 

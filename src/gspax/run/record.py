@@ -78,8 +78,12 @@ class Recorder:
         self.write_samples_to(self._run.samples / f"step_{step:06d}.jsonl", rows)
 
     def write_failures(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Record the completions of a step for which the reward function failed."""
-        self.write_samples_to(self._run.samples / f"failed_{step:06d}.jsonl", rows)
+        """Add to the completions of a step, or of the evaluation after it, for which the reward function failed."""
+        path = self._run.samples / f"failed_{step:06d}.jsonl"
+        if self._writes:
+            with self._warned(path):
+                before = path.read_text(encoding="utf-8") if path.exists() else ""
+                write_atomically(path, before + "".join(map(to_line, rows)))
 
     def write_samples_to(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         """Record completions in a given file, such as `RunDir.before`."""
