@@ -124,3 +124,9 @@ def test_components_of_the_loss_can_be_overridden():
     assert validate(changed) == []
     assert changed.reference == Reference(loss=kl.token_kl) and changed.calibration == Calibration(share=0.2)
     assert changed.correction.keywords == {"cap": 3}
+
+
+@pytest.mark.parametrize(("options", "warned"), [({}, True), (UNSCORED, False)])
+def test_stale_samples_need_a_correction_unless_their_own_log_probs_are_the_old_ones(options, warned):
+    stale = replace(experiment, placement=Placement(devices=1, staleness=1), **options)
+    assert any("nothing corrects for that" in each for each in warnings(stale)) == warned

@@ -29,6 +29,13 @@ def test_a_group_without_a_signal_has_equal_rewards():
     assert find_constant_groups(several, group=2).tolist() == [False, True]
 
 
+def test_with_credit_for_turns_equal_sums_may_hold_a_signal():
+    turns = ([1, 0], [0, 1], [1, 0], [1, 0])
+    rows = [{"reward": 1.0, "turn_rewards": each, "finished": True} for each in turns]
+    assert find_constant_groups(rows, group=2).tolist() == [True, True]
+    assert find_constant_groups(rows, group=2, by_turn=True).tolist() == [False, True]
+
+
 def test_truncated_completions_do_not_count_where_they_are_filtered():
     rows = rows_of((0, 0, 1), (0, 1, 1))
     rows[2]["finished"] = rows[3]["finished"] = False

@@ -101,8 +101,8 @@ def warnings(experiment: Experiment) -> list[str]:
             f"{', '.join('sampling.' + name for name in filters)}: log-probabilities are of the unfiltered, "
             "temperature-scaled distribution, so sampling through a filter biases the policy ratio"
         )
-    placement = experiment.placement
-    if placement and placement.staleness and experiment.correction is None and experiment.rejection is None:
+    placement, uncorrected = experiment.placement, experiment.correction is None and experiment.rejection is None
+    if placement and placement.staleness and uncorrected and experiment.old_logp == "scored":
         found.append(
             f"placement.staleness={placement.staleness}: completions are drawn by older parameters than the ratio's "
             "denominator, and nothing corrects for that; set a correction or a rejection (gspax.losses.correction)"

@@ -121,7 +121,9 @@ def go_back(run: RunDir, checkpoints: Checkpoints, problem: DivergedError, guard
         if guard.collapse.action == "stop":
             raise problem from None
         to = max((step for step in checkpoints.steps() if step <= problem.sound), default=0)
-    before = [each for each in multihost.gather(_read(run))[0] if each["to"] == to]
+    entries = multihost.gather(_read(run))[0]
+    further = max((n for n, each in enumerate(entries) if each["to"] < to), default=-1)  # it deleted a checkpoint `to`
+    before = [each for each in entries[further + 1 :] if each["to"] == to]
     if len(before) >= guard.rollbacks:
         again = f" The run went back to checkpoint {to} {len(before)} times." if before else ""
         raise DivergedError(f"{problem}{again}", step=problem.step, position=problem.position) from None

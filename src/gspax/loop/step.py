@@ -71,7 +71,12 @@ def run_step(
         progress.phase("sampling again")
         draw_more = partial(draw_graded, learner, state)
         graded = refill(
-            graded, draw_more, experiment.sampling, learner.mesh, without_overlong=experiment.filter_overlong
+            graded,
+            draw_more,
+            experiment.sampling,
+            learner.mesh,
+            without_overlong=experiment.filter_overlong,
+            by_turn=experiment.turns.credit == "turn",
         )
         clock.lap("refill")
     progress.phase("computing log-probs")

@@ -45,6 +45,7 @@ def refill(
     mesh: jax.sharding.Mesh,
     *,
     without_overlong: bool = False,
+    by_turn: bool = False,
 ) -> GradedBatch:
     """The batch with groups of fresh prompts in place of those without a signal. Collective.
 
@@ -52,9 +53,9 @@ def refill(
       draw: the batch of P prompts that starts so many prompts after the first of `batch`.
       sampling: its `group` and `max_refills`.
       mesh: the learner's.
-      without_overlong: as for `find_constant_groups`.
+      without_overlong, by_turn: as for `find_constant_groups`.
     """
-    find = partial(find_constant_groups, group=sampling.group, without_overlong=without_overlong)
+    find = partial(find_constant_groups, group=sampling.group, without_overlong=without_overlong, by_turn=by_turn)
     rollout, rows, prompts, skipped = batch.rollout, batch.rows, batch.prompts, batch.skipped
     rewards, replaced = [row["reward"] for row in rows], 0
     for _ in range(sampling.max_refills):
@@ -76,12 +77,16 @@ def refill(
     return replace(batch, prompts=prompts, rollout=rollout, rows=rows, skipped=skipped, metrics=metrics)
 
 
-def find_constant_groups(rows: Sequence[Row], *, group: int, without_overlong: bool = False) -> np.ndarray:
+def find_constant_groups(
+    rows: Sequence[Row], *, group: int, without_overlong: bool = False, by_turn: bool = False
+) -> np.ndarray:
     """bool [P]: all completions of the group have the same rewards, as float32.
 
-    With `without_overlong` truncated completions do not count, because they have no advantage.
+    With `without_overlong` truncated completions do not count, because they have no advantage. With `by_turn` the
+    rewards are those of the turns, each of which has an advantage (`credit.credit_turns`).
     """
-    rewards = [tuple(map(np.float32, row.get("rewards", [row["reward"]]))) for row in rows]
+    values = [row["turn_rewards"] if by_turn else row.get("rewards", [row["reward"]]) for row in rows]
+    rewards = [tuple(map(np.float32, each)) for each in values]
     counted = [row["finished"] or not without_overlong for row in rows]
     groups = [range(first, first + group) for first in range(0, len(rows), group)]
     return np.array([len({rewards[row] for row in each if counted[row]}) <= 1 for each in groups])
