@@ -1,9 +1,14 @@
 """Sources of rows: splits, order, invalid and filtered rows, and what a resumed run compares."""
 
+import importlib
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 from small_experiment import experiment
 
@@ -139,6 +144,61 @@ def test_all_invalid_rows_are_reported_with_their_lines(bad_file):
     assert "\n" not in sentence
 
 
+def test_a_reason_that_rows_share_is_said_once(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ROWS[:100])
+    with pytest.raises(UserError) as caught:
+        data.jsonl(path, prompt="problem").train(0)
+    assert str(caught.value) == (
+        f"data: 100 of 100 rows ({path}, line 1: problem: there is no such column; the row has question, answer, level "
+        "(100 rows)) cannot be used; on_bad='skip' leaves them out"
+    )
+
+
+@pytest.mark.parametrize("name", ["gzip", "bz2", "lzma"])
+def test_a_compressed_file_is_refused_in_one_sentence(name, tmp_path):
+    module, path = importlib.import_module(name), tmp_path / "rows.jsonl.gz"
+    path.write_bytes(module.compress(write(tmp_path / "rows.jsonl", ROWS).read_bytes()))
+    with pytest.raises(
+        UserError, match=r"rows\.jsonl\.gz: wanted lines of JSON, got a file compressed by \w+: decompress"
+    ):
+        data.jsonl(path).train(0)
+
+
+KINDS = """
+import datetime, fractions, numpy as np
+from gspax import data
+values = {"set": {"a", "b", "c", ("d", 1)}, "array": np.arange(2000.0), "date": datetime.date(2026, 1, 2),
+          "number": fractions.Fraction(1, 3), "bytes": b"x", "scalar": np.int64(3)}
+CHANGE
+rows = [data.Problem(prompt=str(i), answer="1", metadata=values) for i in range(50)]
+print(data.sequence(rows).described()["train_rows"])
+"""
+
+
+def test_metadata_that_json_lacks_has_one_hash_in_all_processes():
+    def run(change="", seed="0"):
+        done = subprocess.run(
+            [sys.executable, "-c", KINDS.replace("CHANGE", change)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        return done.stdout
+
+    assert len({run(seed=seed) for seed in "0123"}) == 1
+    assert run("values['array'][1000] = 7.5") != run() != run("values['set'].add('z')"), "nothing changes unnoticed"
+
+
+@pytest.mark.parametrize(
+    "value", [object(), np.array([object()], object), {(1, 2): 3}], ids=["object", "objects", "key"]
+)
+def test_metadata_without_a_content_of_its_own_is_refused(value):
+    rows = [data.Problem(prompt=str(i), answer="1", metadata={"extra": value}) for i in range(50)]
+    with pytest.raises(UserError, match=r"50 of 50 rows \(row 0 from 0: metadata: wanted .*\(50 rows\)"):
+        data.sequence(rows).train(0)
+
+
 def test_invalid_rows_are_skipped_and_counted_on_request(bad_file, tmp_path):
     source = data.jsonl(bad_file, prompt="question", on_bad="skip")
     good = data.jsonl(write(tmp_path / "good.jsonl", ROWS[:100]), prompt="question")
@@ -153,7 +213,7 @@ def not_hard(problem, *, most=10):
 
 
 def test_checks_invalidate_rows_and_filters_drop_training_rows(source):
-    with pytest.raises(UserError, match=r"180 of 400 rows \(.*line 221: level 11, above 10;"):
+    with pytest.raises(UserError, match=r"180 of 400 rows \(.*line 221: level 11, above 10 \(20 rows\);"):
         replace(source, checks=(not_hard,)).train(0)
     filtered = replace(source, filters=(not_hard,))
     assert {each.metadata["level"] for each in trained(filtered)} == set(range(11))

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -135,6 +136,32 @@ def test_tensorflow_datasets_are_read_without_tensorflow(prepared):
     assert (len(part.opened.train), len(part.opened.heldout)) == (80, 20)
     with pytest.raises(UserError, match=r"^nothing: cannot be read: DatasetNotFoundError: "):
         data.tfds("nothing", data_dir=prepared).train(0)
+    by_folder = data.tfds(str(prepared / "sums" / "1.0.0"), **SETTINGS)
+    assert problems(by_folder) == read
+    with pytest.raises(
+        UserError, match=r"sums: wanted the folder of a prepared version with dataset_info.json, such as"
+    ):
+        data.tfds(str(prepared / "sums")).train(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("./none", "there is no such folder in "),
+        ("a/b/c", "there is no such folder in "),
+        ("/none", "there is no such folder$"),
+        ("r/none", "there is a folder r here without a none$"),
+    ],
+)
+def test_a_mistyped_folder_is_not_asked_from_the_hub(name, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r").mkdir()
+    asked = types.SimpleNamespace(load_dataset=lambda *_, **__: pytest.fail("the Hub was asked"))
+    monkeypatch.setitem(sys.modules, "datasets", asked)
+    with pytest.raises(UserError, match=f"^{name}: wanted a folder or a name on the Hub, {why}"):
+        data.huggingface(name).train(0)
+    monkeypatch.setattr(asked, "load_dataset", lambda *_, **__: ROWS)
+    assert problems(data.huggingface("openai/gsm8k", **SETTINGS))
 
 
 def test_a_grain_data_set(expected):

@@ -23,6 +23,7 @@ from typing import Any
 from gspax.config import Task
 from gspax.data.chat import split_thinking
 from gspax.data.problem import Problem, digest
+from gspax.data.sources.bad_rows import BadRows
 from gspax.data.sources.schema import Schema
 from gspax.data.sources.tables import HuggingFace, JsonLines, Parquet, Table
 from gspax.data.tokenizer import brief
@@ -38,7 +39,6 @@ QWEN3_THINKING: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20
 QWEN3_INSTRUCT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "max_tokens": 16_384}
 
 BOXED = "{prompt}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
-_SHOWN = 5  # bad rows that a message lists
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Benchmark:
     @functools.cached_property
     def _opened(self) -> tuple[list[int], list[int]]:
         """The numbers of the rows that are kept, and the digests of their prompts."""
-        numbers, prompts, bad = [], [], []
+        numbers, prompts, bad = [], [], BadRows()
         for i, row in enumerate(self.table.rows()):
             try:
                 if isinstance(row, ValueError):
@@ -100,10 +100,9 @@ class Benchmark:
                 prompts.append(digest(self.read(row)[1]))
                 numbers.append(i)
             except (ValueError, KeyError, TypeError, UserError) as reason:
-                bad.append(f"{self.table.where(i)}: {brief(reason)}")
-        if bad:
-            more = [f"and {len(bad) - _SHOWN} more"] if len(bad) > _SHOWN else []
-            raise UserError(f"benchmark: {len(bad)} rows cannot be used ({'; '.join([*bad[:_SHOWN], *more])})")
+                bad.add(self.table.where(i), brief(reason))
+        if bad.count:
+            raise UserError(f"benchmark: {bad.count} rows cannot be used ({bad})")
         if not numbers:
             raise UserError("benchmark: wanted at least one problem, got none")
         return numbers, prompts
@@ -162,7 +161,7 @@ def open_table(path: StrPath, *, split: str = "test", config: str | None = None)
             if files := sorted(folder.glob(f"{split}*{suffix}")):
                 return kind(tuple(map(str, files)))
         return HuggingFace(name, split)
-    if folder.suffix in (".jsonl", ".json"):
+    if {".jsonl", ".json"} & {*folder.suffixes}:  # a compressed one is refused when it is opened
         return JsonLines((name,))
     if folder.suffix == ".parquet":
         return Parquet((name,))

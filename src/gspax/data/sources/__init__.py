@@ -101,7 +101,8 @@ def tfds(
     TensorFlow is not needed.
 
     Args:
-      name: with configuration and version as tensorflow-datasets writes them: `gsm8k/main:1.0.0`.
+      name: with configuration and version as tensorflow-datasets writes them: `gsm8k/main:1.0.0`; or the folder of a
+        prepared version.
       split: of the training problems, slices such as `train[:90%]` included.
       heldout: the split of the held-out problems.
       data_dir: where the prepared data sets lie; None for the library's default.

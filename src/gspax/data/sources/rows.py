@@ -7,17 +7,21 @@ each held-out prompt; a row is read from its table again when its turn comes.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from numbers import Number
+from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from gspax.data.problem import Problem, digest, is_heldout
+from gspax.data.sources.bad_rows import BadRows
 from gspax.data.sources.order import Subset, permute, shuffle
 from gspax.data.sources.schema import Schema
 from gspax.data.sources.tables import Table
@@ -35,9 +39,6 @@ class HeldoutRows(Protocol):
 
     @property
     def heldout_content(self) -> str: ...
-
-
-_SHOWN = 5  # rejected rows that a message lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +168,7 @@ class _Scan:
 
     table: Table
     total: int = 0
-    bad: int = 0
-    shown: list[str] = field(default_factory=list)
+    bad: BadRows = field(default_factory=BadRows)
     filtered: Counter[str] = field(default_factory=Counter)
     has_context: bool = False
     _rows_hash: Any = field(default_factory=hashlib.sha256)
@@ -185,11 +185,11 @@ class _Scan:
                 if isinstance(row, ValueError):
                     raise row
                 problem, prompt = source.schema.read(row)
+                if self.table.content is None:
+                    self._rows_hash.update(_serialise(problem))
             except ValueError as reason:
                 self.reject(i, brief(reason))
                 continue
-            if self.table.content is None:
-                self._rows_hash.update(_serialise(problem))
             if rejected := _first_reason(source.checks, problem, self.table, i):
                 self.reject(i, rejected[1])
                 continue
@@ -197,13 +197,10 @@ class _Scan:
             yield i, problem, prompt
 
     def reject(self, i: int, reason: str) -> None:
-        self.bad += 1
-        if self.bad <= _SHOWN:
-            self.shown.append(f"{self.table.where(i)}: {reason}")
+        self.bad.add(self.table.where(i), reason)
 
     def bad_rows(self) -> str:
-        more = [f"and {self.bad - _SHOWN} more"] if self.bad > _SHOWN else []
-        return f"{self.bad} of {self.total} rows ({'; '.join([*self.shown, *more])})"
+        return f"{self.bad.count} of {self.total} rows ({self.bad})"
 
 
 def _open(source: RowSource) -> Opened:
@@ -225,7 +222,7 @@ def _open(source: RowSource) -> Opened:
             scan.filtered[rejected[0]] += 1
         else:
             train[i] = True
-    if source.on_bad == "error" and (bad := [scan for scan in scans if scan.bad]):
+    if source.on_bad == "error" and (bad := [scan for scan in scans if scan.bad.count]):
         raise UserError(
             f"data: {' and '.join(scan.bad_rows() for scan in bad)} cannot be used; on_bad='skip' leaves them out"
         )
@@ -245,7 +242,7 @@ def _open(source: RowSource) -> Opened:
 
 def _notes(scans: list[_Scan]) -> Iterator[str]:
     for scan in scans:
-        if scan.bad:
+        if scan.bad.count:
             yield f"skipped {scan.bad_rows()}"
         if scan.filtered:
             counts = ", ".join(f"{name} {count}" for name, count in scan.filtered.items())
@@ -271,5 +268,26 @@ def _first_reason(rules: tuple[Rule, ...], problem: Problem, table: Table, i: in
 
 
 def _serialise(problem: Problem) -> bytes:
+    """The content of a problem, the same in every process. ValueError if its metadata has none that could be."""
     fields = [problem.prompt, problem.answer, problem.context, problem.task, problem.metadata]
-    return json.dumps(fields, sort_keys=True, default=str).encode() + b"\n"
+    try:
+        return json.dumps(fields, sort_keys=True, default=_plain).encode() + b"\n"
+    except (TypeError, RecursionError) as problem_of_json:  # keys that are no texts, values in themselves
+        raise ValueError(f"metadata: wanted values that JSON can hold, got others: {problem_of_json}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A value of metadata that JSON lacks, as one that it has."""
+    if isinstance(value, set | frozenset):
+        return ["set", sorted(json.dumps(each, sort_keys=True, default=_plain) for each in value)]
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        content = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return ["array", str(value.dtype), list(value.shape), content]
+    if isinstance(value, bytes):
+        return ["bytes", hashlib.sha256(value).hexdigest()]
+    if isinstance(value, np.generic | Number | datetime.date | datetime.time | datetime.timedelta | PurePath):
+        return str(value)
+    raise ValueError(
+        "metadata: wanted JSON values, sets, arrays, numbers, dates or paths, by which a resumed run can tell "
+        f"whether the problems are the same; got {type(value).__name__}"
+    )

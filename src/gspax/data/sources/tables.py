@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,6 +28,14 @@ from gspax.data.tokenizer import brief
 from gspax.errors import UserError, how_to_install
 
 _STRIDE = 64  # lines of a file between two whose offset is kept
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+}
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 class Table(Protocol):
@@ -100,6 +109,12 @@ class _LineFile:
         try:
             with open(path, "rb") as stream:
                 stamp = _stamp(stream)
+                start = stream.read(6)
+                if kind := next((kind for magic, kind in _COMPRESSED.items() if start.startswith(magic)), None):
+                    raise UserError(
+                        f"{path}: wanted lines of JSON, got a file compressed by {kind}: decompress it first"
+                    )
+                stream.seek(0)
                 for line in stream:
                     if lines % _STRIDE == 0:
                         offsets.append(offset)
@@ -206,6 +221,8 @@ class HuggingFace(_Loaded):
                     raise UserError(f"{self.name}: wanted a split of {', '.join(loaded)}, got {self.split!r}")
                 loaded = loaded[self.split]
             return loaded
+        if not Path(self.name).exists() and (why := _no_hub_name(self.name)):
+            raise UserError(f"{self.name}: wanted a folder or a name on the Hub, {why}")
         return _attempt(
             self.name,
             lambda: datasets.load_dataset(self.name, self.config, split=self.split, revision=self.revision),
@@ -214,7 +231,10 @@ class HuggingFace(_Loaded):
 
 @dataclass(frozen=True)
 class TensorFlowDatasets(_Loaded):
-    """A split of a data set that tensorflow-datasets has prepared as ArrayRecord files, read without TensorFlow."""
+    """A split of a data set that tensorflow-datasets has prepared as ArrayRecord files, read without TensorFlow.
+
+    `name` may be the folder of the prepared version too, which has a `dataset_info.json`.
+    """
 
     name: str
     split: str = "train"
@@ -226,6 +246,13 @@ class TensorFlowDatasets(_Loaded):
     @functools.cached_property
     def _rows(self) -> Any:
         tfds = _import("tensorflow_datasets")
+        if Path(self.name, "dataset_info.json").is_file():
+            return _attempt(self.name, lambda: tfds.builder_from_directory(self.name).as_data_source(split=self.split))
+        if os.sep in self.name and Path(self.name).is_dir():
+            raise UserError(
+                f"{self.name}: wanted the folder of a prepared version with dataset_info.json, such as "
+                "DATA_DIR/gsm8k/1.0.0, or the name of the data set with data_dir=DATA_DIR"
+            )
         return _attempt(
             self.name,
             lambda: tfds.data_source(self.name, split=self.split, data_dir=self.data_dir, download=False),
@@ -245,6 +272,14 @@ class Sequence(_Loaded):
     @property
     def _rows(self) -> Any:
         return self.given
+
+
+def _no_hub_name(name: str) -> str | None:
+    """Why a name must be that of a folder that is not there, for which the Hub would be asked in vain."""
+    owner = Path(name).parent
+    if not _HUB_NAME.fullmatch(name):
+        return "there is no such folder" + ("" if Path(name).is_absolute() else f" in {Path.cwd()}")
+    return f"there is a folder {owner} here without a {Path(name).name}" if owner != Path() and owner.is_dir() else None
 
 
 def _parse(line: bytes) -> Any:
