@@ -1,0 +1,69 @@
+"""What is read from /proc or asked of Linux's kernel and C library has another way on macOS. Nothing here ran there."""
+
+import builtins
+import io
+import os
+import pathlib
+import platform
+import resource
+import sys
+
+import pytest
+
+from gspax.commands import environment
+from gspax.commands.benchmarks import limits, steps
+from gspax.errors import FailureError
+from gspax.rewards import _math_worker
+from gspax.run import lock
+
+
+@pytest.fixture
+def macos(monkeypatch):
+    """No /proc, no glibc, no limit on the address space, and sys.platform of macOS."""
+
+    def hidden(function):
+        def call(path, *given, **named):
+            if str(path).startswith("/proc/"):
+                raise FileNotFoundError(2, "No such file or directory", str(path))
+            return function(path, *given, **named)
+
+        return call
+
+    def setrlimit(which, limits):
+        if which == resource.RLIMIT_AS:
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    for owner, name in ((builtins, "open"), (io, "open"), (os, "readlink"), (os, "stat")):
+        monkeypatch.setattr(owner, name, hidden(getattr(owner, name)))
+    for name in ("MALLOC_ARENA_MAX", "XDG_CACHE_HOME", *environment.ALLOCATOR_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    assert not pathlib.Path("/proc/self/stat").exists()
+
+
+def test_a_lock_is_held_and_that_of_a_dead_process_is_removed(macos, tmp_path):
+    path = tmp_path / "lock.json"
+    with lock.hold(path), pytest.raises(FailureError, match="is in use by another run"):
+        lock.require_free(path)
+    with lock.hold(path):
+        dead = path.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {2**30}')
+    path.write_text(dead)
+    lock.require_free(path)
+    assert not path.exists()
+
+
+def test_the_settings_of_a_process_are_found(macos):
+    assert environment.user_cache() == pathlib.Path.home() / "Library" / "Caches"
+    assert environment.cpu_features() == platform.processor()
+    assert not environment.keep_freed_pages()
+
+
+def test_the_clock_and_the_memory_of_a_benchmark_are_read(macos):
+    assert steps.age() > 0
+    assert limits.peak_memory() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_answers_are_compared_without_a_limit_of_memory(macos):
+    _math_worker.limit_memory()
