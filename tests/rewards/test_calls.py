@@ -13,6 +13,7 @@ import pytest
 from gspax.config import Grading
 from gspax.errors import UserError
 from gspax.rewards import calls as module
+from gspax.rewards._pool import Pool
 from gspax.rewards.calls import Batched, Failed, Graded, Result, RewardCalls, Total, concurrent, to_result
 
 
@@ -208,6 +209,47 @@ def test_a_late_call_does_not_add_threads():
         for future in calls.submit([0] * 20, ["good"] * 20):
             future.result(timeout=10)
     assert set(running) == {"gspax-reward-2"}
+
+
+ANSWERS_LATE = """
+import sys, time
+print('{"ready": 1}', flush=True)
+for line in sys.stdin:
+    time.sleep(0.25)
+    print(line.strip(), flush=True)
+"""
+
+
+def test_time_spent_waiting_for_other_calls_does_not_count(tmp_path):
+    """Eight calls of two tasks of 0.25 s each share one worker: 4 s in all, 0.5 s of each call's own."""
+    (tmp_path / "worker.py").write_text(ANSWERS_LATE)
+    pool = Pool(tmp_path / "worker.py", workers=1)
+
+    @concurrent(8)
+    def judged(problem, completion):
+        return float(pool.ask(1, timeout=5.0) + pool.ask(1, timeout=5.0))
+
+    found = gather(judged, ["a"] * 8, timeout=2.0)
+    pool.close()
+    assert [(each.rewards, each.error) for each in found] == [((2.0,), "")] * 8
+
+
+def test_a_late_call_asks_no_further_worker(tmp_path):
+    (tmp_path / "worker.py").write_text(ANSWERS_LATE)
+    pool, ended = Pool(tmp_path / "worker.py", workers=1), threading.Event()
+
+    def judged(problem, completion):
+        try:
+            for asked in range(100):
+                pool.ask(asked, timeout=5.0)
+        finally:
+            ended.set()
+        return 1.0
+
+    (found,) = gather(judged, ["a"], timeout=0.6)
+    assert found.error.startswith("late: no reward after 0.6 s")
+    assert ended.wait(3.0), "25 s of work are left"
+    pool.close()
 
 
 def test_calls_start_when_they_are_submitted_and_threads_end_with_close():

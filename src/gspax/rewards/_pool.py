@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from gspax.errors import UserError
+from gspax.rewards.calls import waiting
 
 _lock = threading.Lock()
 _shared: dict[tuple[str | int, ...], Pool] = {}  # by script, arguments and number of workers
@@ -53,12 +54,14 @@ class Pool:
     def ask(self, task: Any, *, timeout: float) -> Any:
         """The answer to a task, or a `Failure` if the worker died or took longer than `timeout` seconds.
 
-        Time spent waiting for a free worker, or for one to start, does not count.
+        Time spent waiting for a free worker, or for one to start, does not count, here and towards `grading.timeout`.
         """
-        worker = self._idle.get()
+        with waiting():
+            worker = self._idle.get()
         try:
             if worker is None or not worker.alive():
-                worker = _Worker(self._script, *self._arguments)
+                with waiting():
+                    worker = _Worker(self._script, *self._arguments)
             answer = worker.ask(task, timeout)
             if isinstance(answer, Failure) or worker.tasks >= self._renew_after:
                 worker.kill()

@@ -8,12 +8,13 @@ holds the interpreter's lock, as `7 ** 10 ** 9` does. For functions that may do 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -129,7 +130,8 @@ class _Call:
     problems: Sequence[Any]
     completions: Sequence[str]
     futures: list[Future[Result]] = field(default_factory=list)
-    began: float | None = None  # by time.monotonic
+    began: float | None = None  # by time.monotonic; later by what it has waited
+    waits: float | None = None  # since when it is waiting for other calls
 
     def settle(self, results: Sequence[Result] | UserError) -> bool:
         """Set the futures; False, and without effect, if they are set already."""
@@ -147,12 +149,36 @@ class _Call:
         return [Result((), error) for _ in self.completions]
 
     def seconds(self) -> float:
-        """How long it has been going on; 0 if it is not."""
-        return 0.0 if self.began is None or self.done else time.monotonic() - self.began
+        """How long it has been going on, waits aside; 0 if it is not."""
+        now = time.monotonic() if self.waits is None else self.waits
+        return 0.0 if self.began is None or self.done else now - self.began
 
     @property
     def done(self) -> bool:
         return all(future.done() for future in self.futures)
+
+
+_current = threading.local()  # `call`: what this thread is serving
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """For what a reward function shares with other calls: waiting for it does not count towards the time limit.
+
+    TimeoutError in a call that was late and has been given up on: what it still asks for would only delay the others.
+    """
+    call: _Call | None = getattr(_current, "call", None)
+    if call is None or call.began is None:
+        yield
+        return
+    if call.done:
+        raise TimeoutError("this call was late")
+    call.waits = time.monotonic()
+    try:
+        yield
+    finally:
+        call.began += time.monotonic() - call.waits
+        call.waits = None
 
 
 class RewardCalls:
@@ -296,7 +322,7 @@ class _Threads:
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
-            call.began = time.monotonic()
+            call.began, _current.call = time.monotonic(), call
             if not self._serve(call):  # late: another thread has taken this one's place
                 return
 

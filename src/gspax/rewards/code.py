@@ -9,6 +9,7 @@ the sandbox holds and what it does not.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -77,6 +78,7 @@ def reward(
         limits=limits,
         isolation=isolation,
         python=python,
+        batch_timeout=math.inf,  # grading.timeout, which leaves out waiting for other programs
         workers=workers,
         failed=failed,
     )
