@@ -320,6 +320,16 @@ def test_an_unavailable_sandbox_is_an_error(isolation):
         )
 
 
+def test_malformed_tests_cost_their_own_completion(isolation):
+    answers = ["no tests", Tests((("", "1"),)).to_answer(), Tests(()).to_answer()]
+    grades = code.grade(
+        answers, ["print(1)"] * 3, allow_code_execution=True, isolation=isolation, limits=LIMITS, failed=-0.5
+    )
+    wanted = "answer: wanted the text of gspax.rewards.program_tests.Tests, got 'no tests'"
+    assert grades[0] == Grade(-0.5, "raised", wanted) and grades[1].reward == 1.0
+    assert to_result(grades[2].as_reward) == Result((-0.5,), "raised: answer: wanted at least one test, got none")
+
+
 def test_limits_must_be_positive():
     with pytest.raises(UserError, match=r"limits\.memory: wanted more than 0, got 0"):
         Limits(memory=0)
@@ -359,6 +369,7 @@ def test_a_lost_worker_gives_the_failure_value(isolation, monkeypatch):
         ("text with ``` inside", None),
         ("", None),
         ("x" * 200_000, None),
+        ("```\nx = 'a\u2028```\x85```'\n```", "x = 'a\u2028```\x85```'\n"),
     ],
 )
 def test_the_program_is_the_last_fenced_block(completion, program):

@@ -7,9 +7,12 @@ import zlib
 
 import pytest
 
+from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.program_tests import (
     Tests,
+    arguments,
+    check,
     from_answer,
     from_codeforces,
     from_livecodebench,
@@ -58,13 +61,25 @@ def test_test_cases_round_trip_through_the_answer():
     "answer", ["", "42", '{"cases": [["1", "2"]]}', '{"function": "f", "cases": [["1", "two"]]}', '{"function": null}']
 )
 def test_an_answer_without_valid_test_cases_is_rejected(answer):
-    with pytest.raises(UserError, match=r"answer: wanted the text of gspax\.rewards\.program_tests\.Tests, got"):
+    with pytest.raises(ValueError, match=r"answer: wanted the text of gspax\.rewards\.program_tests\.Tests, got"):
         from_answer(answer)
+    assert check(Problem("?", answer)).startswith("answer: wanted the text of")
 
 
 def test_at_least_one_test_case_is_required():
-    with pytest.raises(UserError, match="answer: wanted at least one test, got none"):
+    with pytest.raises(ValueError, match="answer: wanted at least one test, got none"):
         from_answer(Tests(()).to_answer())
+    assert check(Problem("?", Tests((("1", "2"),)).to_answer())) is None
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_only_a_line_feed_ends_a_line(separator):
+    """JSON may hold the other line separators of Unicode as they are, and so may a program's output."""
+    if separator > "\x20":  # JSON escapes control characters
+        tests = Tests(((f'["a{separator}b"]\n2', f'"a{separator}b"'),), function="f")
+        assert from_answer(tests.to_answer()) == tests
+        assert arguments(tests.cases[0][0]) == [[f"a{separator}b"], 2]
+    assert not same_text("a\nb", f"a{separator}b") and same_text(f"a{separator}b", f" a{separator}b\r\n")
 
 
 @pytest.mark.parametrize(
@@ -97,6 +112,13 @@ def test_outputs_are_compared_by_lines_and_numbers(expected, output, equal):
         ('{"a": 1}', '{"a": 1.0}', True),
         ("[1, 2]", "[2, 1]", False),
         ("3", "3 3", False),
+        ("1", "true", False),
+        ("false", "0", False),
+        ("true", "true", True),
+        ("[0, [1]]", "[0, [true]]", False),
+        ('{"a": [false]}', '{"a": [0.0]}', False),
+        ('{"a": [true, 1]}', '{"a": [true, 1.0]}', True),
+        ("[[1], [2, {}]]", "[[1], [2, []]]", False),
         ("3", "", False),
         ("3", "NaN", False),
         ("3", "[" * 100_000, False),

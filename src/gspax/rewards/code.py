@@ -69,7 +69,8 @@ def reward(
       isolation: "bubblewrap", or "limits" for a machine without it, where programs can read the file system.
       python: the interpreter for the programs; None for this one if it is below /usr, else /usr/bin/python3.
       workers: programs at one time, of this process.
-      failed: the reward of a completion whose worker was lost, which no program should be able to cause.
+      failed: the reward of a completion whose problem has no valid tests, or whose worker was lost, which no program
+        should be able to cause.
     """
     grades = grade(
         [problem.answer],
@@ -99,8 +100,9 @@ def grade(
 ) -> list[Grade]:
     """Grades of a batch of completions, each against the tests of the same index.
 
-    Outcomes are "passed", "wrong", "error", "timeout", "no program", "late" and "crashed". The arguments are those of
-    `reward`, and `batch_timeout`, seconds for the whole batch: programs that have had no turn by then are late.
+    Outcomes are "passed", "wrong", "error", "timeout", "no program", "late", "crashed", and "raised" if an answer has
+    no valid tests. The arguments are those of `reward`, and `batch_timeout`, seconds for the whole batch: programs that
+    have had no turn by then are late.
     """
     if not allow_code_execution:
         raise UserError("reward: wanted allow_code_execution=True for rewards that run programs a model has written")
@@ -108,13 +110,17 @@ def grade(
         raise UserError(f"answers: wanted one for each of {len(completions)} completions, got {len(answers)}")
     pool, deadline = _pool(isolation, python, workers), time.monotonic() + batch_timeout
 
-    def grade_one(pair: tuple[Tests, str | None]) -> Grade:
-        tests, code = pair
+    def grade_one(pair: tuple[str, str | None]) -> Grade:
+        answer, code = pair
+        try:
+            tests = from_answer(answer)
+        except ValueError as error:
+            return Grade(failed, "raised", str(error))
         if code is None:
             return Grade(0.0, "no program")
         return _run_tests(pool, tests, code, limits, deadline) or Grade(1.0, "passed")
 
-    pairs = list(zip(map(from_answer, answers), map(extract_program, completions), strict=True))
+    pairs = list(zip(answers, map(extract_program, completions), strict=True))
     decided = dict(zip(unique := list(dict.fromkeys(pairs)), pool.map(grade_one, unique), strict=True))
     grades = [decided[pair] for pair in pairs]
     grades = [Grade(failed, each.outcome) if each.outcome in ("late", "crashed") else each for each in grades]
@@ -166,7 +172,7 @@ def _last_block(text: str) -> str | None:
     """Between the last line that closes a block and the one that opened it."""
     block: list[str] | None = None
     last: str | None = None
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if line.lstrip().startswith("```"):
             if block is not None:
                 last = "\n".join(block) + "\n"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from gspax.data.problem import Problem
 from gspax.errors import UserError
 
 _DECIMAL = re.compile(r"[-+]?(?:\d++\.?+\d*+|\.\d++)(?:[eE][-+]?\d{1,3})?")  # possessive: linear time
@@ -41,7 +42,7 @@ class Tests:
 
 @functools.lru_cache(maxsize=1024)
 def from_answer(answer: str) -> Tests:
-    """The inverse of `Tests.to_answer`."""
+    """The inverse of `Tests.to_answer`. ValueError for any other text, or without a test."""
     try:
         data = json.loads(answer)
         cases = tuple((str(given), str(expected)) for given, expected in data["cases"])
@@ -49,11 +50,21 @@ def from_answer(answer: str) -> Tests:
         if function is not None:
             for given, expected in cases:
                 json.loads(expected), arguments(given)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"answer: wanted the text of gspax.rewards.program_tests.Tests, got {answer[:80]!r}") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        text = f"answer: wanted the text of gspax.rewards.program_tests.Tests, got {answer[:80]!r}"
+        raise ValueError(text) from error
     if not cases:
-        raise UserError("answer: wanted at least one test, got none")
+        raise ValueError("answer: wanted at least one test, got none")
     return Tests(cases, function)
+
+
+def check(problem: Problem) -> str | None:
+    """Why a problem's answer has no valid tests, or None; one of the `checks` of a data source."""
+    try:
+        from_answer(problem.answer)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def from_livecodebench(row: Mapping[str, Any]) -> Tests:
@@ -75,20 +86,28 @@ def from_codeforces(row: Mapping[str, Any]) -> Tests:
 
 def arguments(given: str) -> list[Any]:
     """The arguments of a function test."""
-    return [json.loads(line) for line in given.splitlines() if line.strip()]
+    return [json.loads(line) for line in given.split("\n") if line.strip()]
 
 
 def same_value(expected: str, output: str) -> bool:
-    """Whether two JSON texts hold equal values. What a program wrote may be anything."""
+    """Whether two JSON texts hold equal values: 1 equals 1.0, but not true. What a program wrote may be anything."""
     try:
-        return bool(json.loads(output) == json.loads(expected))
+        return _same_json(json.loads(expected), json.loads(output))
     except (ValueError, RecursionError):
         return False
 
 
+def _same_json(wanted: Any, got: Any) -> bool:
+    if isinstance(wanted, dict) and isinstance(got, dict):
+        return wanted.keys() == got.keys() and all(_same_json(each, got[name]) for name, each in wanted.items())
+    if isinstance(wanted, list) and isinstance(got, list):
+        return len(wanted) == len(got) and all(map(_same_json, wanted, got))
+    return bool(wanted == got) and isinstance(wanted, bool) == isinstance(got, bool)
+
+
 def same_text(expected: str, output: str) -> bool:
     """Whether two outputs are equal line by line, white space around lines aside; numbers of a line by their values."""
-    wanted, got = ([line.strip() for line in text.strip().splitlines()] for text in (expected, output))
+    wanted, got = ([line.strip() for line in text.strip().split("\n")] for text in (expected, output))
     return len(wanted) == len(got) and all(map(_same_line, wanted, got))
 
 
