@@ -22,7 +22,7 @@ from gspax.evaluation import tasks
 from gspax.rewards import answers, code, format, http, length, program_tests
 
 PROBLEM = Problem("12+34", "46")
-PARTS = ["1", "1,", "1,111", "1 ", "1.", "12/", "1/2 ", "1 1/", "a", "a ", "1a", "1e", ".", " ", "\n", "\u2028"]
+PARTS = ["1", "1,", "1,111", ",111", " 111", "1 ", "1.", "12/", "1/2 ", "1 1/", "a", "a ", "1a", "1e", ".", " ", "\n"]
 PARTS += ["{", "}", "{}", "[", "[1", "(", "\\", "$", "$1", "-", "~", "1_", r"\frac{1}", r"\text{a ", r"1\,", r"\ne"]
 PARTS += [r"\boxed{", r"\boxed ", "####", "<answer>", "</answer>", "<think>", "</think>", "<tool_call>{"]
 PARTS += ["</tool_call>", "```\n", "1+", "9**", "12+a3=45,", '{"a":']

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from gspax.errors import UserError
-from gspax.rewards.answers import compare, extract, reference
+from gspax.rewards.answers import canonical, compare, extract, reference
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,8 @@ from gspax.rewards.answers import compare, extract, reference
         ("<answer>1</answer> <answer>2</answer>", "2"),
         ("so there are 3 dogs and 1,234.5 cats.", "1,234.5"),
         ("x = -3/4", "-3/4"),
+        ("it takes 3 1/2 hours", "3 1/2"),
+        ("chapter 12, 1/2", "1/2"),
         ("it rose by 12%", "12%"),
         ("on 2024-11-05", "05"),
         (r"\boxed{6} #### 7 <answer>8</answer> 9", "6"),
@@ -118,7 +120,44 @@ def test_the_reference_answer_is_extracted_from_a_solution(answer, bare):
         ("1600", r"1600 \%", None),
         ("(1,600)", "1600", None),
         ("p - q", "q - p", None),
+        ("7/2", "3 1/2", True),
+        ("3.5", r"3\frac{1}{2}", True),
+        ("3.5", r"3\ 1/2 hours", True),
+        (r"3\dfrac12", "3~1/2", True),
+        ("-2.5", "-2 1/2", True),
+        ("1234.5", "1,234 1/2", True),
+        ("31/2", "3 1/2", False),
+        ("10.5", "2 1/2", False),
+        ("2", "3 1/2", False),
+        ("4", "3 5/2", False),
+        ("5.5", r"3\frac{5}{2}", True),
+        ("0.5", r"3\frac{-5}{2}", None),
+        ("12", "1 2", False),
+        ("3", "1 2", False),
+        ("3", "x = 1 2", False),
+        (r"\sqrt{9}", "1 2", False),
+        ("1", r"\frac{1 2}{3}", False),
+        ("1 2", r"$1\ 2$", True),
+        ("1.5", "3 .5", False),
+        ("1234", "1 234", True),
+        ("1234567.5", r"1\,234\,567.5", True),
+        ("1234567", r"1,\!234,\! 567", True),
+        ("12345", "1 2345", False),
+        ("1/1234", "1/1 234", False),
+        ("1234", "1, 234", None),
+        ("(1234, 2)", "(1 234, 2)", True),
+        ("72", "2^3 3^2", None),
+        ("3", r"\log_2 8", None),
+        ("1/2", r"\frac 1 2", True),
+        ("-3", "- 3", True),
+        ("3/4", "3 / 4", True),
     ],
 )
 def test_strings_and_plain_numbers_are_compared_without_a_worker(expected, answer, equal):
     assert compare(expected, answer) is equal
+
+
+def test_votes_count_equal_numbers_together():
+    assert {canonical(each) for each in ("3 1/2", r"3\frac{1}{2}", r"$3~1/2$", "7/2", "3.50")} == {"7/2"}
+    assert {canonical(each) for each in ("1 234", r"1\,234", "1,234", r"1,\!234")} == {"1234"}
+    assert canonical("1 2") == "1 2" and canonical("1, 234") == "1, 234"

@@ -15,11 +15,14 @@ from gspax.errors import UserError
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_LAST_NUMBER = re.compile(rf"(?<![\w.])[-+]?\\?\$?(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:/\d+)?(?:\s*\\?%)?")
+_MIXED_NUMBER = rf"{_DIGITS} \d{{1,15}}/\d{{1,15}}(?!\d)"
+_LAST_NUMBER = re.compile(
+    rf"(?<![\w.])[-+]?\\?\$?(?:{_MIXED_NUMBER}|(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:/\d+)?)(?:\s*\\?%)?"
+)
 _NUMBER = re.compile(rf"[-+]?(?:{_DIGITS}(?:\.\d*)?|\.\d+)")
-_FRACTION = re.compile(r"([-+]?)\\?frac(?:\{([-+]?\d+)\}\{(\d+)\}|(\d)(\d))|([-+]?\d+)/(\d+)")
+_FRACTION = re.compile(rf"([-+]?)({_DIGITS})?\\?frac(?:\{{([-+]?\d+)\}}\{{(\d+)\}}|(\d)(\d))|([-+]?\d+)/(\d+)")
 _BASED = re.compile(r"([0-9A-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
-_UNIT = re.compile(r"(?<=[\d.])(?:\s+[a-z]{2,})+\.?$", re.IGNORECASE)
+_UNIT = re.compile(r"(?<=[\d.}])(?:\s+[a-z]{2,})+\.?$", re.IGNORECASE)
 _POWER_OF_UNIT = re.compile(r"\\(?:mbox|text|textrm|mathrm) ?\{[^{}]*[a-z.] *\} ?\^ ?\{?(\d)\}?$", re.IGNORECASE)
 # Words that change a number, or that say it is not one. As units they would be dropped.
 _SCALES = ("dozen", "hundred", "thousand", "million", "billion", "trillion")
@@ -27,6 +30,13 @@ _NOT_UNITS = {*_SCALES, "percent", "or", "and", "not", "to", "pi", "sqrt", "sin"
 # Marks that a parser drops although they change the meaning: an answer with one equals no answer without it.
 _CHANGES = re.compile(rf"\\neq?(?![a-zA-Z])|\\not(?![a-zA-Z])|≠|!=|\b(?:{'|'.join(_SCALES)})s?\b")
 _SPACES = re.compile(r"(?:\s|\\[,;:! ]|\\(?:quad|left|right)(?![a-zA-Z])|~)+")
+_GAP = r"(?:\s|\\[,;: ]|~)++"
+_ALONE = r"(?<![\^_\d.a-zA-Z])(?<![a-zA-Z] )"  # digits that are not those of a word, an index or an exponent
+_GROUPS = re.compile(rf"{_ALONE}(?<![,/])[1-9]\d{{0,2}}(?:{_GAP}\d{{3}}){{1,6}}+(?![\d/])")
+_MIXED = re.compile(
+    rf"{_ALONE}(?<!/)(\d{{1,3}}(?:,\d{{3}}){{1,6}}+|\d{{1,15}}+){_GAP}(\d{{1,15}})/(\d{{1,15}})(?![\d/])"
+)
+_APART = re.compile(rf"{_ALONE}\d++\.? +\.?\d")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
 
@@ -54,7 +64,9 @@ def reference(answer: str) -> str:
 def compare(expected: str, answer: str) -> bool | None:
     """Whether two answers are equal, where strings and rational numbers decide it; None where they do not.
 
-    Differences below one part in 10⁵ between a decimal and another number are not decided: one may be rounded.
+    Differences below one part in 10⁵ between a decimal and another number are not decided: one may be rounded. Digits
+    with a space between them are a mixed number (`3 1/2`) or groups of three (`1 234`). Others, such as `1 2`, equal
+    only themselves; math-verify would add them.
     """
     expected, answer = _bare(expected), _bare(answer)
     if not expected or not answer:
@@ -68,11 +80,26 @@ def compare(expected: str, answer: str) -> bool | None:
         return False
     if "_" in expected + answer and (equal := _compare_bases(expected, answer)) is not None:
         return equal
+    if _APART.search(expected) or _APART.search(answer):
+        return False
     wanted, got = _number(expected), _number(_without_unit(answer))
     if wanted is None or got is None or wanted == got:
         return None if wanted is None or got is None else True
     rounded = "." in expected + answer and abs(wanted - got) <= Fraction(1, 10**5) * max(Fraction(1), abs(wanted))
     return None if rounded else False
+
+
+def join_digits(answer: str) -> str:
+    r"""An answer whose mixed numbers and groups of three digits are written without spaces, as parsers read them.
+
+    >>> join_digits("3 1/2"), join_digits(r"(1\,234, 5 678)"), join_digits("1 2")
+    ('3\\frac{1}{2}', '(1234, 5678)', '1 2')
+    """
+    answer = _GROUPS.sub(lambda found: re.sub(_GAP, "", found[0]), re.sub(r"\\!\s*", "", answer))
+    return _MIXED.sub(
+        lambda found: rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}" if int(found[2]) < int(found[3]) else found[0],
+        answer,
+    )
 
 
 def canonical(answer: str) -> str:
@@ -133,7 +160,7 @@ FORMS: dict[str, Callable[[str], str | None]] = {
 
 def _bare(answer: str) -> str:
     """An answer without delimiters of mathematics, a final full stop, and what only changes how it is set."""
-    answer = answer.strip().rstrip(".").strip()
+    answer = join_digits(answer).strip().rstrip(".").strip()
     for left, right in _DELIMITERS:
         inner = answer[len(left) : len(answer) - len(right)]
         if answer.startswith(left) and answer.endswith(right) and len(answer) > len(left + right) and left not in inner:
@@ -143,18 +170,22 @@ def _bare(answer: str) -> str:
 
 
 def _number(text: str) -> Fraction | None:
-    """An integer, decimal or fraction, with thousands separators or a sign of dollars; None for anything else."""
-    text = text.replace(r"\$", "").replace("$", "").replace(" ", "")
-    if len(text) > 200:
+    """An integer, decimal, fraction or mixed number, with thousands separators or a dollar sign; None for others."""
+    text = text.replace(r"\$", "").replace("$", "")
+    if len(text) > 200 or ", " in text or _APART.search(text):
         return None
+    text = text.replace(" ", "")
     if _NUMBER.fullmatch(text):
         return Fraction(text.replace(",", ""))
     match = _FRACTION.fullmatch(text)
     if match is None:
         return None
-    sign, *parts = match.groups()
+    sign, whole, *parts = match.groups()
     above, below = [int(part) for part in parts if part is not None]
-    return Fraction(-above if sign == "-" else above, below) if below else None
+    if not below or (whole and above < 0):
+        return None
+    value = Fraction(above, below) + int((whole or "0").replace(",", ""))
+    return -value if sign == "-" else value
 
 
 def _compare_bases(expected: str, answer: str) -> bool | None:

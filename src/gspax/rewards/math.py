@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards._pool import Failure, shared
-from gspax.rewards.answers import compare, extract, reference
+from gspax.rewards.answers import compare, extract, join_digits, reference
 from gspax.rewards.calls import concurrent
 from gspax.rewards.grades import Grade, Tally
 
@@ -75,7 +75,8 @@ def grade(
             grades.append(Grade(0.0, "no answer"))
         else:
             equal = compare(expected, answer)
-            grades.append((expected, answer) if equal is None else _grade(equal, failed))
+            pair = join_digits(expected), join_digits(answer)
+            grades.append(pair if equal is None else _grade(equal, failed))
     pairs = list(dict.fromkeys(each for each in grades if isinstance(each, tuple)))  # samples repeat each other
     decided = dict(zip(pairs, _ask(pairs, timeout, batch_timeout, workers), strict=True))
     done = [_grade(decided[each], failed) if isinstance(each, tuple) else each for each in grades]
