@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import gspax
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -90,7 +92,9 @@ def extras():
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     found = settings["options.extras_require"].items()
-    return {extra: {normalize(re.split(r"[>=\[]", line)[0]) for line in text.split()} for extra, text in found}
+    return {
+        extra: {normalize(re.split(r"[>=\[]", line)[0]) for line in text.split("\n") if line} for extra, text in found
+    }
 
 
 def test_training_installs_no_test_tools():
@@ -121,6 +125,20 @@ def test_the_workflow_runs_the_same_script_on_the_same_versions():
     assert script == {"run": ".ci/run"} and os.access(ROOT / ".ci" / "run", os.X_OK)
     versions = re.search(r"^for version in (.*); do$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.M)[1]
     assert job["strategy"]["matrix"]["python"] == versions.split()
+
+
+def test_a_tag_is_published_after_its_build_was_checked():
+    """And no other job may get a token."""
+    workflow = read_yaml(".github/workflows/publish.yml")
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` so
+    assert workflow["permissions"] == {"contents": "read"} and "permissions" not in build
+    assert (publish["needs"], publish["permissions"]) == ("build", {"id-token": "write"})
+    check, *steps = [step["run"] for step in build["steps"] if "run" in step]
+    assert steps == ["python -m pip install build twine", "python -m build", "python -m twine check --strict dist/*"]
+    for tag, code in ((gspax.__version__, 0), (f"{gspax.__version__}.1", 1), ("0", 1)):
+        done = subprocess.run(["bash", "-c", check], cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": f"v{tag}"})
+        assert done.returncode == code, tag
 
 
 def test_the_pre_commit_hooks_are_checks_of_make_test():

@@ -57,6 +57,7 @@ OF_STORAGE = {  # what a full disk, missing rights or an impossible path raise -
     errno.ENAMETOOLONG: 2,
 }
 TRAIN_EXTRA = (  # top-level packages of the extra `train`
+    "PIL",
     "flax",
     "huggingface_hub",
     "jinja2",
