@@ -4,6 +4,7 @@ No network is needed: the build uses this environment's setuptools, and the new 
 installed here through a .pth file, but no other gspax than its own.
 """
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -93,3 +94,6 @@ def test_all_versions_are_equal():
     lines = [*(ROOT / "setup.cfg").read_text().splitlines(), *(ROOT / "CITATION.cff").read_text().splitlines()]
     found = [line.replace("=", ":").split(":")[1].strip() for line in lines if line.startswith("version")]
     assert found == [gspax.__version__] * 2
+    released = re.findall(r"^## (\d\S*) \((\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert released[0][0] == gspax.__version__
+    assert f"date-released: {released[0][1]}\n" in (ROOT / "CITATION.cff").read_text()

@@ -1,3 +1,3 @@
 """gspax: GSPO, GRPO and their relatives in JAX. Importing it, or `gspax.losses`, needs jax alone."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
