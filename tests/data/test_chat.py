@@ -45,7 +45,8 @@ def write_folder(folder, template=TEMPLATE):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens(list(SPECIAL))  # <turn> and <eot> are special in this file only
+    tokenizer.add_tokens(["<think>", "</think>", "\n\n"])
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<eot> $A", special_tokens=[("<eot>", 256)]
     )
@@ -152,6 +153,18 @@ def test_stop_ids_come_from_the_generation_config(small):
     assert hf_chat(small).stop_ids == (258, 256)
 
 
+def test_a_reply_holds_no_token_that_is_not_of_text(small):
+    """Of all added tokens, special or not, and of the marks that templates write as text; white space is kept."""
+    tokenizer = hf_chat(small)
+    marks = ["<end>", "<turn>", "<eot>", "<think>", "</think>", "<tool_response>", "</tool_response>", "<tool_call>"]
+    reply = [{"role": "user", "content": "".join(marks) + "\n\n<turn<turn>>x"}]
+    rendered = tokenizer.decode(tokenizer.encode_reply(reply))
+    assert "< end>< turn>< eot>< think>< /think>< tool_response>" in rendered and "\n\n<turn< turn>>x" in rendered
+    plain = tokenizer.encode_reply([{"role": "user", "content": "\n\nx"}])
+    added = range(256, tokenizer.vocab_size)
+    assert [i for i in tokenizer.encode_reply(reply) if i in added] == [i for i in plain if i in added]
+
+
 def test_a_demonstration_follows_the_rendered_prompt(small):
     tokenizer = hf_chat(small)
     lengths = replace(experiment.sampling, max_prompt_tokens=64, max_tokens=16)
@@ -225,7 +238,7 @@ def test_a_chat_tokenizer_in_an_experiment(small):
     chat = replace(
         experiment,
         tokenizer=hf_chat(small),
-        model=replace(experiment.model, vocab_size=259),
+        model=replace(experiment.model, vocab_size=262),
         reward=partial(reward_answer, reward=sort.reward),
     )
     assert not validate(chat)

@@ -7,6 +7,7 @@ a reward removes it with `split_thinking`, or is wrapped: `partial(reward_answer
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from gspax.data.tokenizer import CharTokenizer, HFTokenizer, brief, hf_tokenizer
 from gspax.errors import UserError
 
 OPEN, CLOSE = "<think>", "</think>"
+_MARKUP = (OPEN, CLOSE, "<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>")
 _MARK = "\ue000"  # for private use: in no template
 
 
@@ -56,11 +58,12 @@ class ChatTokenizer(HFTokenizer):
         """The ids between the end of an assistant's turn, its stop token, and the start of the next one.
 
         They are those of what the template writes after the content of an assistant's message and that token, so no
-        earlier turn is rendered or tokenised again. Special tokens in a message are split by a space: what a tool
-        returns cannot end a turn. UserError if the template writes anything else after the content.
+        earlier turn is rendered or tokenised again. In a message every added token of the tokenizer, and the marks of
+        thinking and of tools, are split by a space: what a tool returns cannot end a turn, nor its own reply. UserError
+        if the template writes anything else after the content.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        safe = [{**message, "content": self._split_special(str(message["content"]))} for message in messages]
+        safe = [{**message, "content": self._split_marks(str(message["content"]))} for message in messages]
         before, _, after = self.render([*chat, *safe]).rpartition(_MARK)
         end = str(self._tokenizer.convert_ids_to_tokens(self.turn_end))
         if not before or not after.startswith(end):
@@ -70,9 +73,16 @@ class ChatTokenizer(HFTokenizer):
             )
         return self.encode_completion(after.removeprefix(end))
 
-    def _split_special(self, text: str) -> str:
-        for token in self._tokenizer.all_special_tokens:
-            text = text.replace(token, f"{token[:1]} {token[1:]}")
+    @functools.cached_property
+    def _marks(self) -> list[str]:
+        """What no reply may hold: the added tokens, white space aside, and what templates write around replies."""
+        tokenizer = self._tokenizer
+        added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+        return sorted(token for token in {*added, *tokenizer.all_special_tokens, *_MARKUP} if token.strip())
+
+    def _split_marks(self, text: str) -> str:
+        for mark in self._marks:
+            text = text.replace(mark, f"{mark[:1]} {mark[1:]}")
         return text
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
