@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from gspax.config import Grading
+from gspax.data.chat import reward_answer
 from gspax.errors import UserError
 from gspax.rewards import calls as module
+from gspax.rewards import format, length
 from gspax.rewards._pool import Pool
 from gspax.rewards.calls import Batched, Failed, Graded, Result, RewardCalls, Total, concurrent, to_result
+from gspax.rewards.combination import combine, weighted_sum
 
 
 def gather(reward, completions, **grading):
@@ -209,6 +212,29 @@ def test_a_late_call_does_not_add_threads():
         for future in calls.submit([0] * 20, ["good"] * 20):
             future.result(timeout=10)
     assert set(running) == {"gspax-reward-2"}
+
+
+judge = concurrent(4)(lambda problem, completion: 1.0)
+lenient = concurrent(16)(lambda problem, completion: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "most"),
+    [
+        (partial(weighted_sum, rewards={"judge": judge, "format": format.match_tags}), 4),
+        (partial(combine, rewards={"judge": partial(judge), "length": length.within}), 4),
+        (partial(combine, rewards={"judge": judge, "plain": number}), 1),
+        (partial(reward_answer, reward=lenient), 16),
+        (partial(reward_answer, reward=partial(weighted_sum, rewards={"a": lenient, "b": judge})), 4),
+        (partial(reward_answer, reward=number), 1),
+        (partial(weighted_sum, rewards={}), 1),
+    ],
+)
+def test_a_composition_runs_with_the_concurrency_of_its_members(reward, most):
+    with RewardCalls(reward, Grading()) as calls:
+        assert calls.concurrency == most
+    with RewardCalls(reward, Grading(concurrency=3)) as calls:
+        assert calls.concurrency == 3
 
 
 ANSWERS_LATE = """

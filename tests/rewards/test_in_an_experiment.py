@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from gspax import experiment as experiments
+from gspax.config import Evaluation, Grading, Task
+from gspax.data import reward_answer
 from gspax.experiment.description import describe
 from gspax.rewards import code, format, length, math
+from gspax.rewards.calls import Batched
 from gspax.rewards.combination import combine, weighted_sum
 from gspax.rewards.guard import guard
 
@@ -33,3 +36,37 @@ def test_an_experiment_with_each_reward_is_valid_and_described(reward):
     experiment = replace(experiments.load(ROOT / "experiments" / "sort_gspo.py"), reward=reward)
     assert experiments.validate(experiment) == []
     assert "0x" not in str(describe(experiment))
+
+
+async def ask(problem, completion):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "composition"),
+    [
+        (partial(combine, rewards={"answer": math.reward, "judge": ask}), "gspax.rewards.combination.combine"),
+        (
+            partial(reward_answer, reward=partial(weighted_sum, rewards={"judge": partial(ask)})),
+            "gspax.rewards.combination.weighted_sum",
+        ),
+        (partial(reward_answer, reward=Batched(ask)), "gspax.data.reward_answer"),
+        (partial(guard, reward=ask), "gspax.rewards.guard.guard"),
+    ],
+)
+def test_an_async_reward_inside_another_one_is_refused(reward, composition):
+    experiment = experiments.load(ROOT / "experiments" / "sort_gspo.py")
+    sentence = f"wanted plain functions inside {composition}, got the async"
+    (found,) = experiments.validate(replace(experiment, reward=reward))
+    assert found == f"reward: {sentence} {__name__}.ask"
+    task = Task(name="own", data=experiment.data, problems=2, reward=reward)
+    (found,) = experiments.validate(replace(experiment, evaluation=Evaluation(tasks=(task,))))
+    assert found == f"evaluation.tasks[0].reward: {sentence} {__name__}.ask"
+    assert experiments.validate(replace(experiment, reward=ask)) == []
+
+
+@pytest.mark.parametrize("concurrency", [-1, 1025, 100_000_000])
+def test_threads_are_bounded(concurrency):
+    experiment = experiments.load(ROOT / "experiments" / "sort_gspo.py")
+    (found,) = experiments.validate(replace(experiment, grading=Grading(concurrency=concurrency)))
+    assert found.startswith("grading.concurrency: wanted at ") and found.endswith(f", got {concurrency}")

@@ -41,6 +41,8 @@ from gspax.ranges import (
     Range,
     Share,
     Size,
+    at_least,
+    at_most,
 )
 
 Action = Literal["warn", "stop", "lower_rate", "roll_back"]
@@ -95,7 +97,8 @@ class Grading:
     failed: Finite = 0.0  # reward where the function raises, is late or gives no finite number
     max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.05  # of a batch; 0: none
     timeout: Positive = 60.0  # seconds of one call
-    concurrency: NonNegativeInt = 0  # calls at one time; 0: what the function declares, else 1, or 32 if it is async
+    # Calls at one time; 0: what the function declares, else 1, or 32 if it is async
+    concurrency: Annotated[int, at_least(0), at_most(1024)] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

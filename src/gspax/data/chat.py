@@ -196,3 +196,6 @@ def reward_answer(
 ) -> float:
     """`reward` of the answer part of a completion; of the empty text if there is no answer."""
     return reward(problem, split_thinking(completion, opened=opened)[1])
+
+
+reward_answer.concurrency = 0  # type: ignore[attr-defined]  # that of its reward, as by `rewards.calls.concurrent`

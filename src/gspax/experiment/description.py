@@ -173,6 +173,12 @@ def name_of(value: Any) -> str:
     return f"{next((each for each in packages if _lookup(f'{each}.{name}') is value), module)}.{name}"
 
 
+def title_of(function: Any) -> str:
+    """What a message calls a function, a partial or an object that can be called."""
+    inner = unwrap(function)
+    return name_of(inner) if hasattr(inner, "__qualname__") else type(inner).__name__
+
+
 def _lookup(name: str) -> Any:
     """What a dotted name stands for in the modules that are loaded; None if there is nothing."""
     parts = name.split(".")

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from gspax.experiment.description import hints_of, is_record, keywords, name_of, parameters, show, unwrap
+from gspax.experiment.description import hints_of, is_record, keywords, parameters, show, title_of, unwrap
 from gspax.protocols import argument_names, is_function_protocol
 from gspax.ranges import Range
 
@@ -125,7 +125,7 @@ def _words(hint: Any) -> str:
 def _misfit(function: Any, names: tuple[str, ...]) -> str:
     """Why the function cannot take these positional arguments; empty if it can."""
     inner = unwrap(function)
-    title = name_of(inner) if hasattr(inner, "__qualname__") else type(inner).__name__
+    title = title_of(inner)
     known = parameters(inner)
     anything = not known or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
     given = function.keywords if isinstance(function, functools.partial) else {}

@@ -30,11 +30,14 @@ from gspax.errors import UserError
 from gspax.experiment import loss_validation
 from gspax.experiment.conversation_validation import conversation_problems, credit_problems
 from gspax.experiment.counts import with_carried
+from gspax.experiment.description import title_of
 from gspax.experiment.field_validation import function_problems, range_problems, type_problems
 from gspax.experiment.memory import slot_problems
 from gspax.experiment.serving_layout import choose_serving_layout
 from gspax.model.architecture import architecture_problems
+from gspax.protocols import Reward
 from gspax.ranges import INT32
+from gspax.rewards.calls import find_async_members
 
 
 def validate(experiment: Experiment, devices: int | None = None, slices: tuple[int, int] = (1, 1)) -> list[str]:
@@ -56,6 +59,7 @@ def validate(experiment: Experiment, devices: int | None = None, slices: tuple[i
     if not problems:  # these divide by what was found positive above
         problems = [*architecture_problems(experiment.model)]
         problems += _lengths(experiment.model, experiment.sampling, experiment.evaluation)
+        problems += _async_rewards(experiment.reward, experiment.evaluation)
         problems += _tasks(experiment.evaluation, experiment.sampling, experiment.model)
         problems += _rows(experiment.sampling, experiment.schedule)
         problems += _shared_prompts(experiment.schedule, experiment.model)
@@ -117,6 +121,14 @@ def _schedule(key: str, optimizer: Optimizer) -> Iterator[str]:
         optimizer.schedule(optimizer.learning_rate, optimizer.warmup_updates)
     except (TypeError, ValueError) as problem:
         yield f"{key}.schedule: {problem}"
+
+
+def _async_rewards(reward: Reward, evaluation: Evaluation) -> Iterator[str]:
+    """Rewards inside a composition are plain functions."""
+    of_tasks = {f"evaluation.tasks[{i}].reward": task.reward for i, task in enumerate(evaluation.tasks)}
+    for key, each in ({"reward": reward} | of_tasks).items():
+        for composition, found in find_async_members(each):
+            yield f"{key}: wanted plain functions inside {title_of(composition)}, got the async {title_of(found)}"
 
 
 def _lengths(model: ModelConfig, sampling: Sampling, evaluation: Evaluation) -> Iterator[str]:

@@ -43,8 +43,11 @@ class Pool:
     """Up to `workers` processes of one script, started when they are needed. Safe to use from several threads."""
 
     def __init__(self, script: Path, *arguments: str, workers: int, renew_after: int = 5000):
-        if workers < 1 or renew_after < 1:
-            raise UserError(f"workers: wanted at least 1 worker and 1 task for each, got {workers} and {renew_after}")
+        if not 1 <= workers <= 1024 or renew_after < 1:
+            raise UserError(
+                f"workers: wanted at least 1 worker (and at most 1024) and 1 task for each, got {workers} and "
+                f"{renew_after}"
+            )
         self.workers = workers
         self._script, self._arguments, self._renew_after = script, arguments, renew_after
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()

@@ -26,6 +26,7 @@ from gspax.protocols import BatchReward, Reward
 F = TypeVar("F", bound=Callable[..., Any])
 
 OF_COROUTINES = 32  # calls of an async function at one time, unless the experiment says otherwise
+PURE = 32  # calls of a function without state, so that it does not hold up others in a composition
 LARGEST = 1e18  # of a reward: advantages add up squares of rewards in float32, which ends at 3.4e38
 _SPARE = 1.0  # seconds beyond its time limit after which a coroutine is taken to block its event loop
 
@@ -48,7 +49,10 @@ class Batched:
 
 
 def concurrent(calls: int) -> Callable[[F], F]:
-    """Declare that a reward function may run in this many threads at once; others are called one at a time."""
+    """Declare that a reward function may run in this many threads at once; others are called one at a time.
+
+    0 is for a composition: as many as each of the rewards may that it has as its keywords `reward` and `rewards`.
+    """
 
     def declare(function: F) -> F:
         function.concurrency = calls  # type: ignore[attr-defined]
@@ -187,11 +191,11 @@ class RewardCalls:
     what = "reward"  # that a call gives
 
     def __init__(self, reward: Reward, grading: Grading):
-        self.grading, self.name = grading, _name(reward)
+        self.grading = grading
         self._batched = isinstance(reward, Batched)
-        self._function: Callable[..., Any] = reward.function if isinstance(reward, Batched) else reward
-        self._is_async = _is_async(self._function)
-        self.concurrency = grading.concurrency or _declared(self._function, OF_COROUTINES if self._is_async else 1)
+        self.function: Callable[..., Any] = reward.function if isinstance(reward, Batched) else reward
+        self._is_async = is_async(self.function)
+        self.concurrency = grading.concurrency or _declared(self.function, OF_COROUTINES if self._is_async else 1)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._pending: list[_Call] = []
         self._server: _Threads | _EventLoop | None = None
@@ -268,7 +272,7 @@ class RewardCalls:
 
     def _call(self, call: _Call) -> bool:
         try:
-            return call.settle(self._results(call, self._function(*self._arguments(call))))
+            return call.settle(self._results(call, self.function(*self._arguments(call))))
         except UserError as problem:  # a setting is wrong, not this completion
             return call.settle(problem)
         except BaseException as problem:  # SystemExit included: it would end this thread only
@@ -282,7 +286,7 @@ class RewardCalls:
 
     async def _await(self, call: _Call) -> Sequence[Result] | UserError:
         try:
-            return self._results(call, await self._function(*self._arguments(call)))
+            return self._results(call, await self.function(*self._arguments(call)))
         except asyncio.CancelledError:
             raise
         except UserError as problem:
@@ -381,23 +385,38 @@ def _join(members: Mapping[Any, Any], name: str) -> str:
 
 
 def _inner(function: Any) -> Any:
+    """The function inside `Batched` and `functools.partial`."""
+    function = function.function if isinstance(function, Batched) else function
     return function.func if isinstance(function, functools.partial) else function
 
 
+def _members(function: Any) -> list[Any]:
+    """The rewards that a composition has as its keywords `reward` and `rewards`."""
+    keywords = function.keywords if isinstance(function, functools.partial) else {}
+    several = keywords.get("rewards")
+    one = [keywords["reward"]] if "reward" in keywords else []
+    return [*one, *(several.values() if isinstance(several, Mapping) else ())]
+
+
 def _declared(function: Any, default: int) -> int:
-    return int(getattr(_inner(function), "concurrency", default))
+    """How many threads may call a function at once."""
+    declared = int(getattr(_inner(function), "concurrency", default))
+    return declared or min((_declared(each, 1) for each in _members(function)), default=1)
 
 
-def _is_async(function: Any) -> bool:
+def is_async(function: Any) -> bool:
+    """Whether a reward function gives a coroutine."""
     inner = _inner(function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
-def _name(reward: Any) -> str:
-    from gspax.experiment.description import name_of  # imports jax, which reward functions do without
-
-    function = _inner(reward.function if isinstance(reward, Batched) else reward)
-    return name_of(function) if hasattr(function, "__qualname__") else type(function).__name__
+def find_async_members(function: Any) -> Iterator[tuple[Any, Any]]:
+    """Rewards that cannot be called: functions of gspax, each with an async reward inside, which it does not await."""
+    inner = _inner(function)
+    for each in _members(function) if str(getattr(inner, "__module__", "")).startswith("gspax.") else ():
+        if is_async(each):
+            yield inner, _inner(each)
+        yield from find_async_members(each)
 
 
 def _sentence(problem: BaseException) -> str:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.calls import Failed, Graded, Total
+from gspax.rewards.calls import Failed, Graded, Total, concurrent
 
 _EMPTY: Mapping[str, float] = {}
 
 
+@concurrent(0)
 def combine(
     problem: Problem,
     completion: str,
@@ -41,6 +42,7 @@ def combine(
     return {name: _weigh(name, reward(problem, completion), weights.get(name, 1.0)) for name, reward in rewards.items()}
 
 
+@concurrent(0)
 def weighted_sum(
     problem: Problem,
     completion: str,

@@ -6,8 +6,10 @@ import re
 from collections.abc import Sequence
 
 from gspax.data.problem import Problem
+from gspax.rewards.calls import PURE, concurrent
 
 
+@concurrent(PURE)
 def match(problem: Problem, completion: str, *, pattern: str) -> float:
     """1.0 if the whole completion matches a regular expression, in which `.` matches line breaks too, else 0.0.
 
@@ -17,6 +19,7 @@ def match(problem: Problem, completion: str, *, pattern: str) -> float:
     return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
 
 
+@concurrent(PURE)
 def match_tags(
     problem: Problem, completion: str, *, tags: Sequence[str] = ("think", "answer"), opened: bool = False
 ) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
+from gspax.rewards.calls import PURE, concurrent
 
 
+@concurrent(PURE)
 def within(
     problem: Problem,
     completion: str,

@@ -15,7 +15,7 @@ from gspax.advantages import constant_groups
 from gspax.data.problem import Problem
 from gspax.distributed import multihost
 from gspax.errors import UserError, warn_once
-from gspax.experiment.description import unwrap
+from gspax.experiment.description import title_of, unwrap
 from gspax.protocols import Advantage, LengthReward, Tokenizer
 from gspax.rewards.calls import Result, RewardCalls
 from gspax.run import interrupt
@@ -254,9 +254,10 @@ def _describe_failures(rows: Sequence[Row], calls: RewardCalls) -> str:
     if len(failed) <= max(share * len(rows), few):
         return ""
     (row,) = gather_texts(failed[:1])
+    many = f"{len(failed)} of {len(rows)} completions (grading.max_failed allows {100 * share:g} %)"
     return (
-        f"reward: {calls.name} failed for {len(failed)} of {len(rows)} completions (grading.max_failed allows "
-        f"{100 * share:g} %): {row['error']} for the prompt {row['prompt']!r} and the completion {row['completion']!r}"
+        f"reward: {title_of(calls.function)} failed for {many}: {row['error']} for "
+        f"the prompt {row['prompt']!r} and the completion {row['completion']!r}"
     )
 
 
