@@ -283,7 +283,9 @@ def test_eval_reproduces_the_recorded_metrics(whole, capsys):
     recorded = next(row for row in timeless(whole) if row["step"] == 4 and "eval/reward" in row)
     measured = record.read_rows(whole.evaluations)[-1]
     assert {name: measured[name] for name in recorded} == recorded
-    assert f"eval/reward            {recorded['eval/reward']:.4f}" in capsys.readouterr().out
+    first, *said = capsys.readouterr().out.splitlines()
+    assert first == f"step 4: evaluating {experiment.evaluation.problems} held-out problems"
+    assert f"  eval/reward            {recorded['eval/reward']:.4f}" in said
 
 
 def test_eval_of_a_missing_checkpoint_is_rejected(whole, tmp_path):

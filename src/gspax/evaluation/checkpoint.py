@@ -103,6 +103,7 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
     policy = replace(policy, interaction=interaction)
     if tasks is None:
         tasks = settings.tasks
+        progress.say(f"step {step}: evaluating {settings.problems} held-out problems")
         with rewards:
             found, _, _ = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
         if jax.process_index() == 0:
