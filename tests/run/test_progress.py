@@ -45,6 +45,7 @@ def test_a_long_step_prints_its_phase_without_a_terminal(monkeypatch):
     monkeypatch.setattr(progress, "SILENCE", 0.05)
     file = io.StringIO()
     with progress.track(20, 4, "sort", console=Console(file=file, width=120, highlight=False)) as bar:
+        wait_for(file, "sort 4/20  running (the first step compiles), 0:00 so far\n")
         progress.phase("sampling")
         wait_for(file, "sort 4/20  sampling (the first step compiles), 0:00 so far\n")
         bar.update(5, {"reward/mean": 0.5})

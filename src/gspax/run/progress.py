@@ -71,7 +71,7 @@ def track(
     """
     console = console or _console()
     clock = _Clock(total, start)
-    phase("")
+    phase("running")  # until another is named
     if not console.is_terminal:
         lines, ended = _Lines(console, clock, title, every), threading.Event()
         thread = threading.Thread(target=lines.break_silence, args=(ended,), name="progress", daemon=True)
