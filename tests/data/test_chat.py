@@ -2,6 +2,9 @@
 
 import functools
 import json
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,7 +76,7 @@ def qwen3(tmp_path_factory):
     pytest.importorskip("jinja2")
     folder = tmp_path_factory.mktemp("qwen3")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).symlink_to(DATA / "qwen3_tokenizer" / name)
+        shutil.copyfile(DATA / "qwen3_tokenizer" / name, folder / name)
     (folder / "generation_config.json").write_text('{"eos_token_id": [151645, 151643]}')
     from transformers import AutoTokenizer
 
@@ -280,6 +283,18 @@ def test_the_template_may_be_in_a_separate_file(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     tokenizer = hf_chat(tmp_path)
     assert tokenizer.decode(tokenizer.encode("hi")) == "hi!"
+
+
+def test_a_template_without_an_end_is_one_error_and_the_program_can_end(tmp_path):
+    """In a program of its own, because the thread that renders goes on."""
+    loops = "".join(f"{{% for x{i} in range(99999) %}}" for i in range(3)) + "{% endfor %}" * 3
+    write_folder(tmp_path, template=loops)
+    code = "import sys; from gspax.data import chat; chat.LONGEST = 0.5; chat.hf_chat(sys.argv[1]).encode('x')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1, done
+    assert done.stderr.endswith(f"UserError: the chat template in {tmp_path} failed: no result after 0.5 s\n")
 
 
 def test_a_folder_without_a_tokenizer_is_rejected_at_load(tmp_path):

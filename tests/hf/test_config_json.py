@@ -135,6 +135,10 @@ def test_published_files_equal_the_presets(name, preset):
             },
         ),
         (
+            DENSE | {"rope_scaling": YARN | {"attn_factor": 0.8782}},  # DeepSeek-R1-0528-Qwen3-8B
+            {"rope_scaling": Yarn(factor=4.0, original_max_position_embeddings=32768)},
+        ),
+        (
             DENSE | {"rope_scaling": {"type": "yarn", "factor": 2}},
             {"rope_scaling": Yarn(factor=2.0, original_max_position_embeddings=40960)},
         ),
@@ -239,6 +243,9 @@ def test_each_key_sets_its_field(raw, changes, tmp_path):
         (DENSE | {"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor: wanted at least 1, got 0.5"),
         (DENSE | {"rope_scaling": YARN | {"factor": "4"}}, 'factor: wanted a number, got "4"'),
         (DENSE | {"rope_scaling": YARN | {"beta_slow": 0}}, "rope_scaling.beta_slow: wanted above 0, got 0.0"),
+        (DENSE | {"rope_theta": float("nan")}, "rope_theta: wanted a finite number, got NaN"),
+        (DENSE | {"rms_norm_eps": float("inf")}, "rms_norm_eps: wanted a finite number, got Infinity"),
+        (DENSE | {"rope_scaling": YARN | {"factor": float("nan")}}, "factor: wanted a finite number, got NaN"),
         (DENSE | {"rope_scaling": "yarn"}, 'rope_scaling: wanted an object or null, got "yarn"'),
         (
             DENSE | {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},

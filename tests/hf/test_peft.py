@@ -209,6 +209,9 @@ def test_tensors_that_do_not_fit_are_rejected_by_name(tmp_path):
 
     refuses({name: x for name, x in tensors.items() if name != first}, f"tensor {first} is missing")
     refuses(tensors | {first: tensors[first].T.copy()}, rf"{first}: wanted the shape \[16, 3\], got \[3, 16\]")
+    refuses(
+        tensors | {first: tensors[first] * np.float32(np.nan)}, f"{first}: wanted finite numbers, got NaN or infinity"
+    )
     router = "base_model.model.model.layers.1.mlp.gate.lora_A.weight"
     refuses(tensors | {router: np.ones((3, 16), np.float32)}, f"{router} is not part of the model")
 

@@ -146,6 +146,18 @@ def test_experts_in_both_layouts_at_once_are_rejected(tmp_path):
     refused(save(tmp_path, MOE, ours() | ours(fused=True)), MOE, "is not part of the model in config.json")
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_a_tensor_that_is_not_finite_is_rejected(dtype, value, tmp_path):
+    found = ours(dtype=dtype)
+    found[GATE][-1, -1] = value
+    save(tmp_path, MOE, found, files=2)
+    refused(tmp_path, MOE, f"tensor {GATE}: wanted finite numbers, got NaN or infinity")
+    found[GATE][-1, -1] = np.finfo(np.float16).max  # in every dtype
+    save(tmp_path, MOE, found, files=2)
+    reading.read_params(tmp_path, MOE, wanted(MOE))
+
+
 def test_an_extra_layer_is_rejected(tmp_path):
     save(tmp_path, MOE, ours())
     fewer = replace(MOE, num_hidden_layers=2)

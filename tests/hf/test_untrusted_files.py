@@ -1,14 +1,19 @@
 """Checkpoint folders made by a stranger: one sentence for each, soon, and no file outside of the folder is read."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 import tiny
 
+from gspax.data import HFTokenizer, files, hf_chat
 from gspax.errors import UserError
-from gspax.hf import files, tensors
+from gspax.hf import tensors
 from gspax.hf.adapters import peft
 from gspax.hf.companions import copy_companions
 from gspax.hf.config_json import read_config, to_json
@@ -91,6 +96,25 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path, monkeypatch):
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "adapter_config.json", "tokenizer_config.json"])
+def test_a_pipe_is_refused_and_not_waited_for(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    calls = ["hf.hf(folder)"]
+    if name == "adapter_config.json":
+        calls += ["hf.peft(folder)"]
+    elif name == "config.json":
+        calls += ["config_json.read_config(folder)"]
+    else:
+        calls += ["data.hf_tokenizer(folder)", "data.HFTokenizer(folder).vocab_size"]
+    code = "import sys; from gspax import data, hf; from gspax.hf import config_json; folder = sys.argv[1]; "
+    for call in calls:
+        done = subprocess.run([sys.executable, "-c", code + call, tmp_path], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 1 and re.search(r"UserError: .*(regular file|got a pipe|none in)", done.stderr), done
+
+
 # Links
 
 
@@ -135,6 +159,16 @@ def test_the_links_of_the_hub_s_cache_are_followed(tmp_path):
     (snapshot / "tokenizer.json").symlink_to("../../../private")
     with pytest.raises(UserError, match="leads out"):
         locate(str(snapshot))
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "vocab.json"])
+def test_a_link_in_a_tokenizer_s_folder_is_refused(name, folder):
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / name).symlink_to("../private")
+    with pytest.raises(UserError, match="leads out of the folder"):
+        hf_chat(folder)
+    with pytest.raises(UserError, match="leads out of the folder"):
+        HFTokenizer(str(folder)).encode("x")
 
 
 def test_a_link_in_an_adapter_is_refused(tmp_path):

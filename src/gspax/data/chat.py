@@ -11,15 +11,17 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gspax.data.problem import Message, Problem
-from gspax.data.tokenizer import CharTokenizer, HFTokenizer, brief, hf_tokenizer, settings
+from gspax.data.tokenizer import CharTokenizer, HFTokenizer, brief, hf_tokenizer, limited, settings
 from gspax.errors import UserError
 
 OPEN, CLOSE = "<think>", "</think>"
 _MARKUP = (OPEN, CLOSE, "<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>")
+LONGEST = 30.0  # seconds for a template, which takes a thousandth of one unless its loops have no end
 _MARK = "\ue000"  # for private use: in no template
 
 
@@ -86,20 +88,19 @@ class ChatTokenizer(HFTokenizer):
         return text
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The chat as text. UserError if the template is missing or rejects the messages."""
+        """The chat as text. UserError if the template is missing, rejects the messages or does not end."""
         import jinja2  # noqa: F401  (optional in transformers; imported here so that the error names it)
 
-        tokenizer = self._tokenizer
+        write = partial(
+            self._tokenizer.apply_chat_template,
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=self.thinking,
+        )
         try:
-            return str(
-                tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] or None,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    enable_thinking=self.thinking,
-                )
-            )
+            return str(limited(write, LONGEST))
         except Exception as error:  # a template is a program and can fail in any way
             raise UserError(f"the chat template in {self.path} failed: {brief(error)}") from error
 

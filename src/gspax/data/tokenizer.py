@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from gspax.data.files import read_json, require_own_files
 from gspax.errors import UserError
+
+T = TypeVar("T")
 
 
 def tokenizer_problems(tokenizer: Any, vocab_size: int, *, demonstrations: bool) -> Iterator[str]:
@@ -86,7 +89,7 @@ class HFTokenizer:
     tokens in a text are encoded as special tokens; none are added, and only stop ids are removed. `stop_ids` and
     `vocab_size` are read from the JSON files, so that a dry run does not import transformers.
 
-    Every member raises UserError if a file of the folder is missing or cannot be parsed.
+    Every member raises UserError if a file of the folder is missing, cannot be parsed, or is a link out of it.
     """
 
     path: str
@@ -140,6 +143,7 @@ class HFTokenizer:
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
+        require_own_files(Path(self.path))
         _ = self._ids  # for a clearer error on a missing or broken file
         try:
             return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
@@ -148,9 +152,10 @@ class HFTokenizer:
 
 
 def hf_tokenizer(path: str | os.PathLike[str]) -> HFTokenizer:
-    """The tokenizer in a local folder; UserError if the folder has no `tokenizer.json`."""
+    """The tokenizer in a local folder; UserError if it has no `tokenizer.json`, or a link out of it."""
     if not (Path(path) / "tokenizer.json").is_file():
         raise UserError(f"wanted a folder that holds a tokenizer.json; there is none in {os.fspath(path)!r}")
+    require_own_files(Path(path))
     return HFTokenizer(os.fspath(path))
 
 
@@ -161,6 +166,27 @@ def check_ids(ids: Sequence[int], vocab_size: int, text: str) -> None:
             raise UserError(
                 f"tokenizer: wanted ids from 0 to {vocab_size - 1} (model.vocab_size), got {i!r} for {text[:200]!r}"
             )
+
+
+def limited(work: Callable[[], T], seconds: float) -> T:
+    """`work()`, by a thread of its own. TimeoutError if it takes longer: the thread goes on, as none can be ended."""
+    results: list[T] = []
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="gspax-limited", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failures:
+        raise failures[0]
+    if not results:
+        raise TimeoutError(f"no result after {seconds:g} s")
+    return results[0]
 
 
 def settings(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
@@ -177,8 +203,8 @@ def brief(error: Exception) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {brief(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: wanted a JSON object, got {type(content).__name__}")

@@ -18,9 +18,9 @@ import ml_dtypes
 import numpy as np
 
 from gspax.config import Lora, ModelConfig
+from gspax.data.files import SHOWN, read_json, require_own_files, show
 from gspax.errors import UserError
 from gspax.hf import names, tensors
-from gspax.hf.files import SHOWN, read_json, require_own_files, show
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -84,7 +84,7 @@ def read_adapters(
       shapes: of each factor (`learner.adapters.abstract`).
 
     Raises:
-      UserError: tensors are missing, unexpected or of another shape; the message names them.
+      UserError: tensors are missing, unexpected, not finite or of another shape; the message names them.
     """
     stored = _stored(folder)
     found = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
@@ -99,7 +99,9 @@ def read_adapters(
         if stored[published].shape != shape:
             got = list(stored[published].shape)
             raise UserError(f"{stored[published].file}: tensor {published}: wanted the shape {list(shape)}, got {got}")
-        part[...] = tensors.read(stored[published]).T.reshape(part.shape)
+        tensor = tensors.read(stored[published])
+        tensors.require_finite(published, stored[published], tensor)
+        part[...] = tensor.T.reshape(part.shape)
     if unknown := sorted(set(stored) - expected):
         raise UserError(f"{folder / WEIGHTS}: tensor {unknown[0]} is not part of the model in config.json")
     return found

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from gspax.hf.files import require_own_files
+from gspax.data.files import require_own_files
 
 COMPANIONS = (
     "generation_config.json",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from gspax.config import ModelConfig, Yarn
+from gspax.data.files import SHOWN, read_json, show
 from gspax.errors import UserError
-from gspax.hf.files import SHOWN, read_json, show
 from gspax.model.architecture import architecture_problems
 from gspax.ranges import Range
 
@@ -106,6 +107,7 @@ HARMLESS = {  # keys that do not affect what gspax computes, and why
     "unsloth_fixed": "who has repaired the file",
     "unsloth_version": "who has written the file",
 }
+HARMLESS_ROPE = ("attn_factor",)  # of DeepSeek-R1-0528-Qwen3-8B; what transformers reads is `attention_factor`
 DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
 FULL, SLIDING = "full_attention", "sliding_attention"
 RANGES = {  # of the numbers, by field
@@ -267,7 +269,7 @@ def _rope(raw: Mapping[str, Any], context: int) -> dict[str, Any]:
     kind = _expect("rope_type", _get(rope, "rope_type", _get(rope, "type", "default")), ("default", "yarn"))
     known = YARN_HINTS if kind == "yarn" else {}
     for key, value in rope.items():
-        if key not in ("rope_theta", "rope_type", "type", *known):
+        if key not in ("rope_theta", "rope_type", "type", *known, *HARMLESS_ROPE):
             raise ValueError(f"rope_scaling.{key[:SHOWN]}: wanted no such key with rope_type {kind}, got {show(value)}")
     if kind == "default":
         return {"rope_theta": theta}
@@ -337,4 +339,6 @@ def _typed(hint: Any, name: str, value: Any) -> Any:
     if type(value) not in kinds:
         words = {int: "an integer", float: "a number", bool: "true or false"}.get(kinds[0], "a list of integers")
         raise ValueError(f"{name}: wanted {words}, got {show(value)}")
+    if type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{name}: wanted a finite number, got {show(value)}")
     return value

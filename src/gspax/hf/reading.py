@@ -37,7 +37,8 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
       wanted: `ShapeDtypeStruct`s with shardings; the tensors are cast to their dtypes.
 
     Raises:
-      UserError: files or tensors are missing, unexpected, corrupt or of another shape; the message names them.
+      UserError: files or tensors are missing, unexpected, corrupt, not finite or of another shape; the message names
+        them.
     """
     stored = tensors.find(folder)
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)}
@@ -47,7 +48,9 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
     thread = threading.local()
 
     def read(name: str) -> np.ndarray:
-        return tensors.read(stored[name], thread.buffer)
+        tensor = tensors.read(stored[name], thread.buffer)
+        tensors.require_finite(name, stored[name], tensor)
+        return tensor
 
     def prepare() -> None:
         thread.buffer = np.empty(BUFFER, np.uint8)

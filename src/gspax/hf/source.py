@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gspax.config import ModelConfig
+from gspax.data.files import require_own_files
 from gspax.errors import UserError
 from gspax.hf.config_json import read_config
-from gspax.hf.files import require_own_files
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 CONFIG = ("config.json",)

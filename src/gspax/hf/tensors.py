@@ -18,13 +18,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from gspax.data.files import SHOWN, parse_json, read_json
 from gspax.errors import UserError
-from gspax.hf.files import SHOWN, parse_json, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 MOST_AXES = 32
+STRIP = 2**18  # numbers that are looked at together
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
 
 
@@ -156,6 +157,16 @@ def read(stored: Stored, buffer: np.ndarray | None = None) -> np.ndarray:
                 raise UserError(f"{stored.file}: became shorter while being read")
             left = left[count:]
     return flat.view(stored.dtype).reshape(stored.shape)
+
+
+def require_finite(name: str, stored: Stored, tensor: np.ndarray) -> None:
+    """UserError if a tensor that was read holds NaN or an infinite number: its exponent is all ones."""
+    bits = np.dtype(f"u{stored.dtype.itemsize}")
+    exponent = np.array(np.inf, stored.dtype).view(bits)
+    flat = tensor.reshape(-1).view(bits)
+    for first in range(0, flat.size, STRIP):
+        if (flat[first : first + STRIP] & exponent == exponent).any():
+            raise UserError(f"{stored.file}: tensor {name}: wanted finite numbers, got NaN or infinity")
 
 
 def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_size: int) -> dict[str, Stored]:

@@ -18,8 +18,10 @@ def read_json(file: Path) -> Any:
 
     Raises:
       OSError: it cannot be opened.
-      ValueError: it is too long, too deeply nested, or not JSON in UTF-8.
+      ValueError: it is no regular file, too long, too deeply nested, or not JSON in UTF-8.
     """
+    if file.exists() and not file.is_file():  # a named pipe without a writer would be waited for
+        raise ValueError("it is no regular file")
     with file.open("rb") as opened:
         data = opened.read(LONGEST + 1)
     if len(data) > LONGEST:
@@ -49,7 +51,7 @@ def show(value: Any) -> str:
 
 
 def require_own_files(folder: Path) -> None:
-    """Refuse a folder in which a link leads out of it: what it points to would be read, and copied by an export.
+    """Refuse a folder with a link that leads out of it, which would be read, and copied by an export, or with a pipe.
 
     The cache of the Hugging Face Hub is made of links from `snapshots/REVISION` to `blobs`, which are permitted.
     """
@@ -58,3 +60,5 @@ def require_own_files(folder: Path) -> None:
     for file in sorted(folder.iterdir()):
         if file.is_symlink() and not any(file.resolve().is_relative_to(each) for each in permitted):
             raise UserError(f"{file}: wanted a file, got a link that leads out of the folder")
+        if not file.is_file() and not file.is_dir() and file.exists():
+            raise UserError(f"{file}: wanted a file, got a pipe, a socket or a device")
