@@ -19,7 +19,7 @@ from published import load, published, random_params, same_bytes, save
 
 from gspax import config as experiment_config
 from gspax import sft
-from gspax.commands import arguments, convert, export, main
+from gspax.commands import arguments, check, convert, export, main
 from gspax.config import Lora, Optimizer
 from gspax.data import HFTokenizer
 from gspax.errors import UserError
@@ -100,7 +100,7 @@ def test_the_tokenizers_files_are_copied(tmp_path):
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
     (source / "pytorch_model.bin").write_text("not this one")
     convert.run(str(source), tmp_path / "orbax")
-    assert names_in(tmp_path / "orbax") == sorted(["checkpoints", "config.json", *COMPANIONS])
+    assert names_in(tmp_path / "orbax") == sorted(["checkpoints", "config.json", "manifest.json", *COMPANIONS])
     export.run(tmp_path / "orbax", tmp_path / "out")
     assert names_in(tmp_path / "out") == sorted(["config.json", "model.safetensors", *COMPANIONS])
     for name, text in COMPANIONS.items():
@@ -419,6 +419,27 @@ def test_a_process_killed_while_writing_leaves_no_target(tmp_path):
         (temporary / "whole").touch()
     assert names_in(tmp_path / "new") == ["whole"]
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o777 & ~folders._umask()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_damage_beside_the_parameters_of_a_converted_checkpoint_is_found(name, tmp_path, capsys):
+    source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
+    convert.run(str(source), target := tmp_path / "orbax")
+    model = hf(target)
+    assert check.run(target) == 0
+    assert "config.json and tokenizer: whole\ncheckpoints/0: whole\n" in capsys.readouterr().out
+    (target / name).write_text((target / name).read_text() + " ")
+    assert check.run(target) == 1
+    assert re.search(
+        rf"^config.json and tokenizer: {name} has \d+ bytes instead of \d+$", capsys.readouterr().out, re.M
+    )
+    for use in (lambda: start(model), lambda: export.run(target, tmp_path / "new")):
+        with pytest.raises(UserError, match=rf"orbax: damaged: {name} has .*; convert the checkpoint again, or delete"):
+            use()
+    (target / "manifest.json").unlink()  # of an older version
+    assert check.run(target) == 1
+    assert "config.json and tokenizer: no manifest.json, not verified" in capsys.readouterr().out
+    start(model)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from threads that Orbax leaves behind

@@ -9,6 +9,7 @@ import pytest
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
+from gspax.rewards import program_tests
 from gspax.rewards.program_tests import (
     Tests,
     arguments,
@@ -42,6 +43,15 @@ def test_rows_of_livecodebench_are_read(private):
 def test_a_pickled_class_is_not_loaded():
     with pytest.raises(UserError, match=r"wanted a pickled text, got one that loads gspax\.errors\.UserError"):
         from_livecodebench(livecodebench(packed(UserError("x"))))
+
+
+def test_a_bomb_is_not_decompressed(monkeypatch):
+    """A million of these characters are a thousand bytes in zlib."""
+    tests = json.dumps([{**PRIVATE[0], "input": "1" * 10**6}])
+    assert len(from_livecodebench(livecodebench(packed(tests))).cases[1][0]) == 10**6
+    monkeypatch.setattr(program_tests, "LONGEST", 10**6)
+    with pytest.raises(UserError, match="private_test_cases: wanted at most 1000000 bytes when decompressed, got more"):
+        from_livecodebench(livecodebench(packed(tests + " ")))
 
 
 def test_rows_of_codeforces_are_read():

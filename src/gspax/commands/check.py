@@ -35,6 +35,8 @@ def run(directory: Path) -> int:
     places = RunDir(directory), RunDir(directory).warm_start
     folders = (places[0].checkpoints, places[0].start, places[1].checkpoints, *places[0].dumps.glob("*/state"))
     code = found = 0
+    if (directory / "config.json").is_file():  # what `gspax convert` wrote
+        code = _check_files(directory)
     for folder in folders:
         finished = finished_steps(folder)
         for step in list_steps(folder):
@@ -54,3 +56,13 @@ def run(directory: Path) -> int:
         print(f"{places[0].checkpoints.name}: no checkpoint, but {places[0].newest.name} records that one was saved")
         code = 1
     return code
+
+
+def _check_files(directory: Path) -> int:
+    """Print a line about config.json and the tokenizer of a converted checkpoint; 1 if not known to be whole."""
+    from gspax.run.manifest import MANIFEST, find_damage, has_manifest
+
+    name = "config.json and tokenizer"
+    damage = find_damage(directory) if has_manifest(directory) else [f"no {MANIFEST}, not verified"]
+    print("\n".join(f"{name}: {each}" for each in damage) or f"{name}: whole")
+    return 1 if damage else 0

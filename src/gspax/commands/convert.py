@@ -48,6 +48,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
     from gspax.learner.weights import CHECKPOINTS
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.folders import atomic_folder
+    from gspax.run.manifest import write_manifest
     from gspax.sharding import make_mesh
 
     folder = locate(source)
@@ -59,6 +60,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
         params = read_params(folder, config, abstract_params(config, mesh, dtype))
         shutil.copyfile(folder / "config.json", temporary / "config.json")
         copy_companions([folder], temporary)
+        write_manifest(temporary)  # of these files; the parameters have their own
         largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))  # at most this is compressed at once
         with Checkpoints(temporary / CHECKPOINTS, keep=1, concurrent_gb=1 + largest // 10**9) as checkpoints:
             checkpoints.save(0, {"params": params}, {"source": origin, "dtype": dtype})

@@ -188,6 +188,7 @@ def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]
 
 def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
     """The model, its adapters, and the folders that may have its tokenizer's files, the likeliest first."""
+    from gspax.learner.weights import require_whole
     from gspax.run.directory import RunDir, read_json
 
     run = RunDir(source)
@@ -200,6 +201,7 @@ def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
             raise UserError(f"{run.experiment}: wanted a model of this version of gspax: {problem}") from problem
         return config, lora, [*_find_tokenizer(experiment.get("tokenizer")), *_find_start(config.checkpoint)]
     if (source / "config.json").is_file():
+        require_whole(source)
         return read_config(source), None, [source]
     raise UserError(f"{source}: wanted a run directory (experiment.json) or a converted checkpoint (config.json)")
 

@@ -13,6 +13,7 @@ from gspax.hf.adapters import read_adapters
 from gspax.hf.reading import path_name, read_params
 from gspax.hf.source import locate
 from gspax.run.checkpoints import Checkpoints
+from gspax.run.manifest import MANIFEST, find_damage, has_manifest
 from gspax.types import Params
 
 CHECKPOINTS = "checkpoints"  # in a converted folder, beside config.json and the tokenizer's files
@@ -26,8 +27,17 @@ def load(config: ModelConfig, wanted: Params) -> Params:
     """
     folder = locate(config.checkpoint)
     if (folder / CHECKPOINTS).is_dir():
+        require_whole(folder)
         return _load_converted(folder / CHECKPOINTS, wanted)
     return read_params(folder, config, wanted)
+
+
+def require_whole(folder: Path) -> None:
+    """UserError if config.json or the tokenizer of a converted checkpoint is damaged. Older ones cannot be verified."""
+    if has_manifest(folder) and (damage := find_damage(folder)):
+        raise UserError(
+            f"{folder}: damaged: {damage[0]}; convert the checkpoint again, or delete {MANIFEST} if the change is yours"
+        )
 
 
 def load_adapters(config: ModelConfig, lora: Lora, wanted: Params) -> Params:

@@ -17,6 +17,7 @@ from typing import Any
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 
+LONGEST = 2**28  # bytes of a problem's private tests
 _DECIMAL = re.compile(r"[-+]?(?:\d++\.?+\d*+|\.\d++)(?:[eE][-+]?\d{1,3})?")  # possessive: linear time
 
 
@@ -134,7 +135,11 @@ def _private(text: str) -> list[dict[str, str]]:
     try:
         return json.loads(text)
     except ValueError:
-        return json.loads(_TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load())
+        stream = zlib.decompressobj()
+        data = stream.decompress(base64.b64decode(text), LONGEST)
+        if stream.unconsumed_tail:
+            raise UserError(f"private_test_cases: wanted at most {LONGEST} bytes when decompressed, got more") from None
+        return json.loads(_TextOnly(io.BytesIO(data)).load())
 
 
 class _TextOnly(pickle.Unpickler):
