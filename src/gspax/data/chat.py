@@ -11,7 +11,6 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ class ChatTokenizer(HFTokenizer):
         """The chat as text. UserError if the template is missing, rejects the messages or does not end."""
         import jinja2  # noqa: F401  (optional in transformers; imported here so that the error names it)
 
-        write = partial(
+        write = functools.partial(
             self._tokenizer.apply_chat_template,
             [dict(message) for message in messages],
             tools=[dict(tool) for tool in tools] or None,
