@@ -46,6 +46,11 @@ def nll(logp_BT: Array, old_logp_BT: Array, advantage_B: Array, mask_BT: Array) 
     return Terms(value=value_B, weight=mask_BT.sum(axis=-1).astype(value_B.dtype), metrics={})
 
 
+def imitation(outputs: objective.Outputs, batch: Batch, constants: objective.UpdateConstants) -> Terms:
+    """`nll` as what an update minimises: there is no old policy, so no metric of a ratio."""
+    return nll(outputs.logp_BT, batch.old_logp_BT, batch.advantage, batch.mask_BT)
+
+
 def run(experiment: Experiment, workdir: Path) -> None:
     """`gspax sft`: this stage alone, in `workdir/warm_start`, where `gspax train` finds it."""
     if experiment.warm_start is None:
@@ -74,7 +79,7 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
     if schedule.microbatch_tokens:
         rows = row_shape(experiment.sampling, schedule, batch_shards(mesh)).microbatch
     rows = math.gcd(stage.rows, rows)  # the most that divide both, all if that is 0
-    train_step = make_train_step(model, objective.make_objective(nll), optimizer, microbatch_rows=rows, mesh=mesh)
+    train_step = make_train_step(model, imitation, optimizer, microbatch_rows=rows, mesh=mesh)
     demonstrate = partial(
         make_demonstrations,
         stage,

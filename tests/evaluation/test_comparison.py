@@ -114,6 +114,18 @@ def test_the_command_writes_a_page_a_picture_and_a_table(arms, tmp_path, capsys)
     ]
 
 
+def test_a_metric_that_an_arm_lacks_is_named(arms, tmp_path, capsys):
+    write_run(tmp_path / "own", 0)
+    for path in (tmp_path / "a").glob("*/metrics.jsonl"):
+        path.write_text(path.read_text().replace('"reward/mean"', '"policy/clip_fraction_tokens"'))
+    options = ["--metrics", "policy/clip_fraction_tokens,reward/mean", "--out", str(tmp_path / "c")]
+    assert main.main(["compare", str(tmp_path / "a"), str(tmp_path / "own"), *options]) == 0
+    printed, page = capsys.readouterr().out, (tmp_path / "c" / "compare.html").read_text()
+    for said in ("no run has policy/clip_fraction_tokens, its loss does not report it", "no run has reward/mean"):
+        assert said in printed and said in page
+    assert "none" not in printed and "0 seeds" not in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -149,3 +149,32 @@ def test_correction_metrics_by_hand():
     assert found["correction_rejected"] == 0.75
     by_row = correction.weight_metrics(jnp.array([2.0, 0.0, 5.0]), mask)
     assert losses.reduce(terms._replace(metrics=by_row))[1]["correction_mean"] == 1.0
+
+
+def own(logp_BT, old_logp_BT, advantage_B, mask_BT):
+    """A loss of a user's own, without metrics."""
+    value_B = -(advantage_B[:, None] * jnp.exp(logp_BT - old_logp_BT)).sum(-1, where=mask_BT)
+    return losses.Terms(value_B, mask_BT.any(-1).astype(jnp.float32), {})
+
+
+def reduced(loss, batch=BATCH):
+    return losses.reduce(objective.make_objective(loss)(OUTPUTS, batch, CONSTANTS))[1]
+
+
+def test_a_loss_of_ones_own_gets_the_metrics_that_do_not_depend_on_it():
+    wanted = {name: x for name, x in reduced(losses.grpo).items() if not name.startswith("clip_fraction")}
+    assert wanted.keys() == {
+        *("kl", "ratio_mean", "ratio_min", "ratio_max", "ratio_deviation"),
+        *("token_ratio_mean", "token_ratio_min", "token_ratio_max"),
+    }
+    chex.assert_trees_all_equal(reduced(own), wanted)
+    names = {"kl": losses.Share(jnp.ones(B), jnp.ones(B))}
+    assert reduced(lambda *given: own(*given)._replace(metrics=names))["kl"] == 1, "what it reports itself stays"
+
+
+def test_the_token_ratio_is_reported_for_losses_that_have_it():
+    ratio_BT = np.exp(np.asarray(LOGP - BATCH.old_logp_BT, np.float64))[np.asarray(MASK)]
+    found = reduced(losses.grpo)
+    for name, value in (("mean", ratio_BT.mean()), ("min", ratio_BT.min()), ("max", ratio_BT.max())):
+        np.testing.assert_allclose(found[f"token_ratio_{name}"], value, rtol=1e-5)
+    assert "token_ratio_max" not in reduced(losses.gspo)

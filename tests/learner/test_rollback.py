@@ -228,6 +228,11 @@ def test_an_update_beyond_a_limit_is_skipped(guard, norm, ratio, healthy):
     assert is_healthy(guard, jnp.float32(0.0), jnp.float32(norm), metrics) == healthy
 
 
+def test_the_limit_of_the_ratio_is_for_tokens_where_the_loss_has_their_ratio():
+    metrics = {"ratio_max": jnp.float32(1.1), "token_ratio_max": jnp.float32(1000)}
+    assert not is_healthy(Guard(max_ratio=2.0), jnp.float32(0), jnp.float32(0), metrics)
+
+
 def test_an_update_with_a_loss_that_is_not_finite_is_skipped_whatever_its_gradient():
     assert not is_healthy(Guard(), jnp.float32(jnp.nan), jnp.float32(1.0), {})
     assert is_healthy(Guard(), jnp.float32(-1.0), jnp.float32(1.0), {})

@@ -314,6 +314,18 @@ def test_the_learning_rate_is_that_of_the_applied_updates():
     assert optax.tree.norm(moved) / optax.tree.norm(whole) == pytest.approx(0.7, rel=1e-4)
 
 
+@pytest.mark.parametrize(("name", "skipped"), [("grpo", 1), ("gspo", 0)])
+def test_the_guards_ratio_is_that_of_the_loss(name, skipped):
+    """One token's ratio is 1,000; over its sequence the ratio is below 10."""
+    data = batch()
+    row = int(data.mask_BT.sum(axis=1).argmax())
+    column = int(data.mask_BT[row].argmax())
+    far = replace(data, old_logp_BT=direct(tiny.params(CONFIG), data)[0].at[row, column].add(-np.log(1000)))
+    update = make_step(LOSSES[name], SGD, temperature=TEMPERATURE, guard=config.Guard(max_ratio=10.0))
+    _, metrics = update(fresh(), far)
+    assert metrics["ratio_max"] < 10 and metrics["skipped"] == skipped
+
+
 @pytest.mark.parametrize("rows", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_update_can_compute_its_own_old_log_probs(rows):
     """Exact in value and gradient, under any split: the update of a batch scored by the same policy."""

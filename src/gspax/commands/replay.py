@@ -43,7 +43,7 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.learner.optimizer import make_optimizer
     from gspax.learner.restore import restore_state
     from gspax.learner.steps import make_steps
-    from gspax.learner.train_step import is_healthy
+    from gspax.learner.train_step import is_healthy, largest_ratio
     from gspax.rollout.placement import make_meshes
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir
@@ -65,8 +65,8 @@ def execute(options: argparse.Namespace) -> int:
     norm = optax.tree.norm(grads)
     print(f"step {about['step']}, a minibatch of {len(batch.tokens_BT)} rows")
     print(f"loss           {float(loss):.6g}\ngradient norm  {float(norm):.6g}")
-    if "ratio_max" in metrics:
-        print(f"largest ratio  {float(metrics['ratio_max']):.6g}")
+    if (largest := largest_ratio(metrics)) is not None:
+        print(f"largest ratio  {float(largest):.6g}")
     print(f"the update is {'applied' if is_healthy(experiment.guard, loss, norm, metrics) else 'skipped'}")
     parameters = [*_list_leaves("parameter", state.params), *_list_leaves("gradient of", grads)]
     print("\n".join(_shorten(list(_list_rows(batch, np.asarray(terms.value))), "rows")))

@@ -188,7 +188,8 @@ class Guard:
 
     rollbacks: NonNegativeInt = 2  # returns to one checkpoint, each with other problems
     max_grad_norm: NonNegative = 0.0  # an update with a larger gradient norm, before clipping, is skipped; 0: off
-    max_ratio: NonNegative = 0.0  # likewise with a larger policy ratio in its minibatch; 0: off
+    # Likewise with a larger policy ratio in its minibatch: of a sequence or of a token, as the loss has it; 0: off
+    max_ratio: NonNegative = 0.0
     min_entropy: NonNegative = 0.01  # nats per token; below it a warning
     max_truncated: NonNegative = 0.9  # share of responses cut at the length limit; above it a warning
     collapse: Collapse | None = None

@@ -57,18 +57,25 @@ def summarise(arms: Sequence[Arm], metric: str) -> str:
     lines = [f"{metric} at {tokens:,.0f} response tokens:"]
     for arm, entry in zip(arms, compare(arms, metric, tokens), strict=True):
         difference = f"; difference {_describe_difference(entry)}" if entry.difference else ""
-        lines.append(f"  {arm.name:{width}}  {_describe(entry.mean)}, {_count(entry)}{difference}")
+        lines.append(f"  {arm.name:{width}}  {_describe_mean(arm, metric, entry)}{difference}")
     return "\n".join(lines)
 
 
-def _describe(found: Estimate | None, sign: str = "") -> str:
-    if found is None:
-        return "none"
+def _describe_mean(arm: Arm, metric: str, entry: Entry) -> str:
+    if entry.mean is not None:
+        return f"{_describe(entry.mean)}, {_count(entry)}"
+    if any(metric in run.series for run in arm.runs):
+        return f"no run has {metric} at these tokens"
+    return f"no run has {metric}" + (", its loss does not report it" if metric.startswith("policy/") else "")
+
+
+def _describe(found: Estimate, sign: str = "") -> str:
     bounds = "" if np.isnan(found.low) else f" [{found.low:{sign}.4g}, {found.high:{sign}.4g}]"
     return f"{found.mean:{sign}.4g}{bounds}"
 
 
 def _describe_difference(entry: Entry) -> str:
+    assert entry.difference is not None
     kind = f"{entry.pairs} pairs of seeds" if entry.pairs else "unpaired"
     return f"{_describe(entry.difference, '+')}, {kind}"
 
@@ -84,7 +91,7 @@ def _results(arms: Sequence[Arm], entries: dict[str, list[Entry]]) -> str:
         for arm, entry in zip(arms, found, strict=True):
             difference = _describe_difference(entry) if entry.difference else ""
             each = ", ".join(f"{seed}: {value:.4g}" for seed, value in sorted(entry.values.items(), key=str))
-            rows.append((metric, arm.name, f"{_describe(entry.mean)}, {_count(entry)}", difference, each))
+            rows.append((metric, arm.name, _describe_mean(arm, metric, entry), difference, each))
     return _text_table(head, rows)
 
 

@@ -19,6 +19,7 @@ from gspax.experiment.description import keywords
 from gspax.losses.calibration import range_metrics
 from gspax.losses.correction import weight_metrics
 from gspax.losses.kl import add_penalty
+from gspax.losses.ratio_spread import ratio_metrics
 from gspax.losses.regularizers import entropy_bonus, load_balance, router_z
 from gspax.losses.router_shift import log_factor
 from gspax.losses.traits import aggregate_of, traits_of
@@ -61,9 +62,11 @@ def make_objective(
 ) -> Objective:
     """The objective of a policy loss; the arguments are the fields of `Experiment` with the same names.
 
-    With `calibration` the clip range is `constants.clip_range`, and the metrics of `range_metrics` are added.
+    The metrics of `ratio_metrics` are added where the loss does not report them, `token_ratio` unless its ratio is that
+    of a sequence. With `calibration` the clip range is `constants.clip_range`, and there are those of `range_metrics`.
     """
     aggregate, takes_updates = aggregate_of(loss), traits_of(loss).updates
+    by_sequence = traits_of(loss).ratio == "sequence"
 
     def objective(outputs: Outputs, batch: Batch, constants: UpdateConstants) -> losses.Terms:
         old_logp_BT, packed = batch.old_logp_BT, segments(batch)
@@ -78,6 +81,10 @@ def make_objective(
         if calibration is not None:
             options |= {"clip_low": constants.clip_range[0], "clip_high": constants.clip_range[1]}
         terms = loss(*rows, **packed, **options)
+        of_ratios = ratio_metrics(outputs.logp_BT, old_logp_BT, batch.mask_BT, **packed)
+        if by_sequence:
+            del of_ratios["token_ratio"]
+        terms = terms._replace(metrics=of_ratios | terms.metrics)
         if weight is not None:
             terms = terms._replace(metrics=terms.metrics | weight_metrics(weight, batch.mask_BT, **packed))
         if log_factor_BT is not None:

@@ -155,10 +155,15 @@ def is_healthy(guard: Guard, loss: Array, grad_norm: Array, metrics: Metrics) ->
     if guard.max_grad_norm:
         healthy &= grad_norm <= guard.max_grad_norm
     if guard.max_ratio:
-        if "ratio_max" not in metrics:
+        if (largest := largest_ratio(metrics)) is None:
             raise UserError("guard.max_ratio: wanted a loss with the metric ratio_max, the experiment's has none")
-        healthy &= metrics["ratio_max"] <= guard.max_ratio
+        healthy &= largest <= guard.max_ratio
     return healthy
+
+
+def largest_ratio(metrics: Metrics) -> Array | None:
+    """The largest ratio: of a token, or of a sequence if the loss has that; None if it is not reported."""
+    return metrics.get("token_ratio_max", metrics.get("ratio_max"))
 
 
 def make_gradient(

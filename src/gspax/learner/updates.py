@@ -76,7 +76,7 @@ def run_updates(
     if found[-1]["empty"] and readings is not None:
         readings = readings._replace(gradient={}, ratio={})  # of nothing
     earliest = next((each for each in found if not each["empty"]), {})
-    if was_scored and "ratio_deviation" in earliest:  # a user's loss may not report it
+    if was_scored and "ratio_deviation" in earliest:
         found = [{**metrics, "noise_floor": clipping.noise_floor(earliest)} for metrics in found]
     routing = None
     if steps.route is not None:

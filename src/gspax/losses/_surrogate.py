@@ -157,21 +157,29 @@ def policy_metrics(
     x: Inputs, high_BU: Array | None, low_BU: Array | None, share: Callable[[Array, Array], Share]
 ) -> Metrics:
     """The metrics that the module's docstring lists; `share` is `of_tokens` or `of_sequences`, for high and low."""
-    log_ratio_BT, mask_BT, segment_BT = stop_gradient(x.log_ratio_BT), x.mask_BT, x.segment_BT
+    mask_BT, segment_BT = x.mask_BT, x.segment_BT
     tokens_BS = _sequences.count(mask_BT, segment_BT)
     high_BS, low_BS = (
         jnp.zeros_like(tokens_BS) if flag is None else _sequences.total(flag.astype(jnp.float32), mask_BT, segment_BT)
         for flag in (high_BU, low_BU)
     )  # no token is clipped from above and from below, so the two may be added
-    log_s_BS, keep_BS = _sequences.mean(log_ratio_BT, mask_BT, segment_BT), tokens_BS > 0
-    ratio_BS = exp(log_s_BS)
-    deviation_BS = jnp.abs(jnp.expm1(jnp.clip(log_s_BS, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)))
-    k3_BT = k3_of(-jnp.clip(log_ratio_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     return {
         "clip_fraction_tokens": of_tokens(high_BS + low_BS, tokens_BS),
         "clip_fraction_sequences": of_sequences(high_BS + low_BS, tokens_BS),
         "clip_fraction_high": share(high_BS, tokens_BS),
         "clip_fraction_low": share(low_BS, tokens_BS),
+        **ratio_metrics(stop_gradient(x.log_ratio_BT), mask_BT, segment_BT),
+    }
+
+
+def ratio_metrics(log_ratio_BT: Array, mask_BT: Array, segment_BT: Array | None) -> Metrics:
+    """Those of the module's metrics that do not depend on the loss; the log-ratio is 0 outside the mask."""
+    tokens_BS = _sequences.count(mask_BT, segment_BT)
+    log_s_BS, keep_BS = _sequences.mean(log_ratio_BT, mask_BT, segment_BT), tokens_BS > 0
+    ratio_BS = exp(log_s_BS)
+    deviation_BS = jnp.abs(jnp.expm1(jnp.clip(log_s_BS, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)))
+    k3_BT = k3_of(-jnp.clip(log_ratio_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return {
         "ratio": Spread(ratio_BS, keep_BS),
         "ratio_deviation": Quantile(value=deviation_BS, weight=tokens_BS, above=NOISE_ABOVE),
         "kl": Share(masked.sum(k3_BT, mask_BT, axis=-1), jnp.sum(tokens_BS, -1)),

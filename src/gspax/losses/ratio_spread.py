@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax import masked
-from gspax.losses import _checks, _sequences
+from gspax.losses import _checks, _sequences, _surrogate
+from gspax.losses._terms import Metrics, Spread
 
 Array = jax.Array
 
@@ -65,6 +66,19 @@ def ratio_spread(logp: Array, old_logp: Array, mask: Array, segment_ids: Array |
         "ess_products": _effective_size(sum_BS, some_BS),
         **jax.vmap(in_bin)(2.0 ** jnp.arange(mask_BT.shape[1].bit_length())),
     }
+
+
+def ratio_metrics(logp: Array, old_logp: Array, mask: Array, segment_ids: Array | None = None) -> Metrics:
+    """Metrics of the ratios that do not depend on the loss: `ratio`, `ratio_deviation` and `kl`, as every policy loss
+    has them, and `token_ratio`, the ratio of the response tokens. Arguments as of `ratio_spread`; no gradient.
+    """
+    logp_BT, old_logp_BT, mask_BT, segment_BT = _checks.two_policies(
+        "logp", logp, "old_logp", old_logp, mask, segment_ids
+    )
+    mask_BT = _sequences.response(mask_BT, segment_BT)
+    log_ratio_BT = jax.lax.stop_gradient(jnp.where(mask_BT, logp_BT - old_logp_BT, 0))
+    found = _surrogate.ratio_metrics(log_ratio_BT, mask_BT, segment_BT)
+    return {**found, "token_ratio": Spread(_surrogate.exp(log_ratio_BT), mask_BT)}
 
 
 def fit_exponent(length_K: np.ndarray, deviation_K: np.ndarray, sequences_K: np.ndarray) -> float:
