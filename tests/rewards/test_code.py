@@ -6,6 +6,8 @@ At most two programs run at a time, with little memory and few seconds.
 import os
 import shutil
 import socket
+import subprocess
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
-from gspax.rewards import _pool, _seccomp, code
+from gspax.rewards import _pool, code
 from gspax.rewards.calls import Result, to_result
 from gspax.rewards.code import Limits
 from gspax.rewards.grades import Grade, Tally
@@ -26,15 +28,16 @@ LIMITS = Limits(timeout=20.0, memory=256, output=1, processes=8)
 SHORT = Limits(timeout=1.0, memory=256, output=1, processes=8)
 
 
-@pytest.fixture(params=["bubblewrap", "limits"])
+@pytest.fixture(params=["bubblewrap", "none"])
 def isolation(request):
-    if request.param == "bubblewrap" and shutil.which("bwrap") is None:
-        pytest.skip(
-            "bubblewrap is not installed (apt-get install bubblewrap); the same tests run with isolation='limits'"
-        )
-    if request.param == "limits" and not _seccomp.build(alone=True):
-        pytest.skip("isolation='limits' needs seccomp on x86-64")
-    return request.param
+    return request.getfixturevalue("bubblewrap") if request.param == "bubblewrap" else "none"
+
+
+@pytest.fixture
+def bubblewrap():
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed (apt-get install bubblewrap)")
+    return "bubblewrap"
 
 
 def graded(program, isolation, *cases, function=None, limits=LIMITS):
@@ -129,12 +132,12 @@ def f():
 
 
 @pytest.mark.parametrize("name", FUNCTION_ATTACKS)
-def test_an_attack_from_inside_a_function_earns_nothing(name, isolation):
-    grade = graded(FUNCTION_ATTACKS[name], isolation, ("", EXPECTED), function="f")
+def test_an_attack_from_inside_a_function_earns_nothing(name, bubblewrap):
+    grade = graded(FUNCTION_ATTACKS[name], bubblewrap, ("", EXPECTED), function="f")
     assert grade.reward == 0.0 and grade.outcome in ("wrong", "error")
 
 
-def test_a_reloaded_module_cannot_read_outside_files(isolation, tmp_path):
+def test_a_reloaded_module_cannot_read_outside_files(bubblewrap, tmp_path):
     tmp_path.chmod(0o777)
     target = tmp_path / "written"
     program = f"""
@@ -144,26 +147,11 @@ os.system("echo {EXPECTED} > {target}")
 open({str(target)!r}, "w").write("x")
 print({EXPECTED})
 """
-    if isolation == "limits":  # may write to world-writable folders; cannot start a program
-        program = program.replace(f'open({str(target)!r}, "w").write("x")', "assert os.system('true') == 0")
-    assert graded(program, isolation).reward == 0.0
+    assert graded(program, bubblewrap).reward == 0.0
     assert not target.exists()
 
 
-def test_limits_block_a_fork_by_its_number_too():
-    if not _seccomp.build(alone=True):
-        pytest.skip("isolation='limits' needs seccomp on x86-64")
-    program = f"""
-import ctypes, os
-child = ctypes.CDLL(None).syscall(57)
-if child == 0:
-    os._exit(0)
-print({EXPECTED} if child > 0 else 0)
-"""
-    assert graded(program, "limits").outcome == "wrong"
-
-
-def test_a_child_does_not_outlive_its_program(isolation):
+def test_a_child_does_not_outlive_its_program(bubblewrap):
     marker = f"3{os.getpid()}.5"
     program = f"""
 import os
@@ -174,8 +162,8 @@ import time
 time.sleep(0.2)
 print({EXPECTED})
 """
-    grade = graded(program, isolation)
-    assert grade.outcome == ("passed" if isolation == "bubblewrap" else "error")
+    grade = graded(program, bubblewrap)
+    assert grade.outcome == "passed"
     deadline = time.monotonic() + 5
     while running(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -183,10 +171,12 @@ print({EXPECTED})
 
 
 def test_a_program_ends_with_its_worker(isolation, monkeypatch):
+    """Under "none" by its own timer, a second after its time limit."""
     name = f"p{os.getpid()}"
     program = f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name}')\ntime.sleep(60)"  # PR_SET_NAME
-    monkeypatch.setattr(code, "_SPARE", 1.5 - LIMITS.timeout)
-    assert graded(program, isolation) == Grade(0.0, "late")
+    limits = Limits(timeout=6.0, memory=256, output=1, processes=8)
+    monkeypatch.setattr(code, "_SPARE", 1.5 - limits.timeout)
+    assert graded(program, isolation, limits=limits) == Grade(0.0, "late")
     deadline = time.monotonic() + 30
     while running(name, "comm") and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -205,17 +195,17 @@ def running(text, file="cmdline"):
     return False
 
 
-def test_the_network_is_unreachable(isolation):
+def test_the_network_is_unreachable(bubblewrap):
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = f"""
 import socket
 socket.create_connection(("127.0.0.1", {server.getsockname()[1]}), 1)
 print({EXPECTED})
 """
-        assert graded(program, isolation).outcome == "error"
+        assert graded(program, bubblewrap).outcome == "error"
 
 
-def test_the_environment_is_empty(isolation, monkeypatch):
+def test_the_environment_is_empty(bubblewrap, monkeypatch):
     monkeypatch.setenv("GSPAX_SECRET", EXPECTED)
     monkeypatch.setattr(_pool, "_shared", {})  # workers with this environment
     program = """
@@ -226,13 +216,11 @@ for path in glob.glob("/proc/[0-9]*/environ"):
     except OSError: pass
 print(918273645 if any("GSPAX_SECRET" in text for text in texts) else 0)
 """
-    assert graded(program, isolation).outcome == "wrong"
+    assert graded(program, bubblewrap).outcome == "wrong"
     _pool._close()
 
 
-def test_outside_files_are_unreachable(tmp_path):
-    if shutil.which("bwrap") is None:
-        pytest.skip("only bubblewrap hides files")
+def test_outside_files_are_unreachable(bubblewrap, tmp_path):
     tmp_path.chmod(0o755)
     (tmp_path / "answer").write_text(EXPECTED)
     for path in (tmp_path / "answer", Path(__file__), "/etc/passwd"):
@@ -271,24 +259,24 @@ BOMBS = {
     "errors": "import sys\nfor _ in range(64): print('x' * (1 << 20), file=sys.stderr)",
     "large file": "open('x', 'wb').write(b'x' * (1 << 25))",
     "many files": "for n in range(64): open(str(n), 'wb').write(b'x' * (1 << 20))",
-    "memory files": "import os\nos.memfd_create('x')",
+    "memory files": "import os\nfile = os.memfd_create('x')\nfor _ in range(2): os.write(file, b'x' * (1 << 20))",
     "namespaces": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_resource_bombs_are_contained(name, isolation):
-    if isolation == "limits" and name in ("threads", "many files"):
-        pytest.skip("only bubblewrap bounds the number of threads and the size of all files")
-    grade = graded(f"{BOMBS[name]}\nprint({EXPECTED})", isolation, limits=Limits(5.0, 256, 1, 8))
+def test_resource_bombs_are_contained(name, bubblewrap):
+    if name == "namespaces" and "--disable-userns" not in subprocess.getoutput("bwrap --help"):
+        pytest.skip("this bubblewrap is older than 0.8")
+    grade = graded(f"{BOMBS[name]}\nprint({EXPECTED})", bubblewrap, limits=Limits(5.0, 256, 1, 8))
     assert grade.reward == 0.0 and grade.outcome in ("error", "timeout")
-    assert graded(f"print({EXPECTED})", isolation).reward == 1.0
+    assert graded(f"print({EXPECTED})", bubblewrap).reward == 1.0
 
 
-def test_a_persistent_fork_bomb_is_contained(isolation):
+def test_a_persistent_fork_bomb_is_contained(bubblewrap):
     program = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    assert graded(program, isolation, limits=Limits(1.0, 64, 1, 4)).outcome == "timeout"
-    assert graded(f"print({EXPECTED})", isolation).reward == 1.0
+    assert graded(program, bubblewrap, limits=Limits(1.0, 64, 1, 4)).outcome == "timeout"
+    assert graded(f"print({EXPECTED})", bubblewrap).reward == 1.0
 
 
 # Settings
@@ -302,15 +290,41 @@ def test_no_program_runs_unless_the_experiment_allows_it():
 def test_without_bubblewrap_it_does_not_start(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(
-        UserError, match=r"isolation: wanted the program bwrap \(apt-get install bubblewrap\), got none"
+        UserError, match=r"^isolation: wanted the program bwrap \(apt-get install bubblewrap\), it is not installed$"
     ):
         graded("print(1)", "bubblewrap")
-    with pytest.raises(UserError, match="isolation: wanted bubblewrap or limits, got 'none'"):
-        graded("print(1)", "none")
 
 
-def test_an_unavailable_sandbox_is_an_error(isolation):
-    with pytest.raises(UserError, match=rf"rewards: no sandbox \({isolation}\): "):
+def test_limits_alone_are_no_isolation():
+    """Programs that run as the trainer's user can read its memory and write into it."""
+    with pytest.raises(UserError, match=r"^isolation: wanted bubblewrap or none, got 'limits'$"):
+        graded("print(1)", "limits")
+
+
+def test_a_sandbox_that_is_not_permitted_is_one_sentence(monkeypatch):
+    """As where the kernel or a container refuses user namespaces."""
+    sentence = (
+        r"^rewards: isolation: wanted to run a program with 'bubblewrap', got exit status 1: bwrap: "
+        r"no permission; the machine must permit user namespaces \(docs/rewards\.md, Programs\)$"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        bwrap = Path(folder, "bwrap")
+        bwrap.write_text("#!/bin/sh\necho 'bwrap: no permission' >&2\nexit 1\n")
+        for path in (folder, bwrap):  # for the user nobody, too
+            os.chmod(path, 0o755)
+        monkeypatch.setenv("PATH", folder, prepend=os.pathsep)
+        monkeypatch.setattr(_pool, "_shared", {})
+        with pytest.raises(UserError, match=sentence):
+            graded("print(1)", "bubblewrap")
+
+
+def test_programs_end_before_the_trainer_if_memory_runs_out(isolation):
+    """System V shared memory is in no limit; it ends with the sandbox."""
+    assert graded("print(open('/proc/self/oom_score_adj').read())", isolation, ("", "1000")).outcome == "passed"
+
+
+def test_an_unavailable_interpreter_is_an_error(isolation):
+    with pytest.raises(UserError, match=rf"rewards: isolation: wanted to run a program with '{isolation}', got "):
         code.grade(
             [Tests((("", "1"),)).to_answer()],
             ["1"],

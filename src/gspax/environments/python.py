@@ -1,4 +1,4 @@
-"""A Python tool: the policy's programs run in the sandbox of `rewards.code`, and what they print is the reply."""
+"""A Python tool: the policy's programs run as those of `rewards.code` do, and what they print is the reply."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards import _seccomp
 from gspax.rewards._pool import Failure, Pool, shared
 from gspax.rewards.calls import concurrent
 from gspax.rewards.grades import Grade, Tally
@@ -66,7 +65,7 @@ def reward(
       completion: text with the program in its last fenced block, or nothing but the program.
       allow_code_execution: must be True: this runs what a model has written.
       limits: for each test.
-      isolation: "bubblewrap", or "limits" for a machine without it, where programs can read the file system.
+      isolation: "bubblewrap", or "none" for programs that you trust: they run as processes of the trainer's user.
       python: the interpreter for the programs; None for this one if it is below /usr, else /usr/bin/python3.
       workers: programs at one time, of this process.
       failed: the reward of a completion whose problem has no valid tests, or whose worker was lost, which no program
@@ -210,15 +209,11 @@ def _ask(pool: Pool, code: str, limits: Limits, given: str, *, function: str | N
 
 
 def _pool(isolation: str, python: str | None, workers: int) -> Pool:
-    if isolation not in ("bubblewrap", "limits"):
-        raise UserError(f"isolation: wanted bubblewrap or limits, got {isolation!r}")
+    if isolation not in ("bubblewrap", "none"):
+        raise UserError(f"isolation: wanted bubblewrap or none, got {isolation!r}")
     if isolation == "bubblewrap" and shutil.which("bwrap") is None:
-        raise UserError(
-            "isolation: wanted the program bwrap (apt-get install bubblewrap), got none; isolation='limits' does "
-            "without it and lets programs read the file system"
-        )
-    rules = _seccomp.build(alone=isolation == "limits").hex()
-    return shared("_code_worker.py", isolation, python or _default_python(), rules, workers=workers)
+        raise UserError("isolation: wanted the program bwrap (apt-get install bubblewrap), it is not installed")
+    return shared("_code_worker.py", isolation, python or _default_python(), workers=workers)
 
 
 def _default_python() -> str:
