@@ -164,6 +164,16 @@ def test_prompts_are_filtered_by_their_pass_rate(samples):
     assert rule(data.Problem("a0?", "")) == "the pass rate is 0, outside the range"
 
 
+def test_samples_whose_reward_failed_do_not_count(samples):
+    """A step of an evaluation has them among the others; the folder has those of every step in files of their own."""
+    failed = json.dumps({"prompt": "a17?", "reward": 0.0, "error": "late"}) + "\n"
+    unseen = json.dumps({"prompt": "a30?", "reward": 0.0, "error": "late"}) + "\n"
+    (samples / "failed_000001.jsonl").write_text(9 * failed + unseen)
+    (samples / "step_2.jsonl").write_text((samples / "step_2.jsonl").read_text() + 9 * failed)
+    assert kept(data.PassRate(str(samples), low=0.75)) == set(range(15, 20))
+    assert data.PassRate(str(samples))(data.Problem("a30?", "")).startswith("there is no sample of this prompt")
+
+
 def test_the_samples_are_described_without_their_path(samples):
     rule = data.PassRate(str(samples))
     before = describe(rule)

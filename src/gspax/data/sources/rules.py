@@ -62,8 +62,9 @@ class PassRate:
     """The mean reward of a prompt in earlier samples lies in [low, high].
 
     Attributes:
-      path: JSON lines with `prompt` and `reward`, as in a run's folder `samples`, or a folder of such files. Prompts
-        are compared as the policy read them, so the run must have had the same `template`.
+      path: JSON lines with `prompt` and `reward`, as in a run's folder `samples`, or a folder of such files. Samples
+        whose reward failed (`error`) do not count. Prompts are compared as the policy read them, so the run must have
+        had the same `template`.
       low: the smallest mean reward that is accepted.
       high: the largest.
       unseen: what to do with a prompt without samples: "drop" or "keep".
@@ -95,25 +96,29 @@ class PassRate:
         """A hash of the samples, and the mean reward of each prompt by its digest."""
         path, hashed = Path(self.path), hashlib.sha256()
         total, count = Counter[int](), Counter[int]()
-        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        files = [path]
+        if path.is_dir():  # failed_STEP.jsonl has the failures of every step, but none of its other samples
+            files = sorted(file for file in path.glob("*.jsonl") if not file.name.startswith("failed_"))
         if not files:
             raise UserError(f"data: wanted samples in {self.path}, got a folder without .jsonl files")
         for file in files:
             try:
                 for number, line in enumerate(file.read_bytes().splitlines(), start=1):
                     hashed.update(line)
-                    key, reward = _sample(line, f"{file}, line {number}")
-                    total[key] += reward  # type: ignore[assignment]
-                    count[key] += 1
+                    if (sample := _sample(line, f"{file}, line {number}")) is not None:
+                        total[sample[0]] += sample[1]  # type: ignore[assignment]
+                        count[sample[0]] += 1
             except OSError as error:
                 raise UserError(f"{file}: cannot be read: {error.strerror}") from error
         return f"sha256:{hashed.hexdigest()}", {key: total[key] / count[key] for key in count}
 
 
-def _sample(line: bytes, where: str) -> tuple[int, float]:
-    """The digest of a sample's prompt, and its reward."""
+def _sample(line: bytes, where: str) -> tuple[int, float] | None:
+    """The digest of a sample's prompt, and its reward; None if the reward failed."""
     try:
-        row = json.loads(line)
+        row = dict(json.loads(line))
+        if "error" in row:
+            return None
         return digest(row["prompt"]), float(row["reward"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"data: {where}: wanted a sample with prompt and reward, got {line[:60]!r}") from error
