@@ -332,6 +332,17 @@ def test_the_tutorials_train(tutorial_files, tmp_path, monkeypatch):
     assert len([row for row in rows if "policy/ratio_mean" in row]) == 2
 
 
+def test_the_environment_of_the_page_trains(tutorial_files, tmp_path, monkeypatch):
+    """Two steps of a smaller model, after a warm start on conversations."""
+    monkeypatch.chdir(tutorial_files)
+    smaller = [*TINY[:-1], "warm_start.steps=2", "warm_start.rows=8", "optimizer.learning_rate=1e-3"]
+    with jax.numpy_rank_promotion("allow"):
+        assert program.main(["train", "higher_lower.py", "--workdir", str(tmp_path / "run"), *smaller]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    turns = [row["rollout/turns"] for row in rows if "rollout/turns" in row]
+    assert len(turns) == 2 and all(1 <= each <= 7 for each in turns)
+
+
 # Commands
 
 

@@ -35,6 +35,7 @@ NAME = Range(
     "letters, digits, '.', '_' and '-', a letter or digit first",
     lambda x: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", x) is not None,
 )
+NOT_EMPTY = Range("at least one", lambda x: len(x) > 0)  # element, or character
 
 PositiveInt = Annotated[int, at_least(1), at_most(INT32)]
 NonNegativeInt = Annotated[int, at_least(0), at_most(INT32)]

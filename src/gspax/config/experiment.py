@@ -29,6 +29,7 @@ from gspax.ranges import (
     AXIS,
     CHOSEN_AXIS,
     NAME,
+    NOT_EMPTY,
     AtLeast2,
     Below1,
     Between0And1,
@@ -175,7 +176,7 @@ class Collapse:
 
     action: Action = "warn"
     steps: PositiveInt = 20  # with the same alarm, one after the other
-    alarms: tuple[Alarm, ...] = ("reward", "gradient")  # those that count
+    alarms: Annotated[tuple[Alarm, ...], NOT_EMPTY] = ("reward", "gradient")  # those that count
     reward: Share = 0.5  # of the best running mean of reward/mean; below it is an alarm
     window: PositiveInt = 10  # steps of that running mean
     grad_norm: NonNegative = 0.0  # optim/grad_norm above it is an alarm; 0: off

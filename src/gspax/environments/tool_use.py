@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from gspax.data.chat import split_thinking
 from gspax.data.problem import Message, Problem
 from gspax.environments.step import Step
 from gspax.environments.tool_calls import Call, Malformed, parse_hermes
+from gspax.ranges import NOT_EMPTY, PositiveInt
 from gspax.rewards.calls import concurrent
 
 _TYPES: dict[str, Any] = {
@@ -70,13 +71,13 @@ class ToolUse:
       error: the reply to a call that has failed; `{}` is the reason.
     """
 
-    tools: tuple[Tool, ...]
+    tools: Annotated[tuple[Tool, ...], NOT_EMPTY]
     parse: Callable[[str], list[Call | Malformed]] = parse_hermes
     call_reward: float = 0.0
     failure_reward: float = 0.0
-    most_calls: int = 8
-    longest_reply: int = 4000
-    error: str = "error: {}"
+    most_calls: PositiveInt = 8
+    longest_reply: PositiveInt = 4000
+    error: Annotated[str, NOT_EMPTY] = "error: {}"
 
     def schemas(self) -> list[dict[str, Any]]:
         """The tools for a chat template."""

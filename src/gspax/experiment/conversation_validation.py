@@ -50,9 +50,11 @@ def conversation_problems(
 
 
 def credit_problems(
-    loss: Any, advantage: Any, correction: Any, rejection: Any, reference: Reference | None
+    turns: Turns, loss: Any, advantage: Any, correction: Any, rejection: Any, reference: Reference | None
 ) -> Iterator[str]:
     """Advantages of turns need a loss that takes those of tokens, and an advantage function that takes a mask."""
+    if turns.credit != "turn":
+        return
     if not traits_of(loss).token_advantage:
         yield f"turns.credit: wanted a loss with advantages of tokens (losses.gspo_token), got {_name(loss)}"
     kl = reference.loss if reference is not None else None
@@ -65,6 +67,15 @@ def credit_problems(
             "turns.credit: wanted an advantage of (rewards, mask), because not every conversation has every turn; "
             f"{_name(advantage)} takes no mask"
         )
+
+
+def unused_turns(environment: Any, turns: Turns) -> Iterator[str]:
+    """Settings of turns that change nothing."""
+    default = Turns()
+    if environment is None and turns.limit != default.limit:
+        yield f"turns.limit={turns.limit}: without effect, because there is no environment"
+    if turns.discount != default.discount and (environment is None or turns.credit != "turn"):
+        yield f'turns.discount={turns.discount:g}: without effect, unless turns.credit="turn" with an environment'
 
 
 def _name(function: object) -> str:

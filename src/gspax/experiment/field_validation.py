@@ -12,11 +12,20 @@ import inspect
 import types
 import typing
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from gspax.experiment.description import hints_of, is_record, keywords, parameters, show, title_of, unwrap
 from gspax.protocols import argument_names, is_function_protocol
 from gspax.ranges import Range
+
+
+class Field(NamedTuple):
+    """A field of an experiment, or of a part of it."""
+
+    key: str  # as in an override
+    value: Any
+    hint: Any  # its annotation, with the ranges
+    owner: Any  # the record that it is a field of
 
 
 def type_problems(record: Any, prefix: str = "") -> Iterator[str]:
@@ -32,8 +41,8 @@ def type_problems(record: Any, prefix: str = "") -> Iterator[str]:
 
 def range_problems(record: Any) -> Iterator[str]:
     """Numbers and names out of the range in their annotation: fields, and keywords of functions."""
-    for key, value, hint in _fields(record):
-        if is_function_protocol(_bare(hint)) and value is not None:
+    for key, value, hint, _ in fields(record):
+        if is_function_protocol(bare(hint)) and callable(value):
             hints = hints_of(unwrap(value), ranges=True)
             yield from (
                 problem
@@ -45,37 +54,42 @@ def range_problems(record: Any) -> Iterator[str]:
 
 def function_problems(record: Any) -> Iterator[str]:
     """Functions that could not be called as the run calls them."""
-    for key, value, hint in _fields(record):
-        if is_function_protocol(_bare(hint)) and value is not None:
-            names = argument_names(_bare(hint))
+    for key, value, hint, _ in fields(record):
+        if is_function_protocol(bare(hint)) and callable(value):
+            names = argument_names(bare(hint))
             if problem := _misfit(value, names):
                 yield f"{key}: wanted a function of ({', '.join(names)}), {problem}"
 
 
-def _fields(record: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, value, annotation) of every field, those of the parts included."""
+def fields(record: Any, prefix: str = "") -> Iterator[Field]:
+    """Every field, those of the parts included: also of a data source or an environment that is a dataclass."""
     for name, hint in hints_of(type(record), ranges=True).items():
-        value = getattr(record, name)
-        yield f"{prefix}{name}", value, hint
-        for key, part in _parts(f"{prefix}{name}", value, hint):
-            yield from _fields(part, f"{key}.")
+        value = getattr(record, name, None)  # an annotation of a user's own class may have no value
+        yield Field(f"{prefix}{name}", value, hint, record)
+        for key, part in _parts(f"{prefix}{name}", value, hint, protocols=True):
+            yield from fields(part, f"{key}.")
 
 
-def _parts(key: str, value: Any, hint: Any) -> Iterator[tuple[str, Any]]:
-    """The dataclasses that an experiment consists of, in a field of it: the value, or the elements of a tuple."""
-    if is_record(value) and dataclasses.is_dataclass(_bare(hint)):
+def _parts(key: str, value: Any, hint: Any, *, protocols: bool = False) -> Iterator[tuple[str, Any]]:
+    """The dataclasses that an experiment consists of, in a field of it: the value, or the elements of a tuple.
+
+    Args:
+      protocols: include objects of a user's own, whose annotations need not be complete.
+    """
+    wanted, own = bare(hint), protocols and getattr(bare(hint), "_is_protocol", False)
+    if is_record(value) and (dataclasses.is_dataclass(wanted) or own):
         yield key, value
-    elif typing.get_origin(hint) is tuple and dataclasses.is_dataclass(typing.get_args(hint)[0]):
-        yield from ((f"{key}[{i}]", each) for i, each in enumerate(value))
+    elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, typing.get_args(wanted)[:1])):
+        yield from ((f"{key}[{i}]", each) for i, each in enumerate(value) if is_record(each))
 
 
-def _bare(hint: Any) -> Any:
+def bare(hint: Any) -> Any:
     """`X` of `X | None` and of `Annotated[X, ...]`."""
     if typing.get_origin(hint) is Annotated:
-        return _bare(typing.get_args(hint)[0])
+        return bare(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         members = [each for each in typing.get_args(hint) if each is not types.NoneType]
-        return _bare(members[0]) if len(members) == 1 else hint
+        return bare(members[0]) if len(members) == 1 else hint
     return hint
 
 
@@ -88,7 +102,7 @@ def _out_of_range(key: str, value: Any, hint: Any) -> Iterator[str]:
         return
     for range_ in ranges:
         if isinstance(range_, Range) and not range_.accepts(value):
-            yield f"{key}: wanted {range_.words}, got {repr(value) if isinstance(value, str) else show(value)}"
+            yield f"{key}: wanted {range_.words}, got {show(value) if isinstance(value, int | float) else repr(value)}"
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -105,7 +119,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return True  # an object: what it lacks is reported by name, where it is defined what it needs
     if hint in (int, float):
         return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
-    return isinstance(value, hint)
+    return isinstance(value, origin or hint)
 
 
 def _words(hint: Any) -> str:

@@ -6,7 +6,7 @@ Each message is one sentence: where, what was wanted, what came.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,52 +15,19 @@ from gspax.config import (
     Calibration,
     Experiment,
     ModelConfig,
+    OldLogp,
+    Placement,
     Reference,
     Regularizers,
     RouterShift,
     RoutingReplay,
+    Schedule,
     is_sparse,
     updates_per_step,
 )
 from gspax.experiment.description import keywords, parameters, show, unwrap
 from gspax.losses.calibration import INERT
 from gspax.losses.traits import aggregate_of, level_of, traits_of
-
-
-def problems(experiment: Experiment) -> Iterator[str]:
-    """What is wrong with an experiment whose fields have the right types and signatures."""
-    loss = experiment.loss
-    yield from _clip_range(loss)
-    yield from _calibration(loss, experiment.calibration, updates_per_step(experiment.schedule))
-    yield from _rewards(experiment.reward, experiment.advantage)
-    yield from _penalties(loss, experiment.reference, experiment.regularizers)
-    if experiment.schedule.microbatch_tokens:
-        kl = experiment.reference and experiment.reference.loss
-        yield from _packed(loss, experiment.correction, experiment.rejection, kl)
-    yield from _routers(experiment.model, experiment.regularizers, experiment.routing_replay, experiment.router_shift)
-    partial = experiment.placement is not None and experiment.placement.partial is not None
-    for field, given in {"placement.partial": partial, "environment": experiment.environment is not None}.items():
-        if given and experiment.routing_replay == "sampler":
-            yield f"routing_replay: wanted off or old with {field}, which keeps no experts, got sampler"
-    if experiment.old_logp == "sampler":
-        balanced = experiment.regularizers.load_balance > 0 and experiment.routing_replay != "sampler"
-        read_from_scores = {
-            "correction": experiment.correction is not None,
-            "calibration": experiment.calibration is not None,
-            "router_shift": experiment.router_shift is not None,
-            "routing_replay": experiment.routing_replay == "old",
-            "regularizers.load_balance": balanced,
-        }
-        for field in (name for name, given in read_from_scores.items() if given):
-            yield f"{field}: wanted old_logp=scored, got sampler, with which nothing is scored before the updates"
-    for field in ("correction", "rejection"):
-        if getattr(experiment, field) is not None and traits_of(loss).correction is None:
-            yield f"{field}: wanted a loss that takes a `correction`, {_name(loss)} does not"
-    if experiment.filter_overlong and _positional(experiment.advantage) < 2:
-        yield (
-            "filter_overlong: wanted an advantage of (rewards, mask), so that the responses left out do not count "
-            f"in their groups; {_name(experiment.advantage)} takes no mask"
-        )
 
 
 def warnings(experiment: Experiment) -> Iterator[str]:
@@ -92,7 +59,7 @@ def _clip_range(loss: Any) -> Iterator[str]:
             yield f"loss.{name}: wanted a number {words}, got {value!r}"
 
 
-def _calibration(loss: Any, calibration: Calibration | None, updates: int) -> Iterator[str]:
+def _calibration(loss: Any, calibration: Calibration | None, schedule: Schedule) -> Iterator[str]:
     if calibration is None:
         return
     traits = traits_of(loss)
@@ -101,7 +68,7 @@ def _calibration(loss: Any, calibration: Calibration | None, updates: int) -> It
             "calibration: wanted a loss that clips the ratio of a sequence (gspo, gspo_token, luspo, or one with such "
             f"`losses.Traits`), got {_name(loss)}"
         )
-    if updates < 2:
+    if (updates := updates_per_step(schedule)) < 2:
         yield (
             "calibration: wanted at least 2 schedule.minibatches or schedule.epochs, as every ratio is 1 in a rollout "
             f"batch's first update, got {updates}"
@@ -148,8 +115,13 @@ def _penalties(loss: Any, reference: Reference | None, regularizers: Regularizer
         )
 
 
-def _packed(loss: Any, correction: Any, rejection: Any, kl: Any) -> Iterator[str]:
+def _packed(
+    schedule: Schedule, loss: Any, correction: Any, rejection: Any, reference: Reference | None
+) -> Iterator[str]:
     """With several responses in a row, all that sums over a response must tell them apart."""
+    if not schedule.microbatch_tokens:
+        return
+    kl = reference and reference.loss
     given = {"loss": loss, "correction": correction, "rejection": rejection, "reference.loss": kl}
     for field, function in given.items():
         if function is not None and "segment_ids" not in parameters(unwrap(function)):
@@ -169,6 +141,50 @@ def _routers(
         yield f"{on[0]}: wanted a model with experts, got none in {model.num_hidden_layers} layers"
 
 
+def _replay(routing_replay: RoutingReplay, placement: Placement | None, environment: Any) -> Iterator[str]:
+    """Neither partial rollouts nor conversations keep the sampler's experts."""
+    partial = placement is not None and placement.partial is not None
+    for field, given in {"placement.partial": partial, "environment": environment is not None}.items():
+        if given and routing_replay == "sampler":
+            yield f"routing_replay: wanted off or old with {field}, which keeps no experts, got sampler"
+
+
+def _unscored(
+    old_logp: OldLogp,
+    correction: Any,
+    calibration: Calibration | None,
+    router_shift: RouterShift | None,
+    routing_replay: RoutingReplay,
+    regularizers: Regularizers,
+) -> Iterator[str]:
+    """With the sampler's own log-probs nothing is scored before the updates."""
+    read_from_scores = {
+        "correction": correction is not None,
+        "calibration": calibration is not None,
+        "router_shift": router_shift is not None,
+        "routing_replay": routing_replay == "old",
+        "regularizers.load_balance": regularizers.load_balance > 0 and routing_replay != "sampler",
+    }
+    for field in (name for name, given in read_from_scores.items() if given and old_logp == "sampler"):
+        yield f"{field}: wanted old_logp=scored, got sampler, with which nothing is scored before the updates"
+
+
+def _weights(loss: Any, correction: Any, rejection: Any) -> Iterator[str]:
+    """A loss takes the weights of a correction."""
+    for field, function in {"correction": correction, "rejection": rejection}.items():
+        if function is not None and traits_of(loss).correction is None:
+            yield f"{field}: wanted a loss that takes a `correction`, {_name(loss)} does not"
+
+
+def _overlong(filter_overlong: bool, advantage: Any) -> Iterator[str]:
+    """An advantage can leave samples out of their group."""
+    if filter_overlong and _positional(advantage) < 2:
+        yield (
+            "filter_overlong: wanted an advantage of (rewards, mask), so that the responses left out do not count "
+            f"in their groups; {_name(advantage)} takes no mask"
+        )
+
+
 def _positional(function: Any) -> int:
     kinds = [each.kind for each in parameters(unwrap(function)).values()]
     return sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds)
@@ -177,3 +193,18 @@ def _positional(function: Any) -> int:
 def _name(function: Any) -> str:
     """For a message."""
     return str(getattr(unwrap(function), "__name__", function))
+
+
+# (check, what it reads), see `validation`
+COMBINATIONS: tuple[tuple[Callable[..., Iterator[str]], str], ...] = (
+    (_clip_range, "loss"),
+    (_calibration, "loss calibration schedule.epochs schedule.minibatches"),
+    (_rewards, "reward advantage"),
+    (_penalties, "loss reference regularizers"),
+    (_packed, "schedule.microbatch_tokens loss correction rejection reference"),
+    (_routers, "model regularizers routing_replay router_shift"),
+    (_replay, "routing_replay placement environment"),
+    (_unscored, "old_logp correction calibration router_shift routing_replay regularizers"),
+    (_weights, "loss correction rejection"),
+    (_overlong, "filter_overlong advantage"),
+)

@@ -47,6 +47,14 @@ def override(experiment: T, assignments: Iterable[str]) -> T:
     Raises:
       UserError: one line for each assignment with an unknown key or a value that does not fit.
     """
+    experiment, problems = apply(experiment, assignments)
+    if problems:
+        raise UserError("\n".join(sentence for _, sentence in problems))
+    return experiment
+
+
+def apply(experiment: T, assignments: Iterable[str]) -> tuple[T, list[tuple[str, str]]]:
+    """The experiment with the assignments that can be applied, and (key, what is wrong) of the others."""
     problems = []
     for assignment in assignments:
         key, equals, text = (part.strip() for part in assignment.partition("="))
@@ -56,10 +64,8 @@ def override(experiment: T, assignments: Iterable[str]) -> T:
             key = current_key(key)
             experiment = _set(experiment, key.split("."), text, Any, _Place(key, experiment))
         except UserError as problem:
-            problems.append(str(problem))
-    if problems:
-        raise UserError("\n".join(problems))
-    return experiment
+            problems.append((key, str(problem)))
+    return experiment, problems
 
 
 def keys(value: Any, prefix: str = "") -> Iterator[str]:
@@ -170,10 +176,12 @@ def _parse_union(text: str, members: tuple[Any, ...], current: Any) -> Any:
 
 
 def _parse_tuple(text: str, kind: Any, members: tuple[Any, ...], current: Any) -> Any:
+    if not text:
+        raise ValueError("values with commas between them, or () for none")
     inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
     texts = [part.strip() for part in inner.split(",")]
     if texts[-1] == "":
-        texts.pop()  # "" is the empty tuple, and a trailing comma is allowed
+        texts.pop()  # () is the empty tuple, and a trailing comma is allowed
     fixed = kind is tuple and len(members) != 0 and members[-1] is not ...
     if fixed and len(texts) != len(members):
         raise ValueError(f"{len(members)} values with commas between them")

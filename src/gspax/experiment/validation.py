@@ -8,30 +8,36 @@ what came.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
 
 from gspax import sharding
 from gspax.config import (
     Evaluation,
     Experiment,
+    Lora,
     Mesh,
     ModelConfig,
-    Optimizer,
     PartialRollouts,
     Placement,
     Sampling,
     Schedule,
+    WarmStart,
     layer_windows,
+    updates_per_step,
 )
 from gspax.data.problem import data_problems
 from gspax.data.sources import opening_notes, opening_problems
 from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError
 from gspax.experiment import loss_validation
-from gspax.experiment.conversation_validation import conversation_problems, credit_problems
+from gspax.experiment.contracts import contract_problems
+from gspax.experiment.conversation_validation import conversation_problems, credit_problems, unused_turns
 from gspax.experiment.counts import with_carried
 from gspax.experiment.description import title_of
 from gspax.experiment.field_validation import function_problems, range_problems, type_problems
+from gspax.experiment.first_problems import first_problems
 from gspax.experiment.memory import slot_problems
 from gspax.experiment.serving_layout import choose_serving_layout
 from gspax.model.architecture import architecture_problems
@@ -40,52 +46,50 @@ from gspax.ranges import INT32
 from gspax.rewards.calls import find_async_members
 
 
-def validate(experiment: Experiment, devices: int | None = None, slices: tuple[int, int] = (1, 1)) -> list[str]:
+def validate(
+    experiment: Experiment,
+    devices: int | None = None,
+    slices: tuple[int, int] = (1, 1),
+    broken: Iterable[str] = (),
+) -> list[str]:
     """Everything that is wrong with an experiment, one sentence each; empty if it can run.
+
+    A check that reads a field with an error is left out, so each sentence is about an error of its own. No device is
+    used; a problem of each split is read, and functions are called as `experiment.contracts` says.
 
     Args:
       experiment: as loaded and overridden.
       devices: how many there are; None leaves out what depends on it.
       slices: TPU slices of the learner's devices and of a disaggregated sampler's.
+      broken: fields with an error already, such as an override that cannot be read.
     """
     problems = list(type_problems(experiment))
-    if problems:
-        return problems  # values of a wrong type cannot be compared with a range
-    problems = [*range_problems(experiment), *function_problems(experiment), *data_problems(experiment.data)]
-    problems += opening_problems(experiment.data, experiment.tokenizer)
-    problems += tokenizer_problems(
-        experiment.tokenizer, experiment.model.vocab_size, demonstrations=experiment.warm_start is not None
-    )
-    if not problems:  # these divide by what was found positive above
-        problems = [*architecture_problems(experiment.model)]
-        problems += _lengths(experiment.model, experiment.sampling, experiment.evaluation)
-        problems += _async_rewards(experiment.reward, experiment.evaluation)
-        problems += _tasks(experiment.evaluation, experiment.sampling, experiment.model)
-        problems += _rows(experiment.sampling, experiment.schedule)
-        problems += _shared_prompts(experiment.schedule, experiment.model)
-        problems += _drawn_ahead(experiment.sampling, experiment.placement)
-        problems += _tokens(experiment.sampling)
+    wrong = {*broken, *map(_key, problems)}
+    fields = [*range_problems(experiment), *function_problems(experiment), *data_problems(experiment.data)]
+    problems += [sentence for sentence in dict.fromkeys(fields) if not _overlap(wrong, [_key(sentence)])]
+    wrong.update(map(_key, problems))
+    for check, names in _COMBINATIONS:
+        if not _overlap(wrong, names.split()):
+            parts = dict.fromkeys(name.partition(".")[0] for name in names.split())
+            problems += check(*(getattr(experiment, part) for part in parts))
+    if not _overlap(wrong, _OF_MESH):
         problems += _mesh(experiment, devices, slices)
-        problems += loss_validation.problems(experiment)
-        problems += conversation_problems(
-            experiment.environment,
-            experiment.turns,
-            experiment.tokenizer,
-            experiment.sampling,
-            experiment.placement,
-        )
-        if experiment.turns.credit == "turn":
-            problems += credit_problems(
-                experiment.loss,
-                experiment.advantage,
-                experiment.correction,
-                experiment.rejection,
-                experiment.reference,
-            )
-        problems += _schedule("optimizer", experiment.optimizer)
-        if experiment.warm_start is not None:
-            problems += _schedule("warm_start.optimizer", experiment.warm_start.optimizer)
+    wrong.update(map(_key, problems))
+    problems += contract_problems(experiment, partial(_overlap, wrong))
+    if not _overlap(wrong, ("data", "environment", "evaluation.problems")):
+        problems += first_problems(experiment.data, experiment.environment, experiment.evaluation)
     return problems
+
+
+def _key(sentence: str) -> str:
+    """The field that a sentence is about."""
+    return sentence.partition(":")[0]
+
+
+def _overlap(some: Iterable[str], others: Iterable[str]) -> bool:
+    """Whether one of these fields is, or is part of, one of the others, or the other way round."""
+    pairs = ((one, other) for other in others for one in some)
+    return any(f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.") for one, other in pairs)
 
 
 def check(experiment: Experiment, devices: int | None = None, slices: tuple[int, int] = (1, 1)) -> None:
@@ -112,15 +116,29 @@ def warnings(experiment: Experiment) -> list[str]:
             "denominator, and nothing corrects for that; set a correction or a rejection (gspax.losses.correction)"
         )
     found += loss_validation.warnings(experiment)
+    found += unused_turns(experiment.environment, experiment.turns)
     return found
 
 
-def _schedule(key: str, optimizer: Optimizer) -> Iterator[str]:
-    """The learning-rate schedule accepts the peak and the warm-up."""
-    try:
-        optimizer.schedule(optimizer.learning_rate, optimizer.warmup_updates)
-    except (TypeError, ValueError) as problem:
-        yield f"{key}.schedule: {problem}"
+def _tokenizer(tokenizer: Any, model: ModelConfig, warm_start: WarmStart | None) -> Iterator[str]:
+    """The tokenizer's ids are the model's, and it encodes what the run encodes."""
+    yield from tokenizer_problems(tokenizer, model.vocab_size, demonstrations=warm_start is not None)
+
+
+def _updates(schedule: Schedule) -> Iterator[str]:
+    """The updates of a run can be counted."""
+    updates = schedule.steps * updates_per_step(schedule)
+    if updates > INT32:
+        yield (
+            f"schedule: wanted at most {INT32:,} updates, got {schedule.steps} steps x {schedule.epochs} epochs x "
+            f"{schedule.minibatches} minibatches = {updates:,}"
+        )
+
+
+def _adapters(lora: Lora | None) -> Iterator[str]:
+    """There is something to train."""
+    if lora is not None and not (lora.attention or lora.mlp):
+        yield "lora: wanted attention or mlp, got neither, which trains nothing"
 
 
 def _async_rewards(reward: Reward, evaluation: Evaluation) -> Iterator[str]:
@@ -330,3 +348,25 @@ def _sampler_sizes(key: str, sizes: dict[str, int], sampling: Sampling, model: M
     where = key.removesuffix(".mesh")
     yield from (f"{where}: {misfit}" for misfit in sharding.find_mismatches(sizes, model))
     yield from slot_problems(model, sampling, sizes)
+
+
+# (check, what it reads): it is given the parts of the experiment that these fields are in, and left out if one of the
+# fields has an error
+_COMBINATIONS: tuple[tuple[Callable[..., Iterator[str]], str], ...] = (
+    (opening_problems, "data tokenizer"),
+    (_tokenizer, "tokenizer model.vocab_size warm_start"),
+    (architecture_problems, "model"),
+    (_lengths, "model.max_position_embeddings sampling.max_prompt_tokens sampling.max_tokens evaluation.max_tokens"),
+    (_async_rewards, "reward evaluation"),
+    (_tasks, "evaluation sampling.max_prompt_tokens sampling.max_tokens model.max_position_embeddings"),
+    (_rows, "sampling.prompts sampling.group sampling.max_prompt_tokens sampling.max_tokens schedule"),
+    (_shared_prompts, "schedule.share_prompts schedule.microbatch_tokens model"),
+    (_drawn_ahead, "sampling placement"),
+    (_tokens, "sampling.prompts sampling.group sampling.max_prompt_tokens sampling.max_tokens"),
+    (_updates, "schedule"),
+    (_adapters, "lora"),
+    *loss_validation.COMBINATIONS,
+    (conversation_problems, "environment turns tokenizer sampling placement"),
+    (credit_problems, "turns.credit loss advantage correction rejection reference"),
+)
+_OF_MESH = ("sampling", "schedule", "model", "mesh", "placement", "serving_mesh", "warm_start.rows")

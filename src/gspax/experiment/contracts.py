@@ -1,0 +1,315 @@
+"""Whether an experiment's functions return what `gspax.protocols` says.
+
+Functions on arrays are traced with shapes (`jax.eval_shape`), so nothing is computed and no device is needed. An
+advantage or a length reward may use numpy; it is then called once with numbers. Rewards, demonstrations, votes and the
+`step` of an environment are not called: they may be slow, call a server or run programs. Each message is one sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspax import losses, protocols
+from gspax.config import Experiment
+from gspax.errors import UserError
+from gspax.experiment.description import keywords, name_of, unwrap
+from gspax.experiment.field_validation import Field, bare, fields
+from gspax.losses.traits import aggregate_of, traits_of
+
+B, T = 2, 3
+_HOST_ERRORS = (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)
+_PACKING = ("turns", "schedule.microbatch_tokens")
+
+
+class _Call(NamedTuple):
+    """How a run calls a function, and what it must return."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    wanted: str
+    fits: Callable[[Any], bool]
+    options: Mapping[str, Any] = {}
+    differentiated: bool = False  # with respect to the first argument
+    on_host: bool = False  # with concrete arrays, so numpy can be used
+
+
+class _BreachError(Exception):
+    """What is wrong, as the end of a sentence."""
+
+
+def contract_problems(experiment: Experiment, broken: Callable[[Iterable[str]], bool]) -> Iterator[str]:
+    """Functions that raise, or return something else than their protocol says.
+
+    Args:
+      broken: whether one of these fields has an error already. Functions that depend on it are not called.
+    """
+    by_turn = experiment.turns.credit == "turn"
+    context = _Context(
+        experiment.loss,
+        experiment.correction,
+        experiment.rejection,
+        calibrated=experiment.calibration is not None,
+        packed=bool(experiment.schedule.microbatch_tokens) or by_turn,
+        masked=experiment.filter_overlong or by_turn,
+        groups=(experiment.sampling.prompts, experiment.sampling.group),
+    )
+    found = {field.key: field for field in fields(experiment) if field.value is not None}
+    wrong = False
+    for key in sorted(found, key="loss".__eq__):  # last: it is given the weights of the correction
+        field = found[key]
+        make, reads = _CALLS.get(bare(field.hint), (None, ()))
+        if make is None or broken((key, *reads)) or (key == "loss" and wrong):
+            continue
+        try:
+            if call := make(context, field):
+                _check(field, call)
+        except _BreachError as breach:
+            wrong |= key in ("correction", "rejection")
+            yield f"{key}: {breach}"
+
+
+def _check(field: Field, call: _Call) -> None:
+    """Raise _BreachError unless the function can be called so and returns what is wanted."""
+
+    def judge(*arguments: Any) -> Any:
+        result = call.function(*arguments, **call.options)
+        if not call.fits(result):
+            raise _BreachError(f"wanted {_name(field.value)} to return {call.wanted}, got {_brief(result)}")
+        return result
+
+    def run(*arguments: Any) -> None:
+        if call.differentiated:
+            jax.grad(lambda first: judge(first, *arguments[1:]).value.sum())(arguments[0])
+        else:
+            judge(*arguments)
+
+    try:
+        try:
+            jax.eval_shape(run, *call.arguments)
+        except _HOST_ERRORS:
+            if not call.on_host:
+                raise
+            with warnings.catch_warnings(), np.errstate(all="ignore"):
+                warnings.simplefilter("ignore")
+                # inside a trace, a jax function of these numbers does not start a device
+                jax.eval_shape(lambda: run(*map(_example, call.arguments)))
+    except _BreachError:
+        raise
+    except _HOST_ERRORS as error:
+        if not call.on_host:  # else it uses both numpy and jax, so only a run can tell
+            raise _BreachError(_raised(field.value, error)) from error
+    except Exception as error:
+        raise _BreachError(_raised(field.value, error)) from error
+
+
+def _example(shape: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Numbers that differ within a row."""
+    return (np.arange(shape.size).reshape(shape.shape) % 2).astype(shape.dtype)
+
+
+def _raised(function: Any, error: Exception) -> str:
+    text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    if isinstance(error, UserError | TypeError | ValueError) and _is_own(function):
+        return text
+    here = [os.path.dirname(jax.__file__), os.path.dirname(losses.__file__), __file__]
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(tuple(here))]
+    where = f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})" if frames else ""
+    return f"{_name(function)} raised {type(error).__name__}: {text}{where}"
+
+
+def _is_own(function: Any) -> bool:
+    return str(getattr(unwrap(function), "__module__", "")).partition(".")[0] == "gspax"
+
+
+def _name(function: Any) -> str:
+    inner = unwrap(function)
+    return name_of(inner) if hasattr(inner, "__qualname__") else type(inner).__name__
+
+
+def _brief(value: Any) -> str:
+    """A result by its type and shape."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype} {[*value.shape]}"
+    if isinstance(value, losses.Terms):
+        return f"Terms(value={_brief(value.value)}, weight={_brief(value.weight)}, metrics={_brief(value.metrics)})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_brief(each)}" for key, each in value.items()) + "}"
+    return name_of(value) if isinstance(value, type) else "None" if value is None else type(value).__name__
+
+
+# How a run calls each function
+
+
+def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _has_shape(*shapes: tuple[int, ...]) -> Callable[[Any], bool]:
+    return lambda result: getattr(result, "shape", None) in shapes and _is_number(result)
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "dtype") and (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool)
+
+
+def _is_terms(value: Any) -> bool:
+    if not isinstance(value, losses.Terms) or not isinstance(value.metrics, dict):
+        return False
+    shapes = [getattr(each, "shape", None) for each in (value.value, value.weight)]
+    metrics = value.metrics.values()
+    kinds = (losses.Share, losses.Spread, losses.Quantile)
+    return (
+        shapes == [(B,), (B,)]
+        and jnp.issubdtype(value.value.dtype, jnp.floating)
+        and all(isinstance(each, kinds) for each in metrics)
+    )
+
+
+LOGP, MASK = _array(B, T), _array(B, T, dtype=bool)
+TERMS = f"losses.Terms with value and weight [B], here [{B}], and metrics of Share, Spread or Quantile"
+
+
+class _Context(NamedTuple):
+    """What a call depends on besides its function."""
+
+    loss: Any
+    correction: Any
+    rejection: Any
+    calibrated: bool
+    packed: bool  # advantages are [B, T], and functions are given `segment_ids`
+    masked: bool  # the advantage is given a mask
+    groups: tuple[int, int]  # P, G
+
+    @property
+    def segments(self) -> dict[str, Any]:
+        """What packed rows add to a call."""
+        return {"segment_ids": np.ones((B, T), np.int32)} if self.packed else {}
+
+    @property
+    def advantage(self) -> jax.ShapeDtypeStruct:
+        return _array(B, T) if self.packed else _array(B)
+
+
+def _loss(context: _Context, field: Field) -> _Call:
+    options: dict[str, Any] = dict(context.segments)
+    weights = []
+    if context.correction is not None:
+        weights.append(jax.eval_shape(partial(context.correction, **context.segments), LOGP, LOGP, MASK))
+    if context.rejection is not None:
+        weights.append(
+            jax.eval_shape(partial(context.rejection, **context.segments), LOGP, LOGP, context.advantage, MASK)
+        )
+    if weights:
+        options["correction"] = np.ones(max((each.shape for each in weights), key=len), np.float32)
+    if traits_of(field.value).updates:
+        options["updates"] = np.int32(0)
+    if context.calibrated:
+        options |= {"clip_low": np.float32(1e-3), "clip_high": np.float32(1e-3)}
+    return _Call(field.value, (LOGP, LOGP, context.advantage, MASK), TERMS, _is_terms, options, differentiated=True)
+
+
+def _correction(context: _Context, field: Field) -> _Call:
+    return _Call(field.value, (LOGP, LOGP, MASK), *_weights(context), context.segments)
+
+
+def _rejection(context: _Context, field: Field) -> _Call:
+    return _Call(field.value, (LOGP, LOGP, context.advantage, MASK), *_weights(context), context.segments)
+
+
+def _weights(context: _Context) -> tuple[str, Callable[[Any], bool]]:
+    if context.packed:
+        return f"weights [B, T], here [{B}, {T}]", _has_shape((B, T))
+    return f"weights [B, T] or [B], here [{B}, {T}] or [{B}]", _has_shape((B, T), (B,))
+
+
+def _kl_loss(context: _Context, field: Field) -> _Call:
+    available = {"aggregate": aggregate_of(context.loss), "old_logp": np.zeros((B, T), np.float32), **context.segments}
+    unbound = keywords(field.value).keys() - getattr(field.value, "keywords", {}).keys()
+    options = {name: value for name, value in available.items() if name in unbound and value is not None}
+    return _Call(field.value, (LOGP, LOGP, MASK), TERMS, _is_terms, options, differentiated=True)
+
+
+def _kl_estimate(context: _Context, field: Field) -> _Call:
+    wanted = f"an estimate for each token [B, T], here [{B}, {T}]"
+    return _Call(field.value, (LOGP, LOGP, MASK), wanted, _has_shape((B, T)))
+
+
+def _advantage(context: _Context, field: Field) -> _Call:
+    shape = context.groups
+    masks = (_array(*shape, dtype=bool),) if context.masked else ()
+    several, single = (
+        _Call(
+            field.value,
+            (rewards, *masks),
+            f"advantages [P, G], here {[*shape]}",
+            _has_shape(shape),
+            on_host=True,
+        )
+        for rewards in (_array(*shape, 2), _array(*shape))
+    )
+    try:
+        _check(field, several)  # how many rewards there are is known from the first one
+    except _BreachError:
+        return single
+    return several
+
+
+def _length_reward(context: _Context, field: Field) -> _Call:
+    rows = math.prod(context.groups)
+    lengths = _array(rows, dtype=jnp.int32)
+    return _Call(field.value, (lengths,), f"rewards [B], here [{rows}]", _has_shape((rows,)), on_host=True)
+
+
+def _learning_rate(context: _Context, field: Field) -> _Call | None:
+    if _returns(field.value) == "optax.Schedule" and not keywords(field.value):
+        return None  # `optimizers.constant`
+
+    def rate(updates: Any) -> Any:
+        schedule = field.value(field.owner.learning_rate, field.owner.warmup_updates)
+        if not callable(schedule):
+            raise _BreachError(
+                f"wanted {_name(field.value)} to return a function of the updates, got {_brief(schedule)}"
+            )
+        return jnp.asarray(schedule(updates))
+
+    return _Call(rate, (_array(dtype=jnp.int32),), "a function of the updates to a number", _has_shape(()))
+
+
+def _transform(context: _Context, field: Field) -> _Call | None:
+    if _returns(field.value) == "optax.GradientTransformation":
+        return None  # gspax's own
+    import optax
+
+    def fits(result: Any) -> bool:
+        return isinstance(result, optax.GradientTransformation)
+
+    return _Call(lambda: field.value(lambda updates: 1e-3), (), "an optax.GradientTransformation", fits)
+
+
+def _returns(function: Any) -> Any:
+    """The return annotation. gspax's own optimizers import optax when called, which takes longer than all checks."""
+    return getattr(unwrap(function), "__annotations__", {}).get("return")
+
+
+# protocol -> how it is called, and the other fields that the call depends on
+_CALLS: dict[Any, tuple[Callable[[_Context, Field], _Call | None], tuple[str, ...]]] = {
+    protocols.Loss: (_loss, ("correction", "rejection", "calibration", *_PACKING)),
+    protocols.Correction: (_correction, _PACKING),
+    protocols.Rejection: (_rejection, _PACKING),
+    protocols.KLLoss: (_kl_loss, ("loss", *_PACKING)),
+    protocols.KLEstimate: (_kl_estimate, _PACKING),
+    protocols.Advantage: (_advantage, ("sampling.prompts", "sampling.group", "filter_overlong", "turns")),
+    protocols.LengthReward: (_length_reward, ("sampling.prompts", "sampling.group")),
+    protocols.LearningRate: (_learning_rate, ()),
+    protocols.Transform: (_transform, ()),
+}
