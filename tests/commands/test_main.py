@@ -1,6 +1,7 @@
 """The command line: what it calls, what it prints, and its exit codes."""
 
 import errno
+import json
 import shlex
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import stub_experiment
 
 import gspax
+from gspax import losses
 from gspax.commands import main, train
 from gspax.errors import DivergedError, FailureError, UserError
 
@@ -161,6 +163,52 @@ def test_several_errors_are_printed_on_separate_lines(capsys):
         "gspax: seed: wanted an integer, got 'x'",
         "gspax: unknown key 'sede'; did you mean 'seed'?",
     ]
+
+
+def test_unknown_names_types_ranges_and_combinations_are_reported_in_one_round(capsys):
+    wrong = [
+        "sampling.grup=1",
+        "sampling.prompts=abc",
+        "optimizer.learning_rate=-1",
+        "schedule.epochs=0",
+        "model.head_dim=15",
+    ]
+    assert main.main(["train", STUB, "--dry-run", *wrong, "mesh.data=0", "optimizer.frozen="]) == 2
+    assert [line.removeprefix("gspax: ")[:50] for line in capsys.readouterr().err.splitlines()] == [
+        "unknown key 'sampling.grup'; did you mean 'samplin",
+        "sampling.prompts: wanted an integer, got 'abc'",
+        "optimizer.frozen: wanted values with commas betwee",
+        "optimizer.learning_rate: wanted above 0 and at mos",
+        "schedule.epochs: wanted at least 1, got 0",
+        "mesh.data: wanted at least 1, or -1 for the device",
+        "model.head_dim: wanted an even number (RoPE rotate",
+    ]
+
+
+def write_description(folder, *overrides):
+    """A run directory of the stub with these overrides."""
+    from gspax.experiment import describe, load, override
+
+    (folder / "experiment.json").write_text(json.dumps(describe(override(load(STUB), overrides))))
+
+
+def test_an_evaluation_has_the_settings_of_its_run(called, tmp_path, capsys):
+    write_description(tmp_path, "loss.clip_low=0.1", "sampling.prompts=8", "evaluation.problems=64", "seed=3")
+    assert main.main(["eval", STUB, "--workdir", str(tmp_path), "evaluation.problems=16"]) == 0
+    ((_, experiment, *_),) = called
+    assert experiment.loss.keywords == {"clip_low": 0.1}
+    assert (experiment.sampling.prompts, experiment.evaluation.problems, experiment.seed) == (8, 16, 3)
+    assert "loss.clip_low: 2e-4 -> 0.1" in capsys.readouterr().err
+
+
+def test_an_evaluation_has_the_functions_of_its_run(called, tmp_path):
+    changes = ["loss=gspax.losses.grpo", "loss.clip_high=0.3", "warm_start=null", "reference=gspax.config.Reference"]
+    write_description(tmp_path, *changes, "reference.loss=gspax.losses.kl.token_kl", "optimizer.frozen=router")
+    assert main.main(["eval", STUB, "--workdir", str(tmp_path)]) == 0
+    ((_, experiment, *_),) = called
+    assert experiment.loss.func is losses.grpo and experiment.loss.keywords["clip_high"] == 0.3
+    assert experiment.reference.loss is losses.kl.token_kl and experiment.warm_start is None
+    assert experiment.optimizer.frozen == ("router",)
 
 
 def test_the_traceback_is_printed_on_request(monkeypatch, capsys):

@@ -106,6 +106,13 @@ def test_a_damaged_experiment_file_is_set_aside_and_the_newest_checkpoint_compar
         assert "experiment.json is damaged: moved to damaged_experiment.json" in capsys.readouterr().err
 
 
+def test_an_evaluation_may_change_where_and_how_many_are_sampled_at_once(tmp_path):
+    open_run(tmp_path, DESCRIPTION)
+    assert directory.find_run(tmp_path, changed(sampling={"prompts": 3}))
+    with pytest.raises(UserError, match=r"give the FILE of that run, .*: optimizer\.learning_rate: 3e-4 -> 1e-4"):
+        directory.find_run(tmp_path, changed(optimizer={"learning_rate": 1e-4}))
+
+
 def test_an_experiment_file_that_differs_from_the_checkpoint_does_not_block_its_run(tmp_path, capsys):
     run = start_with_checkpoint(tmp_path)
     run.experiment.write_text(run.experiment.read_text().replace('"sort"', '"sors"'))

@@ -64,9 +64,10 @@ def execute(options: argparse.Namespace) -> int:
     if options.source is not None:
         return _evaluate_published(options, settings)
     from gspax.experiment import check
+    from gspax.run.directory import RunDir, read_description
 
-    experiment, tasks = load_experiment(options), None
     require_directory(options.workdir)
+    experiment, tasks = load_experiment(options, read_description(RunDir(options.workdir))), None
     if options.tasks is not None:
         tasks = find_tasks(options.tasks, experiment.evaluation.tasks, settings)
         experiment = dataclasses.replace(experiment, evaluation=dataclasses.replace(experiment.evaluation, tasks=tasks))

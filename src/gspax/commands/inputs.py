@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gspax.errors import UserError, warn
 
@@ -17,16 +18,21 @@ if TYPE_CHECKING:
     from gspax.config import Experiment
 
 
-def load_experiment(options: argparse.Namespace) -> Experiment:
+def load_experiment(options: argparse.Namespace, recorded: Mapping[str, Any] | None = None) -> Experiment:
     """Load FILE, apply the overrides and validate the result; warnings go to stderr.
 
     Modules beside FILE can be imported from now on: by its functions while they run, and by name in an override. The
     device count is checked in a dry run only; a run checks it when it builds its mesh.
 
+    Args:
+      recorded: the description of a run of this file, whose settings apply before the overrides.
+
     Raises:
-      UserError: the file, an override, a field or a combination of options is invalid.
+      UserError: the file, an override, a field or a combination of options is invalid; one line for each error.
     """
     from gspax import experiment as experiments
+    from gspax.experiment.overrides import apply
+    from gspax.experiment.recorded import as_recorded
 
     dry_run = getattr(options, "dry_run", False)
     if getattr(options, "devices", None) is not None and not dry_run:
@@ -35,11 +41,21 @@ def load_experiment(options: argparse.Namespace) -> Experiment:
         raise UserError("wanted --workdir DIR, the directory that the run writes to (or --dry-run)")
     if getattr(options, "workdir", None) is not None:
         require_possible(options.workdir)
+    devices = (options.devices or 1) if dry_run else None
     folder = str(Path(options.file).resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that no file there hides an installed module
-    experiment = experiments.override(experiments.load(options.file), options.overrides)
-    experiments.check(experiment, (options.devices or 1) if dry_run else None)
+    experiment = experiments.load(options.file)
+    if recorded is not None:
+        given, experiment = experiment, as_recorded(experiment, recorded)
+        changes = experiments.difference(experiments.describe(given), experiments.describe(experiment))
+        if changes := [line for line in changes if not line.endswith(" -> (absent)")]:
+            print(f"gspax: settings of the run: {'; '.join(changes)}", file=sys.stderr)
+    experiment, problems = apply(experiment, options.overrides)
+    wrong = [sentence for _, sentence in problems]
+    wrong += experiments.validate(experiment, devices, broken=[key for key, _ in problems])
+    if wrong:
+        raise UserError("\n".join(wrong))
     for sentence in experiments.warnings(experiment):
         warn(sentence)
     return experiment

@@ -27,7 +27,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("file", metavar="FILE", help="the run's file, which defines `experiment = Experiment(...)`")
     parser.add_argument("dump", type=Path, metavar="DUMP", help="a folder in the run's dumps/")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="those of the run, and others to try")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings to try; those of the run are in DUMP")
     return parser
 
 
@@ -50,7 +50,7 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.sharding import named_sharding
 
     about, batch = rollback.read_about(options.dump), rollback.read_minibatch(options.dump)
-    experiment = load_experiment(options)
+    experiment = load_experiment(options, about["experiment"])
     described = describe(experiment)
     for line in difference(about["experiment"], described, ignore=resumable(described)):
         print(f"changed: {line}")

@@ -37,6 +37,8 @@ from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import installed_version
 from gspax.run.redaction import recorded_variables, redact_arguments
 
+# What an evaluation may change besides: how many completions are sampled at once, and where
+LAYOUT = ("sampling.*", "mesh.*", "serving_mesh", "serving_mesh.*", "placement", "placement.*")
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 
@@ -299,7 +301,12 @@ def find_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
     run = RunDir(Path(workdir))
     if (found := read_description(run)) is None:
         raise UserError(f"{run.path} is not a gspax run (it has no experiment.json that can be read)")
-    _require_same(run, found, json.loads(json.dumps(description)))
+    new = json.loads(json.dumps(description))
+    if different := difference(found, new, ignore=(*resumable(new), *LAYOUT)):
+        raise UserError(
+            f"{run.path} is a run of another experiment; give the FILE of that run, without overrides of what it was "
+            f"trained with: {'; '.join(different)}"
+        )
     return run
 
 
