@@ -88,6 +88,8 @@ def _limits(task: dict[str, Any], sandboxed: bool) -> dict[str, int]:
         "RLIMIT_NOFILE": 64,
         "RLIMIT_CORE": 0,
     }
+    if sys.platform == "darwin":
+        del limits["RLIMIT_AS"]  # macOS refuses it
     # Counted in the namespace; without one, all processes of the user on the machine would count.
     return limits | {"RLIMIT_NPROC": task["processes"]} if sandboxed else limits
 

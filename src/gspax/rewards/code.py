@@ -211,6 +211,8 @@ def _ask(pool: Pool, code: str, limits: Limits, given: str, *, function: str | N
 def _pool(isolation: str, python: str | None, workers: int) -> Pool:
     if isolation not in ("bubblewrap", "none"):
         raise UserError(f"isolation: wanted bubblewrap or none, got {isolation!r}")
+    if isolation == "bubblewrap" and sys.platform != "linux":
+        raise UserError("isolation: wanted Linux for bubblewrap, got " + sys.platform)
     if isolation == "bubblewrap" and shutil.which("bwrap") is None:
         raise UserError("isolation: wanted the program bwrap (apt-get install bubblewrap), it is not installed")
     return shared("_code_worker.py", isolation, python or _default_python(), workers=workers)
