@@ -6,16 +6,20 @@ import re
 from collections.abc import Mapping, Sequence
 
 RECORDED = re.compile(r"(XLA|JAX|LIBTPU|TPU|NCCL|GSPAX)_[A-Z0-9_]+|NPROC")  # variables that computations depend on
+WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of a name in any case: `hf`, `Token` of `hfToken2`
 SECRET_WORDS = re.compile(
-    r"(^|[^a-z])(api_?key|key|token|secret|passw(or)?d|passphrase|credentials?|auth|authorization|bearer|cookie)($|[^a-z])",
+    r"\w*(token|secret|passw(or)?d|passphrase|credentials?|cookie|authorization)|(api|access|secret|private)?key"
+    r"|creds?|o?auth|bearer",
     re.IGNORECASE,
-)  # of a name: `hf-token` but not `max_tokens`
+)  # a word of a name: `hf-token`, `accesstoken`, but neither `max_tokens` nor `author`
+LAST_WORDS = re.compile(r"pass|pwd?|sig(nature)?", re.IGNORECASE)  # the last one: `TPU_PASS`, but not `pass_rate`
+NAMES = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?\s*=\s*|["']\s*:\s*|:\s+)""")  # options, queries, JSON, headers
+VALUE = re.compile(r"""("[^"]*"|'[^']*'|[^\s&"',;}]*)""")
 SECRET_VALUES = re.compile(
-    r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^/@\s]+@"  # a password in a URL
+    r"(?P<scheme>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*+://)[^/@\s]+@"  # a password in a URL
     r"|\b(hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|ya29\.)[\w.-]{8,}"  # keys of services
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"  # a JSON web token
-    r"|\b(?P<kind>Bearer|Basic)\s+[\w.+/=-]{8,}"
-    r"|(?P<query>[?&](key|token|sig|signature|password|secret|access_token|api_key)=)[^&\s]+",
+    r"|\b(?P<kind>Bearer|Basic)\s+[\w.+/=-]{8,}",
     re.IGNORECASE,
 )
 HIDDEN = "<hidden>"
@@ -39,7 +43,7 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that results depend on."""
     return {
-        name: redact(value)
+        name: " ".join(redact_arguments(redact(value).split()))  # a value may hold options, as LIBTPU_INIT_ARGS does
         for name, value in sorted(variables.items())
         if RECORDED.fullmatch(name) and not is_secret(name)
     }
@@ -47,17 +51,21 @@ def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 def is_secret(name: str) -> bool:
     """Whether the last part of a name, such as `reward.api_key`, suggests that its value is a secret."""
-    return SECRET_WORDS.search(name.rpartition(".")[2]) is not None
+    words = WORDS.findall(name.rpartition(".")[2])
+    return any(map(SECRET_WORDS.fullmatch, words)) or bool(words and LAST_WORDS.fullmatch(words[-1]))
 
 
 def redact(text: str) -> str:
-    """A text without what looks like a key, a token or the password of a URL."""
-    return SECRET_VALUES.sub(_hide, text)
+    """A text without what looks like a key, a token or the password of a URL, and without the values of such names."""
+    text, parts, end = SECRET_VALUES.sub(_hide, text), [], 0
+    for found in NAMES.finditer(text):
+        if found.start() >= end and is_secret(found[1]):
+            parts += [text[end : found.end()], HIDDEN]
+            end = VALUE.match(text, found.end()).end()  # type: ignore[union-attr]  # it matches nothing, too
+    return "".join([*parts, text[end:]])
 
 
 def _hide(found: re.Match[str]) -> str:
     if found["scheme"]:
         return f"{found['scheme']}{HIDDEN}@"
-    if found["kind"]:
-        return f"{found['kind']} {HIDDEN}"
-    return f"{found['query'] or ''}{HIDDEN}"
+    return f"{found['kind']} {HIDDEN}" if found["kind"] else HIDDEN
