@@ -24,7 +24,7 @@ from gspax.loop.learner import make_learner
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
-from gspax.types import TrainState
+from gspax.types import Batch, TrainState
 
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
 P, M = experiment.sampling.prompts, experiment.schedule.minibatches
@@ -207,8 +207,31 @@ def test_a_run_without_a_finite_update_exits_with_3_and_its_dump_is_replayed(tmp
     (folder / rollback.MINIBATCH).write_bytes(b"PK")
     assert main.main(["replay", EXPERIMENT, str(folder), *overrides]) == 2
     assert "minibatch.npz cannot be read" in capsys.readouterr().err
+    (folder / rollback.ABOUT).write_text('{"experiment": {}}')
+    assert main.main(["replay", EXPERIMENT, str(folder), *overrides]) == 2
+    assert "about.json: wanted a JSON object with a step and an experiment" in capsys.readouterr().err
     assert main.main(["replay", EXPERIMENT, str(run.path)]) == 2
     assert "wanted a dump of a run" in capsys.readouterr().err
+
+
+def test_a_damaged_minibatch_is_one_sentence(tmp_path):
+    """Every byte changed, in one bit or in all."""
+    path, ones_BT = tmp_path / rollback.MINIBATCH, np.ones((2, 3), np.float32)
+    batch = Batch(tokens_BT=ones_BT, segment_BT=ones_BT, mask_BT=ones_BT, old_logp_BT=ones_BT, advantage=ones_BT[:, 0])
+    np.savez(path, **{name: x for name, x in vars(batch).items() if x is not None})
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        for change in (1 << at % 8, 255):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ change]) + whole[at + 1 :])
+            try:
+                found = rollback.read_minibatch(tmp_path)
+            except UserError as problem:
+                assert "minibatch.npz cannot be read: " in str(problem) and "\n" not in str(problem)
+            else:  # a byte that means nothing, such as a date
+                jax.tree.map(np.testing.assert_array_equal, found, batch)
+    path.write_bytes(whole[:-9])
+    with pytest.raises(UserError, match="cannot be read"):
+        rollback.read_minibatch(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from gspax.distributed import multihost
 from gspax.errors import CollapsedError, DivergedError, UserError, warn
 from gspax.learner.restore import drop_frozen
 from gspax.learner.train_step import Metrics, Scores, Update
+from gspax.run.checkpoint_files import shorten
 from gspax.run.checkpoints import Checkpoints, discard_after
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import write_atomically
@@ -90,11 +92,16 @@ def _write(folder: Path, arrays: dict[str, Any], about: dict[str, Any]) -> None:
 
 def read_minibatch(folder: Path) -> Batch:
     """The minibatch of a dump, on the host. UserError if it cannot be read."""
+    path = folder / MINIBATCH
     try:
-        with np.load(folder / MINIBATCH, allow_pickle=False) as arrays:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:  # numpy stops reading at the shape's end, where no checksum has been compared yet
+            raise UserError(f"the checksum of {damaged} differs")
+        with np.load(path, allow_pickle=False) as arrays:
             return Batch(**{each.name: arrays[each.name] for each in fields(Batch) if each.name in arrays})
-    except (OSError, ValueError, TypeError, EOFError, KeyError) as error:
-        raise UserError(f"{folder / MINIBATCH} cannot be read: {error}") from error
+    except Exception as error:  # zipfile, zlib and numpy raise a dozen kinds for damaged bytes
+        raise UserError(f"{path} cannot be read: {shorten(error)}") from error
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -102,8 +109,9 @@ def read_about(folder: Path) -> dict[str, Any]:
     if not (folder / ABOUT).is_file():
         raise UserError(f"{folder}: wanted a dump of a run (a folder in its dumps/), there is none")
     about = read_json(folder / ABOUT)
-    if not isinstance(about, dict) or not isinstance(about.get("experiment"), dict):
-        raise UserError(f"{folder / ABOUT}: wanted a JSON object with an experiment")
+    wanted = {"step": int, "experiment": dict}
+    if not isinstance(about, dict) or any(not isinstance(about.get(name), kind) for name, kind in wanted.items()):
+        raise UserError(f"{folder / ABOUT}: wanted a JSON object with a step and an experiment")
     return about
 
 
