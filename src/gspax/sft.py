@@ -103,6 +103,7 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
         def save() -> None:
             stored = drop_frozen(state)
             check_finite(stored, done)
+            recorder.flush()
             checkpoints.save(done, stored, {})
 
         with (

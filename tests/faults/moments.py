@@ -5,6 +5,7 @@ A kill is SIGKILL to the process itself, a random time after the moment: nothing
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -14,60 +15,82 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SPAN = {  # moment -> the seconds after it in which the kill is drawn, about as long as what it begins
-    "start": 6.0,  # imports, compilation, restoring
+    "start": 2.0,  # the experiment, devices, the lock
+    "restore": 0.3,
+    "compile": 1.5,  # restored
     "sampling": 0.03,
     "update": 0.05,
     "save": 0.1,
     "evaluation": 0.05,
-    "report": 3.0,
+    "report": 3.0,  # the last step is saved
 }
+BEGIN = "start", "restore", "compile"  # before the first step of a process
+REPEATED = "sampling", "update", "save", "evaluation"  # what a run reaches several times
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill at the `count`-th time that `moment` is reached, `delay` seconds after it."""
+    """Kill `delay` seconds after `moment` is reached for the first time with step `after` or a later one saved.
+
+    Once the last step is saved, the process is killed at its report only: there is nothing else to interrupt.
+    """
 
     moment: str
-    count: int
+    after: int
     delay: float
 
 
-_armed: dict[str, Kill] = {}
-_counts: dict[str, int] = {}
+@dataclass
+class _Armed:
+    kill: Kill
+    workdir: Path
+    steps: int
+    has_fired: bool = False
+
+
+_armed: list[_Armed] = []  # one at most; a list, because plain values count as part of the victim's functions
 
 
 def arm(kill: Kill, workdir: Path, steps: int) -> None:
     """Kill this process at a moment of the run that it is about to begin."""
-    _armed[kill.moment] = kill
-    if kill.moment == "start":
-        reached("start")
-    elif kill.moment == "save":
-        _when(lambda: _is_saving(workdir), "save", again=True)
+    _armed.append(_Armed(kill, workdir, steps))
+    if kill.moment == "save":
+        _when(lambda: _is_saving(workdir), "save")
     elif kill.moment == "report":
-        _when(lambda: _is_newest(workdir, steps), "report")
+        _when(lambda: newest(workdir) >= steps, "report")
+    reached("start")
 
 
 def reached(moment: str) -> None:
-    """Count a moment; the kill is started if it is the one."""
-    kill = _armed.get(moment)
-    if kill is None:
-        return
-    _counts[moment] = _counts.get(moment, 0) + 1
-    if _counts[moment] == kill.count:
-        threading.Thread(target=_kill_after, args=(kill.delay,), daemon=True).start()
+    """Mark a moment; the kill is started if it is the one."""
+    for armed in _armed:
+        if armed.kill.moment == moment and not armed.has_fired and newest(armed.workdir) >= armed.kill.after:
+            armed.has_fired = True
+            threading.Thread(target=_kill_after, args=(armed,), daemon=True).start()
 
 
-def _kill_after(seconds: float) -> None:
-    time.sleep(seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
+def newest(workdir: Path) -> int:
+    """The newest step that is saved; 0 before the first one."""
+    try:
+        return int(json.loads((workdir / "newest_checkpoint.json").read_text())["newest"])
+    except (OSError, ValueError):
+        return 0
 
 
-def _when(condition: Callable[[], bool], moment: str, *, again: bool = False) -> None:
-    """Reach the moment when the condition becomes true, with `again` each time that it does."""
+def _kill_after(armed: _Armed) -> None:
+    time.sleep(armed.kill.delay)
+    if armed.kill.moment == "report" or newest(armed.workdir) < armed.steps:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _when(condition: Callable[[], bool], moment: str) -> None:
+    """Reach the moment each time that the condition becomes true."""
+
+    before = condition()  # a killed save may have left its folder
 
     def watch() -> None:
-        before = False
-        while again or not before:
+        nonlocal before
+        while True:
             now = condition()
             if now and not before:
                 reached(moment)
@@ -80,12 +103,5 @@ def _when(condition: Callable[[], bool], moment: str, *, again: bool = False) ->
 def _is_saving(workdir: Path) -> bool:
     try:
         return any(not name.isdecimal() for name in os.listdir(workdir / "checkpoints"))
-    except OSError:
-        return False
-
-
-def _is_newest(workdir: Path, step: int) -> bool:
-    try:
-        return f" {step}}}" in (workdir / "newest_checkpoint.json").read_text()
     except OSError:
         return False

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import moments
 import tensorstore
@@ -43,6 +44,11 @@ class Run:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
+    def resumed(self) -> int | None:
+        """The step that it continued from, 0 for a new run; None if it was killed before."""
+        path = _resumed(self.output)
+        return int(path.read_text()) if path.exists() else None
+
 
 def start(
     workdir: Path,
@@ -55,6 +61,7 @@ def start(
 ) -> Run:
     """Start or resume the run in `workdir`; its output goes to a file beside that, which `log` names."""
     output = workdir.with_name(f"{log or workdir.name}.log")
+    _resumed(output).unlink(missing_ok=True)
     arguments = ["train", file, "--workdir", str(workdir), f"schedule.steps={steps}", *overrides]
     process = _server.Process(target=_run, args=(arguments, output, kill, workdir, steps, with_report), daemon=True)
     process.start()
@@ -84,12 +91,35 @@ def _run(
     jax.config.update("jax_disable_most_optimizations", True)  # compilation would take most of the time
     if not with_report:
         report.write = lambda workdir: workdir
+    _watch_start(_resumed(output))
     if kill is not None:
         moments.arm(kill, workdir, steps)
     code = main.main(arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # as a program ends: without the handlers of multiprocessing
+
+
+def _resumed(output: Path) -> Path:
+    return output.with_suffix(".resumed")
+
+
+def _watch_start(resumed: Path) -> None:
+    """Write down the step that the run continues from, and mark the moments until then."""
+    from gspax.loop import training
+
+    class Recorder(training.Recorder):
+        def __init__(self, run: Any, resume_step: int) -> None:
+            super().__init__(run, resume_step)
+            resumed.write_text(str(resume_step))
+            moments.reached("compile")
+
+    def restore_or_start(*args: Any) -> Any:
+        moments.reached("restore")
+        return original(*args)
+
+    original, training.restore_or_start = training.restore_or_start, restore_or_start
+    training.Recorder = Recorder  # type: ignore[misc]
 
 
 def metrics(workdir: Path) -> list[dict[str, str]]:

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import runs
-from moments import SPAN, Kill
+from moments import BEGIN, SPAN, Kill
 
 SAMPLES = 32  # of a step of the victim
 PAUSE = 5.0  # seconds between two faults of the steady run, on average
@@ -98,7 +98,8 @@ def _run_until_it_ends(workdir: Path, rng: random.Random, ends: float, faults: C
 
 def _draw_kill(rng: random.Random) -> Kill:
     moment = rng.choice([*SPAN])
-    return Kill(moment, 1 if moment in ("start", "report") else rng.randint(1, 5), rng.uniform(0, SPAN[moment]))
+    after = 0 if moment in ("report", *BEGIN) else rng.randrange(runs.STEPS)
+    return Kill(moment, after, rng.uniform(0, SPAN[moment]))
 
 
 def _damage(workdir: Path, rng: random.Random) -> str | None:

@@ -173,6 +173,17 @@ def test_tensorboard_has_the_metrics_and_the_purge(run):
     assert [e.step for e in events if e.session_log.status == 1][-1] == 2
 
 
+def test_flush_writes_the_scalars_that_are_buffered(run, monkeypatch):
+    event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
+    monkeypatch.setattr(tensorboard, "FLUSH", math.inf)
+    with Recorder(run, 0) as recorder:
+        recorder.write_metrics(1, {"reward/mean": 0.5})
+        (path,) = run.tensorboard.iterdir()
+        assert not [e for e in read_events(path, event) if e.summary.value]
+        recorder.flush()
+        assert [e.step for e in read_events(path, event) if e.summary.value] == [1]
+
+
 def test_scalars_do_not_import_pytorch():
     """tensorboardX would, in seconds. A process that writes no scalars does not import tensorboardX either."""
     pytest.importorskip("torch")

@@ -92,6 +92,7 @@ def train_from_newest(
     def save(done: int, state: TrainState, is_last: bool) -> None:
         stored, spare = drop_frozen(state), None if guard.collapse is None else watch.sound
         check_finite(stored, done)
+        recorder.flush()
         extra = {"experiment": describe(experiment), "watch": alarms.to_json(watch)}
         save_checkpoint(checkpoints, done, stored, extra, is_last=is_last, spare=spare)
 

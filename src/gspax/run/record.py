@@ -73,6 +73,12 @@ class Recorder:
             with self._warned(self._run.tensorboard):
                 self._tensorboard.write(step, numbers)
 
+    def flush(self) -> None:
+        """Write what is buffered, before a save: a run that is killed has the scalars up to its checkpoint."""
+        if self._tensorboard is not None:
+            with self._warned(self._run.tensorboard):
+                self._tensorboard.flush()
+
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Record completions of a step."""
         self.write_samples_to(self._run.samples / f"step_{step:06d}.jsonl", rows)

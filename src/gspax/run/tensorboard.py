@@ -43,11 +43,16 @@ class Scalars:
             self._writer = self._writer or self._open()
             self._writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
             if time.monotonic() > self._flushed + FLUSH:
-                self._writer.flush()
-                self._flushed = time.monotonic()
+                self.flush()
         except OSError:
             self._writer, self._first = None, step
             raise
+
+    def flush(self) -> None:
+        """Write what is buffered. OSError if the disk is full."""
+        if self._writer is not None:
+            self._writer.flush()
+            self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Write what is buffered. OSError if the disk is full."""
