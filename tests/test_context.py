@@ -132,9 +132,7 @@ def test_the_sampler_shards_rows_over_context_instead():
         def run(params):
             prompts, key, stop = [[1, 2, 3], [4]], jax.random.key(0), (5,)
             serving = convert(params, model)
-            return sampler.sample(
-                serving, model, prompts, range(2), key, sampling=sampling, stop_ids=stop, mesh=devices
-            )
+            return sampler.sample(serving, prompts, range(2), key, tiny.options(model, sampling, stop, devices))
 
         compiled = jax.jit(run).lower(tiny.params(model)).compile()
         return jax.device_get(compiled(tiny.params(model))), compiled.as_text()

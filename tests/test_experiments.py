@@ -23,6 +23,7 @@ from gspax.learner.state import abstract_state
 from gspax.learner.train_step import make_train_step
 from gspax.loop.learner import make_learner
 from gspax.rollout import sampler
+from gspax.rollout.engine import SampleOptions
 from gspax.sharding import batch_shards
 
 ROOT = Path(__file__).parents[1]
@@ -55,17 +56,15 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
     else:
         prompts = [experiment.tokenizer.encode(problem.prompt) for problem in problems]
 
+    options = SampleOptions(
+        model=experiment.model,
+        sampling=experiment.sampling,
+        stop_ids=experiment.tokenizer.stop_ids,
+        mesh=learner.mesh,
+    )
+
     def rollout(params):
-        return sampler.sample(
-            learner.sampler.push(params),
-            experiment.model,
-            prompts,
-            range(P),
-            jax.random.key(0),
-            sampling=experiment.sampling,
-            stop_ids=experiment.tokenizer.stop_ids,
-            mesh=learner.mesh,
-        )
+        return sampler.sample(learner.sampler.push(params), prompts, range(P), jax.random.key(0), options)
 
     drawn = jax.eval_shape(rollout, state.params)
     assert drawn.length_B.shape == (P * G,)

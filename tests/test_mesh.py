@@ -141,7 +141,7 @@ def draw(model, mesh, slots=0, learner=None):
     params = make_serving_copy(params, model, mesh)
     sampling = Sampling(prompts=8, group=2, max_prompt_tokens=16, max_tokens=5, slots=slots)
     key = jax.random.key(2)
-    return sampler.sample(params, model, prompts, range(8), key, sampling=sampling, stop_ids=(0,), mesh=mesh)
+    return sampler.sample(params, prompts, range(8), key, tiny.options(model, sampling, (0,), mesh))
 
 
 @functools.cache

@@ -7,8 +7,10 @@ import jax
 import jax.extend
 import pytest
 
-from gspax.config import ModelConfig, Yarn
+from gspax.config import Mesh, ModelConfig, Yarn
 from gspax.model import transformer
+from gspax.rollout.engine import SampleOptions
+from gspax.sharding import make_mesh
 
 MOE = ModelConfig(
     vocab_size=23,
@@ -86,6 +88,16 @@ def params(config, seed=0):
         return 0.3 * jax.random.normal(key, leaf.shape) if str(path[-1].key).endswith("_bias") else leaf
 
     return jax.tree_util.tree_map_with_path(stir, jax.jit(transformer.init, static_argnums=0)(config, key))
+
+
+def one_device():
+    """The mesh of one device."""
+    return make_mesh(Mesh(), jax.devices()[:1])
+
+
+def options(model, sampling, stop_ids=(), mesh=None, **more):
+    """Of the sampler; without a mesh, on one device."""
+    return SampleOptions(model=model, sampling=sampling, stop_ids=stop_ids, mesh=mesh or one_device(), **more)
 
 
 def equations(jaxpr):

@@ -156,7 +156,7 @@ def test_every_program_can_be_lowered_for_present_devices():
 
 
 def test_conversations_are_drawn_by_three_programs_of_the_same_state():
-    """Of half the conversations at a time: the state that the first program returns is the one that the others take."""
+    """With half as many slots: the state that the first program returns is the one that the others take."""
     mesh = make_mesh(SMALL.mesh, jax.devices()[:4])
     sampling = replace(SMALL.sampling, slots=SMALL.sampling.prompts * SMALL.sampling.group // 2)
     sampling = replace(sampling, max_tokens=7)
@@ -164,17 +164,19 @@ def test_conversations_are_drawn_by_three_programs_of_the_same_state():
     found = {program.name: program for program in programs.make_programs(experiment, mesh)}
     assert list(found) == [programs.TRAIN, programs.SCORE, programs.COPY, *DRAWING]
     assert len({found[name].resident for name in DRAWING}) == 1
-    assert [found[name].runs for name in DRAWING] == [2, 2 * (7 - 1 - 4), 2]  # a reply of 4 tokens
+    assert [found[name].runs for name in DRAWING] == [1, 2 * (7 - 1 - 4), 2]  # a reply of 4 tokens
     start, turns, replies = (found[name].lower() for name in DRAWING)
-    assert start.out_info.rows.tokens_BC.shape == (sampling.prompts * sampling.group // 2, sampling.max_tokens)
+    state, _ = start.out_info
+    assert state.rows.tokens_BC.shape == (2 * sampling.slots, sampling.max_tokens)
+    assert state.rows.active_W.shape == (sampling.slots,)
     given = turns.args_info[0][1]
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), given) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), start.out_info
+        lambda leaf: (leaf.shape, leaf.dtype), state
     )
     compiled = start.compile()
     wanted, same = turns.compile().input_shardings[0][1], replies.args_info[0][1]
     assert jax.tree.structure(same) == jax.tree.structure(given)
-    for leaf, there, here in zip(*map(jax.tree.leaves, (given, compiled.output_shardings, wanted)), strict=True):
+    for leaf, there, here in zip(*map(jax.tree.leaves, (given, compiled.output_shardings[0], wanted)), strict=True):
         assert there.is_equivalent_to(here, len(leaf.shape))
 
 
@@ -185,7 +187,7 @@ def test_a_profile_shows_the_parts_of_the_model():
     """`named_scope` names reach the metadata of the compiled operations."""
     mesh = make_mesh(SMALL.mesh, jax.devices()[:4])
     own = {programs.TRAIN: ("loss", "update"), programs.SCORE: ("score",)}
-    own[programs.ROLLOUT] = ("prefill", "decode", "draw")
+    own[programs.ROLLOUT] = ("prefill", "decode", "sample")
     for program in programs.make_programs(SMALL, mesh):
         if program.name == programs.COPY:
             continue

@@ -122,17 +122,17 @@ def test_the_phases_of_the_rollout_are_prefill_and_decode():
 
 
 def test_the_phases_of_conversations_are_prefill_decode_and_replies():
-    """Two halves of the conversations one after the other, with one reply of 4 tokens each."""
+    """Two conversations of a slot one after the other, with one reply of 4 tokens each."""
     experiment = small_experiment.experiment
-    sampling = replace(experiment.sampling, max_tokens=7)
+    sampling = replace(experiment.sampling, max_tokens=7, slots=16)  # of 32 conversations
     experiment = replace(experiment, sampling=sampling)
-    runs = {programs.PROMPTS: 2, programs.TURNS: 4, programs.REPLIES: 2}
+    runs = {programs.PROMPTS: 1, programs.TURNS: 4, programs.REPLIES: 2}
     prompts, turns, replies = (
         make_phases(experiment, Compiled(name=name, seconds=1, text=TEXT), {"data": 1, "fsdp": 16}, runs=runs)
         for name in runs
     )
     assert [(each.name, each.runs) for each in (*prompts, *turns, *replies)] == [
-        (roofline.PREFILL, 2),
+        (roofline.PREFILL, 1),
         (roofline.DECODE, 4),
         (roofline.REPLY, 2),
     ]

@@ -48,8 +48,8 @@ TOKENS = 18
 
 
 apply = jax.jit(transformer.apply, static_argnames="config")
-prefill = jax.jit(decoding.prefill, static_argnames="config")
-decode = jax.jit(decoding.decode, static_argnames="config")
+prefill = jax.jit(decoding.prefill, static_argnames=("config", "mesh"))
+decode = jax.jit(decoding.decode, static_argnames=("config", "mesh"))
 
 
 def make_pair(config, folder):
@@ -106,16 +106,16 @@ def test_prefill_and_decode_agree_with_transformers_cache(config, tmp_path):
     tokens_1T = random_tokens(config, 1, TOKENS)
     cached = transformers.DynamicCache(config=model.config)
     theirs = [their_logits(model, tokens_1T[:, :length], past_key_values=cached, use_cache=True)[0, -1]]
-    length_P = jnp.array([length])
+    length_P, mesh = jnp.array([length]), tiny.one_device()
     serving = make_serving_copy(params, config)
-    hidden, prompts, _ = prefill(serving, config, tokens_1T[:, :length], length_P)
-    cache = decoding.new_cache(prompts, config, slots=1, max_tokens=steps)
+    hidden, prompts, _ = prefill(serving, config, tokens_1T[:, :length], length_P, mesh=mesh)
+    cache = decoding.new_cache(prompts, config, slots=1, max_tokens=steps, mesh=mesh)
     ours = [transformer.logits(params, hidden)[0]]
     for step in range(steps):
         token = tokens_1T[:, length + step]
         theirs.append(their_logits(model, token[None], past_key_values=cached, use_cache=True)[0, -1])
-        slots = decoding.Slots(length_P, None, jnp.int32(step), jnp.ones(1, bool))
-        hidden, cache, _ = decode(serving, config, token, cache, slots)
+        slots = decoding.Slots(length_P, None, jnp.int32(step), jnp.ones(1, jnp.int32))
+        hidden, cache, _ = decode(serving, config, token, cache, slots, mesh=mesh)
         ours.append(transformer.logits(params, hidden)[0])
     np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=1e-4, rtol=0)
 
@@ -128,7 +128,7 @@ def test_greedy_decoding_token_for_token(name, tmp_path):
     prompts = [row[:length].tolist() for row, length in zip(random_tokens(config, 2, 9), (9, 5), strict=True)]
     sampling = Sampling(group=1, max_prompt_tokens=9, max_tokens=64, temperature=0.0)
     serving = make_serving_copy(params, config)
-    rollout = sample(serving, config, prompts, [0, 1], jax.random.key(0), sampling=sampling, stop_ids=())
+    rollout = sample(serving, prompts, [0, 1], jax.random.key(0), tiny.options(config, sampling))
     drawn = set()
     for row, prompt in enumerate(prompts):
         theirs = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=64, eos_token_id=None)[0]

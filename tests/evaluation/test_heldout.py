@@ -59,7 +59,8 @@ def calls(monkeypatch):
     """Arguments of the sampler's calls. The text of each sample is the last digit of its problem's index."""
     calls = []
 
-    def fake(params, model, prompts, ids, key, *, sampling, stop_ids, mesh, greedy):
+    def fake(params, prompts, ids, key, options):
+        sampling, greedy = options.sampling, options.greedy
         calls.append({"prompts": prompts, "ids": list(ids), "key": key, "sampling": sampling, "greedy": greedy})
         ids = np.repeat(np.asarray(ids), sampling.group)
         lengths = np.repeat([len(prompt) for prompt in prompts], sampling.group)

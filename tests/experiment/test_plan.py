@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import stub_experiment
-from tiny import CONFIGS
+from tiny import CONFIGS, one_device
 
 from gspax import config, sharding
 from gspax.aot.programs import device_bytes
@@ -68,11 +68,11 @@ def test_logits_take_as_much_memory_as_a_layer_or_the_budget():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_cache_equals_the_samplers(dtype):
     experiment = override(EXPERIMENT, [f"model.dtype={dtype}"])
-    config, sampling = experiment.model, experiment.sampling
+    config, sampling, mesh = experiment.model, experiment.sampling, one_device()
 
     def make_cache(params, tokens_PS, length_P):
-        _, prompts, _ = decoding.prefill(convert(params, config), config, tokens_PS, length_P)
-        return decoding.new_cache(prompts, config, sampling.prompts * sampling.group, sampling.max_tokens)
+        _, prompts, _ = decoding.prefill(convert(params, config), config, tokens_PS, length_P, mesh=mesh)
+        return decoding.new_cache(prompts, config, sampling.prompts * sampling.group, sampling.max_tokens, mesh=mesh)
 
     cache = jax.eval_shape(
         make_cache,

@@ -15,8 +15,8 @@ from gspax.rollout.serving import make_serving_copy
 from gspax.sharding import RULES, spec
 
 apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
-prefill = jax.jit(decoding.prefill, static_argnames="config")
-decode = jax.jit(decoding.decode, static_argnames="config")
+prefill = jax.jit(decoding.prefill, static_argnames=("config", "mesh"))
+decode = jax.jit(decoding.decode, static_argnames=("config", "mesh"))
 
 
 TOGETHER = {f"{name}, all options": config for name, config in tiny.TOGETHER.items()}
@@ -94,13 +94,13 @@ def test_prefill_and_decode_equal_the_full_sequence(name):
     length_P = np.array([7, 2, 4], np.int32)
     prompts = random_tokens(config, P, S)
     completions = random_tokens(config, P * G, C, seed=1)
-    serving = make_serving_copy(params, config)
-    last, prompt_cache, _ = prefill(serving, config, prompts, jnp.asarray(length_P))
-    cache = decoding.new_cache(prompt_cache, config, slots=P * G, max_tokens=C)
+    serving, mesh = make_serving_copy(params, config), tiny.one_device()
+    last, prompt_cache, _ = prefill(serving, config, prompts, jnp.asarray(length_P), mesh=mesh)
+    cache = decoding.new_cache(prompt_cache, config, slots=P * G, max_tokens=C, mesh=mesh)
     steps = []
     for step in range(C):
-        slots = decoding.Slots(jnp.repeat(length_P, G), None, jnp.int32(step), jnp.ones(P * G, bool))
-        hidden, cache, _ = decode(serving, config, completions[:, step], cache, slots)
+        slots = decoding.Slots(jnp.repeat(length_P, G), None, jnp.int32(step), jnp.ones(P * G, jnp.int32))
+        hidden, cache, _ = decode(serving, config, completions[:, step], cache, slots, mesh=mesh)
         steps.append(hidden)
     whole, segment = np.zeros((2, P * G, S + C), np.int32)
     for row in range(P * G):

@@ -20,12 +20,14 @@ from gspax.errors import UserError
 from gspax.learner.train_step import forward
 from gspax.model import transformer
 from gspax.rewards.calls import RewardCalls, concurrent
-from gspax.rollout import conversations
-from gspax.rollout.drawing import draw_tokens
-from gspax.rollout.engine import Settings
-from gspax.rollout.episodes import Ready, begin, hold_conversations, interact
+from gspax.rollout import chunks
+from gspax.rollout.conversations import pad_replies
+from gspax.rollout.drawing import sample_tokens
+from gspax.rollout.engine import Prompts
+from gspax.rollout.episodes import Ready, begin, interact, sample_conversations
 from gspax.rollout.placement import make_colocated_sampler
 from gspax.rollout.rewards import check_batch, reward_completions, reward_metrics
+from gspax.rollout.sampler import assemble
 from gspax.rollout.serving import make_serving_copy
 from gspax.sharding import make_mesh
 
@@ -47,7 +49,7 @@ def from_scratch(model, params, rollout, key, sampling):
 
     def draw(id_, position, logits_V):
         at = jax.random.fold_in(jax.random.fold_in(key, id_), position)
-        return draw_tokens(logits_V[None], at[None], sampling)[0][0]
+        return sample_tokens(logits_V[None], at[None], sampling)[0][0]
 
     by_position = jax.vmap(draw, in_axes=(None, 0, 0))
     drawn_BT = jax.vmap(by_position, in_axes=(0, None, 0))(id_B, jnp.arange(1, T), logits_BTV[:, :-1])
@@ -77,20 +79,20 @@ def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
     model, rng, key = tiny.CONFIGS[name], np.random.default_rng(0), jax.random.key(1)
     sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=size[0], kv_cache_dtype=dtypes[1])
     whole = rounded(tiny.params(model), model) if dtypes[0] == "int8" else tiny.params(model)
-    settings = Settings(model, sampling, STOPS, None)
+    options = tiny.options(model, sampling, STOPS, turns=True)
     params = make_serving_copy(tiny.params(model), model, weights_dtype=dtypes[0])
     tokens_PS = rng.integers(4, 23, (P, 8)).astype(np.int32)
-    state = conversations.start(params, tokens_PS, LENGTHS, IDS, key, settings=settings)
+    state, _ = chunks.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
     appended = [[] for _ in range(P * G)]
     for longest in (8, size[1]):
-        state = conversations.advance(params, state, key, settings=settings)
-        assert not state.rows.drawing_B.any()
+        state, _ = chunks.advance_chunk(params, state, key, 0, options=options)
+        assert not state.rows.active_W.any()
         replies = [rng.integers(4, 23, rng.integers(1, longest)).tolist() if row != 1 else [] for row in range(P * G)]
         for row, reply in enumerate(replies):
             appended[row] += reply
-        state = conversations.resume(params, state, *conversations.pad_replies(replies), key, settings=settings)
-    state = conversations.advance(params, state, key, settings=settings)
-    rollout = conversations.assemble(tokens_PS, state.rows, settings=settings)
+        state, _ = chunks.resume(params, state, pad_replies(replies), key, 0, options=options)
+    state, _ = chunks.advance_chunk(params, state, key, 0, options=options)
+    rollout = assemble(tokens_PS, state, options=options)
 
     logp_BT, drawn_BT = from_scratch(model, whole, rollout, key, sampling)
     mask_BT = np.asarray(rollout.mask_BT)
@@ -163,9 +165,8 @@ def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None
         else:
             params = make_colocated_sampler(model, mesh, mesh, dtype).push(tiny.params(model))
         ready = [Ready(problem, *reversed(begin(problem, CHARS, interaction))) for problem in problems]
-        rollout, started = hold_conversations(
-            interaction, params, model, ready, ids, key, sampling=Sampling(**settings), mesh=mesh
-        )
+        options = tiny.options(model, Sampling(**settings), CHARS.stop_ids, mesh)
+        rollout, started = sample_conversations(interaction, params, ready, ids, key, options)
         return rollout, reward_completions(problems, rollout, tokenizer=CHARS, calls=calls, started=started)
 
 
@@ -205,16 +206,55 @@ def test_turns_replies_and_rewards_of_an_episode():
 
 
 def test_a_conversation_depends_on_its_id_alone():
-    """Alone, in chunks of 3 tokens, in fewer slots: the same tokens, and log-probs up to rounding."""
+    """Alone, in chunks of 3 tokens: the same tokens, and log-probs up to rounding."""
     rollout, rows = hold(Counting())
     alone, of_alone = hold(Counting(), problems=PROBLEMS[1:], ids=(4,))
-    chunked, of_chunked = hold(Counting(), chunk=3, slots=4)  # in two waves
+    chunked, of_chunked = hold(Counting(), chunk=3)
     np.testing.assert_array_equal(chunked.tokens_BT, rollout.tokens_BT)
     np.testing.assert_array_equal(alone.tokens_BT, np.asarray(rollout.tokens_BT)[4:])
     np.testing.assert_allclose(alone.logp_BT, np.asarray(rollout.logp_BT)[4:], atol=1e-5)
     np.testing.assert_allclose(chunked.logp_BT, rollout.logp_BT, atol=1e-5)
     assert [row["turn_spans"] for row in of_chunked] == [row["turn_spans"] for row in rows]
     assert [row["reward"] for row in of_alone] == [row["reward"] for row in rows[4:]]
+
+
+@pytest.mark.parametrize(
+    ("slots", "chunk", "model"),
+    [
+        (3, 0, MODEL),
+        pytest.param(1, 0, MODEL, marks=pytest.mark.slow),
+        pytest.param(3, 4, replace(MODEL, sliding_window=3, sliding_layers=(0, 2)), marks=pytest.mark.slow),
+    ],
+)
+def test_conversations_do_not_depend_on_the_slots(slots, chunk, model):
+    """With fewer slots than prompts, or than samples of a prompt."""
+    rollout, rows = hold(Counting(), model=model)
+    few, of_few = hold(Counting(), slots=slots, chunk=chunk, model=model)
+    for name in ("tokens_BT", "mask_BT", "length_B", "finished_B", "reply_B"):
+        np.testing.assert_array_equal(getattr(few, name), getattr(rollout, name), err_msg=name)
+    np.testing.assert_allclose(few.logp_BT, rollout.logp_BT, atol=1e-5)
+    assert of_few == rows
+
+
+def test_a_waiting_slot_keeps_its_conversation_and_that_of_a_finished_one_takes_the_next():
+    model, key, reply = tiny.CONFIGS["dense"], jax.random.key(1), [5, 6, 7]
+    sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=60, slots=2)
+    options, params = tiny.options(model, sampling, STOPS, turns=True), make_serving_copy(tiny.params(model), model)
+    tokens_PS = np.random.default_rng(0).integers(4, 23, (P, 8)).astype(np.int32)
+    state, progress = chunks.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
+    held = [state.rows.queue.sample_W.tolist()]
+    for replies in ({0: reply}, {2: reply}, {}):
+        state, progress = chunks.advance_chunk(params, state, key, 0, options=options)
+        waiting, lengths = np.flatnonzero(progress.waiting_B), progress.length_B
+        assert sorted(waiting) == sorted(held[-1]) and not progress.ended_B[waiting].any()
+        padded = pad_replies([replies.get(row, []) for row in range(P * G)])
+        state, progress = chunks.resume(params, state, padded, key, 0, options=options)
+        for row in waiting:
+            assert progress.ended_B[row] == (row not in replies)
+            assert progress.length_B[row] == lengths[row] + (len(reply) + 1 if row in replies else 0)
+        held.append(state.rows.queue.sample_W.tolist())
+    assert held == [[0, 1], [0, 2], [3, 2], [4, 5]]
+    assert progress.left
 
 
 @pytest.mark.slow

@@ -42,14 +42,13 @@ def learner_logp(params, config, tokens, segment):
 def draw(config, axes=(), lora=None, **settings):
     """A rollout on one device, or on a mesh with these (axis, size) pairs."""
     params = tiny.params(config) if lora is None else adapted(config, lora)
-    sampling, mesh = replace(SAMPLING, **settings), None
+    sampling, mesh = replace(SAMPLING, **settings), tiny.one_device()
     if axes:
         devices = jax.devices()[: math.prod(size for _, size in axes)]
         mesh = make_mesh(Mesh(**{"fsdp": 1} | dict(axes)), devices, config)
     serving = make_serving_copy(params, config, mesh, sampling.weights_dtype)
-    ids, key = range(4), jax.random.key(0)
-    rollout = sampler.sample(serving, config, PROMPTS, ids, key, sampling=sampling, stop_ids=(11, 17), mesh=mesh)
-    return jax.device_get(rollout)
+    options = tiny.options(config, sampling, (11, 17), mesh)
+    return jax.device_get(sampler.sample(serving, PROMPTS, range(4), jax.random.key(0), options))
 
 
 def adapted(config, lora):

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import tiny
 
-from gspax.config import Lora, Mesh, Sampling
+from gspax.config import Lora, Sampling
 from gspax.kernels import segments
 from gspax.learner import adapters
 from gspax.model import decoding, transformer
-from gspax.rollout import engine, sampler
+from gspax.rollout import sampler
 from gspax.rollout.serving import convert, make_serving_copy
-from gspax.sharding import make_mesh
 
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2]]
@@ -30,17 +29,14 @@ CONFIGS = {
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch):
     monkeypatch.setattr(segments, "SEGMENT", 4)  # of 10 positions: three
-    monkeypatch.setattr(engine, "NARROWEST", 1)  # the last of 5 samples goes on alone
 
 
 @functools.cache
 def draw(config, slots=0, lora=None, **settings):
     params = tiny.params(config) if lora is None else adapted(config, lora)
     serving, sampling = make_serving_copy(params, config), replace(SAMPLING, slots=slots, **settings)
-    rollout = sampler.sample(
-        serving, config, PROMPTS, range(4), jax.random.key(0), sampling=sampling, stop_ids=STOP, keep_experts=True
-    )
-    return jax.device_get(rollout)
+    options = tiny.options(config, sampling, STOP, keep_experts=True)
+    return jax.device_get(sampler.sample(serving, PROMPTS, range(4), jax.random.key(0), options))
 
 
 def adapted(config, lora):
@@ -53,10 +49,8 @@ def adapted(config, lora):
 def test_greedy_and_sampled_completions_are_drawn_side_by_side():
     config = CONFIGS["experts and windows"]
     serving, key = make_serving_copy(tiny.params(config), config), jax.random.key(0)
-    sampling = replace(SAMPLING, group=4, slots=5)
-    rollout = jax.device_get(
-        sampler.sample(serving, config, PROMPTS, range(4), key, sampling=sampling, stop_ids=STOP, greedy=1)
-    )
+    options = tiny.options(config, replace(SAMPLING, group=4, slots=5), STOP, greedy=1)
+    rollout = jax.device_get(sampler.sample(serving, PROMPTS, range(4), key, options))
     is_greedy_B = np.arange(16) % 4 == 3
     got, want = (jax.tree.map(lambda x, rows=rows: x[rows], rollout) for rows in (~is_greedy_B, is_greedy_B))
     assert_same(got, draw(config))
@@ -96,7 +90,7 @@ def test_the_memory_of_a_prefill_in_chunks_does_not_grow_with_the_prompts():
     @functools.partial(jax.jit, static_argnums=(1, 2))
     def prefill(params, prompts, chunk):
         tokens_PS = jnp.ones((prompts, 64), jnp.int32)
-        return decoding.prefill(params, config, tokens_PS, jnp.full(prompts, 64), chunk=chunk)
+        return decoding.prefill(params, config, tokens_PS, jnp.full(prompts, 64), chunk=chunk, mesh=tiny.one_device())
 
     def peak(prompts, chunk):
         params = convert(tiny.params(config), config)
@@ -111,23 +105,6 @@ def test_samples_of_adapted_parameters_do_not_depend_on_the_slots():
     want = draw(config, lora=Lora(rank=2))
     assert not np.array_equal(want.tokens_BT, draw(config).tokens_BT)
     assert_same(draw(config, slots=5, lora=Lora(rank=2)), want)
-
-
-def test_the_last_samples_of_a_rollout_are_drawn_in_fewer_slots():
-    """Only on one CPU device: elsewhere reading the weights takes the time."""
-    config = replace(tiny.MOE, num_hidden_layers=1, num_experts=0)
-    params = make_serving_copy(tiny.params(config), config)
-    settings = engine.Settings(config, replace(SAMPLING, slots=8), STOP, None)
-    inputs = sampler.place_prompts(PROMPTS, range(4), sampling=replace(SAMPLING, prompts=4), mesh=None)
-    state = jax.eval_shape(lambda key: engine.start(params, *inputs, key, settings), jax.random.key(0))
-
-    def finish(state, key):
-        return engine.finish(params, state, key, settings)
-
-    finished = jax.eval_shape(finish, state, jax.random.key(0))
-    assert finished.rows.live_W.shape == (2,) and finished.cache[0].completion[0].v_XKSH.shape[0] == 2
-    mesh = make_mesh(Mesh(), jax.devices()[:2])
-    assert engine._narrower(state, settings._replace(mesh=mesh)) == []
 
 
 @pytest.mark.slow
@@ -159,10 +136,8 @@ def test_weights_may_be_renewed_between_two_chunks(dtype):
 
     def run(later):
         sampling, key = replace(SAMPLING, slots=5, chunk=3, kv_cache_dtype=dtype), jax.random.key(0)
-        rollout = sampler.sample(
-            first, config, PROMPTS, range(4), key, sampling=sampling, stop_ids=STOP, renew=lambda: (later, 7)
-        )
-        return jax.device_get(rollout)
+        options = tiny.options(config, sampling, STOP)
+        return jax.device_get(sampler.sample(first, PROMPTS, range(4), key, options, renew=lambda: (later, 7)))
 
     want, got = run(first), run(second)
     assert set(np.unique(got.version_BT)) == {0, 7}

@@ -25,7 +25,7 @@ def draw(prompts, devices, **settings):
     mesh, sampling = make_mesh(Mesh(), jax.devices()[:devices]), Sampling(max_prompt_tokens=4, max_tokens=6, **settings)
     params = make_serving_copy(tiny.params(CONFIG), CONFIG, mesh)
     ids, key = range(3, 3 + len(prompts)), jax.random.key(0)
-    return jax.device_get(sample(params, CONFIG, prompts, ids, key, sampling=sampling, stop_ids=(0, 1, 2), mesh=mesh))
+    return jax.device_get(sample(params, prompts, ids, key, tiny.options(CONFIG, sampling, (0, 1, 2), mesh)))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_how_groups_are_divided(prompts, group, devices, wanted):
 
 def test_the_parts_of_a_group_have_ids_of_their_own():
     prompts, sampling = [[1], [2, 3]], Sampling(prompts=4, group=3, max_prompt_tokens=4)
-    tokens_PS, length_P, id_P = place_prompts(prompts, [5, 7], sampling=sampling, mesh=None)
+    tokens_PS, length_P, id_P = place_prompts(prompts, [5, 7], tiny.options(CONFIG, sampling))
     assert id_P.tolist() == [30, 33, 42, 45] and length_P.tolist() == [1, 1, 2, 2]
     assert tokens_PS[:, :2].tolist() == [[1, 0], [1, 0], [2, 3], [2, 3]]
 

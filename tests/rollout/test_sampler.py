@@ -33,8 +33,8 @@ def draw(params, prompts=PROMPTS, ids=None, seed=0, sampling=SAMPLING, stop_ids=
     ids = range(len(prompts)) if ids is None else ids
     key = jax.random.key(seed)
     serving = make_serving_copy(params, CONFIG, mesh)
-    rollout = sampler.sample(serving, CONFIG, prompts, ids, key, sampling=sampling, stop_ids=stop_ids, mesh=mesh)
-    return jax.device_get(rollout)
+    options = tiny.options(CONFIG, sampling, stop_ids, mesh)
+    return jax.device_get(sampler.sample(serving, prompts, ids, key, options))
 
 
 def completion(rollout, row):
@@ -138,7 +138,7 @@ def test_on_a_mesh_experts_run_under_shard_map_in_prefill_and_decode(params):
 
     def run(params):
         key, serving = jax.random.key(0), convert(params, CONFIG)
-        return sampler.sample(serving, CONFIG, [[1]] * 8, range(8), key, sampling=SAMPLING, stop_ids=STOP, mesh=mesh)
+        return sampler.sample(serving, [[1]] * 8, range(8), key, tiny.options(CONFIG, SAMPLING, STOP, mesh))
 
     assert tiny.primitives(run, params).count("shard_map") == 4 * CONFIG.num_hidden_layers + 2, (
         "attention and experts of each layer, in prefill and decode; what the slots hold, before and after a token"
@@ -169,7 +169,7 @@ def test_tokens_follow_the_distribution_at_the_temperature(size, top_k):
     rows = 20_000
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(0), jnp.arange(rows))
     sampling = Sampling(temperature=0.7, top_k=top_k)
-    token, logp = drawing.draw_tokens(jnp.tile(logits[None], (rows, 1)), keys, sampling)
+    token, logp = drawing.sample_tokens(jnp.tile(logits[None], (rows, 1)), keys, sampling)
     prob = np.asarray(jax.nn.softmax(logits / 0.7), np.float64)
     np.testing.assert_allclose(logp, np.log(prob)[np.asarray(token)], atol=1e-5)
     kept = np.argsort(-prob)[: top_k or size]
@@ -185,11 +185,11 @@ def test_a_vocabulary_sharded_over_devices_is_drawn_from_without_gathering_it():
     logits = jax.random.normal(jax.random.key(0), (rows, size))
     keys = jax.random.split(jax.random.key(1), rows)
     placed = jax.device_put(logits, sharding.named_sharding(mesh, "batch", "vocab"))
-    compiled = jax.jit(lambda *arrays: drawing.draw_tokens(*arrays, Sampling())).lower(placed, keys).compile()
+    compiled = jax.jit(lambda *arrays: drawing.sample_tokens(*arrays, Sampling())).lower(placed, keys).compile()
     received = re.findall(r"= \(?f32\[([\d,]+)\]\S* (?:all-gather|all-to-all|collective-permute)\(", compiled.as_text())
     assert max((math.prod(map(int, shape.split(","))) for shape in received), default=0) < rows * size // 8
     token, logp = compiled(placed, keys)
-    expected, expected_logp = drawing.draw_tokens(logits, keys, Sampling())
+    expected, expected_logp = drawing.sample_tokens(logits, keys, Sampling())
     np.testing.assert_array_equal(token, expected)
     np.testing.assert_allclose(logp, expected_logp, atol=1e-5)
 
@@ -197,7 +197,7 @@ def test_a_vocabulary_sharded_over_devices_is_drawn_from_without_gathering_it():
 def test_temperature_zero_is_greedy():
     logits = jnp.array([[0.0, 2.0, 1.0], [3.0, -1.0, 2.5]])
     keys = jax.random.split(jax.random.key(0), 2)
-    token, logp = drawing.draw_tokens(logits, keys, Sampling(temperature=0.0))
+    token, logp = drawing.sample_tokens(logits, keys, Sampling(temperature=0.0))
     assert token.tolist() == [1, 0]
     np.testing.assert_allclose(logp, jax.nn.log_softmax(logits).max(axis=-1), atol=1e-6)
 

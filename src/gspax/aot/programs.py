@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -33,10 +34,10 @@ from gspax.learner.state import abstract_state
 from gspax.learner.steps import make_steps
 from gspax.model.decoding import LayerCache
 from gspax.model.low_rank import partition
-from gspax.rollout import conversations, engine, sampler
-from gspax.rollout.episodes import count_waves
+from gspax.rollout import chunks, conversations, engine, sampler
+from gspax.rollout.engine import Prompts, SampleOptions
 from gspax.rollout.serving import abstract_serving_copy, copier
-from gspax.sharding import batch_shards, named_sharding, sample_axis
+from gspax.sharding import batch_shards, named_sharding
 from gspax.types import Batch, Rollout, TrainState
 
 TRAIN, SCORE, COPY, ROLLOUT = "train step", "old log-probs", "serving copy", "rollout"
@@ -137,13 +138,21 @@ def _make_sampler(
     split = sampler.split_groups(with_carried(sampling, placement), mesh)
     prompts = _abstract_prompts(split, mesh)
     admits = placement is not None and placement.partial is not None
-    settings = engine.Settings(model, split, stop_ids, mesh, keep_versions=admits, admits=admits)
+    options = SampleOptions(
+        model=model,
+        sampling=split,
+        stop_ids=stop_ids,
+        mesh=mesh,
+        keep_versions=admits,
+        admits=admits,
+        turns=turns is not None,
+    )
     if turns is not None:
-        return _make_conversations(params, prompts, key, settings, replies=turns.limit - 1, resident=resident)
+        return _make_conversations(params, prompts, key, options, replies=turns.limit - 1, resident=resident)
     return [
         Program(
             name=ROLLOUT,
-            lower=lambda: sampler._generate.lower(params, *prompts, key, settings=settings),
+            lower=lambda: sampler._generate.lower(params, prompts, key, options=options),
             resident=resident,
         )
     ]
@@ -159,50 +168,43 @@ def reply_tokens(max_tokens: int) -> int:
 
 
 def _make_conversations(
-    params: Any, prompts: tuple[Any, Any, Any], key: Any, settings: engine.Settings, *, replies: int, resident: int
+    params: Any, prompts: Prompts, key: Any, options: SampleOptions, *, replies: int, resident: int
 ) -> list[Program]:
-    """The prefill of the prompts, a token of every conversation, and the prefill of a reply to each of them.
+    """The prefill of the prompts, a token of every slot, and the prefill of a reply to each of them.
 
-    Prefills draw a token too; conversations that `sampling.slots` does not hold at once follow one another.
+    Prefills sample a token too; where there are fewer slots than conversations, slots have several, one after another.
     """
-    mesh, sampling = settings.mesh, settings.sampling
-    assert mesh is not None
-    waves, reply = count_waves(sampling), reply_tokens(sampling.max_tokens)
-    settings = settings._replace(sampling=replace(sampling, group=sampling.group // waves))
-    B = sampling.prompts * settings.sampling.group
-    reply_BX, count_B = (
-        _abstract_rows(mesh, (B, reply - 1), jnp.int32),
-        _abstract_rows(mesh, (B,), jnp.int32),
-    )
+    sampling, version = options.sampling, jax.ShapeDtypeStruct((), jnp.int32)
+    B, reply = sampling.prompts * sampling.group, reply_tokens(sampling.max_tokens)
 
-    def state() -> Any:
-        return _abstract_conversations(params, prompts, key, settings)
+    def state() -> engine.State:
+        return _abstract_state(params, prompts, key, options)
 
     def advance() -> Any:
-        return cast(Any, conversations.advance).lower(params, state(), key, settings=settings)
+        return cast(Any, chunks.advance_chunk).lower(params, state(), key, version, options=options)
 
     def resume() -> Any:
-        return cast(Any, conversations.resume).lower(params, state(), reply_BX, count_B, key, settings=settings)
+        rows = ((B, reply - 1), jnp.int32), ((B,), jnp.int32)
+        given = conversations.Replies._make(cast(Any, _abstract_rows(options.mesh, *each)) for each in rows)
+        return cast(Any, chunks.resume).lower(params, state(), given, key, version, options=options)
 
     def start() -> Any:
-        return cast(Any, conversations.start).lower(params, *prompts, key, settings=settings)
+        return cast(Any, chunks.start).lower(params, prompts, key, options=options)
 
-    drawn = max(0, sampling.max_tokens - 1 - replies * reply)
+    turns = math.ceil(B / engine.count_slots_of(options, sampling.prompts))
+    sampled = max(0, sampling.max_tokens - 1 - replies * reply)
     return [
-        Program(name=PROMPTS, lower=start, resident=resident, runs=waves),
-        Program(name=TURNS, lower=advance, resident=resident, runs=waves * drawn),
-        Program(name=REPLIES, lower=resume, resident=resident, runs=waves * replies),
+        Program(name=PROMPTS, lower=start, resident=resident),
+        Program(name=TURNS, lower=advance, resident=resident, runs=turns * sampled),
+        Program(name=REPLIES, lower=resume, resident=resident, runs=turns * replies),
     ]
 
 
-def _abstract_conversations(
-    params: Any, prompts: tuple[Any, Any, Any], key: Any, settings: engine.Settings
-) -> conversations.State:
-    """`ShapeDtypeStruct`s, with shardings, of conversations between two tokens."""
-    mesh = settings.mesh
-    assert mesh is not None
-    state = jax.eval_shape(lambda *given: conversations.start(*given, settings=settings), params, *prompts, key)
-    axis = sample_axis(mesh, len(state.rows.length_B))
+def _abstract_state(params: Any, prompts: Prompts, key: Any, options: SampleOptions) -> engine.State:
+    """`ShapeDtypeStruct`s, with shardings, of the engine between two tokens."""
+    mesh = options.mesh
+    state = jax.eval_shape(partial(engine.start, options=options), params, prompts, key)
+    axis = engine.row_axis(mesh, len(state.rows.length_B), len(state.rows.active_W))
 
     def place(tree: Any, *axes: str) -> Any:
         sharding = named_sharding(mesh, *axes)
@@ -211,7 +213,7 @@ def _abstract_conversations(
     cache = tuple(
         LayerCache(place(each.prompt, "batch", "heads"), place(each.completion, axis, "heads")) for each in state.cache
     )
-    return conversations.State(rows=place(state.rows, axis), cache=cache)
+    return replace(state, rows=place(state.rows, axis), step=place(state.step), cache=cache)
 
 
 def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
@@ -255,14 +257,11 @@ def abstract_rollout(sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
     return Rollout(**described)
 
 
-def _abstract_prompts(sampling: Sampling, mesh: jax.sharding.Mesh) -> tuple[Any, Any, Any]:
+def _abstract_prompts(sampling: Sampling, mesh: jax.sharding.Mesh) -> Prompts:
     """Tokens, lengths and ids of the prompts of a rollout."""
     P, S = sampling.prompts, sampling.max_prompt_tokens
-    return (
-        _abstract_rows(mesh, (P, S), jnp.int32),
-        _abstract_rows(mesh, (P,), jnp.int32),
-        _abstract_rows(mesh, (P,), jnp.uint32),
-    )
+    shapes = ((P, S), jnp.int32), ((P,), jnp.int32), ((P,), jnp.uint32)
+    return Prompts._make(cast(Any, _abstract_rows(mesh, *each)) for each in shapes)
 
 
 def _abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -8,6 +8,7 @@ body once.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from gspax.aot.targets import Rate, Target
 from gspax.aot.traffic import traffic
 from gspax.config import DrawingDtype, ModelConfig, Sampling
 from gspax.experiment.counts import forward_flops
+from gspax.experiment.memory import count_slots
 from gspax.model.extension import BLOCK
 from gspax.rollout.serving import abstract_serving_copy
 
@@ -106,14 +108,16 @@ def make_phases(
                 compiled.name, runs[compiled.name], passes * forward, (passes + recomputed) * forward, moved[1], sent[1]
             )
         ]
-    waves = runs.get(PROMPTS, 1)  # of conversations, one after the other
-    drawn = rows / waves * forward_flops(model, 2 * (S + C / 2))  # a drawn token attends to all before it
+    in_turn = 1  # conversations of a slot
+    if TURNS in runs:
+        in_turn = math.ceil(sampling.prompts * sampling.group / count_slots(model, sampling, mesh))
+    drawn = rows / in_turn * forward_flops(model, 2 * (S + C / 2))  # a sampled token attends to all before it
     if compiled.name == REPLIES:
         return [phase(REPLY, runs[REPLIES], reply * drawn, reply * drawn, moved[1], sent[1])]
     found = []
     if compiled.name in (ROLLOUT, PROMPTS):
         prompts = sampling.prompts / devices * S * forward_flops(model, S)
-        found.append(phase(PREFILL, waves, prompts, prompts, moved[0], sent[0]))
+        found.append(phase(PREFILL, 1, prompts, prompts, moved[0], sent[0]))
     if compiled.name in (ROLLOUT, TURNS):
         moved_at = {part: traffic(module, unknown_trips=1, live=live_at(part, sampling)) - moved[0] for part in PARTS}
         token = phase(DECODE, runs.get(TURNS, C - 1), drawn, drawn, moved_at["mean"], sent[1] - sent[0])

@@ -13,7 +13,8 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError, warn_once
 from gspax.protocols import Tokenizer
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.episodes import Interaction, Ready, hold_conversations
+from gspax.rollout.engine import SampleOptions
+from gspax.rollout.episodes import Interaction, Ready, sample_conversations
 from gspax.rollout.reading import attempt, name_problems, prepare
 from gspax.rollout.rewards import Row, reward_completions
 from gspax.rollout.sampler import lengths_to_host, sample
@@ -74,32 +75,20 @@ def complete(
         return [None for _ in range(len(ids) * sampling.group)]
     problems = [each and each.problem for each in ready]
     reward = partial(reward_completions, problems, tokenizer=policy.tokenizer, calls=rewards)
+    options = SampleOptions(
+        model=policy.model,
+        sampling=sampling,
+        stop_ids=policy.tokenizer.stop_ids,
+        mesh=policy.mesh,
+        greedy=greedy,
+    )
     if policy.interaction is not None:
-        rollout, started = hold_conversations(
-            replace(policy.interaction, rewards=rewards),
-            policy.params,
-            policy.model,
-            ready,
-            ids,
-            key,
-            sampling=sampling,
-            mesh=policy.mesh,
-            greedy=greedy,
-        )
+        interaction = replace(policy.interaction, rewards=rewards)
+        rollout, started = sample_conversations(interaction, policy.params, ready, ids, key, options)
         rows = reward(rollout, started=started)
     else:
-        rollout = sample(
-            policy.params,
-            policy.model,
-            [each and each.prompt for each in ready],
-            ids,
-            key,
-            sampling=sampling,
-            stop_ids=policy.tokenizer.stop_ids,
-            mesh=policy.mesh,
-            greedy=greedy,
-        )
-        rows = reward(lengths_to_host(rollout))
+        prompts = [each and each.prompt for each in ready]
+        rows = reward(lengths_to_host(sample(policy.params, prompts, ids, key, options)))
     return [None if number // sampling.group in left_out else row for number, row in enumerate(rows)]
 
 

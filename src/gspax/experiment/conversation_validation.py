@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gspax.config import Placement, Reference, Sampling, Turns
+from gspax.config import Placement, Reference, Turns
 from gspax.experiment.description import parameters, unwrap
 from gspax.losses.traits import traits_of
 
 METHODS = ("encode_chat", "encode_reply", "encode_completion")  # methods of a tokenizer, besides `turn_end`
 
 
-def conversation_problems(
-    environment: Any, turns: Turns, tokenizer: Any, sampling: Sampling, placement: Placement | None
-) -> Iterator[str]:
+def conversation_problems(environment: Any, turns: Turns, tokenizer: Any, placement: Placement | None) -> Iterator[str]:
     """What is wrong with the environment, and with what it is used with."""
     if environment is None:
         if turns.credit == "turn":
@@ -33,13 +31,6 @@ def conversation_problems(
             "tokenizer: wanted one for conversations with an environment (data.hf_chat, data.CharChat), "
             f"{type(tokenizer).__name__} has no {lacks[0]}"
         )
-    if 0 < sampling.slots < sampling.prompts:
-        yield (
-            f"sampling.slots: wanted 0 or at least the {sampling.prompts} prompts with an environment, "
-            f"got {sampling.slots}"
-        )
-    if sampling.cache_gib:
-        yield f"sampling.cache_gib: wanted 0 with an environment (sampling.slots limits it), got {sampling.cache_gib:g}"
     if placement is not None and placement.staleness:
         yield (
             "placement.staleness: wanted 0 with an environment, whose replies the sampler waits for, "

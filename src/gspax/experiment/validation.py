@@ -366,7 +366,7 @@ _COMBINATIONS: tuple[tuple[Callable[..., Iterator[str]], str], ...] = (
     (_updates, "schedule"),
     (_adapters, "lora"),
     *loss_validation.COMBINATIONS,
-    (conversation_problems, "environment turns tokenizer sampling placement"),
+    (conversation_problems, "environment turns tokenizer placement"),
     (credit_problems, "turns.credit loss advantage correction rejection reference"),
 )
 _OF_MESH = ("sampling", "schedule", "model", "mesh", "placement", "serving_mesh", "warm_start.rows")

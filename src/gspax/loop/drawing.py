@@ -12,7 +12,8 @@ from gspax.data.problem import Problem
 from gspax.distributed import multihost
 from gspax.loop.learner import Learner, count_rollouts, prepare_problem
 from gspax.loop.pace import Pace
-from gspax.rollout.episodes import hold_conversations
+from gspax.rollout.engine import SampleOptions
+from gspax.rollout.episodes import sample_conversations
 from gspax.rollout.placement import find_last_ahead
 from gspax.rollout.pool import Pool
 from gspax.rollout.reading import read_usable
@@ -102,31 +103,18 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Pen
     prompt_ids, own = [ids[place] for place in range(P)], [ready.get(place) for place in range(P)]
     problems, started, taken = [each and each.problem for each in own], Started(), max(prompt_ids) + 1 - first
     key = sampling_key(state)
-    if learner.interaction is not None:
-        rollout, started = hold_conversations(
-            learner.interaction,
-            params,
-            experiment.model,
-            own,
-            prompt_ids,
-            key,
-            sampling=experiment.sampling,
-            mesh=sampler.mesh,
-        )
-        return PendingRollout(count_rollouts(learner, state), taken, problems, rollout, started)
-    begin = partial(start_rewards, problems, started, tokenizer=tokenizer, calls=learner.rewards, group=group)
-    rollout = sample(
-        params,
-        experiment.model,
-        [each and each.prompt for each in own],
-        prompt_ids,
-        key,
+    options = SampleOptions(
+        model=experiment.model,
         sampling=experiment.sampling,
         stop_ids=tokenizer.stop_ids,
         mesh=sampler.mesh,
-        ended=begin,
         keep_experts=experiment.routing_replay == "sampler",
     )
+    if learner.interaction is not None:
+        rollout, started = sample_conversations(learner.interaction, params, own, prompt_ids, key, options)
+        return PendingRollout(count_rollouts(learner, state), taken, problems, rollout, started)
+    begin = partial(start_rewards, problems, started, tokenizer=tokenizer, calls=learner.rewards, group=group)
+    rollout = sample(params, [each and each.prompt for each in own], prompt_ids, key, options, ended=begin)
     return PendingRollout(count_rollouts(learner, state), taken, problems, rollout, started)
 
 

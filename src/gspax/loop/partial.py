@@ -16,7 +16,7 @@ from gspax.distributed import multihost
 from gspax.experiment.counts import with_carried
 from gspax.loop.drawing import RolloutBatch, sampling_key
 from gspax.loop.learner import Learner, count_rollouts, prepare_problem
-from gspax.rollout import engine
+from gspax.rollout.engine import SampleOptions
 from gspax.rollout.placement import find_last_ahead
 from gspax.rollout.pool import (
     FREE,
@@ -24,10 +24,10 @@ from gspax.rollout.pool import (
     Weights,
     admit,
     choose_groups,
-    draw_chunk,
     find_ended,
     new_pool,
     next_problems,
+    sample_chunk,
     take,
 )
 from gspax.rollout.reading import read_usable
@@ -48,7 +48,7 @@ def next_partial(learner: Learner, state: TrainState, pool: Pool | None) -> tupl
     sampling, schedule = experiment.sampling, experiment.schedule
     assert placement is not None and placement.partial is not None
     done, P = count_rollouts(learner, state), sampling.prompts
-    settings, places = make_settings(learner), with_carried(sampling, placement).prompts
+    options, places = make_options(learner), with_carried(sampling, placement).prompts
     weights = Weights(learner.sampler.push(state.params), done)
 
     def due(batch: int) -> bool:
@@ -57,7 +57,7 @@ def next_partial(learner: Learner, state: TrainState, pool: Pool | None) -> tupl
     def fill(pool: Pool, batch: int) -> Pool:
         """With as many groups as there may be while a rollout batch is drawn."""
         most = min(places, P * (1 + find_last_ahead(1, batch, due) - batch))
-        return admit_problems(learner, pool, most - pool.count(), weights, settings)
+        return admit_problems(learner, pool, most - pool.count(), weights, options)
 
     if pool is None:
         first = int(multihost.to_host(state.position))
@@ -65,24 +65,29 @@ def next_partial(learner: Learner, state: TrainState, pool: Pool | None) -> tupl
     pool = fill(pool, done)
     while (chosen := choose_groups(pool, end_samples(learner, pool), P, done - placement.staleness)) is None:
         interrupt.stop_point()
-        pool = draw_chunk(pool, weights, settings)
-    batch, pool = take_batch(learner, state, pool, chosen, settings)
+        pool = sample_chunk(pool, weights, options)
+    batch, pool = take_batch(learner, state, pool, chosen, options)
     if not due(done + 1):
         pool = fill(pool, done + 1) if placement.partial.ahead else pool
         for _ in range(placement.partial.ahead):
-            pool = draw_chunk(pool, weights, settings)
+            pool = sample_chunk(pool, weights, options)
     return batch, pool
 
 
-def make_settings(learner: Learner) -> engine.Settings:
-    """What the sampler's programs are compiled for."""
+def make_options(learner: Learner) -> SampleOptions:
+    """How the sampler's programs are compiled."""
     experiment, mesh = learner.experiment, learner.sampler.mesh
-    sampling = split_groups(with_carried(experiment.sampling, experiment.placement), mesh)
-    stop_ids = experiment.tokenizer.stop_ids
-    return engine.Settings(experiment.model, sampling, stop_ids, mesh, keep_versions=True, admits=True)
+    return SampleOptions(
+        model=experiment.model,
+        sampling=split_groups(with_carried(experiment.sampling, experiment.placement), mesh),
+        stop_ids=experiment.tokenizer.stop_ids,
+        mesh=mesh,
+        keep_versions=True,
+        admits=True,
+    )
 
 
-def admit_problems(learner: Learner, pool: Pool, groups: int, weights: Weights, settings: engine.Settings) -> Pool:
+def admit_problems(learner: Learner, pool: Pool, groups: int, weights: Weights, options: SampleOptions) -> Pool:
     """The pool with so many more groups."""
     if groups <= 0:
         return pool
@@ -98,7 +103,7 @@ def admit_problems(learner: Learner, pool: Pool, groups: int, weights: Weights, 
     index_R[list(ids)] = list(ids.values())
     own = [ready.get(place) for place in range(len(index_R))]
     problems, prompts = [each and each.problem for each in own], [each and each.prompt for each in own]
-    return admit(pool, index_R, problems, prompts, weights, settings)
+    return admit(pool, index_R, problems, prompts, weights, options)
 
 
 def end_samples(learner: Learner, pool: Pool) -> np.ndarray:
@@ -106,24 +111,24 @@ def end_samples(learner: Learner, pool: Pool) -> np.ndarray:
 
     With several processes they are started with their batch: its rows may be on other processes than the pool's.
     """
-    sampling, ended = learner.experiment.sampling, None
+    ended = None
     if jax.process_count() == 1:
-        tokenizer, group = learner.experiment.tokenizer, sampling.group
+        tokenizer, group = learner.experiment.tokenizer, learner.experiment.sampling.group
         ended = partial(
             start_rewards, pool.problems, pool.started, tokenizer=tokenizer, calls=learner.rewards, group=group
         )
-    return find_ended(pool, ended, sampling.max_tokens)
+    return find_ended(pool, ended)
 
 
 def take_batch(
-    learner: Learner, state: TrainState, pool: Pool, places: np.ndarray, settings: engine.Settings
+    learner: Learner, state: TrainState, pool: Pool, places: np.ndarray, options: SampleOptions
 ) -> tuple[RolloutBatch, Pool]:
     """The groups in these places as a rollout batch on the learner's mesh, and the pool without them.
 
     Problems count as taken once they are in a batch, and those that were skipped until then with them.
     """
     index, policy = pool.problem_R[places].tolist(), int(pool.policy_R[places].min())
-    pool, rollout, started = take(pool, places, settings)
+    pool, rollout, started = take(pool, places, options)
     read, by_row = partial(read_problem, learner.experiment.data.train), named_sharding(learner.sampler.mesh, "batch")
     group = learner.experiment.sampling.group
     problems = multihost.all_or_raise(lambda: multihost.local_rows(read, index, by_row, group=group))

@@ -46,13 +46,13 @@ PromptCache = tuple[Segment, ...]  # by layer; X = P
 
 
 class Slots(NamedTuple):
-    """What the slots of a decoding pass hold."""
+    """Where the new tokens of the slots go: one for each in `decode`, several in `extension.extend`."""
 
     prompt_length_W: Array  # int32
     # int32, the prompt of each slot, counted on its own device; None: slot w belongs to prompt w // (W // P)
     prompt_W: Array | None
-    step: Array  # int32, the completion position of the token; [] if that is one for all slots, else [W]
-    live_W: Array  # bool; the other slots are treated as padding
+    first: Array  # int32, the completion position of the first new token; [] if that is one for all slots, else [W]
+    count_W: Array  # int32, the new tokens; slots without any are treated as padding
 
 
 def prefill(
@@ -63,7 +63,7 @@ def prefill(
     *,
     chunk: int = 0,
     kv_cache_dtype: DrawingDtype = "auto",
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: jax.sharding.Mesh,
 ) -> tuple[Array, PromptCache, Array]:
     """Run right-padded prompts once.
 
@@ -75,14 +75,14 @@ def prefill(
       chunk: so many prompts of each device are run at a time, so that activations are those of a chunk; 0: all.
       kv_cache_dtype: "auto", the compute dtype, or "int8" with a scale for each token and head. The prompts attend to
         keys and values that are not rounded.
-      mesh: the device mesh, if any.
+      mesh: the device mesh.
 
     Returns:
       The final hidden state of each prompt's last token `[P, D]`, the keys and values, and the chosen experts int32
       `[P, S, L, A]` (`num_experts` on padding).
     """
     run = partial(_prefill, params, config, kv_cache_dtype=kv_cache_dtype, mesh=mesh)
-    Q = 1 if mesh is None else batch_shards(mesh)
+    Q = batch_shards(mesh)
     own = tokens_PS.shape[0] // Q
     if not 0 < chunk < own:
         return run(tokens_PS, length_P)
@@ -120,7 +120,7 @@ def _prefill(
     length_P: Array,
     *,
     kv_cache_dtype: DrawingDtype,
-    mesh: jax.sharding.Mesh | None,
+    mesh: jax.sharding.Mesh,
 ) -> tuple[Array, PromptCache, Array]:
     """`prefill` of all these prompts at once."""
     P, S = tokens_PS.shape
@@ -138,7 +138,7 @@ def _prefill(
     return jnp.take_along_axis(hidden_PSD, length_P[:, None, None] - 1, axis=1)[:, 0], cache, expert_PSLA
 
 
-def _to_segment(k_XKSH: Array, v_XKSH: Array, kv_cache_dtype: DrawingDtype, mesh: jax.sharding.Mesh | None) -> Segment:
+def _to_segment(k_XKSH: Array, v_XKSH: Array, kv_cache_dtype: DrawingDtype, mesh: jax.sharding.Mesh) -> Segment:
     """Keys and values as they are cached: in this dtype, and keys transposed except on TPU."""
     segment = Segment(k_XKSH, v_XKSH)
     if kv_cache_dtype == "int8":
@@ -160,7 +160,7 @@ def new_cache(
     max_tokens: int,
     *,
     kv_cache_dtype: DrawingDtype = "auto",
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: jax.sharding.Mesh,
 ) -> Cache:
     """The cache of these prompts, and of `max_tokens` positions for each of so many slots."""
     K, H, rows = config.num_key_value_heads, config.head_dim, sample_axis(mesh, slots)
@@ -174,9 +174,9 @@ def new_cache(
     return tuple(LayerCache(prompt=(prompt,), completion=tuple(map(empty, sizes))) for prompt in prompts)
 
 
-def on_tpu(mesh: jax.sharding.Mesh | None) -> bool:
+def on_tpu(mesh: jax.sharding.Mesh) -> bool:
     """Whether `decode_attention` reads blocks of one array per cache; elsewhere `segments` are read."""
-    return (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "tpu"
+    return bool(mesh.devices.flat[0].platform == "tpu")
 
 
 def decode(
@@ -186,17 +186,17 @@ def decode(
     cache: Cache,
     slots: Slots,
     *,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: jax.sharding.Mesh,
 ) -> tuple[Array, Cache, Array]:
     """Run one token of every slot: its final hidden state `[W, D]`, the updated cache, its experts int32 `[W, L, A]`.
 
-    Slots that are not live are not routed, and their result is undefined. Without `slots.prompt_W` all slots must have
-    one step.
+    Slots without a new token are not routed, and their result is undefined. Without `slots.prompt_W` all slots must be
+    at one position, or no layer have a window.
     """
-    position_W1 = (slots.prompt_length_W + slots.step)[:, None]
-    attend = _attend_over_cache(slots, layer_windows(config), mesh)
+    position_W1 = (slots.prompt_length_W + slots.first)[:, None]
+    attend = attend_over_cache(attend_local, slots, config, mesh)
     angles = jax.lax.optimization_barrier(rotary_angles(position_W1, config))  # once, not in every product's fusion
-    shared = LayerInputs(angles, slots.live_W[:, None], attend, mesh)
+    shared = LayerInputs(angles, slots.count_W[:, None] > 0, attend, mesh)
     hidden_W1D, cache, expert_W1LA = run_layers(params, config, token_W[:, None], shared, cache)
     return hidden_W1D[:, 0], cache, expert_W1LA[:, 0]
 
@@ -235,67 +235,68 @@ def run_layers(params: Params, config: ModelConfig, tokens_BT: Array, shared: La
     return hidden_BTD, tuple(updated), jnp.concatenate(experts, axis=2)
 
 
-def _attend_over_cache(slots: Slots, windows: tuple[int, ...], mesh: jax.sharding.Mesh | None) -> Attend:
-    """Attention of one new token per slot to its prompt and its completion so far; each device has its own slots."""
+def attend_over_cache(
+    local: Callable[..., tuple[Array, LayerCache]], slots: Slots, config: ModelConfig, mesh: jax.sharding.Mesh
+) -> Attend:
+    """Attention of the slots' M new tokens to their prompts, their completions so far, and one another.
 
-    def attend(q_W1NH, k_W1KH, v_W1KH, cache: LayerCache, layer: Any):
-        local = partial(attend_local, window=windows[layer] if windows else None, kernel=on_tpu(mesh))
-        arrays = q_W1NH[:, 0], k_W1KH[:, 0], v_W1KH[:, 0], cache, slots
-        if mesh is None or mesh.size == 1:
-            context_WNH, cache = local(*arrays)
-        else:
-            context_WNH, cache = _on_mesh(local, mesh, arrays)
-        return context_WNH[:, None], cache
+    Args:
+      local: as `attend_local`, for the slots and heads of one device.
+    """
+    windows = layer_windows(config)
+    (rows,), (prompts, heads) = spec(sample_axis(mesh, len(slots.count_W))), spec("batch", "heads")
+    by_row, by_head = PartitionSpec(rows), PartitionSpec(rows, heads)
+    cached: Any = LayerCache._make((PartitionSpec(prompts, heads), by_head))
+    placed = jax.tree.map(lambda x: by_row if x.ndim else PartitionSpec(), slots)
+
+    def attend(q_WMNH, k_WMKH, v_WMKH, cache: LayerCache, layer: Any):
+        of_layer = partial(local, window=windows[layer] if windows else None, kernel=on_tpu(mesh))
+        if mesh.size > 1:
+            in_specs = by_head, by_head, by_head, cached, placed
+            of_layer = jax.shard_map(
+                of_layer, mesh=mesh, in_specs=in_specs, out_specs=(by_head, cached), check_vma=False
+            )
+        by_slot_and_head = (x.swapaxes(1, 2) for x in (q_WMNH, k_WMKH, v_WMKH))
+        context_WNMH, cache = of_layer(*by_slot_and_head, cache, slots)
+        return context_WNMH.swapaxes(1, 2).astype(q_WMNH.dtype), cache
 
     return attend
 
 
-def _on_mesh(local: Callable[..., Any], mesh: jax.sharding.Mesh, arrays: tuple[Any, ...]) -> Any:
-    cache, slots = arrays[3], arrays[4]
-    (rows,) = spec(sample_axis(mesh, slots.live_W.shape[0]))
-    (prompts, heads) = spec("batch", "heads")
-    by_row, by_head, by_prompt = PartitionSpec(rows), PartitionSpec(rows, heads), PartitionSpec(prompts, heads)
-    cached = LayerCache._make((by_prompt, by_head))
-    by_slot = None if slots.prompt_W is None else by_row
-    held = Slots._make((by_row, by_slot, by_row if slots.step.ndim else PartitionSpec(), by_row))
-    specs = (by_head, by_head, by_head, cached, held)
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(by_head, cached), check_vma=False)
-    return mapped(*arrays[:3], cache, slots)
-
-
 def attend_local(
-    q_WNH: Array,
-    k_WKH: Array,
-    v_WKH: Array,
+    q_WNMH: Array,
+    k_WKMH: Array,
+    v_WKMH: Array,
     cache: LayerCache,
     slots: Slots,
     *,
     window: int | None,
     kernel: bool,
 ) -> tuple[Array, LayerCache]:
-    """The context of each slot's new token, and the cache with that token's key and value."""
-    prompt_length_W, prompt_W, step, live_W = slots
+    """The context of each slot's new token (M = 1), and the cache with that token's key and value."""
+    q_WNH, k_WKH, v_WKH = (x[:, :, 0] for x in (q_WNMH, k_WKMH, v_WKMH))
     q_WNH, k_WKH = jax.lax.optimization_barrier((q_WNH, k_WKH))  # rotated once, not by every reader's fusion
     read, write = cache_access(kernel)
-    completion = write(cache.completion, k_WKH, v_WKH, step)
-    step_W = jnp.broadcast_to(step, live_W.shape)
-    first_W = jnp.zeros_like(step_W) if window is None else jnp.maximum(step_W + 1 - window, 0)
-    own = read(q_WNH, completion, first_W, jnp.where(live_W, step_W + 1, 0))
-    oldest_W = jnp.zeros_like(step_W)
+    completion = write(cache.completion, k_WKH, v_WKH, slots.first)
+    active_W, first_W = slots.count_W > 0, jnp.broadcast_to(slots.first, slots.count_W.shape)
+    oldest_W = jnp.zeros_like(first_W) if window is None else jnp.maximum(first_W + 1 - window, 0)
+    own = read(q_WNH, completion, oldest_W, jnp.where(active_W, first_W + 1, 0))
+    oldest_W = jnp.zeros_like(first_W)
     if window is not None:
-        oldest_W = jnp.clip(prompt_length_W + step_W + 1 - window, 0, prompt_length_W)
-    end_W = jnp.where(live_W, prompt_length_W, 0)
-    if prompt_W is None:
+        oldest_W = jnp.clip(slots.prompt_length_W + first_W + 1 - window, 0, slots.prompt_length_W)
+    end_W = jnp.where(active_W, slots.prompt_length_W, 0)
+    if slots.prompt_W is None:
         of_prompt = attend_to_own_prompt(read, q_WNH, cache.prompt, oldest_W, end_W)
     else:
-        of_prompt = read(q_WNH, cache.prompt, oldest_W, end_W, prompt_W)
-    return merge(of_prompt, own)[0].astype(q_WNH.dtype), LayerCache(cache.prompt, completion)
+        of_prompt = read(q_WNH, cache.prompt, oldest_W, end_W, slots.prompt_W)
+    context_WNH, _ = merge(of_prompt, own)
+    return context_WNH.astype(q_WNMH.dtype)[:, :, None], LayerCache(cache.prompt, completion)
 
 
 def attend_to_own_prompt(
     read: Callable[..., Any], q_WNH: Array, prompt: tuple[Segment, ...], oldest_W: Array, end_W: Array
 ) -> tuple[Array, Array]:
-    """`read` the prompts, each once for all its slots, which are adjacent and at one step."""
+    """`read` the prompts, each once for all its slots, which are adjacent and see the same positions of it."""
     (W, N, H), (P, K) = q_WNH.shape, prompt[0].v_XKSH.shape[:2]
     G, R = W // P, N // K
     q_PNH = q_WNH.reshape(P, G, K, R, H).swapaxes(1, 2).reshape(P, K * G * R, H)

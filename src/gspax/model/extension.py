@@ -1,7 +1,7 @@
 """Prefill that extends a cache: `extend` runs several new tokens of each slot after what the slot holds.
 
-A conversation goes on after an environment's reply: its tokens are run in blocks, every weight is read once for each
-block, and the slot then decodes as before. Within a block a token attends to its prompt, to the slot's cached
+A multi-turn rollout goes on after an environment's reply: its tokens are run in blocks, every weight is read once for
+each block, and the slot then decodes as before. Within a block a token attends to its prompt, to the slot's cached
 completion, and to the block up to itself; the three parts make one softmax. In a layer with a sliding window the
 tokens of a block attend one after the other, as in decoding: each of them sees other positions.
 
@@ -11,43 +11,30 @@ R = N/K, H head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from gspax.config import ModelConfig, layer_windows
+from gspax.config import ModelConfig
 from gspax.kernels.decode_attention import merge
 from gspax.kernels.online_softmax import MASKED
-from gspax.model.attention import Attend
 from gspax.model.decoding import (
     Cache,
     LayerCache,
     Slots,
     attend_local,
+    attend_over_cache,
     attend_to_own_prompt,
     cache_access,
-    on_tpu,
     run_layers,
 )
 from gspax.model.layers import rotary_angles
 from gspax.model.transformer import LayerInputs
-from gspax.sharding import sample_axis, spec
 from gspax.types import Array, Params
 
 BLOCK = 32  # tokens; the scores of a block of 32 query heads and 512 positions take 2 MiB of float32
-
-
-class NewTokens(NamedTuple):
-    """Where the slots' new tokens go."""
-
-    prompt_length_W: Array  # int32
-    prompt_W: Array | None  # as in `Slots`; None: slot w belongs to prompt w // (W // P)
-    first_W: Array  # int32, the completion position of the first new token
-    count_W: Array  # int32, the new tokens; 0: the slot is left as it is
 
 
 def extend(
@@ -55,9 +42,9 @@ def extend(
     config: ModelConfig,
     tokens_WX: Array,
     cache: Cache,
-    new: NewTokens,
+    slots: Slots,
     *,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: jax.sharding.Mesh,
 ) -> tuple[Array, Cache]:
     """Run and cache the slots' new tokens: the final hidden state of each slot's last one `[W, D]`, and the cache.
 
@@ -65,15 +52,16 @@ def extend(
       params: a serving copy.
       tokens_WX: int32; X is at most `BLOCK` or a multiple of it. Only the first `count_W` of a row are read.
       cache: with room for them.
-      new: where they go. The hidden state of a slot without new tokens is undefined.
+      slots: where they go. The cache of a slot without new tokens keeps what it holds, and its hidden state is
+        undefined.
     """
     W, X = tokens_WX.shape
     M = min(X, BLOCK)
 
     def run(block: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
         last_WD, cache = carry
-        count_W = jnp.clip(new.count_W - block * M, 0, M)
-        part = new._replace(first_W=new.first_W + block * M, count_W=count_W)
+        count_W = jnp.clip(slots.count_W - block * M, 0, M)
+        part = slots._replace(first=slots.first + block * M, count_W=count_W)
         tokens_WM = jax.lax.dynamic_slice_in_dim(tokens_WX, block * M, M, axis=1)
         hidden_WMD, cache = _run_block(params, config, tokens_WM, cache, part, mesh)
         at_W11 = jnp.maximum(count_W - 1, 0)[:, None, None]
@@ -82,60 +70,47 @@ def extend(
 
     begin = jnp.zeros((W, config.hidden_size), config.dtype), cache
     with jax.named_scope("extend"):
-        return jax.lax.fori_loop(0, -(-new.count_W.max() // M), run, begin)
+        return jax.lax.fori_loop(0, -(-slots.count_W.max() // M), run, begin)
 
 
 def _run_block(
-    params: Params,
-    config: ModelConfig,
-    tokens_WM: Array,
-    cache: Cache,
-    new: NewTokens,
-    mesh: jax.sharding.Mesh | None,
+    params: Params, config: ModelConfig, tokens_WM: Array, cache: Cache, slots: Slots, mesh: jax.sharding.Mesh
 ) -> tuple[Array, Cache]:
     index_1M = jnp.arange(tokens_WM.shape[1])[None]
-    position_WM = (new.prompt_length_W + new.first_W)[:, None] + index_1M
-    attend = _attend_over_cache(new, layer_windows(config), mesh)
-    shared = LayerInputs(rotary_angles(position_WM, config), index_1M < new.count_W[:, None], attend, mesh)
+    position_WM = (slots.prompt_length_W + slots.first)[:, None] + index_1M
+    attend = attend_over_cache(_attend_local, slots, config, mesh)
+    shared = LayerInputs(rotary_angles(position_WM, config), index_1M < slots.count_W[:, None], attend, mesh)
     hidden_WMD, cache, _ = run_layers(params, config, tokens_WM, shared, cache)
     return hidden_WMD, cache
 
 
-def _attend_over_cache(new: NewTokens, windows: tuple[int, ...], mesh: jax.sharding.Mesh | None) -> Attend:
-    def attend(q_WMNH, k_WMKH, v_WMKH, cache: LayerCache, layer: Any):
-        window = windows[layer] if windows else 2**30
-        local = partial(_attend_in_block, kernel=on_tpu(mesh))
-        if window < 2**30:
-            local = partial(_attend_one_by_one, window=window, kernel=on_tpu(mesh))
-        arrays = *(x.swapaxes(1, 2) for x in (q_WMNH, k_WMKH, v_WMKH)), cache, new
-        context_WNMH, cache = local(*arrays) if mesh is None or mesh.size == 1 else _on_mesh(local, mesh, arrays)
-        return context_WNMH.swapaxes(1, 2).astype(q_WMNH.dtype), cache
-
-    return attend
-
-
-def _on_mesh(local: Callable[..., Any], mesh: jax.sharding.Mesh, arrays: tuple[Any, ...]) -> Any:
-    """Each device has its own slots and heads."""
-    (rows,), (prompts, heads) = spec(sample_axis(mesh, len(arrays[4].count_W))), spec("batch", "heads")
-    by_row, by_head = PartitionSpec(rows), PartitionSpec(rows, heads)
-    cached = LayerCache(PartitionSpec(prompts, heads), by_head)  # type: ignore[arg-type]
-    placed = NewTokens(by_row, None if arrays[4].prompt_W is None else by_row, by_row, by_row)  # type: ignore[arg-type]
-    specs = (by_head, by_head, by_head, cached, placed)
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(by_head, cached), check_vma=False)
-    return mapped(*arrays)
+def _attend_local(
+    q_WNMH: Array,
+    k_WKMH: Array,
+    v_WKMH: Array,
+    cache: LayerCache,
+    slots: Slots,
+    *,
+    window: int | None,
+    kernel: bool,
+) -> tuple[Array, LayerCache]:
+    """The context of each slot's new tokens, and the cache with their keys and values."""
+    in_window = window is not None and window < 2**30  # that of a layer without one
+    attend = partial(_attend_one_by_one, window=window) if in_window else _attend_in_block
+    return attend(q_WNMH, k_WKMH, v_WKMH, cache, slots, kernel=kernel)
 
 
 def _attend_in_block(
-    q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, cache: LayerCache, new: NewTokens, *, kernel: bool
+    q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, cache: LayerCache, slots: Slots, *, kernel: bool
 ) -> tuple[Array, LayerCache]:
-    """The context of each new token, and the cache with their keys and values."""
+    """`_attend_local` in a layer without a window."""
     (W, N, M, H), (read, write) = q_WNMH.shape, cache_access(kernel)
-    prompt_length_W, prompt_W, first_W, count_W = new
-    live_W, zeros_W = count_W > 0, jnp.zeros_like(count_W)
+    prompt_W, first_W, count_W = slots.prompt_W, slots.first, slots.count_W
+    active_W, zeros_W = count_W > 0, jnp.zeros_like(count_W)
     # the tokens of a query head as so many heads, which see the same positions of prompt and cache
     q_WLH = q_WNMH.reshape(W, N * M, H)
-    so_far = read(q_WLH, cache.completion, zeros_W, jnp.where(live_W, first_W, 0))
-    prompt_end_W = jnp.where(live_W, prompt_length_W, 0)
+    so_far = read(q_WLH, cache.completion, zeros_W, jnp.where(active_W, first_W, 0))
+    prompt_end_W = jnp.where(active_W, slots.prompt_length_W, 0)
     if prompt_W is None and kernel:  # which reads rows by number, and holds the queries of few rows at a time
         prompt_W = jnp.arange(W) // (W // cache.prompt[0].v_XKSH.shape[0])
     if prompt_W is None:
@@ -170,17 +145,20 @@ def _attend_to_block(q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, count_W: Array
 
 
 def _attend_one_by_one(
-    q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, cache: LayerCache, new: NewTokens, *, window: int, kernel: bool
+    q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, cache: LayerCache, slots: Slots, *, window: int | None, kernel: bool
 ) -> tuple[Array, LayerCache]:
-    """The same in a layer with a window: each token as in a decoding pass of its own."""
-    W, P = len(new.count_W), cache.prompt[0].v_XKSH.shape[0]
-    prompt_W = jnp.arange(W) // (W // P) if new.prompt_W is None else new.prompt_W
+    """`_attend_local` in a layer with a window: each token as in a decoding pass of its own."""
+    W, P = len(slots.count_W), cache.prompt[0].v_XKSH.shape[0]
+    prompt_W = jnp.arange(W) // (W // P) if slots.prompt_W is None else slots.prompt_W
 
     def step(m: Array, carry: tuple[Array, LayerCache]) -> tuple[Array, LayerCache]:
         context_WNMH, cache = carry
-        slots = Slots(new.prompt_length_W, prompt_W, new.first_W + jnp.minimum(m, new.count_W), m < new.count_W)
-        each = q_WNMH[:, :, m], k_WKMH[:, :, m], v_WKMH[:, :, m]
-        context_WNH, cache = attend_local(*each, cache, slots, window=window, kernel=kernel)
-        return context_WNMH.at[:, :, m].set(context_WNH), cache
+        left_W = slots.count_W - m
+        now = Slots(
+            slots.prompt_length_W, prompt_W, slots.first + jnp.minimum(m, slots.count_W), jnp.clip(left_W, 0, 1)
+        )
+        q_WN1H, k_WK1H, v_WK1H = (jax.lax.dynamic_slice_in_dim(x, m, 1, axis=2) for x in (q_WNMH, k_WKMH, v_WKMH))
+        context_WN1H, cache = attend_local(q_WN1H, k_WK1H, v_WK1H, cache, now, window=window, kernel=kernel)
+        return jax.lax.dynamic_update_slice_in_dim(context_WNMH, context_WN1H, m, axis=2), cache
 
-    return jax.lax.fori_loop(0, new.count_W.max(), step, (jnp.zeros_like(q_WNMH), cache))
+    return jax.lax.fori_loop(0, slots.count_W.max(), step, (jnp.zeros_like(q_WNMH), cache))

@@ -1,8 +1,8 @@
-"""The decoding loop in chunks: samples that have ended are handed over while the others are still being drawn.
+"""The decoding loop in chunks: the host looks at the samples between two of them.
 
-The loop is left every `sampling.chunk` tokens. The next chunk is started before the samples that ended in the
-last one are fetched, so the devices do not wait for the host. Tokens and log-probs are those of the whole loop, unless
-the weights are renewed between two chunks.
+`sample_in_chunks` hands over the samples that have ended while others go on. The next chunk is started before the
+samples that ended in the last one are fetched, so the devices do not wait for the host. Tokens and log-probs are those
+of the whole loop, unless the weights are renewed between two chunks.
 
 Axes: as in `sampler`.
 """
@@ -11,89 +11,116 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gspax.distributed import multihost
-from gspax.rollout import engine
+from gspax.rollout import conversations, engine
+from gspax.rollout.engine import Prompts, SampleOptions
 from gspax.run import interrupt
+from gspax.sharding import named_sharding
 from gspax.types import Array, Params
+
+Ended = Callable[[dict[int, np.ndarray]], None]  # gets this process's completions, stop token included, by row
 
 
 class Progress(NamedTuple):
-    """What is fetched after a chunk."""
+    """What is fetched after a chunk; the rows are sharded as those of a rollout."""
 
     tokens_BC: Array
     length_B: Array
-    finished_B: Array
-    left: Array  # bool: samples are still being drawn
+    ended_B: Array  # bool: no token follows
+    waiting_B: Array  # bool: the sample's turn has ended, and it waits for a reply
+    left: Array  # bool: a sample has not ended
 
 
-def draw_in_chunks(
+def sample_in_chunks(
     params: Params,
-    tokens_PS: Array,
-    length_P: Array,
-    id_P: Array,
+    prompts: Prompts,
     key: Array,
+    options: SampleOptions,
     *,
-    settings: engine.Settings,
-    ended: Callable[[dict[int, np.ndarray]], None] | None = None,
+    ended: Ended | None = None,
     renew: Callable[[], tuple[Params, int]] | None = None,
 ) -> engine.State:
     """The state in which all samples have ended, and a call of `ended` after each chunk in which some did.
 
     Args:
-      ended: gets the tokens of this process's completions, stop token included, by row; each row once. What it raises
-        is raised on every process.
+      ended: each row once. What it raises is raised on every process.
       renew: called before every chunk but the first: newer parameters and their version; those given have version 0.
     """
     version = 0
-    state, progress = _start(params, tokens_PS, length_P, id_P, key, settings=settings)
+    state, progress = start(params, prompts, key, options=options)
     handed_over = np.zeros(progress.length_B.shape, bool)
     while True:
         interrupt.stop_point()
-        before, going = progress, bool(multihost.to_host(progress.left))
-        if going:
-            state, progress = advance_chunk(params, state, key, np.int32(version), settings=settings)
+        before, left = progress, bool(multihost.to_host(progress.left))
+        if left:
+            state, progress = advance_chunk(params, state, key, np.int32(version), options=options)
         if ended is not None:
-            hand_over(before, handed_over, settings.sampling.max_tokens, ended)
-        if not going:
+            hand_over(before, handed_over, ended)
+        if not left:
             return state
         if renew is not None:
             params, version = renew()
 
 
-def hand_over(progress: Progress, handed_over: np.ndarray, longest: int, ended: Callable[..., None]) -> None:
+def hand_over(progress: Progress, handed_over: np.ndarray, ended: Ended) -> None:
     """Call `ended` with the rows that have ended since the last time."""
-    length_B, finished_B = multihost.to_host((progress.length_B, progress.finished_B))
-    new_B = (finished_B | (length_B >= longest)) & ~handed_over
+    length_B, ended_B = multihost.to_host((progress.length_B, progress.ended_B))
+    new_B = ended_B & ~handed_over
     handed_over |= new_B
     if new_B.any():
 
         def work() -> None:
             rows = multihost.owned_rows(progress.tokens_BC)
-            if found := {row: tokens[: length_B[row]] for row, tokens in rows.items() if new_B[row]}:
-                ended(found)
+            if new := {row: tokens[: length_B[row]] for row, tokens in rows.items() if new_B[row]}:
+                ended(new)
 
         multihost.all_or_raise(work)
 
 
-@partial(jax.jit, static_argnames="settings")
-def _start(params, tokens_PS, length_P, id_P, key, *, settings) -> Any:
-    state = engine.start(params, tokens_PS, length_P, id_P, key, settings)
-    return state, describe_progress(state)
+@partial(jax.jit, static_argnames="options")
+def start(params: Params, prompts: Prompts, key: Array, *, options: SampleOptions) -> tuple[engine.State, Progress]:
+    """`engine.start`."""
+    state = engine.start(params, prompts, key, options)
+    return state, describe_progress(state, options)
 
 
-@partial(jax.jit, static_argnames="settings", donate_argnames="state")
-def advance_chunk(params, state, key, version, *, settings) -> Any:
-    """The state and its `Progress` after `sampling.chunk` more tokens of each slot."""
-    state = engine.advance(params, state, key, settings, settings.sampling.chunk, version)
-    return state, describe_progress(state)
+@partial(jax.jit, static_argnames="options", donate_argnames="state")
+def advance_chunk(
+    params: Params, state: engine.State, key: Array, version: Array | int, *, options: SampleOptions
+) -> tuple[engine.State, Progress]:
+    """`engine.advance` by `sampling.chunk` tokens of each slot; without a chunk until no slot is active."""
+    state = engine.advance(params, state, key, options, options.sampling.chunk or 2**30, version)
+    return state, describe_progress(state, options)
 
 
-def describe_progress(state: engine.State) -> Progress:
+@partial(jax.jit, static_argnames="options", donate_argnames="state")
+def resume(
+    params: Params,
+    state: engine.State,
+    replies: conversations.Replies,
+    key: Array,
+    version: Array | int,
+    *,
+    options: SampleOptions,
+) -> tuple[engine.State, Progress]:
+    """`conversations.resume`."""
+    state = conversations.resume(params, state, replies, key, options, version)
+    return state, describe_progress(state, options)
+
+
+def describe_progress(state: engine.State, options: SampleOptions) -> Progress:
     """What the host looks at."""
-    rows = state.rows
-    return Progress(rows.tokens_BC, rows.length_B, rows.finished_B, rows.live_W.any())
+    rows, waiting_B = state.rows, jnp.zeros_like(state.rows.finished_B)
+    if options.turns:
+        waiting_B = engine.on_devices(engine.of_samples, options, rows)(rows, rows.waiting_W)
+    ended_B = rows.finished_B | ((rows.length_B >= rows.tokens_BC.shape[1]) & ~waiting_B)
+    by_row = rows.tokens_BC, rows.length_B, ended_B, waiting_B
+    by_row = jax.lax.with_sharding_constraint(by_row, named_sharding(options.mesh, "batch"))
+    tokens_BC, length_B, ended_B, waiting_B = by_row
+    return Progress(tokens_BC, length_B, ended_B, waiting_B, left=(~ended_B).any())

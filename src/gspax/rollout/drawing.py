@@ -17,15 +17,15 @@ from gspax.config import Sampling
 from gspax.types import Array
 
 
-def draw_at(
+def sample_at(
     logits_BV: Array, key: Array, id_B: Array, position_B: Array, sampling: Sampling, greedy_B: Array | None
 ) -> tuple[Array, Array]:
     """The token at a position of each sample, and its log-prob: a function of (key, sample id, position)."""
-    with jax.named_scope("draw"):
+    with jax.named_scope("sample"):
         key_B = jax.vmap(lambda id_, position: jax.random.fold_in(jax.random.fold_in(key, id_), position))(
             id_B, position_B
         )
-        return draw_tokens(logits_BV, key_B, sampling, greedy_B)
+        return sample_tokens(logits_BV, key_B, sampling, greedy_B)
 
 
 def is_stop(token_B: Array, stop_ids: tuple[int, ...]) -> Array:
@@ -33,7 +33,7 @@ def is_stop(token_B: Array, stop_ids: tuple[int, ...]) -> Array:
     return (token_B[:, None] == jnp.asarray(stop_ids, jnp.int32)[None]).any(axis=-1)
 
 
-def draw_tokens(
+def sample_tokens(
     logits_BV: Array, key_B: Array, sampling: Sampling, greedy_B: Array | None = None
 ) -> tuple[Array, Array]:
     """One token per row, int32, from the filtered distribution, and its unfiltered float32 log-prob.
@@ -48,14 +48,14 @@ def draw_tokens(
     if sampling.temperature == 0:
         token_B = _argmax(scaled_BV)
     else:
-        token_B = _draw(filter_logits(scaled_BV, sampling), key_B)
+        token_B = _sample(filter_logits(scaled_BV, sampling), key_B)
         if greedy_B is not None:
             token_B = jnp.where(greedy_B, _argmax(scaled_BV), token_B)
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1)
 
 
-def _draw(logits_BV: Array, key_B: Array) -> Array:
+def _sample(logits_BV: Array, key_B: Array) -> Array:
     """An index of each row with probability softmax(logits), int32.
 
     Gumbel-max twice: one of M blocks by its mass, then one of the block's K entries. The distribution is the same as

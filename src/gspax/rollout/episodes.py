@@ -1,24 +1,23 @@
-"""Conversations of the policy with an environment: turns are drawn on the devices, replies come from the host.
+"""Conversations of the policy with an environment: turns are sampled on the devices, replies come from the host.
 
-All turns are drawn until they end (or for `sampling.chunk` tokens), the environment answers those that have ended, each
-in the process that has its row, and the replies are run together. So what is computed does not depend on how long a
-reply takes. The experiment's reward judges the last message of each conversation.
+Slots are advanced until none is active (or for `sampling.chunk` tokens), the environment answers the turns that have
+ended, each in the process that has its row, and the replies are run together. So what is computed does not depend on
+how long a reply takes. The experiment's reward judges the last message of each conversation.
 
-Axes: B conversations, as in `conversations`.
+Axes: B conversations, as in `engine`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self, cast
 
-import jax
 import numpy as np
 
-from gspax.config import Grading, ModelConfig, Sampling, Turns
+from gspax.config import Grading, Turns
 from gspax.data.problem import Problem, encode_prompt
 from gspax.data.tokenizer import check_ids
 from gspax.distributed import multihost
@@ -27,20 +26,22 @@ from gspax.environments.demonstrations import encode_first
 from gspax.environments.step import Step
 from gspax.protocols import ConversationTokenizer, Environment, Tokenizer
 from gspax.rewards.calls import Result, RewardCalls
-from gspax.rollout import conversations
-from gspax.rollout.engine import Settings
+from gspax.rollout import chunks
+from gspax.rollout.conversations import Replies, pad_replies
+from gspax.rollout.engine import SampleOptions
 from gspax.rollout.rewards import Started, StartedReward
-from gspax.rollout.sampler import place_prompts, split_groups
+from gspax.rollout.sampler import assemble, place_prompts, split_rows
 from gspax.run import interrupt
 from gspax.sharding import named_sharding
 from gspax.types import Array, Params, Rollout
 
-CUT = Result((0.0,))  # of a turn that reached the length limit: the environment is not called
+TRUNCATED = Result((0.0,))  # of a turn that reached the length limit: the environment is not called
+VERSION = np.int32(0)  # of the parameters, which stay the same
 ON_HOST = ("prompt_length_B", "length_B", "reply_B")  # fields of a rollout
 
 
 class Ready(NamedTuple):
-    """A problem whose completions can be drawn."""
+    """A problem whose completions can be sampled."""
 
     problem: Problem
     prompt: Sequence[int]  # tokens; with an environment those of its first messages
@@ -49,7 +50,7 @@ class Ready(NamedTuple):
 
 @dataclass
 class Episode:
-    """A conversation in the process that has its row. Positions count from the end of the prompt."""
+    """An unfinished conversation in the process that has its row. Positions count from the end of the prompt."""
 
     problem: Problem
     state: Any  # of the environment
@@ -60,7 +61,23 @@ class Episode:
     texts: list[str] = field(default_factory=list)  # messages and replies
     metrics: dict[str, float] = field(default_factory=dict)  # sums of `Step.metrics`
     finished: bool = False  # neither its tokens nor its turns ran out
-    judged: Future[Result] | None = None  # the reward of the last message; None while the conversation goes on
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """The conversations of this process's rows."""
+
+    ready: list[Ready | None]  # problems, each with as many rows as the others
+    open: dict[int, Episode] = field(default_factory=dict)  # by row; those of which a turn has ended
+    started: Started = field(default_factory=dict)  # rewards of those that have ended, by row
+
+    def find(self, row: int, rows: int) -> Episode:
+        """The open conversation of one of all rows."""
+        if row not in self.open:
+            each = self.ready[row * len(self.ready) // rows]
+            assert each is not None
+            self.open[row] = Episode(each.problem, copy.deepcopy(each.state))
+        return self.open[row]
 
 
 @dataclass(frozen=True)
@@ -97,17 +114,13 @@ def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | Non
     return state, encode_first(interaction.environment.environment, interaction.tokenizer, messages)
 
 
-def hold_conversations(
+def sample_conversations(
     interaction: Interaction,
     params: Params,
-    config: ModelConfig,
     ready: Sequence[Ready | None],
     prompt_ids: Sequence[int],
     key: Array,
-    *,
-    sampling: Sampling,
-    mesh: jax.sharding.Mesh | None = None,
-    greedy: int = 0,
+    options: SampleOptions,
 ) -> tuple[Rollout, Started]:
     """The rollout of `sampling.group` conversations about each problem, and this process's rows of them. Collective.
 
@@ -115,111 +128,72 @@ def hold_conversations(
     its own rows. `sampling.max_tokens` limits all that follows the prompt, replies included. The rollout's lengths and
     `finished_B` are on the host.
 
-    UserError if a prompt does not fit.
+    Raises:
+      UserError: a prompt does not fit.
     """
-    parted = split_groups(replace(sampling, prompts=len(ready)), mesh)
-    prompts = [None if each is None else each.prompt for each in ready]
-    tokens_PS, length_P, id_P = place_prompts(prompts, prompt_ids, sampling=parted, mesh=mesh, greedy=greedy)
-    episodes: dict[int, Episode] = {}
-    rollouts, size = [], parted.group // count_waves(parted)
-    for first in range(0, parted.group, size):  # some conversations of every prompt, then the next ones
-
-        def episode(row: int, first: int = first) -> Episode:
-            """Of a row of this wave; the process has the problems of its rows."""
-            row = row // size * parted.group + first + row % size
-            if row not in episodes:
-                each = ready[row // sampling.group]
-                assert each is not None
-                episodes[row] = Episode(each.problem, copy.deepcopy(each.state))
-            return episodes[row]
-
-        last = first + size == parted.group
-        settings = Settings(
-            config, replace(parted, group=size), interaction.tokenizer.stop_ids, mesh, greedy=greedy if last else 0
-        )
-        inputs = tokens_PS, length_P, id_P + np.uint32(first)
-        rollouts.append(_hold(interaction, params, inputs, key, settings, episode))
-    rollout = conversations.join(rollouts, group=size, mesh=mesh)
-    rollout = replace(rollout, **multihost.to_host({name: getattr(rollout, name) for name in ON_HOST}))
-    finished = [episodes[row].finished if row in episodes else None for row in range(len(rollout.length_B))]
-    rollout = replace(rollout, finished_B=np.array(multihost.gather_rows(finished)))
-    return rollout, {row: _describe(each) for row, each in episodes.items()}
-
-
-def count_waves(sampling: Sampling) -> int:
-    """How often `sampling.slots` must be filled for the conversations of a prompt; 1 without a limit.
-
-    >>> count_waves(Sampling(prompts=4, group=8, slots=12))  # 2 of each prompt at a time
-    4
-    """
-    at_once = max(1, (sampling.slots or sampling.prompts * sampling.group) // sampling.prompts)
-    return next(n for n in range(1, sampling.group + 1) if sampling.group % n == 0 and sampling.group // n <= at_once)
-
-
-def _hold(
-    interaction: Interaction,
-    params: Params,
-    inputs: tuple[Any, Any, Any],
-    key: Array,
-    settings: Settings,
-    episode: Callable[[int], Episode],
-) -> Rollout:
-    """Conversations that have a slot each, from their prompts to their ends."""
-    mesh, sampling = settings.mesh, settings.sampling
-    state = conversations.start(params, *inputs, key, settings=settings)
+    options = replace(split_rows(options, len(ready)), turns=True)
+    prompts = place_prompts([each and each.prompt for each in ready], prompt_ids, options)
+    conversations = Conversations(list(ready))
+    state, progress = chunks.start(params, prompts, key, options=options)
     while True:
-        state = conversations.advance(params, state, key, settings=settings)
-        progress = conversations.describe(state.rows, mesh=mesh)
-        own = {row: episode(row) for row in multihost.owned_rows(progress.tokens_BC)}
-        replies = _answer(interaction, own, progress, sampling.max_tokens, settings.config.vocab_size)
-        if any(replies):
-            placed: Any = conversations.pad_replies(replies)
-            if mesh is not None:
-                placed = multihost.to_devices(placed, named_sharding(mesh, "batch"))
-            state = conversations.resume(params, state, *placed, key, settings=settings)
-        elif not multihost.to_host(progress.drawing_B).any():
-            return conversations.assemble(inputs[0], state.rows, settings=settings)
+        interrupt.stop_point()
+        state, progress = chunks.advance_chunk(params, state, key, VERSION, options=options)
+        if (replies := answer(interaction, conversations, progress, options)) is not None:
+            state, progress = chunks.resume(params, state, replies, key, VERSION, options=options)
+        if not multihost.to_host(progress.left):
+            break
+    rollout = assemble(prompts.tokens_PS, state, options=options)
+    rollout = replace(rollout, **multihost.to_host({name: getattr(rollout, name) for name in ON_HOST}))
+    started = conversations.started
+    finished: dict[int, bool] = {row: (each.conversation or {})["finished"] for row, each in started.items()}
+    finished_B = np.array(multihost.gather_rows([finished.get(row) for row in range(len(rollout.length_B))]))
+    return replace(rollout, finished_B=finished_B), started
 
 
-def _answer(
-    interaction: Interaction,
-    episodes: dict[int, Episode],
-    progress: conversations.Progress,
-    longest: int,
-    vocab_size: int,
-) -> list[list[int]]:
-    """The tokens of the reply to each conversation whose turn has ended; none to the others, and to those that end."""
-    length_B, stopped_B, drawing_B = multihost.to_host((progress.length_B, progress.stopped_B, progress.drawing_B))
+def answer(
+    interaction: Interaction, conversations: Conversations, progress: chunks.Progress, options: SampleOptions
+) -> Replies | None:
+    """The environment's replies to the turns that have ended, on the devices; None if no conversation waits.
+
+    Conversations that end get no reply; they move from `open` to `started`. Collective.
+    """
+    length_B, ended_B, waiting_B = multihost.to_host((progress.length_B, progress.ended_B, progress.waiting_B))
     tokens_BC = multihost.owned_rows(progress.tokens_BC)
-    ended = {row: each for row, each in episodes.items() if each.judged is None and not drawing_B[row]}
+    turns = {
+        row: conversations.find(row, len(length_B))
+        for row in tokens_BC
+        if (ended_B[row] or waiting_B[row]) and row not in conversations.started
+    }
 
     def submit() -> dict[int, Future[Result]]:
-        for row, each in ended.items():
+        for row, each in turns.items():
             each.spans.append((each.start, int(length_B[row])))
             each.message = interaction.tokenizer.decode(tokens_BC[row][slice(*each.spans[-1])])
             each.texts.append(each.message)
-        whole = {row: each for row, each in ended.items() if stopped_B[row]}
+        whole = {row: each for row, each in turns.items() if waiting_B[row]}
         states, messages = [each.state for each in whole.values()], [each.message for each in whole.values()]
         return dict(zip(whole, interaction.environment.submit(states, messages), strict=True))
 
     def take(steps: dict[int, Future[Result]]) -> dict[int, list[int]]:
         replies: dict[int, list[int]] = {}
-        for row, each in ended.items():
-            result = steps[row].result() if row in steps else CUT
-            stop, room = int(tokens_BC[row][length_B[row] - 1]), longest - int(length_B[row])
-            reply, error = _take_step(interaction, each, result, stop, vocab_size)
+        for row, each in turns.items():
+            result = steps[row].result() if row in steps else TRUNCATED
+            stop, room = int(tokens_BC[row][length_B[row] - 1]), options.sampling.max_tokens - int(length_B[row])
+            reply, error = _take_step(interaction, each, result, stop, options.model.vocab_size)
             if not error and 0 < len(reply) < room:  # room for a token of the next turn too
                 replies[row], each.start = reply, int(length_B[row]) + len(reply)
-            elif error:
-                each.judged = _failed(error)
             else:
-                (each.judged,) = interaction.rewards.submit([each.problem], [each.message])
+                reward = _failed(error) if error else interaction.rewards.submit([each.problem], [each.message])[0]
+                conversations.started[row] = _describe(conversations.open.pop(row), reward)
         return replies
 
     steps = multihost.all_or_raise(submit)
     interrupt.wait(steps.values())
     own = multihost.all_or_raise(lambda: take(steps))
-    return multihost.gather_rows([own.get(row, []) if row in episodes else None for row in range(len(length_B))])
+    if not waiting_B.any():
+        return None
+    replies = multihost.gather_rows([own.get(row, []) if row in tokens_BC else None for row in range(len(length_B))])
+    return multihost.to_devices(pad_replies(replies), named_sharding(options.mesh, "batch"))
 
 
 def _take_step(
@@ -227,7 +201,7 @@ def _take_step(
 ) -> tuple[list[int], str]:
     """Note a step in its episode. The tokens of the reply, none if there is no further turn; or what has failed."""
     each.rewards.append(sum(result.rewards))
-    if result.error or result is CUT:
+    if result.error or result is TRUNCATED:
         return [], result.error
     step: Step = result.value
     each.state = step.state
@@ -251,13 +225,13 @@ def _failed(error: str) -> Future[Result]:
     return future
 
 
-def _describe(each: Episode) -> StartedReward:
-    assert each.judged is not None
+def _describe(each: Episode, reward: Future[Result]) -> StartedReward:
     row = {
         "length": sum(end - start for start, end in each.spans),
+        "finished": each.finished,
         "turn_spans": [list(span) for span in each.spans],
         "turn_rewards": each.rewards,
         "environment": {"reply_tokens": float(each.start - sum(end - start for start, end in each.spans[:-1]))}
         | each.metrics,
     }
-    return StartedReward("\n".join(each.texts), each.judged, row)
+    return StartedReward("\n".join(each.texts), reward, row)

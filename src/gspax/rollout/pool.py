@@ -13,7 +13,7 @@ Axes: R places for groups, P of them in a rollout batch; else as in `engine`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,9 +25,10 @@ import numpy as np
 from gspax.data.problem import Problem
 from gspax.distributed import multihost
 from gspax.rollout import engine
-from gspax.rollout.chunks import Progress, advance_chunk, describe_progress, hand_over
+from gspax.rollout.chunks import Ended, Progress, advance_chunk, describe_progress, hand_over
+from gspax.rollout.engine import Prompts, SampleOptions
 from gspax.rollout.rewards import Started
-from gspax.rollout.sampler import assemble, place_prompts
+from gspax.rollout.sampler import place_prompts
 from gspax.sharding import named_sharding
 from gspax.types import Array, Params, Rollout
 
@@ -88,7 +89,7 @@ def admit(
     problems: Sequence[Problem | None],
     prompts: Sequence[Sequence[int] | None],
     weights: Weights,
-    settings: engine.Settings,
+    options: SampleOptions,
 ) -> Pool:
     """The pool with new groups, and the first token of each of their samples.
 
@@ -102,20 +103,16 @@ def admit(
     problem_R = np.where(fresh_R, index_R, pool.problem_R)
     handed_over_B = pool.handed_over_B & ~np.repeat(fresh_R, len(pool.handed_over_B) // len(fresh_R))
     filled = [prompt if fresh else [0] for prompt, fresh in zip(prompts, fresh_R, strict=True)]  # any prompt does
-    tokens, lengths, ids = place_prompts(
-        filled, np.maximum(problem_R, 0).tolist(), sampling=settings.sampling, mesh=settings.mesh, widest=True
-    )
-    fresh: Any = np.repeat(fresh_R, len(lengths) // len(fresh_R))
-    if settings.mesh is not None:
-        fresh = multihost.to_devices(fresh, named_sharding(settings.mesh, "batch"))
+    placed = place_prompts(filled, np.maximum(problem_R, 0).tolist(), options, widest=True)
+    fresh = np.repeat(fresh_R, len(placed.length_P) // len(fresh_R))
     tokens_RS, state, progress = _admit(
         params,
         (pool.tokens_RS, pool.state),
-        (tokens, lengths, ids),
+        placed,
         pool.key,
-        fresh_R=fresh,
+        fresh_R=multihost.to_devices(fresh, named_sharding(options.mesh, "batch")),
         version=np.int32(version),
-        settings=settings,
+        options=options,
     )
     return Pool(
         key=pool.key,
@@ -131,27 +128,25 @@ def admit(
     )
 
 
-def draw_chunk(pool: Pool, weights: Weights, settings: engine.Settings) -> Pool:
+def sample_chunk(pool: Pool, weights: Weights, options: SampleOptions) -> Pool:
     """The pool after `sampling.chunk` more tokens of each slot. Does not wait."""
     assert pool.state is not None
     params, version = weights
-    state, progress = advance_chunk(params, pool.state, pool.key, np.int32(version), settings=settings)
+    state, progress = advance_chunk(params, pool.state, pool.key, np.int32(version), options=options)
     return replace(pool, state=state, progress=progress)
 
 
-def find_ended(pool: Pool, ended: Callable[[dict[int, np.ndarray]], None] | None, longest: int) -> np.ndarray:
+def find_ended(pool: Pool, ended: Ended | None) -> np.ndarray:
     """Whether all samples of a place's group have ended, bool [R]. Waits for the last chunk. Collective.
 
     Args:
-      ended: as for `chunks.draw_in_chunks`; rows are those of the pool.
-      longest: `sampling.max_tokens`.
+      ended: as for `chunks.sample_in_chunks`; rows are those of the pool.
     """
     assert pool.progress is not None
     if ended is not None:
-        hand_over(pool.progress, pool.handed_over_B, longest, ended)
-    length_B, finished_B = multihost.to_host((pool.progress.length_B, pool.progress.finished_B))
-    ended_R = (finished_B | (length_B >= longest)).reshape(len(pool.problem_R), -1).all(axis=1)
-    return ended_R & (pool.problem_R != FREE)
+        hand_over(pool.progress, pool.handed_over_B, ended)
+    ended_B = multihost.to_host(pool.progress.ended_B)
+    return ended_B.reshape(len(pool.problem_R), -1).all(axis=1) & (pool.problem_R != FREE)
 
 
 def choose_groups(pool: Pool, ended_R: np.ndarray, groups: int, oldest: int) -> np.ndarray | None:
@@ -168,29 +163,27 @@ def choose_groups(pool: Pool, ended_R: np.ndarray, groups: int, oldest: int) -> 
     return by_problem[ended_R[by_problem]][:groups]
 
 
-def take(pool: Pool, places: np.ndarray, settings: engine.Settings) -> tuple[Pool, Rollout, Started]:
+def take(pool: Pool, places: np.ndarray, options: SampleOptions) -> tuple[Pool, Rollout, Started]:
     """The pool without these groups, their rows in the order of `places`, and their rewards by these rows."""
     group = len(pool.handed_over_B) // len(pool.problem_R)
     row_B = (places[:, None] * group + np.arange(group)).reshape(-1)
     started = {new: pool.started.pop(old) for new, old in enumerate(row_B.tolist()) if old in pool.started}
-    on_devices = row_B if settings.mesh is None else multihost.to_devices(row_B, named_sharding(settings.mesh))
-    rollout = _take(pool.tokens_RS, pool.state, on_devices, settings=settings)
+    on_devices = multihost.to_devices(row_B, named_sharding(options.mesh))
+    rollout = _take(pool.tokens_RS, pool.state, on_devices, options=options)
     problem_R = pool.problem_R.copy()
     problem_R[places] = FREE
     return replace(pool, problem_R=problem_R), rollout, started
 
 
-@partial(jax.jit, static_argnames="settings", donate_argnames="held")
-def _admit(params, held, prompts, key, *, fresh_R, version, settings) -> Any:
+@partial(jax.jit, static_argnames="options", donate_argnames="held")
+def _admit(params: Params, held: Any, prompts: Prompts, key: Array, *, fresh_R, version, options: SampleOptions) -> Any:
     tokens_RS, state = held
-    state = engine.admit(params, state, prompts, key, settings, fresh_P=fresh_R, version=version)
-    tokens_RS = prompts[0] if tokens_RS is None else jnp.where(fresh_R[:, None], prompts[0], tokens_RS)
-    return tokens_RS, state, describe_progress(state)
+    state = engine.admit(params, state, prompts, key, options, fresh_P=fresh_R, version=version)
+    tokens_RS = prompts.tokens_PS if tokens_RS is None else jnp.where(fresh_R[:, None], prompts.tokens_PS, tokens_RS)
+    return tokens_RS, state, describe_progress(state, options)
 
 
-@partial(jax.jit, static_argnames="settings")
-def _take(tokens_RS, state, row_B, *, settings) -> Rollout:
-    rollout = jax.tree.map(lambda leaf: leaf[row_B], assemble(tokens_RS, state, settings))
-    if settings.mesh is None:
-        return rollout
-    return jax.lax.with_sharding_constraint(rollout, named_sharding(settings.mesh, "batch"))
+@partial(jax.jit, static_argnames="options")
+def _take(tokens_RS: Array, state: engine.State, row_B: Array, *, options: SampleOptions) -> Rollout:
+    rollout = jax.tree.map(lambda leaf: leaf[row_B], engine.assemble(tokens_RS, state, options))
+    return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))

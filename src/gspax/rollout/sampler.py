@@ -16,14 +16,14 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from gspax.config import ModelConfig, Sampling
+from gspax.config import Sampling
 from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.rollout import engine
-from gspax.rollout.chunks import draw_in_chunks
+from gspax.rollout.chunks import Ended, sample_in_chunks
+from gspax.rollout.engine import Prompts, SampleOptions
 from gspax.sharding import batch_shards, named_sharding
 from gspax.types import Array, Params, Rollout
 
@@ -32,85 +32,79 @@ SMALLEST_BUCKET = 16
 
 def sample(
     params: Params,
-    config: ModelConfig,
     prompts: Sequence[Sequence[int] | None],
     prompt_ids: Sequence[int],
     key: Array,
+    options: SampleOptions,
     *,
-    sampling: Sampling,
-    stop_ids: tuple[int, ...],
-    mesh: jax.sharding.Mesh | None = None,
-    ended: Callable[[dict[int, np.ndarray]], None] | None = None,
+    ended: Ended | None = None,
     renew: Callable[[], tuple[Params, int]] | None = None,
-    keep_experts: bool = False,
-    greedy: int = 0,
 ) -> Rollout:
     """Sample `sampling.group` completions of each prompt; the rows of one prompt are adjacent.
 
     Args:
       params: a serving copy (`rollout.serving`).
-      prompts: P token lists (`sampling.prompts` is not read). A process needs only those of its own rows
-        (`multihost.local_rows`); the others may be None.
+      prompts: P token lists. A process needs only those of its own rows (`multihost.local_rows`); the others may be
+        None.
       prompt_ids: the P problems' indices; sample g of a prompt has the id `prompt_id * (group - greedy) + g`.
       key: equal (key, id) give equal samples.
-      sampling: temperature 0 decodes greedily, with log-probs at temperature 1.
-      stop_ids: a stop token ends its sample and belongs to it.
-      ended: with `sampling.chunk`, gets the completions that have ended while others are drawn (`rollout.chunks`).
+      options: of which `sampling.prompts` is not read. Temperature 0 decodes greedily, with log-probs at temperature 1.
+      ended: with `sampling.chunk`, gets the completions that have ended while others go on (`rollout.chunks`).
       renew: with `sampling.chunk`, called before every chunk but the first: a serving copy and its version, which
-        `Rollout.version_BT` records. Newer weights continue the samples that are being drawn, whose cache is kept.
-      keep_experts: return `Rollout.expert_BLTA`.
-      greedy: so many of each prompt's samples, the last ones, are decoded greedily, with log-probs at temperature 1.
+        `Rollout.version_BT` records. Newer weights continue the unfinished samples, whose cache is kept.
 
     Raises:
       UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or B not a multiple of the devices.
     """
-    sampling = split_groups(replace(sampling, prompts=len(prompts)), mesh)
-    if greedy and sampling.prompts > len(prompts):
-        raise ValueError(f"greedy: wanted prompts in multiples of the devices, got {len(prompts)}")
-    inputs = place_prompts(prompts, prompt_ids, sampling=sampling, mesh=mesh, greedy=greedy)
-    keep_versions = renew is not None
-    settings = engine.Settings(config, sampling, stop_ids, mesh, keep_experts, keep_versions, greedy)
-    if not sampling.chunk:
-        return _generate(params, *inputs, key, settings=settings)
-    state = draw_in_chunks(params, *inputs, key, settings=settings, ended=ended, renew=renew)
-    return _assemble(inputs[0], state, settings=settings)
+    options = split_rows(options, len(prompts))
+    placed = place_prompts(prompts, prompt_ids, options)
+    if not options.sampling.chunk:
+        return _generate(params, placed, key, options=options)
+    options = replace(options, keep_versions=renew is not None)
+    state = sample_in_chunks(params, placed, key, options, ended=ended, renew=renew)
+    return assemble(placed.tokens_PS, state, options=options)
+
+
+def split_rows(options: SampleOptions, prompts: int) -> SampleOptions:
+    """The options for so many prompts, with the groups divided as the devices need it (`split_groups`)."""
+    sampling = split_groups(replace(options.sampling, prompts=prompts), options.mesh)
+    if options.greedy and sampling.prompts > prompts:
+        raise ValueError(f"greedy: wanted prompts in multiples of the devices, got {prompts}")
+    return replace(options, sampling=sampling)
 
 
 def place_prompts(
     prompts: Sequence[Sequence[int] | None],
     prompt_ids: Sequence[int],
+    options: SampleOptions,
     *,
-    sampling: Sampling,
-    mesh: jax.sharding.Mesh | None,
-    greedy: int = 0,
     widest: bool = False,
-) -> tuple[Any, Any, Any]:
-    """Right-padded tokens int32 `[P, S]`, lengths int32 `[P]` and first sample ids uint32 `[P]`, on the mesh.
+) -> Prompts:
+    """The prompts on the mesh.
 
     Args:
       prompts: fewer than P if groups are split: each is repeated.
-      sampling: from `split_groups`.
+      options: from `split_rows`.
       widest: S is `sampling.max_prompt_tokens`, not a bucket.
     """
-    limit, parts = sampling.max_prompt_tokens, sampling.prompts // len(prompts)
+    sampling, limit = options.sampling, options.sampling.max_prompt_tokens
+    parts = sampling.prompts // len(prompts)
     longest = max(multihost.gather(multihost.all_or_raise(lambda: longest_prompt(prompts, prompt_ids, limit))))
     tokens_PS, length_P = pad_prompts(prompts, limit, limit if widest else longest)
     part_P = np.tile(np.arange(parts, dtype=np.uint32), len(prompts))
-    first_P = np.asarray(prompt_ids, np.uint32) * np.uint32(parts * sampling.group - greedy)
+    first_P = np.asarray(prompt_ids, np.uint32) * np.uint32(parts * sampling.group - options.greedy)
     id_P = np.repeat(first_P, parts) + part_P * np.uint32(sampling.group)
-    inputs: Any = np.repeat(tokens_PS, parts, axis=0), np.repeat(length_P, parts), id_P
-    if mesh is not None:
-        inputs = multihost.to_devices(inputs, named_sharding(mesh, "batch"))
-    return inputs
+    placed: Any = Prompts(np.repeat(tokens_PS, parts, axis=0), np.repeat(length_P, parts), id_P)  # type: ignore[arg-type]
+    return multihost.to_devices(placed, named_sharding(options.mesh, "batch"))
 
 
-def split_groups(sampling: Sampling, mesh: jax.sharding.Mesh | dict[str, int] | None) -> Sampling:
+def split_groups(sampling: Sampling, mesh: jax.sharding.Mesh | dict[str, int]) -> Sampling:
     """The settings of the same rows with `prompts` a multiple of the devices that have rows of their own.
 
     Where the prompts are none, each is repeated, and so are its cache and its prefill; its samples are divided.
     UserError if the rows do not divide either.
     """
-    shards = 1 if mesh is None else batch_shards(mesh)
+    shards = batch_shards(mesh)
     parts = shards // math.gcd(sampling.prompts, shards)
     if sampling.group % parts:
         rows = f"{sampling.prompts} prompts x {sampling.group} samples = {sampling.prompts * sampling.group}"
@@ -152,47 +146,10 @@ def pad_prompts(prompts: Sequence[Sequence[int] | None], limit: int, longest: in
     return tokens_PS, np.array([len(prompt or ()) for prompt in prompts], np.int32)
 
 
-@partial(jax.jit, static_argnames="settings")
-def _generate(params, tokens_PS, length_P, id_P, key, *, settings: engine.Settings) -> Rollout:
-    state = engine.start(params, tokens_PS, length_P, id_P, key, settings)
-    return assemble(tokens_PS, engine.finish(params, state, key, settings), settings)
+@partial(jax.jit, static_argnames="options")
+def _generate(params: Params, prompts: Prompts, key: Array, *, options: SampleOptions) -> Rollout:
+    state = engine.start(params, prompts, key, options)
+    return engine.assemble(prompts.tokens_PS, engine.advance(params, state, key, options), options)
 
 
-@partial(jax.jit, static_argnames="settings")
-def _assemble(tokens_PS, state, *, settings: engine.Settings) -> Rollout:
-    return assemble(tokens_PS, state, settings)
-
-
-def assemble(tokens_PS: Array, state: engine.State, settings: engine.Settings) -> Rollout:
-    """The rollout of the tokens drawn so far: each completion directly after its prompt."""
-    rows, mesh = state.rows, settings.mesh
-    B, C = rows.tokens_BC.shape
-    P, S = tokens_PS.shape
-    index_BT = jnp.broadcast_to(jnp.arange(S + C)[None], (B, S + C))
-    drawn_BT = index_BT - rows.prompt_length_B[:, None]
-    mask_BT = (drawn_BT >= 0) & (drawn_BT < rows.length_B[:, None])
-
-    def of_completion(x_BC: Array) -> Array:
-        place_BT = jnp.clip(drawn_BT, 0, C - 1)
-        return jnp.take_along_axis(x_BC, place_BT.reshape(B, S + C, *[1] * (x_BC.ndim - 2)), axis=1)
-
-    def of_prompt(x_PS: Array) -> Array:
-        return jnp.pad(jnp.repeat(x_PS, B // P, axis=0), ((0, 0), (0, C), *[(0, 0)] * (x_PS.ndim - 2)))
-
-    expert_BLTA = None
-    if rows.expert_BCLA is not None and state.prompt_expert_PSLA is not None:
-        is_prompt_BT11, mask_BT11 = (drawn_BT < 0)[..., None, None], mask_BT[..., None, None]
-        expert_BTLA = jnp.where(mask_BT11, of_completion(rows.expert_BCLA), settings.config.num_experts)
-        expert_BTLA = jnp.where(is_prompt_BT11, of_prompt(state.prompt_expert_PSLA), expert_BTLA)
-        expert_BLTA = expert_BTLA.swapaxes(1, 2).astype(rows.expert_BCLA.dtype)
-    rollout = Rollout(
-        tokens_BT=jnp.where(mask_BT, of_completion(rows.tokens_BC), jnp.where(drawn_BT < 0, of_prompt(tokens_PS), 0)),
-        mask_BT=mask_BT,
-        logp_BT=jnp.where(mask_BT, of_completion(rows.logp_BC), 0.0),
-        prompt_length_B=rows.prompt_length_B,
-        length_B=rows.length_B,
-        finished_B=rows.finished_B,
-        expert_BLTA=expert_BLTA,
-        version_BT=None if rows.version_BC is None else jnp.where(mask_BT, of_completion(rows.version_BC), 0),
-    )
-    return rollout if mesh is None else jax.lax.with_sharding_constraint(rollout, named_sharding(mesh, "batch"))
+assemble = jax.jit(engine.assemble, static_argnames="options")

@@ -58,6 +58,7 @@ def measure_drawing(learner: Learner) -> list[Figure]:
     from gspax.experiment.counts import forward_flops
     from gspax.learner.state import abstract_params
     from gspax.model import transformer
+    from gspax.rollout.engine import SampleOptions
     from gspax.rollout.placement import make_colocated_sampler
     from gspax.rollout.sampler import sample
 
@@ -70,17 +71,8 @@ def measure_drawing(learner: Learner) -> list[Figure]:
         params = jax.jit(partial(transformer.init, model), out_shardings=shardings)(key)
         served = make_colocated_sampler(model, mesh, mesh).push(params)
         prompts = [[1 + i % (model.vocab_size - 1)] * sampling.max_prompt_tokens for i in range(sampling.prompts)]
-        draw = partial(
-            sample,
-            served,
-            model,
-            prompts,
-            range(sampling.prompts),
-            key,
-            sampling=sampling,
-            stop_ids=case.stop_ids,
-            mesh=mesh,
-        )
+        options = SampleOptions(model=model, sampling=sampling, stop_ids=case.stop_ids, mesh=mesh)
+        draw = partial(sample, served, prompts, range(sampling.prompts), key, options)
         length_B = multihost.to_host(draw().length_B).astype(int).tolist()
         wall, cpu = measure(draw, REPEATS)
         tokens = sum(length_B)
