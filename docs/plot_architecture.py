@@ -1,6 +1,6 @@
 """Draw docs/architecture.svg: the packages and flat modules of src/gspax, and which imports which.
 
-One row per floor of the table in docs/architecture.md, the highest on top. An arrow that follows from two others is
+One row per layer of the table in docs/architecture.md, the highest on top. An arrow that follows from two others is
 left out (the transitive reduction). Needs the standard library only, and the same sources give the same file.
 
 Run: python docs/plot_architecture.py
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "gspax"
 BOX, ROW, GAP, MARGIN, WIDTH = 34, 78, 40, 20, 880  # pixels
 FILL = {"pure": "#d7efe0", "other": "#dfe8f7"}
-PURE = {"losses", "masked", "advantages", "shaping"}
+PURE = {"losses", "advantages"}
 
 
 def import_graph() -> dict[str, set[str]]:
@@ -57,8 +57,8 @@ def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     }
 
 
-def floors() -> dict[str, int]:
-    """{package or flat module: its floor}, from the table in docs/architecture.md."""
+def layers() -> dict[str, int]:
+    """{package or flat module: its layer}, from the table in docs/architecture.md."""
     found: dict[str, int] = {}
     for line in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines():
         if row := re.match(r"\| (\d+) \| ([^|]*) \|", line):
@@ -68,10 +68,10 @@ def floors() -> dict[str, int]:
 
 def layout(arrows: dict[str, set[str]]) -> dict[str, tuple[float, float, float]]:
     """{name: (left, top, width)}. A box stands below the middle of those that import it, as far as its row has room."""
-    floor = floors()
+    layer = layers()
     place: dict[str, tuple[float, float, float]] = {}
-    for row, level in enumerate(sorted({floor[name] for name in arrows}, reverse=True)):
-        names = sorted(name for name in arrows if floor[name] == level)
+    for row, level in enumerate(sorted({layer[name] for name in arrows}, reverse=True)):
+        names = sorted(name for name in arrows if layer[name] == level)
         # a row whose modules import one another is drawn as importers first
         names.sort(key=lambda name: (_wanted(name, arrows, place), name))
         widths = [9.2 * len(name) + 24 for name in names]

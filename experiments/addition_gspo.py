@@ -12,7 +12,7 @@ from functools import partial
 
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule, WarmStart
-from gspax.data import addition
+from gspax.data.tasks import addition
 from gspax.model import presets
 
 experiment = Experiment(

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from gspax import advantages, losses
 from gspax.config import Experiment, ModelConfig, Optimizer, Sampling, Schedule
-from gspax.data import Problem, addition
+from gspax.data import Problem
+from gspax.data.tasks import addition
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """A small mixture of experts learns to use a calculator: GSPO-token with an advantage for each turn.
 
 A 125k-parameter Qwen3-MoE from scratch: demonstrated conversations, half of them with a slip, then conversations of its
-own with the tool (`gspax.environments`). A call that cannot be read costs its turn 0.2. About 4 minutes on 2 CPU cores.
-Held-out reward over three seeds, sampled: 0.44 before, 0.83 after; details in README.md.
+own with the tool (`gspax.rewards.environments`). A call that cannot be read costs its turn 0.2. About 4 minutes on 2
+CPU cores. Held-out reward over three seeds, sampled: 0.44 before, 0.83 after; details in README.md.
 
 Run: gspax train experiments/calculator_gspo_token.py --workdir runs/calculator_gspo_token
 """
@@ -12,10 +12,10 @@ from functools import partial
 
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule, Turns, WarmStart
-from gspax.data import calculations
-from gspax.environments import ToolUse, calculator
-from gspax.environments.tool_calls import parse_brackets
+from gspax.data.tasks import calculations
 from gspax.model import presets
+from gspax.rewards.environments import ToolUse, calculator
+from gspax.rewards.environments.tool_calls import parse_brackets
 
 experiment = Experiment(
     name="calculator_gspo_token",

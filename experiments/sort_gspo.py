@@ -13,7 +13,7 @@ from functools import partial
 
 from gspax import advantages, losses
 from gspax.config import Experiment, Optimizer, Sampling, Schedule, WarmStart
-from gspax.data import sort
+from gspax.data.tasks import sort
 from gspax.model import presets
 
 experiment = Experiment(

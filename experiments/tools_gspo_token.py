@@ -14,7 +14,7 @@ import gsm8k_gspo
 
 from gspax import losses
 from gspax.config import Sampling, Turns
-from gspax.environments import ToolUse, calculator, python
+from gspax.rewards.environments import ToolUse, calculator, python
 
 experiment = replace(
     gsm8k_gspo.experiment,

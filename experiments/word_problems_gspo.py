@@ -12,7 +12,8 @@ from dataclasses import replace
 import word_problems_sft
 
 from gspax.config import Evaluation, Optimizer, Schedule, Task
-from gspax.data import HFTokenizer, word_problems
+from gspax.data import HFTokenizer
+from gspax.data.tasks import word_problems
 
 CHECKPOINT = "runs/word_problems/checkpoint"
 pretrained = word_problems_sft.experiment

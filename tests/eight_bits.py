@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax.model import transformer
-from gspax.rollout.serving import _summed_axes
+from gspax.sampler.inference_weights import _summed_axes
 
 
 def rounded(params, config):

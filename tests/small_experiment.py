@@ -5,7 +5,8 @@ from typing import Any
 
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, ModelConfig, Optimizer, Sampling, Schedule, WarmStart
-from gspax.data import Problem, sort
+from gspax.data import Problem
+from gspax.data.tasks import sort
 from gspax.learner.objective import Objective, make_objective
 
 

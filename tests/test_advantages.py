@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gspax import advantages, losses, shaping
+from gspax import advantages, losses
+from gspax.losses import shaping
 
 FUNCTIONS = {
     "standardize": (advantages.standardize, functools.partial(reference.standardize, ddof=1, eps=1e-6)),

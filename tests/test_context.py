@@ -12,12 +12,13 @@ import pytest
 import tiny
 from jax.sharding import AxisType, Mesh
 
-from gspax import losses, sharding
+from gspax import losses
 from gspax.config import Sampling
 from gspax.learner import objective, train_step
 from gspax.learner.state import abstract_state, new_state
-from gspax.rollout import sampler
-from gspax.rollout.serving import convert
+from gspax.parallel import sharding
+from gspax.sampler import sampler
+from gspax.sampler.inference_weights import convert
 from gspax.types import Batch
 
 SGD = optax.sgd(1.0)  # the parameters' change is the gradient

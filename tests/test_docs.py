@@ -146,7 +146,7 @@ def resolves(name):
 
 @every_page
 def test_names_in_code_spans_exist(page):
-    """`gspax.loop.training.train` and, where the first part is a module's name, `losses.gspo`."""
+    """`gspax.training.loop.train` and, where the first part is a module's name, `losses.gspo`."""
     if page.name in ("LOG.md", "CHANGELOG.md"):
         return  # they describe the past
     wrong = []

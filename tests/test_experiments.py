@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax import sft
 from gspax.config import row_shape
 from gspax.data import hf_tokenizer
 from gspax.data.problem import Problem
@@ -21,10 +20,11 @@ from gspax.learner.objective import make_objective
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state
 from gspax.learner.train_step import make_train_step
-from gspax.loop.learner import make_learner
-from gspax.rollout import sampler
-from gspax.rollout.engine import SampleOptions
-from gspax.sharding import batch_shards
+from gspax.parallel.sharding import batch_shards
+from gspax.sampler import sampler
+from gspax.sampler.engine import SampleOptions
+from gspax.training import warm_start
+from gspax.training.runtime import make_learner
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"
@@ -42,7 +42,7 @@ SAME = ("qwen3_30b_a3b_v5e_64", "qwen3_30b_a3b_v6e_64")  # the same programs as 
     [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in SAME else ()) for path in FILES],
 )
 def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
-    monkeypatch.setattr("gspax.loop.learner.require_memory", lambda *_, **__: None)  # nothing is allocated
+    monkeypatch.setattr("gspax.training.runtime.require_memory", lambda *_, **__: None)  # nothing is allocated
     experiment = load(path)
     assert validate(experiment) == []
     if experiment.model.checkpoint:  # a large model: long rows would take much memory and test nothing more
@@ -85,7 +85,7 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
     if (stage := experiment.warm_start) is not None:
         optimizer = make_optimizer(stage.optimizer)
         start = abstract_state(experiment.model, optimizer, learner.mesh)
-        update = make_train_step(experiment.model, make_objective(sft.nll), optimizer, mesh=learner.mesh)
+        update = make_train_step(experiment.model, make_objective(warm_start.nll), optimizer, mesh=learner.mesh)
         length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
         texts = {
             "data": experiment.data,
@@ -95,7 +95,7 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
             "seed": experiment.seed,
             "environment": experiment.environment,
         }
-        jax.eval_shape(update, start, sft.make_demonstrations(stage, 0, mesh=learner.mesh, **texts)[0])
+        jax.eval_shape(update, start, warm_start.make_demonstrations(stage, 0, mesh=learner.mesh, **texts)[0])
 
 
 def test_the_two_sorting_experiments_differ_in_two_lines():

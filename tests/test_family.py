@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 from small_experiment import experiment, objective_of
 
-from gspax import advantages, config, losses, shaping
+from gspax import advantages, config, losses
 from gspax.config import Calibration, Reference, Regularizers
 from gspax.experiment import validate
-from gspax.experiment.old_policy import keeps_experts
 from gspax.learner.clipping import initial_range
 from gspax.learner.optimizer import make_optimizer
+from gspax.learner.programs import Steps, make_steps
 from gspax.learner.state import init_state
-from gspax.learner.steps import Steps, make_steps
 from gspax.learner.train_step import make_route, make_score, make_update
-from gspax.loop.drawing import InFlight
-from gspax.loop.learner import Learner
-from gspax.loop.step import run_step
-from gspax.losses import correction, kl
+from gspax.losses import correction, kl, shaping
+from gspax.model.sizes.old_policy import keeps_experts
+from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.placement import make_colocated_sampler
-from gspax.sharding import make_mesh, named_sharding
+from gspax.sampler.placement import make_colocated_sampler
+from gspax.training.in_flight import InFlight
+from gspax.training.runtime import Learner
+from gspax.training.step import run_step
 
 LOSSES = (
     *(

@@ -19,28 +19,29 @@ import optax
 import pytest
 import small_experiment
 
-from gspax import config, losses, sft
+from gspax import config, losses
 from gspax.config import RowShape
-from gspax.data import Problem, sort
+from gspax.data import Problem
+from gspax.data.tasks import sort
 from gspax.errors import UserError
 from gspax.evaluation.checkpoint import evaluate_run
 from gspax.experiment.description import describe
-from gspax.experiment.old_policy import find_scored
-from gspax.learner import minibatches, steps, train_step
+from gspax.learner import minibatches, programs, train_step
+from gspax.learner.programs import Steps, make_steps
 from gspax.learner.state import abstract_state
-from gspax.learner.steps import Steps, make_steps
-from gspax.loop import drawing, training
-from gspax.loop.drawing import InFlight
-from gspax.loop.learner import Learner, make_learner
-from gspax.loop.step import run_step
 from gspax.losses import kl
+from gspax.model.sizes.old_policy import find_scored
+from gspax.parallel.sharding import make_mesh
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout import placement
-from gspax.rollout.reading import Skipped
+from gspax.rollout.problems import Skipped
 from gspax.run import interrupt, progress, record, step_folders
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
-from gspax.sharding import make_mesh
+from gspax.sampler import placement
+from gspax.training import in_flight, loop, warm_start
+from gspax.training.in_flight import InFlight
+from gspax.training.runtime import Learner, make_learner
+from gspax.training.step import run_step
 from gspax.types import Rollout, TrainState
 
 EXPERIMENT = str(Path(__file__).with_name("small_experiment.py"))
@@ -63,8 +64,8 @@ def whole(learner, tmp_path_factory):
     """An uninterrupted run of four steps."""
     workdir = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "make_learner", lambda _: learner)
-        training.train(experiment, workdir)
+        patch.setattr(loop, "make_learner", lambda _: learner)
+        loop.train(experiment, workdir)
     return RunDir(workdir)
 
 
@@ -153,14 +154,14 @@ def test_resumption_is_bit_exact(whole, learner, monkeypatch, tmp_path, capsys):
     shutil.rmtree(run.checkpoints / "4")
     with run.metrics.open("a") as file:
         file.write('{"step": 5, "reward/mean": 99}\n{"step": 6, "rew')
-    monkeypatch.setattr(training, "make_learner", lambda _: learner)
-    training.train(experiment, run.path)
+    monkeypatch.setattr(loop, "make_learner", lambda _: learner)
+    loop.train(experiment, run.path)
     assert_same_run(run, whole)
     assert len(json.loads(run.environment.read_text())) == 2
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "continuing from step 2 of 4" and said[-1] == "writing the report"
     assert f"step 4: evaluating {experiment.evaluation.problems} held-out problems" in said
-    training.train(experiment, run.path)
+    loop.train(experiment, run.path)
     assert capsys.readouterr().out.splitlines()[0] == "already at step 4 of 4"
 
 
@@ -188,11 +189,11 @@ def test_problems_that_cannot_be_used_are_skipped_and_a_resumed_run_skips_the_sa
 ):
     dirty = replace(experiment, data=Dirty())
     monkeypatch.setattr(
-        training,
+        loop,
         "make_learner",
         lambda _: replace(learner, experiment=dirty, skipped=Skipped(dirty.sampling.max_failed)),
     )
-    training.train(dirty, tmp_path / "whole")
+    loop.train(dirty, tmp_path / "whole")
     whole = RunDir(tmp_path / "whole")
     steps = [row for row in timeless(whole) if "policy/loss" in row]
     assert [row["data/skipped"] for row in steps] == [0, 1, 0, 1], "50 problems of the warm start come before"
@@ -210,7 +211,7 @@ def test_problems_that_cannot_be_used_are_skipped_and_a_resumed_run_skips_the_sa
 
     resumed = RunDir(Path(shutil.copytree(whole.path, tmp_path / "resumed")))
     shutil.rmtree(resumed.checkpoints / "4")
-    training.train(dirty, resumed.path)
+    loop.train(dirty, resumed.path)
     assert_same_run(resumed, whole)
     assert record.read_rows(resumed.skipped) == rows
 
@@ -220,7 +221,7 @@ def test_problems_are_skipped_with_slots_and_in_refills(tmp_path):
     dirty = replace(experiment, data=Dirty(), warm_start=None)
     dirty = replace(dirty, sampling=replace(dirty.sampling, slots=16, max_refills=2))
     whole, resumed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "resumed")
-    training.train(dirty, whole.path)
+    loop.train(dirty, whole.path)
     steps = [row for row in timeless(whole) if "policy/loss" in row]
     drawn, skipped = (sum(row[name] for row in steps) for name in ("sampling/prompts", "data/skipped"))
     assert drawn > 32 + skipped, "some groups were replaced"
@@ -228,7 +229,7 @@ def test_problems_are_skipped_with_slots_and_in_refills(tmp_path):
     assert final_state(whole, experiment=dirty).position == drawn
     shutil.copytree(whole.path, resumed.path)
     shutil.rmtree(resumed.checkpoints / "4")
-    training.train(dirty, resumed.path)
+    loop.train(dirty, resumed.path)
     assert_same_run(resumed, whole, experiment=dirty)
 
 
@@ -252,29 +253,29 @@ def test_updates_that_outlast_the_grace_are_left_out_and_done_again(whole, learn
         return learner.steps.update(*given)
 
     signalled = replace(learner, steps=learner.steps._replace(update=update))
-    monkeypatch.setattr(training, "make_learner", lambda _: signalled)
+    monkeypatch.setattr(loop, "make_learner", lambda _: signalled)
     with pytest.raises(interrupt.Unsaved, match=r"continues from checkpoint 2 and repeats steps 3 to 4"):
-        training.train(experiment, tmp_path / "run", grace=0.0)
+        loop.train(experiment, tmp_path / "run", grace=0.0)
     assert len(updates) == 7
-    monkeypatch.setattr(training, "make_learner", lambda _: learner)
-    training.train(experiment, tmp_path / "run")
+    monkeypatch.setattr(loop, "make_learner", lambda _: learner)
+    loop.train(experiment, tmp_path / "run")
     assert_same_run(RunDir(tmp_path / "run"), whole)
 
 
 def test_another_experiment_is_rejected_and_nothing_changes(whole):
     files = {path: path.read_bytes() for path in whole.path.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"optimizer.learning_rate: 0.001 -> 0.002"):
-        training.train(replace(experiment, optimizer=config.Optimizer(learning_rate=2e-3)), whole.path)
+        loop.train(replace(experiment, optimizer=config.Optimizer(learning_rate=2e-3)), whole.path)
     assert {path: path.read_bytes() for path in whole.path.rglob("*") if path.is_file()} == files
 
 
 @pytest.mark.slow
 def test_sft_alone_equals_the_warm_start_of_a_run(whole, tmp_path):
-    sft.run(experiment, tmp_path / "run")
+    warm_start.run(experiment, tmp_path / "run")
     run = RunDir(tmp_path / "run")
     assert timeless(run.warm_start) == timeless(whole.warm_start)
     assert not run.metrics.exists()
-    training.train(experiment, tmp_path / "run")
+    loop.train(experiment, tmp_path / "run")
     assert_same_run(run, whole)
 
 
@@ -323,7 +324,7 @@ def gives_nan(problem, completion):
 )
 def test_invalid_input_is_rejected_in_one_sentence(tmp_path, broken, said):
     with pytest.raises(UserError, match=said):
-        training.train(replace(experiment, warm_start=None, **broken), tmp_path / "run")
+        loop.train(replace(experiment, warm_start=None, **broken), tmp_path / "run")
 
 
 def failures(workdir, step):
@@ -344,11 +345,11 @@ def test_failed_rewards_that_end_a_run_are_recorded_first(learner, monkeypatch, 
         failing[0] = True
         return run_step(*args)
 
-    monkeypatch.setattr(training, "run_step", fail_from_now_on)
+    monkeypatch.setattr(loop, "run_step", fail_from_now_on)
     rewards = RewardCalls(reward, experiment.grading)
-    monkeypatch.setattr(training, "make_learner", lambda _: replace(learner, rewards=rewards))
+    monkeypatch.setattr(loop, "make_learner", lambda _: replace(learner, rewards=rewards))
     with pytest.raises(UserError, match=r"reward failed for 32 of 32 .*: KeyError: .* \(tests/test_loop.py:\d+\)"):
-        training.train(experiment, tmp_path / "run")
+        loop.train(experiment, tmp_path / "run")
     rows = failures(tmp_path / "run", step)
     assert len(rows) == 32
     assert all(row["error"].startswith(f"KeyError: {row['completion']!r} (tests/test_loop.py:") for row in rows)
@@ -364,8 +365,8 @@ def test_an_evaluation_with_some_failed_rewards_ends_no_run(learner, monkeypatch
 
     heldout = [experiment.data.heldout(index).prompt for index in range(16)]
     rewards = RewardCalls(reward, experiment.grading)
-    monkeypatch.setattr(training, "make_learner", lambda _: replace(learner, rewards=rewards))
-    training.train(experiment, tmp_path / "run")
+    monkeypatch.setattr(loop, "make_learner", lambda _: replace(learner, rewards=rewards))
+    loop.train(experiment, tmp_path / "run")
     shares = [row.get("eval/reward_failed") for row in timeless(RunDir(tmp_path / "run"))]
     assert [share for share in shares if share is not None] == [0.25] * 3
     assert [len(failures(tmp_path / "run", step)) for step in (0, 3, 4)] == [8] * 3
@@ -379,12 +380,12 @@ def test_rewards_beyond_the_range_end_the_run_or_count_as_failed(learner, monkey
         return 1e38 if len(completion) % 2 else -1e38
 
     rewards = RewardCalls(huge, replace(experiment.grading, max_failed=allowed))
-    monkeypatch.setattr(training, "make_learner", lambda _: replace(learner, rewards=rewards))
+    monkeypatch.setattr(loop, "make_learner", lambda _: replace(learner, rewards=rewards))
     if allowed < 1:
         with pytest.raises(UserError, match=r"huge failed for .* wanted finite numbers up to ±1e18, got -?1e\+38 for"):
-            training.train(experiment, tmp_path / "run")
+            loop.train(experiment, tmp_path / "run")
         return
-    training.train(experiment, tmp_path / "run")
+    loop.train(experiment, tmp_path / "run")
     rows = [row for row in timeless(RunDir(tmp_path / "run")) if "optim/skipped" in row]
     assert [(row["reward/failed"], row["reward/mean"], row["optim/skipped"]) for row in rows] == [(1, 0, 0)] * 4
 
@@ -393,13 +394,13 @@ def test_an_empty_prompt_is_rejected(tmp_path):
     mute = replace(experiment, warm_start=None, tokenizer=replace(experiment.tokenizer))
     object.__setattr__(mute.tokenizer, "encode", lambda text: [])
     with pytest.raises(UserError, match="evaluation: wanted held-out problems, got none of 16 that can be used"):
-        training.train(mute, tmp_path / "run")
+        loop.train(mute, tmp_path / "run")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [losses.grpo, losses.gspo_token])
 def test_other_losses_train_and_record_their_metrics(tmp_path, loss):
-    training.train(replace(with_schedule(steps=1), loss=loss, warm_start=None), tmp_path / "run")
+    loop.train(replace(with_schedule(steps=1), loss=loss, warm_start=None), tmp_path / "run")
     rows = record.read_metrics(RunDir(tmp_path / "run").metrics)
     assert "policy/clip_fraction_sequences" in rows[1]
 
@@ -457,7 +458,7 @@ def test_gspo_learns_to_sort(tmp_path):
         *("model.num_hidden_layers=1", "model.num_experts=0", "model.intermediate_size=64"),
         *("sampling.prompts=32", "sampling.group=8", "schedule.steps=40", "schedule.minibatches=4"),
         *("schedule.eval_every=0", "schedule.checkpoint_every=0", "evaluation.problems=200"),
-        "reward=gspax.data.sort.reward",
+        "reward=gspax.data.tasks.sort.reward",
         *("warm_start.steps=80", "warm_start.rows=64", "warm_start.optimizer.learning_rate=1e-2"),
         "optimizer.learning_rate=2e-3",
     ]
@@ -480,9 +481,9 @@ MEASURED = replace(
 
 @pytest.mark.slow
 def test_resumption_restores_reference_and_clip_range(tmp_path):
-    training.train(MEASURED, tmp_path / "whole")
-    training.train(replace(MEASURED, schedule=replace(MEASURED.schedule, steps=1)), tmp_path / "resumed")
-    training.train(MEASURED, tmp_path / "resumed")
+    loop.train(MEASURED, tmp_path / "whole")
+    loop.train(replace(MEASURED, schedule=replace(MEASURED.schedule, steps=1)), tmp_path / "resumed")
+    loop.train(MEASURED, tmp_path / "resumed")
     whole, resumed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "resumed")
     states = [final_state(run, experiment=MEASURED) for run in (whole, resumed)]
     jax.tree.map(np.testing.assert_array_equal, *states)
@@ -499,9 +500,9 @@ def test_resumption_restores_reference_and_clip_range(tmp_path):
 def test_epochs_of_packed_rows_resume_bit_for_bit(tmp_path):
     packed = replace(with_schedule(steps=3, eval_every=0, checkpoint_every=1), warm_start=None)
     packed = replace(packed, schedule=replace(packed.schedule, epochs=2, microbatch_tokens=64))
-    training.train(packed, tmp_path / "whole")
-    training.train(replace(packed, schedule=replace(packed.schedule, steps=1)), tmp_path / "resumed")
-    training.train(packed, tmp_path / "resumed")
+    loop.train(packed, tmp_path / "whole")
+    loop.train(replace(packed, schedule=replace(packed.schedule, steps=1)), tmp_path / "resumed")
+    loop.train(packed, tmp_path / "resumed")
     whole, resumed = RunDir(tmp_path / "whole"), RunDir(tmp_path / "resumed")
     jax.tree.map(np.testing.assert_array_equal, *(final_state(run, experiment=packed) for run in (whole, resumed)))
     assert final_state(whole, experiment=packed).step == 12, "two minibatches, twice, of three rollout batches"
@@ -513,9 +514,9 @@ def test_epochs_of_packed_rows_resume_bit_for_bit(tmp_path):
 @pytest.mark.slow
 def test_a_clip_range_below_the_noise_floor_warns_once(tmp_path, capsys):
     narrow = replace(with_schedule(steps=2, eval_every=0), loss=partial(losses.gspo, clip_low=0.0), warm_start=None)
-    training.train(narrow, tmp_path / "run")
+    loop.train(narrow, tmp_path / "run")
     assert capsys.readouterr().err.count("clip_low is 0, below the noise floor") == 1
-    training.train(replace(narrow, schedule=replace(narrow.schedule, steps=3)), tmp_path / "run")
+    loop.train(replace(narrow, schedule=replace(narrow.schedule, steps=3)), tmp_path / "run")
     assert "noise floor" not in capsys.readouterr().err
 
 
@@ -569,12 +570,12 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
         if during == "save" and step == 2:
             kill()
 
-    monkeypatch.setattr(training, "run_step", run_step)
-    monkeypatch.setattr(training, "record_evaluation", lambda *args: None)
+    monkeypatch.setattr(loop, "run_step", run_step)
+    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
     monkeypatch.setattr(Checkpoints, "save", killed_save)
     run = tmp_path / "run"
     with pytest.raises(interrupt.Interrupted, match="SIGTERM"):
-        training.train(replace(with_schedule(steps=5, eval_every=0, checkpoint_every=every), warm_start=None), run)
+        loop.train(replace(with_schedule(steps=5, eval_every=0, checkpoint_every=every), warm_start=None), run)
     with Checkpoints(RunDir(run).checkpoints) as checkpoints:
         assert checkpoints.latest() == 2
 
@@ -599,9 +600,9 @@ def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, le
     def stop(latest, **changes):
         nonlocal calls
         calls = 0
-        monkeypatch.setattr(training, "make_learner", lambda _: replace(learner, **changes))
+        monkeypatch.setattr(loop, "make_learner", lambda _: replace(learner, **changes))
         with pytest.raises(interrupt.Interrupted):
-            training.train(experiment, run.path)
+            loop.train(experiment, run.path)
         with Checkpoints(run.checkpoints) as checkpoints:
             assert checkpoints.latest() == latest
         return len(timeless(run))
@@ -612,8 +613,8 @@ def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, le
     assert stop(2, rewards=rewards(at=1)) == 3
     assert stop(3, rewards=rewards(at=33)) == 4, "without the evaluation of step 3"
     assert stop(3, steps=learner.steps._replace(score=score)) == 5
-    monkeypatch.setattr(training, "make_learner", lambda _: learner)
-    training.train(experiment, run.path)
+    monkeypatch.setattr(loop, "make_learner", lambda _: learner)
+    loop.train(experiment, run.path)
     assert_same_run(run, whole)
 
 
@@ -654,7 +655,7 @@ def test_a_step_of_the_loop(monkeypatch):
         done = optax.ScaleByScheduleState(state.opt_state.count + (not skipped))
         return replace(state, step=state.step + 1, params=state.params + 1, opt_state=done), metrics, scores
 
-    monkeypatch.setattr(drawing, "sample", sample)
+    monkeypatch.setattr(in_flight, "sample", sample)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     sampler = placement.Sampler(mesh, lambda params: params, lambda rollout: rollout)
     steps = Steps(update, score, route, None, make_steps(small, None, mesh).scored)
@@ -770,7 +771,7 @@ def test_what_needs_old_log_probs_before_the_first_update(changes, scored):
 def test_score_and_update_share_temperature_and_microbatches(monkeypatch):
     given = []
     for name in ("make_update", "make_score"):
-        monkeypatch.setattr(steps, name, lambda *args, **kwargs: given.append(kwargs))
+        monkeypatch.setattr(programs, name, lambda *args, **kwargs: given.append(kwargs))
     learner = make_learner(
         replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
     )
@@ -790,10 +791,10 @@ def test_a_run_starts_with_the_key_of_its_seed(monkeypatch, tmp_path, warm):
     def update(state, batch):
         return replace(state, step=state.step + 1), {"loss": jnp.float32(1), "skipped": jnp.float32(0)}
 
-    monkeypatch.setattr(sft, "make_train_step", lambda *args, **kwargs: update)
+    monkeypatch.setattr(warm_start, "make_train_step", lambda *args, **kwargs: update)
     seeded = replace(experiment, seed=3, warm_start=experiment.warm_start if warm else None)
     learner, run = make_learner(seeded), open_run(tmp_path / "run", describe(seeded))
     with Checkpoints(run.checkpoints, keep=1) as checkpoints:
-        state = training.restore_or_start(learner, run, checkpoints)
+        state = loop.restore_or_start(learner, run, checkpoints)
     assert state.key == jax.random.key(3)
     assert (state.step, state.position) == (0, 48 if warm else 0)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax import masked
+from gspax.losses import masked
 
 REDUCTIONS = [(masked.sum, np.sum), (masked.mean, np.mean), (masked.min, np.min), (masked.max, np.max)]
 over_reductions = pytest.mark.parametrize("ours, numpys", REDUCTIONS, ids=("sum", "mean", "min", "max"))

@@ -12,14 +12,14 @@ import pytest
 import tiny
 
 from gspax import config, losses
+from gspax.config.optimizers import adamw
 from gspax.learner.objective import make_objective
 from gspax.learner.optimizer import make_optimizer, with_master
 from gspax.learner.state import abstract_state, init_state
 from gspax.learner.train_step import make_train_step
 from gspax.model import transformer
-from gspax.optimizers import adamw
+from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.run.checkpoints import Checkpoints
-from gspax.sharding import make_mesh, named_sharding
 from gspax.types import Batch
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2, num_experts=0)

@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 import tiny
 
-from gspax import config, losses, sharding
+from gspax import config, losses
 from gspax.config import Mesh, Sampling
+from gspax.config.optimizers import adamw
 from gspax.learner import adapters
 from gspax.learner.objective import make_objective
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, abstract_state, new_state
 from gspax.learner.train_step import make_train_step
 from gspax.model import decoding
-from gspax.optimizers import adamw
-from gspax.rollout import sampler
-from gspax.rollout.serving import abstract_serving_copy, make_serving_copy
+from gspax.parallel import sharding
+from gspax.sampler import sampler
+from gspax.sampler.inference_weights import abstract_serving_copy, make_serving_copy
 from gspax.types import Batch
 
 MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, attention_bias=True)

@@ -11,7 +11,8 @@ import optax
 import pytest
 import tiny
 
-from gspax import config, optimizers, sharding
+from gspax import config
+from gspax.config import optimizers
 from gspax.errors import UserError
 from gspax.experiment.plan import plan
 from gspax.learner import adapters
@@ -19,6 +20,7 @@ from gspax.learner.optimizer import learning_rate, make_optimizer
 from gspax.learner.state import abstract_state
 from gspax.model import transformer
 from gspax.model.low_rank import partition
+from gspax.parallel import sharding
 
 MODEL = replace(tiny.MOE, num_hidden_layers=1, num_experts=4, attention_bias=True)
 TRANSFORMS = {

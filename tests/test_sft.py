@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from small_experiment import experiment
 
-from gspax import config, sft
+from gspax import config
 from gspax.errors import DivergedError, UserError
-from gspax.loop import training
-from gspax.sharding import make_mesh
+from gspax.parallel.sharding import make_mesh
+from gspax.training import loop, warm_start
 
 LENGTH = 9
 STOP = experiment.tokenizer.stop_ids[0]
@@ -27,7 +27,7 @@ def demonstrated(first=0, rows=4, demonstration=digits, **changes):
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     texts = {"data": experiment.data, "tokenizer": experiment.tokenizer, "length": LENGTH, "seed": 0}
     texts["vocab_size"] = experiment.model.vocab_size
-    return sft.make_demonstrations(stage, first, mesh=mesh, **texts | changes)[0]
+    return warm_start.make_demonstrations(stage, first, mesh=mesh, **texts | changes)[0]
 
 
 def test_rows_are_prompt_demonstration_and_stop_with_the_prompt_masked():
@@ -66,7 +66,7 @@ def test_a_demonstration_that_is_too_long_is_rejected():
 
 
 def test_each_update_takes_the_next_problems(monkeypatch, tmp_path):
-    firsts, make_demonstrations = [], sft.make_demonstrations
+    firsts, make_demonstrations = [], warm_start.make_demonstrations
 
     def spy(stage, first, **kwargs):
         firsts.append(first)
@@ -75,12 +75,12 @@ def test_each_update_takes_the_next_problems(monkeypatch, tmp_path):
     def update(state, batch):
         return replace(state, step=state.step + 1), {"loss": jnp.float32(1), "skipped": jnp.float32(0)}
 
-    monkeypatch.setattr(sft, "make_demonstrations", spy)
+    monkeypatch.setattr(warm_start, "make_demonstrations", spy)
     split = []
     monkeypatch.setattr(
-        sft, "make_train_step", lambda *args, **kwargs: split.append(kwargs["microbatch_rows"]) or update
+        warm_start, "make_train_step", lambda *args, **kwargs: split.append(kwargs["microbatch_rows"]) or update
     )
-    sft.run(replace(experiment, schedule=replace(experiment.schedule, microbatch_rows=8)), tmp_path / "run")
+    warm_start.run(replace(experiment, schedule=replace(experiment.schedule, microbatch_rows=8)), tmp_path / "run")
     assert firsts == [0, 16, 32] and split == [8]
 
 
@@ -91,12 +91,12 @@ def test_a_warm_start_without_finite_updates_fails_at_once(monkeypatch, tmp_path
         calls.append(batch)
         return replace(state, step=state.step + 1), {"loss": jnp.float32(jnp.nan), "skipped": jnp.float32(1)}
 
-    monkeypatch.setattr(sft, "make_train_step", lambda *args, **kwargs: update)
+    monkeypatch.setattr(warm_start, "make_train_step", lambda *args, **kwargs: update)
     broken = replace(experiment, schedule=replace(experiment.schedule, max_skipped=2))
     with pytest.raises(
         DivergedError, match=r"^warm start: schedule\.max_skipped: wanted fewer than 2 .* got 2 by step 2"
     ) as failed:
-        training.train(broken, tmp_path / "run")
+        loop.train(broken, tmp_path / "run")
     assert len(calls) == 2, "the run does not go back: the same updates would fail again"
     assert failed.value.exit_code == 3
 

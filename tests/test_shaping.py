@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax import advantages, losses, shaping
+from gspax import advantages, losses
+from gspax.losses import shaping
 
 
 def loop(length, max_length, buffer):

@@ -8,10 +8,11 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec
 
-from gspax import config, sharding
+from gspax import config
 from gspax.config import Mesh
 from gspax.errors import UserError
 from gspax.model import presets
+from gspax.parallel import sharding
 
 ONES = dict.fromkeys(sharding.AXES, 1)
 

@@ -1,4 +1,4 @@
-"""The budgets and floors in the table of docs/architecture.md, and the hygiene of the files.
+"""The budgets and layers in the table of docs/architecture.md, and the hygiene of the files.
 
 There are no exemptions: split a module that does not fit, or change the document first.
 """
@@ -23,7 +23,7 @@ BUDGETED = [*FILES.values(), *EXPERIMENTS]
 
 # The only packages that these modules may import besides the standard library and gspax.
 # Pure modules and their submodules import no other gspax module. `pip install gspax` installs only jax and numpy.
-PURE = {"gspax.losses", "gspax.masked", "gspax.advantages", "gspax.shaping"}
+PURE = {"gspax.losses", "gspax.advantages"}
 LIGHT = ["gspax", *sorted(PURE)]
 # These load before any accelerator code.
 DECLARATIVE = ["gspax.config", "gspax.hf", "gspax.model.presets", "gspax.hf.config_json"]
@@ -142,7 +142,7 @@ def test_the_graph_of_packages_is_small_and_has_no_cycle():
     graph = {node(module): set() for module in modules}
     for module in modules:
         graph[node(module)] |= {node(other) for other in own(module) if "." in other} - {node(module)}
-    assert len(graph) <= 28, sorted(graph)
+    assert len(graph) <= 22, sorted(graph)
     cycle = find_cycle(graph)
     assert cycle is None, " -> ".join(cycle)
 
@@ -193,50 +193,50 @@ def test_the_configuration_loads_no_accelerator_code(module):
     assert not loaded, f"import {module} loads {sorted(loaded)}"
 
 
-# Floors
+# Layers
 
 
-def read_floors():
-    """{path under src/gspax as in the document: floor}."""
-    floors = {}
+def read_layers():
+    """{path under src/gspax as in the document: layer}."""
+    layers = {}
     for line in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) == 3 and cells[0].isdigit():
-            floors |= dict.fromkeys(re.findall(r"`([\w/]+(?:\.py|/))`", cells[1]), int(cells[0]))
-    return floors
+            layers |= dict.fromkeys(re.findall(r"`([\w/]+(?:\.py|/))`", cells[1]), int(cells[0]))
+    return layers
 
 
-def floor(module):
-    """The floor in a module's row or else in that of its nearest parent folder; None without either."""
-    floors = read_floors()
+def layer(module):
+    """The layer in a module's row or else in that of its nearest parent folder; None without either."""
+    layers = read_layers()
     parts = module.split(".")[1:]
     rows = ["/".join(parts) + ".py", *("/".join(parts[:i]) + "/" for i in range(len(parts), 0, -1))]
-    return next((floors[row] for row in rows if row in floors), None)
+    return next((layers[row] for row in rows if row in layers), None)
 
 
-def test_the_table_of_floors_is_parsed():
-    floors = read_floors()
-    assert set(range(10)) == set(floors.values())
-    assert floors["masked.py"] == 0 and floors["losses/"] == 1 and floors["commands/"] == 9
-    assert (floor("gspax.config"), floor("gspax.model.moe"), floor("gspax.losses")) == (0, 2, 1)
+def test_the_table_of_layers_is_parsed():
+    layers = read_layers()
+    assert set(range(10)) == set(layers.values())
+    assert layers["types.py"] == 0 and layers["losses/"] == 1 and layers["commands/"] == 9
+    assert (layer("gspax.config"), layer("gspax.model.moe"), layer("gspax.losses")) == (0, 2, 1)
 
 
-def test_every_module_has_a_floor():
-    homeless = [module for module in FILES if module not in ("gspax", "gspax.__main__") and floor(module) is None]
+def test_every_module_has_a_layer():
+    homeless = [module for module in FILES if module not in ("gspax", "gspax.__main__") and layer(module) is None]
     assert not homeless, f"add to the table in docs/architecture.md: {homeless}"
 
 
 def test_every_row_of_the_table_is_a_file_or_folder():
-    gone = [name for name in read_floors() if not (SOURCE / "gspax" / name).exists()]
+    gone = [name for name in read_layers() if not (SOURCE / "gspax" / name).exists()]
     assert not gone, f"remove from the table in docs/architecture.md: {gone}"
 
 
-def test_nothing_imports_a_higher_floor():
+def test_nothing_imports_a_higher_layer():
     wrong = [
-        f"{module} (floor {floor(module)}) imports {other} (floor {floor(other)})"
+        f"{module} (layer {layer(module)}) imports {other} (layer {layer(other)})"
         for module in FILES
         for other in own(module)
-        if None not in (floor(module), floor(other)) and floor(other) > floor(module)
+        if None not in (layer(module), layer(other)) and layer(other) > layer(module)
     ]
     assert not wrong, "\n".join(wrong)
 

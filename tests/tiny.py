@@ -9,8 +9,8 @@ import pytest
 
 from gspax.config import Mesh, ModelConfig, Yarn
 from gspax.model import transformer
-from gspax.rollout.engine import SampleOptions
-from gspax.sharding import make_mesh
+from gspax.parallel.sharding import make_mesh
+from gspax.sampler.engine import SampleOptions
 
 MOE = ModelConfig(
     vocab_size=23,

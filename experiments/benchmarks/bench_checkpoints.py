@@ -67,7 +67,7 @@ def into_memory(folder: Path) -> None:
     """In a process of its own: read the files' bytes into new memory, with a thread per core."""
     import numpy as np
 
-    from gspax.hf.reading import empty_aligned
+    from gspax.hf.loading import empty_aligned
 
     start = time.perf_counter()
     jobs = []
@@ -104,9 +104,9 @@ def read(folder: Path, devices: int, dtype: str) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     from gspax.config import Mesh
     from gspax.hf.config_json import read_config
-    from gspax.hf.reading import read_params
+    from gspax.hf.loading import read_params
     from gspax.learner.state import abstract_params
-    from gspax.sharding import make_mesh
+    from gspax.parallel.sharding import make_mesh
 
     config = read_config(folder)
     wanted = abstract_params(config, make_mesh(Mesh()), dtype)

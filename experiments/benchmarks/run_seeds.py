@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gspax.evaluation.statistics import Estimate, estimate_difference, estimate_mean
+from gspax.report.statistics import Estimate, estimate_difference, estimate_mean
 from gspax.run.record import read_metrics
 
 EXPERIMENTS, CSV = Path(__file__).parents[1], Path(__file__).with_name("sort_seeds.csv")

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from gspax.errors import UserError
-from gspax.evaluation.comparison import WINDOW, Arm, Entry, Run, common_tokens, contrast, read_arm
-from gspax.evaluation.comparison_page import COLOURS, draw_metric
-from gspax.evaluation.statistics import Estimate, estimate_mean
 from gspax.experiment import check, load, override
-from gspax.run.curves import Draw, style_axes
+from gspax.report.comparison import WINDOW, Arm, Entry, Run, common_tokens, contrast, read_arm
+from gspax.report.comparison_page import COLOURS, draw_metric
+from gspax.report.curves import Draw, style_axes
+from gspax.report.statistics import Estimate, estimate_mean
 from gspax.run.folders import write_atomically
 
 FOLDER = Path(__file__).parent

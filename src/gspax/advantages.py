@@ -29,8 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax import masked
-from gspax.losses import _checks
+from gspax.losses import checks, masked
 
 Array = jax.Array
 
@@ -142,7 +141,7 @@ def gdpo(
     _check_scale(ddof, eps, G, "the group size")
     weights = (1.0,) * R if weights is None else tuple(weights)
     for weight in weights:
-        _checks.number("weights", weight)
+        checks.number("weights", weight)
     if len(weights) != R or not all(map(math.isfinite, weights)):
         raise ValueError(f"weights must be {R} finite numbers, one for each reward; got {weights}")
     each_R = [_standardize(reward_PGR[..., r], mask_PG, ddof, eps) * float(weights[r]) for r in range(R)]
@@ -252,8 +251,8 @@ def by_turn(
       discount: of a later turn's reward, for each turn between.
     """
     reward_PGK = _real("reward_PGK", reward_PGK, "PGK")
-    mask_PGK = _checks.array("mask_PGK", mask_PGK, jnp.bool_, "PGK")
-    _checks.same_shape("mask_PGK", mask_PGK, "reward_PGK", reward_PGK.shape)
+    mask_PGK = checks.array("mask_PGK", mask_PGK, jnp.bool_, "PGK")
+    checks.same_shape("mask_PGK", mask_PGK, "reward_PGK", reward_PGK.shape)
     found, to_go_PG = [], jnp.zeros(reward_PGK.shape[:2])
     for k in reversed(range(reward_PGK.shape[2])):
         mask_PG = mask_PGK[..., k]
@@ -313,8 +312,8 @@ def _rewards(reward_PG: Any, mask_PG: Any) -> tuple[Array, Array]:
 def _mask(mask_PG: Any, like: str, shape: tuple[int, ...]) -> Array:
     if mask_PG is None:
         return jnp.ones(shape, bool)
-    mask_PG = _checks.array("mask_PG", mask_PG, jnp.bool_, "PG")
-    _checks.same_shape("mask_PG", mask_PG, like, shape)
+    mask_PG = checks.array("mask_PG", mask_PG, jnp.bool_, "PG")
+    checks.same_shape("mask_PG", mask_PG, like, shape)
     return mask_PG
 
 
@@ -336,7 +335,7 @@ def _ids(group_B: Any, B: int) -> Array:
         raise TypeError(f"group_B must be an array [B] of integers; got {type(group_B).__name__}")
     if not jnp.issubdtype(group_B.dtype, jnp.integer):
         raise TypeError(f"group_B must hold integers; got {group_B.dtype} {list(group_B.shape)}")
-    _checks.same_shape("group_B", group_B, "reward in its rows", (B,))
+    checks.same_shape("group_B", group_B, "reward in its rows", (B,))
     if isinstance(group_B, np.ndarray):  # jax would drop the upper half of 64-bit ids, such as hashes of prompts
         group_B = np.unique(group_B, return_inverse=True)[1].reshape(-1)
     return jnp.asarray(group_B)

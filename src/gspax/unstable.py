@@ -97,7 +97,7 @@ def splash_attention_mask() -> Any:
 def pallas() -> Any:
     """Pallas, in which the decoding attention's TPU kernel is written.
 
-    When it goes: its new home; or `kernels.segments` on TPU too, which reads more of the cache.
+    When it goes: its new home; or `model.kernels.segments` on TPU too, which reads more of the cache.
     """
     from jax.experimental import pallas as module
 

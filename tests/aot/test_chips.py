@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from gspax.aot import chips
+from gspax.commands.aot import chips
 from gspax.errors import UserError
 
 needs_libtpu = pytest.mark.skipif(

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import small_experiment
 
-from gspax.aot import decode_loop, hlo, layers
-from gspax.aot.hlo import Collective
-from gspax.aot.roofline import Phase
-from gspax.aot.traffic import traffic
+from gspax.commands.aot import decode_loop, hlo, layers
+from gspax.commands.aot.hlo import Collective
+from gspax.commands.aot.roofline import Phase
+from gspax.commands.aot.traffic import traffic
 from gspax.config import Sampling
 from gspax.model import presets
-from gspax.sharding import AXES
+from gspax.parallel.sharding import AXES
 
 ONES = dict.fromkeys(AXES, 1)
 PAPER = Sampling(prompts=128, group=16, max_prompt_tokens=1024, max_tokens=7168)

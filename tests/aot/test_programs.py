@@ -10,13 +10,13 @@ import pytest
 import small_experiment
 
 from gspax import config, losses
-from gspax.aot import programs
-from gspax.environments import ToolUse
-from gspax.experiment.old_policy import keeps_experts
+from gspax.commands.aot import programs
 from gspax.learner import minibatches, train_step
 from gspax.learner.optimizer import make_optimizer
-from gspax.rollout.serving import abstract_serving_copy
-from gspax.sharding import make_mesh
+from gspax.model.sizes.old_policy import keeps_experts
+from gspax.parallel.sharding import make_mesh
+from gspax.rewards.environments import ToolUse
+from gspax.sampler.inference_weights import abstract_serving_copy
 from gspax.types import Rollout
 
 SMALL = small_experiment.experiment
@@ -141,7 +141,7 @@ def test_bytes_of_a_device():
 
 
 def test_every_program_can_be_lowered_for_present_devices():
-    """Needs no libtpu: fails when a run's functions change and `aot.programs` does not."""
+    """Needs no libtpu: fails when a run's functions change and `commands.aot.programs` does not."""
     mesh = make_mesh(SMALL.mesh, jax.devices()[:4])
     sampling = SMALL.sampling
     rows, length = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import small_experiment
 
-from gspax.aot import chips, targets
-from gspax.aot.hlo import UNKNOWN
+from gspax.commands.aot import chips, targets
+from gspax.commands.aot.hlo import UNKNOWN
 from gspax.config import Mesh, Placement, Sampling
 from gspax.errors import UserError
 

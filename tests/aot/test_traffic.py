@@ -2,8 +2,8 @@
 
 import pytest
 
-from gspax.aot import hlo
-from gspax.aot.traffic import traffic
+from gspax.commands.aot import hlo
+from gspax.commands.aot.traffic import traffic
 
 INSIDE = """
 %sums (p0: f32[64], p1: f32[64]) -> f32[64] {

@@ -8,11 +8,11 @@ import tiny
 from small_experiment import experiment
 
 from gspax.commands import bench
-from gspax.commands.benchmarks import drawing, limits, steps
+from gspax.commands.benchmarks import limits, sampler_speed, steps
 from gspax.commands.benchmarks.figures import Limits, table
 from gspax.errors import UserError
-from gspax.experiment.counts import forward_flops
-from gspax.loop.learner import make_learner
+from gspax.model.sizes.counts import forward_flops
+from gspax.training.runtime import make_learner
 
 # tiny.MOE: D 16, N 4, K 2, H 8, E 5 (2 active), F 12, V 23, 3 layers
 ATTENTION = 16 * 32 + 2 * 16 * 16 + 32 * 16  # query, key and value, out
@@ -82,20 +82,20 @@ def test_bytes_that_drawing_needs_by_hand():
     weights = 23 * 16 + 3 * (ATTENTION + NORMS + 16 * 5 + 5 * 3 * 16 * 12)  # all 5 experts: 4 samples choose 8
     position = 3 * 2 * 2 * 8
     cache = (1 + 6 + 3 + 3 + 5 * (3 + 2)) * position
-    assert drawing.bytes_needed(tiny.MOE, sampling, [1, 3, 2, 2]) == 4 * (3 * weights + cache)
-    two = drawing.bytes_needed(tiny.MOE, replace(sampling, slots=2), [1, 3, 2, 2])
+    assert sampler_speed.bytes_needed(tiny.MOE, sampling, [1, 3, 2, 2]) == 4 * (3 * weights + cache)
+    two = sampler_speed.bytes_needed(tiny.MOE, replace(sampling, slots=2), [1, 3, 2, 2])
     fewer = weights - 3 * 3 * 16 * 12  # 2 slots choose 4 experts at most
     assert two == 4 * (4 * fewer + cache)  # 8 tokens take 4 steps
 
 
 def test_ragged_samples_have_the_mean_length_and_a_quarter_as_many_slots():
     sampling = replace(experiment.sampling, prompts=16, group=8, max_tokens=64)
-    found = {case.name: case for case in drawing.cases(replace(tiny.MOE, vocab_size=512), sampling)}
+    found = {case.name: case for case in sampler_speed.cases(replace(tiny.MOE, vocab_size=512), sampling)}
     assert list(found) == ["equal", "short", "long", "40 experts", "ragged", "64 slots"]
     slots = found["64 slots"]
     assert (slots.sampling.prompts * slots.sampling.group, slots.sampling.slots) == (256, 64)
     assert slots.sampling.max_tokens == 256 and 512 / len(slots.stop_ids) == 32
-    assert "40 experts" not in {case.name for case in drawing.cases(tiny.CONFIGS["dense"], sampling)}
+    assert "40 experts" not in {case.name for case in sampler_speed.cases(tiny.CONFIGS["dense"], sampling)}
 
 
 @pytest.fixture
@@ -127,9 +127,9 @@ def test_a_whole_step_and_scoring_are_measured_and_traced(small, tmp_path):
 
 
 def test_every_case_is_drawn(small, monkeypatch):
-    one = next(drawing.cases(small.model, small.sampling))
-    monkeypatch.setattr(drawing, "cases", lambda model, sampling: [one])
-    [figure] = drawing.measure_drawing(make_learner(small))
+    one = next(sampler_speed.cases(small.model, small.sampling))
+    monkeypatch.setattr(sampler_speed, "cases", lambda model, sampling: [one])
+    [figure] = sampler_speed.measure_drawing(make_learner(small))
     assert figure.name == "drawing, equal" and figure.tokens == 8 * 2 * 2
 
 

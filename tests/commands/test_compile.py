@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import small_experiment
 
-from gspax.aot import chips, memory, programs, report, roofline, targets
-from gspax.aot.hlo import Collective
-from gspax.aot.memory import Compiled, Memory
-from gspax.aot.roofline import Phase, Times
-from gspax.aot.targets import Target
 from gspax.commands import main
+from gspax.commands.aot import chips, memory, programs, report, roofline, targets
+from gspax.commands.aot.hlo import Collective
+from gspax.commands.aot.memory import Compiled, Memory
+from gspax.commands.aot.roofline import Phase, Times
+from gspax.commands.aot.targets import Target
 from gspax.config import Mesh, PartialRollouts, Placement, Sampling
 from gspax.experiment import load
-from gspax.experiment.counts import forward_flops, parameter_count
-from gspax.sharding import AXES, make_mesh
+from gspax.model.sizes.counts import forward_flops, parameter_count
+from gspax.parallel.sharding import AXES, make_mesh
 
 ROOT = Path(__file__).parents[2]
 SMALL = small_experiment.__file__

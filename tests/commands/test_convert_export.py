@@ -18,25 +18,25 @@ import tiny
 from published import load, published, random_params, same_bytes, save
 
 from gspax import config as experiment_config
-from gspax import sft
 from gspax.commands import arguments, check, convert, export, main
 from gspax.config import Lora, Optimizer
 from gspax.data import HFTokenizer
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.hf import hf, peft, writing
-from gspax.hf.adapters import read_adapters
 from gspax.hf.config_json import read_config
+from gspax.hf.peft import read_adapters
 from gspax.learner import adapters, restore
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, init_state, new_state
-from gspax.loop.learner import make_learner
-from gspax.loop.training import restore_or_start
 from gspax.model import low_rank
+from gspax.parallel.sharding import make_mesh
 from gspax.run import arrays, folders
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, enter_run, open_run
-from gspax.sharding import make_mesh
+from gspax.training import warm_start
+from gspax.training.loop import restore_or_start
+from gspax.training.runtime import make_learner
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "golden_qwen3_tiny"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
@@ -305,7 +305,7 @@ def test_base_plus_exported_adapter_is_the_merged_export_after_a_warm_start(tmp_
     monkeypatch.chdir(tmp_path)
     experiment = replace(small_experiment.experiment, model=hf("base"), lora=Lora(rank=2, alpha=3.0))
     run = RunDir(tmp_path / "run")
-    sft.run(experiment, run.path)
+    warm_start.run(experiment, run.path)
 
     def check():
         export.run(run.path, tmp_path / "merged", dtype="float32")

@@ -86,7 +86,7 @@ def test_importing_gspax_changes_neither_the_environment_nor_the_path_nor_jax():
     code = (
         "import os, sys, jax, flax, optax, orbax.checkpoint, tensorboardX\n"
         "before = dict(os.environ), list(sys.path), jax.config.values.copy()\n"
-        "import gspax.loop.training, gspax.sft, gspax.evaluation.checkpoint\n"
+        "import gspax.training.loop, gspax.training.warm_start, gspax.evaluation.checkpoint\n"
         "import gspax.commands.main, gspax.commands.train\n"
         "assert (dict(os.environ), sys.path, jax.config.values) == before"
     )

@@ -102,13 +102,13 @@ def test_paths_and_values_of_every_command(name, capsys, tmp_path, monkeypatch):
         raise ReachedError
 
     for function in (
-        "gspax.loop.training.train",
-        "gspax.sft.run",
+        "gspax.training.loop.train",
+        "gspax.training.warm_start.run",
         "gspax.commands.bench.run",
         "gspax.hf.source._download",
     ):
         monkeypatch.setattr(function, reached, raising=False)
-    monkeypatch.setattr("gspax.distributed.joining.join", reached)
+    monkeypatch.setattr("gspax.parallel.joining.join", reached)
     monkeypatch.chdir(tmp_path)
     for value in [*PATHS, ":99999", "localhost:0", "1e9", "9" * 400]:
         start = time.monotonic()

@@ -33,7 +33,12 @@ def called(monkeypatch):
         made.summarise = lambda workdir: f"summary of {workdir}"
         monkeypatch.setitem(sys.modules, made.__name__, made)
 
-    functions = {"loop.training": "train", "sft": "run", "evaluation.checkpoint": "evaluate_run", "run.report": "write"}
+    functions = {
+        "training.loop": "train",
+        "training.warm_start": "run",
+        "evaluation.checkpoint": "evaluate_run",
+        "report.run_page": "write",
+    }
     for module, function in functions.items():
         stand_in(module, function)
     monkeypatch.setattr("gspax.commands.bench.run", lambda experiment, *_: calls.append(("bench", experiment)))
@@ -41,14 +46,14 @@ def called(monkeypatch):
 
 
 def failing(monkeypatch, problem, *overrides):
-    """A `gspax.loop.training` whose `train` raises."""
+    """A `gspax.training.loop` whose `train` raises."""
 
     def train(experiment, workdir, *, grace):
         raise problem
 
-    module = ModuleType("gspax.loop.training")
+    module = ModuleType("gspax.training.loop")
     module.train = train
-    monkeypatch.setitem(sys.modules, "gspax.loop.training", module)
+    monkeypatch.setitem(sys.modules, "gspax.training.loop", module)
     return main.main(["train", STUB, "--workdir", "w", *overrides])
 
 
@@ -60,7 +65,7 @@ def test_the_overview_names_what_can_be_trained(capsys):
 def test_train_accepts_options_in_any_order(called, tmp_path):
     assert main.main(["train", STUB, "seed=3", "--workdir", str(tmp_path), "schedule.steps=4"]) == 0
     ((module, experiment, workdir),) = called
-    assert module == "loop.training"
+    assert module == "training.loop"
     assert workdir == tmp_path
     assert (experiment.seed, experiment.schedule.steps) == (3, 4)
 
@@ -116,13 +121,13 @@ def test_each_subcommand_calls_its_function(called, tmp_path, capsys):
     assert main.main(["bench", STUB, "seed=2"]) == 0
     assert main.main(["report", str(tmp_path)]) == 0
     assert [(call[0], *call[2:]) for call in called] == [
-        ("sft", Path("new")),
+        ("training.warm_start", Path("new")),
         ("evaluation.checkpoint", tmp_path, 12, None),
         ("evaluation.checkpoint", tmp_path, None, None),
         ("bench",),
-        ("run.report",),
+        ("report.run_page",),
     ]
-    assert called[-1] == ("run.report", tmp_path)
+    assert called[-1] == ("report.run_page", tmp_path)
     assert capsys.readouterr().out == "report.html\n"
 
 
@@ -143,7 +148,10 @@ def test_each_subcommand_calls_its_function(called, tmp_path, capsys):
         (["eval", STUB], "the following arguments are required: --workdir"),
         (["eval", STUB, "--workdir", "no/such"], "no/such: wanted the directory of a run, there is none"),
         (["eval", STUB, "--workdir", ".", "--step", "-1"], "at least 0, got '-1'"),
-        (["sft", STUB, "--dry-run", "warm_start=null"], "warm_start: wanted a WarmStart for `gspax sft`, got None"),
+        (
+            ["sft", STUB, "--dry-run", "warm_start=null"],
+            "warm_start: wanted a WarmStart for `gspax sft`, got None",
+        ),
         (["report", "no/such"], "no/such: wanted the directory of a run, there is none"),
     ],
 )

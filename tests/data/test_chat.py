@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_experiment import experiment
 
-from gspax import sft
-from gspax.data import HFTokenizer, Problem, hf_chat, hf_tokenizer, reward_answer, sort, split_thinking
+from gspax.data import HFTokenizer, Problem, hf_chat, hf_tokenizer, reward_answer, split_thinking
+from gspax.data.tasks import sort
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.experiment.overrides import override
 from gspax.experiment.validation import validate
-from gspax.sharding import make_mesh
+from gspax.parallel.sharding import make_mesh
+from gspax.training import warm_start
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SPECIAL = ("<eot>", "<turn>", "<end>")
@@ -174,7 +175,7 @@ def test_a_demonstration_follows_the_rendered_prompt(small):
     chat = replace(experiment, tokenizer=tokenizer, sampling=lengths)
     stage = replace(chat.warm_start, rows=8)
     texts = {"data": chat.data, "tokenizer": tokenizer, "length": 80, "seed": 0, "vocab_size": tokenizer.vocab_size}
-    batch, _ = sft.make_demonstrations(stage, 0, mesh=make_mesh(chat.mesh), **texts)
+    batch, _ = warm_start.make_demonstrations(stage, 0, mesh=make_mesh(chat.mesh), **texts)
     for row in range(stage.rows):
         prompt = tokenizer.encode(chat.data.train(row).prompt)
         answer = batch.tokens_BT[row][batch.mask_BT[row]].tolist()

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from gspax.data import Problem, sort
+from gspax.data import Problem
+from gspax.data.tasks import sort
 
 
 def test_the_problems_are_those_of_recorded_runs():

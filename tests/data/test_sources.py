@@ -13,9 +13,10 @@ import pytest
 from small_experiment import experiment
 
 from gspax import data
-from gspax.data import Problem, sort
+from gspax.data import Problem
 from gspax.data.problem import is_heldout, read_problem
 from gspax.data.sources import opening_notes, opening_problems
+from gspax.data.tasks import sort
 from gspax.errors import UserError
 from gspax.experiment import RESUMABLE, describe, difference, load, override, validate, warnings
 from gspax.experiment.plan import plan

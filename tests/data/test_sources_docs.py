@@ -15,9 +15,9 @@ from gspax.commands import main
 from gspax.config import ModelConfig
 from gspax.data.problem import encode_prompt
 from gspax.experiment import describe, load, override, validate
-from gspax.hf.adapters import write_adapters
 from gspax.hf.config_json import to_json
-from gspax.hf.reading import path_name
+from gspax.hf.loading import path_name
+from gspax.hf.peft import write_adapters
 from gspax.learner.adapters import abstract
 
 ROOT = Path(__file__).parents[2]

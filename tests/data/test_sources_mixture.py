@@ -8,9 +8,9 @@ import pytest
 from small_experiment import experiment
 
 from gspax import data
-from gspax.data import sort
 from gspax.data.problem import is_heldout
 from gspax.data.sources import opening_notes
+from gspax.data.tasks import sort
 from gspax.errors import UserError
 from gspax.experiment import describe, difference, validate, warnings
 

@@ -6,8 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gspax.data import Problem, addition, sort
+from gspax.data import Problem
 from gspax.data.problem import heldout_problem, is_heldout, train_problem
+from gspax.data.tasks import addition, sort
 
 TASKS = [sort, addition]
 COUNT = 3000

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from gspax.commands import main as program
-from gspax.data import hf_tokenizer, word_problems
-from gspax.data.word_problems import Problems, types
+from gspax.data import hf_tokenizer
+from gspax.data.tasks import word_problems
+from gspax.data.tasks.word_problems import Problems, types
 from gspax.experiment import load, override, validate
 from gspax.rewards import math
 

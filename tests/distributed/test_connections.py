@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gspax.distributed import connections
+from gspax.parallel import connections
 
 SECRET = b"s" * 32
 
@@ -143,7 +143,7 @@ def test_a_message_of_another_schema_ends_the_run_with_a_sentence(connect, ended
 
 CHILD = """
 import ctypes, sys, time
-from gspax.distributed import connections, joining, multihost
+from gspax.parallel import connections, joining, multihost
 connections.LEAVE_TIMEOUT = 1.0
 address, count, index, fails, locked = sys.argv[1], *map(int, sys.argv[2:])
 joining.join(joining.ProcessInfo(address, count, index), {}, lambda a, b: [], 60, b"secret")

@@ -10,10 +10,10 @@ import pytest
 from jax._src.clusters import cloud_tpu_cluster
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gspax.distributed import joining, multihost
-from gspax.distributed.joining import ProcessInfo, find_process, rendezvous
 from gspax.errors import JoinTimeoutError, UserError
 from gspax.experiment.description import difference
+from gspax.parallel import joining, multihost
+from gspax.parallel.joining import ProcessInfo, find_process, rendezvous
 
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 SLURM = {

@@ -22,22 +22,22 @@ from small_experiment import Spoiled, experiment
 
 from gspax import config
 from gspax.commands import main
+from gspax.config.optimizers import adamw
 from gspax.evaluation.benchmark import apply_defaults
 from gspax.evaluation.checkpoint import evaluate_task
 from gspax.evaluation.completions import Policy
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import restore_state
 from gspax.learner.state import abstract_state, init_state
-from gspax.loop import training
-from gspax.loop.drawing import InFlight
-from gspax.loop.learner import make_learner
-from gspax.loop.step import run_step
 from gspax.losses import kl
-from gspax.optimizers import adamw
+from gspax.parallel.sharding import make_mesh
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
-from gspax.sharding import make_mesh
+from gspax.training import loop
+from gspax.training.in_flight import InFlight
+from gspax.training.runtime import make_learner
+from gspax.training.step import run_step
 
 FILE = str(Path(__file__).parents[1] / "small_experiment.py")
 CLOCKS = ("time/", "cpu/", "perf/")
@@ -196,17 +196,17 @@ import json, os, resource, signal, sys
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from gspax.distributed import joining, multihost; from gspax.run import interrupt
-from gspax.loop import training
-from gspax.loop.drawing import InFlight
-from gspax.loop.learner import make_learner
-from gspax.loop.step import run_step
-from gspax.distributed.transfer import transfer
+from gspax.parallel import joining, multihost; from gspax.run import interrupt
+from gspax.training import training
+from gspax.training.in_flight import InFlight
+from gspax.training.runtime import make_learner
+from gspax.training.step import run_step
+from gspax.parallel.transfer import transfer
 from gspax.run.checkpoints import Checkpoints, save
 from gspax.errors import UserError
-from gspax.hf.reading import read_params
-from gspax.rollout.rewards import gather_texts
-from gspax.sharding import make_mesh, named_sharding
+from gspax.hf.loading import read_params
+from gspax.rollout.grading import gather_texts
+from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.learner.state import abstract_params, init_state
 from pathlib import Path
 from published import random_params
@@ -375,7 +375,7 @@ def test_missing_or_different_hosts_are_reported_before_anything_is_written(star
 @pytest.mark.slow
 def test_a_run_of_two_processes_equals_that_of_one(start, tmp_path):
     processes = start(2, 4, tmp_path / "two", *SMALL_OVERRIDES)
-    training.train(SMALL, tmp_path / "one")
+    loop.train(SMALL, tmp_path / "one")
     two, one = RunDir(tmp_path / "two"), RunDir(tmp_path / "one")
     (first, _), (second, errors) = finished(processes)
     assert "report.html" in first and second == "" and "gspax" not in errors, "only the primary process prints"
@@ -394,7 +394,7 @@ from functools import partial
 from small_experiment import experiment as small, Spoiled
 from gspax import config, losses
 from gspax.losses import kl
-from gspax.optimizers import adamw
+from gspax.config.optimizers import adamw
 experiment = replace(
     small,
     seed=1,
@@ -429,14 +429,14 @@ def everything(tmp_path):
 @pytest.mark.timeout(1800)
 def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_path):
     file, whole = everything(tmp_path)
-    training.train(whole, tmp_path / "one")
+    loop.train(whole, tmp_path / "one")
     finished(start(4, 2, tmp_path / "four", "schedule.steps=2", file=file))
     one, four = RunDir(tmp_path / "one"), RunDir(tmp_path / "four")
     assert_near(parameters(four, whole, 2), parameters(one, whole, 2))
 
     copied = tmp_path / "then_two"
     subprocess.run(["cp", "-r", str(four.path), str(copied)], check=True)
-    training.train(whole, four.path)
+    loop.train(whole, four.path)
     finished(start(2, 4, copied, file=file))
     for run in (four, RunDir(copied)):
         assert_near(parameters(run, whole), parameters(one, whole))

@@ -11,7 +11,7 @@ CHILD = """
 import contextlib, json, resource, sys, time
 import jax
 import numpy as np
-from gspax.distributed import joining, multihost
+from gspax.parallel import joining, multihost
 from gspax.errors import FailureError
 from gspax.run import step_folders
 from gspax.run.checkpoints import Checkpoints, save

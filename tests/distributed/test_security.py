@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gspax.distributed import connections, joining, secret, wire
-from gspax.distributed.joining import ProcessInfo
-from gspax.distributed.wire import MessageError
 from gspax.errors import UserError
 from gspax.experiment.description import difference
+from gspax.parallel import connections, joining, secret, wire
+from gspax.parallel.joining import ProcessInfo
+from gspax.parallel.wire import MessageError
 
 SECRET = b"s" * 32
 FINGERPRINT = {"experiment": {"seed": 0}}

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspax.aot import chips, memory
-from gspax.distributed import transfer
+from gspax.commands.aot import chips, memory
+from gspax.parallel import transfer
 
 DEVICES = jax.devices()
 VALUES = np.arange(2 * 24 * 12, dtype=np.float32).reshape(2, 24, 12)

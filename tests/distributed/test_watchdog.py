@@ -7,11 +7,11 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from gspax.distributed import multihost, watchdog
+from gspax.parallel import multihost, watchdog
 
 SCRIPT = """
 import ctypes, sys, threading, time
-from gspax.distributed import watchdog
+from gspax.parallel import watchdog
 watchdog.OTHERS = 0.2
 
 def hang_in_a_reward():

@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gspax.data import CharChat, CharTokenizer, Problem, calculations, hf_chat
-from gspax.environments import ToolUse, calculator
-from gspax.environments.demonstrations import encode_demonstration
-from gspax.environments.tool_calls import parse_brackets
+from gspax.data import CharChat, CharTokenizer, Problem, hf_chat
+from gspax.data.tasks import calculations
 from gspax.errors import UserError
+from gspax.rewards.environments import ToolUse, calculator
+from gspax.rewards.environments.demonstrations import encode_demonstration
+from gspax.rewards.environments.tool_calls import parse_brackets
 
 QWEN3 = Path(__file__).parents[3] / "shared" / "data" / "qwen3_tokenizer"
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'

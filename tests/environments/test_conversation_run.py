@@ -9,13 +9,13 @@ import pytest
 
 from gspax import losses
 from gspax.config import Placement, Reference, Turns
-from gspax.data import sort
-from gspax.environments import ToolUse
+from gspax.data.tasks import sort
 from gspax.experiment.description import describe, flatten
 from gspax.experiment.loading import load
 from gspax.experiment.validation import validate
-from gspax.loop import training
+from gspax.rewards.environments import ToolUse
 from gspax.run.record import read_rows
+from gspax.training import loop
 
 FILE = Path(__file__).parents[2] / "experiments" / "calculator_gspo_token.py"
 
@@ -35,8 +35,8 @@ def small():
 
 def test_the_description_names_the_environment():
     flat = flatten(describe(small()))
-    assert flat["environment"] == "gspax.environments.ToolUse" and flat["turns.credit"] == "turn"
-    assert flat["environment.parse"] == "gspax.environments.tool_calls.parse_brackets"
+    assert flat["environment"] == "gspax.rewards.environments.ToolUse" and flat["turns.credit"] == "turn"
+    assert flat["environment.parse"] == "gspax.rewards.environments.tool_calls.parse_brackets"
 
 
 def no_mask(rewards):
@@ -75,9 +75,9 @@ def test_conversations_take_any_number_of_slots(limit):
 @pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):
     """With a warm start of conversations, evaluations and advantages of turns; metrics count drawn tokens alone."""
-    training.train(small(), tmp_path / "whole")
-    training.train(replace(small(), schedule=replace(small().schedule, steps=1)), tmp_path / "parts")
-    training.train(small(), tmp_path / "parts")
+    loop.train(small(), tmp_path / "whole")
+    loop.train(replace(small(), schedule=replace(small().schedule, steps=1)), tmp_path / "parts")
+    loop.train(small(), tmp_path / "parts")
     whole, parts = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
     timed = ("time/", "cpu/", "perf/")
     of_steps = [
@@ -109,7 +109,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(tmp_path):
 def test_variants_run(tmp_path, changes):
     parts = {name: replace(getattr(small(), name), **each) for name, each in changes.items() if isinstance(each, dict)}
     variant = replace(small(), **{**changes, **parts}, warm_start=replace(small().warm_start, steps=1))
-    training.train(replace(variant, schedule=replace(variant.schedule, steps=1, eval_every=0)), tmp_path)
+    loop.train(replace(variant, schedule=replace(variant.schedule, steps=1, eval_every=0)), tmp_path)
     (step,) = [row for row in read_rows(tmp_path / "metrics.jsonl") if "policy/loss" in row]
     assert np.isfinite(step["policy/loss"]) and step["optim/skipped"] == 0
     assert step["mismatch/abs_diff"] < 1e-4, "the learner's log-probs are the sampler's, on the tokens of turns"

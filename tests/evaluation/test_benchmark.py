@@ -18,17 +18,18 @@ from gspax import config
 from gspax.commands import main as program
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.evaluation import benchmark, completions, heldout, page
+from gspax.evaluation import benchmark, completions, heldout
 from gspax.evaluation.checkpoint import evaluate_task
 from gspax.experiment import validate
-from gspax.loop import training
+from gspax.parallel.sharding import make_mesh
+from gspax.report import evaluation_page
+from gspax.report.run_page import write as write_report
 from gspax.rewards.calls import Graded
-from gspax.rollout import rewards
-from gspax.rollout.serving import make_serving_copy
+from gspax.rollout import grading
 from gspax.run.directory import RunDir
 from gspax.run.record import read_rows
-from gspax.run.report import write as write_report
-from gspax.sharding import make_mesh
+from gspax.sampler.inference_weights import make_serving_copy
+from gspax.training import loop
 
 PROBLEMS, SAMPLES = 5, 4
 
@@ -97,8 +98,8 @@ def drawn(monkeypatch):
     """The settings of the sampler's calls, which draw nothing."""
     found = []
 
-    def fake(*args, sampling, **kwargs):
-        found.append(sampling)
+    def fake(params, prompts, ids, key, options):
+        found.append(options.sampling)
         raise InterruptedError
 
     monkeypatch.setattr(completions, "sample", fake)
@@ -184,7 +185,7 @@ def test_a_task_whose_reward_always_fails_is_an_error(policy, monkeypatch):
 
     with pytest.raises(UserError, match=r"^task parity: reward: .*gone failed for 20 of 20 completions .*: judge "):
         run(policy, replace(TASK, reward=gone), prompts=1, group=4)
-    monkeypatch.setattr(rewards, "SURE", 8)
+    monkeypatch.setattr(grading, "SURE", 8)
     with pytest.raises(UserError, match="failed for 8 of 8 completions"):
         run(policy, replace(TASK, reward=gone), prompts=1, group=4)
 
@@ -197,7 +198,7 @@ def test_the_page_holds_texts_as_data_only_and_needs_no_network(tmp_path):
         row(0, n, n / 2, prompt=HOSTILE, completion=HOSTILE * (1 + 2000 * n), answer="<b>", reason="odd")
         for n in range(3)
     ]
-    page.write(tmp_path / "x.html", "<x>", ["mean <reward>"], rows)
+    evaluation_page.write(tmp_path / "x.html", "<x>", ["mean <reward>"], rows)
     text = (tmp_path / "x.html").read_text()
     assert "<h1>&lt;x&gt;</h1>" in text and "mean &lt;reward&gt;" in text
     assert text.count("<script") == text.count("</script>") == 2 and "<img" not in text and "http" not in text
@@ -206,7 +207,7 @@ def test_the_page_holds_texts_as_data_only_and_needs_no_network(tmp_path):
     assert formula == ["$\\frac{1}{2}$", ["mfrac", {}, ["mn", {}, "1"], ["mn", {}, "2"]]]
     texts = ["".join(formula[0] if part == 0 else part for part in each["completion"]) for each in held["rows"]]
     assert texts[0] == HOSTILE
-    assert len(texts[2]) < page.LONGEST + 100 < len(rows[2]["completion"])
+    assert len(texts[2]) < evaluation_page.LONGEST + 100 < len(rows[2]["completion"])
     assert "innerHTML" not in text and html.unescape("&lt;") == "<"
 
 
@@ -246,7 +247,7 @@ def test_the_script_of_the_page_filters_rows_and_draws_formulas(tmp_path):
         pytest.skip("node is not installed")
     texts = ["It is $\\frac12$.", "It is $\\unknown$, \\boxed{2}.", "<b>\U0001d465</b>" + "long " * 200]
     rows = [row(n, 0, n / 2, prompt="Is $x$ it?", completion=text, answer="1") for n, text in enumerate(texts)]
-    page.write(tmp_path / "x.html", "x", [], rows)
+    evaluation_page.write(tmp_path / "x.html", "x", [], rows)
 
     def show(**values):
         command = ["node", "-e", DOCUMENT, str(tmp_path / "x.html"), json.dumps(values)]
@@ -266,10 +267,10 @@ def test_the_script_of_the_page_filters_rows_and_draws_formulas(tmp_path):
 
 
 def test_a_page_that_would_be_too_large_names_the_file_with_the_rest(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "BUDGET", 100)
-    monkeypatch.setattr(page.select, "__defaults__", (100,))
+    monkeypatch.setattr(evaluation_page, "BUDGET", 100)
+    monkeypatch.setattr(evaluation_page.select, "__defaults__", (100,))
     rows = [row(0, n, 0.0, prompt="?", completion="a" * 40) for n in range(9)]
-    page.write(tmp_path / "x.html", "x", [], rows)
+    evaluation_page.write(tmp_path / "x.html", "x", [], rows)
     assert "the first 2 of 9 completions; all are in x.jsonl" in (tmp_path / "x.html").read_text()
 
 
@@ -305,7 +306,7 @@ def test_tasks_are_checked_as_other_fields_are(tasks, sentence):
 def test_tasks_in_training_are_metrics_and_in_the_report(tmp_path, monkeypatch):
     monkeypatch.setattr(heldout, "evaluate", lambda *args, **settings: ({"eval/reward": 0.5}, [], []))
     schedule, evaluation = replace(experiment.schedule, steps=0), config.Evaluation(tasks=(TASK,))
-    training.train(replace(experiment, warm_start=None, schedule=schedule, evaluation=evaluation), tmp_path)
+    loop.train(replace(experiment, warm_start=None, schedule=schedule, evaluation=evaluation), tmp_path)
     metrics = [row for row in read_rows(tmp_path / "metrics.jsonl") if "eval/parity/reward" in row]
     run = RunDir(tmp_path)
     (result,) = run.tasks.glob("*/*.json")

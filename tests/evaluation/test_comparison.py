@@ -8,8 +8,8 @@ import pytest
 
 from gspax.commands import main
 from gspax.errors import UserError
-from gspax.evaluation.comparison import common_tokens, compare, find_differences, find_mixed, read_arm
-from gspax.evaluation.comparison_page import resample
+from gspax.report.comparison import common_tokens, compare, find_differences, find_mixed, read_arm
+from gspax.report.comparison_page import resample
 
 STEPS = 20
 

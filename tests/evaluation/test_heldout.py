@@ -11,10 +11,10 @@ from small_experiment import experiment
 from gspax import config
 from gspax.evaluation import completions, heldout
 from gspax.evaluation.completions import Policy, fill_chunks
+from gspax.parallel.sharding import make_mesh
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout import sampler
-from gspax.rollout.serving import make_serving_copy
-from gspax.sharding import make_mesh
+from gspax.sampler import sampler
+from gspax.sampler.inference_weights import make_serving_copy
 from gspax.types import Rollout
 
 PROBLEMS, SAMPLES = 10, 2

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from gspax.evaluation import statistics
+from gspax.report import statistics
 
 
 def test_the_doctests():

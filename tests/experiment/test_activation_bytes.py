@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from gspax.experiment.memory import activation_bytes
 from gspax.model import transformer
-from gspax.sharding import AXES
+from gspax.model.sizes.memory import activation_bytes
+from gspax.parallel.sharding import AXES
 
 L, B, T = 3, 4, 96
 WIDE = replace(tiny.MOE, hidden_size=128, head_dim=32, num_hidden_layers=L)

@@ -12,11 +12,11 @@ import optax
 import pytest
 from small_experiment import experiment
 
-from gspax import advantages, losses, shaping
+from gspax import advantages, losses
 from gspax.config import Optimizer, Reference, Turns, WarmStart
 from gspax.data import CharChat, CharTokenizer, Problem
 from gspax.experiment import override, validate
-from gspax.losses import correction, kl
+from gspax.losses import correction, kl, shaping
 
 OPTIMIZER = experiment.optimizer
 TERMS = "losses.Terms with value and weight [B], here [2], and metrics of Share, Spread or Quantile"

@@ -14,6 +14,7 @@ import pytest
 import stub_experiment
 
 from gspax import losses
+from gspax.config.functions import name_of
 from gspax.errors import UserError
 from gspax.experiment import (
     RESUMABLE,
@@ -27,7 +28,7 @@ from gspax.experiment import (
     validate,
     warnings,
 )
-from gspax.experiment.description import SOURCE, name_of
+from gspax.experiment.description import SOURCE
 
 STUB = Path(stub_experiment.__file__)
 EXPERIMENT = load(STUB)
@@ -151,8 +152,9 @@ ERRORS = {
     "model.vocab_size=10": "model.vocab_size: wanted at least the tokenizer's 11, got 10",
     "tokenizer.stop_ids=11": "tokenizer.stop_ids: wanted a tuple of ids below 11, got (11,)",
     "optimizer.transform.weight_decay=-1": "optimizer.transform.weight_decay: wanted at least 0, got -1.0",
-    "optimizer.schedule=gspax.optimizers.cosine": "optimizer.schedule: wanted a function of (peak, warmup_updates), "
-    "gspax.optimizers.cosine does not accept these arguments: missing a required argument: 'updates'",
+    "optimizer.schedule=gspax.config.optimizers.cosine": "optimizer.schedule: wanted a function of (peak, "
+    "warmup_updates), gspax.config.optimizers.cosine does not accept these arguments: missing a required argument: "
+    "'updates'",
     "mesh.data=0": "mesh.data: wanted at least 1, or -1 for the devices that are left, got 0",
     "loss.clip_low=1": "loss.clip_low: wanted a number at least 0 and below 1, got 1.0",
     "loss.clip_high=-1": "loss.clip_high: wanted a number at least 0, got -1.0",
@@ -354,7 +356,7 @@ def test_the_optimizer_fields_of_older_versions_are_read(decay):
     transform = old["optimizer"].pop("transform")
     old["optimizer"].pop("schedule")
     old["optimizer"] |= {name: transform[name] for name in ("b1", "b2", "eps", "weight_decay")}
-    change = "optimizer.transform.decayed: gspax.optimizers.everything -> gspax.optimizers.matrices"
+    change = "optimizer.transform.decayed: gspax.config.optimizers.everything -> gspax.config.optimizers.matrices"
     assert difference(old, new) == ([change] if decay else [])
     old["optimizer"]["b2"] = 0.5
     assert "optimizer.transform.b2: 0.5 -> 0.95" in difference(old, new)

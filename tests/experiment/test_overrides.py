@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import stub_experiment
 
-from gspax import losses, optimizers
+from gspax import losses
+from gspax.config import optimizers
 from gspax.errors import UserError
 from gspax.experiment import describe, difference, flatten, load, override, validate
 from gspax.experiment.description import SOURCE
@@ -78,8 +79,9 @@ def test_setting_a_keyword_of_a_function_makes_a_partial():
 def test_an_optimizer_and_a_schedule_are_set_by_name():
     new = override(
         EXPERIMENT,
-        ["optimizer.schedule=gspax.optimizers.cosine", "optimizer.schedule.updates=1e3", "optimizer.warmup_updates=10",
-         "optimizer.transform=gspax.optimizers.muon", "optimizer.transform.beta=0.9"],
+        ["optimizer.schedule=gspax.config.optimizers.cosine", "optimizer.schedule.updates=1e3",
+         "optimizer.warmup_updates=10", "optimizer.transform=gspax.config.optimizers.muon",
+         "optimizer.transform.beta=0.9"],
     )  # fmt: skip
     assert new.optimizer.schedule.func is optimizers.cosine and new.optimizer.schedule.keywords == {"updates": 1000}
     assert type(new.optimizer.schedule.keywords["updates"]) is int

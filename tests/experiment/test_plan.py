@@ -10,19 +10,20 @@ import pytest
 import stub_experiment
 from tiny import CONFIGS, one_device
 
-from gspax import config, sharding
-from gspax.aot.programs import device_bytes
+from gspax import config
+from gspax.commands.aot.programs import device_bytes
 from gspax.config import is_sparse
 from gspax.experiment import load, override
-from gspax.experiment.counts import active_parameter_count, parameter_count, trained_count
-from gspax.experiment.memory import LOGIT_BUDGET, logit_chunk, prefill_chunk, sampler_bytes, serving_bytes
 from gspax.experiment.plan import plan, render
-from gspax.experiment.serving_layout import USABLE, choose_serving_layout
 from gspax.experiment.validation import validate
 from gspax.learner import adapters
 from gspax.model import decoding, presets, transformer
-from gspax.rollout.serving import abstract_serving_copy, convert
-from gspax.sharding import make_mesh
+from gspax.model.sizes.counts import active_parameter_count, parameter_count, trained_count
+from gspax.model.sizes.memory import LOGIT_BUDGET, logit_chunk, prefill_chunk, sampler_bytes, serving_bytes
+from gspax.model.sizes.sampler_layout import USABLE, choose_serving_layout
+from gspax.parallel import sharding
+from gspax.parallel.sharding import make_mesh
+from gspax.sampler.inference_weights import abstract_serving_copy, convert
 
 EXPERIMENT = load(Path(stub_experiment.__file__))
 PRESETS = {name: getattr(presets, name) for name in ("tiny_moe", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_235b_a22b")}

@@ -22,7 +22,9 @@ STEPS = 24  # of victim.py
 
 # A server that has imported gspax, but not initialised a device, forks a child for each run: 3 CPU-seconds less each.
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["gspax.commands.train", "gspax.loop.training", "gspax.run.report", "matplotlib.figure"])
+_server.set_forkserver_preload(
+    ["gspax.commands.train", "gspax.training.loop", "gspax.report.run_page", "matplotlib.figure"]
+)
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,12 @@ def _run(
     import jax
 
     from gspax.commands import main
-    from gspax.run import report
+    from gspax.report import run_page
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_disable_most_optimizations", True)  # compilation would take most of the time
     if not with_report:
-        report.write = lambda workdir: workdir
+        run_page.write = lambda workdir: workdir
     _watch_start(_resumed(output))
     if kill is not None:
         moments.arm(kill, workdir, steps)
@@ -106,9 +108,9 @@ def _resumed(output: Path) -> Path:
 
 def _watch_start(resumed: Path) -> None:
     """Write down the step that the run continues from, and mark the moments until then."""
-    from gspax.loop import training
+    from gspax.training import loop
 
-    class Recorder(training.Recorder):
+    class Recorder(loop.Recorder):
         def __init__(self, run: Any, resume_step: int) -> None:
             super().__init__(run, resume_step)
             resumed.write_text(str(resume_step))
@@ -118,8 +120,8 @@ def _watch_start(resumed: Path) -> None:
         moments.reached("restore")
         return original(*args)
 
-    original, training.restore_or_start = training.restore_or_start, restore_or_start
-    training.Recorder = Recorder  # type: ignore[misc]
+    original, loop.restore_or_start = loop.restore_or_start, restore_or_start
+    loop.Recorder = Recorder  # type: ignore[misc]
 
 
 def metrics(workdir: Path) -> list[dict[str, str]]:

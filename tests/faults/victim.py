@@ -6,7 +6,7 @@ from moments import reached
 
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, ModelConfig, Optimizer, Sampling, Schedule
-from gspax.data import sort
+from gspax.data.tasks import sort
 
 PROMPTS = 8
 

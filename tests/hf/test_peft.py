@@ -14,12 +14,12 @@ from safetensors.numpy import load_file, save_file
 from gspax.config import Lora, Mesh
 from gspax.errors import UserError
 from gspax.hf import peft
-from gspax.hf.adapters import read_adapters, write_adapters
-from gspax.hf.reading import path_name
+from gspax.hf.loading import path_name
+from gspax.hf.peft import read_adapters, write_adapters
 from gspax.learner import adapters, weights
 from gspax.learner.state import abstract_adapters
 from gspax.model.low_rank import dense
-from gspax.sharding import make_mesh
+from gspax.parallel.sharding import make_mesh
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,))  # a dense layer and one with experts
 LORA = Lora(rank=3, alpha=6.0)

@@ -12,13 +12,13 @@ from published import load, published, random_params, same_bytes
 
 from gspax.commands import convert, export
 from gspax.config import Mesh
-from gspax.experiment.counts import parameter_count
 from gspax.hf import writing
 from gspax.hf.config_json import read_config, to_json
-from gspax.hf.reading import read_params
+from gspax.hf.loading import read_params
 from gspax.learner.state import abstract_params
 from gspax.model import transformer
-from gspax.sharding import make_mesh
+from gspax.model.sizes.counts import parameter_count
+from gspax.parallel.sharding import make_mesh
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 transformers = pytest.importorskip("transformers")

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import Mesh
 from tiny import equations
 
-from gspax.kernels import attention, attention_blocks, attention_splash
-from gspax.kernels.attention import (
+from gspax.model.kernels import attention, attention_blocks, attention_splash
+from gspax.model.kernels.attention import (
     RowSharding,
     block_attention,
     chunked_attention,

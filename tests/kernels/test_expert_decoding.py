@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from test_expert_parallel import MESH, ROUTINGS, A, E, K, N, X, assert_close, draw, emulated
 
-from gspax.kernels import expert_decoding as module
-from gspax.kernels.expert_ffn import Experts, expert_ffn
-from gspax.kernels.quantization import quantise
+from gspax.model.kernels import expert_decoding as module
+from gspax.model.kernels.expert_ffn import Experts, expert_ffn
+from gspax.model.kernels.quantization import quantise
 
 EXCHANGES = {"gathered": module.gathered, "to_experts": partial(module.to_experts, exchange=emulated)}
 

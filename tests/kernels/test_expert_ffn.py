@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from gspax.kernels import expert_ffn as module
-from gspax.kernels.expert_ffn import BLOCK, blocked, expert_ffn, few_rows, ragged, sort_by_expert
-from gspax.kernels.quantization import quantise
+from gspax.model.kernels import expert_ffn as module
+from gspax.model.kernels.expert_ffn import BLOCK, blocked, expert_ffn, few_rows, ragged, sort_by_expert
+from gspax.model.kernels.quantization import quantise
 
 BACKENDS = [blocked, ragged]  # on the CPU, expert_ffn is blocked
 D, F = 6, 10

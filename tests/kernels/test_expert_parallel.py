@@ -15,11 +15,12 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspax import config, sharding
-from gspax.aot import chips
-from gspax.kernels import expert_parallel as parallel
-from gspax.kernels.expert_ffn import expert_ffn
+from gspax import config
+from gspax.commands.aot import chips
 from gspax.model import moe
+from gspax.model.kernels import expert_parallel as parallel
+from gspax.model.kernels.expert_ffn import expert_ffn
+from gspax.parallel import sharding
 
 X, N, A, K, D, F = 4, 6, 2, 2, 6, 10  # devices of the axis, rows and choices on each, experts on each
 E = X * K

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax.kernels.quantization import Quantized, cast, contract, look_up, quantise
+from gspax.model.kernels.quantization import Quantized, cast, contract, look_up, quantise
 
 KEY = jax.random.key(0)
 

@@ -12,24 +12,25 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax import config, losses, sharding
+from gspax import config, losses
 from gspax.evaluation.checkpoint import evaluate_run
 from gspax.experiment.description import describe
 from gspax.hf import peft
-from gspax.hf.adapters import write_adapters
-from gspax.hf.reading import path_name
+from gspax.hf.loading import path_name
+from gspax.hf.peft import write_adapters
 from gspax.learner import adapters, objective, train_step
 from gspax.learner.forward import forward
 from gspax.learner.restore import load_reference
 from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
-from gspax.loop import training
-from gspax.loop.learner import make_learner
 from gspax.model import transformer
 from gspax.model.low_rank import combine, dense, is_low_rank, partition
-from gspax.rollout import sampler
+from gspax.parallel import sharding
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, enter_run
+from gspax.sampler import sampler
+from gspax.training import loop
+from gspax.training.runtime import make_learner
 from gspax.types import Batch
 
 LORA = config.Lora(rank=3, alpha=6.0)
@@ -198,7 +199,7 @@ def test_the_reference_is_the_base_with_the_adapters_that_the_run_starts_from(wa
     made = replace(experiment, lora=peft(folder), reference=config.Reference(), warm_start=warm_start)
     learner, mesh = make_learner(made), sharding.make_mesh(config.Mesh())
     with enter_run(tmp_path / "run", describe(made)) as run, Checkpoints(run.checkpoints, keep=1) as checkpoints:
-        state = training.restore_or_start(learner, run, checkpoints)
+        state = loop.restore_or_start(learner, run, checkpoints)
         reference = load_reference(run, state, made.model, made.lora, mesh)
         resumed = replace(state, step=state.step + 1, params=jax.tree.map(jnp.zeros_like, state.params))
         again = load_reference(run, resumed, made.model, made.lora, mesh)
@@ -219,9 +220,9 @@ WITH = replace(
 
 @pytest.mark.slow
 def test_a_run_with_adapters_resumes_and_starts_at_its_reference(tmp_path, capsys):
-    training.train(WITH, tmp_path / "whole")
-    training.train(replace(WITH, schedule=replace(WITH.schedule, steps=1)), tmp_path / "resumed")
-    training.train(WITH, tmp_path / "resumed")
+    loop.train(WITH, tmp_path / "whole")
+    loop.train(replace(WITH, schedule=replace(WITH.schedule, steps=1)), tmp_path / "resumed")
+    loop.train(WITH, tmp_path / "resumed")
     runs = [RunDir(tmp_path / name) for name in ("whole", "resumed")]
     rows = [[row for row in record.read_metrics(run.metrics) if "policy/loss" in row] for run in runs]
     for whole, resumed in zip(*rows, strict=True):

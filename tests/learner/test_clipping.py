@@ -13,9 +13,9 @@ from gspax import losses
 from gspax.config import Calibration
 from gspax.experiment import load, override
 from gspax.learner import clipping, objective
-from gspax.loop import training
 from gspax.run.directory import RunDir
 from gspax.run.record import read_metrics
+from gspax.training import loop
 from gspax.types import Batch
 
 SETTINGS = Calibration(share=0.25, tolerance=0.05, gain=1.0)
@@ -209,7 +209,7 @@ def test_the_default_experiment_clips_the_wanted_share_from_its_third_rollout_ba
         *("calibration=gspax.config.Calibration", f"optimizer.warmup_updates={warmup}", "seed=1", "schedule.steps=9"),
         *("schedule.eval_every=0", "schedule.checkpoint_every=0", "evaluation.problems=8"),
     ]
-    training.train(override(sort_gspo, overrides), tmp_path / "run")
+    loop.train(override(sort_gspo, overrides), tmp_path / "run")
     steps = [row for row in read_metrics(RunDir(tmp_path / "run").metrics) if "policy/loss" in row]
     # a mean over four updates, the first of which clips nothing
     share = np.array([row["policy/clip_fraction_live"] for row in steps]) * 4 / 3

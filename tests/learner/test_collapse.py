@@ -12,12 +12,11 @@ from gspax import config
 from gspax.commands import main
 from gspax.config import Collapse, Guard
 from gspax.errors import CollapsedError, DivergedError
-from gspax.learner import alarms
-from gspax.learner.alarms import Watch
-from gspax.loop import training
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
+from gspax.training import alarms, loop
+from gspax.training.alarms import Watch
 
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
 P, M = experiment.sampling.prompts, experiment.schedule.minibatches
@@ -136,8 +135,8 @@ def falling(monkeypatch):
             state = replace(state, step=state.step + M, position=state.position + P)
             return state, {"reward/mean": 0.1 if low(step, batch) else 0.8}, []
 
-        monkeypatch.setattr(training, "run_step", run_step)
-        monkeypatch.setattr(training, "record_evaluation", lambda *args: None)
+        monkeypatch.setattr(loop, "run_step", run_step)
+        monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
         return seen
 
     return install
@@ -157,7 +156,7 @@ RATE = QUIET.optimizer.learning_rate
 
 def test_a_collapse_can_be_a_warning(falling, tmp_path, capsys):
     seen = falling(some_batches)
-    training.train(with_action("warn"), tmp_path / "run")
+    loop.train(with_action("warn"), tmp_path / "run")
     assert [step for step, *_ in seen] == [*range(1, 13)] and {rate for *_, rate in seen} == {RATE}
     assert capsys.readouterr().err.count("guard.collapse: wanted fewer than 3 steps") == 1
     rows = record.read_metrics(RunDir(tmp_path / "run").metrics)
@@ -168,7 +167,7 @@ def test_a_collapse_can_stop_the_run_and_spares_the_checkpoint_before_it(falling
     seen = falling()
     for attempt in (9, 11):  # the second one starts at step 8
         with pytest.raises(CollapsedError, match="3 steps in a row with alarm/reward") as caught:
-            training.train(with_action("stop"), tmp_path / "run")
+            loop.train(with_action("stop"), tmp_path / "run")
         assert (caught.value.step, caught.value.exit_code, len(seen)) == (9, 3, attempt - (attempt == 11))
         assert checkpoints_of(tmp_path / "run") == [4, 8], "one is kept, and the newest one that is sound"
 
@@ -176,7 +175,7 @@ def test_a_collapse_can_stop_the_run_and_spares_the_checkpoint_before_it(falling
 @pytest.mark.slow
 def test_a_collapse_can_lower_the_rate_and_a_resumed_run_does_the_same(falling, tmp_path):
     seen = falling()
-    training.train(with_action("lower_rate"), tmp_path / "run")
+    loop.train(with_action("lower_rate"), tmp_path / "run")
     rates = [rate / RATE for *_, rate in seen]
     assert rates == [1] * 9 + [0.5] * 3
     whole = list(seen)
@@ -184,15 +183,15 @@ def test_a_collapse_can_lower_the_rate_and_a_resumed_run_does_the_same(falling, 
         seen.clear()
         falling(stop_after=stop)
         with pytest.raises(KeyboardInterrupt):
-            training.train(with_action("lower_rate"), tmp_path / str(stop))
+            loop.train(with_action("lower_rate"), tmp_path / str(stop))
         falling()
-        training.train(with_action("lower_rate"), tmp_path / str(stop))
+        loop.train(with_action("lower_rate"), tmp_path / str(stop))
         assert seen[stop:] == whole[stop // 2 * 2 :], "from the newest checkpoint"
 
 
 def test_a_collapse_can_go_back_to_the_checkpoint_before_it_with_other_problems(falling, tmp_path, capsys):
     seen = falling(some_batches)
-    training.train(with_action("roll_back"), tmp_path / "run")
+    loop.train(with_action("roll_back"), tmp_path / "run")
     assert seen[:9] == [(step, step - 1, RATE) for step in range(1, 10)]
     assert seen[9:] == [(step, step + 4, RATE / 2) for step in range(5, 13)], "past the problems since checkpoint 4"
     run = RunDir(tmp_path / "run")
@@ -207,9 +206,9 @@ def test_a_collapse_can_go_back_to_the_checkpoint_before_it_with_other_problems(
         seen.clear()
         falling(some_batches, stop)
         with pytest.raises(KeyboardInterrupt):
-            training.train(with_action("roll_back"), tmp_path / str(stop))
+            loop.train(with_action("roll_back"), tmp_path / str(stop))
         falling(some_batches)
-        training.train(with_action("roll_back"), tmp_path / str(stop))
+        loop.train(with_action("roll_back"), tmp_path / str(stop))
         assert seen[stop:] == whole[newest:]
 
 
@@ -218,7 +217,7 @@ def test_without_a_sound_checkpoint_a_run_goes_back_to_its_start_and_not_for_eve
     late = with_action("roll_back")
     late = replace(late, schedule=replace(late.schedule, checkpoint_every=6))
     with pytest.raises(DivergedError, match=r"went back to checkpoint 0 2 times"):
-        training.train(late, tmp_path / "run")
+        loop.train(late, tmp_path / "run")
     assert [step for step, *_ in seen] == [*range(1, 10)] * 3
     assert [seen[start][1:] for start in (0, 9, 18)] == [(0, RATE), (9, RATE / 2), (18, RATE / 4)]
 
@@ -244,7 +243,7 @@ def wrong_after(learning_rate):
     ("action", "code", "steps"), [("warn", 0, 14), ("stop", 3, None), ("lower_rate", 0, 14), ("roll_back", 0, 14)]
 )
 def test_a_real_run_that_collapses(action, code, steps, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(training, "record_evaluation", lambda *args: None)
+    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
     overrides = [*wrong_after(0.3), f"guard.collapse.action={action}"]
     assert main.main(["train", EXPERIMENT, "--workdir", str(tmp_path / "run"), *overrides]) == code
     rows = record.read_metrics(RunDir(tmp_path / "run").metrics)

@@ -11,15 +11,16 @@ import optax
 import pytest
 import tiny
 
-from gspax import config, losses, sharding
-from gspax.learner import instruments, train_step
+from gspax import config, losses
+from gspax.learner import diagnostics, train_step
 from gspax.learner.minibatches import Scored
 from gspax.learner.objective import make_objective
+from gspax.learner.programs import Steps
 from gspax.learner.state import new_state
-from gspax.learner.steps import Steps
 from gspax.learner.updates import run_updates
-from gspax.loop.step import is_measured
 from gspax.model import transformer
+from gspax.parallel import sharding
+from gspax.training.step import is_measured
 from gspax.types import Batch
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=2)
@@ -56,7 +57,7 @@ def measured(mesh=None, on_policy=False):
     """The state, metrics and readings of an update with instruments; on the given mesh."""
     objective = make_objective(losses.grpo)
     update = train_step.make_update(CONFIG, objective, SGD, mesh=mesh)
-    measure = instruments.make_measure(CONFIG, objective, losses.grpo, SETTINGS, mesh=mesh)
+    measure = diagnostics.make_measure(CONFIG, objective, losses.grpo, SETTINGS, mesh=mesh)
     state, data = new_state(jax.tree.map(jnp.copy, tiny.params(CONFIG)), SGD, jax.random.key(0)), batch()
     if mesh is not None:
         data = jax.device_put(data, sharding.named_sharding(mesh, "batch"))
@@ -79,7 +80,7 @@ def test_rows_are_spread_over_the_prompts_of_each_device():
     )
 
     def chosen(**options):
-        return instruments.take_rows(rows, **{"rows": 4, "shards": 1, "adjacent": False} | options).tokens_BT.tolist()
+        return diagnostics.take_rows(rows, **{"rows": 4, "shards": 1, "adjacent": False} | options).tokens_BT.tolist()
 
     assert chosen() == [0, 4, 8, 12] and chosen(shards=2) == [0, 4, 8, 12]
     assert chosen(rows=3) == [0, 5, 10] and chosen(rows=99) == chosen(rows=0) == [*range(16)]
@@ -154,16 +155,16 @@ def test_trees_are_compared_as_vectors_in_float32():
         {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])},
         {"a": jnp.array([0.0, 6.0]), "b": jnp.array([8.0])},
     )
-    found = instruments.compare_trees(jax.tree.map(lambda x: x.astype(jnp.bfloat16), one), other)
+    found = diagnostics.compare_trees(jax.tree.map(lambda x: x.astype(jnp.bfloat16), one), other)
     assert found["gradient/cosine"] == pytest.approx(32 / 50) and found["gradient/norm_ratio"] == pytest.approx(0.5)
-    assert instruments.compare_trees(jax.tree.map(jnp.zeros_like, one), other)["gradient/cosine"] == 0
-    assert np.isnan(instruments.compare_trees({"a": jnp.array([np.nan])}, {"a": jnp.ones(1)})["gradient/cosine"])
+    assert diagnostics.compare_trees(jax.tree.map(jnp.zeros_like, one), other)["gradient/cosine"] == 0
+    assert np.isnan(diagnostics.compare_trees({"a": jnp.array([np.nan])}, {"a": jnp.ones(1)})["gradient/cosine"])
 
 
 def test_readings_become_metrics_by_layer_and_length():
     readings = alone()[3]
     ratio = {name: np.asarray(x) for name, x in readings.ratio.items()}
-    found = instruments.instrument_metrics(readings, CONFIG)
+    found = diagnostics.instrument_metrics(readings, CONFIG)
     assert found["routing/entropy"] == pytest.approx(np.mean(readings.by_layer["routing/entropy"]))
     assert found["routing/changed_by_update/layer_1"] == readings.by_layer["routing/changed_by_update"][1]
     assert {"ratio/token_max", "ratio/token_std", "ratio/sequence_std", "ratio/ess_products"} <= found.keys()
@@ -171,7 +172,7 @@ def test_readings_become_metrics_by_layer_and_length():
     several = [2**k for k, count in enumerate(ratio["bin_sequences"]) if count >= 2]
     assert [int(name.split("_")[-1]) for name in found if name.startswith("ratio/sequences/")] == several
     mixed = replace(CONFIG, num_hidden_layers=3, mlp_only_layers=(0,))
-    names = instruments.instrument_metrics(readings, mixed)
+    names = diagnostics.instrument_metrics(readings, mixed)
     assert "routing/margin/layer_2" in names and "routing/margin/layer_0" not in names
 
 
@@ -199,7 +200,7 @@ def test_only_the_last_update_of_a_rollout_batch_is_measured(epochs, batches):
 
     def measure(update, state, batch, on_policy):
         seen.append((int(state.step), on_policy))
-        return *update(state, batch, on_policy), instruments.Readings({}, {"gradient/cosine": state.step}, {})
+        return *update(state, batch, on_policy), diagnostics.Readings({}, {"gradient/cosine": state.step}, {})
 
     state = new_state({"w": jnp.zeros(1)}, SGD, jax.random.key(0))
     scored = Scored([batch()] * batches, [None] + [jnp.zeros((B, T))] * (batches - 1), on_policy=True)
@@ -239,10 +240,10 @@ def test_packed_rows_give_the_readings_of_one_row_per_sequence():
     found = []
     for given in (data, packed):
         update = train_step.make_update(CONFIG, objective, SGD)
-        measure = instruments.make_measure(CONFIG, objective, losses.gspo, all_rows, packed=given is packed)
+        measure = diagnostics.make_measure(CONFIG, objective, losses.gspo, all_rows, packed=given is packed)
         state = new_state(jax.tree.map(jnp.copy, tiny.params(CONFIG)), SGD, jax.random.key(0))
         readings = jax.device_get(measure(update, state, given, False)[3])
-        found.append(instruments.instrument_metrics(readings, CONFIG))
+        found.append(diagnostics.instrument_metrics(readings, CONFIG))
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():
         np.testing.assert_allclose(found[1][name], value, rtol=2e-3, atol=1e-5, err_msg=name)

@@ -10,8 +10,9 @@ import optax
 import pytest
 import tiny
 
-from gspax import config, losses, sharding
+from gspax import config, losses
 from gspax.config import Optimizer, RouterShift, RowShape
+from gspax.config.optimizers import adamw
 from gspax.errors import UserError
 from gspax.learner import minibatches, train_step
 from gspax.learner.forward import forward
@@ -19,7 +20,7 @@ from gspax.learner.objective import Outputs, UpdateConstants, make_objective, ro
 from gspax.learner.optimizer import make_optimizer
 from gspax.losses.router_shift import log_factor
 from gspax.model.moe import Routing
-from gspax.optimizers import adamw
+from gspax.parallel import sharding
 from gspax.types import Batch, Rollout
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2)

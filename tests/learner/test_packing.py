@@ -11,16 +11,17 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax import config, losses, sharding
+from gspax import config, losses
 from gspax.config import Calibration, Reference, Regularizers, RowShape, Sampling, Schedule, row_shape
 from gspax.learner import adapters, metrics, minibatches, train_step
 from gspax.learner.objective import make_objective
 from gspax.learner.packing import Piece, first_fit_decreasing, pack, separate, share_prompts
 from gspax.learner.state import abstract_state, new_state
-from gspax.loop import training
 from gspax.losses import correction, kl
+from gspax.parallel import sharding
 from gspax.run import record
 from gspax.run.directory import RunDir
+from gspax.training import loop
 from gspax.types import Rollout
 
 MODEL = replace(tiny.MOE, num_hidden_layers=2, mlp_only_layers=(0,), num_experts=4, vocab_size=24)
@@ -291,7 +292,7 @@ def test_a_run_with_shared_prompts_is_one_with_separate_rows(tmp_path, replay):
     for name, packed in {"separate": {}, "shared": {"microbatch_tokens": 256, "share_prompts": True}}.items():
         schedule = replace(experiment.schedule, steps=3, eval_every=0, **packed)
         run = replace(experiment, routing_replay=replay, warm_start=None, schedule=schedule)
-        training.train(run, tmp_path / name)
+        loop.train(run, tmp_path / name)
         rows = record.read_metrics(RunDir(tmp_path / name).metrics)
         runs[name] = [row for row in rows if "policy/loss" in row]
     for want, got in zip(runs["separate"], runs["shared"], strict=True):

@@ -15,15 +15,14 @@ from gspax import config
 from gspax.commands import main
 from gspax.config import Guard
 from gspax.errors import DivergedError, UserError
-from gspax.learner import alarms, rollback
-from gspax.learner.finite import check_finite, count_skipped, is_sound
 from gspax.learner.state import abstract_state
 from gspax.learner.train_step import is_healthy
-from gspax.loop import training
-from gspax.loop.learner import make_learner
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
+from gspax.training import alarms, loop, rollback
+from gspax.training.finite import check_finite, count_skipped, is_sound
+from gspax.training.runtime import make_learner
 from gspax.types import Batch, TrainState
 
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
@@ -62,8 +61,8 @@ def counting(monkeypatch):
             state = replace(state, step=state.step + M, position=state.position + P)
             return state, {"optim/skipped": sum(skipped), "policy/loss": 0.0}, []
 
-        monkeypatch.setattr(training, "run_step", run_step)
-        monkeypatch.setattr(training, "record_evaluation", lambda *args: None)
+        monkeypatch.setattr(loop, "run_step", run_step)
+        monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
         return seen
 
     return install
@@ -78,7 +77,7 @@ def position_of(run):
 
 def test_after_skipped_updates_a_run_goes_back_and_on_with_other_problems(counting, tmp_path, capsys):
     seen = counting(bad={2 * P, 3 * P + 1})
-    training.train(QUIET, tmp_path / "run")
+    loop.train(QUIET, tmp_path / "run")
     assert seen == [(0, 0), (1, 1), (2, 2), (3, 3), (2, 4), (3, 5), (4, 6)], "back to checkpoint 2, past four batches"
     run = RunDir(tmp_path / "run")
     assert position_of(run) == (5, 7)
@@ -94,9 +93,9 @@ def test_a_run_that_is_killed_after_it_went_back_resumes_with_the_same_problems(
     bad = {2 * P, 3 * P}
     seen = counting(bad, stop_after=after)
     with pytest.raises(KeyboardInterrupt):
-        training.train(QUIET, tmp_path / "run")
+        loop.train(QUIET, tmp_path / "run")
     counting(bad)
-    training.train(QUIET, tmp_path / "run")
+    loop.train(QUIET, tmp_path / "run")
     assert seen[after:] == [(2, 4), (3, 5), (4, 6)]
     assert position_of(RunDir(tmp_path / "run")) == (5, 7)
 
@@ -104,11 +103,11 @@ def test_a_run_that_is_killed_after_it_went_back_resumes_with_the_same_problems(
 def test_a_run_goes_back_to_one_checkpoint_a_few_times_then_stops(counting, tmp_path):
     seen = counting(bad=range(10**6))
     with pytest.raises(DivergedError, match=r"fewer than 4 .* got 4 by step 2: .* went back to checkpoint 0 2 times"):
-        training.train(QUIET, tmp_path / "run")
+        loop.train(QUIET, tmp_path / "run")
     assert [position for _, position in seen] == [0, 1, 2, 3, 4, 5], "no checkpoint is made amid skipped updates"
     seen.clear()
     with pytest.raises(DivergedError):
-        training.train(QUIET, tmp_path / "run")
+        loop.train(QUIET, tmp_path / "run")
     assert seen == [(0, 4), (1, 5)], "started again, it tries once more, where it stopped"
 
 
@@ -117,11 +116,11 @@ def test_parameters_that_are_not_finite_are_not_saved_and_named(monkeypatch, tmp
         params = jax.tree.map(lambda leaf: leaf if state.step < M else leaf.at[0].set(jnp.inf), state.params)
         return replace(state, step=state.step + M, params=params), {}, []
 
-    monkeypatch.setattr(training, "run_step", run_step)
-    monkeypatch.setattr(training, "record_evaluation", lambda *args: None)
+    monkeypatch.setattr(loop, "run_step", run_step)
+    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
     every = replace(QUIET, schedule=replace(QUIET.schedule, checkpoint_every=1))
     with pytest.raises(DivergedError, match=r"checkpoint 2: wanted finite parameters, .* in embedding.* and \d+ more"):
-        training.train(every, tmp_path / "run")
+        loop.train(every, tmp_path / "run")
     with Checkpoints(RunDir(tmp_path / "run").checkpoints) as checkpoints:
         assert checkpoints.steps() == [1]
 
@@ -147,7 +146,7 @@ def test_skipped_updates_count_in_a_row():
 
 def test_a_run_whose_updates_are_skipped_one_at_a_time_goes_on_and_saves(counting, tmp_path):
     seen = counting(bad={index: {M - 1} for index in range(0, 10**4, P)})
-    training.train(QUIET, tmp_path / "run")
+    loop.train(QUIET, tmp_path / "run")
     assert [step for step, _ in seen] == [0, 1, 2, 3, 4], "each step applied all updates but its last"
     with Checkpoints(RunDir(tmp_path / "run").checkpoints) as checkpoints:
         assert checkpoints.steps() == [4, 5]
@@ -156,11 +155,11 @@ def test_a_run_whose_updates_are_skipped_one_at_a_time_goes_on_and_saves(countin
 def test_updates_skipped_in_a_row_reach_over_steps_and_into_a_resumed_run(counting, tmp_path):
     bad = {P: {M - 1}, 2 * P: {0}, 3 * P: {M - 1}, 4 * P: range(M), 5 * P: {0}}
     counting(bad)
-    training.train(QUIET, tmp_path / "run")
+    loop.train(QUIET, tmp_path / "run")
     counting(bad)
     longer = replace(QUIET, schedule=replace(QUIET.schedule, steps=6), guard=Guard(rollbacks=0))
     with pytest.raises(DivergedError, match=r"fewer than 4 .* got 4 by step 6"):
-        training.train(longer, tmp_path / "run")
+        loop.train(longer, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +182,7 @@ def gives_nan_advantages(reward_PG):
 
 
 def test_a_run_without_a_finite_update_exits_with_3_and_its_dump_is_replayed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(training, "record_evaluation", lambda *args: None)
+    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
     overrides = ["advantage=test_rollback.gives_nan_advantages", "warm_start=null", "guard.rollbacks=0"]
     overrides += ["schedule.steps=9", "schedule.checkpoint_every=1", "schedule.minibatches=1", "schedule.max_skipped=2"]
     overrides += ["model.num_hidden_layers=1", "model.num_experts=0", "model.intermediate_size=8"]

@@ -13,12 +13,13 @@ import optax
 import pytest
 import tiny
 
-from gspax import config, losses, sharding
-from gspax.aot import hlo
+from gspax import config, losses
+from gspax.commands.aot import hlo
 from gspax.config import Mesh
 from gspax.learner import objective, train_step
-from gspax.learner.scoring import score_tokens
+from gspax.learner.head_logp import score_tokens
 from gspax.learner.state import abstract_state
+from gspax.parallel import sharding
 from gspax.types import Batch
 
 V, D, B, T, CHUNK = 1000, 16, 16, 12, 3

@@ -13,7 +13,9 @@ import pytest
 import tiny
 from small_experiment import experiment, objective_of
 
-from gspax import config, losses, optimizers, sft, sharding
+from gspax import config, losses
+from gspax.config import optimizers
+from gspax.config.optimizers import adamw
 from gspax.learner import objective, train_step
 from gspax.learner.expert_load import expert_counts, expert_load
 from gspax.learner.forward import forward
@@ -21,12 +23,13 @@ from gspax.learner.optimizer import learning_rate, make_optimizer
 from gspax.learner.state import abstract_state, applied_updates, init_state, new_state
 from gspax.losses import correction, kl
 from gspax.model import moe, transformer
-from gspax.optimizers import adamw
+from gspax.parallel import sharding
+from gspax.training import warm_start
 from gspax.types import Batch
 
 CONFIG = tiny.MOE
 B, T = 16, 12
-LOSSES = {"gspo": losses.gspo, "gspo_token": losses.gspo_token, "grpo": losses.grpo, "nll": sft.nll}
+LOSSES = {"gspo": losses.gspo, "gspo_token": losses.gspo_token, "grpo": losses.grpo, "nll": warm_start.nll}
 SGD = optax.sgd(1.0)  # the parameters' change is the gradient
 TEMPERATURE = 0.8
 SCORING = 3  # shard_maps of scoring: log-probs, and two copies of the head, one of them for its gradient only
@@ -442,7 +445,7 @@ def test_rows_that_do_not_divide_into_microbatches_are_rejected():
 def test_warm_start_loss_is_the_mean_negative_log_likelihood_per_token():
     data = batch()
     logp = direct(tiny.params(CONFIG), data)[0]
-    value, _ = losses.reduce(sft.nll(logp, None, None, data.mask_BT))
+    value, _ = losses.reduce(warm_start.nll(logp, None, None, data.mask_BT))
     np.testing.assert_allclose(value, -np.asarray(logp)[np.asarray(data.mask_BT)].mean(), rtol=1e-5)
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from gspax.config import Calibration, Mesh
 from gspax.learner import clipping
-from gspax.learner.instruments import Readings
+from gspax.learner.diagnostics import Readings
 from gspax.learner.minibatches import Scored
-from gspax.learner.steps import Steps
+from gspax.learner.programs import Steps
 from gspax.learner.train_step import Scores
 from gspax.learner.updates import run_updates
-from gspax.sharding import make_mesh
+from gspax.parallel.sharding import make_mesh
 from gspax.types import Batch, TrainState
 
 ZERO_BT = jnp.zeros((1, 2))

@@ -12,7 +12,7 @@ import pytest
 from gspax import advantages, losses
 
 MODULES = {
-    "gspax.losses._terms": 4,
+    "gspax.losses.terms": 4,
     "gspax.losses.gspo_family": 4,
     "gspax.losses.grpo_family": 3,
     "gspax.losses.traits": 1,
@@ -23,7 +23,7 @@ MODULES = {
     "gspax.losses.calibration": 2,
     "gspax.losses.ratio_spread": 1,
     "gspax.advantages": 9,
-    "gspax.shaping": 3,
+    "gspax.losses.shaping": 3,
 }
 
 

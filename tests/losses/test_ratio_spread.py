@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspax import config, sharding
+from gspax import config
 from gspax.losses.ratio_spread import fit_exponent, ratio_spread
+from gspax.parallel import sharding
 
 B, T = 16, 24
 

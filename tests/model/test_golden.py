@@ -8,10 +8,10 @@ import pytest
 
 from gspax.config import Mesh
 from gspax.hf.config_json import read_config
-from gspax.hf.reading import read_params
+from gspax.hf.loading import read_params
 from gspax.learner.state import abstract_params
 from gspax.model import transformer
-from gspax.sharding import make_mesh
+from gspax.parallel.sharding import make_mesh
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "golden_qwen3_tiny"
 

@@ -7,8 +7,8 @@ import reference_model
 import tiny
 
 from gspax.config import Sampling
-from gspax.rollout.sampler import sample
-from gspax.rollout.serving import make_serving_copy
+from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.sampler import sample
 
 CONFIGS = tiny.TOGETHER | {"a shared expert": tiny.CONFIGS["a shared expert"]}
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dense", "a shared expert")]

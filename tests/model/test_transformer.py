@@ -11,8 +11,8 @@ import reference_model
 import tiny
 
 from gspax.model import decoding, transformer
-from gspax.rollout.serving import make_serving_copy
-from gspax.sharding import RULES, spec
+from gspax.parallel.sharding import RULES, spec
+from gspax.sampler.inference_weights import make_serving_copy
 
 apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
 prefill = jax.jit(decoding.prefill, static_argnames=("config", "mesh"))

@@ -14,13 +14,13 @@ from small_experiment import experiment
 from gspax.config import Grading, Mesh, Placement, Sampling
 from gspax.errors import UserError
 from gspax.experiment import validate
+from gspax.parallel.sharding import make_mesh
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout import chunks
-from gspax.rollout.rewards import Started, reward_completions, start_rewards
-from gspax.rollout.sampler import lengths_to_host, sample
-from gspax.rollout.serving import make_serving_copy
+from gspax.rollout.grading import Started, reward_completions, start_rewards
 from gspax.run import interrupt
-from gspax.sharding import make_mesh
+from gspax.sampler import chunks
+from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.sampler import lengths_to_host, sample
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=1, num_experts=0)
 SAMPLING = Sampling(prompts=4, group=2, max_prompt_tokens=4, max_tokens=12)

@@ -15,21 +15,21 @@ from eight_bits import rounded
 from gspax import config, losses
 from gspax.config import Grading, Sampling, Turns
 from gspax.data import CharChat, CharTokenizer, Problem
-from gspax.environments import Step
 from gspax.errors import UserError
 from gspax.learner.train_step import forward
 from gspax.model import transformer
+from gspax.parallel.sharding import make_mesh
 from gspax.rewards.calls import RewardCalls, concurrent
-from gspax.rollout import chunks
-from gspax.rollout.conversations import pad_replies
-from gspax.rollout.drawing import sample_tokens
-from gspax.rollout.engine import Prompts
+from gspax.rewards.environments import Step
 from gspax.rollout.episodes import Ready, begin, interact, sample_conversations
-from gspax.rollout.placement import make_colocated_sampler
-from gspax.rollout.rewards import check_batch, reward_completions, reward_metrics
-from gspax.rollout.sampler import assemble
-from gspax.rollout.serving import make_serving_copy
-from gspax.sharding import make_mesh
+from gspax.rollout.grading import check_batch, reward_completions, reward_metrics
+from gspax.sampler import chunks
+from gspax.sampler.conversations import pad_replies
+from gspax.sampler.engine import Prompts
+from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.placement import make_colocated_sampler
+from gspax.sampler.sampler import assemble
+from gspax.sampler.token_sampling import sample_tokens
 
 P, G = 3, 2
 STOPS = (0, 1, 2, 3)

@@ -8,8 +8,8 @@ import pytest
 from gspax import advantages, config, losses
 from gspax.config import RowShape
 from gspax.learner import minibatches
+from gspax.parallel.sharding import make_mesh
 from gspax.rollout.credit import credit_turns
-from gspax.sharding import make_mesh
 from gspax.types import Rollout
 
 G = 4

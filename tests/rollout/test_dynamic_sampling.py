@@ -10,8 +10,8 @@ from small_experiment import experiment
 
 from gspax.config import Mesh, Placement
 from gspax.experiment import validate
+from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.rollout.dynamic_sampling import GradedBatch, find_constant_groups, plan_refill, refill, replace_groups
-from gspax.sharding import make_mesh, named_sharding
 from gspax.types import Rollout
 
 G = experiment.sampling.group

@@ -15,17 +15,17 @@ from small_experiment import experiment
 from gspax import losses
 from gspax.config import Lora, Mesh, Sampling
 from gspax.experiment import validate
-from gspax.kernels.quantization import Quantized, is_quantized
 from gspax.learner import adapters
 from gspax.learner.state import init_state
-from gspax.loop.drawing import InFlight
-from gspax.loop.learner import make_learner
-from gspax.loop.step import run_step
 from gspax.losses import correction
 from gspax.model import low_rank, transformer
-from gspax.rollout import sampler
-from gspax.rollout.serving import make_serving_copy
-from gspax.sharding import make_mesh
+from gspax.model.kernels.quantization import Quantized, is_quantized
+from gspax.parallel.sharding import make_mesh
+from gspax.sampler import sampler
+from gspax.sampler.inference_weights import make_serving_copy
+from gspax.training.in_flight import InFlight
+from gspax.training.runtime import make_learner
+from gspax.training.step import run_step
 
 SAMPLING = Sampling(group=4, max_prompt_tokens=16, max_tokens=10)
 EIGHT = {"weights_dtype": "int8", "kv_cache_dtype": "int8"}

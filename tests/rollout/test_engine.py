@@ -10,11 +10,11 @@ import pytest
 import tiny
 
 from gspax.config import Lora, Sampling
-from gspax.kernels import segments
 from gspax.learner import adapters
 from gspax.model import decoding, transformer
-from gspax.rollout import sampler
-from gspax.rollout.serving import convert, make_serving_copy
+from gspax.model.kernels import segments
+from gspax.sampler import sampler
+from gspax.sampler.inference_weights import convert, make_serving_copy
 
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2]]

@@ -14,15 +14,15 @@ from gspax.data.problem import Problem
 from gspax.experiment.validation import validate
 from gspax.learner.metrics import staleness_metrics
 from gspax.learner.state import init_state
-from gspax.loop import drawing, training
-from gspax.loop.learner import make_learner
-from gspax.loop.partial import next_partial
-from gspax.loop.step import grade
 from gspax.rewards.calls import RewardCalls
 from gspax.rollout.pool import FREE, choose_groups, new_pool
-from gspax.rollout.reading import Skipped
+from gspax.rollout.problems import Skipped
 from gspax.run import record
 from gspax.run.directory import RunDir
+from gspax.training import in_flight, loop
+from gspax.training.partial import next_partial
+from gspax.training.runtime import make_learner
+from gspax.training.step import grade
 from gspax.types import Rollout
 
 P, G, CARRIED, STEPS = 8, 4, 4, 6
@@ -93,7 +93,7 @@ def drawn_at_once(learner, state, count):
     """The completions of the first problems, each group by the parameters of a state alone."""
     params, rows = learner.sampler.push(state.params), []
     for first in range(0, count, P):
-        rows += completions(drawing.draw(whole(learner), params, state, first).rollout)
+        rows += completions(in_flight.draw(whole(learner), params, state, first).rollout)
     return {index: rows[index * G : (index + 1) * G] for index in range(count)}
 
 
@@ -276,9 +276,9 @@ def test_settings_that_cannot_work_are_rejected(changes, wanted):
 )  # fmt: skip
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, changes):
     run = replace(PARTIAL, **{**changes, "sampling": replace(PARTIAL.sampling, **changes.get("sampling", {}))})
-    training.train(run, tmp_path / "whole")
-    training.train(replace(run, schedule=replace(run.schedule, steps=4)), tmp_path / "cut")
-    training.train(run, tmp_path / "cut")
+    loop.train(run, tmp_path / "whole")
+    loop.train(replace(run, schedule=replace(run.schedule, steps=4)), tmp_path / "cut")
+    loop.train(run, tmp_path / "cut")
     steps = []
     for name in ("whole", "cut"):
         rows = [row for row in record.read_metrics(RunDir(tmp_path / name).metrics) if "policy/loss" in row]

@@ -20,23 +20,18 @@ from gspax.experiment.validation import validate, warnings
 from gspax.learner.metrics import Clock
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import add_adapters, init_state
-from gspax.loop import drawing, training
-from gspax.loop.drawing import InFlight
-from gspax.loop.learner import make_learner
-from gspax.loop.step import grade, learn, run_step
 from gspax.losses.correction import truncate_geometric
-from gspax.rollout import sampler
-from gspax.rollout.placement import (
-    find_last_ahead,
-    make_colocated_sampler,
-    make_disaggregated_sampler,
-    make_meshes,
-)
-from gspax.rollout.rewards import reward_completions
-from gspax.rollout.serving import make_serving_copy
+from gspax.parallel.sharding import make_mesh, reshape_mesh
+from gspax.rollout.grading import reward_completions
 from gspax.run import record
 from gspax.run.directory import RunDir, open_run
-from gspax.sharding import make_mesh, reshape_mesh
+from gspax.sampler import sampler
+from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.placement import find_last_ahead, make_colocated_sampler, make_disaggregated_sampler, make_meshes
+from gspax.training import in_flight, loop
+from gspax.training.in_flight import InFlight
+from gspax.training.runtime import make_learner
+from gspax.training.step import grade, learn, run_step
 
 # The learning rate is large enough for one rollout batch to change the samples; one dense layer compiles fast.
 DISAGGREGATED = replace(
@@ -80,7 +75,7 @@ def test_learner_and_sampler_have_disjoint_devices(learner):
     pushed = learner.sampler.push(state.params)
     assert devices(pushed) == set(jax.devices()[4:])
     jax.tree.map(np.testing.assert_array_equal, pushed, make_serving_copy(state.params, DISAGGREGATED.model))
-    drawn = drawing.draw(learner, pushed, state, 0)
+    drawn = in_flight.draw(learner, pushed, state, 0)
     assert devices(drawn.rollout) == set(jax.devices()[4:])
 
 
@@ -109,15 +104,15 @@ def test_evaluation_runs_where_the_sampler_runs(learner, monkeypatch, tmp_path):
 def test_staleness_1_samples_with_the_parameters_before_the_last_update(learner):
     state, ahead, stale = fresh(learner), deque(), []
     first, second = range(8, 16), range(16, 24)
-    by_first = texts(learner, drawing.draw(learner, learner.sampler.push(state.params), state, first[0]))
+    by_first = texts(learner, in_flight.draw(learner, learner.sampler.push(state.params), state, first[0]))
     for done in (0, 1):
-        drawn = drawing.next_rollout(no_checkpoints(learner), state, ahead)
+        drawn = in_flight.next_rollout(no_checkpoints(learner), state, ahead)
         assert drawn.policy == 0 and [each.policy for each in ahead] == [done]
         if done == 1:
             assert texts(learner, drawn) == by_first
-            newest = drawing.draw(learner, learner.sampler.push(state.params), state, first[0])
+            newest = in_flight.draw(learner, learner.sampler.push(state.params), state, first[0])
             assert texts(learner, newest) != by_first, "the update should change the samples"
-            wanted = drawing.draw(learner, learner.sampler.push(state.params), state, second[0])
+            wanted = in_flight.draw(learner, learner.sampler.push(state.params), state, second[0])
             assert texts(learner, ahead[0]) == texts(learner, wanted)
         state, metrics, _ = learn(learner, state, None, grade(learner, drawn), Clock(), None)
         stale.append(metrics["rollout/staleness"])
@@ -152,12 +147,12 @@ def test_a_rollout_batch_is_received_before_the_next_is_drawn(learner, monkeypat
         events.append(f"draw {first // 8}")
         return SimpleNamespace(first=first, taken=8)
 
-    monkeypatch.setattr(drawing, "draw", draw)
-    monkeypatch.setattr(drawing, "receive", lambda learner, pending: events.append(f"take {pending.first // 8}"))
+    monkeypatch.setattr(in_flight, "draw", draw)
+    monkeypatch.setattr(in_flight, "receive", lambda learner, pending: events.append(f"take {pending.first // 8}"))
     for done in range(3):
         minibatches = ahead_of.experiment.schedule.minibatches
         now = replace(state, step=state.step + minibatches * done, position=state.position + 8 * done)
-        drawing.next_rollout(ahead_of, now, ahead)
+        in_flight.next_rollout(ahead_of, now, ahead)
         events.append("learn")
     assert events == wanted
 
@@ -261,9 +256,9 @@ def test_checkpoint_every_may_change_on_resumption_only_without_staleness(tmp_pa
 
 @pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    training.train(DISAGGREGATED, tmp_path / "whole")
-    training.train(replace(DISAGGREGATED, schedule=replace(DISAGGREGATED.schedule, steps=2)), tmp_path / "cut")
-    training.train(DISAGGREGATED, tmp_path / "cut")
+    loop.train(DISAGGREGATED, tmp_path / "whole")
+    loop.train(replace(DISAGGREGATED, schedule=replace(DISAGGREGATED.schedule, steps=2)), tmp_path / "cut")
+    loop.train(DISAGGREGATED, tmp_path / "cut")
     steps = []
     for name in ("whole", "cut"):
         rows = [row for row in record.read_metrics(RunDir(tmp_path / name).metrics) if "policy/loss" in row]

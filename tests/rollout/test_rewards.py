@@ -12,7 +12,7 @@ from gspax.config import Grading
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Batched, Failed, RewardCalls
-from gspax.rollout.rewards import (
+from gspax.rollout.grading import (
     FailedRewardsError,
     check_batch,
     compute_advantages,

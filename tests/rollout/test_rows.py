@@ -13,9 +13,9 @@ from gspax.config import Mesh, Sampling
 from gspax.errors import UserError
 from gspax.experiment import validate
 from gspax.experiment.plan import plan
-from gspax.rollout.sampler import place_prompts, sample, split_groups
-from gspax.rollout.serving import make_serving_copy
-from gspax.sharding import make_mesh
+from gspax.parallel.sharding import make_mesh
+from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.sampler import place_prompts, sample, split_groups
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=1)
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10]]

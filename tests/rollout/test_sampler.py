@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import tiny
 
-from gspax import losses, sharding
+from gspax import losses
 from gspax.config import Mesh, Sampling
 from gspax.errors import UserError
 from gspax.model import transformer
-from gspax.rollout import drawing, sampler
-from gspax.rollout.serving import convert, make_serving_copy
+from gspax.parallel import sharding
+from gspax.sampler import sampler, token_sampling
+from gspax.sampler.inference_weights import convert, make_serving_copy
 
 CONFIG = tiny.MOE
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
@@ -169,7 +170,7 @@ def test_tokens_follow_the_distribution_at_the_temperature(size, top_k):
     rows = 20_000
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(0), jnp.arange(rows))
     sampling = Sampling(temperature=0.7, top_k=top_k)
-    token, logp = drawing.sample_tokens(jnp.tile(logits[None], (rows, 1)), keys, sampling)
+    token, logp = token_sampling.sample_tokens(jnp.tile(logits[None], (rows, 1)), keys, sampling)
     prob = np.asarray(jax.nn.softmax(logits / 0.7), np.float64)
     np.testing.assert_allclose(logp, np.log(prob)[np.asarray(token)], atol=1e-5)
     kept = np.argsort(-prob)[: top_k or size]
@@ -185,11 +186,11 @@ def test_a_vocabulary_sharded_over_devices_is_drawn_from_without_gathering_it():
     logits = jax.random.normal(jax.random.key(0), (rows, size))
     keys = jax.random.split(jax.random.key(1), rows)
     placed = jax.device_put(logits, sharding.named_sharding(mesh, "batch", "vocab"))
-    compiled = jax.jit(lambda *arrays: drawing.sample_tokens(*arrays, Sampling())).lower(placed, keys).compile()
+    compiled = jax.jit(lambda *arrays: token_sampling.sample_tokens(*arrays, Sampling())).lower(placed, keys).compile()
     received = re.findall(r"= \(?f32\[([\d,]+)\]\S* (?:all-gather|all-to-all|collective-permute)\(", compiled.as_text())
     assert max((math.prod(map(int, shape.split(","))) for shape in received), default=0) < rows * size // 8
     token, logp = compiled(placed, keys)
-    expected, expected_logp = drawing.sample_tokens(logits, keys, Sampling())
+    expected, expected_logp = token_sampling.sample_tokens(logits, keys, Sampling())
     np.testing.assert_array_equal(token, expected)
     np.testing.assert_allclose(logp, expected_logp, atol=1e-5)
 
@@ -197,7 +198,7 @@ def test_a_vocabulary_sharded_over_devices_is_drawn_from_without_gathering_it():
 def test_temperature_zero_is_greedy():
     logits = jnp.array([[0.0, 2.0, 1.0], [3.0, -1.0, 2.5]])
     keys = jax.random.split(jax.random.key(0), 2)
-    token, logp = drawing.sample_tokens(logits, keys, Sampling(temperature=0.0))
+    token, logp = token_sampling.sample_tokens(logits, keys, Sampling(temperature=0.0))
     assert token.tolist() == [1, 0]
     np.testing.assert_allclose(logp, jax.nn.log_softmax(logits).max(axis=-1), atol=1e-6)
 
@@ -220,7 +221,9 @@ def kept_by_hand(logits, top_k, top_p, min_p):
 @pytest.mark.parametrize("min_p", [0.0, 0.1, 0.9])
 def test_filters_keep_the_tokens_computed_by_hand(top_k, top_p, min_p):
     logits = np.random.default_rng(1).normal(size=(5, 12)).astype(np.float32) * 2
-    filtered = np.asarray(drawing.filter_logits(jnp.asarray(logits), Sampling(top_k=top_k, top_p=top_p, min_p=min_p)))
+    filtered = np.asarray(
+        token_sampling.filter_logits(jnp.asarray(logits), Sampling(top_k=top_k, top_p=top_p, min_p=min_p))
+    )
     for row in range(5):
         assert set(np.flatnonzero(np.isfinite(filtered[row]))) == kept_by_hand(logits[row], top_k, top_p, min_p)
         finite = np.isfinite(filtered[row])

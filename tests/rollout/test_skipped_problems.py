@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gspax.distributed import multihost
 from gspax.errors import UserError
-from gspax.rollout.reading import FIRST, Skipped, read_usable
+from gspax.parallel import multihost
+from gspax.rollout.problems import FIRST, Skipped, read_usable
 
 HERE = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",)), PartitionSpec("x"))
 

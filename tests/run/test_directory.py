@@ -6,7 +6,8 @@ import json
 import pytest
 
 from gspax.errors import UserError
-from gspax.run import directory, folders, record, report, step_folders
+from gspax.report import run_page
+from gspax.run import directory, folders, record, step_folders
 from gspax.run.directory import open_run
 
 DESCRIPTION = {"name": "sort", "optimizer": {"learning_rate": 3e-4}, "schedule": {"steps": 10}}
@@ -138,7 +139,7 @@ def test_what_is_of_another_kind_in_the_place_of_a_file_or_folder_is_set_aside(t
         path = run.tasks_at(3) / f"{number}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    report.write(tmp_path)
+    run_page.write(tmp_path)
     for path in (*files, run.experiment, *places):
         assert path.with_name(f"damaged_{path.name}").exists(), path
     err = capsys.readouterr().err

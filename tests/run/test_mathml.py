@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspax.run import mathml
-from gspax.run.pages import render_prose
+from gspax.report import mathml
+from gspax.report.html import render_prose
 
 MATH500 = Path(__file__).parents[3] / "shared" / "data" / "math500" / "test.jsonl"
 

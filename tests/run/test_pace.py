@@ -6,8 +6,8 @@ import signal
 import jax.numpy as jnp
 import pytest
 
-from gspax.loop.pace import Pace
 from gspax.run import interrupt
+from gspax.training.pace import Pace
 
 STATE = {"step": jnp.int32(1)}
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from gspax.errors import UserError
-from gspax.run import curves, report
+from gspax.report import curves, run_page
 from gspax.run.directory import RunDir, open_run
 from gspax.run.record import Recorder
 
@@ -24,7 +24,7 @@ def run(tmp_path_factory):
     run = open_run(tmp_path_factory.mktemp("run"), description)
     with Recorder(run.warm_start, 0) as recorder:
         recorder.write_metrics(1, {"loss": 2.0})
-    names = [metric for panel in report.PANELS for metric, _, _ in panel.lines]
+    names = [metric for panel in run_page.PANELS for metric, _, _ in panel.lines]
     with Recorder(run, 0) as recorder:
         recorder.write_metrics(0, {"eval/reward": 0.25, "eval/greedy_reward": 0.5})
         for step in range(1, 51):
@@ -34,7 +34,7 @@ def run(tmp_path_factory):
         rows = [{"prompt": f"{n}<p>=", "answer": "1", "completion": HOSTILE, "reward": n / 2} for n in range(3)]
         recorder.write_samples_to(run.before, rows)
         recorder.write_samples_to(run.after, [*rows[:2], {"prompt": "other", "completion": "", "reward": math.nan}])
-    assert report.write(run.path) == run.report
+    assert run_page.write(run.path) == run.report
     return run
 
 
@@ -80,9 +80,9 @@ def test_completions_are_escaped(run):
 def test_the_report_shows_improvement_curves_and_settings(run):
     page = run.report.read_text()
     assert "<b>0.250</b> at step 0" in page and "<b>0.875</b> at step 50" in page
-    for panel in report.PANELS:
+    for panel in run_page.PANELS:
         assert panel.title in page
-    assert page.count("<svg") == len(report.PANELS) + 2  # the metric without a panel, the warm start's loss
+    assert page.count("<svg") == len(run_page.PANELS) + 2  # the metric without a panel, the warm start's loss
     assert "loss.clip_low" in page and "3e-4" in page and "packages.jax" in page
     assert page.count("&lt;p&gt;=") == 2  # prompts with completions before and after training
 
@@ -96,7 +96,7 @@ def test_failed_rewards_are_counted_by_error_and_their_newest_completions_shown(
             recorder.write_failures(step, [row] * step)
         others = [{**row, "error": f"ValueError: <{n}>"} for n in range(30)]
         recorder.write_failures(8, [*others, others[-1]])
-    page = report.write(tmp_path).read_text()
+    page = run_page.write(tmp_path).read_text()
     assert "41 completions of 3 steps have no reward of their own. The 20 most frequent of 31 errors" in page
     late, second = re.findall(r"<tr><td>(\d+)</td><td><code>([^<]*)</code></td><td>(\d+)</td>", page)[:2]
     assert late == ("10", "late", "7") and second == ("2", "ValueError: &lt;29&gt;", "8")
@@ -112,7 +112,7 @@ def test_a_metric_that_is_always_zero_has_no_panel_but_is_named(tmp_path):
     with Recorder(RunDir(tmp_path), 0) as recorder:
         for step in range(1, 4):
             recorder.write_metrics(step, {"reward/mean": 0.0, "alarm/<low>": 0.0, "optim/skipped": float(step == 2)})
-    page = report.write(tmp_path).read_text()
+    page = run_page.write(tmp_path).read_text()
     assert re.findall(r'aria-label="([^"]*)"', page) == ["Reward", "optim/skipped"]
     assert "0 at every step: alarm/&lt;low&gt;." in page
 
@@ -124,7 +124,7 @@ def test_a_text_keeps_its_lines_and_an_instruction_its_empty_box(tmp_path):
         row = {"prompt": prompt, "answer": "3", "completion": "One.\r\n\\boxed{3}", "reward": 1.0}
         recorder.write_samples_to(RunDir(tmp_path).before, [row])
         recorder.write_samples_to(RunDir(tmp_path).after, [row])
-    page = report.write(tmp_path).read_text()
+    page = run_page.write(tmp_path).read_text()
     assert f"<code>{prompt}</code>" in page
     assert page.count('<code>One.\\r\n<math title="\\boxed{3}"><mrow class="boxed">') == 2
 
@@ -143,7 +143,7 @@ def test_the_picture_of_a_long_run_is_small(tmp_path):
 
 def test_a_run_without_evaluation_or_samples_has_a_report(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
-    page = report.write(tmp_path).read_text()
+    page = run_page.write(tmp_path).read_text()
     assert "Reward" in page and "Held-out" not in page
 
 
@@ -151,10 +151,10 @@ def test_metrics_of_older_versions_are_renamed(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0, "eval/accuracy": 0.25, "eval/greedy_accuracy": 0.5}\n{"step": 2, "eval/reward": 0.75}\n'
     )
-    page = report.write(tmp_path).read_text()
+    page = run_page.write(tmp_path).read_text()
     assert "<b>0.250</b> at step 0" in page and "<b>0.750</b> at step 2" in page
     assert "Held-out reward" in page and "accuracy" not in page
-    assert "held-out reward, sampled: 0.250 at step 0, 0.750 at step 2" in report.summarise(tmp_path)
+    assert "held-out reward, sampled: 0.250 at step 0, 0.750 at step 2" in run_page.summarise(tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 1}\n'])
@@ -162,4 +162,4 @@ def test_a_run_without_metrics_is_one_error(tmp_path, content):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(UserError, match="nothing to report"):
-        report.write(tmp_path)
+        run_page.write(tmp_path)

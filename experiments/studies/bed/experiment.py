@@ -11,7 +11,7 @@ from functools import partial
 
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule, WarmStart
-from gspax.data import sort
+from gspax.data.tasks import sort
 from gspax.model import presets
 
 experiment = Experiment(

@@ -23,8 +23,8 @@ from common import Measure, Start, Study, Variant, colour, draw_points, draw_see
 from orbax.checkpoint import PyTreeCheckpointer
 from starts import GSPO, SORT
 
-from gspax.evaluation.statistics import estimate_mean
-from gspax.run.curves import style_axes
+from gspax.report.curves import style_axes
+from gspax.report.statistics import estimate_mean
 
 MODELS = {
     "2 layers, 4 experts, top-2": (),

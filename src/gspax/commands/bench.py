@@ -1,6 +1,6 @@
 """`gspax bench`: how fast an experiment samples and trains on this machine.
 
-It times `loop.step.run_step`, which `gspax train` runs, beside what the machine can do at most. Seconds are medians
+It times `training.step.run_step`, which `gspax train` runs, beside what the machine can do at most. Seconds are medians
 over the calls after the first, which compiles.
 """
 
@@ -71,9 +71,9 @@ def run(
     """Measure the parts, print them, and return what `--json` writes."""
     import jax
 
-    from gspax.commands.benchmarks import drawing, limits, steps
+    from gspax.commands.benchmarks import limits, sampler_speed, steps
     from gspax.commands.benchmarks.figures import Limits, table
-    from gspax.loop.learner import make_learner
+    from gspax.training.runtime import make_learner
 
     learner = make_learner(experiment)
     figures, facts = [], {}
@@ -95,9 +95,9 @@ def run(
             epochs=experiment.schedule.epochs,
         )
     if "drawing" in parts:
-        figures += drawing.measure_drawing(learner)
+        figures += sampler_speed.measure_drawing(learner)
     if "scoring" in parts:
-        figures.append(drawing.measure_scoring(learner))
+        figures.append(sampler_speed.measure_scoring(learner))
     ceiling = Limits(limits.matmul_ceiling(experiment.model.dtype), limits.copy_bandwidth())
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     show(table(figures, ceiling))

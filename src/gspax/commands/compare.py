@@ -50,7 +50,7 @@ def execute(options: argparse.Namespace) -> int:
         raise UserError("wanted a name of its own for every arm, as in `gspax compare a=DIR b=DIR`")
     for folder in folders.values():
         require_directory(folder)
-    from gspax.evaluation import comparison, comparison_page
+    from gspax.report import comparison, comparison_page
 
     arms = [comparison.read_arm(name, folder) for name, folder in folders.items()]
     for arm in arms:

@@ -42,14 +42,14 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
     from gspax.config import Mesh
     from gspax.hf.companions import copy_companions
     from gspax.hf.config_json import read_config
-    from gspax.hf.reading import read_params
+    from gspax.hf.loading import read_params
     from gspax.hf.source import locate
     from gspax.learner.state import abstract_params
     from gspax.learner.weights import CHECKPOINTS
+    from gspax.parallel.sharding import make_mesh
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.folders import atomic_folder
     from gspax.run.manifest import write_manifest
-    from gspax.sharding import make_mesh
 
     folder = locate(source)
     origin = str(folder.resolve()) if Path(source).is_dir() else source

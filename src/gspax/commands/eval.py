@@ -91,7 +91,7 @@ def _evaluate_published(options: argparse.Namespace, settings: dict[str, Any]) -
     options.workdir.mkdir(parents=True, exist_ok=True)
     processes.join("eval", options, experiment)
     from gspax.evaluation.checkpoint import evaluate_published, load_policy
-    from gspax.rollout.placement import make_meshes
+    from gspax.sampler.placement import make_meshes
 
     evaluate_published(
         load_policy(

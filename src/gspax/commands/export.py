@@ -93,7 +93,7 @@ def run(
     Raises:
       UserError: `source` has no readable checkpoint, or `target` is not empty.
     """
-    from gspax.hf.adapters import write_adapters
+    from gspax.hf.peft import write_adapters
     from gspax.hf.writing import parameter_shapes, write_checkpoint
     from gspax.run.arrays import open_array
     from gspax.run.checkpoints import Checkpoints
@@ -179,7 +179,7 @@ def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]
     """The shape of each factor of the adapters by its path."""
     import jax
 
-    from gspax.hf.reading import path_name
+    from gspax.hf.loading import path_name
     from gspax.learner import adapters
 
     leaves = jax.tree_util.tree_leaves_with_path(adapters.abstract(config, lora))

@@ -14,8 +14,8 @@ from types import FrameType
 
 from gspax.commands.arguments import Parser, at_least, subcommand_parser
 from gspax.commands.processes import LAUNCHER
-from gspax.distributed.secret import VARIABLE, new_secret
 from gspax.errors import UserError, warn
+from gspax.parallel.secret import VARIABLE, new_secret
 
 RUNNING = ("train", "sft", "eval", "bench")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -80,9 +80,9 @@ def run(checkpoint: str, *, prompt: str | None, tokens: Sequence[int] | None, to
     """
     import jax
 
-    from gspax.hf.reading import read_params
+    from gspax.hf.loading import read_params
     from gspax.learner.state import abstract_params
-    from gspax.sharding import make_mesh
+    from gspax.parallel.sharding import make_mesh
 
     _, theirs = _import("torch"), _import("transformers")
     folder = locate(checkpoint)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import gspax
 from gspax.commands.arguments import at_least, require_address
-from gspax.distributed.watchdog import end_process
+from gspax.parallel.watchdog import end_process
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -60,8 +60,8 @@ def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -
     Raises:
       UserError: a process does not join in time, or has another subcommand, version, file or experiment.
     """
-    from gspax.distributed import joining, secret, watchdog
     from gspax.experiment.description import describe, difference
+    from gspax.parallel import joining, secret, watchdog
 
     if options.coordinator is not None:
         require_address(options.coordinator)
@@ -105,7 +105,7 @@ def leave(code: int) -> None:
     if _launcher is not None:
         with contextlib.suppress(OSError):
             _launcher.send(b"\0")
-    if "gspax.distributed.watchdog" in sys.modules:
-        sys.modules["gspax.distributed.watchdog"].stop()
-    if "gspax.distributed.joining" in sys.modules:
-        sys.modules["gspax.distributed.joining"].leave(code)
+    if "gspax.parallel.watchdog" in sys.modules:
+        sys.modules["gspax.parallel.watchdog"].stop()
+    if "gspax.parallel.joining" in sys.modules:
+        sys.modules["gspax.parallel.joining"].leave(code)

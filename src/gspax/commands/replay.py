@@ -37,17 +37,17 @@ def execute(options: argparse.Namespace) -> int:
 
     from gspax import losses
     from gspax.config import trained_dtype
-    from gspax.distributed import multihost
     from gspax.experiment.description import describe, difference, resumable
-    from gspax.learner import rollback
     from gspax.learner.optimizer import make_optimizer
+    from gspax.learner.programs import make_steps
     from gspax.learner.restore import restore_state
-    from gspax.learner.steps import make_steps
     from gspax.learner.train_step import is_healthy, largest_ratio
-    from gspax.rollout.placement import make_meshes
+    from gspax.parallel import multihost
+    from gspax.parallel.sharding import named_sharding
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir
-    from gspax.sharding import named_sharding
+    from gspax.sampler.placement import make_meshes
+    from gspax.training import rollback
 
     about, batch = rollback.read_about(options.dump), rollback.read_minibatch(options.dump)
     experiment = load_experiment(options, about["experiment"])

@@ -19,7 +19,7 @@ def make_parser() -> Parser:
 
 def execute(options: argparse.Namespace) -> int:
     require_directory(options.workdir)
-    from gspax.run.report import write
+    from gspax.report.run_page import write
 
     print(write(options.workdir))
     return 0

@@ -30,7 +30,7 @@ def execute(options: argparse.Namespace) -> int:
         print_plan(options, experiment)
         return 0
     processes.join("sft", options, experiment)
-    from gspax.sft import run
+    from gspax.training.warm_start import run
 
     run(experiment, options.workdir)
     return 0

@@ -42,8 +42,8 @@ def execute(options: argparse.Namespace) -> int:
         print_plan(options, experiment)
         return 0
     is_primary = processes.join("train", options, experiment)
-    from gspax.loop.training import train
-    from gspax.run.report import summarise
+    from gspax.report.run_page import summarise
+    from gspax.training.loop import train
 
     try:
         train(experiment, options.workdir, grace=options.grace)

@@ -1,7 +1,7 @@
 """The settings of an experiment: frozen dataclasses whose fields are numbers and functions.
 
-Ranges stand in the annotations (`gspax.ranges`), what functions take and return in `gspax.protocols`. Importing this
-package imports no jax, so that the program can report an error at once.
+Ranges stand in the annotations (`gspax.config.ranges`), what functions take and return in `gspax.config.protocols`.
+Importing this package imports no jax, so that the program can report an error at once.
 """
 
 from gspax.config.experiment import (

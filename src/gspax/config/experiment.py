@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
-from gspax import optimizers
+from gspax.config import optimizers
 from gspax.config.model import ModelConfig
-from gspax.protocols import (
+from gspax.config.protocols import (
     Advantage,
     Correction,
     DataSource,
@@ -25,7 +25,7 @@ from gspax.protocols import (
     Transform,
     Vote,
 )
-from gspax.ranges import (
+from gspax.config.ranges import (
     AXIS,
     CHOSEN_AXIS,
     NAME,
@@ -82,7 +82,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """Conversations with `Experiment.environment` (`gspax.environments`). Steps are called as `Grading` says."""
+    """Multi-turn rollouts with `Experiment.environment`. `Grading` says how its steps are called."""
 
     limit: PositiveInt = 8  # turns of the policy; a conversation that is cut here counts as truncated
     # Whose rewards the advantage of a token is of: of the whole conversation, or of its turn and the later ones, for a
@@ -172,7 +172,7 @@ def updates_per_step(schedule: Schedule) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Collapse:
-    """When a run has collapsed, and what it does then (`learner.alarms`): an alarm has lasted for some steps."""
+    """When a run has collapsed, and what it does then (`training.alarms`): an alarm has lasted for some steps."""
 
     action: Action = "warn"
     steps: PositiveInt = 20  # with the same alarm, one after the other
@@ -185,7 +185,7 @@ class Collapse:
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """What a run does about updates that go wrong, besides skipping those that are not finite (`learner.rollback`)."""
+    """What a run does about updates that go wrong, besides skipping those that are not finite (`training.rollback`)."""
 
     rollbacks: NonNegativeInt = 2  # returns to one checkpoint, each with other problems
     max_grad_norm: NonNegative = 0.0  # an update with a larger gradient norm, before clipping, is skipped; 0: off
@@ -198,7 +198,7 @@ class Guard:
 
 @dataclass(frozen=True, kw_only=True)
 class Instruments:
-    """What is measured around the last update of a rollout batch, every few steps (`learner.instruments`)."""
+    """What is measured around the last update of a rollout batch, every few steps (`learner.diagnostics`)."""
 
     every: PositiveInt = 10  # steps
     rows: NonNegativeInt = 8  # of the minibatch, for experts and gradients, at least one on each device; 0: all
@@ -259,7 +259,7 @@ class Lora:
     alpha: Positive = 32.0
     attention: bool = True  # query, key, value, out
     mlp: bool = True  # gate, up, down, those of experts included
-    checkpoint: str = ""  # folder of a PEFT adapter to start from (`hf.adapters`); empty: a no-op
+    checkpoint: str = ""  # folder of a PEFT adapter to start from (`hf.peft`); empty: a no-op
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +312,7 @@ class PartialRollouts:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A sampler on its own devices, the last ones; `Experiment.mesh` covers the others (`gspax.rollout.placement`)."""
+    """A sampler on its own devices, the last ones; `Experiment.mesh` covers the others (`gspax.sampler.placement`)."""
 
     devices: PositiveInt
     staleness: NonNegativeInt = 0  # rollout batches drawn ahead; 0: each is drawn with the newest parameters
@@ -354,7 +354,7 @@ class Experiment:
     warm_start: WarmStart | None = None
     mesh: Mesh = field(default_factory=Mesh)
     placement: Placement | None = None  # None: the sampler runs on the learner's devices ...
-    serving_mesh: Mesh | None = None  # ... with these axes; None: chosen by `experiment.serving_layout`
+    serving_mesh: Mesh | None = None  # ... with these axes; None: chosen by `model.sizes.sampler_layout`
     seed: Annotated[int, Range("at least 0 and below 2^32", lambda x: 0 <= x < 2**32)] = 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gspax.ranges import (
+from gspax.config.ranges import (
     AtLeast2,
     NonNegativeInt,
     OptionalSize,

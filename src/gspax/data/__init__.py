@@ -3,6 +3,7 @@
 A generated task is a module with `Problems`, `reward`, `half_wrong` and `tokenizer`.
 """
 
+from gspax.config.protocols import CompletionTokenizer, DataSource, Tokenizer
 from gspax.data.chat import CharChat, ChatTokenizer, hf_chat, reward_answer, split_thinking
 from gspax.data.problem import Problem
 from gspax.data.sources import (
@@ -20,7 +21,6 @@ from gspax.data.sources import (
     tfds,
 )
 from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer
-from gspax.protocols import CompletionTokenizer, DataSource, Tokenizer
 
 __all__ = [
     "AnswerMatches",

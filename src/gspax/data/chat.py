@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspax.data.problem import Message, Problem
+from gspax.config.protocols import Message, Problem
 from gspax.data.tokenizer import CharTokenizer, HFTokenizer, brief, hf_tokenizer, limited, settings
 from gspax.errors import UserError
 

@@ -8,38 +8,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from gspax.config.protocols import Message as Message
+from gspax.config.protocols import Problem
 from gspax.errors import UserError, place_of
 
 HELDOUT_SHARE = 8  # one prompt in 8 is held out
 _TRIES = 1000  # unsuccessful draws in a row after which a task has too few prompts
-
-
-Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A prompt, and what the reward needs to judge a completion.
-
-    Attributes:
-      prompt: the text to respond to; in a chat the user's last message.
-      answer: what the reward compares a completion with.
-      context: the chat's messages before the prompt: a system message, worked examples, earlier turns.
-      task: the name of the task, in a mixture of several.
-      metadata: whatever else a reward may need.
-    """
-
-    prompt: str
-    answer: str
-    context: tuple[Message, ...] = field(default=(), hash=False)
-    task: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 class Source(Protocol):

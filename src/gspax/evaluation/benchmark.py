@@ -19,11 +19,11 @@ import numpy as np
 
 from gspax.config import Evaluation, Grading, Sampling, Task
 from gspax.data.problem import digest
-from gspax.evaluation import statistics
 from gspax.evaluation.completions import Policy, complete, fill_chunks
+from gspax.parallel.sharding import batch_shards
+from gspax.report import statistics
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.rewards import Row, check_evaluation, gather_texts
-from gspax.sharding import batch_shards
+from gspax.rollout.grading import Row, check_evaluation, gather_texts
 from gspax.types import Array
 
 BENCHMARKS = 3  # folded into the run's key

@@ -17,9 +17,9 @@ from typing import Any, TextIO
 import jax
 
 from gspax.config import DrawingDtype, Evaluation, Experiment, Grading, ModelConfig, Sampling, Task, trained_dtype
-from gspax.distributed import multihost
+from gspax.config.protocols import Tokenizer
 from gspax.errors import UserError
-from gspax.evaluation import heldout, page
+from gspax.evaluation import heldout
 from gspax.evaluation.benchmark import apply_defaults, metrics, plan_chunks, run_task, summarise
 from gspax.evaluation.completions import Policy
 from gspax.experiment.description import describe
@@ -27,19 +27,20 @@ from gspax.learner import weights
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import restore_state
 from gspax.learner.state import abstract_params
-from gspax.protocols import Tokenizer
+from gspax.parallel import multihost
+from gspax.parallel.sharding import batch_shards
+from gspax.report import evaluation_page
+from gspax.report.task_table import format_estimate
 from gspax.rewards.calls import RewardCalls
 from gspax.rollout.episodes import Interaction, interact
-from gspax.rollout.placement import Sampler, make_meshes, make_sampler
-from gspax.rollout.rewards import Row
-from gspax.rollout.serving import make_serving_copy
+from gspax.rollout.grading import Row
 from gspax.run import progress
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, describe_environment, find_run
 from gspax.run.folders import write_atomically
 from gspax.run.record import to_line
-from gspax.run.task_table import format_estimate
-from gspax.sharding import batch_shards
+from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.placement import Sampler, make_meshes, make_sampler
 from gspax.types import Array, TrainState
 
 
@@ -170,7 +171,7 @@ def evaluate_task(
     if primary:
         _part(path).replace(_file(path, ".jsonl"))
         lines = describe_summary(task.name, summary)
-        page.write(_file(path, ".html"), path.name, lines, rows)
+        evaluation_page.write(_file(path, ".html"), path.name, lines, rows)
         result = {"summary": summary, "task": describe(task), "model": describe(policy.model)}
         result |= {"environment": describe_environment()}
         write_atomically(_file(path, ".json"), json.dumps(result, indent=2) + "\n")

@@ -9,16 +9,16 @@ from functools import partial
 import jax
 
 from gspax.config import ModelConfig, Sampling
+from gspax.config.protocols import Tokenizer
 from gspax.data.problem import Problem
 from gspax.errors import UserError, warn_once
-from gspax.protocols import Tokenizer
+from gspax.parallel.sharding import named_sharding
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.engine import SampleOptions
 from gspax.rollout.episodes import Interaction, Ready, sample_conversations
-from gspax.rollout.reading import attempt, name_problems, prepare
-from gspax.rollout.rewards import Row, reward_completions
-from gspax.rollout.sampler import lengths_to_host, sample
-from gspax.sharding import named_sharding
+from gspax.rollout.grading import Row, reward_completions
+from gspax.rollout.problems import attempt, name_problems, prepare
+from gspax.sampler.engine import SampleOptions
+from gspax.sampler.sampler import lengths_to_host, sample
 from gspax.types import Array, Params
 
 
@@ -26,7 +26,7 @@ from gspax.types import Array, Params
 class Policy:
     """What is evaluated."""
 
-    params: Params  # a serving copy (`rollout.serving`)
+    params: Params  # a serving copy (`sampler.inference_weights`)
     model: ModelConfig
     tokenizer: Tokenizer
     mesh: jax.sharding.Mesh

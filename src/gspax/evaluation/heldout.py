@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from gspax.config import Evaluation, Sampling
+from gspax.config.protocols import DataSource
 from gspax.errors import UserError
 from gspax.evaluation.completions import Policy, complete, fill_chunks
-from gspax.protocols import DataSource
+from gspax.parallel.sharding import batch_shards
 from gspax.rewards.calls import RewardCalls
-from gspax.rollout.rewards import Row, check_evaluation, find_failed, gather_texts
-from gspax.sharding import batch_shards
+from gspax.rollout.grading import Row, check_evaluation, find_failed, gather_texts
 from gspax.types import Array
 
 EVALUATION = 2  # folded into the run's key

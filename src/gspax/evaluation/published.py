@@ -7,13 +7,13 @@ from typing import Any
 
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, Sampling, Task
+from gspax.config.protocols import Tokenizer
 from gspax.data.chat import hf_chat
 from gspax.data.problem import Problem
 from gspax.data.sources import sequence
 from gspax.data.tokenizer import hf_tokenizer, settings
 from gspax.errors import UserError
 from gspax.hf.source import CONFIG, SMALL, hf, locate
-from gspax.protocols import Tokenizer
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _UNUSED = sequence([Problem("unused", "")], heldout=[Problem("not used", "")])

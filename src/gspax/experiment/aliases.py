@@ -54,5 +54,5 @@ def current(flat: Mapping[str, Any]) -> dict[str, Any]:
         if key == "routing_replay" and isinstance(value, bool):
             moved[key] = "old" if value else "off"
         if key.endswith("optimizer.weight_decay") and value:  # it applied to all parameters
-            moved[current_key(key).replace("weight_decay", "decayed")] = "gspax.optimizers.everything"
+            moved[current_key(key).replace("weight_decay", "decayed")] = "gspax.config.optimizers.everything"
     return moved

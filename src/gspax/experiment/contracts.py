@@ -1,4 +1,4 @@
-"""Whether an experiment's functions return what `gspax.protocols` says.
+"""Whether an experiment's functions return what `gspax.config.protocols` says.
 
 Functions on arrays are traced with shapes (`jax.eval_shape`), so nothing is computed and no device is needed. An
 advantage or a length reward may use numpy; it is then called once with numbers. Rewards, demonstrations, votes and the
@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax import losses, protocols
-from gspax.config import Experiment
+from gspax import losses
+from gspax.config import Experiment, protocols
+from gspax.config.functions import keywords, name_of, unwrap
 from gspax.errors import UserError
-from gspax.experiment.description import keywords, name_of, unwrap
-from gspax.experiment.field_validation import Field, bare, fields
+from gspax.experiment.validation.fields import Field, bare, fields
 from gspax.losses.traits import aggregate_of, traits_of
 
 B, T = 2, 3

@@ -17,21 +17,17 @@ defaults are included: they are part of what ran.
 
 from __future__ import annotations
 
-import builtins
-import contextlib
 import dataclasses
 import functools
 import inspect
 import json
 import math
-import sys
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from typing import Any
 
+from gspax.config.functions import is_function, is_record, keywords, lookup, name_of, parameters, unwrap
 from gspax.experiment import aliases
 from gspax.experiment.source import source_hash
 
@@ -113,84 +109,6 @@ def _function(value: Any) -> Any:
     return described
 
 
-def is_record(value: Any) -> bool:
-    """Whether `value` is an instance of a dataclass."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def is_function(value: Any) -> bool:
-    """Whether `value` can be called and has a name of its own (a class does not count)."""
-    return callable(value) and not isinstance(value, type) and hasattr(value, "__qualname__")
-
-
-def unwrap(function: Any) -> Any:
-    """The function inside a `functools.partial`."""
-    return function.func if isinstance(function, functools.partial) else function
-
-
-def keywords(function: Any) -> dict[str, Any]:
-    """The keyword-only parameters of a function or a partial with what they are set to, and a partial's keywords.
-
-    A parameter that has no value yet maps to `inspect.Parameter.empty`.
-    """
-    found = {
-        name: parameter.default
-        for name, parameter in parameters(unwrap(function)).items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    return found | (function.keywords if isinstance(function, functools.partial) else {})
-
-
-def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function; none if it has no signature, as some built-in functions."""
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def hints_of(source: Any, *, ranges: bool = False) -> dict[str, Any]:
-    """The annotations of a dataclass or a function; those that cannot be evaluated are left out.
-
-    Args:
-      ranges: keep the `ranges.Range` of an annotation, as `Annotated[...]`.
-    """
-    found: dict[str, Any] = {}
-    for owner in reversed(source.__mro__) if isinstance(source, type) else [inspect.unwrap(source)]:
-        module = sys.modules.get(getattr(owner, "__module__", None) or "builtins", builtins)
-        for name, annotation in inspect.get_annotations(owner).items():
-            holder = types.SimpleNamespace(__annotations__={name: annotation})
-            with contextlib.suppress(Exception):  # it may name what only a type checker imports
-                found |= typing.get_type_hints(holder, vars(module), include_extras=ranges)
-    return found
-
-
-def name_of(value: Any) -> str:
-    """The name of a function or a class in the shortest package that exposes it: `gspax.losses.gspo`."""
-    module, name = getattr(value, "__module__", None) or "builtins", value.__qualname__
-    parts = module.split(".")
-    packages = (".".join(parts[:end]) for end in range(1, len(parts)))
-    return f"{next((each for each in packages if _lookup(f'{each}.{name}') is value), module)}.{name}"
-
-
-def title_of(function: Any) -> str:
-    """What a message calls a function, a partial or an object that can be called."""
-    inner = unwrap(function)
-    return name_of(inner) if hasattr(inner, "__qualname__") else type(inner).__name__
-
-
-def _lookup(name: str) -> Any:
-    """What a dotted name stands for in the modules that are loaded; None if there is nothing."""
-    parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        if module := sys.modules.get(".".join(parts[:end])):
-            found: Any = module
-            for part in parts[end:]:
-                found = getattr(found, part, None)
-            return found
-    return None
-
-
 def flatten(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value, in the keys of an override. The name of a class or a function stands under its own key:
     `{"loss": {"function": f, "clip_low": 0.1}}` gives `loss` and `loss.clip_low`."""
@@ -229,7 +147,7 @@ def _is_new(flat: Mapping[str, Any], key: str) -> bool:
     if name == SOURCE:
         return True
     named = flat.get(owner or "type")
-    default = _default(_lookup(named), name) if isinstance(named, str) else inspect.Parameter.empty
+    default = _default(lookup(named), name) if isinstance(named, str) else inspect.Parameter.empty
     return flatten({key: describe(default)}).get(key) == flat[key]
 
 

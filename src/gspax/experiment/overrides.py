@@ -31,10 +31,10 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+from gspax.config.functions import hints_of, is_function, is_record, keywords, name_of, unwrap
+from gspax.config.protocols import is_function_protocol
 from gspax.errors import UserError
 from gspax.experiment.aliases import current_key
-from gspax.experiment.description import hints_of, is_function, is_record, keywords, name_of, unwrap
-from gspax.protocols import is_function_protocol
 
 T = TypeVar("T")
 

@@ -7,12 +7,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from gspax import sharding
 from gspax.config import Experiment, Remat, row_shape, trained_dtype, updates_per_step
 from gspax.experiment.aliases import current_key
-from gspax.experiment.counts import active_parameter_count, parameter_count, trained_count, with_carried
 from gspax.experiment.description import describe, flatten, show
-from gspax.experiment.memory import (
+from gspax.model.sizes.counts import active_parameter_count, parameter_count, trained_count, with_carried
+from gspax.model.sizes.memory import (
     activation_bytes,
     count_device_prompts,
     count_slots,
@@ -23,7 +22,8 @@ from gspax.experiment.memory import (
     sampler_bytes,
     size_of,
 )
-from gspax.experiment.serving_layout import choose_serving_layout
+from gspax.model.sizes.sampler_layout import choose_serving_layout
+from gspax.parallel import sharding
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from gspax.config import ModelConfig, Yarn
+from gspax.config.ranges import Range
 from gspax.data.files import SHOWN, read_json, show
 from gspax.errors import UserError
 from gspax.model.architecture import architecture_problems
-from gspax.ranges import Range
 
 ARCHITECTURES = {  # by model_type
     "qwen3": "Qwen3ForCausalLM",

@@ -15,8 +15,8 @@ import numpy as np
 
 from gspax.config import ModelConfig
 from gspax.hf import config_json, names, tensors
+from gspax.hf.loading import path_name
 from gspax.hf.names import Chunk
-from gspax.hf.reading import path_name
 from gspax.model import transformer
 
 SHARD_SIZE = 5_000_000_000  # bytes of tensors in a file; that of transformers up to version 4

@@ -26,7 +26,7 @@ FACTORS = {"a", "b"}
 
 
 def logical_axes(config: ModelConfig, lora: Lora) -> Params:
-    """The logical axes (`gspax.sharding.RULES`) of each factor."""
+    """The logical axes (`gspax.parallel.sharding.RULES`) of each factor."""
     return _map_adapted(transformer.logical_axes(config), lora, lambda axes: _split(axes, axes, "rank"))
 
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Calibration
-from gspax.distributed import multihost
-from gspax.experiment.description import keywords
+from gspax.config.functions import keywords
 from gspax.losses import calibration
 from gspax.losses.traits import traits_of
+from gspax.parallel import multihost
 from gspax.types import Array
 
 WIDEST = 1.0  # a lower bound of 0: clips nothing

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from gspax.config import ModelConfig
-from gspax.experiment.memory import logit_chunk
+from gspax.learner.head_logp import score_tokens
 from gspax.learner.objective import Outputs
-from gspax.learner.scoring import score_tokens
 from gspax.model import transformer
-from gspax.sharding import AXES, axis_sizes, batch_shards
+from gspax.model.sizes.memory import logit_chunk
+from gspax.parallel.sharding import AXES, axis_sizes, batch_shards
 from gspax.types import Array, Params
 
 Rows = TypeVar("Rows")  # a tree of arrays [B, T]

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax import losses, masked
-from gspax.distributed import multihost
+from gspax import losses
 from gspax.learner.expert_load import changed_share, relative_load
 from gspax.learner.objective import segments
-from gspax.losses import kl
+from gspax.losses import kl, masked
 from gspax.losses.correction import effective_sample_sizes, mismatch_metrics
+from gspax.parallel import multihost
 from gspax.types import Array, Batch, Rollout
 
 GROUPS = {"grad_norm": "optim", "skipped": "optim", "empty": "optim", "ring_fallbacks": "routing"}  # else "policy"

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Reference, RowShape
-from gspax.distributed import multihost
 from gspax.learner.packing import pack, separate, share_prompts
 from gspax.learner.train_step import Score, Scores
+from gspax.losses.shaping import filter_overlong
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding
 from gspax.run import interrupt
-from gspax.shaping import filter_overlong
-from gspax.sharding import named_sharding
 from gspax.types import Array, Batch, Params, Rollout
 
 

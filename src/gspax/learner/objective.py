@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspax import losses, masked
+from gspax import losses
 from gspax.config import Calibration, Reference, Regularizers, RouterShift
-from gspax.experiment.description import keywords
+from gspax.config.functions import keywords
+from gspax.losses import masked
 from gspax.losses.calibration import range_metrics
 from gspax.losses.correction import weight_metrics
 from gspax.losses.kl import add_penalty

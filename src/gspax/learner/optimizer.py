@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from gspax import config
+from gspax.config.functions import name_of, unwrap
 from gspax.errors import UserError
-from gspax.experiment.description import name_of, unwrap
 
 
 def learning_rate(settings: config.Optimizer) -> optax.Schedule:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from gspax.sharding import replica_axes, within_replica
+from gspax.parallel.sharding import replica_axes, within_replica
 
 
 def sum_over_replicas(

@@ -12,14 +12,14 @@ import optax
 
 from gspax import unstable
 from gspax.config import Lora, ModelConfig, Optimizer
-from gspax.distributed import multihost
 from gspax.errors import UserError
-from gspax.experiment import memory
 from gspax.learner import adapters, weights
 from gspax.learner.optimizer import Offloaded, state_shardings
 from gspax.model import transformer
 from gspax.model.low_rank import partition
-from gspax.sharding import named_sharding
+from gspax.model.sizes import memory
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding
 from gspax.types import Array, Params, TrainState
 
 

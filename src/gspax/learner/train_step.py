@@ -35,7 +35,7 @@ from gspax.learner.replicas import sum_over_replicas
 from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
 from gspax.model.moe import exchanges_rows
-from gspax.sharding import batch_shards, constrain, replica_axes
+from gspax.parallel.sharding import batch_shards, constrain, replica_axes
 from gspax.types import Array, Batch, Params, TrainState
 
 

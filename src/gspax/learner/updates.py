@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from gspax.config import Calibration
-from gspax.distributed import multihost
 from gspax.learner import clipping
-from gspax.learner.instruments import Measure, Readings
+from gspax.learner.diagnostics import Measure, Readings
 from gspax.learner.minibatches import Scored
+from gspax.learner.programs import Steps
 from gspax.learner.state import applied_updates
-from gspax.learner.steps import Steps
-from gspax.sharding import named_sharding
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding
 from gspax.types import TrainState
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import jax
 
 from gspax.config import Lora, ModelConfig
-from gspax.distributed import multihost
 from gspax.errors import UserError
-from gspax.hf.adapters import read_adapters
-from gspax.hf.reading import path_name, read_params
+from gspax.hf.loading import path_name, read_params
+from gspax.hf.peft import read_adapters
 from gspax.hf.source import locate
+from gspax.parallel import multihost
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.manifest import MANIFEST, find_damage, has_manifest
 from gspax.types import Params

@@ -9,7 +9,10 @@ Five more modules are imported by name (`from gspax.losses import kl`): `kl` (a 
 `ratio_spread` (statistics of ratios by response length).
 """
 
-from gspax.losses._terms import (
+from gspax.losses.grpo_family import cispo, dapo, dppo_kl, dppo_tv, dr_grpo, grpo, importance_sampling, sapo
+from gspax.losses.gspo_family import gmpo, gspo, gspo_loss, gspo_token, luspo, vespo
+from gspax.losses.logprobs import chunked_token_logp, token_logp
+from gspax.losses.terms import (
     Aggregate,
     Metrics,
     Quantile,
@@ -21,9 +24,6 @@ from gspax.losses._terms import (
     by_token,
     reduce,
 )
-from gspax.losses.grpo_family import cispo, dapo, dppo_kl, dppo_tv, dr_grpo, grpo, importance_sampling, sapo
-from gspax.losses.gspo_family import gmpo, gspo, gspo_loss, gspo_token, luspo, vespo
-from gspax.losses.logprobs import chunked_token_logp, token_logp
 from gspax.losses.traits import Traits, has_traits, traits_of
 
 __all__ = [

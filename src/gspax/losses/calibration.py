@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from gspax.losses import _checks, _sequences
-from gspax.losses._terms import Metrics, Quantile, Share
+from gspax.losses import checks, sequences
+from gspax.losses.terms import Metrics, Quantile, Share
 
 Array = jax.Array
 
@@ -50,10 +50,10 @@ def range_metrics(
       share: the wanted share, above 0 and below 1.
     """
     log_ratio_BT, mask_BT, segment_BT = _log_ratio(logp, old_logp, mask, segment_ids)
-    some_BS = _sequences.count(mask_BT, segment_BT) > 0
+    some_BS = sequences.count(mask_BT, segment_BT) > 0
     advantage_BU = stop_gradient(advantage if advantage.ndim == 2 else advantage[:, None])
-    advantage_BS = advantage_BU if segment_BT is None else _sequences.mean(advantage_BU, mask_BT, segment_BT)
-    above_BS = jnp.expm1(_sequences.mean(log_ratio_BT, mask_BT, segment_BT))
+    advantage_BS = advantage_BU if segment_BT is None else sequences.mean(advantage_BU, mask_BT, segment_BT)
+    above_BS = jnp.expm1(sequences.mean(log_ratio_BT, mask_BT, segment_BT))
 
     def width(deviation_BS: Array, sign_BS: Array) -> Quantile:
         weight_BS = (some_BS & sign_BS).astype(jnp.float32)
@@ -104,20 +104,20 @@ def next_range(
       TypeError: an argument is no Python number.
       ValueError: one is out of range; a width is 0, from which no factor leads away.
     """
-    clip_low, clip_high = _checks.known_clip_range(*clip_range)
+    clip_low, clip_high = checks.known_clip_range(*clip_range)
     if not (clip_low > 0 and clip_high > 0):
         raise ValueError(f"clip_low and clip_high must be above 0 to be scaled; got {clip_low} and {clip_high}")
     for name, number in (("tolerance", tolerance), ("gain", gain), ("floor", floor), ("ceiling", ceiling)):
-        _checks.number(name, number)
+        checks.number(name, number)
         if not 0 <= number < math.inf:
             raise ValueError(f"{name} must be finite and at least 0; got {number}")
     if floor > ceiling:
         raise ValueError(f"floor must not be above ceiling {ceiling}; got {floor}")
     for width in measured:
-        _checks.number("measured", width)
+        checks.number("measured", width)
         if not math.isfinite(width):
             raise ValueError(f"measured must be two finite widths; got {measured}")
-    _checks.number("clipped", clipped)
+    checks.number("clipped", clipped)
     if not 0 <= clipped <= 1:
         raise ValueError(f"clipped must be a share from 0 to 1; got {clipped}")
     off = abs(clipped - _between("share", share, 0, 1)) > tolerance
@@ -143,7 +143,7 @@ def range_warnings(clip_low: float, clip_high: float, *, floor: float | None = N
       floor: `noise_floor` of a repeat with the same weights; None if it was not measured.
     """
     sentences = []
-    for name, width in zip(("clip_low", "clip_high"), _checks.known_clip_range(clip_low, clip_high), strict=True):
+    for name, width in zip(("clip_low", "clip_high"), checks.known_clip_range(clip_low, clip_high), strict=True):
         if width >= INERT:
             sentences.append(
                 f"{name} is {width:g}: a sequence ratio is a geometric mean and hardly ever {INERT:g} away from 1, so "
@@ -159,13 +159,13 @@ def range_warnings(clip_low: float, clip_high: float, *, floor: float | None = N
 
 def _log_ratio(logp: Any, old_logp: Any, mask: Any, segment_ids: Any) -> tuple[Array, Array, Array | None]:
     """(log r without a gradient, anything outside the mask; the mask; the segments)."""
-    found = _checks.two_policies("logp", logp, "old_logp", old_logp, mask, segment_ids)
+    found = checks.two_policies("logp", logp, "old_logp", old_logp, mask, segment_ids)
     logp_BT, old_logp_BT, mask_BT, segment_BT = found
-    return stop_gradient(logp_BT - old_logp_BT), _sequences.response(mask_BT, segment_BT), segment_BT
+    return stop_gradient(logp_BT - old_logp_BT), sequences.response(mask_BT, segment_BT), segment_BT
 
 
 def _between(name: str, value: Any, low: float, high: float) -> float:
-    _checks.number(name, value)
+    checks.number(name, value)
     if not low < value < high:
         raise ValueError(f"{name} must be above {low} and below {high}; got {value}")
     return float(value)

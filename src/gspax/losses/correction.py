@@ -43,10 +43,9 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from gspax import masked
-from gspax.losses import _checks, _sequences
-from gspax.losses._surrogate import LOG_RATIO_LIMIT, k3_of
-from gspax.losses._terms import Metrics, Share, Spread, share_of_sequences, share_of_tokens
+from gspax.losses import checks, masked, sequences
+from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of
+from gspax.losses.terms import Metrics, Share, Spread, share_of_sequences, share_of_tokens
 from gspax.losses.traits import at_level
 
 Array = jax.Array
@@ -80,7 +79,7 @@ def truncate_sequences(
     >>> truncate_sequences(old_logp, sampler_logp, jnp.array([[False, True, True]])).tolist()  # 2 and 1/2
     [1.0]
     """
-    product, keep = _of_sequence(_sequences.total, old_logp, sampler_logp, mask, segment_ids)
+    product, keep = _of_sequence(sequences.total, old_logp, sampler_logp, mask, segment_ids)
     return _truncated(product, keep, cap)
 
 
@@ -89,7 +88,7 @@ def truncate_geometric(
     old_logp: Array, sampler_logp: Array, mask: Array, *, cap: float = 2.0, segment_ids: Array | None = None
 ) -> Array:
     """min((Π_t ρ_t)^(1/|y|), cap), [B]: the geometric mean, which is GSPO's sequence ratio, truncated."""
-    mean, keep = _of_sequence(_sequences.mean, old_logp, sampler_logp, mask, segment_ids)
+    mean, keep = _of_sequence(sequences.mean, old_logp, sampler_logp, mask, segment_ids)
     return _truncated(mean, keep, cap)
 
 
@@ -122,7 +121,7 @@ def mask_sequences(
     Liu, Li et al. 2025, "When Speed Kills Stability", where low is 0. A weight far above 1 marks a sequence that the
     sampler should hardly have drawn; truncating keeps it, this drops it.
     """
-    product, keep = _of_sequence(_sequences.total, old_logp, sampler_logp, mask, segment_ids)
+    product, keep = _of_sequence(sequences.total, old_logp, sampler_logp, mask, segment_ids)
     return _masked(product, keep, low, high, jnp.exp)
 
 
@@ -135,7 +134,7 @@ def reject_geometric(
     Liu, Li et al. 2025, part 3 of "When Speed Kills Stability". The mean of many tokens hardly leaves 1, so useful
     bounds are narrow, some 1e-3 from 1: look at `mismatch_log_ppl_diff`, which is its logarithm, first.
     """
-    mean, keep = _of_sequence(_sequences.mean, old_logp, sampler_logp, mask, segment_ids)
+    mean, keep = _of_sequence(sequences.mean, old_logp, sampler_logp, mask, segment_ids)
     return _masked(mean, keep, low, high, lambda x: x * 0 + 1)
 
 
@@ -168,16 +167,16 @@ def reject_off_policy(
       segment_ids: None, or int32 [B, T] for packed rows; then `advantage` is [B, T].
     """
     log_ratio_BT, mask_BT, segment_BT = _log_ratio(logp, sampler_logp, mask, segment_ids, "logp")
-    _checks.number("delta", delta)
+    checks.number("delta", delta)
     if not delta >= 0:
         raise ValueError(f"delta must be at least 0; got {delta}")
     per_token = segment_BT is not None or len(getattr(advantage, "shape", ())) == 2
-    advantage = _checks.array("advantage", advantage, jnp.float32, "BT" if per_token else "B")
+    advantage = checks.array("advantage", advantage, jnp.float32, "BT" if per_token else "B")
     like = mask_BT.shape if per_token else mask_BT.shape[:1]
-    _checks.same_shape("advantage", advantage, "logp" if per_token else "logp in its rows", like)
-    mean_BS = _sequences.mean(log_ratio_BT, mask_BT, segment_BT)
+    checks.same_shape("advantage", advantage, "logp" if per_token else "logp in its rows", like)
+    mean_BS = sequences.mean(log_ratio_BT, mask_BT, segment_BT)
     if per_token:
-        away, keep = jnp.broadcast_to(-_sequences.at_tokens(mean_BS, segment_BT), mask_BT.shape), mask_BT
+        away, keep = jnp.broadcast_to(-sequences.at_tokens(mean_BS, segment_BT), mask_BT.shape), mask_BT
     else:
         away, keep = -mean_BS[:, 0], mask_BT.any(-1)
     weight = jnp.where((advantage < 0) & (away > delta), 0, away * 0 + 1)  # a NaN stays one
@@ -189,11 +188,11 @@ def weight_metrics(weight: Array, mask: Array, segment_ids: Array | None = None)
 
     `correction` (_mean, _min, _max): mean weight of a sequence; `correction_rejected`: share of tokens with 0.
     """
-    mask_BT = _sequences.response(mask, segment_ids)
+    mask_BT = sequences.response(mask, segment_ids)
     weight_BT = jnp.broadcast_to(weight if weight.ndim == 2 else weight[:, None], mask_BT.shape)
-    mean_BS = _sequences.mean(weight_BT, mask_BT, segment_ids)
+    mean_BS = sequences.mean(weight_BT, mask_BT, segment_ids)
     return {
-        "correction": Spread(mean_BS, _sequences.count(mask_BT, segment_ids) > 0),
+        "correction": Spread(mean_BS, sequences.count(mask_BT, segment_ids) > 0),
         "correction_rejected": share_of_tokens(weight_BT == 0, mask_BT),
     }
 
@@ -227,10 +226,10 @@ def mismatch_metrics(
     """
     d_BT, mask_BT, segment_BT = _log_ratio(old_logp, sampler_logp, mask, segment_ids)
     bounds = _bounds(low, high)
-    some_BS = _sequences.count(mask_BT, segment_BT) > 0
+    some_BS = sequences.count(mask_BT, segment_BT) > 0
     tokens_B = jnp.sum(mask_BT, -1, dtype=jnp.float32)
     sequences_B = jnp.sum(some_BS, -1, dtype=jnp.float32)
-    sum_BS = _sequences.total(d_BT, mask_BT, segment_BT)
+    sum_BS = sequences.total(d_BT, mask_BT, segment_BT)
 
     def of_tokens(value_BT: Array) -> Share:
         return Share(masked.sum(value_BT, mask_BT, axis=-1), tokens_B)
@@ -240,11 +239,11 @@ def mismatch_metrics(
 
     held_BT, held_BS = (jnp.clip(x, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for x in (d_BT, sum_BS))
     size_BT = jnp.abs(d_BT)
-    outside_BU = _outside(_sequences.at_tokens(sum_BS, segment_BT), *bounds)
+    outside_BU = _outside(sequences.at_tokens(sum_BS, segment_BT), *bounds)
     return {
         "mismatch_kl": of_tokens(-d_BT),
         "mismatch_k3": of_tokens(k3_of(-held_BT)),
-        "mismatch_log_ppl_diff": Spread(-_sequences.mean(d_BT, mask_BT, segment_BT), some_BS),
+        "mismatch_log_ppl_diff": Spread(-sequences.mean(d_BT, mask_BT, segment_BT), some_BS),
         "mismatch_ratio_tokens": of_tokens(jnp.exp(held_BT)),
         "mismatch_ratio_sequences": of_sequences(jnp.exp(held_BS)),
         "mismatch_ratio_squared_tokens": of_tokens(jnp.exp(2 * held_BT)),
@@ -255,7 +254,7 @@ def mismatch_metrics(
         "mismatch_out_of_range_sequences": share_of_sequences(outside_BU & mask_BT, mask_BT, segment_BT),
         "mismatch_extreme_tokens": share_of_tokens(size_BT > math.log(2), mask_BT),
         "mismatch_abs_diff": of_tokens(size_BT),
-        "mismatch_abs_diff_largest": Spread(_sequences.largest(size_BT, mask_BT, segment_BT), some_BS),
+        "mismatch_abs_diff_largest": Spread(sequences.largest(size_BT, mask_BT, segment_BT), some_BS),
     }
 
 
@@ -276,9 +275,9 @@ def _log_ratio(
     old_logp: Any, sampler_logp: Any, mask: Any, segment_ids: Any, name: str = "old_logp"
 ) -> tuple[Array, Array, Array | None]:
     """(log ρ without a gradient, anything outside the mask; the mask; the segments)."""
-    found = _checks.two_policies(name, old_logp, "sampler_logp", sampler_logp, mask, segment_ids)
+    found = checks.two_policies(name, old_logp, "sampler_logp", sampler_logp, mask, segment_ids)
     old_logp_BT, sampler_logp_BT, mask_BT, segment_BT = found
-    return stop_gradient(old_logp_BT - sampler_logp_BT), _sequences.response(mask_BT, segment_BT), segment_BT
+    return stop_gradient(old_logp_BT - sampler_logp_BT), sequences.response(mask_BT, segment_BT), segment_BT
 
 
 def _of_sequence(
@@ -286,11 +285,11 @@ def _of_sequence(
 ) -> tuple[Array, Array]:
     """(log ρ reduced over each sequence, where it counts): [B], or [B, T] for packed rows."""
     log_ratio_BT, mask_BT, segment_BT = _log_ratio(old_logp, sampler_logp, mask, segments)
-    return _sequences.by_row_or_token(reduction(log_ratio_BT, mask_BT, segment_BT), mask_BT, segment_BT)
+    return sequences.by_row_or_token(reduction(log_ratio_BT, mask_BT, segment_BT), mask_BT, segment_BT)
 
 
 def _truncated(log_ratio: Array, keep: Array, cap: Any) -> Array:
-    _checks.number("cap", cap)
+    checks.number("cap", cap)
     if not (cap > 0 and math.isfinite(cap)):
         raise ValueError(f"cap must be finite and above 0; got {cap}")
     return jnp.where(keep, jnp.exp(jnp.minimum(log_ratio, math.log(cap))), 0)
@@ -309,7 +308,7 @@ def _outside(log_ratio: Array, log_low: float, log_high: float) -> Array:
 def _bounds(low: Any, high: Any) -> tuple[float, float]:
     """The logarithms of 0 ≤ low ≤ 1 ≤ high < infinity."""
     for name, bound in (("low", low), ("high", high)):
-        _checks.number(name, bound)
+        checks.number(name, bound)
     if not 0 <= low <= 1:
         raise ValueError(f"low must be from 0 to 1, so that equal policies are inside; got {low}")
     if not (high >= 1 and math.isfinite(high)):

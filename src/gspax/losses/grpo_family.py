@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from gspax.losses import _checks
-from gspax.losses._surrogate import Inputs, clipped, exp, policy_terms, prepare
-from gspax.losses._terms import Aggregate, Terms, by_constant, by_sequence, by_token
+from gspax.losses import checks
+from gspax.losses.surrogate import Inputs, clipped, exp, policy_terms, prepare
+from gspax.losses.terms import Aggregate, Terms, by_constant, by_sequence, by_token
 from gspax.losses.traits import Traits, has_traits
 
 Array = jax.Array
@@ -67,8 +67,8 @@ def grpo(
       ValueError: shapes do not fit; a clip width is negative.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
-    dual_clip = _checks.dual_clip(dual_clip)
+    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
+    dual_clip = checks.dual_clip(dual_clip)
 
     ratio_BT = exp(x.log_ratio_BT)
     objective_BT, high_BT, low_BT = clipped(ratio_BT, x.advantage_BU, clip_low, clip_high, dual_clip)
@@ -244,7 +244,7 @@ def cispo(
       correction: None, or float32 [B] or [B, T], a constant factor of the objective.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
+    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
 
     ratio_BT = stop_gradient(exp(x.log_ratio_BT))
     weight_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
@@ -284,8 +284,8 @@ def sapo(
       correction: None, or float32 [B] or [B, T], a constant factor of the objective.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    tau_positive = _checks.positive("tau_positive", tau_positive)
-    tau_negative = _checks.positive("tau_negative", tau_negative)
+    tau_positive = checks.positive("tau_positive", tau_positive)
+    tau_negative = checks.positive("tau_negative", tau_negative)
 
     tau_BU = jnp.where(x.advantage_BU > 0, tau_positive, tau_negative)
     gate_BT = 4 / tau_BU * jax.nn.sigmoid(tau_BU * (exp(x.log_ratio_BT) - 1))
@@ -381,8 +381,8 @@ def _dppo(
     divergence: Callable[[Array, Array], Array], x: Inputs, threshold: float, ratio_limit: float, aggregate: Aggregate
 ) -> Terms:
     """The objective of `dppo_tv` and `dppo_kl`; `divergence` is D from log π_old and log π, both at most 0."""
-    threshold = _checks.at_least_0("threshold", threshold)
-    ratio_limit = _checks.positive("ratio_limit", ratio_limit)
+    threshold = checks.at_least_0("threshold", threshold)
+    ratio_limit = checks.positive("ratio_limit", ratio_limit)
 
     log_p_BT, log_q_BT = jnp.minimum(x.old_logp_BT, 0), jnp.minimum(stop_gradient(x.logp_BT), 0)
     far_BT = divergence(log_p_BT, log_q_BT) > threshold

@@ -44,8 +44,8 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from gspax.losses import _checks, _sequences
-from gspax.losses._surrogate import (
+from gspax.losses import checks, sequences
+from gspax.losses.surrogate import (
     LOG_RATIO_LIMIT,
     clipped,
     exp,
@@ -54,7 +54,7 @@ from gspax.losses._surrogate import (
     prepare,
     sequence_log_ratio,
 )
-from gspax.losses._terms import Aggregate, Terms, by_constant, by_sequence, by_token, reduce
+from gspax.losses.terms import Aggregate, Terms, by_constant, by_sequence, by_token, reduce
 from gspax.losses.traits import Traits, has_traits
 
 Array = jax.Array
@@ -106,7 +106,7 @@ def gspo(
       ValueError: shapes do not fit; a clip width is negative.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
+    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
 
     ratio_BU = exp(sequence_log_ratio(x))
     objective_BU, high_BU, low_BU = clipped(ratio_BU, x.advantage_BU, clip_low, clip_high)
@@ -166,7 +166,7 @@ def gspo_token(
       ValueError: shapes do not fit; a clip width is negative.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction, advantage_axes=("B", "BT"))
-    clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
+    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
 
     log_s_BU = stop_gradient(sequence_log_ratio(x))
     ratio_BT = exp(log_s_BU + (x.logp_BT - stop_gradient(x.logp_BT)))
@@ -267,13 +267,13 @@ def gmpo(
     Leaves the paper: the mean of the logs, not each log, is held within ±25.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    clip_low, clip_high = _checks.clip_range(clip_low, clip_high)
+    clip_low, clip_high = checks.clip_range(clip_low, clip_high)
 
     high_BT = (x.advantage_BU > 0) & (x.log_ratio_BT > clip_high)
     low_BT = (x.advantage_BU < 0) & (x.log_ratio_BT < -clip_low)
     held_BT = jnp.where(high_BT, clip_high, jnp.where(low_BT, -clip_low, x.log_ratio_BT))
-    mean_BS = _sequences.mean(held_BT, x.mask_BT, x.segment_BT)
-    objective_BU = exp(_sequences.at_tokens(mean_BS, x.segment_BT)) * x.advantage_BU
+    mean_BS = sequences.mean(held_BT, x.mask_BT, x.segment_BT)
+    objective_BU = exp(sequences.at_tokens(mean_BS, x.segment_BT)) * x.advantage_BU
     return policy_terms(objective_BU, x, aggregate, high_BU=high_BT, low_BU=low_BT)
 
 
@@ -317,12 +317,12 @@ def vespo(
     it too, while `correction` multiplies the objective as in every other loss.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
-    k_positive, k_negative = _checks.at_least_0("k_positive", k_positive), _checks.at_least_0("k_negative", k_negative)
-    lambda_positive = _checks.at_least_0("lambda_positive", lambda_positive)
-    lambda_negative = _checks.at_least_0("lambda_negative", lambda_negative)
+    k_positive, k_negative = checks.at_least_0("k_positive", k_positive), checks.at_least_0("k_negative", k_negative)
+    lambda_positive = checks.at_least_0("lambda_positive", lambda_positive)
+    lambda_negative = checks.at_least_0("lambda_negative", lambda_negative)
 
-    log_w_BS = _sequences.total(stop_gradient(x.log_ratio_BT), x.mask_BT, x.segment_BT)
-    log_w_BU = _sequences.at_tokens(log_w_BS, x.segment_BT)
+    log_w_BS = sequences.total(stop_gradient(x.log_ratio_BT), x.mask_BT, x.segment_BT)
+    log_w_BU = sequences.at_tokens(log_w_BS, x.segment_BT)
     log_w_BU = jnp.clip(log_w_BU, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k_BU = jnp.where(x.advantage_BU >= 0, k_positive, k_negative)
     lambda_BU = jnp.where(x.advantage_BU >= 0, lambda_positive, lambda_negative)

@@ -35,10 +35,9 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from gspax import masked
-from gspax.losses import _checks, _sequences
-from gspax.losses._surrogate import LOG_RATIO_LIMIT, k3_of
-from gspax.losses._terms import Aggregate, Metrics, Share, Terms, by_constant, by_sequence
+from gspax.losses import checks, masked, sequences
+from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of
+from gspax.losses.terms import Aggregate, Metrics, Share, Terms, by_constant, by_sequence
 
 Array = jax.Array
 
@@ -106,8 +105,8 @@ def token_kl(
     logp_BT, x_BT, mask_BT, segment_BT = _pair(logp, ref_logp, mask, segment_ids)
     ratio_BT = jnp.ones_like(x_BT)
     if old_logp is not None:
-        old_logp_BT = _checks.array("old_logp", old_logp, jnp.float32, "BT")
-        _checks.same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
+        old_logp_BT = checks.array("old_logp", old_logp, jnp.float32, "BT")
+        checks.same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
         ratio_BT = jnp.exp(_log_ratio(logp_BT, old_logp_BT, mask_BT))
     value_BT = _with_gradient(ratio_BT * k3_of(x_BT), ratio_BT * x_BT, logp_BT)
     return Terms(*aggregate(value_BT, mask_BT, segment_BT), _metrics(x_BT, mask_BT))
@@ -131,7 +130,7 @@ def sequence_kl(logp: Array, ref_logp: Array, mask: Array, *, segment_ids: Array
       Terms with float32 [B] leaves and the metrics `ref_kl` (k3) and `ref_kl_k1`, means over the response tokens.
     """
     logp_BT, x_BT, mask_BT, segment_BT = _pair(logp, ref_logp, mask, segment_ids)
-    value_BT = _with_gradient(x_BT, _sequences.to_go(x_BT, segment_BT), logp_BT)
+    value_BT = _with_gradient(x_BT, sequences.to_go(x_BT, segment_BT), logp_BT)
     return Terms(*by_constant(value_BT, mask_BT, segment_BT), _metrics(x_BT, mask_BT))
 
 
@@ -170,10 +169,10 @@ def add_penalty(terms: Terms, penalty: Terms, *, coefficient: float) -> Terms:
       TypeError: coefficient is no Python number.
       ValueError: numbers of rows differ; coefficient is not finite; a metric is in both.
     """
-    _checks.number("coefficient", coefficient)
+    checks.number("coefficient", coefficient)
     if not math.isfinite(coefficient):
         raise ValueError(f"coefficient must be finite; got {coefficient}")
-    _checks.same_shape("penalty", penalty.value, "terms in its rows", terms.value.shape)
+    checks.same_shape("penalty", penalty.value, "terms in its rows", terms.value.shape)
     if both := sorted(terms.metrics.keys() & penalty.metrics.keys()):
         raise ValueError(f"penalty must not have metrics that terms has; got {both} in both")
     value_B = terms.value + float(coefficient) * penalty.value
@@ -182,9 +181,9 @@ def add_penalty(terms: Terms, penalty: Terms, *, coefficient: float) -> Terms:
 
 def _pair(logp: Any, ref_logp: Any, mask: Any, segment_ids: Any) -> tuple[Array, Array, Array, Array | None]:
     """(log π, x without a gradient, the mask, the segments)."""
-    found = _checks.two_policies("logp", logp, "ref_logp", ref_logp, mask, segment_ids)
+    found = checks.two_policies("logp", logp, "ref_logp", ref_logp, mask, segment_ids)
     logp_BT, ref_logp_BT, mask_BT, segment_BT = found
-    mask_BT = _sequences.response(mask_BT, segment_BT)
+    mask_BT = sequences.response(mask_BT, segment_BT)
     return logp_BT, _log_ratio(logp_BT, ref_logp_BT, mask_BT), mask_BT, segment_BT
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspax.losses import _checks
+from gspax.losses import checks
 
 Array = jax.Array
 
@@ -38,9 +38,9 @@ def token_logp(logits_BTV: Array, tokens_BT: Array, *, temperature: float = 1.0)
       TypeError: logits that are not float32, tokens that are not int32, a temperature that is not a Python number.
       ValueError: shapes do not fit; temperature not above 0.
     """
-    logits_BTV = _checks.array("logits_BTV", logits_BTV, jnp.float32, "BTV", _FINER)
+    logits_BTV = checks.array("logits_BTV", logits_BTV, jnp.float32, "BTV", _FINER)
     tokens_BT = _tokens(tokens_BT, "logits_BTV", logits_BTV)
-    temperature = _checks.positive("temperature", temperature)
+    temperature = checks.positive("temperature", temperature)
     return shift(lambda logits, tokens: _scores(logits, tokens, temperature)[0], logits_BTV, tokens_BT)
 
 
@@ -91,15 +91,15 @@ def chunked_scores(
     and errors are those of `chunked_token_logp`.
     """
     hidden_BTD, tokens_BT = _hidden_and_tokens(hidden_BTD, tokens_BT)
-    temperature = _checks.positive("temperature", temperature)
+    temperature = checks.positive("temperature", temperature)
     if isinstance(chunk, bool) or not isinstance(chunk, int):
         raise TypeError(f"chunk must be a Python int; got {_describe(chunk)}")
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1; got {chunk}")
 
     def scores(hidden_BCD: Array, tokens_BC: Array) -> tuple[Array, Array]:
-        logits_BCV = _checks.array("the result of project", project(hidden_BCD), jnp.float32, "BCV", _FINER)
-        _checks.same_shape("the result of project", logits_BCV[..., 0], "its argument [B, C]", tokens_BC.shape)
+        logits_BCV = checks.array("the result of project", project(hidden_BCD), jnp.float32, "BCV", _FINER)
+        checks.same_shape("the result of project", logits_BCV[..., 0], "its argument [B, C]", tokens_BC.shape)
         return _scores(logits_BCV, tokens_BC, temperature)
 
     return _in_chunks(scores, hidden_BTD, tokens_BT, chunk)
@@ -161,8 +161,8 @@ def _hidden_and_tokens(hidden_BTD: Any, tokens_BT: Any) -> tuple[Array, Array]:
 
 
 def _tokens(tokens_BT: Any, name: str, output: Array) -> Array:
-    tokens_BT = _checks.array("tokens_BT", tokens_BT, jnp.int32, "BT")
-    _checks.same_shape("tokens_BT", tokens_BT, f"{name} in [B, T]", output.shape[:2])
+    tokens_BT = checks.array("tokens_BT", tokens_BT, jnp.int32, "BT")
+    checks.same_shape("tokens_BT", tokens_BT, f"{name} in [B, T]", output.shape[:2])
     return tokens_BT
 
 

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax import masked
-from gspax.losses import _checks, _sequences, _surrogate
-from gspax.losses._terms import Metrics, Spread
+from gspax.losses import checks, masked, sequences, surrogate
+from gspax.losses.terms import Metrics, Spread
 
 Array = jax.Array
 
@@ -38,17 +37,17 @@ def ratio_spread(logp: Array, old_logp: Array, mask: Array, segment_ids: Array |
       mask: bool [B, T], True on response tokens.
       segment_ids: None, or int32 [B, T] for packed rows.
     """
-    logp_BT, old_logp_BT, mask_BT, segment_BT = _checks.two_policies(
+    logp_BT, old_logp_BT, mask_BT, segment_BT = checks.two_policies(
         "logp", logp, "old_logp", old_logp, mask, segment_ids
     )
-    mask_BT = _sequences.response(mask_BT, segment_BT)
+    mask_BT = sequences.response(mask_BT, segment_BT)
     d_BT = jax.lax.stop_gradient(jnp.where(mask_BT, logp_BT - old_logp_BT, 0))
-    tokens_BS, sum_BS = (_sequences.total(x, mask_BT, segment_BT) for x in (jnp.ones(d_BT.shape), d_BT))
+    tokens_BS, sum_BS = (sequences.total(x, mask_BT, segment_BT) for x in (jnp.ones(d_BT.shape), d_BT))
     log_s_BS, some_BS = sum_BS / jnp.maximum(tokens_BS, 1), tokens_BS > 0
 
     def in_bin(shortest: Array) -> dict[str, Array]:
         inside_BS = (tokens_BS >= shortest) & (tokens_BS < 2 * shortest)
-        inside_BT = mask_BT & _sequences.at_tokens(inside_BS, segment_BT)
+        inside_BT = mask_BT & sequences.at_tokens(inside_BS, segment_BT)
         return {
             "bin_sequences": inside_BS.sum(dtype=jnp.int32).astype(jnp.float32),
             "bin_length": masked.mean(tokens_BS, inside_BS),
@@ -72,13 +71,13 @@ def ratio_metrics(logp: Array, old_logp: Array, mask: Array, segment_ids: Array 
     """Metrics of the ratios that do not depend on the loss: `ratio`, `ratio_deviation` and `kl`, as every policy loss
     has them, and `token_ratio`, the ratio of the response tokens. Arguments as of `ratio_spread`; no gradient.
     """
-    logp_BT, old_logp_BT, mask_BT, segment_BT = _checks.two_policies(
+    logp_BT, old_logp_BT, mask_BT, segment_BT = checks.two_policies(
         "logp", logp, "old_logp", old_logp, mask, segment_ids
     )
-    mask_BT = _sequences.response(mask_BT, segment_BT)
+    mask_BT = sequences.response(mask_BT, segment_BT)
     log_ratio_BT = jax.lax.stop_gradient(jnp.where(mask_BT, logp_BT - old_logp_BT, 0))
-    found = _surrogate.ratio_metrics(log_ratio_BT, mask_BT, segment_BT)
-    return {**found, "token_ratio": Spread(_surrogate.exp(log_ratio_BT), mask_BT)}
+    found = surrogate.ratio_metrics(log_ratio_BT, mask_BT, segment_BT)
+    return {**found, "token_ratio": Spread(surrogate.exp(log_ratio_BT), mask_BT)}
 
 
 def fit_exponent(length_K: np.ndarray, deviation_K: np.ndarray, sequences_K: np.ndarray) -> float:

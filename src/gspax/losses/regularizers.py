@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from gspax import masked
-from gspax.losses import _checks, _sequences
-from gspax.losses._terms import Aggregate, Share, Terms, by_sequence
+from gspax.losses import checks, masked, sequences
+from gspax.losses.terms import Aggregate, Share, Terms, by_sequence
 
 Array = jax.Array
 
@@ -45,9 +44,9 @@ def entropy_bonus(
     Returns:
       Terms with float32 [B] leaves and the metric `entropy_bonus`, the mean entropy.
     """
-    entropy_BT = _checks.array("entropy", entropy, jnp.float32, "BT")
-    mask_BT = _checks.array("mask", mask, jnp.bool_, "BT")
-    _checks.same_shape("mask", mask_BT, "entropy", entropy_BT.shape)
+    entropy_BT = checks.array("entropy", entropy, jnp.float32, "BT")
+    mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
+    checks.same_shape("mask", mask_BT, "entropy", entropy_BT.shape)
     return _terms("entropy_bonus", -entropy_BT, mask_BT, aggregate, segment_ids, sign=-1)
 
 
@@ -82,8 +81,8 @@ def load_balance(
       Terms with float32 [B] leaves and the metric `load_balance`.
     """
     prob_LBTE, mask_BT = _routers("prob", prob, mask)
-    load_LE = _checks.array("load", load, jnp.float32, "LE")
-    _checks.same_shape("load", load_LE, "prob in L and E", (prob_LBTE.shape[0], prob_LBTE.shape[-1]))
+    load_LE = checks.array("load", load, jnp.float32, "LE")
+    checks.same_shape("load", load_LE, "prob in L and E", (prob_LBTE.shape[0], prob_LBTE.shape[-1]))
     value_BT = jnp.einsum("lbte,le->bt", prob_LBTE, stop_gradient(load_LE)) / prob_LBTE.shape[0]
     return _terms("load_balance", value_BT, mask_BT, aggregate, segment_ids)
 
@@ -113,15 +112,15 @@ def router_z(
 
 def _routers(name: str, value: Any, mask: Any) -> tuple[Array, Array]:
     """The routers' probabilities or logits, 0 outside the mask, and the mask."""
-    value_LBTE = _checks.array(name, value, jnp.float32, "LBTE")
-    mask_BT = _checks.array("mask", mask, jnp.bool_, "BT")
-    _checks.same_shape("mask", mask_BT, f"{name} in [B, T]", value_LBTE.shape[1:3])
+    value_LBTE = checks.array(name, value, jnp.float32, "LBTE")
+    mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
+    checks.same_shape("mask", mask_BT, f"{name} in [B, T]", value_LBTE.shape[1:3])
     return jnp.where(mask_BT[None, :, :, None], value_LBTE, 0), mask_BT
 
 
 def _terms(name: str, value_BT: Array, mask_BT: Array, aggregate: Aggregate, segment_ids: Any, sign: int = 1) -> Terms:
-    segment_BT = _checks.segment_ids(segment_ids, mask_BT.shape, "mask")
-    mask_BT = _sequences.response(mask_BT, segment_BT)
+    segment_BT = checks.segment_ids(segment_ids, mask_BT.shape, "mask")
+    mask_BT = sequences.response(mask_BT, segment_BT)
     total_B = masked.sum(stop_gradient(value_BT), mask_BT, axis=-1)
     metric = Share(sign * total_B, jnp.sum(mask_BT, -1, dtype=jnp.float32))
     return Terms(*aggregate(value_BT, mask_BT, segment_BT), {name: metric})

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from gspax.losses import _checks
+from gspax.losses import checks
 
 Array = jax.Array
 
@@ -36,11 +36,11 @@ def log_factor(router_logp: Array, old_router_logp: Array, mask: Array, *, floor
     Raises:
       TypeError, ValueError: an argument has another dtype or shape; the message names it.
     """
-    new_BLTA = _checks.array("router_logp", router_logp, jnp.float32, "BLTA")
-    old_BLTA = _checks.array("old_router_logp", old_router_logp, jnp.float32, "BLTA")
-    mask_BT = _checks.array("mask", mask, jnp.bool_, "BT")
-    _checks.same_shape("old_router_logp", old_BLTA, "router_logp", new_BLTA.shape)
-    _checks.same_shape("mask", mask_BT, "router_logp", (new_BLTA.shape[0], new_BLTA.shape[2]))
+    new_BLTA = checks.array("router_logp", router_logp, jnp.float32, "BLTA")
+    old_BLTA = checks.array("old_router_logp", old_router_logp, jnp.float32, "BLTA")
+    mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
+    checks.same_shape("old_router_logp", old_BLTA, "router_logp", new_BLTA.shape)
+    checks.same_shape("mask", mask_BT, "router_logp", (new_BLTA.shape[0], new_BLTA.shape[2]))
     if not 0 < floor <= 1:
         raise ValueError(f"floor: wanted above 0 and at most 1, got {floor}")
     shift_BT = jnp.abs(stop_gradient(new_BLTA) - stop_gradient(old_BLTA)).mean(axis=(1, 3))

@@ -15,10 +15,10 @@ import jax
 from flax import nnx
 
 from gspax.config import ModelConfig
-from gspax.kernels.attention import RowSharding, row_attention
-from gspax.kernels.quantization import contract
+from gspax.model.kernels.attention import RowSharding, row_attention
+from gspax.model.kernels.quantization import contract
 from gspax.model.layers import RMSNorm, add_bias, init_bias, init_weight, rotate
-from gspax.sharding import spec, token_spec
+from gspax.parallel.sharding import spec, token_spec
 from gspax.types import Array
 
 # (q [B, T, N, H], k [B, T, K, H], v, cache, layer) -> (context [B, T, N, H], cache)

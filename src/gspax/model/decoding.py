@@ -1,6 +1,6 @@
 """The model as the sampler runs it: `prefill` of whole prompts, and `decode`, one token of every slot at a time.
 
-Both take a serving copy of the parameters (`rollout.serving`), whose layers are not stacked: each layer's weights and
+Both take the inference weights (`sampler.inference_weights`), whose layers are not stacked: each layer's weights and
 each layer's cache are arrays of their own, and the layers are unrolled, so that they are read in place. XLA:TPU turns
 one layer of a stacked array into a copy before it reads it.
 
@@ -22,15 +22,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from gspax.config import DrawingDtype, ModelConfig, is_sparse, layer_windows
-from gspax.kernels import segments
-from gspax.kernels.decode_attention import decode_attention, merge, write_positions
-from gspax.kernels.quantization import Weight, contract, is_quantized, look_up, quantise
-from gspax.kernels.segments import Segment
 from gspax.model import transformer
 from gspax.model.attention import Attend, attend_within_segments
+from gspax.model.kernels import segments
+from gspax.model.kernels.decode_attention import decode_attention, merge, write_positions
+from gspax.model.kernels.quantization import Weight, contract, is_quantized, look_up, quantise
+from gspax.model.kernels.segments import Segment
 from gspax.model.layers import rms_norm, rotary_angles
 from gspax.model.transformer import LayerInputs, layer_graph
-from gspax.sharding import batch_shards, constrain, constrain_tokens, sample_axis, spec
+from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens, sample_axis, spec
 from gspax.types import Array, Params
 
 

@@ -18,8 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from gspax.config import ModelConfig
-from gspax.kernels.decode_attention import merge
-from gspax.kernels.online_softmax import MASKED
 from gspax.model.decoding import (
     Cache,
     LayerCache,
@@ -30,6 +28,8 @@ from gspax.model.decoding import (
     cache_access,
     run_layers,
 )
+from gspax.model.kernels.decode_attention import merge
+from gspax.model.kernels.online_softmax import MASKED
 from gspax.model.layers import rotary_angles
 from gspax.model.transformer import LayerInputs
 from gspax.types import Array, Params

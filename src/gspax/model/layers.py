@@ -15,12 +15,12 @@ import numpy as np
 from flax import nnx
 
 from gspax.config import ModelConfig, Yarn
-from gspax.kernels.quantization import contract
+from gspax.model.kernels.quantization import contract
 from gspax.types import Array
 
 
 def init_weight(rngs: nnx.Rngs, scale: float, **axes: int) -> nnx.Param:
-    """A normal float32 parameter; keyword names are its logical axes (`gspax.sharding.RULES`), values its shape."""
+    """A normal float32 parameter; the keywords are its logical axes (`parallel.sharding.RULES`) and their sizes."""
     value = scale * jax.random.normal(rngs.params(), tuple(axes.values()))
     return nnx.Param(value, axes=tuple(axes))
 

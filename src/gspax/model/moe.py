@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from gspax.config import ModelConfig
-from gspax.kernels.expert_decoding import expert_decoding
-from gspax.kernels.expert_ffn import Experts, expert_ffn
-from gspax.kernels.expert_parallel import expert_parallel, has_ragged_all_to_all, ring
-from gspax.kernels.quantization import Quantized, cast, is_quantized
+from gspax.model.kernels.expert_decoding import expert_decoding
+from gspax.model.kernels.expert_ffn import Experts, expert_ffn
+from gspax.model.kernels.expert_parallel import expert_parallel, has_ragged_all_to_all, ring
+from gspax.model.kernels.quantization import Quantized, cast, is_quantized
 from gspax.model.layers import DenseMlp, init_weight
-from gspax.sharding import mesh_axes, spec, token_spec
+from gspax.parallel.sharding import mesh_axes, spec, token_spec
 from gspax.types import Array
 
 EXPERT_AXES = ("expert", "expert_embed", "mlp")  # logical axes of the matrices gate and up
@@ -30,7 +30,7 @@ class Routing(NamedTuple):
 
     expert: Array  # int32 [B, T, A]  the chosen experts, best first; padding has the id `num_experts`
     logits: Array  # float32 [B, T, E]  before the softmax
-    fell_back: Array | int = 0  # int32 []  whether the ring replaced the all-to-all of `kernels.expert_parallel`
+    fell_back: Array | int = 0  # int32 []  whether the ring replaced the all-to-all of `model.kernels.expert_parallel`
 
 
 class SparseMlp(nnx.Module):

@@ -20,7 +20,7 @@ from gspax.model.attention import Attend, Attention, attend_within_segments
 from gspax.model.layers import DenseMlp, RMSNorm, init_weight, rotary_angles
 from gspax.model.low_rank import dense
 from gspax.model.moe import Routing, SparseMlp
-from gspax.sharding import constrain, constrain_tokens
+from gspax.parallel.sharding import constrain, constrain_tokens
 from gspax.types import Array, Params
 
 LAYER_INPUT = "layer_input"  # checkpoint name of the residual stream before a layer, for `remat="offload"`
@@ -186,7 +186,7 @@ def abstract_params(config: ModelConfig) -> Params:
 
 
 def logical_axes(config: ModelConfig) -> Params:
-    """The logical axes of each parameter (`gspax.sharding.RULES`)."""
+    """The logical axes of each parameter (`gspax.parallel.sharding.RULES`)."""
 
     def axes(variable):
         names = variable.get_metadata()["axes"]

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from gspax.config import Grading
+from gspax.config.protocols import BatchReward, Reward
 from gspax.errors import UserError, place_of
-from gspax.protocols import BatchReward, Reward
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -126,7 +126,7 @@ class Result:
     parts: Mapping[str, float] = field(default_factory=dict)  # by name, for the metrics
     reason: str = ""  # of a `Graded` reward
     names: tuple[str, ...] = ()  # of `rewards` that were given by name
-    value: Any = None  # what else the function has returned (`environments.calls`)
+    value: Any = None  # what else the function has returned (`rewards.environments.calls`)
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Lengths of the text of a completion. Lengths in tokens are an experiment's `length_reward` (`gspax.shaping`)."""
+"""Rewards for the length of a text. `losses.shaping` has those for lengths in tokens (`Experiment.length_reward`)."""
 
 from __future__ import annotations
 

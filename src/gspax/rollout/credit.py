@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax import advantages
-from gspax.rollout.rewards import Row
+from gspax.rollout.grading import Row
 from gspax.types import Rollout
 
 

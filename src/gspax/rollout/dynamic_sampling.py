@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Sampling
-from gspax.rollout.rewards import Row
-from gspax.sharding import named_sharding
+from gspax.parallel.sharding import named_sharding
+from gspax.rollout.grading import Row
 from gspax.types import Array, Rollout
 
 T = TypeVar("T")

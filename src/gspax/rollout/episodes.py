@@ -18,21 +18,20 @@ from typing import Any, NamedTuple, Self, cast
 import numpy as np
 
 from gspax.config import Grading, Turns
+from gspax.config.protocols import ConversationTokenizer, Environment, Step, Tokenizer
 from gspax.data.problem import Problem, encode_prompt
 from gspax.data.tokenizer import check_ids
-from gspax.distributed import multihost
-from gspax.environments.calls import EnvironmentCalls
-from gspax.environments.demonstrations import encode_first
-from gspax.environments.step import Step
-from gspax.protocols import ConversationTokenizer, Environment, Tokenizer
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding
 from gspax.rewards.calls import Result, RewardCalls
-from gspax.rollout import chunks
-from gspax.rollout.conversations import Replies, pad_replies
-from gspax.rollout.engine import SampleOptions
-from gspax.rollout.rewards import Started, StartedReward
-from gspax.rollout.sampler import assemble, place_prompts, split_rows
+from gspax.rewards.environments.calls import EnvironmentCalls
+from gspax.rewards.environments.demonstrations import encode_first
+from gspax.rollout.grading import Started, StartedReward
 from gspax.run import interrupt
-from gspax.sharding import named_sharding
+from gspax.sampler import chunks
+from gspax.sampler.conversations import Replies, pad_replies
+from gspax.sampler.engine import SampleOptions
+from gspax.sampler.sampler import assemble, place_prompts, split_rows
 from gspax.types import Array, Params, Rollout
 
 TRUNCATED = Result((0.0,))  # of a turn that reached the length limit: the environment is not called

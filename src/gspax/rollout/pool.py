@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.data.problem import Problem
-from gspax.distributed import multihost
-from gspax.rollout import engine
-from gspax.rollout.chunks import Ended, Progress, advance_chunk, describe_progress, hand_over
-from gspax.rollout.engine import Prompts, SampleOptions
-from gspax.rollout.rewards import Started
-from gspax.rollout.sampler import place_prompts
-from gspax.sharding import named_sharding
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding
+from gspax.rollout.grading import Started
+from gspax.sampler import engine
+from gspax.sampler.chunks import Ended, Progress, advance_chunk, describe_progress, hand_over
+from gspax.sampler.engine import Prompts, SampleOptions
+from gspax.sampler.sampler import place_prompts
 from gspax.types import Array, Params, Rollout
 
 FREE = -1  # the problem of a place without a group

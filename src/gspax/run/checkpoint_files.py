@@ -20,8 +20,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from gspax.distributed import multihost
 from gspax.errors import UserError
+from gspax.parallel import multihost
 from gspax.run import step_folders
 from gspax.run.folders import write_atomically
 from gspax.run.manifest import find_damage, write_manifest

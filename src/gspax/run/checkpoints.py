@@ -17,8 +17,8 @@ from typing import Any, Self
 
 import jax
 
-from gspax.distributed import multihost
 from gspax.errors import FailureError, UserError
+from gspax.parallel import multihost
 from gspax.run import lock, step_folders
 from gspax.run.checkpoint_files import Files, NoFiles, shorten
 from gspax.run.manifest import MANIFEST

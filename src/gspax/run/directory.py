@@ -29,9 +29,9 @@ from typing import Any
 
 import jax
 
-from gspax.distributed import multihost
 from gspax.errors import UserError
 from gspax.experiment.description import difference, resumable
+from gspax.parallel import multihost
 from gspax.run import lock, step_folders
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import installed_version
@@ -105,12 +105,12 @@ class RunDir:
 
     @property
     def rollbacks(self) -> Path:
-        """Where the run went back after it diverged, JSON lines (`learner.rollback`)."""
+        """Where the run went back after it diverged, JSON lines (`training.rollback`)."""
         return self.path / "rollbacks.jsonl"
 
     @property
     def dumps(self) -> Path:
-        """Minibatches and states of skipped updates, a folder for each (`learner.rollback`)."""
+        """Minibatches and states of skipped updates, a folder for each (`training.rollback`)."""
         return self.path / "dumps"
 
     @property

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import Any
 
-from gspax.distributed import multihost
-from gspax.distributed.watchdog import SHOW_CURSOR
+from gspax.parallel import multihost
+from gspax.parallel.watchdog import SHOW_CURSOR
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME = 1.0  # seconds in which signals count as one: a terminal and the shell in it, or a launcher, send several

@@ -41,7 +41,7 @@ def hold(path: Path) -> Iterator[None]:
     """
     import jax  # here, so that `--help` of subcommands that write files answers at once
 
-    from gspax.distributed import multihost
+    from gspax.parallel import multihost
 
     own = json.dumps(_describe())
     is_primary = jax.process_index() == 0

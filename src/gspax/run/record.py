@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
-from gspax.distributed import multihost
 from gspax.errors import UserError, warn
+from gspax.parallel import multihost
 from gspax.run import lock
 from gspax.run.directory import RunDir
 from gspax.run.folders import unused_name, write_atomically

@@ -1,4 +1,4 @@
-"""Whole steps: `loop.step.run_step`, which `gspax train` runs, phase by phase."""
+"""Whole steps: `training.step.run_step`, which `gspax train` runs, phase by phase."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gspax.commands.benchmarks.figures import Figure
 
 if TYPE_CHECKING:
     from gspax.config import ModelConfig, Sampling
-    from gspax.loop.learner import Learner
+    from gspax.training.runtime import Learner
 
 STEPS = 7  # after the first
 PHASES = ("rollout", "old_logp", "train", "step")
@@ -38,10 +38,10 @@ def measure_steps(learner: Learner, trace: Path | None) -> MeasuredSteps:
     import jax.numpy as jnp
 
     from gspax.learner.state import add_adapters, init_state
-    from gspax.loop.drawing import InFlight
-    from gspax.loop.step import run_step
     from gspax.model.low_rank import partition
     from gspax.run.compilation import count_compilations
+    from gspax.training.in_flight import InFlight
+    from gspax.training.step import run_step
 
     experiment = learner.experiment
     with count_compilations() as compiled, learner.rewards:
@@ -91,7 +91,7 @@ def figures(
     FLOPs are counted from the model's shape (two per multiplied parameter and token, plus attention; backward twice
     forward), not taken from the compiler, which counts a loop's body once.
     """
-    from gspax.experiment.counts import forward_flops
+    from gspax.model.sizes.counts import forward_flops
 
     median = {name: statistics.median(step[name] for step in metrics) for name in metrics[0]}
     rows = sampling.prompts * sampling.group

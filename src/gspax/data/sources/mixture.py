@@ -11,10 +11,10 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
+from gspax.config.protocols import DataSource
 from gspax.data.problem import Problem
 from gspax.data.sources.order import block_key, permute
 from gspax.data.sources.rows import RowSource
-from gspax.protocols import DataSource
 
 
 @dataclass(frozen=True)

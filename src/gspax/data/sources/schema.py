@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspax.data.problem import Message, Problem
+from gspax.config.protocols import Message, Problem
 
 _ROLES = ("system", "user", "assistant")
 

@@ -1,0 +1,253 @@
+"""The report of `gspax compile`: whether an experiment fits a TPU topology, and how fast it could be at best.
+
+Each program of a run is compiled for the devices of the topology. Memory is the compiler's, plus what else the run
+keeps on a device; times are rooflines (`commands.aot.roofline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from gspax.commands.aot import hlo
+from gspax.commands.aot.chips import Chip, Topology
+from gspax.commands.aot.decode_loop import gathered_weights, needed
+from gspax.commands.aot.layers import FEW, are_alike, compile_few, extrapolate_phases
+from gspax.commands.aot.memory import GB, Compiled, compile_program, describe_misfits
+from gspax.commands.aot.programs import (
+    COPY,
+    PROMPTS,
+    REPLIES,
+    ROLLOUT,
+    SAMPLER,
+    SCORE,
+    TRAIN,
+    TURNS,
+    Program,
+    make_programs,
+    reply_tokens,
+)
+from gspax.commands.aot.roofline import (
+    DECODE,
+    PREFILL,
+    PUSH,
+    REPLY,
+    Phase,
+    Times,
+    estimate_times,
+    make_phases,
+    push_phase,
+)
+from gspax.commands.aot.targets import Target, make_targets
+from gspax.config import Experiment, ModelConfig, Placement, Sampling
+
+Estimates = Sequence[tuple[Phase, Times]]
+
+
+def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False, only: Sequence[str] = ()) -> bool:
+    """Compile for the topology and print the report, program by program; True if everything fits.
+
+    Args:
+      all_layers: compile the sampler with all layers, instead of extrapolating from a few.
+      only: the names of the programs to compile; empty: all.
+
+    Raises:
+      UserError: as `make_targets`.
+    """
+    jax.config.update("jax_platforms", "cpu")  # a TPU on this machine is not used
+    learner, sampler = make_targets(experiment, topology)
+    print(heading(experiment.name, topology, learner, sampler, turns=experiment.environment is not None), flush=True)
+    compiled = []
+    layers = experiment.model.num_hidden_layers
+    programs = make_programs(experiment, learner.mesh, sampler.mesh)
+    for program in programs:
+        if only and program.name not in only:
+            continue
+        if program.name in SAMPLER and are_alike(experiment.model) and not all_layers:
+
+            def few(number: int, name: str = program.name) -> Program:
+                model = replace(experiment.model, num_hidden_layers=number)
+                smaller = make_programs(replace(experiment, model=model), learner.mesh, sampler.mesh)
+                return next(each for each in smaller if each.name == name)
+
+            compiled.append(compile_few(program, few, layers))
+            how = f"with {FEW[0]} and {FEW[1]} of {layers} equal layers "
+        else:
+            compiled.append(compile_program(program))
+            how = ""
+        print(f"  {program.name}: compiled {how}in {compiled[-1].seconds:.0f} s", flush=True)
+    print("\n" + memory_table(compiled, topology))
+    estimates = estimate(
+        compiled,
+        learner,
+        sampler,
+        model=experiment.model,
+        sampling=experiment.sampling,
+        minibatches=experiment.schedule.minibatches,
+        runs={program.name: program.runs for program in programs},
+    )
+    if experiment.placement is not None:
+        push = push_phase(experiment.model, learner, sampler, experiment.sampling.weights_dtype)
+        estimates.insert(0, (push, estimate_times(push, topology.chip, sampler.link_rate())))
+    if estimates:
+        ahead = draws_ahead(experiment.placement, experiment.schedule.checkpoint_every)
+        print("\n" + time_table(estimates, topology.chip))
+        print("\n" + step_lines(experiment.sampling, estimates, topology, ahead=ahead))
+        if experiment.environment is not None:
+            reply = reply_tokens(experiment.sampling.max_tokens)
+            print(f"Assumed: conversations of {experiment.turns.limit} turns, replies of {reply} tokens.")
+        print("\n" + collective_table([phase for phase, _ in estimates]))
+    for each in compiled:
+        if each.name in (ROLLOUT, TURNS) and not each.error:
+            print("\n" + token_table(experiment.model, experiment.sampling, sampler.sizes, estimates))
+            print("\n" + gathered_lines(hlo.parse(each.text)))
+    for sentence in describe_uncounted(compiled):
+        print("\n" + sentence)
+    misfits = describe_misfits(compiled, topology)
+    print("\n" + ("\n".join(misfits) or f"Everything fits {topology}."))
+    return not misfits
+
+
+def estimate(
+    compiled: Sequence[Compiled], learner: Target, sampler: Target, **options: Any
+) -> list[tuple[Phase, Times]]:
+    """The phases of the programs that compiled, and their times on their targets.
+
+    Args:
+      options: of `make_phases`.
+    """
+    found = []
+    for each in compiled:
+        if each.error:
+            continue
+        target = sampler if each.name in SAMPLER else learner
+        versions = [
+            make_phases(version, target.sizes, slices=target.topology.slices, **options)
+            for version in each.few or (each,)
+        ]
+        layers = options["model"].num_hidden_layers
+        phases = extrapolate_phases(versions[0], versions[1], layers) if each.few else versions[0]
+        found += [(phase, target) for phase in phases]
+    return [(phase, estimate_times(phase, target.topology.chip, target.link_rate())) for phase, target in found]
+
+
+def draws_ahead(placement: Placement | None, checkpoint_every: int) -> bool:
+    """Whether the sampler draws while the learner updates. Nothing is drawn ahead across a checkpoint."""
+    if placement is None or checkpoint_every == 1:
+        return False
+    return placement.staleness > 0 if placement.partial is None else placement.partial.ahead > 0
+
+
+def heading(name: str, topology: Topology, learner: Target, sampler: Target, *, turns: bool) -> str:
+    """What is compiled for which devices."""
+    lines = [f"{name} on {topology}"]
+    drawing = f"{PROMPTS}, {TURNS}, {REPLIES}" if turns else ROLLOUT
+    for target, programs in ((learner, f"{TRAIN}, {SCORE}"), (sampler, drawing)):
+        lines.append(f"  {target.name}, {programs}: {target} of {target.topology}")
+    return "\n".join(lines)
+
+
+def memory_table(compiled: Sequence[Compiled], topology: Topology) -> str:
+    """Memory per device of each program that compiled, item by item."""
+    rows = {
+        "arguments": "arguments",
+        "results (not aliased)": "results",
+        "temporaries": "temporaries",
+        "peak of these": "peak",
+        "code": "code",
+        "resident in the run": "resident",
+        "total of the last three": "total",
+    }
+    measured = [each for each in compiled if each.memory is not None]
+    lines = [f"{'Memory per device, GB':<28}" + "".join(f"{each.name:>16}" for each in measured)]
+    for title, name in rows.items():
+        cells = [f"{getattr(each.memory, name) / GB:>16.3f}" for each in measured]
+        lines.append(f"  {title:<26}" + "".join(cells))
+    usable = topology.chip.memory / GB
+    return "\n".join([*lines, f"  {'a program may use':<26}" + f"{usable:>16.2f}" * len(measured)])
+
+
+def time_table(estimates: Estimates, chip: Chip) -> str:
+    """What each phase does on one device, and how long it takes at least."""
+    head = f"{'Per device and run':<18}{'TFLOP':>9}{'moved GB':>10}{'sent GB':>9}"
+    lines = [
+        head + f"{'compute s':>11}{'memory s':>10}{'network s':>11}{'DCN s':>9}{'bound by':>10}{'MFU':>8}{'runs':>7}"
+    ]
+    for phase, times in estimates:
+        mfu = phase.model_flops / times.bound / chip.flops if times.bound else 0.0
+        lines.append(
+            f"  {phase.name:<16}{phase.flops / 1e12:9.3f}{phase.moved / GB:10.2f}{sum(phase.sent.values()) / GB:9.2f}"
+            f"{times.compute:11.4f}{times.memory:10.4f}{times.network:11.4f}{times.dcn:9.4f}{times.limit:>10}"
+            f"{mfu:>8.1%}{phase.runs:>7,}"
+        )
+    return "\n".join(lines)
+
+
+def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, ahead: bool) -> str:
+    """The whole step: rollout, scores and updates, if all of them compiled.
+
+    With `ahead` the sampler and the learner work at the same time, and the slower of them bounds the step.
+    """
+    seconds = {phase.name: phase.runs * times.bound for phase, times in estimates}
+    if not {TRAIN, SCORE, PREFILL, DECODE} <= set(seconds):
+        return "No estimate of a whole step: not all of it compiled."
+    copied = seconds.get(PUSH, 0.0) + seconds.get(COPY, 0.0)
+    drawing = seconds[PREFILL] + seconds[DECODE] + seconds.get(REPLY, 0.0)
+    sampler = copied + drawing
+    learner = seconds[SCORE] + seconds[TRAIN]
+    step = max(sampler, learner) if ahead else sampler + learner
+    push = f"{PUSH if PUSH in seconds else COPY} {copied:.2f}, " if copied else ""
+    then = " and meanwhile" if ahead else ","
+    devices = topology.slices * topology.slice_devices
+    drawn = sampling.prompts * sampling.group * sampling.max_tokens
+    flops = sum(phase.runs * phase.model_flops * phase.devices for phase, _ in estimates)
+    return (
+        f"A step takes at least {step:.2f} s: {push}rollout {drawing:.2f}{then} "
+        f"old log-probs {seconds[SCORE]:.2f}, updates {seconds[TRAIN]:.2f}\n"
+        f"(responses of {sampling.max_tokens} tokens, perfect overlap); "
+        f"MFU at most {flops / step / devices / topology.chip.flops:.1%}, "
+        f"{drawn / step / devices:,.0f} drawn tokens/s on each device"
+    )
+
+
+def collective_table(phases: Sequence[Phase]) -> str:
+    """What each phase sends, by collective and mesh axes."""
+    lines = ["Sent by each device in one run, GB"]
+    for phase in phases:
+        for collective, sent in sorted(phase.sent.items(), key=lambda item: -item[1]):
+            over = f"{'+'.join(collective.axes) or 'no axis'} ({collective.size})" + ", DCN" * collective.dcn
+            lines.append(f"  {phase.name:<18}{collective.kind:<20}{over:<24}{sent / GB:12.4f}")
+    return "\n".join(lines)
+
+
+def token_table(model: ModelConfig, sampling: Sampling, mesh: dict[str, int], estimates: Estimates) -> str:
+    """One token of the decoding loop: what is moved and sent beside the least that must be read."""
+    lines = [f"{'A token, GB':<28}{'moved':>9}{'needed':>9}{'ratio':>8}{'sent':>9}"]
+    for phase, _ in estimates:
+        for part, moved in phase.moved_at.items():
+            need, sent = needed(part, model, sampling, mesh), sum(phase.sent.values())
+            where = "mean of a response" if part == "mean" else f"at its {part}"
+            lines.append(f"  {where:<26}{moved / GB:9.3f}{need / GB:9.3f}{moved / need:8.2f}{sent / GB:9.3f}")
+    return "\n".join(lines)
+
+
+def gathered_lines(module: hlo.Module) -> str:
+    """The weights that are gathered for every token, if any."""
+    found = gathered_weights(module)
+    if not found:
+        return "No weight is gathered in the loop over tokens."
+    return "\n".join(["Gathered for every token, though equal for all of them:", *(f"  {each}" for each in found)])
+
+
+def describe_uncounted(compiled: Sequence[Compiled]) -> list[str]:
+    """One sentence for each program with loops of unknown trip count, other than the sampler's one over tokens (of a
+    reply: over blocks)."""
+    found = []
+    for each in compiled:
+        loops = 0 if each.error else hlo.unknown_loops(hlo.parse(each.text)) - (each.name in (ROLLOUT, TURNS, REPLIES))
+        if loops > 0:
+            found.append(f"The {each.name} has loops ({loops}) with unknown trip counts; each is counted once.")
+    return found

@@ -1,0 +1,92 @@
+"""Functions and classes as values: the names, parameters, and annotations of what an experiment's fields hold."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+
+def is_record(value: Any) -> bool:
+    """Whether `value` is an instance of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def is_function(value: Any) -> bool:
+    """Whether `value` can be called and has a name of its own (a class does not count)."""
+    return callable(value) and not isinstance(value, type) and hasattr(value, "__qualname__")
+
+
+def unwrap(function: Any) -> Any:
+    """The function inside a `functools.partial`."""
+    return function.func if isinstance(function, functools.partial) else function
+
+
+def keywords(function: Any) -> dict[str, Any]:
+    """The keyword-only parameters of a function or a partial with what they are set to, and a partial's keywords.
+
+    A parameter that has no value yet maps to `inspect.Parameter.empty`.
+    """
+    found = {
+        name: parameter.default
+        for name, parameter in parameters(unwrap(function)).items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    return found | (function.keywords if isinstance(function, functools.partial) else {})
+
+
+def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function; none if it has no signature, as some built-in functions."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def hints_of(source: Any, *, ranges: bool = False) -> dict[str, Any]:
+    """The annotations of a dataclass or a function; those that cannot be evaluated are left out.
+
+    Args:
+      ranges: keep the `ranges.Range` of an annotation, as `Annotated[...]`.
+    """
+    found: dict[str, Any] = {}
+    for owner in reversed(source.__mro__) if isinstance(source, type) else [inspect.unwrap(source)]:
+        module = sys.modules.get(getattr(owner, "__module__", None) or "builtins", builtins)
+        for name, annotation in inspect.get_annotations(owner).items():
+            holder = types.SimpleNamespace(__annotations__={name: annotation})
+            with contextlib.suppress(Exception):  # it may name what only a type checker imports
+                found |= typing.get_type_hints(holder, vars(module), include_extras=ranges)
+    return found
+
+
+def name_of(value: Any) -> str:
+    """The name of a function or a class in the shortest package that exposes it: `gspax.losses.gspo`."""
+    module, name = getattr(value, "__module__", None) or "builtins", value.__qualname__
+    parts = module.split(".")
+    packages = (".".join(parts[:end]) for end in range(1, len(parts)))
+    return f"{next((each for each in packages if lookup(f'{each}.{name}') is value), module)}.{name}"
+
+
+def title_of(function: Any) -> str:
+    """What a message calls a function, a partial or an object that can be called."""
+    inner = unwrap(function)
+    return name_of(inner) if hasattr(inner, "__qualname__") else type(inner).__name__
+
+
+def lookup(name: str) -> Any:
+    """What a dotted name stands for in the modules that are loaded; None if there is nothing."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        if module := sys.modules.get(".".join(parts[:end])):
+            found: Any = module
+            for part in parts[end:]:
+                found = getattr(found, part, None)
+            return found
+    return None

@@ -1,0 +1,180 @@
+"""Optimisers and learning-rate schedules that an experiment can name: `Optimizer(transform=optimizers.muon)`.
+
+Any function of a learning-rate schedule that gives an `optax.GradientTransformation` works as `transform`, among them
+optax's own (`optax.adafactor`, `optax.lion`, ...). A schedule is a function of (peak, warm-up updates).
+
+Weight decay applies to matrices alone by default (`matrices`). optax is imported when an optimiser is made, so that an
+experiment can be loaded and priced without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gspax.config.ranges import Below1, NonNegative, Positive, PositiveInt
+
+if TYPE_CHECKING:
+    import optax
+
+
+def matrices(params: Any) -> Any:
+    """A tree of booleans: True for matrices, stacked ones too; False for scales of norms, biases and the embedding.
+
+    The embedding is a table, not a product: decay would shrink the rows of tokens that the data lacks. An untied
+    head is a matrix.
+    """
+    return _map_names(_is_matrix, params)
+
+
+def everything(params: Any) -> Any:
+    """A tree of True: weight decay on every parameter, as in runs before `matrices` became the default."""
+    return _map_names(lambda name, leaf: True, params)
+
+
+def adamw(
+    learning_rate: Any,
+    *,
+    b1: Below1 = 0.9,
+    b2: Below1 = 0.95,
+    eps: Positive = 1e-8,
+    weight_decay: NonNegative = 0.0,
+    decayed: Callable[[Any], Any] = matrices,
+) -> optax.GradientTransformation:
+    """AdamW (arXiv 1711.05101). The decay is multiplied by the learning rate.
+
+    Args:
+      learning_rate: a number or an `optax.Schedule`.
+      decayed: parameters -> a tree of booleans, which of them decay.
+    """
+    import optax
+
+    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decayed)
+
+
+def muon(
+    learning_rate: Any,
+    *,
+    beta: Below1 = 0.95,
+    b1: Below1 = 0.9,
+    b2: Below1 = 0.95,
+    eps: Positive = 1e-8,
+    weight_decay: NonNegative = 0.0,
+    rms: Positive = 0.2,
+) -> optax.GradientTransformation:
+    """Muon (https://kellerjordan.github.io/posts/muon) for the matrices of the layers, AdamW for everything else.
+
+    Stacked matrices (layers, experts) are orthogonalised one by one. Their updates are scaled to the root mean square
+    that AdamW's have (arXiv 2502.16982), so that one learning rate serves both.
+
+    Args:
+      learning_rate: a number or an `optax.Schedule`, of both.
+      beta: of Muon's momentum.
+      b1, b2: of AdamW, for embedding, head, norms and biases.
+      weight_decay: of the matrices of the layers.
+      rms: root mean square of an update of a matrix at learning rate 1.
+    """
+    import optax
+
+    return optax.contrib.muon(
+        learning_rate,
+        beta=beta,
+        eps=eps,
+        weight_decay=weight_decay,
+        adam_b1=b1,
+        adam_b2=b2,
+        muon_weight_dimension_numbers=_dimensions,
+        consistent_rms=rms,
+    )
+
+
+def constant(peak: float, warmup_updates: int) -> optax.Schedule:
+    """Linear from 0 over `warmup_updates`, then `peak`."""
+    import optax
+
+    return _after_warmup(optax.constant_schedule(peak), peak, warmup_updates)
+
+
+def linear(peak: float, warmup_updates: int, *, updates: PositiveInt, final: NonNegative = 0.0) -> optax.Schedule:
+    """Linear from 0 to `peak` over `warmup_updates`, then linear to `final` times the peak.
+
+    Args:
+      peak: the largest learning rate.
+      warmup_updates: updates of the warm-up; 0 for none.
+      updates: the update at which the rate reaches its final value, warm-up included.
+      final: the final rate as a share of the peak.
+
+    Raises:
+      ValueError: the warm-up takes all updates.
+    """
+    import optax
+
+    decay = optax.linear_schedule(peak, final * peak, _decay_updates(warmup_updates, updates))
+    return _after_warmup(decay, peak, warmup_updates)
+
+
+def cosine(peak: float, warmup_updates: int, *, updates: PositiveInt, final: NonNegative = 0.0) -> optax.Schedule:
+    """Linear from 0 to `peak` over `warmup_updates`, then half a cosine to `final` times the peak (arXiv 1608.03983).
+
+    Arguments and errors are those of `linear`.
+    """
+    import optax
+
+    decay = optax.cosine_decay_schedule(peak, _decay_updates(warmup_updates, updates), alpha=final)
+    return _after_warmup(decay, peak, warmup_updates)
+
+
+def _decay_updates(warmup_updates: int, updates: int) -> int:
+    if updates <= warmup_updates:
+        raise ValueError(f"wanted more updates than the warm-up's {warmup_updates}, got updates={updates}")
+    return updates - warmup_updates
+
+
+def _after_warmup(schedule: optax.Schedule, peak: float, warmup_updates: int) -> optax.Schedule:
+    """The schedule after a linear warm-up from 0 to the peak."""
+    import optax
+
+    if warmup_updates == 0:
+        return schedule
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup_updates), schedule], [warmup_updates])
+
+
+TABLES = ("embedding", "scale")  # leaves that are no matrix, whatever their rank
+INPUT_AXES = {"out": 2}  # axes that a matrix reduces; 1 for all others
+OUTPUT_AXES = {"query": 2, "key": 2, "value": 2}  # axes that it makes; 1 for all others
+
+
+def _map_names(function: Callable[[tuple[str, ...], Any], Any], params: Any) -> Any:
+    """A tree of `function(names on the path, leaf)`."""
+    import jax
+
+    def visit(path: Any, leaf: Any) -> Any:
+        return function(tuple(jax.tree_util.keystr(path, simple=True, separator="/").split("/")), leaf)
+
+    return jax.tree_util.tree_map_with_path(visit, params)
+
+
+def _is_matrix(names: tuple[str, ...], leaf: Any) -> bool:
+    return leaf.ndim >= 2 and names[-1] not in TABLES and not names[-1].endswith("bias")
+
+
+def _dimensions(params: Any) -> Any:
+    """Muon's view of each parameter: which trailing axes a matrix reduces and makes; None leaves it to AdamW.
+
+    A low-rank pair `a` [..., in, rank], `b` [..., rank, out] has the axes of its matrix on one side.
+    """
+    import optax
+
+    def view(names: tuple[str, ...], leaf: Any) -> Any:
+        if not _is_matrix(names, leaf) or names[-1] == "head":
+            return None
+        factor = names[-1] if names[-1] in ("a", "b") else ""
+        matrix = names[-2] if factor else names[-1]
+        reduced = 1 if factor == "b" else INPUT_AXES.get(matrix, 1)
+        made = 1 if factor == "a" else OUTPUT_AXES.get(matrix, 1)
+        first = leaf.ndim - reduced - made
+        return optax.contrib.MuonDimensionNumbers(
+            tuple(range(first, first + reduced)), tuple(range(first + reduced, leaf.ndim))
+        )
+
+    return _map_names(view, params)

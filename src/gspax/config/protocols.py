@@ -1,0 +1,216 @@
+"""What an experiment's parts must provide, for type checkers and for `experiment.validation`.
+
+Nothing has to inherit from these. A function fits if it can be called with the positional arguments of `__call__`; a
+`functools.partial` sets its keywords. Arrays are float32 unless stated otherwise.
+
+Axes: B rows, T tokens, P prompts, G samples, R rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    import optax
+
+    from gspax.losses import Terms
+
+    Array = jax.Array
+
+
+Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt, and what the reward needs to judge a completion.
+
+    Attributes:
+      prompt: the text to respond to; in a chat the user's last message.
+      answer: what the reward compares a completion with.
+      context: the chat's messages before the prompt: a system message, worked examples, earlier turns.
+      task: the name of the task, in a mixture of several.
+      metadata: whatever else a reward may need.
+    """
+
+    prompt: str
+    answer: str
+    context: tuple[Message, ...] = field(default=(), hash=False)
+    task: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+class Step(NamedTuple):
+    """The result of one of the policy's messages."""
+
+    state: Any = None
+    messages: Sequence[Message] = ()  # the reply, which the policy reads before its next turn; not read if `done`
+    reward: float = 0.0  # of this message, besides what the experiment's reward gives the last one
+    done: bool = False  # the conversation is over
+    metrics: Mapping[str, float] = {}  # summed over the conversation: `rollout/NAME` is the mean over conversations
+
+
+class DataSource(Protocol):
+    """Problems by index. Both methods are pure functions of the source and the index, so that a run can resume."""
+
+    def train(self, index: int, /) -> Problem:
+        """Training problem number `index`, from 0."""
+
+    def heldout(self, index: int, /) -> Problem:
+        """Held-out problem number `index`, from 0; none of them is ever a training problem."""
+
+
+class HeldoutProblems(Protocol):
+    """The problems of a benchmark. A property `heldout_count` says how many there are, if they are finitely many."""
+
+    def heldout(self, index: int, /) -> Problem:
+        """Problem number `index`, from 0."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion when the policy chooses one of them."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id; a model may have more rows than this, never fewer."""
+
+    def encode(self, text: str, /) -> Sequence[int]:
+        """The ids of a problem's prompt, as the policy reads it before its completion starts."""
+
+    def decode(self, ids: Iterable[int], /) -> str:
+        """The text before the first stop id."""
+
+
+class CompletionTokenizer(Tokenizer, Protocol):
+    """A tokenizer that also encodes completions, as a warm start needs."""
+
+    def encode_completion(self, text: str, /) -> Sequence[int]:
+        """The ids of a text that the policy could have written, with no stop id appended."""
+
+
+class ConversationTokenizer(CompletionTokenizer, Protocol):
+    """A tokenizer for conversations of several turns (`data.hf_chat`, `data.CharChat`)."""
+
+    @property
+    def turn_end(self) -> int:
+        """The stop id that ends an assistant's turn; with any other one the policy ends the conversation."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], /) -> Any:
+        """The ids of a conversation's first messages, up to the start of the assistant's turn.
+
+        `tools` are JSON schemas of functions, as OpenAI's `tools`.
+        """
+
+    def encode_reply(self, messages: Sequence[Mapping[str, Any]], /) -> Any:
+        """The ids from after `turn_end` to the start of the assistant's next turn."""
+
+
+class Environment(Protocol):
+    """An environment answers the policy's messages. Both methods are pure and may be called in any thread.
+
+    A state is picklable, and what is returned replaces it: a method must not change the one that it is given.
+    """
+
+    def reset(self, problem: Problem, /) -> tuple[Any, Sequence[Mapping[str, Any]]]:
+        """The state before the first turn, and the messages that the conversation begins with."""
+
+    def step(self, state: Any, message: str, /) -> Step:
+        """The state after the policy's message, the reply to it, and the message's own reward; may be async."""
+
+
+class Reward(Protocol):
+    """The reward, or R rewards, of one completion; a mapping names them. `problem` is what the data source gave."""
+
+    def __call__(self, problem: Any, completion: str, /) -> Any: ...
+
+
+class BatchReward(Protocol):
+    """The rewards of several completions, each of the problem of the same index (`rewards.calls.Batched`)."""
+
+    def __call__(self, problems: Sequence[Any], completions: Sequence[str], /) -> Any: ...
+
+
+class Vote(Protocol):
+    """The final answer of a completion, by which its sample votes in maj@k; None if there is none."""
+
+    def __call__(self, completion: str, /) -> str | None: ...
+
+
+class Advantage(Protocol):
+    """Rewards [P, G], or [P, G, R], to advantages [P, G]. With `filter_overlong` a mask, bool [P, G], comes second."""
+
+    def __call__(self, rewards: Array, /) -> Array: ...
+
+
+class Loss(Protocol):
+    """A policy loss: log-probs [B, T] of the policy and of the policy that started the updates, advantage [B], response
+    mask, bool [B, T]."""
+
+    def __call__(self, logp: Array, old_logp: Array, advantage: Array, mask: Array, /) -> Terms: ...
+
+
+class Correction(Protocol):
+    """Weights [B, T] or [B] for a sampler that is not the learner (`losses.correction`)."""
+
+    def __call__(self, old_logp: Array, sampler_logp: Array, mask: Array, /) -> Array: ...
+
+
+class Rejection(Protocol):
+    """Weights, 0 or 1, that depend on the current policy (`losses.correction.reject_off_policy`)."""
+
+    def __call__(self, logp: Array, sampler_logp: Array, advantage: Array, mask: Array, /) -> Array: ...
+
+
+class KLLoss(Protocol):
+    """A KL to the reference policy, to be added to the policy loss (`losses.kl.token_kl`)."""
+
+    def __call__(self, logp: Array, ref_logp: Array, mask: Array, /) -> Terms: ...
+
+
+class KLEstimate(Protocol):
+    """A KL estimate of every token, [B, T], to be subtracted from the reward (`losses.kl.k1`)."""
+
+    def __call__(self, logp: Array, ref_logp: Array, mask: Array, /) -> Array: ...
+
+
+class LengthReward(Protocol):
+    """Rewards [B] for response lengths, int32 [B], to be added to the task's (`shaping`)."""
+
+    def __call__(self, length: Array, /) -> Array: ...
+
+
+class Demonstration(Protocol):
+    """The completion to imitate for one problem; with an environment it may be several messages."""
+
+    def __call__(self, problem: Any, rng: np.random.Generator, /) -> str | Sequence[str]: ...
+
+
+class LearningRate(Protocol):
+    """A learning-rate schedule: the rate after so many updates (an `optax.Schedule`), from a peak and a warm-up."""
+
+    def __call__(self, peak: float, warmup_updates: int, /) -> Callable[[Any], Any]: ...
+
+
+class Transform(Protocol):
+    """An optimiser of optax, given its learning-rate schedule: `optax.adamw`, `optax.adafactor`, `optimizers.muon`."""
+
+    def __call__(self, learning_rate: Any, /) -> optax.GradientTransformation: ...
+
+
+def is_function_protocol(hint: Any) -> bool:
+    """Whether an annotation is one of the functions above."""
+    return getattr(hint, "_is_protocol", False) and "__call__" in vars(hint)
+
+
+def argument_names(protocol: Any) -> tuple[str, ...]:
+    """The positional arguments that a function must take to fit: `("problem", "completion")` for `Reward`."""
+    code = protocol.__call__.__code__
+    return code.co_varnames[1 : code.co_argcount]

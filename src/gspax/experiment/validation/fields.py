@@ -1,0 +1,158 @@
+"""Types, ranges and signatures of an experiment's fields, read from their annotations.
+
+Each message is one sentence: where, what was wanted, what came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
+
+from gspax.config.functions import hints_of, is_record, keywords, parameters, title_of, unwrap
+from gspax.config.protocols import argument_names, is_function_protocol
+from gspax.config.ranges import Range
+from gspax.experiment.description import show
+
+
+class Field(NamedTuple):
+    """A field of an experiment, or of a part of it."""
+
+    key: str  # as in an override
+    value: Any
+    hint: Any  # its annotation, with the ranges
+    owner: Any  # the record that it is a field of
+
+
+def type_problems(record: Any, prefix: str = "") -> Iterator[str]:
+    """Fields whose values are not what their annotations say."""
+    for name, hint in hints_of(type(record)).items():
+        value = getattr(record, name)
+        if not _fits(value, hint):
+            yield f"{prefix}{name}: wanted {_words(hint)}, got {value!r}"
+        else:
+            for key, part in _parts(f"{prefix}{name}", value, hint):
+                yield from type_problems(part, f"{key}.")
+
+
+def range_problems(record: Any) -> Iterator[str]:
+    """Numbers and names out of the range in their annotation: fields, and keywords of functions."""
+    for key, value, hint, _ in fields(record):
+        if is_function_protocol(bare(hint)) and callable(value):
+            hints = hints_of(unwrap(value), ranges=True)
+            yield from (
+                problem
+                for name, each in keywords(value).items()
+                for problem in _out_of_range(f"{key}.{name}", each, hints.get(name))
+            )
+        yield from _out_of_range(key, value, hint)
+
+
+def function_problems(record: Any) -> Iterator[str]:
+    """Functions that could not be called as the run calls them."""
+    for key, value, hint, _ in fields(record):
+        if is_function_protocol(bare(hint)) and callable(value):
+            names = argument_names(bare(hint))
+            if problem := _misfit(value, names):
+                yield f"{key}: wanted a function of ({', '.join(names)}), {problem}"
+
+
+def fields(record: Any, prefix: str = "") -> Iterator[Field]:
+    """Every field, those of the parts included: also of a data source or an environment that is a dataclass."""
+    for name, hint in hints_of(type(record), ranges=True).items():
+        value = getattr(record, name, None)  # an annotation of a user's own class may have no value
+        yield Field(f"{prefix}{name}", value, hint, record)
+        for key, part in _parts(f"{prefix}{name}", value, hint, protocols=True):
+            yield from fields(part, f"{key}.")
+
+
+def _parts(key: str, value: Any, hint: Any, *, protocols: bool = False) -> Iterator[tuple[str, Any]]:
+    """The dataclasses that an experiment consists of, in a field of it: the value, or the elements of a tuple.
+
+    Args:
+      protocols: include objects of a user's own, whose annotations need not be complete.
+    """
+    wanted, own = bare(hint), protocols and getattr(bare(hint), "_is_protocol", False)
+    if is_record(value) and (dataclasses.is_dataclass(wanted) or own):
+        yield key, value
+    elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, typing.get_args(wanted)[:1])):
+        yield from ((f"{key}[{i}]", each) for i, each in enumerate(value) if is_record(each))
+
+
+def bare(hint: Any) -> Any:
+    """`X` of `X | None` and of `Annotated[X, ...]`."""
+    if typing.get_origin(hint) is Annotated:
+        return bare(typing.get_args(hint)[0])
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        members = [each for each in typing.get_args(hint) if each is not types.NoneType]
+        return bare(members[0]) if len(members) == 1 else hint
+    return hint
+
+
+def _out_of_range(key: str, value: Any, hint: Any) -> Iterator[str]:
+    if typing.get_origin(hint) is not Annotated or value is inspect.Parameter.empty:
+        return
+    kind, *ranges = typing.get_args(hint)
+    if not _fits(value, kind):
+        yield f"{key}: wanted {_words(kind)}, got {value!r}"
+        return
+    for range_ in ranges:
+        if isinstance(range_, Range) and not range_.accepts(value):
+            yield f"{key}: wanted {range_.words}, got {show(value) if isinstance(value, int | float) else repr(value)}"
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, member) for member in members)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(each, members[0]) for each in value)
+    if origin is typing.Literal:
+        return value in members
+    if is_function_protocol(hint):
+        return callable(value)
+    if getattr(hint, "_is_protocol", False):
+        return True  # an object: what it lacks is reported by name, where it is defined what it needs
+    if hint in (int, float):
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
+
+
+def _words(hint: Any) -> str:
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(map(repr, members))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_words(member) for member in members)
+    if origin is tuple:
+        return f"a tuple of {'integers' if members[0] is int else f'{members[0].__name__}s'}"
+    if is_function_protocol(hint):
+        return "a function"
+    plain = {int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
+    return plain.get(hint) or f"a {hint.__name__}"
+
+
+def _misfit(function: Any, names: tuple[str, ...]) -> str:
+    """Why the function cannot take these positional arguments; empty if it can."""
+    inner = unwrap(function)
+    title = title_of(inner)
+    known = parameters(inner)
+    anything = not known or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    given = function.keywords if isinstance(function, functools.partial) else {}
+    for keyword in given if not anything else ():
+        if keyword not in known:
+            near = difflib.get_close_matches(keyword, known, n=1)
+            return f"{title} has no parameter {keyword!r}{f' (did you mean {near[0]!r}?)' if near else ''}"
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as problem:
+        reason = str(problem).replace("keyword-only argument", "argument")  # as Python 3.11 words it
+        return f"{title} does not accept these arguments: {reason}"
+    except ValueError:  # a built-in function without a signature
+        pass
+    return ""

@@ -1,0 +1,211 @@
+"""What must hold between an experiment's loss and all that is added to it.
+
+Each message is one sentence: where, what was wanted, what came.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from gspax.config import (
+    Calibration,
+    Experiment,
+    ModelConfig,
+    OldLogp,
+    Placement,
+    Reference,
+    Regularizers,
+    RouterShift,
+    RoutingReplay,
+    Schedule,
+    is_sparse,
+    updates_per_step,
+)
+from gspax.config.functions import keywords, parameters, unwrap
+from gspax.experiment.description import show
+from gspax.losses.calibration import INERT
+from gspax.losses.traits import aggregate_of, level_of, traits_of
+
+
+def warnings(experiment: Experiment) -> Iterator[str]:
+    """What runs but is probably not meant."""
+    loss, traits = experiment.loss, traits_of(experiment.loss)
+    clip = {name: value for name, value in keywords(loss).items() if name in ("clip_low", "clip_high")}
+    wide = {name: value for name, value in clip.items() if value >= INERT}
+    if traits.ratio == "sequence" and wide and experiment.calibration is None:
+        yield (
+            f"{', '.join(f'loss.{name}={show(value)}' for name, value in wide.items())}: GSPO's ratio is a mean over "
+            "the sequence and stays close to 1, so this band clips nothing (the paper's widths are 3e-4 and 4e-4)"
+        )
+    correction = experiment.correction
+    if correction is not None and level_of(correction) == "token" and traits.correction == "sequence":
+        yield (
+            f"correction: {_name(correction)} weights each token, but the gradient of {_name(loss)} has one weight per "
+            "sequence, the mean of these; gspo_token applies them token by token, and a correction such as "
+            "truncate_geometric weights whole sequences"
+        )
+
+
+def _clip_range(loss: Any) -> Iterator[str]:
+    settings, limit = keywords(loss), traits_of(loss).clip_low_limit
+    for name in ("clip_low", "clip_high"):
+        value = settings.get(name, 0.0)
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        if not ok or (name == "clip_low" and value >= limit):
+            words = "at least 0 and below 1" if name == "clip_low" and limit == 1 else "at least 0"
+            yield f"loss.{name}: wanted a number {words}, got {value!r}"
+
+
+def _calibration(loss: Any, calibration: Calibration | None, schedule: Schedule) -> Iterator[str]:
+    if calibration is None:
+        return
+    traits = traits_of(loss)
+    if not (traits.ratio == "sequence" and traits.clip_range):
+        yield (
+            "calibration: wanted a loss that clips the ratio of a sequence (gspo, gspo_token, luspo, or one with such "
+            f"`losses.Traits`), got {_name(loss)}"
+        )
+    if (updates := updates_per_step(schedule)) < 2:
+        yield (
+            "calibration: wanted at least 2 schedule.minibatches or schedule.epochs, as every ratio is 1 in a rollout "
+            f"batch's first update, got {updates}"
+        )
+
+
+def _rewards(reward: Any, advantage: Any) -> Iterator[str]:
+    """An advantage of several rewards gets several. A reward function that does not say what it gives passes."""
+    given = inspect.signature(unwrap(reward)).return_annotation if callable(reward) else None
+    if given not in (float, int, "float", "int") or _takes(advantage, (2, 4)) or not _takes(advantage, (2, 4, 2)):
+        return
+    yield (
+        f"advantage: {_name(advantage)} takes several rewards, wanted a reward function that gives a tuple or a dict "
+        f"of them (rewards.combination.combine), got {_name(reward)}, which gives one"
+    )
+
+
+def _takes(advantage: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a function accepts rewards of this shape; no number is computed."""
+    try:
+        jax.eval_shape(advantage, jax.ShapeDtypeStruct(shape, jax.numpy.float32))
+    except Exception:  # of a user's function
+        return False
+    return True
+
+
+def _penalties(loss: Any, reference: Reference | None, regularizers: Regularizers) -> Iterator[str]:
+    """What is added to the loss is aggregated as the loss is, so the loss must have an aggregation."""
+    if reference is not None and reference.loss is not None and reference.reward is not None:
+        yield "reference: wanted the KL in the loss or in the reward, got both"
+    on = [f"regularizers.{name}" for name, value in vars(regularizers).items() if value]
+    if reference is not None and reference.loss is not None:
+        on.append("reference.loss")
+    aggregate = aggregate_of(loss)
+    if on and aggregate is None:
+        yield f"{on[0]}: wanted a loss with an `aggregate`, to aggregate it likewise, {_name(loss)} has none"
+    kl = None if reference is None else reference.loss
+    if kl is None or aggregate is None or "aggregate" in keywords(kl):
+        return
+    if level_of(aggregate) == "token":
+        yield (
+            f"reference.loss: {_name(kl)} weighs sequences equally; wanted a loss aggregated by_sequence or "
+            f"by_constant, got {_name(aggregate)}"
+        )
+
+
+def _packed(
+    schedule: Schedule, loss: Any, correction: Any, rejection: Any, reference: Reference | None
+) -> Iterator[str]:
+    """With several responses in a row, all that sums over a response must tell them apart."""
+    if not schedule.microbatch_tokens:
+        return
+    kl = reference and reference.loss
+    given = {"loss": loss, "correction": correction, "rejection": rejection, "reference.loss": kl}
+    for field, function in given.items():
+        if function is not None and "segment_ids" not in parameters(unwrap(function)):
+            yield (
+                f"schedule.microbatch_tokens: wanted a {field} that takes `segment_ids`, for packed rows; "
+                f"{_name(function)} does not"
+            )
+
+
+def _routers(
+    model: ModelConfig, regularizers: Regularizers, routing_replay: RoutingReplay, router_shift: RouterShift | None
+) -> Iterator[str]:
+    on = [f"regularizers.{name}" for name in ("load_balance", "router_z") if getattr(regularizers, name)]
+    on += ["routing_replay"] if routing_replay != "off" else []
+    on += ["router_shift"] if router_shift is not None else []
+    if on and not any(is_sparse(model, layer) for layer in range(model.num_hidden_layers)):
+        yield f"{on[0]}: wanted a model with experts, got none in {model.num_hidden_layers} layers"
+
+
+def _replay(routing_replay: RoutingReplay, placement: Placement | None, environment: Any) -> Iterator[str]:
+    """Neither partial rollouts nor conversations keep the sampler's experts."""
+    partial = placement is not None and placement.partial is not None
+    for field, given in {"placement.partial": partial, "environment": environment is not None}.items():
+        if given and routing_replay == "sampler":
+            yield f"routing_replay: wanted off or old with {field}, which keeps no experts, got sampler"
+
+
+def _unscored(
+    old_logp: OldLogp,
+    correction: Any,
+    calibration: Calibration | None,
+    router_shift: RouterShift | None,
+    routing_replay: RoutingReplay,
+    regularizers: Regularizers,
+) -> Iterator[str]:
+    """With the sampler's own log-probs nothing is scored before the updates."""
+    read_from_scores = {
+        "correction": correction is not None,
+        "calibration": calibration is not None,
+        "router_shift": router_shift is not None,
+        "routing_replay": routing_replay == "old",
+        "regularizers.load_balance": regularizers.load_balance > 0 and routing_replay != "sampler",
+    }
+    for field in (name for name, given in read_from_scores.items() if given and old_logp == "sampler"):
+        yield f"{field}: wanted old_logp=scored, got sampler, with which nothing is scored before the updates"
+
+
+def _weights(loss: Any, correction: Any, rejection: Any) -> Iterator[str]:
+    """A loss takes the weights of a correction."""
+    for field, function in {"correction": correction, "rejection": rejection}.items():
+        if function is not None and traits_of(loss).correction is None:
+            yield f"{field}: wanted a loss that takes a `correction`, {_name(loss)} does not"
+
+
+def _overlong(filter_overlong: bool, advantage: Any) -> Iterator[str]:
+    """An advantage can leave samples out of their group."""
+    if filter_overlong and _positional(advantage) < 2:
+        yield (
+            "filter_overlong: wanted an advantage of (rewards, mask), so that the responses left out do not count "
+            f"in their groups; {_name(advantage)} takes no mask"
+        )
+
+
+def _positional(function: Any) -> int:
+    kinds = [each.kind for each in parameters(unwrap(function)).values()]
+    return sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds)
+
+
+def _name(function: Any) -> str:
+    """For a message."""
+    return str(getattr(unwrap(function), "__name__", function))
+
+
+# (check, what it reads), see `validation`
+COMBINATIONS: tuple[tuple[Callable[..., Iterator[str]], str], ...] = (
+    (_clip_range, "loss"),
+    (_calibration, "loss calibration schedule.epochs schedule.minibatches"),
+    (_rewards, "reward advantage"),
+    (_penalties, "loss reference regularizers"),
+    (_packed, "schedule.microbatch_tokens loss correction rejection reference"),
+    (_routers, "model regularizers routing_replay router_shift"),
+    (_replay, "routing_replay placement environment"),
+    (_unscored, "old_logp correction calibration router_shift routing_replay regularizers"),
+    (_weights, "loss correction rejection"),
+    (_overlong, "filter_overlong advantage"),
+)

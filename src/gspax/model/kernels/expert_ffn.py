@@ -1,0 +1,374 @@
+"""The experts of a mixture-of-experts layer, dropless: every choice is computed, however uneven the routing is.
+
+    y_n = Σ_a gate[n, a] · (silu(x_n W_gate[e]) * (x_n W_up[e])) W_down[e],      e = expert[n, a]
+
+Rows are copied once per choice and sorted by expert (dispatch), a backend multiplies each expert's rows by that
+expert's matrices, and the A results of a row are summed (combine). There are two backends for the middle part:
+
+- `blocked`, for CPU, is plain XLA: a scan over the experts and, inside it, a loop over the expert's blocks of BLOCK
+  rows. One block's intermediates stay in cache and its result overwrites its input. With few rows per expert, as in
+  decoding, the forward pass is one batched product instead, of as many rows of every expert, and a loop over the rest.
+- `ragged`, for accelerators, is `jax.lax.ragged_dot`: a grouped-matmul kernel on TPU, dense over the experts on CPU.
+
+`expert_ffn` picks the backend when the program is lowered, so compiling for TPU on a CPU host needs no flag.
+
+The backward pass is written by hand. It recomputes gate and up from x, which costs less than storing them across a
+`lax.scan` over layers, and saves only the arguments and the sorting permutation. Dispatch and combine are each other's
+transpose (at gate = 1), so no gather turns into a scatter-add.
+
+On a mesh, call it inside `jax.shard_map`: the partitioner does not partition either backend.
+
+Axes: N rows, A experts per row, M = N·A choices, S = M + BLOCK sorted rows, D model, F expert width, E experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from gspax.model.kernels.quantization import Weight, cast, dequantise, is_quantized
+
+BLOCK = 40  # rows; larger blocks pad small batches more, and XLA:CPU multi-threads their products at a loss
+MANY_ROWS = 128  # per expert: `ragged` converts weights of 8 bits first, instead of scaling float32 results
+FEW_TILE, MOST_FEW = 8, 24  # rows of each expert in the batched product of `_few_forward`: multiples, and at most
+
+
+class Permutation(NamedTuple):
+    """The sorting of choices by expert. All int32."""
+
+    order_S: Array  # the choice n·A + a at each sorted row; M for an empty row
+    place_NA: Array  # the sorted row of each choice; S for a dropped choice
+    count_E: Array  # rows of each expert
+
+
+class Experts(NamedTuple):
+    gate_EDF: Weight
+    up_EDF: Weight
+    down_EFD: Weight
+
+
+class Backend(NamedTuple):
+    """Two functions of sorted rows. Rows after the last expert's must not affect any result that is read.
+
+    forward(x_SD, gate_S, experts, count_E) -> y_SD
+    backward(x_SD, gate_S, experts, count_E, dy_SD) -> dx_SD, dgate_S, dexperts
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def expert_ffn(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
+    """The gate-weighted sum of each row's experts: y_ND in x's dtype.
+
+    Differentiable in x, gate and the weights. A row's result does not depend on the other rows.
+
+    Args:
+        x_ND: float32 or bfloat16. Products are computed in this dtype and accumulated in float32.
+        expert_NA: int32 in [0, E]. E drops the choice: it adds zero to the row and propagates no gradient and no NaN.
+        gate_NA: the weight of each choice, used in float32.
+        w_gate_EDF: any float dtype, cast to x's; its gradient has the dtype of the weights. Or a `Quantized` with a
+            scale [E, F], for which there is no gradient.
+        w_up_EDF: as w_gate_EDF.
+        w_down_EFD: as w_gate_EDF.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+        TypeError: expert_NA is not int32.
+    """
+    return _apply(_BY_PLATFORM, x_ND, expert_NA, gate_NA, Experts(w_gate_EDF, w_up_EDF, w_down_EFD))
+
+
+def blocked(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
+    """`expert_ffn` with the backend for CPU."""
+    return _apply(_BLOCKED, x_ND, expert_NA, gate_NA, Experts(w_gate_EDF, w_up_EDF, w_down_EFD))
+
+
+def ragged(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
+    """`expert_ffn` with the backend for accelerators."""
+    return _apply(_RAGGED, x_ND, expert_NA, gate_NA, Experts(w_gate_EDF, w_up_EDF, w_down_EFD))
+
+
+def _apply(backend, x_ND, expert_NA, gate_NA, experts):
+    (N, D), (E, _, F) = x_ND.shape, experts.gate_EDF.shape
+    shapes = [a.shape for a in (expert_NA, gate_NA, *experts)]
+    A = expert_NA.shape[-1]
+    if shapes != [(N, A), (N, A), (E, D, F), (E, D, F), (E, F, D)]:
+        raise ValueError(f"for x {x_ND.shape}, wanted shapes [N, A] twice, [E, D, F] twice, [E, F, D]; got {shapes}")
+    if expert_NA.dtype != jnp.int32:
+        raise TypeError(f"expert_NA must be int32, got {expert_NA.dtype}")
+    x_ND, gate_NA, *weights = vary_alike(x_ND, gate_NA, *experts)
+    return _ffn(backend, x_ND, expert_NA, gate_NA, Experts(*weights))
+
+
+def vary_alike(*trees: Any) -> list[Any]:
+    """The same trees of arrays, typed under `shard_map` as varying over every mesh axis that any of them varies over.
+
+    A loop's carry must keep its type. Selecting with a constant False changes the type at no cost; outside the custom
+    derivative it also makes JAX sum the gradient of a replicated array over the axes.
+    """
+
+    def typed_like(a, b):
+        return jnp.where(False, lax.stop_gradient(b[(0,) * b.ndim]).astype(a.dtype), a)
+
+    arrays, structure = jax.tree.flatten(trees)
+    return list(jax.tree.unflatten(structure, [functools.reduce(typed_like, arrays, a) for a in arrays]))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ffn(backend, x_ND, expert_NA, gate_NA, experts):
+    return _ffn_forward(backend, x_ND, expert_NA, gate_NA, experts)[0]
+
+
+def _ffn_forward(backend, x_ND, expert_NA, gate_NA, experts):
+    permutation = sort_by_expert(expert_NA, experts.gate_EDF.shape[0])
+    return forward(permutation, x_ND, gate_NA, experts, backend=backend), (x_ND, gate_NA, experts, permutation)
+
+
+def _ffn_backward(backend, saved, dy_ND):
+    x_ND, gate_NA, experts, permutation = saved
+    dx_ND, dgate_NA, dexperts = backward(permutation, x_ND, gate_NA, experts, dy_ND, backend=backend)
+    return dx_ND, None, dgate_NA, dexperts
+
+
+_ffn.defvjp(_ffn_forward, _ffn_backward)
+
+
+def forward(
+    permutation: Permutation, x_ND: Array, gate_NA: Array, experts: Experts, *, backend: Backend | None = None
+) -> Array:
+    """`expert_ffn` of choices that are already sorted: y_ND. Not differentiable; `backward` is its derivative."""
+    x_SD, gate_S = dispatch(permutation, x_ND), take_rows(gate_NA.reshape(-1), permutation.order_S)
+    return combine(permutation, (backend or _BY_PLATFORM).forward(x_SD, gate_S, experts, permutation.count_E))
+
+
+def backward(
+    permutation: Permutation,
+    x_ND: Array,
+    gate_NA: Array,
+    experts: Experts,
+    dy_ND: Array,
+    *,
+    backend: Backend | None = None,
+) -> tuple[Array, Array, Experts]:
+    """The gradients of Σ `forward` · dy with respect to x_ND, gate_NA and the experts, in their dtypes."""
+    x_SD, gate_S = dispatch(permutation, x_ND), take_rows(gate_NA.reshape(-1), permutation.order_S)
+    dx_SD, dgate_S, dexperts = (backend or _BY_PLATFORM).backward(
+        x_SD, gate_S, experts, permutation.count_E, dispatch(permutation, dy_ND)
+    )
+    return combine(permutation, dx_SD), take_rows(dgate_S, permutation.place_NA), dexperts
+
+
+def sort_by_expert(expert_NA: Array, num_experts: int) -> Permutation:
+    """The permutation that sorts the choices by expert, stable within an expert.
+
+    One int32 key holds expert and position, which is far cheaper to sort and to compile than two keys.
+
+    Raises:
+        ValueError: there are too many choices for an int32 key.
+    """
+    expert_M = expert_NA.reshape(-1)
+    M = expert_M.size
+    if (num_experts + 1) * M >= 2**31:
+        raise ValueError(f"{M} choices among {num_experts} experts do not fit an int32 sort key")
+    position_M = jnp.arange(M, dtype=jnp.int32)
+    order_M = lax.sort(expert_M * M + position_M, is_stable=False) % M
+    place_M = jnp.zeros_like(order_M).at[order_M].set(position_M, unique_indices=True)
+    count_E = (expert_M[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
+    return Permutation(
+        order_S=jnp.pad(jnp.where(position_M < count_E.sum(), order_M, M), (0, BLOCK), constant_values=M),
+        place_NA=jnp.where(expert_M < num_experts, place_M, M + BLOCK).reshape(expert_NA.shape),
+        count_E=count_E,
+    )
+
+
+def backend() -> Backend:
+    """The one for the platform that a program is lowered for."""
+    return _BY_PLATFORM
+
+
+def dispatch(permutation: Permutation, x_ND: Array) -> Array:
+    """Each row once per choice, sorted by expert: x_SD; empty rows are zero."""
+    return take_rows(x_ND, permutation.order_S // permutation.place_NA.shape[1])
+
+
+def combine(permutation: Permutation, y_SD: Array) -> Array:
+    """The sum of each row's choices, accumulated in float32 and returned in y's dtype: y_ND."""
+    return take_rows(y_SD, permutation.place_NA).sum(1, dtype=jnp.float32).astype(y_SD.dtype)
+
+
+def take_rows(x: Array, index: Array) -> Array:
+    """Rows of x; zeros where the index is past its end."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+# --- blocked ---------------------------------------------------------------------------------------------------------
+
+
+def _blocked_forward(x_SD, gate_S, experts, count_E):
+    """Overwrites x_SD with y_SD. A block may overlap the next expert's rows, which it writes back unchanged."""
+    if few := few_rows(x_SD.shape[0] - BLOCK, experts.gate_EDF.shape[0]):
+        return _few_forward(x_SD, gate_S, experts, count_E, few)
+
+    def one_expert(x_SD, xs):
+        experts, start, count = xs
+        w = cast(experts, x_SD.dtype)
+
+        def one_block(i, x_SD):
+            at = start + i * BLOCK
+            x_BD = _slice(x_SD, at)
+            mine_B = jnp.arange(BLOCK) < count - i * BLOCK
+            a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
+            h_BF = jax.nn.silu(a_BF) * u_BF * _slice(gate_S, at)[:, None]
+            y_BD = dot("bf,fd->bd", h_BF.astype(x_BD.dtype), w.down_EFD)
+            return _update(x_SD, at, mine_B[:, None], y_BD)
+
+        return lax.fori_loop(0, -(-count // BLOCK), one_block, x_SD), None
+
+    return lax.scan(one_expert, x_SD, (experts, jnp.cumsum(count_E) - count_E, count_E))[0]
+
+
+def few_rows(choices: int, experts: int) -> int:
+    """Rows of every expert in the batched product: half more than its share. 0: too many, blocks waste fewer."""
+    rows = -(-3 * choices // (2 * experts * FEW_TILE)) * FEW_TILE
+    return rows if rows <= MOST_FEW else 0
+
+
+def _few_forward(x_SD, gate_S, experts, count_E, few):
+    """`_blocked_forward` for few rows per expert: the first `few` rows of all experts in one batched product, which
+    reads each matrix once and in place; then what is left, in blocks of as many."""
+    weights, start_E, S = cast(experts, x_SD.dtype), jnp.cumsum(count_E) - count_E, x_SD.shape[0]
+
+    def multiply(x_SD, row, w):
+        """Overwrite these rows; S is none."""
+        x, gate = take_rows(x_SD, row), take_rows(gate_S, row)[..., None]
+        h = jax.nn.silu(dot("...rd,...df->...rf", x, w.gate_EDF)) * dot("...rd,...df->...rf", x, w.up_EDF) * gate
+        y = dot("...rf,...fd->...rd", h.astype(x.dtype), w.down_EFD)
+        return x_SD.at[row].set(y.astype(x.dtype), mode="drop")
+
+    def rows_of(start, count, first):
+        number = first + jnp.arange(few)
+        return jnp.where(number < count, start + number, S)
+
+    x_SD = multiply(x_SD, jax.vmap(partial(rows_of, first=0))(start_E, count_E), weights)
+    further_E = jnp.maximum(-(-count_E // few) - 1, 0)
+    until_E = jnp.cumsum(further_E)
+
+    def one_block(i, x_SD):
+        e = (until_E <= i).sum()
+        first = few * (1 + i - (until_E[e] - further_E[e]))
+        return multiply(x_SD, rows_of(start_E[e], count_E[e], first), jax.tree.map(lambda w: w[e], weights))
+
+    return lax.fori_loop(0, until_E[-1], one_block, x_SD)
+
+
+def _blocked_backward(x_SD, gate_S, experts, count_E, dy_SD):
+    """Overwrites x_SD with dx_SD and gate_S with dgate_S, expert by expert, and sums each expert's gradient."""
+
+    def one_expert(rows, xs):
+        experts, start, count = xs
+        w = cast(experts, x_SD.dtype)
+
+        def one_block(i, carry):
+            (x_SD, gate_S), dw = carry
+            at = start + i * BLOCK
+            x_BD, dy_BD, gate_B = _slice(x_SD, at), _slice(dy_SD, at), _slice(gate_S, at)
+            mine_B = jnp.arange(BLOCK) < count - i * BLOCK
+            dx_BD, dgate_B, dw_block = _block_gradients(x_BD, jnp.where(mine_B, gate_B, 0), w, dy_BD)
+            rows = _update(x_SD, at, mine_B[:, None], dx_BD), _update(gate_S, at, mine_B, dgate_B)
+            return rows, jax.tree.map(jnp.add, dw, dw_block)
+
+        zero = jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), experts)
+        rows, dw = lax.fori_loop(0, -(-count // BLOCK), one_block, (rows, zero))
+        return rows, jax.tree.map(lambda d, a: d.astype(a.dtype), dw, experts)
+
+    (dx_SD, dgate_S), dexperts = lax.scan(one_expert, (x_SD, gate_S), (experts, jnp.cumsum(count_E) - count_E, count_E))
+    return dx_SD, dgate_S, dexperts
+
+
+def _block_gradients(x_BD, gate_B, w, dy_BD):
+    """dx, dgate and the gradient of an expert's matrices from one block; rows with gate 0 add nothing to the last."""
+    dtype = x_BD.dtype
+    a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
+    dh_BF = dot("bd,fd->bf", dy_BD, w.down_EFD)  # the gradient of gate · h, before the factor gate
+    sigmoid_BF = jax.nn.sigmoid(a_BF)
+    silu_BF = a_BF * sigmoid_BF
+    h_BF = silu_BF * u_BF
+    dgate_B = (dh_BF * h_BF).sum(1)
+    dh_BF, h_BF = dh_BF * gate_B[:, None], h_BF * gate_B[:, None]
+    du_BF = (dh_BF * silu_BF).astype(dtype)
+    da_BF = (dh_BF * u_BF * sigmoid_BF * (1 + a_BF * (1 - sigmoid_BF))).astype(dtype)
+    dx_BD = dot("bf,df->bd", da_BF, w.gate_EDF) + dot("bf,df->bd", du_BF, w.up_EDF)
+    dw = Experts(
+        dot("bd,bf->df", x_BD, da_BF), dot("bd,bf->df", x_BD, du_BF), dot("bf,bd->fd", h_BF.astype(dtype), dy_BD)
+    )
+    return dx_BD, dgate_B, dw
+
+
+def _slice(x_S, at):
+    return lax.dynamic_slice_in_dim(x_S, at, BLOCK)
+
+
+def _update(x_S, at, mine_B, new_B):
+    """Writes only the block's own rows."""
+    return lax.dynamic_update_slice_in_dim(x_S, jnp.where(mine_B, new_B.astype(x_S.dtype), _slice(x_S, at)), at, 0)
+
+
+def dot(subscripts, a, b):
+    """The float32 product of rows with matrices, one for each of their leading axes."""
+    if is_quantized(b):
+        return dot(subscripts, a, b.values.astype(a.dtype)) * b.scale[..., None, :]
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+# --- ragged ----------------------------------------------------------------------------------------------------------
+
+
+def _ragged_forward(x_SD, gate_S, experts, count_E, *, mixed=False):
+    """With `mixed`, the backend multiplies rows with matrices of 8 bits, which would be copied to be converted.
+
+    Many rows, as in prefill, are multiplied with the converted weights: float32 results and the scales of their rows
+    would be larger than the copies.
+    """
+    if x_SD.shape[0] >= MANY_ROWS * count_E.size:
+        experts = Experts(*(dequantise(w, x_SD.dtype, axis=1) for w in experts))
+    # Rows after the last group are undefined and may not be finite: masked, but for the result, where none is read.
+    row_S = jnp.arange(x_SD.shape[0], dtype=jnp.int32)
+    used_S1 = (row_S < count_E.sum())[:, None]
+    expert_S = (row_S[:, None] >= jnp.cumsum(count_E)[None]).sum(1)
+
+    def grouped(x_SK, w_EKO):
+        if not is_quantized(w_EKO):
+            return lax.ragged_dot(x_SK, w_EKO, count_E)
+        values = w_EKO.values if mixed else w_EKO.values.astype(x_SK.dtype)
+        y_SO = lax.ragged_dot(x_SK, values, count_E, preferred_element_type=jnp.float32)
+        return y_SO * w_EKO.scale.at[expert_S].get(mode="clip")
+
+    w = cast(experts, x_SD.dtype)
+    a_SF, u_SF = (jnp.where(used_S1, grouped(x_SD, w_EDF), 0).astype(jnp.float32) for w_EDF in (w.gate_EDF, w.up_EDF))
+    h_SF = jax.nn.silu(a_SF) * u_SF * gate_S[:, None]
+    return grouped(h_SF.astype(x_SD.dtype), w.down_EFD).astype(x_SD.dtype)
+
+
+def _ragged_backward(x_SD, gate_S, experts, count_E, dy_SD):
+    _, pullback = jax.vjp(lambda x, gate, w: _ragged_forward(x, gate, w, count_E), x_SD, gate_S, experts)
+    return pullback(dy_SD)
+
+
+_BLOCKED = Backend(_blocked_forward, _blocked_backward)
+_RAGGED = Backend(_ragged_forward, _ragged_backward)
+_BY_PLATFORM = Backend(
+    partial(
+        lax.platform_dependent,
+        cpu=_blocked_forward,
+        tpu=partial(_ragged_forward, mixed=True),
+        default=_ragged_forward,
+    ),
+    partial(lax.platform_dependent, cpu=_blocked_backward, default=_ragged_backward),
+)

@@ -1,0 +1,53 @@
+"""A softmax over keys that come block by block: a running maximum, sum and weighted mean of values, in float32.
+
+Nothing of the size of all scores exists.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from gspax.model.kernels.quantization import Weight, unpack
+
+MASKED = -1e30  # finite: a fully masked row gives a harmless mean instead of NaN
+TINY = 1e-30  # the sum of no weights
+
+
+class OnlineSoftmax(NamedTuple):
+    """The state after some blocks.
+
+    Axes: K key heads, Q queries of a key head, S keys of a block, H head; any leading axes, such as rows.
+    """
+
+    top_KQ1: Array
+    sum_KQ1: Array
+    context_KQH: Array
+
+    @staticmethod
+    def begin(q_KQH: Array) -> OnlineSoftmax:
+        zero_KQH = jnp.zeros_like(q_KQH, jnp.float32)
+        return OnlineSoftmax(zero_KQH[..., :1] + MASKED, zero_KQH[..., :1], zero_KQH)
+
+    def add(self, q_KQH: Array, k_KSH: Weight, v_KSH: Weight, visible_KQS: Array) -> OnlineSoftmax:
+        """After one more block. `visible_KQS` may have axes of size one."""
+        (k_KSH, k_KS), (v_KSH, v_KS) = (unpack(x, q_KQH.dtype) for x in (k_KSH, v_KSH))
+        score_KQS = jnp.einsum("...qh,...sh->...qs", q_KQH, k_KSH, preferred_element_type=jnp.float32)
+        score_KQS = score_KQS if k_KS is None else score_KQS * k_KS[..., None, :]
+        score_KQS = jnp.where(visible_KQS, score_KQS * q_KQH.shape[-1] ** -0.5, MASKED)
+        top_KQ1 = jnp.maximum(self.top_KQ1, score_KQS.max(axis=-1, keepdims=True))
+        weight_KQS = jnp.where(visible_KQS, jnp.exp(score_KQS - top_KQ1), 0.0)
+        shrink_KQ1 = jnp.exp(self.top_KQ1 - top_KQ1)
+        scaled_KQS = weight_KQS if v_KS is None else weight_KQS * v_KS[..., None, :]
+        part_KQH = jnp.einsum(
+            "...qs,...sh->...qh", scaled_KQS.astype(v_KSH.dtype), v_KSH, preferred_element_type=jnp.float32
+        )
+        sum_KQ1 = self.sum_KQ1 * shrink_KQ1 + weight_KQS.sum(axis=-1, keepdims=True)
+        return OnlineSoftmax(top_KQ1, sum_KQ1, self.context_KQH * shrink_KQ1 + part_KQH)
+
+    def result(self) -> tuple[Array, Array]:
+        """The context, and the log-sum-exp with a last axis of 1."""
+        sum_KQ1 = jnp.maximum(self.sum_KQ1, TINY)
+        return self.context_KQH / sum_KQ1, self.top_KQ1 + jnp.log(sum_KQ1)

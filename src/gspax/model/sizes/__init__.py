@@ -1,0 +1,1 @@
+"""Parameter counts, memory, and layouts that follow from a configuration."""

@@ -1,0 +1,184 @@
+"""Host-side exchange between the processes of a run, and which rows of an array each process holds.
+
+Every process runs the same loop over the same global arrays, including those on devices of other processes only. Work
+on the host (tokenizing, rewards) is done by each process for the rows on its own devices; results and errors are then
+exchanged, so that all continue with the same values. With one process nothing is sent and every row is local.
+
+`gather`, `all_or_raise`, `gather_rows`, `to_host` and `key_to_host` are collective: all processes call them in the same
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from gspax.errors import FailureError, UserError, warn
+from gspax.parallel import connections, watchdog, wire
+
+T = TypeVar("T")
+
+
+def gather(value: T) -> list[T]:
+    """The values of all processes, in their order, on all of them.
+
+    They travel over the processes' own connections (`connections`), as plain types and arrays (`wire`): no device is
+    involved, so this does not wait for running computations.
+
+    Raises:
+      UserError: the processes did not join through `joining.join`.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    current = connections.current()
+    if current is None:
+        raise UserError("processes: wanted processes that were connected by gspax.parallel.joining.join")
+    return [wire.decode(part) for part in current.exchange(wire.encode(value))]
+
+
+def all_or_raise(work: Callable[[], T]) -> T:
+    """`work()` of this process, once it has succeeded on every process.
+
+    Raises:
+      UserError: it failed on another process by its input; the process on which it failed raises its own exception.
+      FailureError: it failed there in another way, so that trying again may help.
+    """
+    try:
+        result, problem = work(), None
+    except Exception as error:
+        result, problem = None, error
+    problems = gather(None if problem is None else (_sentence(problem), getattr(problem, "exit_code", 1)))
+    if problem is not None:
+        raise problem
+    for index, found in enumerate(problems):
+        if found is not None:
+            raise (UserError if found[1] == 2 else FailureError)(f"process {index}: {found[0]}")
+    return result  # type: ignore[return-value]
+
+
+def gather_rows(entries: Sequence[T | None]) -> list[T]:
+    """A complete list from one of which each process has some entries and None elsewhere.
+
+    Where several processes have an entry, that of the first one counts.
+    """
+    if jax.process_count() == 1:
+        return list(entries)  # type: ignore[arg-type]
+    found: dict[int, T] = {}
+    for part in gather({row: entry for row, entry in enumerate(entries) if entry is not None}):
+        found = part | found
+    return [found[row] for row in range(len(entries))]
+
+
+def warn_from_primary(sentence: str) -> None:
+    """Warn the user once: on process 0."""
+    if jax.process_index() == 0:
+        warn(sentence)
+
+
+def _sentence(problem: Exception) -> str:
+    return str(problem) if isinstance(problem, UserError) else f"{type(problem).__name__}: {problem}"
+
+
+def local_rows(make: Callable[[int], T], ids: Sequence[int], sharding: Sharding, *, group: int = 1) -> list[T | None]:
+    """`make(id)` for the ids with a row on this process's devices, else None.
+
+    Args:
+      sharding: of an array in which each id has `group` adjacent rows.
+    """
+    rows = group * len(ids)
+    indices = sharding.addressable_devices_indices_map((rows,)).values()
+    local = {row // group for (box,) in filter(None, indices) for row in range(*box.indices(rows))}
+    return [make(each) if index in local else None for index, each in enumerate(ids)]
+
+
+def owned_rows(array: Any) -> dict[int, np.ndarray]:
+    """Rows of an array by number: each row belongs to exactly one process, even where several hold a replica."""
+    if not isinstance(array, jax.Array):
+        return dict(enumerate(array))
+    rows: dict[int, np.ndarray] = {}
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            first = shard.index[0].indices(array.shape[0])[0]
+            rows |= {first + row: values for row, values in enumerate(np.asarray(shard.data))}
+    return rows
+
+
+def to_devices(tree: Any, sharding: Sharding) -> Any:
+    """numpy arrays as global arrays; each process reads only the rows of its own devices."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(lambda x: _make_array(np.asarray(x), sharding), tree)
+
+
+def _make_array(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)  # for a process without a shard to infer it from
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index], dtype=dtype)
+
+
+def to_host(tree: Any) -> Any:
+    """Every array of a tree in full, as numpy, on every process."""
+    if jax.process_count() == 1:
+        found = jax.device_get(tree)
+        watchdog.progress()
+        return found
+    leaves, structure = jax.tree.flatten(tree)
+    partial = {i: leaf for i, leaf in enumerate(leaves) if _is_partial(leaf)}
+    if partial:
+        mesh = next(iter(partial.values())).sharding.mesh
+        partial = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))(partial)
+    leaves = [partial.get(i, leaf) for i, leaf in enumerate(leaves)]
+    found = jax.tree.unflatten(structure, _read_everywhere(leaves))
+    watchdog.progress()
+    return found
+
+
+def key_to_host(key: jax.Array) -> jax.Array:
+    """A typed PRNG key as every process may use it: in computations of its own, and on any mesh.
+
+    A process without devices of the key's mesh must not compute with the key itself.
+    """
+    return jax.random.wrap_key_data(to_host(jax.random.key_data(key)), impl=jax.random.key_impl(key))
+
+
+def _is_partial(leaf: Any) -> bool:
+    """Whether each process that holds an array holds only some of its shards."""
+    return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+
+
+def _read_everywhere(leaves: list[Any]) -> list[Any]:
+    """As numpy: arrays that some processes hold in full and the others not at all; the first holder sends its copy."""
+    holders = [_holders(leaf) for leaf in leaves]
+    here = [jax.process_index() in each for each in holders]
+    found = jax.device_get([leaf if held else None for leaf, held in zip(leaves, here, strict=True)])
+    remote = [i for i, each in enumerate(holders) if len(each) < jax.process_count()]
+    if remote:
+        sender = {i: min(holders[i]) for i in remote}
+        received = gather({i: found[i] for i in remote if sender[i] == jax.process_index()})
+        for i in remote:
+            found[i] = received[sender[i]][i]
+    return found
+
+
+def _holders(leaf: Any) -> set[int]:
+    """The processes that hold an array; every process has its own copy of what is on no mesh."""
+    if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+        return process_indices(leaf.sharding.mesh)
+    return set(range(jax.process_count()))
+
+
+def process_indices(mesh: Any) -> set[int]:
+    """The processes with devices in a mesh."""
+    return {device.process_index for device in mesh.devices.flat}
+
+
+def remote_array(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array that lies on devices of other processes only."""
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
+
+
+def _identity(tree: Any) -> Any:  # a module-level function: jax compiles it once for each shape, not for each call
+    return tree

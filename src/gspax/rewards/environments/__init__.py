@@ -1,0 +1,11 @@
+"""Environments answer the policy's messages, and reward them: tasks of several turns, with tools.
+
+An environment is any object with `reset` and `step` (`protocols.Environment`).
+"""
+
+from gspax.config.protocols import Environment, Step
+from gspax.rewards.environments.calculator import calculator
+from gspax.rewards.environments.python import python
+from gspax.rewards.environments.tool_use import Tool, ToolError, ToolUse
+
+__all__ = ["Environment", "Step", "Tool", "ToolError", "ToolUse", "calculator", "python"]

@@ -1,0 +1,177 @@
+"""Reading problems: those that cannot be used are skipped and counted, and the run goes on.
+
+A problem cannot be used if reading or encoding it raises, if it is no `Problem`, or if its prompt does not fit. In a
+rollout batch the next problem of the order takes its place, so what is drawn is a function of the data and of the first
+index alone: a resumed run reads the same problems. Each process reads its own rows; all learn which of them failed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+from jax.sharding import Sharding
+
+from gspax.config import ModelConfig
+from gspax.config.protocols import Tokenizer
+from gspax.data.problem import Problem, read_problem
+from gspax.data.tokenizer import check_ids
+from gspax.errors import UserError, warn
+from gspax.parallel import multihost
+from gspax.rollout.episodes import Interaction, Ready, begin
+from gspax.run.folders import write_atomically
+from gspax.run.record import read_rows
+from gspax.sampler.sampler import check_length
+
+T = TypeVar("T")
+
+FIRST = 1000  # problems: while fewer are drawn, as many may be skipped as of this number
+_SHOWN = 3  # problems that a sentence names
+_LONGEST = 300  # characters of a reason
+
+
+def prepare(
+    read: Callable[[int], Problem],
+    index: int,
+    *,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    limit: int,
+    interaction: Interaction | None = None,
+) -> Ready:
+    """A problem and the tokens of its prompt, 1 to `limit` of them. Raises if it cannot be read or encoded."""
+    problem = read_problem(read, index)
+    state, prompt = begin(problem, tokenizer, interaction)
+    check_ids(prompt, model.vocab_size, problem.prompt)
+    check_length(prompt, limit)
+    return Ready(problem, prompt, state)
+
+
+@dataclass
+class Skipped:
+    """The training problems that a run has skipped, and why.
+
+    Attributes:
+      share: how many may be, of the problems drawn (`sampling.max_failed`).
+      reasons: by index.
+      path: where they are recorded, JSON lines.
+    """
+
+    share: float = 0.0
+    reasons: dict[int, str] = field(default_factory=dict)
+    path: Path | None = None
+
+    def load(self, path: Path) -> None:
+        """Read what the run recorded earlier. Collective."""
+        self.path = path
+        rows = read_rows(path) if jax.process_index() == 0 and path.is_file() else []
+        known = {row["problem"]: str(row.get("reason")) for row in rows if isinstance(row.get("problem"), int)}
+        self.reasons = multihost.gather(known)[0] | self.reasons
+
+    def add(self, found: Mapping[int, str], drawn: int) -> None:
+        """Record skipped problems, and warn of them.
+
+        Args:
+          found: reasons by index.
+          drawn: how many problems the run has drawn.
+
+        Raises:
+          UserError: more than `share` of them were skipped.
+        """
+        if not found:
+            return
+        self.reasons |= found
+        self._record()
+        allowed = int(self.share * max(drawn, FIRST))
+        if len(self.reasons) > allowed:
+            raise UserError(
+                f"data: {len(self.reasons)} of {drawn} problems cannot be used (sampling.max_failed="
+                f"{100 * self.share:g} % allows {allowed}): {name_problems(self.reasons)}"
+            )
+        more = "" if self.path is None else f" ({len(self.reasons)} so far, all in {self.path.name})"
+        multihost.warn_from_primary(f"data: {name_problems(found)}: skipped{more}")
+
+    def _record(self) -> None:
+        if self.path is None or jax.process_index() != 0:
+            return
+        rows = ({"problem": index, "reason": self.reasons[index]} for index in sorted(self.reasons))
+        try:
+            write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        except OSError as error:  # a full disk costs a line of a log, not the run
+            warn(f"{self.path} could not be written: {error.strerror}; the run goes on")
+
+
+def read_usable(
+    make: Callable[[int], T],
+    ids: Mapping[int, int],
+    places: int,
+    sharding: Sharding,
+    skipped: Skipped,
+    *,
+    group: int = 1,
+) -> tuple[dict[int, int], dict[int, T]]:
+    """`make(id)` for the places of this process, with the next ids in place of those for which it raises. Collective.
+
+    Args:
+      ids: of the places that are filled; the next ones follow their largest.
+      places: how many there are in all.
+      sharding: of an array in which each place has `group` adjacent rows.
+      skipped: counts those for which it raises.
+
+    Returns:
+      The id of each filled place, and what was made for the places that have a row on this process's devices.
+
+    Raises:
+      UserError: more problems fail than `skipped` allows.
+    """
+    left, ids, made = dict(ids), dict(ids), dict[int, T]()
+    while left:
+        found, failed = attempt(make, left, places, sharding, group=group)
+        made |= found
+        following = max(ids.values()) + 1
+        skipped.add({left[place]: reason for place, reason in failed.items()}, drawn=following)
+        left = dict(zip(sorted(failed), count(following)))
+        ids |= left
+    return ids, made
+
+
+def attempt(
+    make: Callable[[int], T], ids: Mapping[int, int], places: int, sharding: Sharding, *, group: int = 1
+) -> tuple[dict[int, T], dict[int, str]]:
+    """`make(id)` for the places of this process, and why it raised for those of all processes. Collective.
+
+    The arguments are those of `read_usable`.
+    """
+    made, failed = dict[int, T](), dict[int, str]()
+
+    def try_place(place: int) -> None:
+        if place not in ids:
+            return
+        try:
+            made[place] = make(ids[place])
+        except (Exception, SystemExit) as error:  # data is anybody's code
+            sentence = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            failed[place] = sentence[:_LONGEST]
+
+    multihost.local_rows(try_place, range(places), sharding, group=group)
+    everywhere = dict[int, str]()
+    for each in multihost.gather(failed):
+        everywhere = each | everywhere
+    return {place: each for place, each in made.items() if place not in everywhere}, everywhere
+
+
+def name_problems(found: Mapping[int, str]) -> str:
+    """The first of these problems, each with its reason."""
+    return "; ".join(_sentences(found))
+
+
+def _sentences(found: Mapping[int, str]) -> Iterator[str]:
+    for index in sorted(found)[:_SHOWN]:
+        yield f"problem {index}: {found[index]}"
+    if len(found) > _SHOWN:
+        yield f"and {len(found) - _SHOWN} more"

@@ -1,0 +1,1 @@
+"""The sampler: token generation on the devices."""

@@ -1,0 +1,423 @@
+"""The decoding engine: slots that get one token each in a pass, and take the next sample when theirs has ended.
+
+`start` prefills all prompts once and samples the first token of every sample; `advance` decodes until no slot is
+`admit` puts new groups in the places of others while the rest goes on; `assemble` makes a rollout of the tokens so far.
+Samples without a slot are in a queue of indices on the devices, so the loop runs without the host. On a mesh a device's
+slots take samples of the device's own rows, so that no cache is moved.
+
+A slot is active (its sample gets a token in each pass), waiting (its sample's turn has ended, and an environment is to
+reply: `conversations.resume`) or free. A waiting slot keeps its sample and its cache.
+
+With a slot for every sample there is no queue: slot b has sample b, and all slots are at one position. With fewer,
+where groups are admitted, and with turns, each slot has a position of its own.
+
+Axes: P prompts, G samples per prompt, B = P·G samples, W slots, Q devices that have rows of their own, S prompt
+positions, C positions after the prompt (with turns: those of turns and replies), V vocabulary, T = S + C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from gspax.config import ModelConfig, Sampling, expert_id_dtype, layer_windows
+from gspax.model import decoding
+from gspax.model.decoding import Cache, Slots
+from gspax.model.sizes.memory import count_slots, prefill_chunk
+from gspax.parallel.sharding import batch_shards, constrain, named_sharding, sample_axis, spec
+from gspax.sampler.token_sampling import is_stop, sample_at
+from gspax.types import Array, Params, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """How prompts are sampled; the sampler's programs are compiled for it."""
+
+    model: ModelConfig
+    sampling: Sampling  # `prompts` and `group` are those of a batch (`sampler.split_groups`)
+    stop_ids: tuple[int, ...]  # a stop token ends its sample, or its turn, and belongs to it
+    mesh: jax.sharding.Mesh
+    greedy: int = 0  # of each prompt's samples, the last so many are decoded greedily, with log-probs at temperature 1
+    keep_experts: bool = False  # record the chosen experts
+    keep_versions: bool = False  # record the version of the weights that each token was sampled with
+    admits: bool = False  # groups are put in the places of others (`admit`)
+    turns: bool = False  # a sample is a conversation, which waits for a reply after a stop token
+
+
+class Prompts(NamedTuple):
+    """Right-padded prompts."""
+
+    tokens_PS: Array  # int32
+    length_P: Array  # int32
+    id_P: Array  # uint32, of each prompt's first sample; its others have the ids after it
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """The samples that have no slot yet, and those that have one."""
+
+    order_B: Array  # int32    samples without a slot; only the first `queued_Q` count
+    queued_Q: Array  # int32
+    taken_Q: Array  # int32    of those, the samples that have got a slot since
+    sample_W: Array  # int32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Samples and slots. Indices of samples and prompts count on their own device."""
+
+    prompt_B: Array  # int32
+    prompt_length_B: Array  # int32
+    id_B: Array  # uint32
+    greedy_B: Array | None  # bool     decoded greedily; None: no sample is
+    tokens_BC: Array  # int32
+    logp_BC: Array  # float32
+    sampled_BC: Array | None  # bool     sampled by the policy, not a reply's; None: all tokens are
+    length_B: Array  # int32    tokens after the prompt
+    finished_B: Array  # bool     complete: ended with a stop token
+    expert_BCLA: Array | None  # uint8 or wider, of the tokens that were decoded; `num_experts` elsewhere
+    version_BC: Array | None  # int32
+    queue: Queue | None  # None: slot b has sample b, and all are at one position
+    token_W: Array  # int32    the sample's last token, which is not in the cache yet
+    length_W: Array  # int32    the sample's tokens after the prompt
+    active_W: Array  # bool     the sample gets tokens
+    waiting_W: Array  # bool     the sample's turn has ended: it waits for a reply
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The engine's state between two tokens."""
+
+    rows: Rows
+    step: Array  # int32    decoding passes so far
+    cache: Cache
+    prompt_expert_PSLA: Array | None  # as `Rows.expert_BCLA`
+
+
+class Sampled(NamedTuple):
+    """New tokens of some slots."""
+
+    gets_W: Array  # bool     the slot gets one
+    token_W: Array
+    logp_W: Array
+    expert_WLA: Array | None  # of the token before
+
+
+def start(params: Params, prompts: Prompts, key: Array, options: SampleOptions) -> State:
+    """Prefill the prompts, sample the first token of every sample, and give the slots their samples."""
+    state = _sample_first(params, prompts, key, options)
+    if state.rows.queue is None:
+        return state
+    fresh_B = jnp.ones(state.rows.length_B.shape, bool)
+    return replace(state, rows=on_devices(partial(_enqueue, options=options), options, state.rows)(state.rows, fresh_B))
+
+
+def admit(
+    params: Params,
+    before: State | None,
+    prompts: Prompts,
+    key: Array,
+    options: SampleOptions,
+    *,
+    fresh_P: Array,
+    version: Array | int,
+) -> State:
+    """`start` for some of the P places of groups; their samples are queued behind those that wait.
+
+    Every place is prefilled, though only the fresh ones are read: a group stays on the devices of its place, and how
+    many places of a device are fresh is not known when this is compiled.
+
+    Args:
+      before: the state whose other places are kept; None: they are empty.
+      prompts: of all places.
+      options: with `admits`.
+      fresh_P: bool, the places to take; those of `before` must hold groups that have ended.
+      version: of the parameters, which the first tokens are sampled with.
+    """
+    new = _sample_first(params, prompts, key, options, version=version)
+    fresh_B = jnp.repeat(fresh_P, new.rows.length_B.shape[0] // fresh_P.shape[0])
+    if before is None:
+        state = replace(new, rows=replace(new.rows, finished_B=new.rows.finished_B | ~fresh_B))
+    else:
+        samples = [each.name for each in fields(Rows) if each.name != "queue" and not each.name.endswith("_W")]
+        rows = replace(
+            before.rows,
+            **{name: _choose(fresh_B, getattr(new.rows, name), getattr(before.rows, name)) for name in samples},
+        )
+        caches = _choose(fresh_P, [each.prompt for each in new.cache], [each.prompt for each in before.cache])
+        cache = tuple(each._replace(prompt=own) for each, own in zip(before.cache, caches, strict=True))
+        expert_PSLA = _choose(fresh_P, new.prompt_expert_PSLA, before.prompt_expert_PSLA)
+        state = replace(before, rows=rows, cache=cache, prompt_expert_PSLA=expert_PSLA)
+    return replace(state, rows=on_devices(partial(_enqueue, options=options), options, state.rows)(state.rows, fresh_B))
+
+
+def _choose(fresh_X: Array, new: Any, old: Any) -> Any:
+    """The fresh rows of the arrays of a tree, and the others of an older one."""
+    return jax.tree.map(lambda x, y: jnp.where(fresh_X.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)
+
+
+def _sample_first(
+    params: Params, prompts: Prompts, key: Array, options: SampleOptions, *, version: Array | int = 0
+) -> State:
+    """The prefilled prompts and the first token of every sample; only without a queue do slots have samples."""
+    model, mesh, P = options.model, options.mesh, len(prompts.length_P)
+    sampling = replace(options.sampling, prompts=P)
+    G, C, sizes = sampling.group, sampling.max_tokens, dict(mesh.shape)
+    B, W = P * G, count_slots_of(options, P)
+    with jax.named_scope("prefill"):
+        last_PD, cached, expert_PSLA = decoding.prefill(
+            params,
+            model,
+            prompts.tokens_PS,
+            prompts.length_P,
+            chunk=prefill_chunk(model, sampling, sizes),
+            kv_cache_dtype=sampling.kv_cache_dtype,
+            mesh=mesh,
+        )
+    number_B = jnp.tile(jnp.arange(G, dtype=jnp.uint32), P)  # of a prompt's samples
+    id_B = jnp.repeat(prompts.id_P, G) + number_B
+    greedy_B = number_B >= G - options.greedy if options.greedy else None
+    prompt_length_B = jnp.repeat(prompts.length_P, G)
+    logits_BV = jnp.repeat(decoding.logits(params, last_PD), G, axis=0)
+    token_B, logp_B = sample_at(logits_BV, key, id_B, prompt_length_B, sampling, greedy_B)
+    stops_B = is_stop(token_B, options.stop_ids)
+    kept_PSLA = expert_PSLA.astype(expert_id_dtype(model)) if options.keep_experts else None
+    queued = W < B or options.admits or options.turns
+
+    def first(x_B: Array) -> Array:
+        return jnp.zeros((B, C), x_B.dtype).at[:, 0].set(x_B)
+
+    rows = Rows(
+        prompt_B=jnp.arange(B, dtype=jnp.int32) // G % (P // batch_shards(mesh)),
+        prompt_length_B=prompt_length_B,
+        id_B=id_B,
+        greedy_B=greedy_B,
+        tokens_BC=first(token_B),
+        logp_BC=first(logp_B),
+        sampled_BC=first(jnp.ones(B, bool)) if options.turns else None,
+        length_B=jnp.ones(B, jnp.int32),
+        finished_B=jnp.zeros(B, bool) if options.turns else stops_B,
+        expert_BCLA=None
+        if kept_PSLA is None
+        else jnp.full((B, C, *kept_PSLA.shape[2:]), model.num_experts, kept_PSLA.dtype),
+        version_BC=first(jnp.full(B, version, jnp.int32)) if options.keep_versions else None,
+        queue=_empty_queue(B, W, _row_shards(mesh, B, W)) if queued else None,
+        token_W=token_B[:W],
+        length_W=jnp.ones(W, jnp.int32),
+        active_W=jnp.zeros(W, bool) if queued else ~stops_B & (C > 1),
+        waiting_W=jnp.zeros(W, bool),
+    )
+    rows = jax.tree.map(lambda leaf: constrain(leaf, mesh, row_axis(mesh, B, W)), rows)
+    cache = decoding.new_cache(cached, model, W, C, kv_cache_dtype=sampling.kv_cache_dtype, mesh=mesh)
+    return State(rows=rows, step=jnp.int32(0), cache=cache, prompt_expert_PSLA=kept_PSLA)
+
+
+def _empty_queue(B: int, W: int, Q: int) -> Queue:
+    zeros_Q = jnp.zeros(Q, jnp.int32)
+    return Queue(order_B=jnp.zeros(B, jnp.int32), queued_Q=zeros_Q, taken_Q=zeros_Q, sample_W=jnp.zeros(W, jnp.int32))
+
+
+def advance(
+    params: Params,
+    state: State,
+    key: Array,
+    options: SampleOptions,
+    tokens: Array | int = 2**30,
+    version: Array | int = 0,
+) -> State:
+    """Decode until no slot is active, or `tokens` times.
+
+    The parameters may be newer than those of earlier tokens; what is cached of these is not recomputed.
+    """
+    last = state.step + tokens
+    write = on_devices(partial(write_back, options=options), options, state.rows)
+
+    def decode(state: State) -> State:
+        rows = state.rows
+        slots, id_W, greedy_W = describe_slots(rows, options)
+        if rows.queue is None:
+            slots = slots._replace(first=state.step)
+        with jax.named_scope("decode"):
+            hidden_WD, cache, expert_WLA = decoding.decode(
+                params, options.model, rows.token_W, state.cache, slots, mesh=options.mesh
+            )
+        logits_WV = decoding.logits(params, hidden_WD)
+        position_W = slots.prompt_length_W + rows.length_W
+        token_W, logp_W = sample_at(logits_WV, key, id_W, position_W, options.sampling, greedy_W)
+        sampled = Sampled(rows.active_W, token_W, logp_W, expert_WLA if options.keep_experts else None)
+        rows = write(rows, sampled, state.step, jnp.asarray(version, jnp.int32))
+        return replace(state, rows=rows, step=state.step + 1, cache=cache)
+
+    return jax.lax.while_loop(lambda state: (state.step < last) & state.rows.active_W.any(), decode, state)
+
+
+def describe_slots(rows: Rows, options: SampleOptions) -> tuple[Slots, Array, Array | None]:
+    """Where the next token of each active slot goes, the ids of the slots' samples, and which samples are greedy."""
+
+    def describe(rows: Rows) -> tuple[Slots, Array, Array | None]:
+        of_sample = rows.prompt_length_B, rows.prompt_B, rows.id_B, rows.greedy_B
+        if rows.queue is not None:
+            sample_W = rows.queue.sample_W
+            of_sample = jax.tree.map(lambda x_B: x_B[sample_W], of_sample)
+        prompt_length_W, prompt_W, id_W, greedy_W = of_sample
+        return Slots(prompt_length_W, prompt_W, rows.length_W - 1, rows.active_W.astype(jnp.int32)), id_W, greedy_W
+
+    slots, id_W, greedy_W = on_devices(describe, options, rows)(rows)
+    in_order = len(rows.active_W) == len(rows.length_B) and not options.admits  # slot b has sample b
+    one_view = rows.queue is None or not layer_windows(options.model)  # a prompt's slots see the same of it
+    if in_order and one_view and options.mesh.shape["context"] == 1:
+        slots = slots._replace(prompt_W=None)  # each prompt is read once for all its slots
+    return slots, id_W, greedy_W
+
+
+def _enqueue(rows: Rows, fresh_B: Array, *, options: SampleOptions) -> Rows:
+    """Queue the samples that have neither ended nor a slot, fresh ones last, and refill the free slots."""
+    assert rows.queue is not None
+    C, held_B = rows.tokens_BC.shape[1], of_samples(rows, rows.active_W | rows.waiting_W)
+    queued_B = ~rows.finished_B & (rows.length_B < C) & ~held_B
+    order_B = jnp.argsort(jnp.where(queued_B, fresh_B.astype(jnp.int32), 2)).astype(jnp.int32)
+    queued_Q = queued_B.sum(dtype=jnp.int32)[None]
+    queue = replace(rows.queue, order_B=order_B, queued_Q=queued_Q, taken_Q=jnp.zeros_like(queued_Q))
+    return _refill(replace(rows, queue=queue), options)
+
+
+def of_samples(rows: Rows, slots_W: Array) -> Array:
+    """The samples of these slots, bool [B]."""
+    assert rows.queue is not None
+    own = len(rows.length_B)
+    return jnp.zeros(own, bool).at[jnp.where(slots_W, rows.queue.sample_W, own)].set(True, mode="drop")
+
+
+def _refill(rows: Rows, options: SampleOptions) -> Rows:
+    """Give each free slot the next sample, whose first token is sampled already; with turns, that may end the first."""
+    queue = rows.queue
+    assert queue is not None
+    free_W = ~(rows.active_W | rows.waiting_W)
+    turn_W = queue.taken_Q + jnp.cumsum(free_W, dtype=jnp.int32) - 1
+    takes_W = free_W & (turn_W < queue.queued_Q)
+    sample_W = jnp.where(takes_W, queue.order_B.at[turn_W].get(mode="clip"), queue.sample_W)
+    token_W = jnp.where(takes_W, rows.tokens_BC[sample_W, 0], rows.token_W)
+    stops_W = is_stop(token_W, options.stop_ids)
+    return replace(
+        rows,
+        queue=replace(queue, sample_W=sample_W, taken_Q=queue.taken_Q + takes_W.sum(dtype=jnp.int32)[None]),
+        token_W=token_W,
+        length_W=jnp.where(takes_W, 1, rows.length_W),
+        active_W=rows.active_W | (takes_W & ~stops_W),
+        waiting_W=rows.waiting_W | (takes_W & stops_W),
+    )
+
+
+def write_back(rows: Rows, sampled: Sampled, step: Array, version: Array, *, options: SampleOptions) -> Rows:
+    """Record the slots' new tokens. Samples that end leave their slots to others; with turns, a stop token waits."""
+    C, gets_W = rows.tokens_BC.shape[1], sampled.gets_W
+    stops_W = is_stop(sampled.token_W, options.stop_ids) & gets_W
+    sample_W: Any = None
+    if rows.queue is not None:
+        sample_W = jnp.where(gets_W, rows.queue.sample_W, len(rows.length_B))  # of the other slots: dropped
+
+    def record(x_BC: Any, x_W: Any, back: int = 0) -> Any:
+        """With a value for the new token of each slot, or for the one before."""
+        if x_BC is None or x_W is None:
+            return x_BC
+        if sample_W is None:
+            return jax.lax.dynamic_update_index_in_dim(x_BC, x_W.astype(x_BC.dtype), step + 1 - back, axis=1)
+        return x_BC.at[sample_W, rows.length_W - back].set(x_W.astype(x_BC.dtype), mode="drop")
+
+    def of_sample(x_B: Array, x_W: Array) -> Array:
+        return jnp.where(gets_W, x_W, x_B) if sample_W is None else x_B.at[sample_W].set(x_W, mode="drop")
+
+    rows = replace(
+        rows,
+        tokens_BC=record(rows.tokens_BC, sampled.token_W),
+        logp_BC=record(rows.logp_BC, sampled.logp_W),
+        sampled_BC=record(rows.sampled_BC, gets_W),
+        expert_BCLA=record(rows.expert_BCLA, sampled.expert_WLA, back=1),
+        version_BC=record(rows.version_BC, jnp.broadcast_to(version, stops_W.shape)),
+        length_B=of_sample(rows.length_B, rows.length_W + 1),
+        finished_B=rows.finished_B if options.turns else of_sample(rows.finished_B, stops_W),
+        token_W=jnp.where(gets_W, sampled.token_W, rows.token_W),
+        length_W=rows.length_W + gets_W,
+        active_W=jnp.where(gets_W, ~stops_W & (rows.length_W + 1 < C), rows.active_W),
+        waiting_W=rows.waiting_W | stops_W if options.turns else rows.waiting_W,
+    )
+    return rows if sample_W is None else _refill(rows, options)
+
+
+def assemble(tokens_PS: Array, state: State, options: SampleOptions) -> Rollout:
+    """The rollout of the tokens so far: what follows each prompt directly after it."""
+    rows, (P, S) = state.rows, tokens_PS.shape
+    B, C = rows.tokens_BC.shape
+    index_BT = jnp.broadcast_to(jnp.arange(S + C)[None], (B, S + C))
+    after_BT = index_BT - rows.prompt_length_B[:, None]
+    prompt_BT, within_BT = after_BT < 0, (after_BT >= 0) & (after_BT < rows.length_B[:, None])
+
+    def place(x_BC: Array, x_PS: Array | None = None, padding: int = 0) -> Array:
+        """By position in the row, with values for the prompt."""
+        more = [1] * (x_BC.ndim - 2)
+        x_BT = jnp.take_along_axis(x_BC, jnp.clip(after_BT, 0, C - 1).reshape(B, S + C, *more), axis=1)
+        x_BT = jnp.where(within_BT.reshape(B, S + C, *more), x_BT, jnp.asarray(padding, x_BC.dtype))
+        if x_PS is None:
+            return x_BT
+        of_prompt = jnp.pad(jnp.repeat(x_PS, B // P, axis=0), ((0, 0), (0, C), *[(0, 0) for _ in more]))
+        return jnp.where(prompt_BT.reshape(B, S + C, *more), of_prompt, x_BT)
+
+    mask_BT, reply_B, expert_BLTA = within_BT, None, None
+    if rows.sampled_BC is not None:
+        mask_BT = place(rows.sampled_BC)
+        reply_B = rows.length_B - mask_BT.sum(axis=1, dtype=jnp.int32)
+    if rows.expert_BCLA is not None and state.prompt_expert_PSLA is not None:
+        expert_BTLA = place(rows.expert_BCLA, state.prompt_expert_PSLA, options.model.num_experts)
+        expert_BLTA = expert_BTLA.swapaxes(1, 2).astype(rows.expert_BCLA.dtype)
+    rollout = Rollout(
+        tokens_BT=place(rows.tokens_BC, tokens_PS),
+        mask_BT=mask_BT,
+        logp_BT=place(rows.logp_BC),
+        prompt_length_B=rows.prompt_length_B,
+        length_B=rows.length_B,
+        finished_B=rows.finished_B,
+        reply_B=reply_B,
+        expert_BLTA=expert_BLTA,
+        version_BT=None if rows.version_BC is None else place(rows.version_BC),
+    )
+    return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))
+
+
+def count_slots_of(options: SampleOptions, prompts: int) -> int:
+    """The number W of slots for the samples of so many prompts; at least one on each device."""
+    sizes = dict(options.mesh.shape)
+    return max(count_slots(options.model, replace(options.sampling, prompts=prompts), sizes), batch_shards(sizes))
+
+
+def row_axis(mesh: jax.sharding.Mesh, B: int, W: int) -> str:
+    """The logical axis of samples and slots."""
+    return "sample" if sample_axis(mesh, B) == sample_axis(mesh, W) == "sample" else "batch"
+
+
+def _row_shards(mesh: jax.sharding.Mesh, B: int, W: int) -> int:
+    """The number Q of devices that have rows of their own."""
+    return batch_shards(mesh) * (mesh.shape["context"] if row_axis(mesh, B, W) == "sample" else 1)
+
+
+def on_devices(function: Callable[..., Any], options: SampleOptions, rows: Rows) -> Callable[..., Any]:
+    """The function on each device's own rows. Arguments but scalars, and all results, have a leading axis of rows."""
+    mesh = options.mesh
+    if mesh.size == 1:
+        return function
+    (over,) = spec(row_axis(mesh, len(rows.length_B), len(rows.active_W)))
+    by_row = PartitionSpec(over)
+
+    def mapped(*args: Any) -> Any:
+        specs = jax.tree.map(lambda leaf: by_row if jnp.ndim(leaf) else PartitionSpec(), args)
+        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=by_row, check_vma=False)(*args)
+
+    return mapped

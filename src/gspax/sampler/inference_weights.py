@@ -1,0 +1,110 @@
+"""The serving copy: the parameters as the sampler reads them, made once per rollout batch.
+
+Adapters are merged into their weights; arrays are in the compute dtype, except for those that the model reads in
+float32; and every layer has arrays of its own (`model.decoding` says why). With `weights_dtype` "int8" matrices are
+quantised (`model.kernels.quantization`), an embedding only where it is the head too: a token reads one row of it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+
+from gspax.config import DrawingDtype, ModelConfig, layer_runs
+from gspax.model import transformer
+from gspax.model.kernels.quantization import Quantized, Weight, is_quantized, quantise
+from gspax.model.low_rank import dense
+from gspax.parallel.sharding import SERVING_RULES, named_sharding
+from gspax.types import Params
+
+FULL = {"norm", "router"}  # axes of the parameters that the model reads in float32 whatever its compute dtype
+
+
+def make_serving_copy(
+    params: Params, config: ModelConfig, mesh: jax.sharding.Mesh | None = None, weights_dtype: DrawingDtype = "auto"
+) -> Params:
+    """The serving copy of parameters: `embedding`, `layers` (a tuple), `norm`, and `head` unless embeddings are tied.
+
+    With a mesh, sharded by `serving_shardings`.
+    """
+    return copier(config, mesh, weights_dtype)(params)
+
+
+def convert(params: Params, config: ModelConfig, weights_dtype: DrawingDtype = "auto") -> Params:
+    """`make_serving_copy` inside a jitted function, without a layout."""
+
+    def cast(leaf: jax.Array, axes: tuple[str, ...]) -> Weight:
+        if weights_dtype == "int8" and (summed := _summed_axes(axes, config)):
+            return quantise(leaf, summed)
+        return leaf.astype(leaf.dtype if FULL & set(axes) else config.dtype)
+
+    return _unstack(jax.tree.map(cast, dense(params), transformer.logical_axes(config)), config)
+
+
+def serving_shardings(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto") -> Params:
+    """The layout of the serving copy on a mesh: a `NamedSharding` for each array."""
+
+    def shardings(leaf: Any, axes: tuple[str, ...]) -> Any:
+        axes = axes[len(axes) - len(leaf.shape) :]
+        whole = named_sharding(mesh, *axes, rules=SERVING_RULES)
+        if not is_quantized(leaf):
+            return whole
+        summed = _summed_axes(axes, config)
+        kept = [axis for number, axis in enumerate(axes) if number not in summed]
+        return Quantized(whole, named_sharding(mesh, *kept, rules=SERVING_RULES))
+
+    axes = _unstack(transformer.logical_axes(config), config, axes=True)
+    return jax.tree.map(shardings, _abstract(config, weights_dtype), axes, is_leaf=is_quantized)
+
+
+def abstract_serving_copy(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto") -> Params:
+    """`ShapeDtypeStruct`s, with shardings, of what `make_serving_copy` returns."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        _abstract(config, weights_dtype),
+        serving_shardings(config, mesh, weights_dtype),
+    )
+
+
+@lru_cache
+def copier(config: ModelConfig, mesh: jax.sharding.Mesh | None, weights_dtype: DrawingDtype = "auto") -> Any:
+    """The jitted `make_serving_copy` of a model and a mesh."""
+    shardings = {} if mesh is None else {"out_shardings": serving_shardings(config, mesh, weights_dtype)}
+    return jax.jit(partial(convert, config=config, weights_dtype=weights_dtype), **shardings)
+
+
+def _summed_axes(axes: tuple[str, ...], config: ModelConfig) -> tuple[int, ...]:
+    """The axes that a product with a matrix sums over; none for norms, biases, routers, and a table that is only read.
+
+    `axes` are its logical axes. A matrix leads from the model dimension or to it, as its last axis.
+    """
+    own = [axis for axis in axes if axis not in ("layer", "expert")]
+    model = {"embed", "expert_embed"} & set(own)
+    if len(own) < 2 or not model or FULL & set(own):
+        return ()
+    if own[0] == "vocab" and not config.tie_word_embeddings:
+        return ()
+    leads_to = own[-1] in model and own[0] != "vocab"
+    summed = set(own[:-1]) if leads_to else model
+    return tuple(number for number, axis in enumerate(axes) if axis in summed)
+
+
+def _abstract(config: ModelConfig, weights_dtype: DrawingDtype) -> Params:
+    make = partial(convert, config=config, weights_dtype=weights_dtype)
+    return jax.eval_shape(make, transformer.abstract_params(config))
+
+
+def _unstack(params: Params, config: ModelConfig, *, axes: bool = False) -> Params:
+    """The tree with the layers one by one; with `axes`, of tuples of names instead of arrays."""
+    layers = []
+    for (_, count), run in zip(layer_runs(config), _runs(params), strict=True):
+        for number in range(count):
+            layers.append(run if axes else jax.tree.map(lambda leaf, number=number: leaf[number], run))
+    return {**{name: leaf for name, leaf in params.items() if name != "runs"}, "layers": tuple(layers)}
+
+
+def _runs(params: Params) -> list[Params]:
+    runs = params["runs"]
+    return [runs[number] for number in range(len(runs))]

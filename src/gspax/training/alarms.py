@@ -1,0 +1,159 @@
+"""Alarms of a policy that collapses or rambles, from the metrics of a step; an alarm that lasts is a collapse.
+
+An alarm warns. With `guard.collapse`, an alarm that lasts for `guard.collapse.steps` steps is a collapse, and the run
+does what `guard.collapse.action` names. What was seen so far is a `Watch`: a checkpoint stores it, so a resumed run
+finds a collapse at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from gspax.config import Collapse, Guard
+from gspax.errors import CollapsedError
+from gspax.parallel import multihost
+from gspax.types import TrainState
+
+NAMES = ("entropy", "length")  # alarms of every run
+OF_COLLAPSE = ("reward", "gradient")  # further ones with `guard.collapse`
+SOUND = 0.9  # of the best running mean of the reward; below it the policy is declining
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What was seen of a run until some step."""
+
+    lasting: dict[str, int] = field(default_factory=dict)  # steps in a row with an alarm, for each there is
+    rewards: tuple[float, ...] = ()  # mean rewards of the last `collapse.window` steps
+    best: float | None = None  # their largest mean over a whole window
+    sound: int = 0  # the newest step whose parameters have shown no decline since
+    rate: float = 1.0  # factor of the learning rate
+    skipped: int = 0  # updates skipped in a row until now
+
+    def mean(self, window: int) -> float | None:
+        """The mean reward of the window; None before it is full."""
+        return sum(self.rewards) / window if len(self.rewards) == window else None
+
+
+def to_json(watch: Watch) -> dict[str, Any]:
+    """The watch as a checkpoint stores it."""
+    return asdict(watch)
+
+
+def from_json(stored: Mapping[str, Any] | None) -> Watch:
+    """The inverse of `to_json`; a new watch for a checkpoint that has none."""
+    return Watch() if stored is None else Watch(**{**stored, "rewards": tuple(stored["rewards"])})
+
+
+def follow(guard: Guard, before: Watch, step: int, metrics: Mapping[str, float]) -> Watch:
+    """The watch after a step; warns of the alarms that begin with it."""
+    watch = before if guard.collapse is None else _add_reward(guard.collapse, before, metrics)
+    found = find_alarms(guard, metrics, watch)
+    for name in found:
+        if name not in before.lasting:
+            multihost.warn_from_primary(found[name])
+    watch = replace(watch, lasting={name: before.lasting.get(name, 0) + 1 for name in found})
+    if guard.collapse is None or not _is_sound(guard.collapse, watch):
+        return watch
+    # a step's reward is that of the parameters before its updates, or of older ones
+    return replace(watch, sound=max(watch.sound, step - 1 - int(metrics.get("rollout/staleness_max", 0))))
+
+
+def find_alarms(guard: Guard, metrics: Mapping[str, float], watch: Watch | None = None) -> dict[str, str]:
+    """A sentence for each alarm that the metrics of a step give, with the rewards of a watch until then."""
+    found = {}
+    entropy, truncated = metrics.get("policy/entropy"), metrics.get("response/truncated")
+    if entropy is not None and entropy < guard.min_entropy:
+        found["entropy"] = (
+            f"policy/entropy is {entropy:.2g}, below guard.min_entropy ({guard.min_entropy:g}): the samples of a group "
+            "hardly differ, so little is left to learn from"
+        )
+    if truncated is not None and truncated > guard.max_truncated:
+        found["length"] = (
+            f"response/truncated is {truncated:.2g}, above guard.max_truncated ({guard.max_truncated:g}): most "
+            "responses reach sampling.max_tokens without a stop token"
+        )
+    if guard.collapse is not None:
+        found |= _find_more(guard.collapse, metrics, watch or Watch())
+    return found
+
+
+def _find_more(settings: Collapse, metrics: Mapping[str, float], watch: Watch) -> dict[str, str]:
+    found, mean, norm = {}, watch.mean(settings.window), metrics.get("optim/grad_norm")
+    if mean is not None and _is_below(settings.reward, mean, watch.best):
+        found["reward"] = (
+            f"the mean of reward/mean over {settings.window} steps is {mean:.3g}, below guard.collapse.reward "
+            f"({settings.reward:g}) of its best, {watch.best:.3g}"
+        )
+    if settings.grad_norm and norm is not None and not norm <= settings.grad_norm:
+        found["gradient"] = f"optim/grad_norm is {norm:.3g}, above guard.collapse.grad_norm ({settings.grad_norm:g})"
+    return found
+
+
+def alarm_metrics(guard: Guard, watch: Watch) -> dict[str, float]:
+    """`alarm/entropy`, `alarm/length`, ...: 1 while there is that alarm, else 0; `alarm/collapse` likewise."""
+    names = NAMES if guard.collapse is None else NAMES + OF_COLLAPSE
+    metrics = {f"alarm/{name}": float(name in watch.lasting) for name in names}
+    if guard.collapse is not None:
+        metrics["alarm/collapse"] = float(bool(_find_lasting(guard.collapse, watch)))
+    return metrics
+
+
+def answer_collapse(settings: Collapse | None, watch: Watch, step: int, state: TrainState) -> Watch:
+    """Do what is to be done if the run collapses with this step: warn, or also lower the rate in the watch.
+
+    Raises:
+      CollapsedError: the run is to stop or to go back.
+    """
+    sentence = None if settings is None else find_collapse(settings, watch)
+    if settings is None or sentence is None:
+        return watch
+    lowered = replace(watch, rate=watch.rate * settings.rate_factor, lasting={})  # alarms have to last again
+    if settings.action == "warn":
+        multihost.warn_from_primary(sentence)
+        return watch
+    if settings.action == "lower_rate":
+        multihost.warn_from_primary(
+            f"{sentence} The learning rate is now {lowered.rate:.3g} times what it was at first"
+        )
+        return lowered
+    position = int(multihost.to_host(state.position))
+    raise CollapsedError(sentence, step=step, position=position, sound=watch.sound, rate=lowered.rate)
+
+
+def find_collapse(settings: Collapse, watch: Watch) -> str | None:
+    """A sentence if the run collapses with this step: an alarm has now lasted long enough. None otherwise."""
+    begun = [name for name in _find_lasting(settings, watch) if watch.lasting[name] == settings.steps]
+    if not begun:
+        return None
+    return f"guard.collapse: wanted fewer than {settings.steps} steps in a row with alarm/{begun[0]}, got so many."
+
+
+def _add_reward(settings: Collapse, watch: Watch, metrics: Mapping[str, float]) -> Watch:
+    if "reward/mean" not in metrics:
+        return watch
+    watch = replace(watch, rewards=(*watch.rewards, metrics["reward/mean"])[-settings.window :])
+    mean = watch.mean(settings.window)
+    return watch if mean is None or (watch.best is not None and mean <= watch.best) else replace(watch, best=mean)
+
+
+def _is_sound(settings: Collapse, watch: Watch) -> bool:
+    """Whether nothing hints at a decline: no alarm that counts, and rewards near their best."""
+    mean = watch.mean(settings.window)
+    if set(settings.alarms) & watch.lasting.keys():
+        return False
+    if mean is None:
+        return True
+    near = max(SOUND, (1 + settings.reward) / 2)
+    return not (_is_below(near, mean, watch.best) or _is_below(settings.reward, watch.rewards[-1], watch.best))
+
+
+def _is_below(share: float, value: float, best: float | None) -> bool:
+    """Whether a reward is below this share of the best; never while that is not above 0."""
+    return best is not None and best > 0 and not value >= share * best
+
+
+def _find_lasting(settings: Collapse, watch: Watch) -> list[str]:
+    return [name for name in settings.alarms if watch.lasting.get(name, 0) >= settings.steps]

@@ -1,0 +1,130 @@
+"""Rollout batches in flight: sampled on the sampler's mesh, fetched to the learner's."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+
+from gspax.data.problem import Problem
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding
+from gspax.rollout.episodes import sample_conversations
+from gspax.rollout.grading import Started, start_rewards
+from gspax.rollout.pool import Pool
+from gspax.rollout.problems import read_usable
+from gspax.run import progress
+from gspax.sampler.engine import SampleOptions
+from gspax.sampler.placement import find_last_ahead
+from gspax.sampler.sampler import lengths_to_host, sample
+from gspax.training.pace import Pace
+from gspax.training.runtime import Learner, count_rollouts, prepare_problem
+from gspax.types import Array, Params, Rollout, TrainState
+
+SAMPLING = 1  # folded into the run's key
+
+
+@dataclass(frozen=True)
+class PendingRollout:
+    """A rollout batch in flight: the sampler has it, or is working on it."""
+
+    policy: int  # rollout batches that the parameters it is drawn with had learnt from
+    taken: int  # problems, those skipped included
+    problems: list[Problem | None]
+    rollout: Rollout  # on the sampler's mesh
+    started: Started  # rewards
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A rollout batch that has arrived; its lengths are on the host."""
+
+    policy: int
+    taken: int  # problems, those skipped included
+    problems: list[Problem | None]
+    sampled: Rollout  # on the sampler's mesh, where each process has the rows whose problems it has
+    rollout: Rollout  # the same on the learner's mesh
+    started: Started
+    metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts
+
+
+@dataclass
+class InFlight:
+    """What one step leaves for the next; nothing before the first one and after a restore."""
+
+    batches: deque[PendingRollout] = field(default_factory=deque)  # that the sampler draws, the next one first
+    pool: Pool | None = None  # instead, for partial rollouts
+    pace: Pace | None = None  # of the updates; None: they are finished in any case
+
+
+def next_rollout(learner: Learner, state: TrainState, ahead: deque[PendingRollout]) -> RolloutBatch:
+    """The next rollout batch, on the learner's mesh; the sampler then starts on those that it may draw ahead.
+
+    In this order, because between processes fetching a batch waits for all that the sampler was given before.
+    """
+    schedule, placement = learner.experiment.schedule, learner.experiment.placement
+    done = count_rollouts(learner, state)
+    staleness = placement.staleness if placement is not None else 0
+    last = find_last_ahead(staleness, done, lambda n: progress.is_due(n, schedule.checkpoint_every, schedule.steps))
+    first = int(multihost.to_host(state.position))
+    if not ahead:
+        draw_ahead(learner, state, 1, first, ahead)
+    pending = ahead.popleft()
+    batch, first = receive(learner, pending), first + pending.taken
+    draw_ahead(learner, state, last - done - len(ahead), first + sum(each.taken for each in ahead), ahead)
+    return batch
+
+
+def draw_ahead(learner: Learner, state: TrainState, batches: int, first: int, ahead: deque[PendingRollout]) -> None:
+    """Start the sampler on so many rollout batches, from problem `first` on, with the state's parameters."""
+    params = learner.sampler.push(state.params) if batches > 0 else None
+    for _ in range(batches):
+        ahead.append(draw(learner, params, state, first))
+        first += ahead[-1].taken
+
+
+def draw(learner: Learner, params: Params, state: TrainState, first: int) -> PendingRollout:
+    """Start sampling the problems from `first` on that can be used, with the sampler's parameters.
+
+    Waits with `sampling.chunk`, and with an environment, whose replies the sampler needs.
+    """
+    experiment, sampler = learner.experiment, learner.sampler
+    P, group, tokenizer = experiment.sampling.prompts, experiment.sampling.group, experiment.tokenizer
+    ids, ready = read_usable(
+        partial(prepare_problem, learner),
+        dict(enumerate(range(first, first + P))),
+        P,
+        named_sharding(sampler.mesh, "batch"),
+        learner.skipped,
+        group=group,
+    )
+    prompt_ids, own = [ids[place] for place in range(P)], [ready.get(place) for place in range(P)]
+    problems, started, taken = [each and each.problem for each in own], Started(), max(prompt_ids) + 1 - first
+    key = sampling_key(state)
+    options = SampleOptions(
+        model=experiment.model,
+        sampling=experiment.sampling,
+        stop_ids=tokenizer.stop_ids,
+        mesh=sampler.mesh,
+        keep_experts=experiment.routing_replay == "sampler",
+    )
+    if learner.interaction is not None:
+        rollout, started = sample_conversations(learner.interaction, params, own, prompt_ids, key, options)
+        return PendingRollout(count_rollouts(learner, state), taken, problems, rollout, started)
+    begin = partial(start_rewards, problems, started, tokenizer=tokenizer, calls=learner.rewards, group=group)
+    rollout = sample(params, [each and each.prompt for each in own], prompt_ids, key, options, ended=begin)
+    return PendingRollout(count_rollouts(learner, state), taken, problems, rollout, started)
+
+
+def sampling_key(state: TrainState) -> Array:
+    """The key of a run's samples, on the host."""
+    return jax.random.fold_in(multihost.key_to_host(state.key), SAMPLING)
+
+
+def receive(learner: Learner, pending: PendingRollout) -> RolloutBatch:
+    """Wait for a rollout batch, and bring it to the learner's mesh."""
+    sampled = lengths_to_host(pending.rollout)
+    fetched = learner.sampler.fetch(sampled)
+    return RolloutBatch(pending.policy, pending.taken, pending.problems, sampled, fetched, pending.started)

@@ -1,0 +1,225 @@
+"""A run: restore or start, then step, record, evaluate and checkpoint until the last step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from gspax.config import Experiment
+from gspax.errors import DivergedError
+from gspax.evaluation.checkpoint import evaluate
+from gspax.experiment.description import describe
+from gspax.learner import clipping
+from gspax.learner.restore import drop_frozen, first_state, load_reference, restore_state, save_reference
+from gspax.learner.state import with_new_moments
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding
+from gspax.report import run_page
+from gspax.rollout.grading import FailedRewardsError, find_failed, gather_texts
+from gspax.run import interrupt, progress, step_folders
+from gspax.run.checkpoints import Checkpoints, last_duration, read_extra
+from gspax.run.checkpoints import save as save_checkpoint
+from gspax.run.compilation import count_compilations
+from gspax.run.directory import RunDir, enter_run
+from gspax.run.record import Recorder
+from gspax.training import alarms, rollback
+from gspax.training.finite import check_finite, check_skipped, count_skipped, is_sound
+from gspax.training.in_flight import InFlight
+from gspax.training.pace import Pace
+from gspax.training.runtime import Learner, count_rollouts, make_learner, with_rate
+from gspax.training.step import run_step
+from gspax.training.warm_start import warm_start
+from gspax.types import TrainState
+
+
+def train(experiment: Experiment, workdir: Path, *, grace: float = math.inf) -> None:
+    """Run or resume the experiment in `workdir`, and write its report.
+
+    Args:
+      grace: seconds that the run has to end after a signal (`training.pace`).
+
+    Raises:
+      UserError: the directory belongs to another experiment, or the experiment's functions misbehave.
+      DivergedError: updates still go wrong after `guard.rollbacks` returns to a checkpoint, or the policy collapsed.
+      Interrupted: a signal (`run.interrupt`); a checkpoint was saved first, unless it is `Unsaved` (`training.pace`).
+    """
+    learner, keep = make_learner(experiment), experiment.schedule.keep_checkpoints
+    remembered = rollback.Remembered(learner.steps.update)
+    learner = replace(learner, steps=learner.steps._replace(update=remembered))
+    with (
+        enter_run(workdir, describe(experiment)) as run,
+        learner.rewards,
+        learner.interaction or contextlib.nullcontext(),
+        count_compilations() as compiled,
+        interrupt.listen(lambda: describe_unsaved(run.checkpoints)),
+        Checkpoints(run.checkpoints, keep=keep, mesh=learner.mesh, note=run.newest) as checkpoints,
+    ):
+        while True:
+            try:
+                train_from_newest(learner, run, checkpoints, compiled, remembered, grace=grace)
+                break
+            except DivergedError as problem:
+                if problem.final:
+                    raise
+                rollback.go_back(run, checkpoints, problem, experiment.guard)
+    if jax.process_index() == 0:
+        progress.say("writing the report")
+        run_page.write(run.path)
+
+
+def train_from_newest(
+    learner: Learner,
+    run: RunDir,
+    checkpoints: Checkpoints,
+    compiled: object,
+    remembered: rollback.Remembered,
+    *,
+    grace: float,
+) -> None:
+    """The steps after the newest checkpoint.
+
+    Raises:
+      DivergedError: updates went wrong; what they did is not saved.
+      Interrupted: the state was saved. A step that had begun is left out: it begins again.
+      Unsaved: it was not, because updates would have taken longer than `grace` seconds after the signal.
+    """
+    experiment, schedule, guard = learner.experiment, learner.experiment.schedule, learner.experiment.guard
+
+    def save(done: int, state: TrainState, is_last: bool) -> None:
+        stored, spare = drop_frozen(state), None if guard.collapse is None else watch.sound
+        check_finite(stored, done)
+        recorder.flush()
+        extra = {"experiment": describe(experiment), "watch": alarms.to_json(watch)}
+        save_checkpoint(checkpoints, done, stored, extra, is_last=is_last, spare=spare)
+
+    remembered.forget()  # what a run that goes back has seen
+    learner.skipped.load(run.skipped)
+    state = restore_or_start(learner, run, checkpoints)
+    started = done = count_rollouts(learner, state)
+    state = rollback.skip_problems(run, state, done)
+    watch = restore_watch(run, checkpoints, done)
+    given, learner = learner, at_rate(learner, watch.rate, remembered)
+    with (
+        Recorder(run, done) as recorder,
+        progress.track(schedule.steps, done, experiment.name) as bar,
+        interrupt.call_on_interrupt(lambda: save(done, state, is_last=True) if done > started else None),
+    ):
+        due = done == 0 or progress.is_due(done, schedule.eval_every, schedule.steps)
+        if due and not recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
+            record_evaluation(learner, state, recorder, run, done, bar)
+        reference = None
+        if experiment.reference is not None:
+            reference = load_reference(run, state, experiment.model, experiment.lora, learner.mesh)
+        lost = partial(describe_redone, run.checkpoints, lambda: done)
+        in_flight = InFlight(pace=Pace(grace, partial(last_duration, checkpoints), lost))
+        while done < schedule.steps:
+            with keep_failures(recorder, done + 1):
+                state, metrics, rows = run_step(learner, state, reference, in_flight)
+            done += 1
+            if done == started + 1:
+                bar.print(f"first step done; {compiled}")
+            if done == 1:
+                clipping.warn_of_noise(experiment.loss, experiment.calibration, metrics)
+            watch = alarms.follow(guard, watch, done, metrics)
+            recorder.write_metrics(done, {**metrics, **alarms.alarm_metrics(guard, watch)})
+            if failed := find_failed(rows):
+                recorder.write_failures(done, failed)
+            bar.update(done, metrics)
+            updates = remembered.metrics()
+            skipped = count_skipped(watch.skipped, [bool(each["skipped"]) for each in updates])
+            if max(skipped, default=0) >= schedule.max_skipped:
+                dumped = rollback.dump(run, done, state, remembered.last_skipped(), describe(experiment), learner.mesh)
+                check_skipped(max(skipped), schedule.max_skipped, done, state, dumped)
+            remembered.forget()
+            watch = replace(watch, skipped=skipped[-1] if skipped else watch.skipped)
+            rate, watch = watch.rate, alarms.answer_collapse(guard.collapse, watch, done, state)
+            learner = learner if watch.rate == rate else at_rate(given, watch.rate, remembered)
+            if progress.is_due(done, schedule.eval_every, schedule.steps):
+                recorder.write_samples(done, gather_texts(rows))
+                record_evaluation(learner, state, recorder, run, done, bar)
+            due = progress.is_due(done, schedule.checkpoint_every, schedule.steps)
+            if due and (is_sound(updates) or done == schedule.steps):
+                progress.phase("saving a checkpoint")
+                save(done, state, is_last=done == schedule.steps)
+            interrupt.stop_point()  # after the save, so that a signal during it costs no further step
+
+
+def at_rate(learner: Learner, factor: float, remembered: rollback.Remembered) -> Learner:
+    """The learner with its learning rate times a factor; its updates are remembered too."""
+    if factor == 1:
+        return learner
+    lowered = with_rate(learner, factor)
+    update = replace(remembered, update=lowered.steps.update)
+    return replace(lowered, steps=lowered.steps._replace(update=update))
+
+
+def restore_watch(run: RunDir, checkpoints: Checkpoints, done: int) -> alarms.Watch:
+    """What was seen of the run until the step that its state was restored from."""
+    watch = alarms.from_json(read_extra(checkpoints, done).get("watch") if done else None)
+    return replace(watch, rate=min(watch.rate, rollback.find_rate(run, done)))
+
+
+def describe_unsaved(checkpoints: Path) -> str:
+    """What is lost if the run ends at once."""
+    finished = step_folders.finished_steps(checkpoints)
+    return f"what was done after checkpoint {finished[-1]} is lost" if finished else "no checkpoint was saved"
+
+
+def describe_redone(checkpoints: Path, done: Callable[[], int]) -> str | None:
+    """What a resumed run repeats if this one ends without a save; None without a checkpoint."""
+    finished = step_folders.finished_steps(checkpoints)
+    if not finished:
+        return None
+    first, last = finished[-1] + 1, done() + 1
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    return f"the same command continues from checkpoint {finished[-1]} and repeats {steps}"
+
+
+def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) -> TrainState:
+    """The newest checkpoint's state; without one a fresh state, after the warm start if the experiment has one."""
+    experiment, mesh, optimizer = learner.experiment, learner.mesh, learner.optimizer
+    model, lora, last = experiment.model, experiment.lora, experiment.schedule.steps
+    if (newest := checkpoints.latest()) is not None:
+        progress.say(f"{'already at' if newest >= last else 'continuing from'} step {newest} of {last}")
+        return restore_state(run, checkpoints, model, optimizer, mesh, lora=lora)
+    progress.say(f"starting from {model.checkpoint or 'random parameters'}")
+    if experiment.warm_start is None:
+        state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
+    else:
+        state = with_new_moments(warm_start(experiment, run, mesh, learner.skipped), model, lora, optimizer, mesh)
+    if experiment.reference is not None:
+        save_reference(run, state, lora, mesh)
+    clip_range = clipping.initial_range(experiment.calibration)
+    return replace(state, clip_range=multihost.to_devices(clip_range, named_sharding(mesh)))
+
+
+def record_evaluation(
+    learner: Learner, state: TrainState, recorder: Recorder, run: RunDir, done: int, bar: progress.Bar
+) -> None:
+    """Evaluate on the held-out problems and the tasks, and write metrics and completions."""
+    bar.print(f"step {done}: evaluating {learner.experiment.evaluation.problems} held-out problems")
+    progress.phase("evaluating")
+    with keep_failures(recorder, done):
+        metrics, rows, failed = evaluate(
+            learner.experiment, state, learner.sampler, learner.rewards, run.tasks_at(done), learner.interaction
+        )
+    recorder.write_metrics(done, metrics)
+    recorder.write_samples_to(run.after if done else run.before, rows)
+    if failed:
+        recorder.write_failures(done, failed)
+
+
+@contextlib.contextmanager
+def keep_failures(recorder: Recorder, step: int) -> Iterator[None]:
+    """Record the completions whose rewards failed before this ends the run."""
+    try:
+        yield
+    except FailedRewardsError as problem:
+        recorder.write_failures(step, problem.rows)
+        raise

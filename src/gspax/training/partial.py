@@ -1,0 +1,138 @@
+"""Partial rollouts: rollout batches out of the groups that the sampler is drawing (`rollout.pool`).
+
+No group is carried over a checkpoint: before one, only as many problems are drawn as the batches up to it need, and the
+last of these waits for all of them. A resumed run therefore starts with an empty pool, as the uninterrupted one did.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+
+from gspax.data.problem import read_problem
+from gspax.model.sizes.counts import with_carried
+from gspax.parallel import multihost
+from gspax.parallel.sharding import named_sharding
+from gspax.rollout.grading import start_rewards
+from gspax.rollout.pool import (
+    FREE,
+    Pool,
+    Weights,
+    admit,
+    choose_groups,
+    find_ended,
+    new_pool,
+    next_problems,
+    sample_chunk,
+    take,
+)
+from gspax.rollout.problems import read_usable
+from gspax.run import interrupt, progress
+from gspax.sampler.engine import SampleOptions
+from gspax.sampler.placement import find_last_ahead
+from gspax.sampler.sampler import lengths_to_host, split_groups
+from gspax.training.in_flight import RolloutBatch, sampling_key
+from gspax.training.runtime import Learner, count_rollouts, prepare_problem
+from gspax.types import TrainState
+
+
+def next_partial(learner: Learner, state: TrainState, pool: Pool | None) -> tuple[RolloutBatch, Pool]:
+    """The next rollout batch, on the learner's mesh, and the pool that the sampler draws on while the learner updates.
+
+    Args:
+      pool: after the batch before; None in the first step and after a restore.
+    """
+    experiment, placement = learner.experiment, learner.experiment.placement
+    sampling, schedule = experiment.sampling, experiment.schedule
+    assert placement is not None and placement.partial is not None
+    done, P = count_rollouts(learner, state), sampling.prompts
+    options, places = make_options(learner), with_carried(sampling, placement).prompts
+    weights = Weights(learner.sampler.push(state.params), done)
+
+    def due(batch: int) -> bool:
+        return progress.is_due(batch, schedule.checkpoint_every, schedule.steps)
+
+    def fill(pool: Pool, batch: int) -> Pool:
+        """With as many groups as there may be while a rollout batch is drawn."""
+        most = min(places, P * (1 + find_last_ahead(1, batch, due) - batch))
+        return admit_problems(learner, pool, most - pool.count(), weights, options)
+
+    if pool is None:
+        first = int(multihost.to_host(state.position))
+        pool = new_pool(places, sampling.group, first, sampling_key(state))
+    pool = fill(pool, done)
+    while (chosen := choose_groups(pool, end_samples(learner, pool), P, done - placement.staleness)) is None:
+        interrupt.stop_point()
+        pool = sample_chunk(pool, weights, options)
+    batch, pool = take_batch(learner, state, pool, chosen, options)
+    if not due(done + 1):
+        pool = fill(pool, done + 1) if placement.partial.ahead else pool
+        for _ in range(placement.partial.ahead):
+            pool = sample_chunk(pool, weights, options)
+    return batch, pool
+
+
+def make_options(learner: Learner) -> SampleOptions:
+    """How the sampler's programs are compiled."""
+    experiment, mesh = learner.experiment, learner.sampler.mesh
+    return SampleOptions(
+        model=experiment.model,
+        sampling=split_groups(with_carried(experiment.sampling, experiment.placement), mesh),
+        stop_ids=experiment.tokenizer.stop_ids,
+        mesh=mesh,
+        keep_versions=True,
+        admits=True,
+    )
+
+
+def admit_problems(learner: Learner, pool: Pool, groups: int, weights: Weights, options: SampleOptions) -> Pool:
+    """The pool with so many more groups."""
+    if groups <= 0:
+        return pool
+    index_R = next_problems(pool, groups)
+    ids, ready = read_usable(
+        partial(prepare_problem, learner),
+        {place: index for place, index in enumerate(index_R.tolist()) if index != FREE},
+        len(index_R),
+        named_sharding(learner.sampler.mesh, "batch"),
+        learner.skipped,
+        group=learner.experiment.sampling.group,
+    )
+    index_R[list(ids)] = list(ids.values())
+    own = [ready.get(place) for place in range(len(index_R))]
+    problems, prompts = [each and each.problem for each in own], [each and each.prompt for each in own]
+    return admit(pool, index_R, problems, prompts, weights, options)
+
+
+def end_samples(learner: Learner, pool: Pool) -> np.ndarray:
+    """Whether a place's group has ended, bool [R], after the rewards of samples that have were started.
+
+    With several processes they are started with their batch: its rows may be on other processes than the pool's.
+    """
+    ended = None
+    if jax.process_count() == 1:
+        tokenizer, group = learner.experiment.tokenizer, learner.experiment.sampling.group
+        ended = partial(
+            start_rewards, pool.problems, pool.started, tokenizer=tokenizer, calls=learner.rewards, group=group
+        )
+    return find_ended(pool, ended)
+
+
+def take_batch(
+    learner: Learner, state: TrainState, pool: Pool, places: np.ndarray, options: SampleOptions
+) -> tuple[RolloutBatch, Pool]:
+    """The groups in these places as a rollout batch on the learner's mesh, and the pool without them.
+
+    Problems count as taken once they are in a batch, and those that were skipped until then with them.
+    """
+    index, policy = pool.problem_R[places].tolist(), int(pool.policy_R[places].min())
+    pool, rollout, started = take(pool, places, options)
+    read, by_row = partial(read_problem, learner.experiment.data.train), named_sharding(learner.sampler.mesh, "batch")
+    group = learner.experiment.sampling.group
+    problems = multihost.all_or_raise(lambda: multihost.local_rows(read, index, by_row, group=group))
+    sampled = lengths_to_host(rollout)
+    taken = pool.next_problem - pool.count() - int(multihost.to_host(state.position))
+    metrics = {"rollout/carried": float(pool.count())}
+    return RolloutBatch(policy, taken, problems, sampled, learner.sampler.fetch(sampled), started, metrics), pool

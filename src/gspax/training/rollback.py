@@ -1,0 +1,171 @@
+"""Going back to the last checkpoint and on with other problems, after updates that went wrong.
+
+A rollback is a restart of the run inside its process: the state of the newest checkpoint, with the problems since then
+marked as consumed. `rollbacks.jsonl` records each one, so a run that is stopped afterwards resumes with the same
+problems. The minibatch whose update was skipped is dumped, with the state that it met, for `gspax replay`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspax.config import Guard
+from gspax.errors import CollapsedError, DivergedError, UserError, warn
+from gspax.learner.restore import drop_frozen
+from gspax.learner.train_step import Metrics, Scores, Update
+from gspax.parallel import multihost
+from gspax.run.checkpoint_files import shorten
+from gspax.run.checkpoints import Checkpoints, discard_after
+from gspax.run.directory import RunDir, read_json
+from gspax.run.folders import write_atomically
+from gspax.run.record import read_rows
+from gspax.types import Batch, TrainState
+
+MINIBATCH, ABOUT, STATE = "minibatch.npz", "about.json", "state"  # the entries of a dump
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """An update that remembers the minibatches it was given since `forget`."""
+
+    update: Update
+    seen: list[tuple[Batch, Metrics]] = field(default_factory=list)  # with the metrics of the update
+
+    def __call__(self, state: TrainState, batch: Batch, on_policy: bool) -> tuple[TrainState, Metrics, Scores]:
+        state, metrics, scores = self.update(state, batch, on_policy)
+        self.seen.append((replace(batch, old_logp_BT=scores.logp_BT) if on_policy else batch, metrics))
+        return state, metrics, scores
+
+    def last_skipped(self) -> Batch | None:
+        """The last minibatch whose update was skipped."""
+        return next((batch for batch, found in reversed(self.seen) if multihost.to_host(found["skipped"])), None)
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The metrics on the host, without those of updates without response tokens."""
+        return [found for found in multihost.to_host([found for _, found in self.seen]) if not found["empty"]]
+
+    def forget(self) -> None:
+        self.seen.clear()
+
+
+def dump(
+    run: RunDir, step: int, state: TrainState, batch: Batch | None, description: Any, mesh: jax.sharding.Mesh
+) -> str:
+    """Write a minibatch and the state for `gspax replay`, in place of earlier dumps of the run. Collective.
+
+    Returns a sentence that says where. If nothing can be written it says so, and what the dump is made for is reported.
+
+    Args:
+      description: of the experiment.
+    """
+    if batch is None:
+        return ""
+    folder = run.dumps / f"step_{step:06d}"
+    arrays = multihost.to_host({name: x for name, x in vars(batch).items() if x is not None})
+    try:
+        with Checkpoints(folder / STATE, keep=1, mesh=mesh) as checkpoints:
+            checkpoints.save(step, drop_frozen(state), {})
+        multihost.all_or_raise(lambda: _write(folder, arrays, {"step": step, "experiment": description}))
+    except (OSError, UserError) as error:
+        return f" Its minibatch could not be dumped: {error}."
+    return f" The minibatch of the last one is in {folder}, for `gspax replay`."
+
+
+def _write(folder: Path, arrays: dict[str, Any], about: dict[str, Any]) -> None:
+    if jax.process_index() != 0:
+        return
+    np.savez(folder / MINIBATCH, **arrays)
+    write_atomically(folder / ABOUT, json.dumps(about, indent=2) + "\n")
+    for old in folder.parent.glob("step_*"):
+        if old != folder:
+            shutil.rmtree(old)
+
+
+def read_minibatch(folder: Path) -> Batch:
+    """The minibatch of a dump, on the host. UserError if it cannot be read."""
+    path = folder / MINIBATCH
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:  # numpy stops reading at the shape's end, where no checksum has been compared yet
+            raise UserError(f"the checksum of {damaged} differs")
+        with np.load(path, allow_pickle=False) as arrays:
+            return Batch(**{each.name: arrays[each.name] for each in fields(Batch) if each.name in arrays})
+    except Exception as error:  # zipfile, zlib and numpy raise a dozen kinds for damaged bytes
+        raise UserError(f"{path} cannot be read: {shorten(error)}") from error
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """The step of a dump and the description of its experiment. UserError if it is no dump."""
+    if not (folder / ABOUT).is_file():
+        raise UserError(f"{folder}: wanted a dump of a run (a folder in its dumps/), there is none")
+    about = read_json(folder / ABOUT)
+    wanted = {"step": int, "experiment": dict}
+    if not isinstance(about, dict) or any(not isinstance(about.get(name), kind) for name, kind in wanted.items()):
+        raise UserError(f"{folder / ABOUT}: wanted a JSON object with a step and an experiment")
+    return about
+
+
+def go_back(run: RunDir, checkpoints: Checkpoints, problem: DivergedError, guard: Guard) -> None:
+    """Record that the run goes back, and warn of it: to its newest checkpoint, or to that from before a collapse.
+
+    Without such a checkpoint it goes back to its start. The checkpoints that hold a collapse are deleted.
+
+    Raises:
+      DivergedError: it went back there `guard.rollbacks` times already, or it is to stop.
+    """
+    to = checkpoints.latest() or 0
+    if isinstance(problem, CollapsedError):
+        assert guard.collapse is not None
+        if guard.collapse.action == "stop":
+            raise problem from None
+        to = max((step for step in checkpoints.steps() if step <= problem.sound), default=0)
+    entries = multihost.gather(_read(run))[0]
+    further = max((n for n, each in enumerate(entries) if each["to"] < to), default=-1)  # it deleted a checkpoint `to`
+    before = [each for each in entries[further + 1 :] if each["to"] == to]
+    if len(before) >= guard.rollbacks:
+        again = f" The run went back to checkpoint {to} {len(before)} times." if before else ""
+        raise DivergedError(f"{problem}{again}", step=problem.step, position=problem.position) from None
+    entry = {"step": problem.step, "to": to, "position": problem.position, "reason": str(problem)}
+    if isinstance(problem, CollapsedError):
+        # before it is recorded: a run that is killed in between finds the collapse again, and goes back then
+        discard_after(checkpoints, to)
+        entry["rate"] = problem.rate
+    if jax.process_index() != 0:
+        return
+    write_atomically(run.rollbacks, "".join(json.dumps(each) + "\n" for each in [*_read(run), entry]))
+    warn(
+        f"{problem} Going back to {f'checkpoint {to}' if to else 'the start'} and on with "
+        f"problem {problem.position} ({len(before) + 1} of {guard.rollbacks} times)"
+    )
+
+
+def skip_problems(run: RunDir, state: TrainState, step: int) -> TrainState:
+    """A state restored at `step`, with the problems marked as consumed that the run went back from."""
+    found = [each["position"] for each in multihost.gather(_read(run))[0] if each["to"] >= step]
+    if not found:
+        return state
+    position = max(found)
+    return replace(state, position=jnp.maximum(state.position, position))
+
+
+def find_rate(run: RunDir, step: int) -> float:
+    """The factor of the learning rate after the collapses that the run went back from, for a state of `step`."""
+    return min((each.get("rate", 1.0) for each in multihost.gather(_read(run))[0] if each["to"] >= step), default=1.0)
+
+
+def _read(run: RunDir) -> list[dict[str, Any]]:
+    if jax.process_index() != 0 or not run.rollbacks.exists():
+        return []
+    return [
+        row for row in read_rows(run.rollbacks) if all(isinstance(row.get(name), int) for name in ("to", "position"))
+    ]

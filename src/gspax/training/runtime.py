@@ -1,0 +1,79 @@
+"""What stays the same throughout a run: mesh, optimiser, jitted steps, sampler, rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import optax
+
+from gspax.config import Experiment, trained_dtype, updates_per_step
+from gspax.learner.optimizer import make_optimizer
+from gspax.learner.programs import Steps, make_steps
+from gspax.learner.state import count_updates, require_memory
+from gspax.rewards.calls import RewardCalls
+from gspax.rollout.episodes import Interaction, Ready, interact
+from gspax.rollout.problems import Skipped, prepare
+from gspax.sampler.placement import Sampler, make_meshes, make_sampler
+from gspax.types import TrainState
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What stays the same throughout a run; the steps are compiled once."""
+
+    experiment: Experiment
+    mesh: jax.sharding.Mesh
+    optimizer: optax.GradientTransformation
+    steps: Steps
+    sampler: Sampler
+    rewards: RewardCalls
+    interaction: Interaction | None = None  # with an environment
+    skipped: Skipped = field(default_factory=Skipped)  # training problems that cannot be used
+
+
+def make_learner(experiment: Experiment) -> Learner:
+    """The mesh, optimiser and jitted steps of an experiment. UserError if it does not fit the devices."""
+    mesh, sampler_mesh = make_meshes(experiment)
+    require_memory(experiment.model, experiment.lora, experiment.optimizer, mesh, reference=bool(experiment.reference))
+    optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
+    steps = make_steps(experiment, optimizer, mesh)
+    sampler = make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype)
+    rewards = RewardCalls(experiment.reward, experiment.grading)
+    interaction = interact(
+        experiment.environment,
+        experiment.turns,
+        rewards=rewards,
+        tokenizer=experiment.tokenizer,
+        grading=experiment.grading,
+    )
+    skipped = Skipped(experiment.sampling.max_failed)
+    return Learner(experiment, mesh, optimizer, steps, sampler, rewards, interaction, skipped)
+
+
+def prepare_problem(learner: Learner, index: int) -> Ready:
+    """A training problem with the tokens of its prompt; raises if it cannot be used."""
+    experiment = learner.experiment
+    return prepare(
+        experiment.data.train,
+        index,
+        tokenizer=experiment.tokenizer,
+        model=experiment.model,
+        limit=experiment.sampling.max_prompt_tokens,
+        interaction=learner.interaction,
+    )
+
+
+def with_rate(learner: Learner, factor: float) -> Learner:
+    """The learner with its learning rate times a factor. Its update is compiled again; states stay as they are."""
+    experiment = learner.experiment
+    settings = replace(experiment.optimizer, learning_rate=factor * experiment.optimizer.learning_rate)
+    experiment = replace(experiment, optimizer=settings)
+    optimizer = make_optimizer(settings, trained_dtype(experiment.model, experiment.lora))
+    update = make_steps(experiment, optimizer, learner.mesh).update
+    return replace(learner, experiment=experiment, optimizer=optimizer, steps=learner.steps._replace(update=update))
+
+
+def count_rollouts(learner: Learner, state: TrainState) -> int:
+    """The rollout batches that a state has learnt from."""
+    return count_updates(state) // updates_per_step(learner.experiment.schedule)
