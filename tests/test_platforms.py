@@ -13,7 +13,8 @@ import pytest
 from gspax.commands import environment
 from gspax.commands.benchmarks import limits, steps
 from gspax.errors import FailureError, UserError
-from gspax.rewards import _code_worker, _math_worker, code
+from gspax.rewards import code
+from gspax.rewards.workers import code_worker, math_worker
 from gspax.run import lock
 
 
@@ -66,11 +67,11 @@ def test_the_clock_and_the_memory_of_a_benchmark_are_read(macos):
 
 
 def test_answers_are_compared_without_a_limit_of_memory(macos):
-    _math_worker.limit_memory()
+    math_worker.limit_memory()
 
 
 def test_a_judged_program_needs_linux_or_no_isolation(macos):
     with pytest.raises(UserError, match=r"^isolation: wanted Linux for bubblewrap, got darwin$"):
         code._pool("bubblewrap", None, 1)
     task = {"memory": 1, "timeout": 1.0, "output": 1, "processes": 1}
-    assert "RLIMIT_AS" not in _code_worker._limits(task, sandboxed=False)
+    assert "RLIMIT_AS" not in code_worker._limits(task, sandboxed=False)

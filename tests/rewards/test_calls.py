@@ -15,9 +15,9 @@ from gspax.data.chat import reward_answer
 from gspax.errors import UserError
 from gspax.rewards import calls as module
 from gspax.rewards import format, length
-from gspax.rewards._pool import Pool
 from gspax.rewards.calls import Batched, Failed, Graded, Result, RewardCalls, Total, concurrent, to_result
 from gspax.rewards.combination import combine, weighted_sum
+from gspax.rewards.workers.pool import Pool
 
 
 def gather(reward, completions, **grading):

@@ -17,11 +17,12 @@ import pytest
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
-from gspax.rewards import _pool, code
+from gspax.rewards import code
 from gspax.rewards.calls import Result, to_result
 from gspax.rewards.code import Limits
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests
+from gspax.rewards.workers import pool as workers
 
 EXPECTED = "918273645"  # the secret that an attack would have to find
 LIMITS = Limits(timeout=20.0, memory=256, output=1, processes=8)
@@ -207,7 +208,7 @@ print({EXPECTED})
 
 def test_the_environment_is_empty(bubblewrap, monkeypatch):
     monkeypatch.setenv("GSPAX_SECRET", EXPECTED)
-    monkeypatch.setattr(_pool, "_shared", {})  # workers with this environment
+    monkeypatch.setattr(workers, "_shared", {})  # workers with this environment
     program = """
 import os, glob
 texts = [str(os.environ)]
@@ -217,7 +218,7 @@ for path in glob.glob("/proc/[0-9]*/environ"):
 print(918273645 if any("GSPAX_SECRET" in text for text in texts) else 0)
 """
     assert graded(program, bubblewrap).outcome == "wrong"
-    _pool._close()
+    workers._close()
 
 
 def test_outside_files_are_unreachable(bubblewrap, tmp_path):
@@ -313,7 +314,7 @@ def test_a_sandbox_that_is_not_permitted_is_one_sentence(monkeypatch):
         for path in (folder, bwrap):  # for the user nobody, too
             os.chmod(path, 0o755)
         monkeypatch.setenv("PATH", folder, prepend=os.pathsep)
-        monkeypatch.setattr(_pool, "_shared", {})
+        monkeypatch.setattr(workers, "_shared", {})
         with pytest.raises(UserError, match=sentence):
             graded("print(1)", "bubblewrap")
 

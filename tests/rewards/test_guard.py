@@ -11,11 +11,11 @@ import pytest
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
-from gspax.rewards import _pool
 from gspax.rewards import guard as module
 from gspax.rewards.calls import Result, to_result
 from gspax.rewards.grades import Tally
 from gspax.rewards.guard import guard
+from gspax.rewards.workers import pool as workers
 
 REWARDS = """
 import os, time
@@ -96,7 +96,7 @@ def test_a_reward_that_cannot_be_pickled_or_imported_is_rejected(rewards):
         patch.setattr("sys.path", [path for path in sys.path if path != str(Path(rewards.__file__).parent)])
         with pytest.raises(UserError, match=r"wanted a function that a new process can import, .* ModuleNotFoundError"):
             guard(Problem("?", ""), "", reward=rewards.score, workers=1)  # has not imported it yet
-    _pool.shared("_guard_worker.py", workers=1).close()
+    workers.shared("guard_worker.py", workers=1).close()
 
 
 def test_an_experiment_describes_the_guarded_reward(rewards):

@@ -15,9 +15,10 @@ import pytest
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
-from gspax.rewards import _pool, math
-from gspax.rewards._pool import Failure, Pool
+from gspax.rewards import math
 from gspax.rewards.grades import Grade
+from gspax.rewards.workers import pool as workers
+from gspax.rewards.workers.pool import Failure, Pool
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -130,7 +131,7 @@ def test_a_batch_has_a_deadline():
 def test_an_orphaned_worker_ends_by_its_own_timer():
     needs_math_verify()
     worker = subprocess.Popen(
-        [sys.executable, "-P", str(SOURCE / "gspax" / "rewards" / "_math_worker.py")],
+        [sys.executable, "-P", str(SOURCE / "gspax" / "rewards" / "workers" / "math_worker.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -141,12 +142,12 @@ def test_an_orphaned_worker_ends_by_its_own_timer():
 def test_a_fork_does_not_use_its_parents_workers():
     program = """
 import os
-from gspax.rewards import _pool
-_pool.shared("_math_worker.py", workers=1)
+from gspax.rewards.workers import pool as workers
+workers.shared("math_worker.py", workers=1)
 process = os.fork()
 if process == 0:
-    os._exit(len(_pool._shared))
-assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0 and len(_pool._shared) == 1
+    os._exit(len(workers._shared))
+assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0 and len(workers._shared) == 1
 """
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
 
@@ -242,7 +243,7 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="rewards: wanted a package, got none"):
         Pool(script, workers=1).ask(1, timeout=1)
     script.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(_pool, "_START", 0.1)
+    monkeypatch.setattr(workers, "_START", 0.1)
     with pytest.raises(UserError, match=r"rewards: the worker worker\.py did not start"):
         Pool(script, workers=1).ask(1, timeout=1)
 
@@ -257,9 +258,10 @@ def test_importing_starts_no_worker_and_workers_end_with_their_parent(tmp_path):
     script.write_text(WORKER)
     program = f"""
 import os, pathlib, sys, time
-from gspax.rewards import math, code, guard, _pool
-assert not _pool._shared and "jax" not in sys.modules and "math_verify" not in sys.modules
-pool = _pool.Pool(pathlib.Path({str(script)!r}), workers=1)
+from gspax.rewards import math, code, guard
+from gspax.rewards.workers import pool as workers
+assert not workers._shared and "jax" not in sys.modules and "math_verify" not in sys.modules
+pool = workers.Pool(pathlib.Path({str(script)!r}), workers=1)
 print(pool.ask("a", timeout=10)[1], flush=True)
 time.sleep(60)
 """

@@ -20,10 +20,10 @@ from typing import Any
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards._pool import Failure, Pool, shared
 from gspax.rewards.calls import concurrent
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests, arguments, from_answer, same_text, same_value
+from gspax.rewards.workers.pool import Failure, Pool, shared
 
 _LONGEST = 100_000  # characters of a program
 _SPARE = 30.0  # seconds beyond a test's own limit after which its worker is taken to hang
@@ -215,7 +215,7 @@ def _pool(isolation: str, python: str | None, workers: int) -> Pool:
         raise UserError("isolation: wanted Linux for bubblewrap, got " + sys.platform)
     if isolation == "bubblewrap" and shutil.which("bwrap") is None:
         raise UserError("isolation: wanted the program bwrap (apt-get install bubblewrap), it is not installed")
-    return shared("_code_worker.py", isolation, python or _default_python(), workers=workers)
+    return shared("code_worker.py", isolation, python or _default_python(), workers=workers)
 
 
 def _default_python() -> str:

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards._pool import Failure, shared
 from gspax.rewards.calls import Failed, Graded, concurrent
 from gspax.rewards.grades import Grade, Tally
+from gspax.rewards.workers.pool import Failure, shared
 
 _tally = Tally()
 
@@ -44,7 +44,7 @@ def guard(
       workers: processes, of this process, shared by everything that gives the same number.
       failed: the reward of a completion for which `reward` fails.
     """
-    answer = shared("_guard_worker.py", workers=workers).ask(
+    answer = shared("guard_worker.py", workers=workers).ask(
         {
             "reward": _pickled(reward),
             "problem": _pickled(problem),

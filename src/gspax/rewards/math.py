@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards._pool import Failure, shared
 from gspax.rewards.answers import compare, extract, join_digits, reference
 from gspax.rewards.calls import concurrent
 from gspax.rewards.grades import Grade, Tally
+from gspax.rewards.workers.pool import Failure, shared
 
 _LONGEST = 2000  # characters; a longer answer is no answer
 _tally = Tally()
@@ -98,7 +98,7 @@ def _grade(result: bool | Failure, failed: float) -> Grade:
 def _ask(pairs: Sequence[tuple[str, str]], timeout: float, batch_timeout: float, workers: int) -> list[bool | Failure]:
     if not pairs:
         return []
-    pool = shared("_math_worker.py", workers=workers)
+    pool = shared("math_worker.py", workers=workers)
     deadline = time.monotonic() + batch_timeout
 
     def compare_pair(pair: tuple[str, str]) -> bool | Failure:

@@ -101,7 +101,7 @@ class Pool:
 
 class _Worker:
     def __init__(self, script: Path, *arguments: str):
-        # -P: the script's folder has modules named as those of the standard library are.
+        # -P keeps the folder of the script out of sys.path.
         # A session of its own: an interrupt at the terminal is the trainer's business.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(script), *arguments],

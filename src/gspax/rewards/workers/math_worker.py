@@ -1,4 +1,4 @@
-"""The worker of `gspax.rewards.math`: compares pairs of answers with math-verify. A script of its own, see `_pool`.
+"""The script of the workers of `gspax.rewards.math`: it compares pairs of answers with math-verify.
 
 math-verify's own time limit is a Python signal handler, which a long operation in C never reaches. Here it is off: the
 parent kills a late worker, and should the parent be gone, the timer's default action does.

@@ -1,6 +1,6 @@
-"""The worker of `gspax.rewards.guard`: calls reward functions. A script of its own, see `_pool`.
+"""The script of the workers of `gspax.rewards.guard`: it calls reward functions.
 
-What it unpickles comes from the trainer that started it.
+Everything that it unpickles comes from the trainer that started it.
 """
 
 from __future__ import annotations

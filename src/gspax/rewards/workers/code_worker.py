@@ -1,6 +1,6 @@
-"""The worker of `gspax.rewards.code`: runs programs in sandboxes and reports what they wrote. A script, see `_pool`.
+"""The script of the workers of `gspax.rewards.code`: it runs programs in sandboxes and reports their output.
 
-    _code_worker.py ISOLATION PYTHON
+    code_worker.py ISOLATION PYTHON
 
 It is not the trainer, so that no sandbox is forked from a process with devices, and it never gets an expected output.
 Standard input, output and errors of a program are unlinked files, so nothing has to be pumped, and RLIMIT_FSIZE bounds
@@ -25,7 +25,7 @@ from typing import IO, Any
 
 _NOBODY = 65534
 _SCRATCH = 16 << 20  # bytes of /tmp in the sandbox
-_NAMES = """
+_IMPORTS = """
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string
 from bisect import *
 from collections import *
@@ -44,7 +44,7 @@ def run(task: dict[str, Any], isolation: str, python: str) -> dict[str, Any]:
         _fill(given, task["input"].encode(errors="replace"))
         sandboxed = isolation == "bubblewrap"
         inner = {key: task[key] for key in ("code", "function", "arguments")}
-        inner |= {"limits": _limits(task, sandboxed), "names": _NAMES, "seconds": task["timeout"] + 1}
+        inner |= {"limits": _limits(task, sandboxed), "imports": _IMPORTS, "seconds": task["timeout"] + 1}
         _fill(file, marshal.dumps(inner, 2))
         command = [python, "-I", "-S", "-B", "-c", _child(), str(file.fileno())]
         folder = "/" if sandboxed else stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -77,7 +77,7 @@ def run(task: dict[str, Any], isolation: str, python: str) -> dict[str, Any]:
 
 @functools.cache
 def _child() -> str:
-    return Path(__file__).with_name("_code_child.py").read_text(encoding="utf-8")
+    return Path(__file__).with_name("code_child.py").read_text(encoding="utf-8")
 
 
 def _limits(task: dict[str, Any], sandboxed: bool) -> dict[str, int]:

@@ -1,29 +1,29 @@
-"""What runs before and around the program that is judged, in the sandbox. Sent as text to a bare interpreter.
+"""The script that runs a program in the sandbox. It is sent as text to a bare interpreter.
 
 It reads a marshalled task from the descriptor in its first argument, sets the limits, and runs the program as
-`__main__`, or calls one of its functions and writes what it returns as JSON. Nothing here is secret: the expected
-output is in another process.
+`__main__`, or calls one of its functions and writes the result as JSON. Nothing here is secret: the expected output is
+in another process.
 """
 
 
-def _enter(task: dict) -> None:
+def _enter(limits: dict[str, int], seconds: float) -> None:
     import builtins
     import resource
     import signal
     import sys
 
-    for name, most in task["limits"].items():
+    for name, most in limits.items():
         limit = getattr(resource, name)
         hard = resource.getrlimit(limit)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limit, (most, most))
-    signal.setitimer(signal.ITIMER_REAL, task["seconds"])  # should the worker be gone, which kills it earlier
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # the worker kills this process earlier, unless it is gone
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # -S leaves them out
     sys.set_int_max_str_digits(0)
     sys.argv = ["main.py"]
 
 
-def _call(task: dict) -> None:
+def _call(code: str, imports: str, name: str, arguments: list[object]) -> None:
     import json
     import os
     import sys
@@ -34,11 +34,11 @@ def _call(task: dict) -> None:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     names = module.__dict__
-    exec(task["names"], names)
-    exec(compile(task["code"], "main.py", "exec"), names)
+    exec(imports, names)
+    exec(compile(code, "main.py", "exec"), names)
     owner = names["Solution"]() if "Solution" in names else None
-    function = names[task["function"]] if owner is None else getattr(owner, task["function"])
-    data = memoryview(json.dumps(function(*task["arguments"])).encode())
+    function = names[name] if owner is None else getattr(owner, name)
+    data = memoryview(json.dumps(function(*arguments)).encode())
     while data:
         data = data[os.write(channel, data) :]
     os._exit(0)
@@ -51,9 +51,9 @@ def _main() -> None:
 
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         task = marshal.load(file)
-    _enter(task)
+    _enter(task["limits"], task["seconds"])
     if task["function"]:
-        _call(task)
+        _call(task["code"], task["imports"], task["function"], task["arguments"])
     names = sys.modules["__main__"].__dict__
     for name in ("_enter", "_call", "_main"):
         del names[name]
