@@ -61,7 +61,7 @@ DENSE = replace(
 )
 SMALL_OVERRIDES = [
     *("warm_start=null", "schedule.steps=1", "schedule.eval_every=0", "schedule.checkpoint_every=0"),
-    *("evaluation.problems=8", "evaluation.samples=4", "optimizer.learning_rate=1e-2", "optimizer.eps=1e-2"),
+    *("evaluation.problems=8", "evaluation.samples=4", "optimizer.learning_rate=1e-2", "optimizer.transform.eps=1e-2"),
     *("sampling.max_refills=1", "sampling.chunk=2"),
 ]
 

@@ -51,10 +51,9 @@ def error(*assignments):
         ("loss.clip_low=1e-3", "loss.clip_low: 2e-4 -> 0.001"),
         ("loss.clip_high=1e-3", "loss.clip_high: 4e-4 -> 0.001"),
         ("advantage.eps=1", "advantage.eps: 1e-6 -> 1.0"),
-        ("optimizer.weight_decay=0.1", "optimizer.transform.weight_decay: 0.0 -> 0.1"),  # its former module
         ("optimizer.transform.weight_decay=0.1", "optimizer.transform.weight_decay: 0.0 -> 0.1"),
         ("optimizer.warmup_updates=10", "optimizer.warmup_updates: 0 -> 10"),
-        ("warm_start.optimizer.b1=0.8", "warm_start.optimizer.transform.b1: 0.9 -> 0.8"),
+        ("warm_start.optimizer.transform.b1=0.8", "warm_start.optimizer.transform.b1: 0.9 -> 0.8"),
         ("warm_start.optimizer.learning_rate=1", "warm_start.optimizer.learning_rate: 0.003 -> 1.0"),
     ],
 )
@@ -111,7 +110,7 @@ def test_dotted_names_replace_a_function_and_later_overrides_apply_to_it():
         ("schedule.steps=1.5", "schedule.steps: wanted an integer, got '1.5'"),
         ("schedule.steps=1e999", "schedule.steps: wanted an integer, got '1e999'"),
         ("schedule.steps=", "schedule.steps: wanted an integer, got ''"),
-        ("optimizer.eps=tiny", "optimizer.transform.eps: wanted a number, got 'tiny'"),
+        ("optimizer.transform.eps=tiny", "optimizer.transform.eps: wanted a number, got 'tiny'"),
         ("model.attention_bias=1", "model.attention_bias: wanted true or false, got '1'"),
         ("model.mlp_only_layers=1,x", "model.mlp_only_layers: wanted an integer, got '1,x'"),
         ("data.max_digits=10", "data.max_digits=10: wanted max_digits of at most 9, got 10"),

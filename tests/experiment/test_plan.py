@@ -222,7 +222,7 @@ def test_with_adapters_only_their_state_is_counted_as_trained(changes):
 
 
 def test_overridden_keys_are_marked():
-    text = render(plan(EXPERIMENT, 1, overridden=["seed", "optimizer.b1", "lora"]))
+    text = render(plan(EXPERIMENT, 1, overridden=["seed", "optimizer.transform.b1", "lora"]))
     marked = [line.split()[1] for line in text.splitlines() if line.startswith("* ")]
     assert "seed" in marked
     assert "optimizer.transform.b1" in marked

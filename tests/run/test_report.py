@@ -147,16 +147,6 @@ def test_a_run_without_evaluation_or_samples_has_a_report(tmp_path):
     assert "Reward" in page and "Held-out" not in page
 
 
-def test_metrics_of_older_versions_are_renamed(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "eval/accuracy": 0.25, "eval/greedy_accuracy": 0.5}\n{"step": 2, "eval/reward": 0.75}\n'
-    )
-    page = run_page.write(tmp_path).read_text()
-    assert "<b>0.250</b> at step 0" in page and "<b>0.750</b> at step 2" in page
-    assert "Held-out reward" in page and "accuracy" not in page
-    assert "held-out reward, sampled: 0.250 at step 0, 0.750 at step 2" in run_page.summarise(tmp_path)
-
-
 @pytest.mark.parametrize("content", [None, "", '{"step": 1}\n'])
 def test_a_run_without_metrics_is_one_error(tmp_path, content):
     if content is not None:

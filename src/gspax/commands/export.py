@@ -108,11 +108,6 @@ def run(
         checkpoints.require_whole(chosen)
         if adapter and lora is None:
             raise UserError(f"{source}: wanted a run with adapters (lora) for --adapter, got one without")
-        if adapter and _has_trained_base(run, config):
-            raise UserError(
-                f"{source}: its warm start, by an older version of gspax, trained the base of the adapters too; "
-                "without --adapter the merged weights are exported"
-            )
         if lora is not None and not adapter:
             parameter = _merge_adapters(checkpoints, chosen, run, config, lora)
         else:
@@ -225,28 +220,10 @@ def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
     return name, revision or None
 
 
-def _has_trained_base(run: RunDir, config: ModelConfig) -> bool:
-    """Whether the warm start's checkpoint holds whole parameters, as those of older versions did with adapters too."""
-    from gspax.hf.writing import parameter_shapes
-    from gspax.run.arrays import open_array
-    from gspax.run.step_folders import finished_steps
-
-    folder = run.warm_start.checkpoints
-    try:
-        for step in finished_steps(folder):
-            open_array(folder, step, "params/embedding", parameter_shapes(config)["embedding"])
-            return True
-    except UserError:
-        pass
-    return False
-
-
 def _parse_dataclass(kind: Any, described: Mapping[str, Any]) -> Any:
-    """The inverse of `description.describe` for a dataclass. A field that an older version lacked has its default."""
+    """The inverse of `description.describe` for a dataclass. KeyError if a field is missing."""
     fields = {}
     for name, hint in typing.get_type_hints(kind).items():
-        if name not in described:
-            continue
         value = described[name]
         if isinstance(value, dict):
             (hint,) = (each for each in typing.get_args(hint) if each is not types.NoneType)

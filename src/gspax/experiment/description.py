@@ -10,9 +10,8 @@ and without addresses, so that the same experiment has the same description in e
     parameters, or a partial        {"function": "package.name", keyword: ..., ...}
     a function of one's own         {"function": "package.name", "source-hash": ..., keyword: ..., ...}
 
-Names are public ones (`gspax.losses.gspo`, not the module that defines it), so that code can move without
-turning old runs into other experiments; `experiment.aliases` holds the names that have changed. Keywords left at their
-defaults are included: they are part of what ran.
+Names are public ones (`gspax.losses.gspo`, not the module that defines it), so that code inside a package can move
+without changing an experiment. Keywords left at their defaults are included: they are part of what ran.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from decimal import Decimal
 from fnmatch import fnmatchcase
 from typing import Any
 
-from gspax.config.functions import is_function, is_record, keywords, lookup, name_of, parameters, unwrap
-from gspax.experiment import aliases
+from gspax.config.functions import is_function, is_record, keywords, name_of, unwrap
 from gspax.experiment.source import source_hash
 
 SOURCE = "source-hash"  # no keyword of a function can have this name
@@ -123,41 +121,19 @@ def flatten(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, ignore: Iterable[str] = ()) -> list[str]:
-    """What changed between two descriptions, one line per key: `optimizer.learning_rate: 1e-4 -> 3e-4`.
+    """The keys whose values differ between two descriptions, one line each: `optimizer.learning_rate: 1e-4 -> 3e-4`.
+
+    A key that only one of them has differs too.
 
     Args:
-      old: a description by this version or an older one. A field that it lacks counts as having today's default.
-      new: a description by this version.
-      ignore: patterns of keys to leave out; with RESUMABLE, what is left forbids a resume.
+      old: a description.
+      new: another one.
+      ignore: patterns of keys to leave out; with RESUMABLE, the keys that are left forbid a resume.
     """
-    before, after = aliases.current(flatten(old)), flatten(new)
-    lines = []
-    for key in before | after:
-        if any(fnmatchcase(key, pattern) for pattern in ignore):
-            continue
-        same = before[key] == after.get(key, _ABSENT) if key in before else _is_new(after, key)
-        if not same:
-            lines.append(f"{key}: {_show(before, key)} -> {_show(after, key)}")
-    return lines
-
-
-def _is_new(flat: Mapping[str, Any], key: str) -> bool:
-    """Whether a key may be missing in an older description: a source, or a field or keyword that has its default."""
-    owner, _, name = key.rpartition(".")
-    if name == SOURCE:
-        return True
-    named = flat.get(owner or "type")
-    default = _default(lookup(named), name) if isinstance(named, str) else inspect.Parameter.empty
-    return flatten({key: describe(default)}).get(key) == flat[key]
-
-
-def _default(owner: Any, name: str) -> Any:
-    """The default of a dataclass's field or a function's parameter; `inspect.Parameter.empty` if there is none."""
-    for field in dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ():
-        if field.name == name and field.default_factory is not dataclasses.MISSING:
-            return field.default_factory()
-    parameter = parameters(owner).get(name) if callable(owner) else None
-    return inspect.Parameter.empty if parameter is None else parameter.default
+    before, after = flatten(old), flatten(new)
+    changed = [key for key in before | after if before.get(key, _ABSENT) != after.get(key, _ABSENT)]
+    kept = [key for key in changed if not any(fnmatchcase(key, pattern) for pattern in ignore)]
+    return [f"{key}: {_show(before, key)} -> {_show(after, key)}" for key in kept]
 
 
 def show(value: Any) -> str:

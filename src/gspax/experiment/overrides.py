@@ -1,7 +1,7 @@
 """`a.b=c` on the command line: any field of an experiment, parsed by its annotation.
 
 A key is a field of a dataclass (a part of the experiment, a data source, a model) or a keyword of a function
-(`loss.clip_low` makes a `functools.partial`). Keys that have moved still work (`aliases`). Values:
+(`loss.clip_low` makes a `functools.partial`). Values:
 
     int             8, 1_000, 1e3 (any number that is whole)
     float           1e-5, 3
@@ -34,7 +34,6 @@ from typing import Any, TypeVar
 from gspax.config.functions import hints_of, is_function, is_record, keywords, name_of, unwrap
 from gspax.config.protocols import is_function_protocol
 from gspax.errors import UserError
-from gspax.experiment.aliases import current_key
 
 T = TypeVar("T")
 
@@ -61,7 +60,6 @@ def apply(experiment: T, assignments: Iterable[str]) -> tuple[T, list[tuple[str,
         try:
             if not equals or not key:
                 raise UserError(f"{assignment!r}: an override is written key=value, as in optimizer.learning_rate=1e-5")
-            key = current_key(key)
             experiment = _set(experiment, key.split("."), text, Any, _Place(key, experiment))
         except UserError as problem:
             problems.append((key, str(problem)))

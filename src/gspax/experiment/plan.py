@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from gspax.config import Experiment, Remat, row_shape, trained_dtype, updates_per_step
-from gspax.experiment.aliases import current_key
 from gspax.experiment.description import describe, flatten, show
 from gspax.model.sizes.counts import active_parameter_count, parameter_count, trained_count, with_carried
 from gspax.model.sizes.memory import (
@@ -72,7 +71,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     shape, parameters = row_shape(sampling, schedule, shards), parameter_count(config)
     return Plan(
         settings=flatten(describe(experiment)),
-        overridden=tuple(map(current_key, overridden)),
+        overridden=tuple(overridden),
         mesh=mesh,
         sampler_mesh=serving.sizes,
         disaggregated=placement is not None,

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from gspax.experiment import aliases
 from gspax.experiment.description import SOURCE, describe, flatten
 from gspax.experiment.overrides import apply
 
@@ -22,7 +21,7 @@ def as_recorded(experiment: T, description: Mapping[str, Any]) -> T:
     Args:
       description: of the experiment with other settings (`experiment.json` of its run).
     """
-    wanted = aliases.current(flatten(description))
+    wanted = flatten(description)
     while True:  # a function or a part that was set brings keys of its own
         now = flatten(json.loads(json.dumps(describe(experiment))))
         keys = [key for key in wanted if key in now and wanted[key] != now[key] and not key.endswith(SOURCE)]

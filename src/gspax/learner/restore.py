@@ -74,8 +74,6 @@ def load_reference(
     if lora is None:
         return load_start(run, model, mesh)
     with Checkpoints(run.start, mesh=mesh) as checkpoints:
-        if ADAPTERS not in checkpoints.steps():  # of an older version, which compared with the base
-            return jax.tree.map(jnp.zeros_like, trained)
         wanted = adapters.attach_adapters(abstract_params(model, mesh), abstract_adapters(model, lora, mesh), lora)
         return checkpoints.restore(partition(wanted)[0], ADAPTERS)[0]
 

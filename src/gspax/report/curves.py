@@ -21,10 +21,6 @@ WIDTH, HEIGHT = 4.6, 3.0  # of a panel, inches
 MARGINS = (0.17, 0.17, 0.8, 0.67)  # left, bottom, width and height of its axes, as fractions of the panel
 COLORS = 64  # of the image
 MANY_POINTS = 40  # a line of at least so many points is drawn pale, with its running mean over it
-RENAMED = {  # metrics of runs recorded by older versions
-    "eval/accuracy": "eval/reward",
-    "eval/greedy_accuracy": "eval/greedy_reward",
-}
 
 
 @dataclass(frozen=True)
@@ -131,12 +127,12 @@ PANELS = (
 
 
 def collect_series(rows: Iterable[Mapping[str, float]]) -> Series:
-    """The steps and values of each metric, by its current name."""
+    """The steps and values of each metric by its name."""
     series: Series = {}
     for row in rows:
         for name, value in row.items():
             if name != "step":
-                steps, values = series.setdefault(RENAMED.get(name, name), ([], []))
+                steps, values = series.setdefault(name, ([], []))
                 steps.append(int(row["step"]))
                 values.append(value)
     return series

@@ -18,8 +18,7 @@ from gspax.run.checkpoint_files import STATE, shorten
 class StoredArray:
     """An array on disk. `array[()]` reads all of it, `array[layer, ...]` the layers that are stored together.
 
-    The last of these are kept, so layers in order are read once. A checkpoint of an older version stores all layers of
-    an array together.
+    The last of these are kept, so layers in order are read once.
     """
 
     def __init__(self, name: str, store: Any) -> None:
