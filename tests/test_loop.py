@@ -233,33 +233,25 @@ def test_problems_are_skipped_with_slots_and_in_refills(tmp_path):
     assert_same_run(resumed, whole, experiment=dirty)
 
 
-def wait_for_checkpoint(checkpoints, step):
-    """Saves end in the background."""
-    deadline = time.monotonic() + 60
-    while step not in step_folders.finished_steps(checkpoints):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_updates_that_outlast_the_grace_are_left_out_and_done_again(whole, learner, monkeypatch, tmp_path):
-    """SIGTERM after the first of the fourth step's two updates."""
+def test_signal_during_updates_ends_the_run_after_the_step_with_a_save(whole, learner, monkeypatch, tmp_path):
+    """SIGTERM before the first of the third step's two updates."""
     updates = []
 
-    def update(*given):
-        updates.append(given)
-        if len(updates) == 7:
-            wait_for_checkpoint(RunDir(tmp_path / "run").checkpoints, 2)
+    def update(*arguments):
+        updates.append(arguments)
+        if len(updates) == 5:
             os.kill(os.getpid(), signal.SIGTERM)
-        return learner.steps.update(*given)
+        return learner.steps.update(*arguments)
 
+    run = RunDir(tmp_path / "run")
     signalled = replace(learner, steps=learner.steps._replace(update=update))
     monkeypatch.setattr(loop, "make_learner", lambda _: signalled)
-    with pytest.raises(interrupt.Unsaved, match=r"continues from checkpoint 2 and repeats steps 3 to 4"):
-        loop.train(experiment, tmp_path / "run", grace=0.0)
-    assert len(updates) == 7
+    with pytest.raises(interrupt.Interrupted, match="SIGTERM: completed steps are saved"):
+        loop.train(experiment, run.path)
+    assert len(updates) == 6 and step_folders.finished_steps(run.checkpoints)[-1] == 3
     monkeypatch.setattr(loop, "make_learner", lambda _: learner)
-    loop.train(experiment, tmp_path / "run")
-    assert_same_run(RunDir(tmp_path / "run"), whole)
+    loop.train(experiment, run.path)
+    assert_same_run(run, whole)
 
 
 def test_another_experiment_is_rejected_and_nothing_changes(whole):

@@ -71,11 +71,3 @@ class DivergedError(FailureError):
         super().__init__(message)
         self.step, self.position = step, position  # where the run was, and the problems that it had consumed
         self.final = final  # going back to an earlier state would not help either
-
-
-class CollapsedError(DivergedError):
-    """The policy has collapsed: an alarm has lasted. Checkpoints since `sound` may hold the collapsed policy."""
-
-    def __init__(self, message: str, *, step: int, position: int, sound: int, rate: float) -> None:
-        super().__init__(message, step=step, position=position)
-        self.sound, self.rate = sound, rate  # the newest step before the decline, the learning rate's factor after it

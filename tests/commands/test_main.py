@@ -48,7 +48,7 @@ def called(monkeypatch):
 def failing(monkeypatch, problem, *overrides):
     """A `gspax.training.loop` whose `train` raises."""
 
-    def train(experiment, workdir, *, grace):
+    def train(experiment, workdir):
         raise problem
 
     module = ModuleType("gspax.training.loop")

@@ -1,9 +1,7 @@
 """Updates that go wrong: a run goes back and on with other problems, then stops; its dump is replayed."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -272,26 +270,11 @@ def test_a_policy_without_any_entropy_is_an_alarm_and_missing_metrics_are_none()
 
 def test_alarms_warn_once_while_they_last(capsys):
     on, watch, found = {"policy/entropy": 0.001, "response/truncated": 0.95}, alarms.Watch(), []
-    for step, metrics in enumerate((on, on, {"policy/entropy": 0.5, "response/truncated": 0.1}, on)):
-        watch = alarms.follow(Guard(), watch, step, metrics)
+    for metrics in (on, on, {"policy/entropy": 0.5, "response/truncated": 0.1}, on):
+        watch = alarms.follow(Guard(), watch, metrics)
         found.append(alarms.alarm_metrics(Guard(), watch))
     assert found[0] == found[3] == {"alarm/entropy": 1, "alarm/length": 1}
     assert found[2] == {"alarm/entropy": 0, "alarm/length": 0}
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4 and "policy/entropy is 0.001, below guard.min_entropy (0.01)" in lines[0]
     assert "response/truncated is 0.95, above guard.max_truncated (0.9)" in lines[1]
-
-
-@pytest.mark.parametrize(("earlier", "stops"), [((8, 8, 4), False), ((4, 8, 8), True), ((8, 4, 8), False)])
-def test_returns_to_a_checkpoint_that_was_deleted_do_not_count(earlier, stops, tmp_path):
-    """A collapse that goes back further deletes the later checkpoints; the run may save one of that step again."""
-    run = RunDir(tmp_path)
-    run.rollbacks.write_text("".join(json.dumps({"to": to, "position": 0}) + "\n" for to in earlier))
-    problem = DivergedError("a NaN.", step=9, position=9)
-    newest = SimpleNamespace(latest=lambda: 8)
-    if stops:
-        with pytest.raises(DivergedError, match="went back to checkpoint 8 2 times"):
-            rollback.go_back(run, newest, problem, Guard(rollbacks=2))
-    else:
-        rollback.go_back(run, newest, problem, Guard(rollbacks=2))
-        assert [each["to"] for each in record.read_rows(run.rollbacks)] == [*earlier, 8]

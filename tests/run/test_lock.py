@@ -13,7 +13,7 @@ import pytest
 
 from gspax.errors import FailureError
 from gspax.run import directory, lock
-from gspax.run.checkpoints import Checkpoints, discard_after, save
+from gspax.run.checkpoints import Checkpoints, save
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.folders import write_atomically
 from gspax.run.record import Recorder
@@ -209,7 +209,6 @@ WRITES = {
     "a save that may fail": lambda run, recorder, checkpoints: save(
         checkpoints, 2, {"w": jnp.ones(2)}, {}, is_last=False
     ),
-    "a rollback": lambda run, recorder, checkpoints: discard_after(checkpoints, 0),
 }
 
 

@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 from gspax.commands import processes
-from gspax.commands.arguments import Parser, add_dry_run, add_experiment, at_least, subcommand_parser
+from gspax.commands.arguments import Parser, add_dry_run, add_experiment, subcommand_parser
 from gspax.commands.inputs import load_experiment, override_key, print_plan
 from gspax.errors import DivergedError
-
-GRACE = 30  # seconds after SIGTERM until a machine is gone: a spot machine, SLURM's and Kubernetes' default
 
 
 def make_parser() -> Parser:
@@ -25,13 +23,6 @@ def make_parser() -> Parser:
     add_experiment(parser)
     add_dry_run(parser)
     processes.add_options(parser)
-    parser.add_argument(
-        "--grace",
-        type=at_least(0),
-        default=GRACE,
-        metavar="SECONDS",
-        help=f"to end after a signal: updates that, with a save, take longer are left out (default: {GRACE})",
-    )
     return parser
 
 
@@ -46,7 +37,7 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.training.loop import train
 
     try:
-        train(experiment, options.workdir, grace=options.grace)
+        train(experiment, options.workdir)
     except DivergedError as problem:
         dump = options.workdir / "dumps" / f"step_{problem.step:06d}"
         if is_primary and dump.exists():

@@ -46,7 +46,7 @@ from gspax.config.ranges import (
     at_most,
 )
 
-Action = Literal["warn", "stop", "lower_rate", "roll_back"]
+Action = Literal["warn", "stop"]
 Alarm = Literal["reward", "gradient", "entropy", "length"]
 OldLogp = Literal["scored", "sampler"]
 RoutingReplay = Literal["off", "old", "sampler"]
@@ -180,7 +180,6 @@ class Collapse:
     reward: Share = 0.5  # of the best running mean of reward/mean; below it is an alarm
     window: PositiveInt = 10  # steps of that running mean
     grad_norm: NonNegative = 0.0  # optim/grad_norm above it is an alarm; 0: off
-    rate_factor: Between0And1 = 0.5  # of the learning rate from then on, with lower_rate and roll_back
 
 
 @dataclass(frozen=True, kw_only=True)

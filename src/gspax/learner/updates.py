@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,14 +42,12 @@ def run_updates(
     rate: optax.Schedule,
     calibration: Calibration | None = None,
     measure: Measure | None = None,
-    between: Callable[[TrainState, int], None] | None = None,
 ) -> Updated:
     """One optimiser update per minibatch and epoch, after each of which a calibrated clip range is adapted.
 
     Args:
       rate: the learning rate as a function of the updates applied.
       measure: instruments around the last update; None: not in this step.
-      between: called after each update but the last, with the state and how many are left.
     """
     first, count = applied_updates(state), epochs * len(scored.batches)
     found: list[dict[str, Any]] = []
@@ -70,8 +68,6 @@ def run_updates(
             done = applied_updates(state)
             rates = [float(rate(n)) for start in (first, done) for n in range(start, start + count)]
             state = _adapt_range(calibration, state, found, rates, mesh)
-        if between is not None and len(found) < count:
-            between(state, count - len(found))
     found, readings = multihost.to_host((found, readings))
     if found[-1]["empty"] and readings is not None:
         readings = readings._replace(gradient={}, ratio={})  # of nothing

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Mapping
 from concurrent import futures
 from functools import partial
@@ -50,7 +49,6 @@ class Files:
         self.is_first = jax.process_index() == min(processes)
         self.part, self.parts = sorted(processes).index(jax.process_index()), len(processes)  # of the verification
         self.saving: futures.Future[None] | None = None
-        self.seconds = 0.0  # of the last save
         self.shared: dict[str, Any] = {}
         is_subset = processes != set(range(jax.process_count()))
         self.barrier = SaveBarrier(processes if is_subset else None)
@@ -91,7 +89,7 @@ class Files:
         """The damaged files among those that this process checks, a phrase for each."""
         return find_damage(self.directory / str(step), self.part, self.parts)
 
-    def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any], spare: int | None) -> None:
+    def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any]) -> None:
         """Start writing; the arrays may be donated as soon as this returns."""
         self.barrier.begin()
         self.manager.reload()  # the directory may have changed
@@ -103,28 +101,25 @@ class Files:
             ocdbt_target_data_file_size=FILE_BYTES,
         )
         items = ocp.args.Composite(**{STATE: arrays, EXTRA: ocp.args.JsonSave(dict(extra))})
-        began = time.monotonic()
         self.manager.save(step, args=items, force=True)
         self.saving = futures.Future()
-        arguments = step, spare, began, self.saving
-        threading.Thread(target=self._finish, args=arguments, name="gspax_manifest", daemon=True).start()
+        threading.Thread(target=self._finish, args=(step, self.saving), name="gspax_manifest", daemon=True).start()
 
-    def _finish(self, step: int, spare: int | None, began: float, saving: futures.Future[None]) -> None:
+    def _finish(self, step: int, saving: futures.Future[None]) -> None:
         """Write the manifest of a checkpoint as soon as Orbax has committed it, then delete the oldest ones."""
         try:
             self.manager.wait_until_finished()
             if self.is_first:
-                self._write_manifest(step, spare)
-            self.seconds = time.monotonic() - began
+                self._write_manifest(step)
             saving.set_result(None)
         except Exception as error:
             saving.set_exception(error)
 
-    def _write_manifest(self, step: int, spare: int | None) -> None:
+    def _write_manifest(self, step: int) -> None:
         write_manifest(self.directory / str(step))
         if self.note is not None:
             write_atomically(self.note, json.dumps({"newest": step}) + "\n")
-        step_folders.prune(self.directory, self.keep or 1, spare)
+        step_folders.prune(self.directory, self.keep or 1)
 
     def wait(self, seconds: float | None) -> str | None:
         """Wait so long for the last save: "" once it is on disk, what failed, or None. Without a number, to the end."""
@@ -196,12 +191,10 @@ def _open_manager(
 class NoFiles:
     """The methods of `Files` for a process whose devices hold none of the arrays."""
 
-    seconds = 0.0
-
     def find_damage(self, step: int) -> list[str]:
         return []
 
-    def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any], spare: int | None) -> None: ...
+    def save(self, step: int, table: Mapping[str, jax.Array], extra: Mapping[str, Any]) -> None: ...
     def abandon(self) -> None: ...
     def reopen(self) -> None: ...
     def close(self) -> None: ...

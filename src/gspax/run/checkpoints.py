@@ -69,10 +69,9 @@ class Checkpoints:
         finally:
             self._files.close()
 
-    def save(self, step: int, state: Any, extra: Mapping[str, Any], *, spare: int | None = None) -> None:
+    def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
         """Start writing a checkpoint; `state` may be donated as soon as this returns.
 
-        Besides the newest `keep` steps the newest one up to `spare` is kept.
         Writing continues in the background; the step exists once `wait`, `steps` or `latest` has returned. Saving a
         step twice writes it once. After an older checkpoint was restored, the first save deletes the later ones.
         FailureError if this save or the one before it failed.
@@ -83,7 +82,7 @@ class Checkpoints:
         multihost.all_or_raise(lock.require_held)
         _make_room(self.directory, step)
         try:
-            multihost.all_or_raise(lambda: self._files.save(step, _to_storable(_table(state)), extra, spare))
+            multihost.all_or_raise(lambda: self._files.save(step, _to_storable(_table(state)), extra))
         except Exception as error:
             self._files.abandon()
             problem = f"checkpoint {step} could not be written to {self.directory}: {shorten(error)}"
@@ -184,7 +183,6 @@ def save(
     extra: Mapping[str, Any],
     *,
     is_last: bool,
-    spare: int | None = None,
 ) -> None:
     """Save; if the save before failed, as on a full disk, or this one, warn, and leave it to the next one to try again.
 
@@ -196,7 +194,7 @@ def save(
     multihost.all_or_raise(lock.require_held)  # also before what a failed save has left is deleted
     for act, required in (
         (checkpoints.wait, False),
-        (lambda: checkpoints.save(step, state, extra, spare=spare), is_last),
+        (lambda: checkpoints.save(step, state, extra), is_last),
     ):
         try:
             act()
@@ -215,15 +213,6 @@ def read_extra(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
     return multihost.gather(multihost.all_or_raise(lambda: checkpoints._files.read_extra(step)))[0]
 
 
-def discard_after(checkpoints: Checkpoints, step: int) -> None:
-    """Delete the steps after this one; with 0, the note records no longer that one was saved. Collective."""
-    checkpoints.wait()
-    multihost.all_or_raise(lambda: _discard_after(checkpoints.directory, step, checkpoints._note))
-    for later in [each for each in checkpoints._saved | checkpoints._verified if each > step]:
-        checkpoints._saved.discard(later)
-        checkpoints._verified.discard(later)
-
-
 def _wait(files: Files | NoFiles) -> str:
     """Wait for the last save of all processes: "" once it is on disk, or what failed on one of them. Collective."""
     while None in (found := multihost.gather(files.wait(POLL))):
@@ -232,11 +221,6 @@ def _wait(files: Files | NoFiles) -> str:
     if problem := next(filter(None, found), ""):
         files.abandon()
     return f"{problem} (process {found.index(problem)})" if problem and found[1:] else problem
-
-
-def last_duration(checkpoints: Checkpoints) -> float:
-    """Seconds that the last save took; 0 before the first."""
-    return checkpoints._files.seconds
 
 
 class _NoSpaceError(FailureError):
@@ -260,15 +244,6 @@ def _prepare(directory: Path, step: int) -> None:
         step_folders.remove(directory, [old for old in step_folders.list_steps(directory) if old >= step])
         step_folders.require_space(directory)
     step_folders.require_writable(directory)
-
-
-def _discard_after(directory: Path, step: int, note: Path | None) -> None:
-    if jax.process_index() != 0:
-        return
-    lock.require_held()
-    if note is not None and step == 0:  # first: without it a directory without steps is a new one
-        note.unlink(missing_ok=True)
-    step_folders.remove(directory, [each for each in reversed(step_folders.list_steps(directory)) if each > step])
 
 
 def _set_aside(directory: Path, step: int, problem: str, *, rename: bool) -> None:

@@ -35,13 +35,10 @@ POLL = 0.5  # seconds between two looks at the signals while futures are waited 
 class Interrupted(Exception):  # noqa: N818  (not an error)
     """A signal ends the run."""
 
-    def __init__(self, signum: int, state: str = "completed steps are saved, the same command continues") -> None:
-        super().__init__(f"{signal.Signals(signum).name}: {state}")
+    def __init__(self, signum: int) -> None:
+        name = signal.Signals(signum).name
+        super().__init__(f"{name}: completed steps are saved, the same command continues")
         self.signum = signum
-
-
-class Unsaved(Interrupted):
-    """A signal ends the run where there is no state to save."""
 
 
 class _Listener:
@@ -49,12 +46,7 @@ class _Listener:
 
     def __init__(self, unsaved: Callable[[], str]) -> None:
         self.received = 0  # the first signal
-        self.is_finishing = False  # updates, although they outlast the grace
         self._unsaved, self._first = unsaved, 0.0
-
-    def elapsed(self) -> float:
-        """Seconds since the first signal."""
-        return time.monotonic() - self._first if self._first else 0.0
 
     def receive(self, signum: int) -> None:
         """Note the first signal. Called in any thread and between any two bytecodes, so it takes no lock."""
@@ -134,35 +126,11 @@ def stop_point() -> None:
         raise Interrupted(signum)
 
 
-def stop_without_save(seconds: float, grace: float, lost: Callable[[], str | None]) -> None:
-    """Raise `Unsaved` if a signal was received and the next state to save comes too late. Collective.
-
-    Args:
-      seconds: until that state is saved; that of process 0 counts.
-      grace: seconds that the run has after the signal.
-      lost: what is lost by ending now; None without a checkpoint: then the run goes on, and warns once.
-    """
-    if _listener is None:
-        return
-    found = multihost.gather((_listener.received, _listener.elapsed(), seconds))
-    signum, elapsed, seconds = max(each[0] for each in found), max(each[1] for each in found), found[0][2]
-    if not signum or elapsed + seconds <= grace:
-        return
-    sentence = multihost.gather(lost())[0]
-    if sentence is not None:
-        raise Unsaved(signum, f"nothing is saved, updates would have taken {seconds:.0f} s more; {sentence}")
-    if not _listener.is_finishing:
-        _listener.is_finishing = True
-        multihost.warn_from_primary(f"no checkpoint yet: the updates are finished first, {seconds:.0f} s more")
-
-
 @contextlib.contextmanager
 def call_on_interrupt(save: Callable[[], None]) -> Iterator[None]:
     """Call `save` if a signal ends the block where there is a state to save."""
     try:
         yield
-    except Unsaved:
-        raise
     except Interrupted:
         save()
         raise

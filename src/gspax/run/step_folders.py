@@ -62,16 +62,12 @@ def remove_leftovers(directory: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def prune(directory: Path, keep: int, spare: int | None = None) -> None:
-    """Delete all but the newest `keep` steps and the newest one up to `spare`.
-
-    A step with missing or truncated files does not count as kept.
-    """
+def prune(directory: Path, keep: int) -> None:
+    """Delete all but the newest `keep` steps. A step with missing or truncated files does not count as kept."""
     steps = finished_steps(directory)
-    whole = [step for step in steps if not find_damage(directory / str(step), hashes=False)]
-    spared = [] if spare is None else [step for step in whole if step <= spare][-1:]
-    if kept := whole[-keep:]:
-        remove(directory, [step for step in steps if step < kept[0] and step not in spared])
+    kept = [step for step in steps if not find_damage(directory / str(step), hashes=False)][-keep:]
+    if kept:
+        remove(directory, [step for step in steps if step < kept[0]])
 
 
 def set_aside(directory: Path, step: int) -> str:

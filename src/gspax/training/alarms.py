@@ -12,13 +12,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gspax.config import Collapse, Guard
-from gspax.errors import CollapsedError
+from gspax.errors import DivergedError
 from gspax.parallel import multihost
-from gspax.types import TrainState
 
 NAMES = ("entropy", "length")  # alarms of every run
 OF_COLLAPSE = ("reward", "gradient")  # further ones with `guard.collapse`
-SOUND = 0.9  # of the best running mean of the reward; below it the policy is declining
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,6 @@ class Watch:
     lasting: dict[str, int] = field(default_factory=dict)  # steps in a row with an alarm, for each there is
     rewards: tuple[float, ...] = ()  # mean rewards of the last `collapse.window` steps
     best: float | None = None  # their largest mean over a whole window
-    sound: int = 0  # the newest step whose parameters have shown no decline since
-    rate: float = 1.0  # factor of the learning rate
     skipped: int = 0  # updates skipped in a row until now
 
     def mean(self, window: int) -> float | None:
@@ -44,21 +40,19 @@ def to_json(watch: Watch) -> dict[str, Any]:
 
 def from_json(stored: Mapping[str, Any] | None) -> Watch:
     """The inverse of `to_json`; a new watch for a checkpoint that has none."""
-    return Watch() if stored is None else Watch(**{**stored, "rewards": tuple(stored["rewards"])})
+    if stored is None:
+        return Watch()
+    return Watch(stored["lasting"], tuple(stored["rewards"]), stored["best"], stored["skipped"])
 
 
-def follow(guard: Guard, before: Watch, step: int, metrics: Mapping[str, float]) -> Watch:
+def follow(guard: Guard, before: Watch, metrics: Mapping[str, float]) -> Watch:
     """The watch after a step; warns of the alarms that begin with it."""
     watch = before if guard.collapse is None else _add_reward(guard.collapse, before, metrics)
     found = find_alarms(guard, metrics, watch)
     for name in found:
         if name not in before.lasting:
             multihost.warn_from_primary(found[name])
-    watch = replace(watch, lasting={name: before.lasting.get(name, 0) + 1 for name in found})
-    if guard.collapse is None or not _is_sound(guard.collapse, watch):
-        return watch
-    # a step's reward is that of the parameters before its updates, or of older ones
-    return replace(watch, sound=max(watch.sound, step - 1 - int(metrics.get("rollout/staleness_max", 0))))
+    return replace(watch, lasting={name: before.lasting.get(name, 0) + 1 for name in found})
 
 
 def find_alarms(guard: Guard, metrics: Mapping[str, float], watch: Watch | None = None) -> dict[str, str]:
@@ -101,26 +95,21 @@ def alarm_metrics(guard: Guard, watch: Watch) -> dict[str, float]:
     return metrics
 
 
-def answer_collapse(settings: Collapse | None, watch: Watch, step: int, state: TrainState) -> Watch:
-    """Do what is to be done if the run collapses with this step: warn, or also lower the rate in the watch.
+def answer_collapse(settings: Collapse | None, watch: Watch, step: int, position: int) -> None:
+    """Warn if the run collapses with this step, or raise.
+
+    Args:
+      position: the training problems that the run has consumed.
 
     Raises:
-      CollapsedError: the run is to stop or to go back.
+      DivergedError: the run collapses, and is to stop then.
     """
     sentence = None if settings is None else find_collapse(settings, watch)
     if settings is None or sentence is None:
-        return watch
-    lowered = replace(watch, rate=watch.rate * settings.rate_factor, lasting={})  # alarms have to last again
-    if settings.action == "warn":
-        multihost.warn_from_primary(sentence)
-        return watch
-    if settings.action == "lower_rate":
-        multihost.warn_from_primary(
-            f"{sentence} The learning rate is now {lowered.rate:.3g} times what it was at first"
-        )
-        return lowered
-    position = int(multihost.to_host(state.position))
-    raise CollapsedError(sentence, step=step, position=position, sound=watch.sound, rate=lowered.rate)
+        return
+    if settings.action == "stop":
+        raise DivergedError(sentence, step=step, position=position, final=True)
+    multihost.warn_from_primary(sentence)
 
 
 def find_collapse(settings: Collapse, watch: Watch) -> str | None:
@@ -137,17 +126,6 @@ def _add_reward(settings: Collapse, watch: Watch, metrics: Mapping[str, float]) 
     watch = replace(watch, rewards=(*watch.rewards, metrics["reward/mean"])[-settings.window :])
     mean = watch.mean(settings.window)
     return watch if mean is None or (watch.best is not None and mean <= watch.best) else replace(watch, best=mean)
-
-
-def _is_sound(settings: Collapse, watch: Watch) -> bool:
-    """Whether nothing hints at a decline: no alarm that counts, and rewards near their best."""
-    mean = watch.mean(settings.window)
-    if set(settings.alarms) & watch.lasting.keys():
-        return False
-    if mean is None:
-        return True
-    near = max(SOUND, (1 + settings.reward) / 2)
-    return not (_is_below(near, mean, watch.best) or _is_below(settings.reward, watch.rewards[-1], watch.best))
 
 
 def _is_below(share: float, value: float, best: float | None) -> bool:

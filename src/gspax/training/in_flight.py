@@ -19,7 +19,6 @@ from gspax.run import progress
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import find_last_ahead
 from gspax.sampler.sampler import lengths_to_host, sample
-from gspax.training.pace import Pace
 from gspax.training.runtime import Learner, count_rollouts, prepare_problem
 from gspax.types import Array, Params, Rollout, TrainState
 
@@ -56,7 +55,6 @@ class InFlight:
 
     batches: deque[PendingRollout] = field(default_factory=deque)  # that the sampler draws, the next one first
     pool: Pool | None = None  # instead, for partial rollouts
-    pace: Pace | None = None  # of the updates; None: they are finished in any case
 
 
 def next_rollout(learner: Learner, state: TrainState, ahead: deque[PendingRollout]) -> RolloutBatch:

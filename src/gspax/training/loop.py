@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,7 +21,7 @@ from gspax.parallel.sharding import named_sharding
 from gspax.report import run_page
 from gspax.rollout.grading import FailedRewardsError, find_failed, gather_texts
 from gspax.run import interrupt, progress, step_folders
-from gspax.run.checkpoints import Checkpoints, last_duration, read_extra
+from gspax.run.checkpoints import Checkpoints, read_extra
 from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.compilation import count_compilations
 from gspax.run.directory import RunDir, enter_run
@@ -31,23 +29,19 @@ from gspax.run.record import Recorder
 from gspax.training import alarms, rollback
 from gspax.training.finite import check_finite, check_skipped, count_skipped, is_sound
 from gspax.training.in_flight import InFlight
-from gspax.training.pace import Pace
-from gspax.training.runtime import Learner, count_rollouts, make_learner, with_rate
+from gspax.training.runtime import Learner, count_rollouts, make_learner
 from gspax.training.step import run_step
 from gspax.training.warm_start import warm_start
 from gspax.types import TrainState
 
 
-def train(experiment: Experiment, workdir: Path, *, grace: float = math.inf) -> None:
+def train(experiment: Experiment, workdir: Path) -> None:
     """Run or resume the experiment in `workdir`, and write its report.
-
-    Args:
-      grace: seconds that the run has to end after a signal (`training.pace`).
 
     Raises:
       UserError: the directory belongs to another experiment, or the experiment's functions misbehave.
       DivergedError: updates still go wrong after `guard.rollbacks` returns to a checkpoint, or the policy collapsed.
-      Interrupted: a signal (`run.interrupt`); a checkpoint was saved first, unless it is `Unsaved` (`training.pace`).
+      Interrupted: a signal (`run.interrupt`); a checkpoint was saved first.
     """
     learner, keep = make_learner(experiment), experiment.schedule.keep_checkpoints
     remembered = rollback.Remembered(learner.steps.update)
@@ -62,7 +56,7 @@ def train(experiment: Experiment, workdir: Path, *, grace: float = math.inf) -> 
     ):
         while True:
             try:
-                train_from_newest(learner, run, checkpoints, compiled, remembered, grace=grace)
+                train_from_newest(learner, run, checkpoints, compiled, remembered)
                 break
             except DivergedError as problem:
                 if problem.final:
@@ -79,32 +73,28 @@ def train_from_newest(
     checkpoints: Checkpoints,
     compiled: object,
     remembered: rollback.Remembered,
-    *,
-    grace: float,
 ) -> None:
     """The steps after the newest checkpoint.
 
     Raises:
       DivergedError: updates went wrong; what they did is not saved.
       Interrupted: the state was saved. A step that had begun is left out: it begins again.
-      Unsaved: it was not, because updates would have taken longer than `grace` seconds after the signal.
     """
     experiment, schedule, guard = learner.experiment, learner.experiment.schedule, learner.experiment.guard
 
     def save(done: int, state: TrainState, is_last: bool) -> None:
-        stored, spare = drop_frozen(state), None if guard.collapse is None else watch.sound
+        stored = drop_frozen(state)
         check_finite(stored, done)
         recorder.flush()
         extra = {"experiment": describe(experiment), "watch": alarms.to_json(watch)}
-        save_checkpoint(checkpoints, done, stored, extra, is_last=is_last, spare=spare)
+        save_checkpoint(checkpoints, done, stored, extra, is_last=is_last)
 
     remembered.forget()  # what a run that goes back has seen
     learner.skipped.load(run.skipped)
     state = restore_or_start(learner, run, checkpoints)
     started = done = count_rollouts(learner, state)
     state = rollback.skip_problems(run, state, done)
-    watch = restore_watch(run, checkpoints, done)
-    given, learner = learner, at_rate(learner, watch.rate, remembered)
+    watch = alarms.from_json(read_extra(checkpoints, done).get("watch") if done else None)
     with (
         Recorder(run, done) as recorder,
         progress.track(schedule.steps, done, experiment.name) as bar,
@@ -116,8 +106,7 @@ def train_from_newest(
         reference = None
         if experiment.reference is not None:
             reference = load_reference(run, state, experiment.model, experiment.lora, learner.mesh)
-        lost = partial(describe_redone, run.checkpoints, lambda: done)
-        in_flight = InFlight(pace=Pace(grace, partial(last_duration, checkpoints), lost))
+        in_flight = InFlight()
         while done < schedule.steps:
             with keep_failures(recorder, done + 1):
                 state, metrics, rows = run_step(learner, state, reference, in_flight)
@@ -126,7 +115,7 @@ def train_from_newest(
                 bar.print(f"first step done; {compiled}")
             if done == 1:
                 clipping.warn_of_noise(experiment.loss, experiment.calibration, metrics)
-            watch = alarms.follow(guard, watch, done, metrics)
+            watch = alarms.follow(guard, watch, metrics)
             recorder.write_metrics(done, {**metrics, **alarms.alarm_metrics(guard, watch)})
             if failed := find_failed(rows):
                 recorder.write_failures(done, failed)
@@ -138,8 +127,7 @@ def train_from_newest(
                 check_skipped(max(skipped), schedule.max_skipped, done, state, dumped)
             remembered.forget()
             watch = replace(watch, skipped=skipped[-1] if skipped else watch.skipped)
-            rate, watch = watch.rate, alarms.answer_collapse(guard.collapse, watch, done, state)
-            learner = learner if watch.rate == rate else at_rate(given, watch.rate, remembered)
+            alarms.answer_collapse(guard.collapse, watch, done, int(multihost.to_host(state.position)))
             if progress.is_due(done, schedule.eval_every, schedule.steps):
                 recorder.write_samples(done, gather_texts(rows))
                 record_evaluation(learner, state, recorder, run, done, bar)
@@ -150,35 +138,10 @@ def train_from_newest(
             interrupt.stop_point()  # after the save, so that a signal during it costs no further step
 
 
-def at_rate(learner: Learner, factor: float, remembered: rollback.Remembered) -> Learner:
-    """The learner with its learning rate times a factor; its updates are remembered too."""
-    if factor == 1:
-        return learner
-    lowered = with_rate(learner, factor)
-    update = replace(remembered, update=lowered.steps.update)
-    return replace(lowered, steps=lowered.steps._replace(update=update))
-
-
-def restore_watch(run: RunDir, checkpoints: Checkpoints, done: int) -> alarms.Watch:
-    """What was seen of the run until the step that its state was restored from."""
-    watch = alarms.from_json(read_extra(checkpoints, done).get("watch") if done else None)
-    return replace(watch, rate=min(watch.rate, rollback.find_rate(run, done)))
-
-
 def describe_unsaved(checkpoints: Path) -> str:
     """What is lost if the run ends at once."""
     finished = step_folders.finished_steps(checkpoints)
     return f"what was done after checkpoint {finished[-1]} is lost" if finished else "no checkpoint was saved"
-
-
-def describe_redone(checkpoints: Path, done: Callable[[], int]) -> str | None:
-    """What a resumed run repeats if this one ends without a save; None without a checkpoint."""
-    finished = step_folders.finished_steps(checkpoints)
-    if not finished:
-        return None
-    first, last = finished[-1] + 1, done() + 1
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    return f"the same command continues from checkpoint {finished[-1]} and repeats {steps}"
 
 
 def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) -> TrainState:

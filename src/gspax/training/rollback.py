@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Guard
-from gspax.errors import CollapsedError, DivergedError, UserError, warn
+from gspax.errors import DivergedError, UserError, warn
 from gspax.learner.restore import drop_frozen
 from gspax.learner.train_step import Metrics, Scores, Update
 from gspax.parallel import multihost
 from gspax.run.checkpoint_files import shorten
-from gspax.run.checkpoints import Checkpoints, discard_after
+from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_rows
@@ -116,36 +116,24 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def go_back(run: RunDir, checkpoints: Checkpoints, problem: DivergedError, guard: Guard) -> None:
-    """Record that the run goes back, and warn of it: to its newest checkpoint, or to that from before a collapse.
-
-    Without such a checkpoint it goes back to its start. The checkpoints that hold a collapse are deleted.
+    """Record that the run goes back to its newest checkpoint, or without one to its start, and warn of it.
 
     Raises:
-      DivergedError: it went back there `guard.rollbacks` times already, or it is to stop.
+      DivergedError: the run went back there `guard.rollbacks` times already.
     """
     to = checkpoints.latest() or 0
-    if isinstance(problem, CollapsedError):
-        assert guard.collapse is not None
-        if guard.collapse.action == "stop":
-            raise problem from None
-        to = max((step for step in checkpoints.steps() if step <= problem.sound), default=0)
     entries = multihost.gather(_read(run))[0]
-    further = max((n for n, each in enumerate(entries) if each["to"] < to), default=-1)  # it deleted a checkpoint `to`
-    before = [each for each in entries[further + 1 :] if each["to"] == to]
-    if len(before) >= guard.rollbacks:
-        again = f" The run went back to checkpoint {to} {len(before)} times." if before else ""
+    returns = sum(entry["to"] == to for entry in entries)
+    if returns >= guard.rollbacks:
+        again = f" The run went back to checkpoint {to} {returns} times." if returns else ""
         raise DivergedError(f"{problem}{again}", step=problem.step, position=problem.position) from None
-    entry = {"step": problem.step, "to": to, "position": problem.position, "reason": str(problem)}
-    if isinstance(problem, CollapsedError):
-        # before it is recorded: a run that is killed in between finds the collapse again, and goes back then
-        discard_after(checkpoints, to)
-        entry["rate"] = problem.rate
     if jax.process_index() != 0:
         return
-    write_atomically(run.rollbacks, "".join(json.dumps(each) + "\n" for each in [*_read(run), entry]))
+    entry = {"step": problem.step, "to": to, "position": problem.position, "reason": str(problem)}
+    write_atomically(run.rollbacks, "".join(json.dumps(line) + "\n" for line in [*entries, entry]))
     warn(
         f"{problem} Going back to {f'checkpoint {to}' if to else 'the start'} and on with "
-        f"problem {problem.position} ({len(before) + 1} of {guard.rollbacks} times)"
+        f"problem {problem.position} ({returns + 1} of {guard.rollbacks} times)"
     )
 
 
@@ -156,11 +144,6 @@ def skip_problems(run: RunDir, state: TrainState, step: int) -> TrainState:
         return state
     position = max(found)
     return replace(state, position=jnp.maximum(state.position, position))
-
-
-def find_rate(run: RunDir, step: int) -> float:
-    """The factor of the learning rate after the collapses that the run went back from, for a state of `step`."""
-    return min((each.get("rate", 1.0) for each in multihost.gather(_read(run))[0] if each["to"] >= step), default=1.0)
 
 
 def _read(run: RunDir) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
 import optax
@@ -62,16 +62,6 @@ def prepare_problem(learner: Learner, index: int) -> Ready:
         limit=experiment.sampling.max_prompt_tokens,
         interaction=learner.interaction,
     )
-
-
-def with_rate(learner: Learner, factor: float) -> Learner:
-    """The learner with its learning rate times a factor. Its update is compiled again; states stay as they are."""
-    experiment = learner.experiment
-    settings = replace(experiment.optimizer, learning_rate=factor * experiment.optimizer.learning_rate)
-    experiment = replace(experiment, optimizer=settings)
-    optimizer = make_optimizer(settings, trained_dtype(experiment.model, experiment.lora))
-    update = make_steps(experiment, optimizer, learner.mesh).update
-    return replace(learner, experiment=experiment, optimizer=optimizer, steps=learner.steps._replace(update=update))
 
 
 def count_rollouts(learner: Learner, state: TrainState) -> int:

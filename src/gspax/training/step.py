@@ -42,7 +42,6 @@ from gspax.rollout.grading import (
 )
 from gspax.run import interrupt, progress
 from gspax.training.in_flight import InFlight, RolloutBatch, draw, next_rollout, receive
-from gspax.training.pace import Pace
 from gspax.training.partial import next_partial
 from gspax.training.runtime import Learner, count_rollouts
 from gspax.types import Params, TrainState
@@ -80,10 +79,7 @@ def run_step(
         )
         clock.lap("refill")
     progress.phase("computing log-probs")
-    learnt = learn(learner, state, reference, graded, clock, in_flight.pace)
-    if in_flight.pace is not None:
-        in_flight.pace.end()
-    return learnt
+    return learn(learner, state, reference, graded, clock)
 
 
 def draw_graded(learner: Learner, state: TrainState, taken: int) -> GradedBatch:
@@ -101,7 +97,7 @@ def grade(learner: Learner, batch: RolloutBatch) -> GradedBatch:
 
 
 def learn(
-    learner: Learner, state: TrainState, reference: Params | None, batch: GradedBatch, clock: Clock, pace: Pace | None
+    learner: Learner, state: TrainState, reference: Params | None, batch: GradedBatch, clock: Clock
 ) -> tuple[TrainState, dict[str, float], list[Row]]:
     """The optimiser updates of a rollout batch; see `run_step`."""
     experiment, rollout, rows = learner.experiment, batch.rollout, batch.rows
@@ -153,7 +149,6 @@ def learn(
         rate=rate,
         calibration=experiment.calibration,
         measure=learner.steps.measure if is_measured(learner, state) else None,
-        between=None if pace is None else pace.begin(updates_per_step(experiment.schedule)),
     )
     state = replace(updated.state, position=updated.state.position + batch.prompts)
     jax.block_until_ready(state)
