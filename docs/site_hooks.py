@@ -1,7 +1,10 @@
-"""Hooks of the site (mkdocs.yml): pages from outside docs/, and links to files that are no pages.
+"""Hooks of the site (mkdocs.yml): pages from outside docs/, links to files that are not pages, formulas, and doctests.
 
-A page of docs/ has the same path in the repository and on the site but for the folder; pages of experiments/ and the
-root keep theirs. A link to a source file, which the site does not have, becomes plain text.
+A page of docs/ has the same path in the repository and on the site except for the folder; pages of experiments/ and the
+root keep theirs. A link to a source file, which is not on the site, becomes plain text.
+
+Formulas are written as GitHub renders them: $`x^2`$ in a line, and blocks fenced as ```math. latex2mathml converts them when
+the site is built, so a page needs no script.
 """
 
 from __future__ import annotations
@@ -12,10 +15,39 @@ import re
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
+from markdown import Extension, Markdown
+from markdown.preprocessors import Preprocessor
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+FORMULA = re.compile(r"^```math\n(?P<block>.*?)^```$|\$`(?P<inline>[^`\n]+)`\$", re.M | re.S)
+DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.M)  # up to a blank line
+
+
+class Formulas(Preprocessor):
+    """Replaces formulas by MathML, and puts a doctest of a docstring into a code block."""
+
+    def run(self, lines: list[str]) -> list[str]:
+        def to_mathml(match: re.Match[str]) -> str:
+            if match["inline"]:
+                return str(self.md.htmlStash.store(convert(match["inline"])))
+            return str(self.md.htmlStash.store(f"<p>{convert(match['block'], display='block')}</p>"))
+
+        text = FORMULA.sub(to_mathml, "\n".join(lines))
+        return DOCTEST.sub(r"```pycon\n\g<0>\n```", text).split("\n")
+
+
+class FormulasExtension(Extension):
+    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 (the name is Markdown's)
+        md.preprocessors.register(Formulas(md), "formulas", 29)  # before the fences of superfences, 25
+
+
+def on_config(config: Any) -> Any:
+    """Add the extension to the pages and to the docstrings of the API reference."""
+    config.markdown_extensions.append(FormulasExtension())
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

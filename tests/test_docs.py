@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from latex2mathml.converter import convert
 
 from gspax import data
 from gspax import experiment as experiments
@@ -239,6 +240,22 @@ def test_blocks_run(page, title, code):
     """All blocks without an ellipsis."""
     with jax.numpy_rank_promotion("allow"):
         exec(compile(code, label(page), "exec"), dict(GIVEN))
+
+
+# Formulas
+
+FORMULA = re.compile(r"^```math\n(.*?)^```$|\$`([^`\n]+)`\$", re.M | re.S)
+FORMULAS = [(page, block or inline) for page in PAGES for block, inline in FORMULA.findall(read(page))]
+
+
+def test_pages_have_formulas():
+    assert {"docs/losses.md", "docs/advantages.md"} <= {label(page) for page, _ in FORMULAS}
+
+
+@pytest.mark.parametrize(("page", "formula"), FORMULAS, ids=block_ids([(page, "", "") for page, _ in FORMULAS]))
+def test_a_formula_is_typeset(page, formula):
+    """docs/site_hooks.py converts it with latex2mathml, which shows a command that it does not know as its source."""
+    assert "\\" not in convert(formula) and not re.search(r">[&_^]<", convert(formula)), formula
 
 
 # Files of the tutorials
