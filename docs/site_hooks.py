@@ -3,8 +3,8 @@
 A page of docs/ has the same path in the repository and on the site except for the folder; pages of experiments/ and the
 root keep theirs. A link to a source file, which is not on the site, becomes plain text.
 
-Formulas are written as GitHub renders them: $`x^2`$ in a line, and blocks fenced as ```math. latex2mathml converts them when
-the site is built, so a page needs no script.
+Formulas are written as GitHub renders them: $`x^2`$ in a line, and blocks fenced as ```math. latex2mathml converts them
+when the site is built, so a page needs no script.
 """
 
 from __future__ import annotations
