@@ -24,7 +24,7 @@ from gspax.parallel.sharding import batch_shards
 from gspax.sampler import sampler
 from gspax.sampler.engine import SampleOptions
 from gspax.training import warm_start
-from gspax.training.runtime import make_learner
+from gspax.training.runtime import make_runtime
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "experiments"
@@ -47,8 +47,8 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
     assert validate(experiment) == []
     if experiment.model.checkpoint:  # a large model: long rows would take much memory and test nothing more
         experiment = replace(experiment, sampling=replace(experiment.sampling, max_prompt_tokens=16, max_tokens=16))
-    learner = make_learner(experiment)
-    state = abstract_state(experiment.model, learner.optimizer, learner.mesh)
+    runtime = make_runtime(experiment)
+    state = abstract_state(experiment.model, runtime.optimizer, runtime.mesh)
     P, G = experiment.sampling.prompts, experiment.sampling.group
     problems = [experiment.data.train(index) for index in range(P)]
     if experiment.model.checkpoint:  # the tokenizer is stored with the weights, which are absent
@@ -60,32 +60,32 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
         model=experiment.model,
         sampling=experiment.sampling,
         stop_ids=experiment.tokenizer.stop_ids,
-        mesh=learner.mesh,
+        mesh=runtime.mesh,
     )
 
     def rollout(params):
-        return sampler.sample(learner.sampler.push(params), prompts, range(P), jax.random.key(0), options)
+        return sampler.sample(runtime.sampler.push(params), prompts, range(P), jax.random.key(0), options)
 
     drawn = jax.eval_shape(rollout, state.params)
     assert drawn.length_B.shape == (P * G,)
     host = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), drawn)
     reward = experiment.reward(problems[0], problems[0].answer)
     advantage = experiment.advantage(jnp.full((P, G), reward, jnp.float32))
-    shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(learner.mesh))
-    batches, layouts = minibatches.split_minibatches(host, experiment.schedule.minibatches, shape, learner.mesh)
-    batches = minibatches.set_advantages(batches, layouts, np.asarray(advantage).reshape(-1), learner.mesh)
+    shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(runtime.mesh))
+    batches, layouts = minibatches.split_minibatches(host, experiment.schedule.minibatches, shape, runtime.mesh)
+    batches = minibatches.set_advantages(batches, layouts, np.asarray(advantage).reshape(-1), runtime.mesh)
     assert len(batches) == experiment.schedule.minibatches
     read = batches[0].tokens_BT, batches[0].segment_BT, batches[0].mask_BT
-    logp, entropy, *_ = jax.eval_shape(learner.steps.score, state.params, *read)
+    logp, entropy, *_ = jax.eval_shape(runtime.steps.score, state.params, *read)
     assert logp.shape == entropy.shape == batches[0].tokens_BT.shape
-    after, metrics, _ = jax.eval_shape(learner.steps.update, state, batches[0], False)
+    after, metrics, _ = jax.eval_shape(runtime.steps.update, state, batches[0], False)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     assert {"loss", "grad_norm"} <= set(metrics) and all(leaf.shape == () for leaf in metrics.values())
 
     if (stage := experiment.warm_start) is not None:
         optimizer = make_optimizer(stage.optimizer)
-        start = abstract_state(experiment.model, optimizer, learner.mesh)
-        update = make_train_step(experiment.model, make_objective(warm_start.nll), optimizer, mesh=learner.mesh)
+        start = abstract_state(experiment.model, optimizer, runtime.mesh)
+        update = make_train_step(experiment.model, make_objective(warm_start.nll), optimizer, mesh=runtime.mesh)
         length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
         texts = {
             "data": experiment.data,
@@ -95,7 +95,7 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
             "seed": experiment.seed,
             "environment": experiment.environment,
         }
-        jax.eval_shape(update, start, warm_start.make_demonstrations(stage, 0, mesh=learner.mesh, **texts)[0])
+        jax.eval_shape(update, start, warm_start.make_demonstrations(stage, 0, mesh=runtime.mesh, **texts)[0])
 
 
 def test_the_two_sorting_experiments_differ_in_two_lines():

@@ -24,7 +24,7 @@ from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.rewards.calls import RewardCalls
 from gspax.sampler.placement import make_colocated_sampler
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import Learner
+from gspax.training.runtime import Runtime
 from gspax.training.step import run_step
 
 LOSSES = (
@@ -94,7 +94,7 @@ def train(changes, rollouts=2, seed=0):
     steps = Steps(update, score(variant.model, keep, shift), route(variant.model), None, scored)
     rewards = RewardCalls(variant.reward, variant.grading)
     sampler = make_colocated_sampler(variant.model, MESH, MESH)
-    learner = Learner(variant, MESH, OPTIMIZER, steps, sampler, rewards)
+    runtime = Runtime(variant, MESH, OPTIMIZER, steps, sampler, rewards)
     state = init_state(variant.model, OPTIMIZER, jax.random.key(seed), MESH)
     clip_range = initial_range(variant.calibration)
     state = replace(state, clip_range=jax.device_put(clip_range, named_sharding(MESH)))
@@ -102,7 +102,7 @@ def train(changes, rollouts=2, seed=0):
     reference = None if variant.reference is None else start
     found = []
     for _ in range(rollouts):
-        state, reported, rows = run_step(learner, state, reference, InFlight())
+        state, reported, rows = run_step(runtime, state, reference, InFlight())
         assert all(np.isfinite(list(reported.values()))), reported
         found.append(reported)
     assert steps.score._cache_size() <= 1, "one program scores every minibatch"

@@ -40,7 +40,7 @@ from gspax.run.directory import RunDir, open_run
 from gspax.sampler import placement
 from gspax.training import in_flight, loop, warm_start
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import Learner, make_learner
+from gspax.training.runtime import Runtime, make_runtime
 from gspax.training.step import run_step
 from gspax.types import Rollout, TrainState
 
@@ -54,25 +54,25 @@ def with_schedule(**changes):
 
 
 @pytest.fixture(scope="module")
-def learner():
-    """The learner of the runs of `experiment`, which share its compiled programs."""
-    return make_learner(experiment)
+def runtime():
+    """The runtime of the runs of `experiment`, which share its compiled programs."""
+    return make_runtime(experiment)
 
 
 @pytest.fixture(scope="module")
-def whole(learner, tmp_path_factory):
+def whole(runtime, tmp_path_factory):
     """An uninterrupted run of four steps."""
     workdir = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_learner", lambda _: learner)
+        patch.setattr(loop, "make_runtime", lambda _: runtime)
         loop.train(experiment, workdir)
     return RunDir(workdir)
 
 
 def final_state(run, step=None, experiment=experiment):
-    learner = make_learner(experiment)
+    runtime = make_runtime(experiment)
     with Checkpoints(run.checkpoints) as checkpoints:
-        state, _ = checkpoints.restore(abstract_state(experiment.model, learner.optimizer, learner.mesh), step)
+        state, _ = checkpoints.restore(abstract_state(experiment.model, runtime.optimizer, runtime.mesh), step)
     return jax.device_get(replace(state, key=jax.random.key_data(state.key)))
 
 
@@ -148,13 +148,13 @@ def test_parameters_change_and_the_state_counts_updates(whole):
     assert not np.array_equal(start.params["embedding"], end.params["embedding"])
 
 
-def test_resumption_is_bit_exact(whole, learner, monkeypatch, tmp_path, capsys):
+def test_resumption_is_bit_exact(whole, runtime, monkeypatch, tmp_path, capsys):
     """After a kill in the fourth step. Records after the checkpoint are dropped. Each long phase is announced."""
     run = RunDir(Path(shutil.copytree(whole.path, tmp_path / "run")))
     shutil.rmtree(run.checkpoints / "4")
     with run.metrics.open("a") as file:
         file.write('{"step": 5, "reward/mean": 99}\n{"step": 6, "rew')
-    monkeypatch.setattr(loop, "make_learner", lambda _: learner)
+    monkeypatch.setattr(loop, "make_runtime", lambda _: runtime)
     loop.train(experiment, run.path)
     assert_same_run(run, whole)
     assert len(json.loads(run.environment.read_text())) == 2
@@ -185,13 +185,13 @@ class Dirty:
 
 
 def test_problems_that_cannot_be_used_are_skipped_and_a_resumed_run_skips_the_same(
-    learner, monkeypatch, tmp_path, capsys
+    runtime, monkeypatch, tmp_path, capsys
 ):
     dirty = replace(experiment, data=Dirty())
     monkeypatch.setattr(
         loop,
-        "make_learner",
-        lambda _: replace(learner, experiment=dirty, skipped=Skipped(dirty.sampling.max_failed)),
+        "make_runtime",
+        lambda _: replace(runtime, experiment=dirty, skipped=Skipped(dirty.sampling.max_failed)),
     )
     loop.train(dirty, tmp_path / "whole")
     whole = RunDir(tmp_path / "whole")
@@ -233,7 +233,7 @@ def test_problems_are_skipped_with_slots_and_in_refills(tmp_path):
     assert_same_run(resumed, whole, experiment=dirty)
 
 
-def test_signal_during_updates_ends_the_run_after_the_step_with_a_save(whole, learner, monkeypatch, tmp_path):
+def test_signal_during_updates_ends_the_run_after_the_step_with_a_save(whole, runtime, monkeypatch, tmp_path):
     """SIGTERM before the first of the third step's two updates."""
     updates = []
 
@@ -241,15 +241,15 @@ def test_signal_during_updates_ends_the_run_after_the_step_with_a_save(whole, le
         updates.append(arguments)
         if len(updates) == 5:
             os.kill(os.getpid(), signal.SIGTERM)
-        return learner.steps.update(*arguments)
+        return runtime.steps.update(*arguments)
 
     run = RunDir(tmp_path / "run")
-    signalled = replace(learner, steps=learner.steps._replace(update=update))
-    monkeypatch.setattr(loop, "make_learner", lambda _: signalled)
+    signalled = replace(runtime, steps=runtime.steps._replace(update=update))
+    monkeypatch.setattr(loop, "make_runtime", lambda _: signalled)
     with pytest.raises(interrupt.Interrupted, match="SIGTERM: completed steps are saved"):
         loop.train(experiment, run.path)
     assert len(updates) == 6 and step_folders.finished_steps(run.checkpoints)[-1] == 3
-    monkeypatch.setattr(loop, "make_learner", lambda _: learner)
+    monkeypatch.setattr(loop, "make_runtime", lambda _: runtime)
     loop.train(experiment, run.path)
     assert_same_run(run, whole)
 
@@ -324,7 +324,7 @@ def failures(workdir, step):
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_failed_rewards_that_end_a_run_are_recorded_first(learner, monkeypatch, tmp_path, step):
+def test_failed_rewards_that_end_a_run_are_recorded_first(runtime, monkeypatch, tmp_path, step):
     """In the first evaluation, and in the first rollout batch."""
     failing = [step == 0]
 
@@ -339,7 +339,7 @@ def test_failed_rewards_that_end_a_run_are_recorded_first(learner, monkeypatch, 
 
     monkeypatch.setattr(loop, "run_step", fail_from_now_on)
     rewards = RewardCalls(reward, experiment.grading)
-    monkeypatch.setattr(loop, "make_learner", lambda _: replace(learner, rewards=rewards))
+    monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
     with pytest.raises(UserError, match=r"reward failed for 32 of 32 .*: KeyError: .* \(tests/test_loop.py:\d+\)"):
         loop.train(experiment, tmp_path / "run")
     rows = failures(tmp_path / "run", step)
@@ -347,7 +347,7 @@ def test_failed_rewards_that_end_a_run_are_recorded_first(learner, monkeypatch, 
     assert all(row["error"].startswith(f"KeyError: {row['completion']!r} (tests/test_loop.py:") for row in rows)
 
 
-def test_an_evaluation_with_some_failed_rewards_ends_no_run(learner, monkeypatch, tmp_path, capsys):
+def test_an_evaluation_with_some_failed_rewards_ends_no_run(runtime, monkeypatch, tmp_path, capsys):
     """Neither a run nor each of its restarts: the evaluation is the same every time."""
 
     def reward(problem, completion):
@@ -357,7 +357,7 @@ def test_an_evaluation_with_some_failed_rewards_ends_no_run(learner, monkeypatch
 
     heldout = [experiment.data.heldout(index).prompt for index in range(16)]
     rewards = RewardCalls(reward, experiment.grading)
-    monkeypatch.setattr(loop, "make_learner", lambda _: replace(learner, rewards=rewards))
+    monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
     loop.train(experiment, tmp_path / "run")
     shares = [row.get("eval/reward_failed") for row in timeless(RunDir(tmp_path / "run"))]
     assert [share for share in shares if share is not None] == [0.25] * 3
@@ -367,12 +367,12 @@ def test_an_evaluation_with_some_failed_rewards_ends_no_run(learner, monkeypatch
 
 
 @pytest.mark.parametrize("allowed", [0.05, 1.0])
-def test_rewards_beyond_the_range_end_the_run_or_count_as_failed(learner, monkeypatch, tmp_path, allowed):
+def test_rewards_beyond_the_range_end_the_run_or_count_as_failed(runtime, monkeypatch, tmp_path, allowed):
     def huge(problem, completion):
         return 1e38 if len(completion) % 2 else -1e38
 
     rewards = RewardCalls(huge, replace(experiment.grading, max_failed=allowed))
-    monkeypatch.setattr(loop, "make_learner", lambda _: replace(learner, rewards=rewards))
+    monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
     if allowed < 1:
         with pytest.raises(UserError, match=r"huge failed for .* wanted finite numbers up to ±1e18, got -?1e\+38 for"):
             loop.train(experiment, tmp_path / "run")
@@ -551,8 +551,8 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
             killed.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def run_step(learner, state, reference, ahead):
-        state = replace(state, step=state.step + learner.experiment.schedule.minibatches)
+    def run_step(runtime, state, reference, in_flight):
+        state = replace(state, step=state.step + runtime.experiment.schedule.minibatches)
         if during == "step" and state.step == 4:
             kill()
         return state, {}, []
@@ -572,7 +572,7 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
         assert checkpoints.latest() == 2
 
 
-def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, learner, monkeypatch, tmp_path):
+def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, runtime, monkeypatch, tmp_path):
     """While rewards are waited for, in an evaluation, after scoring; the resumed run repeats what was left out."""
     run = RunDir(Path(shutil.copytree(whole.path, tmp_path / "run")))
     shutil.rmtree(run.checkpoints / "4")
@@ -587,12 +587,12 @@ def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, le
 
     def score(*args):
         os.kill(os.getpid(), signal.SIGTERM)
-        return learner.steps.score(*args)
+        return runtime.steps.score(*args)
 
     def stop(latest, **changes):
         nonlocal calls
         calls = 0
-        monkeypatch.setattr(loop, "make_learner", lambda _: replace(learner, **changes))
+        monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, **changes))
         with pytest.raises(interrupt.Interrupted):
             loop.train(experiment, run.path)
         with Checkpoints(run.checkpoints) as checkpoints:
@@ -604,8 +604,8 @@ def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, le
 
     assert stop(2, rewards=rewards(at=1)) == 3
     assert stop(3, rewards=rewards(at=33)) == 4, "without the evaluation of step 3"
-    assert stop(3, steps=learner.steps._replace(score=score)) == 5
-    monkeypatch.setattr(loop, "make_learner", lambda _: learner)
+    assert stop(3, steps=runtime.steps._replace(score=score)) == 5
+    monkeypatch.setattr(loop, "make_runtime", lambda _: runtime)
     loop.train(experiment, run.path)
     assert_same_run(run, whole)
 
@@ -651,13 +651,13 @@ def test_a_step_of_the_loop(monkeypatch):
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     sampler = placement.Sampler(mesh, lambda params: params, lambda rollout: rollout)
     steps = Steps(update, score, route, None, make_steps(small, None, mesh).scored)
-    learner = Learner(small, mesh, None, steps, sampler, RewardCalls(small.reward, small.grading))
+    runtime = Runtime(small, mesh, None, steps, sampler, RewardCalls(small.reward, small.grading))
     key = jax.random.key(5)
     done = optax.ScaleByScheduleState(jnp.int32(3))  # one of four updates was skipped
     state = TrainState(
         step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=done, clip_range=None
     )
-    state, metrics, rows = run_step(learner, state, None, InFlight())
+    state, metrics, rows = run_step(runtime, state, None, InFlight())
 
     assert drawn["params"] == 0 and drawn["ids"] == [40, 41, 42, 43] and drawn["sampling"] == small.sampling
     assert drawn["prompts"] == [small.tokenizer.encode(small.data.train(index).prompt) for index in range(40, 44)]
@@ -764,17 +764,17 @@ def test_score_and_update_share_temperature_and_microbatches(monkeypatch):
     given = []
     for name in ("make_update", "make_score"):
         monkeypatch.setattr(programs, name, lambda *args, **kwargs: given.append(kwargs))
-    learner = make_learner(
+    runtime = make_runtime(
         replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
     )
-    wanted = {"temperature": 0.7, "microbatch_rows": 8, "packed": False, "worst_case": False, "mesh": learner.mesh}
+    wanted = {"temperature": 0.7, "microbatch_rows": 8, "packed": False, "worst_case": False, "mesh": runtime.mesh}
     assert (
         given
         == [
-            {"guard": learner.experiment.guard, "routing_replay": False, **wanted},
+            {"guard": runtime.experiment.guard, "routing_replay": False, **wanted},
             {"keep_experts": False, "keep_router_logp": False, **wanted},
         ]
-        and learner.mesh.size == 8
+        and runtime.mesh.size == 8
     )
 
 
@@ -785,8 +785,8 @@ def test_a_run_starts_with_the_key_of_its_seed(monkeypatch, tmp_path, warm):
 
     monkeypatch.setattr(warm_start, "make_train_step", lambda *args, **kwargs: update)
     seeded = replace(experiment, seed=3, warm_start=experiment.warm_start if warm else None)
-    learner, run = make_learner(seeded), open_run(tmp_path / "run", describe(seeded))
+    runtime, run = make_runtime(seeded), open_run(tmp_path / "run", describe(seeded))
     with Checkpoints(run.checkpoints, keep=1) as checkpoints:
-        state = loop.restore_or_start(learner, run, checkpoints)
+        state = loop.restore_or_start(runtime, run, checkpoints)
     assert state.key == jax.random.key(3)
     assert (state.step, state.position) == (0, 48 if warm else 0)

@@ -12,7 +12,7 @@ from gspax.commands.benchmarks import limits, sampler_speed, steps
 from gspax.commands.benchmarks.figures import Limits, table
 from gspax.errors import UserError
 from gspax.model.sizes.counts import forward_flops
-from gspax.training.runtime import make_learner
+from gspax.training.runtime import make_runtime
 
 # tiny.MOE: D 16, N 4, K 2, H 8, E 5 (2 active), F 12, V 23, 3 layers
 ATTENTION = 16 * 32 + 2 * 16 * 16 + 32 * 16  # query, key and value, out
@@ -73,7 +73,7 @@ def test_a_first_update_that_scores_leaves_the_other_minibatches_to_score():
     schedule = replace(experiment.schedule, minibatches=4)
     variants = {0.75: {"schedule": schedule}, 1: {"routing_replay": "old"}, 0: {"old_logp": "sampler"}}
     for share, changes in variants.items():
-        assert steps.scored_share(make_learner(replace(experiment, **changes))) == share
+        assert steps.scored_share(make_runtime(replace(experiment, **changes))) == share
 
 
 def test_bytes_that_drawing_needs_by_hand():
@@ -129,7 +129,7 @@ def test_a_whole_step_and_scoring_are_measured_and_traced(small, tmp_path):
 def test_every_case_is_drawn(small, monkeypatch):
     one = next(sampler_speed.cases(small.model, small.sampling))
     monkeypatch.setattr(sampler_speed, "cases", lambda model, sampling: [one])
-    [figure] = sampler_speed.measure_drawing(make_learner(small))
+    [figure] = sampler_speed.measure_drawing(make_runtime(small))
     assert figure.name == "drawing, equal" and figure.tokens == 8 * 2 * 2
 
 

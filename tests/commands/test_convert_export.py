@@ -36,7 +36,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, enter_run, open_run
 from gspax.training import warm_start
 from gspax.training.loop import restore_or_start
-from gspax.training.runtime import make_learner
+from gspax.training.runtime import make_runtime
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "golden_qwen3_tiny"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
@@ -326,9 +326,9 @@ def test_base_plus_exported_adapter_is_the_merged_export_after_a_warm_start(tmp_
 
     check()  # of the warm start
     with enter_run(run.path, describe(experiment)):
-        learner = make_learner(experiment)
+        runtime = make_runtime(experiment)
         with Checkpoints(run.checkpoints, keep=1) as checkpoints:
-            state = restore_or_start(learner, run, checkpoints)
+            state = restore_or_start(runtime, run, checkpoints)
             checkpoints.save(1, restore.drop_frozen(state), {})
     check()  # of the run
 

@@ -36,7 +36,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.training import loop
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import make_learner
+from gspax.training.runtime import make_runtime
 from gspax.training.step import run_step
 
 FILE = str(Path(__file__).parents[1] / "small_experiment.py")
@@ -177,10 +177,10 @@ def assert_near(params, others):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, others)
 
 
-def evaluate(learner, state, path):
+def evaluate(runtime, state, path):
     """A task in two chunks of the shape of a rollout batch, which are drawn by a program that is compiled already."""
     task = config.Task(name="sort", data=DENSE.data, reward=DENSE.reward, problems=11, samples=4)
-    policy = Policy(learner.sampler.push(state.params), DENSE.model, DENSE.tokenizer, learner.sampler.mesh)
+    policy = Policy(runtime.sampler.push(state.params), DENSE.model, DENSE.tokenizer, runtime.sampler.mesh)
     return evaluate_task(
         apply_defaults(task, DENSE.evaluation, DENSE.sampling),
         policy,
@@ -199,7 +199,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gspax.parallel import joining, multihost; from gspax.run import interrupt
 from gspax.training import training
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import make_learner
+from gspax.training.runtime import make_runtime
 from gspax.training.step import run_step
 from gspax.parallel.transfer import transfer
 from gspax.run.checkpoints import Checkpoints, save
@@ -231,10 +231,10 @@ except UserError as error:
 else:
     raise AssertionError("must fail on both")
 
-learner = make_learner(DENSE)
-replicated = multihost.to_devices(np.zeros((4, 2)), named_sharding(learner.mesh))
+runtime = make_runtime(DENSE)
+replicated = multihost.to_devices(np.zeros((4, 2)), named_sharding(runtime.mesh))
 assert len(multihost.owned_rows(replicated)) == (0 if index else 4), "each row has one owner"
-sharded = multihost.to_devices(np.arange(8), named_sharding(learner.mesh, "batch"))
+sharded = multihost.to_devices(np.arange(8), named_sharding(runtime.mesh, "batch"))
 np.testing.assert_array_equal(multihost.to_host(sharded), np.arange(8))
 
 TRANSFERS
@@ -248,8 +248,8 @@ with interrupt.listen():
     except interrupt.Interrupted as stop:
         assert stop.signum == signal.SIGTERM
 
-state = init_state(DENSE.model, learner.optimizer, jax.random.key(DENSE.seed), learner.mesh)
-state, metrics, rows = run_step(learner, state, None, InFlight())
+state = init_state(DENSE.model, runtime.optimizer, jax.random.key(DENSE.seed), runtime.mesh)
+state, metrics, rows = run_step(runtime, state, None, InFlight())
 with Checkpoints(directory, keep=1) as checkpoints:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if index == 1:
@@ -260,7 +260,7 @@ with Checkpoints(directory, keep=1) as checkpoints:
     save(checkpoints, 1, state, {}, is_last=True)
 own = [row for row, entry in enumerate(rows) if "completion" in entry]
 result = {"metrics": metrics, "own": own, "rows": gather_texts(rows)}
-result["summary"] = evaluate(learner, state, Path(directory).with_name("evaluated") / "sort")
+result["summary"] = evaluate(runtime, state, Path(directory).with_name("evaluated") / "sort")
 Path(directory).with_name(f"{index}.json").write_text(json.dumps(result))
 """
 
@@ -325,12 +325,12 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
     popen = {"env": variables(2), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*command, str(index), str(tmp_path / "saved")], **popen) for index in (0, 1)]
     try:
-        learner = make_learner(DENSE)
-        state = init_state(DENSE.model, learner.optimizer, jax.random.key(DENSE.seed), learner.mesh)
-        state, metrics, rows = run_step(learner, state, None, InFlight())
+        runtime = make_runtime(DENSE)
+        state = init_state(DENSE.model, runtime.optimizer, jax.random.key(DENSE.seed), runtime.mesh)
+        state, metrics, rows = run_step(runtime, state, None, InFlight())
         finished(processes)
         first, second = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
-        summary = evaluate(learner, state, tmp_path / "alone" / "sort")
+        summary = evaluate(runtime, state, tmp_path / "alone" / "sort")
     finally:
         for process in processes:
             process.kill()
@@ -346,7 +346,7 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
     for each in (first["metrics"], second["metrics"]):
         assert_close_rows(each, metrics)
     with Checkpoints(tmp_path / "saved") as checkpoints:
-        saved, _ = checkpoints.restore(abstract_state(DENSE.model, learner.optimizer, learner.mesh))
+        saved, _ = checkpoints.restore(abstract_state(DENSE.model, runtime.optimizer, runtime.mesh))
     assert_near(jax.device_get(saved.params), jax.device_get(state.params))
     assert (int(saved.step), int(saved.position)) == (2, 19)
 

@@ -30,7 +30,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, enter_run
 from gspax.sampler import sampler
 from gspax.training import loop
-from gspax.training.runtime import make_learner
+from gspax.training.runtime import make_runtime
 from gspax.types import Batch
 
 LORA = config.Lora(rank=3, alpha=6.0)
@@ -197,9 +197,9 @@ def test_the_reference_is_the_base_with_the_adapters_that_the_run_starts_from(wa
     rng = np.random.default_rng(0)
     write_adapters(folder, experiment.model, lora, shapes, lambda path: rng.standard_normal(shapes[path], np.float32))
     made = replace(experiment, lora=peft(folder), reference=config.Reference(), warm_start=warm_start)
-    learner, mesh = make_learner(made), sharding.make_mesh(config.Mesh())
+    runtime, mesh = make_runtime(made), sharding.make_mesh(config.Mesh())
     with enter_run(tmp_path / "run", describe(made)) as run, Checkpoints(run.checkpoints, keep=1) as checkpoints:
-        state = loop.restore_or_start(learner, run, checkpoints)
+        state = loop.restore_or_start(runtime, run, checkpoints)
         reference = load_reference(run, state, made.model, made.lora, mesh)
         resumed = replace(state, step=state.step + 1, params=jax.tree.map(jnp.zeros_like, state.params))
         again = load_reference(run, resumed, made.model, made.lora, mesh)

@@ -108,7 +108,7 @@ def falling(monkeypatch):
     seen = []
 
     def install(low=lambda step, batch: step > 5):
-        def run_step(learner, state, reference, ahead):
+        def run_step(runtime, state, reference, in_flight):
             step, batch = int(state.step) // M + 1, int(state.position) // P
             seen.append((step, batch))
             state = replace(state, step=state.step + M, position=state.position + P)

@@ -215,10 +215,10 @@ def test_only_the_last_update_of_a_rollout_batch_is_measured(epochs, batches):
 @pytest.mark.parametrize(("done", "due"), [(0, False), (1, True), (2, False), (3, True), (4, True)])
 def test_instruments_are_due_every_few_steps_and_at_the_last(done, due):
     schedule = config.Schedule(steps=5, minibatches=2)
-    learner = SimpleNamespace(experiment=SimpleNamespace(instruments=SETTINGS, schedule=schedule))
-    assert is_measured(learner, SimpleNamespace(step=np.int32(2 * done))) == due
-    learner.experiment.instruments = None
-    assert not is_measured(learner, SimpleNamespace(step=np.int32(2 * done)))
+    runtime = SimpleNamespace(experiment=SimpleNamespace(instruments=SETTINGS, schedule=schedule))
+    assert is_measured(runtime, SimpleNamespace(step=np.int32(2 * done))) == due
+    runtime.experiment.instruments = None
+    assert not is_measured(runtime, SimpleNamespace(step=np.int32(2 * done)))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.training import alarms, loop, rollback
 from gspax.training.finite import check_finite, count_skipped, is_sound
-from gspax.training.runtime import make_learner
+from gspax.training.runtime import make_runtime
 from gspax.types import Batch, TrainState
 
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
@@ -48,14 +48,14 @@ def counting(monkeypatch):
     def install(bad, stop_after=99):
         which = bad if isinstance(bad, dict) else dict.fromkeys(bad, range(M))
 
-        def run_step(learner, state, reference, ahead):
+        def run_step(runtime, state, reference, in_flight):
             if len(seen) == stop_after:
                 raise KeyboardInterrupt
             position = int(state.position)
             seen.append((int(state.step) // M, position // P))
             these = [which[index] for index in range(position, position + P) if index in which]
             skipped = [any(update in each for each in these) for update in range(M)]
-            learner.steps.update.seen.extend((None, outcome(each)) for each in skipped)
+            runtime.steps.update.seen.extend((None, outcome(each)) for each in skipped)
             state = replace(state, step=state.step + M, position=state.position + P)
             return state, {"optim/skipped": sum(skipped), "policy/loss": 0.0}, []
 
@@ -67,9 +67,9 @@ def counting(monkeypatch):
 
 
 def position_of(run):
-    learner = make_learner(QUIET)
+    runtime = make_runtime(QUIET)
     with Checkpoints(run.checkpoints) as checkpoints:
-        state, _ = checkpoints.restore(abstract_state(QUIET.model, learner.optimizer, learner.mesh))
+        state, _ = checkpoints.restore(abstract_state(QUIET.model, runtime.optimizer, runtime.mesh))
     return int(state.step) // M, int(state.position) // P
 
 
@@ -110,7 +110,7 @@ def test_a_run_goes_back_to_one_checkpoint_a_few_times_then_stops(counting, tmp_
 
 
 def test_parameters_that_are_not_finite_are_not_saved_and_named(monkeypatch, tmp_path):
-    def run_step(learner, state, reference, ahead):
+    def run_step(runtime, state, reference, in_flight):
         params = jax.tree.map(lambda leaf: leaf if state.step < M else leaf.at[0].set(jnp.inf), state.params)
         return replace(state, step=state.step + M, params=params), {}, []
 

@@ -24,7 +24,7 @@ from gspax.parallel.sharding import make_mesh
 from gspax.sampler import sampler
 from gspax.sampler.inference_weights import make_serving_copy
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import make_learner
+from gspax.training.runtime import make_runtime
 from gspax.training.step import run_step
 
 SAMPLING = Sampling(group=4, max_prompt_tokens=16, max_tokens=10)
@@ -131,11 +131,11 @@ def test_a_step_reports_the_mismatch_and_corrects_it():
     dense = replace(experiment.model, num_hidden_layers=1, num_experts=0, intermediate_size=32)
     eight = replace(experiment.sampling, **EIGHT)
     plain = replace(experiment, model=dense, warm_start=None, correction=partial(correction.truncate_tokens, cap=2.0))
-    learners = [make_learner(each) for each in (plain, replace(plain, sampling=eight))]
-    state = partial(init_state, dense, learners[0].optimizer, jax.random.key(0), learners[0].mesh)
+    runtimes = [make_runtime(each) for each in (plain, replace(plain, sampling=eight))]
+    state = partial(init_state, dense, runtimes[0].optimizer, jax.random.key(0), runtimes[0].mesh)
     # the same train step twice: only the sampler differs
-    same = replace(learners[1], steps=learners[0].steps)
-    without, found = (run_step(each, state(), None, InFlight())[1] for each in (learners[0], same))
+    same = replace(runtimes[1], steps=runtimes[0].steps)
+    without, found = (run_step(each, state(), None, InFlight())[1] for each in (runtimes[0], same))
     assert without["mismatch/abs_diff"] < 1e-5 < 1e-4 < found["mismatch/abs_diff"] < 0.1
     assert 0 < found["mismatch/k3"] < 0.01
     assert np.isfinite([found[name] for name in ("policy/loss", "optim/grad_norm")]).all()

@@ -21,7 +21,7 @@ from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.training import in_flight, loop
 from gspax.training.partial import next_partial
-from gspax.training.runtime import make_learner
+from gspax.training.runtime import make_runtime
 from gspax.training.step import grade
 from gspax.types import Rollout
 
@@ -52,29 +52,29 @@ SPOILED = Spoiled(Numbered(), raising=(7, 34), too_long=(32, 43))  # 32 ends a c
 CLOCKS = ("time/", "cpu/", "perf/")
 
 
-def step_on(learner, state, batch, *, renew):
+def step_on(runtime, state, batch, *, renew):
     """The state after the updates of a rollout batch; each has parameters of its own if they are renewed."""
     params = jax.tree.map(lambda leaf: leaf * 1.3 if renew else leaf, state.params)
-    step = state.step + learner.experiment.schedule.minibatches
+    step = state.step + runtime.experiment.schedule.minibatches
     return replace(state, params=params, step=step, position=state.position + batch.taken)
 
 
-def draw_batches(learner, *, renew):
+def draw_batches(runtime, *, renew):
     """The batches of a run, the problems that were in flight when each ended, and the state that each was drawn for."""
-    state, pool = init_state(learner.experiment.model, learner.optimizer, jax.random.key(0), learner.mesh), None
+    state, pool = init_state(runtime.experiment.model, runtime.optimizer, jax.random.key(0), runtime.mesh), None
     batches, in_flight, states = [], [], []
     for _ in range(STEPS):
-        batch, pool = next_partial(learner, state, pool)
+        batch, pool = next_partial(runtime, state, pool)
         batches.append(batch)
         in_flight.append({index for index in pool.problem_R.tolist() if index != FREE})
         states.append(state)
-        state = step_on(learner, state, batch, renew=renew)
+        state = step_on(runtime, state, batch, renew=renew)
     return batches, in_flight, states
 
 
 @pytest.fixture(scope="module")
-def learner():
-    return make_learner(PARTIAL)
+def runtime():
+    return make_runtime(PARTIAL)
 
 
 def problems_of(batch):
@@ -89,18 +89,18 @@ def completions(rollout):
     return [tuple(field[row, kept] for field in fields) for row, kept in enumerate(host.mask_BT)]
 
 
-def drawn_at_once(learner, state, count):
+def drawn_at_once(runtime, state, count):
     """The completions of the first problems, each group by the parameters of a state alone."""
-    params, rows = learner.sampler.push(state.params), []
+    params, rows = runtime.sampler.push(state.params), []
     for first in range(0, count, P):
-        rows += completions(in_flight.draw(whole(learner), params, state, first).rollout)
+        rows += completions(in_flight.draw(whole(runtime), params, state, first).rollout)
     return {index: rows[index * G : (index + 1) * G] for index in range(count)}
 
 
-def whole(learner):
+def whole(runtime):
     """The same sampler without chunks: rollout batches are drawn at once."""
-    sampling = replace(learner.experiment.sampling, chunk=0)
-    return replace(learner, experiment=replace(learner.experiment, sampling=sampling, placement=Placement(devices=4)))
+    sampling = replace(runtime.experiment.sampling, chunk=0)
+    return replace(runtime, experiment=replace(runtime.experiment, sampling=sampling, placement=Placement(devices=4)))
 
 
 def check_problems(batches, in_flight, skipped=()):
@@ -114,11 +114,11 @@ def check_problems(batches, in_flight, skipped=()):
         assert batch.metrics["rollout/carried"] == (0 if done in (3, 5) else CARRIED)
 
 
-def test_batches_have_the_samples_of_whole_ones_and_nothing_crosses_a_checkpoint(learner):
+def test_batches_have_the_samples_of_whole_ones_and_nothing_crosses_a_checkpoint(runtime):
     """With unchanged parameters: pool, places and chunks decide when a sample is drawn, never what."""
-    batches, in_flight, states = draw_batches(learner, renew=False)
+    batches, in_flight, states = draw_batches(runtime, renew=False)
     check_problems(batches, in_flight)
-    check_completions(batches, drawn_at_once(learner, states[0], P * STEPS))
+    check_completions(batches, drawn_at_once(runtime, states[0], P * STEPS))
 
 
 def check_completions(batches, wanted):
@@ -131,22 +131,22 @@ def check_completions(batches, wanted):
                 np.testing.assert_allclose(got[1], want[1], atol=1e-5)
 
 
-def test_problems_that_cannot_be_used_are_skipped_and_change_no_other_sample(learner, capsys):
-    spoiled = replace(learner, experiment=replace(PARTIAL, data=SPOILED), skipped=Skipped(0.01))
+def test_problems_that_cannot_be_used_are_skipped_and_change_no_other_sample(runtime, capsys):
+    spoiled = replace(runtime, experiment=replace(PARTIAL, data=SPOILED), skipped=Skipped(0.01))
     batches, in_flight, states = draw_batches(spoiled, renew=False)
     bad = {*SPOILED.raising, *SPOILED.too_long}
     check_problems(batches, in_flight, bad)
-    check_completions(batches, drawn_at_once(learner, states[0], P * (STEPS + 1)))
+    check_completions(batches, drawn_at_once(runtime, states[0], P * (STEPS + 1)))
     assert spoiled.skipped.reasons.keys() == bad
     assert sum(batch.taken for batch in batches) == P * STEPS + len(bad)
     resumed, _ = next_partial(replace(spoiled, skipped=Skipped(0.01)), states[4], None)
     assert problems_of(resumed) == problems_of(batches[4]), "after the checkpoint"
 
 
-def test_parameters_are_renewed_between_chunks_and_tokens_have_the_version_that_drew_them(learner):
-    batches, in_flight, states = draw_batches(learner, renew=True)
+def test_parameters_are_renewed_between_chunks_and_tokens_have_the_version_that_drew_them(runtime):
+    batches, in_flight, states = draw_batches(runtime, renew=True)
     check_problems(batches, in_flight)
-    by_version = [drawn_at_once(learner, state, P * STEPS) for state in states]
+    by_version = [drawn_at_once(runtime, state, P * STEPS) for state in states]
     changed = 0
     for done, batch in enumerate(batches):
         rows, ages = completions(batch.rollout), []
@@ -165,7 +165,7 @@ def test_parameters_are_renewed_between_chunks_and_tokens_have_the_version_that_
     assert max(ages) > 0
 
 
-def test_rewards_start_as_samples_end_and_each_is_given_once(learner):
+def test_rewards_start_as_samples_end_and_each_is_given_once(runtime):
     calls = []
 
     def reward(problem, completion):
@@ -173,8 +173,8 @@ def test_rewards_start_as_samples_end_and_each_is_given_once(learner):
         return float(len(completion))
 
     with RewardCalls(reward, Grading()) as rewards:
-        mine = replace(learner, rewards=rewards)
-        state, pool = init_state(PARTIAL.model, learner.optimizer, jax.random.key(0), learner.mesh), None
+        mine = replace(runtime, rewards=rewards)
+        state, pool = init_state(PARTIAL.model, runtime.optimizer, jax.random.key(0), runtime.mesh), None
         for done in range(2):
             batch, pool = next_partial(mine, state, pool)
             assert len(batch.started) == P * G, "every sample of the batch has ended in some chunk"

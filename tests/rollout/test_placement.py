@@ -30,7 +30,7 @@ from gspax.sampler.inference_weights import make_serving_copy
 from gspax.sampler.placement import find_last_ahead, make_colocated_sampler, make_disaggregated_sampler, make_meshes
 from gspax.training import in_flight, loop
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import make_learner
+from gspax.training.runtime import make_runtime
 from gspax.training.step import grade, learn, run_step
 
 # The learning rate is large enough for one rollout batch to change the samples; one dense layer compiles fast.
@@ -47,20 +47,20 @@ CLOCKS = ("time/", "cpu/", "perf/")
 
 
 @pytest.fixture(scope="module")
-def learner():
-    return make_learner(DISAGGREGATED)
+def runtime():
+    return make_runtime(DISAGGREGATED)
 
 
-def fresh(learner):
+def fresh(runtime):
     """A new state: an update donates its state."""
-    return init_state(DISAGGREGATED.model, learner.optimizer, jax.random.key(0), learner.mesh)
+    return init_state(DISAGGREGATED.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
 
 
-def texts(learner, drawn):
+def texts(runtime, drawn):
     """The completions of a `PendingRollout` or of a `RolloutBatch`."""
     rollout = getattr(drawn, "sampled", drawn.rollout)
     rows = reward_completions(
-        drawn.problems, sampler.lengths_to_host(rollout), tokenizer=experiment.tokenizer, calls=learner.rewards
+        drawn.problems, sampler.lengths_to_host(rollout), tokenizer=experiment.tokenizer, calls=runtime.rewards
     )
     return [row["completion"] for row in rows]
 
@@ -69,21 +69,21 @@ def devices(tree):
     return {device for leaf in jax.tree.leaves(tree) for device in leaf.sharding.device_set}
 
 
-def test_learner_and_sampler_have_disjoint_devices(learner):
-    state = fresh(learner)
-    assert devices(state) == set(jax.devices()[:4]) and set(learner.mesh.devices.flat) == set(jax.devices()[:4])
-    pushed = learner.sampler.push(state.params)
+def test_learner_and_sampler_have_disjoint_devices(runtime):
+    state = fresh(runtime)
+    assert devices(state) == set(jax.devices()[:4]) and set(runtime.mesh.devices.flat) == set(jax.devices()[:4])
+    pushed = runtime.sampler.push(state.params)
     assert devices(pushed) == set(jax.devices()[4:])
     jax.tree.map(np.testing.assert_array_equal, pushed, make_serving_copy(state.params, DISAGGREGATED.model))
-    drawn = in_flight.draw(learner, pushed, state, 0)
+    drawn = in_flight.draw(runtime, pushed, state, 0)
     assert devices(drawn.rollout) == set(jax.devices()[4:])
 
 
-def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(learner):
+def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(runtime):
     """The colocated sampler's mesh has the same shape."""
-    mesh = reshape_mesh(learner.mesh, dict(learner.sampler.mesh.shape))
-    colocated = replace(learner, sampler=make_colocated_sampler(DISAGGREGATED.model, mesh, learner.mesh))
-    results = [run_step(each, fresh(learner), None, InFlight()) for each in (learner, colocated)]
+    mesh = reshape_mesh(runtime.mesh, dict(runtime.sampler.mesh.shape))
+    colocated = replace(runtime, sampler=make_colocated_sampler(DISAGGREGATED.model, mesh, runtime.mesh))
+    results = [run_step(each, fresh(runtime), None, InFlight()) for each in (runtime, colocated)]
     (state, metrics, rows), (state_too, metrics_too, rows_too) = results
     assert rows == rows_too
     jax.tree.map(np.testing.assert_array_equal, state.params, state_too.params)
@@ -92,29 +92,29 @@ def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(learner)
     }
 
 
-def test_evaluation_runs_where_the_sampler_runs(learner, monkeypatch, tmp_path):
+def test_evaluation_runs_where_the_sampler_runs(runtime, monkeypatch, tmp_path):
     policies = []
     monkeypatch.setattr(heldout, "evaluate", lambda *args, **_: policies.append(args[:2]) or ({}, [], []))
-    evaluate(DISAGGREGATED, fresh(learner), learner.sampler, learner.rewards, tmp_path)
+    evaluate(DISAGGREGATED, fresh(runtime), runtime.sampler, runtime.rewards, tmp_path)
     ((policy, key),) = policies
-    assert devices(policy.params) == set(learner.sampler.mesh.devices.flat) == set(jax.devices()[4:])
+    assert devices(policy.params) == set(runtime.sampler.mesh.devices.flat) == set(jax.devices()[4:])
     assert len(devices(key)) == 1, "every process has a copy of its own"
 
 
-def test_staleness_1_samples_with_the_parameters_before_the_last_update(learner):
-    state, ahead, stale = fresh(learner), deque(), []
+def test_staleness_1_samples_with_the_parameters_before_the_last_update(runtime):
+    state, ahead, stale = fresh(runtime), deque(), []
     first, second = range(8, 16), range(16, 24)
-    by_first = texts(learner, in_flight.draw(learner, learner.sampler.push(state.params), state, first[0]))
+    by_first = texts(runtime, in_flight.draw(runtime, runtime.sampler.push(state.params), state, first[0]))
     for done in (0, 1):
-        drawn = in_flight.next_rollout(no_checkpoints(learner), state, ahead)
+        drawn = in_flight.next_rollout(no_checkpoints(runtime), state, ahead)
         assert drawn.policy == 0 and [each.policy for each in ahead] == [done]
         if done == 1:
-            assert texts(learner, drawn) == by_first
-            newest = in_flight.draw(learner, learner.sampler.push(state.params), state, first[0])
-            assert texts(learner, newest) != by_first, "the update should change the samples"
-            wanted = in_flight.draw(learner, learner.sampler.push(state.params), state, second[0])
-            assert texts(learner, ahead[0]) == texts(learner, wanted)
-        state, metrics, _ = learn(learner, state, None, grade(learner, drawn), Clock(), None)
+            assert texts(runtime, drawn) == by_first
+            newest = in_flight.draw(runtime, runtime.sampler.push(state.params), state, first[0])
+            assert texts(runtime, newest) != by_first, "the update should change the samples"
+            wanted = in_flight.draw(runtime, runtime.sampler.push(state.params), state, second[0])
+            assert texts(runtime, ahead[0]) == texts(runtime, wanted)
+        state, metrics, _ = learn(runtime, state, None, grade(runtime, drawn), Clock(), None)
         stale.append(metrics["rollout/staleness"])
         if done == 0:
             assert metrics["mismatch/kl"] < 1e-6
@@ -133,22 +133,22 @@ def test_staleness_1_samples_with_the_parameters_before_the_last_update(learner)
         ),
     ],
 )
-def test_a_rollout_batch_is_received_before_the_next_is_drawn(learner, monkeypatch, staleness, wanted):
+def test_a_rollout_batch_is_received_before_the_next_is_drawn(runtime, monkeypatch, staleness, wanted):
     """In the other order, with several processes, receiving would wait for the draw that was queued last."""
     events, ahead = [], deque()
-    ahead_of = no_checkpoints(learner)
+    ahead_of = no_checkpoints(runtime)
     ahead_of = replace(
         ahead_of, experiment=replace(ahead_of.experiment, placement=Placement(devices=4, staleness=staleness))
     )
-    ahead_of = replace(ahead_of, sampler=replace(learner.sampler, push=lambda params: params))
-    state = replace(fresh(learner), params=None, opt_state=None)
+    ahead_of = replace(ahead_of, sampler=replace(runtime.sampler, push=lambda params: params))
+    state = replace(fresh(runtime), params=None, opt_state=None)
 
-    def draw(learner, params, state, first):
+    def draw(runtime, params, state, first):
         events.append(f"draw {first // 8}")
         return SimpleNamespace(first=first, taken=8)
 
     monkeypatch.setattr(in_flight, "draw", draw)
-    monkeypatch.setattr(in_flight, "receive", lambda learner, pending: events.append(f"take {pending.first // 8}"))
+    monkeypatch.setattr(in_flight, "receive", lambda runtime, pending: events.append(f"take {pending.first // 8}"))
     for done in range(3):
         minibatches = ahead_of.experiment.schedule.minibatches
         now = replace(state, step=state.step + minibatches * done, position=state.position + 8 * done)
@@ -157,9 +157,9 @@ def test_a_rollout_batch_is_received_before_the_next_is_drawn(learner, monkeypat
     assert events == wanted
 
 
-def no_checkpoints(learner):
+def no_checkpoints(runtime):
     return replace(
-        learner,
+        runtime,
         experiment=replace(DISAGGREGATED, schedule=replace(DISAGGREGATED.schedule, steps=9, checkpoint_every=0)),
     )
 
@@ -186,11 +186,11 @@ def test_parameters_are_pushed_in_their_compute_dtype_with_adapters_merged():
         assert leaf.dtype == ("float32" if "norm" in name or "router" in name else "bfloat16"), name
 
 
-def test_parameters_are_pushed_in_8_bits(learner):
+def test_parameters_are_pushed_in_8_bits(runtime):
     """Quantised where the parameters are, so that bytes are sent."""
-    model, mesh = DISAGGREGATED.model, learner.sampler.mesh
-    params = fresh(learner).params
-    pushed = make_disaggregated_sampler(model, mesh, learner.mesh, "int8").push(params)
+    model, mesh = DISAGGREGATED.model, runtime.sampler.mesh
+    params = fresh(runtime).params
+    pushed = make_disaggregated_sampler(model, mesh, runtime.mesh, "int8").push(params)
     assert devices(pushed) == set(jax.devices()[4:])
     jax.tree.map(np.testing.assert_array_equal, pushed, make_serving_copy(params, model, weights_dtype="int8"))
 

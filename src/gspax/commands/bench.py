@@ -73,12 +73,12 @@ def run(
 
     from gspax.commands.benchmarks import limits, sampler_speed, steps
     from gspax.commands.benchmarks.figures import Limits, table
-    from gspax.training.runtime import make_learner
+    from gspax.training.runtime import make_runtime
 
-    learner = make_learner(experiment)
+    runtime = make_runtime(experiment)
     figures, facts = [], {}
     if "step" in parts:  # first, for the sake of the first step and of the peak
-        measured = steps.measure_steps(learner, trace)
+        measured = steps.measure_steps(runtime, trace)
         facts = {name: value for name, value in vars(measured).items() if name != "metrics"}
         facts["peak_memory_bytes"] = limits.peak_memory()
         cpu, cached = measured.first_step_cpu_s, measured.cached_programs
@@ -91,13 +91,13 @@ def run(
             experiment.model,
             experiment.sampling,
             measured.metrics,
-            scored=steps.scored_share(learner),
+            scored=steps.scored_share(runtime),
             epochs=experiment.schedule.epochs,
         )
     if "drawing" in parts:
-        figures += sampler_speed.measure_drawing(learner)
+        figures += sampler_speed.measure_drawing(runtime)
     if "scoring" in parts:
-        figures.append(sampler_speed.measure_scoring(learner))
+        figures.append(sampler_speed.measure_scoring(runtime))
     ceiling = Limits(limits.matmul_ceiling(experiment.model.dtype), limits.copy_bandwidth())
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     show(table(figures, ceiling))

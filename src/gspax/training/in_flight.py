@@ -19,7 +19,7 @@ from gspax.run import progress
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import find_last_ahead
 from gspax.sampler.sampler import lengths_to_host, sample
-from gspax.training.runtime import Learner, count_rollouts, prepare_problem
+from gspax.training.runtime import Runtime, count_rollouts, prepare_problem
 from gspax.types import Array, Params, Rollout, TrainState
 
 SAMPLING = 1  # folded into the run's key
@@ -57,45 +57,45 @@ class InFlight:
     pool: Pool | None = None  # instead, for partial rollouts
 
 
-def next_rollout(learner: Learner, state: TrainState, ahead: deque[PendingRollout]) -> RolloutBatch:
+def next_rollout(runtime: Runtime, state: TrainState, ahead: deque[PendingRollout]) -> RolloutBatch:
     """The next rollout batch, on the learner's mesh; the sampler then starts on those that it may draw ahead.
 
     In this order, because between processes fetching a batch waits for all that the sampler was given before.
     """
-    schedule, placement = learner.experiment.schedule, learner.experiment.placement
-    done = count_rollouts(learner, state)
+    schedule, placement = runtime.experiment.schedule, runtime.experiment.placement
+    done = count_rollouts(runtime, state)
     staleness = placement.staleness if placement is not None else 0
     last = find_last_ahead(staleness, done, lambda n: progress.is_due(n, schedule.checkpoint_every, schedule.steps))
     first = int(multihost.to_host(state.position))
     if not ahead:
-        draw_ahead(learner, state, 1, first, ahead)
+        draw_ahead(runtime, state, 1, first, ahead)
     pending = ahead.popleft()
-    batch, first = receive(learner, pending), first + pending.taken
-    draw_ahead(learner, state, last - done - len(ahead), first + sum(each.taken for each in ahead), ahead)
+    batch, first = receive(runtime, pending), first + pending.taken
+    draw_ahead(runtime, state, last - done - len(ahead), first + sum(each.taken for each in ahead), ahead)
     return batch
 
 
-def draw_ahead(learner: Learner, state: TrainState, batches: int, first: int, ahead: deque[PendingRollout]) -> None:
+def draw_ahead(runtime: Runtime, state: TrainState, batches: int, first: int, ahead: deque[PendingRollout]) -> None:
     """Start the sampler on so many rollout batches, from problem `first` on, with the state's parameters."""
-    params = learner.sampler.push(state.params) if batches > 0 else None
+    params = runtime.sampler.push(state.params) if batches > 0 else None
     for _ in range(batches):
-        ahead.append(draw(learner, params, state, first))
+        ahead.append(draw(runtime, params, state, first))
         first += ahead[-1].taken
 
 
-def draw(learner: Learner, params: Params, state: TrainState, first: int) -> PendingRollout:
+def draw(runtime: Runtime, params: Params, state: TrainState, first: int) -> PendingRollout:
     """Start sampling the problems from `first` on that can be used, with the sampler's parameters.
 
     Waits with `sampling.chunk`, and with an environment, whose replies the sampler needs.
     """
-    experiment, sampler = learner.experiment, learner.sampler
+    experiment, sampler = runtime.experiment, runtime.sampler
     P, group, tokenizer = experiment.sampling.prompts, experiment.sampling.group, experiment.tokenizer
     ids, ready = read_usable(
-        partial(prepare_problem, learner),
+        partial(prepare_problem, runtime),
         dict(enumerate(range(first, first + P))),
         P,
         named_sharding(sampler.mesh, "batch"),
-        learner.skipped,
+        runtime.skipped,
         group=group,
     )
     prompt_ids, own = [ids[place] for place in range(P)], [ready.get(place) for place in range(P)]
@@ -108,12 +108,12 @@ def draw(learner: Learner, params: Params, state: TrainState, first: int) -> Pen
         mesh=sampler.mesh,
         keep_experts=experiment.routing_replay == "sampler",
     )
-    if learner.interaction is not None:
-        rollout, started = sample_conversations(learner.interaction, params, own, prompt_ids, key, options)
-        return PendingRollout(count_rollouts(learner, state), taken, problems, rollout, started)
-    begin = partial(start_rewards, problems, started, tokenizer=tokenizer, calls=learner.rewards, group=group)
+    if runtime.interaction is not None:
+        rollout, started = sample_conversations(runtime.interaction, params, own, prompt_ids, key, options)
+        return PendingRollout(count_rollouts(runtime, state), taken, problems, rollout, started)
+    begin = partial(start_rewards, problems, started, tokenizer=tokenizer, calls=runtime.rewards, group=group)
     rollout = sample(params, [each and each.prompt for each in own], prompt_ids, key, options, ended=begin)
-    return PendingRollout(count_rollouts(learner, state), taken, problems, rollout, started)
+    return PendingRollout(count_rollouts(runtime, state), taken, problems, rollout, started)
 
 
 def sampling_key(state: TrainState) -> Array:
@@ -121,8 +121,8 @@ def sampling_key(state: TrainState) -> Array:
     return jax.random.fold_in(multihost.key_to_host(state.key), SAMPLING)
 
 
-def receive(learner: Learner, pending: PendingRollout) -> RolloutBatch:
+def receive(runtime: Runtime, pending: PendingRollout) -> RolloutBatch:
     """Wait for a rollout batch, and bring it to the learner's mesh."""
     sampled = lengths_to_host(pending.rollout)
-    fetched = learner.sampler.fetch(sampled)
+    fetched = runtime.sampler.fetch(sampled)
     return RolloutBatch(pending.policy, pending.taken, pending.problems, sampled, fetched, pending.started)

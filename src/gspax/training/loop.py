@@ -29,7 +29,7 @@ from gspax.run.record import Recorder
 from gspax.training import alarms, rollback
 from gspax.training.finite import check_finite, check_skipped, count_skipped, is_sound
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import Learner, count_rollouts, make_learner
+from gspax.training.runtime import Runtime, count_rollouts, make_runtime
 from gspax.training.step import run_step
 from gspax.training.warm_start import warm_start
 from gspax.types import TrainState
@@ -43,20 +43,20 @@ def train(experiment: Experiment, workdir: Path) -> None:
       DivergedError: updates still go wrong after `guard.rollbacks` returns to a checkpoint, or the policy collapsed.
       Interrupted: a signal (`run.interrupt`); a checkpoint was saved first.
     """
-    learner, keep = make_learner(experiment), experiment.schedule.keep_checkpoints
-    remembered = rollback.Remembered(learner.steps.update)
-    learner = replace(learner, steps=learner.steps._replace(update=remembered))
+    runtime, keep = make_runtime(experiment), experiment.schedule.keep_checkpoints
+    remembered = rollback.Remembered(runtime.steps.update)
+    runtime = replace(runtime, steps=runtime.steps._replace(update=remembered))
     with (
         enter_run(workdir, describe(experiment)) as run,
-        learner.rewards,
-        learner.interaction or contextlib.nullcontext(),
+        runtime.rewards,
+        runtime.interaction or contextlib.nullcontext(),
         count_compilations() as compiled,
         interrupt.listen(lambda: describe_unsaved(run.checkpoints)),
-        Checkpoints(run.checkpoints, keep=keep, mesh=learner.mesh, note=run.newest) as checkpoints,
+        Checkpoints(run.checkpoints, keep=keep, mesh=runtime.mesh, note=run.newest) as checkpoints,
     ):
         while True:
             try:
-                train_from_newest(learner, run, checkpoints, compiled, remembered)
+                train_from_newest(runtime, run, checkpoints, compiled, remembered)
                 break
             except DivergedError as problem:
                 if problem.final:
@@ -68,7 +68,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
 
 
 def train_from_newest(
-    learner: Learner,
+    runtime: Runtime,
     run: RunDir,
     checkpoints: Checkpoints,
     compiled: object,
@@ -80,7 +80,7 @@ def train_from_newest(
       DivergedError: updates went wrong; what they did is not saved.
       Interrupted: the state was saved. A step that had begun is left out: it begins again.
     """
-    experiment, schedule, guard = learner.experiment, learner.experiment.schedule, learner.experiment.guard
+    experiment, schedule, guard = runtime.experiment, runtime.experiment.schedule, runtime.experiment.guard
 
     def save(done: int, state: TrainState, is_last: bool) -> None:
         stored = drop_frozen(state)
@@ -90,9 +90,9 @@ def train_from_newest(
         save_checkpoint(checkpoints, done, stored, extra, is_last=is_last)
 
     remembered.forget()  # what a run that goes back has seen
-    learner.skipped.load(run.skipped)
-    state = restore_or_start(learner, run, checkpoints)
-    started = done = count_rollouts(learner, state)
+    runtime.skipped.load(run.skipped)
+    state = restore_or_start(runtime, run, checkpoints)
+    started = done = count_rollouts(runtime, state)
     state = rollback.skip_problems(run, state, done)
     watch = alarms.from_json(read_extra(checkpoints, done).get("watch") if done else None)
     with (
@@ -102,14 +102,14 @@ def train_from_newest(
     ):
         due = done == 0 or progress.is_due(done, schedule.eval_every, schedule.steps)
         if due and not recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
-            record_evaluation(learner, state, recorder, run, done, bar)
+            record_evaluation(runtime, state, recorder, run, done, bar)
         reference = None
         if experiment.reference is not None:
-            reference = load_reference(run, state, experiment.model, experiment.lora, learner.mesh)
+            reference = load_reference(run, state, experiment.model, experiment.lora, runtime.mesh)
         in_flight = InFlight()
         while done < schedule.steps:
             with keep_failures(recorder, done + 1):
-                state, metrics, rows = run_step(learner, state, reference, in_flight)
+                state, metrics, rows = run_step(runtime, state, reference, in_flight)
             done += 1
             if done == started + 1:
                 bar.print(f"first step done; {compiled}")
@@ -123,14 +123,14 @@ def train_from_newest(
             updates = remembered.metrics()
             skipped = count_skipped(watch.skipped, [bool(each["skipped"]) for each in updates])
             if max(skipped, default=0) >= schedule.max_skipped:
-                dumped = rollback.dump(run, done, state, remembered.last_skipped(), describe(experiment), learner.mesh)
+                dumped = rollback.dump(run, done, state, remembered.last_skipped(), describe(experiment), runtime.mesh)
                 check_skipped(max(skipped), schedule.max_skipped, done, state, dumped)
             remembered.forget()
             watch = replace(watch, skipped=skipped[-1] if skipped else watch.skipped)
             alarms.answer_collapse(guard.collapse, watch, done, int(multihost.to_host(state.position)))
             if progress.is_due(done, schedule.eval_every, schedule.steps):
                 recorder.write_samples(done, gather_texts(rows))
-                record_evaluation(learner, state, recorder, run, done, bar)
+                record_evaluation(runtime, state, recorder, run, done, bar)
             due = progress.is_due(done, schedule.checkpoint_every, schedule.steps)
             if due and (is_sound(updates) or done == schedule.steps):
                 progress.phase("saving a checkpoint")
@@ -144,9 +144,9 @@ def describe_unsaved(checkpoints: Path) -> str:
     return f"what was done after checkpoint {finished[-1]} is lost" if finished else "no checkpoint was saved"
 
 
-def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) -> TrainState:
+def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints) -> TrainState:
     """The newest checkpoint's state; without one a fresh state, after the warm start if the experiment has one."""
-    experiment, mesh, optimizer = learner.experiment, learner.mesh, learner.optimizer
+    experiment, mesh, optimizer = runtime.experiment, runtime.mesh, runtime.optimizer
     model, lora, last = experiment.model, experiment.lora, experiment.schedule.steps
     if (newest := checkpoints.latest()) is not None:
         progress.say(f"{'already at' if newest >= last else 'continuing from'} step {newest} of {last}")
@@ -155,7 +155,7 @@ def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) ->
     if experiment.warm_start is None:
         state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
     else:
-        state = with_new_moments(warm_start(experiment, run, mesh, learner.skipped), model, lora, optimizer, mesh)
+        state = with_new_moments(warm_start(experiment, run, mesh, runtime.skipped), model, lora, optimizer, mesh)
     if experiment.reference is not None:
         save_reference(run, state, lora, mesh)
     clip_range = clipping.initial_range(experiment.calibration)
@@ -163,14 +163,14 @@ def restore_or_start(learner: Learner, run: RunDir, checkpoints: Checkpoints) ->
 
 
 def record_evaluation(
-    learner: Learner, state: TrainState, recorder: Recorder, run: RunDir, done: int, bar: progress.Bar
+    runtime: Runtime, state: TrainState, recorder: Recorder, run: RunDir, done: int, bar: progress.Bar
 ) -> None:
     """Evaluate on the held-out problems and the tasks, and write metrics and completions."""
-    bar.print(f"step {done}: evaluating {learner.experiment.evaluation.problems} held-out problems")
+    bar.print(f"step {done}: evaluating {runtime.experiment.evaluation.problems} held-out problems")
     progress.phase("evaluating")
     with keep_failures(recorder, done):
         metrics, rows, failed = evaluate(
-            learner.experiment, state, learner.sampler, learner.rewards, run.tasks_at(done), learner.interaction
+            runtime.experiment, state, runtime.sampler, runtime.rewards, run.tasks_at(done), runtime.interaction
         )
     recorder.write_metrics(done, metrics)
     recorder.write_samples_to(run.after if done else run.before, rows)

@@ -34,22 +34,22 @@ from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import find_last_ahead
 from gspax.sampler.sampler import lengths_to_host, split_groups
 from gspax.training.in_flight import RolloutBatch, sampling_key
-from gspax.training.runtime import Learner, count_rollouts, prepare_problem
+from gspax.training.runtime import Runtime, count_rollouts, prepare_problem
 from gspax.types import TrainState
 
 
-def next_partial(learner: Learner, state: TrainState, pool: Pool | None) -> tuple[RolloutBatch, Pool]:
+def next_partial(runtime: Runtime, state: TrainState, pool: Pool | None) -> tuple[RolloutBatch, Pool]:
     """The next rollout batch, on the learner's mesh, and the pool that the sampler draws on while the learner updates.
 
     Args:
       pool: after the batch before; None in the first step and after a restore.
     """
-    experiment, placement = learner.experiment, learner.experiment.placement
+    experiment, placement = runtime.experiment, runtime.experiment.placement
     sampling, schedule = experiment.sampling, experiment.schedule
     assert placement is not None and placement.partial is not None
-    done, P = count_rollouts(learner, state), sampling.prompts
-    options, places = make_options(learner), with_carried(sampling, placement).prompts
-    weights = Weights(learner.sampler.push(state.params), done)
+    done, P = count_rollouts(runtime, state), sampling.prompts
+    options, places = make_options(runtime), with_carried(sampling, placement).prompts
+    weights = Weights(runtime.sampler.push(state.params), done)
 
     def due(batch: int) -> bool:
         return progress.is_due(batch, schedule.checkpoint_every, schedule.steps)
@@ -57,16 +57,16 @@ def next_partial(learner: Learner, state: TrainState, pool: Pool | None) -> tupl
     def fill(pool: Pool, batch: int) -> Pool:
         """With as many groups as there may be while a rollout batch is drawn."""
         most = min(places, P * (1 + find_last_ahead(1, batch, due) - batch))
-        return admit_problems(learner, pool, most - pool.count(), weights, options)
+        return admit_problems(runtime, pool, most - pool.count(), weights, options)
 
     if pool is None:
         first = int(multihost.to_host(state.position))
         pool = new_pool(places, sampling.group, first, sampling_key(state))
     pool = fill(pool, done)
-    while (chosen := choose_groups(pool, end_samples(learner, pool), P, done - placement.staleness)) is None:
+    while (chosen := choose_groups(pool, end_samples(runtime, pool), P, done - placement.staleness)) is None:
         interrupt.stop_point()
         pool = sample_chunk(pool, weights, options)
-    batch, pool = take_batch(learner, state, pool, chosen, options)
+    batch, pool = take_batch(runtime, state, pool, chosen, options)
     if not due(done + 1):
         pool = fill(pool, done + 1) if placement.partial.ahead else pool
         for _ in range(placement.partial.ahead):
@@ -74,9 +74,9 @@ def next_partial(learner: Learner, state: TrainState, pool: Pool | None) -> tupl
     return batch, pool
 
 
-def make_options(learner: Learner) -> SampleOptions:
+def make_options(runtime: Runtime) -> SampleOptions:
     """How the sampler's programs are compiled."""
-    experiment, mesh = learner.experiment, learner.sampler.mesh
+    experiment, mesh = runtime.experiment, runtime.sampler.mesh
     return SampleOptions(
         model=experiment.model,
         sampling=split_groups(with_carried(experiment.sampling, experiment.placement), mesh),
@@ -87,18 +87,18 @@ def make_options(learner: Learner) -> SampleOptions:
     )
 
 
-def admit_problems(learner: Learner, pool: Pool, groups: int, weights: Weights, options: SampleOptions) -> Pool:
+def admit_problems(runtime: Runtime, pool: Pool, groups: int, weights: Weights, options: SampleOptions) -> Pool:
     """The pool with so many more groups."""
     if groups <= 0:
         return pool
     index_R = next_problems(pool, groups)
     ids, ready = read_usable(
-        partial(prepare_problem, learner),
+        partial(prepare_problem, runtime),
         {place: index for place, index in enumerate(index_R.tolist()) if index != FREE},
         len(index_R),
-        named_sharding(learner.sampler.mesh, "batch"),
-        learner.skipped,
-        group=learner.experiment.sampling.group,
+        named_sharding(runtime.sampler.mesh, "batch"),
+        runtime.skipped,
+        group=runtime.experiment.sampling.group,
     )
     index_R[list(ids)] = list(ids.values())
     own = [ready.get(place) for place in range(len(index_R))]
@@ -106,22 +106,22 @@ def admit_problems(learner: Learner, pool: Pool, groups: int, weights: Weights, 
     return admit(pool, index_R, problems, prompts, weights, options)
 
 
-def end_samples(learner: Learner, pool: Pool) -> np.ndarray:
+def end_samples(runtime: Runtime, pool: Pool) -> np.ndarray:
     """Whether a place's group has ended, bool [R], after the rewards of samples that have were started.
 
     With several processes they are started with their batch: its rows may be on other processes than the pool's.
     """
     ended = None
     if jax.process_count() == 1:
-        tokenizer, group = learner.experiment.tokenizer, learner.experiment.sampling.group
+        tokenizer, group = runtime.experiment.tokenizer, runtime.experiment.sampling.group
         ended = partial(
-            start_rewards, pool.problems, pool.started, tokenizer=tokenizer, calls=learner.rewards, group=group
+            start_rewards, pool.problems, pool.started, tokenizer=tokenizer, calls=runtime.rewards, group=group
         )
     return find_ended(pool, ended)
 
 
 def take_batch(
-    learner: Learner, state: TrainState, pool: Pool, places: np.ndarray, options: SampleOptions
+    runtime: Runtime, state: TrainState, pool: Pool, places: np.ndarray, options: SampleOptions
 ) -> tuple[RolloutBatch, Pool]:
     """The groups in these places as a rollout batch on the learner's mesh, and the pool without them.
 
@@ -129,10 +129,10 @@ def take_batch(
     """
     index, policy = pool.problem_R[places].tolist(), int(pool.policy_R[places].min())
     pool, rollout, started = take(pool, places, options)
-    read, by_row = partial(read_problem, learner.experiment.data.train), named_sharding(learner.sampler.mesh, "batch")
-    group = learner.experiment.sampling.group
+    read, by_row = partial(read_problem, runtime.experiment.data.train), named_sharding(runtime.sampler.mesh, "batch")
+    group = runtime.experiment.sampling.group
     problems = multihost.all_or_raise(lambda: multihost.local_rows(read, index, by_row, group=group))
     sampled = lengths_to_host(rollout)
     taken = pool.next_problem - pool.count() - int(multihost.to_host(state.position))
     metrics = {"rollout/carried": float(pool.count())}
-    return RolloutBatch(policy, taken, problems, sampled, learner.sampler.fetch(sampled), started, metrics), pool
+    return RolloutBatch(policy, taken, problems, sampled, runtime.sampler.fetch(sampled), started, metrics), pool

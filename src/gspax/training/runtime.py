@@ -1,4 +1,4 @@
-"""What stays the same throughout a run: mesh, optimiser, jitted steps, sampler, rewards."""
+"""The parts of a run that stay the same: mesh, optimizer, compiled functions, sampler, rewards."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from gspax.types import TrainState
 
 
 @dataclass(frozen=True)
-class Learner:
-    """What stays the same throughout a run; the steps are compiled once."""
+class Runtime:
+    """The parts of a run that stay the same; everything is compiled once."""
 
     experiment: Experiment
     mesh: jax.sharding.Mesh
@@ -32,7 +32,7 @@ class Learner:
     skipped: Skipped = field(default_factory=Skipped)  # training problems that cannot be used
 
 
-def make_learner(experiment: Experiment) -> Learner:
+def make_runtime(experiment: Experiment) -> Runtime:
     """The mesh, optimiser and jitted steps of an experiment. UserError if it does not fit the devices."""
     mesh, sampler_mesh = make_meshes(experiment)
     require_memory(experiment.model, experiment.lora, experiment.optimizer, mesh, reference=bool(experiment.reference))
@@ -48,22 +48,22 @@ def make_learner(experiment: Experiment) -> Learner:
         grading=experiment.grading,
     )
     skipped = Skipped(experiment.sampling.max_failed)
-    return Learner(experiment, mesh, optimizer, steps, sampler, rewards, interaction, skipped)
+    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction, skipped)
 
 
-def prepare_problem(learner: Learner, index: int) -> Ready:
+def prepare_problem(runtime: Runtime, index: int) -> Ready:
     """A training problem with the tokens of its prompt; raises if it cannot be used."""
-    experiment = learner.experiment
+    experiment = runtime.experiment
     return prepare(
         experiment.data.train,
         index,
         tokenizer=experiment.tokenizer,
         model=experiment.model,
         limit=experiment.sampling.max_prompt_tokens,
-        interaction=learner.interaction,
+        interaction=runtime.interaction,
     )
 
 
-def count_rollouts(learner: Learner, state: TrainState) -> int:
+def count_rollouts(runtime: Runtime, state: TrainState) -> int:
     """The rollout batches that a state has learnt from."""
-    return count_updates(state) // updates_per_step(learner.experiment.schedule)
+    return count_updates(state) // updates_per_step(runtime.experiment.schedule)

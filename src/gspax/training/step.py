@@ -43,12 +43,12 @@ from gspax.rollout.grading import (
 from gspax.run import interrupt, progress
 from gspax.training.in_flight import InFlight, RolloutBatch, draw, next_rollout, receive
 from gspax.training.partial import next_partial
-from gspax.training.runtime import Learner, count_rollouts
+from gspax.training.runtime import Runtime, count_rollouts
 from gspax.types import Params, TrainState
 
 
 def run_step(
-    learner: Learner, state: TrainState, reference: Params | None, in_flight: InFlight
+    runtime: Runtime, state: TrainState, reference: Params | None, in_flight: InFlight
 ) -> tuple[TrainState, dict[str, float], list[Row]]:
     """One rollout batch and its optimiser updates: the new state, the metrics, and a row for each completion.
 
@@ -56,69 +56,69 @@ def run_step(
       reference: from `load_reference`.
       in_flight: updated to what the sampler is drawing after this step.
     """
-    experiment, clock = learner.experiment, Clock()
+    experiment, clock = runtime.experiment, Clock()
     progress.phase("sampling")
     if experiment.placement is not None and experiment.placement.partial is not None:
-        batch, in_flight.pool = next_partial(learner, state, in_flight.pool)
+        batch, in_flight.pool = next_partial(runtime, state, in_flight.pool)
     else:
-        batch = next_rollout(learner, state, in_flight.batches)
+        batch = next_rollout(runtime, state, in_flight.batches)
     clock.lap("rollout")
     progress.phase("grading")
-    graded = grade(learner, batch)
+    graded = grade(runtime, batch)
     clock.lap("reward")
     if experiment.sampling.max_refills:
         progress.phase("sampling again")
-        draw_more = partial(draw_graded, learner, state)
+        draw_more = partial(draw_graded, runtime, state)
         graded = refill(
             graded,
             draw_more,
             experiment.sampling,
-            learner.mesh,
+            runtime.mesh,
             without_overlong=experiment.filter_overlong,
             by_turn=experiment.turns.credit == "turn",
         )
         clock.lap("refill")
     progress.phase("computing log-probs")
-    return learn(learner, state, reference, graded, clock)
+    return learn(runtime, state, reference, graded, clock)
 
 
-def draw_graded(learner: Learner, state: TrainState, taken: int) -> GradedBatch:
+def draw_graded(runtime: Runtime, state: TrainState, taken: int) -> GradedBatch:
     """The batch after so many of the prompts that the state has not learnt from, drawn at once and rewarded."""
     first = int(multihost.to_host(state.position)) + taken
-    return grade(learner, receive(learner, draw(learner, learner.sampler.push(state.params), state, first)))
+    return grade(runtime, receive(runtime, draw(runtime, runtime.sampler.push(state.params), state, first)))
 
 
-def grade(learner: Learner, batch: RolloutBatch) -> GradedBatch:
+def grade(runtime: Runtime, batch: RolloutBatch) -> GradedBatch:
     """A rollout batch with its rewards. FailedRewardsError if too many of them have failed."""
-    reward = partial(reward_completions, tokenizer=learner.experiment.tokenizer, calls=learner.rewards)
+    reward = partial(reward_completions, tokenizer=runtime.experiment.tokenizer, calls=runtime.rewards)
     rows = reward(batch.problems, batch.sampled, started=batch.started)
-    check_batch(rows, learner.rewards)
+    check_batch(rows, runtime.rewards)
     return GradedBatch(batch.policy, batch.taken, batch.rollout, rows, batch.taken - len(batch.problems), batch.metrics)
 
 
 def learn(
-    learner: Learner, state: TrainState, reference: Params | None, batch: GradedBatch, clock: Clock
+    runtime: Runtime, state: TrainState, reference: Params | None, batch: GradedBatch, clock: Clock
 ) -> tuple[TrainState, dict[str, float], list[Row]]:
     """The optimiser updates of a rollout batch; see `run_step`."""
-    experiment, rollout, rows = learner.experiment, batch.rollout, batch.rows
+    experiment, rollout, rows = runtime.experiment, batch.rollout, batch.rows
     G, overlong = experiment.sampling.group, experiment.filter_overlong
-    shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(learner.mesh))
+    shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(runtime.mesh))
     batches, layouts = minibatches.split_minibatches(
         rollout,
         experiment.schedule.minibatches,
         shape,
-        learner.mesh,
+        runtime.mesh,
         without_overlong=overlong,
         sharing=G if experiment.schedule.share_prompts else 0,
     )
     if reference is not None:
         reference = combine(reference, partition(state.params)[1])
-    which = learner.steps.scored
+    which = runtime.steps.scored
     if experiment.old_logp == "sampler":
         batches = minibatches.take_sampler_logp(batches)
     elif count_updates(state) == 0 and updates_per_step(experiment.schedule) > 1:
         which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
-    scored = minibatches.score_minibatches(learner.steps.score, state.params, reference, batches, which)
+    scored = minibatches.score_minibatches(runtime.steps.score, state.params, reference, batches, which)
     jax.block_until_ready(scored.batches)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
@@ -136,19 +136,19 @@ def learn(
     if experiment.turns.credit == "turn":
         options |= {"discount": experiment.turns.discount}
         advantage = credit_turns(experiment.advantage, rows, rollout, added_B, **options)
-    batches = minibatches.set_advantages(scored.batches, layouts, advantage, learner.mesh)
+    batches = minibatches.set_advantages(scored.batches, layouts, advantage, runtime.mesh)
     scored = replace(scored, batches=batches)
-    stale = staleness_metrics(rollout, count_rollouts(learner, state), batch.policy) if experiment.placement else {}
+    stale = staleness_metrics(rollout, count_rollouts(runtime, state), batch.policy) if experiment.placement else {}
     rate = learning_rate(experiment.optimizer)
     updated = run_updates(
-        learner.steps,
+        runtime.steps,
         state,
         scored,
-        learner.mesh,
+        runtime.mesh,
         epochs=experiment.schedule.epochs,
         rate=rate,
         calibration=experiment.calibration,
-        measure=learner.steps.measure if is_measured(learner, state) else None,
+        measure=runtime.steps.measure if is_measured(runtime, state) else None,
     )
     state = replace(updated.state, position=updated.state.position + batch.prompts)
     jax.block_until_ready(state)
@@ -176,7 +176,7 @@ def learn(
     return state, metrics, rows
 
 
-def is_measured(learner: Learner, state: TrainState) -> bool:
+def is_measured(runtime: Runtime, state: TrainState) -> bool:
     """Whether the instruments measure the step that learns from this state."""
-    settings, last = learner.experiment.instruments, learner.experiment.schedule.steps
-    return settings is not None and progress.is_due(count_rollouts(learner, state) + 1, settings.every, last)
+    settings, last = runtime.experiment.instruments, runtime.experiment.schedule.steps
+    return settings is not None and progress.is_due(count_rollouts(runtime, state) + 1, settings.every, last)

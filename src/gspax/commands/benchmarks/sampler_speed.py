@@ -13,7 +13,7 @@ from gspax.commands.benchmarks.steps import measure
 from gspax.config import ModelConfig, Sampling
 
 if TYPE_CHECKING:
-    from gspax.training.runtime import Learner
+    from gspax.training.runtime import Runtime
 
 REPEATS = 3  # after the first call, which compiles
 RAGGED_SLOTS = 4  # ragged samples for each slot
@@ -50,7 +50,7 @@ def cases(model: ModelConfig, sampling: Sampling) -> Iterator[Case]:
     yield Case(f"{slots} slots", model, replace(ragged, slots=slots), stop_ids)
 
 
-def measure_drawing(learner: Learner) -> list[Figure]:
+def measure_drawing(runtime: Runtime) -> list[Figure]:
     """A figure of each case, on the sampler's devices, without rewards."""
     import jax
 
@@ -62,7 +62,7 @@ def measure_drawing(learner: Learner) -> list[Figure]:
     from gspax.sampler.placement import make_colocated_sampler
     from gspax.sampler.sampler import sample
 
-    experiment, mesh = learner.experiment, learner.sampler.mesh
+    experiment, mesh = runtime.experiment, runtime.sampler.mesh
     key = jax.random.key(experiment.seed)
     found = []
     for case in cases(experiment.model, experiment.sampling):
@@ -105,7 +105,7 @@ def bytes_needed(model: ModelConfig, sampling: Sampling, length_B: list[int]) ->
     return size * (steps * weights + (own + prompt) * position)
 
 
-def measure_scoring(learner: Learner) -> Figure:
+def measure_scoring(runtime: Runtime) -> Figure:
     """Log-probs of a rollout batch's tokens, in the microbatches of the update."""
     import jax
     import jax.numpy as jnp
@@ -114,12 +114,12 @@ def measure_scoring(learner: Learner) -> Figure:
     from gspax.model.sizes.counts import forward_flops
     from gspax.parallel.sharding import named_sharding
 
-    experiment = learner.experiment
+    experiment = runtime.experiment
     model, sampling = experiment.model, experiment.sampling
-    state = init_state(model, learner.optimizer, jax.random.key(experiment.seed), learner.mesh)
+    state = init_state(model, runtime.optimizer, jax.random.key(experiment.seed), runtime.mesh)
     rows = sampling.prompts * sampling.group // experiment.schedule.minibatches
     T = sampling.max_prompt_tokens + sampling.max_tokens
-    by_row = named_sharding(learner.mesh, "batch")
+    by_row = named_sharding(runtime.mesh, "batch")
 
     def full_rows() -> tuple[Any, Any, Any]:
         tokens_BT = jax.random.randint(jax.random.key(0), (rows, T), 0, model.vocab_size, jnp.int32)
@@ -127,5 +127,5 @@ def measure_scoring(learner: Learner) -> Figure:
         return tokens_BT, jnp.ones((rows, T), jnp.int32), mask_BT
 
     arrays = jax.jit(full_rows, out_shardings=by_row)()
-    wall, cpu = measure(lambda: learner.steps.score(state.params, *arrays), REPEATS)
+    wall, cpu = measure(lambda: runtime.steps.score(state.params, *arrays), REPEATS)
     return Figure("scoring", wall, cpu, rows * T, rows * T * forward_flops(model, T))

@@ -14,7 +14,7 @@ from gspax.commands.benchmarks.figures import Figure
 
 if TYPE_CHECKING:
     from gspax.config import ModelConfig, Sampling
-    from gspax.training.runtime import Learner
+    from gspax.training.runtime import Runtime
 
 STEPS = 7  # after the first
 PHASES = ("rollout", "old_logp", "train", "step")
@@ -32,7 +32,7 @@ class MeasuredSteps:
     compile_s: float
 
 
-def measure_steps(learner: Learner, trace: Path | None) -> MeasuredSteps:
+def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
     """Run the steps with random parameters; nothing is written but a trace of the last step, if asked for."""
     import jax
     import jax.numpy as jnp
@@ -43,30 +43,30 @@ def measure_steps(learner: Learner, trace: Path | None) -> MeasuredSteps:
     from gspax.training.in_flight import InFlight
     from gspax.training.step import run_step
 
-    experiment = learner.experiment
-    with count_compilations() as compiled, learner.rewards:
-        state = init_state(experiment.model, learner.optimizer, jax.random.key(experiment.seed), learner.mesh)
+    experiment = runtime.experiment
+    with count_compilations() as compiled, runtime.rewards:
+        state = init_state(experiment.model, runtime.optimizer, jax.random.key(experiment.seed), runtime.mesh)
         if experiment.lora is not None:
-            state = add_adapters(state, experiment.model, experiment.lora, learner.optimizer, learner.mesh)
+            state = add_adapters(state, experiment.model, experiment.lora, runtime.optimizer, runtime.mesh)
         reference = None
         if experiment.reference is not None:
             reference = jax.tree.map(jnp.copy, partition(state.params)[0])
         in_flight = InFlight()
-        state, _, _ = run_step(learner, state, reference, in_flight)
+        state, _, _ = run_step(runtime, state, reference, in_flight)
         first_step = age(), time.process_time(), compiled.programs, compiled.cached, compiled.seconds
         metrics = []
         for _ in range(STEPS):
-            state, found, _ = run_step(learner, state, reference, in_flight)
+            state, found, _ = run_step(runtime, state, reference, in_flight)
             metrics.append(found)
         if trace is not None:
             with jax.profiler.trace(str(trace), create_perfetto_trace=True):
-                run_step(learner, state, reference, in_flight)
+                run_step(runtime, state, reference, in_flight)
     return MeasuredSteps(metrics, *first_step)
 
 
-def scored_share(learner: Learner) -> float:
+def scored_share(runtime: Runtime) -> float:
     """The share of a rollout batch that is scored: mostly all minibatches but the first."""
-    return len(learner.steps.scored) / learner.experiment.schedule.minibatches
+    return len(runtime.steps.scored) / runtime.experiment.schedule.minibatches
 
 
 def age() -> float:
