@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any
 
-from gspax.config import Experiment, Remat, row_shape, trained_dtype, updates_per_step
+from gspax.config import Experiment, trained_dtype, updates_per_step
 from gspax.experiment.description import describe, flatten, show
 from gspax.model.sizes.counts import active_parameter_count, parameter_count, trained_count, with_carried
 from gspax.model.sizes.memory import (
-    activation_bytes,
     count_device_prompts,
     count_slots,
     learner_bytes,
@@ -47,10 +46,9 @@ class Plan:
     updates: int  # per step
     steps: int
     warm_start_updates: int
-    learner: dict[str, int]  # part -> bytes at the learner's peak
-    sampler: dict[str, int]  # part -> bytes at the sampler's peak
-    activations: dict[str, int]  # by `model.remat`
-    host: int  # bytes of optimiser state in host memory, for each device
+    learner: dict[str, int]  # array -> bytes during an update, activations excluded
+    sampler: dict[str, int]  # array -> bytes during a rollout
+    host: int  # bytes of optimizer state in host memory, for each device
     checkpoint: int
 
 
@@ -67,8 +65,6 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     serving = choose_serving_layout(experiment, own or mesh)
     drawn = with_carried(sampling, placement)
     rows, length = sampling.prompts * sampling.group, row_length(sampling)
-    shards = sharding.batch_shards(mesh)
-    shape, parameters = row_shape(sampling, schedule, shards), parameter_count(config)
     return Plan(
         settings=flatten(describe(experiment)),
         overridden=tuple(overridden),
@@ -77,7 +73,7 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         disaggregated=placement is not None,
         why=sharding.explain_mesh(experiment.mesh, mesh, config),
         why_sampler=serving.why,
-        parameters=parameters,
+        parameters=parameter_count(config),
         active_parameters=active_parameter_count(config),
         rows=rows,
         slots=count_slots(config, drawn, serving.sizes),
@@ -90,12 +86,6 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
         warm_start_updates=experiment.warm_start.steps if experiment.warm_start else 0,
         learner=learner_bytes(experiment, mesh),
         sampler=sampler_bytes(experiment, mesh, serving.sizes),
-        activations={
-            remat: activation_bytes(
-                replace(config, remat=remat), mesh, math.ceil(shape.microbatch / shards), shape.length
-            )
-            for remat in get_args(Remat)
-        },
         host=sum(optimizer_bytes(experiment.optimizer, config, lora, mesh).values())
         if experiment.optimizer.offload
         else 0,
@@ -131,18 +121,14 @@ def render(plan: Plan) -> str:
         lines.append(f"Prefill     {plan.prefill_chunk:,} of {plan.device_prompts:,} prompts of a device at a time")
     if plan.warm_start_updates:
         lines.append(f"Warm start  {plan.warm_start_updates:,} supervised updates before them")
-    lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: trained parameters and optimiser state")
-    for title, parts in (("learner, backward pass", plan.learner), ("sampler", plan.sampler)):
+    lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: trained parameters and optimizer state")
+    for title, parts in (("learner, without activations", plan.learner), ("sampler", plan.sampler)):
         lines += ["", f"Memory per device, {title}"]
         lines += [f"  {part:<44}{_bytes(size):>12}" for part, size in parts.items()]
         lines.append(f"  {'together':<44}{_bytes(sum(parts.values())):>12}")
-    lines += [
-        "",
-        "Activations by model.remat, estimated: "
-        + ", ".join(f"{remat} {_bytes(size)}" for remat, size in plan.activations.items()),
-    ]
     if plan.host:
-        lines.append(f"In host memory, for each device: the optimiser state, {_bytes(plan.host)}")
+        lines += ["", f"In host memory, for each device: the optimizer state, {_bytes(plan.host)}"]
+    lines += ["", "`gspax compile` gives the memory of the compiled programs, activations included"]
     return "\n".join(lines)
 
 
