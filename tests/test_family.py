@@ -102,7 +102,7 @@ def train(changes, rollouts=2, seed=0):
     reference = None if variant.reference is None else start
     found = []
     for _ in range(rollouts):
-        state, reported, rows = run_step(runtime, state, reference, InFlight())
+        state, reported, rows, *_ = run_step(runtime, state, reference, InFlight())
         assert all(np.isfinite(list(reported.values()))), reported
         found.append(reported)
     assert steps.score._cache_size() <= 1, "one program scores every minibatch"

@@ -41,7 +41,7 @@ from gspax.sampler import placement
 from gspax.training import in_flight, loop, warm_start
 from gspax.training.in_flight import InFlight
 from gspax.training.runtime import Runtime, make_runtime
-from gspax.training.step import run_step
+from gspax.training.step import StepResult, run_step
 from gspax.types import Rollout, TrainState
 
 EXPERIMENT = str(Path(__file__).with_name("small_experiment.py"))
@@ -555,7 +555,7 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
         state = replace(state, step=state.step + runtime.experiment.schedule.minibatches)
         if during == "step" and state.step == 4:
             kill()
-        return state, {}, []
+        return StepResult(state, {}, [])
 
     def killed_save(self, step, state, extra, **options):
         save(self, step, state, extra, **options)
@@ -657,7 +657,7 @@ def test_a_step_of_the_loop(monkeypatch):
     state = TrainState(
         step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=done, clip_range=None
     )
-    state, metrics, rows = run_step(runtime, state, None, InFlight())
+    state, metrics, rows, *_ = run_step(runtime, state, None, InFlight())
 
     assert drawn["params"] == 0 and drawn["ids"] == [40, 41, 42, 43] and drawn["sampling"] == small.sampling
     assert drawn["prompts"] == [small.tokenizer.encode(small.data.train(index).prompt) for index in range(40, 44)]

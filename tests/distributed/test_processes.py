@@ -197,7 +197,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gspax.parallel import joining, multihost; from gspax.run import interrupt
-from gspax.training import training
+from gspax.training import loop
 from gspax.training.in_flight import InFlight
 from gspax.training.runtime import make_runtime
 from gspax.training.step import run_step
@@ -249,7 +249,7 @@ with interrupt.listen():
         assert stop.signum == signal.SIGTERM
 
 state = init_state(DENSE.model, runtime.optimizer, jax.random.key(DENSE.seed), runtime.mesh)
-state, metrics, rows = run_step(runtime, state, None, InFlight())
+state, metrics, rows, *_ = run_step(runtime, state, None, InFlight())
 with Checkpoints(directory, keep=1) as checkpoints:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if index == 1:
@@ -327,7 +327,7 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
     try:
         runtime = make_runtime(DENSE)
         state = init_state(DENSE.model, runtime.optimizer, jax.random.key(DENSE.seed), runtime.mesh)
-        state, metrics, rows = run_step(runtime, state, None, InFlight())
+        state, metrics, rows, *_ = run_step(runtime, state, None, InFlight())
         finished(processes)
         first, second = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
         summary = evaluate(runtime, state, tmp_path / "alone" / "sort")

@@ -17,6 +17,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.training import alarms, loop
 from gspax.training.alarms import Watch
+from gspax.training.step import StepResult
 
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
 P, M = experiment.sampling.prompts, experiment.schedule.minibatches
@@ -88,7 +89,7 @@ def test_a_watch_that_is_stored_and_restored_finds_the_collapse_at_the_same_step
 def test_without_the_setting_there_are_the_alarms_alone():
     found = watches(Guard(), FALL)
     assert found[-1] == Watch() and alarms.alarm_metrics(Guard(), found[-1]).keys() == {"alarm/entropy", "alarm/length"}
-    alarms.answer_collapse(None, Watch(lasting={"entropy": 99}), 1, 1)
+    assert alarms.answer_collapse(None, Watch(lasting={"entropy": 99}), 1, 1) is None
 
 
 QUIET = replace(
@@ -112,7 +113,7 @@ def falling(monkeypatch):
             step, batch = int(state.step) // M + 1, int(state.position) // P
             seen.append((step, batch))
             state = replace(state, step=state.step + M, position=state.position + P)
-            return state, {"reward/mean": 0.1 if low(step, batch) else 0.8}, []
+            return StepResult(state, {"reward/mean": 0.1 if low(step, batch) else 0.8}, [])
 
         monkeypatch.setattr(loop, "run_step", run_step)
         monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)

@@ -196,7 +196,7 @@ def test_only_the_last_update_of_a_rollout_batch_is_measured(epochs, batches):
 
     def update(state, batch, on_policy):
         scores = train_step.Scores(jnp.zeros((B, T)), jnp.zeros((B, T)))
-        return replace(state, step=state.step + 1), {"loss": state.step, "empty": False}, scores
+        return replace(state, step=state.step + 1), {"loss": state.step, "empty": False, "skipped": False}, scores
 
     def measure(update, state, batch, on_policy):
         seen.append((int(state.step), on_policy))

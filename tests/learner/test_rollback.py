@@ -19,8 +19,9 @@ from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.training import alarms, loop, rollback
-from gspax.training.finite import check_finite, count_skipped, is_sound
+from gspax.training.guard import check_finite, count_skipped, is_sound
 from gspax.training.runtime import make_runtime
+from gspax.training.step import StepResult
 from gspax.types import Batch, TrainState
 
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
@@ -55,9 +56,9 @@ def counting(monkeypatch):
             seen.append((int(state.step) // M, position // P))
             these = [which[index] for index in range(position, position + P) if index in which]
             skipped = [any(update in each for each in these) for update in range(M)]
-            runtime.steps.update.seen.extend((None, outcome(each)) for each in skipped)
             state = replace(state, step=state.step + M, position=state.position + P)
-            return state, {"optim/skipped": sum(skipped), "policy/loss": 0.0}, []
+            metrics = {"optim/skipped": sum(skipped), "policy/loss": 0.0}
+            return StepResult(state, metrics, [], [outcome(is_skipped) for is_skipped in skipped])
 
         monkeypatch.setattr(loop, "run_step", run_step)
         monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
@@ -112,7 +113,7 @@ def test_a_run_goes_back_to_one_checkpoint_a_few_times_then_stops(counting, tmp_
 def test_parameters_that_are_not_finite_are_not_saved_and_named(monkeypatch, tmp_path):
     def run_step(runtime, state, reference, in_flight):
         params = jax.tree.map(lambda leaf: leaf if state.step < M else leaf.at[0].set(jnp.inf), state.params)
-        return replace(state, step=state.step + M, params=params), {}, []
+        return StepResult(replace(state, step=state.step + M, params=params), {}, [])
 
     monkeypatch.setattr(loop, "run_step", run_step)
     monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)

@@ -20,8 +20,10 @@ from gspax.types import Batch, TrainState
 ZERO_BT = jnp.zeros((1, 2))
 BATCH = Batch(tokens_BT=ZERO_BT, segment_BT=ZERO_BT, mask_BT=ZERO_BT, old_logp_BT=ZERO_BT, advantage=ZERO_BT)
 
+SCORED = Scored([BATCH] * 3, [ZERO_BT] * 3, on_policy=False)
 
-def run(skipped=(0, 0, 0), empty=(0, 0, 0), **options):
+
+def run(skipped=(0, 0, 0), empty=(0, 0, 0), scored=SCORED, **options):
     """Three updates from the state after five applied ones; their noise is 0.1, 0.2, 0.3, and 0 for empty ones."""
     seen = []
 
@@ -31,7 +33,7 @@ def run(skipped=(0, 0, 0), empty=(0, 0, 0), **options):
         done = optax.ScaleByScheduleState(state.opt_state.count + (not (skipped[n] or empty[n])))
         noise = 0.0 if empty[n] else (n + 1) / 10
         metrics = {"skipped": skipped[n], "empty": empty[n], "ratio_deviation": noise}
-        return replace(state, step=state.step + 1, opt_state=done), metrics, Scores(ZERO_BT, ZERO_BT)
+        return replace(state, step=state.step + 1, opt_state=done), metrics, Scores(ZERO_BT - n, ZERO_BT)
 
     state = TrainState(
         step=jnp.int32(9),
@@ -41,7 +43,6 @@ def run(skipped=(0, 0, 0), empty=(0, 0, 0), **options):
         opt_state=optax.ScaleByScheduleState(jnp.int32(5)),
         clip_range=jnp.ones(2),
     )
-    scored = Scored([BATCH] * 3, [ZERO_BT] * 3, on_policy=False)
     steps, mesh = Steps(update, None, None, None, range(3)), make_mesh(Mesh(), jax.devices()[:1])
     return run_updates(steps, state, scored, mesh, epochs=1, rate=float, **options)
 
@@ -73,3 +74,15 @@ def test_nothing_is_measured_of_an_update_without_tokens(empty, found):
         return *update(*given), Readings({}, {"gradient/cosine": 1.0}, {})
 
     assert run(empty=(0, 0, empty), measure=measure).readings.gradient == found
+
+
+@pytest.mark.parametrize(("skipped", "minibatch"), [((0, 0, 0), None), ((1, 1, 0), 1), ((0, 0, 1), 2), ((1, 0, 0), 0)])
+def test_the_last_skipped_minibatch_is_returned_with_its_old_logp(skipped, minibatch):
+    batches = [replace(BATCH, tokens_BT=ZERO_BT + n, old_logp_BT=ZERO_BT + 10 * n + 5) for n in range(3)]
+    found = run(skipped, scored=Scored(batches, [None, ZERO_BT, ZERO_BT], on_policy=True)).skipped_batch
+    if minibatch is None:
+        assert found is None
+        return
+    wanted = batches[minibatch] if minibatch else replace(BATCH, old_logp_BT=ZERO_BT)  # its own update computed it
+    for name in ("tokens_BT", "old_logp_BT"):
+        assert (getattr(found, name) == getattr(wanted, name)).all()

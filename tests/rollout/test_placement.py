@@ -84,7 +84,7 @@ def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(runtime)
     mesh = reshape_mesh(runtime.mesh, dict(runtime.sampler.mesh.shape))
     colocated = replace(runtime, sampler=make_colocated_sampler(DISAGGREGATED.model, mesh, runtime.mesh))
     results = [run_step(each, fresh(runtime), None, InFlight()) for each in (runtime, colocated)]
-    (state, metrics, rows), (state_too, metrics_too, rows_too) = results
+    (state, metrics, rows, *_), (state_too, metrics_too, rows_too, *_) = results
     assert rows == rows_too
     jax.tree.map(np.testing.assert_array_equal, state.params, state_too.params)
     assert {name: x for name, x in metrics.items() if not name.startswith(CLOCKS)} == {
@@ -114,7 +114,7 @@ def test_staleness_1_samples_with_the_parameters_before_the_last_update(runtime)
             assert texts(runtime, newest) != by_first, "the update should change the samples"
             wanted = in_flight.draw(runtime, runtime.sampler.push(state.params), state, second[0])
             assert texts(runtime, ahead[0]) == texts(runtime, wanted)
-        state, metrics, _ = learn(runtime, state, None, grade(runtime, drawn), Clock(), None)
+        state, metrics, *_ = learn(runtime, state, None, grade(runtime, drawn), Clock())
         stale.append(metrics["rollout/staleness"])
         if done == 0:
             assert metrics["mismatch/kl"] < 1e-6

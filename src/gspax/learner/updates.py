@@ -18,7 +18,7 @@ from gspax.learner.programs import Steps
 from gspax.learner.state import applied_updates
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
-from gspax.types import TrainState
+from gspax.types import Batch, TrainState
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Updated:
     scored: Scored  # those that the old policy is known on
     routing: tuple[Any, ...] | None  # the arguments of `metrics.routing_metrics`; None for a dense model
     readings: Readings | None = None  # of the instruments, on the host
+    skipped_batch: Batch | None = None  # the minibatch of the last update that was skipped
 
 
 def run_updates(
@@ -77,7 +78,9 @@ def run_updates(
     routing = None
     if steps.route is not None:
         routing = count_LE, before, steps.route(state.params, *arrays)
-    return Updated(state, found, measured, routing, readings)
+    skipped = [index for index, metrics in enumerate(found) if metrics["skipped"]]
+    last_skipped = scored.batches[skipped[-1] % len(scored.batches)] if skipped else None
+    return Updated(state, found, measured, routing, readings, last_skipped)
 
 
 def _adapt_range(

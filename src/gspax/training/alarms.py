@@ -95,21 +95,19 @@ def alarm_metrics(guard: Guard, watch: Watch) -> dict[str, float]:
     return metrics
 
 
-def answer_collapse(settings: Collapse | None, watch: Watch, step: int, position: int) -> None:
-    """Warn if the run collapses with this step, or raise.
+def answer_collapse(settings: Collapse | None, watch: Watch, step: int, position: int) -> DivergedError | None:
+    """Warn if the run collapses with this step, or return an error if the run is to stop then.
 
     Args:
-      position: the training problems that the run has consumed.
-
-    Raises:
-      DivergedError: the run collapses, and is to stop then.
+      position: the number of training problems that the run has consumed.
     """
     sentence = None if settings is None else find_collapse(settings, watch)
     if settings is None or sentence is None:
-        return
+        return None
     if settings.action == "stop":
-        raise DivergedError(sentence, step=step, position=position, final=True)
+        return DivergedError(sentence, step=step, position=position, final=True)
     multihost.warn_from_primary(sentence)
+    return None
 
 
 def find_collapse(settings: Collapse, watch: Watch) -> str | None:

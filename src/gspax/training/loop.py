@@ -27,12 +27,12 @@ from gspax.run.compilation import count_compilations
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.record import Recorder
 from gspax.training import alarms, rollback
-from gspax.training.finite import check_finite, check_skipped, count_skipped, is_sound
+from gspax.training.guard import RunGuard, check_finite
 from gspax.training.in_flight import InFlight
 from gspax.training.runtime import Runtime, count_rollouts, make_runtime
-from gspax.training.step import run_step
+from gspax.training.step import StepResult, run_step
 from gspax.training.warm_start import warm_start
-from gspax.types import TrainState
+from gspax.types import Params, TrainState
 
 
 def train(experiment: Experiment, workdir: Path) -> None:
@@ -44,8 +44,6 @@ def train(experiment: Experiment, workdir: Path) -> None:
       Interrupted: a signal (`run.interrupt`); a checkpoint was saved first.
     """
     runtime, keep = make_runtime(experiment), experiment.schedule.keep_checkpoints
-    remembered = rollback.Remembered(runtime.steps.update)
-    runtime = replace(runtime, steps=runtime.steps._replace(update=remembered))
     with (
         enter_run(workdir, describe(experiment)) as run,
         runtime.rewards,
@@ -56,7 +54,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
     ):
         while True:
             try:
-                train_from_newest(runtime, run, checkpoints, compiled, remembered)
+                train_from_newest(runtime, run, checkpoints, compiled)
                 break
             except DivergedError as problem:
                 if problem.final:
@@ -67,85 +65,96 @@ def train(experiment: Experiment, workdir: Path) -> None:
         run_page.write(run.path)
 
 
-def train_from_newest(
-    runtime: Runtime,
-    run: RunDir,
-    checkpoints: Checkpoints,
-    compiled: object,
-    remembered: rollback.Remembered,
-) -> None:
-    """The steps after the newest checkpoint.
+def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, compiled: object) -> None:
+    """Restore the newest checkpoint, or start, and run the steps that are left.
 
     Raises:
-      DivergedError: updates went wrong; what they did is not saved.
+      DivergedError: updates went wrong; their results are not saved.
       Interrupted: the state was saved. A step that had begun is left out: it begins again.
     """
-    experiment, schedule, guard = runtime.experiment, runtime.experiment.schedule, runtime.experiment.guard
-
-    def save(done: int, state: TrainState, is_last: bool) -> None:
-        stored = drop_frozen(state)
-        check_finite(stored, done)
-        recorder.flush()
-        extra = {"experiment": describe(experiment), "watch": alarms.to_json(watch)}
-        save_checkpoint(checkpoints, done, stored, extra, is_last=is_last)
-
-    remembered.forget()  # what a run that goes back has seen
+    experiment, schedule = runtime.experiment, runtime.experiment.schedule
     runtime.skipped.load(run.skipped)
     state = restore_or_start(runtime, run, checkpoints)
     started = done = count_rollouts(runtime, state)
     state = rollback.skip_problems(run, state, done)
-    watch = alarms.from_json(read_extra(checkpoints, done).get("watch") if done else None)
+    guard = RunGuard(experiment, run, runtime.mesh, restore_watch(checkpoints, done))
+
+    def save(is_last: bool) -> None:
+        save_state(checkpoints, guard, recorder, done, state, is_last=is_last)
+
     with (
         Recorder(run, done) as recorder,
         progress.track(schedule.steps, done, experiment.name) as bar,
-        interrupt.call_on_interrupt(lambda: save(done, state, is_last=True) if done > started else None),
+        interrupt.call_on_interrupt(lambda: save(is_last=True) if done > started else None),
     ):
         due = done == 0 or progress.is_due(done, schedule.eval_every, schedule.steps)
         if due and not recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
             record_evaluation(runtime, state, recorder, run, done, bar)
-        reference = None
-        if experiment.reference is not None:
-            reference = load_reference(run, state, experiment.model, experiment.lora, runtime.mesh)
-        in_flight = InFlight()
+        reference, in_flight = restore_reference(runtime, run, state), InFlight()
         while done < schedule.steps:
             with keep_failures(recorder, done + 1):
-                state, metrics, rows = run_step(runtime, state, reference, in_flight)
-            done += 1
+                result = run_step(runtime, state, reference, in_flight)
+            state, done = result.state, done + 1
+            alarm_metrics, problem = guard.after_step(done, result)
+            record_step(recorder, bar, done, result, alarm_metrics)
             if done == started + 1:
                 bar.print(f"first step done; {compiled}")
             if done == 1:
-                clipping.warn_of_noise(experiment.loss, experiment.calibration, metrics)
-            watch = alarms.follow(guard, watch, metrics)
-            recorder.write_metrics(done, {**metrics, **alarms.alarm_metrics(guard, watch)})
-            if failed := find_failed(rows):
-                recorder.write_failures(done, failed)
-            bar.update(done, metrics)
-            updates = remembered.metrics()
-            skipped = count_skipped(watch.skipped, [bool(each["skipped"]) for each in updates])
-            if max(skipped, default=0) >= schedule.max_skipped:
-                dumped = rollback.dump(run, done, state, remembered.last_skipped(), describe(experiment), runtime.mesh)
-                check_skipped(max(skipped), schedule.max_skipped, done, state, dumped)
-            remembered.forget()
-            watch = replace(watch, skipped=skipped[-1] if skipped else watch.skipped)
-            alarms.answer_collapse(guard.collapse, watch, done, int(multihost.to_host(state.position)))
+                clipping.warn_of_noise(experiment.loss, experiment.calibration, result.metrics)
+            if problem is not None:
+                raise problem
             if progress.is_due(done, schedule.eval_every, schedule.steps):
-                recorder.write_samples(done, gather_texts(rows))
+                recorder.write_samples(done, gather_texts(result.rows))
                 record_evaluation(runtime, state, recorder, run, done, bar)
-            due = progress.is_due(done, schedule.checkpoint_every, schedule.steps)
-            if due and (is_sound(updates) or done == schedule.steps):
+            is_last = done == schedule.steps
+            if progress.is_due(done, schedule.checkpoint_every, schedule.steps) and (guard.is_sound or is_last):
                 progress.phase("saving a checkpoint")
-                save(done, state, is_last=done == schedule.steps)
+                save(is_last)
             interrupt.stop_point()  # after the save, so that a signal during it costs no further step
 
 
+def save_state(
+    checkpoints: Checkpoints, guard: RunGuard, recorder: Recorder, done: int, state: TrainState, *, is_last: bool
+) -> None:
+    """Save the state after `done` steps and the guard's watch. DivergedError if a parameter is not finite."""
+    stored = drop_frozen(state)
+    check_finite(stored, done)
+    recorder.flush()
+    extra = {"experiment": describe(guard.experiment), "watch": alarms.to_json(guard.watch)}
+    save_checkpoint(checkpoints, done, stored, extra, is_last=is_last)
+
+
+def restore_watch(checkpoints: Checkpoints, done: int) -> alarms.Watch:
+    """The watch up to the step that the state was restored from; a new one at the start of a run."""
+    return alarms.from_json(read_extra(checkpoints, done).get("watch") if done else None)
+
+
+def restore_reference(runtime: Runtime, run: RunDir, state: TrainState) -> Params | None:
+    """The parameters of the reference policy; None without one."""
+    experiment = runtime.experiment
+    if experiment.reference is None:
+        return None
+    return load_reference(run, state, experiment.model, experiment.lora, runtime.mesh)
+
+
+def record_step(
+    recorder: Recorder, bar: progress.Bar, done: int, result: StepResult, alarm_metrics: dict[str, float]
+) -> None:
+    """Record the metrics of a step and the completions whose rewards failed, and update the progress bar."""
+    recorder.write_metrics(done, {**result.metrics, **alarm_metrics})
+    if failed := find_failed(result.rows):
+        recorder.write_failures(done, failed)
+    bar.update(done, result.metrics)
+
+
 def describe_unsaved(checkpoints: Path) -> str:
-    """What is lost if the run ends at once."""
+    """A phrase that names what is lost if the run ends at once."""
     finished = step_folders.finished_steps(checkpoints)
     return f"what was done after checkpoint {finished[-1]} is lost" if finished else "no checkpoint was saved"
 
 
 def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints) -> TrainState:
-    """The newest checkpoint's state; without one a fresh state, after the warm start if the experiment has one."""
+    """Restore the newest checkpoint, or start a new state, after the warm start if the experiment has one."""
     experiment, mesh, optimizer = runtime.experiment, runtime.mesh, runtime.optimizer
     model, lora, last = experiment.model, experiment.lora, experiment.schedule.steps
     if (newest := checkpoints.latest()) is not None:

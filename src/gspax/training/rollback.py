@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import numpy as np
 from gspax.config import Guard
 from gspax.errors import DivergedError, UserError, warn
 from gspax.learner.restore import drop_frozen
-from gspax.learner.train_step import Metrics, Scores, Update
 from gspax.parallel import multihost
 from gspax.run.checkpoint_files import shorten
 from gspax.run.checkpoints import Checkpoints
@@ -31,30 +30,6 @@ from gspax.run.record import read_rows
 from gspax.types import Batch, TrainState
 
 MINIBATCH, ABOUT, STATE = "minibatch.npz", "about.json", "state"  # the entries of a dump
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """An update that remembers the minibatches it was given since `forget`."""
-
-    update: Update
-    seen: list[tuple[Batch, Metrics]] = field(default_factory=list)  # with the metrics of the update
-
-    def __call__(self, state: TrainState, batch: Batch, on_policy: bool) -> tuple[TrainState, Metrics, Scores]:
-        state, metrics, scores = self.update(state, batch, on_policy)
-        self.seen.append((replace(batch, old_logp_BT=scores.logp_BT) if on_policy else batch, metrics))
-        return state, metrics, scores
-
-    def last_skipped(self) -> Batch | None:
-        """The last minibatch whose update was skipped."""
-        return next((batch for batch, found in reversed(self.seen) if multihost.to_host(found["skipped"])), None)
-
-    def metrics(self) -> list[dict[str, float]]:
-        """The metrics on the host, without those of updates without response tokens."""
-        return [found for found in multihost.to_host([found for _, found in self.seen]) if not found["empty"]]
-
-    def forget(self) -> None:
-        self.seen.clear()
 
 
 def dump(

@@ -6,9 +6,10 @@ One rollout from prompt to gradient: `training/step.py`, `sampler/sampler.py`, `
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -44,13 +45,21 @@ from gspax.run import interrupt, progress
 from gspax.training.in_flight import InFlight, RolloutBatch, draw, next_rollout, receive
 from gspax.training.partial import next_partial
 from gspax.training.runtime import Runtime, count_rollouts
-from gspax.types import Params, TrainState
+from gspax.types import Batch, Params, TrainState
 
 
-def run_step(
-    runtime: Runtime, state: TrainState, reference: Params | None, in_flight: InFlight
-) -> tuple[TrainState, dict[str, float], list[Row]]:
-    """One rollout batch and its optimiser updates: the new state, the metrics, and a row for each completion.
+class StepResult(NamedTuple):
+    """The result of one step."""
+
+    state: TrainState
+    metrics: dict[str, float]
+    rows: list[Row]  # one for each completion
+    updates: Sequence[Mapping[str, float]] = ()  # the metrics of each update with response tokens
+    skipped_batch: Batch | None = None  # the minibatch of the last update that was skipped
+
+
+def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_flight: InFlight) -> StepResult:
+    """Sample one rollout batch, grade it, and update the policy with it.
 
     Args:
       reference: from `load_reference`.
@@ -98,8 +107,8 @@ def grade(runtime: Runtime, batch: RolloutBatch) -> GradedBatch:
 
 def learn(
     runtime: Runtime, state: TrainState, reference: Params | None, batch: GradedBatch, clock: Clock
-) -> tuple[TrainState, dict[str, float], list[Row]]:
-    """The optimiser updates of a rollout batch; see `run_step`."""
+) -> StepResult:
+    """Update the policy with a graded rollout batch; see `run_step`."""
     experiment, rollout, rows = runtime.experiment, batch.rollout, batch.rows
     G, overlong = experiment.sampling.group, experiment.filter_overlong
     shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(runtime.mesh))
@@ -173,7 +182,8 @@ def learn(
     }
     for row, value in zip(rows, advantage_B, strict=True):
         row["advantage"] = float(value)
-    return state, metrics, rows
+    updates = [update for update in updated.metrics if not update["empty"]]
+    return StepResult(state, metrics, rows, updates, updated.skipped_batch)
 
 
 def is_measured(runtime: Runtime, state: TrainState) -> bool:

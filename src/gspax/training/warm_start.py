@@ -36,7 +36,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.record import Recorder
 from gspax.sampler.placement import make_meshes
-from gspax.training.finite import check_finite, check_skipped, count_skipped
+from gspax.training.guard import check_finite, count_skipped, too_many_skipped
 from gspax.types import Array, Batch, TrainState
 
 
@@ -124,7 +124,8 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
                 recorder.write_metrics(done, shown)
                 bar.update(done, {"loss": shown["loss"]})
                 in_a_row = count_skipped(in_a_row, [bool(shown["skipped"])])[-1]
-                check_skipped(in_a_row, experiment.schedule.max_skipped, done, state)
+                if in_a_row >= (limit := experiment.schedule.max_skipped):
+                    raise too_many_skipped(in_a_row, limit, done, state)
                 if done == stage.steps:
                     save()
                 interrupt.stop_point()

@@ -52,12 +52,13 @@ def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
         if experiment.reference is not None:
             reference = jax.tree.map(jnp.copy, partition(state.params)[0])
         in_flight = InFlight()
-        state, _, _ = run_step(runtime, state, reference, in_flight)
+        state = run_step(runtime, state, reference, in_flight).state
         first_step = age(), time.process_time(), compiled.programs, compiled.cached, compiled.seconds
         metrics = []
         for _ in range(STEPS):
-            state, found, _ = run_step(runtime, state, reference, in_flight)
-            metrics.append(found)
+            result = run_step(runtime, state, reference, in_flight)
+            state = result.state
+            metrics.append(result.metrics)
         if trace is not None:
             with jax.profiler.trace(str(trace), create_perfetto_trace=True):
                 run_step(runtime, state, reference, in_flight)
