@@ -34,7 +34,7 @@ from gspax.model.sizes.old_policy import find_scored
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.calls import RewardCalls
 from gspax.rollout.problems import Skipped
-from gspax.run import interrupt, progress, record, step_folders
+from gspax.run import interrupt, manifest, progress, record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
 from gspax.sampler import placement
@@ -248,7 +248,7 @@ def test_signal_during_updates_ends_the_run_after_the_step_with_a_save(whole, ru
     monkeypatch.setattr(loop, "make_runtime", lambda _: signalled)
     with pytest.raises(interrupt.Interrupted, match="SIGTERM: completed steps are saved"):
         loop.train(experiment, run.path)
-    assert len(updates) == 6 and step_folders.finished_steps(run.checkpoints)[-1] == 3
+    assert len(updates) == 6 and manifest.finished_steps(run.checkpoints)[-1] == 3
     monkeypatch.setattr(loop, "make_runtime", lambda _: runtime)
     loop.train(experiment, run.path)
     assert_same_run(run, whole)

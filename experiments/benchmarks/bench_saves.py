@@ -26,7 +26,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from gspax.run import checkpoint_files, manifest
+from gspax.run import manifest
 from gspax.run.checkpoints import Checkpoints
 
 ROUNDS = 6
@@ -63,11 +63,11 @@ def make_loop() -> Callable[[], float]:
     return lambda: run(count)
 
 
-def synchronise(path: Path, *, sync: bool = False) -> dict[str, Any]:
+def synchronise(path: Path, *, sync: bool = False) -> manifest.Entry:
     """`manifest._digest` without the hash."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return {}
+    return manifest.Entry(path.stat().st_size, "")
 
 
 def measure(folder: Path, state: dict[str, jax.Array], loop: Callable[[], float]) -> dict[str, float]:
@@ -94,7 +94,7 @@ def describe(values: list[float]) -> str:
 def main(folder: Path) -> None:
     state, loop, alone = make_state(), make_loop(), []
     kinds: dict[str, Any] = {  # what to patch
-        "without a manifest": mock.patch.object(checkpoint_files, "write_manifest", lambda folder: None),
+        "without a manifest": mock.patch.object(manifest, "write_manifest", lambda folder: None),
         "synchronised, not hashed": mock.patch.object(manifest, "_digest", synchronise),
         "with a manifest": contextlib.nullcontext(),
     }

@@ -31,8 +31,8 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, init_state, new_state
 from gspax.model import low_rank
 from gspax.parallel.sharding import make_mesh
-from gspax.run import arrays, folders
-from gspax.run.checkpoints import Checkpoints
+from gspax.run import folders
+from gspax.run.checkpoints import Checkpoints, StoredArray, open_array
 from gspax.run.directory import RunDir, enter_run, open_run
 from gspax.training import warm_start
 from gspax.training.loop import restore_or_start
@@ -181,7 +181,7 @@ def test_a_converted_checkpoint_of_another_model_is_rejected(tmp_path):
     wider = replace(hf(tmp_path / "orbax"), vocab_size=24)
     with pytest.raises(UserError, match=re.escape("params/embedding is float32[23, 16], wanted float32[24, 16]")):
         start(wider)
-    with pytest.raises(UserError, match="params/runs/0/attention/key_bias is missing"):
+    with pytest.raises(UserError, match="it has no params/runs/0/attention/key_bias"):
         start(replace(hf(tmp_path / "orbax"), attention_bias=True))
 
 
@@ -439,7 +439,7 @@ def test_damage_beside_the_parameters_of_a_converted_checkpoint_is_found(name, t
 def test_a_corrupt_orbax_checkpoint_is_rejected(content, tmp_path):
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
     convert.run(str(source), tmp_path / "orbax")
-    for file in (tmp_path / "orbax" / "checkpoints" / "0" / "state").rglob("d/*"):
+    for file in (tmp_path / "orbax" / "checkpoints" / "0").rglob("d/*"):
         file.write_bytes(content)
     with pytest.raises(UserError, match=r"checkpoint 0 .*(is damaged|cannot be read)"):
         export.run(tmp_path / "orbax", tmp_path / "new")
@@ -509,13 +509,13 @@ def test_an_export_reads_a_few_layers_of_one_parameter_at_a_time(tmp_path, monke
     config = small_experiment.experiment.model
     experts = config.num_experts * config.hidden_size * config.moe_intermediate_size
     run = a_run(tmp_path / "run", small_experiment.experiment, steps=(1,))
-    read, sizes = arrays.StoredArray._read, []
+    read, sizes = StoredArray._read, []
 
     def spy(self, part):
         sizes.append((self.name.split()[0], read(self, part).size))
         return read(self, part)
 
-    monkeypatch.setattr(arrays.StoredArray, "_read", spy)
+    monkeypatch.setattr(StoredArray, "_read", spy)
     export.run(run, tmp_path / "out", dtype="float32", shard_size=4000)
     assert config.num_hidden_layers == 2 and max(size for _, size in sizes) == experts
     assert sizes.count(("params/runs/0/mlp/gate", experts)) == 2, "each layer once"
@@ -527,6 +527,6 @@ def test_an_array_that_is_not_there_or_of_another_shape_is_one_sentence(tmp_path
     run = a_run(tmp_path / "run", small_experiment.experiment, steps=(1,))
     folder = RunDir(run).checkpoints
     with pytest.raises(UserError, match=r"params/none of checkpoint 1 in .* cannot be read"):
-        arrays.open_array(folder, 1, "params/none", (2,))
+        open_array(folder, 1, "params/none", (2,))
     with pytest.raises(UserError, match=r"params/norm/scale .*: wanted the shape \[3\], got \[32\]"):
-        arrays.open_array(folder, 1, "params/norm/scale", (3,))
+        open_array(folder, 1, "params/norm/scale", (3,))

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from gspax.parallel import joining, multihost
 from gspax.errors import FailureError
-from gspax.run import step_folders
+from gspax.run import manifest
 from gspax.run.checkpoints import Checkpoints, save
 
 address, index, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -21,7 +21,7 @@ joining.join(joining.ProcessInfo(address, 2, index), {}, lambda a, b: [], 100, b
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
 sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-step_folders.require_writable = lambda folder: None
+manifest.require_writable = lambda folder: None
 
 @contextlib.contextmanager
 def full_disk():

@@ -132,7 +132,7 @@ def metrics(workdir: Path) -> list[dict[str, str]]:
 
 def arrays(workdir: Path, step: int) -> dict[bytes, bytes]:
     """The stored bytes of every array of a checkpoint: parameters, moments, key, counters."""
-    base = (workdir / "checkpoints" / str(step) / "state").absolute().as_uri() + "/"
+    base = (workdir / "checkpoints" / str(step)).absolute().as_uri() + "/"
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
     return {key: store.read(key).result().value for key in store.list().result()}
 

@@ -10,7 +10,7 @@ import runs
 from moments import BEGIN, REPEATED, SPAN, Kill
 from runs import STEPS
 
-from gspax.run.step_folders import finished_steps
+from gspax.run.manifest import finished_steps
 
 SEED = int(os.environ.get("FAULTS_SEED", "0"))
 KILLS = int(os.environ.get("FAULTS_KILLS", "50"))

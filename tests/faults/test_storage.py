@@ -14,8 +14,8 @@ from runs import VICTIM
 
 from gspax.commands import check, main
 from gspax.errors import FailureError, UserError
-from gspax.run import checkpoint_files, step_folders
 from gspax.run import checkpoints as checkpoints_module
+from gspax.run import manifest
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.run.manifest import MANIFEST, find_damage, write_manifest
@@ -99,8 +99,8 @@ def test_a_damaged_step_is_set_aside_and_the_newest_whole_one_used(run, capsys):
     flip(largest(run), 3)
     assert restore(run) == 2.0
     first, second = capsys.readouterr().err.splitlines()
-    assert "checkpoint 4 is damaged: " in first and first.endswith("another SHA-256; moved to damaged_4")
-    assert second.endswith("using checkpoint 2, the newest whole one")
+    assert "checkpoints/4 is damaged: " in first and first.endswith("another SHA-256: moved to damaged_4")
+    assert second.endswith("using checkpoint 2, the newest intact one")
     save(run, 4)
     assert restore(run) == 4.0 and (run.checkpoints / "damaged_4").is_dir()
 
@@ -161,7 +161,7 @@ def test_lost_checkpoints_do_not_restart_the_run(run, damage):
         DAMAGES[damage](run, step)
     with (
         Checkpoints(run.checkpoints, keep=2, note=run.newest) as checkpoints,
-        pytest.raises(UserError, match=r"no whole checkpoint, but newest_checkpoint\.json records that one was saved"),
+        pytest.raises(UserError, match=r"no intact checkpoint, but newest_checkpoint\.json records that one was saved"),
     ):
         checkpoints.latest()
 
@@ -170,16 +170,16 @@ def test_the_last_whole_step_is_not_pruned(run):
     save(run, 6, keep=3)
     for step in (4, 6):
         largest(run, step).unlink()
-    step_folders.prune(run.checkpoints, keep=1)
-    assert step_folders.list_steps(run.checkpoints) == [2, 4, 6]
+    manifest.prune(run.checkpoints, keep=1)
+    assert manifest.list_steps(run.checkpoints) == [2, 4, 6]
 
 
 def test_nothing_is_pruned_before_the_new_manifest_is_written(run, monkeypatch):
     def fail(folder):
-        assert step_folders.list_steps(run.checkpoints) == [2, 4, 6]
+        assert manifest.list_steps(run.checkpoints) == [2, 4, 6]
         raise OSError("no space left")
 
-    monkeypatch.setattr(checkpoint_files, "write_manifest", fail)
+    monkeypatch.setattr(manifest, "write_manifest", fail)
     with pytest.raises(UserError, match="no space left"):
         save(run, 6)
     monkeypatch.undo()
@@ -224,7 +224,7 @@ def test_a_full_disk_at_the_start_is_one_sentence(tmp_path, capsys):
 
 
 def test_a_save_that_cannot_fit_is_not_begun(run, capsys, monkeypatch):
-    wanted = step_folders.size_of(run.checkpoints / "4")
+    wanted = manifest.size_of(run.checkpoints / "4")
     assert wanted > 1000
     with Checkpoints(run.checkpoints, keep=2, note=run.newest) as checkpoints:
         for step, free in ((6, wanted - 1), (7, wanted)):

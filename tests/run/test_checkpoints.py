@@ -119,7 +119,7 @@ def test_a_save_after_an_older_restore_deletes_the_later_steps(tmp_path):
 
 
 def test_an_incomplete_step_is_ignored_and_replaced(tmp_path):
-    (tmp_path / "9" / "extra").mkdir(parents=True)
+    (tmp_path / "9" / "d").mkdir(parents=True)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.latest() is None
         checkpoints.save(5, {"w": jnp.ones(2)}, {})
@@ -147,7 +147,7 @@ def test_a_state_that_cannot_be_restored_is_one_error(tmp_path):
             and "params/half is bfloat16[16, 3], wanted bfloat16[8, 3] (and 5 more" in message
         )
         other = abstract(state.params)
-        assert "another model or optimiser" in refusal(lambda: checkpoints.restore(other))
+        assert "another model or optimizer" in refusal(lambda: checkpoints.restore(other))
         narrow = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), abstract(state)
         )
@@ -162,7 +162,7 @@ def test_a_damaged_checkpoint_is_one_error(tmp_path):
     state = make_state()
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(7, state, {})
-    for path in (tmp_path / "7" / "state" / "d").iterdir():
+    for path in (tmp_path / "7" / "d").iterdir():
         path.write_bytes(path.read_bytes()[:20])
     with Checkpoints(tmp_path) as checkpoints:
         assert "checkpoint 7" in refusal(lambda: checkpoints.restore(abstract(state)))

@@ -7,7 +7,7 @@ import pytest
 
 from gspax.errors import UserError
 from gspax.report import run_page
-from gspax.run import directory, folders, record, step_folders
+from gspax.run import directory, folders, manifest, record
 from gspax.run.directory import open_run
 
 DESCRIPTION = {"name": "sort", "optimizer": {"learning_rate": 3e-4}, "schedule": {"steps": 10}}
@@ -83,10 +83,10 @@ CONTENTS = [b"", b'{"na', b"\0" * 50, b"[1]", b"{}", b"\xff\xfe", b"[" * 100_000
 def start_with_checkpoint(path):
     """A run, with as much of a checkpoint as says what it is of."""
     run = open_run(path, DESCRIPTION)
-    extra = step_folders.extra_file(run.checkpoints, 2)
+    extra = manifest.extra_file(run.checkpoints, 2)
     extra.parent.mkdir(parents=True)
     extra.write_text(json.dumps({"experiment": DESCRIPTION}))
-    (extra.parent.parent / "manifest.json").write_text("{}")
+    (extra.parent / "manifest.json").write_text("{}")
     return run
 
 

@@ -70,7 +70,7 @@ def draw_layers(axes, arms, tokens):
 def last_update(folder):
     """The norm of AdamW's last update, from the moments after it, over the norm of the parameters."""
     checkpoint = max((folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
-    state = PyTreeCheckpointer().restore(checkpoint / "state")
+    state = PyTreeCheckpointer().restore(checkpoint)
     settings = json.loads((folder / "experiment.json").read_text())["optimizer"]
     b1, b2, eps = (settings["transform"][name] for name in ("b1", "b2", "eps"))  # there is no weight decay
     adam = "opt_state/1/0/"

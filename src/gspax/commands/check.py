@@ -29,8 +29,7 @@ def execute(options: argparse.Namespace) -> int:
 
 def run(directory: Path) -> int:
     from gspax.run.directory import RunDir
-    from gspax.run.manifest import MANIFEST, find_damage
-    from gspax.run.step_folders import finished_steps, list_steps
+    from gspax.run.manifest import MANIFEST, find_damage, finished_steps, list_steps
 
     places = RunDir(directory), RunDir(directory).warm_start
     folders = (places[0].checkpoints, places[0].start, places[1].checkpoints, *places[0].dumps.glob("*/state"))

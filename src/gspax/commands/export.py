@@ -95,8 +95,7 @@ def run(
     """
     from gspax.hf.peft import write_adapters
     from gspax.hf.writing import parameter_shapes, write_checkpoint
-    from gspax.run.arrays import open_array
-    from gspax.run.checkpoints import Checkpoints
+    from gspax.run.checkpoints import Checkpoints, open_array
     from gspax.run.directory import RunDir
 
     config, lora, companions = _read_source(source)
@@ -105,7 +104,7 @@ def run(
         chosen = checkpoints.latest() if step is None else step
         if chosen is None:
             raise UserError(f"there is no checkpoint in {checkpoints.directory}")
-        checkpoints.require_whole(chosen)
+        checkpoints.require_intact(chosen)
         if adapter and lora is None:
             raise UserError(f"{source}: wanted a run with adapters (lora) for --adapter, got one without")
         if lora is not None and not adapter:
@@ -133,14 +132,13 @@ def _merge_adapters(
     """Parameters of a run with adapters: the frozen ones are in `start/`, the factors in the checkpoint."""
     from gspax.hf.writing import parameter_shapes
     from gspax.learner.restore import MODEL
-    from gspax.run.arrays import open_array
-    from gspax.run.checkpoints import Checkpoints
+    from gspax.run.checkpoints import Checkpoints, open_array
 
     shapes, factors = parameter_shapes(config), _factor_shapes(config, lora)
     with Checkpoints(run.start) as start:
         if MODEL not in start.steps():
             raise UserError(f"{run.start}: wanted the frozen parameters of the adapters, there are none")
-        start.require_whole(MODEL)
+        start.require_intact(MODEL)
 
     def parameter(name: str) -> Any:
         base = open_array(run.start, MODEL, name, shapes[name])

@@ -1,42 +1,52 @@
-"""Checkpoints on disk: a complete state and a JSON `extra`, or nothing.
+"""Checkpoints: a state and a JSON `extra`, saved in the background by Orbax, either completely or not at all.
 
-A state is stored as a flat table `path in the tree -> array`. So any pytree can be saved (integer keys, typed PRNG
-keys, optimiser tuples), and a checkpoint of another model is rejected by its names, shapes and dtypes before an array
-is read. Orbax writes to a temporary directory and renames it; a killed save leaves no checkpoint.
+A state is stored as a flat table `path in the tree -> array`, so any pytree can be saved: integer keys, typed PRNG
+keys, optimizer tuples. A checkpoint of another model is rejected by its names, shapes and dtypes before an array is
+loaded.
 
-A manifest with the SHA-256 of every file is written last (`run.manifest`). A checkpoint is verified before it is used.
+Orbax writes the arrays to a temporary folder and renames it. A thread then adds `extra` and a manifest with the SHA-256
+of every file (`run.manifest`): only with a manifest is a save finished. A checkpoint is verified before it is used.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent import futures
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
 
 from gspax.errors import FailureError, UserError
 from gspax.parallel import multihost
-from gspax.run import lock, step_folders
-from gspax.run.checkpoint_files import Files, NoFiles, shorten
+from gspax.run import lock, manifest
+from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import MANIFEST
-from gspax.run.save_barrier import POLL
 from gspax.unstable import key_impl_name
+
+CHUNK_BYTES, FILE_BYTES = 2**26, 2**28  # compressed at once, and in a file: the memory of a save beyond the arrays
+POLL = 0.2  # seconds between two looks at a save
+
+T = TypeVar("T")
 
 
 class Checkpoints:
-    """A directory with the newest `keep` checkpoints, a context manager.
+    """A directory with the newest `keep` checkpoints, a context manager. It sets the `absl` logger to level CRITICAL.
 
-    Without `keep` it is read-only: nothing is created, cleaned up or saved, and another process may be writing there.
-    A save compresses up to `concurrent_gb` GB of arrays at a time and holds the compressed bytes in memory too; every
-    array must be smaller than that. Creating one sets the `absl` logger, which Orbax uses, to level CRITICAL.
+    Without `keep` it is read-only: nothing is created, deleted or saved, and another process may be writing there.
+    A save compresses up to `concurrent_gb` GB of arrays at a time, more than any array has, and keeps them in memory.
 
     All processes of a run call the same methods. Those without devices in `mesh`, on which the state is sharded, touch
     no file and receive the results of the others. Process 0 is never one of them: it lists, renames and deletes.
-
-    `note` is a file that records the newest step: with it, it is an error if no whole checkpoint is left.
+    `note` is a file that records the newest step: with it, it is an error if no intact checkpoint is left.
     """
 
     def __init__(
@@ -49,25 +59,22 @@ class Checkpoints:
         note: Path | None = None,
     ) -> None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self.directory = Path(directory).absolute()
-        self._saved: set[int] = set()
+        self.directory, self.note = Path(directory).absolute(), note
+        self._is_read_only = keep is None
+        everyone = set(range(jax.process_count()))
+        processes = everyone if mesh is None else multihost.process_indices(mesh)
+        self._files = _Files(self.directory, keep, note, processes, processes != everyone, concurrent_gb)
         self._verified: set[int] = set()
-        self._keep, self._note = keep, note
-        processes = set(range(jax.process_count())) if mesh is None else multihost.process_indices(mesh)
-        takes_part = jax.process_index() in processes
-        self._files = Files(self.directory, keep, concurrent_gb, processes, note) if takes_part else NoFiles()
+        self._newest: int | None = None  # the step that this object saved last
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
-            if error[0] is None:
-                self.wait()
-            elif problem := self._files.wait(None):  # the other processes may not come here
-                _warn(self.directory, f"a checkpoint could not be written: {problem}")
-        finally:
-            self._files.close()
+        if error[0] is None:
+            self.wait()
+        elif problem := self._files.poll(None):  # the other processes may not come here
+            _warn(self.directory, f"a checkpoint could not be written: {problem}")
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
         """Start writing a checkpoint; `state` may be donated as soon as this returns.
@@ -77,77 +84,80 @@ class Checkpoints:
         FailureError if this save or the one before it failed.
         """
         self.wait()
-        if step in self._saved:
+        if step == self._newest:
             return
         multihost.all_or_raise(lock.require_held)
-        _make_room(self.directory, step)
         try:
-            multihost.all_or_raise(lambda: self._files.save(step, _to_storable(_table(state)), extra))
+            multihost.all_or_raise(lambda: self._files.make_room(step))
+            table = {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in _table(state).items()}
+            multihost.all_or_raise(lambda: self._files.start(step, table, json.dumps(extra)))
         except Exception as error:
             self._files.abandon()
             problem = f"checkpoint {step} could not be written to {self.directory}: {shorten(error)}"
             raise FailureError(problem) from error
-        self._saved.add(step)
+        self._newest = step
         self._verified.discard(step)
 
     def wait(self) -> None:
         """Return when the last save is on disk. FailureError if it failed, on all processes at once."""
-        if problem := _wait(self._files):
-            self._saved.clear()  # it can be saved again
-            raise FailureError(f"a checkpoint could not be written to {self.directory}: {problem}")
+        while None in (problems := multihost.gather(self._files.poll(POLL))) and not any(problems):
+            pass
+        if problem := next(filter(None, problems), ""):
+            self._files.abandon()
+            self._newest = None  # it can be saved again
+            where = f" (process {problems.index(problem)})" if problems[1:] else ""
+            raise FailureError(f"a checkpoint could not be written to {self.directory}: {problem}{where}")
 
     def steps(self) -> list[int]:
-        """The steps on disk whose save was finished, oldest first, damaged since or not.
-
-        Process 0 lists them for all processes, which must not disagree about a file that is just being created.
-        """
+        """The steps on disk whose save was finished, oldest first, damaged since or not."""
         self.wait()
-        return multihost.gather(step_folders.finished_steps(self.directory))[0]
+        return _on_primary(lambda: manifest.finished_steps(self.directory))
 
     def latest(self) -> int | None:
-        """The newest whole step on disk, if there is one.
+        """The newest intact step on disk, if there is one.
 
         A damaged step is set aside as `damaged_STEP` unless the directory is read-only; a line on stderr names it.
-
-        Raises:
-          UserError: there is none, but `note` records that one was saved.
+        UserError if there is none but `note` records that one was saved.
         """
-        steps, problem = self.steps(), None
-        _warn_of_unfinished(self.directory, steps)
+        steps, problem = self.steps(), ""
+        for step in sorted({*_on_primary(lambda: manifest.list_steps(self.directory))} - {*steps}):
+            _warn(self.directory, f"checkpoint {step} has no {MANIFEST}: its save was not finished, and it is not used")
         for step in reversed(steps):
-            damage = self.find_damage(step)
-            if damage is None:
-                if problem is not None:
-                    _warn(self.directory, f"using checkpoint {step}, the newest whole one")
+            if (damage := self.find_damage(step)) is None:
+                if problem:
+                    _warn(self.directory, f"using checkpoint {step}, the newest intact one")
                 return step
             problem = f"checkpoint {step} is damaged: {damage}"
-            self._saved.discard(step)
-            multihost.all_or_raise(partial(_set_aside, self.directory, step, problem, rename=self._keep is not None))
-        if problem is not None and self._keep is None:
-            raise UserError(f"{self.directory} has no whole checkpoint: {problem}")
-        if self._keep is not None and self._note is not None:
-            multihost.all_or_raise(partial(_require_unsaved, self.directory, self._note))
+            if self._is_read_only:
+                _warn(self.directory, problem)
+            else:
+                _on_primary(partial(set_aside, self.directory / str(step), f"is damaged: {damage}"))
+                self._newest = None
+        if problem and self._is_read_only:
+            raise UserError(f"{self.directory} has no intact checkpoint: {problem}")
+        if not self._is_read_only and self.note is not None and _on_primary(self.note.exists):
+            lost = f"has no intact checkpoint, but {self.note.name} records that one was saved"
+            raise UserError(f"{self.directory} {lost}: bring one back from a copy, or start in another directory")
         return None
 
     def find_damage(self, step: int) -> str | None:
-        """What is damaged in a finished step; None if it is whole."""
+        """The first damage of a finished step; None if it is intact. Each process verifies some of the files."""
         if step in self._verified:
             return None
-        found = [phrase for each in multihost.gather(self._files.find_damage(step)) for phrase in each]
-        if found:
-            return found[0] + (f" (and {len(found) - 1} more)" if found[1:] else "")
+        if damage := [phrase for phrases in multihost.gather(self._files.find_damage(step)) for phrase in phrases]:
+            return damage[0] + (f" (and {len(damage) - 1} more)" if damage[1:] else "")
         self._verified.add(step)
         return None
 
-    def require_whole(self, step: int) -> None:
+    def require_intact(self, step: int) -> None:
         """UserError if there is no such step or if it is damaged."""
         if step not in (steps := self.steps()):
-            found = ", ".join(map(str, steps)) or "none"
-            raise UserError(f"there is no checkpoint {step} with a {MANIFEST} in {self.directory}, only {found}")
+            others = ", ".join(map(str, steps)) or "none"
+            raise UserError(f"there is no checkpoint {step} with a {MANIFEST} in {self.directory}, only {others}")
         if damage := self.find_damage(step):
             raise UserError(f"checkpoint {step} in {self.directory} is damaged: {damage}")
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+    def restore(self, abstract_state: T, step: int | None = None) -> tuple[T, dict[str, Any]]:
         """A checkpoint's state, each array sharded as in `abstract_state`, and its `extra`.
 
         Args:
@@ -156,35 +166,30 @@ class Checkpoints:
           step: the newest by default.
 
         Raises:
-          UserError: there is no such checkpoint, it is of another model or optimiser, or it is damaged.
+          UserError: there is no such checkpoint, it is of another model or optimizer, or it is damaged.
         """
         if (step := self.latest() if step is None else step) is None:
             raise UserError(f"there is no checkpoint in {self.directory}")
-        self.require_whole(step)
         wanted = _table(abstract_state)
         target = {name: _abstract_storable(leaf) for name, leaf in wanted.items()}
-        found, extra = multihost.all_or_raise(lambda: self._files.read(step, target))
-        leaves = [_from_storable(found[name], leaf) for name, leaf in wanted.items()]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), multihost.gather(extra)[0]
+        arrays = self._load(step, target, is_partial=False)
+        leaves = [_from_storable(arrays[name], leaf) for name, leaf in wanted.items()]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), read_extra(self, step)
 
     def restore_some(self, wanted: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, Any]:
         """Only some leaves, by paths such as `params/embedding`, each cast to the wanted dtype.
 
         Leaves with a sharding become jax arrays with it, the others numpy arrays.
         """
-        self.require_whole(step)
-        return multihost.all_or_raise(lambda: self._files.read_some(step, wanted))
+        return self._load(step, wanted, is_partial=True)
+
+    def _load(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], *, is_partial: bool) -> dict[str, Any]:
+        self.require_intact(step)
+        return multihost.all_or_raise(lambda: self._files.load(step, wanted, is_partial=is_partial))
 
 
-def save(
-    checkpoints: Checkpoints,
-    step: int,
-    state: Any,
-    extra: Mapping[str, Any],
-    *,
-    is_last: bool,
-) -> None:
-    """Save; if the save before failed, as on a full disk, or this one, warn, and leave it to the next one to try again.
+def save(checkpoints: Checkpoints, step: int, state: Any, extra: Mapping[str, Any], *, is_last: bool) -> None:
+    """Save. If this save or the one before it fails, as on a full disk, warn: the next save tries again.
 
     Only the last one is waited for.
 
@@ -192,81 +197,190 @@ def save(
       FailureError: this save is the last one and fails, or the lock of the run is lost.
     """
     multihost.all_or_raise(lock.require_held)  # also before what a failed save has left is deleted
-    for act, required in (
+    for act, is_required in (
         (checkpoints.wait, False),
         (lambda: checkpoints.save(step, state, extra), is_last),
     ):
         try:
             act()
         except FailureError as error:
-            if required or isinstance(error, lock.LostError):
+            if is_required or isinstance(error, lock.LostError):
                 raise
             multihost.warn_from_primary(f"{error}; the run goes on and tries again at the next save")
-            if not isinstance(error, _NoSpaceError):
-                checkpoints._files.reopen()
     if is_last:
         checkpoints.wait()
 
 
 def read_extra(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
     """The `extra` of a checkpoint. UserError if it cannot be read."""
-    return multihost.gather(multihost.all_or_raise(lambda: checkpoints._files.read_extra(step)))[0]
 
+    def read() -> dict[str, Any]:
+        try:
+            return json.loads(manifest.extra_file(checkpoints.directory, step).read_text())
+        except (OSError, ValueError) as error:
+            raise _unreadable(checkpoints.directory, step, error) from error
 
-def _wait(files: Files | NoFiles) -> str:
-    """Wait for the last save of all processes: "" once it is on disk, or what failed on one of them. Collective."""
-    while None in (found := multihost.gather(files.wait(POLL))):
-        if any(found):
-            break
-    if problem := next(filter(None, found), ""):
-        files.abandon()
-    return f"{problem} (process {found.index(problem)})" if problem and found[1:] else problem
-
-
-class _NoSpaceError(FailureError):
-    """A save that was not begun, on any process."""
-
-
-def _make_room(directory: Path, step: int) -> None:
-    """Delete a step and the later ones, complete or not, and check that another one can be written. Collective.
-
-    Raises:
-      _NoSpaceError: on every process, if one cannot write.
-    """
-    try:
-        multihost.all_or_raise(lambda: _prepare(directory, step))
-    except (OSError, UserError) as error:
-        raise _NoSpaceError(f"checkpoint {step} could not be written to {directory}: {shorten(error)}") from error
-
-
-def _prepare(directory: Path, step: int) -> None:
-    if jax.process_index() == 0:
-        step_folders.remove(directory, [old for old in step_folders.list_steps(directory) if old >= step])
-        step_folders.require_space(directory)
-    step_folders.require_writable(directory)
-
-
-def _set_aside(directory: Path, step: int, problem: str, *, rename: bool) -> None:
-    if jax.process_index() == 0:
-        moved = f"; moved to {step_folders.set_aside(directory, step)}" if rename else ""
-        _warn(directory, f"{problem}{moved}")
-
-
-def _require_unsaved(directory: Path, note: Path) -> None:
-    if jax.process_index() == 0 and note.exists():
-        raise UserError(
-            f"{directory} has no whole checkpoint, but {note.name} records that one was saved: bring one back from a "
-            "copy, or take another directory to start again"
-        )
-
-
-def _warn_of_unfinished(directory: Path, finished: list[int]) -> None:
-    for step in sorted(set(step_folders.list_steps(directory)) - set(finished)):
-        _warn(directory, f"checkpoint {step} has no {MANIFEST}: its save was not finished, and it is not used")
+    return _on_primary(read)
 
 
 def _warn(directory: Path, sentence: str) -> None:
     multihost.warn_from_primary(f"{directory}: {sentence}")
+
+
+def _on_primary(work: Callable[[], T]) -> T:
+    """`work()` of process 0, on all processes. Collective."""
+    return multihost.gather(multihost.all_or_raise(lambda: work() if jax.process_index() == 0 else None))[0]  # type: ignore[return-value]
+
+
+class _Files:
+    """Reading and writing the files of one process; only the processes with devices of the mesh have any.
+
+    A process that cannot write does not reach the barriers of Orbax, where the others wait for it for up to 20 minutes.
+    So `poll` returns when there is no result yet, the processes compare what it returns (`Checkpoints.wait`), and after
+    a failure `abandon` ends the barriers.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int | None,
+        note: Path | None,
+        processes: set[int],
+        is_subset: bool,
+        concurrent_gb: int,
+    ) -> None:
+        self.directory, self.keep, self.note = directory, keep or 1, note
+        self.processes, self.concurrent_gb = processes, concurrent_gb
+        self.takes_part, self.is_primary = jax.process_index() in processes, jax.process_index() == 0
+        self.is_alone = is_subset and len(processes) == 1
+        self.options = ocp.options.MultiprocessingOptions(
+            active_processes=processes if is_subset else None, barrier_sync_key_prefix="gspax" if is_subset else None
+        )
+        self.saving: futures.Future[None] | None = None
+        self.failed, self.attempts = threading.Event(), 0
+        if keep is not None and self.takes_part:
+            directory.mkdir(parents=True, exist_ok=True)
+            if self.is_primary:
+                manifest.remove_leftovers(directory)
+
+    def make_room(self, step: int) -> None:
+        """Delete a step and the later ones, finished or not. OSError if this process could not write another one."""
+        if not self.takes_part:
+            return
+        if self.is_primary:
+            later = [other for other in manifest.list_steps(self.directory) if other >= step]
+            manifest.remove_steps(self.directory, later)
+            manifest.require_space(self.directory)
+        manifest.require_writable(self.directory)
+
+    def start(self, step: int, table: Mapping[str, jax.Array], extra: str) -> None:
+        """Start writing; the arrays may be donated as soon as this returns."""
+        if not self.takes_part:
+            return
+        self.failed, self.attempts = threading.Event(), self.attempts + 1
+        if self.is_alone:
+            table = jax.device_get(table)  # Orbax would treat the arrays as replicated over all processes
+        handler = ocp.PyTreeCheckpointHandler(
+            save_concurrent_gb=self.concurrent_gb,
+            save_device_host_concurrent_gb=self.concurrent_gb,
+            multiprocessing_options=self.options,
+        )
+        barrier = _make_barrier(self.options.active_processes, self.failed, self.attempts)
+        writer = ocp.AsyncCheckpointer(
+            handler,
+            async_options=ocp.options.AsyncOptions(barrier_sync_fn=barrier),
+            multiprocessing_options=self.options,
+        )
+        save_args = {name: _save_args(name, leaf) for name, leaf in table.items()}
+        arguments = ocp.args.PyTreeSave(dict(table), save_args=save_args, ocdbt_target_data_file_size=FILE_BYTES)
+        writer.save(self.directory / str(step), args=arguments)
+
+        def finish() -> None:
+            with contextlib.closing(writer):
+                writer.wait_until_finished()
+            if self.is_primary:
+                write_atomically(manifest.extra_file(self.directory, step), extra + "\n")
+                manifest.write_manifest(self.directory / str(step))
+                if self.note is not None:
+                    write_atomically(self.note, json.dumps({"newest": step}) + "\n")
+                manifest.prune(self.directory, self.keep)
+
+        self.saving = _run_in_thread(finish)
+
+    def poll(self, seconds: float | None) -> str | None:
+        """ "" once the last save is on disk, what failed, or None after so many seconds; without a number, wait."""
+        if self.saving is None:
+            return ""
+        if not futures.wait([self.saving], timeout=seconds).done:
+            return None
+        error = self.saving.exception()
+        return shorten(error) if isinstance(error, Exception) else ""
+
+    def abandon(self) -> None:
+        """End a save that has failed on this process or on another one, and delete what it has written."""
+        self.failed.set()
+        self.poll(None)
+        self.saving = None
+        if self.is_primary:
+            with contextlib.suppress(OSError, lock.LostError):
+                manifest.remove_unfinished(self.directory)
+
+    def find_damage(self, step: int) -> list[str]:
+        """The damaged files among those that this process verifies, a phrase for each."""
+        if not self.takes_part:
+            return []
+        part = sorted(self.processes).index(jax.process_index())
+        return manifest.find_damage(self.directory / str(step), part, len(self.processes))
+
+    def load(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], *, is_partial: bool) -> dict[str, Any]:
+        """The arrays, with the wanted shardings. Only if `is_partial` there may be others, and the dtypes are cast."""
+        if not self.takes_part:
+            return {name: multihost.remote_array(leaf) for name, leaf in wanted.items()}
+        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=self.options)
+        folder, restore_args = self.directory / str(step), {name: _restore_args(leaf) for name, leaf in wanted.items()}
+        arguments = ocp.args.PyTreeRestore(dict(wanted), restore_args=restore_args, partial_restore=is_partial)
+        try:
+            with ocp.Checkpointer(handler, multiprocessing_options=self.options) as reader:
+                problem = _find_difference(reader.metadata(folder).item_metadata.tree, wanted, is_partial=is_partial)
+                arrays = {} if problem else reader.restore(folder, args=arguments)
+        except Exception as error:
+            raise _unreadable(self.directory, step, error) from error
+        if problem:
+            raise UserError(f"checkpoint {step} in {self.directory} is of another model or optimizer: {problem}")
+        return arrays
+
+
+def _make_barrier(processes: set[int] | None, failed: threading.Event, attempt: int) -> Callable[..., None]:
+    """A `barrier_sync_fn` for Orbax that ends when the save has failed, here or elsewhere: then some do not come."""
+
+    def wait(*, key: str, timeout_ms: int) -> None:
+        barrier = ocp.multihost.get_barrier_sync_fn(processes=processes)
+        met = _run_in_thread(lambda: barrier(key=f"{key}.{attempt}", timeout_ms=timeout_ms))
+        while not futures.wait([met], timeout=POLL).done:
+            if failed.is_set():
+                raise RuntimeError("the save has failed on another process")
+        met.result()
+
+    return wait
+
+
+def _run_in_thread(work: Callable[[], None]) -> futures.Future[None]:
+    """The end of `work()` in a daemon thread: unlike those of a pool, the process does not wait for it at its exit."""
+    end: futures.Future[None] = futures.Future()
+
+    def run() -> None:
+        try:
+            work()
+            end.set_result(None)
+        except Exception as error:
+            end.set_exception(error)
+
+    threading.Thread(target=run, name="gspax_checkpoints", daemon=True).start()
+    return end
+
+
+def _unreadable(directory: Path, step: int, error: Exception) -> UserError:
+    return UserError(f"checkpoint {step} in {directory} cannot be read: {shorten(error)}")
 
 
 def _table(tree: Any) -> dict[str, Any]:
@@ -282,20 +396,96 @@ def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _to_storable(table: dict[str, Any]) -> dict[str, Any]:
-    """Typed PRNG keys as integers; arrays unchanged."""
-    return {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in table.items()}
-
-
 def _abstract_storable(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of what is stored for a leaf: for a typed key, those of its integers."""
+    """The shape, dtype and sharding that a leaf is stored with; a typed key is stored as its integers."""
     data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
 def _from_storable(array: Any, leaf: Any) -> Any:
-    """The inverse of `_to_storable` for one leaf."""
-    if not _is_key(leaf):
-        return array
-    return jax.random.wrap_key_data(array, impl=key_impl_name(leaf.dtype))
+    """The leaf that a stored array belongs to: typed keys are made from their integers."""
+    return jax.random.wrap_key_data(array, impl=key_impl_name(leaf.dtype)) if _is_key(leaf) else array
+
+
+def _restore_args(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+    if leaf.sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+    return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+
+def _save_args(name: str, leaf: Any) -> ocp.SaveArgs:
+    """The chunks of an array; those of a parameter of several layers have one layer, so that `open_array` reads one."""
+    is_stacked = leaf.ndim > 1 and name.removeprefix("params/").startswith("runs/")
+    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if is_stacked else ())
+
+
+def _find_difference(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, is_partial: bool) -> str | None:
+    """The first difference of the stored arrays from the wanted ones, and the number of further ones."""
+    differences = []
+    for name, leaf in wanted.items():
+        if name not in stored:
+            differences.append(f"it has no {name}")
+        elif tuple(stored[name].shape) != leaf.shape or (not is_partial and _kind(stored[name]) != _kind(leaf)):
+            differences.append(f"{name} is {_kind(stored[name])}, wanted {_kind(leaf)}")
+    if not is_partial:
+        differences += [f"it has {name}, which is not wanted" for name in stored if name not in wanted]
+    more = f" (and {len(differences) - 1} more differences)" if len(differences) > 1 else ""
+    return differences[0] + more if differences else None
+
+
+def _kind(leaf: Any) -> str:
+    return f"{jax.numpy.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+
+def shorten(error: Exception) -> str:
+    """The type of an error and the start of its first line; Orbax's messages fill pages."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:160]}"
+
+
+class StoredArray:
+    """An array on disk. `array[()]` reads all of it, `array[layer, ...]` the layers that are stored together.
+
+    The experts of all layers are one array, which few memories hold. The layers that were read last are kept, so layers
+    in order are read once.
+    """
+
+    def __init__(self, name: str, store: Any) -> None:
+        self.name, self.store = name, store
+        self.layers = max(1, store.chunk_layout.read_chunk.shape[0]) if store.ndim else 1  # stored together
+        self.first, self.block = -1, np.empty(0)
+
+    def __getitem__(self, index: tuple[int, ...]) -> np.ndarray:
+        if not index:
+            return self._read(())
+        layer, *rest = index
+        first = layer - layer % self.layers
+        if first != self.first:
+            self.block = np.empty(0)  # freed before the next one is read
+            self.block, self.first = self._read(slice(first, min(first + self.layers, self.store.shape[0]))), first
+        return self.block[(layer - first, *rest)]
+
+    def _read(self, part: slice | tuple[()]) -> np.ndarray:
+        try:
+            return self.store[part].read().result()
+        except ValueError as error:  # tensorstore's for damaged data
+            raise UserError(f"{self.name} cannot be read: {shorten(error)}") from error
+
+
+def open_array(directory: Path, step: int, name: str, shape: tuple[int, ...]) -> StoredArray:
+    """An array by its path, such as `params/embedding`. UserError if it is missing or of another shape."""
+    where = f"{name} of checkpoint {step} in {directory}"
+    base = (directory / str(step)).absolute().as_uri() + "/"
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+    try:
+        store = tensorstore.open(spec, open=True, read=True).result()
+    except ValueError as error:
+        raise UserError(f"{where} cannot be read: {shorten(error)}") from error
+    if tuple(store.shape) != tuple(shape):
+        raise UserError(f"{where}: wanted the shape {list(shape)}, got {list(store.shape)}: it is of another model")
+    return StoredArray(where, store)

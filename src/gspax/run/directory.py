@@ -32,9 +32,9 @@ import jax
 from gspax.errors import UserError
 from gspax.experiment.description import difference, resumable
 from gspax.parallel import multihost
-from gspax.run import lock, step_folders
+from gspax.run import lock
 from gspax.run.folders import set_aside, write_atomically
-from gspax.run.manifest import installed_version
+from gspax.run.manifest import extra_file, finished_steps, installed_version
 from gspax.run.redaction import recorded_variables, redact_arguments
 
 # What an evaluation may change besides: how many completions are sampled at once, and where
@@ -222,8 +222,8 @@ def _read_same(run: RunDir, description: Mapping[str, Any]) -> Any:
 
 def _read_saved(run: RunDir) -> dict[str, Any] | None:
     """The description in the newest checkpoint; None if there is none that can be read."""
-    steps = step_folders.finished_steps(run.checkpoints)
-    extra = _read_object(step_folders.extra_file(run.checkpoints, steps[-1])) if steps else None
+    steps = finished_steps(run.checkpoints)
+    extra = _read_object(extra_file(run.checkpoints, steps[-1])) if steps else None
     found = (extra or {}).get("experiment")
     return found if isinstance(found, dict) else None
 

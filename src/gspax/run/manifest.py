@@ -1,37 +1,56 @@
-"""The manifest of a checkpoint: size and SHA-256 of each of its files, by which damage is found before it is loaded.
+"""The manifest of a checkpoint, and the folders of a checkpoint directory.
 
-It is the last file of a checkpoint to be written. The others are synchronised with the disk first, so a manifest that
-survives a power loss describes files that survived it too.
+A manifest holds the size and SHA-256 of each file, so that damage is found before a checkpoint is loaded. It is written
+last, after the other files were synchronized with the disk: a manifest that survives a power loss describes files that
+survived it too.
+
+STEP           a checkpoint; finished once it has a manifest
+damaged_STEP   one whose files differ from its manifest, kept for the user
+deleted_STEP   one that is being deleted
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import shutil
+import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
+from gspax.errors import UserError
+from gspax.run import lock
 from gspax.run.folders import sync_folder, write_atomically
 
-MANIFEST = "manifest.json"
+MANIFEST, EXTRA = "manifest.json", "extra.json"
 VERSION = 1  # of the format
 PACKAGES = ("gspax", "jax", "orbax-checkpoint", "tensorstore", "numpy")
 THREADS = 8  # hashlib releases the GIL
+DELETED, UNFINISHED = "deleted_", ".orbax-checkpoint-tmp"  # UNFINISHED: in the names of folders that Orbax writes to
+PROBE, PROBE_SUFFIX = 2**16, ".probe.tmp"  # bytes
+
+
+class Entry(NamedTuple):
+    """The size and the SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
 
 
 def write_manifest(folder: Path) -> None:
     """Write the manifest of a complete checkpoint. OSError if a file cannot be read or written."""
     names = _list_files(folder)
     with ThreadPoolExecutor(THREADS) as pool:
-        entries = pool.map(lambda name: _digest(folder / name, sync=True), names)
-        files = dict(zip(names, entries, strict=True))
-    for each in {folder, *((folder / name).parent for name in names)}:
-        sync_folder(each)
-    versions = {name: found for name in PACKAGES if (found := installed_version(name))}
+        entries = list(pool.map(lambda name: _digest(folder / name, sync=True), names))
+    for parent in {folder, *((folder / name).parent for name in names)}:
+        sync_folder(parent)
+    versions = {name: version for name in PACKAGES if (version := installed_version(name))}
+    files = {name: entry._asdict() for name, entry in zip(names, entries, strict=True)}
     write_atomically(folder / MANIFEST, _render({"version": VERSION, "packages": versions, "files": files}))
 
 
@@ -40,15 +59,15 @@ def has_manifest(folder: Path) -> bool:
 
 
 def size_of(folder: Path) -> int:
-    """The bytes of the files of a checkpoint; 0 if its manifest is damaged."""
+    """The bytes of a checkpoint's files; 0 if its manifest is damaged."""
     try:
-        return sum(each["bytes"] for each in _read(folder).values())
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return sum(entry.bytes for entry in _read(folder).values())
+    except UserError:
         return 0
 
 
 def find_damage(folder: Path, part: int = 0, parts: int = 1, *, hashes: bool = True) -> list[str]:
-    """What differs from the manifest, a phrase for each file; nothing if the checkpoint is whole.
+    """A phrase for each file that differs from the manifest; none if the checkpoint is intact.
 
     Args:
       part, parts: check only every `parts`-th file, so that several processes share the work.
@@ -56,13 +75,11 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1, *, hashes: bool = T
     """
     try:
         files = _read(folder)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        return [f"{MANIFEST} cannot be read ({type(error).__name__})"]
+    except UserError as error:
+        return [str(error)]
     with ThreadPoolExecutor(THREADS) as pool:
-        found: Iterable[str | None] = pool.map(
-            lambda name: _compare(folder, name, files[name], hashes=hashes), sorted(files)[part::parts]
-        )
-        return [problem for problem in found if problem is not None]
+        checked = pool.map(lambda name: _compare(folder, name, files[name], hashes=hashes), sorted(files)[part::parts])
+        return [problem for problem in checked if problem is not None]
 
 
 def _list_files(folder: Path) -> list[str]:
@@ -71,44 +88,47 @@ def _list_files(folder: Path) -> list[str]:
 
 
 def _render(content: dict[str, Any]) -> str:
-    """The text of a manifest, with a digest of its own content."""
-    own = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**content, "sha256": own}, indent=1, sort_keys=True) + "\n"
+    """The text of a manifest, with the SHA-256 of its own content."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**content, "sha256": digest}, indent=1, sort_keys=True) + "\n"
 
 
-def _read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The files of a manifest. ValueError if any byte of it was changed, or it is not of this form."""
-    text = (folder / MANIFEST).read_bytes()
-    content = json.loads(text)
-    content.pop("sha256")
-    if _render(content).encode() != text:
-        raise ValueError("the digest differs")
-    for name, entry in content["files"].items():
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError("it names a file of another folder")
-        if {key: type(value) for key, value in entry.items()} != {"bytes": int, "sha256": str}:
-            raise ValueError("an entry has no size and SHA-256")
-    return content["files"]
+def _read(folder: Path) -> dict[str, Entry]:
+    """The entries of a manifest by file name. UserError if any byte of it was changed, or it has another form."""
+    try:
+        text = (folder / MANIFEST).read_bytes()
+        content = json.loads(text)
+        content.pop("sha256")
+        if _render(content).encode() != text:
+            raise ValueError("the SHA-256 differs")
+        files = {name: Entry(**entry) for name, entry in content["files"].items()}
+        for name, entry in files.items():
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ValueError("a name is that of a file in another folder")
+            if [type(value) for value in entry] != [int, str]:
+                raise ValueError("an entry has no size and SHA-256")
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise UserError(f"{MANIFEST} cannot be read ({type(error).__name__})") from error
+    return files
 
 
-def _digest(path: Path, *, sync: bool = False) -> dict[str, Any]:
+def _digest(path: Path, *, sync: bool = False) -> Entry:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         size = file.tell()
         if sync:
             os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest}
+    return Entry(size, digest)
 
 
-def _compare(folder: Path, name: str, wanted: dict[str, Any], *, hashes: bool) -> str | None:
+def _compare(folder: Path, name: str, wanted: Entry, *, hashes: bool) -> str | None:
     path = folder / name
     try:
         if not path.resolve().is_relative_to(folder.resolve()):
             return f"{name} is a link out of the checkpoint"
         size = path.stat().st_size
-        if size != wanted["bytes"]:
-            return f"{name} has {size} bytes instead of {wanted['bytes']}"
+        if size != wanted.bytes:
+            return f"{name} has {size} bytes instead of {wanted.bytes}"
         if hashes and _digest(path) != wanted:
             return f"{name} has another SHA-256"
     except OSError as error:
@@ -117,8 +137,75 @@ def _compare(folder: Path, name: str, wanted: dict[str, Any], *, hashes: bool) -
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package; None if there is none."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def list_steps(directory: Path) -> list[int]:
+    """All steps that have a folder, finished or not, in order."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir())
+
+
+def finished_steps(directory: Path) -> list[int]:
+    """The steps whose save was finished, damaged since or not, in order."""
+    return [step for step in list_steps(directory) if has_manifest(directory / str(step))]
+
+
+def extra_file(directory: Path, step: int) -> Path:
+    """The JSON file with a step's `extra`."""
+    return directory / str(step) / EXTRA
+
+
+def remove_steps(directory: Path, steps: Sequence[int]) -> None:
+    """Delete steps. Each one disappears at once; its space is freed file by file. LostError if the lock is lost."""
+    lock.require_held()
+    for step in steps:
+        target = directory / f"{DELETED}{step}"
+        (directory / str(step)).rename(target)
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Delete the steps whose save was not finished, and what else a failed save left."""
+    remove_leftovers(directory)
+    remove_steps(directory, sorted({*list_steps(directory)} - {*finished_steps(directory)}))
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what killed processes and failed saves left: folders that were being written or deleted, and probes."""
+    for folder in [*directory.glob(f"{DELETED}*"), *directory.glob(f"*{UNFINISHED}*")]:
+        shutil.rmtree(folder, ignore_errors=True)
+    for probe in directory.glob(f"*{PROBE_SUFFIX}"):
+        probe.unlink(missing_ok=True)
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Delete all but the newest `keep` steps. A step with missing or truncated files does not count as kept."""
+    steps = finished_steps(directory)
+    kept = [step for step in steps if not find_damage(directory / str(step), hashes=False)][-keep:]
+    if kept:
+        remove_steps(directory, [step for step in steps if step < kept[0]])
+
+
+def require_space(directory: Path) -> None:
+    """OSError if the newest step would not fit once more: a save that must fail is not begun."""
+    steps = finished_steps(directory)
+    if steps and (wanted := size_of(directory / str(steps[-1]))) > (free := shutil.disk_usage(directory).free):
+        raise OSError(errno.ENOSPC, f"no space left: wanted {wanted:,} bytes, {free:,} are free")
+
+
+def require_writable(directory: Path) -> None:
+    """OSError if this process cannot write a file there: no space, quota or permission."""
+    probe = directory / f"{socket.gethostname()}.{os.getpid()}{PROBE_SUFFIX}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(PROBE))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)

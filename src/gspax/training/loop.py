@@ -20,11 +20,12 @@ from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.report import run_page
 from gspax.rollout.grading import FailedRewardsError, find_failed, gather_texts
-from gspax.run import interrupt, progress, step_folders
+from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints, read_extra
 from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.compilation import count_compilations
 from gspax.run.directory import RunDir, enter_run
+from gspax.run.manifest import finished_steps
 from gspax.run.record import Recorder
 from gspax.training import alarms, rollback
 from gspax.training.guard import RunGuard, check_finite
@@ -149,7 +150,7 @@ def record_step(
 
 def describe_unsaved(checkpoints: Path) -> str:
     """A phrase that names what is lost if the run ends at once."""
-    finished = step_folders.finished_steps(checkpoints)
+    finished = finished_steps(checkpoints)
     return f"what was done after checkpoint {finished[-1]} is lost" if finished else "no checkpoint was saved"
 
 

@@ -22,8 +22,7 @@ from gspax.config import Guard
 from gspax.errors import DivergedError, UserError, warn
 from gspax.learner.restore import drop_frozen
 from gspax.parallel import multihost
-from gspax.run.checkpoint_files import shorten
-from gspax.run.checkpoints import Checkpoints
+from gspax.run.checkpoints import Checkpoints, shorten
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_rows
