@@ -1,8 +1,8 @@
-"""Alarms of a policy that collapses or rambles, from the metrics of a step; an alarm that lasts is a collapse.
+"""Alarms of a policy whose entropy collapses or whose responses are truncated; an alarm that lasts is a collapse.
 
 An alarm warns. With `guard.collapse`, an alarm that lasts for `guard.collapse.steps` steps is a collapse, and the run
-does what `guard.collapse.action` names. What was seen so far is a `Watch`: a checkpoint stores it, so a resumed run
-finds a collapse at the same step.
+warns or stops (`guard.collapse.action`). A `Watch` is the record so far: a checkpoint stores it, so a resumed run finds
+a collapse at the same step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ OF_COLLAPSE = ("reward", "gradient")  # further ones with `guard.collapse`
 
 @dataclass(frozen=True)
 class Watch:
-    """What was seen of a run until some step."""
+    """The record of a run up to some step."""
 
-    lasting: dict[str, int] = field(default_factory=dict)  # steps in a row with an alarm, for each there is
+    lasting: dict[str, int] = field(default_factory=dict)  # steps in a row with an alarm, by its name
     rewards: tuple[float, ...] = ()  # mean rewards of the last `collapse.window` steps
     best: float | None = None  # their largest mean over a whole window
     skipped: int = 0  # updates skipped in a row until now

@@ -1,4 +1,4 @@
-"""Rollout batches in flight: sampled on the sampler's mesh, fetched to the learner's."""
+"""Rollouts in flight are sampled on the sampler's mesh and fetched to the learner's."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SAMPLING = 1  # folded into the run's key
 
 @dataclass(frozen=True)
 class PendingRollout:
-    """A rollout batch in flight: the sampler has it, or is working on it."""
+    """A rollout in flight: the sampler works on it, or has finished it."""
 
-    policy: int  # rollout batches that the parameters it is drawn with had learnt from
-    taken: int  # problems, those skipped included
+    policy: int  # number of rollouts that the sampling parameters were trained on
+    taken: int  # problems, including skipped ones
     problems: list[Problem | None]
     rollout: Rollout  # on the sampler's mesh
     started: Started  # rewards
@@ -38,12 +38,12 @@ class PendingRollout:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A rollout batch that has arrived; its lengths are on the host."""
+    """A rollout that has arrived; its lengths are on the host."""
 
     policy: int
-    taken: int  # problems, those skipped included
+    taken: int  # problems, including skipped ones
     problems: list[Problem | None]
-    sampled: Rollout  # on the sampler's mesh, where each process has the rows whose problems it has
+    sampled: Rollout  # on the sampler's mesh, where each process has the rows of its own problems
     rollout: Rollout  # the same on the learner's mesh
     started: Started
     metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts
@@ -51,16 +51,16 @@ class RolloutBatch:
 
 @dataclass
 class InFlight:
-    """What one step leaves for the next; nothing before the first one and after a restore."""
+    """The rollouts that one step leaves for the next; none before the first step and after a restore."""
 
-    batches: deque[PendingRollout] = field(default_factory=deque)  # that the sampler draws, the next one first
+    batches: deque[PendingRollout] = field(default_factory=deque)  # that the sampler works on, the next one first
     pool: Pool | None = None  # instead, for partial rollouts
 
 
 def next_rollout(runtime: Runtime, state: TrainState, ahead: deque[PendingRollout]) -> RolloutBatch:
-    """The next rollout batch, on the learner's mesh; the sampler then starts on those that it may draw ahead.
+    """Fetch the next rollout to the learner's mesh, and then start the sampler on those that it may sample ahead.
 
-    In this order, because between processes fetching a batch waits for all that the sampler was given before.
+    The order matters: between processes, fetching a rollout waits for everything that the sampler was given before.
     """
     schedule, placement = runtime.experiment.schedule, runtime.experiment.placement
     done = count_rollouts(runtime, state)
@@ -76,7 +76,7 @@ def next_rollout(runtime: Runtime, state: TrainState, ahead: deque[PendingRollou
 
 
 def draw_ahead(runtime: Runtime, state: TrainState, batches: int, first: int, ahead: deque[PendingRollout]) -> None:
-    """Start the sampler on so many rollout batches, from problem `first` on, with the state's parameters."""
+    """Start the sampler on a number of rollouts, from problem `first` on, with the state's parameters."""
     params = runtime.sampler.push(state.params) if batches > 0 else None
     for _ in range(batches):
         ahead.append(draw(runtime, params, state, first))
@@ -84,9 +84,9 @@ def draw_ahead(runtime: Runtime, state: TrainState, batches: int, first: int, ah
 
 
 def draw(runtime: Runtime, params: Params, state: TrainState, first: int) -> PendingRollout:
-    """Start sampling the problems from `first` on that can be used, with the sampler's parameters.
+    """Start sampling the usable problems from `first` on, with the sampler's parameters.
 
-    Waits with `sampling.chunk`, and with an environment, whose replies the sampler needs.
+    It waits for the samples with `sampling.chunk`, and with an environment, whose replies the sampler needs.
     """
     experiment, sampler = runtime.experiment, runtime.sampler
     P, group, tokenizer = experiment.sampling.prompts, experiment.sampling.group, experiment.tokenizer
@@ -117,12 +117,12 @@ def draw(runtime: Runtime, params: Params, state: TrainState, first: int) -> Pen
 
 
 def sampling_key(state: TrainState) -> Array:
-    """The key of a run's samples, on the host."""
+    """The key that all samples of a run depend on, on the host."""
     return jax.random.fold_in(multihost.key_to_host(state.key), SAMPLING)
 
 
 def receive(runtime: Runtime, pending: PendingRollout) -> RolloutBatch:
-    """Wait for a rollout batch, and bring it to the learner's mesh."""
+    """Wait for a rollout, and fetch it to the learner's mesh."""
     sampled = lengths_to_host(pending.rollout)
     fetched = runtime.sampler.fetch(sampled)
     return RolloutBatch(pending.policy, pending.taken, pending.problems, sampled, fetched, pending.started)

@@ -1,7 +1,7 @@
-"""Partial rollouts: rollout batches out of the groups that the sampler is drawing (`rollout.pool`).
+"""Partial rollouts train on groups that have finished while the sampler goes on with others (`rollout.pool`).
 
-No group is carried over a checkpoint: before one, only as many problems are drawn as the batches up to it need, and the
-last of these waits for all of them. A resumed run therefore starts with an empty pool, as the uninterrupted one did.
+No group is carried over a checkpoint: before one, only the problems are sampled that the rollouts up to it need, and
+the last rollout waits for all of them. A resumed run therefore starts with an empty pool, as the uninterrupted one did.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from gspax.types import TrainState
 
 
 def next_partial(runtime: Runtime, state: TrainState, pool: Pool | None) -> tuple[RolloutBatch, Pool]:
-    """The next rollout batch, on the learner's mesh, and the pool that the sampler draws on while the learner updates.
+    """The next rollout, on the learner's mesh, and the pool that the sampler works on during the updates.
 
     Args:
-      pool: after the batch before; None in the first step and after a restore.
+      pool: after the rollout before; None in the first step and after a restore.
     """
     experiment, placement = runtime.experiment, runtime.experiment.placement
     sampling, schedule = experiment.sampling, experiment.schedule
@@ -55,7 +55,7 @@ def next_partial(runtime: Runtime, state: TrainState, pool: Pool | None) -> tupl
         return progress.is_due(batch, schedule.checkpoint_every, schedule.steps)
 
     def fill(pool: Pool, batch: int) -> Pool:
-        """With as many groups as there may be while a rollout batch is drawn."""
+        """Add groups up to the number that may be there while a rollout is sampled."""
         most = min(places, P * (1 + find_last_ahead(1, batch, due) - batch))
         return admit_problems(runtime, pool, most - pool.count(), weights, options)
 
@@ -75,7 +75,7 @@ def next_partial(runtime: Runtime, state: TrainState, pool: Pool | None) -> tupl
 
 
 def make_options(runtime: Runtime) -> SampleOptions:
-    """How the sampler's programs are compiled."""
+    """The options that the sampler's programs are compiled with."""
     experiment, mesh = runtime.experiment, runtime.sampler.mesh
     return SampleOptions(
         model=experiment.model,
@@ -88,7 +88,7 @@ def make_options(runtime: Runtime) -> SampleOptions:
 
 
 def admit_problems(runtime: Runtime, pool: Pool, groups: int, weights: Weights, options: SampleOptions) -> Pool:
-    """The pool with so many more groups."""
+    """Add a number of groups to the pool."""
     if groups <= 0:
         return pool
     index_R = next_problems(pool, groups)
@@ -107,9 +107,9 @@ def admit_problems(runtime: Runtime, pool: Pool, groups: int, weights: Weights, 
 
 
 def end_samples(runtime: Runtime, pool: Pool) -> np.ndarray:
-    """Whether a place's group has ended, bool [R], after the rewards of samples that have were started.
+    """Start the rewards of finished samples, and find the places whose group has finished, bool [R].
 
-    With several processes they are started with their batch: its rows may be on other processes than the pool's.
+    With several processes rewards start with their rollout: its rows may be on other processes than the pool's.
     """
     ended = None
     if jax.process_count() == 1:
@@ -123,9 +123,9 @@ def end_samples(runtime: Runtime, pool: Pool) -> np.ndarray:
 def take_batch(
     runtime: Runtime, state: TrainState, pool: Pool, places: np.ndarray, options: SampleOptions
 ) -> tuple[RolloutBatch, Pool]:
-    """The groups in these places as a rollout batch on the learner's mesh, and the pool without them.
+    """Take the groups in these places out of the pool, as a rollout on the learner's mesh.
 
-    Problems count as taken once they are in a batch, and those that were skipped until then with them.
+    Problems count as taken once they are in a rollout, together with those that were skipped until then.
     """
     index, policy = pool.problem_R[places].tolist(), int(pool.policy_R[places].min())
     pool, rollout, started = take(pool, places, options)

@@ -1,8 +1,8 @@
-"""Going back to the last checkpoint and on with other problems, after updates that went wrong.
+"""A rollback returns a run to its newest checkpoint, and goes on with other problems, after updates went wrong.
 
-A rollback is a restart of the run inside its process: the state of the newest checkpoint, with the problems since then
-marked as consumed. `rollbacks.jsonl` records each one, so a run that is stopped afterwards resumes with the same
-problems. The minibatch whose update was skipped is dumped, with the state that it met, for `gspax replay`.
+The run restarts inside its process from the state of that checkpoint, with the problems since then marked as consumed.
+`rollbacks.jsonl` records each rollback, so a run that is stopped afterwards resumes with the same problems. The skipped
+update's minibatch is dumped, with the state before it, for `gspax replay`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ def dump(
 ) -> str:
     """Write a minibatch and the state for `gspax replay`, in place of earlier dumps of the run. Collective.
 
-    Returns a sentence that says where. If nothing can be written it says so, and what the dump is made for is reported.
-
     Args:
-      description: of the experiment.
+      batch: the minibatch; None if there is none to dump.
+      description: the experiment's (`experiment.description`).
+
+    Returns:
+      A sentence that names the folder, or why nothing could be written: the divergence is reported in any case.
     """
     if batch is None:
         return ""
@@ -73,7 +75,7 @@ def read_minibatch(folder: Path) -> Batch:
         if damaged is not None:  # numpy stops reading at the shape's end, where no checksum has been compared yet
             raise UserError(f"the checksum of {damaged} differs")
         with np.load(path, allow_pickle=False) as arrays:
-            return Batch(**{each.name: arrays[each.name] for each in fields(Batch) if each.name in arrays})
+            return Batch(**{array.name: arrays[array.name] for array in fields(Batch) if array.name in arrays})
     except Exception as error:  # zipfile, zlib and numpy raise a dozen kinds for damaged bytes
         raise UserError(f"{path} cannot be read: {shorten(error)}") from error
 
@@ -112,7 +114,7 @@ def go_back(run: RunDir, checkpoints: Checkpoints, problem: DivergedError, guard
 
 
 def skip_problems(run: RunDir, state: TrainState, step: int) -> TrainState:
-    """A state restored at `step`, with the problems marked as consumed that the run went back from."""
+    """Mark the problems as consumed that the run went back from since `step`, where the state was restored."""
     found = [each["position"] for each in multihost.gather(_read(run))[0] if each["to"] >= step]
     if not found:
         return state

@@ -1,13 +1,13 @@
-"""Supervised warm start: imitate demonstrations. A stage of its own, usable alone (`gspax sft`).
+"""The supervised warm start imitates demonstrations, before a run or alone (`gspax sft`).
 
-It is the reinforcement-learning train step with another loss, so the two stages share all of the gradient's code.
+It uses the train step of reinforcement learning with another loss, so both stages share the code of the gradient.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from gspax.experiment.description import describe
 from gspax.learner import objective
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import drop_frozen, first_state, restore_state
-from gspax.learner.train_step import make_train_step
+from gspax.learner.train_step import TrainStep, make_train_step
 from gspax.losses import Terms
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
@@ -41,18 +41,18 @@ from gspax.types import Array, Batch, TrainState
 
 
 def nll(logp_BT: Array, old_logp_BT: Array, advantage_B: Array, mask_BT: Array) -> Terms:
-    """Negative log-likelihood, every demonstrated token weighted equally. Reads log-probs and mask alone."""
+    """Negative log-likelihood, every demonstrated token weighted equally. Only log-probs and mask are used."""
     value_B = -logp_BT.sum(axis=-1, where=mask_BT)
     return Terms(value=value_B, weight=mask_BT.sum(axis=-1).astype(value_B.dtype), metrics={})
 
 
 def imitation(outputs: objective.Outputs, batch: Batch, constants: objective.UpdateConstants) -> Terms:
-    """`nll` as what an update minimises: there is no old policy, so no metric of a ratio."""
+    """The objective of an update with `nll`. There is no old policy, so there is no metric of a ratio."""
     return nll(outputs.logp_BT, batch.old_logp_BT, batch.advantage, batch.mask_BT)
 
 
 def run(experiment: Experiment, workdir: Path) -> None:
-    """`gspax sft`: this stage alone, in `workdir/warm_start`, where `gspax train` finds it."""
+    """Run this stage alone (`gspax sft`), in `workdir/warm_start`, where `gspax train` finds it."""
     if experiment.warm_start is None:
         raise UserError(f"sft: the experiment {experiment.name!r} has no warm_start")
     mesh, _ = make_meshes(experiment)
@@ -63,10 +63,10 @@ def run(experiment: Experiment, workdir: Path) -> None:
 
 
 def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, skipped: Skipped) -> TrainState:
-    """The state after `warm_start.steps` updates from scratch; an interrupted stage is resumed.
+    """Run `warm_start.steps` updates from a new state, or resume an interrupted stage, and return the state.
 
     With `lora` only the adapters are trained, as in the run that follows: their base stays the model's checkpoint.
-    Its position is the number of training problems that were demonstrated or `skipped`.
+    The state's position is the number of training problems that were demonstrated or `skipped`.
 
     Raises:
       DivergedError: several updates in a row are skipped, or a parameter is not finite.
@@ -97,44 +97,60 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
             state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
         else:
             state = restore_state(run, checkpoints, model, optimizer, mesh, lora=lora)
-        in_a_row = 0
-        done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
+        return _train(experiment, run, checkpoints, state, train_step, demonstrate)
 
-        def save() -> None:
-            stored = drop_frozen(state)
-            check_finite(stored, done)
-            recorder.flush()
-            checkpoints.save(done, stored, {})
 
-        with (
-            Recorder(run.warm_start, done) as recorder,
-            progress.track(stage.steps, done, "warm start") as bar,
-            interrupt.call_on_interrupt(save),
-        ):
-            if done:
-                reached = "already at" if done >= stage.steps else "continuing from"
-                bar.print(f"warm start: {reached} step {done} of {stage.steps}")
-            progress.phase("updating")
-            while done < stage.steps:
-                batch, taken = demonstrate(first)
-                state, metrics = train_step(state, batch)
-                state = replace(state, position=state.position + taken)
-                done, first = done + 1, first + taken
-                shown = {name: float(value) for name, value in multihost.to_host(metrics).items()}
-                recorder.write_metrics(done, shown)
-                bar.update(done, {"loss": shown["loss"]})
-                in_a_row = count_skipped(in_a_row, [bool(shown["skipped"])])[-1]
-                if in_a_row >= (limit := experiment.schedule.max_skipped):
-                    raise too_many_skipped(in_a_row, limit, done, state)
-                if done == stage.steps:
-                    save()
-                interrupt.stop_point()
+def _train(
+    experiment: Experiment,
+    run: RunDir,
+    checkpoints: Checkpoints,
+    state: TrainState,
+    train_step: TrainStep,
+    demonstrate: Callable[[int], tuple[Batch, int]],
+) -> TrainState:
+    """Run the updates that are left, and save the state after the last one.
+
+    Args:
+      demonstrate: a function of an index that gives the demonstrations from that problem on, and how many it read.
+    """
+    assert experiment.warm_start is not None
+    steps, limit, in_a_row = experiment.warm_start.steps, experiment.schedule.max_skipped, 0
+    done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
+
+    def save() -> None:
+        stored = drop_frozen(state)
+        check_finite(stored, done)
+        recorder.flush()
+        checkpoints.save(done, stored, {})
+
+    with (
+        Recorder(run.warm_start, done) as recorder,
+        progress.track(steps, done, "warm start") as bar,
+        interrupt.call_on_interrupt(save),
+    ):
+        if done:
+            bar.print(f"warm start: {'already at' if done >= steps else 'continuing from'} step {done} of {steps}")
+        progress.phase("updating")
+        while done < steps:
+            batch, read = demonstrate(first)
+            state, metrics = train_step(state, batch)
+            state = replace(state, position=state.position + read)
+            done, first = done + 1, first + read
+            shown = {name: float(value) for name, value in multihost.to_host(metrics).items()}
+            recorder.write_metrics(done, shown)
+            bar.update(done, {"loss": shown["loss"]})
+            in_a_row = count_skipped(in_a_row, [bool(shown["skipped"])])[-1]
+            if in_a_row >= limit:
+                raise too_many_skipped(in_a_row, limit, done, state)
+            if done == steps:
+                save()
+            interrupt.stop_point()
     return state
 
 
 @contextlib.contextmanager
 def _final_failures() -> Iterator[None]:
-    """The run does not go back for a stage that starts from random parameters: the same updates would fail again."""
+    """Mark divergence as final: the stage is deterministic, so the same updates would fail again."""
     try:
         yield
     except DivergedError as problem:
@@ -162,7 +178,7 @@ def make_demonstrations(
     by_row = named_sharding(mesh, "batch")
 
     def encode(index: int) -> tuple[list[int], list[bool]]:
-        """The tokens of prompt, demonstration and stop token together, and which of them are imitated."""
+        """The tokens of prompt, demonstration and stop token, and whether each of them is imitated."""
         problem = read_problem(data.train, index)
         shown = stage.demonstration(problem, np.random.default_rng((seed, index)))
         if environment is not None:
