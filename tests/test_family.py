@@ -21,7 +21,7 @@ from gspax.learner.train_step import make_route, make_score, make_update
 from gspax.losses import correction, kl, shaping
 from gspax.model.sizes.old_policy import keeps_experts
 from gspax.parallel.sharding import make_mesh, named_sharding
-from gspax.rewards.calls import RewardCalls
+from gspax.rewards.scores import reward_calls
 from gspax.sampler.placement import make_colocated_sampler
 from gspax.training.in_flight import InFlight
 from gspax.training.runtime import Runtime
@@ -92,7 +92,7 @@ def train(changes, rollouts=2, seed=0):
     shift = variant.router_shift is not None
     scored = make_steps(variant, OPTIMIZER, MESH).scored
     steps = Steps(update, score(variant.model, keep, shift), route(variant.model), None, scored)
-    rewards = RewardCalls(variant.reward, variant.grading)
+    rewards = reward_calls(variant.reward, variant.grading)
     sampler = make_colocated_sampler(variant.model, MESH, MESH)
     runtime = Runtime(variant, MESH, OPTIMIZER, steps, sampler, rewards)
     state = init_state(variant.model, OPTIMIZER, jax.random.key(seed), MESH)

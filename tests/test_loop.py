@@ -32,7 +32,7 @@ from gspax.learner.state import abstract_state
 from gspax.losses import kl
 from gspax.model.sizes.old_policy import find_scored
 from gspax.parallel.sharding import make_mesh
-from gspax.rewards.calls import RewardCalls
+from gspax.rewards.scores import reward_calls
 from gspax.rollout.problems import Skipped
 from gspax.run import interrupt, manifest, progress, record
 from gspax.run.checkpoints import Checkpoints
@@ -338,7 +338,7 @@ def test_failed_rewards_that_end_a_run_are_recorded_first(runtime, monkeypatch, 
         return run_step(*args)
 
     monkeypatch.setattr(loop, "run_step", fail_from_now_on)
-    rewards = RewardCalls(reward, experiment.grading)
+    rewards = reward_calls(reward, experiment.grading)
     monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
     with pytest.raises(UserError, match=r"reward failed for 32 of 32 .*: KeyError: .* \(tests/test_loop.py:\d+\)"):
         loop.train(experiment, tmp_path / "run")
@@ -356,7 +356,7 @@ def test_an_evaluation_with_some_failed_rewards_ends_no_run(runtime, monkeypatch
         return 1.0
 
     heldout = [experiment.data.heldout(index).prompt for index in range(16)]
-    rewards = RewardCalls(reward, experiment.grading)
+    rewards = reward_calls(reward, experiment.grading)
     monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
     loop.train(experiment, tmp_path / "run")
     shares = [row.get("eval/reward_failed") for row in timeless(RunDir(tmp_path / "run"))]
@@ -371,7 +371,7 @@ def test_rewards_beyond_the_range_end_the_run_or_count_as_failed(runtime, monkey
     def huge(problem, completion):
         return 1e38 if len(completion) % 2 else -1e38
 
-    rewards = RewardCalls(huge, replace(experiment.grading, max_failed=allowed))
+    rewards = reward_calls(huge, replace(experiment.grading, max_failed=allowed))
     monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
     if allowed < 1:
         with pytest.raises(UserError, match=r"huge failed for .* wanted finite numbers up to ±1e18, got -?1e\+38 for"):
@@ -600,7 +600,7 @@ def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, ru
         return len(timeless(run))
 
     def rewards(at):
-        return RewardCalls(partial(reward, at=at), experiment.grading)
+        return reward_calls(partial(reward, at=at), experiment.grading)
 
     assert stop(2, rewards=rewards(at=1)) == 3
     assert stop(3, rewards=rewards(at=33)) == 4, "without the evaluation of step 3"
@@ -651,7 +651,7 @@ def test_a_step_of_the_loop(monkeypatch):
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     sampler = placement.Sampler(mesh, lambda params: params, lambda rollout: rollout)
     steps = Steps(update, score, route, None, make_steps(small, None, mesh).scored)
-    runtime = Runtime(small, mesh, None, steps, sampler, RewardCalls(small.reward, small.grading))
+    runtime = Runtime(small, mesh, None, steps, sampler, reward_calls(small.reward, small.grading))
     key = jax.random.key(5)
     done = optax.ScaleByScheduleState(jnp.int32(3))  # one of four updates was skipped
     state = TrainState(

@@ -78,8 +78,8 @@ def test_the_experiment_on_made_up_rows(folder, capsys):
         "<turn>user\n" + problem.prompt
     )
     digits = problem.answer.rpartition(" ")[2]
-    assert experiment.reward(problem, f"so \\boxed{{{digits}}}") == 1.0
-    assert experiment.reward(problem, "so \\boxed{77}") == 0.0
+    assert experiment.reward(problem, f"so \\boxed{{{digits}}}").value == 1.0
+    assert experiment.reward(problem, "so \\boxed{77}").value == 0.0
     assert main.main(["train", "gsm8k.py", "--dry-run"]) == 0
     assert re.search(r"data\.train_rows +sha256:", capsys.readouterr().out)
 
@@ -140,7 +140,7 @@ def test_the_experiment_on_gsm8k(folder, capsys):
     assert describe(source)["train_rows"] == f"sha256:{TRAIN}"
     for index in range(20):
         problem = source.train(index)
-        assert experiment.reward(problem, f"\\boxed{{{problem.answer.rpartition(' ')[2]}}}") == 1.0
+        assert experiment.reward(problem, f"\\boxed{{{problem.answer.rpartition(' ')[2]}}}").value == 1.0
     assert main.main(["train", "gsm8k.py", "--dry-run", *paths]) == 0
     assert TRAIN in capsys.readouterr().out
 

@@ -34,8 +34,8 @@ def test_every_calculation_of_a_solution_is_right(source):
             exact = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) / int(b)}[sign]
             assert int(c) == exact and 0 < exact <= word_problems.LARGEST
         assert all(b in problem.prompt for _, sign, b, _ in steps if sign in "+-")
-        assert math.reward(problem, problem.answer, form="hash") == 1.0
-        assert math.reward(problem, problem.answer + "1", form="hash") == 0.0
+        assert math.reward(problem, problem.answer, form="hash").value == 1.0
+        assert math.reward(problem, problem.answer + "1", form="hash").value == 0.0
 
 
 def test_no_new_type_is_familiar_and_all_are_drawn():

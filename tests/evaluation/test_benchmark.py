@@ -24,7 +24,7 @@ from gspax.experiment import validate
 from gspax.parallel.sharding import make_mesh
 from gspax.report import evaluation_page
 from gspax.report.run_page import write as write_report
-from gspax.rewards.calls import Graded
+from gspax.rewards.scores import Score
 from gspax.rollout import grading
 from gspax.run.directory import RunDir
 from gspax.run.record import read_rows
@@ -44,7 +44,7 @@ class Held:
 def parity(problem, completion):
     """1 for an even number of characters."""
     right = len(completion) % 2 == 0
-    return Graded(float(right), "even: all" if right else "odd")
+    return Score(float(right), "even: all" if right else "odd")
 
 
 def vote(completion):

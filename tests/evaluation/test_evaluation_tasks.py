@@ -46,7 +46,7 @@ def test_gsm8k_is_read_whole_and_in_order(write):
     assert (task.name, task.samples, task.temperature, task.data.heldout_count) == ("gsm8k", 4, 0.6, 2)
     first, second = map(task.data.heldout, range(2))
     assert first.prompt.startswith(GSM8K[0]["question"]) and "\\boxed{}" in first.prompt
-    assert task.reward(first, "so it is \\boxed{8}") == 1.0 and task.reward(first, "\\boxed{9}") == 0.0
+    assert task.reward(first, "so it is \\boxed{8}").value == 1.0 and task.reward(first, "\\boxed{9}").value == 0.0
     assert task.reward(second, "\\boxed{4000}").reason == "equal"
 
 
@@ -58,7 +58,7 @@ def test_a_truncated_thought_has_no_reward_and_no_vote(write):
         ("<think>\\boxed{9}</think>\\boxed{8.0}", 1.0, "8"),
         ("\\boxed{\\frac{16}{2}}", 1.0, "8"),
     ]:
-        assert task.reward(problem, completion) == reward
+        assert task.reward(problem, completion).value == reward
         assert task.vote(completion) == vote
 
 
@@ -79,7 +79,7 @@ def test_math500_keeps_level_and_subject(write):
 def test_aime_in_any_of_its_published_spellings(row, write):
     task = tasks.aime24(write([row]), **tasks.QWEN3_THINKING)
     assert (task.temperature, task.top_p, task.top_k, task.max_tokens) == (0.6, 0.95, 20, 32_768)
-    assert task.reward(task.data.heldout(0), "\\boxed{204}") == 1.0
+    assert task.reward(task.data.heldout(0), "\\boxed{204}").value == 1.0
 
 
 def test_livecodebench_by_date_with_hidden_tests(write):
@@ -97,9 +97,9 @@ def test_livecodebench_runs_programs(write):
     task = tasks.livecodebench(write(CODE))
     problem = task.data.heldout(0)
     right = "<think>hm</think>\n```python\nprint(sum(map(int, input().split())))\n```"
-    assert task.reward(problem, right) == 1.0
+    assert task.reward(problem, right).value == 1.0
     wrong = task.reward(problem, "```python\nprint(3)\n```")
-    assert (wrong, wrong.reason) == (0.0, "wrong: test 2")
+    assert (wrong.value, wrong.reason) == (0.0, "wrong: test 2")
 
 
 def test_rows_that_do_not_fit_are_reported_together_with_their_place(write):

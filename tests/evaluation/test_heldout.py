@@ -12,7 +12,7 @@ from gspax import config
 from gspax.evaluation import completions, heldout
 from gspax.evaluation.completions import Policy, fill_chunks
 from gspax.parallel.sharding import make_mesh
-from gspax.rewards.calls import RewardCalls
+from gspax.rewards.scores import reward_calls
 from gspax.sampler import sampler
 from gspax.sampler.inference_weights import make_serving_copy
 from gspax.types import Rollout
@@ -43,7 +43,7 @@ def run(experiment, devices=1, seed=0):
     mesh = make_mesh(config.Mesh(), jax.devices()[:devices])
     params = make_serving_copy(tiny.params(experiment.model), experiment.model, mesh)
     policy = Policy(params, experiment.model, experiment.tokenizer, mesh)
-    with RewardCalls(experiment.reward, experiment.grading) as rewards:
+    with reward_calls(experiment.reward, experiment.grading) as rewards:
         return heldout.evaluate(
             policy,
             jax.random.key(seed),

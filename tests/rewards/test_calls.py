@@ -15,13 +15,14 @@ from gspax.data.chat import reward_answer
 from gspax.errors import UserError
 from gspax.rewards import calls as module
 from gspax.rewards import format, length
-from gspax.rewards.calls import Batched, Failed, Graded, Result, RewardCalls, Total, concurrent, to_result
+from gspax.rewards.calls import Batched, concurrent
 from gspax.rewards.combination import combine, weighted_sum
+from gspax.rewards.scores import Result, Score, reward_calls, to_result
 from gspax.rewards.workers.pool import Pool
 
 
 def gather(reward, completions, **grading):
-    with RewardCalls(reward, Grading(**grading)) as calls:
+    with reward_calls(reward, Grading(**grading)) as calls:
         futures = calls.submit(list(range(len(completions))), completions)
         return [future.result(timeout=60) for future in futures]
 
@@ -47,6 +48,7 @@ async def async_numbers(problems, completions):
     return numbers(problems, completions)
 
 
+TOO_LARGE = "Score(value=1, reason='', error='', parts={'a': 1e+19})"
 FORMS = {"plain": number, "async": async_number, "batched": Batched(numbers), "async, batched": Batched(async_numbers)}
 
 
@@ -64,17 +66,17 @@ def test_every_completion_gets_its_own_reward(reward, concurrency):
         (np.float32(0.5), Result((0.5,))),
         ((1, 0.5), Result((1.0, 0.5))),
         ({"a": 1, "b": 0.5}, Result((1.0, 0.5), names=("a", "b"), parts={"a": 1.0, "b": 0.5})),
-        (Total({"a": 1, "b": 0.5}), Result((1.5,), parts={"a": 1.0, "b": 0.5})),
-        (Total({"a": float("inf")}), Result((), "wanted finite numbers up to ±1e18, got inf")),
+        (Score(1, "equal", parts={"b": 0.5}), Result((1.0,), parts={"b": 0.5}, reason="equal")),
+        (Score(1, parts={"a": 1e19}), Result((), f"wanted finite numbers up to ±1e18, got {TOO_LARGE}")),
         (float("nan"), Result((), "wanted finite numbers up to ±1e18, got nan")),
         ((1.0, float("inf")), Result((), "wanted finite numbers up to ±1e18, got (1.0, inf)")),
         (-1e18, Result((-1e18,))),
         (1e38, Result((), "wanted finite numbers up to ±1e18, got 1e+38")),
         (1e39, Result((), "wanted finite numbers up to ±1e18, got 1e+39")),
         ({"b": 0.5, "a": 1}, Result((1.0, 0.5), names=("a", "b"), parts={"b": 0.5, "a": 1.0})),
-        ((Failed(-1, "late"), Graded(1, "equal"), 2), Result((-1.0, 1.0, 2.0), "late", reason="equal")),
+        ((Score(-1, error="late"), Score(1, "equal"), 2), Result((-1.0, 1.0, 2.0), "late", reason="equal")),
         (
-            {"b": Graded(1, "equal"), "a": Failed(0, "late"), "c": Failed(0, "gone")},
+            {"b": Score(1, "equal"), "a": Score(0, error="late"), "c": Score(0, error="gone")},
             Result((0.0, 1.0, 0.0), "a: late; c: gone", {"b": 1.0, "a": 0.0, "c": 0.0}, "b: equal", ("a", "b", "c")),
         ),
         ((), Result((), "wanted finite numbers up to ±1e18, got ()")),
@@ -130,7 +132,7 @@ def test_a_failure_affects_one_completion(reward):
     assert errors(*found)[::2] == [
         f"ValueError: no such unit (tests/rewards/test_calls.py:{line + 3})",
         f"SystemExit: bye (tests/rewards/test_calls.py:{line + 5})",
-        "late: no reward after 0.3 s (grading.timeout)",
+        "late: no answer after 0.3 s (grading.timeout)",
         "",
     ]
 
@@ -146,7 +148,7 @@ def test_a_blocking_coroutine_times_out_alone(monkeypatch):
 def test_a_failed_batch_fails_all_and_an_invalid_number_only_its_own():
     assert (
         errors(*gather(Batched(lambda problems, texts: [1.0]), ["a", "b"]))
-        == ["wanted a reward for each of 2 completions, got 1"] * 2
+        == ["wanted a value for each of 2 completions, got 1"] * 2
     )
     assert (
         errors(*gather(Batched(lambda problems, texts: 1 / 0), ["a", "b"]))
@@ -204,14 +206,14 @@ def test_a_late_call_does_not_add_threads():
         running.append(threading.current_thread().name)
         return 1.0
 
-    with RewardCalls(waits, Grading(timeout=0.2)) as calls:
+    with reward_calls(waits, Grading(timeout=0.2)) as calls:
         (late,) = calls.submit([0], ["hang"])
         assert late.result(timeout=10).error.startswith("late")
         release.set()
         time.sleep(0.1)
         for future in calls.submit([0] * 20, ["good"] * 20):
             future.result(timeout=10)
-    assert set(running) == {"gspax-reward-2"}
+    assert set(running) == {"gspax-call-2"}
 
 
 judge = concurrent(4)(lambda problem, completion: 1.0)
@@ -231,9 +233,9 @@ lenient = concurrent(16)(lambda problem, completion: 1.0)
     ],
 )
 def test_a_composition_runs_with_the_concurrency_of_its_members(reward, most):
-    with RewardCalls(reward, Grading()) as calls:
+    with reward_calls(reward, Grading()) as calls:
         assert calls.concurrency == most
-    with RewardCalls(reward, Grading(concurrency=3)) as calls:
+    with reward_calls(reward, Grading(concurrency=3)) as calls:
         assert calls.concurrency == 3
 
 
@@ -273,14 +275,14 @@ def test_a_late_call_asks_no_further_worker(tmp_path):
         return 1.0
 
     (found,) = gather(judged, ["a"], timeout=0.6)
-    assert found.error.startswith("late: no reward after 0.6 s")
+    assert found.error.startswith("late: no answer after 0.6 s")
     assert ended.wait(3.0), "25 s of work are left"
     pool.close()
 
 
 def test_calls_start_when_they_are_submitted_and_threads_end_with_close():
     started = threading.Event()
-    calls = RewardCalls(lambda problem, completion: started.set() or 1.0, Grading())
+    calls = reward_calls(lambda problem, completion: started.set() or 1.0, Grading())
     before = set(threading.enumerate())
     calls.submit([0], ["x"])
     assert started.wait(10), "nobody has asked for the result"

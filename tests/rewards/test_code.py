@@ -18,10 +18,10 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import code
-from gspax.rewards.calls import Result, to_result
 from gspax.rewards.code import Limits
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests
+from gspax.rewards.scores import Result, to_result
 from gspax.rewards.workers import pool as workers
 
 EXPECTED = "918273645"  # the secret that an attack would have to find
@@ -342,7 +342,7 @@ def test_malformed_tests_cost_their_own_completion(isolation):
     )
     wanted = "answer: wanted the text of gspax.rewards.program_tests.Tests, got 'no tests'"
     assert grades[0] == Grade(-0.5, "raised", wanted) and grades[1].reward == 1.0
-    assert to_result(grades[2].as_reward) == Result((-0.5,), "raised: answer: wanted at least one test, got none")
+    assert to_result(grades[2].score) == Result((-0.5,), "raised: answer: wanted at least one test, got none")
 
 
 def test_limits_must_be_positive():

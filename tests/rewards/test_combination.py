@@ -12,8 +12,8 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import format, length, math
-from gspax.rewards.calls import Failed, Result, to_result
 from gspax.rewards.combination import combine, weighted_sum
+from gspax.rewards.scores import Result, Score, to_result
 
 REWARD = partial(
     combine,
@@ -36,19 +36,20 @@ REWARD = partial(
 )
 def test_rewards_are_returned_in_order_with_their_weights(completion, values):
     found = REWARD(Problem("2 + 2", "4"), completion)
-    assert tuple(found.items()) == tuple(zip(("answer", "format", "short"), values, strict=True))
+    parts = dict(zip(("answer", "format", "short"), values, strict=True))
+    assert [(name, score.value) for name, score in found.items()] == list(parts.items())
     total = partial(weighted_sum, **REWARD.keywords)(Problem("2 + 2", "4"), completion)
-    assert total == sum(values)
-    assert pickle.loads(pickle.dumps(total)).parts == found
+    assert total.value == float(total) == sum(values) and total.parts == parts
+    assert pickle.loads(pickle.dumps(total)) == total
     assert pickle.loads(pickle.dumps(REWARD))(Problem("2 + 2", "4"), completion) == found
     reason = f"answer: {'equal' if values[0] else 'different'}"
-    assert to_result(found) == Result(values, parts=found, reason=reason, names=("answer", "format", "short"))
-    assert to_result(total) == Result((sum(values),), parts=found, reason=reason)
+    assert to_result(found) == Result(values, parts=parts, reason=reason, names=("answer", "format", "short"))
+    assert to_result(total) == Result((sum(values),), parts=parts, reason=reason)
 
 
 def test_a_failure_of_one_reward_is_a_failure_of_the_whole():
     def late(problem, completion):
-        return Failed(-1.0, "late")
+        return Score(-1.0, error="late")
 
     rewards = {"answer": late, "short": partial(length.within, at_most=2)}
     total = weighted_sum(Problem("?", ""), "a", rewards=rewards, weights={"answer": 2.0})
@@ -68,7 +69,7 @@ def test_an_experiment_describes_names_and_weights():
 
 def test_several_rewards_give_one_advantage():
     texts = ["<think>a</think><answer>4</answer>", "<answer>4</answer>", "4"]
-    reward_PGR = np.array([[list(REWARD(Problem("2 + 2", "4"), text).values()) for text in texts]], np.float32)
+    reward_PGR = np.array([[[*map(float, REWARD(Problem("2 + 2", "4"), text).values())] for text in texts]], np.float32)
     advantage_PG = advantages.gdpo(jnp.asarray(reward_PGR))
     assert advantage_PG.shape == (1, 3) and list(np.argsort(advantage_PG[0])) == [2, 1, 0]
 
@@ -80,4 +81,4 @@ def test_a_weight_without_a_reward_is_rejected():
 
 def test_each_reward_must_return_one_number():
     with pytest.raises(UserError, match=r"rewards: wanted one number from 'both', got \{'a': 1.0\}"):
-        combine(Problem("", ""), "", rewards={"both": partial(combine, rewards={"a": length.within})})
+        combine(Problem("", ""), "", rewards={"both": lambda problem, completion: {"a": 1.0}})

@@ -12,14 +12,14 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import guard as module
-from gspax.rewards.calls import Result, to_result
 from gspax.rewards.grades import Tally
 from gspax.rewards.guard import guard
+from gspax.rewards.scores import Result, to_result
 from gspax.rewards.workers import pool as workers
 
 REWARDS = """
 import os, time
-from gspax.rewards.calls import Failed, Graded
+from gspax.rewards.scores import Score
 def score(problem, completion, *, scale=1):
     print("noise")
     if completion == "raise":
@@ -29,9 +29,9 @@ def score(problem, completion, *, scale=1):
     if completion == "die":
         os._exit(1)
     if completion == "graded":
-        return Graded(0.5, "half")
+        return Score(0.5, "half")
     if completion == "failed":
-        return Failed(0.25, "no judge")
+        return Score(0.25, error="no judge")
     if completion == "platform":
         return os.environ["JAX_PLATFORMS"] == "cpu"
     return scale * (float(completion) if completion in ("nan", "inf") else len(problem.answer + completion))
@@ -58,9 +58,9 @@ def tally(monkeypatch):
 
 def test_rewards_that_do_not_fail_are_unchanged(rewards, tally):
     reward = partial(guard, reward=partial(rewards.score, scale=2))
-    assert reward(Problem("?", "12"), "345") == 10.0
+    assert reward(Problem("?", "12"), "345").value == 10.0
     assert module.counts() == {"done": 1}
-    assert pickle.loads(pickle.dumps(reward))(Problem("?", "12"), "3") == 6.0
+    assert pickle.loads(pickle.dumps(reward))(Problem("?", "12"), "3").value == 6.0
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def test_rewards_that_do_not_fail_are_unchanged(rewards, tally):
 )
 def test_a_failure_gives_the_failure_value_to_that_sample_only(rewards, tally, completion, outcome):
     reward = partial(guard, reward=rewards.score, failed=-1.0)
-    assert reward(Problem("?", ""), "ok") == 2.0
+    assert reward(Problem("?", ""), "ok").value == 2.0
     began = time.monotonic()
     value = reward(Problem("?", ""), completion, timeout=0.5)
-    assert value == -1.0 and to_result(value).error.startswith(outcome)
+    assert value.value == -1.0 and value.error.startswith(outcome)
     assert time.monotonic() - began < 10
-    assert reward(Problem("?", ""), "ok") == 2.0
+    assert reward(Problem("?", ""), "ok").value == 2.0
     assert module.counts() == {"done": 2, outcome: 1}
 
 
@@ -86,7 +86,7 @@ def test_reasons_and_failures_of_the_function_itself_come_through(rewards, tally
 
 
 def test_the_reward_process_uses_no_accelerator(rewards, tally):
-    assert guard(Problem("?", ""), "platform", reward=rewards.score) == 1.0
+    assert guard(Problem("?", ""), "platform", reward=rewards.score).value == 1.0
 
 
 def test_a_reward_that_cannot_be_pickled_or_imported_is_rejected(rewards):

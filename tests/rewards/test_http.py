@@ -15,7 +15,7 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment import describe
 from gspax.rewards import http
-from gspax.rewards.calls import RewardCalls
+from gspax.rewards.scores import reward_calls
 
 PROBLEM = Problem("2+2=", "4", task="sums", metadata={"level": 1})
 GOOD = (200, b'{"reward": 0.5}')
@@ -197,7 +197,7 @@ def test_concurrent_requests_are_limited_and_a_failure_affects_one_completion(co
 
     with serve(slow) as (url, _):
         reward = partial(http.reward, url=url)
-        with RewardCalls(reward, Grading(concurrency=concurrency)) as calls:
+        with reward_calls(reward, Grading(concurrency=concurrency)) as calls:
             futures = calls.submit([PROBLEM] * 32, [str(each) for each in range(32)])
             found = [future.result(timeout=30) for future in futures]
     assert seen[0] == most

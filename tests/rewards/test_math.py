@@ -16,9 +16,10 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import math
+from gspax.rewards.calls import Failure
 from gspax.rewards.grades import Grade
 from gspax.rewards.workers import pool as workers
-from gspax.rewards.workers.pool import Failure, Pool
+from gspax.rewards.workers.pool import Pool
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -28,7 +29,7 @@ def needs_math_verify():
 
 
 def rewarded(answer, completion, **settings):
-    return math.reward(Problem("?", answer), completion, **settings)
+    return math.reward(Problem("?", answer), completion, **settings).value
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_the_reward_can_be_described_and_pickled():
     reward = partial(math.reward, form="boxed")
     assert describe(reward)["function"] == "gspax.rewards.math.reward"
     assert describe(reward)["form"] == "boxed" and describe(reward)["timeout"] == 5.0
-    assert pickle.loads(pickle.dumps(reward))(Problem("?", "4"), r"\boxed{4.0}") == 1.0
+    assert pickle.loads(pickle.dumps(reward))(Problem("?", "4"), r"\boxed{4.0}").value == 1.0
 
 
 # The pool, with a test worker

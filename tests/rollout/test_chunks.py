@@ -15,7 +15,7 @@ from gspax.config import Grading, Mesh, Placement, Sampling
 from gspax.errors import UserError
 from gspax.experiment import validate
 from gspax.parallel.sharding import make_mesh
-from gspax.rewards.calls import RewardCalls
+from gspax.rewards.scores import reward_calls
 from gspax.rollout.grading import Started, reward_completions, start_rewards
 from gspax.run import interrupt
 from gspax.sampler import chunks
@@ -104,7 +104,7 @@ def test_rewards_start_while_others_are_drawn_and_are_those_of_the_whole():
         return float(len(completion))
 
     started, batches = Started(), []
-    with RewardCalls(reward, Grading()) as calls:
+    with reward_calls(reward, Grading()) as calls:
 
         def ended(found):
             if batches:

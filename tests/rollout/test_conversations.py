@@ -19,8 +19,9 @@ from gspax.errors import UserError
 from gspax.learner.train_step import forward
 from gspax.model import transformer
 from gspax.parallel.sharding import make_mesh
-from gspax.rewards.calls import RewardCalls, concurrent
+from gspax.rewards.calls import concurrent
 from gspax.rewards.environments import Step
+from gspax.rewards.scores import reward_calls
 from gspax.rollout.episodes import Ready, begin, interact, sample_conversations
 from gspax.rollout.grading import check_batch, reward_completions, reward_metrics
 from gspax.sampler import chunks
@@ -156,7 +157,7 @@ TURNS, LENIENT = Turns(), Grading(max_failed=1.0)
 
 def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None, ids=(3, 4), model=MODEL, **sampling):
     settings = {"prompts": len(problems), "group": 4, "max_prompt_tokens": 8, "max_tokens": 60} | sampling
-    calls = RewardCalls(length_of, grading)
+    calls = reward_calls(length_of, grading)
     interaction = interact(environment, turns, rewards=calls, tokenizer=CHARS, grading=grading)
     with calls, interaction:
         key, dtype = jax.random.key(0), sampling.get("weights_dtype", "auto")
@@ -285,7 +286,7 @@ def test_limits_of_turns_and_tokens_cut_conversations():
 def test_a_late_step_costs_its_own_conversation():
     _, prompt = hold(Counting(turns=2))
     _, rows = hold(Counting(turns=2, sleep=30.0), grading=Grading(max_failed=1.0, timeout=0.3))
-    late = [index for index, row in enumerate(rows) if "late: no step after 0.3 s" in row.get("error", "")]
+    late = [index for index, row in enumerate(rows) if "late: no answer after 0.3 s" in row.get("error", "")]
     assert late
     others = [index for index in range(len(rows)) if index not in late]
     assert [rows[index]["reward"] for index in others] == [prompt[index]["reward"] for index in others]
@@ -294,7 +295,7 @@ def test_a_late_step_costs_its_own_conversation():
 def test_too_many_failures_end_the_run_with_a_sentence():
     _, rows = hold(Counting())
     said = r"failed for \d of 8 completions .*the server is gone \(tests/rollout/test_conversations.py:\d+\)"
-    with RewardCalls(length_of, Grading(max_failed=0.0)) as calls, pytest.raises(UserError, match=said):
+    with reward_calls(length_of, Grading(max_failed=0.0)) as calls, pytest.raises(UserError, match=said):
         check_batch(rows, calls)
 
 

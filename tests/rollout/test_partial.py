@@ -14,7 +14,7 @@ from gspax.data.problem import Problem
 from gspax.experiment.validation import validate
 from gspax.learner.metrics import staleness_metrics
 from gspax.learner.state import init_state
-from gspax.rewards.calls import RewardCalls
+from gspax.rewards.scores import reward_calls
 from gspax.rollout.pool import FREE, choose_groups, new_pool
 from gspax.rollout.problems import Skipped
 from gspax.run import record
@@ -172,7 +172,7 @@ def test_rewards_start_as_samples_end_and_each_is_given_once(runtime):
         calls.append((problem.prompt, completion))
         return float(len(completion))
 
-    with RewardCalls(reward, Grading()) as rewards:
+    with reward_calls(reward, Grading()) as rewards:
         mine = replace(runtime, rewards=rewards)
         state, pool = init_state(PARTIAL.model, runtime.optimizer, jax.random.key(0), runtime.mesh), None
         for done in range(2):

@@ -11,7 +11,8 @@ from gspax import advantages
 from gspax.config import Grading
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.calls import Batched, Failed, RewardCalls
+from gspax.rewards.calls import Batched
+from gspax.rewards.scores import Score, reward_calls
 from gspax.rollout.grading import (
     FailedRewardsError,
     check_batch,
@@ -45,7 +46,7 @@ def rollout():
 @pytest.fixture
 def calls():
     with contextlib.ExitStack() as stack:
-        yield lambda reward, **grading: stack.enter_context(RewardCalls(reward, Grading(**grading)))
+        yield lambda reward, **grading: stack.enter_context(reward_calls(reward, Grading(**grading)))
 
 
 def test_rows_hold_prompt_answer_completion_and_length(calls):
@@ -87,7 +88,7 @@ def test_a_failed_reward_costs_its_row_the_stated_value_for_each_of_its_rewards(
 
 def test_a_failure_with_a_value_of_its_own_keeps_it_and_is_counted(calls):
     def late_for_211(problem, completion):
-        return Failed(-0.5, "late") if completion == "211" else 1.0
+        return Score(-0.5, error="late") if completion == "211" else 1.0
 
     given = calls(late_for_211, failed=-1.0, max_failed=0.25)
     rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
@@ -100,7 +101,7 @@ def test_a_failure_with_a_value_of_its_own_keeps_it_and_is_counted(calls):
 
 def test_one_number_of_a_failure_stands_for_each_of_several_rewards(calls):
     def late_for_211(problem, completion):
-        return Failed(-0.5, "late") if completion == "211" else {"b": 1.0, "a": 0.5}
+        return Score(-0.5, error="late") if completion == "211" else {"b": 1.0, "a": 0.5}
 
     given = calls(late_for_211, failed=-1.0)
     rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
@@ -130,7 +131,7 @@ def test_named_rewards_are_matched_by_name_whatever_their_order(calls):
         ({"answer": 1.0, "style": 1.0}, "wanted rewards answer, format; got rewards answer, style"),
         ({"answer": 1.0}, "wanted rewards answer, format; got one number"),
         ((1.0, 0.0), "wanted rewards answer, format; got 2 numbers without names"),
-        ({"answer": 1.0, "style": Failed(1.0, "late")}, "style: late"),
+        ({"answer": 1.0, "style": Score(1.0, error="late")}, "style: late"),
     ],
 )
 def test_other_names_than_those_of_most_completions_fail(calls, other, error):

@@ -12,11 +12,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gspax.config.protocols import Message, Problem
 from gspax.data.tokenizer import CharTokenizer, HFTokenizer, brief, hf_tokenizer, limited, settings
 from gspax.errors import UserError
+
+Value = TypeVar("Value")  # of a reward
 
 OPEN, CLOSE = "<think>", "</think>"
 _MARKUP = (OPEN, CLOSE, "<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>")
@@ -192,8 +194,8 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
 
 
 def reward_answer(
-    problem: Problem, completion: str, *, reward: Callable[[Problem, str], float], opened: bool = False
-) -> float:
+    problem: Problem, completion: str, *, reward: Callable[[Problem, str], Value], opened: bool = False
+) -> Value:
     """`reward` of the answer part of a completion; of the empty text if there is no answer."""
     return reward(problem, split_thinking(completion, opened=opened)[1])
 

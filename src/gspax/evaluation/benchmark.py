@@ -22,7 +22,7 @@ from gspax.data.problem import digest
 from gspax.evaluation.completions import Policy, complete, fill_chunks
 from gspax.parallel.sharding import batch_shards
 from gspax.report import statistics
-from gspax.rewards.calls import RewardCalls
+from gspax.rewards.scores import reward_calls
 from gspax.rollout.grading import Row, check_evaluation, gather_texts
 from gspax.types import Array
 
@@ -71,7 +71,7 @@ def run_task(task: Task, policy: Policy, key: Array, *, training: Sampling, grad
     sampling = replace(training, group=task.samples, slots=slots, **own)
     left, read, name = task.problems, task.data.heldout, f"task {task.name}"
     found: list[Row] = []
-    with RewardCalls(task.reward, grading) as rewards:
+    with reward_calls(task.reward, grading) as rewards:
         for ids in chunks:
             rows = complete(policy, key, read, ids, sampling=sampling, rewards=rewards, name=name)
             kept = {number: row for number, row in enumerate(rows[: left * task.samples]) if row is not None}

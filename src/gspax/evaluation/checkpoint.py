@@ -31,7 +31,8 @@ from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
 from gspax.report import evaluation_page
 from gspax.report.task_table import format_estimate
-from gspax.rewards.calls import RewardCalls
+from gspax.rewards.calls import Calls
+from gspax.rewards.scores import Result, reward_calls
 from gspax.rollout.episodes import Interaction, interact
 from gspax.rollout.grading import Row
 from gspax.run import progress
@@ -48,7 +49,7 @@ def evaluate(
     experiment: Experiment,
     state: TrainState,
     sampler: Sampler,
-    rewards: RewardCalls,
+    rewards: Calls[Result],
     folder: Path,
     interaction: Interaction | None = None,
 ) -> tuple[dict[str, float], list[Row], list[Row]]:
@@ -93,7 +94,7 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
     policy, key = _push(state, experiment.model, experiment.tokenizer, sampler)
     del state  # the optimiser's memory is for the cache
     settings, training = experiment.evaluation, experiment.sampling
-    rewards = RewardCalls(experiment.reward, experiment.grading)
+    rewards = reward_calls(experiment.reward, experiment.grading)
     interaction = interact(
         experiment.environment,
         experiment.turns,

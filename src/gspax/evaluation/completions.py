@@ -13,7 +13,8 @@ from gspax.config.protocols import Tokenizer
 from gspax.data.problem import Problem
 from gspax.errors import UserError, warn_once
 from gspax.parallel.sharding import named_sharding
-from gspax.rewards.calls import RewardCalls
+from gspax.rewards.calls import Calls
+from gspax.rewards.scores import Result
 from gspax.rollout.episodes import Interaction, Ready, sample_conversations
 from gspax.rollout.grading import Row, reward_completions
 from gspax.rollout.problems import attempt, name_problems, prepare
@@ -49,7 +50,7 @@ def complete(
     ids: Sequence[int],
     *,
     sampling: Sampling,
-    rewards: RewardCalls,
+    rewards: Calls[Result],
     greedy: int = 0,
     name: str = "evaluation",
 ) -> list[Row | None]:

@@ -12,7 +12,8 @@ from gspax.config.protocols import DataSource
 from gspax.errors import UserError
 from gspax.evaluation.completions import Policy, complete, fill_chunks
 from gspax.parallel.sharding import batch_shards
-from gspax.rewards.calls import RewardCalls
+from gspax.rewards.calls import Calls
+from gspax.rewards.scores import Result
 from gspax.rollout.grading import Row, check_evaluation, find_failed, gather_texts
 from gspax.types import Array
 
@@ -21,7 +22,7 @@ SHOWN = 16  # problems whose first sample the report shows
 
 
 def evaluate(
-    policy: Policy, key: Array, data: DataSource, rewards: RewardCalls, *, settings: Evaluation, training: Sampling
+    policy: Policy, key: Array, data: DataSource, rewards: Calls[Result], *, settings: Evaluation, training: Sampling
 ) -> tuple[dict[str, float], list[Row], list[Row]]:
     """Mean held-out rewards, the first samples as rows for the report, and the rows whose rewards have failed.
 

@@ -30,6 +30,7 @@ from gspax.data.tokenizer import brief
 from gspax.errors import UserError
 from gspax.rewards import answers, code, math, program_tests
 from gspax.rewards.calls import concurrent
+from gspax.rewards.scores import Score
 
 StrPath = str | os.PathLike[str]
 Read = Callable[[Mapping[str, Any]], tuple[Problem, str]]  # a row -> its problem, and the prompt before any template
@@ -201,7 +202,7 @@ def is_between(row: Mapping[str, Any], *, since: str = "", until: str = "") -> b
 
 
 @concurrent(8)
-def reward_math(problem: Problem, completion: str) -> float:
+def reward_math(problem: Problem, completion: str) -> Score:
     """`rewards.math.reward` of the text after the thinking."""
     return math.reward(problem, split_thinking(completion)[1])
 
@@ -209,7 +210,7 @@ def reward_math(problem: Problem, completion: str) -> float:
 @concurrent(8)
 def reward_program(
     problem: Problem, completion: str, *, allow_code_execution: bool = False, isolation: str = "bubblewrap"
-) -> float:
+) -> Score:
     """`rewards.code.reward` of the text after the thinking."""
     answer = split_thinking(completion)[1]
     return code.reward(problem, answer, allow_code_execution=allow_code_execution, isolation=isolation)

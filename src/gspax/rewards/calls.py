@@ -1,8 +1,9 @@
-"""Calling a reward function for many completions: in threads, in batches or as coroutines, each call with a time limit.
+"""Calls of user code on the host, each with a deadline: rewards and environment steps.
 
-A call that raises, exits, is late or gives no finite number costs its own completions only: its `Result` says why. A
-thread whose call is late is abandoned, not stopped, and another takes its place; Python cannot interrupt a thread that
-holds the interpreter's lock, as `7 ** 10 ** 9` does. For functions that may do that there is `gspax.rewards.guard`.
+A function runs in threads, on batches, or as coroutines. A call that raises, exits or is late costs its own completions
+only: its result is a sentence that says why. A late thread is abandoned, not stopped, and another thread takes its
+place; Python cannot interrupt a thread that holds the interpreter's lock, as `7 ** 10 ** 9` does. For such functions
+there is `gspax.rewards.guard`.
 """
 
 from __future__ import annotations
@@ -17,27 +18,35 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from gspax.config import Grading
-from gspax.config.protocols import BatchReward, Reward
+from gspax.config.functions import unwrap
+from gspax.config.protocols import BatchReward
 from gspax.errors import UserError, place_of
 
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-OF_COROUTINES = 32  # calls of an async function at one time, unless the experiment says otherwise
-PURE = 32  # calls of a function without state, so that it does not hold up others in a composition
-LARGEST = 1e18  # of a reward: advantages add up squares of rewards in float32, which ends at 3.4e38
-_SPARE = 1.0  # seconds beyond its time limit after which a coroutine is taken to block its event loop
+COROUTINES = 32  # concurrent calls of an async function, unless the experiment says otherwise
+PURE = 32  # concurrent calls of a function without state, so that it does not delay others in a composition
+_SPARE = 1.0  # seconds beyond its deadline after which a coroutine is assumed to block its event loop
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call without a result."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
 class Batched:
-    """A reward function of lists: `function(problems, completions)` gives a reward, or several, for each completion.
+    """A reward function of lists: `function(problems, completions)` returns one value for each completion.
 
         reward=Batched(partial(score, model="judge"))
 
-    It gets the completions that have arrived together, of one group or of several. How many those are must not change a
+    A batch holds the completions that have arrived together, of one group or of several; its size must not change a
     reward. `function` may be async.
     """
 
@@ -49,9 +58,10 @@ class Batched:
 
 
 def concurrent(calls: int) -> Callable[[F], F]:
-    """Declare that a reward function may run in this many threads at once; others are called one at a time.
+    """Declare that a function may run in this many threads at once; other functions are called one at a time.
 
-    0 is for a composition: as many as each of the rewards may that it has as its keywords `reward` and `rewards`.
+    0 is for a composition, which may run in as many threads as each of the rewards in its keywords `reward` and
+    `rewards` may.
     """
 
     def declare(function: F) -> F:
@@ -61,84 +71,16 @@ def concurrent(calls: int) -> Callable[[F], F]:
     return declare
 
 
-class Total(float):
-    """A reward that is the sum of named parts, each of which is a metric."""
-
-    parts: Mapping[str, float]
-
-    def __new__(cls, parts: Mapping[str, float]) -> Self:
-        total = super().__new__(cls, sum(parts.values()))
-        total.parts = dict(parts)
-        return total
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return (self.parts,)
-
-    @property
-    def error(self) -> str:
-        """What has failed in the parts that are `Failed`."""
-        return _join(self.parts, "error")
-
-    @property
-    def reason(self) -> str:
-        """The reasons of the parts that are `Graded`."""
-        return _join(self.parts, "reason")
-
-
-class Graded(float):
-    """A reward with the reason for it, which is kept with the completion."""
-
-    reason: str
-
-    def __new__(cls, reward: float, reason: str) -> Self:
-        graded = super().__new__(cls, reward)
-        graded.reason = reason
-        return graded
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return (float(self), self.reason)
-
-
-class Failed(float):
-    """The value of a completion whose reward could not be computed, with the reason.
-
-    It is counted and recorded as a failure, also towards `grading.max_failed`; it keeps its value in place of
-    `grading.failed`.
-    """
-
-    error: str
-
-    def __new__(cls, reward: float, error: str) -> Self:
-        failed = super().__new__(cls, reward)
-        failed.error = error
-        return failed
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return (float(self), self.error)
-
-
-@dataclass(frozen=True)
-class Result:
-    """The rewards of one completion, or why there are none."""
-
-    rewards: tuple[float, ...]
-    error: str = ""  # with rewards, those of a `Failed`
-    parts: Mapping[str, float] = field(default_factory=dict)  # by name, for the metrics
-    reason: str = ""  # of a `Graded` reward
-    names: tuple[str, ...] = ()  # of `rewards` that were given by name
-    value: Any = None  # what else the function has returned (`rewards.environments.calls`)
-
-
 @dataclass(eq=False)
-class _Call:
-    problems: Sequence[Any]
-    completions: Sequence[str]
-    futures: list[Future[Result]] = field(default_factory=list)
-    began: float | None = None  # by time.monotonic; later by what it has waited
-    waits: float | None = None  # since when it is waiting for other calls
+class _Call(Generic[T]):
+    subjects: Sequence[Any]
+    texts: Sequence[str]
+    futures: list[Future[T]] = field(default_factory=list)
+    began: float | None = None  # by time.monotonic; moved by the time spent waiting
+    waits: float | None = None  # the time since which the call has been waiting for other calls
 
-    def settle(self, results: Sequence[Result] | UserError) -> bool:
-        """Set the futures; False, and without effect, if they are set already."""
+    def settle(self, results: Sequence[T] | UserError) -> bool:
+        """Set the futures. False, without effect, if they are set already."""
         try:
             for number, future in enumerate(self.futures):
                 if isinstance(results, UserError):
@@ -149,11 +91,8 @@ class _Call:
             return False
         return True
 
-    def fail(self, error: str) -> list[Result]:
-        return [Result((), error) for _ in self.completions]
-
     def seconds(self) -> float:
-        """How long it has been going on, waits aside; 0 if it is not."""
+        """The time that the call has run, without waits; 0 if it is not running."""
         now = time.monotonic() if self.waits is None else self.waits
         return 0.0 if self.began is None or self.done else now - self.began
 
@@ -162,16 +101,16 @@ class _Call:
         return all(future.done() for future in self.futures)
 
 
-_current = threading.local()  # `call`: what this thread is serving
+_current = threading.local()  # `call`: the one that this thread runs
 
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """For what a reward function shares with other calls: waiting for it does not count towards the time limit.
+    """Stop the clock of this thread's call while it waits for something that it shares with other calls.
 
-    TimeoutError in a call that was late and has been given up on: what it still asks for would only delay the others.
+    TimeoutError in a call that was late: more work for it would only delay the others.
     """
-    call: _Call | None = getattr(_current, "call", None)
+    call: _Call[Any] | None = getattr(_current, "call", None)
     if call is None or call.began is None:
         yield
         return
@@ -185,20 +124,28 @@ def waiting() -> Iterator[None]:
         call.waits = None
 
 
-class RewardCalls:
-    """Calls of one reward function. Threads start with the first call; they are daemons and end with `close`."""
+class Calls(Generic[T]):
+    """Calls of one function, each with a deadline. Daemon threads start with the first call; `close` ends them.
 
-    what = "reward"  # that a call gives
+    Args:
+      function: takes a subject (a problem, or an environment's state) and a text; may be async or `Batched`.
+      grading: the limits of time and concurrency.
+      read: turns the function's return value into a result.
+      fail: makes the result of a call that failed, from one sentence.
+    """
 
-    def __init__(self, reward: Reward, grading: Grading):
+    def __init__(
+        self, function: Callable[..., Any], grading: Grading, *, read: Callable[[Any], T], fail: Callable[[str], T]
+    ) -> None:
         self.grading = grading
-        self._batched = isinstance(reward, Batched)
-        self.function: Callable[..., Any] = reward.function if isinstance(reward, Batched) else reward
-        self._is_async = is_async(self.function)
-        self.concurrency = grading.concurrency or _declared(self.function, OF_COROUTINES if self._is_async else 1)
+        self._batched = isinstance(function, Batched)
+        self.function: Callable[..., Any] = function.function if isinstance(function, Batched) else function
+        self._read, self._fail = read, fail
+        self._is_async = _is_async(self.function)
+        self.concurrency = grading.concurrency or _declared(self.function, COROUTINES if self._is_async else 1)
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._pending: list[_Call] = []
-        self._server: _Threads | _EventLoop | None = None
+        self._pending: list[_Call[T]] = []
+        self._server: _Threads[T] | _EventLoop[T] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -206,45 +153,36 @@ class RewardCalls:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def submit(self, problems: Sequence[Any], completions: Sequence[str]) -> list[Future[Result]]:
-        """Start rewarding completions, each of the problem of the same index. A future raises UserError at most."""
-        size = max(1, len(completions)) if self._batched else 1
-        calls = [_Call(problems[i : i + size], completions[i : i + size]) for i in range(0, len(completions), size)]
+    def submit(self, subjects: Sequence[Any], texts: Sequence[str]) -> list[Future[T]]:
+        """Start calls, each with the subject and the text of one index. A future raises UserError at most."""
+        size = max(1, len(texts)) if self._batched else 1
+        calls = [_Call[T](subjects[i : i + size], texts[i : i + size]) for i in range(0, len(texts), size)]
         for call in calls:
-            call.futures = [Future() for _ in call.completions]
+            call.futures = [Future() for _ in call.texts]
         with self._lock:
             self._pending = [call for call in self._pending if not call.done] + calls
             if self._server is None:
-                self._start()
-            assert self._server is not None
+                self._closed, self._server = threading.Event(), self._new_server()
+                threading.Thread(target=self._watch, args=(self._closed,), name="gspax-calls", daemon=True).start()
             for call in calls:
                 self._server.put(call)
         return [future for call in calls for future in call.futures]
 
     def close(self) -> None:
-        """End the threads that are not in a call. Further completions start others."""
+        """End the threads that are not in a call. Further calls start others."""
         with self._lock:
             self._closed.set()
             if self._server is not None:
                 self._server.stop()
             self._server, self._pending = None, []
 
-    def read(self, value: Any) -> Result:
-        """What the function has returned for a completion."""
-        return to_result(value)
-
-    def _start(self) -> None:
-        self._closed = threading.Event()
-        self._server = self._new_server()
-        threading.Thread(target=self._watch, args=(self._closed,), name="gspax-rewards", daemon=True).start()
-
-    def _new_server(self) -> _Threads | _EventLoop:
+    def _new_server(self) -> _Threads[T] | _EventLoop[T]:
         if self._is_async:
             return _EventLoop(self._call_async, self.concurrency)
         return _Threads(self._call, self.concurrency)
 
     def _watch(self, closed: threading.Event) -> None:
-        """Give up on calls that are late."""
+        """Abandon late calls."""
         limit = self.grading.timeout + (_SPARE if self._is_async else 0.0)
         while not closed.wait(min(0.1, self.grading.timeout / 4)):
             with self._lock:
@@ -253,7 +191,7 @@ class RewardCalls:
                         self._replace()
 
     def _replace(self) -> None:
-        """Let others be called while a late call goes on."""
+        """Let other calls run while a late one goes on."""
         if isinstance(self._server, _Threads):
             self._server.add()
         elif self._server is not None:  # the late coroutine blocks the others
@@ -264,61 +202,62 @@ class RewardCalls:
                     call.began = None
                     self._server.put(call)
 
-    def _late(self, call: _Call) -> list[Result]:
-        return call.fail(f"late: no {self.what} after {self.grading.timeout:g} s (grading.timeout)")
-
-    def _arguments(self, call: _Call) -> tuple[Any, Any]:
-        return (call.problems, call.completions) if self._batched else (call.problems[0], call.completions[0])
-
-    def _call(self, call: _Call) -> bool:
+    def _call(self, call: _Call[T]) -> bool:
         try:
             return call.settle(self._results(call, self.function(*self._arguments(call))))
-        except UserError as problem:  # a setting is wrong, not this completion
-            return call.settle(problem)
-        except BaseException as problem:  # SystemExit included: it would end this thread only
-            return call.settle(call.fail(_sentence(problem)))
+        except BaseException as error:  # SystemExit included: it would end this thread only
+            return call.settle(self._failed(call, error))
 
-    async def _call_async(self, call: _Call) -> None:
+    async def _call_async(self, call: _Call[T]) -> None:
+        deadline = asyncio.timeout(self.grading.timeout)
         try:
-            call.settle(await asyncio.wait_for(self._await(call), self.grading.timeout))
-        except TimeoutError:
-            call.settle(self._late(call))
-
-    async def _await(self, call: _Call) -> Sequence[Result] | UserError:
-        try:
-            return self._results(call, await self.function(*self._arguments(call)))
+            async with deadline:
+                results = self._results(call, await self.function(*self._arguments(call)))
+            call.settle(results)
         except asyncio.CancelledError:
             raise
-        except UserError as problem:
-            return problem
-        except BaseException as problem:
-            return call.fail(_sentence(problem))
+        except BaseException as error:
+            call.settle(self._late(call) if deadline.expired() else self._failed(call, error))
 
-    def _results(self, call: _Call, value: Any) -> list[Result]:
-        if not self._batched:
-            return [self.read(value)]
-        values = list(value)
-        if len(values) != len(call.completions):
-            return call.fail(f"wanted a reward for each of {len(call.completions)} completions, got {len(values)}")
-        return [self.read(each) for each in values]
+    def _arguments(self, call: _Call[T]) -> tuple[Any, Any]:
+        return (call.subjects, call.texts) if self._batched else (call.subjects[0], call.texts[0])
+
+    def _results(self, call: _Call[T], value: Any) -> list[T]:
+        values = list(value) if self._batched else [value]
+        if len(values) == len(call.texts):
+            return [self._read(value) for value in values]
+        return self._fail_all(call, f"wanted a value for each of {len(call.texts)} completions, got {len(values)}")
+
+    def _failed(self, call: _Call[T], error: BaseException) -> list[T] | UserError:
+        """The results of a call that raised; a UserError itself, because then a setting is wrong."""
+        if isinstance(error, UserError):
+            return error
+        text = f": {brief(error, str)}" if str(error) else ""
+        return self._fail_all(call, f"{type(error).__name__}{text}{place_of(error)}")
+
+    def _late(self, call: _Call[T]) -> list[T]:
+        return self._fail_all(call, f"late: no answer after {self.grading.timeout:g} s (grading.timeout)")
+
+    def _fail_all(self, call: _Call[T], error: str) -> list[T]:
+        return [self._fail(error) for _ in call.texts]
 
 
-class _Threads:
+class _Threads(Generic[T]):
     """Threads that each make one call at a time."""
 
-    def __init__(self, serve: Callable[[_Call], bool], count: int):
+    def __init__(self, serve: Callable[[_Call[T]], bool], count: int):
         self._serve = serve
-        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Call[T] | None] = queue.SimpleQueue()
         self._count = 0
         for _ in range(count):
             self.add()
 
-    def put(self, call: _Call) -> None:
+    def put(self, call: _Call[T]) -> None:
         self._queue.put(call)
 
     def add(self) -> None:
         self._count += 1
-        threading.Thread(target=self._run, name=f"gspax-reward-{self._count}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"gspax-call-{self._count}", daemon=True).start()
 
     def stop(self) -> None:
         for _ in range(self._count):
@@ -327,19 +266,19 @@ class _Threads:
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
             call.began, _current.call = time.monotonic(), call
-            if not self._serve(call):  # late: another thread has taken this one's place
+            if not self._serve(call):  # late: another thread has taken the place of this one
                 return
 
 
-class _EventLoop:
-    """A thread with an event loop, and at most `count` calls in it at one time."""
+class _EventLoop(Generic[T]):
+    """A thread with an event loop that runs at most `count` calls at once."""
 
-    def __init__(self, serve: Callable[[_Call], Awaitable[None]], count: int):
+    def __init__(self, serve: Callable[[_Call[T]], Awaitable[None]], count: int):
         self._serve, self._permits = serve, asyncio.Semaphore(count)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run_loop, name="gspax-reward-loop", daemon=True).start()
+        threading.Thread(target=self._run_loop, name="gspax-call-loop", daemon=True).start()
 
-    def put(self, call: _Call) -> None:
+    def put(self, call: _Call[T]) -> None:
         asyncio.run_coroutine_threadsafe(self._run(call), self._loop)
 
     def stop(self) -> None:
@@ -347,51 +286,26 @@ class _EventLoop:
 
     def _run_loop(self) -> None:
         self._loop.run_forever()
-        if left := asyncio.all_tasks(self._loop):
-            for task in left:
+        if tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.wait(left))
+            self._loop.run_until_complete(asyncio.wait(tasks))
         self._loop.close()
 
-    async def _run(self, call: _Call) -> None:
+    async def _run(self, call: _Call[T]) -> None:
         async with self._permits:
             if not call.done:
                 call.began = time.monotonic()
                 await self._serve(call)
 
 
-def to_result(value: Any) -> Result:
-    """What a reward function has returned as finite numbers up to ±`LARGEST`, or why it is none.
-
-    The numbers of a mapping are in the alphabetical order of their names, whatever their order in the mapping. `error`
-    and `reason` are those of all members.
-    """
-    named: dict[Any, Any] = {str(name): each for name, each in value.items()} if isinstance(value, Mapping) else {}
-    given = named or dict(enumerate(value if isinstance(value, tuple) else (value,)))
-    try:
-        names, rewards = tuple(sorted(named)), tuple(float(given[key]) for key in sorted(given))
-        parts = {name: float(part) for name, part in (named or getattr(value, "parts", {})).items()}
-    except Exception:
-        return Result((), f"wanted a number, a tuple or a mapping of numbers, got {_brief(value)}")
-    if not rewards or not all(abs(each) <= LARGEST for each in (*rewards, *parts.values())):  # false for NaN
-        return Result((), f"wanted finite numbers up to ±1e18, got {_brief(value)}")
-    return Result(rewards, _join(given, "error"), parts, _join(given, "reason"), names)
-
-
-def _join(members: Mapping[Any, Any], name: str) -> str:
-    """The errors or reasons of several rewards, after their names if they have names."""
-    found = {key: str(text) for key, each in members.items() if (text := getattr(each, name, ""))}
-    return "; ".join(f"{key}: {text}" if isinstance(key, str) else text for key, text in found.items())
-
-
 def _inner(function: Any) -> Any:
     """The function inside `Batched` and `functools.partial`."""
-    function = function.function if isinstance(function, Batched) else function
-    return function.func if isinstance(function, functools.partial) else function
+    return unwrap(function.function if isinstance(function, Batched) else function)
 
 
 def _members(function: Any) -> list[Any]:
-    """The rewards that a composition has as its keywords `reward` and `rewards`."""
+    """The rewards in the keywords `reward` and `rewards` of a composition."""
     keywords = function.keywords if isinstance(function, functools.partial) else {}
     several = keywords.get("rewards")
     one = [keywords["reward"]] if "reward" in keywords else []
@@ -399,31 +313,27 @@ def _members(function: Any) -> list[Any]:
 
 
 def _declared(function: Any, default: int) -> int:
-    """How many threads may call a function at once."""
+    """The number of threads that may call a function at once."""
     declared = int(getattr(_inner(function), "concurrency", default))
-    return declared or min((_declared(each, 1) for each in _members(function)), default=1)
+    return declared or min((_declared(member, 1) for member in _members(function)), default=1)
 
 
-def is_async(function: Any) -> bool:
-    """Whether a reward function gives a coroutine."""
+def _is_async(function: Any) -> bool:
+    """Whether a function returns a coroutine."""
     inner = _inner(function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
 def find_async_members(function: Any) -> Iterator[tuple[Any, Any]]:
-    """Rewards that cannot be called: functions of gspax, each with an async reward inside, which it does not await."""
+    """Pairs of a composition of gspax and an async reward inside it, which it would not await."""
     inner = _inner(function)
-    for each in _members(function) if str(getattr(inner, "__module__", "")).startswith("gspax.") else ():
-        if is_async(each):
-            yield inner, _inner(each)
-        yield from find_async_members(each)
+    for member in _members(function) if str(getattr(inner, "__module__", "")).startswith("gspax.") else ():
+        if _is_async(member):
+            yield inner, _inner(member)
+        yield from find_async_members(member)
 
 
-def _sentence(problem: BaseException) -> str:
-    text = f": {_brief(problem, str)}" if str(problem) else ""
-    return f"{type(problem).__name__}{text}{place_of(problem)}"
-
-
-def _brief(value: Any, text: Callable[[Any], str] = repr) -> str:
-    found = " ".join(text(value).split())
-    return found if len(found) <= 300 else f"{found[:300]}…"
+def brief(value: Any, text: Callable[[Any], str] = repr) -> str:
+    """The text of a value on one line of at most 300 characters."""
+    line = " ".join(text(value).split())
+    return line if len(line) <= 300 else f"{line[:300]}…"

@@ -20,10 +20,11 @@ from typing import Any
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.calls import concurrent
+from gspax.rewards.calls import Failure, concurrent
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests, arguments, from_answer, same_text, same_value
-from gspax.rewards.workers.pool import Failure, Pool, shared
+from gspax.rewards.scores import Score
+from gspax.rewards.workers.pool import Pool, shared
 
 _LONGEST = 100_000  # characters of a program
 _SPARE = 30.0  # seconds beyond a test's own limit after which its worker is taken to hang
@@ -57,7 +58,7 @@ def reward(
     python: str | None = None,
     workers: int = 2,
     failed: float = 0.0,
-) -> float:
+) -> Score:
     """1.0 if the completion's program passes all tests of `problem.answer`, else 0.0.
 
     Args:
@@ -82,7 +83,7 @@ def reward(
         workers=workers,
         failed=failed,
     )
-    return grades[0].as_reward
+    return grades[0].score
 
 
 def grade(

@@ -1,15 +1,17 @@
 """Several named rewards with weights, as several numbers or as their sum; each is a metric `rewards/NAME`.
 
-A failure of one of them (`calls.Failed`) is a failure of the whole, which keeps its value.
+If one of them fails (`Score.error`), the whole fails and keeps its value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.calls import Failed, Graded, Total, concurrent
+from gspax.rewards.calls import concurrent
+from gspax.rewards.scores import Score, add_up, to_score
 
 _EMPTY: Mapping[str, float] = {}
 
@@ -19,9 +21,9 @@ def combine(
     problem: Problem,
     completion: str,
     *,
-    rewards: Mapping[str, Callable[[Problem, str], float]],
+    rewards: Mapping[str, Callable[[Problem, str], float | Score]],
     weights: Mapping[str, float] = _EMPTY,
-) -> dict[str, float]:
+) -> dict[str, Score]:
     """Each reward times its weight, for an advantage of several rewards (`advantages.gdpo`).
 
         reward=partial(combine, rewards={"answer": math.reward, "format": format.match_tags})
@@ -47,17 +49,16 @@ def weighted_sum(
     problem: Problem,
     completion: str,
     *,
-    rewards: Mapping[str, Callable[[Problem, str], float]],
+    rewards: Mapping[str, Callable[[Problem, str], float | Score]],
     weights: Mapping[str, float] = _EMPTY,
-) -> Total:
+) -> Score:
     """The sum of `combine`, for an advantage of one reward."""
-    return Total(combine(problem, completion, rewards=rewards, weights=weights))
+    return add_up(combine(problem, completion, rewards=rewards, weights=weights))
 
 
-def _weigh(name: str, value: object, weight: float) -> float:
-    """The reward times its weight, with its error or its reason."""
-    if not isinstance(value, int | float):
+def _weigh(name: str, value: object, weight: float) -> Score:
+    """The reward times its weight, with its error and its reason."""
+    if not isinstance(value, int | float | Score):
         raise UserError(f"rewards: wanted one number from {name!r}, got {value!r}")
-    if error := getattr(value, "error", ""):
-        return Failed(weight * value, error)
-    return Graded(weight * value, reason) if (reason := getattr(value, "reason", "")) else weight * value
+    score = to_score(value)
+    return replace(score, value=weight * score.value)

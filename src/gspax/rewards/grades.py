@@ -1,4 +1,4 @@
-"""What a graded completion is, and a count of them by outcome."""
+"""Grades of completions, and a count of them by outcome."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gspax.rewards.calls import Failed, Graded
+from gspax.rewards.scores import Score
 
 FAILED = ("late", "crashed", "raised", "not finite")  # the grading failed, whatever the completion is worth
 
@@ -17,18 +17,15 @@ class Grade:
     """The reward of a completion, and why."""
 
     reward: float
-    outcome: str  # one of a few words, to be counted; those of FAILED in every module
-    detail: str = ""  # what a reader of samples wants to see
+    outcome: str  # one of a few words, to be counted; those of FAILED mean the same in every module
+    detail: str = ""  # for readers of samples
 
     @property
-    def reason(self) -> str:
-        """The outcome, with its detail if there is one."""
-        return f"{self.outcome}: {self.detail}" if self.detail else self.outcome
-
-    @property
-    def as_reward(self) -> float:
-        """The reward with its reason, or as a failure if the grading failed."""
-        return (Failed if self.outcome in FAILED else Graded)(self.reward, self.reason)
+    def score(self) -> Score:
+        """The reward with its outcome and detail: as an error if the grading failed, else as a reason."""
+        text = f"{self.outcome}: {self.detail}" if self.detail else self.outcome
+        failed = self.outcome in FAILED
+        return Score(self.reward, reason="" if failed else text, error=text if failed else "")
 
 
 class Tally:

@@ -16,9 +16,10 @@ from collections.abc import Callable
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.rewards.calls import Failed, Graded, concurrent
+from gspax.rewards.calls import Failure, concurrent
 from gspax.rewards.grades import Grade, Tally
-from gspax.rewards.workers.pool import Failure, shared
+from gspax.rewards.scores import Score
+from gspax.rewards.workers.pool import shared
 
 _tally = Tally()
 
@@ -28,11 +29,11 @@ def guard(
     problem: Problem,
     completion: str,
     *,
-    reward: Callable[[Problem, str], float],
+    reward: Callable[[Problem, str], float | Score],
     timeout: float = 10.0,
     workers: int = 2,
     failed: float = 0.0,
-) -> float:
+) -> Score:
     """What `reward` gives, or `failed` where it raises, gives no finite number, hangs or kills its process.
 
     Args:
@@ -67,11 +68,7 @@ def guard(
     else:
         grade = Grade(answer["value"], "done")
     _tally.add([grade])
-    if grade.outcome != "done":
-        return grade.as_reward
-    if answer["error"]:
-        return Failed(grade.reward, answer["error"])
-    return Graded(grade.reward, answer["reason"])
+    return grade.score if grade.outcome != "done" else Score(grade.reward, answer["reason"], answer["error"])
 
 
 def counts() -> dict[str, int]:

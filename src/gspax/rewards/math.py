@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.answers import compare, extract, join_digits, reference
-from gspax.rewards.calls import concurrent
+from gspax.rewards.calls import Failure, concurrent
 from gspax.rewards.grades import Grade, Tally
-from gspax.rewards.workers.pool import Failure, shared
+from gspax.rewards.scores import Score
+from gspax.rewards.workers.pool import shared
 
 _LONGEST = 2000  # characters; a longer answer is no answer
 _tally = Tally()
@@ -34,7 +35,7 @@ def reward(
     timeout: float = 5.0,
     workers: int = 2,
     failed: float = 0.0,
-) -> float:
+) -> Score:
     r"""1.0 if the completion's final answer equals `problem.answer`, else 0.0.
 
     Args:
@@ -46,7 +47,7 @@ def reward(
       failed: the reward of a completion whose comparison is late or crashes.
     """
     grades = grade([problem.answer], [completion], form=form, timeout=timeout, workers=workers, failed=failed)
-    return grades[0].as_reward
+    return grades[0].score
 
 
 def grade(

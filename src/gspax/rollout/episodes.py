@@ -23,9 +23,10 @@ from gspax.data.problem import Problem, encode_prompt
 from gspax.data.tokenizer import check_ids
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
-from gspax.rewards.calls import Result, RewardCalls
-from gspax.rewards.environments.calls import EnvironmentCalls
+from gspax.rewards.calls import Calls, Failure
 from gspax.rewards.environments.demonstrations import encode_first
+from gspax.rewards.environments.steps import reset, step_calls
+from gspax.rewards.scores import Result
 from gspax.rollout.grading import Started, StartedReward
 from gspax.run import interrupt
 from gspax.sampler import chunks
@@ -34,7 +35,6 @@ from gspax.sampler.engine import SampleOptions
 from gspax.sampler.sampler import assemble, place_prompts, split_rows
 from gspax.types import Array, Params, Rollout
 
-TRUNCATED = Result((0.0,))  # of a turn that reached the length limit: the environment is not called
 VERSION = np.int32(0)  # of the parameters, which stay the same
 ON_HOST = ("prompt_length_B", "length_B", "reply_B")  # fields of a rollout
 
@@ -83,8 +83,9 @@ class Conversations:
 class Interaction:
     """What conversations are held with."""
 
-    environment: EnvironmentCalls
-    rewards: RewardCalls  # of the last message
+    environment: Environment
+    steps: Calls[Step | Failure]  # of the environment
+    rewards: Calls[Result]  # of the last message
     tokenizer: ConversationTokenizer
     turns: Turns
 
@@ -92,25 +93,25 @@ class Interaction:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.environment.close()
+        self.steps.close()
 
 
 def interact(
-    environment: Environment | None, turns: Turns, *, rewards: RewardCalls, tokenizer: Tokenizer, grading: Grading
+    environment: Environment | None, turns: Turns, *, rewards: Calls[Result], tokenizer: Tokenizer, grading: Grading
 ) -> Interaction | None:
     """The interaction of an experiment with these fields; None without an environment."""
     if environment is None:
         return None
     spoken = cast(ConversationTokenizer, tokenizer)  # checked by `experiment.validation`
-    return Interaction(EnvironmentCalls(environment, grading), rewards, spoken, turns)
+    return Interaction(environment, step_calls(environment, grading), rewards, spoken, turns)
 
 
 def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | None) -> tuple[Any, Sequence[int]]:
     """The environment's state, None without one, and the tokens of the prompt. UserError if its `reset` fails."""
     if interaction is None:
         return None, encode_prompt(tokenizer, problem)
-    state, messages = interaction.environment.reset(problem)
-    return state, encode_first(interaction.environment.environment, interaction.tokenizer, messages)
+    state, messages = reset(interaction.environment, problem)
+    return state, encode_first(interaction.environment, interaction.tokenizer, messages)
 
 
 def sample_conversations(
@@ -164,21 +165,21 @@ def answer(
         if (ended_B[row] or waiting_B[row]) and row not in conversations.started
     }
 
-    def submit() -> dict[int, Future[Result]]:
+    def submit() -> dict[int, Future[Step | Failure]]:
         for row, each in turns.items():
             each.spans.append((each.start, int(length_B[row])))
             each.message = interaction.tokenizer.decode(tokens_BC[row][slice(*each.spans[-1])])
             each.texts.append(each.message)
         whole = {row: each for row, each in turns.items() if waiting_B[row]}
         states, messages = [each.state for each in whole.values()], [each.message for each in whole.values()]
-        return dict(zip(whole, interaction.environment.submit(states, messages), strict=True))
+        return dict(zip(whole, interaction.steps.submit(states, messages), strict=True))
 
-    def take(steps: dict[int, Future[Result]]) -> dict[int, list[int]]:
+    def take(steps: dict[int, Future[Step | Failure]]) -> dict[int, list[int]]:
         replies: dict[int, list[int]] = {}
         for row, each in turns.items():
-            result = steps[row].result() if row in steps else TRUNCATED
+            step = steps[row].result() if row in steps else None
             stop, room = int(tokens_BC[row][length_B[row] - 1]), options.sampling.max_tokens - int(length_B[row])
-            reply, error = _take_step(interaction, each, result, stop, options.model.vocab_size)
+            reply, error = _take_step(interaction, each, step, stop, options.model.vocab_size)
             if not error and 0 < len(reply) < room:  # room for a token of the next turn too
                 replies[row], each.start = reply, int(length_B[row]) + len(reply)
             else:
@@ -196,13 +197,15 @@ def answer(
 
 
 def _take_step(
-    interaction: Interaction, each: Episode, result: Result, stop: int, vocab_size: int
+    interaction: Interaction, each: Episode, step: Step | Failure | None, stop: int, vocab_size: int
 ) -> tuple[list[int], str]:
-    """Note a step in its episode. The tokens of the reply, none if there is no further turn; or what has failed."""
-    each.rewards.append(sum(result.rewards))
-    if result.error or result is TRUNCATED:
-        return [], result.error
-    step: Step = result.value
+    """Note a step in its episode. The tokens of the reply, none if there is no further turn; or what has failed.
+
+    `step` is None for a turn that reached the length limit, for which the environment is not called.
+    """
+    each.rewards.append(step.reward if isinstance(step, Step) else 0.0)
+    if not isinstance(step, Step):
+        return [], step.reason if step else ""
     each.state = step.state
     for name, value in step.metrics.items():
         each.metrics[name] = each.metrics.get(name, 0.0) + float(value)

@@ -17,7 +17,8 @@ from gspax.config.protocols import Advantage, LengthReward, Tokenizer
 from gspax.data.problem import Problem
 from gspax.errors import UserError, warn_once
 from gspax.parallel import multihost
-from gspax.rewards.calls import Result, RewardCalls
+from gspax.rewards.calls import Calls
+from gspax.rewards.scores import Result
 from gspax.run import interrupt
 from gspax.types import Rollout
 
@@ -56,7 +57,7 @@ def start_rewards(
     ended: Mapping[int, np.ndarray],
     *,
     tokenizer: Tokenizer,
-    calls: RewardCalls,
+    calls: Calls[Result],
     group: int,
 ) -> None:
     """Start the rewards of completions that have ended, while others are drawn, and note them in `started`."""
@@ -71,7 +72,7 @@ def reward_completions(
     rollout: Rollout,
     *,
     tokenizer: Tokenizer,
-    calls: RewardCalls,
+    calls: Calls[Result],
     started: Started | None = None,
 ) -> list[Row]:
     """One row per completion: prompt, answer, completion, reward, length and finished.
@@ -79,8 +80,8 @@ def reward_completions(
     Each process decodes and rewards its own rows and needs only their problems (`multihost.local_rows`). It receives
     the numbers of the other rows; `gather_texts` fetches their texts. The rollout's lengths must be on the host
     (`sampler.lengths_to_host`). A row for which the reward function failed has the reason as `error`, and
-    `grading.failed` for each of its rewards, or the value of a `calls.Failed`. Rewards that were `started` are waited
-    for.
+    `grading.failed` for each of its rewards, or the value of a `Score` with an error. Rewards that were `started` are
+    waited for.
     """
     own, futures = multihost.all_or_raise(lambda: _own_completions(problems, rollout, tokenizer, calls, started or {}))
     interrupt.wait(futures.values())
@@ -143,7 +144,7 @@ def gather_texts(rows: Sequence[Row]) -> list[Row]:
 
 
 def _own_completions(
-    problems: Sequence[Problem | None], rollout: Rollout, tokenizer: Tokenizer, calls: RewardCalls, started: Started
+    problems: Sequence[Problem | None], rollout: Rollout, tokenizer: Tokenizer, calls: Calls[Result], started: Started
 ) -> tuple[list[Row | None], dict[int, Future[Result]]]:
     """The rows of this process, and their rewards to come."""
     group = len(rollout.length_B) // len(problems)
@@ -216,13 +217,13 @@ def _conversation_metrics(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def check_batch(rows: Sequence[Row], calls: RewardCalls) -> None:
+def check_batch(rows: Sequence[Row], calls: Calls[Result]) -> None:
     """FailedRewardsError if the reward function failed for too many rows of a rollout batch. Collective."""
     if sentence := _describe_failures(rows, calls):
         raise FailedRewardsError(sentence, find_failed(rows))
 
 
-def check_evaluation(rows: Sequence[Row], calls: RewardCalls, name: str, *, ended: bool) -> None:
+def check_evaluation(rows: Sequence[Row], calls: Calls[Result], name: str, *, ended: bool) -> None:
     """Judge the rows that an evaluation has so far; a warning if the reward function failed for too many. Collective.
 
     An evaluation with such failures is the same after every restart, so it does not end a run.
@@ -244,7 +245,7 @@ def find_failed(rows: Sequence[Row]) -> list[Row]:
     return gather_texts(failed) if failed else []
 
 
-def _describe_failures(rows: Sequence[Row], calls: RewardCalls) -> str:
+def _describe_failures(rows: Sequence[Row], calls: Calls[Result]) -> str:
     """One sentence if the reward function failed for more than `grading.max_failed`, else nothing. Collective.
 
     Up to `FEW` failures are not too many, unless all have failed or none may; nor is a single one.

@@ -11,7 +11,8 @@ from gspax.config import Experiment, trained_dtype, updates_per_step
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.programs import Steps, make_steps
 from gspax.learner.state import count_updates, require_memory
-from gspax.rewards.calls import RewardCalls
+from gspax.rewards.calls import Calls
+from gspax.rewards.scores import Result, reward_calls
 from gspax.rollout.episodes import Interaction, Ready, interact
 from gspax.rollout.problems import Skipped, prepare
 from gspax.sampler.placement import Sampler, make_meshes, make_sampler
@@ -27,7 +28,7 @@ class Runtime:
     optimizer: optax.GradientTransformation
     steps: Steps
     sampler: Sampler
-    rewards: RewardCalls
+    rewards: Calls[Result]
     interaction: Interaction | None = None  # with an environment
     skipped: Skipped = field(default_factory=Skipped)  # training problems that cannot be used
 
@@ -39,7 +40,7 @@ def make_runtime(experiment: Experiment) -> Runtime:
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
     steps = make_steps(experiment, optimizer, mesh)
     sampler = make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype)
-    rewards = RewardCalls(experiment.reward, experiment.grading)
+    rewards = reward_calls(experiment.reward, experiment.grading)
     interaction = interact(
         experiment.environment,
         experiment.turns,

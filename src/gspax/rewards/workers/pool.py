@@ -20,23 +20,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gspax.errors import UserError
-from gspax.rewards.calls import waiting
+from gspax.rewards.calls import Failure, waiting
 
 _lock = threading.Lock()
 _shared: dict[tuple[str | int, ...], Pool] = {}  # by script, arguments and number of workers
 _START = 120.0  # seconds for a worker to import what it needs, on a busy machine
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What stands for the answer of a task that has none."""
-
-    reason: str  # "late" or "crashed"
 
 
 class Pool:
@@ -55,7 +47,7 @@ class Pool:
             self._idle.put(None)
 
     def ask(self, task: Any, *, timeout: float) -> Any:
-        """The answer to a task, or a `Failure` if the worker died or took longer than `timeout` seconds.
+        """The answer to a task; a `Failure` if the worker has "crashed", or is "late" after `timeout` seconds.
 
         Time spent waiting for a free worker, or for one to start, does not count, here and towards `grading.timeout`.
         """
