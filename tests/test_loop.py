@@ -1,6 +1,7 @@
 """Complete runs: their files, bit-exact resumption, interruption and failures."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -34,7 +35,7 @@ from gspax.model.sizes.old_policy import find_scored
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.problems import Skipped
-from gspax.run import interrupt, manifest, progress, record
+from gspax.run import interrupt, manifest, progress, record, tensorboard
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
 from gspax.sampler import placement
@@ -570,6 +571,26 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
         loop.train(replace(with_schedule(steps=5, eval_every=0, checkpoint_every=every), warm_start=None), run)
     with Checkpoints(RunDir(run).checkpoints) as checkpoints:
         assert checkpoints.latest() == 2
+
+
+def test_event_files_have_every_metric_of_a_step_before_it_is_saved(monkeypatch, tmp_path):
+    """A run that is killed right after a save has lost no metrics up to its checkpoint."""
+    monkeypatch.setattr(tensorboard, "FLUSH", math.inf)
+    run, written = RunDir(tmp_path / "run"), []
+
+    def run_step(runtime, state, reference, in_flight):
+        state = replace(state, step=state.step + runtime.experiment.schedule.minibatches)
+        return StepResult(state, {f"of_step_{int(state.step)}": 1.0}, [])
+
+    def save(checkpoints, step, state, extra, *, is_last):
+        (events,) = run.tensorboard.iterdir()
+        written.append(f"of_step_{int(state.step)}".encode() in events.read_bytes())
+
+    monkeypatch.setattr(loop, "run_step", run_step)
+    monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
+    monkeypatch.setattr(loop, "save_checkpoint", save)
+    loop.train(replace(with_schedule(steps=3, eval_every=0, checkpoint_every=1), warm_start=None), run.path)
+    assert written == [True] * 3
 
 
 def test_a_signal_within_a_step_or_an_evaluation_costs_that_work_alone(whole, runtime, monkeypatch, tmp_path):

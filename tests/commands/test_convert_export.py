@@ -34,6 +34,7 @@ from gspax.parallel.sharding import make_mesh
 from gspax.run import folders
 from gspax.run.checkpoints import Checkpoints, StoredArray, open_array
 from gspax.run.directory import RunDir, enter_run, open_run
+from gspax.run.manifest import MANIFEST
 from gspax.training import warm_start
 from gspax.training.loop import restore_or_start
 from gspax.training.runtime import make_runtime
@@ -259,6 +260,18 @@ def test_the_warm_start_is_exported_before_the_first_checkpoint_of_the_run(tmp_p
     run = a_run(tmp_path / "run", experiment, warm_start=True, steps=(3,))
     export.run(run, tmp_path / "out", dtype="float32")
     assert same_bytes(load(tmp_path / "out"), tensors_of_step(experiment.model, 3))
+
+
+def test_export_refuses_the_warm_start_of_a_run_whose_checkpoints_are_lost(tmp_path):
+    """A run had saved a checkpoint: the warm start is not its newest one."""
+    experiment = small_experiment.experiment
+    run = RunDir(a_run(tmp_path / "run", experiment, warm_start=True, steps=(3,)))
+    a_run(run.path, experiment, steps=(2,))
+    run.newest.write_text('{"newest": 2}')
+    (run.checkpoints / "2" / MANIFEST).unlink()
+    with pytest.raises(UserError, match=r"newest_checkpoint\.json records that one was saved"):
+        export.run(run.path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("lora", [Lora(rank=2, alpha=3.0), Lora(rank=3, alpha=1.0, mlp=False)])

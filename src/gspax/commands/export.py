@@ -245,14 +245,15 @@ def _find_start(checkpoint: str) -> list[Path]:
 
 
 def _find_checkpoints(run: RunDir) -> Path:
-    """The checkpoints of the run; before its first, those of its warm start."""
-    from gspax.run.checkpoints import Checkpoints
+    """The checkpoints of the run; before its first save, those of its warm start. UserError if there are none."""
+    from gspax.run.manifest import finished_steps
 
-    for directory in (run.checkpoints, run.warm_start.checkpoints):
-        if directory.is_dir():
-            with Checkpoints(directory) as checkpoints:
-                if checkpoints.steps():
-                    return directory
+    if finished_steps(run.checkpoints):
+        return run.checkpoints
+    if run.newest.exists():
+        raise UserError(f"{run.checkpoints} has no checkpoint, but {run.newest.name} records that one was saved")
+    if finished_steps(run.warm_start.checkpoints):
+        return run.warm_start.checkpoints
     raise UserError(f"{run.path}: wanted a checkpoint of the run or of its warm start, there is none")
 
 
