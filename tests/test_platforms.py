@@ -72,6 +72,6 @@ def test_answers_are_compared_without_a_limit_of_memory(macos):
 
 def test_a_judged_program_needs_linux_or_no_isolation(macos):
     with pytest.raises(UserError, match=r"^isolation: wanted Linux for bubblewrap, got darwin$"):
-        code._pool("bubblewrap", None, 1)
+        code.Sandbox().pool()
     task = {"memory": 1, "timeout": 1.0, "output": 1, "processes": 1}
     assert "RLIMIT_AS" not in code_worker._limits(task, sandboxed=False)

@@ -94,7 +94,9 @@ def programs(folder: Path, isolation: str) -> str:
         # A comment keeps the copies apart: equal programs would run once.
         texts = [f"{row[name]}\n# {copy}" for copy in range(repeats) for row in rows]
         began = time.perf_counter()
-        grades = code.grade(answers * repeats, texts, allow_code_execution=True, isolation=isolation)
+        grades = code.grade(
+            answers * repeats, texts, allow_code_execution=True, sandbox=code.Sandbox(isolation=isolation)
+        )
         return sum(grade.reward == 1 for grade in grades), time.perf_counter() - began
 
     right, wrong = graded("reference_solution")[0], len(rows) - graded("wrong_solution")[0]

@@ -18,7 +18,7 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import code
-from gspax.rewards.code import Limits
+from gspax.rewards.code import Limits, Sandbox
 from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests
 from gspax.rewards.scores import Result, to_result
@@ -43,7 +43,9 @@ def bubblewrap():
 
 def graded(program, isolation, *cases, function=None, limits=LIMITS):
     answer = Tests(cases or (("", EXPECTED),), function).to_answer()
-    return code.grade([answer], [program], allow_code_execution=True, limits=limits, isolation=isolation)[0]
+    return code.grade(
+        [answer], [program], allow_code_execution=True, sandbox=Sandbox(limits=limits, isolation=isolation)
+    )[0]
 
 
 def fenced(program):
@@ -103,7 +105,9 @@ def test_a_grade_has_a_reason(program, outcome, detail, isolation):
 def test_a_batch_is_graded_in_order(isolation):
     answers = [Tests((("", str(index)),)).to_answer() for index in range(4)]
     completions = [fenced("print(0)"), fenced("print(0)"), "```python\nprint(2)", fenced("print(3)")]
-    grades = code.grade(answers, completions, allow_code_execution=True, limits=LIMITS, isolation=isolation)
+    grades = code.grade(
+        answers, completions, allow_code_execution=True, sandbox=Sandbox(limits=LIMITS, isolation=isolation)
+    )
     assert [grade.outcome for grade in grades] == ["passed", "wrong", "no program", "passed"]
 
 
@@ -330,15 +334,18 @@ def test_an_unavailable_interpreter_is_an_error(isolation):
             [Tests((("", "1"),)).to_answer()],
             ["1"],
             allow_code_execution=True,
-            isolation=isolation,
-            python="/usr/bin/false",
+            sandbox=Sandbox(isolation=isolation, python="/usr/bin/false"),
         )
 
 
 def test_malformed_tests_cost_their_own_completion(isolation):
     answers = ["no tests", Tests((("", "1"),)).to_answer(), Tests(()).to_answer()]
     grades = code.grade(
-        answers, ["print(1)"] * 3, allow_code_execution=True, isolation=isolation, limits=LIMITS, failed=-0.5
+        answers,
+        ["print(1)"] * 3,
+        allow_code_execution=True,
+        sandbox=Sandbox(limits=LIMITS, isolation=isolation),
+        failed=-0.5,
     )
     wanted = "answer: wanted the text of gspax.rewards.program_tests.Tests, got 'no tests'"
     assert grades[0] == Grade(-0.5, "raised", wanted) and grades[1].reward == 1.0
@@ -359,7 +366,11 @@ def test_the_reward_can_be_described():
 def test_a_batch_has_a_deadline(isolation):
     answers = [Tests((("", "1"),)).to_answer()] * 2
     grades = code.grade(
-        answers, ["print(1)", "print(2)"], allow_code_execution=True, isolation=isolation, batch_timeout=0.0
+        answers,
+        ["print(1)", "print(2)"],
+        allow_code_execution=True,
+        sandbox=Sandbox(isolation=isolation),
+        batch_timeout=0.0,
     )
     assert [grade.outcome for grade in grades] == ["late", "late"]
 

@@ -34,7 +34,7 @@ _tally = Tally()
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use in one test."""
+    """The resources that a program may use in one test."""
 
     timeout: float = 6.0  # seconds, start of the interpreter included; processor time is bounded alike
     memory: int = 512  # MiB of address space of each process
@@ -45,6 +45,33 @@ class Limits:
         for name, value in vars(self).items():
             if value <= 0:
                 raise UserError(f"limits.{name}: wanted more than 0, got {value}")
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """Where programs run.
+
+    Attributes:
+      limits: for each test.
+      isolation: "bubblewrap", or "none" for programs that you trust: they run as processes of the trainer's user.
+      python: the interpreter for the programs; None for this one if it is below /usr, else /usr/bin/python3.
+      workers: concurrent programs of this process.
+    """
+
+    limits: Limits = Limits()
+    isolation: str = "bubblewrap"
+    python: str | None = None
+    workers: int = 2
+
+    def pool(self) -> Pool:
+        """The worker processes of this process. UserError if programs cannot be isolated in this way here."""
+        if self.isolation not in ("bubblewrap", "none"):
+            raise UserError(f"isolation: wanted bubblewrap or none, got {self.isolation!r}")
+        if self.isolation == "bubblewrap" and sys.platform != "linux":
+            raise UserError("isolation: wanted Linux for bubblewrap, got " + sys.platform)
+        if self.isolation == "bubblewrap" and shutil.which("bwrap") is None:
+            raise UserError("isolation: wanted the program bwrap (apt-get install bubblewrap), it is not installed")
+        return shared("code_worker.py", self.isolation, self.python or _default_python(), workers=self.workers)
 
 
 @concurrent(8)
@@ -65,10 +92,7 @@ def reward(
       problem: its answer is the text of `program_tests.Tests`.
       completion: text with the program in its last fenced block, or nothing but the program.
       allow_code_execution: must be True: this runs what a model has written.
-      limits: for each test.
-      isolation: "bubblewrap", or "none" for programs that you trust: they run as processes of the trainer's user.
-      python: the interpreter for the programs; None for this one if it is below /usr, else /usr/bin/python3.
-      workers: programs at one time, of this process.
+      limits, isolation, python, workers: as in `Sandbox`.
       failed: the reward of a completion whose problem has no valid tests, or whose worker was lost, which no program
         should be able to cause.
     """
@@ -76,11 +100,8 @@ def reward(
         [problem.answer],
         [completion],
         allow_code_execution=allow_code_execution,
-        limits=limits,
-        isolation=isolation,
-        python=python,
+        sandbox=Sandbox(limits, isolation, python, workers),
         batch_timeout=math.inf,  # grading.timeout, which leaves out waiting for other programs
-        workers=workers,
         failed=failed,
     )
     return grades[0].score
@@ -91,24 +112,21 @@ def grade(
     completions: Sequence[str],
     *,
     allow_code_execution: bool = False,
-    limits: Limits = Limits(),
-    isolation: str = "bubblewrap",
-    python: str | None = None,
+    sandbox: Sandbox = Sandbox(),
     batch_timeout: float = 600.0,
-    workers: int = 2,
     failed: float = 0.0,
 ) -> list[Grade]:
     """Grades of a batch of completions, each against the tests of the same index.
 
     Outcomes are "passed", "wrong", "error", "timeout", "no program", "late", "crashed", and "raised" if an answer has
-    no valid tests. The arguments are those of `reward`, and `batch_timeout`, seconds for the whole batch: programs that
-    have had no turn by then are late.
+    no valid tests. `allow_code_execution` and `failed` are as in `reward`; programs that have not started within
+    `batch_timeout` seconds are late.
     """
     if not allow_code_execution:
         raise UserError("reward: wanted allow_code_execution=True for rewards that run programs a model has written")
     if len(answers) != len(completions):
         raise UserError(f"answers: wanted one for each of {len(completions)} completions, got {len(answers)}")
-    pool, deadline = _pool(isolation, python, workers), time.monotonic() + batch_timeout
+    pool, deadline = sandbox.pool(), time.monotonic() + batch_timeout
 
     def grade_one(pair: tuple[str, str | None]) -> Grade:
         answer, code = pair
@@ -118,7 +136,7 @@ def grade(
             return Grade(failed, "raised", str(error))
         if code is None:
             return Grade(0.0, "no program")
-        return _run_tests(pool, tests, code, limits, deadline) or Grade(1.0, "passed")
+        return _run_tests(pool, tests, code, sandbox.limits, deadline) or Grade(1.0, "passed")
 
     pairs = list(zip(answers, map(extract_program, completions), strict=True))
     decided = dict(zip(unique := list(dict.fromkeys(pairs)), pool.map(grade_one, unique), strict=True))
@@ -130,7 +148,7 @@ def grade(
 
 @dataclass(frozen=True)
 class Ran:
-    """What a program has done."""
+    """How a program ended."""
 
     status: str  # exited, timeout, or why its worker was lost
     code: int  # exit status
@@ -138,20 +156,11 @@ class Ran:
     errors: str  # the last of them
 
 
-def run_program(
-    code: str,
-    given: str = "",
-    *,
-    allow_code_execution: bool = False,
-    limits: Limits = Limits(),
-    isolation: str = "bubblewrap",
-    python: str | None = None,
-    workers: int = 2,
-) -> Ran:
-    """Run a program in the sandbox with `given` as its standard input. Arguments as of `reward`."""
+def run_program(code: str, given: str = "", *, allow_code_execution: bool = False, sandbox: Sandbox = Sandbox()) -> Ran:
+    """Run a program with `given` as its standard input. UserError unless `allow_code_execution` is True."""
     if not allow_code_execution:
         raise UserError("run_program: wanted allow_code_execution=True for a program that a model has written")
-    result: Any = _ask(_pool(isolation, python, workers), code, limits, given)
+    result: Any = _ask(sandbox.pool(), code, sandbox.limits, given)
     if isinstance(result, Failure):
         return Ran(result.reason, -1, "", "")
     return Ran(result["status"], result["code"], result["output"], result["errors"])
@@ -207,16 +216,6 @@ def _ask(pool: Pool, code: str, limits: Limits, given: str, *, function: str | N
     task |= {"timeout": limits.timeout, "processes": limits.processes}
     task |= {"memory": limits.memory << 20, "output": limits.output << 20}
     return pool.ask(task, timeout=limits.timeout + _SPARE)
-
-
-def _pool(isolation: str, python: str | None, workers: int) -> Pool:
-    if isolation not in ("bubblewrap", "none"):
-        raise UserError(f"isolation: wanted bubblewrap or none, got {isolation!r}")
-    if isolation == "bubblewrap" and sys.platform != "linux":
-        raise UserError("isolation: wanted Linux for bubblewrap, got " + sys.platform)
-    if isolation == "bubblewrap" and shutil.which("bwrap") is None:
-        raise UserError("isolation: wanted the program bwrap (apt-get install bubblewrap), it is not installed")
-    return shared("code_worker.py", isolation, python or _default_python(), workers=workers)
 
 
 def _default_python() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from gspax.errors import UserError
-from gspax.rewards.code import Limits, run_program
+from gspax.rewards.code import Limits, Sandbox, run_program
 from gspax.rewards.environments.tool_use import Tool, ToolError
 
 _LIMITS = Limits()
@@ -26,27 +26,19 @@ def python(
     """
     if not allow_code_execution:
         raise UserError("environment: wanted allow_code_execution=True for a tool that runs programs of a model")
-    run = partial(run_python, limits=limits, isolation=isolation, interpreter=interpreter, workers=workers)
     return Tool(
         name="python",
         description="Runs a Python program without network or files; the reply is what it prints.",
-        run=run,
+        run=partial(run_python, sandbox=Sandbox(limits, isolation, interpreter, workers)),
         parameters={"code": {"type": "string"}},
     )
 
 
-def run_python(code: str, *, limits: Limits, isolation: str, interpreter: str | None, workers: int) -> str:
-    """What a program prints. ToolError with the last line of its errors if it fails, or if it takes too long."""
-    ran = run_program(
-        code,
-        allow_code_execution=True,
-        limits=limits,
-        isolation=isolation,
-        python=interpreter,
-        workers=workers,
-    )
+def run_python(code: str, *, sandbox: Sandbox) -> str:
+    """The output of a program. ToolError with the last line of its errors if it fails, or if it takes too long."""
+    ran = run_program(code, allow_code_execution=True, sandbox=sandbox)
     if ran.status != "exited":
-        raise ToolError(f"the program was ended after {limits.timeout:g} s")
+        raise ToolError(f"the program was ended after {sandbox.limits.timeout:g} s")
     if ran.code != 0:
         last = (ran.errors.strip().splitlines() or [f"exit status {ran.code}"])[-1]
         raise ToolError(f"{ran.output}{last}")
