@@ -1,5 +1,5 @@
 # `make train` learns to sort digits in a few minutes on a CPU; `make test` runs every check; `make docs` builds the site;
-# `make study NAME=clipping` runs a study of the laboratory, `make study-page` draws its results again;
+# `make study NAME=clipping` runs a study, `make study-page` plots its results again;
 # `make faults` hurts runs for half an hour, `make soak` for an hour (MINUTES=5, SEED=1).
 # All work on a bare checkout: they create .venv first, and again whenever its requirements have changed. Training installs no
 # test tools (requirements-test.txt).
