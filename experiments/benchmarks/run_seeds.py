@@ -2,7 +2,7 @@
 
     python experiments/benchmarks/run_seeds.py FOLDER [SEED ...]
 
-Seeds 0 to 9 unless others are named, two processes at a time. Finished runs are not run again, and interrupted runs
+Seeds 0 to 19 unless others are named, two processes at a time. Finished runs are not run again, and interrupted runs
 are resumed. `FOLDER/sort_gspo` and `FOLDER/sort_grpo` can be given to `gspax compare` as well.
 """
 
@@ -119,4 +119,4 @@ def number(value: float) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]] or list(range(10)))
+    main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]] or list(range(20)))
