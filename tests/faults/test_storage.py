@@ -1,4 +1,4 @@
-"""Damage to any file of a checkpoint is found before it is used, and the newest whole checkpoint is used instead."""
+"""Damage to any file of a checkpoint is found before it is used, and the newest intact checkpoint is used instead."""
 
 import contextlib
 import json
@@ -95,7 +95,7 @@ def test_no_flipped_bit_truncation_or_deletion_is_silent(run):
     assert find_damage(folder) == []
 
 
-def test_a_damaged_step_is_set_aside_and_the_newest_whole_one_used(run, capsys):
+def test_a_damaged_step_is_set_aside_and_the_newest_intact_one_used(run, capsys):
     flip(largest(run), 3)
     assert restore(run) == 2.0
     first, second = capsys.readouterr().err.splitlines()
@@ -116,7 +116,7 @@ def test_a_step_that_was_set_aside_is_saved_again_in_the_same_process(run):
         assert checkpoints.latest() == 6
 
 
-def test_a_reader_uses_the_newest_whole_step_and_renames_nothing(run, capsys):
+def test_a_reader_uses_the_newest_intact_step_and_renames_nothing(run, capsys):
     largest(run).unlink()
     with Checkpoints(run.checkpoints) as checkpoints:
         assert checkpoints.latest() == 2
@@ -166,7 +166,7 @@ def test_lost_checkpoints_do_not_restart_the_run(run, damage):
         checkpoints.latest()
 
 
-def test_the_last_whole_step_is_not_pruned(run):
+def test_the_last_intact_step_is_not_pruned(run):
     save(run, 6, keep=3)
     for step in (4, 6):
         largest(run, step).unlink()
@@ -251,7 +251,7 @@ def test_check_names_the_damaged_file(run, capsys):
         check.run(run.checkpoints.parent.parent)
 
 
-def test_what_killed_processes_left_is_deleted(run):
+def test_leftovers_of_killed_processes_are_deleted(run):
     """Killed while it looked for space, and while it deleted an old step."""
     (run.checkpoints / "host.1.probe.tmp").write_bytes(bytes(9))
     (run.checkpoints / "2").rename(run.checkpoints / "deleted_2")

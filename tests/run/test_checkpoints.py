@@ -25,7 +25,7 @@ def sharding(devices, *spec):
 
 
 def make_state(devices=8, seed=0, rows=16):
-    """A state with values that are hard to save: a typed key, integer keys, bfloat16, NaN, optimiser tuples."""
+    """A state with values that are hard to save: a typed key, integer keys, bfloat16, NaN, optimizer tuples."""
     values_RD = jax.random.normal(jax.random.key(seed), (rows, 3)).at[0, 0].set(jnp.nan)
     params = {
         "runs": {0: {"w": jax.device_put(values_RD, sharding(devices, "fsdp"))}, 11: {"b": jnp.zeros((), jnp.int8)}},

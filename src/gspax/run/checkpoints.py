@@ -61,9 +61,7 @@ class Checkpoints:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.directory, self.note = Path(directory).absolute(), note
         self._is_read_only = keep is None
-        everyone = set(range(jax.process_count()))
-        processes = everyone if mesh is None else multihost.process_indices(mesh)
-        self._files = _Files(self.directory, keep, note, processes, processes != everyone, concurrent_gb)
+        self._files = _Files(self.directory, keep, note, mesh, concurrent_gb)
         self._verified: set[int] = set()
         self._newest: int | None = None  # the step that this object saved last
 
@@ -241,20 +239,16 @@ class _Files:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        keep: int | None,
-        note: Path | None,
-        processes: set[int],
-        is_subset: bool,
-        concurrent_gb: int,
+        self, directory: Path, keep: int | None, note: Path | None, mesh: jax.sharding.Mesh | None, concurrent_gb: int
     ) -> None:
-        self.directory, self.keep, self.note = directory, keep or 1, note
-        self.processes, self.concurrent_gb = processes, concurrent_gb
-        self.takes_part, self.is_primary = jax.process_index() in processes, jax.process_index() == 0
-        self.is_alone = is_subset and len(processes) == 1
+        self.directory, self.keep, self.note, self.concurrent_gb = directory, keep or 1, note, concurrent_gb
+        everyone = set(range(jax.process_count()))
+        self.processes = everyone if mesh is None else multihost.process_indices(mesh)
+        self.takes_part, self.is_primary = jax.process_index() in self.processes, jax.process_index() == 0
+        subset = None if self.processes == everyone else self.processes
+        self.is_alone = subset is not None and len(subset) == 1
         self.options = ocp.options.MultiprocessingOptions(
-            active_processes=processes if is_subset else None, barrier_sync_key_prefix="gspax" if is_subset else None
+            active_processes=subset, barrier_sync_key_prefix="gspax" if subset else None
         )
         self.saving: futures.Future[None] | None = None
         self.failed, self.attempts = threading.Event(), 0
