@@ -24,6 +24,7 @@ from gspax.errors import UserError
 from gspax.rewards.calls import concurrent
 
 REPEATED = (408, 425, 429, 500, 502, 503, 504)  # statuses after which another attempt may succeed
+_PAUSE = 0.5  # seconds before the second attempt, give or take a half
 _LONGEST_PAUSE = 30.0  # seconds, whatever Retry-After says
 _LARGEST = 2**20  # bytes of a response
 
@@ -60,7 +61,6 @@ def reward(
     token_variable: str | None = None,
     timeout: float = 10.0,
     attempts: int = 4,
-    backoff: float = 0.5,
 ) -> float | tuple[float, ...]:
     """What a server gives for a completion.
 
@@ -74,9 +74,8 @@ def reward(
       response: takes the reward, or several, from the parsed body of the response.
       token_variable: an environment variable whose value is sent as `Authorization: Bearer`.
       timeout: seconds for the connection, and for each wait for data.
-      attempts: how often to try if there is no connection, no complete answer, or a status of `REPEATED`.
-      backoff: seconds before the second attempt; twice as many before each further one, give or take a half. A server
-        may ask for more by `Retry-After`.
+      attempts: the number of attempts if there is no connection, no complete answer, or a status of `REPEATED`. The
+        pause after the first is about half a second and doubles each time; a server may ask for more by `Retry-After`.
 
     Raises:
       UserError: the URL is of another kind, or the environment variable is not set.
@@ -92,7 +91,7 @@ def reward(
         except _UnavailableError as failure:
             if attempt == attempts:
                 raise RuntimeError(f"{url}: no answer in {attempts} attempts; the last one: {failure}") from None
-            pause = backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+            pause = _PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
             time.sleep(min(_LONGEST_PAUSE, max(pause, failure.pause)))
     raise UserError(f"reward.attempts: wanted at least 1, got {attempts}")
 
