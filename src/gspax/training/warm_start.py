@@ -97,11 +97,12 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
             state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
         else:
             state = restore_state(run, checkpoints, model, optimizer, mesh, lora=lora)
-        return _train(experiment, run, checkpoints, state, train_step, demonstrate)
+        limits = stage.steps, schedule.max_skipped
+        return _train(limits, run, checkpoints, state, train_step, demonstrate)
 
 
 def _train(
-    experiment: Experiment,
+    limits: tuple[int, int],
     run: RunDir,
     checkpoints: Checkpoints,
     state: TrainState,
@@ -111,10 +112,10 @@ def _train(
     """Run the updates that are left, and save the state after the last one.
 
     Args:
+      limits: the updates of the stage, and `schedule.max_skipped`.
       demonstrate: a function of an index that gives the demonstrations from that problem on, and how many it read.
     """
-    assert experiment.warm_start is not None
-    steps, limit, in_a_row = experiment.warm_start.steps, experiment.schedule.max_skipped, 0
+    (steps, limit), in_a_row = limits, 0
     done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
 
     def save() -> None:
