@@ -102,14 +102,14 @@ def train(changes, rollouts=2, seed=0):
     reference = None if variant.reference is None else start
     found = []
     for _ in range(rollouts):
-        state, reported, rows, *_ = run_step(runtime, state, reference, InFlight())
+        state, reported, samples, *_ = run_step(runtime, state, reference, InFlight())
         assert all(np.isfinite(list(reported.values()))), reported
         found.append(reported)
     assert steps.score._cache_size() <= 1, "one program scores every minibatch"
     assert update._cache_size() == 1, "one program with old log-probs and without"
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), state.params, start)
     assert max(jax.tree.leaves(moved)) > 0
-    return found, state, rows
+    return found, state, samples
 
 
 def group(found, name):
@@ -165,9 +165,9 @@ def test_every_kl_loss_trains(function):
 
 @pytest.mark.parametrize("function", [kl.k1, kl.k2, kl.k3], ids=lambda kl: kl.__name__)
 def test_every_kl_trains_as_a_reward(function):
-    (_, second), _, rows = train({"reference": Reference(reward=function, coefficient=0.1)})
+    (_, second), _, samples = train({"reference": Reference(reward=function, coefficient=0.1)})
     assert second["reward/kl"] != 0
-    reward = np.mean([row["reward"] for row in rows])
+    reward = np.mean([each.reward for each in samples.completions])
     assert second["reward/with_added"] == pytest.approx(reward - 0.1 * second["reward/kl"], abs=1e-5)
     assert second["reward/mean"] == pytest.approx(reward, abs=1e-6), "the task's own"
 
@@ -231,17 +231,19 @@ def share_and_length(problem, completion):
 
 
 def test_several_rewards_train():
-    (first,), _, rows = train({"reward": share_and_length, "advantage": advantages.gdpo}, rollouts=1)
-    assert all(row["reward"] == sum(row["rewards"]) for row in rows)
-    assert first["reward/mean"] == pytest.approx(np.mean([row["reward"] for row in rows]), rel=1e-5)
+    (first,), _, samples = train({"reward": share_and_length, "advantage": advantages.gdpo}, rollouts=1)
+    assert {len(each.rewards) for each in samples.completions} == {2}
+    assert first["reward/mean"] == pytest.approx(np.mean([each.reward for each in samples.completions]), rel=1e-5)
 
 
 def test_length_shaping_and_overlong_filtering_train():
     punish = partial(shaping.soft_overlong_punishment, max_length=4, buffer=2)
-    (first,), _, rows = train({"length_reward": punish, "filter_overlong": True}, rollouts=1)
+    (first,), _, samples = train({"length_reward": punish, "filter_overlong": True}, rollouts=1)
     assert 0 < first["response/truncated"] < 1
-    assert first["reward/length"] == pytest.approx(np.mean([min(0, (2 - row["length"]) / 2) for row in rows]))
-    assert {row["advantage"] for row in rows if not row["finished"]} == {0.0}
+    assert first["reward/length"] == pytest.approx(
+        np.mean([min(0, (2 - each.length) / 2) for each in samples.completions])
+    )
+    assert {line["advantage"] for line in samples.to_json() if not line["finished"]} == {0.0}
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from gspax.losses import kl
 from gspax.model.sizes.old_policy import find_scored
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
+from gspax.rollout.completion import Samples
 from gspax.rollout.problems import Skipped
 from gspax.run import interrupt, manifest, progress, record, tensorboard
 from gspax.run.checkpoints import Checkpoints
@@ -556,7 +557,7 @@ def test_a_signal_ends_the_run_after_the_current_step(monkeypatch, tmp_path, dur
         state = replace(state, step=state.step + runtime.experiment.schedule.minibatches)
         if during == "step" and state.step == 4:
             kill()
-        return StepResult(state, {}, [])
+        return StepResult(state, {}, Samples([], np.zeros(0)))
 
     def killed_save(self, step, state, extra, **options):
         save(self, step, state, extra, **options)
@@ -647,8 +648,8 @@ def test_a_step_of_the_loop(monkeypatch):
     )
     drawn, updated = {}, []
 
-    def sample(params, model, prompts, ids, key, **kwargs):
-        drawn.update(params=params, prompts=prompts, ids=list(ids), key=key, **kwargs)
+    def sample(params, prompts, ids, key, options, **kwargs):
+        drawn.update(params=params, prompts=prompts, ids=list(ids), key=key, sampling=options.sampling)
         rollout = a_rollout()
         return replace(rollout, logp_BT=np.where(rollout.mask_BT, -0.25, 0.0).astype(np.float32))
 
@@ -678,7 +679,7 @@ def test_a_step_of_the_loop(monkeypatch):
     state = TrainState(
         step=jnp.int32(4), position=jnp.int32(40), key=key, params=jnp.float32(0), opt_state=done, clip_range=None
     )
-    state, metrics, rows, *_ = run_step(runtime, state, None, InFlight())
+    state, metrics, samples, *_ = run_step(runtime, state, None, InFlight())
 
     assert drawn["params"] == 0 and drawn["ids"] == [40, 41, 42, 43] and drawn["sampling"] == small.sampling
     assert drawn["prompts"] == [small.tokenizer.encode(small.data.train(index).prompt) for index in range(40, 44)]
@@ -689,7 +690,7 @@ def test_a_step_of_the_loop(monkeypatch):
         np.testing.assert_array_equal(batch.tokens_BT, a_rollout().tokens_BT[4 * part : 4 * part + 4])
         np.testing.assert_array_equal(batch.advantage, np.arange(4.0) + 4 * part)
         np.testing.assert_array_equal(np.asarray(batch.old_logp_BT)[batch.mask_BT], 0.25 * part)
-    assert [row["advantage"] for row in rows] == list(range(8))
+    assert samples.advantage_B.tolist() == list(range(8))
     assert metrics["policy/loss"] == 1.5 and metrics["policy/entropy"] == 2.0
     assert metrics["mismatch/abs_diff"] == metrics["mismatch/abs_diff_largest_max"] == 0.5
     assert metrics["optim/learning_rate"] == 3 / 8, "of the last update, the sixth, after three applied ones"

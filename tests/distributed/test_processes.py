@@ -205,7 +205,6 @@ from gspax.parallel.transfer import transfer
 from gspax.run.checkpoints import Checkpoints, save
 from gspax.errors import UserError
 from gspax.hf.loading import read_params
-from gspax.rollout.grading import gather_texts
 from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.learner.state import abstract_params, init_state
 from pathlib import Path
@@ -249,7 +248,7 @@ with interrupt.listen():
         assert stop.signum == signal.SIGTERM
 
 state = init_state(DENSE.model, runtime.optimizer, jax.random.key(DENSE.seed), runtime.mesh)
-state, metrics, rows, *_ = run_step(runtime, state, None, InFlight())
+state, metrics, samples, *_ = run_step(runtime, state, None, InFlight())
 with Checkpoints(directory, keep=1) as checkpoints:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if index == 1:
@@ -258,8 +257,8 @@ with Checkpoints(directory, keep=1) as checkpoints:
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert checkpoints.steps() == [], "a save that one process cannot make is begun by none"
     save(checkpoints, 1, state, {}, is_last=True)
-own = [row for row, entry in enumerate(rows) if "completion" in entry]
-result = {"metrics": metrics, "own": own, "rows": gather_texts(rows)}
+own = [row for row, each in enumerate(samples.completions) if each.texts is not None]
+result = {"metrics": metrics, "own": own, "rows": samples.to_json()}
 result["summary"] = evaluate(runtime, state, Path(directory).with_name("evaluated") / "sort")
 Path(directory).with_name(f"{index}.json").write_text(json.dumps(result))
 """
@@ -327,7 +326,7 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
     try:
         runtime = make_runtime(DENSE)
         state = init_state(DENSE.model, runtime.optimizer, jax.random.key(DENSE.seed), runtime.mesh)
-        state, metrics, rows, *_ = run_step(runtime, state, None, InFlight())
+        state, metrics, samples, *_ = run_step(runtime, state, None, InFlight())
         finished(processes)
         first, second = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
         summary = evaluate(runtime, state, tmp_path / "alone" / "sort")
@@ -342,7 +341,7 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
     assert (metrics["sampling/prompts"], metrics["data/skipped"]) == (19, 3) and 0 < metrics[
         "sampling/groups_replaced"
     ] < 8
-    assert first["rows"] == second["rows"] == rows
+    assert first["rows"] == second["rows"] == samples.to_json()
     for each in (first["metrics"], second["metrics"]):
         assert_close_rows(each, metrics)
     with Checkpoints(tmp_path / "saved") as checkpoints:

@@ -26,6 +26,7 @@ from gspax.report import evaluation_page
 from gspax.report.run_page import write as write_report
 from gspax.rewards.scores import Score
 from gspax.rollout import grading
+from gspax.rollout.completion import Completion
 from gspax.run.directory import RunDir
 from gspax.run.record import read_rows
 from gspax.sampler.inference_weights import make_serving_copy
@@ -75,14 +76,14 @@ def test_a_sample_does_not_depend_on_chunks_or_slots(policy):
     # all 20 samples at once; then chunks of two problems whose eight samples share three slots, the last one filled up
     together, apart = run(policy, prompts=8, group=4), run(policy, prompts=2, group=2, slots=3)
     assert [len(chunk) for chunk in (*together, *apart)] == [20, 8, 8, 4]
-    rows = [row for chunk in apart for row in chunk]
-    assert together == [rows]
-    assert [(row["problem"], row["sample"]) for row in rows] == [
+    samples = [each for chunk in apart for each in chunk]
+    assert together == [samples]
+    assert [(each.problem, each.sample) for each in samples] == [
         (p, n) for p in range(PROBLEMS) for n in range(SAMPLES)
     ]
-    assert len({row["completion"] for row in rows}) > 5
+    assert len({each.completion.texts.completion for each in samples}) > 5
     (other,) = run(policy, replace(TASK, name="other"), prompts=8, group=4)
-    assert [row["completion"] for row in other] != [row["completion"] for row in rows]
+    assert [each.completion.texts for each in other] != [each.completion.texts for each in samples]
 
 
 def test_chunks_have_the_prompts_of_training_and_fewer_slots_than_samples():
@@ -113,17 +114,17 @@ def test_a_task_is_drawn_with_its_own_settings(policy, drawn):
     assert {name: getattr(drawn[0], name) for name in own} == own and drawn[0].group == SAMPLES
 
 
-def row(problem, sample, reward, **more):
-    return {"problem": problem, "sample": sample, "reward": reward, "length": 10, "finished": True} | more
+def sample(problem, number, reward, vote=None, **fields):
+    fields = {"length": 10, "finished": True, "rewards": (reward,)} | fields
+    return benchmark.TaskSample(problem, number, Completion(**fields), vote)
 
 
 def test_the_summary():
     rewards = [[1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
     votes = [["8", "8", "9", "8"], [None, None, "1", "2"]]
-    rows = [row(p, n, rewards[p][n], vote=votes[p][n]) for p in range(2) for n in range(4)]
-    rows[0] |= {"length": 30, "finished": False}
-    rows[2] |= {"error": "late"}
-    found = benchmark.summarise(rows, 4)
+    fields = {(0, 0): {"length": 30, "finished": False}, (0, 2): {"error": "late"}}
+    samples = [sample(p, n, rewards[p][n], votes[p][n], **fields.get((p, n), {})) for p in range(2) for n in range(4)]
+    found = benchmark.summarize(TASK, samples)
     assert (found["problems"], found["samples"], found["truncated"], found["failed"]) == (2, 4, 0.125, 0.125)
     assert found["tokens"] == {"mean": 12.5, "max": 30, "total": 100}
     assert found["reward"]["mean"] == found["pass"]["1"]["mean"] == 0.5
@@ -137,7 +138,7 @@ def test_the_summary():
 
 
 def test_rewards_between_0_and_1_have_no_pass_at_k_and_one_problem_no_interval():
-    found = benchmark.summarise([row(0, 0, 0.5), row(0, 1, 1.0)], 2)
+    found = benchmark.summarize(replace(TASK, samples=2, vote=None), [sample(0, 0, 0.5), sample(0, 1, 1.0)])
     assert found["reward"] == {"mean": 0.75, "low": None, "high": None}
     assert "pass" not in found and "majority" not in found
     assert set(benchmark.metrics("x", found)) == {
@@ -158,7 +159,9 @@ def test_the_files_of_a_task_hold_every_completion(policy, tmp_path):
     assert len(rows) == PROBLEMS * SAMPLES
     assert all(row["reason"] == ("even: all" if row["reward"] else "odd") for row in rows)
     result = json.loads((path.parent / "parity.v2.json").read_text())
-    assert result["summary"] == summary == benchmark.summarise(rows, SAMPLES)
+    (samples,) = run(policy)
+    assert result["summary"] == summary == benchmark.summarize(task, samples)
+    assert rows == [benchmark.to_json(task, each) for each in samples]
     assert result["task"]["samples"] == SAMPLES and result["environment"]["packages"]["jax"]
     again = {"training": experiment.sampling, "grading": experiment.grading, "show": True}
     evaluate_task(task, policy, jax.random.key(0), path, **again)
@@ -175,8 +178,8 @@ def test_failures_are_judged_over_the_whole_task(policy, tmp_path):
             raise TimeoutError("judge")
         return 1.0
 
-    rows = [row for chunk in run(policy, replace(TASK, reward=late_once), prompts=1, group=4) for row in chunk]
-    assert len(rows) == 20 and sum("error" in row for row in rows) == 1
+    samples = [each for chunk in run(policy, replace(TASK, reward=late_once), prompts=1, group=4) for each in chunk]
+    assert len(samples) == 20 and sum(bool(each.completion.error) for each in samples) == 1
 
 
 def test_a_task_whose_reward_always_fails_is_an_error(policy, monkeypatch):
@@ -188,6 +191,11 @@ def test_a_task_whose_reward_always_fails_is_an_error(policy, monkeypatch):
     monkeypatch.setattr(grading, "SURE", 8)
     with pytest.raises(UserError, match="failed for 8 of 8 completions"):
         run(policy, replace(TASK, reward=gone), prompts=1, group=4)
+
+
+def row(problem, sample, reward, **more):
+    """A line of a task's file."""
+    return {"problem": problem, "sample": sample, "reward": reward, "length": 10, "finished": True} | more
 
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=y>\u2028 $\\frac{1}{2}$ \x00"

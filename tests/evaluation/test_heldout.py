@@ -88,10 +88,10 @@ def test_samples_do_not_depend_on_chunks_and_devices_and_problems_are_held_out()
     assert sampler._generate._cache_size() == compiled + 1, "one program for sampled and greedy completions"
     spread, spread_rows, _ = run(small(prompts=8, group=4), devices=8)
     assert metrics == spread and rows == spread_rows
-    assert [row["prompt"] for row in rows] == [experiment.data.heldout(index).prompt for index in range(PROBLEMS)]
+    assert [each.texts.prompt for each in rows] == [experiment.data.heldout(index).prompt for index in range(PROBLEMS)]
     assert set(metrics) == {"eval/reward", "eval/greedy_reward", "eval/truncated", "eval/reward_failed", "eval/skipped"}
     other, other_rows, _ = run(small(prompts=4, group=3), seed=1)
-    assert [row["completion"] for row in other_rows] != [row["completion"] for row in rows]
+    assert [each.texts.completion for each in other_rows] != [each.texts.completion for each in rows]
     assert other["eval/greedy_reward"] == metrics["eval/greedy_reward"]
 
 
@@ -134,10 +134,10 @@ def test_metrics_are_means_over_the_requested_problems(calls):
     assert [call["ids"] for call in calls] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1]]
     assert metrics["eval/reward"] == metrics["eval/greedy_reward"] == np.mean(range(10))
     assert metrics["eval/truncated"] == 0.3, "0, 4 and 8 of ten"
-    assert [row["completion"] for row in rows] == [str(i) for i in range(10)], "the first sample of each problem"
+    assert [each.texts.completion for each in rows] == [str(i) for i in range(10)], "the first sample of each problem"
 
 
 def test_evaluate_returns_at_most_sixteen_rows(calls):
     many = replace(small(), data=HeldoutOnly(problems=40), evaluation=config.Evaluation(problems=40, samples=3))
     _, rows, _ = run(many)
-    assert [row["prompt"] for row in rows] == [experiment.data.heldout(index).prompt for index in range(16)]
+    assert [each.texts.prompt for each in rows] == [experiment.data.heldout(index).prompt for index in range(16)]

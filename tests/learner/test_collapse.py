@@ -12,6 +12,7 @@ from gspax import config
 from gspax.commands import main
 from gspax.config import Collapse, Guard
 from gspax.errors import DivergedError
+from gspax.rollout.completion import Samples
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
@@ -113,7 +114,7 @@ def falling(monkeypatch):
             step, batch = int(state.step) // M + 1, int(state.position) // P
             seen.append((step, batch))
             state = replace(state, step=state.step + M, position=state.position + P)
-            return StepResult(state, {"reward/mean": 0.1 if low(step, batch) else 0.8}, [])
+            return StepResult(state, {"reward/mean": 0.1 if low(step, batch) else 0.8}, Samples([], np.zeros(0)))
 
         monkeypatch.setattr(loop, "run_step", run_step)
         monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)

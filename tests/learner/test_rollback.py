@@ -15,6 +15,7 @@ from gspax.config import Guard
 from gspax.errors import DivergedError, UserError
 from gspax.learner.state import abstract_state
 from gspax.learner.train_step import is_healthy
+from gspax.rollout.completion import Samples
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
@@ -58,7 +59,7 @@ def counting(monkeypatch):
             skipped = [any(update in each for each in these) for update in range(M)]
             state = replace(state, step=state.step + M, position=state.position + P)
             metrics = {"optim/skipped": sum(skipped), "policy/loss": 0.0}
-            return StepResult(state, metrics, [], [outcome(is_skipped) for is_skipped in skipped])
+            return StepResult(state, metrics, Samples([], np.zeros(0)), [outcome(is_skipped) for is_skipped in skipped])
 
         monkeypatch.setattr(loop, "run_step", run_step)
         monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)
@@ -113,7 +114,7 @@ def test_a_run_goes_back_to_one_checkpoint_a_few_times_then_stops(counting, tmp_
 def test_parameters_that_are_not_finite_are_not_saved_and_named(monkeypatch, tmp_path):
     def run_step(runtime, state, reference, in_flight):
         params = jax.tree.map(lambda leaf: leaf if state.step < M else leaf.at[0].set(jnp.inf), state.params)
-        return StepResult(replace(state, step=state.step + M, params=params), {}, [])
+        return StepResult(replace(state, step=state.step + M, params=params), {}, Samples([], np.zeros(0)))
 
     monkeypatch.setattr(loop, "run_step", run_step)
     monkeypatch.setattr(loop, "record_evaluation", lambda *args: None)

@@ -118,7 +118,7 @@ def test_rewards_start_while_others_are_drawn_and_are_those_of_the_whole():
         rows = reward_completions(problems, rollout, tokenizer=Digits(), calls=calls, started=started)
         assert len(calls_made) == 9, "no reward is asked for twice"
         assert rows == reward_completions(problems, rollout, tokenizer=Digits(), calls=calls)
-    assert [row["reward"] for row in rows] == [float(len(row["completion"])) for row in rows]
+    assert [each.reward for each in rows] == [float(len(each.texts.completion)) for each in rows]
 
 
 def test_nothing_is_drawn_ahead_in_chunks():

@@ -173,13 +173,13 @@ def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None
 
 def test_turns_replies_and_rewards_of_an_episode():
     rollout, rows = hold(Counting())
-    assert any(len(row["turn_spans"]) == 3 for row in rows) and any("error" in row for row in rows)
+    assert any(len(row.turns.spans) == 3 for row in rows) and any(row.error for row in rows)
     for index, row in enumerate(rows):
         start = rollout.prompt_length_B[index]
         tokens = np.asarray(rollout.tokens_BT)[index, start : start + rollout.length_B[index]].tolist()
         mask = np.asarray(rollout.mask_BT)[index, start : start + rollout.length_B[index]]
         position, texts = 0, []
-        for number, (first, end) in enumerate(row["turn_spans"]):
+        for number, (first, end) in enumerate(row.turns.spans):
             if number:
                 reply = f"k{number - 1}l"
                 assert tokens[position:first] == CHARS.tokenizer.encode(reply)
@@ -187,23 +187,23 @@ def test_turns_replies_and_rewards_of_an_episode():
             assert first == position + (3 if number else 0) and mask[first:end].all()
             texts.append(CHARS.decode(tokens[first:end]))
             position = end
-        assert position == len(tokens) and row["completion"] == "\n".join(texts)
-        assert row["length"] == mask.sum() == sum(end - first for first, end in row["turn_spans"])
-        assert rollout.reply_B[index] == len(tokens) - row["length"]
-        failed = texts[-1].startswith("b") and bool(rollout.finished_B[index] or "error" in row)
-        assert ("error" in row) == failed
+        assert position == len(tokens) and row.texts.completion == "\n".join(texts)
+        assert row.length == mask.sum() == sum(end - first for first, end in row.turns.spans)
+        assert rollout.reply_B[index] == len(tokens) - row.length
+        failed = texts[-1].startswith("b") and bool(rollout.finished_B[index] or row.error)
+        assert bool(row.error) == failed
         if failed:
-            assert row["error"].startswith("RuntimeError: the server is gone (tests/") and row["reward"] == 0.0
-            assert row["turn_rewards"] == [0.0] * len(row["turn_spans"])
+            assert row.error.startswith("RuntimeError: the server is gone (tests/") and row.reward == 0.0
+            assert row.turns.rewards == (0.0,) * len(row.turns.spans)
         else:
-            stopped = [tokens[end - 1] == 22 for _, end in row["turn_spans"]]
-            assert row["turn_rewards"] == [*[0.5] * (len(stopped) - 1), 0.5 * stopped[-1] + len(texts[-1])]
-            assert row["reward"] == sum(row["turn_rewards"])
-            assert row["finished"] == (len(stopped) == 3 and stopped[-1])
+            stopped = [tokens[end - 1] == 22 for _, end in row.turns.spans]
+            assert row.turns.rewards == (*[0.5] * (len(stopped) - 1), 0.5 * stopped[-1] + len(texts[-1]))
+            assert row.reward == sum(row.turns.rewards)
+            assert row.finished == (len(stopped) == 3 and stopped[-1])
     metrics = reward_metrics(rows, 4)
-    assert metrics["rollout/turns"] == np.mean([len(row["turn_spans"]) for row in rows])
-    assert metrics["reward/failed"] == np.mean(["error" in row for row in rows])
-    assert metrics["rollout/letters"] == np.mean([row["environment"].get("letters", 0) for row in rows])
+    assert metrics["rollout/turns"] == np.mean([len(row.turns.spans) for row in rows])
+    assert metrics["reward/failed"] == np.mean([bool(row.error) for row in rows])
+    assert metrics["rollout/letters"] == np.mean([row.turns.environment.get("letters", 0) for row in rows])
 
 
 def test_a_conversation_depends_on_its_id_alone():
@@ -215,8 +215,8 @@ def test_a_conversation_depends_on_its_id_alone():
     np.testing.assert_array_equal(alone.tokens_BT, np.asarray(rollout.tokens_BT)[4:])
     np.testing.assert_allclose(alone.logp_BT, np.asarray(rollout.logp_BT)[4:], atol=1e-5)
     np.testing.assert_allclose(chunked.logp_BT, rollout.logp_BT, atol=1e-5)
-    assert [row["turn_spans"] for row in of_chunked] == [row["turn_spans"] for row in rows]
-    assert [row["reward"] for row in of_alone] == [row["reward"] for row in rows[4:]]
+    assert [row.turns.spans for row in of_chunked] == [row.turns.spans for row in rows]
+    assert [row.reward for row in of_alone] == [row.reward for row in rows[4:]]
 
 
 @pytest.mark.parametrize(
@@ -271,25 +271,25 @@ def test_conversations_on_a_mesh_are_those_of_one_device(axes, dtype):
     on_mesh, others = hold(Counting(), model=even, mesh=mesh, **dtypes)
     np.testing.assert_array_equal(on_mesh.tokens_BT, rollout.tokens_BT)
     np.testing.assert_allclose(on_mesh.logp_BT, rollout.logp_BT, atol=1e-5 if dtype == "auto" else 1e-3)
-    assert [row["turn_rewards"] for row in others] == [row["turn_rewards"] for row in rows]
+    assert [row.turns.rewards for row in others] == [row.turns.rewards for row in rows]
 
 
 def test_limits_of_turns_and_tokens_cut_conversations():
     rollout, rows = hold(Counting(turns=9), turns=Turns(limit=2))
-    assert {len(row["turn_spans"]) for row in rows} <= {1, 2}
-    cut = [row for row in rows if len(row["turn_spans"]) == 2]
-    assert cut and not any(row["finished"] for row in cut)
+    assert {len(row.turns.spans) for row in rows} <= {1, 2}
+    cut = [row for row in rows if len(row.turns.spans) == 2]
+    assert cut and not any(row.finished for row in cut)
     rollout, rows = hold(Counting(turns=9), turns=Turns(limit=9), max_tokens=12)
-    assert (np.asarray(rollout.length_B) <= 12).all() and not any(row["finished"] for row in rows if "error" not in row)
+    assert (np.asarray(rollout.length_B) <= 12).all() and not any(row.finished for row in rows if not row.error)
 
 
 def test_a_late_step_costs_its_own_conversation():
     _, prompt = hold(Counting(turns=2))
     _, rows = hold(Counting(turns=2, sleep=30.0), grading=Grading(max_failed=1.0, timeout=0.3))
-    late = [index for index, row in enumerate(rows) if "late: no answer after 0.3 s" in row.get("error", "")]
+    late = [index for index, row in enumerate(rows) if "late: no answer after 0.3 s" in row.error]
     assert late
     others = [index for index in range(len(rows)) if index not in late]
-    assert [rows[index]["reward"] for index in others] == [prompt[index]["reward"] for index in others]
+    assert [rows[index].reward for index in others] == [prompt[index].reward for index in others]
 
 
 def test_too_many_failures_end_the_run_with_a_sentence():

@@ -9,6 +9,7 @@ from gspax import advantages, config, losses
 from gspax.config import RowShape
 from gspax.learner import minibatches
 from gspax.parallel.sharding import make_mesh
+from gspax.rollout.completion import Completion, GradedTurns
 from gspax.rollout.credit import credit_turns
 from gspax.types import Rollout
 
@@ -18,11 +19,13 @@ REWARDS = [[0.5, 1.0], [0.0], [-0.2, 0.0, 1.0], [0.5, 0.0], [0.0, 0.0], [1.0], [
 PROMPT = np.array([3] * 4 + [2] * 4, np.int32)
 
 
-def rows():
-    return [
-        {"turn_spans": spans, "turn_rewards": list(given), "reward": sum(given)}
-        for spans, given in zip(SPANS, REWARDS, strict=True)
+def completions(added=(0.0,) * 8):
+    """One for each of `REWARDS`, with something added to the reward of the last turn."""
+    turns = [
+        GradedTurns(spans, (*rewards[:-1], rewards[-1] + more), {})
+        for spans, rewards, more in zip(SPANS, REWARDS, added, strict=True)
     ]
+    return [Completion(length=1, finished=True, rewards=(sum(each.rewards),), turns=each) for each in turns]
 
 
 def a_rollout():
@@ -66,26 +69,26 @@ def slowly(discount, finished=None):
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.5])
-def test_turns_are_credited_with_what_comes_after_them(discount):
-    found, given = credit_turns(advantages.standardize, rows(), a_rollout(), group=G, discount=discount), rows()
+def test_advantage_of_a_turn_counts_the_rewards_after_it(discount):
+    found, of_turns = credit_turns(advantages.standardize, completions(), a_rollout(), group=G, discount=discount)
     np.testing.assert_allclose(found, slowly(discount), atol=1e-5)
-    credit_turns(advantages.standardize, given, a_rollout(), group=G)
-    assert [len(row["turn_advantages"]) for row in given] == [2, 1, 3, 2] * 2
+    assert [len(each) for each in of_turns] == [2, 1, 3, 2] * 2
+    for row, (spans, values) in enumerate(zip(SPANS, of_turns, strict=True)):
+        assert values == [found[row, PROMPT[row] + start] for start, _ in spans]
 
 
-def test_added_rewards_join_the_last_turn_and_overlong_conversations_are_left_out():
-    added, shifted = np.arange(8, dtype=np.float32), rows()
-    for row, extra in zip(shifted, added, strict=True):
-        row["turn_rewards"][-1] += float(extra)
-    found = credit_turns(advantages.center, rows(), a_rollout(), added, group=G)
-    np.testing.assert_allclose(found, credit_turns(advantages.center, shifted, a_rollout(), group=G), atol=1e-6)
+def test_added_rewards_join_the_last_turn_and_overlong_rollouts_are_left_out():
+    added = np.arange(8, dtype=np.float32)
+    found, _ = credit_turns(advantages.center, completions(), a_rollout(), added, group=G)
+    wanted, _ = credit_turns(advantages.center, completions(added.tolist()), a_rollout(), group=G)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
     finished = np.array([True, False, True, True] * 2)
-    found = credit_turns(advantages.standardize, rows(), a_rollout(), group=G, finished_B=finished)
+    found, _ = credit_turns(advantages.standardize, completions(), a_rollout(), group=G, finished_B=finished)
     np.testing.assert_allclose(found, slowly(1.0, finished), atol=1e-5)
     assert not found[1].any()
 
 
-def test_with_one_turn_it_is_the_advantage_of_the_conversation():
+def test_advantage_of_a_single_turn_is_that_of_the_completion():
     reward_PG = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32)
     found = advantages.by_turn(advantages.standardize, reward_PG[..., None], jnp.ones((3, 4, 1), bool))
     np.testing.assert_array_equal(found[..., 0], advantages.standardize(reward_PG))

@@ -11,6 +11,7 @@ from small_experiment import experiment
 from gspax.config import Mesh, Placement
 from gspax.experiment import validate
 from gspax.parallel.sharding import make_mesh, named_sharding
+from gspax.rollout.completion import Completion, GradedTurns
 from gspax.rollout.dynamic_sampling import GradedBatch, find_constant_groups, plan_refill, refill, replace_groups
 from gspax.types import Rollout
 
@@ -18,31 +19,35 @@ G = experiment.sampling.group
 MESH = make_mesh(Mesh(), jax.devices()[:8])
 
 
-def rows_of(*groups, finished=True):
-    return [{"reward": float(reward), "finished": finished} for group in groups for reward in group]
+def completion(*rewards, **fields):
+    return Completion(**{"length": 1, "finished": True, "rewards": tuple(map(float, rewards))} | fields)
+
+
+def completions(*groups, **fields):
+    return [completion(reward, **fields) for group in groups for reward in group]
 
 
 def test_a_group_without_a_signal_has_equal_rewards():
-    rows = rows_of((0, 0, 0), (1, 0, 1), (0.1 + 0.2, 0.3, 0.3), (1, 1, 1))
-    assert find_constant_groups(rows, group=3).tolist() == [True, False, True, True], "equal as float32"
-    several = [{"reward": 1.0, "rewards": pair, "finished": True} for pair in ([1, 0], [0, 1], [1, 0], [1, 0])]
+    samples = completions((0, 0, 0), (1, 0, 1), (0.1 + 0.2, 0.3, 0.3), (1, 1, 1))
+    assert find_constant_groups(samples, group=3).tolist() == [True, False, True, True], "equal as float32"
+    several = [completion(*pair) for pair in ([1, 0], [0, 1], [1, 0], [1, 0])]
     assert find_constant_groups(several, group=2).tolist() == [False, True]
 
 
-def test_with_credit_for_turns_equal_sums_may_hold_a_signal():
-    turns = ([1, 0], [0, 1], [1, 0], [1, 0])
-    rows = [{"reward": 1.0, "turn_rewards": each, "finished": True} for each in turns]
-    assert find_constant_groups(rows, group=2).tolist() == [True, True]
-    assert find_constant_groups(rows, group=2, by_turn=True).tolist() == [False, True]
+def test_turns_with_different_rewards_and_equal_sums_are_a_signal():
+    turns = [GradedTurns((), rewards, {}) for rewards in ((1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 0.0))]
+    samples = [completion(1, turns=each) for each in turns]
+    assert find_constant_groups(samples, group=2).tolist() == [True, True]
+    assert find_constant_groups(samples, group=2, by_turn=True).tolist() == [False, True]
 
 
 def test_truncated_completions_do_not_count_where_they_are_filtered():
-    rows = rows_of((0, 0, 1), (0, 1, 1))
-    rows[2]["finished"] = rows[3]["finished"] = False
-    assert find_constant_groups(rows, group=3).tolist() == [False, False]
-    assert find_constant_groups(rows, group=3, without_overlong=True).tolist() == [True, True]
-    nothing = rows_of((0, 1, 1), finished=False)
-    assert find_constant_groups(nothing, group=3, without_overlong=True).tolist() == [True]
+    samples = completions((0, 0, 1), (0, 1, 1))
+    samples[2:4] = [replace(each, finished=False) for each in samples[2:4]]
+    assert find_constant_groups(samples, group=3).tolist() == [False, False]
+    assert find_constant_groups(samples, group=3, without_overlong=True).tolist() == [True, True]
+    truncated = completions((0, 1, 1), finished=False)
+    assert find_constant_groups(truncated, group=3, without_overlong=True).tolist() == [True]
 
 
 @pytest.mark.parametrize(
@@ -93,8 +98,7 @@ def test_replaced_groups_are_those_of_the_fresh_rollout_in_every_field(widths):
 
 
 def batch_of(number, *groups):
-    rewards = [[float(reward) for reward in group] for group in groups]
-    rows = [{"reward": reward, "finished": True, "batch": number} for group in rewards for reward in group]
+    rows = completions(*groups, length=number)
     count = jnp.full((len(rows), 1), number)
     lengths = np.full(len(rows), number)
     drawn = Rollout(
@@ -119,13 +123,13 @@ def test_refills_end_when_every_group_has_a_signal_or_at_the_bound(bound, batche
     sampling = replace(experiment.sampling, prompts=2, max_refills=bound)
     starts = []
 
-    def draw(start):
+    def sample(start):
         starts.append(start)
         return batch_of(len(starts), *batches[len(starts)])
 
-    found = refill(batch_of(0, *batches[0]), draw, sampling, make_mesh(Mesh(), jax.devices()[:1]))
+    found = refill(batch_of(0, *batches[0]), sample, sampling, make_mesh(Mesh(), jax.devices()[:1]))
     assert starts == [2 * (n + 1) for n in range(len(batches) - 1)]
-    assert [row["batch"] for row in found.rows] == np.repeat(from_batches, G).tolist()
+    assert [each.length for each in found.completions] == np.repeat(from_batches, G).tolist()
     assert (
         found.rollout.tokens_BT[:, 0].tolist() == found.rollout.length_B.tolist() == np.repeat(from_batches, G).tolist()
     )

@@ -178,12 +178,12 @@ def test_rewards_start_as_samples_end_and_each_is_given_once(runtime):
         for done in range(2):
             batch, pool = next_partial(mine, state, pool)
             assert len(batch.started) == P * G, "every sample of the batch has ended in some chunk"
-            rows = grade(mine, batch).rows
+            graded = grade(mine, batch).completions
             state = step_on(mine, state, batch, renew=False)
-            for number, row in enumerate(rows):
-                assert row["prompt"] == batch.problems[number // G].prompt
-                assert row["length"] == len(completions(batch.rollout)[number][0])
-                assert row["reward"] == len(row["completion"])
+            for number, each in enumerate(graded):
+                assert each.texts.prompt == batch.problems[number // G].prompt
+                assert each.length == len(completions(batch.rollout)[number][0])
+                assert each.reward == len(each.texts.completion)
             assert len(calls) == (done + 1) * P * G + len(pool.started)
 
 

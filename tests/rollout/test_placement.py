@@ -59,10 +59,10 @@ def fresh(runtime):
 def texts(runtime, drawn):
     """The completions of a `PendingRollout` or of a `RolloutBatch`."""
     rollout = getattr(drawn, "sampled", drawn.rollout)
-    rows = reward_completions(
+    completions = reward_completions(
         drawn.problems, sampler.lengths_to_host(rollout), tokenizer=experiment.tokenizer, calls=runtime.rewards
     )
-    return [row["completion"] for row in rows]
+    return [each.texts.completion for each in completions]
 
 
 def devices(tree):
@@ -84,8 +84,8 @@ def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(runtime)
     mesh = reshape_mesh(runtime.mesh, dict(runtime.sampler.mesh.shape))
     colocated = replace(runtime, sampler=make_colocated_sampler(DISAGGREGATED.model, mesh, runtime.mesh))
     results = [run_step(each, fresh(runtime), None, InFlight()) for each in (runtime, colocated)]
-    (state, metrics, rows, *_), (state_too, metrics_too, rows_too, *_) = results
-    assert rows == rows_too
+    (state, metrics, samples, *_), (state_too, metrics_too, samples_too, *_) = results
+    assert samples.to_json() == samples_too.to_json()
     jax.tree.map(np.testing.assert_array_equal, state.params, state_too.params)
     assert {name: x for name, x in metrics.items() if not name.startswith(CLOCKS)} == {
         name: x for name, x in metrics_too.items() if not name.startswith(CLOCKS)

@@ -1,6 +1,7 @@
-"""Rows that `reward_completions` makes of a rollout: text, reward, length, and whether it finished."""
+"""The completions of a rollout: texts, rewards, length, and whether the sample finished."""
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,7 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Batched
 from gspax.rewards.scores import Score, reward_calls
+from gspax.rollout.completion import Completion, Texts
 from gspax.rollout.grading import (
     FailedRewardsError,
     check_batch,
@@ -49,14 +51,14 @@ def calls():
         yield lambda reward, **grading: stack.enter_context(reward_calls(reward, Grading(**grading)))
 
 
-def test_rows_hold_prompt_answer_completion_and_length(calls):
-    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=calls(experiment.reward))
-    assert [row["prompt"] for row in rows] == ["21=", "21=", "9870=", "9870="]
-    assert [row["answer"] for row in rows] == ["12", "12", "0789", "0789"]
-    assert [row["completion"] for row in rows] == ["12", "211", "0", "078"]
-    assert [row["length"] for row in rows] == [3, 3, 2, 3]
-    assert [row["finished"] for row in rows] == [True, False, True, False]
-    assert all(type(row["length"]) is int and type(row["finished"]) is bool for row in rows)
+def test_completions_have_prompt_answer_text_and_length(calls):
+    samples = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=calls(experiment.reward))
+    assert [each.texts.prompt for each in samples] == ["21=", "21=", "9870=", "9870="]
+    assert [each.texts.answer for each in samples] == ["12", "12", "0789", "0789"]
+    assert [each.texts.completion for each in samples] == ["12", "211", "0", "078"]
+    assert [each.length for each in samples] == [3, 3, 2, 3]
+    assert [each.finished for each in samples] == [True, False, True, False]
+    assert all(type(each.length) is int and type(each.finished) is bool for each in samples)
 
 
 def test_reward_gets_the_problem_and_the_completion_without_its_stop_token(calls):
@@ -66,10 +68,10 @@ def test_reward_gets_the_problem_and_the_completion_without_its_stop_token(calls
         seen.append((problem, completion))
         return np.float32(len(seen))
 
-    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=calls(reward))
+    samples = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=calls(reward))
     assert seen == [(PROBLEMS[0], "12"), (PROBLEMS[0], "211"), (PROBLEMS[1], "0"), (PROBLEMS[1], "078")]
-    assert [row["reward"] for row in rows] == [1.0, 2.0, 3.0, 4.0]
-    assert all(type(row["reward"]) is float for row in rows)
+    assert [each.reward for each in samples] == [1.0, 2.0, 3.0, 4.0]
+    assert all(type(each.reward) is float for each in samples)
 
 
 def fails_for_211(problem, completion):
@@ -78,51 +80,51 @@ def fails_for_211(problem, completion):
     return 1.0, 0.5
 
 
-def test_a_failed_reward_costs_its_row_the_stated_value_for_each_of_its_rewards(calls):
+def test_failed_reward_gets_the_configured_value_for_each_reward(calls):
     given = calls(fails_for_211, failed=-1.0, max_failed=0.25)
-    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
-    assert [row["rewards"] for row in rows] == [[1.0, 0.5], [-1.0, -1.0], [1.0, 0.5], [1.0, 0.5]]
-    assert [row["reward"] for row in rows] == [1.5, -2.0, 1.5, 1.5]
-    assert [row.get("error", "").partition(" (")[0] for row in rows] == ["", "KeyError: 'unit'", "", ""]
+    samples = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    assert [each.rewards for each in samples] == [(1.0, 0.5), (-1.0, -1.0), (1.0, 0.5), (1.0, 0.5)]
+    assert [each.reward for each in samples] == [1.5, -2.0, 1.5, 1.5]
+    assert [each.error.partition(" (")[0] for each in samples] == ["", "KeyError: 'unit'", "", ""]
 
 
-def test_a_failure_with_a_value_of_its_own_keeps_it_and_is_counted(calls):
+def test_failure_with_its_own_value_keeps_it_and_is_counted(calls):
     def late_for_211(problem, completion):
         return Score(-0.5, error="late") if completion == "211" else 1.0
 
     given = calls(late_for_211, failed=-1.0, max_failed=0.25)
-    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
-    assert [row["reward"] for row in rows] == [1.0, -0.5, 1.0, 1.0]
-    assert [row.get("error") for row in rows] == [None, "late", None, None]
-    assert reward_metrics(rows, 2)["reward/failed"] == 0.25
+    samples = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    assert [each.reward for each in samples] == [1.0, -0.5, 1.0, 1.0]
+    assert [each.error for each in samples] == ["", "late", "", ""]
+    assert reward_metrics(samples, 2)["reward/failed"] == 0.25
     with pytest.raises(UserError, match=r"failed for 1 of 4 completions .* allows 0 %\): late for "):
-        check_batch(rows, calls(late_for_211, max_failed=0.0))
+        check_batch(samples, calls(late_for_211, max_failed=0.0))
 
 
-def test_one_number_of_a_failure_stands_for_each_of_several_rewards(calls):
+def test_single_value_of_a_failure_fills_several_rewards(calls):
     def late_for_211(problem, completion):
         return Score(-0.5, error="late") if completion == "211" else {"b": 1.0, "a": 0.5}
 
     given = calls(late_for_211, failed=-1.0)
-    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
-    assert [row["rewards"] for row in rows] == [[0.5, 1.0], [-0.5, -0.5], [0.5, 1.0], [0.5, 1.0]]
-    assert [row.get("error") for row in rows] == [None, "late", None, None]
+    samples = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    assert [each.rewards for each in samples] == [(0.5, 1.0), (-0.5, -0.5), (0.5, 1.0), (0.5, 1.0)]
+    assert [each.error for each in samples] == ["", "late", "", ""]
 
 
-def only_the_answer_counts(rows):
+def only_the_answer_counts(samples):
     """Advantages [B], and the columns of `rewards`."""
-    advantage_B, _ = compute_advantages(partial(advantages.gdpo, weights=(1, 0)), rows, group=4)
+    advantage_B, _ = compute_advantages(partial(advantages.gdpo, weights=(1, 0)), samples, group=4)
     return advantage_B.round(2).tolist()
 
 
-def test_named_rewards_are_matched_by_name_whatever_their_order(calls):
+def test_named_rewards_are_matched_by_name_in_any_order(calls):
     def reward(problem, completion):
         right = float(completion == "12")
         return {"format": 0.0, "answer": right} if right else {"answer": right, "format": 1.0}
 
-    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=calls(reward))
-    assert [row["rewards"] for row in rows] == [[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]
-    assert only_the_answer_counts(rows) == [1.5, -0.5, -0.5, -0.5]
+    samples = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=calls(reward))
+    assert [each.rewards for each in samples] == [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)]
+    assert only_the_answer_counts(samples) == [1.5, -0.5, -0.5, -0.5]
 
 
 @pytest.mark.parametrize(
@@ -134,47 +136,47 @@ def test_named_rewards_are_matched_by_name_whatever_their_order(calls):
         ({"answer": 1.0, "style": Score(1.0, error="late")}, "style: late"),
     ],
 )
-def test_other_names_than_those_of_most_completions_fail(calls, other, error):
+def test_completion_with_other_reward_names_than_most_fails(calls, other, error):
     def reward(problem, completion):
         return other if completion == "12" else {"format": 1.0, "answer": 0.0}
 
     given = calls(reward, failed=-1.0)
-    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
-    assert [row["rewards"] for row in rows] == [[-1.0, -1.0], *[[0.0, 1.0]] * 3]
-    assert [row.get("error") for row in rows] == [error, None, None, None]
-    assert reward_metrics(rows, 4)["rewards/answer"] == 0.0, "a failure has no parts"
+    samples = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    assert [each.rewards for each in samples] == [(-1.0, -1.0), *[(0.0, 1.0)] * 3]
+    assert [each.error for each in samples] == [error, "", "", ""]
+    assert reward_metrics(samples, 4)["rewards/answer"] == 0.0, "a failure has no parts"
 
 
-def test_other_numbers_than_those_of_most_completions_fail(calls):
-    rows = reward_completions(
+def test_completion_with_another_number_of_rewards_than_most_fails(calls):
+    samples = reward_completions(
         PROBLEMS,
         rollout(),
         tokenizer=experiment.tokenizer,
         calls=calls(lambda problem, completion: 1.0 if completion == "12" else (1.0, 0.0)),
     )
-    assert [row["rewards"] for row in rows] == [[0.0, 0.0], *[[1.0, 0.0]] * 3]
-    assert rows[0]["error"] == "wanted 2 numbers without names; got one number"
+    assert [each.rewards for each in samples] == [(0.0, 0.0), *[(1.0, 0.0)] * 3]
+    assert samples[0].error == "wanted 2 numbers without names; got one number"
 
 
-def test_another_order_than_that_of_the_names_is_told_once(calls, capsys):
+def test_unsorted_reward_names_warn_once(calls, capsys):
     told = "gspax: warning: reward: the advantage gets the rewards in the alphabetical order of their names: x, y\n"
     for order, expected in ("xy", ""), ("yx", told), ("yx", ""):
         reward = calls(lambda problem, completion, order=order: dict.fromkeys(order, 1.0))
-        rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=reward)
-        only_the_answer_counts(rows)
+        samples = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=reward)
+        only_the_answer_counts(samples)
         assert capsys.readouterr().err == expected
 
 
-def test_a_batch_with_too_many_failures_is_an_error_with_prompt_and_completion(calls):
+def test_too_many_failures_in_a_batch_raise_with_prompt_and_completion(calls):
     message = (
         r"^reward: test_rewards\.fails_for_211 failed for 1 of 4 completions \(grading\.max_failed allows 0 %\): "
         r"KeyError: 'unit' \(tests/rollout/test_rewards\.py:\d+\) for the prompt '21=' and the completion '211'$"
     )
     given = calls(fails_for_211, max_failed=0.0)
-    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    samples = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
     with pytest.raises(FailedRewardsError, match=message) as raised:
-        check_batch(rows, given)
-    assert raised.value.rows == [rows[1]]
+        check_batch(samples, given)
+    assert raised.value.completions == [samples[1]]
 
 
 @pytest.mark.parametrize(
@@ -190,28 +192,28 @@ def test_a_batch_with_too_many_failures_is_an_error_with_prompt_and_completion(c
         (1, 4, 4),
     ],
 )
-def test_few_failures_end_no_run_unless_all_have_failed_or_none_may(calls, share, total, most):
+def test_few_failures_are_allowed_unless_all_failed_or_none_may(calls, share, total, most):
     given = calls(fails_for_211, max_failed=share)
 
-    def rows(failures):
-        row = {"prompt": "?", "completion": "!"}
-        return [{**row, "error": "late"}] * failures + [row] * (total - failures)
+    def samples(failures):
+        sample = Completion(length=1, finished=True, rewards=(0.0,), texts=Texts("?", "", "!"))
+        return [replace(sample, error="late")] * failures + [sample] * (total - failures)
 
-    check_batch(rows(most), given)
+    check_batch(samples(most), given)
     if most < total:
         with pytest.raises(UserError, match=f"failed for {most + 1} of {total} completions"):
-            check_batch(rows(most + 1), given)
+            check_batch(samples(most + 1), given)
 
 
-def test_a_batched_reward_gets_all_completions_that_are_there(calls):
+def test_batched_reward_gets_all_completions_at_once(calls):
     seen = []
 
     def lengths(problems, completions):
         seen.append((problems, completions))
         return [len(each) for each in completions]
 
-    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=calls(Batched(lengths)))
-    assert [row["reward"] for row in rows] == [2.0, 3.0, 1.0, 3.0]
+    samples = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=calls(Batched(lengths)))
+    assert [each.reward for each in samples] == [2.0, 3.0, 1.0, 3.0]
     ((problems, completions),) = seen
     assert list(problems) == [PROBLEMS[0], PROBLEMS[0], PROBLEMS[1], PROBLEMS[1]]
     assert list(completions) == ["12", "211", "0", "078"]
@@ -222,17 +224,17 @@ def test_named_rewards_are_metrics(calls):
         return {"length": len(completion), "one": 1.0} if completion != "211" else 1 / 0
 
     given = calls(named)
-    rows = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
-    assert [row["rewards"] for row in rows] == [[2.0, 1.0], [0.0, 0.0], [1.0, 1.0], [3.0, 1.0]]
-    metrics = reward_metrics(rows, 2)
+    samples = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)
+    assert [each.rewards for each in samples] == [(2.0, 1.0), (0.0, 0.0), (1.0, 1.0), (3.0, 1.0)]
+    metrics = reward_metrics(samples, 2)
     assert (metrics["rewards/length"], metrics["rewards/one"], metrics["reward/failed"]) == (2.0, 1.0, 0.25)
     assert metrics["reward/mean"] == (3 + 0 + 2 + 4) / 4
     assert metrics["reward/zero_std_groups"] == 0
 
 
 def test_reward_metrics_by_hand():
-    rows = [{"reward": reward} for reward in (0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0)]
-    assert reward_metrics(rows, 2) == {
+    samples = [Completion(length=1, finished=True, rewards=(float(each),)) for each in (0, 1, 1, 1, 0, 0, 0, 1)]
+    assert reward_metrics(samples, 2) == {
         "reward/mean": 0.5,
         "reward/std": 0.5,
         "reward/zero_std_groups": 0.5,
@@ -242,6 +244,6 @@ def test_reward_metrics_by_hand():
 
 @pytest.mark.filterwarnings("error")
 def test_metrics_of_rewards_near_the_largest_float32_are_finite():
-    rows = [{"reward": reward, "rewards": {"": reward}} for reward in (3e38, 3e38, -3e38, 3e38)]
-    metrics = reward_metrics(rows, 2)
+    samples = [Completion(length=1, finished=True, rewards=(each,)) for each in (3e38, 3e38, -3e38, 3e38)]
+    metrics = reward_metrics(samples, 2)
     assert metrics["reward/mean"] == pytest.approx(1.5e38) and metrics["reward/std"] == pytest.approx(3**0.5 * 1.5e38)

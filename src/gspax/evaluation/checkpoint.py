@@ -20,7 +20,7 @@ from gspax.config import DrawingDtype, Evaluation, Experiment, Grading, ModelCon
 from gspax.config.protocols import Tokenizer
 from gspax.errors import UserError
 from gspax.evaluation import heldout
-from gspax.evaluation.benchmark import apply_defaults, metrics, plan_chunks, run_task, summarise
+from gspax.evaluation.benchmark import TaskSample, apply_defaults, metrics, plan_chunks, run_task, summarize, to_json
 from gspax.evaluation.completions import Policy
 from gspax.experiment.description import describe
 from gspax.learner import weights
@@ -33,8 +33,8 @@ from gspax.report import evaluation_page
 from gspax.report.task_table import format_estimate
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
+from gspax.rollout.completion import Completion
 from gspax.rollout.episodes import Interaction, interact
-from gspax.rollout.grading import Row
 from gspax.run import progress
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, describe_environment, find_run
@@ -52,10 +52,10 @@ def evaluate(
     rewards: Calls[Result],
     folder: Path,
     interaction: Interaction | None = None,
-) -> tuple[dict[str, float], list[Row], list[Row]]:
-    """During training: the metrics of the held-out problems and of the tasks, and rows for the report.
+) -> tuple[dict[str, float], list[Completion], list[Completion]]:
+    """During training: the metrics of the held-out problems and of the tasks, and completions for the report.
 
-    The last value has the held-out rows whose rewards have failed; those of a task are in its files.
+    The last value has the held-out completions whose rewards failed; those of a task are in its files.
 
     Completions are drawn where the sampler draws: a disaggregated one first finishes the batches that it was given. The
     files of the tasks are written to `folder`, in place of those of an interrupted evaluation.
@@ -63,12 +63,12 @@ def evaluate(
     settings, training = experiment.evaluation, experiment.sampling
     policy, key = _push(state, experiment.model, experiment.tokenizer, sampler)
     policy = replace(policy, interaction=interaction)
-    found, rows, failed = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
+    found, shown, failed = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
     for task in settings.tasks:
         task, path = apply_defaults(task, settings, training), folder / task.name
         summary = evaluate_task(task, policy, key, path, training=training, grading=experiment.grading)
         found |= metrics(task.name, summary)
-    return found, rows, failed
+    return found, shown, failed
 
 
 def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks: Sequence[Task] | None = None) -> None:
@@ -152,32 +152,32 @@ def evaluate_task(
       show: print progress and results, and write to `path`-2, … rather than over the files of an earlier evaluation.
     """
     chunks, _ = plan_chunks(task.problems, task.samples, training, batch_shards(policy.mesh))
-    rows: list[Row] = []
+    samples: list[TaskSample] = []
     primary = jax.process_index() == 0
     path = _free_path(path) if show else path
-    drawn = run_task(task, policy, key, training=training, grading=grading)
+    sampled = run_task(task, policy, key, training=training, grading=grading)
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(progress.track(len(chunks), title=task.name, every=1)) if show else None
         file = stack.enter_context(_open_part(path)) if primary else None
-        for done, chunk in enumerate(drawn, start=1):
-            rows += chunk
+        for done, chunk in enumerate(sampled, start=1):
+            samples += chunk
             if file is not None:
-                file.writelines(map(to_line, chunk))
+                file.writelines(to_line(to_json(task, each)) for each in chunk)
                 file.flush()
             if bar is not None:
-                bar.update(done, {"reward": sum(row["reward"] for row in rows) / max(len(rows), 1)})
-    if not rows:
+                bar.update(done, {"reward": sum(each.completion.reward for each in samples) / max(len(samples), 1)})
+    if not samples:
         raise UserError(f"task {task.name}: wanted problems, got none of {task.problems} that can be used")
-    summary = summarise(rows, task.samples)
+    summary = summarize(task, samples)
     if primary:
         _part(path).replace(_file(path, ".jsonl"))
-        lines = describe_summary(task.name, summary)
-        evaluation_page.write(_file(path, ".html"), path.name, lines, rows)
+        text = describe_summary(task.name, summary)
+        evaluation_page.write(_file(path, ".html"), path.name, text, [to_json(task, each) for each in samples])
         result = {"summary": summary, "task": describe(task), "model": describe(policy.model)}
         result |= {"environment": describe_environment()}
         write_atomically(_file(path, ".json"), json.dumps(result, indent=2) + "\n")
         if show:
-            print("\n".join([*lines, f"  {_file(path, '.html')}"]))
+            print("\n".join([*text, f"  {_file(path, '.html')}"]))
     return summary
 
 

@@ -1,4 +1,4 @@
-"""Completions of problems for an evaluation: drawn and rewarded chunk by chunk."""
+"""Completions of problems for an evaluation, sampled and rewarded chunk by chunk."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from gspax.errors import UserError, warn_once
 from gspax.parallel.sharding import named_sharding
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result
+from gspax.rollout.completion import Completion
 from gspax.rollout.episodes import Interaction, Ready, sample_conversations
-from gspax.rollout.grading import Row, reward_completions
+from gspax.rollout.grading import reward_completions
 from gspax.rollout.problems import attempt, name_problems, prepare
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.sampler import lengths_to_host, sample
@@ -25,17 +26,17 @@ from gspax.types import Array, Params
 
 @dataclass(frozen=True)
 class Policy:
-    """What is evaluated."""
+    """The policy that is evaluated."""
 
-    params: Params  # a serving copy (`sampler.inference_weights`)
+    params: Params  # inference weights (`sampler.inference_weights`)
     model: ModelConfig
     tokenizer: Tokenizer
     mesh: jax.sharding.Mesh
-    interaction: Interaction | None = None  # with an environment, what conversations are held with
+    interaction: Interaction | None = None  # for multi-turn rollouts
 
 
 def fill_chunks(total: int, size: int, shards: int) -> list[list[int]]:
-    """The indices of `total` problems in chunks of one size: at most `size`, rounded up to a multiple of `shards`.
+    """The indices of `total` problems in chunks of equal size: at most `size`, rounded up to a multiple of `shards`.
 
     The last chunk is filled up from the first index on: there may be no problem past the end.
     """
@@ -53,25 +54,25 @@ def complete(
     rewards: Calls[Result],
     greedy: int = 0,
     name: str = "evaluation",
-) -> list[Row | None]:
-    """One row for each of the `sampling.group` completions of these problems, in their order. Collective.
+) -> list[Completion | None]:
+    """The `sampling.group` completions of each of these problems, in their order. Collective.
 
-    Problems that cannot be read or whose prompts do not fit are left out, with a warning: their rows are None.
+    Problems that cannot be loaded or whose prompts do not fit are left out, with a warning: theirs are None.
 
     Args:
-      policy: what draws.
+      policy: the model, its tokenizer and its mesh.
       key: as for `sampler.sample`.
-      read: gives the problem of an id.
+      read: loads the problem of an id.
       ids: a multiple of the devices that rows are sharded over.
-      sampling: how completions are drawn.
-      rewards: rewards them, or the last message of each conversation.
-      greedy: so many of each group, the last ones, are decoded greedily.
+      sampling: how completions are sampled.
+      rewards: calls of the reward, of completions or of the last message of each multi-turn rollout.
+      greedy: the number of completions in each group, the last ones, that are decoded greedily.
       name: of the evaluation, for the warning.
 
     Returns:
-      Rows of `rewards.reward_completions`: texts only of this process's own.
+      Completions of `grading.reward_completions`, with texts on the process that owns the row.
     """
-    ids, ready, left_out = _read(policy, read, ids, sampling.max_prompt_tokens, name)
+    ids, ready, left_out = _load(policy, read, ids, sampling.max_prompt_tokens, name)
     if len(left_out) == len(ids):
         return [None for _ in range(len(ids) * sampling.group)]
     problems = [each and each.problem for each in ready]
@@ -86,19 +87,19 @@ def complete(
     if policy.interaction is not None:
         interaction = replace(policy.interaction, rewards=rewards)
         rollout, started = sample_conversations(interaction, policy.params, ready, ids, key, options)
-        rows = reward(rollout, started=started)
+        completions = reward(rollout, started=started)
     else:
         prompts = [each and each.prompt for each in ready]
-        rows = reward(lengths_to_host(sample(policy.params, prompts, ids, key, options)))
-    return [None if number // sampling.group in left_out else row for number, row in enumerate(rows)]
+        completions = reward(lengths_to_host(sample(policy.params, prompts, ids, key, options)))
+    return [None if row // sampling.group in left_out else each for row, each in enumerate(completions)]
 
 
-def _read(
+def _load(
     policy: Policy, read: Callable[[int], Problem], ids: Sequence[int], limit: int, name: str
 ) -> tuple[list[int], list[Ready | None], set[int]]:
-    """The problems of this process's rows, and the places that are left out, where there is another problem.
+    """The ids, the problems of this process's rows, and the places that are left out.
 
-    The ids with those of the other problem. Without any problem that can be used all places are left out.
+    In places that are left out there is another problem, and its id. If no problem can be used, all are left out.
     """
     make = partial(
         prepare,
@@ -109,17 +110,17 @@ def _read(
         interaction=policy.interaction,
     )
     by_row = named_sharding(policy.mesh, "batch")
-    ids, made, failed = list(ids), *attempt(make, dict(enumerate(ids)), len(ids), by_row)
+    ids, ready, failed = list(ids), *attempt(make, dict(enumerate(ids)), len(ids), by_row)
     if failed:
-        found = {ids[place]: reason for place, reason in failed.items()}
+        reasons = {ids[place]: reason for place, reason in failed.items()}
         if jax.process_index() == 0:
-            warn_once(f"{name}: {name_problems(found)}: left out of the evaluation")
-        usable = next((index for index in ids if index not in found), None)
+            warn_once(f"{name}: {name_problems(reasons)}: left out of the evaluation")
+        usable = next((index for index in ids if index not in reasons), None)
         if usable is None:
             return ids, [], set(failed)
         ids = [usable if place in failed else index for place, index in enumerate(ids)]
         filled, again = attempt(make, dict.fromkeys(failed, usable), len(ids), by_row)
         if again:
             raise UserError(f"{name}: problem {usable} could be read only once: {next(iter(again.values()))}")
-        made |= filled
-    return ids, [made.get(place) for place in range(len(ids))], set(failed)
+        ready |= filled
+    return ids, [ready.get(place) for place in range(len(ids))], set(failed)

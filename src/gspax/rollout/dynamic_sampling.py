@@ -1,10 +1,10 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal give way to fresh ones.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): fresh groups replace those whose rewards are all equal.
 
-Such a group has no advantage and adds nothing to the gradient. `sampling.max_refills` bounds how often P fresh prompts
-are drawn to replace them. Of the fresh groups those with a signal are taken, in their order, for the first groups
-without one; the rest is dropped. What is decided here depends on rewards that every process has.
+A group with equal rewards has no advantage and adds nothing to the gradient. Up to `sampling.max_refills` times P fresh
+prompts are sampled: fresh groups with a signal replace the first groups without one, in order, and the others are
+dropped. The choice depends on rewards, which every process has.
 
-Axes: P prompts, G samples, B = P·G rows, T tokens.
+Axes: P prompts, G samples, B = P·G completions, T tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +20,25 @@ import numpy as np
 
 from gspax.config import Sampling
 from gspax.parallel.sharding import named_sharding
-from gspax.rollout.grading import Row
+from gspax.rollout.completion import Completion
 from gspax.types import Array, Rollout
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class GradedBatch:
-    """A rollout batch with its rewards, ready to learn from."""
+    """A rollout with its rewards, ready to train on."""
 
-    policy: int  # rollout batches that the parameters it is drawn with had learnt from
+    policy: int  # number of rollouts that the sampling policy was trained on
     prompts: int  # taken from the data: more than P if groups were replaced or problems skipped
     rollout: Rollout  # on the learner's mesh
-    rows: list[Row]
+    completions: Sequence[Completion]
     skipped: int = 0  # of these problems
     metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts or dynamic sampling
 
 
 def refill(
     batch: GradedBatch,
-    draw: Callable[[int], GradedBatch],
+    sample: Callable[[int], GradedBatch],
     sampling: Sampling,
     mesh: jax.sharding.Mesh,
     *,
@@ -50,46 +48,57 @@ def refill(
     """The batch with groups of fresh prompts in place of those without a signal. Collective.
 
     Args:
-      draw: the batch of P prompts that starts so many prompts after the first of `batch`.
+      sample: a function of n that samples the P prompts from the n-th after the first of `batch` on.
       sampling: its `group` and `max_refills`.
       mesh: the learner's.
       without_overlong, by_turn: as for `find_constant_groups`.
     """
     find = partial(find_constant_groups, group=sampling.group, without_overlong=without_overlong, by_turn=by_turn)
-    rollout, rows, prompts, skipped = batch.rollout, batch.rows, batch.prompts, batch.skipped
-    rewards, replaced = [row["reward"] for row in rows], 0
+    completions, rewards, replaced = batch.completions, [each.reward for each in batch.completions], 0
     for _ in range(sampling.max_refills):
-        constant_P = find(rows)
+        constant_P = find(completions)
         if not constant_P.any():
             break
-        fresh = draw(prompts)
-        source_P = plan_refill(constant_P, find(fresh.rows))
-        rollout = replace_groups(rollout, fresh.rollout, source_P, mesh)
-        rows = replace_rows(rows, fresh.rows, source_P)
-        prompts, skipped = prompts + fresh.prompts, skipped + fresh.skipped
-        rewards += [row["reward"] for row in fresh.rows]
+        fresh = sample(batch.prompts)
+        source_P = plan_refill(constant_P, find(fresh.completions))
+        source_B = _by_row(source_P, len(completions))
+        completions = [
+            old if source < 0 else fresh.completions[source] for old, source in zip(completions, source_B, strict=True)
+        ]
+        batch = replace(
+            batch,
+            prompts=batch.prompts + fresh.prompts,
+            skipped=batch.skipped + fresh.skipped,
+            rollout=replace_groups(batch.rollout, fresh.rollout, source_P, mesh),
+            completions=completions,
+        )
+        rewards += [each.reward for each in fresh.completions]
         replaced += int((source_P >= 0).sum())
     metrics = {
-        "sampling/prompts": float(prompts),
+        "sampling/prompts": float(batch.prompts),
         "sampling/groups_replaced": float(replaced),
         "reward/mean_drawn": float(np.mean(rewards)),
     }
-    return replace(batch, prompts=prompts, rollout=rollout, rows=rows, skipped=skipped, metrics=metrics)
+    return replace(batch, metrics=metrics)
 
 
 def find_constant_groups(
-    rows: Sequence[Row], *, group: int, without_overlong: bool = False, by_turn: bool = False
+    completions: Sequence[Completion], *, group: int, without_overlong: bool = False, by_turn: bool = False
 ) -> np.ndarray:
     """bool [P]: all completions of the group have the same rewards, as float32.
 
     With `without_overlong` truncated completions do not count, because they have no advantage. With `by_turn` the
-    rewards are those of the turns, each of which has an advantage (`credit.credit_turns`).
+    rewards of turns are compared, because each turn has an advantage (`credit.credit_turns`).
     """
-    values = [row["turn_rewards"] if by_turn else row.get("rewards", [row["reward"]]) for row in rows]
-    rewards = [tuple(map(np.float32, each)) for each in values]
-    counted = [row["finished"] or not without_overlong for row in rows]
-    groups = [range(first, first + group) for first in range(0, len(rows), group)]
-    return np.array([len({rewards[row] for row in each if counted[row]}) <= 1 for each in groups])
+
+    def rewards(completion: Completion) -> tuple[np.float32, ...]:
+        values = completion.turns.rewards if by_turn and completion.turns is not None else completion.rewards
+        return tuple(map(np.float32, values))
+
+    groups = [completions[first : first + group] for first in range(0, len(completions), group)]
+    return np.array(
+        [len({rewards(each) for each in group if each.finished or not without_overlong}) <= 1 for group in groups]
+    )
 
 
 def plan_refill(constant_P: np.ndarray, fresh_constant_P: np.ndarray) -> np.ndarray:
@@ -99,19 +108,14 @@ def plan_refill(constant_P: np.ndarray, fresh_constant_P: np.ndarray) -> np.ndar
     [1, -1, 3, -1]
     """
     source_P = np.full(len(constant_P), -1, np.int32)
-    (slots,), (found,) = np.nonzero(constant_P), np.nonzero(~fresh_constant_P)
-    count = min(len(slots), len(found))
-    source_P[slots[:count]] = found[:count]
+    (replaced,), (fresh,) = np.nonzero(constant_P), np.nonzero(~fresh_constant_P)
+    count = min(len(replaced), len(fresh))
+    source_P[replaced[:count]] = fresh[:count]
     return source_P
 
 
-def replace_rows(rows: Sequence[T], fresh: Sequence[T], source_P: np.ndarray) -> list[T]:
-    """The rows of a batch, in place of replaced groups those of the fresh ones."""
-    return [rows[row] if source < 0 else fresh[source] for row, source in enumerate(_by_row(source_P, len(rows)))]
-
-
 def replace_groups(rollout: Rollout, fresh: Rollout, source_P: np.ndarray, mesh: jax.sharding.Mesh) -> Rollout:
-    """The same for rollouts on a mesh, padded to the longer one. Fields on the host stay there."""
+    """The rollout with the fresh groups of `plan_refill`, padded to the longer one. Fields on the host stay there."""
     source_B = _by_row(source_P, len(rollout.length_B))
     names = [each.name for each in fields(Rollout) if getattr(rollout, each.name) is not None]
     on_devices = [name for name in names if isinstance(getattr(rollout, name), jax.Array)]

@@ -27,6 +27,7 @@ from gspax.rewards.calls import Calls, Failure
 from gspax.rewards.environments.demonstrations import encode_first
 from gspax.rewards.environments.steps import reset, step_calls
 from gspax.rewards.scores import Result
+from gspax.rollout.completion import GradedTurns
 from gspax.rollout.grading import Started, StartedReward
 from gspax.run import interrupt
 from gspax.sampler import chunks
@@ -69,6 +70,7 @@ class Conversations:
     ready: list[Ready | None]  # problems, each with as many rows as the others
     open: dict[int, Episode] = field(default_factory=dict)  # by row; those of which a turn has ended
     started: Started = field(default_factory=dict)  # rewards of those that have ended, by row
+    finished: dict[int, bool] = field(default_factory=dict)  # of these: neither tokens nor turns ran out
 
     def find(self, row: int, rows: int) -> Episode:
         """The open conversation of one of all rows."""
@@ -144,10 +146,8 @@ def sample_conversations(
             break
     rollout = assemble(prompts.tokens_PS, state, options=options)
     rollout = replace(rollout, **multihost.to_host({name: getattr(rollout, name) for name in ON_HOST}))
-    started = conversations.started
-    finished: dict[int, bool] = {row: (each.conversation or {})["finished"] for row, each in started.items()}
-    finished_B = np.array(multihost.gather_rows([finished.get(row) for row in range(len(rollout.length_B))]))
-    return replace(rollout, finished_B=finished_B), started
+    finished = [conversations.finished.get(row) for row in range(len(rollout.length_B))]
+    return replace(rollout, finished_B=np.array(multihost.gather_rows(finished))), conversations.started
 
 
 def answer(
@@ -184,7 +184,9 @@ def answer(
                 replies[row], each.start = reply, int(length_B[row]) + len(reply)
             else:
                 reward = _failed(error) if error else interaction.rewards.submit([each.problem], [each.message])[0]
-                conversations.started[row] = _describe(conversations.open.pop(row), reward)
+                del conversations.open[row]
+                conversations.started[row] = StartedReward("\n".join(each.texts), reward, _grade(each))
+                conversations.finished[row] = each.finished
         return replies
 
     steps = multihost.all_or_raise(submit)
@@ -227,13 +229,7 @@ def _failed(error: str) -> Future[Result]:
     return future
 
 
-def _describe(each: Episode, reward: Future[Result]) -> StartedReward:
-    row = {
-        "length": sum(end - start for start, end in each.spans),
-        "finished": each.finished,
-        "turn_spans": [list(span) for span in each.spans],
-        "turn_rewards": each.rewards,
-        "environment": {"reply_tokens": float(each.start - sum(end - start for start, end in each.spans[:-1]))}
-        | each.metrics,
-    }
-    return StartedReward("\n".join(each.texts), reward, row)
+def _grade(each: Episode) -> GradedTurns:
+    replies = each.start - sum(end - start for start, end in each.spans[:-1])
+    metrics = {"reply_tokens": float(replies)} | each.metrics
+    return GradedTurns(tuple(each.spans), tuple(each.rewards), metrics)

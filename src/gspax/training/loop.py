@@ -19,7 +19,8 @@ from gspax.learner.state import with_new_moments
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.report import run_page
-from gspax.rollout.grading import FailedRewardsError, find_failed, gather_texts
+from gspax.rollout.completion import to_json
+from gspax.rollout.grading import FailedRewardsError
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints, read_extra
 from gspax.run.checkpoints import save as save_checkpoint
@@ -105,7 +106,7 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
             if problem is not None:
                 raise problem
             if progress.is_due(done, schedule.eval_every, schedule.steps):
-                recorder.write_samples(done, gather_texts(result.rows))
+                recorder.write_samples(done, result.samples.to_json())
                 record_evaluation(runtime, state, recorder, run, done, bar)
             is_last = done == schedule.steps
             if progress.is_due(done, schedule.checkpoint_every, schedule.steps) and (guard.is_sound or is_last):
@@ -143,8 +144,8 @@ def record_step(
 ) -> None:
     """Record the metrics of a step and the completions whose rewards failed, and update the progress bar."""
     recorder.write_metrics(done, {**result.metrics, **alarm_metrics})
-    if failed := find_failed(result.rows):
-        recorder.write_failures(done, failed)
+    if (failed := result.samples.failed()).completions:
+        recorder.write_failures(done, failed.to_json())
     bar.update(done, result.metrics)
 
 
@@ -179,13 +180,13 @@ def record_evaluation(
     bar.print(f"step {done}: evaluating {runtime.experiment.evaluation.problems} held-out problems")
     progress.phase("evaluating")
     with keep_failures(recorder, done):
-        metrics, rows, failed = evaluate(
+        metrics, shown, failed = evaluate(
             runtime.experiment, state, runtime.sampler, runtime.rewards, run.tasks_at(done), runtime.interaction
         )
     recorder.write_metrics(done, metrics)
-    recorder.write_samples_to(run.after if done else run.before, rows)
+    recorder.write_samples_to(run.after if done else run.before, map(to_json, shown))
     if failed:
-        recorder.write_failures(done, failed)
+        recorder.write_failures(done, map(to_json, failed))
 
 
 @contextlib.contextmanager
@@ -194,5 +195,5 @@ def keep_failures(recorder: Recorder, step: int) -> Iterator[None]:
     try:
         yield
     except FailedRewardsError as problem:
-        recorder.write_failures(step, problem.rows)
+        recorder.write_failures(step, map(to_json, problem.completions))
         raise

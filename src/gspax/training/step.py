@@ -30,13 +30,13 @@ from gspax.learner.updates import run_updates
 from gspax.model.low_rank import combine, partition
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
+from gspax.rollout.completion import Samples
 from gspax.rollout.credit import credit_turns
 from gspax.rollout.dynamic_sampling import GradedBatch, refill
 from gspax.rollout.grading import (
-    Row,
     check_batch,
     compute_advantages,
-    count_drawn,
+    count_sampled,
     reward_completions,
     reward_metrics,
     shape_rewards,
@@ -53,7 +53,7 @@ class StepResult(NamedTuple):
 
     state: TrainState
     metrics: dict[str, float]
-    rows: list[Row]  # one for each completion
+    samples: Samples
     updates: Sequence[Mapping[str, float]] = ()  # the metrics of each update with response tokens
     skipped_batch: Batch | None = None  # the minibatch of the last update that was skipped
 
@@ -100,16 +100,17 @@ def draw_graded(runtime: Runtime, state: TrainState, taken: int) -> GradedBatch:
 def grade(runtime: Runtime, batch: RolloutBatch) -> GradedBatch:
     """A rollout batch with its rewards. FailedRewardsError if too many of them have failed."""
     reward = partial(reward_completions, tokenizer=runtime.experiment.tokenizer, calls=runtime.rewards)
-    rows = reward(batch.problems, batch.sampled, started=batch.started)
-    check_batch(rows, runtime.rewards)
-    return GradedBatch(batch.policy, batch.taken, batch.rollout, rows, batch.taken - len(batch.problems), batch.metrics)
+    completions = reward(batch.problems, batch.sampled, started=batch.started)
+    check_batch(completions, runtime.rewards)
+    skipped = batch.taken - len(batch.problems)
+    return GradedBatch(batch.policy, batch.taken, batch.rollout, completions, skipped, batch.metrics)
 
 
 def learn(
     runtime: Runtime, state: TrainState, reference: Params | None, batch: GradedBatch, clock: Clock
 ) -> StepResult:
     """Update the policy with a graded rollout batch; see `run_step`."""
-    experiment, rollout, rows = runtime.experiment, batch.rollout, batch.rows
+    experiment, rollout, completions = runtime.experiment, batch.rollout, batch.completions
     G, overlong = experiment.sampling.group, experiment.filter_overlong
     shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(runtime.mesh))
     batches, layouts = minibatches.split_minibatches(
@@ -140,11 +141,11 @@ def learn(
         coefficient=experiment.reference.coefficient if experiment.reference else 0.0,
     )
     options: dict[str, Any] = {"group": G, "finished_B": rollout.finished_B if overlong else None}
-    advantage_B, with_added = compute_advantages(experiment.advantage, rows, added_B, **options)
-    advantage = advantage_B
+    advantage_B, with_added = compute_advantages(experiment.advantage, completions, added_B, **options)
+    advantage, turn_advantages = advantage_B, None
     if experiment.turns.credit == "turn":
         options |= {"discount": experiment.turns.discount}
-        advantage = credit_turns(experiment.advantage, rows, rollout, added_B, **options)
+        advantage, turn_advantages = credit_turns(experiment.advantage, completions, rollout, added_B, **options)
     batches = minibatches.set_advantages(scored.batches, layouts, advantage, runtime.mesh)
     scored = replace(scored, batches=batches)
     stale = staleness_metrics(rollout, count_rollouts(runtime, state), batch.policy) if experiment.placement else {}
@@ -164,13 +165,13 @@ def learn(
     clock.lap("train")
 
     metrics = {
-        **reward_metrics(rows, G),
+        **reward_metrics(completions, G),
         **added,
         **with_added,
         **stale,
         **batch.metrics,
         "data/skipped": float(batch.skipped),
-        **response_metrics(count_drawn(rollout), rollout.finished_B),
+        **response_metrics(count_sampled(rollout), rollout.finished_B),
         "learner/tokens": float(sum(layout.tokens for layout in layouts)),
         "learner/packing_efficiency": minibatches.packing_efficiency(layouts),
         **update_metrics(updated.metrics),
@@ -178,12 +179,11 @@ def learn(
         **score_metrics(updated.scored.batches, updated.scored.entropies),
         **(routing_metrics(*updated.routing) if updated.routing else {}),
         **(instrument_metrics(updated.readings, experiment.model) if updated.readings else {}),
-        **clock.metrics(int(count_drawn(rollout).sum())),
+        **clock.metrics(int(count_sampled(rollout).sum())),
     }
-    for row, value in zip(rows, advantage_B, strict=True):
-        row["advantage"] = float(value)
+    samples = Samples(completions, advantage_B, turn_advantages)
     updates = [update for update in updated.metrics if not update["empty"]]
-    return StepResult(state, metrics, rows, updates, updated.skipped_batch)
+    return StepResult(state, metrics, samples, updates, updated.skipped_batch)
 
 
 def is_measured(runtime: Runtime, state: TrainState) -> bool:

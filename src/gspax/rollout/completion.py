@@ -1,0 +1,90 @@
+"""A completion with its rewards: built once (`grading.reward_completions`) and never written to.
+
+Advantages are no part of a completion: they are arrays with a value for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gspax.parallel import multihost
+
+
+class Texts(NamedTuple):
+    """The texts of a completion, its prompt, and the problem's answer."""
+
+    prompt: str
+    answer: str
+    completion: str
+
+
+class GradedTurns(NamedTuple):
+    """The turns of a multi-turn rollout, with a reward for each."""
+
+    spans: tuple[tuple[int, int], ...]  # from the end of the prompt; the ends are exclusive
+    rewards: tuple[float, ...]
+    environment: Mapping[str, float]  # metrics: sums of `Step.metrics` over the turns, and the tokens of replies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sample of a prompt with its rewards."""
+
+    length: int  # tokens that the policy sampled
+    finished: bool  # False: truncated
+    rewards: tuple[float, ...]
+    parts: Mapping[str, float] = field(default_factory=dict)  # rewards by name
+    reason: str = ""  # for the reward (`rewards.scores.Score`)
+    error: str = ""  # if the reward function failed
+    turns: GradedTurns | None = None
+    texts: Texts | None = None  # None on a process that does not own the row
+
+    @property
+    def reward(self) -> float:
+        """The sum of the rewards."""
+        return sum(self.rewards)
+
+
+class Samples(NamedTuple):
+    """The completions of a training step with their advantages."""
+
+    completions: Sequence[Completion]
+    advantage_B: np.ndarray  # float32
+    turn_advantages: Sequence[Sequence[float]] | None = None  # for each completion, one for each of its turns
+
+    def failed(self) -> Samples:
+        """The samples for which the reward function failed."""
+        rows = [row for row, each in enumerate(self.completions) if each.error]
+        turns = self.turn_advantages and [self.turn_advantages[row] for row in rows]
+        return Samples([self.completions[row] for row in rows], self.advantage_B[rows], turns)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """One JSON object per completion. Collective."""
+        lines = [to_json(each) for each in gather_texts(self.completions)]
+        if self.turn_advantages is not None:
+            turns = self.turn_advantages
+            lines = [line | {"turn_advantages": list(each)} for line, each in zip(lines, turns, strict=True)]
+        return [line | {"advantage": float(each)} for line, each in zip(lines, self.advantage_B, strict=True)]
+
+
+def to_json(completion: Completion) -> dict[str, Any]:
+    """A completion with its texts as a JSON object, without parts, reason and error where there are none."""
+    assert completion.texts is not None, "see gather_texts"
+    line: dict[str, Any] = completion.texts._asdict()
+    line |= {"reward": completion.reward, "length": completion.length, "finished": completion.finished}
+    if (turns := completion.turns) is not None:
+        line |= {"turn_spans": turns.spans, "turn_rewards": turns.rewards, "environment": turns.environment}
+    if len(completion.rewards) > 1:
+        line["rewards"] = completion.rewards
+    optional = {"parts": completion.parts, "reason": completion.reason, "error": completion.error}
+    return line | {name: value for name, value in optional.items() if value}
+
+
+def gather_texts(completions: Sequence[Completion]) -> list[Completion]:
+    """The completions, all of them with their texts. Collective."""
+    texts = multihost.gather_rows([each.texts and tuple(each.texts) for each in completions])
+    return [replace(each, texts=Texts(*own)) for each, own in zip(completions, texts, strict=True)]
