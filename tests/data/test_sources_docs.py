@@ -30,7 +30,7 @@ ROWS = [
     for b in (1, 2)
 ]
 MODEL = ModelConfig(
-    vocab_size=259,
+    vocab_size=262,
     hidden_size=32,
     num_hidden_layers=1,
     num_attention_heads=2,
