@@ -1,8 +1,10 @@
-"""The order in which rows are read, computed instead of stored.
+"""The order of rows, computed instead of stored.
 
 `shuffle` permutes [0, size) by a keyed Feistel network with cycle walking: position -> row is a function of seed and
-index alone, so that an epoch needs no list of its rows and a run resumes with one integer. `Subset` gives the k-th row
-of those that were kept, with one bit of memory for each row there is.
+index alone, so that an epoch needs no list of its rows and a run resumes with one integer. Grain's `MapDataset.shuffle`
+would make Grain a requirement of every JSONL file, and gives epoch e of seed s the order of epoch 0 of seed s + e, so
+that runs with neighboring seeds share their orders. `Subset` gives the k-th of the kept rows, with one bit of memory
+for each row.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ _BLOCK = 4096  # rows of a subset that are counted together
 
 
 def shuffle(seed: int, index: int, size: int) -> int:
-    """The element of [0, size) at position `index` of an endless series of epochs; each epoch is a permutation."""
+    """The row in [0, size) at position `index` of an endless series of epochs, each of which is a permutation."""
     if index < 0:
         raise ValueError(f"a problem's index must be at least 0; got {index}")
     epoch, position = divmod(index, size)
