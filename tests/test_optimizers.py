@@ -13,7 +13,6 @@ import tiny
 
 from gspax import config
 from gspax.config import optimizers
-from gspax.errors import UserError
 from gspax.experiment.plan import plan
 from gspax.learner import adapters
 from gspax.learner.optimizer import learning_rate, make_optimizer
@@ -147,11 +146,6 @@ def test_schedules_warm_up_and_decay_to_the_final_rate(schedule):
     assert float(learning_rate(replace(settings, warmup_updates=0))(0)) == 2.0
     with pytest.raises(ValueError, match="wanted more updates than the warm-up's 12, got updates=12"):
         schedule(1.0, 12, updates=12)
-
-
-def test_what_is_not_an_optimizer_is_rejected():
-    with pytest.raises(UserError, match=r"optimizer.transform: wanted .* optax.GradientTransformation, .* gave float"):
-        make_optimizer(config.Optimizer(transform=lambda rate: 1.0))
 
 
 def test_the_plan_counts_the_state_of_each_optimizer():

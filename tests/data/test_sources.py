@@ -335,9 +335,10 @@ def test_an_exception_in_a_users_source_is_one_error():
         def train(self, index):
             return ROWS[index + 1000]
 
+    line = Mine.train.__code__.co_firstlineno + 1
     with pytest.raises(
         UserError,
-        match=r"^data: \S*Mine\.train\(3\) raised IndexError: list index out of range \(.*test_sources.py:275\)$",
+        match=rf"^data: \S*Mine\.train\(3\) raised IndexError: list index out of range \(.*test_sources.py:{line}\)$",
     ):
         read_problem(Mine().train, 3)
     assert read_problem(sort.Problems().heldout, 3) == sort.Problems().heldout(3)

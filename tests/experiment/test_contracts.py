@@ -19,6 +19,13 @@ from gspax.experiment import override, validate
 from gspax.losses import correction, kl, shaping
 
 OPTIMIZER = experiment.optimizer
+
+
+def annotated(learning_rate) -> "optax.GradientTransformation":
+    """A transform that does not return what it says."""
+    return 0.1
+
+
 TERMS = "losses.Terms with value and weight [B], here [2], and metrics of Share, Spread or Quantile"
 
 
@@ -96,6 +103,10 @@ BROKEN = [
     (
         {"optimizer": replace(OPTIMIZER, transform=lambda learning_rate: 3)},
         "optimizer.transform: wanted test_contracts.<lambda> to return an optax.GradientTransformation, got int",
+    ),
+    (
+        {"optimizer": replace(OPTIMIZER, transform=annotated)},
+        "optimizer.transform: wanted test_contracts.annotated to return an optax.GradientTransformation, got float",
     ),
     (
         {"optimizer": replace(OPTIMIZER, schedule=lambda peak, warmup_updates: peak)},

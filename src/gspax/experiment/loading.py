@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from gspax.config import Experiment
 from gspax.errors import UserError
@@ -54,7 +54,7 @@ def _importable(folder: Path) -> Iterator[None]:
         sys.path[:] = before
 
 
-def _compile(file: Path):
+def _compile(file: Path) -> CodeType:
     """The file's code object, never from a cache: a file that was just edited must not run in its old form."""
     if file.is_dir():
         raise UserError(f"{file}: wanted an experiment file, got a directory")

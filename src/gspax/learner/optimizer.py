@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from gspax import config
-from gspax.config.functions import name_of, unwrap
 from gspax.errors import UserError
 
 
@@ -24,16 +23,8 @@ def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -
 
     Args:
       trained_dtype: dtype of the trained arrays; unless it is float32, the state holds a float32 copy (`with_master`).
-
-    Raises:
-      UserError: `settings.transform` gives something else than an optax.GradientTransformation.
     """
     optimizer = settings.transform(learning_rate(settings))
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise UserError(
-            f"optimizer.transform: wanted a function that gives an optax.GradientTransformation, "
-            f"{name_of(unwrap(settings.transform))} gave {type(optimizer).__name__}"
-        )
     if settings.max_grad_norm != 0:
         optimizer = optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), optimizer)
     if settings.frozen:

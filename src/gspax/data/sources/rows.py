@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from gspax.config.functions import unwrap
 from gspax.data.problem import Problem, digest, is_heldout
 from gspax.data.sources.bad_rows import BadRows
 from gspax.data.sources.order import Subset, permute, shuffle
@@ -252,8 +253,8 @@ def _notes(scans: list[_Scan]) -> Iterator[str]:
 def _first_reason(rules: tuple[Rule, ...], problem: Problem, table: Table, i: int) -> tuple[str, str] | None:
     """The name of the first rule that rejects the problem, and its reason."""
     for rule in rules:
-        named = rule.func if isinstance(rule, functools.partial) else rule
-        name = getattr(named, "__name__", type(named).__name__)
+        inner = unwrap(rule)
+        name = getattr(inner, "__name__", type(inner).__name__)
         try:
             reason = rule(problem)
         except UserError:

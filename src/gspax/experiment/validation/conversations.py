@@ -1,4 +1,4 @@
-"""What conversations with an environment need of the rest of an experiment. Each message is one sentence."""
+"""Rules for an environment, its turns and the rest of an experiment. Each message is one sentence."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from gspax.config import Placement, Reference, Turns
-from gspax.config.functions import parameters, unwrap
+from gspax.experiment.validation.fields import positional_count, short_name, takes_segments
 from gspax.losses.traits import traits_of
 
 METHODS = ("encode_chat", "encode_reply", "encode_completion")  # methods of a tokenizer, besides `turn_end`
 
 
 def conversation_problems(environment: Any, turns: Turns, tokenizer: Any, placement: Placement | None) -> Iterator[str]:
-    """What is wrong with the environment, and with what it is used with."""
+    """The environment has its methods, the tokenizer encodes turns, and the placement waits for replies."""
     if environment is None:
         if turns.credit == "turn":
             yield 'turns.credit: wanted "conversation" without an environment, got "turn"'
@@ -47,16 +47,15 @@ def credit_problems(
     if turns.credit != "turn":
         return
     if not traits_of(loss).token_advantage:
-        yield f"turns.credit: wanted a loss with advantages of tokens (losses.gspo_token), got {_name(loss)}"
+        yield f"turns.credit: wanted a loss with advantages of tokens (losses.gspo_token), got {short_name(loss)}"
     kl = reference.loss if reference is not None else None
     for field, function in {"correction": correction, "rejection": rejection, "reference.loss": kl}.items():
-        if function is not None and "segment_ids" not in parameters(unwrap(function)):
-            yield f"turns.credit: wanted a {field} that takes `segment_ids`, {_name(function)} does not"
-    kinds = [each.kind for each in parameters(unwrap(advantage)).values()]
-    if sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds) < 2:
+        if function is not None and not takes_segments(function):
+            yield f"turns.credit: wanted a {field} that takes `segment_ids`, {short_name(function)} does not"
+    if positional_count(advantage) < 2:
         yield (
             "turns.credit: wanted an advantage of (rewards, mask), because not every conversation has every turn; "
-            f"{_name(advantage)} takes no mask"
+            f"{short_name(advantage)} takes no mask"
         )
 
 
@@ -67,7 +66,3 @@ def unused_turns(environment: Any, turns: Turns) -> Iterator[str]:
         yield f"turns.limit={turns.limit}: without effect, because there is no environment"
     if turns.discount != default.discount and (environment is None or turns.credit != "turn"):
         yield f'turns.discount={turns.discount:g}: without effect, unless turns.credit="turn" with an environment'
-
-
-def _name(function: object) -> str:
-    return str(getattr(unwrap(function), "__name__", function))

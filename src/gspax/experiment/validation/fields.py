@@ -21,7 +21,7 @@ from gspax.experiment.description import show
 
 
 class Field(NamedTuple):
-    """A field of an experiment, or of a part of it."""
+    """A field of an experiment or of one of its parts."""
 
     key: str  # as in an override
     value: Any
@@ -30,7 +30,7 @@ class Field(NamedTuple):
 
 
 def type_problems(record: Any, prefix: str = "") -> Iterator[str]:
-    """Fields whose values are not what their annotations say."""
+    """One sentence for each field whose value does not have the annotated type."""
     for name, hint in hints_of(type(record)).items():
         value = getattr(record, name)
         if not _fits(value, hint):
@@ -41,7 +41,7 @@ def type_problems(record: Any, prefix: str = "") -> Iterator[str]:
 
 
 def range_problems(record: Any) -> Iterator[str]:
-    """Numbers and names out of the range in their annotation: fields, and keywords of functions."""
+    """One sentence for each field or keyword of a function that is out of its annotated range."""
     for key, value, hint, _ in fields(record):
         if is_function_protocol(bare(hint)) and callable(value):
             hints = hints_of(unwrap(value), ranges=True)
@@ -54,7 +54,7 @@ def range_problems(record: Any) -> Iterator[str]:
 
 
 def function_problems(record: Any) -> Iterator[str]:
-    """Functions that could not be called as the run calls them."""
+    """One sentence for each function whose signature does not accept the run's call."""
     for key, value, hint, _ in fields(record):
         if is_function_protocol(bare(hint)) and callable(value):
             names = argument_names(bare(hint))
@@ -63,7 +63,7 @@ def function_problems(record: Any) -> Iterator[str]:
 
 
 def fields(record: Any, prefix: str = "") -> Iterator[Field]:
-    """Every field, those of the parts included: also of a data source or an environment that is a dataclass."""
+    """Every field of a record and of its parts, including a data source or an environment that is a dataclass."""
     for name, hint in hints_of(type(record), ranges=True).items():
         value = getattr(record, name, None)  # an annotation of a user's own class may have no value
         yield Field(f"{prefix}{name}", value, hint, record)
@@ -135,6 +135,22 @@ def _words(hint: Any) -> str:
         return "a function"
     plain = {int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None"}
     return plain.get(hint) or f"a {hint.__name__}"
+
+
+def short_name(function: object) -> str:
+    """The name of a function in a message, without its module."""
+    return str(getattr(unwrap(function), "__name__", function))
+
+
+def takes_segments(function: object) -> bool:
+    """Whether a function takes `segment_ids`, which tell the responses of a packed row apart."""
+    return "segment_ids" in parameters(unwrap(function))
+
+
+def positional_count(function: object) -> int:
+    """The number of positional parameters."""
+    kinds = [parameter.kind for parameter in parameters(unwrap(function)).values()]
+    return sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds)
 
 
 def _misfit(function: Any, names: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""What must hold between an experiment's loss and all that is added to it.
+"""Rules between an experiment's loss and the corrections, penalties and schedules around it.
 
 Each message is one sentence: where, what was wanted, what came.
 """
@@ -25,14 +25,15 @@ from gspax.config import (
     is_sparse,
     updates_per_step,
 )
-from gspax.config.functions import keywords, parameters, unwrap
+from gspax.config.functions import keywords, unwrap
 from gspax.experiment.description import show
+from gspax.experiment.validation.fields import positional_count, short_name, takes_segments
 from gspax.losses.calibration import INERT
 from gspax.losses.traits import aggregate_of, level_of, traits_of
 
 
 def warnings(experiment: Experiment) -> Iterator[str]:
-    """What runs but is probably not meant."""
+    """Settings that run but are probably not meant."""
     loss, traits = experiment.loss, traits_of(experiment.loss)
     clip = {name: value for name, value in keywords(loss).items() if name in ("clip_low", "clip_high")}
     wide = {name: value for name, value in clip.items() if value >= INERT}
@@ -44,8 +45,8 @@ def warnings(experiment: Experiment) -> Iterator[str]:
     correction = experiment.correction
     if correction is not None and level_of(correction) == "token" and traits.correction == "sequence":
         yield (
-            f"correction: {_name(correction)} weights each token, but the gradient of {_name(loss)} has one weight per "
-            "sequence, the mean of these; gspo_token applies them token by token, and a correction such as "
+            f"correction: {short_name(correction)} weights each token, but the gradient of {short_name(loss)} has one "
+            "weight per sequence, the mean of these; gspo_token applies them token by token, and a correction such as "
             "truncate_geometric weights whole sequences"
         )
 
@@ -67,7 +68,7 @@ def _calibration(loss: Any, calibration: Calibration | None, schedule: Schedule)
     if not (traits.ratio == "sequence" and traits.clip_range):
         yield (
             "calibration: wanted a loss that clips the ratio of a sequence (gspo, gspo_token, luspo, or one with such "
-            f"`losses.Traits`), got {_name(loss)}"
+            f"`losses.Traits`), got {short_name(loss)}"
         )
     if (updates := updates_per_step(schedule)) < 2:
         yield (
@@ -77,13 +78,13 @@ def _calibration(loss: Any, calibration: Calibration | None, schedule: Schedule)
 
 
 def _rewards(reward: Any, advantage: Any) -> Iterator[str]:
-    """An advantage of several rewards gets several. A reward function that does not say what it gives passes."""
+    """An advantage of several rewards gets several. A reward function without a return annotation passes."""
     given = inspect.signature(unwrap(reward)).return_annotation if callable(reward) else None
     if given not in (float, int, "float", "int") or _takes(advantage, (2, 4)) or not _takes(advantage, (2, 4, 2)):
         return
     yield (
-        f"advantage: {_name(advantage)} takes several rewards, wanted a reward function that gives a tuple or a dict "
-        f"of them (rewards.combination.combine), got {_name(reward)}, which gives one"
+        f"advantage: {short_name(advantage)} takes several rewards, wanted a reward function that gives a tuple or a "
+        f"dict of them (rewards.combination.combine), got {short_name(reward)}, which gives one"
     )
 
 
@@ -97,7 +98,7 @@ def _takes(advantage: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _penalties(loss: Any, reference: Reference | None, regularizers: Regularizers) -> Iterator[str]:
-    """What is added to the loss is aggregated as the loss is, so the loss must have an aggregation."""
+    """Penalties are aggregated as the loss is, so the loss must have an aggregation."""
     if reference is not None and reference.loss is not None and reference.reward is not None:
         yield "reference: wanted the KL in the loss or in the reward, got both"
     on = [f"regularizers.{name}" for name, value in vars(regularizers).items() if value]
@@ -105,30 +106,30 @@ def _penalties(loss: Any, reference: Reference | None, regularizers: Regularizer
         on.append("reference.loss")
     aggregate = aggregate_of(loss)
     if on and aggregate is None:
-        yield f"{on[0]}: wanted a loss with an `aggregate`, to aggregate it likewise, {_name(loss)} has none"
+        yield f"{on[0]}: wanted a loss with an `aggregate`, to aggregate it likewise, {short_name(loss)} has none"
     kl = None if reference is None else reference.loss
     if kl is None or aggregate is None or "aggregate" in keywords(kl):
         return
     if level_of(aggregate) == "token":
         yield (
-            f"reference.loss: {_name(kl)} weighs sequences equally; wanted a loss aggregated by_sequence or "
-            f"by_constant, got {_name(aggregate)}"
+            f"reference.loss: {short_name(kl)} weighs sequences equally; wanted a loss aggregated by_sequence or "
+            f"by_constant, got {short_name(aggregate)}"
         )
 
 
 def _packed(
     schedule: Schedule, loss: Any, correction: Any, rejection: Any, reference: Reference | None
 ) -> Iterator[str]:
-    """With several responses in a row, all that sums over a response must tell them apart."""
+    """Functions that sum over a response can tell the responses of a packed row apart."""
     if not schedule.microbatch_tokens:
         return
     kl = reference and reference.loss
     given = {"loss": loss, "correction": correction, "rejection": rejection, "reference.loss": kl}
     for field, function in given.items():
-        if function is not None and "segment_ids" not in parameters(unwrap(function)):
+        if function is not None and not takes_segments(function):
             yield (
                 f"schedule.microbatch_tokens: wanted a {field} that takes `segment_ids`, for packed rows; "
-                f"{_name(function)} does not"
+                f"{short_name(function)} does not"
             )
 
 
@@ -158,7 +159,7 @@ def _unscored(
     routing_replay: RoutingReplay,
     regularizers: Regularizers,
 ) -> Iterator[str]:
-    """With the sampler's own log-probs nothing is scored before the updates."""
+    """Without computed old log-probs, nothing reads them."""
     read_from_scores = {
         "correction": correction is not None,
         "calibration": calibration is not None,
@@ -174,29 +175,19 @@ def _weights(loss: Any, correction: Any, rejection: Any) -> Iterator[str]:
     """A loss takes the weights of a correction."""
     for field, function in {"correction": correction, "rejection": rejection}.items():
         if function is not None and traits_of(loss).correction is None:
-            yield f"{field}: wanted a loss that takes a `correction`, {_name(loss)} does not"
+            yield f"{field}: wanted a loss that takes a `correction`, {short_name(loss)} does not"
 
 
 def _overlong(filter_overlong: bool, advantage: Any) -> Iterator[str]:
     """An advantage can leave samples out of their group."""
-    if filter_overlong and _positional(advantage) < 2:
+    if filter_overlong and positional_count(advantage) < 2:
         yield (
             "filter_overlong: wanted an advantage of (rewards, mask), so that the responses left out do not count "
-            f"in their groups; {_name(advantage)} takes no mask"
+            f"in their groups; {short_name(advantage)} takes no mask"
         )
 
 
-def _positional(function: Any) -> int:
-    kinds = [each.kind for each in parameters(unwrap(function)).values()]
-    return sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds)
-
-
-def _name(function: Any) -> str:
-    """For a message."""
-    return str(getattr(unwrap(function), "__name__", function))
-
-
-# (check, what it reads), see `validation`
+# (check, fields that it reads), as in `rules`
 COMBINATIONS: tuple[tuple[Callable[..., Iterator[str]], str], ...] = (
     (_clip_range, "loss"),
     (_calibration, "loss calibration schedule.epochs schedule.minibatches"),

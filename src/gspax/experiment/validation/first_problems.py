@@ -1,11 +1,11 @@
-"""Whether each split of the data has a problem that a run can begin with. Each message is one sentence."""
+"""The check that each split of the data has a usable problem. Each message is one sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from gspax.config import Evaluation
+from gspax.config.protocols import DataSource, Environment
 from gspax.data.problem import read_problem
 from gspax.errors import UserError
 
@@ -17,8 +17,8 @@ _ADVICE = (
 )
 
 
-def first_problems(data: Any, environment: Any, evaluation: Evaluation) -> Iterator[str]:
-    """A split without a problem that can be read and, with an environment, begun. Nothing is tokenized."""
+def first_problems(data: DataSource, environment: Environment | None, evaluation: Evaluation) -> Iterator[str]:
+    """One sentence for a split without a problem that loads and that the environment accepts. Nothing is tokenized."""
     for split, count in {"training": TRIED, "held-out": min(TRIED, evaluation.problems)}.items():
         read, first = data.train if split == "training" else data.heldout, ""
         for index in range(count):
@@ -35,11 +35,11 @@ def first_problems(data: Any, environment: Any, evaluation: Evaluation) -> Itera
             yield f"data: wanted {split} problems, got none of the first {count} that can be used: {first}{advice}"
 
 
-def _check_reset(found: Any) -> None:
+def _check_reset(opening: object) -> None:
     """UserError unless `reset` gave a state and messages."""
-    if not (isinstance(found, tuple) and len(found) == 2):
-        raise UserError(f"environment: wanted (state, messages) from reset, got {type(found).__name__}")
-    messages = list(found[1])
-    chats = (isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages)
+    if not (isinstance(opening, tuple) and len(opening) == 2):
+        raise UserError(f"environment: wanted (state, messages) from reset, got {type(opening).__name__}")
+    messages = list(opening[1])
+    chats = (isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages)
     if not messages or not all(chats):
         raise UserError(f"environment: wanted messages with role and content from reset, got {str(messages)[:100]}")

@@ -1,4 +1,4 @@
-"""Whether an experiment's functions return what `gspax.config.protocols` says.
+"""Calls of an experiment's functions, to check that they return what `gspax.config.protocols` says.
 
 Functions on arrays are traced with shapes (`jax.eval_shape`), so nothing is computed and no device is needed. An
 advantage or a length reward may use numpy; it is then called once with numbers. Rewards, demonstrations, votes and the
@@ -21,7 +21,7 @@ import numpy as np
 
 from gspax import losses
 from gspax.config import Experiment, protocols
-from gspax.config.functions import keywords, name_of, unwrap
+from gspax.config.functions import keywords, name_of, title_of, unwrap
 from gspax.errors import UserError
 from gspax.experiment.validation.fields import Field, bare, fields
 from gspax.losses.traits import aggregate_of, traits_of
@@ -32,7 +32,7 @@ _PACKING = ("turns", "schedule.microbatch_tokens")
 
 
 class _Call(NamedTuple):
-    """How a run calls a function, and what it must return."""
+    """A call of a function, as a run calls it, with a test of its result."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -44,11 +44,11 @@ class _Call(NamedTuple):
 
 
 class _BreachError(Exception):
-    """What is wrong, as the end of a sentence."""
+    """A contract is broken; the message is the end of a sentence."""
 
 
 def contract_problems(experiment: Experiment, broken: Callable[[Iterable[str]], bool]) -> Iterator[str]:
-    """Functions that raise, or return something else than their protocol says.
+    """One sentence for each function that raises, or returns something else than its protocol says.
 
     Args:
       broken: whether one of these fields has an error already. Functions that depend on it are not called.
@@ -63,10 +63,10 @@ def contract_problems(experiment: Experiment, broken: Callable[[Iterable[str]], 
         masked=experiment.filter_overlong or by_turn,
         groups=(experiment.sampling.prompts, experiment.sampling.group),
     )
-    found = {field.key: field for field in fields(experiment) if field.value is not None}
+    by_key = {field.key: field for field in fields(experiment) if field.value is not None}
     wrong = False
-    for key in sorted(found, key="loss".__eq__):  # last: it is given the weights of the correction
-        field = found[key]
+    for key in sorted(by_key, key="loss".__eq__):  # the loss comes last: it takes the weights of the correction
+        field = by_key[key]
         make, reads = _CALLS.get(bare(field.hint), (None, ()))
         if make is None or broken((key, *reads)) or (key == "loss" and wrong):
             continue
@@ -79,12 +79,12 @@ def contract_problems(experiment: Experiment, broken: Callable[[Iterable[str]], 
 
 
 def _check(field: Field, call: _Call) -> None:
-    """Raise _BreachError unless the function can be called so and returns what is wanted."""
+    """Raise _BreachError unless the function accepts the call and returns the wanted result."""
 
     def judge(*arguments: Any) -> Any:
         result = call.function(*arguments, **call.options)
         if not call.fits(result):
-            raise _BreachError(f"wanted {_name(field.value)} to return {call.wanted}, got {_brief(result)}")
+            raise _BreachError(f"wanted {title_of(field.value)} to return {call.wanted}, got {_brief(result)}")
         return result
 
     def run(*arguments: Any) -> None:
@@ -117,27 +117,24 @@ def _example(shape: jax.ShapeDtypeStruct) -> np.ndarray:
     return (np.arange(shape.size).reshape(shape.shape) % 2).astype(shape.dtype)
 
 
-def _raised(function: Any, error: Exception) -> str:
+def _raised(function: Callable[..., Any], error: Exception) -> str:
+    """One sentence that says where in the user's code an error was raised."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     if isinstance(error, UserError | TypeError | ValueError) and _is_own(function):
         return text
-    here = [os.path.dirname(jax.__file__), os.path.dirname(losses.__file__), __file__]
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(tuple(here))]
+    here = (os.path.dirname(jax.__file__), os.path.dirname(losses.__file__), __file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(here)]
     where = f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})" if frames else ""
-    return f"{_name(function)} raised {type(error).__name__}: {text}{where}"
+    return f"{title_of(function)} raised {type(error).__name__}: {text}{where}"
 
 
-def _is_own(function: Any) -> bool:
+def _is_own(function: Callable[..., Any]) -> bool:
+    """Whether a function is gspax's."""
     return str(getattr(unwrap(function), "__module__", "")).partition(".")[0] == "gspax"
 
 
-def _name(function: Any) -> str:
-    inner = unwrap(function)
-    return name_of(inner) if hasattr(inner, "__qualname__") else type(inner).__name__
-
-
-def _brief(value: Any) -> str:
-    """A result by its type and shape."""
+def _brief(value: object) -> str:
+    """Type and shape of a result, for a message."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype} {[*value.shape]}"
     if isinstance(value, losses.Terms):
@@ -180,11 +177,11 @@ TERMS = f"losses.Terms with value and weight [B], here [{B}], and metrics of Sha
 
 
 class _Context(NamedTuple):
-    """What a call depends on besides its function."""
+    """The settings that a call depends on besides its function."""
 
-    loss: Any
-    correction: Any
-    rejection: Any
+    loss: protocols.Loss
+    correction: protocols.Correction | None
+    rejection: protocols.Rejection | None
     calibrated: bool
     packed: bool  # advantages are [B, T], and functions are given `segment_ids`
     masked: bool  # the advantage is given a mask
@@ -192,7 +189,7 @@ class _Context(NamedTuple):
 
     @property
     def segments(self) -> dict[str, Any]:
-        """What packed rows add to a call."""
+        """The keywords that packed rows add to a call."""
         return {"segment_ids": np.ones((B, T), np.int32)} if self.packed else {}
 
     @property
@@ -271,14 +268,14 @@ def _length_reward(context: _Context, field: Field) -> _Call:
 
 
 def _learning_rate(context: _Context, field: Field) -> _Call | None:
-    if _returns(field.value) == "optax.Schedule" and not keywords(field.value):
-        return None  # `optimizers.constant`
+    if _is_own(field.value) and not keywords(field.value):
+        return None  # `optimizers.constant`; optax takes longer to import than all checks
 
     def rate(updates: Any) -> Any:
         schedule = field.value(field.owner.learning_rate, field.owner.warmup_updates)
         if not callable(schedule):
             raise _BreachError(
-                f"wanted {_name(field.value)} to return a function of the updates, got {_brief(schedule)}"
+                f"wanted {title_of(field.value)} to return a function of the updates, got {_brief(schedule)}"
             )
         return jnp.asarray(schedule(updates))
 
@@ -286,8 +283,8 @@ def _learning_rate(context: _Context, field: Field) -> _Call | None:
 
 
 def _transform(context: _Context, field: Field) -> _Call | None:
-    if _returns(field.value) == "optax.GradientTransformation":
-        return None  # gspax's own
+    if _is_own(field.value):
+        return None
     import optax
 
     def fits(result: Any) -> bool:
@@ -296,12 +293,7 @@ def _transform(context: _Context, field: Field) -> _Call | None:
     return _Call(lambda: field.value(lambda updates: 1e-3), (), "an optax.GradientTransformation", fits)
 
 
-def _returns(function: Any) -> Any:
-    """The return annotation. gspax's own optimizers import optax when called, which takes longer than all checks."""
-    return getattr(unwrap(function), "__annotations__", {}).get("return")
-
-
-# protocol -> how it is called, and the other fields that the call depends on
+# protocol -> the function that makes the call, and the other fields that the call depends on
 _CALLS: dict[Any, tuple[Callable[[_Context, Field], _Call | None], tuple[str, ...]]] = {
     protocols.Loss: (_loss, ("correction", "rejection", "calibration", *_PACKING)),
     protocols.Correction: (_correction, _PACKING),
