@@ -13,7 +13,6 @@ import jax
 
 from gspax.config import (
     Calibration,
-    Experiment,
     ModelConfig,
     OldLogp,
     Placement,
@@ -32,17 +31,16 @@ from gspax.losses.calibration import INERT
 from gspax.losses.traits import aggregate_of, level_of, traits_of
 
 
-def warnings(experiment: Experiment) -> Iterator[str]:
+def warnings(loss: Any, correction: Any, calibration: Calibration | None) -> Iterator[str]:
     """Settings that run but are probably not meant."""
-    loss, traits = experiment.loss, traits_of(experiment.loss)
+    traits = traits_of(loss)
     clip = {name: value for name, value in keywords(loss).items() if name in ("clip_low", "clip_high")}
     wide = {name: value for name, value in clip.items() if value >= INERT}
-    if traits.ratio == "sequence" and wide and experiment.calibration is None:
+    if traits.ratio == "sequence" and wide and calibration is None:
         yield (
             f"{', '.join(f'loss.{name}={show(value)}' for name, value in wide.items())}: GSPO's ratio is a mean over "
             "the sequence and stays close to 1, so this band clips nothing (the paper's widths are 3e-4 and 4e-4)"
         )
-    correction = experiment.correction
     if correction is not None and level_of(correction) == "token" and traits.correction == "sequence":
         yield (
             f"correction: {short_name(correction)} weights each token, but the gradient of {short_name(loss)} has one "

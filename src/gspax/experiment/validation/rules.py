@@ -118,7 +118,11 @@ def warnings(experiment: Experiment) -> list[str]:
             f"placement.staleness={placement.staleness}: completions are sampled by older parameters than the ratio's "
             "denominator, and nothing corrects for that; set a correction or a rejection (gspax.losses.correction)"
         )
-    return [*notes, *losses.warnings(experiment), *unused_turns(experiment.environment, experiment.turns)]
+    return [
+        *notes,
+        *losses.warnings(experiment.loss, experiment.correction, experiment.calibration),
+        *unused_turns(experiment.environment, experiment.turns),
+    ]
 
 
 def _tokenizer(tokenizer: Any, model: ModelConfig, warm_start: WarmStart | None) -> Iterator[str]:
