@@ -71,7 +71,7 @@ def log_probs_in_chunks(monkeypatch):
 def step(model, packed, **axes):
     """The compiled train step on a mesh, and its arguments."""
     config, devices, data = MODELS[model], mesh(**axes), batch(packed)
-    make = train_step.make_train_step(config, objective.make_objective(losses.gspo), SGD, mesh=devices)
+    make = train_step.make_train_step(tiny.settings(config, devices), objective.make_objective(losses.gspo), SGD)
     state = new_state(jax.tree.map(jnp.copy, tiny.params(config)), SGD, jax.random.key(0))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, SGD, devices))
     given = jax.device_put(state, shardings), jax.device_put(data, sharding.named_sharding(devices, "batch"))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from gspax.config import row_shape
 from gspax.data import hf_tokenizer
@@ -85,7 +86,9 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
     if (stage := experiment.warm_start) is not None:
         optimizer = make_optimizer(stage.optimizer)
         start = abstract_state(experiment.model, optimizer, runtime.mesh)
-        update = make_train_step(experiment.model, make_objective(warm_start.nll), optimizer, mesh=runtime.mesh)
+        update = make_train_step(
+            tiny.settings(experiment.model, runtime.mesh), make_objective(warm_start.nll), optimizer
+        )
         length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
         texts = {
             "data": experiment.data,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from small_experiment import experiment, objective_of
 
 from gspax import advantages, config, losses
@@ -58,7 +59,7 @@ OPTIMIZER = make_optimizer(BASE.optimizer)
 
 @functools.cache
 def score(model, keep, shift):
-    return make_score(model, mesh=MESH, keep_experts=keep, keep_router_logp=shift)
+    return make_score(tiny.settings(model, MESH), keep_experts=keep, keep_router_logp=shift)
 
 
 @functools.cache
@@ -77,7 +78,7 @@ def step(*values):
     """The compiled update, shared by experiments with the same objective."""
     variant = replace(BASE, **dict(zip(READ_BY_UPDATES, values, strict=True)))
     objective, replay = objective_of(variant), variant.routing_replay != "off"
-    return make_update(variant.model, objective, OPTIMIZER, routing_replay=replay, mesh=MESH)
+    return make_update(tiny.settings(variant.model, MESH, routing_replay=replay), objective, OPTIMIZER)
 
 
 def train(changes, rollouts=2, seed=0):

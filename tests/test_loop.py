@@ -30,6 +30,7 @@ from gspax.experiment.description import describe
 from gspax.learner import minibatches, programs, train_step
 from gspax.learner.programs import Steps, make_steps
 from gspax.learner.state import abstract_state
+from gspax.learner.train_step import StepSettings
 from gspax.losses import kl
 from gspax.model.sizes.old_policy import find_scored
 from gspax.parallel.sharding import make_mesh
@@ -785,19 +786,12 @@ def test_what_needs_old_log_probs_before_the_first_update(changes, scored):
 def test_score_and_update_share_temperature_and_microbatches(monkeypatch):
     given = []
     for name in ("make_update", "make_score"):
-        monkeypatch.setattr(programs, name, lambda *args, **kwargs: given.append(kwargs))
+        monkeypatch.setattr(programs, name, lambda settings, *args, **kwargs: given.append(settings))
     runtime = make_runtime(
         replace(with_schedule(microbatch_rows=8), sampling=replace(experiment.sampling, temperature=0.7))
     )
-    wanted = {"temperature": 0.7, "microbatch_rows": 8, "packed": False, "worst_case": False, "mesh": runtime.mesh}
-    assert (
-        given
-        == [
-            {"guard": runtime.experiment.guard, "routing_replay": False, **wanted},
-            {"keep_experts": False, "keep_router_logp": False, **wanted},
-        ]
-        and runtime.mesh.size == 8
-    )
+    wanted = StepSettings(config=experiment.model, mesh=runtime.mesh, temperature=0.7, microbatch_rows=8)
+    assert given == [wanted, wanted] and runtime.mesh.size == 8
 
 
 @pytest.mark.parametrize("warm", [True, False])

@@ -97,7 +97,7 @@ def updated(model, settings, updates=2, rows=0):
     optimizer = make_optimizer(settings, model.param_dtype)
     state = init_state(model, optimizer, jax.random.key(0), MESH)
     step = make_train_step(
-        model, make_objective(losses.importance_sampling), optimizer, microbatch_rows=rows, mesh=MESH
+        tiny.settings(model, MESH, microbatch_rows=rows), make_objective(losses.importance_sampling), optimizer
     )
     for _ in range(updates):
         state, _ = step(state, batch())

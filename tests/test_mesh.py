@@ -63,7 +63,7 @@ def update(model, mesh, lora=None):
         factors = adapters.init(model, lora, jax.random.key(3))
         params = adapters.attach_adapters(params, jax.tree.map(lambda leaf: leaf + 0.02, factors), lora)
     state = jax.tree.map(jnp.array, new_state(params, OPTIMIZER, jax.random.key(1)))
-    step = make_train_step(model, make_objective(losses.grpo), OPTIMIZER, mesh=mesh)
+    step = make_train_step(tiny.settings(model, mesh), make_objective(losses.grpo), OPTIMIZER)
     return step(jax.device_put(state, shardings), jax.device_put(batch(), sharding.named_sharding(mesh, "batch")))
 
 

@@ -78,7 +78,7 @@ def test_each_update_takes_the_next_problems(monkeypatch, tmp_path):
     monkeypatch.setattr(warm_start, "make_demonstrations", spy)
     split = []
     monkeypatch.setattr(
-        warm_start, "make_train_step", lambda *args, **kwargs: split.append(kwargs["microbatch_rows"]) or update
+        warm_start, "make_train_step", lambda settings, *rest: split.append(settings.microbatch_rows) or update
     )
     warm_start.run(replace(experiment, schedule=replace(experiment.schedule, microbatch_rows=8)), tmp_path / "run")
     assert firsts == [0, 16, 32] and split == [8]

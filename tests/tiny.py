@@ -8,6 +8,7 @@ import jax.extend
 import pytest
 
 from gspax.config import Mesh, ModelConfig, Yarn
+from gspax.learner.train_step import StepSettings
 from gspax.model import transformer
 from gspax.parallel.sharding import make_mesh
 from gspax.sampler.engine import SampleOptions
@@ -98,6 +99,11 @@ def one_device():
 def options(model, sampling, stop_ids=(), mesh=None, **more):
     """Of the sampler; without a mesh, on one device."""
     return SampleOptions(model=model, sampling=sampling, stop_ids=stop_ids, mesh=mesh or one_device(), **more)
+
+
+def settings(model, mesh=None, **more):
+    """Of the learner's compiled functions; without a mesh, on one device."""
+    return StepSettings(config=model, mesh=mesh or one_device(), **more)
 
 
 def equations(jaxpr):

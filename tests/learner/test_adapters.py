@@ -140,7 +140,9 @@ SGD = optax.sgd(1.0)
 @pytest.mark.parametrize("rows", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_update_changes_only_the_factors_by_the_chain_rule(rows):
     before, batch = policy(), a_batch()
-    step = train_step.make_train_step(CONFIG, objective.make_objective(losses.grpo), SGD, microbatch_rows=rows)
+    step = train_step.make_train_step(
+        tiny.settings(CONFIG, microbatch_rows=rows), objective.make_objective(losses.grpo), SGD
+    )
     state, metrics = step(new_state(jax.tree.map(jnp.copy, before), SGD, jax.random.key(0)), batch)
     chex.assert_trees_all_equal(base(state.params), base(before))
 

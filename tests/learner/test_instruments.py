@@ -56,8 +56,8 @@ def log_probs(params, tokens, segment):
 def measured(mesh=None, on_policy=False):
     """The state, metrics and readings of an update with instruments; on the given mesh."""
     objective = make_objective(losses.grpo)
-    update = train_step.make_update(CONFIG, objective, SGD, mesh=mesh)
-    measure = diagnostics.make_measure(CONFIG, objective, losses.grpo, SETTINGS, mesh=mesh)
+    update = train_step.make_update(tiny.settings(CONFIG, mesh), objective, SGD)
+    measure = diagnostics.make_measure(tiny.settings(CONFIG, mesh), objective, losses.grpo, SETTINGS)
     state, data = new_state(jax.tree.map(jnp.copy, tiny.params(CONFIG)), SGD, jax.random.key(0)), batch()
     if mesh is not None:
         data = jax.device_put(data, sharding.named_sharding(mesh, "batch"))
@@ -177,7 +177,7 @@ def test_readings_become_metrics_by_layer_and_length():
 
 
 def test_an_update_is_the_same_with_instruments():
-    update = train_step.make_update(CONFIG, make_objective(losses.grpo), SGD)
+    update = train_step.make_update(tiny.settings(CONFIG), make_objective(losses.grpo), SGD)
     state = new_state(jax.tree.map(jnp.copy, tiny.params(CONFIG)), SGD, jax.random.key(0))
     state, metrics, _ = jax.device_get(update(state, batch(), False))
     params, found, _, _ = alone()
@@ -239,8 +239,10 @@ def test_packed_rows_give_the_readings_of_one_row_per_sequence():
     )
     found = []
     for given in (data, packed):
-        update = train_step.make_update(CONFIG, objective, SGD)
-        measure = diagnostics.make_measure(CONFIG, objective, losses.gspo, all_rows, packed=given is packed)
+        update = train_step.make_update(tiny.settings(CONFIG), objective, SGD)
+        measure = diagnostics.make_measure(
+            tiny.settings(CONFIG, packed=given is packed), objective, losses.gspo, all_rows
+        )
         state = new_state(jax.tree.map(jnp.copy, tiny.params(CONFIG)), SGD, jax.random.key(0))
         readings = jax.device_get(measure(update, state, given, False)[3])
         found.append(diagnostics.instrument_metrics(readings, CONFIG))

@@ -81,7 +81,7 @@ def test_scoring_routes_to_the_experts_given_and_returns_the_routers_log_probs()
     first = rng.integers(0, E, (4, L, T, 1))
     forced_BLTA = jnp.asarray(np.concatenate([first, (first + 1) % E], -1).astype(np.uint8))
     params = tiny.params(MODEL)
-    score = train_step.make_score(MODEL, microbatch_rows=2, keep_experts=True, keep_router_logp=True)
+    score = train_step.make_score(tiny.settings(MODEL, microbatch_rows=2), keep_experts=True, keep_router_logp=True)
     found = score(params, tokens_BT, segment_BT, mask_BT, forced_BLTA)
     np.testing.assert_array_equal(found.expert_BLTA, forced_BLTA)
     wanted = jax.jit(partial(forward, config=MODEL))(

@@ -147,15 +147,15 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
     """A minibatch scored by a policy and updated by one near it: parameters, metrics, sums of log-probs."""
     data, shape = data or rollout(), row_shape(SAMPLING, schedule, sharding.batch_shards(mesh))
     options = dict(objective)
-    shared = {
-        "temperature": SAMPLING.temperature,
-        "microbatch_rows": shape.microbatch,
-        "packed": shape.packed,
-        "mesh": mesh,
-    }
-    update = train_step.make_update(
-        MODEL, make_objective(options.pop("loss"), **options), SGD, routing_replay=replay, **shared
+    settings = train_step.StepSettings(
+        config=MODEL,
+        mesh=mesh,
+        temperature=SAMPLING.temperature,
+        microbatch_rows=shape.microbatch,
+        packed=shape.packed,
+        routing_replay=replay,
     )
+    update = train_step.make_update(settings, make_objective(options.pop("loss"), **options), SGD)
     sharing = SAMPLING.group if schedule.share_prompts else 0
     batches, layouts = minibatches.split_minibatches(data, 1, shape, mesh, without_overlong=True, sharing=sharing)
     state = new_state(start(lora), SGD, jax.random.key(1))
@@ -165,7 +165,7 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
     )
     old, reference = moved(start(None), 1e-3), start(None)
     if not on_policy:
-        score = train_step.make_score(MODEL, keep_experts=replay, **shared)
+        score = train_step.make_score(settings, keep_experts=replay)
         scored = minibatches.score_minibatches(score, old, reference, batches, range(len(batches)))
     else:
         scored = minibatches.Scored(batches, [None], True)

@@ -39,8 +39,8 @@ def compile_update(mesh):
         old_logp_BT=column(jnp.float32, LENGTH),
         advantage=column(jnp.float32),
     )
-    options = {"microbatch_rows": ROWS // MICROBATCHES, "worst_case": True, "mesh": mesh}
-    step = make_train_step(MODEL, make_objective(losses.grpo), optimizer, **options)
+    settings = tiny.settings(MODEL, mesh, microbatch_rows=ROWS // MICROBATCHES, worst_case=True)
+    step = make_train_step(settings, make_objective(losses.grpo), optimizer)
     return step.lower(state, batch).compile().as_text(), device_bytes(state.params)
 
 

@@ -34,7 +34,7 @@ def compiled_step(mesh, lora):
     shapes = {"tokens_BT": jnp.int32, "segment_BT": jnp.int32, "mask_BT": jnp.bool_, "old_logp_BT": jnp.float32}
     columns = {name: jax.ShapeDtypeStruct((B, T), dtype, sharding=rows) for name, dtype in shapes.items()}
     batch = Batch(**columns, advantage=jax.ShapeDtypeStruct((B,), jnp.float32, sharding=rows))
-    step = train_step.make_train_step(MODEL, objective.make_objective(losses.gspo), optax.sgd(1.0), mesh=mesh)
+    step = train_step.make_train_step(tiny.settings(MODEL, mesh), objective.make_objective(losses.gspo), optax.sgd(1.0))
     return step.lower(state, batch).compile().as_text()
 
 

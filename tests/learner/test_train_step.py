@@ -69,7 +69,7 @@ def fresh(optimizer=SGD):
 
 
 def make_step(loss, optimizer, model=CONFIG, **kwargs):
-    return train_step.make_train_step(model, objective.make_objective(loss), optimizer, **kwargs)
+    return train_step.make_train_step(tiny.settings(model, **kwargs), objective.make_objective(loss), optimizer)
 
 
 @functools.cache
@@ -178,14 +178,16 @@ def test_on_a_mesh_attention_experts_and_scoring_run_under_shard_map():
     state = abstract_state(CONFIG, SGD, devices)
     update = make_step(losses.gspo, SGD, mesh=devices)
     assert tiny.primitives(update, state, batch()).count("shard_map") >= 2 * (2 + SCORING), "forward and backward"
-    score = train_step.make_score(CONFIG, mesh=devices)
+    score = train_step.make_score(tiny.settings(CONFIG, devices))
     arrays = batch().tokens_BT, batch().segment_BT, batch().mask_BT
     assert tiny.primitives(score, state.params, *arrays).count("shard_map") == 2 + SCORING
 
 
 @functools.cache
 def score(rows):
-    return train_step.make_score(CONFIG, temperature=TEMPERATURE, microbatch_rows=rows, keep_experts=True)
+    return train_step.make_score(
+        tiny.settings(CONFIG, temperature=TEMPERATURE, microbatch_rows=rows), keep_experts=True
+    )
 
 
 @pytest.mark.parametrize("rows", [4, pytest.param(0, marks=pytest.mark.slow)])
@@ -240,12 +242,9 @@ def test_an_objective_with_every_term_equals_its_microbatches_and_balances_the_r
     data, results = with_experts(batch()), []
     for rows in (0, 4):
         update = train_step.make_train_step(
-            CONFIG,
+            tiny.settings(CONFIG, temperature=TEMPERATURE, microbatch_rows=rows, routing_replay=True),
             objective_of(EVERYTHING),
             SGD,
-            temperature=TEMPERATURE,
-            microbatch_rows=rows,
-            routing_replay=True,
         )
         results.append(update(replace(fresh(), clip_range=jnp.array([0.01, 0.02])), data))
     (one, want), (split, got) = results
@@ -324,8 +323,9 @@ def test_the_guards_ratio_is_that_of_the_loss(name, skipped):
     row = int(data.mask_BT.sum(axis=1).argmax())
     column = int(data.mask_BT[row].argmax())
     far = replace(data, old_logp_BT=direct(tiny.params(CONFIG), data)[0].at[row, column].add(-np.log(1000)))
-    update = make_step(LOSSES[name], SGD, temperature=TEMPERATURE, guard=config.Guard(max_ratio=10.0))
-    _, metrics = update(fresh(), far)
+    settings, guard = tiny.settings(CONFIG, temperature=TEMPERATURE), config.Guard(max_ratio=10.0)
+    update = train_step.make_update(settings, objective.make_objective(LOSSES[name]), SGD, guard)
+    _, metrics, _ = update(fresh(), far, False)
     assert metrics["ratio_max"] < 10 and metrics["skipped"] == skipped
 
 
@@ -335,7 +335,7 @@ def test_an_update_can_compute_its_own_old_log_probs(rows):
     data = batch()
     logp, entropy, experts = direct(tiny.params(CONFIG), data)
     update = train_step.make_update(
-        CONFIG, objective.make_objective(losses.gspo), SGD, temperature=TEMPERATURE, microbatch_rows=rows
+        tiny.settings(CONFIG, temperature=TEMPERATURE, microbatch_rows=rows), objective.make_objective(losses.gspo), SGD
     )
     want_state, want, _ = update(fresh(), replace(data, old_logp_BT=logp), False)
     unknown = replace(data, old_logp_BT=jnp.full((B, T), 7.0, jnp.float32))

@@ -24,7 +24,7 @@ from gspax.config import Instruments, ModelConfig, has_experts, is_sparse
 from gspax.learner.expert_load import changed_by_layer, router_confidence
 from gspax.learner.forward import pad_rows
 from gspax.learner.objective import Loss, Objective, make_objective, segments
-from gspax.learner.train_step import Metrics, Scores, Update, make_gradient
+from gspax.learner.train_step import Metrics, Scores, StepSettings, Update, make_gradient
 from gspax.losses.ratio_spread import fit_exponent, ratio_spread
 from gspax.losses.traits import aggregate_of
 from gspax.model import transformer
@@ -47,28 +47,17 @@ class Readings(NamedTuple):
 Measure = Callable[[Update, TrainState, Batch, bool], tuple[TrainState, Metrics, Scores, Readings]]
 
 
-def make_measure(
-    config: ModelConfig,
-    objective: Objective,
-    loss: Loss,
-    settings: Instruments,
-    *,
-    microbatch_rows: int = 0,
-    packed: bool = False,
-    mesh: jax.sharding.Mesh | None = None,
-    **options: Any,
-) -> Measure:
+def make_measure(settings: StepSettings, objective: Objective, loss: Loss, instruments: Instruments) -> Measure:
     """`update` with the instruments around it; its results are untouched.
 
     Args:
-      objective: that the update minimises.
+      objective: that the update minimizes.
       loss: its policy loss; the gradient on policy is aggregated in the same way.
-      options: `temperature` and `routing_replay`; these, `microbatch_rows`, `packed` and `mesh` as of `make_update`.
     """
-    shards = 1 if mesh is None else batch_shards(mesh)
-    compare = make_gradient_comparison(config, objective, loss, microbatch_rows=microbatch_rows, mesh=mesh, **options)
+    config, mesh = settings.config, settings.mesh
+    compare = make_gradient_comparison(settings, objective, loss)
     spread = jax.jit(ratio_spread)
-    take = jax.jit(partial(take_rows, rows=settings.rows, shards=shards, adjacent=packed))
+    take = jax.jit(partial(take_rows, rows=instruments.rows, shards=batch_shards(mesh), adjacent=settings.packed))
     routers = make_router_probe(config, mesh) if has_experts(config) else None
     changed = jax.jit(partial(changed_by_layer, num_experts=config.num_experts))
 
@@ -114,7 +103,7 @@ class RouterProbe(NamedTuple):
     changed_by_rounding: Callable[[Params, Batch], Array]  # float32 [L]: share of choices, float32 against bfloat16
 
 
-def make_router_probe(config: ModelConfig, mesh: jax.sharding.Mesh | None) -> RouterProbe:
+def make_router_probe(config: ModelConfig, mesh: jax.sharding.Mesh) -> RouterProbe:
     """The routers' choices for the tokens of some rows, prompts included."""
 
     def route(params: Params, config: ModelConfig, rows: Batch) -> tuple[Routing, Array]:
@@ -139,14 +128,7 @@ def make_router_probe(config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Ro
 
 
 def make_gradient_comparison(
-    config: ModelConfig,
-    objective: Objective,
-    loss: Loss,
-    *,
-    temperature: float = 1.0,
-    microbatch_rows: int = 0,
-    routing_replay: bool = False,
-    mesh: jax.sharding.Mesh | None = None,
+    settings: StepSettings, objective: Objective, loss: Loss
 ) -> Callable[[TrainState, Batch, bool], dict[str, Array]]:
     """A jitted `(state, rows, on_policy) -> {"gradient/cosine", "gradient/norm_ratio"}`, float32 scalars.
 
@@ -158,14 +140,12 @@ def make_gradient_comparison(
     )
 
     @jax.jit
-    def compare(state: TrainState, rows: Batch, on_policy: Any) -> dict[str, Array]:
-        shared: dict[str, Any] = {
-            "temperature": temperature,
-            "microbatch_rows": math.gcd(microbatch_rows, rows.tokens_BT.shape[0]),
-            "mesh": mesh,
-        }
-        applied = make_gradient(config, objective, routing_replay=routing_replay, **shared)(state, rows, on_policy)[0]
-        exact = make_gradient(replace(config, dtype="float32"), on_policy_objective, **shared)
+    def compare(state: TrainState, rows: Batch, on_policy: bool | Array) -> dict[str, Array]:
+        microbatch_rows = math.gcd(settings.microbatch_rows, rows.tokens_BT.shape[0])
+        these = replace(settings, microbatch_rows=microbatch_rows, packed=False, worst_case=False)
+        applied = make_gradient(these, objective)(state, rows, on_policy)[0]
+        float32 = replace(settings.config, dtype="float32")
+        exact = make_gradient(replace(these, config=float32, routing_replay=False), on_policy_objective)
         with jax.default_matmul_precision(EXACT):
             wanted = exact(replace(state, params=to_float32(state.params)), rows, True)[0]
         return compare_trees(applied, wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
@@ -10,7 +10,17 @@ import optax
 from gspax.config import Experiment, has_experts, row_shape
 from gspax.learner.diagnostics import Measure, make_measure
 from gspax.learner.objective import make_objective
-from gspax.learner.train_step import Gradient, Route, Score, Update, make_gradient, make_route, make_score, make_update
+from gspax.learner.train_step import (
+    Gradient,
+    Route,
+    Score,
+    StepSettings,
+    Update,
+    make_gradient,
+    make_route,
+    make_score,
+    make_update,
+)
 from gspax.model.sizes.old_policy import find_scored, keeps_experts
 from gspax.parallel.sharding import batch_shards
 
@@ -33,19 +43,17 @@ def make_steps(
     *,
     worst_case: bool = False,
 ) -> Steps:
-    """Those of an experiment: update and scoring have one temperature and one split into microbatches.
-
-    `worst_case` is that of `make_update`.
-    """
-    sampling, schedule = experiment.sampling, experiment.schedule
-    shared: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "microbatch_rows": row_shape(sampling, schedule, batch_shards(mesh)).microbatch,
-        "packed": schedule.microbatch_tokens > 0,
-        "worst_case": worst_case,
-        "mesh": mesh,
-    }
-    replay = experiment.routing_replay != "off"
+    """The compiled functions of an experiment, all with the same `StepSettings`."""
+    sampling, schedule, model = experiment.sampling, experiment.schedule, experiment.model
+    settings = StepSettings(
+        config=model,
+        mesh=mesh,
+        temperature=sampling.temperature,
+        microbatch_rows=row_shape(sampling, schedule, batch_shards(mesh)).microbatch,
+        packed=schedule.microbatch_tokens > 0,
+        worst_case=worst_case,
+        routing_replay=experiment.routing_replay != "off",
+    )
     keep = keeps_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
     objective = make_objective(
         experiment.loss,
@@ -65,13 +73,12 @@ def make_steps(
         routing_replay=experiment.routing_replay,
         router_shift=experiment.router_shift,
     )
-    model, instruments = experiment.model, experiment.instruments
-    learns = {name: value for name, value in shared.items() if name != "worst_case"} | {"routing_replay": replay}
+    instruments = experiment.instruments
     return Steps(
-        make_update(model, objective, optimizer, guard=experiment.guard, routing_replay=replay, **shared),
-        make_score(model, keep_experts=keep, keep_router_logp=experiment.router_shift is not None, **shared),
+        make_update(settings, objective, optimizer, experiment.guard),
+        make_score(settings, keep_experts=keep, keep_router_logp=experiment.router_shift is not None),
         make_route(model, mesh) if has_experts(model) else None,
-        make_gradient(model, objective, routing_replay=replay, **shared),
+        make_gradient(settings, objective),
         scored,
-        None if instruments is None else make_measure(model, objective, experiment.loss, instruments, **learns),
+        None if instruments is None else make_measure(settings, objective, experiment.loss, instruments),
     )

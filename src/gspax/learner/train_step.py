@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -57,22 +57,34 @@ Score = Callable[[Params, Array, Array, Array, Array | None, Array | None], Scor
 Route = Callable[[Params, Array, Array, Array | None], Array]  # see `make_route`
 
 # (state, batch, on_policy) -> the gradient of the loss, the loss's terms of every row, the scores; see `make_gradient`
-Gradient = Callable[[TrainState, Batch, Any], tuple[Params, losses.Terms, Scores]]
+Gradient = Callable[[TrainState, Batch, bool | Array], tuple[Params, losses.Terms, Scores]]
 
 NO_LIMITS = Guard()
 ROUTED_ROWS = 8  # of a minibatch, for the share of expert choices that a step's updates change
 
 
-def make_train_step(
-    config: ModelConfig, objective: Objective, optimizer: optax.GradientTransformation, **options: Any
-) -> TrainStep:
-    """A pure, jitted `(state, batch) -> (state, metrics)`; the state given is donated.
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """The settings that the learner's compiled functions share."""
 
-    Arguments, options and metrics are those of `make_update`.
-    """
-    update = _update(config, objective, optimizer, **options)
+    config: ModelConfig
+    mesh: jax.sharding.Mesh  # that the arrays are sharded over
+    temperature: float = 1.0  # the sampler's; log-probs are of the logits divided by it
+    microbatch_rows: int = 0  # rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once
+    # Rows are packed (`packing`): advantages are [B, T], and microbatches without a token are not run. Their number may
+    # change without a new compilation.
+    packed: bool = False
+    worst_case: bool = False  # run every microbatch and every position, so that each loop has a known length
+    # Each token goes to the experts in `batch.expert_BLTA`, with the current router's gates (Routing Replay, arXiv
+    # 2507.18071).
+    routing_replay: bool = False
 
-    @partial(jax.jit, donate_argnums=0, compiler_options=unstable.light_compilation(options.get("mesh")))
+
+def make_train_step(settings: StepSettings, objective: Objective, optimizer: optax.GradientTransformation) -> TrainStep:
+    """A pure, jitted `(state, batch) -> (state, metrics)`, as `make_update`; the state argument is donated."""
+    update = _update(settings, objective, optimizer, NO_LIMITS)
+
+    @partial(jax.jit, donate_argnums=0, compiler_options=unstable.light_compilation(settings.mesh))
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return update(state, batch, False)[:2]
 
@@ -80,50 +92,40 @@ def make_train_step(
 
 
 def make_update(
-    config: ModelConfig, objective: Objective, optimizer: optax.GradientTransformation, **options: Any
+    settings: StepSettings,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    guard: Guard = NO_LIMITS,
 ) -> Update:
-    """A pure, jitted `(state, batch, on_policy) -> (state, metrics, scores)`; the state given is donated.
+    """A pure, jitted `(state, batch, on_policy) -> (state, metrics, scores)`; the state argument is donated.
 
-    With `on_policy` the old log-probs of the batch are not read: they are the policy's own before the update, without a
-    gradient, so that every ratio is exactly 1 and its gradient that of log π. The scores are those of the policy before
-    the update, with the experts' counts. One compiled program serves both.
+    With `on_policy` the batch's old log-probs are not read: the old log-probs are the policy's own before the update,
+    without a gradient, so that every ratio is exactly 1 and its gradient that of log π. The scores are those of the
+    policy before the update, with the experts' counts. One compiled program serves both.
 
-    Args:
-      objective: what is minimised, such as `make_objective(losses.gspo)`.
-      temperature: the sampler's; log-probs are of the logits divided by it.
-      microbatch_rows: rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once.
-      packed: the batch is one of packed rows (`packing`): its advantages are [B, T], and microbatches without a token
-        are not run. How many those are may change without compiling again.
-      worst_case: run every microbatch and score every position, so that each loop of the program has a known length.
-      routing_replay: each token goes to the experts in `batch.expert_BLTA`, with the live router's gates (Routing
-        Replay, arXiv 2507.18071).
-      guard: with limits of the gradient norm and of the policy ratio.
-      mesh: the device mesh that the arrays are sharded over, if any.
-
-    An update whose loss or gradient is not finite, or beyond a limit, is skipped: parameters and optimiser state stay
+    An update whose loss or gradient is not finite, or beyond a limit, is skipped: parameters and optimizer state stay
     as they are, bit for bit, and `state.step` counts it. An update without a response token changes nothing either,
     and is `empty` instead of skipped.
 
     The metrics are float32 scalars: the objective's own, `loss`, `grad_norm` (before clipping), `skipped` and `empty`,
     0 or 1, and with experts that are sharded over devices `ring_fallbacks`, see `Scores`.
+
+    Args:
+      objective: the function to minimize, such as `make_objective(losses.gspo)`.
+      guard: limits of the gradient norm and of the policy ratio.
     """
-    update = _update(config, objective, optimizer, **options)
-    return jax.jit(update, donate_argnums=0, compiler_options=unstable.light_compilation(options.get("mesh")))
+    update = _update(settings, objective, optimizer, guard)
+    return jax.jit(update, donate_argnums=0, compiler_options=unstable.light_compilation(settings.mesh))
 
 
 def _update(
-    config: ModelConfig,
-    objective: Objective,
-    optimizer: optax.GradientTransformation,
-    *,
-    guard: Guard = NO_LIMITS,
-    **options: Any,
-) -> Callable[..., tuple[TrainState, Metrics, Scores]]:
+    settings: StepSettings, objective: Objective, optimizer: optax.GradientTransformation, guard: Guard
+) -> Callable[[TrainState, Batch, bool | Array], tuple[TrainState, Metrics, Scores]]:
     """The function that `make_update` compiles."""
-    gradient = make_gradient(config, objective, **options)
-    exchanges = has_experts(config) and exchanges_rows(options.get("mesh"))
+    gradient = make_gradient(settings, objective)
+    exchanges = has_experts(settings.config) and exchanges_rows(settings.mesh)
 
-    def update(state: TrainState, batch: Batch, on_policy: Any) -> tuple[TrainState, Metrics, Scores]:
+    def update(state: TrainState, batch: Batch, on_policy: bool | Array) -> tuple[TrainState, Metrics, Scores]:
         grads, terms, scores = gradient(state, batch, on_policy)
         trained, frozen = partition(state.params)
         value, metrics = losses.reduce(terms)
@@ -166,42 +168,33 @@ def largest_ratio(metrics: Metrics) -> Array | None:
     return metrics.get("token_ratio_max", metrics.get("ratio_max"))
 
 
-def make_gradient(
-    config: ModelConfig,
-    objective: Objective,
-    *,
-    temperature: float = 1.0,
-    microbatch_rows: int = 0,
-    packed: bool = False,
-    worst_case: bool = False,
-    routing_replay: bool = False,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Gradient:
-    """The gradient that an update applies; arguments as of `make_update`."""
-    replicas = math.prod(mesh.shape[axis] for axis in replica_axes(mesh)) if mesh is not None else 1
+def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
+    """The gradient that `make_update` applies, not compiled."""
+    config, mesh, microbatch_rows = settings.config, settings.mesh, settings.microbatch_rows
+    replicas = math.prod(mesh.shape[axis] for axis in replica_axes(mesh))
 
-    def outputs_of(params: Params, batch: Batch, mesh: jax.sharding.Mesh | None) -> Outputs:
-        if routing_replay and batch.expert_BLTA is None:
+    def outputs_of(params: Params, batch: Batch, mesh: jax.sharding.Mesh) -> Outputs:
+        if settings.routing_replay and batch.expert_BLTA is None:
             raise ValueError("batch.expert_BLTA: wanted the experts to replay, got None")
-        replayed = batch.expert_BLTA if routing_replay else None
+        replayed = batch.expert_BLTA if settings.routing_replay else None
         return forward(
             params,
             config,
             batch.tokens_BT,
             batch.segment_BT,
-            temperature=temperature,
-            mask_BT=None if worst_case else batch.mask_BT,
+            temperature=settings.temperature,
+            mask_BT=None if settings.worst_case else batch.mask_BT,
             expert_BLTA=replayed,
             prefix_BT=batch.prefix_BT,
             mesh=mesh,
         )
 
     def local(
-        mesh: jax.sharding.Mesh | None,
+        mesh: jax.sharding.Mesh,
         batch: Batch,
         params: Params,
         constants: UpdateConstants,
-        on_policy: Any,
+        on_policy: bool | Array,
         count: Array | None,
     ) -> tuple[Any, Any]:
         """From the rows of one replica: gradient and experts' counts, summed, and terms and scores by row."""
@@ -222,9 +215,9 @@ def make_gradient(
 
         return run_microbatches(of_part, batch, microbatch_rows // replicas, count)
 
-    def gradient(state: TrainState, batch: Batch, on_policy: Any) -> tuple[Params, losses.Terms, Scores]:
+    def gradient(state: TrainState, batch: Batch, on_policy: bool | Array) -> tuple[Params, losses.Terms, Scores]:
         constants = UpdateConstants(state.clip_range, _response_load(batch, config.num_experts), state.step)
-        count = count_held(batch.segment_BT, microbatch_rows) if packed and not worst_case else None
+        count = count_held(batch.segment_BT, microbatch_rows) if settings.packed and not settings.worst_case else None
         shared = state.params, constants, on_policy, count
         (grads, counts), (terms, scores) = sum_over_replicas(local, batch, *shared, mesh=mesh)
         count_LE, fallbacks = counts[0], counts[1] // replicas  # which all fall back at once
@@ -235,17 +228,7 @@ def make_gradient(
     return gradient
 
 
-def make_score(
-    config: ModelConfig,
-    *,
-    temperature: float = 1.0,
-    microbatch_rows: int = 0,
-    packed: bool = False,
-    worst_case: bool = False,
-    keep_experts: bool = False,
-    keep_router_logp: bool = False,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Score:
+def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_router_logp: bool = False) -> Score:
     """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT) -> Scores`.
 
     With `expert_BLTA`, not None, the tokens go to these experts. `keep_experts` and `keep_router_logp` return the
@@ -255,6 +238,7 @@ def make_score(
     Experts are ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding.
     It takes the arrays that it reads, so one compiled program serves every minibatch, whatever else that holds.
     """
+    config, mesh, microbatch_rows = settings.config, settings.mesh, settings.microbatch_rows
 
     @partial(jax.jit, compiler_options=unstable.light_compilation(mesh))
     def score(
@@ -273,8 +257,8 @@ def make_score(
                     config,
                     tokens_BT,
                     segment_BT,
-                    temperature=temperature,
-                    mask_BT=None if worst_case else mask_BT,
+                    temperature=settings.temperature,
+                    mask_BT=None if settings.worst_case else mask_BT,
                     expert_BLTA=expert_BLTA,
                     prefix_BT=prefix_BT,
                     mesh=mesh,
@@ -287,20 +271,20 @@ def make_score(
                 router_logp(outputs.routing, went_BLTA) if keep_router_logp else None,
             )
 
-        count = count_held(segment_BT, microbatch_rows) if packed and not worst_case else None
+        count = count_held(segment_BT, microbatch_rows) if settings.packed and not settings.worst_case else None
         arrays = tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT
         return run_microbatches(each, arrays, microbatch_rows, count)[1]
 
     return score
 
 
-def make_route(config: ModelConfig, mesh: jax.sharding.Mesh | None = None) -> Route:
+def make_route(config: ModelConfig, mesh: jax.sharding.Mesh) -> Route:
     """A jitted `(params, tokens_BT, segment_BT, prefix_BT) -> expert_LBTA`: the experts that some of the rows choose.
 
     There are `ROUTED_ROWS` of them, or one for each device that rows are sharded over if those are more; each device
     keeps its own. No log-probs are computed.
     """
-    shards = 1 if mesh is None else batch_shards(mesh)
+    shards = batch_shards(mesh)
 
     @partial(jax.jit, compiler_options=unstable.fast_compilation(mesh))
     def route(params: Params, tokens_BT: Array, segment_BT: Array, prefix_BT: Array | None = None) -> Array:
@@ -323,7 +307,7 @@ def _response_load(batch: Batch, num_experts: int) -> Array | None:
     return expert_load(expert_BLTA.swapaxes(0, 1), num_experts)
 
 
-def _shard_like_params(grads: Params, trained: Params, config: ModelConfig, mesh: jax.sharding.Mesh | None) -> Params:
+def _shard_like_params(grads: Params, trained: Params, config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
     """The gradients, sharded as the parameters are.
 
     Otherwise the partitioner may shard a small parameter differently, and the next step would be compiled again.

@@ -25,7 +25,7 @@ from gspax.experiment.description import describe
 from gspax.learner import objective
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import drop_frozen, first_state, restore_state
-from gspax.learner.train_step import TrainStep, make_train_step
+from gspax.learner.train_step import StepSettings, TrainStep, make_train_step
 from gspax.losses import Terms
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
@@ -79,7 +79,7 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
     if schedule.microbatch_tokens:
         rows = row_shape(experiment.sampling, schedule, batch_shards(mesh)).microbatch
     rows = math.gcd(stage.rows, rows)  # the most that divide both, all if that is 0
-    train_step = make_train_step(model, imitation, optimizer, microbatch_rows=rows, mesh=mesh)
+    train_step = make_train_step(StepSettings(config=model, mesh=mesh, microbatch_rows=rows), imitation, optimizer)
     demonstrate = partial(
         make_demonstrations,
         stage,
