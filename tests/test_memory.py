@@ -33,7 +33,7 @@ def kept(policy):
     tokens_BT = jnp.ones((2, 7), jnp.int32)
 
     def objective(params):
-        return transformer.apply(params, model, tokens_BT, tokens_BT)[0].sum()
+        return transformer.apply(params, model, tokens_BT, tokens_BT, mesh=tiny.one_device())[0].sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(objective))(tiny.params(MODEL))
     forward = next(each for each in jaxpr.eqns if each.primitive.name == "scan")

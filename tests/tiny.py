@@ -7,10 +7,10 @@ import jax
 import jax.extend
 import pytest
 
-from gspax.config import Mesh, ModelConfig, Yarn
+from gspax.config import ModelConfig, Yarn
 from gspax.learner.train_step import StepSettings
 from gspax.model import transformer
-from gspax.parallel.sharding import make_mesh
+from gspax.parallel.sharding import single_device_mesh
 from gspax.sampler.engine import SampleOptions
 
 MOE = ModelConfig(
@@ -93,7 +93,7 @@ def params(config, seed=0):
 
 def one_device():
     """The mesh of one device."""
-    return make_mesh(Mesh(), jax.devices()[:1])
+    return single_device_mesh()
 
 
 def options(model, sampling, stop_ids=(), mesh=None, **more):

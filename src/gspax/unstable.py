@@ -47,7 +47,7 @@ def light_compilation(mesh: Any) -> dict[str, Any]:
     """
     import jax
 
-    on_cpu = mesh is not None and mesh.devices.flat[0].platform == "cpu"
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
     if not on_cpu or jax.config.read("jax_disable_most_optimizations") or jax.__version_info__[:2] != (0, 10):
         return {}
     return {"xla_backend_optimization_level": 1}

@@ -13,12 +13,11 @@ import pytest
 import tiny
 
 from gspax.commands import main
-from gspax.config import Mesh, Sampling, Yarn
+from gspax.config import Sampling, Yarn
 from gspax.hf.config_json import read_config, to_json
 from gspax.hf.loading import read_params
 from gspax.learner.state import abstract_params
 from gspax.model import decoding, transformer
-from gspax.parallel.sharding import make_mesh
 from gspax.sampler.inference_weights import make_serving_copy
 from gspax.sampler.sampler import sample
 
@@ -47,7 +46,7 @@ def configs(*fast):
 TOKENS = 18
 
 
-apply = jax.jit(transformer.apply, static_argnames="config")
+apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
 prefill = jax.jit(decoding.prefill, static_argnames=("config", "mesh"))
 decode = jax.jit(decoding.decode, static_argnames=("config", "mesh"))
 
@@ -62,7 +61,7 @@ def make_pair(config, folder):
             parameter.copy_(0.3 * torch.randn_like(parameter) + ("norm" in name))
     model.save_pretrained(folder)
     read = read_config(folder)
-    mesh = make_mesh(Mesh(), jax.devices()[:1])
+    mesh = tiny.one_device()
     return read_params(folder, read, abstract_params(read, mesh)), read, model
 
 
@@ -83,7 +82,7 @@ def test_logits_of_full_left_padded_right_padded_and_packed_rows(config, tmp_pat
     segment_BT[1, :5] = 0
     segment_BT[2, -5:] = 0
     segment_BT[3, 7:] = 2
-    hidden, _ = apply(params, config, tokens_BT, segment_BT)
+    hidden, _ = apply(params, config, tokens_BT, segment_BT, mesh=tiny.one_device())
     ours_BTV = np.asarray(transformer.logits(params, hidden))
     position_BT = np.asarray(transformer.positions(jnp.asarray(segment_BT)))
     padded = their_logits(
@@ -107,7 +106,7 @@ def test_prefill_and_decode_agree_with_transformers_cache(config, tmp_path):
     cached = transformers.DynamicCache(config=model.config)
     theirs = [their_logits(model, tokens_1T[:, :length], past_key_values=cached, use_cache=True)[0, -1]]
     length_P, mesh = jnp.array([length]), tiny.one_device()
-    serving = make_serving_copy(params, config)
+    serving = make_serving_copy(params, config, tiny.one_device())
     hidden, prompts, _ = prefill(serving, config, tokens_1T[:, :length], length_P, mesh=mesh)
     cache = decoding.new_cache(prompts, config, slots=1, max_tokens=steps, mesh=mesh)
     ours = [transformer.logits(params, hidden)[0]]
@@ -127,7 +126,7 @@ def test_greedy_decoding_token_for_token(name, tmp_path):
     params, config, model = make_pair(config, tmp_path)
     prompts = [row[:length].tolist() for row, length in zip(random_tokens(config, 2, 9), (9, 5), strict=True)]
     sampling = Sampling(group=1, max_prompt_tokens=9, max_tokens=64, temperature=0.0)
-    serving = make_serving_copy(params, config)
+    serving = make_serving_copy(params, config, tiny.one_device())
     rollout = sample(serving, prompts, [0, 1], jax.random.key(0), tiny.options(config, sampling))
     drawn = set()
     for row, prompt in enumerate(prompts):

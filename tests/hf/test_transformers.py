@@ -23,6 +23,8 @@ from gspax.parallel.sharding import make_mesh
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 transformers = pytest.importorskip("transformers")
 
+apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
+
 SLOW = pytest.mark.slow
 MIXED = "every second layer sparse"
 CONFIGS = {name: tiny.CONFIGS[name] for name in ("moe", "dense", "tied", MIXED, "biases")}
@@ -82,7 +84,7 @@ def test_an_exported_model_gives_the_same_logits(name, tmp_path):
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (2, 11), dtype=np.int32)
     with torch.no_grad():
         theirs = loaded(tmp_path)(torch.tensor(tokens_BT)).logits.numpy()
-    hidden, _ = jax.jit(transformer.apply, static_argnums=1)(params, config, tokens_BT, np.ones_like(tokens_BT))
+    hidden, _ = apply(params, config, tokens_BT, np.ones_like(tokens_BT), mesh=tiny.one_device())
     assert np.abs(np.asarray(transformer.logits(params, hidden)) - theirs).max() < 1e-4
     assert np.abs(theirs).max() > 1
 
@@ -126,7 +128,7 @@ def test_other_families_have_the_logits_and_bytes_of_transformers(name, tmp_path
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (2, 11), dtype=np.int32)
     with torch.no_grad():
         expected = model(torch.tensor(tokens_BT)).logits.numpy()
-    hidden, _ = jax.jit(transformer.apply, static_argnums=1)(params, config, tokens_BT, np.ones_like(tokens_BT))
+    hidden, _ = apply(params, config, tokens_BT, np.ones_like(tokens_BT), mesh=tiny.one_device())
     assert np.abs(np.asarray(transformer.logits(params, hidden)) - expected).max() < 1e-5
     assert np.abs(expected).max() > 0.5
 

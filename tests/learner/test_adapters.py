@@ -113,7 +113,7 @@ def test_adapters_are_initialised_as_a_no_op_with_unit_gain():
 @pytest.mark.slow
 def test_model_and_sampler_with_adapters_equal_those_with_merged_weights():
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (B, T)), jnp.int32)
-    run = jax.jit(transformer.apply, static_argnums=1)
+    run = jax.jit(functools.partial(transformer.apply, mesh=tiny.one_device()), static_argnums=1)
     with_adapters, _ = run(policy(), CONFIG, tokens, jnp.ones_like(tokens))
     summed, _ = run(dense(policy()), CONFIG, tokens, jnp.ones_like(tokens))
     chex.assert_trees_all_close(with_adapters, summed, rtol=1e-5, atol=1e-5)
@@ -147,7 +147,7 @@ def test_an_update_changes_only_the_factors_by_the_chain_rule(rows):
     chex.assert_trees_all_equal(base(state.params), base(before))
 
     def value(params):
-        outputs = forward(params, CONFIG, batch.tokens_BT, batch.segment_BT)
+        outputs = forward(params, CONFIG, batch.tokens_BT, batch.segment_BT, mesh=tiny.one_device())
         terms = losses.grpo(outputs.logp_BT, batch.old_logp_BT, batch.advantage, batch.mask_BT)
         return losses.reduce(terms)[0]
 

@@ -45,7 +45,7 @@ def batch():
 @functools.partial(jax.jit, static_argnames="dtype")
 def direct(params, tokens, segment, dtype="float32"):
     model = replace(CONFIG, dtype=dtype)
-    hidden, routing = transformer.apply(params, model, tokens, segment)
+    hidden, routing = transformer.apply(params, model, tokens, segment, mesh=tiny.one_device())
     return losses.token_logp(transformer.logits(params, hidden), tokens), routing
 
 

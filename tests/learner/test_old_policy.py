@@ -84,7 +84,7 @@ def test_scoring_routes_to_the_experts_given_and_returns_the_routers_log_probs()
     score = train_step.make_score(tiny.settings(MODEL, microbatch_rows=2), keep_experts=True, keep_router_logp=True)
     found = score(params, tokens_BT, segment_BT, mask_BT, forced_BLTA)
     np.testing.assert_array_equal(found.expert_BLTA, forced_BLTA)
-    wanted = jax.jit(partial(forward, config=MODEL))(
+    wanted = jax.jit(partial(forward, config=MODEL, mesh=tiny.one_device()))(
         params, tokens_BT=tokens_BT, segment_BT=segment_BT, expert_BLTA=forced_BLTA
     )
     np.testing.assert_allclose(found.logp_BT[mask_BT], wanted.logp_BT[mask_BT], rtol=1e-5, atol=1e-6)

@@ -57,7 +57,7 @@ def batch(seed=0):
 @functools.partial(jax.jit, static_argnames="temperature")
 def direct(params, batch, temperature=TEMPERATURE):
     """Log-probs and entropies (both about the token in their column) and experts, from the logits of all tokens."""
-    hidden, routing = transformer.apply(params, CONFIG, batch.tokens_BT, batch.segment_BT)
+    hidden, routing = transformer.apply(params, CONFIG, batch.tokens_BT, batch.segment_BT, mesh=tiny.one_device())
     logits = transformer.logits(params, hidden)
     logp_all = jax.nn.log_softmax(logits / temperature)
     entropy = jnp.pad(-(jnp.exp(logp_all) * logp_all).sum(-1)[:, :-1], ((0, 0), (1, 0)))
@@ -65,7 +65,13 @@ def direct(params, batch, temperature=TEMPERATURE):
 
 
 def fresh(optimizer=SGD):
-    return new_state(jax.tree.map(jnp.copy, tiny.params(CONFIG)), optimizer, jax.random.key(0))
+    state = new_state(jax.tree.map(jnp.copy, tiny.params(CONFIG)), optimizer, jax.random.key(0))
+    return on_device(state)
+
+
+def on_device(tree):
+    """The tree placed as a run places it, so that programs are not compiled for other placements too."""
+    return jax.device_put(tree, sharding.named_sharding(tiny.one_device()))
 
 
 def make_step(loss, optimizer, model=CONFIG, **kwargs):
@@ -141,7 +147,7 @@ def test_expert_ids_have_the_smallest_dtype_that_holds_the_one_of_padding_too(ex
 def test_rows_are_exchanged_on_a_mesh_that_shards_experts():
     assert moe.exchanges_rows(sharding.make_mesh(config.Mesh(fsdp=2, expert=4)))
     assert not moe.exchanges_rows(sharding.make_mesh(config.Mesh(fsdp=8, expert=1)))
-    assert not moe.exchanges_rows(None)
+    assert not moe.exchanges_rows(tiny.one_device())
 
 
 ADAM = make_optimizer(config.Optimizer(learning_rate=1e-2))
@@ -218,7 +224,7 @@ def with_experts(data, seed=0):
 def test_replay_forces_the_experts_of_the_batch():
     data, params = with_experts(batch()), tiny.params(CONFIG)
     free_logp, _, free_expert = direct(params, data)
-    run = jax.jit(functools.partial(forward, config=CONFIG, temperature=TEMPERATURE))
+    run = jax.jit(functools.partial(forward, config=CONFIG, mesh=tiny.one_device(), temperature=TEMPERATURE))
     tokens = {"tokens_BT": data.tokens_BT, "segment_BT": data.segment_BT}
     replayed = run(params, **tokens, expert_BLTA=data.expert_BLTA.astype(np.uint8))
     np.testing.assert_array_equal(replayed.routing.expert, data.expert_BLTA.swapaxes(0, 1))
@@ -253,7 +259,8 @@ def test_an_objective_with_every_term_equals_its_microbatches_and_balances_the_r
     assert {"load_balance", "router_z", "entropy_bonus", "ref_kl", "correction_mean"} <= want.keys()
     counted = jnp.where(data.mask_BT[:, None, :, None], data.expert_BLTA, CONFIG.num_experts)
     load = expert_load(counted.swapaxes(0, 1), CONFIG.num_experts)
-    outputs = forward(tiny.params(CONFIG), CONFIG, data.tokens_BT, data.segment_BT, expert_BLTA=data.expert_BLTA)
+    given = tiny.params(CONFIG), CONFIG, data.tokens_BT, data.segment_BT
+    outputs = forward(*given, mesh=tiny.one_device(), expert_BLTA=data.expert_BLTA)
     logits = outputs.routing.logits
     share = (jax.nn.softmax(logits) * load[:, None, None]).sum(-1).mean(0)[data.mask_BT].mean()
     np.testing.assert_allclose(want["load_balance"], share, rtol=1e-4)
@@ -311,7 +318,7 @@ def test_the_learning_rate_is_that_of_the_applied_updates():
         state, _ = update(state, batch())
     rate = learning_rate(settings)(applied_updates(state) - 1)
     assert rate == pytest.approx(0.7) and state.step == 8
-    exact, _ = step()(new_state(jax.tree.map(jnp.asarray, before), SGD, jax.random.key(0)), batch())
+    exact, _ = step()(on_device(new_state(jax.tree.map(jnp.asarray, before), SGD, jax.random.key(0))), batch())
     moved, whole = (jax.tree.map(jnp.subtract, each.params, before) for each in (state, exact))
     assert optax.tree.norm(moved) / optax.tree.norm(whole) == pytest.approx(0.7, rel=1e-4)
 
@@ -338,7 +345,7 @@ def test_an_update_can_compute_its_own_old_log_probs(rows):
         tiny.settings(CONFIG, temperature=TEMPERATURE, microbatch_rows=rows), objective.make_objective(losses.gspo), SGD
     )
     want_state, want, _ = update(fresh(), replace(data, old_logp_BT=logp), False)
-    unknown = replace(data, old_logp_BT=jnp.full((B, T), 7.0, jnp.float32))
+    unknown = replace(data, old_logp_BT=jnp.full((B, T), 7.0, jnp.float32, device=logp.sharding))
     state, got, scores = update(fresh(), unknown, True)
     close(state.params, want_state.params)
     close({**got, "ratio_deviation": 0.0}, {**want, "ratio_deviation": 0.0}, atol=1e-5)

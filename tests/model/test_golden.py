@@ -6,12 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from gspax.config import Mesh
 from gspax.hf.config_json import read_config
 from gspax.hf.loading import read_params
 from gspax.learner.state import abstract_params
 from gspax.model import transformer
-from gspax.parallel.sharding import make_mesh
+from gspax.parallel.sharding import single_device_mesh
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "golden_qwen3_tiny"
 
@@ -21,10 +20,12 @@ def test_logits_equal_transformers(name):
     if not GOLDEN.is_dir():
         pytest.skip("../shared/data/golden_qwen3_tiny is not available")
     config = read_config(GOLDEN / name)
-    params = read_params(GOLDEN / name, config, abstract_params(config, make_mesh(Mesh(), jax.devices()[:1])))
+    params = read_params(GOLDEN / name, config, abstract_params(config, single_device_mesh()))
     golden = np.load(GOLDEN / name / "golden.npz")
     mask = golden["attention_mask"].astype(np.int32)
     tokens = golden["input_ids"].astype(np.int32)
-    hidden, _ = jax.jit(transformer.apply, static_argnums=1)(params, config, tokens, mask)
+    hidden, _ = jax.jit(transformer.apply, static_argnames=("config", "mesh"))(
+        params, config, tokens, mask, mesh=single_device_mesh()
+    )
     gap = np.abs(np.asarray(transformer.logits(params, hidden)) - golden["logits"])
     assert gap[mask == 1].max() < 1e-4

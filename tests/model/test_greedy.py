@@ -21,7 +21,7 @@ def test_greedy_tokens_equal_the_reference(name):
     params = tiny.params(config, seed=4)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7]]
     sampling = Sampling(group=1, max_prompt_tokens=9, max_tokens=64, temperature=0.0)
-    serving = make_serving_copy(params, config)
+    serving = make_serving_copy(params, config, tiny.one_device())
     rollout = sample(serving, prompts, [0, 1], jax.random.key(0), tiny.options(config, sampling))
     for row, prompt in enumerate(prompts):
         tokens = np.asarray(rollout.tokens_BT)[row, : len(prompt) + 64]

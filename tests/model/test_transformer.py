@@ -23,7 +23,9 @@ TOGETHER = {f"{name}, all options": config for name, config in tiny.TOGETHER.ite
 
 
 def logits_of(params, config, tokens_BT, segment_BT, **kwargs):
-    hidden, routing = apply(params, config, jnp.asarray(tokens_BT), jnp.asarray(segment_BT), **kwargs)
+    hidden, routing = apply(
+        params, config, jnp.asarray(tokens_BT), jnp.asarray(segment_BT), mesh=tiny.one_device(), **kwargs
+    )
     return np.asarray(transformer.logits(params, hidden)), np.asarray(routing.expert)
 
 
@@ -94,7 +96,8 @@ def test_prefill_and_decode_equal_the_full_sequence(name):
     length_P = np.array([7, 2, 4], np.int32)
     prompts = random_tokens(config, P, S)
     completions = random_tokens(config, P * G, C, seed=1)
-    serving, mesh = make_serving_copy(params, config), tiny.one_device()
+    mesh = tiny.one_device()
+    serving = make_serving_copy(params, config, mesh)
     last, prompt_cache, _ = prefill(serving, config, prompts, jnp.asarray(length_P), mesh=mesh)
     cache = decoding.new_cache(prompt_cache, config, slots=P * G, max_tokens=C, mesh=mesh)
     steps = []
@@ -106,7 +109,7 @@ def test_prefill_and_decode_equal_the_full_sequence(name):
     for row in range(P * G):
         sequence = [*prompts[row // G, : length_P[row // G]], *completions[row]]
         whole[row, : len(sequence)], segment[row, : len(sequence)] = sequence, 1
-    hidden, _ = apply(params, config, whole, segment)
+    hidden, _ = apply(params, config, whole, segment, mesh=mesh)
     for row in range(P * G):
         length = length_P[row // G]
         np.testing.assert_allclose(last[row // G], hidden[row, length - 1], atol=1e-5)
@@ -135,7 +138,9 @@ def forced_gradient(params, tokens, forced_LBTA):
     """The gradient of a function of the hidden states, the hidden states, and the experts."""
 
     def objective(params):
-        hidden, routing = transformer.apply(params, tiny.MOE, tokens, jnp.ones_like(tokens), forced_LBTA=forced_LBTA)
+        hidden, routing = transformer.apply(
+            params, tiny.MOE, tokens, jnp.ones_like(tokens), mesh=tiny.one_device(), forced_LBTA=forced_LBTA
+        )
         return jnp.sin(hidden).sum(), (hidden, routing.expert)
 
     return jax.grad(objective, has_aux=True)(params)
@@ -172,7 +177,7 @@ def test_remat_keeps_values_and_gradients(policy):
     params, tokens = tiny.params(config), random_tokens(config, 2, 7)
 
     def objective(params, config):
-        hidden, _ = transformer.apply(params, config, tokens, jnp.ones_like(tokens))
+        hidden, _ = transformer.apply(params, config, tokens, jnp.ones_like(tokens), mesh=tiny.one_device())
         return jnp.sin(hidden).sum()
 
     gradient = jax.jit(jax.value_and_grad(objective), static_argnums=1)
@@ -185,7 +190,7 @@ def test_remat_keeps_values_and_gradients(policy):
 def test_bfloat16_compute_keeps_float32_logits():
     config = replace(tiny.MOE, dtype="bfloat16")
     params, tokens = tiny.params(config), random_tokens(config, 2, 7)
-    hidden, _ = apply(params, config, tokens, jnp.ones_like(tokens))
+    hidden, _ = apply(params, config, tokens, jnp.ones_like(tokens), mesh=tiny.one_device())
     logits = transformer.logits(params, hidden)
     assert hidden.dtype == jnp.bfloat16 and logits.dtype == jnp.float32
     exact = np.array([reference_model.forward(params, config, row)[0] for row in tokens])

@@ -43,8 +43,8 @@ def from_scratch(model, params, rollout, key, sampling):
     total_B = rollout.prompt_length_B + rollout.length_B
     T = rollout.tokens_BT.shape[1]
     segment_BT = jnp.asarray((np.arange(T)[None] < np.asarray(total_B)[:, None]).astype(np.int32))
-    outputs = forward(params, model, rollout.tokens_BT, segment_BT)
-    hidden_BTD, _ = transformer.apply(params, model, rollout.tokens_BT, segment_BT)
+    outputs = forward(params, model, rollout.tokens_BT, segment_BT, mesh=tiny.one_device())
+    hidden_BTD, _ = transformer.apply(params, model, rollout.tokens_BT, segment_BT, mesh=tiny.one_device())
     logits_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, transformer.head(params))
     id_B = np.repeat(IDS, G) + np.tile(np.arange(G, dtype=np.uint32), P)
 
@@ -81,7 +81,7 @@ def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
     sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=size[0], kv_cache_dtype=dtypes[1])
     whole = rounded(tiny.params(model), model) if dtypes[0] == "int8" else tiny.params(model)
     options = tiny.options(model, sampling, STOPS, turns=True)
-    params = make_serving_copy(tiny.params(model), model, weights_dtype=dtypes[0])
+    params = make_serving_copy(tiny.params(model), model, tiny.one_device(), weights_dtype=dtypes[0])
     tokens_PS = rng.integers(4, 23, (P, 8)).astype(np.int32)
     state, _ = chunks.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
     appended = [[] for _ in range(P * G)]
@@ -149,7 +149,7 @@ MODEL = replace(tiny.CONFIGS["dense"], vocab_size=23, initializer_range=0.02)
 
 @functools.cache
 def serving(model, dtype="auto"):
-    return make_serving_copy(tiny.params(model), model, weights_dtype=dtype)
+    return make_serving_copy(tiny.params(model), model, tiny.one_device(), weights_dtype=dtype)
 
 
 TURNS, LENIENT = Turns(), Grading(max_failed=1.0)
@@ -240,7 +240,8 @@ def test_conversations_do_not_depend_on_the_slots(slots, chunk, model):
 def test_a_waiting_slot_keeps_its_conversation_and_that_of_a_finished_one_takes_the_next():
     model, key, reply = tiny.CONFIGS["dense"], jax.random.key(1), [5, 6, 7]
     sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=60, slots=2)
-    options, params = tiny.options(model, sampling, STOPS, turns=True), make_serving_copy(tiny.params(model), model)
+    options = tiny.options(model, sampling, STOPS, turns=True)
+    params = make_serving_copy(tiny.params(model), model, options.mesh)
     tokens_PS = np.random.default_rng(0).integers(4, 23, (P, 8)).astype(np.int32)
     state, progress = chunks.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
     held = [state.rows.queue.sample_W.tolist()]

@@ -34,7 +34,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2]]
 
 @partial(jax.jit, static_argnums=1)
 def learner_logp(params, config, tokens, segment):
-    hidden, _ = transformer.apply(params, config, tokens, segment)
+    hidden, _ = transformer.apply(params, config, tokens, segment, mesh=tiny.one_device())
     return losses.token_logp(transformer.logits(params, hidden), tokens)
 
 
@@ -117,7 +117,7 @@ def test_where_and_when_a_sample_is_drawn_changes_nothing(name, axes, settings):
 def test_matrices_are_in_8_bits_and_nothing_else():
     copies = {tied: replace(tiny.CONFIGS["biases"], tie_word_embeddings=tied) for tied in (True, False)}
     for tied, config in copies.items():
-        copy = make_serving_copy(tiny.params(config), config, weights_dtype="int8")
+        copy = make_serving_copy(tiny.params(config), config, tiny.one_device(), weights_dtype="int8")
         leaves, _ = jax.tree_util.tree_flatten_with_path(copy, is_leaf=is_quantized)
         names = {path[-1].key for path, leaf in leaves if isinstance(leaf, Quantized)}
         assert names == {"query", "key", "value", "out", "gate", "up", "down", "embedding" if tied else "head"}

@@ -34,7 +34,7 @@ def small_segments(monkeypatch):
 @functools.cache
 def draw(config, slots=0, lora=None, **settings):
     params = tiny.params(config) if lora is None else adapted(config, lora)
-    serving, sampling = make_serving_copy(params, config), replace(SAMPLING, slots=slots, **settings)
+    serving, sampling = make_serving_copy(params, config, tiny.one_device()), replace(SAMPLING, slots=slots, **settings)
     options = tiny.options(config, sampling, STOP, keep_experts=True)
     return jax.device_get(sampler.sample(serving, PROMPTS, range(4), jax.random.key(0), options))
 
@@ -48,14 +48,16 @@ def adapted(config, lora):
 
 def test_greedy_and_sampled_completions_are_drawn_side_by_side():
     config = CONFIGS["experts and windows"]
-    serving, key = make_serving_copy(tiny.params(config), config), jax.random.key(0)
+    serving, key = make_serving_copy(tiny.params(config), config, tiny.one_device()), jax.random.key(0)
     options = tiny.options(config, replace(SAMPLING, group=4, slots=5), STOP, greedy=1)
     rollout = jax.device_get(sampler.sample(serving, PROMPTS, range(4), key, options))
     is_greedy_B = np.arange(16) % 4 == 3
     got, want = (jax.tree.map(lambda x, rows=rows: x[rows], rollout) for rows in (~is_greedy_B, is_greedy_B))
     assert_same(got, draw(config))
     segment_BT = (np.arange(26)[None] < (want.prompt_length_B + want.length_B)[:, None]).astype(np.int32)
-    hidden_BTD, _ = transformer.apply(tiny.params(config), config, jnp.asarray(want.tokens_BT), jnp.asarray(segment_BT))
+    hidden_BTD, _ = transformer.apply(
+        tiny.params(config), config, jnp.asarray(want.tokens_BT), jnp.asarray(segment_BT), mesh=tiny.one_device()
+    )
     logp_BTV = jax.nn.log_softmax(transformer.logits(tiny.params(config), hidden_BTD))
     best_BT = np.pad(logp_BTV.max(axis=-1)[:, :-1], ((0, 0), (1, 0)))
     np.testing.assert_allclose(want.logp_BT[want.mask_BT], best_BT[want.mask_BT], atol=1e-5)
@@ -119,8 +121,8 @@ def test_the_recorded_experts_are_those_of_the_learner(slots):
     total_B = rollout.prompt_length_B + rollout.length_B
     index_1T = np.arange(rollout.tokens_BT.shape[1])[None]
     segment_BT = (index_1T < total_B[:, None]).astype(np.int32)
-    _, routing = jax.jit(transformer.apply, static_argnums=1)(
-        tiny.params(config), config, jnp.asarray(rollout.tokens_BT), jnp.asarray(segment_BT)
+    _, routing = jax.jit(transformer.apply, static_argnames=("config", "mesh"))(
+        tiny.params(config), config, jnp.asarray(rollout.tokens_BT), jnp.asarray(segment_BT), mesh=tiny.one_device()
     )
     decoded_BT = index_1T < total_B[:, None] - 1  # the last token is drawn, not decoded
     wanted = np.where(decoded_BT[:, None, :, None], np.swapaxes(routing.expert, 0, 1), config.num_experts)
@@ -132,7 +134,7 @@ def test_the_recorded_experts_are_those_of_the_learner(slots):
 def test_weights_may_be_renewed_between_two_chunks(dtype):
     """Up to then the tokens are those of the first weights; each token has the version that drew it."""
     config = replace(tiny.MOE, num_hidden_layers=1)
-    first, second = (make_serving_copy(tiny.params(config, seed), config, weights_dtype=dtype) for seed in (0, 1))
+    first, second = (make_serving_copy(tiny.params(config, seed), config, tiny.one_device(), dtype) for seed in (0, 1))
 
     def run(later):
         sampling, key = replace(SAMPLING, slots=5, chunk=3, kv_cache_dtype=dtype), jax.random.key(0)

@@ -74,7 +74,9 @@ def test_learner_and_sampler_have_disjoint_devices(runtime):
     assert devices(state) == set(jax.devices()[:4]) and set(runtime.mesh.devices.flat) == set(jax.devices()[:4])
     pushed = runtime.sampler.push(state.params)
     assert devices(pushed) == set(jax.devices()[4:])
-    jax.tree.map(np.testing.assert_array_equal, pushed, make_serving_copy(state.params, DISAGGREGATED.model))
+    jax.tree.map(
+        np.testing.assert_array_equal, pushed, make_serving_copy(state.params, DISAGGREGATED.model, runtime.mesh)
+    )
     drawn = in_flight.draw(runtime, pushed, state, 0)
     assert devices(drawn.rollout) == set(jax.devices()[4:])
 
@@ -192,7 +194,9 @@ def test_parameters_are_pushed_in_8_bits(runtime):
     params = fresh(runtime).params
     pushed = make_disaggregated_sampler(model, mesh, runtime.mesh, "int8").push(params)
     assert devices(pushed) == set(jax.devices()[4:])
-    jax.tree.map(np.testing.assert_array_equal, pushed, make_serving_copy(params, model, weights_dtype="int8"))
+    jax.tree.map(
+        np.testing.assert_array_equal, pushed, make_serving_copy(params, model, runtime.mesh, weights_dtype="int8")
+    )
 
 
 def test_invalid_placements_are_rejected():

@@ -33,8 +33,8 @@ def params():
 def draw(params, prompts=PROMPTS, ids=None, seed=0, sampling=SAMPLING, stop_ids=STOP, mesh=None):
     ids = range(len(prompts)) if ids is None else ids
     key = jax.random.key(seed)
-    serving = make_serving_copy(params, CONFIG, mesh)
     options = tiny.options(CONFIG, sampling, stop_ids, mesh)
+    serving = make_serving_copy(params, CONFIG, options.mesh)
     return jax.device_get(sampler.sample(serving, prompts, ids, key, options))
 
 
@@ -45,7 +45,7 @@ def completion(rollout, row):
 
 @jax.jit
 def learner_logp(params, tokens, segment, temperature):
-    hidden, _ = transformer.apply(params, CONFIG, tokens, segment)
+    hidden, _ = transformer.apply(params, CONFIG, tokens, segment, mesh=tiny.one_device())
     return losses.token_logp(transformer.logits(params, hidden) / temperature, tokens)
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspax.commands.arguments import Parser, at_least, subcommand_parser
-from gspax.config import Mesh, ModelConfig, layer_runs
+from gspax.config import ModelConfig, layer_runs
 from gspax.data.tokenizer import hf_tokenizer
 from gspax.errors import UserError, how_to_install
 from gspax.hf.config_json import read_config
@@ -82,7 +82,7 @@ def run(checkpoint: str, *, prompt: str | None, tokens: Sequence[int] | None, to
 
     from gspax.hf.loading import read_params
     from gspax.learner.state import abstract_params
-    from gspax.parallel.sharding import make_mesh
+    from gspax.parallel.sharding import single_device_mesh
 
     _, theirs = _import("torch"), _import("transformers")
     folder = locate(checkpoint)
@@ -93,8 +93,7 @@ def run(checkpoint: str, *, prompt: str | None, tokens: Sequence[int] | None, to
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, 32).tolist()
     if not tokens or not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
         raise UserError(f"tokens: wanted at least one, from 0 to {config.vocab_size - 1}, got {list(tokens)}")
-    mesh = make_mesh(Mesh(), jax.devices()[:1])
-    params = read_params(folder, config, abstract_params(config, mesh))
+    params = read_params(folder, config, abstract_params(config, single_device_mesh()))
     theirs.utils.logging.disable_progress_bar()
     model = theirs.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
     with jax.default_matmul_precision("highest"):  # by default accelerators round float32 products
@@ -139,20 +138,21 @@ def compare(params: Params, config: ModelConfig, tokens: Sequence[int], theirs: 
     import jax.numpy as jnp
 
     from gspax.model import transformer
+    from gspax.parallel.sharding import single_device_mesh
 
     tokens_1T = jnp.asarray(tokens, jnp.int32)[None]
     segment_1T = jnp.ones_like(tokens_1T)
     found = [_difference("embedding", params["embedding"][tokens_1T][0], theirs.streams[0])]
-    one_layer = jax.jit(transformer.apply_layer, static_argnames=("config", "run"))
-    number = 0
+    one_layer = jax.jit(transformer.apply_layer, static_argnames=("config", "run", "mesh"))
+    number, mesh = 0, single_device_mesh()
     for run, (_, count) in enumerate(layer_runs(config)):
         for layer in range(count):
             before_1TD = jnp.asarray(theirs.streams[number])[None]
-            after_1TD = one_layer(params, config, run, jnp.int32(layer), before_1TD, segment_1T)
+            after_1TD = one_layer(params, config, run, jnp.int32(layer), before_1TD, segment_1T, mesh=mesh)
             found.append(_difference(f"layer {number}", after_1TD[0], theirs.streams[number + 1]))
             number += 1
-    whole = jax.jit(transformer.apply, static_argnames="config")
-    hidden_1TD, _ = whole(params, config, tokens_1T, segment_1T)
+    whole = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
+    hidden_1TD, _ = whole(params, config, tokens_1T, segment_1T, mesh=mesh)
     found.append(_difference("logits", transformer.logits(params, hidden_1TD)[0], theirs.logits_TV))
     return found
 

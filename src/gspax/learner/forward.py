@@ -12,7 +12,7 @@ from gspax.learner.head_logp import score_tokens
 from gspax.learner.objective import Outputs
 from gspax.model import transformer
 from gspax.model.sizes.memory import logit_chunk
-from gspax.parallel.sharding import AXES, axis_sizes, batch_shards
+from gspax.parallel.sharding import axis_sizes, batch_shards
 from gspax.types import Array, Params
 
 Rows = TypeVar("Rows")  # a tree of arrays [B, T]
@@ -24,11 +24,11 @@ def forward(
     tokens_BT: Array,
     segment_BT: Array,
     *,
+    mesh: jax.sharding.Mesh,
     temperature: float = 1.0,
     mask_BT: Array | None = None,
     expert_BLTA: Array | None = None,
     prefix_BT: Array | None = None,
-    mesh: jax.sharding.Mesh | None = None,
 ) -> Outputs:
     """The policy's log-probs, entropies and routing of these tokens; routed to `expert_BLTA` if that is given.
 
@@ -36,7 +36,7 @@ def forward(
     chunk of them at a time (`memory.logit_chunk`) and are recomputed in the backward pass. `prefix_BT` is that of
     `transformer.apply`.
     """
-    T, sizes = tokens_BT.shape[1], dict.fromkeys(AXES, 1) if mesh is None else axis_sizes(mesh)
+    T, sizes = tokens_BT.shape[1], axis_sizes(mesh)
     tokens_BT, segment_BT, mask_BT, prefix_BT = pad_rows((tokens_BT, segment_BT, mask_BT, prefix_BT), mesh)
     forced_LBTA = None
     if expert_BLTA is not None:
@@ -54,7 +54,7 @@ def forward(
     return Outputs(logp_BT, entropy_BT, routing)
 
 
-def pad_rows(arrays: Rows, mesh: jax.sharding.Mesh | None) -> Rows:
+def pad_rows(arrays: Rows, mesh: jax.sharding.Mesh) -> Rows:
     """The arrays `[B, T]` with padding at the end, so that the devices of a row have equal chunks of it."""
-    size = 1 if mesh is None else mesh.shape["context"]
+    size = mesh.shape["context"]
     return jax.tree.map(lambda x_BT: jnp.pad(x_BT, ((0, 0), (0, -x_BT.shape[1] % size))), arrays)

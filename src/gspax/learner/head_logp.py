@@ -35,8 +35,8 @@ def score_tokens(
     *,
     temperature: float,
     chunk: int,
+    mesh: jax.sharding.Mesh,
     mask_BT: Array | None = None,
-    mesh: jax.sharding.Mesh | None = None,
 ) -> Scored:
     """`losses.chunked_token_logp` with the model's head: logp_BT and entropy_BT, float32.
 
@@ -48,7 +48,7 @@ def score_tokens(
     """
     target_BT = tokens_BT if mask_BT is None else jnp.where(mask_BT, tokens_BT, -1)
     options: dict[str, Any] = {"temperature": temperature, "chunk": chunk, "all_of_them": mask_BT is None}
-    if mesh is None or mesh.size == 1:
+    if mesh.size == 1:
         head_DV = transformer.head(params)
         copies = jax.lax.stop_gradient(head_DV).astype(hidden_BTD.dtype), head_DV.astype(jnp.float32)
         return shift(partial(_score, *copies, over=(), **options), hidden_BTD, target_BT)

@@ -17,7 +17,7 @@ from gspax.parallel.sharding import replica_axes, within_replica
 
 
 def sum_over_replicas(
-    local: Callable[..., tuple[Any, Any]], batch: Any, *shared: Any, mesh: jax.sharding.Mesh | None
+    local: Callable[..., tuple[Any, Any]], batch: Any, *shared: Any, mesh: jax.sharding.Mesh
 ) -> tuple[Any, Any]:
     """`local(mesh, batch, *shared)` on each replica, for its rows of the batch.
 
@@ -27,7 +27,7 @@ def sum_over_replicas(
       shared: trees of arrays that all replicas have; nothing else that is computed may be read by `local`.
     """
     axes = replica_axes(mesh)
-    if mesh is None or not axes:
+    if not axes:
         return local(mesh, batch, *shared)
     inner, everywhere, by_row = within_replica(mesh, axes), PartitionSpec(), PartitionSpec(axes)
 

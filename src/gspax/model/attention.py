@@ -57,18 +57,16 @@ class Attention(nnx.Module):
 
 def attend_within_segments(
     segment_BT: Array,
+    mesh: jax.sharding.Mesh,
     windows: tuple[int, ...] = (),
-    mesh: jax.sharding.Mesh | None = None,
     prefix_BT: Array | None = None,
 ) -> Attend:
     """Causal attention of each token to its own segment (padding is segment 0), and to all of segment `prefix_BT`.
 
     The cache is returned unchanged.
     """
-    sharding = None
-    if mesh is not None:
-        rows, time = (*token_spec(mesh, *segment_BT.shape), None)[:2]
-        sharding = RowSharding(mesh, rows, time, spec("heads")[0])
+    rows, time = (*token_spec(mesh, *segment_BT.shape), None)[:2]
+    sharding = RowSharding(mesh, rows, time, spec("heads")[0])
 
     def attend(q_BTNH, k_BTKH, v_BTKH, cache, layer):
         context_BTNH = row_attention(

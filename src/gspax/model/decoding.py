@@ -126,7 +126,7 @@ def _prefill(
     P, S = tokens_PS.shape
     index_PS = jnp.broadcast_to(jnp.arange(S)[None], (P, S))
     segment_PS = (index_PS < length_P[:, None]).astype(jnp.int32)
-    within = attend_within_segments(segment_PS, layer_windows(config), mesh)
+    within = attend_within_segments(segment_PS, mesh, layer_windows(config))
 
     def attend(q, k_PSKH, v_PSKH, cache, layer):
         context, _ = within(q, k_PSKH, v_PSKH, None, layer)

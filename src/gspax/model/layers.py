@@ -68,10 +68,10 @@ class DenseMlp(nnx.Module):
         self.up = init_weight(rngs, scale, embed=D, mlp=F)
         self.down = init_weight(rngs, scale, mlp=F, embed=D)
 
-    def __call__(self, x_BTD: Array, mesh: jax.sharding.Mesh | None) -> Array:
+    def __call__(self, x_BTD: Array, mesh: jax.sharding.Mesh) -> Array:
         # Matrices: on CPU the gradient of three-dimensional products takes twice as long. Positions that are sharded
         # cannot be merged with the rows without gathering them.
-        x = x_BTD if mesh is not None and mesh.shape["context"] > 1 else x_BTD.reshape(-1, x_BTD.shape[-1])
+        x = x_BTD if mesh.shape["context"] > 1 else x_BTD.reshape(-1, x_BTD.shape[-1])
         gate, up = (contract("...d,df->...f", x, weight.get_value()) for weight in (self.gate, self.up))
         return contract("...f,fd->...d", _gated(gate, up), self.down.get_value()).reshape(x_BTD.shape)
 

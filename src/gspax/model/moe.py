@@ -52,7 +52,7 @@ class SparseMlp(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None, mesh: jax.sharding.Mesh | None
+        self, x_BTD: Array, valid_BT: Array, forced_BTA: Array | None, mesh: jax.sharding.Mesh
     ) -> tuple[Array, Routing]:
         """The layer's output and its routing.
 
@@ -88,9 +88,9 @@ class SparseMlp(nnx.Module):
         return gate_BTA, Routing(jnp.where(valid_BT[..., None], expert_BTA, E), logits_BTE)
 
 
-def exchanges_rows(mesh: jax.sharding.Mesh | None) -> bool:
+def exchanges_rows(mesh: jax.sharding.Mesh) -> bool:
     """Whether experts are sharded over devices, so that these exchange rows."""
-    return mesh is not None and mesh.shape[mesh_axes("expert")[0]] > 1
+    return mesh.shape[mesh_axes("expert")[0]] > 1
 
 
 def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, experts):
@@ -98,7 +98,7 @@ def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, experts):
 
     The result, and whether the exchange of rows fell back to the ring.
     """
-    if mesh is None or mesh.size == 1:
+    if mesh.size == 1:
         return _run_rows(expert_ffn, x_BTD, expert_BTA, gate_BTA, experts)
     (axis,) = mesh_axes("expert")
     ffn: Callable[..., Any] = expert_ffn

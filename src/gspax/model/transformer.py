@@ -32,7 +32,7 @@ class LayerInputs(NamedTuple):
     angles: tuple[Array, Array]
     valid_BT: Array  # not padding
     attend: Attend
-    mesh: jax.sharding.Mesh | None
+    mesh: jax.sharding.Mesh
 
 
 class DecoderLayer(nnx.Module):
@@ -76,8 +76,8 @@ class Transformer(nnx.Module):
         valid_BT: Array,
         attend: Attend,
         *,
+        mesh: jax.sharding.Mesh,
         forced_LBTA: Array | None = None,
-        mesh: jax.sharding.Mesh | None = None,
     ) -> tuple[Array, Routing]:
         """Final hidden states `[B, T, D]`, and the routing of the sparse layers, stacked."""
         config = self.config
@@ -105,13 +105,13 @@ class Transformer(nnx.Module):
         return self.norm(x_BTD), _concatenate_routings(routings, tokens_BT.shape, config)
 
 
-def _table(table_VD: Array, mesh: jax.sharding.Mesh | None) -> Array:
+def _table(table_VD: Array, mesh: jax.sharding.Mesh) -> Array:
     """The embeddings to look up tokens in.
 
     Within a `shard_map` over replicas XLA's partitioner aborts at a look-up in a table that is sharded over the
     vocabulary and over the model dimension (jaxlib 0.10.2), so the model dimension is gathered first.
     """
-    if mesh is None or not mesh.manual_axes or mesh.shape["tensor"] == 1:
+    if not mesh.manual_axes or mesh.shape["tensor"] == 1:
         return table_VD
     return constrain(table_VD, mesh, "vocab", "head")
 
@@ -216,20 +216,20 @@ def apply(
     tokens_BT: Array,
     segment_BT: Array,
     *,
+    mesh: jax.sharding.Mesh,
     prefix_BT: Array | None = None,
     forced_LBTA: Array | None = None,
-    mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Array, Routing]:
     """Hidden states after the final norm, and the routing.
 
     Args:
       tokens_BT: int32.
+      mesh: the device mesh that the arrays are sharded over.
       segment_BT: int32; tokens attend causally within equal numbers; 0 is padding, which is not routed.
       prefix_BT: int32, a segment of the row that comes before the token's own: the token attends to all of it, and its
         position counts on from there; 0: none. Not with sliding windows.
       forced_LBTA: int32 expert ids that replace the router's choice in each sparse layer; the gates are recomputed
         from the current router over those ids.
-      mesh: the device mesh that the arrays are sharded over, if any.
 
     Returns:
       hidden_BTD in the compute dtype (for `logits`), and the `Routing` of the sparse layers: expert ids int32
@@ -244,13 +244,22 @@ def apply(
         tokens_BT,
         positions(segment_BT, prefix_BT),
         segment_BT > 0,
-        attend_within_segments(segment_BT, layer_windows(config), mesh, prefix_BT),
-        forced_LBTA=forced_LBTA,
+        attend_within_segments(segment_BT, mesh, layer_windows(config), prefix_BT),
         mesh=mesh,
+        forced_LBTA=forced_LBTA,
     )
 
 
-def apply_layer(params: Params, config: ModelConfig, run: int, layer: Array, x_BTD: Array, segment_BT: Array) -> Array:
+def apply_layer(
+    params: Params,
+    config: ModelConfig,
+    run: int,
+    layer: Array,
+    x_BTD: Array,
+    segment_BT: Array,
+    *,
+    mesh: jax.sharding.Mesh,
+) -> Array:
     """The residual stream after one layer, given the one before it: one step of `apply`, to compare layers one by one.
 
     The layer is number `layer` of run number `run` of `config.layer_runs`, both from 0.
@@ -258,8 +267,8 @@ def apply_layer(params: Params, config: ModelConfig, run: int, layer: Array, x_B
     graph, layers = nnx.split(_module(params, config).runs[run])
     module = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[layer], layers))
     number = sum(count for _, count in layer_runs(config)[:run]) + layer
-    attend = attend_within_segments(segment_BT, layer_windows(config))
-    shared = LayerInputs(rotary_angles(positions(segment_BT), config), segment_BT > 0, attend, None)
+    attend = attend_within_segments(segment_BT, mesh, layer_windows(config))
+    shared = LayerInputs(rotary_angles(positions(segment_BT), config), segment_BT > 0, attend, mesh)
     return module(x_BTD, shared, None, number, None)[0]
 
 

@@ -82,15 +82,13 @@ def token_spec(mesh: jax.sharding.Mesh, rows: int, length: int) -> PartitionSpec
     return PartitionSpec(own_axes(mesh, sample_axis(mesh, rows) if length == 1 else "batch"))
 
 
-def sample_axis(mesh: jax.sharding.Mesh | None, rows: int) -> str:
-    """The logical axis of so many rows in decoding: "sample" if it divides them, else "batch"."""
-    return "batch" if mesh is None or rows % (batch_shards(mesh) * mesh.shape["context"]) else "sample"
+def sample_axis(mesh: jax.sharding.Mesh, rows: int) -> str:
+    """The logical axis of this number of rows in decoding: "sample" if it divides them, else "batch"."""
+    return "batch" if rows % (batch_shards(mesh) * mesh.shape["context"]) else "sample"
 
 
-def constrain_tokens(x_BT: jax.Array, mesh: jax.sharding.Mesh | None) -> jax.Array:
-    """Constrain `x [rows, length, ...]` inside a jitted function to `token_spec`; without a mesh, x."""
-    if mesh is None:
-        return x_BT
+def constrain_tokens(x_BT: jax.Array, mesh: jax.sharding.Mesh) -> jax.Array:
+    """Constrain `x [rows, length, ...]` inside a jitted function to `token_spec`."""
     return jax.lax.with_sharding_constraint(x_BT, NamedSharding(mesh, token_spec(mesh, *x_BT.shape[:2])))
 
 
@@ -229,6 +227,11 @@ def make_mesh(
     return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def single_device_mesh() -> jax.sharding.Mesh:
+    """The mesh of the first device alone."""
+    return make_mesh(ONES, jax.devices()[:1])
+
+
 def group_by_slice(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """The devices of each TPU slice; devices of other kinds form one slice."""
     slices: dict[int, list[jax.Device]] = {}
@@ -277,9 +280,9 @@ def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names or ()
 
 
-def constrain(x: jax.Array, mesh: jax.sharding.Mesh | None, *axes: str) -> jax.Array:
-    """Constrain x inside a jitted function to its logical axes; without a mesh, x."""
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, named_sharding(mesh, *axes))
+def constrain(x: jax.Array, mesh: jax.sharding.Mesh, *axes: str) -> jax.Array:
+    """Constrain x inside a jitted function to its logical axes."""
+    return jax.lax.with_sharding_constraint(x, named_sharding(mesh, *axes))
 
 
 def batch_shards(mesh: jax.sharding.Mesh | dict[str, int]) -> int:
@@ -293,10 +296,8 @@ def mesh_axes(axis: str) -> tuple[str, ...]:
     return _as_tuple(RULES[axis])
 
 
-def replica_axes(mesh: jax.sharding.Mesh | None) -> tuple[str, ...]:
+def replica_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     """The mesh axes of two devices or more over which rows are sharded and every parameter is replicated."""
-    if mesh is None:
-        return ()
     sharded = {axis for logical in PARAMETER_AXES for axis in mesh_axes(logical)}
     return tuple(axis for axis in mesh_axes("batch") if mesh.shape[axis] > 1 and axis not in sharded)
 

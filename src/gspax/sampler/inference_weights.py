@@ -23,11 +23,11 @@ FULL = {"norm", "router"}  # axes of the parameters that the model reads in floa
 
 
 def make_serving_copy(
-    params: Params, config: ModelConfig, mesh: jax.sharding.Mesh | None = None, weights_dtype: DrawingDtype = "auto"
+    params: Params, config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto"
 ) -> Params:
-    """The serving copy of parameters: `embedding`, `layers` (a tuple), `norm`, and `head` unless embeddings are tied.
+    """The inference weights: `embedding`, `layers` (a tuple), `norm`, and `head` unless embeddings are tied.
 
-    With a mesh, sharded by `serving_shardings`.
+    They are sharded by `serving_shardings`.
     """
     return copier(config, mesh, weights_dtype)(params)
 
@@ -69,10 +69,10 @@ def abstract_serving_copy(config: ModelConfig, mesh: jax.sharding.Mesh, weights_
 
 
 @lru_cache
-def copier(config: ModelConfig, mesh: jax.sharding.Mesh | None, weights_dtype: DrawingDtype = "auto") -> Any:
+def copier(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto") -> Any:
     """The jitted `make_serving_copy` of a model and a mesh."""
-    shardings = {} if mesh is None else {"out_shardings": serving_shardings(config, mesh, weights_dtype)}
-    return jax.jit(partial(convert, config=config, weights_dtype=weights_dtype), **shardings)
+    shardings = serving_shardings(config, mesh, weights_dtype)
+    return jax.jit(partial(convert, config=config, weights_dtype=weights_dtype), out_shardings=shardings)
 
 
 def _summed_axes(axes: tuple[str, ...], config: ModelConfig) -> tuple[int, ...]:
