@@ -23,8 +23,8 @@ from gspax import losses
 from gspax.config import Instruments, ModelConfig, has_experts, is_sparse
 from gspax.learner.expert_load import changed_by_layer, router_confidence
 from gspax.learner.forward import pad_rows
-from gspax.learner.objective import Loss, Objective, make_objective, segments
-from gspax.learner.train_step import Metrics, Scores, StepSettings, Update, make_gradient
+from gspax.learner.objective import Objective, PolicyLoss, make_objective, segments
+from gspax.learner.train_step import Scalars, Scores, StepSettings, Update, make_gradient
 from gspax.losses.ratio_spread import fit_exponent, ratio_spread
 from gspax.losses.traits import aggregate_of
 from gspax.model import transformer
@@ -44,10 +44,10 @@ class Readings(NamedTuple):
 
 
 # (update, state, batch, on_policy) -> what the update returns, and what was measured; see `make_measure`
-Measure = Callable[[Update, TrainState, Batch, bool], tuple[TrainState, Metrics, Scores, Readings]]
+Measure = Callable[[Update, TrainState, Batch, bool], tuple[TrainState, Scalars, Scores, Readings]]
 
 
-def make_measure(settings: StepSettings, objective: Objective, loss: Loss, instruments: Instruments) -> Measure:
+def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss, instruments: Instruments) -> Measure:
     """`update` with the instruments around it; its results are untouched.
 
     Args:
@@ -63,7 +63,7 @@ def make_measure(settings: StepSettings, objective: Objective, loss: Loss, instr
 
     def measure(
         update: Update, state: TrainState, batch: Batch, on_policy: bool
-    ) -> tuple[TrainState, Metrics, Scores, Readings]:
+    ) -> tuple[TrainState, Scalars, Scores, Readings]:
         rows = take(batch)
         by_layer: dict[str, Array] = {}
         gradient = compare(replace(state, opt_state=None), rows, on_policy)
@@ -128,7 +128,7 @@ def make_router_probe(config: ModelConfig, mesh: jax.sharding.Mesh) -> RouterPro
 
 
 def make_gradient_comparison(
-    settings: StepSettings, objective: Objective, loss: Loss
+    settings: StepSettings, objective: Objective, loss: PolicyLoss
 ) -> Callable[[TrainState, Batch, bool], dict[str, Array]]:
     """A jitted `(state, rows, on_policy) -> {"gradient/cosine", "gradient/norm_ratio"}`, float32 scalars.
 

@@ -25,7 +25,7 @@ from gspax.model import transformer
 from gspax.parallel.sharding import mesh_axes, own_axes, spec, token_spec
 from gspax.types import Array, Params
 
-Scored = tuple[Array, Array]  # log-probs and entropies
+LogpEntropy = tuple[Array, Array]  # log-probs and entropies
 
 
 def score_tokens(
@@ -37,7 +37,7 @@ def score_tokens(
     chunk: int,
     mesh: jax.sharding.Mesh,
     mask_BT: Array | None = None,
-) -> Scored:
+) -> LogpEntropy:
     """`losses.chunked_token_logp` with the model's head: logp_BT and entropy_BT, float32.
 
     Args:
@@ -54,7 +54,7 @@ def score_tokens(
         return shift(partial(_score, *copies, over=(), **options), hidden_BTD, target_BT)
     split = own_axes(mesh, "batch") + mesh_axes("time")
 
-    def on_device(head_1DV: Array, summed_1DV: Array, hidden_BTD: Array, target_BT: Array) -> Scored:
+    def on_device(head_1DV: Array, summed_1DV: Array, hidden_BTD: Array, target_BT: Array) -> LogpEntropy:
         return _score(head_1DV[0], summed_1DV[0], hidden_BTD, target_BT, over=split, **options)
 
     own, into = PartitionSpec(split), token_spec(mesh, *tokens_BT.shape)
@@ -77,7 +77,7 @@ def _score(
     chunk: int,
     all_of_them: bool,
     over: tuple[str, ...],
-) -> Scored:
+) -> LogpEntropy:
     """The scores of a device's targets, 0 where the target is -1.
 
     All devices of the mesh axes `over` compute as many chunks: the vocabulary may be sharded over others, and devices
@@ -108,7 +108,7 @@ def _score(
     return jax.tree.map(join, scores)
 
 
-def _score_chunk(temperature: float, head_DV: Array, summed_DV: Array, hidden_CD: Array, token_C: Array) -> Scored:
+def _score_chunk(temperature: float, head_DV: Array, summed_DV: Array, hidden_CD: Array, token_C: Array) -> LogpEntropy:
     """The scores of a chunk."""
     project = partial(_product, head_DV, summed_DV)
     scores = chunked_scores(project, hidden_CD[None], token_C[None], temperature=temperature, chunk=len(token_C))
@@ -118,10 +118,10 @@ def _score_chunk(temperature: float, head_DV: Array, summed_DV: Array, hidden_CD
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _score_chunks(
     temperature: float, head_DV: Array, summed_DV: Array, hidden_KCD: Array, token_KC: Array, count: Any
-) -> Scored:
+) -> LogpEntropy:
     """The scores of the first `count` chunks, [K, C]; those of the others are 0. None: all."""
 
-    def step(k: Array, scores_KC: Scored) -> Scored:
+    def step(k: Array, scores_KC: LogpEntropy) -> LogpEntropy:
         now = _score_chunk(temperature, head_DV, summed_DV, hidden_KCD[k], token_KC[k])
         return jax.tree.map(lambda of_all, x: of_all.at[k].set(x), scores_KC, now)
 

@@ -27,7 +27,7 @@ from gspax.losses.traits import aggregate_of, traits_of
 from gspax.model.moe import Routing
 from gspax.types import Array, Batch
 
-Loss = Callable[..., losses.Terms]  # (logp, old_logp, advantage, mask, *, ...)
+PolicyLoss = Callable[..., losses.Terms]  # (logp, old_logp, advantage, mask, *, ...)
 
 NO_REGULARIZERS = Regularizers()
 
@@ -52,7 +52,7 @@ Objective = Callable[[Outputs, Batch, UpdateConstants], losses.Terms]
 
 
 def make_objective(
-    loss: Loss,
+    loss: PolicyLoss,
     *,
     correction: Callable[..., Array] | None = None,
     rejection: Callable[..., Array] | None = None,

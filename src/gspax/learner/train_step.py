@@ -50,9 +50,9 @@ class Scores(NamedTuple):
     fallbacks: Array | None = None  # int32  exchanges of rows, a layer's of a microbatch, that fell back to the ring
 
 
-Metrics = dict[str, Array]
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-Update = Callable[[TrainState, Batch, bool], tuple[TrainState, Metrics, Scores]]  # see `make_update`
+Scalars = dict[str, Array]  # float32 scalars by the name of their metric
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Scalars]]
+Update = Callable[[TrainState, Batch, bool], tuple[TrainState, Scalars, Scores]]  # see `make_update`
 Score = Callable[[Params, Array, Array, Array, Array | None, Array | None], Scores]  # see `make_score`
 Route = Callable[[Params, Array, Array, Array | None], Array]  # see `make_route`
 
@@ -85,7 +85,7 @@ def make_train_step(settings: StepSettings, objective: Objective, optimizer: opt
     update = _update(settings, objective, optimizer, NO_LIMITS)
 
     @partial(jax.jit, donate_argnums=0, compiler_options=unstable.light_compilation(settings.mesh))
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Scalars]:
         return update(state, batch, False)[:2]
 
     return train_step
@@ -120,12 +120,12 @@ def make_update(
 
 def _update(
     settings: StepSettings, objective: Objective, optimizer: optax.GradientTransformation, guard: Guard
-) -> Callable[[TrainState, Batch, bool | Array], tuple[TrainState, Metrics, Scores]]:
+) -> Callable[[TrainState, Batch, bool | Array], tuple[TrainState, Scalars, Scores]]:
     """The function that `make_update` compiles."""
     gradient = make_gradient(settings, objective)
     exchanges = has_experts(settings.config) and exchanges_rows(settings.mesh)
 
-    def update(state: TrainState, batch: Batch, on_policy: bool | Array) -> tuple[TrainState, Metrics, Scores]:
+    def update(state: TrainState, batch: Batch, on_policy: bool | Array) -> tuple[TrainState, Scalars, Scores]:
         grads, terms, scores = gradient(state, batch, on_policy)
         trained, frozen = partition(state.params)
         value, metrics = losses.reduce(terms)
@@ -151,7 +151,7 @@ def _update(
     return update
 
 
-def is_healthy(guard: Guard, loss: Array, grad_norm: Array, metrics: Metrics) -> Array:
+def is_healthy(guard: Guard, loss: Array, grad_norm: Array, metrics: Scalars) -> Array:
     """Whether an update is finite and within the guard's limits; a bool."""
     healthy = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     if guard.max_grad_norm:
@@ -163,7 +163,7 @@ def is_healthy(guard: Guard, loss: Array, grad_norm: Array, metrics: Metrics) ->
     return healthy
 
 
-def largest_ratio(metrics: Metrics) -> Array | None:
+def largest_ratio(metrics: Scalars) -> Array | None:
     """The largest ratio: of a token, or of a sequence if the loss has that; None if it is not reported."""
     return metrics.get("token_ratio_max", metrics.get("ratio_max"))
 
