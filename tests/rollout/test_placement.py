@@ -31,7 +31,7 @@ from gspax.sampler.placement import find_last_ahead, make_colocated_sampler, mak
 from gspax.training import in_flight, loop
 from gspax.training.in_flight import InFlight
 from gspax.training.runtime import make_runtime
-from gspax.training.step import grade, learn, run_step
+from gspax.training.step import grade, run_step, train_on
 
 # The learning rate is large enough for one rollout batch to change the samples; one dense layer compiles fast.
 DISAGGREGATED = replace(
@@ -116,7 +116,7 @@ def test_staleness_1_samples_with_the_parameters_before_the_last_update(runtime)
             assert texts(runtime, newest) != by_first, "the update should change the samples"
             wanted = in_flight.draw(runtime, runtime.sampler.push(state.params), state, second[0])
             assert texts(runtime, ahead[0]) == texts(runtime, wanted)
-        state, metrics, *_ = learn(runtime, state, None, grade(runtime, drawn), Clock())
+        state, metrics, *_ = train_on(runtime, state, None, grade(runtime, drawn), Clock())
         stale.append(metrics["rollout/staleness"])
         if done == 0:
             assert metrics["mismatch/kl"] < 1e-6

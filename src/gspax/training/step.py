@@ -1,4 +1,4 @@
-"""One step, read top down: sample, reward, advantage, old log-probs, updates.
+"""One training step, in the order of time: sample, grade, old log-probs, advantages, updates.
 
 One rollout from prompt to gradient: `training/step.py`, `sampler/sampler.py`, `advantages.py`, `learner/train_step.py`,
 `losses/logprobs.py`, `losses/gspo_family.py`.
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import numpy as np
 
-from gspax.config import row_shape, updates_per_step
+from gspax.config import ModelConfig, row_shape, updates_per_step
 from gspax.learner import minibatches
 from gspax.learner.diagnostics import instrument_metrics
 from gspax.learner.metrics import (
@@ -24,9 +25,10 @@ from gspax.learner.metrics import (
     staleness_metrics,
     update_metrics,
 )
+from gspax.learner.minibatches import Layout, Scored
 from gspax.learner.optimizer import learning_rate
 from gspax.learner.state import applied_updates, count_updates
-from gspax.learner.updates import run_updates
+from gspax.learner.updates import Updated, run_updates
 from gspax.model.low_rank import combine, partition
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
@@ -45,7 +47,7 @@ from gspax.run import interrupt, progress
 from gspax.training.in_flight import InFlight, RolloutBatch, draw, next_rollout, receive
 from gspax.training.partial import next_partial
 from gspax.training.runtime import Runtime, count_rollouts
-from gspax.types import Batch, Params, TrainState
+from gspax.types import Batch, Params, Rollout, TrainState
 
 
 class StepResult(NamedTuple):
@@ -58,102 +60,62 @@ class StepResult(NamedTuple):
     skipped_batch: Batch | None = None  # the minibatch of the last update that was skipped
 
 
+class Advantages(NamedTuple):
+    """The advantages of a rollout, and the metrics of the terms that were added to its rewards."""
+
+    value_B: np.ndarray  # float32, of each completion
+    turns: Sequence[Sequence[float]] | None  # of each turn of a completion, with credit for each turn
+    trained: np.ndarray  # float32, what the loss is given: `value_B`, or [B, T] with credit for each turn
+    metrics: dict[str, float]
+
+
 def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_flight: InFlight) -> StepResult:
-    """Sample one rollout batch, grade it, and update the policy with it.
+    """Sample one rollout, grade it, and update the policy with it.
 
     Args:
       reference: from `load_reference`.
-      in_flight: updated to what the sampler is drawing after this step.
+      in_flight: the rollouts that the sampler works on; updated to those after this step.
     """
     experiment, clock = runtime.experiment, Clock()
+
     progress.phase("sampling")
     if experiment.placement is not None and experiment.placement.partial is not None:
-        batch, in_flight.pool = next_partial(runtime, state, in_flight.pool)
+        rollout, in_flight.pool = next_partial(runtime, state, in_flight.pool)
     else:
-        batch = next_rollout(runtime, state, in_flight.batches)
+        rollout = next_rollout(runtime, state, in_flight.batches)
     clock.lap("rollout")
+
     progress.phase("grading")
-    graded = grade(runtime, batch)
+    batch = grade(runtime, rollout)
     clock.lap("reward")
+
     if experiment.sampling.max_refills:
         progress.phase("sampling again")
-        draw_more = partial(draw_graded, runtime, state)
-        graded = refill(
-            graded,
-            draw_more,
-            experiment.sampling,
-            runtime.mesh,
-            without_overlong=experiment.filter_overlong,
-            by_turn=experiment.turns.credit == "turn",
-        )
+        batch = replace_constant_groups(runtime, state, batch)
         clock.lap("refill")
-    progress.phase("computing log-probs")
-    return learn(runtime, state, reference, graded, clock)
+
+    return train_on(runtime, state, reference, batch, clock)
 
 
-def draw_graded(runtime: Runtime, state: TrainState, taken: int) -> GradedBatch:
-    """The batch after so many of the prompts that the state has not learnt from, drawn at once and rewarded."""
-    first = int(multihost.to_host(state.position)) + taken
-    return grade(runtime, receive(runtime, draw(runtime, runtime.sampler.push(state.params), state, first)))
-
-
-def grade(runtime: Runtime, batch: RolloutBatch) -> GradedBatch:
-    """A rollout batch with its rewards. FailedRewardsError if too many of them have failed."""
-    reward = partial(reward_completions, tokenizer=runtime.experiment.tokenizer, calls=runtime.rewards)
-    completions = reward(batch.problems, batch.sampled, started=batch.started)
-    check_batch(completions, runtime.rewards)
-    skipped = batch.taken - len(batch.problems)
-    return GradedBatch(batch.policy, batch.taken, batch.rollout, completions, skipped, batch.metrics)
-
-
-def learn(
+def train_on(
     runtime: Runtime, state: TrainState, reference: Params | None, batch: GradedBatch, clock: Clock
 ) -> StepResult:
-    """Update the policy with a graded rollout batch; see `run_step`."""
-    experiment, rollout, completions = runtime.experiment, batch.rollout, batch.completions
-    G, overlong = experiment.sampling.group, experiment.filter_overlong
-    shape = row_shape(experiment.sampling, experiment.schedule, batch_shards(runtime.mesh))
-    batches, layouts = minibatches.split_minibatches(
-        rollout,
-        experiment.schedule.minibatches,
-        shape,
-        runtime.mesh,
-        without_overlong=overlong,
-        sharing=G if experiment.schedule.share_prompts else 0,
-    )
-    if reference is not None:
-        reference = combine(reference, partition(state.params)[1])
-    which = runtime.steps.scored
-    if experiment.old_logp == "sampler":
-        batches = minibatches.take_sampler_logp(batches)
-    elif count_updates(state) == 0 and updates_per_step(experiment.schedule) > 1:
-        which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
-    scored = minibatches.score_minibatches(runtime.steps.score, state.params, reference, batches, which)
-    jax.block_until_ready(scored.batches)
+    """Update the policy with a graded rollout: old log-probs, advantages, optimizer updates, metrics."""
+    experiment, rate = runtime.experiment, learning_rate(runtime.experiment.optimizer)
+
+    progress.phase("computing log-probs")
+    scored, layouts = compute_old_logp(runtime, state, reference, batch.rollout)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
-    progress.phase("updating")
 
-    added_B, added = shape_rewards(
-        rollout,
-        minibatches.reference_kl(experiment.reference, scored.batches, layouts),
-        length_reward=experiment.length_reward,
-        coefficient=experiment.reference.coefficient if experiment.reference else 0.0,
-    )
-    options: dict[str, Any] = {"group": G, "finished_B": rollout.finished_B if overlong else None}
-    advantage_B, with_added = compute_advantages(experiment.advantage, completions, added_B, **options)
-    advantage, turn_advantages = advantage_B, None
-    if experiment.turns.credit == "turn":
-        options |= {"discount": experiment.turns.discount}
-        advantage, turn_advantages = credit_turns(experiment.advantage, completions, rollout, added_B, **options)
-    batches = minibatches.set_advantages(scored.batches, layouts, advantage, runtime.mesh)
-    scored = replace(scored, batches=batches)
-    stale = staleness_metrics(rollout, count_rollouts(runtime, state), batch.policy) if experiment.placement else {}
-    rate = learning_rate(experiment.optimizer)
+    progress.phase("updating")
+    advantages = find_advantages(runtime, batch, scored, layouts)
+    batches = minibatches.set_advantages(scored.batches, layouts, advantages.trained, runtime.mesh)
+    trained = count_rollouts(runtime, state)
     updated = run_updates(
         runtime.steps,
         state,
-        scored,
+        replace(scored, batches=batches),
         runtime.mesh,
         epochs=experiment.schedule.epochs,
         rate=rate,
@@ -165,28 +127,123 @@ def learn(
     clock.lap("train")
 
     metrics = {
-        **reward_metrics(completions, G),
-        **added,
-        **with_added,
-        **stale,
-        **batch.metrics,
-        "data/skipped": float(batch.skipped),
-        **response_metrics(count_sampled(rollout), rollout.finished_B),
+        **rollout_metrics(batch, experiment.sampling.group),
+        **(staleness_metrics(batch.rollout, trained, batch.policy) if experiment.placement else {}),
+        **advantages.metrics,
         "learner/tokens": float(sum(layout.tokens for layout in layouts)),
         "learner/packing_efficiency": minibatches.packing_efficiency(layouts),
-        **update_metrics(updated.metrics),
         "optim/learning_rate": float(rate(max(applied_updates(state) - 1, 0))),
-        **score_metrics(updated.scored.batches, updated.scored.entropies),
-        **(routing_metrics(*updated.routing) if updated.routing else {}),
-        **(instrument_metrics(updated.readings, experiment.model) if updated.readings else {}),
-        **clock.metrics(int(count_sampled(rollout).sum())),
+        **learner_metrics(updated, experiment.model),
+        **clock.metrics(int(count_sampled(batch.rollout).sum())),
     }
-    samples = Samples(completions, advantage_B, turn_advantages)
+    samples = Samples(batch.completions, advantages.value_B, advantages.turns)
     updates = [update for update in updated.metrics if not update["empty"]]
     return StepResult(state, metrics, samples, updates, updated.skipped_batch)
 
 
+def grade(runtime: Runtime, batch: RolloutBatch) -> GradedBatch:
+    """Compute the rewards of a rollout. FailedRewardsError if too many of them have failed."""
+    reward = partial(reward_completions, tokenizer=runtime.experiment.tokenizer, calls=runtime.rewards)
+    completions = reward(batch.problems, batch.sampled, started=batch.started)
+    check_batch(completions, runtime.rewards)
+    skipped = batch.taken - len(batch.problems)
+    return GradedBatch(batch.policy, batch.taken, batch.rollout, completions, skipped, batch.metrics)
+
+
+def replace_constant_groups(runtime: Runtime, state: TrainState, batch: GradedBatch) -> GradedBatch:
+    """Sample more prompts in place of the groups whose rewards are all equal (`rollout.dynamic_sampling`)."""
+    experiment, first = runtime.experiment, int(multihost.to_host(state.position))
+
+    def sample(taken: int) -> GradedBatch:
+        params = runtime.sampler.push(state.params)
+        return grade(runtime, receive(runtime, draw(runtime, params, state, first + taken)))
+
+    return refill(
+        batch,
+        sample,
+        experiment.sampling,
+        runtime.mesh,
+        without_overlong=experiment.filter_overlong,
+        by_turn=experiment.turns.credit == "turn",
+    )
+
+
+def compute_old_logp(
+    runtime: Runtime, state: TrainState, reference: Params | None, rollout: Rollout
+) -> tuple[Scored, list[Layout]]:
+    """Split a rollout into minibatches, and compute the log-probs of the old policy and of the reference.
+
+    The first update computes the old log-probs of its minibatch itself, and with `old_logp="sampler"` they are the
+    sampler's: `Steps.scored` are the minibatches that need a pass of their own.
+    """
+    experiment, schedule, which = runtime.experiment, runtime.experiment.schedule, runtime.steps.scored
+    batches, layouts = minibatches.split_minibatches(
+        rollout,
+        schedule.minibatches,
+        row_shape(experiment.sampling, schedule, batch_shards(runtime.mesh)),
+        runtime.mesh,
+        without_overlong=experiment.filter_overlong,
+        sharing=experiment.sampling.group if schedule.share_prompts else 0,
+    )
+    if reference is not None:
+        reference = combine(reference, partition(state.params)[1])
+    if experiment.old_logp == "sampler":
+        batches = minibatches.take_sampler_logp(batches)
+    elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
+        which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
+    scored = minibatches.score_minibatches(runtime.steps.score, state.params, reference, batches, which)
+    jax.block_until_ready(scored.batches)
+    return scored, layouts
+
+
+def find_advantages(runtime: Runtime, batch: GradedBatch, scored: Scored, layouts: list[Layout]) -> Advantages:
+    """Compute the advantages from the rewards, after the KL penalty and the length reward are added to them."""
+    experiment = runtime.experiment
+    advantage, reference, turns = experiment.advantage, experiment.reference, experiment.turns
+    group = experiment.sampling.group
+    added_B, metrics = shape_rewards(
+        batch.rollout,
+        minibatches.reference_kl(reference, scored.batches, layouts),
+        length_reward=experiment.length_reward,
+        coefficient=reference.coefficient if reference else 0.0,
+    )
+    finished_B = batch.rollout.finished_B if experiment.filter_overlong else None
+    value_B, more = compute_advantages(advantage, batch.completions, added_B, group=group, finished_B=finished_B)
+    if turns.credit != "turn":
+        return Advantages(value_B, None, value_B, metrics | more)
+    value_BT, by_turn = credit_turns(
+        advantage,
+        batch.completions,
+        batch.rollout,
+        added_B,
+        group=group,
+        discount=turns.discount,
+        finished_B=finished_B,
+    )
+    return Advantages(value_B, by_turn, value_BT, metrics | more)
+
+
+def rollout_metrics(batch: GradedBatch, group: int) -> dict[str, float]:
+    """The metrics of the rewards and the responses of a rollout."""
+    return {
+        **reward_metrics(batch.completions, group),
+        **batch.metrics,
+        "data/skipped": float(batch.skipped),
+        **response_metrics(count_sampled(batch.rollout), batch.rollout.finished_B),
+    }
+
+
+def learner_metrics(updated: Updated, model: ModelConfig) -> dict[str, float]:
+    """The metrics of the updates, the old policy, the routing of an MoE, and the instruments if they measured."""
+    return {
+        **update_metrics(updated.metrics),
+        **score_metrics(updated.scored.batches, updated.scored.entropies),
+        **(routing_metrics(*updated.routing) if updated.routing else {}),
+        **(instrument_metrics(updated.readings, model) if updated.readings else {}),
+    }
+
+
 def is_measured(runtime: Runtime, state: TrainState) -> bool:
-    """Whether the instruments measure the step that learns from this state."""
+    """Whether the instruments measure the step that trains on this state's next rollout."""
     settings, last = runtime.experiment.instruments, runtime.experiment.schedule.steps
     return settings is not None and progress.is_due(count_rollouts(runtime, state) + 1, settings.every, last)
