@@ -41,6 +41,8 @@ def datasets(tmp_path, monkeypatch):
     rows = [CODE | {"question_content": f"Add {i}.", "contest_date": date} for i, date in enumerate(dates)]
     write_rows(tmp_path / "livecodebench" / "test.jsonl", rows)
     monkeypatch.chdir(tmp_path)
+    for each in DATASETS:  # an experiment that another one imports has opened the files of another test
+        monkeypatch.delitem(sys.modules, each, raising=False)
 
 
 MATH = {"solution": "", "subject": "Algebra", "level": 1, "unique_id": "a"}

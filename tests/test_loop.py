@@ -582,7 +582,7 @@ def test_event_files_have_every_metric_of_a_step_before_it_is_saved(monkeypatch,
 
     def run_step(runtime, state, reference, in_flight):
         state = replace(state, step=state.step + runtime.experiment.schedule.minibatches)
-        return StepResult(state, {f"of_step_{int(state.step)}": 1.0}, [])
+        return StepResult(state, {f"of_step_{int(state.step)}": 1.0}, Samples([], np.zeros(0, np.float32)))
 
     def save(checkpoints, step, state, extra, *, is_last):
         (events,) = run.tensorboard.iterdir()

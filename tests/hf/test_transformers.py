@@ -125,10 +125,10 @@ def test_other_families_have_the_logits_and_bytes_of_transformers(name, tmp_path
     model.save_pretrained(tmp_path / "theirs")
     config, params = read(tmp_path / "theirs")
     assert to_json(config)["model_type"] == raw["model_type"]
-    tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (2, 11), dtype=np.int32)
+    tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (8, 11), dtype=np.int32)
     with torch.no_grad():
         expected = model(torch.tensor(tokens_BT)).logits.numpy()
-    hidden, _ = apply(params, config, tokens_BT, np.ones_like(tokens_BT), mesh=tiny.one_device())
+    hidden, _ = apply(params, config, tokens_BT, np.ones_like(tokens_BT), mesh=make_mesh(Mesh()))
     assert np.abs(np.asarray(transformer.logits(params, hidden)) - expected).max() < 1e-5
     assert np.abs(expected).max() > 0.5
 
