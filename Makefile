@@ -19,9 +19,9 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check >> $(LOG) 2>&1
 SHOW_LOG = { cat $(LOG) >&2; exit 1; }
 
 # The fast half of the tests: the losses, one train step, the model, the experiment files and the documents.
-QUICK := tests/test_structure.py tests/test_unstable.py tests/test_docs.py tests/test_ci.py tests/test_advantages.py tests/test_masked.py \
-	tests/test_shaping.py tests/losses tests/experiment tests/model tests/data tests/run tests/learner/test_objective.py \
-	tests/learner/test_train_step.py tests/rollout/test_sampler.py
+QUICK := tests/test_structure.py tests/test_unstable.py tests/release/test_docs.py tests/release/test_ci.py tests/losses/test_advantages.py tests/losses/test_masked.py \
+	tests/losses/test_shaping.py tests/losses tests/experiment tests/model tests/data tests/run tests/learner/test_objective.py \
+	tests/learner/test_train_step.py tests/sampler/test_sampler.py
 RUN := $(VENV)/run
 
 MINUTES ?= 60

@@ -2,7 +2,7 @@
 
 Python's regular expressions hold the interpreter's lock, so a quadratic one stops the whole trainer. At 100,000
 characters a linear reader takes milliseconds and a quadratic one minutes; 10,000 come first, so that a test fails soon.
-The formulas of a report have such a test in tests/run/test_mathml.py.
+The formulas of a report have such a test in tests/report/test_mathml.py.
 """
 
 import contextlib

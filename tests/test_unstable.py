@@ -93,7 +93,7 @@ def test_get_topology_desc():
 
 
 def test_splash_attention_kernel():
-    """The attention itself is compared with XLA's in tests/kernels/test_attention.py."""
+    """The attention itself is compared with XLA's in tests/model/kernels/test_attention.py."""
     with advice(unstable.splash_attention_kernel):
         module = unstable.splash_attention_kernel()
         inspect.signature(module.make_splash_mha).bind_partial(
@@ -116,7 +116,7 @@ def test_splash_attention_mask():
 
 
 def test_pallas():
-    """The kernel is compared with loops in tests/kernels/test_decode_attention.py."""
+    """The kernel is compared with loops in tests/model/kernels/test_decode_attention.py."""
     with advice(unstable.pallas):
         module = unstable.pallas()
         assert all(map(callable, (module.BlockSpec, module.when, module.program_id, module.num_programs)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_experiment import experiment
 
-FILE = Path(__file__).parents[1] / "experiments" / "benchmarks" / "peers.py"
+FILE = Path(__file__).parents[2] / "experiments" / "benchmarks" / "peers.py"
 spec = importlib.util.spec_from_file_location("peers", FILE)
 peers = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(peers)

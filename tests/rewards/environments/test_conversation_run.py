@@ -17,7 +17,7 @@ from gspax.rewards.environments import ToolUse
 from gspax.run.record import read_rows
 from gspax.training import loop
 
-FILE = Path(__file__).parents[2] / "experiments" / "calculator_gspo_token.py"
+FILE = Path(__file__).parents[3] / "experiments" / "calculator_gspo_token.py"
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import pytest
 from gspax.errors import UserError
 from gspax.experiment import load, override
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments" / "studies"
 STUDIES = sorted(path.parent.name for path in FOLDER.glob("*/study.py"))
 STUDY = """

@@ -12,7 +12,7 @@ from gspax.rewards.environments import ToolUse, calculator
 from gspax.rewards.environments.demonstrations import encode_demonstration
 from gspax.rewards.environments.tool_calls import parse_brackets
 
-QWEN3 = Path(__file__).parents[3] / "shared" / "data" / "qwen3_tokenizer"
+QWEN3 = Path(__file__).parents[4] / "shared" / "data" / "qwen3_tokenizer"
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
 tools = ToolUse(tools=(calculator(),))
 

@@ -13,7 +13,7 @@ import pytest
 
 import gspax
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def script(path, *lines):

@@ -17,7 +17,7 @@ import pytest
 
 import gspax
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "gspax"
 MODULES = sorted(f"gspax/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*.py"))
 PACKAGE = [*MODULES, "gspax/py.typed"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TPU = ROOT / "tpu"
 SOURCED = [TPU / "lib.sh", TPU / "config.example.sh"]
 SCRIPTS = sorted({*TPU.rglob("*.sh")} - {*SOURCED})

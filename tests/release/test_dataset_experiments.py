@@ -13,7 +13,7 @@ import pytest
 from gspax.commands import main as program
 from gspax.run.record import read_rows
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments"
 DATASETS = (
     "gsm8k_gspo",

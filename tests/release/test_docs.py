@@ -22,7 +22,7 @@ from gspax.data.sources import huggingface
 from gspax.hf.config_json import to_json
 from gspax.model import presets
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "experiments")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 SORT = ROOT / "experiments" / "sort_gspo.py"

@@ -27,7 +27,7 @@ from gspax.sampler.engine import SampleOptions
 from gspax.training import warm_start
 from gspax.training.runtime import make_runtime
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments"
 # in test_dataset_experiments.py
 DATASETS = {"gsm8k_gspo", "gsm8k_lora", "math_gspo", "code_gspo", "tools_gspo_token"}

@@ -13,7 +13,7 @@ import pytest
 
 from gspax.run.record import read_metrics
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 MARK = 0.65
 
 

@@ -47,7 +47,7 @@ from gspax.training.runtime import Runtime, make_runtime
 from gspax.training.step import StepResult, run_step
 from gspax.types import Rollout, TrainState
 
-EXPERIMENT = str(Path(__file__).with_name("small_experiment.py"))
+EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
 CLOCKS = ("time/", "cpu/", "perf/")
 experiment = replace(small_experiment.experiment, model=replace(small_experiment.experiment.model, num_hidden_layers=1))
 
@@ -304,7 +304,7 @@ def gives_nan(problem, completion):
     [
         (
             {"reward": raises},
-            r"reward: test_loop.raises failed for 32 of 32 .*: KeyError: 'answer' \(tests/test_loop.py:\d+\) for the "
+            r"reward: test_loop.raises failed for 32 of 32 .*: KeyError: 'answer' \(tests/training/test_loop.py:\d+\) for the "
             r"prompt '\d+='",
         ),
         (
@@ -343,11 +343,11 @@ def test_failed_rewards_that_end_a_run_are_recorded_first(runtime, monkeypatch, 
     monkeypatch.setattr(loop, "run_step", fail_from_now_on)
     rewards = reward_calls(reward, experiment.grading)
     monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
-    with pytest.raises(UserError, match=r"reward failed for 32 of 32 .*: KeyError: .* \(tests/test_loop.py:\d+\)"):
+    with pytest.raises(UserError, match=r"reward failed for 32 of 32 .*: KeyError: .* \(tests/training/test_loop.py:\d+\)"):
         loop.train(experiment, tmp_path / "run")
     rows = failures(tmp_path / "run", step)
     assert len(rows) == 32
-    assert all(row["error"].startswith(f"KeyError: {row['completion']!r} (tests/test_loop.py:") for row in rows)
+    assert all(row["error"].startswith(f"KeyError: {row['completion']!r} (tests/training/test_loop.py:") for row in rows)
 
 
 def test_an_evaluation_with_some_failed_rewards_ends_no_run(runtime, monkeypatch, tmp_path, capsys):

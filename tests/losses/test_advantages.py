@@ -467,7 +467,7 @@ def test_finite_rewards_with_any_mask_give_no_nan(reward, mask):
     assert bounded.min() >= -1.0001 and bounded.max() <= 3.001
 
 
-PAGE = (Path(__file__).parents[1] / "docs" / "advantages.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "advantages.md").read_text(encoding="utf-8")
 
 
 def test_the_example_in_the_docs_runs():
