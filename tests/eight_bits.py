@@ -1,4 +1,4 @@
-"""The parameters that a serving copy in 8 bits stands for."""
+"""The parameters that inference weights in 8 bits stand for."""
 
 import jax
 import jax.numpy as jnp

@@ -40,8 +40,8 @@ TABLES = {
     "pods": (PODS, "pods.md", "The experiments for TPU pods, compiled"),
     "datasets": (DATASETS, "pods_datasets.md", "The experiments on data sets, compiled for TPU pods"),
 }
-PROGRAMS = ("train step", "old log-probs", "serving copy", "rollout", "prompts", "turns", "replies")
-PHASES = ("serving copy", "prefill", "decode, a token", "a reply", "old log-probs", "train step")
+PROGRAMS = ("train step", "old log-probs", "inference weights", "rollout", "prompts", "turns", "replies")
+PHASES = ("inference weights", "prefill", "decode, a token", "a reply", "old log-probs", "train step")
 
 
 def read_or_compile(path: Path, file: str, topology: str, overrides: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from gspax.hf.config_json import read_config, to_json
 from gspax.hf.loading import read_params
 from gspax.learner.state import abstract_params
 from gspax.model import decoding, transformer
-from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.sampler import sample
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
@@ -106,15 +106,15 @@ def test_prefill_and_decode_agree_with_transformers_cache(config, tmp_path):
     cached = transformers.DynamicCache(config=model.config)
     theirs = [their_logits(model, tokens_1T[:, :length], past_key_values=cached, use_cache=True)[0, -1]]
     length_P, mesh = jnp.array([length]), tiny.one_device()
-    serving = make_serving_copy(params, config, tiny.one_device())
-    hidden, prompts, _ = prefill(serving, config, tokens_1T[:, :length], length_P, mesh=mesh)
+    weights = make_inference_weights(params, config, tiny.one_device())
+    hidden, prompts, _ = prefill(weights, config, tokens_1T[:, :length], length_P, mesh=mesh)
     cache = decoding.new_cache(prompts, config, slots=1, max_tokens=steps, mesh=mesh)
     ours = [transformer.logits(params, hidden)[0]]
     for step in range(steps):
         token = tokens_1T[:, length + step]
         theirs.append(their_logits(model, token[None], past_key_values=cached, use_cache=True)[0, -1])
         slots = decoding.Slots(length_P, None, jnp.int32(step), jnp.ones(1, jnp.int32))
-        hidden, cache, _ = decode(serving, config, token, cache, slots, mesh=mesh)
+        hidden, cache, _ = decode(weights, config, token, cache, slots, mesh=mesh)
         ours.append(transformer.logits(params, hidden)[0])
     np.testing.assert_allclose(np.array(ours), np.array(theirs), atol=1e-4, rtol=0)
 
@@ -126,8 +126,8 @@ def test_greedy_decoding_token_for_token(name, tmp_path):
     params, config, model = make_pair(config, tmp_path)
     prompts = [row[:length].tolist() for row, length in zip(random_tokens(config, 2, 9), (9, 5), strict=True)]
     sampling = Sampling(group=1, max_prompt_tokens=9, max_tokens=64, temperature=0.0)
-    serving = make_serving_copy(params, config, tiny.one_device())
-    rollout = sample(serving, prompts, [0, 1], jax.random.key(0), tiny.options(config, sampling))
+    weights = make_inference_weights(params, config, tiny.one_device())
+    rollout = sample(weights, prompts, [0, 1], jax.random.key(0), tiny.options(config, sampling))
     drawn = set()
     for row, prompt in enumerate(prompts):
         theirs = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=64, eos_token_id=None)[0]

@@ -29,7 +29,7 @@ from gspax.rollout import grading
 from gspax.rollout.completion import Completion
 from gspax.run.directory import RunDir
 from gspax.run.record import read_rows
-from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.inference_weights import make_inference_weights
 from gspax.training import loop
 
 PROBLEMS, SAMPLES = 5, 4
@@ -58,7 +58,7 @@ TASK = config.Task(name="parity", data=Held(), reward=parity, vote=vote, samples
 @pytest.fixture(scope="module")
 def policy():
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
-    params = make_serving_copy(tiny.params(experiment.model), experiment.model, mesh)
+    params = make_inference_weights(tiny.params(experiment.model), experiment.model, mesh)
     return completions.Policy(params, experiment.model, experiment.tokenizer, mesh)
 
 

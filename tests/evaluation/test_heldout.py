@@ -14,7 +14,7 @@ from gspax.evaluation.completions import Policy, fill_chunks
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
 from gspax.sampler import sampler
-from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.inference_weights import make_inference_weights
 from gspax.types import Rollout
 
 PROBLEMS, SAMPLES = 10, 2
@@ -41,7 +41,7 @@ def small(**sampling):
 
 def run(experiment, devices=1, seed=0):
     mesh = make_mesh(config.Mesh(), jax.devices()[:devices])
-    params = make_serving_copy(tiny.params(experiment.model), experiment.model, mesh)
+    params = make_inference_weights(tiny.params(experiment.model), experiment.model, mesh)
     policy = Policy(params, experiment.model, experiment.tokenizer, mesh)
     with reward_calls(experiment.reward, experiment.grading) as rewards:
         return heldout.evaluate(

@@ -19,11 +19,11 @@ from gspax.experiment.validation import validate
 from gspax.learner import adapters
 from gspax.model import decoding, presets, transformer
 from gspax.model.sizes.counts import active_parameter_count, parameter_count, trained_count
-from gspax.model.sizes.memory import LOGIT_BUDGET, logit_chunk, prefill_chunk, sampler_bytes, serving_bytes
-from gspax.model.sizes.sampler_layout import USABLE, choose_serving_layout
+from gspax.model.sizes.memory import LOGIT_BUDGET, inference_weights_bytes, logit_chunk, prefill_chunk, sampler_bytes
+from gspax.model.sizes.sampler_layout import USABLE, choose_sampler_layout
 from gspax.parallel import sharding
 from gspax.parallel.sharding import make_mesh
-from gspax.sampler.inference_weights import abstract_serving_copy, convert
+from gspax.sampler.inference_weights import abstract_inference_weights, convert
 
 EXPERIMENT = load(Path(stub_experiment.__file__))
 PRESETS = {name: getattr(presets, name) for name in ("tiny_moe", "qwen3_0_6b", "qwen3_30b_a3b", "qwen3_235b_a22b")}
@@ -194,7 +194,7 @@ def test_a_disaggregated_sampler_holds_pushed_parameters_and_no_moments():
     assert found.mesh == alone.mesh and math.prod(found.sampler_mesh.values()) == 2
     assert found.learner == alone.learner
     pushed = found.sampler["inference weights, bfloat16, pushed 3 times"]
-    assert pushed == 3 * serving_bytes(half.model, half.sampling, found.sampler_mesh)
+    assert pushed == 3 * inference_weights_bytes(half.model, half.sampling, found.sampler_mesh)
     assert "Adam moments, float32" in alone.sampler and "Adam moments, float32" not in found.sampler
     two = plan(half, 2)
     assert found.sampler["cache of the completions"] == two.sampler["cache of the completions"] > 0
@@ -220,8 +220,8 @@ def test_8_bits_take_less_memory():
 def test_a_copy_in_8_bits_is_as_large_as_planned():
     model = replace(EXPERIMENT.model, hidden_size=512, moe_intermediate_size=512, tie_word_embeddings=False)
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
-    copy = abstract_serving_copy(model, mesh, "int8")
-    planned = serving_bytes(model, replace(EXPERIMENT.sampling, weights_dtype="int8"), dict(mesh.shape))
+    copy = abstract_inference_weights(model, mesh, "int8")
+    planned = inference_weights_bytes(model, replace(EXPERIMENT.sampling, weights_dtype="int8"), dict(mesh.shape))
     assert device_bytes(copy) == pytest.approx(planned, rel=0.03), "scales and float32 norms and routers"
 
 
@@ -240,20 +240,20 @@ def test_the_layout_of_the_sampler_is_explained():
     found = plan(EXPERIMENT, 4)
     assert found.sampler_mesh["expert"] == 4
     assert found.why_sampler == ("experts: 1 of 4 on each device", "attention and head: whole on each device")
-    given = plan(replace(EXPERIMENT, serving_mesh=config.Mesh(data=2, tensor=2, fsdp=1)), 4)
+    given = plan(replace(EXPERIMENT, sampler_mesh=config.Mesh(data=2, tensor=2, fsdp=1)), 4)
     assert (given.sampler_mesh["data"], given.sampler_mesh["tensor"]) == (2, 2)
     assert given.why_sampler == ("as given",)
 
 
 def test_where_memory_is_short_the_sampler_takes_a_smaller_layout_and_says_so():
     mesh = plan(EXPERIMENT, 4).mesh
-    whole = sum(sampler_bytes(EXPERIMENT, mesh, choose_serving_layout(EXPERIMENT, mesh).sizes).values())
-    assert choose_serving_layout(EXPERIMENT, mesh, 2 * whole) == choose_serving_layout(EXPERIMENT, mesh)
-    less = choose_serving_layout(EXPERIMENT, mesh, int(whole / USABLE) - 1)
+    whole = sum(sampler_bytes(EXPERIMENT, mesh, choose_sampler_layout(EXPERIMENT, mesh).sizes).values())
+    assert choose_sampler_layout(EXPERIMENT, mesh, 2 * whole) == choose_sampler_layout(EXPERIMENT, mesh)
+    less = choose_sampler_layout(EXPERIMENT, mesh, int(whole / USABLE) - 1)
     assert less.sizes["tensor"] == 2
     assert less.why[0] == "experts: 2 of 4 on each device, each in 2 parts"
     assert less.why[2].startswith("a faster layout would need")
-    least = choose_serving_layout(EXPERIMENT, mesh, 1000)
+    least = choose_sampler_layout(EXPERIMENT, mesh, 1000)
     assert least.sizes == mesh and "parts that every token gathers" in least.why[1]
 
 
@@ -261,20 +261,20 @@ def test_where_memory_is_short_the_sampler_takes_a_smaller_layout_and_says_so():
     ("changes", "said"),
     [
         (
-            {"serving_mesh": config.Mesh(fsdp=1, tensor=3)},
-            "serving_mesh: wanted axes whose product is the 4 available devices",
+            {"sampler_mesh": config.Mesh(fsdp=1, tensor=3)},
+            "sampler_mesh: wanted axes whose product is the 4 available devices",
         ),
         (
-            {"serving_mesh": config.Mesh(fsdp=1, data=4), "sampling": config.Sampling(prompts=3, group=2)},
-            "4 devices of serving_mesh for rows, got 3 prompts x 2 samples = 6",
+            {"sampler_mesh": config.Mesh(fsdp=1, data=4), "sampling": config.Sampling(prompts=3, group=2)},
+            "4 devices of sampler_mesh for rows, got 3 prompts x 2 samples = 6",
         ),
         (
-            {"serving_mesh": config.Mesh(), "placement": config.Placement(devices=2)},
-            "serving_mesh: wanted null with placement, whose placement.mesh is the sampler's, got a mesh",
+            {"sampler_mesh": config.Mesh(), "placement": config.Placement(devices=2)},
+            "sampler_mesh: wanted null with placement, whose placement.mesh is the sampler's, got a mesh",
         ),
     ],
 )
-def test_a_serving_mesh_must_fit_the_learners_devices(changes, said):
+def test_a_sampler_mesh_must_fit_the_learners_devices(changes, said):
     found = validate(replace(EXPERIMENT, **changes), 6 if "placement" in changes else 4)
     assert any(said in each for each in found), found
 

@@ -7,7 +7,7 @@ import reference_model
 import tiny
 
 from gspax.config import Sampling
-from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.sampler import sample
 
 CONFIGS = tiny.TOGETHER | {"a shared expert": tiny.CONFIGS["a shared expert"]}
@@ -21,8 +21,8 @@ def test_greedy_tokens_equal_the_reference(name):
     params = tiny.params(config, seed=4)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7]]
     sampling = Sampling(group=1, max_prompt_tokens=9, max_tokens=64, temperature=0.0)
-    serving = make_serving_copy(params, config, tiny.one_device())
-    rollout = sample(serving, prompts, [0, 1], jax.random.key(0), tiny.options(config, sampling))
+    weights = make_inference_weights(params, config, tiny.one_device())
+    rollout = sample(weights, prompts, [0, 1], jax.random.key(0), tiny.options(config, sampling))
     for row, prompt in enumerate(prompts):
         tokens = np.asarray(rollout.tokens_BT)[row, : len(prompt) + 64]
         np.testing.assert_array_equal(tokens[: len(prompt)], prompt)

@@ -12,7 +12,7 @@ import tiny
 
 from gspax.model import decoding, transformer
 from gspax.parallel.sharding import RULES, spec
-from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.inference_weights import make_inference_weights
 
 apply = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
 prefill = jax.jit(decoding.prefill, static_argnames=("config", "mesh"))
@@ -97,13 +97,13 @@ def test_prefill_and_decode_equal_the_full_sequence(name):
     prompts = random_tokens(config, P, S)
     completions = random_tokens(config, P * G, C, seed=1)
     mesh = tiny.one_device()
-    serving = make_serving_copy(params, config, mesh)
-    last, prompt_cache, _ = prefill(serving, config, prompts, jnp.asarray(length_P), mesh=mesh)
+    weights = make_inference_weights(params, config, mesh)
+    last, prompt_cache, _ = prefill(weights, config, prompts, jnp.asarray(length_P), mesh=mesh)
     cache = decoding.new_cache(prompt_cache, config, slots=P * G, max_tokens=C, mesh=mesh)
     steps = []
     for step in range(C):
         slots = decoding.Slots(jnp.repeat(length_P, G), None, jnp.int32(step), jnp.ones(P * G, jnp.int32))
-        hidden, cache, _ = decode(serving, config, completions[:, step], cache, slots, mesh=mesh)
+        hidden, cache, _ = decode(weights, config, completions[:, step], cache, slots, mesh=mesh)
         steps.append(hidden)
     whole, segment = np.zeros((2, P * G, S + C), np.int32)
     for row in range(P * G):

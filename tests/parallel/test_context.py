@@ -132,8 +132,8 @@ def test_the_sampler_shards_rows_over_context_instead():
     def draw(devices):
         def run(params):
             prompts, key, stop = [[1, 2, 3], [4]], jax.random.key(0), (5,)
-            serving = convert(params, model)
-            return sampler.sample(serving, prompts, range(2), key, tiny.options(model, sampling, stop, devices))
+            weights = convert(params, model)
+            return sampler.sample(weights, prompts, range(2), key, tiny.options(model, sampling, stop, devices))
 
         compiled = jax.jit(run).lower(tiny.params(model)).compile()
         return jax.device_get(compiled(tiny.params(model))), compiled.as_text()

@@ -24,7 +24,7 @@ from gspax.learner.train_step import make_train_step
 from gspax.model import decoding
 from gspax.parallel import sharding
 from gspax.sampler import sampler
-from gspax.sampler.inference_weights import abstract_serving_copy, make_serving_copy
+from gspax.sampler.inference_weights import abstract_inference_weights, make_inference_weights
 from gspax.types import Batch
 
 MOE = replace(tiny.MOE, num_hidden_layers=2, num_experts=4, vocab_size=24, attention_bias=True)
@@ -139,7 +139,7 @@ def draw(model, mesh, slots=0, learner=None):
     prompts = [list(range(1, 2 + row % 3)) for row in range(8)]
     trained = abstract_params(model, learner or mesh)
     params = jax.device_put(tiny.params(model), jax.tree.map(lambda leaf: leaf.sharding, trained))
-    params = make_serving_copy(params, model, mesh)
+    params = make_inference_weights(params, model, mesh)
     sampling = Sampling(prompts=8, group=2, max_prompt_tokens=16, max_tokens=5, slots=slots)
     key = jax.random.key(2)
     return sampler.sample(params, prompts, range(8), key, tiny.options(model, sampling, (0,), mesh))
@@ -180,11 +180,11 @@ def test_on_a_mesh_the_slots_of_a_device_take_its_own_samples(mesh):
     np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
 
 
-LAYOUTS = list(sharding.serving_layouts(dict.fromkeys(sharding.AXES, 1) | {"fsdp": 8}, MODELS["both"], rows=8))
+LAYOUTS = list(sharding.sampler_layouts(dict.fromkeys(sharding.AXES, 1) | {"fsdp": 8}, MODELS["both"], rows=8))
 
 
 @pytest.mark.parametrize("layout", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(LAYOUTS)))])
-def test_samples_of_every_serving_layout_equal_one_device(layout):
+def test_samples_of_every_sampler_layout_equal_one_device(layout):
     """The parameters come from the learner's mesh; nothing but experts is sharded in the first layout."""
     model, learner = MODELS["both"], make(MESHES["fsdp"])
     mesh = sharding.reshape_mesh(learner, LAYOUTS[layout])
@@ -193,9 +193,9 @@ def test_samples_of_every_serving_layout_equal_one_device(layout):
     np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-5)
 
 
-def test_the_serving_copy_is_whole_but_for_its_experts():
+def test_inference_weights_are_replicated_but_for_experts():
     model, learner = MODELS["both"], make(MESHES["fsdp"])
-    copy = abstract_serving_copy(model, sharding.reshape_mesh(learner, LAYOUTS[0]))
+    copy = abstract_inference_weights(model, sharding.reshape_mesh(learner, LAYOUTS[0]))
     for path, leaf in jax.tree_util.tree_leaves_with_path(copy):
         names = [part.key for part in path if hasattr(part, "key")]
         in_parts = len(leaf.shape) == 3 and names[-1] in ("gate", "up", "down")
@@ -211,7 +211,7 @@ def test_the_cache_is_sharded_over_rows_and_heads():
         _, prompts, _ = decoding.prefill(params, model, tokens_PS, length_P, mesh=mesh)
         return decoding.new_cache(prompts, model, slots=16, max_tokens=3, mesh=mesh)
 
-    cache = make_cache(make_serving_copy(tiny.params(model), model, mesh))
+    cache = make_cache(make_inference_weights(tiny.params(model), model, mesh))
     assert len(cache) == model.num_hidden_layers
     for leaf in jax.tree.leaves(cache):
         assert leaf.sharding.shard_shape(leaf.shape) == (leaf.shape[0] // 4, 1, *leaf.shape[2:])

@@ -125,7 +125,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(("model", "given", "prompts", "first"), LAYOUTS.values(), ids=LAYOUTS)
 def test_the_layouts_of_the_sampler(model, given, prompts, first):
     ones = dict.fromkeys(sharding.AXES, 1)
-    found = list(sharding.serving_layouts(ones | given, model, prompts))
+    found = list(sharding.sampler_layouts(ones | given, model, prompts))
     assert found[: len(first)] == [ones | each for each in first]
     assert found[-1] == ones | given, "as the learner's"
 

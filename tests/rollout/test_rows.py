@@ -14,7 +14,7 @@ from gspax.errors import UserError
 from gspax.experiment import validate
 from gspax.experiment.plan import plan
 from gspax.parallel.sharding import make_mesh
-from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.sampler import place_prompts, sample, split_groups
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=1)
@@ -23,7 +23,7 @@ PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10]]
 
 def draw(prompts, devices, **settings):
     mesh, sampling = make_mesh(Mesh(), jax.devices()[:devices]), Sampling(max_prompt_tokens=4, max_tokens=6, **settings)
-    params = make_serving_copy(tiny.params(CONFIG), CONFIG, mesh)
+    params = make_inference_weights(tiny.params(CONFIG), CONFIG, mesh)
     ids, key = range(3, 3 + len(prompts)), jax.random.key(0)
     return jax.device_get(sample(params, prompts, ids, key, tiny.options(CONFIG, sampling, (0, 1, 2), mesh)))
 

@@ -19,7 +19,7 @@ from gspax.rewards.scores import reward_calls
 from gspax.rollout.grading import Started, reward_completions, start_rewards
 from gspax.run import interrupt
 from gspax.sampler import chunks
-from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.sampler import lengths_to_host, sample
 
 CONFIG = replace(tiny.MOE, num_hidden_layers=1, num_experts=0)
@@ -30,7 +30,7 @@ STOPS = tuple(range(3))  # one token in eight or so
 
 def draw(sampling, devices=1, ended=None):
     mesh = make_mesh(Mesh(), jax.devices()[:devices])
-    params = make_serving_copy(tiny.params(CONFIG), CONFIG, mesh)
+    params = make_inference_weights(tiny.params(CONFIG), CONFIG, mesh)
     key = jax.random.key(0)
     return sample(params, PROMPTS, range(4), key, tiny.options(CONFIG, sampling, STOPS, mesh), ended=ended)
 

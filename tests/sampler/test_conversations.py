@@ -27,7 +27,7 @@ from gspax.rollout.grading import check_batch, reward_completions, reward_metric
 from gspax.sampler import chunks
 from gspax.sampler.conversations import pad_replies
 from gspax.sampler.engine import Prompts
-from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.placement import make_colocated_sampler
 from gspax.sampler.sampler import assemble
 from gspax.sampler.token_sampling import sample_tokens
@@ -81,7 +81,7 @@ def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
     sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=size[0], kv_cache_dtype=dtypes[1])
     whole = rounded(tiny.params(model), model) if dtypes[0] == "int8" else tiny.params(model)
     options = tiny.options(model, sampling, STOPS, turns=True)
-    params = make_serving_copy(tiny.params(model), model, tiny.one_device(), weights_dtype=dtypes[0])
+    params = make_inference_weights(tiny.params(model), model, tiny.one_device(), weights_dtype=dtypes[0])
     tokens_PS = rng.integers(4, 23, (P, 8)).astype(np.int32)
     state, _ = chunks.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
     appended = [[] for _ in range(P * G)]
@@ -148,8 +148,8 @@ MODEL = replace(tiny.CONFIGS["dense"], vocab_size=23, initializer_range=0.02)
 
 
 @functools.cache
-def serving(model, dtype="auto"):
-    return make_serving_copy(tiny.params(model), model, tiny.one_device(), weights_dtype=dtype)
+def inference_weights(model, dtype="auto"):
+    return make_inference_weights(tiny.params(model), model, tiny.one_device(), weights_dtype=dtype)
 
 
 TURNS, LENIENT = Turns(), Grading(max_failed=1.0)
@@ -162,7 +162,7 @@ def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None
     with calls, interaction:
         key, dtype = jax.random.key(0), sampling.get("weights_dtype", "auto")
         if mesh is None:
-            params = serving(model, dtype)
+            params = inference_weights(model, dtype)
         else:
             params = make_colocated_sampler(model, mesh, mesh, dtype).push(tiny.params(model))
         ready = [Ready(problem, *reversed(begin(problem, CHARS, interaction))) for problem in problems]
@@ -241,7 +241,7 @@ def test_a_waiting_slot_keeps_its_conversation_and_that_of_a_finished_one_takes_
     model, key, reply = tiny.CONFIGS["dense"], jax.random.key(1), [5, 6, 7]
     sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=60, slots=2)
     options = tiny.options(model, sampling, STOPS, turns=True)
-    params = make_serving_copy(tiny.params(model), model, options.mesh)
+    params = make_inference_weights(tiny.params(model), model, options.mesh)
     tokens_PS = np.random.default_rng(0).integers(4, 23, (P, 8)).astype(np.int32)
     state, progress = chunks.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
     held = [state.rows.queue.sample_W.tolist()]

@@ -22,7 +22,7 @@ from gspax.model import low_rank, transformer
 from gspax.model.kernels.quantization import Quantized, is_quantized
 from gspax.parallel.sharding import make_mesh
 from gspax.sampler import sampler
-from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.inference_weights import make_inference_weights
 from gspax.training.in_flight import InFlight
 from gspax.training.runtime import make_runtime
 from gspax.training.step import run_step
@@ -46,9 +46,9 @@ def draw(config, axes=(), lora=None, **settings):
     if axes:
         devices = jax.devices()[: math.prod(size for _, size in axes)]
         mesh = make_mesh(Mesh(**{"fsdp": 1} | dict(axes)), devices, config)
-    serving = make_serving_copy(params, config, mesh, sampling.weights_dtype)
+    weights = make_inference_weights(params, config, mesh, sampling.weights_dtype)
     options = tiny.options(config, sampling, (11, 17), mesh)
-    return jax.device_get(sampler.sample(serving, PROMPTS, range(4), jax.random.key(0), options))
+    return jax.device_get(sampler.sample(weights, PROMPTS, range(4), jax.random.key(0), options))
 
 
 def adapted(config, lora):
@@ -117,7 +117,7 @@ def test_where_and_when_a_sample_is_drawn_changes_nothing(name, axes, settings):
 def test_matrices_are_in_8_bits_and_nothing_else():
     copies = {tied: replace(tiny.CONFIGS["biases"], tie_word_embeddings=tied) for tied in (True, False)}
     for tied, config in copies.items():
-        copy = make_serving_copy(tiny.params(config), config, tiny.one_device(), weights_dtype="int8")
+        copy = make_inference_weights(tiny.params(config), config, tiny.one_device(), weights_dtype="int8")
         leaves, _ = jax.tree_util.tree_flatten_with_path(copy, is_leaf=is_quantized)
         names = {path[-1].key for path, leaf in leaves if isinstance(leaf, Quantized)}
         assert names == {"query", "key", "value", "out", "gate", "up", "down", "embedding" if tied else "head"}

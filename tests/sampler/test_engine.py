@@ -14,7 +14,7 @@ from gspax.learner import adapters
 from gspax.model import decoding, transformer
 from gspax.model.kernels import segments
 from gspax.sampler import sampler
-from gspax.sampler.inference_weights import convert, make_serving_copy
+from gspax.sampler.inference_weights import convert, make_inference_weights
 
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2]]
@@ -34,9 +34,12 @@ def small_segments(monkeypatch):
 @functools.cache
 def draw(config, slots=0, lora=None, **settings):
     params = tiny.params(config) if lora is None else adapted(config, lora)
-    serving, sampling = make_serving_copy(params, config, tiny.one_device()), replace(SAMPLING, slots=slots, **settings)
+    weights, sampling = (
+        make_inference_weights(params, config, tiny.one_device()),
+        replace(SAMPLING, slots=slots, **settings),
+    )
     options = tiny.options(config, sampling, STOP, keep_experts=True)
-    return jax.device_get(sampler.sample(serving, PROMPTS, range(4), jax.random.key(0), options))
+    return jax.device_get(sampler.sample(weights, PROMPTS, range(4), jax.random.key(0), options))
 
 
 def adapted(config, lora):
@@ -48,9 +51,9 @@ def adapted(config, lora):
 
 def test_greedy_and_sampled_completions_are_drawn_side_by_side():
     config = CONFIGS["experts and windows"]
-    serving, key = make_serving_copy(tiny.params(config), config, tiny.one_device()), jax.random.key(0)
+    weights, key = make_inference_weights(tiny.params(config), config, tiny.one_device()), jax.random.key(0)
     options = tiny.options(config, replace(SAMPLING, group=4, slots=5), STOP, greedy=1)
-    rollout = jax.device_get(sampler.sample(serving, PROMPTS, range(4), key, options))
+    rollout = jax.device_get(sampler.sample(weights, PROMPTS, range(4), key, options))
     is_greedy_B = np.arange(16) % 4 == 3
     got, want = (jax.tree.map(lambda x, rows=rows: x[rows], rollout) for rows in (~is_greedy_B, is_greedy_B))
     assert_same(got, draw(config))
@@ -134,7 +137,9 @@ def test_the_recorded_experts_are_those_of_the_learner(slots):
 def test_weights_may_be_renewed_between_two_chunks(dtype):
     """Up to then the tokens are those of the first weights; each token has the version that drew it."""
     config = replace(tiny.MOE, num_hidden_layers=1)
-    first, second = (make_serving_copy(tiny.params(config, seed), config, tiny.one_device(), dtype) for seed in (0, 1))
+    first, second = (
+        make_inference_weights(tiny.params(config, seed), config, tiny.one_device(), dtype) for seed in (0, 1)
+    )
 
     def run(later):
         sampling, key = replace(SAMPLING, slots=5, chunk=3, kv_cache_dtype=dtype), jax.random.key(0)

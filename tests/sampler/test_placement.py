@@ -26,7 +26,7 @@ from gspax.rollout.grading import reward_completions
 from gspax.run import record
 from gspax.run.directory import RunDir, open_run
 from gspax.sampler import sampler
-from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.placement import find_last_ahead, make_colocated_sampler, make_disaggregated_sampler, make_meshes
 from gspax.training import in_flight, loop
 from gspax.training.in_flight import InFlight
@@ -75,7 +75,7 @@ def test_learner_and_sampler_have_disjoint_devices(runtime):
     pushed = runtime.sampler.push(state.params)
     assert devices(pushed) == set(jax.devices()[4:])
     jax.tree.map(
-        np.testing.assert_array_equal, pushed, make_serving_copy(state.params, DISAGGREGATED.model, runtime.mesh)
+        np.testing.assert_array_equal, pushed, make_inference_weights(state.params, DISAGGREGATED.model, runtime.mesh)
     )
     drawn = in_flight.draw(runtime, pushed, state, 0)
     assert devices(drawn.rollout) == set(jax.devices()[4:])
@@ -195,7 +195,7 @@ def test_parameters_are_pushed_in_8_bits(runtime):
     pushed = make_disaggregated_sampler(model, mesh, runtime.mesh, "int8").push(params)
     assert devices(pushed) == set(jax.devices()[4:])
     jax.tree.map(
-        np.testing.assert_array_equal, pushed, make_serving_copy(params, model, runtime.mesh, weights_dtype="int8")
+        np.testing.assert_array_equal, pushed, make_inference_weights(params, model, runtime.mesh, weights_dtype="int8")
     )
 
 

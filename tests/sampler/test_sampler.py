@@ -16,7 +16,7 @@ from gspax.errors import UserError
 from gspax.model import transformer
 from gspax.parallel import sharding
 from gspax.sampler import sampler, token_sampling
-from gspax.sampler.inference_weights import convert, make_serving_copy
+from gspax.sampler.inference_weights import convert, make_inference_weights
 
 CONFIG = tiny.MOE
 SAMPLING = Sampling(group=3, max_prompt_tokens=16, max_tokens=10)
@@ -34,8 +34,8 @@ def draw(params, prompts=PROMPTS, ids=None, seed=0, sampling=SAMPLING, stop_ids=
     ids = range(len(prompts)) if ids is None else ids
     key = jax.random.key(seed)
     options = tiny.options(CONFIG, sampling, stop_ids, mesh)
-    serving = make_serving_copy(params, CONFIG, options.mesh)
-    return jax.device_get(sampler.sample(serving, prompts, ids, key, options))
+    weights = make_inference_weights(params, CONFIG, options.mesh)
+    return jax.device_get(sampler.sample(weights, prompts, ids, key, options))
 
 
 def completion(rollout, row):
@@ -138,8 +138,8 @@ def test_on_a_mesh_experts_run_under_shard_map_in_prefill_and_decode(params):
     mesh = sharding.make_mesh(Mesh())
 
     def run(params):
-        key, serving = jax.random.key(0), convert(params, CONFIG)
-        return sampler.sample(serving, [[1]] * 8, range(8), key, tiny.options(CONFIG, SAMPLING, STOP, mesh))
+        key, weights = jax.random.key(0), convert(params, CONFIG)
+        return sampler.sample(weights, [[1]] * 8, range(8), key, tiny.options(CONFIG, SAMPLING, STOP, mesh))
 
     assert tiny.primitives(run, params).count("shard_map") == 4 * CONFIG.num_hidden_layers + 2, (
         "attention and experts of each layer, in prefill and decode; what the slots hold, before and after a token"

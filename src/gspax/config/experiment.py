@@ -54,7 +54,7 @@ Rate = Annotated[float, Range("above 0 and at most 100", lambda x: 0 < x <= 100)
 Temperature = Annotated[float, Range("0.001 to 1000", lambda x: 1e-3 <= x <= 1e3)]  # beyond, logits overflow or vanish
 # 0: greedy
 SamplingTemperature = Annotated[float, Range("0, or 0.001 to 1000", lambda x: x == 0 or 1e-3 <= x <= 1e3)]
-DrawingDtype = Literal["auto", "int8"]  # auto: the model's dtype
+SamplerDtype = Literal["auto", "int8"]  # auto: the model's dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ class Sampling:
     slots: NonNegativeInt = 0  # samples that are drawn at once; 0: all. A finished sample's slot takes the next one
     cache_gib: NonNegative = 0.0  # of a device's memory, for keys and values; limits the slots; 0: no limit
     prefill_prompts: NonNegativeInt = 0  # prefilled at once; 0: as many as fit where the completions' cache will be
-    kv_cache_dtype: DrawingDtype = "auto"  # int8: keys and values with a scale for each token and head
-    weights_dtype: DrawingDtype = "auto"  # int8: the sampler's weights with a scale for each output channel
+    kv_cache_dtype: SamplerDtype = "auto"  # int8: keys and values with a scale for each token and head
+    weights_dtype: SamplerDtype = "auto"  # int8: the sampler's weights with a scale for each output channel
     # Problems that cannot be read or whose prompts do not fit, of those drawn, or of 1,000: they are skipped
     max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.01
     max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off
@@ -353,7 +353,7 @@ class Experiment:
     warm_start: WarmStart | None = None
     mesh: Mesh = field(default_factory=Mesh)
     placement: Placement | None = None  # None: the sampler runs on the learner's devices ...
-    serving_mesh: Mesh | None = None  # ... with these axes; None: chosen by `model.sizes.sampler_layout`
+    sampler_mesh: Mesh | None = None  # ... with these axes; None: chosen by `model.sizes.sampler_layout`
     seed: Annotated[int, Range("at least 0 and below 2^32", lambda x: 0 <= x < 2**32)] = 0
 
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import jax
 
-from gspax.config import DrawingDtype, Evaluation, Experiment, Grading, ModelConfig, Sampling, Task, trained_dtype
+from gspax.config import Evaluation, Experiment, Grading, ModelConfig, SamplerDtype, Sampling, Task, trained_dtype
 from gspax.config.protocols import Tokenizer
 from gspax.errors import UserError
 from gspax.evaluation import heldout
@@ -40,7 +40,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, describe_environment, find_run
 from gspax.run.folders import write_atomically
 from gspax.run.record import to_line
-from gspax.sampler.inference_weights import make_serving_copy
+from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.placement import Sampler, make_meshes, make_sampler
 from gspax.types import Array, TrainState
 
@@ -130,11 +130,11 @@ def _push(state: TrainState, model: ModelConfig, tokenizer: Tokenizer, sampler: 
 
 
 def load_policy(
-    model: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto"
+    model: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
 ) -> Policy:
     """The policy of `model.checkpoint` itself."""
     params = weights.load(model, abstract_params(model, mesh, model.dtype))
-    return Policy(make_serving_copy(params, model, mesh, weights_dtype), model, tokenizer, mesh)
+    return Policy(make_inference_weights(params, model, mesh, weights_dtype), model, tokenizer, mesh)
 
 
 def evaluate_task(

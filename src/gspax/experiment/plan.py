@@ -20,7 +20,7 @@ from gspax.model.sizes.memory import (
     sampler_bytes,
     size_of,
 )
-from gspax.model.sizes.sampler_layout import choose_serving_layout
+from gspax.model.sizes.sampler_layout import choose_sampler_layout
 from gspax.parallel import sharding
 
 
@@ -62,30 +62,30 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     placement, lora = experiment.placement, experiment.lora
     own = sharding.resolve_axes(placement.mesh, placement.devices, config) if placement else None
     mesh = sharding.resolve_axes(experiment.mesh, devices - (placement.devices if placement else 0), config)
-    serving = choose_serving_layout(experiment, own or mesh)
+    layout = choose_sampler_layout(experiment, own or mesh)
     drawn = with_carried(sampling, placement)
     rows, length = sampling.prompts * sampling.group, row_length(sampling)
     return Plan(
         settings=flatten(describe(experiment)),
         overridden=tuple(overridden),
         mesh=mesh,
-        sampler_mesh=serving.sizes,
+        sampler_mesh=layout.sizes,
         disaggregated=placement is not None,
         why=sharding.explain_mesh(experiment.mesh, mesh, config),
-        why_sampler=serving.why,
+        why_sampler=layout.why,
         parameters=parameter_count(config),
         active_parameters=active_parameter_count(config),
         rows=rows,
-        slots=count_slots(config, drawn, serving.sizes),
-        device_prompts=count_device_prompts(drawn, serving.sizes),
-        prefill_chunk=prefill_chunk(config, drawn, serving.sizes),
+        slots=count_slots(config, drawn, layout.sizes),
+        device_prompts=count_device_prompts(drawn, layout.sizes),
+        prefill_chunk=prefill_chunk(config, drawn, layout.sizes),
         completion_tokens=rows * sampling.max_tokens,
         tokens=rows * length,
         updates=updates_per_step(schedule),
         steps=schedule.steps,
         warm_start_updates=experiment.warm_start.steps if experiment.warm_start else 0,
         learner=learner_bytes(experiment, mesh),
-        sampler=sampler_bytes(experiment, mesh, serving.sizes),
+        sampler=sampler_bytes(experiment, mesh, layout.sizes),
         host=sum(optimizer_bytes(experiment.optimizer, config, lora, mesh).values())
         if experiment.optimizer.offload
         else 0,

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from gspax.config import DrawingDtype, ModelConfig, is_sparse, layer_windows
+from gspax.config import ModelConfig, SamplerDtype, is_sparse, layer_windows
 from gspax.model import transformer
 from gspax.model.attention import Attend, attend_within_segments
 from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import decode_attention, merge, write_positions
-from gspax.model.kernels.quantization import Weight, contract, is_quantized, look_up, quantise
+from gspax.model.kernels.quantization import Weight, contract, is_quantized, look_up, quantize
 from gspax.model.kernels.segments import Segment
 from gspax.model.layers import rms_norm, rotary_angles
 from gspax.model.transformer import LayerInputs, layer_graph
@@ -62,13 +62,13 @@ def prefill(
     length_P: Array,
     *,
     chunk: int = 0,
-    kv_cache_dtype: DrawingDtype = "auto",
+    kv_cache_dtype: SamplerDtype = "auto",
     mesh: jax.sharding.Mesh,
 ) -> tuple[Array, PromptCache, Array]:
     """Run right-padded prompts once.
 
     Args:
-      params: a serving copy.
+      params: inference weights.
       config: of the model.
       tokens_PS: int32.
       length_P: int32, tokens of each prompt.
@@ -119,7 +119,7 @@ def _prefill(
     tokens_PS: Array,
     length_P: Array,
     *,
-    kv_cache_dtype: DrawingDtype,
+    kv_cache_dtype: SamplerDtype,
     mesh: jax.sharding.Mesh,
 ) -> tuple[Array, PromptCache, Array]:
     """`prefill` of all these prompts at once."""
@@ -138,19 +138,19 @@ def _prefill(
     return jnp.take_along_axis(hidden_PSD, length_P[:, None, None] - 1, axis=1)[:, 0], cache, expert_PSLA
 
 
-def _to_segment(k_XKSH: Array, v_XKSH: Array, kv_cache_dtype: DrawingDtype, mesh: jax.sharding.Mesh) -> Segment:
+def _to_segment(k_XKSH: Array, v_XKSH: Array, kv_cache_dtype: SamplerDtype, mesh: jax.sharding.Mesh) -> Segment:
     """Keys and values as they are cached: in this dtype, and keys transposed except on TPU."""
     segment = Segment(k_XKSH, v_XKSH)
     if kv_cache_dtype == "int8":
-        segment = _quantise(segment)
+        segment = _quantize(segment)
     if on_tpu(mesh):
         return segment
     return segment._replace(k_XKHS=jax.tree.map(lambda x: x.swapaxes(2, 3) if x.ndim == 4 else x, segment.k_XKHS))
 
 
-def _quantise(new: Segment) -> Segment:
+def _quantize(new: Segment) -> Segment:
     """New keys and values with one scale for each token and head."""
-    return Segment(*(quantise(x, axes=(-1,)) for x in new))
+    return Segment(*(quantize(x, axes=(-1,)) for x in new))
 
 
 def new_cache(
@@ -159,7 +159,7 @@ def new_cache(
     slots: int,
     max_tokens: int,
     *,
-    kv_cache_dtype: DrawingDtype = "auto",
+    kv_cache_dtype: SamplerDtype = "auto",
     mesh: jax.sharding.Mesh,
 ) -> Cache:
     """The cache of these prompts, and of `max_tokens` positions for each of so many slots."""
@@ -207,7 +207,7 @@ def cache_access(kernel: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def write_rounded(cache: tuple[Segment, ...], k_WKH: Array, v_WKH: Array, step: Array) -> tuple[Segment, ...]:
         new = Segment(k_WKH, v_WKH)
-        return write(cache, *(_quantise(new) if is_quantized(cache[0].v_XKSH) else new), step)
+        return write(cache, *(_quantize(new) if is_quantized(cache[0].v_XKSH) else new), step)
 
     return read, write_rounded
 

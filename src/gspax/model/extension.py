@@ -49,7 +49,7 @@ def extend(
     """Run and cache the slots' new tokens: the final hidden state of each slot's last one `[W, D]`, and the cache.
 
     Args:
-      params: a serving copy.
+      params: inference weights.
       tokens_WX: int32; X is at most `BLOCK` or a multiple of it. Only the first `count_W` of a row are read.
       cache: with room for them.
       slots: where they go. The cache of a slot without new tokens keeps what it holds, and its hidden state is

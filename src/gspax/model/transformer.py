@@ -95,7 +95,7 @@ class Transformer(nnx.Module):
                 x_BTD, _, routing = module(x_BTD, shared, None, layer, forced_BTA)
                 return constrain_tokens(x_BTD, mesh), routing
 
-            body = _rematerialise(body, config)
+            body = _rematerialize(body, config)
             forced = None
             if sparse and forced_LBTA is not None:
                 forced = forced_LBTA[first_sparse : first_sparse + count]
@@ -116,7 +116,7 @@ def _table(table_VD: Array, mesh: jax.sharding.Mesh) -> Array:
     return constrain(table_VD, mesh, "vocab", "head")
 
 
-def _rematerialise(body: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
+def _rematerialize(body: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
     """The body of the layer scan, saving for its backward pass what `config.remat` selects."""
     if config.remat == "none":
         return body

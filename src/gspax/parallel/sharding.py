@@ -50,9 +50,9 @@ RULES: Rules = {
 
 PARAMETER_AXES = ("embed", "expert", "expert_embed", "heads", "mlp", "vocab")
 
-# The serving copy: replicated but for experts, heads and vocabulary, so that no token gathers a weight, unless memory
-# is short and `fsdp` is used (`serving_layouts`).
-SERVING_RULES = RULES | {"embed": "fsdp"}
+# Inference weights are replicated but for experts, heads and vocabulary, so that no token gathers a weight, unless
+# memory is short and `fsdp` is used (`sampler_layouts`).
+INFERENCE_RULES = RULES | {"embed": "fsdp"}
 
 ONES = config.Mesh(fsdp=1)
 LARGEST_EXPERT_AXIS = 8  # at most one dimension of a TPU's torus, where tokens are exchanged at full speed
@@ -151,8 +151,8 @@ def explain_mesh(mesh: config.Mesh, sizes: dict[str, int], model: ModelConfig) -
     return f"no expert axis: no size up to {LARGEST_EXPERT_AXIS} divides the experts and the remaining devices"
 
 
-def serving_layouts(sizes: dict[str, int], model: ModelConfig, rows: int) -> Iterator[dict[str, int]]:
-    """Axis sizes for drawing on devices whose axes have these sizes; each layout needs less memory than the one before.
+def sampler_layouts(sizes: dict[str, int], model: ModelConfig, rows: int) -> Iterator[dict[str, int]]:
+    """Axis sizes for sampling on devices whose axes have these sizes; each layout needs less memory than the last.
 
     Rows are over all devices and experts over as many as hold whole ones; everything else is replicated, and read once
     for each token. Then heads, widths and vocabulary are over more and more of `tensor`, which holds parts of experts

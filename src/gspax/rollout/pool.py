@@ -58,7 +58,7 @@ class Pool:
 class Weights(NamedTuple):
     """What the next tokens are drawn with."""
 
-    params: Params  # a serving copy
+    params: Params  # inference weights
     version: int  # the rollout batches that it has learnt from
 
 

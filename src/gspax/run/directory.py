@@ -38,7 +38,7 @@ from gspax.run.manifest import extra_file, finished_steps, installed_version
 from gspax.run.redaction import recorded_variables, redact_arguments
 
 # What an evaluation may change besides: how many completions are sampled at once, and where
-LAYOUT = ("sampling.*", "mesh.*", "serving_mesh", "serving_mesh.*", "placement", "placement.*")
+LAYOUT = ("sampling.*", "mesh.*", "sampler_mesh", "sampler_mesh.*", "placement", "placement.*")
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 

@@ -1,8 +1,8 @@
-"""The serving copy: the parameters as the sampler reads them, made once per rollout batch.
+"""The inference weights: the parameters as the sampler reads them, made once per rollout batch.
 
 Adapters are merged into their weights; arrays are in the compute dtype, except for those that the model reads in
 float32; and every layer has arrays of its own (`model.decoding` says why). With `weights_dtype` "int8" matrices are
-quantised (`model.kernels.quantization`), an embedding only where it is the head too: a token reads one row of it.
+quantized (`model.kernels.quantization`), an embedding only where it is the head too: a token reads one row of it.
 """
 
 from __future__ import annotations
@@ -12,66 +12,68 @@ from typing import Any
 
 import jax
 
-from gspax.config import DrawingDtype, ModelConfig, layer_runs
+from gspax.config import ModelConfig, SamplerDtype, layer_runs
 from gspax.model import transformer
-from gspax.model.kernels.quantization import Quantized, Weight, is_quantized, quantise
+from gspax.model.kernels.quantization import Quantized, Weight, is_quantized, quantize
 from gspax.model.low_rank import dense
-from gspax.parallel.sharding import SERVING_RULES, named_sharding
+from gspax.parallel.sharding import INFERENCE_RULES, named_sharding
 from gspax.types import Params
 
 FULL = {"norm", "router"}  # axes of the parameters that the model reads in float32 whatever its compute dtype
 
 
-def make_serving_copy(
-    params: Params, config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto"
+def make_inference_weights(
+    params: Params, config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
 ) -> Params:
     """The inference weights: `embedding`, `layers` (a tuple), `norm`, and `head` unless embeddings are tied.
 
-    They are sharded by `serving_shardings`.
+    They are sharded by `inference_shardings`.
     """
     return copier(config, mesh, weights_dtype)(params)
 
 
-def convert(params: Params, config: ModelConfig, weights_dtype: DrawingDtype = "auto") -> Params:
-    """`make_serving_copy` inside a jitted function, without a layout."""
+def convert(params: Params, config: ModelConfig, weights_dtype: SamplerDtype = "auto") -> Params:
+    """`make_inference_weights` inside a jitted function, without a layout."""
 
     def cast(leaf: jax.Array, axes: tuple[str, ...]) -> Weight:
         if weights_dtype == "int8" and (summed := _summed_axes(axes, config)):
-            return quantise(leaf, summed)
+            return quantize(leaf, summed)
         return leaf.astype(leaf.dtype if FULL & set(axes) else config.dtype)
 
     return _unstack(jax.tree.map(cast, dense(params), transformer.logical_axes(config)), config)
 
 
-def serving_shardings(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto") -> Params:
-    """The layout of the serving copy on a mesh: a `NamedSharding` for each array."""
+def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto") -> Params:
+    """The layout of the inference weights on a mesh: a `NamedSharding` for each array."""
 
     def shardings(leaf: Any, axes: tuple[str, ...]) -> Any:
         axes = axes[len(axes) - len(leaf.shape) :]
-        whole = named_sharding(mesh, *axes, rules=SERVING_RULES)
+        whole = named_sharding(mesh, *axes, rules=INFERENCE_RULES)
         if not is_quantized(leaf):
             return whole
         summed = _summed_axes(axes, config)
         kept = [axis for number, axis in enumerate(axes) if number not in summed]
-        return Quantized(whole, named_sharding(mesh, *kept, rules=SERVING_RULES))
+        return Quantized(whole, named_sharding(mesh, *kept, rules=INFERENCE_RULES))
 
     axes = _unstack(transformer.logical_axes(config), config, axes=True)
     return jax.tree.map(shardings, _abstract(config, weights_dtype), axes, is_leaf=is_quantized)
 
 
-def abstract_serving_copy(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto") -> Params:
-    """`ShapeDtypeStruct`s, with shardings, of what `make_serving_copy` returns."""
+def abstract_inference_weights(
+    config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
+) -> Params:
+    """`ShapeDtypeStruct`s, with shardings, of what `make_inference_weights` returns."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         _abstract(config, weights_dtype),
-        serving_shardings(config, mesh, weights_dtype),
+        inference_shardings(config, mesh, weights_dtype),
     )
 
 
 @lru_cache
-def copier(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto") -> Any:
-    """The jitted `make_serving_copy` of a model and a mesh."""
-    shardings = serving_shardings(config, mesh, weights_dtype)
+def copier(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto") -> Any:
+    """The jitted `make_inference_weights` of a model and a mesh."""
+    shardings = inference_shardings(config, mesh, weights_dtype)
     return jax.jit(partial(convert, config=config, weights_dtype=weights_dtype), out_shardings=shardings)
 
 
@@ -91,7 +93,7 @@ def _summed_axes(axes: tuple[str, ...], config: ModelConfig) -> tuple[int, ...]:
     return tuple(number for number, axis in enumerate(axes) if axis in summed)
 
 
-def _abstract(config: ModelConfig, weights_dtype: DrawingDtype) -> Params:
+def _abstract(config: ModelConfig, weights_dtype: SamplerDtype) -> Params:
     make = partial(convert, config=config, weights_dtype=weights_dtype)
     return jax.eval_shape(make, transformer.abstract_params(config))
 

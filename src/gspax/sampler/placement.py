@@ -20,14 +20,14 @@ from typing import Any
 
 import jax
 
-from gspax.config import DrawingDtype, Experiment, ModelConfig
+from gspax.config import Experiment, ModelConfig, SamplerDtype
 from gspax.errors import UserError
 from gspax.experiment.validation import check
-from gspax.model.sizes.sampler_layout import choose_serving_layout
+from gspax.model.sizes.sampler_layout import choose_sampler_layout
 from gspax.parallel import multihost
 from gspax.parallel.sharding import group_by_slice, make_mesh, named_sharding, reshape_mesh
 from gspax.parallel.transfer import size_mismatch, transfer
-from gspax.sampler.inference_weights import convert, make_serving_copy, serving_shardings
+from gspax.sampler.inference_weights import convert, inference_shardings, make_inference_weights
 from gspax.types import Params, Rollout
 
 
@@ -36,7 +36,7 @@ class Sampler:
     """The sampler's mesh, and what moves arrays between it and the learner's mesh."""
 
     mesh: jax.sharding.Mesh
-    push: Callable[[Params], Params]  # the learner's parameters to a serving copy
+    push: Callable[[Params], Params]  # the learner's parameters to inference weights
     fetch: Callable[[Rollout], Rollout]  # a rollout, to the learner; arrays on the host stay there
 
 
@@ -61,7 +61,7 @@ def make_meshes(
     check(experiment, len(devices), (len(group_by_slice(learners)), len(group_by_slice(own))))
     mesh = make_mesh(experiment.mesh, learners, config)
     drawing = mesh if placement is None else make_mesh(placement.mesh, own, config)
-    layout = choose_serving_layout(experiment, dict(drawing.shape), memory or device_memory(drawing))
+    layout = choose_sampler_layout(experiment, dict(drawing.shape), memory or device_memory(drawing))
     return mesh, reshape_mesh(drawing, layout.sizes)
 
 
@@ -74,7 +74,7 @@ def device_memory(mesh: jax.sharding.Mesh) -> int | None:
 
 
 def make_sampler(
-    config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto"
+    config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
 ) -> Sampler:
     """The sampler on a mesh of the learner's devices, or of devices of its own."""
     colocated = set(mesh.devices.flat) == set(learner.devices.flat)
@@ -83,10 +83,10 @@ def make_sampler(
 
 
 def make_colocated_sampler(
-    config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto"
+    config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
 ) -> Sampler:
     """The sampler on the learner's devices, on a mesh of its own."""
-    push = partial(make_serving_copy, config=config, mesh=mesh, weights_dtype=weights_dtype)
+    push = partial(make_inference_weights, config=config, mesh=mesh, weights_dtype=weights_dtype)
     fetch = partial(_move_arrays, move=_resharder(named_sharding(learner, "batch")))
     return Sampler(mesh, push, fetch)
 
@@ -98,12 +98,12 @@ def _resharder(sharding: jax.sharding.NamedSharding) -> Callable[[Any], Any]:
 
 
 def make_disaggregated_sampler(
-    config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: DrawingDtype = "auto"
+    config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
 ) -> Sampler:
     """The sampler on a mesh of its own. UserError if parameters cannot be moved there between processes."""
     if jax.process_count() > 1 and (problem := size_mismatch(jax.device_count() - mesh.size, mesh.size)):
         raise UserError(f"placement.devices: {problem}")
-    shardings = serving_shardings(config, mesh, weights_dtype)
+    shardings = inference_shardings(config, mesh, weights_dtype)
     copy = jax.jit(partial(convert, config=config, weights_dtype=weights_dtype))
     return Sampler(
         mesh,

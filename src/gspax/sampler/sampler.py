@@ -43,14 +43,14 @@ def sample(
     """Sample `sampling.group` completions of each prompt; the rows of one prompt are adjacent.
 
     Args:
-      params: a serving copy (`sampler.inference_weights`).
+      params: inference weights (`sampler.inference_weights`).
       prompts: P token lists. A process needs only those of its own rows (`multihost.local_rows`); the others may be
         None.
       prompt_ids: the P problems' indices; sample g of a prompt has the id `prompt_id * (group - greedy) + g`.
       key: equal (key, id) give equal samples.
       options: of which `sampling.prompts` is not read. Temperature 0 decodes greedily, with log-probs at temperature 1.
       ended: with `sampling.chunk`, gets the completions that have ended while others go on (`sampler.chunks`).
-      renew: with `sampling.chunk`, called before every chunk but the first: a serving copy and its version, which
+      renew: with `sampling.chunk`, called before every chunk but the first: inference weights and their version, which
         `Rollout.version_BT` records. Newer weights continue the unfinished samples, whose cache is kept.
 
     Raises:

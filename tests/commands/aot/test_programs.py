@@ -16,7 +16,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.model.sizes.old_policy import keeps_experts
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.environments import ToolUse
-from gspax.sampler.inference_weights import abstract_serving_copy
+from gspax.sampler.inference_weights import abstract_inference_weights
 from gspax.types import Rollout
 
 SMALL = small_experiment.experiment
@@ -78,8 +78,8 @@ HALF = replace(SMALL.model, param_dtype="bfloat16")
 
 @pytest.mark.parametrize("model", [SMALL.model, HALF], ids=["float32", "bfloat16 with a master copy"])
 def test_resident_bytes(model):
-    """With a reference: it and the other minibatches are not passed to the train step; only the serving copy is passed
-    to the sampler."""
+    """With a reference: it and the other minibatches are not passed to the train step; only inference weights go to
+    the sampler."""
     experiment = replace(EXPERIMENTS["with a reference"], model=model)
     mesh = make_mesh(experiment.mesh, jax.devices()[:4])
     state = programs.abstract_state(
@@ -111,11 +111,11 @@ def test_resident_bytes_with_a_disaggregated_sampler(staleness):
     positions = SMALL.sampling.max_prompt_tokens + SMALL.sampling.max_tokens
     rows = SMALL.sampling.prompts * SMALL.sampling.group // 2
     rollout = rows * (positions * (4 + 4 + 1) + 4 + 4 + 1)  # tokens, log-probs, mask; two lengths, whether it ended
-    transfer = programs.device_bytes(abstract_serving_copy(placed.model, mesh)) if staleness else 0
+    transfer = programs.device_bytes(abstract_inference_weights(placed.model, mesh)) if staleness else 0
     assert found == {
         programs.TRAIN: together[programs.TRAIN],
         programs.SCORE: together[programs.SCORE] + transfer,
-        programs.ROLLOUT: staleness * (programs.device_bytes(abstract_serving_copy(placed.model, own)) + rollout),
+        programs.ROLLOUT: staleness * (programs.device_bytes(abstract_inference_weights(placed.model, own)) + rollout),
     }
 
 
@@ -124,7 +124,7 @@ def test_a_disaggregated_sampler_is_lowered_for_its_mesh_and_the_pushed_paramete
     placed = replace(SMALL, model=replace(SMALL.model, dtype="bfloat16"), placement=config.Placement(devices=2))
     lowered = {program.name: program.lower() for program in programs.make_programs(placed, mesh, own)}
     given = jax.tree.map(lambda leaf: leaf.dtype, lowered[programs.ROLLOUT].args_info[0][0])
-    assert given == jax.tree.map(lambda leaf: leaf.dtype, abstract_serving_copy(placed.model, own))
+    assert given == jax.tree.map(lambda leaf: leaf.dtype, abstract_inference_weights(placed.model, own))
     text = {name: each.as_text() for name, each in lowered.items()}
     assert '"fsdp"=2' in text[programs.ROLLOUT] and '"fsdp"=4' not in text[programs.ROLLOUT]
     assert '"fsdp"=4' in text[programs.TRAIN] and '"fsdp"=2' not in text[programs.TRAIN]

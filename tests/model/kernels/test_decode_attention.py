@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from gspax.model.kernels import decode_attention as module
 from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import merge
-from gspax.model.kernels.quantization import quantise
+from gspax.model.kernels.quantization import quantize
 
 decode_attention = partial(module.decode_attention, interpret=True)
 START = np.array([0, 0, 0, 5, 9, 16, 3])
@@ -70,7 +70,7 @@ def attend_to_segments(q, k, v, start_B, stop_B):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 3e-2)])
 def test_a_cache_in_8_bits_is_the_cache_that_it_stands_for(attend, dtype, tolerance):
     q, *cache = slots(dtype=dtype)
-    k, v = (quantise(x, axes=(-1,)) for x in cache)
+    k, v = (quantize(x, axes=(-1,)) for x in cache)
     rounded = [np.asarray(x.values, np.float64) * np.asarray(x.scale, np.float64)[..., None] for x in (k, v)]
     context, logsumexp = attend(q, k, v, START, STOP)
     live_B = STOP > START
@@ -155,9 +155,9 @@ def test_heads_that_do_not_divide():
 
 
 @pytest.mark.parametrize(
-    ("topology", "quantised"), [("v5p:2x2x1", False), ("v5e:2x2", True), ("v6e:2x2", False), ("v5p:2x2x1", True)]
+    ("topology", "quantized"), [("v5p:2x2x1", False), ("v5e:2x2", True), ("v6e:2x2", False), ("v5p:2x2x1", True)]
 )
-def test_the_kernel_compiles_for_tpu_and_reads_the_cache_in_place(topology, quantised, monkeypatch):
+def test_the_kernel_compiles_for_tpu_and_reads_the_cache_in_place(topology, quantized, monkeypatch):
     pytest.importorskip("libtpu")
     from gspax.commands.aot import chips
 
@@ -166,7 +166,7 @@ def test_the_kernel_compiles_for_tpu_and_reads_the_cache_in_place(topology, quan
     sharding = jax.sharding.NamedSharding(Mesh(np.array([device]), "x"), PartitionSpec())
 
     def new(x):
-        return quantise(x, axes=(-1,)) if quantised else x
+        return quantize(x, axes=(-1,)) if quantized else x
 
     q, cache, row = (
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -11,7 +11,7 @@ from test_expert_parallel import MESH, ROUTINGS, A, E, K, N, X, assert_close, dr
 
 from gspax.model.kernels import expert_decoding as module
 from gspax.model.kernels.expert_ffn import Experts, expert_ffn
-from gspax.model.kernels.quantization import quantise
+from gspax.model.kernels.quantization import quantize
 
 EXCHANGES = {"gathered": module.gathered, "to_experts": partial(module.to_experts, exchange=emulated)}
 
@@ -48,9 +48,9 @@ def test_agrees_with_all_experts_on_one_device(exchange, few, monkeypatch):
 def test_experts_in_8_bits(few, monkeypatch):
     monkeypatch.setattr(module, "FEW_EXPERTS", few)
     (x, expert, gate, *weights), _ = draw("any")
-    quantised = [quantise(w, (1,)) for w in weights]
+    quantized = [quantize(w, (1,)) for w in weights]
     visit = on_mesh(module.gathered)
-    assert_close(visit(x, expert, gate, *quantised), expert_ffn(x, expert, gate, *quantised), 2e-6)
+    assert_close(visit(x, expert, gate, *quantized), expert_ffn(x, expert, gate, *quantized), 2e-6)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

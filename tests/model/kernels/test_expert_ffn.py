@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspax.model.kernels import expert_ffn as module
 from gspax.model.kernels.expert_ffn import BLOCK, blocked, expert_ffn, few_rows, ragged, sort_by_expert
-from gspax.model.kernels.quantization import quantise
+from gspax.model.kernels.quantization import quantize
 
 BACKENDS = [blocked, ragged]  # on the CPU, expert_ffn is blocked
 D, F = 6, 10
@@ -76,8 +76,8 @@ def reference(x, expert, gate, w_gate, w_up, w_down, dy):
 
 def in_8_bits(weights):
     """The weights with a scale for each expert and output channel, and the float weights that they stand for."""
-    quantised = [quantise(w, (1,)) for w in weights]
-    return quantised, [q.values * q.scale[:, None] for q in quantised]
+    quantized = [quantize(w, (1,)) for w in weights]
+    return quantized, [q.values * q.scale[:, None] for q in quantized]
 
 
 def mixed(x, expert, gate, *weights):
@@ -98,8 +98,8 @@ def mixed(x, expert, gate, *weights):
 )
 def test_experts_in_8_bits(run, name):
     x, expert, gate, *weights = draw(name)
-    quantised, rounded = in_8_bits(weights)
-    got, want = jax.jit(run)(x, expert, gate, *quantised), jax.jit(run)(x, expert, gate, *rounded)
+    quantized, rounded = in_8_bits(weights)
+    got, want = jax.jit(run)(x, expert, gate, *quantized), jax.jit(run)(x, expert, gate, *rounded)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert np.abs(got - jax.jit(run)(x, expert, gate, *weights)).max() > 1e-3, "the rounding"
 
@@ -107,15 +107,15 @@ def test_experts_in_8_bits(run, name):
 def test_many_rows_multiply_converted_weights(monkeypatch):
     """The scales of the rows, [S, F] and [S, D], would be gathered."""
     x, expert, gate, *weights = draw("padding")
-    quantised, rounded = in_8_bits(weights)
+    quantized, rounded = in_8_bits(weights)
 
     def gathers() -> int:
-        return str(jax.make_jaxpr(partial(mixed))(x, expert, gate, *quantised)).count("= gather[")
+        return str(jax.make_jaxpr(partial(mixed))(x, expert, gate, *quantized)).count("= gather[")
 
     few = gathers()
     monkeypatch.setattr(module, "MANY_ROWS", 1)
     assert gathers() == few - 3
-    got, want = (jax.jit(partial(mixed))(x, expert, gate, *w) for w in (quantised, rounded))
+    got, want = (jax.jit(partial(mixed))(x, expert, gate, *w) for w in (quantized, rounded))
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
@@ -201,7 +201,7 @@ def test_a_row_does_not_depend_on_the_others(ffn):
 
 
 @pytest.mark.parametrize("ffn", [blocked, pytest.param(ragged, marks=pytest.mark.slow)])
-def test_a_scan_over_rematerialised_layers_equals_a_loop_with_the_other_backend(ffn):
+def test_a_scan_over_rematerialized_layers_equals_a_loop_with_the_other_backend(ffn):
     (other,) = {blocked, ragged} - {ffn}
     x, expert, gate, *weights = draw("even")
     stacked = [0.3 * jnp.stack([w, 0.5 * w, -w]) for w in weights]

@@ -19,7 +19,7 @@ from gspax.commands.aot.hlo import KINDS, Instruction, Module, array_bytes, trip
 from gspax.commands.aot.traffic import Live
 from gspax.config import ModelConfig, Sampling
 from gspax.model.kernels.decode_attention import fetched_positions
-from gspax.model.sizes.memory import embedding_table_count, position_bytes, serving_bytes, size_of
+from gspax.model.sizes.memory import embedding_table_count, inference_weights_bytes, position_bytes, size_of
 from gspax.parallel.sharding import batch_shards
 
 PARTS = ("start", "mean", "end")  # of a response
@@ -56,7 +56,7 @@ def needed(part: str, model: ModelConfig, sampling: Sampling, mesh: dict[str, in
     positions = rows * length + prompts * sampling.max_prompt_tokens
     cache = position_bytes(model, sampling.kv_cache_dtype, mesh) * positions
     table = size_of(model.dtype) * embedding_table_count(model)
-    return int(serving_bytes(model, sampling, mesh) - table // mesh["tensor"] // mesh["fsdp"] + cache)
+    return int(inference_weights_bytes(model, sampling, mesh) - table // mesh["tensor"] // mesh["fsdp"] + cache)
 
 
 def gathered_weights(module: Module) -> list[str]:

@@ -37,10 +37,10 @@ from gspax.model.sizes.old_policy import reads_experts
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.sampler import chunks, conversations, engine, sampler
 from gspax.sampler.engine import Prompts, SampleOptions
-from gspax.sampler.inference_weights import abstract_serving_copy, copier
+from gspax.sampler.inference_weights import abstract_inference_weights, copier
 from gspax.types import Batch, Rollout, TrainState
 
-TRAIN, SCORE, COPY, ROLLOUT = "train step", "old log-probs", "serving copy", "rollout"
+TRAIN, SCORE, COPY, ROLLOUT = "train step", "old log-probs", "inference weights", "rollout"
 PROMPTS, TURNS, REPLIES = "prompts", "turns", "replies"  # of conversations, instead of the rollout
 SAMPLER = (COPY, ROLLOUT, PROMPTS, TURNS, REPLIES)  # run on the sampler's mesh
 
@@ -88,11 +88,11 @@ def make_programs(
     scoring = held + batches - device_bytes(state.params) - device_bytes(batch)
     if experiment.placement is not None and experiment.placement.staleness > 0:
         # Scoring does not wait for the parameters that are on their way to the sampler.
-        scoring += device_bytes(abstract_serving_copy(experiment.model, mesh, experiment.sampling.weights_dtype))
-    serving_mesh = mesh if sampler_mesh is None else sampler_mesh
+        scoring += device_bytes(abstract_inference_weights(experiment.model, mesh, experiment.sampling.weights_dtype))
+    sampler_mesh = mesh if sampler_mesh is None else sampler_mesh
     copy = Program(
         name=COPY,
-        lower=lambda: copier(experiment.model, serving_mesh, experiment.sampling.weights_dtype).lower(state.params),
+        lower=lambda: copier(experiment.model, sampler_mesh, experiment.sampling.weights_dtype).lower(state.params),
         resident=held - device_bytes(state.params),
     )
     beside_training = held + batches - device_bytes(state) - device_bytes(batch)
@@ -105,7 +105,7 @@ def make_programs(
             experiment.model,
             experiment.sampling,
             state,
-            serving_mesh,
+            sampler_mesh,
             placement=experiment.placement,
             turns=None if experiment.environment is None else experiment.turns,
             stop_ids=experiment.tokenizer.stop_ids,
@@ -127,9 +127,9 @@ def _make_sampler(
 ) -> list[Program]:
     """The sampler, on devices that hold `held` bytes throughout the run if they are the learner's.
 
-    Each rollout batch drawn ahead adds a serving copy and a rollout to the devices of a disaggregated sampler.
+    Each rollout batch drawn ahead adds inference weights and a rollout to the devices of a disaggregated sampler.
     """
-    params = abstract_serving_copy(model, mesh, sampling.weights_dtype)
+    params = abstract_inference_weights(model, mesh, sampling.weights_dtype)
     key: Any = jax.ShapeDtypeStruct(state.key.shape, state.key.dtype, sharding=named_sharding(mesh))
     resident = held
     if placement is not None:

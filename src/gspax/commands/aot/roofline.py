@@ -33,11 +33,11 @@ from gspax.commands.aot.programs import (
 )
 from gspax.commands.aot.targets import Rate, Target
 from gspax.commands.aot.traffic import traffic
-from gspax.config import DrawingDtype, ModelConfig, Sampling
+from gspax.config import ModelConfig, SamplerDtype, Sampling
 from gspax.model.extension import BLOCK
 from gspax.model.sizes.counts import forward_flops
 from gspax.model.sizes.memory import count_slots
-from gspax.sampler.inference_weights import abstract_serving_copy
+from gspax.sampler.inference_weights import abstract_inference_weights
 
 PUSH, PREFILL, DECODE, REPLY = "weight push", "prefill", "decode, a token", "a reply"
 
@@ -135,9 +135,9 @@ def make_phases(
     return found
 
 
-def push_phase(model: ModelConfig, learner: Target, sampler: Target, weights_dtype: DrawingDtype = "auto") -> Phase:
+def push_phase(model: ModelConfig, learner: Target, sampler: Target, weights_dtype: SamplerDtype = "auto") -> Phase:
     """The transfer of parameters to a disaggregated sampler, at the rate of the target with fewer devices."""
-    received = device_bytes(abstract_serving_copy(model, sampler.mesh, weights_dtype))
+    received = device_bytes(abstract_inference_weights(model, sampler.mesh, weights_dtype))
     sent = received * max(sampler.mesh.size, learner.mesh.size) // learner.mesh.size
     axes = tuple(axis for axis, size in sampler.sizes.items() if size > 1)
     over = Collective("push", axes, sampler.mesh.size, dcn=learner.topology is not sampler.topology)

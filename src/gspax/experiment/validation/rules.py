@@ -41,7 +41,7 @@ from gspax.experiment.validation.first_problems import first_problems
 from gspax.model.architecture import architecture_problems
 from gspax.model.sizes.counts import with_carried
 from gspax.model.sizes.memory import slot_problems
-from gspax.model.sizes.sampler_layout import choose_serving_layout
+from gspax.model.sizes.sampler_layout import choose_sampler_layout
 from gspax.parallel import sharding
 from gspax.rewards.calls import find_async_members
 
@@ -276,7 +276,7 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
             yield f"placement.devices: wanted fewer than the {devices} devices, got {experiment.placement.devices}"
             return
         devices -= experiment.placement.devices
-        yield from _sampler_mesh(experiment.placement, experiment.sampling, experiment.model, slices[1])
+        yield from _disaggregated_mesh(experiment.placement, experiment.sampling, experiment.model, slices[1])
     try:
         sizes = sharding.resolve_axes(mesh, devices, experiment.model, slices=slices[0])
     except UserError as problem:
@@ -297,13 +297,13 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
         if count % shards:
             yield f"{key}: wanted a multiple of the {shards} devices that rows are sharded over, got {count}"
     yield from sharding.find_mismatches(sizes, experiment.model)
-    if experiment.serving_mesh is not None:
-        yield from _serving_mesh(
-            experiment.serving_mesh, experiment.placement, experiment.sampling, experiment.model, sizes
+    if experiment.sampler_mesh is not None:
+        yield from _colocated_mesh(
+            experiment.sampler_mesh, experiment.placement, experiment.sampling, experiment.model, sizes
         )
     elif experiment.placement is None and experiment.sampling.cache_gib:
-        serving = choose_serving_layout(experiment, sizes).sizes
-        yield from slot_problems(experiment.model, experiment.sampling, serving)
+        layout = choose_sampler_layout(experiment, sizes)
+        yield from slot_problems(experiment.model, experiment.sampling, layout.sizes)
 
 
 def _undivided_rows(sampling: Sampling, shards: int, which: str, key: str = "sampling.prompts") -> Iterator[str]:
@@ -316,7 +316,7 @@ def _undivided_rows(sampling: Sampling, shards: int, which: str, key: str = "sam
         )
 
 
-def _sampler_mesh(placement: Placement, sampling: Sampling, model: ModelConfig, slices: int) -> Iterator[str]:
+def _disaggregated_mesh(placement: Placement, sampling: Sampling, model: ModelConfig, slices: int) -> Iterator[str]:
     """The axes of a disaggregated sampler fit its devices."""
     try:
         sizes = sharding.resolve_axes(placement.mesh, placement.devices, model, slices=slices)
@@ -330,20 +330,20 @@ def _sampler_mesh(placement: Placement, sampling: Sampling, model: ModelConfig, 
     yield from _sampler_sizes("placement.mesh", sizes, held, model)
 
 
-def _serving_mesh(
+def _colocated_mesh(
     given: Mesh, placement: Placement | None, sampling: Sampling, model: ModelConfig, learner: dict[str, int]
 ) -> Iterator[str]:
     """The axes of the learner's devices during a rollout fit them."""
     if placement is not None:
-        yield "serving_mesh: wanted null with placement, whose placement.mesh is the sampler's, got a mesh"
+        yield "sampler_mesh: wanted null with placement, whose placement.mesh is the sampler's, got a mesh"
         return
     try:
         sizes = sharding.resolve_axes(given, math.prod(learner.values()), model, slices=learner["slice"])
     except UserError as problem:
-        yield f"serving_{problem}"
+        yield f"sampler_{problem}"
         return
-    yield from _undivided_rows(sampling, sharding.batch_shards(sizes), "of serving_mesh for rows")
-    yield from _sampler_sizes("serving_mesh", sizes, sampling, model)
+    yield from _undivided_rows(sampling, sharding.batch_shards(sizes), "of sampler_mesh for rows")
+    yield from _sampler_sizes("sampler_mesh", sizes, sampling, model)
 
 
 def _sampler_sizes(key: str, sizes: dict[str, int], sampling: Sampling, model: ModelConfig) -> Iterator[str]:
@@ -374,4 +374,4 @@ _COMBINATIONS: tuple[tuple[Callable[..., Iterator[str]], str], ...] = (
     (conversation_problems, "environment turns tokenizer placement"),
     (credit_problems, "turns.credit loss advantage correction rejection reference"),
 )
-_OF_MESH = ("sampling", "schedule", "model", "mesh", "placement", "serving_mesh", "warm_start.rows")
+_OF_MESH = ("sampling", "schedule", "model", "mesh", "placement", "sampler_mesh", "warm_start.rows")

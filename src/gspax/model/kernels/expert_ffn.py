@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gspax.model.kernels.quantization import Weight, cast, dequantise, is_quantized
+from gspax.model.kernels.quantization import Weight, cast, dequantize, is_quantized
 
 BLOCK = 40  # rows; larger blocks pad small batches more, and XLA:CPU multi-threads their products at a loss
 MANY_ROWS = 128  # per expert: `ragged` converts weights of 8 bits first, instead of scaling float32 results
@@ -337,7 +337,7 @@ def _ragged_forward(x_SD, gate_S, experts, count_E, *, mixed=False):
     would be larger than the copies.
     """
     if x_SD.shape[0] >= MANY_ROWS * count_E.size:
-        experts = Experts(*(dequantise(w, x_SD.dtype, axis=1) for w in experts))
+        experts = Experts(*(dequantize(w, x_SD.dtype, axis=1) for w in experts))
     # Rows after the last group are undefined and may not be finite: masked, but for the result, where none is read.
     row_S = jnp.arange(x_SD.shape[0], dtype=jnp.int32)
     used_S1 = (row_S < count_E.sum())[:, None]

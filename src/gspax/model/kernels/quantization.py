@@ -31,7 +31,7 @@ class Quantized(NamedTuple):
 Weight: TypeAlias = Any  # an Array or a Quantized
 
 
-def quantise(x: Array, axes: tuple[int, ...]) -> Quantized:
+def quantize(x: Array, axes: tuple[int, ...]) -> Quantized:
     """x in 8 bits, with one scale for all numbers along `axes`; they are off by at most half of it."""
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axis=axes, keepdims=True)
@@ -60,7 +60,7 @@ def unpack(x: Weight, dtype: Any) -> tuple[Array, Array | None]:
     return (x.values.astype(dtype), x.scale) if isinstance(x, Quantized) else (x, None)
 
 
-def dequantise(weight: Weight, dtype: Any, axis: int) -> Array:
+def dequantize(weight: Weight, dtype: Any, axis: int) -> Array:
     """The array that a weight with one scale along `axis` is about, in a dtype; or the array that it is."""
     if not isinstance(weight, Quantized):
         return weight.astype(dtype)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 from gspax.config import (
     LOGIT_BUDGET,
-    DrawingDtype,
     Experiment,
     Lora,
     ModelConfig,
@@ -23,6 +22,7 @@ from gspax.config import (
     Regularizers,
     RouterShift,
     RoutingReplay,
+    SamplerDtype,
     Sampling,
     expert_id_dtype,
     is_sparse,
@@ -73,7 +73,7 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
     rows = math.ceil(count_slots(config, sampling, mesh) / sharding.batch_shards(mesh))
     rows = rows if rows % mesh["context"] else rows // mesh["context"]
     position, prompts = position_bytes(config, sampling.kv_cache_dtype, mesh), count_device_prompts(sampling, mesh)
-    weights, dtype = serving_bytes(config, sampling, mesh), _dtype(sampling.weights_dtype, config)
+    weights, dtype = inference_weights_bytes(config, sampling, mesh), _dtype(sampling.weights_dtype, config)
     if placement is None:
         reference = experiment.reference is not None
         held = resident_bytes(config, experiment.lora, experiment.optimizer, learner, reference=reference)
@@ -131,7 +131,7 @@ def optimizer_bytes(optimizer: Optimizer, config: ModelConfig, lora: Lora | None
     return {**state, "master copy, float32": master * trained}
 
 
-def serving_bytes(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> int:
+def inference_weights_bytes(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> int:
     """A device's share of the inference weights: only experts are sharded over the axis expert."""
     experts = _sparse_layers(config) * 3 * config.num_experts * config.hidden_size * config.moe_intermediate_size
     table = embedding_table_count(config)  # never in 8 bits
@@ -145,7 +145,7 @@ def embedding_table_count(config: ModelConfig) -> int:
     return 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
 
 
-def position_bytes(config: ModelConfig, kv_cache_dtype: DrawingDtype, mesh: AxisSizes) -> int:
+def position_bytes(config: ModelConfig, kv_cache_dtype: SamplerDtype, mesh: AxisSizes) -> int:
     """Bytes of the keys, the values and their scales of one position of one row on one device."""
     heads, scale = config.num_key_value_heads // mesh["tensor"], FLOAT32 if kv_cache_dtype == "int8" else 0
     vector = size_of(_dtype(kv_cache_dtype, config)) * config.head_dim + scale
@@ -282,7 +282,7 @@ def size_of(dtype: str) -> int:
     return {"int8": 1, "bfloat16": 2}.get(dtype, FLOAT32)
 
 
-def _dtype(dtype: DrawingDtype, config: ModelConfig) -> str:
+def _dtype(dtype: SamplerDtype, config: ModelConfig) -> str:
     return config.dtype if dtype == "auto" else dtype
 
 

@@ -1,7 +1,7 @@
-"""How the serving copy of the parameters, the cache and the rows are laid out while completions are drawn.
+"""How the inference weights, the cache and the rows are laid out while completions are sampled.
 
 The sampler's mesh has the devices of the learner's, with other axes: what is cheap for an update, parameters in small
-parts that each layer gathers, would send all weights for every token. `sharding.serving_layouts` has the choices.
+parts that each layer gathers, would send all weights for every token. `sharding.sampler_layouts` has the choices.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ USABLE = 0.9  # of a device's memory: the rest is for what the estimate leaves o
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingLayout:
+class SamplerLayout:
     """The sizes of the sampler's mesh axes, and the reason for them, one line for each decision."""
 
     sizes: dict[str, int]
     why: tuple[str, ...]
 
 
-def choose_serving_layout(experiment: Experiment, sizes: dict[str, int], memory: int | None = None) -> ServingLayout:
+def choose_sampler_layout(experiment: Experiment, sizes: dict[str, int], memory: int | None = None) -> SamplerLayout:
     """The layout on devices whose axes have these sizes: the given one, or the fastest that fits.
 
     Args:
@@ -36,20 +36,20 @@ def choose_serving_layout(experiment: Experiment, sizes: dict[str, int], memory:
       UserError: the given axes do not fit the devices.
     """
     placement, model = experiment.placement, experiment.model
-    given = experiment.serving_mesh
+    given = experiment.sampler_mesh
     if placement is not None:
         given = placement.mesh if placement.mesh != Mesh() else None
     if given is not None:
         resolved = sharding.resolve_axes(given, math.prod(sizes.values()), model, slices=sizes["slice"])
-        return ServingLayout(sizes=resolved, why=("as given",))
+        return SamplerLayout(sizes=resolved, why=("as given",))
     sampling, group = experiment.sampling, experiment.sampling.group
     held = with_carried(sampling, placement).prompts
     rows = math.gcd(sampling.prompts * group, held * group, sampling.slots)
-    layouts = list(sharding.serving_layouts(sizes, model, rows))
+    layouts = list(sharding.sampler_layouts(sizes, model, rows))
     needs = [sum(sampler_bytes(experiment, sizes, layout).values()) for layout in layouts]
     fits = [memory is None or need <= USABLE * memory for need in needs]
     chosen = fits.index(True) if any(fits) else len(layouts) - 1
-    return ServingLayout(
+    return SamplerLayout(
         sizes=layouts[chosen], why=(*_describe(layouts[chosen], model), *_describe_shortage(needs, chosen, memory))
     )
 
@@ -72,6 +72,6 @@ def _describe_shortage(needs: list[int], chosen: int, memory: int | None) -> lis
     if not chosen or memory is None:
         return []
     return [
-        f"a faster layout would need {needs[0] / 1e9:.1f} GB of a device's {memory / 1e9:.1f} GB while drawing; "
-        "optimizer.offload=true moves the optimiser state out of its way"
+        f"a faster layout would need {needs[0] / 1e9:.1f} GB of a device's {memory / 1e9:.1f} GB while sampling; "
+        "optimizer.offload=true moves the optimizer state out of its way"
     ]
