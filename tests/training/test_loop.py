@@ -304,8 +304,8 @@ def gives_nan(problem, completion):
     [
         (
             {"reward": raises},
-            r"reward: test_loop.raises failed for 32 of 32 .*: KeyError: 'answer' \(tests/training/test_loop.py:\d+\) for the "
-            r"prompt '\d+='",
+            r"reward: test_loop.raises failed for 32 of 32 .*: KeyError: 'answer' \(tests/training/test_loop.py:\d+\) "
+            r"for the prompt '\d+='",
         ),
         (
             {"reward": gives_nan},
@@ -343,11 +343,13 @@ def test_failed_rewards_that_end_a_run_are_recorded_first(runtime, monkeypatch, 
     monkeypatch.setattr(loop, "run_step", fail_from_now_on)
     rewards = reward_calls(reward, experiment.grading)
     monkeypatch.setattr(loop, "make_runtime", lambda _: replace(runtime, rewards=rewards))
-    with pytest.raises(UserError, match=r"reward failed for 32 of 32 .*: KeyError: .* \(tests/training/test_loop.py:\d+\)"):
+    place = r"\(tests/training/test_loop.py:\d+\)"
+    with pytest.raises(UserError, match=rf"reward failed for 32 of 32 .*: KeyError: .* {place}"):
         loop.train(experiment, tmp_path / "run")
     rows = failures(tmp_path / "run", step)
     assert len(rows) == 32
-    assert all(row["error"].startswith(f"KeyError: {row['completion']!r} (tests/training/test_loop.py:") for row in rows)
+    where = "(tests/training/test_loop.py:"
+    assert all(row["error"].startswith(f"KeyError: {row['completion']!r} {where}") for row in rows)
 
 
 def test_an_evaluation_with_some_failed_rewards_ends_no_run(runtime, monkeypatch, tmp_path, capsys):
