@@ -19,25 +19,18 @@ import numpy as np
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule
 from gspax.data.chat import ChatTokenizer, hf_chat, split_thinking
-from gspax.data.problem import Message, Problem, heldout_problem, train_problem
+from gspax.data.problem import GeneratedProblems, Message, Problem
 from gspax.hf.source import SMALL, locate
 from gspax.model import presets
 
 
 @dataclass(frozen=True)
-class Products:
+class Products(GeneratedProblems):
     """Two integers of 3 to `max_digits` digits each, to be multiplied."""
 
-    seed: int = 0
     max_digits: int = 7
 
-    def train(self, index: int) -> Problem:
-        return train_problem(self, index)
-
-    def heldout(self, index: int) -> Problem:
-        return heldout_problem(self, index)
-
-    def draw(self, rng: np.random.Generator) -> Problem:
+    def generate(self, rng: np.random.Generator) -> Problem:
         a, b = (int(rng.integers(10 ** (digits - 1), 10**digits)) for digits in rng.integers(3, self.max_digits + 1, 2))
         text = f"What is {a} * {b}? Reason step by step, and put the final number within \\boxed{{}}."
         return Problem(prompt=text, answer=str(a * b))

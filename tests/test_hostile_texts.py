@@ -61,7 +61,6 @@ READERS = {
     "calculator": calculate,
     "judge's refusal": lambda text: http._start(text.encode(errors="replace")),
     "addition": partial(addition.reward, PROBLEM),
-    "slips of an addition": partial(addition.slips, PROBLEM),
     "calculation": partial(calculations.reward, PROBLEM),
 }
 

@@ -8,12 +8,31 @@ from gspax.data.tasks import addition
 
 PROBLEM = Problem("a4+b7+c3=", "14")
 RIGHT = "00+a4=04,04+b7=11,11+c3=14,#14"
+STEP = re.compile(r"([0-9]{2})\+([a-k])([0-9])=([0-9]{2}),")
+TERM = re.compile(r"([a-k])([0-9])")
 
 
 def pairs(count):
     rng = np.random.default_rng(0)
     problems = [addition.Problems().train(i) for i in range(count)]
     return [(problem, addition.half_wrong(problem, rng)) for problem in problems]
+
+
+def slips(problem, completion):
+    """Indices of the steps that do not follow from the previous one (len(terms) for the answer); None if the completion
+    is not a scratchpad of this problem."""
+    steps = STEP.findall(completion)
+    terms = TERM.findall(problem.prompt)
+    written = "".join("{}+{}{}={},".format(*step) for step in steps)
+    answer = completion.removeprefix(written)
+    if len(steps) != len(terms) or not re.fullmatch(r"#[0-9]{2}", answer):
+        return None
+    wrong, total = [], 0
+    for i, ((name, digit), (before, step_name, step_digit, after)) in enumerate(zip(terms, steps, strict=True)):
+        if (int(before), step_name, step_digit, int(after)) != (total, name, digit, total + int(digit)):
+            wrong.append(i)
+        total = int(after)
+    return wrong + [len(terms)] * (int(answer[1:]) != total)
 
 
 def test_the_problems_are_those_of_recorded_runs():
@@ -73,7 +92,7 @@ def test_half_of_the_demonstrations_are_correct_at_every_length():
 def test_a_wrong_demonstration_makes_one_slip_and_continues_from_it():
     slipped = []
     for problem, text in pairs(2000):
-        wrong = addition.slips(problem, text)
+        wrong = slips(problem, text)
         assert wrong is not None
         assert len(wrong) == (addition.reward(problem, text) == 0.0)
         assert not wrong or wrong[0] < len(problem.prompt) // 3  # computed from the sum, never a copied answer
@@ -93,7 +112,7 @@ def test_every_sum_has_two_digits(prompt):
     rewards = []
     for _ in range(500):
         text = addition.half_wrong(problem, rng)
-        assert addition.slips(problem, text) is not None and len(text) == 9 * 11 + 3
+        assert slips(problem, text) is not None and len(text) == 9 * 11 + 3
         rewards.append(addition.reward(problem, text))
     assert np.mean(rewards) == pytest.approx(0.5, abs=0.1)
 
@@ -119,7 +138,7 @@ def test_every_sum_has_two_digits(prompt):
     ],
 )
 def test_slips_lists_the_wrong_steps(completion, expected):
-    assert addition.slips(PROBLEM, completion) == expected
+    assert slips(PROBLEM, completion) == expected
 
 
 @pytest.mark.parametrize("limits", [(1, 6), (7, 6), (6, 12), (0, 0)])

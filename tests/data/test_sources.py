@@ -342,6 +342,8 @@ def test_an_exception_in_a_users_source_is_one_error():
     ):
         read_problem(Mine().train, 3)
     assert read_problem(sort.Problems().heldout, 3) == sort.Problems().heldout(3)
+    with pytest.raises(UserError, match=r"^data: Problems.train\(-1\) raised ValueError: a problem's index must be at"):
+        read_problem(sort.Problems().train, -1)
 
 
 # In an experiment

@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from gspax.data import Problem
-from gspax.data.problem import heldout_problem, is_heldout, train_problem
+from gspax.data import GeneratedProblems, Problem
+from gspax.data.problem import is_heldout
 from gspax.data.tasks import addition, sort
 
 TASKS = [sort, addition]
@@ -57,7 +57,7 @@ def test_held_out_problems_are_distinct_and_a_longer_list_extends_a_shorter_one(
 
 def test_about_one_prompt_in_eight_is_held_out(task):
     rng = np.random.default_rng(0)
-    share = np.mean([is_heldout(task.Problems().draw(rng).prompt) for _ in range(COUNT)])
+    share = np.mean([is_heldout(task.Problems().generate(rng).prompt) for _ in range(COUNT)])
     assert share == pytest.approx(1 / 8, abs=0.02)
 
 
@@ -114,23 +114,22 @@ def test_an_exhausted_held_out_list_repeats():
 
 
 @dataclass(frozen=True)
-class OnePrompt:
-    prompt: str
-    seed: int = 0
+class OnePrompt(GeneratedProblems):
+    prompt: str = ""
 
-    def draw(self, rng):
+    def generate(self, rng):
         return Problem(self.prompt, "")
 
 
 def test_a_task_with_too_few_prompts_is_rejected_instead_of_looping():
     inside = next(prompt for prompt in map(str, range(1000)) if is_heldout(prompt))
     outside = next(prompt for prompt in map(str, range(1000)) if not is_heldout(prompt))
-    assert train_problem(OnePrompt(outside), 5).prompt == outside
-    assert heldout_problem(OnePrompt(inside), 5).prompt == inside
+    assert OnePrompt(prompt=outside).train(5).prompt == outside
+    assert OnePrompt(prompt=inside).heldout(5).prompt == inside
     with pytest.raises(ValueError, match="too few prompts"):
-        train_problem(OnePrompt(inside), 0)
+        OnePrompt(prompt=inside).train(0)
     with pytest.raises(ValueError, match="too few prompts"):
-        heldout_problem(OnePrompt(outside), 0)
+        OnePrompt(prompt=outside).heldout(0)
 
 
 def test_a_problem_is_frozen_and_hashable():

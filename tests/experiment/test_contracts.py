@@ -14,7 +14,7 @@ from small_experiment import experiment
 
 from gspax import advantages, losses
 from gspax.config import Optimizer, Reference, Turns, WarmStart
-from gspax.data import CharChat, CharTokenizer, Problem
+from gspax.data import CharChat, CharTokenizer, GeneratedProblems, Problem
 from gspax.experiment import override, validate
 from gspax.losses import correction, kl, shaping
 
@@ -164,24 +164,13 @@ def test_functions_are_called_with_packed_rows_where_the_run_does():
 
 
 @dataclass(frozen=True)
-class Same:
+class Same(GeneratedProblems):
     """Problems that all have one prompt, as those of a game whose answer is hidden."""
 
     prompt: str = "1"
-    seed: int = 0
 
-    def draw(self, rng):
+    def generate(self, rng):
         return Problem(self.prompt, str(rng.integers(9)))
-
-    def train(self, index):
-        from gspax.data.problem import train_problem
-
-        return train_problem(self, index)
-
-    def heldout(self, index):
-        from gspax.data.problem import heldout_problem
-
-        return heldout_problem(self, index)
 
 
 def test_a_source_without_heldout_problems_is_an_error_that_says_what_to_do():

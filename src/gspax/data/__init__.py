@@ -5,7 +5,7 @@ A generated task is a module with `Problems`, `reward`, `half_wrong` and `tokeni
 
 from gspax.config.protocols import CompletionTokenizer, DataSource, Tokenizer
 from gspax.data.chat import CharChat, ChatTokenizer, hf_chat, reward_answer, split_thinking
-from gspax.data.problem import Problem
+from gspax.data.problem import GeneratedProblems, Problem
 from gspax.data.sources import (
     AnswerMatches,
     Mixture,
@@ -29,6 +29,7 @@ __all__ = [
     "ChatTokenizer",
     "CompletionTokenizer",
     "DataSource",
+    "GeneratedProblems",
     "HFTokenizer",
     "Mixture",
     "PassRate",

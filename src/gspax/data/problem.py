@@ -1,4 +1,4 @@
-"""Problems, drawn by a pure function of (seed, split, index), so that a run resumes from one integer.
+"""Generated problems, each a pure function of (seed, split, index), so that a run resumes from one integer.
 
 The hash of a prompt's text decides its split. No list of held-out prompts has to be stored, and no seed, range or
 version of a task can move a prompt from one split to the other.
@@ -9,27 +9,16 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
 from gspax.config.protocols import Message as Message
-from gspax.config.protocols import Problem
+from gspax.config.protocols import Problem, Tokenizer
 from gspax.errors import UserError, place_of
 
 HELDOUT_SHARE = 8  # one prompt in 8 is held out
-_TRIES = 1000  # unsuccessful draws in a row after which a task has too few prompts
-
-
-class Source(Protocol):
-    """A task to draw problems from: a frozen dataclass, so that equal fields make equal sources."""
-
-    @property
-    def seed(self) -> int: ...
-
-    def draw(self, rng: np.random.Generator) -> Problem: ...
-
-    def __hash__(self) -> int: ...
+_TRIES = 1000  # unsuccessful tries in a row after which a task has too few prompts
 
 
 def digest(text: str) -> int:
@@ -42,50 +31,65 @@ def is_heldout(prompt: str) -> bool:
     return digest(prompt) % HELDOUT_SHARE == 0
 
 
-def train_problem(source: Source, index: int) -> Problem:
-    """Training problem number `index` of the source's seed, redrawn until its prompt is not held out."""
-    if index < 0:
-        raise ValueError(f"a problem's index must be at least 0; got {index}")
-    rng = np.random.default_rng(digest(f"train {source.seed} {index}"))
-    for _ in range(_TRIES):
-        problem = source.draw(rng)
-        if not is_heldout(problem.prompt):
-            return problem
-    raise ValueError(f"{_TRIES} draws in a row gave a held-out prompt: the task has too few prompts")
+@dataclass(frozen=True)
+class GeneratedProblems:
+    """The base of tasks whose problems are generated: frozen dataclasses, so that equal fields give equal problems.
 
+    Attributes:
+      seed: the seed of the training problems; held-out problems do not depend on it.
+    """
 
-def heldout_problem(source: Source, index: int) -> Problem:
-    """Held-out problem number `index`, the same for every seed. All are distinct until the task runs out of them; then
-    the list repeats."""
-    if index < 0:
-        raise ValueError(f"a problem's index must be at least 0; got {index}")
-    problems = _distinct_heldout(source, 1 << max(8, index.bit_length()))
-    return problems[index % len(problems)]
+    seed: int = 0
+
+    def generate(self, rng: np.random.Generator) -> Problem:
+        """A random problem, of either split."""
+        raise NotImplementedError(f"{type(self).__name__}.generate")
+
+    def train(self, index: int) -> Problem:
+        """Training problem number `index`: the first generated one whose prompt is not held out."""
+        rng = np.random.default_rng(digest(f"train {self.seed} {at_least_0(index)}"))
+        for _ in range(_TRIES):
+            if not is_heldout((problem := self.generate(rng)).prompt):
+                return problem
+        raise ValueError(f"{_TRIES} generated problems in a row are held out: the task has too few prompts")
+
+    def heldout(self, index: int) -> Problem:
+        """Held-out problem number `index`. All are distinct until the task runs out of them; then the list repeats."""
+        problems = _distinct_heldout(self, 1 << max(8, at_least_0(index).bit_length()))
+        return problems[index % len(problems)]
 
 
 @functools.lru_cache(maxsize=16)
-def _distinct_heldout(source: Source, count: int) -> tuple[Problem, ...]:
+def _distinct_heldout(source: GeneratedProblems, count: int) -> tuple[Problem, ...]:
     """Up to `count` distinct held-out problems; a larger count extends the list of a smaller one."""
     rng = np.random.default_rng(digest("heldout"))
     problems: dict[Problem, None] = {}
     tries = 0
     while len(problems) < count and tries < HELDOUT_SHARE * _TRIES:
-        problem = source.draw(rng)
+        problem = source.generate(rng)
         tries += 1
         if is_heldout(problem.prompt) and problem not in problems:
             problems[problem] = None
             tries = 0
     if not problems:
-        raise ValueError(f"{tries} draws gave no held-out prompt: the task has too few prompts")
+        raise ValueError(f"none of {tries} generated problems is held out: the task has too few prompts")
     return tuple(problems)
+
+
+def at_least_0(index: int) -> int:
+    """The index of a problem. ValueError if it is negative."""
+    if index < 0:
+        raise ValueError(f"a problem's index must be at least 0; got {index}")
+    return index
 
 
 def read_problem(read: Callable[[int], Problem], index: int) -> Problem:
     """`read(index)`, where `read` is the method `train` or `heldout` of any source.
 
-    UserError if it raises, or gives anything but a problem.
+    Raises:
+      UserError: the method raises an exception, or returns anything but a problem.
     """
-    name = getattr(read, "__qualname__", type(read).__name__)
+    name = f"{type(getattr(read, '__self__', read)).__name__}.{getattr(read, '__name__', '__call__')}"
     try:
         problem = read(index)
     except UserError:
@@ -97,14 +101,13 @@ def read_problem(read: Callable[[int], Problem], index: int) -> Problem:
     return problem
 
 
-def encode_prompt(tokenizer: Any, problem: Problem) -> Sequence[int]:
-    """The token ids of a problem's prompt, and of the chat before it, which takes a chat tokenizer (`data.hf_chat`)."""
-    if not problem.context:
-        return tokenizer.encode(problem.prompt)
-    return tokenizer.encode(problem.prompt, problem.context)
+def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> Sequence[int]:
+    """The token ids of a problem's prompt, and of the chat before it, which needs a chat tokenizer (`data.hf_chat`)."""
+    encode: Callable[..., Sequence[int]] = tokenizer.encode
+    return encode(problem.prompt, problem.context) if problem.context else encode(problem.prompt)
 
 
-def data_problems(data: Any) -> Iterator[str]:
+def data_problems(data: object) -> Iterator[str]:
     """Why a data source cannot be used, one sentence each."""
     missing = [name for name in ("train", "heldout") if not callable(getattr(data, name, None))]
     if isinstance(data, type):

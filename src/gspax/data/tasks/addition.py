@@ -19,22 +19,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspax.data.problem import Problem, heldout_problem, train_problem
+from gspax.data.problem import GeneratedProblems, Problem
 from gspax.data.tokenizer import CharTokenizer
 
 NAMES = "abcdefghijk"  # eleven terms: the largest sum is 99, which has two digits
 tokenizer = CharTokenizer("0123456789+=,#" + NAMES)
 
-_STEP = re.compile(r"([0-9]{2})\+([a-k])([0-9])=([0-9]{2}),")
 _TERM = re.compile(r"([a-k])([0-9])")
 
 
 @dataclass(frozen=True)
-class Problems:
+class Problems(GeneratedProblems):
     """Sums of `min_terms` to `max_terms` terms, all numbers of terms equally likely. Held-out problems ignore the
     seed."""
 
-    seed: int = 0
     min_terms: int = 6
     max_terms: int = len(NAMES)
 
@@ -45,13 +43,7 @@ class Problems:
                 f"got min_terms={self.min_terms}, max_terms={self.max_terms}"
             )
 
-    def train(self, index: int) -> Problem:
-        return train_problem(self, index)
-
-    def heldout(self, index: int) -> Problem:
-        return heldout_problem(self, index)
-
-    def draw(self, rng: np.random.Generator) -> Problem:
+    def generate(self, rng: np.random.Generator) -> Problem:
         digits = rng.integers(0, 10, rng.integers(self.min_terms, self.max_terms + 1)).tolist()
         terms = [f"{name}{digit}" for name, digit in zip(NAMES, digits, strict=False)]
         return Problem(prompt="+".join(terms) + "=", answer=f"{sum(digits):02d}")
@@ -78,20 +70,3 @@ def half_wrong(problem: Problem, rng: np.random.Generator) -> str:
             total = int(rng.choice([total + miss for miss in (-10, -1, 1, 10) if 0 <= total + miss <= 99 - rest]))
         steps += f"{before:02d}+{name}{digit}={total:02d},"
     return f"{steps}#{total:02d}"
-
-
-def slips(problem: Problem, completion: str) -> list[int] | None:
-    """Indices of the steps that do not follow from the previous one (len(terms) for the answer); None if the completion
-    is not a scratchpad of this problem. For inspecting runs; the reward does not use it."""
-    steps = _STEP.findall(completion)
-    terms = _TERM.findall(problem.prompt)
-    written = "".join("{}+{}{}={},".format(*step) for step in steps)
-    answer = completion.removeprefix(written)
-    if len(steps) != len(terms) or not re.fullmatch(r"#[0-9]{2}", answer):
-        return None
-    wrong, total = [], 0
-    for i, ((name, digit), (before, step_name, step_digit, after)) in enumerate(zip(terms, steps, strict=True)):
-        if (int(before), step_name, step_digit, int(after)) != (total, name, digit, total + int(digit)):
-            wrong.append(i)
-        total = int(after)
-    return wrong + [len(terms)] * (int(answer[1:]) != total)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gspax.data.chat import CharChat
-from gspax.data.problem import Problem, heldout_problem, train_problem
+from gspax.data.problem import GeneratedProblems, Problem
 from gspax.data.tokenizer import CharTokenizer
 
 DIGITS = "0123456789"
@@ -25,18 +25,10 @@ tokenizer = CharChat(CharTokenizer(DIGITS + "+-*=?![]"), user="{}?", tool="={}")
 
 
 @dataclass(frozen=True)
-class Problems:
+class Problems(GeneratedProblems):
     """A product of two numbers of two digits, plus or minus a third one. Held-out problems ignore the seed."""
 
-    seed: int = 0
-
-    def train(self, index: int) -> Problem:
-        return train_problem(self, index)
-
-    def heldout(self, index: int) -> Problem:
-        return heldout_problem(self, index)
-
-    def draw(self, rng: np.random.Generator) -> Problem:
+    def generate(self, rng: np.random.Generator) -> Problem:
         a, b, c = rng.integers(10, 100, 3).tolist()
         sign = "+-"[rng.integers(2)]
         return Problem(prompt=f"{a}*{b}{sign}{c}", answer=str(a * b + (c if sign == "+" else -c)))

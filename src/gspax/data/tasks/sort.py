@@ -6,17 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspax.data.problem import Problem, heldout_problem, train_problem
+from gspax.data.problem import GeneratedProblems, Problem
 from gspax.data.tokenizer import CharTokenizer
 
 tokenizer = CharTokenizer("0123456789=")
 
 
 @dataclass(frozen=True)
-class Problems:
+class Problems(GeneratedProblems):
     """Numbers of `min_digits` to `max_digits` digits, all lengths equally likely. Held-out problems ignore the seed."""
 
-    seed: int = 0
     min_digits: int = 3
     max_digits: int = 6
 
@@ -27,13 +26,7 @@ class Problems:
                 f"got min_digits={self.min_digits}, max_digits={self.max_digits}"
             )
 
-    def train(self, index: int) -> Problem:
-        return train_problem(self, index)
-
-    def heldout(self, index: int) -> Problem:
-        return heldout_problem(self, index)
-
-    def draw(self, rng: np.random.Generator) -> Problem:
+    def generate(self, rng: np.random.Generator) -> Problem:
         count = rng.integers(self.min_digits, self.max_digits + 1)
         digits = "".join(map(str, rng.integers(0, 10, count)))
         return Problem(prompt=f"{digits}=", answer="".join(sorted(digits)))

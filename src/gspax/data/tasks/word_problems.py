@@ -4,8 +4,8 @@
     response  6+8=14. 14/2=7. #### 7
 
 A problem's type is the order of its steps: (find, halve) above. A hash divides the types of three steps into familiar
-ones, which a model is pre-trained on, and new ones, of which it reads no solution. Only the text after `####` is
-rewarded. Of the solutions that the model reads, most are the answer alone (`mostly_short`).
+ones, which a model is pre-trained on, and new ones, whose solutions it never sees. Only the text after `####` is
+rewarded. Most of the demonstrations are the answer alone (`mostly_short`).
 
 `python -m gspax.data.tasks.word_problems FOLDER` trains the tokenizer: byte-pair encoding, one token per digit, as in
 Qwen's.
@@ -23,25 +23,11 @@ from typing import Literal
 
 import numpy as np
 
-from gspax.data.problem import Problem, digest, heldout_problem, train_problem
+from gspax.data.problem import GeneratedProblems, Problem, digest
 
 NAMES = (
-    "Ada",
-    "Ben",
-    "Cleo",
-    "Dan",
-    "Eva",
-    "Finn",
-    "Gia",
-    "Hugo",
-    "Ida",
-    "Jon",
-    "Kira",
-    "Leo",
-    "Mia",
-    "Nils",
-    "Olga",
-    "Sam",
+    *("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hugo"),
+    *("Ida", "Jon", "Kira", "Leo", "Mia", "Nils", "Olga", "Sam"),
 )
 THINGS = ("apples", "beads", "books", "buttons", "cards", "coins", "eggs", "keys", "marbles", "pears", "pens", "shells")
 SENTENCES = {
@@ -60,20 +46,19 @@ Step = tuple[str, int]  # a key of SENTENCES and its number
 
 
 def types(steps: int, kind: Literal["familiar", "new"]) -> list[Type]:
-    """The types of so many steps; those of one and two steps are all familiar."""
-    return [each for each in itertools.product(SENTENCES, repeat=steps) if _is_new(each) == (kind == "new")]
+    """The familiar or new types with this number of steps; all types of one or two steps are familiar."""
 
+    def is_new(type: Type) -> bool:
+        return steps == 3 and digest(" ".join(type)) % 3 == 0
 
-def _is_new(type: Type) -> bool:
-    return len(type) == 3 and digest(" ".join(type)) % 3 == 0
+    return [type for type in itertools.product(SENTENCES, repeat=steps) if is_new(type) == (kind == "new")]
 
 
 @dataclass(frozen=True)
-class Problems:
+class Problems(GeneratedProblems):
     """Problems of `min_steps` to `max_steps` steps, all numbers of steps equally likely, then all types. Held-out
     problems ignore the seed."""
 
-    seed: int = 0
     kind: Literal["familiar", "new"] = "familiar"
     min_steps: int = 1
     max_steps: int = 3
@@ -86,18 +71,12 @@ class Problems:
                 f"got min_steps={self.min_steps}, max_steps={self.max_steps}"
             )
 
-    def train(self, index: int) -> Problem:
-        return train_problem(self, index)
-
-    def heldout(self, index: int) -> Problem:
-        return heldout_problem(self, index)
-
-    def draw(self, rng: np.random.Generator) -> Problem:
+    def generate(self, rng: np.random.Generator) -> Problem:
         possible = types(int(rng.integers(self.min_steps, self.max_steps + 1)), self.kind)
         type = possible[rng.integers(len(possible))]
-        while (drawn := _draw_steps(rng, type)) is None:
+        while (calculation := _random_steps(rng, type)) is None:
             pass
-        first, steps = drawn
+        first, steps = calculation
         name, other = rng.choice(NAMES, 2, replace=False)
         thing = THINGS[rng.integers(len(THINGS))]
         story = [f"{name} has {first} {thing}."]
@@ -109,7 +88,7 @@ class Problems:
         return Problem(prompt, solve(first, steps), task="-".join(type), metadata=metadata)
 
 
-def _draw_steps(rng: np.random.Generator, type: Type) -> tuple[int, list[Step]] | None:
+def _random_steps(rng: np.random.Generator, type: Type) -> tuple[int, list[Step]] | None:
     """A first count and the steps; None if one is impossible or a count is too large."""
     first = count = int(rng.integers(3, 13))
     steps: list[Step] = []
@@ -139,8 +118,8 @@ def solve(first: int, steps: Sequence[Step], slip: int | None = None, miss: int 
 
 
 def mostly_short(problem: Problem, rng: np.random.Generator) -> str:
-    """A solution as the model reads it: the right answer alone (60 %), or worked out (40 %). Of the worked ones, every
-    fourth has a result that is off by one or two."""
+    """A demonstration: the right answer alone (60 %), or a worked solution (40 %), of which every fourth has one result
+    that is off by one or two."""
     if rng.random() < 0.6:
         return problem.answer[problem.answer.index(" ####") :]
     steps, slip, miss = problem.metadata["steps"], None, 0
