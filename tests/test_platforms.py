@@ -14,7 +14,7 @@ from gspax.commands import environment
 from gspax.commands.benchmarks import limits, steps
 from gspax.errors import FailureError, UserError
 from gspax.rewards import code
-from gspax.rewards.workers import code_worker, math_worker
+from gspax.rewards.workers import worker
 from gspax.run import lock
 
 
@@ -67,11 +67,11 @@ def test_the_clock_and_the_memory_of_a_benchmark_are_read(macos):
 
 
 def test_answers_are_compared_without_a_limit_of_memory(macos):
-    math_worker.limit_memory()
+    worker.limit_memory()
 
 
 def test_a_judged_program_needs_linux_or_no_isolation(macos):
     with pytest.raises(UserError, match=r"^isolation: wanted Linux for bubblewrap, got darwin$"):
         code.Sandbox().pool()
-    task = {"memory": 1, "timeout": 1.0, "output": 1, "processes": 1}
-    assert "RLIMIT_AS" not in code_worker._limits(task, sandboxed=False)
+    limits = {"memory": 1, "timeout": 1.0, "output": 1, "processes": 1}
+    assert "RLIMIT_AS" not in worker.resource_limits(limits, sandboxed=False)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from gspax.rewards import code, math
 from gspax.rewards.answers import compare, extract
-from gspax.rewards.grades import Grade
 from gspax.rewards.program_tests import from_livecodebench
+from gspax.rewards.scores import Grade
 
 Row = tuple[str, str, str]  # expected answer, reference solution, the solution with its final answer perturbed
 

@@ -27,6 +27,18 @@ def how_to_install(extra: str) -> str:
     return f"pip install '.[{extra}]' in a clone of gspax, see docs/install.md"
 
 
+def shorten(text: str) -> str:
+    """The text on one line of at most 300 characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else f"{line[:300]}…"
+
+
+def describe_error(error: BaseException) -> str:
+    """`KeyError: 'unit' (my_rewards.py:12)`: an exception of a user's code, and the line of it that raised it."""
+    text = shorten(str(error))
+    return f"{type(error).__name__}{text and f': {text}'}{place_of(error)}"
+
+
 def place_of(error: BaseException) -> str:
     """` (my_rewards.py:12)`: the last line of a user's own code that an exception passed; empty if it passed none.
 

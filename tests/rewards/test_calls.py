@@ -240,11 +240,11 @@ def test_a_composition_runs_with_the_concurrency_of_its_members(reward, most):
 
 
 ANSWERS_LATE = """
-import sys, time
+import json, sys, time
 print('{"ready": 1}', flush=True)
 for line in sys.stdin:
     time.sleep(0.25)
-    print(line.strip(), flush=True)
+    print(json.loads(line)[0], flush=True)
 """
 
 

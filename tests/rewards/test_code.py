@@ -9,6 +9,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +20,8 @@ from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import code
 from gspax.rewards.code import Limits, Sandbox
-from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests
-from gspax.rewards.scores import Result, to_result
+from gspax.rewards.scores import Grade, Result, to_result
 from gspax.rewards.workers import pool as workers
 
 EXPECTED = "918273645"  # the secret that an attack would have to find
@@ -376,7 +376,7 @@ def test_a_batch_has_a_deadline(isolation):
 
 
 def test_a_lost_worker_gives_the_failure_value(isolation, monkeypatch):
-    monkeypatch.setattr(code, "_tally", Tally())
+    monkeypatch.setattr(code._tally, "_counts", Counter())
     monkeypatch.setattr(code, "_SPARE", -20.0)
     reward = partial(code.reward, allow_code_execution=True, isolation=isolation, limits=LIMITS, failed=-0.5)
     problem = Problem("?", Tests((("", "1"),)).to_answer())

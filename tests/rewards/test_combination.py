@@ -39,7 +39,7 @@ def test_rewards_are_returned_in_order_with_their_weights(completion, values):
     parts = dict(zip(("answer", "format", "short"), values, strict=True))
     assert [(name, score.value) for name, score in found.items()] == list(parts.items())
     total = partial(weighted_sum, **REWARD.keywords)(Problem("2 + 2", "4"), completion)
-    assert total.value == float(total) == sum(values) and total.parts == parts
+    assert total.value == sum(values) and total.parts == parts
     assert pickle.loads(pickle.dumps(total)) == total
     assert pickle.loads(pickle.dumps(REWARD))(Problem("2 + 2", "4"), completion) == found
     reason = f"answer: {'equal' if values[0] else 'different'}"
@@ -69,7 +69,9 @@ def test_an_experiment_describes_names_and_weights():
 
 def test_several_rewards_give_one_advantage():
     texts = ["<think>a</think><answer>4</answer>", "<answer>4</answer>", "4"]
-    reward_PGR = np.array([[[*map(float, REWARD(Problem("2 + 2", "4"), text).values())] for text in texts]], np.float32)
+    reward_PGR = np.array(
+        [[[score.value for score in REWARD(Problem("2 + 2", "4"), text).values()] for text in texts]], np.float32
+    )
     advantage_PG = advantages.gdpo(jnp.asarray(reward_PGR))
     assert advantage_PG.shape == (1, 3) and list(np.argsort(advantage_PG[0])) == [2, 1, 0]
 

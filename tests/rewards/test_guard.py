@@ -3,6 +3,7 @@
 import pickle
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import guard as module
-from gspax.rewards.grades import Tally
 from gspax.rewards.guard import guard
 from gspax.rewards.scores import Result, to_result
 from gspax.rewards.workers import pool as workers
@@ -51,9 +51,7 @@ def rewards(tmp_path_factory):
 
 @pytest.fixture
 def tally(monkeypatch):
-    tally = Tally()
-    monkeypatch.setattr(module, "_tally", tally)
-    return tally
+    monkeypatch.setattr(module._tally, "_counts", Counter())
 
 
 def test_rewards_that_do_not_fail_are_unchanged(rewards, tally):
@@ -78,6 +76,12 @@ def test_a_failure_gives_the_failure_value_to_that_sample_only(rewards, tally, c
     assert module.counts() == {"done": 2, outcome: 1}
 
 
+def test_an_exception_names_the_line_of_the_users_function(rewards, tally):
+    (found,) = [number for number, line in enumerate(REWARDS.split("\n"), 1) if "no such unit" in line]
+    score = guard(Problem("?", ""), "raise", reward=rewards.score)
+    assert score.error == f"raised: ValueError: no such unit ({rewards.__file__}:{found})"
+
+
 def test_reasons_and_failures_of_the_function_itself_come_through(rewards, tally):
     reward = partial(guard, reward=rewards.score)
     assert to_result(reward(Problem("?", ""), "graded")) == Result((0.5,), reason="half")
@@ -96,7 +100,7 @@ def test_a_reward_that_cannot_be_pickled_or_imported_is_rejected(rewards):
         patch.setattr("sys.path", [path for path in sys.path if path != str(Path(rewards.__file__).parent)])
         with pytest.raises(UserError, match=r"wanted a function that a new process can import, .* ModuleNotFoundError"):
             guard(Problem("?", ""), "", reward=rewards.score, workers=1)  # has not imported it yet
-    workers.shared("guard_worker.py", workers=1).close()
+    workers.shared("guard", workers=1).close()
 
 
 def test_an_experiment_describes_the_guarded_reward(rewards):

@@ -17,7 +17,7 @@ from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards import math
 from gspax.rewards.calls import Failure
-from gspax.rewards.grades import Grade
+from gspax.rewards.scores import Grade
 from gspax.rewards.workers import pool as workers
 from gspax.rewards.workers.pool import Pool
 
@@ -132,11 +132,11 @@ def test_a_batch_has_a_deadline():
 def test_an_orphaned_worker_ends_by_its_own_timer():
     needs_math_verify()
     worker = subprocess.Popen(
-        [sys.executable, "-P", str(SOURCE / "gspax" / "rewards" / "workers" / "math_worker.py")],
+        [sys.executable, "-P", str(SOURCE / "gspax" / "rewards" / "workers" / "worker.py"), "math"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    worker.communicate(b'["x + 1", "7^{10^9}", -0.8]\n', timeout=30)
+    worker.communicate(b'[["x + 1", "7^{10^9}"], -0.8]\n', timeout=30)
     assert worker.returncode == -signal.SIGALRM
 
 
@@ -144,7 +144,7 @@ def test_a_fork_does_not_use_its_parents_workers():
     program = """
 import os
 from gspax.rewards.workers import pool as workers
-workers.shared("math_worker.py", workers=1)
+workers.shared("math", workers=1)
 process = os.fork()
 if process == 0:
     os._exit(len(workers._shared))
@@ -184,7 +184,7 @@ WORKER = """
 import json, os, sys, time
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
-    task = json.loads(line)
+    task, _ = json.loads(line)
     if task == "die":
         os._exit(1)
     if task == "sleep":

@@ -169,8 +169,8 @@ def test_unsorted_reward_names_warn_once(calls, capsys):
 
 def test_too_many_failures_in_a_batch_raise_with_prompt_and_completion(calls):
     message = (
-        r"^reward: test_rewards\.fails_for_211 failed for 1 of 4 completions \(grading\.max_failed allows 0 %\): "
-        r"KeyError: 'unit' \(tests/rollout/test_rewards\.py:\d+\) for the prompt '21=' and the completion '211'$"
+        r"^reward: test_grading\.fails_for_211 failed for 1 of 4 completions \(grading\.max_failed allows 0 %\): "
+        r"KeyError: 'unit' \(tests/rollout/test_grading\.py:\d+\) for the prompt '21=' and the completion '211'$"
     )
     given = calls(fails_for_211, max_failed=0.0)
     samples = reward_completions(PROBLEMS, rollout(), tokenizer=experiment.tokenizer, calls=given)

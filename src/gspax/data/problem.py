@@ -15,7 +15,7 @@ import numpy as np
 
 from gspax.config.protocols import Message as Message
 from gspax.config.protocols import Problem, Tokenizer
-from gspax.errors import UserError, place_of
+from gspax.errors import UserError, describe_error
 
 HELDOUT_SHARE = 8  # one prompt in 8 is held out
 _TRIES = 1000  # unsuccessful tries in a row after which a task has too few prompts
@@ -95,7 +95,7 @@ def read_problem(read: Callable[[int], Problem], index: int) -> Problem:
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # a source may be a user's code
-        raise UserError(f"data: {name}({index}) raised {type(error).__name__}: {error}{place_of(error)}") from error
+        raise UserError(f"data: {name}({index}) raised {describe_error(error)}") from error
     if not isinstance(getattr(problem, "prompt", None), str) or not hasattr(problem, "answer"):
         raise UserError(f"data: {name}({index}): wanted a Problem whose prompt is text, got {repr(problem)[:100]}")
     return problem

@@ -23,7 +23,7 @@ from typing import Any, Generic, Self, TypeVar
 from gspax.config import Grading
 from gspax.config.functions import unwrap
 from gspax.config.protocols import BatchReward
-from gspax.errors import UserError, place_of
+from gspax.errors import UserError, describe_error
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -232,8 +232,7 @@ class Calls(Generic[T]):
         """The results of a call that raised; a UserError itself, because then a setting is wrong."""
         if isinstance(error, UserError):
             return error
-        text = f": {brief(error, str)}" if str(error) else ""
-        return self._fail_all(call, f"{type(error).__name__}{text}{place_of(error)}")
+        return self._fail_all(call, describe_error(error))
 
     def _late(self, call: _Call[T]) -> list[T]:
         return self._fail_all(call, f"late: no answer after {self.grading.timeout:g} s (grading.timeout)")
@@ -331,9 +330,3 @@ def find_async_members(function: Any) -> Iterator[tuple[Any, Any]]:
         if _is_async(member):
             yield inner, _inner(member)
         yield from find_async_members(member)
-
-
-def brief(value: Any, text: Callable[[Any], str] = repr) -> str:
-    """The text of a value on one line of at most 300 characters."""
-    line = " ".join(text(value).split())
-    return line if len(line) <= 300 else f"{line[:300]}…"

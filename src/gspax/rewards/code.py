@@ -16,20 +16,20 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Failure, concurrent
-from gspax.rewards.grades import Grade, Tally
 from gspax.rewards.program_tests import Tests, arguments, from_answer, same_text, same_value
-from gspax.rewards.scores import Score
+from gspax.rewards.scores import FAILED, Grade, Score, Tally
 from gspax.rewards.workers.pool import Pool, shared
+from gspax.rewards.workers.worker import Ran
 
 _LONGEST = 100_000  # characters of a program
 _SPARE = 30.0  # seconds beyond a test's own limit after which its worker is taken to hang
 
 _tally = Tally()
+counts = _tally.counts  # how many completions this process has graded, by outcome
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Sandbox:
         if self.isolation not in ("bubblewrap", "none"):
             raise UserError(f"isolation: wanted bubblewrap or none, got {self.isolation!r}")
         if self.isolation == "bubblewrap" and sys.platform != "linux":
-            raise UserError("isolation: wanted Linux for bubblewrap, got " + sys.platform)
+            raise UserError(f"isolation: wanted Linux for bubblewrap, got {sys.platform}")
         if self.isolation == "bubblewrap" and shutil.which("bwrap") is None:
             raise UserError("isolation: wanted the program bwrap (apt-get install bubblewrap), it is not installed")
-        return shared("code_worker.py", self.isolation, self.python or _default_python(), workers=self.workers)
+        return shared("code", self.isolation, self.python or _default_python(), workers=self.workers)
 
 
 @concurrent(8)
@@ -136,39 +136,21 @@ def grade(
             return Grade(failed, "raised", str(error))
         if code is None:
             return Grade(0.0, "no program")
-        return _run_tests(pool, tests, code, sandbox.limits, deadline) or Grade(1.0, "passed")
+        outcome, detail = _run_tests(pool, tests, code, sandbox.limits, deadline)
+        return Grade(1.0 if outcome == "passed" else failed if outcome in FAILED else 0.0, outcome, detail)
 
     pairs = list(zip(answers, map(extract_program, completions), strict=True))
     decided = dict(zip(unique := list(dict.fromkeys(pairs)), pool.map(grade_one, unique), strict=True))
     grades = [decided[pair] for pair in pairs]
-    grades = [Grade(failed, each.outcome) if each.outcome in ("late", "crashed") else each for each in grades]
     _tally.add(grades)
     return grades
-
-
-@dataclass(frozen=True)
-class Ran:
-    """How a program ended."""
-
-    status: str  # exited, timeout, or why its worker was lost
-    code: int  # exit status
-    output: str
-    errors: str  # the last of them
 
 
 def run_program(code: str, given: str = "", *, allow_code_execution: bool = False, sandbox: Sandbox = Sandbox()) -> Ran:
     """Run a program with `given` as its standard input. UserError unless `allow_code_execution` is True."""
     if not allow_code_execution:
         raise UserError("run_program: wanted allow_code_execution=True for a program that a model has written")
-    result: Any = _ask(sandbox.pool(), code, sandbox.limits, given)
-    if isinstance(result, Failure):
-        return Ran(result.reason, -1, "", "")
-    return Ran(result["status"], result["code"], result["output"], result["errors"])
-
-
-def counts() -> dict[str, int]:
-    """How many completions this process has graded, by outcome."""
-    return _tally.counts()
+    return _run(sandbox.pool(), code, sandbox.limits, given)
 
 
 def extract_program(completion: str) -> str | None:
@@ -191,31 +173,27 @@ def _last_block(text: str) -> str | None:
     return last
 
 
-def _run_tests(pool: Pool, tests: Tests, code: str, limits: Limits, deadline: float) -> Grade | None:
-    """The grade of the first test that the program does not pass; None if it passes all."""
+def _run_tests(pool: Pool, tests: Tests, code: str, limits: Limits, deadline: float) -> tuple[str, str]:
+    """The outcome of the first test that the program does not pass, and its detail."""
     for number, (given, expected) in enumerate(tests.cases, 1):
         if time.monotonic() >= deadline:
-            return Grade(0.0, "late")
-        result: Any = _ask(pool, code, limits, given, function=tests.function)
-        if isinstance(result, Failure):
-            return Grade(0.0, result.reason)
-        if result["status"] == "timeout":
-            return Grade(0.0, "timeout", f"test {number}")
-        if result["code"] != 0:
-            last = (result["errors"].strip().splitlines() or [f"exit status {result['code']}"])[-1]
-            return Grade(0.0, "error", f"test {number}: {last}")
-        if not (same_text if tests.function is None else same_value)(expected, result["output"]):
-            return Grade(0.0, "wrong", f"test {number}")
-    return None
+            return "late", ""
+        ran = _run(pool, code, limits, given if tests.function is None else arguments(given), tests.function)
+        if ran.status in FAILED:
+            return ran.status, ""
+        if ran.status == "timeout":
+            return "timeout", f"test {number}"
+        if ran.code != 0:
+            return "error", f"test {number}: {ran.last_error()}"
+        if not (same_text if tests.function is None else same_value)(expected, ran.output):
+            return "wrong", f"test {number}"
+    return "passed", ""
 
 
-def _ask(pool: Pool, code: str, limits: Limits, given: str, *, function: str | None = None) -> Any:
-    """What a worker reports of a program that reads `given`, or of one of its functions with arguments from it."""
-    task: dict[str, Any] = {"code": code, "function": function, "input": "" if function else given}
-    task |= {"arguments": arguments(given) if function else []}
-    task |= {"timeout": limits.timeout, "processes": limits.processes}
-    task |= {"memory": limits.memory << 20, "output": limits.output << 20}
-    return pool.ask(task, timeout=limits.timeout + _SPARE)
+def _run(pool: Pool, code: str, limits: Limits, given: str | list[object], function: str | None = None) -> Ran:
+    """A run of a program that reads `given`, or of one of its functions with these arguments."""
+    result = pool.ask((code, function, given, vars(limits)), timeout=limits.timeout + _SPARE)
+    return Ran(result.reason, -1, "", "") if isinstance(result, Failure) else Ran(*result)
 
 
 def _default_python() -> str:

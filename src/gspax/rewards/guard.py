@@ -17,11 +17,11 @@ from collections.abc import Callable
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Failure, concurrent
-from gspax.rewards.grades import Grade, Tally
-from gspax.rewards.scores import Score
+from gspax.rewards.scores import Grade, Score, Tally
 from gspax.rewards.workers.pool import shared
 
 _tally = Tally()
+counts = _tally.counts  # how many completions this process has guarded, by outcome
 
 
 @concurrent(8)
@@ -34,7 +34,7 @@ def guard(
     workers: int = 2,
     failed: float = 0.0,
 ) -> Score:
-    """What `reward` gives, or `failed` where it raises, gives no finite number, hangs or kills its process.
+    """The value of `reward`, or `failed` where it raises, gives no finite number, hangs or kills its process.
 
     Args:
       problem: for the reward.
@@ -45,35 +45,16 @@ def guard(
       workers: processes, of this process, shared by everything that gives the same number.
       failed: the reward of a completion for which `reward` fails.
     """
-    answer = shared("guard_worker.py", workers=workers).ask(
-        {
-            "reward": _pickled(reward),
-            "problem": _pickled(problem),
-            "completion": completion,
-            "seconds": timeout,
-            "path": sys.path,
-        },
-        timeout=timeout,
-    )
-    if isinstance(answer, Failure):
-        grade = Grade(failed, answer.reason)
-    elif "unusable" in answer:
-        raise UserError(
-            f"reward: wanted a function that a new process can import, got {reward!r}: {answer['unusable']}"
-        )
-    elif "raised" in answer:
-        grade = Grade(failed, "raised", answer["raised"])
-    elif not math.isfinite(answer["value"]):
-        grade = Grade(failed, "not finite", str(answer["value"]))
-    else:
-        grade = Grade(answer["value"], "done")
+    task = sys.path, _pickled(reward), _pickled(problem), completion
+    answer = shared("guard", workers=workers).ask(task, timeout=timeout)
+    outcome, value, reason, error = (answer.reason, 0.0, "", "") if isinstance(answer, Failure) else answer
+    if outcome == "unusable":
+        raise UserError(f"reward: wanted a function that a new process can import, got {reward!r}: {error}")
+    if outcome == "done" and not math.isfinite(value):
+        outcome, error = "not finite", str(value)
+    grade = Grade(failed, outcome, error)
     _tally.add([grade])
-    return grade.score if grade.outcome != "done" else Score(grade.reward, answer["reason"], answer["error"])
-
-
-def counts() -> dict[str, int]:
-    """How many completions this process has guarded, by outcome."""
-    return _tally.counts()
+    return Score(value, reason, error) if outcome == "done" else grade.score
 
 
 def _pickled(value: object) -> str:

@@ -18,12 +18,12 @@ from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.answers import compare, extract, join_digits, reference
 from gspax.rewards.calls import Failure, concurrent
-from gspax.rewards.grades import Grade, Tally
-from gspax.rewards.scores import Score
+from gspax.rewards.scores import Grade, Score, Tally
 from gspax.rewards.workers.pool import shared
 
 _LONGEST = 2000  # characters; a longer answer is no answer
 _tally = Tally()
+counts = _tally.counts  # how many completions this process has graded, by outcome
 
 
 @concurrent(8)
@@ -69,41 +69,28 @@ def grade(
     """
     if len(answers) != len(completions):
         raise UserError(f"answers: wanted one for each of {len(completions)} completions, got {len(answers)}")
-    grades: list[Grade | tuple[str, str]] = []  # a pair where math-verify decides
-    for expected, completion in zip(map(reference, answers), completions, strict=True):
-        answer = extract(completion, form=form)
-        if answer is None or len(answer) > _LONGEST:
-            grades.append(Grade(0.0, "no answer"))
-        else:
-            equal = compare(expected, answer)
-            pair = join_digits(expected), join_digits(answer)
-            grades.append(pair if equal is None else _grade(equal, failed))
-    pairs = list(dict.fromkeys(each for each in grades if isinstance(each, tuple)))  # samples repeat each other
-    decided = dict(zip(pairs, _ask(pairs, timeout, batch_timeout, workers), strict=True))
-    done = [_grade(decided[each], failed) if isinstance(each, tuple) else each for each in grades]
+    pool, deadline = shared("math", workers=workers), time.monotonic() + batch_timeout
+
+    def ask(pair: tuple[str, str]) -> Grade:
+        seconds = min(timeout, deadline - time.monotonic())
+        equal = pool.ask(pair, timeout=seconds) if seconds > 0 else Failure("late")
+        return Grade(failed, equal.reason) if isinstance(equal, Failure) else _GRADES[equal]
+
+    found = [extract(text, form=form) for text in completions]
+    grades = [_grade_here(*pair) for pair in zip(map(reference, answers), found, strict=True)]
+    pairs = list(dict.fromkeys(pair for pair in grades if isinstance(pair, tuple)))  # samples repeat each other
+    decided = dict(zip(pairs, pool.map(ask, pairs), strict=True))
+    done = [decided[grade] if isinstance(grade, tuple) else grade for grade in grades]
     _tally.add(done)
     return done
 
 
-def counts() -> dict[str, int]:
-    """How many completions this process has graded, by outcome."""
-    return _tally.counts()
+_GRADES = {True: Grade(1.0, "equal"), False: Grade(0.0, "different")}
 
 
-def _grade(result: bool | Failure, failed: float) -> Grade:
-    if isinstance(result, Failure):
-        return Grade(failed, result.reason)
-    return Grade(1.0, "equal") if result else Grade(0.0, "different")
-
-
-def _ask(pairs: Sequence[tuple[str, str]], timeout: float, batch_timeout: float, workers: int) -> list[bool | Failure]:
-    if not pairs:
-        return []
-    pool = shared("math_worker.py", workers=workers)
-    deadline = time.monotonic() + batch_timeout
-
-    def compare_pair(pair: tuple[str, str]) -> bool | Failure:
-        seconds = min(timeout, deadline - time.monotonic())
-        return Failure("late") if seconds <= 0 else pool.ask((*pair, seconds), timeout=seconds)
-
-    return pool.map(compare_pair, pairs)
+def _grade_here(expected: str, answer: str | None) -> Grade | tuple[str, str]:
+    """The grade of an answer, or a pair of answers for math-verify to compare."""
+    if answer is None or len(answer) > _LONGEST:
+        return Grade(0.0, "no answer")
+    equal = compare(expected, answer)
+    return (join_digits(expected), join_digits(answer)) if equal is None else _GRADES[equal]

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat
 
 from gspax.config import Grading
 from gspax.config.protocols import Reward
-from gspax.rewards.calls import Calls, brief
+from gspax.errors import shorten
+from gspax.rewards.calls import Calls
 
+FAILED = (
+    "late",
+    "crashed",
+    "raised",
+    "not finite",
+)  # outcomes of a grading that failed, whatever the completion is worth
 LARGEST = 1e18  # magnitude of a reward: advantages sum squares of rewards in float32, which ends at 3.4e38
 
 
@@ -31,8 +40,36 @@ class Score:
     error: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
 
-    def __float__(self) -> float:
-        return float(self.value)
+
+@dataclass(frozen=True)
+class Grade:
+    """The reward of a completion, and why."""
+
+    reward: float
+    outcome: str  # one of a few words, to be counted; those of FAILED mean the same in every module
+    detail: str = ""  # for readers of samples
+
+    @property
+    def score(self) -> Score:
+        """The reward with its outcome and detail: as an error if the grading failed, else as a reason."""
+        text = f"{self.outcome}: {self.detail}" if self.detail else self.outcome
+        failed = self.outcome in FAILED
+        return Score(self.reward, reason="" if failed else text, error=text if failed else "")
+
+
+class Tally:
+    """How many completions a process has graded, by outcome. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._counts = threading.Lock(), Counter[str]()
+
+    def add(self, grades: Sequence[Grade]) -> None:
+        with self._lock:
+            self._counts.update(grade.outcome for grade in grades)
+
+    def counts(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
 
 
 @dataclass(frozen=True)
@@ -51,11 +88,11 @@ def reward_calls(reward: Reward, grading: Grading) -> Calls[Result]:
     return Calls(reward, grading, read=to_result, fail=partial(Result, ()))
 
 
-def to_score(value: Any) -> Score:
+def to_score(value: SupportsFloat | Score) -> Score:
     """A number or a `Score` as a `Score` of floats. TypeError or ValueError for anything else."""
     if not isinstance(value, Score):
         return Score(float(value))
-    return replace(value, value=float(value), parts={name: float(part) for name, part in value.parts.items()})
+    return replace(value, value=float(value.value), parts={name: float(part) for name, part in value.parts.items()})
 
 
 def add_up(scores: Mapping[str, Score]) -> Score:
@@ -84,9 +121,9 @@ def to_result(value: Any) -> Result:
             whole = to_score(value)
             rewards = (whole.value,)
     except Exception:
-        return Result((), f"wanted a number, a tuple or a mapping of numbers, got {brief(value)}")
+        return Result((), f"wanted a number, a tuple or a mapping of numbers, got {shorten(repr(value))}")
     if not rewards or not all(abs(number) <= LARGEST for number in (*rewards, *whole.parts.values())):  # false for NaN
-        return Result((), f"wanted finite numbers up to ±1e18, got {brief(value)}")
+        return Result((), f"wanted finite numbers up to ±1e18, got {shorten(repr(value))}")
     return Result(rewards, whole.error, whole.parts, whole.reason, names)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from gspax.config import Evaluation
 from gspax.config.protocols import DataSource, Environment
 from gspax.data.problem import read_problem
-from gspax.errors import UserError
+from gspax.errors import UserError, describe_error
 
 TRIED = 16  # problems of each split: the first that can be used is enough
 
@@ -28,7 +28,7 @@ def first_problems(data: DataSource, environment: Environment | None, evaluation
                     _check_reset(environment.reset(problem))
                 break
             except Exception as error:  # of a user's source or environment
-                sentence = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                sentence = str(error) if isinstance(error, UserError) else describe_error(error)
                 first = first or " ".join(sentence.split())[:300]
         else:
             advice = _ADVICE if "too few prompts" in first else ""

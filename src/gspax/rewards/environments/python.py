@@ -40,6 +40,5 @@ def run_python(code: str, *, sandbox: Sandbox) -> str:
     if ran.status != "exited":
         raise ToolError(f"the program was ended after {sandbox.limits.timeout:g} s")
     if ran.code != 0:
-        last = (ran.errors.strip().splitlines() or [f"exit status {ran.code}"])[-1]
-        raise ToolError(f"{ran.output}{last}")
+        raise ToolError(f"{ran.output}{ran.last_error()}")
     return ran.output

@@ -2,8 +2,8 @@
 
 A worker is a Python script started as a new process, not forked and not imported from: it has none of the trainer's
 state, devices or threads. It writes `{"ready": …}` or `{"error": …}` as its first line, then one line of JSON for each
-line of JSON it reads, and ends at the end of its input, so it also ends with the trainer. A worker that is late is
-killed with SIGKILL, and the next task starts another.
+line `[task, seconds]` that it reads, and ends at the end of its input, so it also ends with the trainer. A late worker
+is killed with SIGKILL, and the next task starts another.
 """
 
 from __future__ import annotations
@@ -21,66 +21,59 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gspax.errors import UserError
 from gspax.rewards.calls import Failure, waiting
 
-_lock = threading.Lock()
-_shared: dict[tuple[str | int, ...], Pool] = {}  # by script, arguments and number of workers
+A = TypeVar("A")
+B = TypeVar("B")
+
+_SCRIPT = Path(__file__).with_name("worker.py")
 _START = 120.0  # seconds for a worker to import what it needs, on a busy machine
+_lock = threading.Lock()
+_shared: dict[tuple[int, tuple[str, ...]], Pool] = {}  # by the number of workers and the arguments
 
 
 class Pool:
     """Up to `workers` processes of one script, started when they are needed. Safe to use from several threads."""
 
-    def __init__(self, script: Path, *arguments: str, workers: int, renew_after: int = 5000):
-        if not 1 <= workers <= 1024 or renew_after < 1:
-            raise UserError(
-                f"workers: wanted at least 1 worker (and at most 1024) and 1 task for each, got {workers} and "
-                f"{renew_after}"
-            )
+    def __init__(self, script: Path, *arguments: str, workers: int, renew_after: int = 5000) -> None:
+        if not 1 <= workers <= 1024:
+            raise UserError(f"workers: wanted at least 1 worker, and at most 1024, got {workers}")
         self.workers = workers
         self._script, self._arguments, self._renew_after = script, arguments, renew_after
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(workers):
             self._idle.put(None)
 
-    def ask(self, task: Any, *, timeout: float) -> Any:
+    def ask(self, task: object, *, timeout: float) -> Any:
         """The answer to a task; a `Failure` if the worker has "crashed", or is "late" after `timeout` seconds.
 
         Time spent waiting for a free worker, or for one to start, does not count, here and towards `grading.timeout`.
         """
         with waiting():
             worker = self._idle.get()
+        kept = None  # an interrupted worker still owes an answer, which the next task must not get
         try:
             if worker is None or not worker.alive():
                 with waiting():
                     worker = _Worker(self._script, *self._arguments)
             answer = worker.ask(task, timeout)
-            if isinstance(answer, Failure) or worker.tasks >= self._renew_after:
-                worker.kill()
-                worker = None
+            if not isinstance(answer, Failure) and worker.tasks < self._renew_after:
+                kept = worker
             return answer
-        except BaseException:  # an interrupted worker still owes an answer, which the next task must not get
-            if worker is not None:
-                worker.kill()
-            worker = None
-            raise
         finally:
-            self._idle.put(worker)
+            if worker is not None and kept is None:
+                worker.kill()
+            self._idle.put(kept)
 
-    def map(self, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    def map(self, call: Callable[[A], B], items: Sequence[A]) -> list[B]:
         """`call` of every item, on as many threads as there are workers; each call may ask this pool."""
-        if len(items) < 2:
+        if len(items) < 2:  # in this thread, whose clock `waiting` stops
             return [call(item) for item in items]
-        with ThreadPoolExecutor(min(self.workers, len(items))) as threads:
-            futures = [threads.submit(call, item) for item in items]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
+        with ThreadPoolExecutor(self.workers) as threads:
+            return list(threads.map(call, items))
 
     def close(self) -> None:
         """Kill the idle workers. The pool may be used again."""
@@ -92,7 +85,7 @@ class Pool:
 
 
 class _Worker:
-    def __init__(self, script: Path, *arguments: str):
+    def __init__(self, script: Path, *arguments: str) -> None:
         # -P keeps the folder of the script out of sys.path.
         # A session of its own: an interrupt at the terminal is the trainer's business.
         self._process = subprocess.Popen(
@@ -104,6 +97,8 @@ class _Worker:
             env=os.environ | {"JAX_PLATFORMS": "cpu"},  # should a worker import jax, it must not take a device
             start_new_session=True,
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self.tasks = 0
         first = self._read(_START)
         if not isinstance(first, dict) or "ready" not in first:
@@ -114,46 +109,43 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, task: Any, timeout: float) -> Any:
+    def ask(self, task: object, timeout: float) -> Any:
         self.tasks += 1
-        assert self._process.stdin is not None
-        data = memoryview(json.dumps(task).encode() + b"\n")
+        data = memoryview(json.dumps([task, timeout]).encode() + b"\n")
         try:
             while data:
-                data = data[self._process.stdin.write(data) :]
+                data = data[self._stdin.write(data) :]
         except BrokenPipeError:
             return Failure("crashed")
         return self._read(timeout)
 
     def _read(self, timeout: float) -> Any:
-        assert self._process.stdout is not None
-        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        chunks: list[bytes] = []
-        while not (chunks and chunks[-1].endswith(b"\n")):
+        poll.register(self._stdout, select.POLLIN)
+        line = bytearray()
+        while not line.endswith(b"\n"):
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 return Failure("late")
-            chunks.append(os.read(descriptor, 1 << 16))
-            if not chunks[-1]:
+            chunk = os.read(self._stdout.fileno(), 1 << 16)
+            if not chunk:
                 return Failure("crashed")
-        return json.loads(b"".join(chunks))
+            line += chunk
+        return json.loads(line)
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
+        self._stdin.close()
+        self._stdout.close()
 
 
-def shared(script: str, *arguments: str, workers: int) -> Pool:
-    """The pool of this process for a script of this folder, made at the first call with these arguments."""
+def shared(*arguments: str, workers: int) -> Pool:
+    """The pool of this process for `worker.py` with these arguments, made at the first call."""
     with _lock:
-        key: tuple[str | int, ...] = (script, *arguments, workers)
-        if key not in _shared:
-            _shared[key] = Pool(Path(__file__).with_name(script), *arguments, workers=workers)
-        return _shared[key]
+        if (workers, arguments) not in _shared:
+            _shared[workers, arguments] = Pool(_SCRIPT, *arguments, workers=workers)
+        return _shared[workers, arguments]
 
 
 @atexit.register
