@@ -129,7 +129,7 @@ def test_paths_and_values_of_every_command(name, capsys, tmp_path, monkeypatch):
         (["--workdir", "w", "--coordinator", ":99999"], "wanted HOST:PORT with a port from 1 to 65535, got"),
         (
             ["--workdir", "w", "advantage=gspax.advantages.gdpo"],
-            "advantage: gdpo takes several rewards, wanted",
+            "reward: gspax.data.tasks.sort.reward: wanted as many rewards as gspax.advantages.gdpo takes, got 1",
         ),
     ],
 )

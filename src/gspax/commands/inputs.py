@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def load_experiment(options: argparse.Namespace, recorded: Mapping[str, Any] | None = None) -> Experiment:
     """Load FILE, apply the overrides and validate the result; warnings go to stderr.
 
-    Modules beside FILE can be imported from now on: by its functions while they run, and by name in an override. The
-    device count is checked in a dry run only; a run checks it when it builds its mesh.
+    Modules beside FILE can be imported from now on: by its functions while they run, and by name in an override. A dry
+    run also checks the device count, calls rewards, demonstration and environment once, and prints settings, sizes and
+    costs; a run does these checks when its processes have joined.
 
     Args:
       recorded: the description of a run of this file, whose settings apply before the overrides.
@@ -31,8 +32,10 @@ def load_experiment(options: argparse.Namespace, recorded: Mapping[str, Any] | N
       UserError: the file, an override, a field or a combination of options is invalid; one line for each error.
     """
     from gspax import experiment as experiments
+    from gspax.experiment import plan
     from gspax.experiment.overrides import apply
     from gspax.experiment.recorded import as_recorded
+    from gspax.experiment.validation.first_calls import check_calls
 
     dry_run = getattr(options, "dry_run", False)
     if getattr(options, "devices", None) is not None and not dry_run:
@@ -58,15 +61,11 @@ def load_experiment(options: argparse.Namespace, recorded: Mapping[str, Any] | N
         raise UserError("\n".join(wrong))
     for sentence in experiments.warnings(experiment):
         warn(sentence)
+    if dry_run:
+        check_calls(experiment, warn)
+        keys = [override_key(assignment) for assignment in options.overrides]
+        print(plan.render(plan.plan(experiment, devices or 1, overridden=keys)))
     return experiment
-
-
-def print_plan(options: argparse.Namespace, experiment: Experiment) -> None:
-    """The output of a dry run: settings, sizes and costs."""
-    from gspax.experiment import plan
-
-    keys = [override_key(assignment) for assignment in options.overrides]
-    print(plan.render(plan.plan(experiment, options.devices or 1, overridden=keys)))
 
 
 def override_key(assignment: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 
 from gspax.commands import processes
 from gspax.commands.arguments import Parser, add_dry_run, add_experiment, subcommand_parser
-from gspax.commands.inputs import load_experiment, print_plan
+from gspax.commands.inputs import load_experiment
 from gspax.errors import UserError
 
 
@@ -27,7 +27,6 @@ def execute(options: argparse.Namespace) -> int:
     if experiment.warm_start is None:
         raise UserError("warm_start: wanted a WarmStart for `gspax sft`, got None")
     if options.dry_run:
-        print_plan(options, experiment)
         return 0
     processes.join("sft", options, experiment)
     from gspax.training.warm_start import run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gspax.commands import processes
 from gspax.commands.arguments import Parser, add_dry_run, add_experiment, subcommand_parser
-from gspax.commands.inputs import load_experiment, override_key, print_plan
+from gspax.commands.inputs import load_experiment, override_key
 from gspax.errors import DivergedError
 
 
@@ -30,7 +30,6 @@ def execute(options: argparse.Namespace) -> int:
     """Train; process 0 then prints a summary and what to run next, after a divergence `gspax replay`."""
     experiment = load_experiment(options)
     if options.dry_run:
-        print_plan(options, experiment)
         return 0
     is_primary = processes.join("train", options, experiment)
     from gspax.report.run_page import summarise

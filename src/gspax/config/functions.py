@@ -80,6 +80,11 @@ def title_of(function: Any) -> str:
     return name_of(inner) if hasattr(inner, "__qualname__") else type(inner).__name__
 
 
+def is_gspax(function: object) -> bool:
+    """Whether a function or a class is defined in gspax."""
+    return str(getattr(unwrap(function), "__module__", "")).partition(".")[0] == "gspax"
+
+
 def lookup(name: str) -> Any:
     """What a dotted name stands for in the modules that are loaded; None if there is nothing."""
     parts = name.split(".")

@@ -298,7 +298,7 @@ class _EventLoop(Generic[T]):
                 await self._serve(call)
 
 
-def _inner(function: Any) -> Any:
+def inner_function(function: Any) -> Any:
     """The function inside `Batched` and `functools.partial`."""
     return unwrap(function.function if isinstance(function, Batched) else function)
 
@@ -313,20 +313,29 @@ def _members(function: Any) -> list[Any]:
 
 def _declared(function: Any, default: int) -> int:
     """The number of threads that may call a function at once."""
-    declared = int(getattr(_inner(function), "concurrency", default))
+    declared = int(getattr(inner_function(function), "concurrency", default))
     return declared or min((_declared(member, 1) for member in _members(function)), default=1)
 
 
 def _is_async(function: Any) -> bool:
     """Whether a function returns a coroutine."""
-    inner = _inner(function)
+    inner = inner_function(function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+
+def find_rewards(function: Any) -> Iterator[Any]:
+    """The rewards inside a composition of gspax, such as `weighted_sum`, or the function itself."""
+    if getattr(inner_function(function), "concurrency", None) == 0:
+        for member in _members(function):
+            yield from find_rewards(member)
+    else:
+        yield function
 
 
 def find_async_members(function: Any) -> Iterator[tuple[Any, Any]]:
     """Pairs of a composition of gspax and an async reward inside it, which it would not await."""
-    inner = _inner(function)
+    inner = inner_function(function)
     for member in _members(function) if str(getattr(inner, "__module__", "")).startswith("gspax.") else ():
         if _is_async(member):
-            yield inner, _inner(member)
+            yield inner, inner_function(member)
         yield from find_async_members(member)

@@ -14,9 +14,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gspax.config.functions import keywords
 from gspax.data.problem import Problem
 from gspax.errors import UserError
 from gspax.rewards.calls import Failure, concurrent
@@ -25,6 +26,7 @@ from gspax.rewards.scores import FAILED, Grade, Score, Tally
 from gspax.rewards.workers.pool import Pool, shared
 from gspax.rewards.workers.worker import Ran
 
+NOT_ALLOWED = "wanted allow_code_execution=True for rewards that run programs a model has written"
 _LONGEST = 100_000  # characters of a program
 _SPARE = 30.0  # seconds beyond a test's own limit after which its worker is taken to hang
 
@@ -65,13 +67,29 @@ class Sandbox:
 
     def pool(self) -> Pool:
         """The worker processes of this process. UserError if programs cannot be isolated in this way here."""
-        if self.isolation not in ("bubblewrap", "none"):
-            raise UserError(f"isolation: wanted bubblewrap or none, got {self.isolation!r}")
-        if self.isolation == "bubblewrap" and sys.platform != "linux":
-            raise UserError(f"isolation: wanted Linux for bubblewrap, got {sys.platform}")
-        if self.isolation == "bubblewrap" and shutil.which("bwrap") is None:
-            raise UserError("isolation: wanted the program bwrap (apt-get install bubblewrap), it is not installed")
+        if reason := _missing(self.isolation):
+            raise UserError(reason)
         return shared("code", self.isolation, self.python or _default_python(), workers=self.workers)
+
+
+def _missing(isolation: str) -> str:
+    """Why programs cannot be isolated in this way here; empty if they can."""
+    if isolation not in ("bubblewrap", "none"):
+        return f"isolation: wanted bubblewrap or none, got {isolation!r}"
+    if isolation == "bubblewrap" and sys.platform != "linux":
+        return f"isolation: wanted Linux for bubblewrap, got {sys.platform}"
+    if isolation == "bubblewrap" and shutil.which("bwrap") is None:
+        return "isolation: wanted the program bwrap (apt-get install bubblewrap), it is not installed"
+    return ""
+
+
+def find_missing_sandbox(function: Callable[..., object]) -> str:
+    """Why a reward or a tool cannot run programs here; empty if it can, or if it runs none."""
+    settings = keywords(function)
+    if settings.get("allow_code_execution") is False:
+        return NOT_ALLOWED
+    sandbox = settings.get("sandbox") or Sandbox(isolation=settings.get("isolation", "none"))
+    return _missing(sandbox.isolation)
 
 
 @concurrent(8)
@@ -123,7 +141,7 @@ def grade(
     `batch_timeout` seconds are late.
     """
     if not allow_code_execution:
-        raise UserError("reward: wanted allow_code_execution=True for rewards that run programs a model has written")
+        raise UserError(f"reward: {NOT_ALLOWED}")
     if len(answers) != len(completions):
         raise UserError(f"answers: wanted one for each of {len(completions)} completions, got {len(answers)}")
     pool, deadline = sandbox.pool(), time.monotonic() + batch_timeout

@@ -13,6 +13,7 @@ from gspax.config import Experiment
 from gspax.errors import DivergedError
 from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
+from gspax.experiment.validation.first_calls import check_calls
 from gspax.learner import clipping
 from gspax.learner.restore import drop_frozen, first_state, load_reference, restore_state, save_reference
 from gspax.learner.state import with_new_moments
@@ -46,6 +47,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
       Interrupted: a signal (`run.interrupt`); a checkpoint was saved first.
     """
     runtime, keep = make_runtime(experiment), experiment.schedule.keep_checkpoints
+    check_calls(experiment, multihost.warn_from_primary)
     with (
         enter_run(workdir, describe(experiment)) as run,
         runtime.rewards,

@@ -1,8 +1,8 @@
 """Calls of an experiment's functions, to check that they return what `gspax.config.protocols` says.
 
 Functions on arrays are traced with shapes (`jax.eval_shape`), so nothing is computed and no device is needed. An
-advantage or a length reward may use numpy; it is then called once with numbers. Rewards, demonstrations, votes and the
-`step` of an environment are not called: they may be slow, call a server or run programs. Each message is one sentence.
+advantage or a length reward may use numpy; it is then called once with numbers. `first_calls` tries rewards,
+demonstrations and the `step` of an environment, which are no functions of arrays. Each message is one sentence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from gspax import losses
 from gspax.config import Experiment, protocols
-from gspax.config.functions import keywords, name_of, title_of, unwrap
+from gspax.config.functions import is_gspax, keywords, name_of, title_of
 from gspax.errors import UserError
 from gspax.experiment.validation.fields import Field, bare, fields
 from gspax.losses.traits import aggregate_of, traits_of
@@ -72,19 +72,28 @@ def contract_problems(experiment: Experiment, broken: Callable[[Iterable[str]], 
             continue
         try:
             if call := make(context, field):
-                _check(field, call)
+                _check(field.value, call)
         except _BreachError as breach:
             wrong |= key in ("correction", "rejection")
             yield f"{key}: {breach}"
 
 
-def _check(field: Field, call: _Call) -> None:
+def takes_rewards(advantage: protocols.Advantage, shape: tuple[int, ...], *, masked: bool) -> bool:
+    """Whether an advantage function accepts rewards of the shape [P, G], or [P, G, R], and a mask [P, G]."""
+    try:
+        _check(advantage, _advantage_call(advantage, shape, masked=masked))
+    except _BreachError:
+        return False
+    return True
+
+
+def _check(function: Callable[..., Any], call: _Call) -> None:
     """Raise _BreachError unless the function accepts the call and returns the wanted result."""
 
     def judge(*arguments: Any) -> Any:
         result = call.function(*arguments, **call.options)
         if not call.fits(result):
-            raise _BreachError(f"wanted {title_of(field.value)} to return {call.wanted}, got {_brief(result)}")
+            raise _BreachError(f"wanted {title_of(function)} to return {call.wanted}, got {_brief(result)}")
         return result
 
     def run(*arguments: Any) -> None:
@@ -107,9 +116,9 @@ def _check(field: Field, call: _Call) -> None:
         raise
     except _HOST_ERRORS as error:
         if not call.on_host:  # else it uses both numpy and jax, so only a run can tell
-            raise _BreachError(_raised(field.value, error)) from error
+            raise _BreachError(_raised(function, error)) from error
     except Exception as error:
-        raise _BreachError(_raised(field.value, error)) from error
+        raise _BreachError(_raised(function, error)) from error
 
 
 def _example(shape: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -120,17 +129,12 @@ def _example(shape: jax.ShapeDtypeStruct) -> np.ndarray:
 def _raised(function: Callable[..., Any], error: Exception) -> str:
     """One sentence that says where in the user's code an error was raised."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    if isinstance(error, UserError | TypeError | ValueError) and _is_own(function):
+    if isinstance(error, UserError | TypeError | ValueError) and is_gspax(function):
         return text
     here = (os.path.dirname(jax.__file__), os.path.dirname(losses.__file__), __file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(here)]
     where = f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})" if frames else ""
     return f"{title_of(function)} raised {type(error).__name__}: {text}{where}"
-
-
-def _is_own(function: Callable[..., Any]) -> bool:
-    """Whether a function is gspax's."""
-    return str(getattr(unwrap(function), "__module__", "")).partition(".")[0] == "gspax"
 
 
 def _brief(value: object) -> str:
@@ -242,23 +246,15 @@ def _kl_estimate(context: _Context, field: Field) -> _Call:
 
 
 def _advantage(context: _Context, field: Field) -> _Call:
-    shape = context.groups
-    masks = (_array(*shape, dtype=bool),) if context.masked else ()
-    several, single = (
-        _Call(
-            field.value,
-            (rewards, *masks),
-            f"advantages [P, G], here {[*shape]}",
-            _has_shape(shape),
-            on_host=True,
-        )
-        for rewards in (_array(*shape, 2), _array(*shape))
-    )
-    try:
-        _check(field, several)  # how many rewards there are is known from the first one
-    except _BreachError:
-        return single
-    return several
+    several = (*context.groups, 2)  # how many rewards there are is known from the first one
+    is_several = takes_rewards(field.value, several, masked=context.masked)
+    return _advantage_call(field.value, several if is_several else context.groups, masked=context.masked)
+
+
+def _advantage_call(advantage: protocols.Advantage, shape: tuple[int, ...], *, masked: bool) -> _Call:
+    groups = shape[:2]
+    arguments = (_array(*shape), _array(*groups, dtype=bool))[: 1 + masked]
+    return _Call(advantage, arguments, f"advantages [P, G], here {[*groups]}", _has_shape(groups), on_host=True)
 
 
 def _length_reward(context: _Context, field: Field) -> _Call:
@@ -268,7 +264,7 @@ def _length_reward(context: _Context, field: Field) -> _Call:
 
 
 def _learning_rate(context: _Context, field: Field) -> _Call | None:
-    if _is_own(field.value) and not keywords(field.value):
+    if is_gspax(field.value) and not keywords(field.value):
         return None  # `optimizers.constant`; optax takes longer to import than all checks
 
     def rate(updates: Any) -> Any:
@@ -283,7 +279,7 @@ def _learning_rate(context: _Context, field: Field) -> _Call | None:
 
 
 def _transform(context: _Context, field: Field) -> _Call | None:
-    if _is_own(field.value):
+    if is_gspax(field.value):
         return None
     import optax
 

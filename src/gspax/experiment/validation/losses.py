@@ -5,11 +5,8 @@ Each message is one sentence: where, what was wanted, what came.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import jax
 
 from gspax.config import (
     Calibration,
@@ -24,7 +21,7 @@ from gspax.config import (
     is_sparse,
     updates_per_step,
 )
-from gspax.config.functions import keywords, unwrap
+from gspax.config.functions import keywords
 from gspax.experiment.description import show
 from gspax.experiment.validation.fields import positional_count, short_name, takes_segments
 from gspax.losses.calibration import INERT
@@ -73,26 +70,6 @@ def _calibration(loss: Any, calibration: Calibration | None, schedule: Schedule)
             "calibration: wanted at least 2 schedule.minibatches or schedule.epochs, as every ratio is 1 in a rollout "
             f"batch's first update, got {updates}"
         )
-
-
-def _rewards(reward: Any, advantage: Any) -> Iterator[str]:
-    """An advantage of several rewards gets several. A reward function without a return annotation passes."""
-    given = inspect.signature(unwrap(reward)).return_annotation if callable(reward) else None
-    if given not in (float, int, "float", "int") or _takes(advantage, (2, 4)) or not _takes(advantage, (2, 4, 2)):
-        return
-    yield (
-        f"advantage: {short_name(advantage)} takes several rewards, wanted a reward function that gives a tuple or a "
-        f"dict of them (rewards.combination.combine), got {short_name(reward)}, which gives one"
-    )
-
-
-def _takes(advantage: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a function accepts rewards of this shape; no number is computed."""
-    try:
-        jax.eval_shape(advantage, jax.ShapeDtypeStruct(shape, jax.numpy.float32))
-    except Exception:  # of a user's function
-        return False
-    return True
 
 
 def _penalties(loss: Any, reference: Reference | None, regularizers: Regularizers) -> Iterator[str]:
@@ -189,7 +166,6 @@ def _overlong(filter_overlong: bool, advantage: Any) -> Iterator[str]:
 COMBINATIONS: tuple[tuple[Callable[..., Iterator[str]], str], ...] = (
     (_clip_range, "loss"),
     (_calibration, "loss calibration schedule.epochs schedule.minibatches"),
-    (_rewards, "reward advantage"),
     (_penalties, "loss reference regularizers"),
     (_packed, "schedule.microbatch_tokens loss correction rejection reference"),
     (_routers, "model regularizers routing_replay router_shift"),

@@ -37,7 +37,7 @@ from gspax.experiment.validation import losses
 from gspax.experiment.validation.contracts import contract_problems
 from gspax.experiment.validation.conversations import conversation_problems, credit_problems, unused_turns
 from gspax.experiment.validation.fields import function_problems, range_problems, type_problems
-from gspax.experiment.validation.first_problems import first_problems
+from gspax.experiment.validation.first_calls import first_problems
 from gspax.model.architecture import architecture_problems
 from gspax.model.sizes.counts import with_carried
 from gspax.model.sizes.memory import slot_problems

@@ -1,0 +1,233 @@
+"""Rewards, demonstrations and environments that break their contract are found by one call each, before training."""
+
+import shutil
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from small_experiment import experiment
+
+from gspax import advantages
+from gspax.commands import main
+from gspax.config import Evaluation, Grading, Reference, Task, WarmStart
+from gspax.data.tasks import sort
+from gspax.errors import UserError
+from gspax.experiment.validation.first_calls import check_calls
+from gspax.losses import kl, shaping
+from gspax.rewards import code, http
+from gspax.rewards.calls import Batched
+from gspax.rewards.combination import combine, weighted_sum
+from gspax.rewards.environments import Step, ToolUse, python
+from gspax.rewards.guard import guard
+from gspax.training import loop
+
+FILE = Path(__file__).parents[1] / "small_experiment.py"
+
+
+def one(problem, completion):
+    return 1.0
+
+
+def two(problem, completion):
+    return {"answer": 1.0, "form": 0.5}
+
+
+def nothing(problem, completion):
+    print(completion)
+
+
+async def ask_nothing(problem, completion):
+    return None
+
+
+def batch(problems, completions):
+    return [None for _ in completions]
+
+
+def unreachable(problem, completion):
+    raise ConnectionError("no judge")
+
+
+def slow(problem, completion):
+    time.sleep(5)
+
+
+def refuse(problem, completion):
+    raise AssertionError("called")
+
+
+def check(**changes):
+    """The sentences and the warnings of an experiment's calls."""
+    notes = []
+    try:
+        check_calls(replace(experiment, **changes), notes.append)
+    except UserError as error:
+        return str(error).splitlines(), notes
+    return [], notes
+
+
+TASK = Task(name="own", data=experiment.data, problems=2, reward=nothing)
+NUMBERS = "wanted a number, a tuple or a mapping of numbers, got None"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"reward": print}, f"reward: builtins.print: {NUMBERS} for the prompt '"),
+        ({"reward": ask_nothing}, f"reward: test_first_calls.ask_nothing: {NUMBERS}"),
+        ({"reward": Batched(batch)}, f"reward: test_first_calls.batch: {NUMBERS}"),
+        (
+            {"reward": partial(weighted_sum, rewards={"own": nothing, "good": one})},
+            f"reward: test_first_calls.nothing: {NUMBERS}",
+        ),
+        (
+            {"reward": one, "advantage": advantages.gdpo},
+            "reward: test_first_calls.one: wanted as many rewards as gspax.advantages.gdpo takes, got 1",
+        ),
+        (
+            {"reward": sort.reward, "advantage": advantages.gdpo},
+            "reward: gspax.data.tasks.sort.reward: wanted as many rewards as gspax.advantages.gdpo takes, got 1",
+        ),
+        (
+            {"reward": two},
+            "reward: test_first_calls.two: wanted as many rewards as gspax.advantages.standardize takes, got 2",
+        ),
+        (
+            {"reward": two, "advantage": partial(advantages.gdpo, weights=(1.0, 1.0, 1.0))},
+            "reward: test_first_calls.two: wanted as many rewards as gspax.advantages.gdpo takes, got 2",
+        ),
+        ({"evaluation": Evaluation(tasks=(TASK,))}, f"evaluation.tasks[0].reward: test_first_calls.nothing: {NUMBERS}"),
+        (
+            {"warm_start": WarmStart(demonstration=lambda problem, rng: 3)},
+            "warm_start.demonstration: test_first_calls.<lambda>: wanted a text without an environment, got 3 for the",
+        ),
+    ],
+)
+def test_a_return_value_that_breaks_the_contract_is_one_error(changes, said):
+    (found,), notes = check(**changes)
+    assert found.startswith(said) and "\n" not in found and not notes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reward": two, "advantage": advantages.gdpo},
+        {
+            "reward": two,
+            "advantage": partial(advantages.gdpo, weights=(1.0, 1.0, 1.0)),
+            "length_reward": partial(shaping.soft_overlong_punishment, max_length=4, buffer=2),
+        },
+        {
+            "reward": two,
+            "advantage": partial(advantages.gdpo, weights=(1.0, 1.0, 1.0)),
+            "reference": Reference(reward=kl.k1),
+        },
+        {"reward": partial(combine, rewards={"a": one, "b": one}), "advantage": advantages.gdpo},
+        {"warm_start": None},
+    ],
+)
+def test_functions_that_keep_their_contract_give_no_error(changes):
+    assert check(**changes) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        (unreachable, "ConnectionError: no judge (tests/experiment/test_first_calls.py:"),
+        (slow, "late: no answer after"),
+    ],
+)
+def test_a_failing_judge_is_only_a_warning(reward, reason, monkeypatch):
+    monkeypatch.chdir(FILE.parents[1])
+    found, (note,) = check(reward=reward, grading=Grading(timeout=0.2))
+    assert found == [] and note.startswith(f"reward: test_first_calls.{reward.__name__}: {reason}")
+    assert " for the prompt '" in note and "\n" not in note
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        partial(http.reward, url="http://127.0.0.1:9/"),
+        partial(guard, reward=refuse),
+        partial(weighted_sum, rewards={"judge": partial(http.reward, url="http://127.0.0.1:9/")}),
+    ],
+)
+def test_rewards_of_gspax_are_not_called(reward):
+    assert check(reward=reward) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "wanted allow_code_execution=True for rewards that run programs a model has written"),
+        (
+            {"allow_code_execution": True},
+            "isolation: wanted the program bwrap (apt-get install bubblewrap), ",
+        ),
+        ({"allow_code_execution": True, "isolation": "none"}, None),
+    ],
+)
+def test_programs_that_cannot_run_are_one_error(settings, said, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    reward = partial(code.reward, **settings)
+    found, _ = check(reward=partial(weighted_sum, rewards={"tests": reward}))
+    assert [each[: len(f"reward: {said}")] for each in found] == ([f"reward: {said}"] if said else [])
+
+
+def test_a_tool_without_its_sandbox_is_one_error(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    (found,), _ = check(environment=ToolUse(tools=(python(allow_code_execution=True),)), warm_start=None)
+    assert found.startswith("environment: isolation: wanted the program bwrap")
+
+
+@dataclass(frozen=True)
+class Talk:
+    """An environment that answers every message with `answer`, or raises it."""
+
+    answer: object
+
+    def reset(self, problem):
+        return 7, [{"role": "user", "content": problem.prompt}]
+
+    def step(self, state, message):
+        assert state == 7 and isinstance(message, str)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "errors", "notes"),
+    [
+        (Step(done=True), [], []),
+        ((None, ()), ["wanted a gspax.rewards.environments.Step, got tuple"], []),
+        (Step(reward=None), [f"reward: {NUMBERS}"], []),
+        (TimeoutError("no game"), [], ["TimeoutError: no game ("]),
+    ],
+)
+def test_one_step_of_an_environment_is_tried(answer, errors, notes):
+    found = check(environment=Talk(answer), warm_start=None)
+    for sentences, starts in zip(found, (errors, notes), strict=True):
+        assert len(sentences) == len(starts)
+        for sentence, start in zip(sentences, starts, strict=True):
+            assert sentence.startswith(f"environment: test_first_calls.Talk.step: {start}")
+
+
+def test_a_demonstration_may_be_several_messages_with_an_environment():
+    environment = Talk(Step(done=True))
+    assert check(environment=environment, warm_start=WarmStart(demonstration=lambda p, rng: ["1", "2"])) == ([], [])
+    (found,), _ = check(environment=environment, warm_start=WarmStart(demonstration=lambda p, rng: ["1", 2]))
+    assert "wanted a text or a sequence of texts, got ['1', 2]" in found
+
+
+def test_a_dry_run_calls_the_reward(capsys):
+    assert main.main(["train", str(FILE), "--dry-run", "reward=builtins.print"]) == 2
+    assert capsys.readouterr().err.startswith(f"gspax: reward: builtins.print: {NUMBERS}")
+
+
+def test_a_run_calls_the_reward_before_the_warm_start(tmp_path):
+    with pytest.raises(UserError, match=r"^reward: test_first_calls\.nothing: wanted a number"):
+        loop.train(replace(experiment, reward=nothing), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
