@@ -39,6 +39,11 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}{text and f': {text}'}{place_of(error)}"
 
 
+def brief(error: BaseException) -> str:
+    """The message of an exception on one line, or its type if it has no message."""
+    return shorten(str(error)) or type(error).__name__
+
+
 def place_of(error: BaseException) -> str:
     """` (my_rewards.py:12)`: the last line of a user's own code that an exception passed; empty if it passed none.
 

@@ -170,7 +170,9 @@ def test_a_grain_data_set(expected):
     some = grain.MapDataset.source(ROWS).filter(lambda row: row["level"] == 0)
     source = data.sequence(some, on_bad="skip", **SETTINGS)
     assert {each.metadata["level"] for each in problems(source)} == {0}
-    assert "skipped 66 of 100 rows (row 1 from 0: wanted an object with columns, got None;" in source.opened.notes[0]
+    assert source.opened.notes == (
+        "skipped 66 of 100 rows (row 1 from 0: wanted an object with columns, got None (66 rows))",
+    )
 
 
 @pytest.mark.parametrize(

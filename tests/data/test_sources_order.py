@@ -1,13 +1,12 @@
-"""The order of rows: each epoch is a permutation that depends only on seed and index; subsets keep an index."""
+"""The order of rows: each epoch is a permutation that depends only on seed and index."""
 
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspax.data.sources.order import Subset, permute, shuffle
+from gspax.data.sources.order import permute, shuffle
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 64, 1000])
@@ -50,17 +49,3 @@ ORDER = [0, 1, 6, 7, 4, 3, 5, 2, 8, 9, 4, 9, 0, 6, 2, 5, 3, 1, 7, 8]
 def test_a_negative_index_is_rejected():
     with pytest.raises(ValueError, match="index must be at least 0; got -1"):
         shuffle(0, -1, 10)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 7, 4095, 4096, 4097, 20000])
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 1.0])
-def test_a_subset_lists_the_positions_of_its_mask(rows, share):
-    mask = np.random.default_rng(rows).random(rows) < share
-    expected = np.flatnonzero(mask).tolist()
-    subset = Subset(mask)
-    assert len(subset) == len(expected)
-    picked = range(len(expected)) if len(expected) < 500 else range(0, len(expected), 97)
-    assert [subset[k] for k in picked] == [expected[k] for k in picked]
-    for outside in (-1, len(expected)):
-        with pytest.raises(IndexError):
-            subset[outside]

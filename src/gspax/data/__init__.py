@@ -6,20 +6,11 @@ A generated task is a module with `Problems`, `reward`, `half_wrong` and `tokeni
 from gspax.config.protocols import CompletionTokenizer, DataSource, Tokenizer
 from gspax.data.chat import CharChat, ChatTokenizer, hf_chat, reward_answer, split_thinking
 from gspax.data.problem import GeneratedProblems, Problem
-from gspax.data.sources import (
-    AnswerMatches,
-    Mixture,
-    PassRate,
-    PromptTokens,
-    RowSource,
-    Schema,
-    huggingface,
-    jsonl,
-    mixture,
-    parquet,
-    sequence,
-    tfds,
-)
+from gspax.data.sources import huggingface, jsonl, parquet, sequence, tfds
+from gspax.data.sources.mixture import Mixture, mixture
+from gspax.data.sources.rows import RowSource
+from gspax.data.sources.rules import AnswerMatches, PassRate, PromptTokens
+from gspax.data.sources.schema import Schema
 from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer
 
 __all__ = [

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gspax.config.protocols import Message, Problem
-from gspax.data.tokenizer import CharTokenizer, HFTokenizer, brief, hf_tokenizer, limited, settings
-from gspax.errors import UserError
+from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer, limited, settings
+from gspax.errors import UserError, brief
 
 Value = TypeVar("Value")  # of a reward
 

@@ -1,19 +1,48 @@
-"""Files that somebody else has written: JSON that may be of any shape, and links that may lead anywhere."""
+"""Files that somebody else has written: JSON of any shape, links that may lead anywhere, and names on the Hub."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gspax.errors import UserError
+from gspax.errors import UserError, brief
 
 LONGEST = 2**26  # bytes of a JSON file
 DEEPEST = 64  # nested containers
 SHOWN = 200  # characters of a value in a message
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+Json = Any  # None, a truth value, a number, a text, a list or a dict with texts as keys
 
 
-def read_json(file: Path) -> Any:
+def why_not_on_hub(name: str) -> str | None:
+    """The reason why a name is that of a local folder, which does not exist, and no name on the Hugging Face Hub.
+
+    A Hub name is `owner/name` or `name`. One whose owner is also a folder here is taken for a mistyped path.
+    """
+    owner = Path(name).parent
+    if not HUB_NAME.fullmatch(name):
+        return "there is no such folder" + ("" if Path(name).is_absolute() else f" in {Path.cwd()}")
+    return f"there is a folder {owner} here without a {Path(name).name}" if owner != Path() and owner.is_dir() else None
+
+
+@contextlib.contextmanager
+def reading(name: str | Path) -> Iterator[None]:
+    """Turn every exception into a UserError which says that `name` cannot be read, and why."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as problem:  # of any type: it may come from a library
+        why = getattr(problem, "strerror", None) or f"{type(problem).__name__}: {brief(problem)}"
+        raise UserError(f"{name}: cannot be read: {why}") from problem
+
+
+def read_json(file: Path) -> Json:
     """The content of a JSON file.
 
     Raises:
@@ -29,36 +58,36 @@ def read_json(file: Path) -> Any:
     return parse_json(data)
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes) -> Json:
     """The value of a JSON text. ValueError if it is too deeply nested, or not JSON in UTF-8."""
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except RecursionError:
         raise ValueError(f"wanted at most {DEEPEST} nested lists and objects") from None
-    level, depth = [found], 0
-    while level := [each for each in level if isinstance(each, (list, dict))]:
+    level, depth = [value], 0
+    while level := [inner for inner in level if isinstance(inner, (list, dict))]:
         depth += 1
         if depth > DEEPEST:
             raise ValueError(f"wanted at most {DEEPEST} nested lists and objects")
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-    return found
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return value
 
 
-def show(value: Any) -> str:
+def show(value: Json) -> str:
     """A JSON value in a message: its beginning, if it is long."""
     text = json.dumps(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def require_own_files(folder: Path) -> None:
-    """Refuse a folder with a link that leads out of it, which would be read, and copied by an export, or with a pipe.
+    """Refuse a folder with a pipe, or with a link that leads out of it, whose target an export would copy.
 
     The cache of the Hugging Face Hub is made of links from `snapshots/REVISION` to `blobs`, which are permitted.
     """
     own = folder.resolve()
     permitted = [own, *([own.parent.parent / "blobs"] if own.parent.name == "snapshots" else [])]
     for file in sorted(folder.iterdir()):
-        if file.is_symlink() and not any(file.resolve().is_relative_to(each) for each in permitted):
+        if file.is_symlink() and not any(file.resolve().is_relative_to(place) for place in permitted):
             raise UserError(f"{file}: wanted a file, got a link that leads out of the folder")
         if not file.is_file() and not file.is_dir() and file.exists():
             raise UserError(f"{file}: wanted a file, got a pipe, a socket or a device")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gspax.data.files import read_json, require_own_files
-from gspax.errors import UserError
+from gspax.errors import UserError, brief
 
 T = TypeVar("T")
 
@@ -193,12 +193,6 @@ def settings(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
     """The JSON object in a file of a tokenizer folder; empty without such a file. UserError if it cannot be read."""
     path = Path(folder, name)
     return _read_json(path) if path.exists() else {}
-
-
-def brief(error: Exception) -> str:
-    """An error's message on one line of at most 200 characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -23,11 +23,9 @@ from typing import Any
 from gspax.config import Task
 from gspax.data.chat import split_thinking
 from gspax.data.problem import Problem, digest
-from gspax.data.sources.bad_rows import BadRows
 from gspax.data.sources.schema import Schema
-from gspax.data.sources.tables import HuggingFace, JsonLines, Parquet, Table
-from gspax.data.tokenizer import brief
-from gspax.errors import UserError
+from gspax.data.sources.tables import BadRows, HuggingFace, JsonLines, Parquet, Table
+from gspax.errors import UserError, brief
 from gspax.rewards import answers, code, math, program_tests
 from gspax.rewards.calls import concurrent
 from gspax.rewards.scores import Score

@@ -11,35 +11,17 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal, TypedDict, Unpack
 
-from gspax.data.sources.mixture import Mixture, mixture
-from gspax.data.sources.rows import RowSource, Rule
-from gspax.data.sources.rules import AnswerMatches, PassRate, PromptTokens
+from gspax.data.sources.mixture import Mixture
+from gspax.data.sources.rows import HeldoutRows, RowSource, Rule
 from gspax.data.sources.schema import Schema
-from gspax.data.sources.tables import HuggingFace, JsonLines, Parquet, Sequence, Table, TensorFlowDatasets
+from gspax.data.sources.tables import HuggingFace, Indexed, JsonLines, Parquet, Sequence, Table, TensorFlowDatasets
 from gspax.errors import UserError
-
-__all__ = [
-    "AnswerMatches",
-    "Mixture",
-    "PassRate",
-    "PromptTokens",
-    "RowSource",
-    "Schema",
-    "huggingface",
-    "jsonl",
-    "mixture",
-    "opening_notes",
-    "opening_problems",
-    "parquet",
-    "sequence",
-    "tfds",
-]
 
 StrPath = str | os.PathLike[str]
 
 
 class Settings(TypedDict, total=False):
-    """What all sources have in common."""
+    """The keywords that all sources share."""
 
     prompt: str
     answer: str | None
@@ -51,19 +33,19 @@ class Settings(TypedDict, total=False):
     examples: tuple[tuple[str, str], ...]
     checks: tuple[Rule, ...]
     filters: tuple[Rule, ...]
-    exclude: tuple[Any, ...]  # of HeldoutRows, such as the data of a `Task`; checked when the source is made
+    exclude: tuple[HeldoutRows, ...]
     on_bad: Literal["error", "skip"]
     seed: int
 
 
 def jsonl(*paths: StrPath, heldout: StrPath | tuple[StrPath, ...] = (), **settings: Unpack[Settings]) -> RowSource:
-    """Files with one JSON object per line; `heldout` are those of the held-out problems."""
-    return _source(JsonLines(_paths("jsonl", paths)), JsonLines(_heldout(heldout)) if heldout else None, settings)
+    """Files with one JSON object per line; `heldout` has the files of the held-out problems."""
+    return _file_source(JsonLines, paths, heldout, settings)
 
 
 def parquet(*paths: StrPath, heldout: StrPath | tuple[StrPath, ...] = (), **settings: Unpack[Settings]) -> RowSource:
-    """Parquet files, held in memory; `heldout` are those of the held-out problems. Needs pyarrow."""
-    return _source(Parquet(_paths("parquet", paths)), Parquet(_heldout(heldout)) if heldout else None, settings)
+    """Parquet files, held in memory; `heldout` has the files of the held-out problems. Needs pyarrow."""
+    return _file_source(Parquet, paths, heldout, settings)
 
 
 def huggingface(
@@ -78,11 +60,11 @@ def huggingface(
     """A data set of the `datasets` library.
 
     Args:
-      name: on the hub, or a local folder: of files that `datasets` can read, or written by `save_to_disk`.
-      split: of the training problems.
+      name: a name on the Hub, or a local folder of files that `datasets` can read or that `save_to_disk` wrote.
+      split: the split of the training problems.
       heldout: the split of the held-out problems.
       config: the data set's configuration, if it has several.
-      revision: a commit or tag of the hub's repository.
+      revision: a commit or tag of the repository on the Hub.
     """
     train = HuggingFace(os.fspath(name), split, config, revision)
     return _source(train, None if heldout is None else dataclasses.replace(train, split=heldout), settings)
@@ -101,9 +83,9 @@ def tfds(
     TensorFlow is not needed.
 
     Args:
-      name: with configuration and version as tensorflow-datasets writes them: `gsm8k/main:1.0.0`; or the folder of a
-        prepared version.
-      split: of the training problems, slices such as `train[:90%]` included.
+      name: the name, configuration and version as tensorflow-datasets writes them: `gsm8k/main:1.0.0`; or the folder
+        of a prepared version.
+      split: the split of the training problems, or a slice such as `train[:90%]`.
       heldout: the split of the held-out problems.
       data_dir: where the prepared data sets lie; None for the library's default.
     """
@@ -111,15 +93,15 @@ def tfds(
     return _source(train, None if heldout is None else dataclasses.replace(train, split=heldout), settings)
 
 
-def sequence(rows: Any, *, heldout: Any = None, **settings: Unpack[Settings]) -> RowSource:
+def sequence(rows: Indexed, *, heldout: Indexed | None = None, **settings: Unpack[Settings]) -> RowSource:
     """Any object with `len` and `[]` whose elements are mappings, or `Problem`s: a list, a Grain MapDataset."""
     return _source(Sequence(rows), None if heldout is None else Sequence(heldout), settings)
 
 
-def opening_problems(data: Any, tokenizer: Any) -> Iterator[str]:
-    """Why a source of this package cannot be opened or encoded, one sentence each; nothing for other sources."""
+def opening_problems(data: object, tokenizer: object) -> Iterator[str]:
+    """Why a source of this package cannot be opened or encoded, one sentence each; none for other sources."""
     try:
-        has_context = any([source.opened.has_context for source in _row_sources(data)])
+        has_context = any([source.opened.has_context for source in _row_sources(data)])  # a list: each is opened
     except UserError as problem:
         yield str(problem)
         return
@@ -130,27 +112,31 @@ def opening_problems(data: Any, tokenizer: Any) -> Iterator[str]:
         )
 
 
-def opening_notes(data: Any) -> list[str]:
-    """What a source of this package has left out, one sentence each."""
+def opening_notes(data: object) -> list[str]:
+    """The rows that a source of this package leaves out, one sentence for each kind."""
     return [f"data: {note}" for source in _row_sources(data) for note in source.opened.notes]
 
 
-def _row_sources(data: Any) -> list[RowSource]:
+def _row_sources(data: object) -> list[RowSource]:
     parts = data.parts if isinstance(data, Mixture) else (data,)
     return [part for part in parts if isinstance(part, RowSource)]
 
 
 def _source(train: Table, heldout: Table | None, settings: Settings) -> RowSource:
-    given: dict[str, Any] = dict(settings)
-    columns = {field.name: given.pop(field.name) for field in dataclasses.fields(Schema) if field.name in given}
-    return RowSource(train_rows=train, heldout_rows=heldout, schema=Schema(**columns), **given)
+    remaining: dict[str, Any] = dict(settings)
+    names = [field.name for field in dataclasses.fields(Schema) if field.name in settings]
+    schema = Schema(**{name: remaining.pop(name) for name in names})
+    return RowSource(train_rows=train, heldout_rows=heldout, schema=schema, **remaining)
 
 
-def _paths(name: str, paths: tuple[StrPath, ...]) -> tuple[str, ...]:
+def _file_source(
+    table: type[JsonLines] | type[Parquet],
+    paths: tuple[StrPath, ...],
+    heldout: StrPath | tuple[StrPath, ...],
+    settings: Settings,
+) -> RowSource:
     if not paths:
-        raise TypeError(f"data.{name}: wanted at least one path, got none")
-    return tuple(os.fspath(path) for path in paths)
-
-
-def _heldout(paths: StrPath | tuple[StrPath, ...]) -> tuple[str, ...]:
-    return tuple(os.fspath(path) for path in (paths if isinstance(paths, tuple) else (paths,)))
+        raise TypeError("data: wanted at least one path, got none")
+    tests = heldout if isinstance(heldout, tuple) else (heldout,)
+    train, test = (table(tuple(os.fspath(path) for path in part)) for part in (paths, tests))
+    return _source(train, test if heldout else None, settings)

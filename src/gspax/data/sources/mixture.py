@@ -1,4 +1,7 @@
-"""Several sources as one: `mixture`."""
+"""Several sources as one: `mixture`.
+
+Grain's `MapDataset.mix` interleaves in one fixed pattern whatever the seed, and ends with its shortest part.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any
 
 from gspax.config.protocols import DataSource
-from gspax.data.problem import Problem
+from gspax.data.problem import Problem, at_least_0
 from gspax.data.sources.order import block_key, permute
 from gspax.data.sources.rows import RowSource
 
@@ -28,7 +30,7 @@ class Mixture:
     Attributes:
       sources: any data sources.
       weights: positive integers, one for each.
-      seed: of the order within the blocks of training problems.
+      seed: the seed of the order within the blocks of training problems.
     """
 
     sources: tuple[DataSource, ...]
@@ -51,30 +53,27 @@ class Mixture:
         source, inner = self._find(index, "mixture heldout")
         return self.parts[source].heldout(inner)
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """For `experiment.describe`; the sources by number, so that a difference names one of their fields."""
         return {"sources": dict(enumerate(self.parts)), "weights": self.weights, "seed": self.seed}
 
     @functools.cached_property
     def parts(self) -> tuple[DataSource, ...]:
         """The sources, each without the training prompts that another one holds out."""
-        return tuple(self._without_heldout(k) for k in range(len(self.sources)))
+        return tuple(map(self._without_heldout, self.sources))
 
-    def _without_heldout(self, k: int) -> DataSource:
-        own = self.sources[k]
-        if not isinstance(own, RowSource):
-            return own
-        others = [each for each in self.sources if isinstance(each, RowSource) and each is not own]
-        if own.heldout_rows is None:  # sources split by the same hash cannot overlap
-            others = [each for each in others if each.heldout_rows is not None]
-        return dataclasses.replace(own, exclude=(*own.exclude, *others)) if others else own
+    def _without_heldout(self, source: DataSource) -> DataSource:
+        if not isinstance(source, RowSource):
+            return source
+        others = [other for other in self.sources if isinstance(other, RowSource) and other is not source]
+        if source.heldout_rows is None:  # sources split by the same hash cannot overlap
+            others = [other for other in others if other.heldout_rows is not None]
+        return dataclasses.replace(source, exclude=(*source.exclude, *others)) if others else source
 
     def _find(self, index: int, key: str) -> tuple[int, int]:
         """The number of the source that problem `index` comes from, and the problem's index there."""
-        if index < 0:
-            raise ValueError(f"a problem's index must be at least 0; got {index}")
         ends = list(accumulate(self.weights))
-        block, position = divmod(index, ends[-1])
+        block, position = divmod(at_least_0(index), ends[-1])
         slot = permute(position, ends[-1], block_key(f"{key} {block}"))
         source = bisect_right(ends, slot)
         return source, block * self.weights[source] + slot - (ends[source] - self.weights[source])

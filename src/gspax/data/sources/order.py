@@ -2,9 +2,8 @@
 
 `shuffle` permutes [0, size) by a keyed Feistel network with cycle walking: position -> row is a function of seed and
 index alone, so that an epoch needs no list of its rows and a run resumes with one integer. Grain's `MapDataset.shuffle`
-would make Grain a requirement of every JSONL file, and gives epoch e of seed s the order of epoch 0 of seed s + e, so
-that runs with neighboring seeds share their orders. `Subset` gives the k-th of the kept rows, with one bit of memory
-for each row.
+would make Grain a requirement of every JSONL file, and `shuffle(seed=s)` gives epoch e the order of epoch 0 of seed
+s + e, so that runs with neighboring seeds share their orders.
 """
 
 from __future__ import annotations
@@ -12,17 +11,14 @@ from __future__ import annotations
 import functools
 import hashlib
 
-import numpy as np
+from gspax.data.problem import at_least_0
 
 _ROUNDS = 8
-_BLOCK = 4096  # rows of a subset that are counted together
 
 
 def shuffle(seed: int, index: int, size: int) -> int:
     """The row in [0, size) at position `index` of an endless series of epochs, each of which is a permutation."""
-    if index < 0:
-        raise ValueError(f"a problem's index must be at least 0; got {index}")
-    epoch, position = divmod(index, size)
+    epoch, position = divmod(at_least_0(index), size)
     return permute(position, size, block_key(f"epoch {seed} {epoch}"))
 
 
@@ -53,23 +49,3 @@ def _feistel(value: int, half: int, key: bytes) -> int:
 def block_key(text: str) -> bytes:
     """A key for `permute`, the same in every process."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-class Subset:
-    """The positions at which a mask is true: `subset[k]` is the k-th of them, from 0."""
-
-    def __init__(self, mask: np.ndarray) -> None:
-        """Args: mask, bool [rows]."""
-        self._bits = np.packbits(mask)
-        counts = np.add.reduceat(mask, np.arange(0, len(mask), _BLOCK), dtype=np.int64) if len(mask) else [0]
-        self._before = np.concatenate([[0], np.cumsum(counts)])  # elements before each block
-
-    def __len__(self) -> int:
-        return int(self._before[-1])
-
-    def __getitem__(self, k: int) -> int:
-        if not 0 <= k < len(self):
-            raise IndexError(f"wanted an element in [0, {len(self)}), got {k}")
-        block = int(np.searchsorted(self._before, k, side="right")) - 1
-        bits = np.unpackbits(self._bits[block * _BLOCK // 8 : (block + 1) * _BLOCK // 8])
-        return block * _BLOCK + int(np.flatnonzero(bits)[k - self._before[block]])

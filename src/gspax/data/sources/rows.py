@@ -1,8 +1,8 @@
 """A data source that reads the rows of a table: `RowSource`.
 
 Opening it reads every row once. Rows that are malformed, or that a check rejects, are errors, or are skipped and
-counted; training rows that a filter rejects are counted too. What is kept in memory is one bit per row, and a hash of
-each held-out prompt; a row is read from its table again when its turn comes.
+counted; training rows that a filter rejects are counted too. What is kept in memory is the numbers of the rows that
+remain, and a hash of each held-out prompt; a row is read from its table again when its turn comes.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ import datetime
 import functools
 import hashlib
 import json
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from numbers import Number
 from pathlib import PurePath
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
 from gspax.config.functions import unwrap
-from gspax.data.problem import Problem, digest, is_heldout
-from gspax.data.sources.bad_rows import BadRows
-from gspax.data.sources.order import Subset, permute, shuffle
+from gspax.data.problem import Problem, at_least_0, digest, is_heldout
+from gspax.data.sources.order import permute, shuffle
 from gspax.data.sources.schema import Schema
-from gspax.data.sources.tables import Table
-from gspax.data.tokenizer import brief
-from gspax.errors import UserError
+from gspax.data.sources.tables import BadRows, Table
+from gspax.errors import UserError, brief
 
 Rule = Callable[[Problem], str | None]  # why a problem is rejected; None if it is not
 
@@ -58,7 +57,7 @@ class RowSource:
       filters: functions that give the reason to leave a training problem out, or None.
       exclude: sources whose held-out prompts are left out of the training problems, such as a benchmark's.
       on_bad: what to do about bad rows: "error", or "skip" to leave them out and say how many there are.
-      seed: of the order of the training problems.
+      seed: the seed of the order of the training problems.
     """
 
     train_rows: Table
@@ -78,51 +77,48 @@ class RowSource:
             if not isinstance(rules, tuple) or not all(map(callable, rules)):
                 raise ValueError(f"{name}: wanted a tuple of functions, got {rules!r}")
         if not isinstance(self.exclude, tuple) or not all(
-            hasattr(type(each), "heldout_prompts") for each in self.exclude
+            hasattr(type(source), "heldout_prompts") for source in self.exclude
         ):
             raise ValueError(f"exclude: wanted a tuple of sources that read rows, got {self.exclude!r}")
 
     def train(self, index: int) -> Problem:
-        """Training problem number `index`, from 0; the list starts again in another order when it is through."""
-        subset = self.opened.train
-        return self._read(self.train_rows, subset[shuffle(self.seed, index, len(subset))])
+        """Training problem number `index`, from 0; after the last one the list starts again in another order."""
+        rows = self.opened.train
+        return self._read(self.train_rows, rows[shuffle(self.seed, index, len(rows))])
 
     def heldout(self, index: int) -> Problem:
-        """Held-out problem number `index`, from 0; the list starts again when it is through."""
-        if index < 0:
-            raise ValueError(f"a problem's index must be at least 0; got {index}")
-        subset = self.opened.heldout
+        """Held-out problem number `index`, from 0; after the last one the list starts again."""
+        rows = self.opened.heldout
         table = self.train_rows if self.heldout_rows is None else self.heldout_rows
-        return self._read(table, subset[permute(index % len(subset), len(subset), b"heldout")])
-
-    @functools.cached_property
-    def heldout_prompts(self) -> set[int]:
-        """Digests of the held-out prompts. `train_rows` are not read where the held-out problems have a table."""
-        return self.opened.heldout_prompts if self.heldout_rows is None else self._heldout_scan[1]
+        return self._read(table, rows[permute(at_least_0(index) % len(rows), len(rows), b"heldout")])
 
     @property
     def heldout_count(self) -> int:
-        """How many held-out problems there are."""
+        """The number of held-out problems."""
         return len(self.opened.heldout)
+
+    @property
+    def heldout_prompts(self) -> set[int]:
+        """Digests of the held-out prompts. `train_rows` are not read where the held-out problems have a table."""
+        return self.opened.heldout_prompts if self.heldout_rows is None else self._heldout_scan.heldout_prompts
 
     @property
     def heldout_content(self) -> str:
         """A hash of the rows that hold the held-out problems."""
-        return self.opened.content if self.heldout_rows is None else self._heldout_scan[0].content
+        return self.opened.content if self.heldout_rows is None else self._heldout_scan.content
 
     @functools.cached_property
-    def _heldout_scan(self) -> tuple[_Scan, set[int], np.ndarray]:
-        """What is found in the table of held-out problems, the digests of its prompts, and a mask of its good rows."""
+    def _heldout_scan(self) -> _Scan:
+        """The scan of the table of held-out problems."""
         assert self.heldout_rows is not None
-        scan, prompts, mask = _Scan(self.heldout_rows), set[int](), np.zeros(len(self.heldout_rows), bool)
+        scan = _Scan(self.heldout_rows)
         for i, _, prompt in scan.problems(self):
-            mask[i] = True
-            prompts.add(digest(prompt))
-        return scan, prompts, mask
+            scan.hold_out(i, prompt)
+        return scan
 
     @functools.cached_property
     def opened(self) -> Opened:
-        """What reading every row once has shown. UserError if there are bad rows, or none that are left."""
+        """The rows to use, after reading every row once. UserError if there are bad rows, or none that are left."""
         try:
             return _open(self)
         except UserError:
@@ -131,7 +127,7 @@ class RowSource:
             name = type(self.train_rows).__name__
             raise UserError(f"data: {name} cannot be read: {type(problem).__name__}: {brief(problem)}") from problem
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """What decides on the problems, for `experiment.describe`: the content of files, not their paths."""
         return {
             "train_rows": self.opened.content,
@@ -139,7 +135,7 @@ class RowSource:
             "schema": self.schema,
             "checks": self.checks,
             "filters": self.filters,
-            "exclude": [each.heldout_content for each in self.exclude],
+            "exclude": [source.heldout_content for source in self.exclude],
             "on_bad": self.on_bad,
             "seed": self.seed,
         }
@@ -155,39 +151,43 @@ class RowSource:
 class Opened:
     """A source that has been read once."""
 
-    train: Subset
-    heldout: Subset
+    train: array[int]  # numbers of the rows
+    heldout: array[int]
     heldout_prompts: set[int]  # digests
-    content: str  # of `train_rows`
+    content: str  # a hash of `train_rows`
     has_context: bool  # whether some problem has messages before its prompt, for which a chat tokenizer is needed
     notes: tuple[str, ...]  # what was left out
 
 
 @dataclass
 class _Scan:
-    """What is found in a table, row by row."""
+    """A table, while and after all its rows are read."""
 
     table: Table
-    total: int = 0
     bad: BadRows = field(default_factory=BadRows)
     filtered: Counter[str] = field(default_factory=Counter)
     has_context: bool = False
-    _rows_hash: Any = field(default_factory=hashlib.sha256)
+    heldout: array[int] = field(default_factory=lambda: array("q"))
+    heldout_prompts: set[int] = field(default_factory=set)
+    rows_hash: hashlib._Hash = field(default_factory=hashlib.sha256)
 
     @property
     def content(self) -> str:
-        return self.table.content or f"rows:{self._rows_hash.hexdigest()}"
+        return self.table.content or f"rows:{self.rows_hash.hexdigest()}"
+
+    @property
+    def bad_rows(self) -> str:
+        return f"{self.bad.count} of {len(self.table)} rows ({self.bad})"
 
     def problems(self, source: RowSource) -> Iterator[tuple[int, Problem, str]]:
         """(row, problem, text that decides on its split) of the rows that are not bad."""
         for i, row in enumerate(self.table.rows()):
-            self.total += 1
             try:
                 if isinstance(row, ValueError):
                     raise row
                 problem, prompt = source.schema.read(row)
                 if self.table.content is None:
-                    self._rows_hash.update(_serialise(problem))
+                    self.rows_hash.update(_serialize(problem))
             except ValueError as reason:
                 self.reject(i, brief(reason))
                 continue
@@ -200,54 +200,42 @@ class _Scan:
     def reject(self, i: int, reason: str) -> None:
         self.bad.add(self.table.where(i), reason)
 
-    def bad_rows(self) -> str:
-        return f"{self.bad.count} of {self.total} rows ({self.bad})"
+    def hold_out(self, i: int, prompt: str) -> None:
+        self.heldout.append(i)
+        self.heldout_prompts.add(digest(prompt))
+
+    def notes(self) -> Iterator[str]:
+        if self.bad.count:
+            yield f"skipped {self.bad_rows}"
+        if self.filtered:
+            counts = ", ".join(f"{name} {count}" for name, count in self.filtered.items())
+            yield f"filters left out {self.filtered.total()} of {len(self.table)} rows ({counts})"
 
 
 def _open(source: RowSource) -> Opened:
-    scan, train = _Scan(source.train_rows), np.zeros(len(source.train_rows), bool)
-    scans, prompts, heldout = [scan], set[int](), np.zeros_like(train)
+    scan, train = _Scan(source.train_rows), array("q")
     split = source.heldout_rows is None
-    if not split:
-        other, prompts, heldout = source._heldout_scan
-        scans.append(other)
+    held = scan if split else source._heldout_scan
+    scans = [scan] if split else [scan, held]
     for i, problem, prompt in scan.problems(source):
         if split and is_heldout(prompt):
-            heldout[i] = True
-            prompts.add(digest(prompt))
-        elif digest(prompt) in prompts:
+            scan.hold_out(i, prompt)
+        elif digest(prompt) in held.heldout_prompts:
             scan.reject(i, "the prompt is among the held-out ones too")
-        elif any(digest(prompt) in each.heldout_prompts for each in source.exclude):
+        elif any(digest(prompt) in other.heldout_prompts for other in source.exclude):
             scan.filtered["exclude"] += 1
         elif rejected := _first_reason(source.filters, problem, source.train_rows, i):
             scan.filtered[rejected[0]] += 1
         else:
-            train[i] = True
-    if source.on_bad == "error" and (bad := [scan for scan in scans if scan.bad.count]):
-        raise UserError(
-            f"data: {' and '.join(scan.bad_rows() for scan in bad)} cannot be used; on_bad='skip' leaves them out"
-        )
-    notes = tuple(_notes(scans))
-    for name, mask in (("training", train), ("held-out", heldout)):
-        if not mask.any():
+            train.append(i)
+    if source.on_bad == "error" and (bad := [scan.bad_rows for scan in scans if scan.bad.count]):
+        raise UserError(f"data: {' and '.join(bad)} cannot be used; on_bad='skip' leaves them out")
+    notes = tuple(note for scan in scans for note in scan.notes())
+    for name, rows in (("training", train), ("held-out", held.heldout)):
+        if not rows:
             raise UserError(f"data: wanted at least one {name} problem, got none{''.join(f'; {n}' for n in notes)}")
-    return Opened(
-        Subset(train),
-        Subset(heldout),
-        prompts,
-        scan.content,
-        any(scan.has_context for scan in scans),
-        notes,
-    )
-
-
-def _notes(scans: list[_Scan]) -> Iterator[str]:
-    for scan in scans:
-        if scan.bad.count:
-            yield f"skipped {scan.bad_rows()}"
-        if scan.filtered:
-            counts = ", ".join(f"{name} {count}" for name, count in scan.filtered.items())
-            yield f"filters left out {scan.filtered.total()} of {scan.total} rows ({counts})"
+    has_context = any(scan.has_context for scan in scans)
+    return Opened(train, held.heldout, held.heldout_prompts, scan.content, has_context, notes)
 
 
 def _first_reason(rules: tuple[Rule, ...], problem: Problem, table: Table, i: int) -> tuple[str, str] | None:
@@ -268,19 +256,19 @@ def _first_reason(rules: tuple[Rule, ...], problem: Problem, table: Table, i: in
     return None
 
 
-def _serialise(problem: Problem) -> bytes:
+def _serialize(problem: Problem) -> bytes:
     """The content of a problem, the same in every process. ValueError if its metadata has none that could be."""
     fields = [problem.prompt, problem.answer, problem.context, problem.task, problem.metadata]
     try:
         return json.dumps(fields, sort_keys=True, default=_plain).encode() + b"\n"
-    except (TypeError, RecursionError) as problem_of_json:  # keys that are no texts, values in themselves
-        raise ValueError(f"metadata: wanted values that JSON can hold, got others: {problem_of_json}") from None
+    except (TypeError, RecursionError) as error:  # keys that are no texts, values in themselves
+        raise ValueError(f"metadata: wanted values that JSON can hold, got others: {error}") from None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value of metadata that JSON lacks, as one that it has."""
     if isinstance(value, set | frozenset):
-        return ["set", sorted(json.dumps(each, sort_keys=True, default=_plain) for each in value)]
+        return ["set", sorted(json.dumps(element, sort_keys=True, default=_plain) for element in value)]
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         content = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
         return ["array", str(value.dtype), list(value.shape), content]

@@ -1,7 +1,4 @@
-"""Rules for `checks` and `filters`: each gives the reason why a problem is rejected, or None.
-
-Any function of a problem that does so will serve too.
-"""
+"""Rules for `checks` and `filters`. A rule is any function that returns the reason to reject a problem, or None."""
 
 from __future__ import annotations
 
@@ -9,26 +6,27 @@ import functools
 import hashlib
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from gspax.config.protocols import Tokenizer
+from gspax.data.files import reading
 from gspax.data.problem import Problem, digest, encode_prompt
-from gspax.data.tokenizer import brief
-from gspax.errors import UserError
+from gspax.errors import UserError, brief
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """The prompt, with all that stands before it, has at most so many tokens.
+    """The prompt, with the messages before it, has at most `most` tokens.
 
     Attributes:
-      tokenizer: that of the experiment.
-      most: `sampling.max_prompt_tokens`, or fewer.
+      tokenizer: the tokenizer of the experiment.
+      most: the limit: `sampling.max_prompt_tokens`, or fewer.
     """
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     most: int
 
     def __call__(self, problem: Problem) -> str | None:
@@ -67,7 +65,7 @@ class PassRate:
         had the same `template`.
       low: the smallest mean reward that is accepted.
       high: the largest.
-      unseen: what to do with a prompt without samples: "drop" or "keep".
+      unseen: whether to "drop" or "keep" a prompt without samples.
     """
 
     path: str
@@ -87,7 +85,7 @@ class PassRate:
             return None if self.unseen == "keep" else f"there is no sample of this prompt in {self.path}"
         return None if self.low <= rate <= self.high else f"the pass rate is {rate:.3g}, outside the range"
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """For `experiment.describe`: the samples, not their path."""
         return {"samples": self._rates[0], "low": self.low, "high": self.high, "unseen": self.unseen}
 
@@ -95,21 +93,20 @@ class PassRate:
     def _rates(self) -> tuple[str, dict[int, float]]:
         """A hash of the samples, and the mean reward of each prompt by its digest."""
         path, hashed = Path(self.path), hashlib.sha256()
-        total, count = Counter[int](), Counter[int]()
+        total, count = defaultdict[int, float](float), Counter[int]()
         files = [path]
         if path.is_dir():  # failed_STEP.jsonl has the failures of every step, but none of its other samples
             files = sorted(file for file in path.glob("*.jsonl") if not file.name.startswith("failed_"))
         if not files:
             raise UserError(f"data: wanted samples in {self.path}, got a folder without .jsonl files")
         for file in files:
-            try:
-                for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-                    hashed.update(line)
-                    if (sample := _sample(line, f"{file}, line {number}")) is not None:
-                        total[sample[0]] += sample[1]  # type: ignore[assignment]
-                        count[sample[0]] += 1
-            except OSError as error:
-                raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+            with reading(file):
+                lines = file.read_bytes().splitlines()
+            for number, line in enumerate(lines, start=1):
+                hashed.update(line)
+                if (sample := _sample(line, f"{file}, line {number}")) is not None:
+                    total[sample[0]] += sample[1]
+                    count[sample[0]] += 1
         return f"sha256:{hashed.hexdigest()}", {key: total[key] / count[key] for key in count}
 
 

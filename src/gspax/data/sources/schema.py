@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gspax.config.protocols import Message, Problem
 
@@ -46,7 +45,7 @@ class Schema:
         if isinstance(self.metadata, str):
             raise ValueError(f"metadata: wanted a tuple of columns, got the text {self.metadata!r}")
 
-    def read(self, row: Any) -> tuple[Problem, str]:
+    def read(self, row: object) -> tuple[Problem, str]:
         """The problem of a row, and the text whose hash decides on the split: the prompt before `template`, after what
         the user and the assistant said before it."""
         if isinstance(row, Problem):
@@ -84,9 +83,9 @@ def _key(context: Sequence[Message], prompt: str) -> str:
     return "\n".join([*(message["content"] for message in context if message["role"] != "system"), prompt])
 
 
-def _column(row: Mapping[str, Any], name: str) -> Any:
+def _column(row: Mapping[str, object], name: str) -> object:
     """The value of a column, in Python's own types."""
-    value: Any = row
+    value: object = row
     for part in name.split(".") if name not in row else [name]:
         if not isinstance(value, Mapping) or part not in value:
             raise ValueError(f"{name}: there is no such column; the row has {', '.join(map(str, row)) or 'none'}")
@@ -94,7 +93,7 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
     return _plain(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Arrays as lists, bytes as text."""
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -107,7 +106,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name}: wanted a text that is not empty, got {_show(value)}")
     return _unicode(name, value)
@@ -121,13 +120,13 @@ def _unicode(name: str, text: str) -> str:
     return text
 
 
-def _answer(name: str, value: Any) -> str:
+def _answer(name: str, value: object) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     return _text(name, value)
 
 
-def _conversation(name: str, value: Any) -> tuple[list[Message], str]:
+def _conversation(name: str, value: object) -> tuple[list[Message], str]:
     """The messages before the prompt, and the prompt: a text, or the last message of a chat."""
     if not isinstance(value, list):
         return [], _text(name, value)
@@ -138,7 +137,7 @@ def _conversation(name: str, value: Any) -> tuple[list[Message], str]:
     return messages[:-1], messages[-1]["content"]
 
 
-def _message(name: str, value: Any, *, first: bool) -> Message:
+def _message(name: str, value: object, *, first: bool) -> Message:
     role, content = (value.get(key) for key in ("role", "content")) if isinstance(value, dict) else (None, None)
     roles = _ROLES if first else _ROLES[1:]
     if role not in roles or not isinstance(content, str):
@@ -146,6 +145,6 @@ def _message(name: str, value: Any, *, first: bool) -> Message:
     return {"role": role, "content": _unicode(name, content)}
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,10 +1,7 @@
-"""Tables: rows by number, from files or data sets. Packages are imported when a table is first read.
+"""Tables: rows by number, from files or data sets. A package is imported when the first table that needs it is opened.
 
-A table has `len` and `[]`, and
-
-    rows()      all rows in order; one that cannot be read is a ValueError in its place
-    content     a hash of the files; None if only the rows themselves can be hashed
-    where(i)    the place of row i, for messages
+Grain (0.2) cannot replace them: of its readers of files only that of ArrayRecord has rows by number (`tfds` uses it),
+Parquet is an iterator, JSON lines are missing, and none has a hash of the content or the place of a row for messages.
 """
 
 from __future__ import annotations
@@ -15,19 +12,17 @@ import hashlib
 import importlib
 import json
 import os
-import re
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from types import ModuleType
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
-import numpy as np
+from gspax.data.files import reading, why_not_on_hub
+from gspax.errors import UserError, brief, how_to_install
 
-from gspax.data.tokenizer import brief
-from gspax.errors import UserError, how_to_install
-
-_STRIDE = 64  # lines of a file between two whose offset is kept
+_SHOWN = 5  # different reasons that a message lists
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -35,35 +30,70 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
 }
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+Row = Any  # a mapping of columns or a `Problem`; `Schema.read` refuses anything else
 
 
-class Table(Protocol):
-    """See the module's docstring."""
+@runtime_checkable
+class Indexed(Protocol):
+    """An object with `len` and `[]`: a list, a Grain MapDataset, a PyTorch Dataset."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, i: int, /) -> Any: ...
-    def rows(self) -> Iterator[Any]: ...
-    def where(self, i: int, /) -> str: ...
+    def __getitem__(self, i: int, /) -> Row: ...
+
+
+class Table(Indexed, Protocol):
+    """Rows by number, and what a source needs besides."""
+
+    def rows(self) -> Iterator[Row]:
+        """All rows in order; one that cannot be read is a ValueError in its place."""
+
+    def where(self, i: int, /) -> str:
+        """The place of row `i`, for messages."""
 
     @property
-    def content(self) -> str | None: ...
+    def content(self) -> str | None:
+        """A hash of the files; None if only the rows themselves can be hashed."""
+
+
+@dataclass
+class BadRows:
+    """Rows that cannot be used: their number, and the place of the first one for each of the first five reasons."""
+
+    count: int = 0
+    _shown: dict[str, tuple[str, int]] = field(default_factory=dict)  # reason -> place of the first, number of rows
+
+    def add(self, where: str, reason: str) -> None:
+        self.count += 1
+        if reason in self._shown or len(self._shown) < _SHOWN:
+            first, number = self._shown.get(reason, (where, 0))
+            self._shown[reason] = first, number + 1
+
+    def __str__(self) -> str:
+        phrases = [
+            f"{where}: {reason}" + (f" ({number} rows)" if number > 1 else "")
+            for reason, (where, number) in self._shown.items()
+        ]
+        others = self.count - sum(number for _, number in self._shown.values())
+        return "; ".join([*phrases, *([f"and {others} more"] if others else [])])
 
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Files with one JSON object per line, one after the other. Lines are read from disk when they are needed."""
+    """Files with one JSON object per line, one after the other. A line is read from disk when it is needed."""
 
     paths: tuple[str, ...]
 
     def __len__(self) -> int:
-        return sum(file.lines for file in self._files)
+        return sum(len(file.offsets) for file in self._files)
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i: int) -> Row:
         file, line = self._find(i)
-        return _parse(file.read(line))
+        with file.stream() as stream:
+            stream.seek(file.offsets[line])
+            return _parse(stream.readline())
 
-    def rows(self) -> Iterator[Any]:
+    def rows(self) -> Iterator[Row]:
         for file in self._files:
             with file.stream() as stream:
                 for line in stream:
@@ -86,43 +116,36 @@ class JsonLines:
 
     def _find(self, i: int) -> tuple[_LineFile, int]:
         for file in self._files:
-            if i < file.lines:
+            if i < len(file.offsets):
                 return file, i
-            i -= file.lines
+            i -= len(file.offsets)
         raise IndexError(i)
 
 
 @dataclass(frozen=True)
 class _LineFile:
-    """A file of lines with the offset of every 64th of them."""
+    """A file of lines with their offsets."""
 
     path: str
-    offsets: np.ndarray
-    lines: int
+    offsets: array[int]
     sha256: str
     stamp: tuple[int, int]  # size and time of the last change
 
     @classmethod
     def open(cls, path: str) -> _LineFile:
         """UserError if the file cannot be read."""
-        offsets, lines, offset, hashed = [], 0, 0, hashlib.sha256()
-        try:
-            with open(path, "rb") as stream:
-                stamp = _stamp(stream)
-                start = stream.read(6)
-                if kind := next((kind for magic, kind in _COMPRESSED.items() if start.startswith(magic)), None):
-                    raise UserError(
-                        f"{path}: wanted lines of JSON, got a file compressed by {kind}: decompress it first"
-                    )
-                stream.seek(0)
-                for line in stream:
-                    if lines % _STRIDE == 0:
-                        offsets.append(offset)
-                    hashed.update(line)
-                    lines, offset = lines + 1, offset + len(line)
-        except OSError as problem:
-            raise UserError(f"{path}: cannot be read: {problem.strerror}") from problem
-        return cls(path, np.array(offsets, np.int64), lines, hashed.hexdigest(), stamp)
+        offsets, offset, hashed = array("q"), 0, hashlib.sha256()
+        with reading(path), open(path, "rb") as stream:
+            stamp = _stamp(stream)
+            start = stream.read(6)
+            if kind := next((kind for magic, kind in _COMPRESSED.items() if start.startswith(magic)), None):
+                raise UserError(f"{path}: wanted lines of JSON, got a file compressed by {kind}: decompress it first")
+            stream.seek(0)
+            for line in stream:
+                offsets.append(offset)
+                hashed.update(line)
+                offset += len(line)
+        return cls(path, offsets, hashed.hexdigest(), stamp)
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[BinaryIO]:
@@ -131,12 +154,6 @@ class _LineFile:
             if _stamp(stream) != self.stamp:
                 raise OSError(f"{self.path} has changed since it was opened")
             yield stream
-
-    def read(self, line: int) -> bytes:
-        """A line, from 0."""
-        with self.stream() as stream:
-            stream.seek(int(self.offsets[line // _STRIDE]))
-            return next(islice(stream, line % _STRIDE, None))
 
 
 @dataclass(frozen=True)
@@ -148,10 +165,10 @@ class Parquet:
     def __len__(self) -> int:
         return len(self._table)
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i: int) -> Row:
         return self._table.slice(i, 1).to_pylist()[0]
 
-    def rows(self) -> Iterator[Any]:
+    def rows(self) -> Iterator[Row]:
         for batch in self._table.to_batches(max_chunksize=1024):
             yield from batch.to_pylist()
 
@@ -165,21 +182,25 @@ class Parquet:
     @functools.cached_property
     def _table(self) -> Any:
         arrow, parquet = _import("pyarrow"), _import("pyarrow.parquet")
-        tables = [_attempt(path, lambda path=path: parquet.read_table(path)) for path in self.paths]
-        return _attempt(self.paths[0], lambda: arrow.concat_tables(tables, promote_options="default"))
+        tables = []
+        for path in self.paths:
+            with reading(path):
+                tables.append(parquet.read_table(path))
+        with reading(self.paths[0]):
+            table = arrow.concat_tables(tables, promote_options="default")
+        return table
 
 
-@dataclass(frozen=True)
 class _Loaded:
-    """A data set that a library loads, with `len` and `[]`."""
+    """Rows of an object with `len` and `[]`, usually a library's."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i: int) -> Row:
         return self._rows[i]
 
-    def rows(self) -> Iterator[Any]:
+    def rows(self) -> Iterator[Row]:
         for i in range(len(self)):
             try:
                 yield self._rows[i]
@@ -194,95 +215,89 @@ class _Loaded:
         return f"row {i} from 0"
 
     @property
-    def _rows(self) -> Any:
+    def _rows(self) -> Indexed:
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class HuggingFace(_Loaded):
-    """A split of a data set for the `datasets` library: a name on the hub, a folder of files, or one that
-    `save_to_disk` wrote."""
+class Sequence(_Loaded):
+    """Any object with `len` and `[]`."""
+
+    given: Indexed = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.given, Indexed):
+            raise UserError(f"data.sequence: wanted an object with len and [], got {type(self.given).__name__}")
+
+    @property
+    def _rows(self) -> Indexed:
+        return self.given
+
+
+@dataclass(frozen=True)
+class _Split(_Loaded):
+    """A split of a named data set."""
 
     name: str
     split: str = "train"
-    config: str | None = None
-    revision: str | None = None
 
     def where(self, i: int) -> str:
         return f"{self.name} ({self.split}), row {i} from 0"
 
+
+@dataclass(frozen=True)
+class HuggingFace(_Split):
+    """A split of a data set for the `datasets` library: a name on the Hub, a folder of files, or one that
+    `save_to_disk` wrote."""
+
+    config: str | None = None
+    revision: str | None = None
+
     @functools.cached_property
-    def _rows(self) -> Any:
+    def _rows(self) -> Indexed:
         datasets = _import("datasets")
-        if Path(self.name, "dataset_dict.json").is_file() or Path(self.name, "state.json").is_file():
-            loaded = _attempt(self.name, lambda: datasets.load_from_disk(self.name))
-            if isinstance(loaded, dict):
-                if self.split not in loaded:
-                    raise UserError(f"{self.name}: wanted a split of {', '.join(loaded)}, got {self.split!r}")
-                loaded = loaded[self.split]
-            return loaded
-        if not Path(self.name).exists() and (why := _no_hub_name(self.name)):
+        saved = any(Path(self.name, file).is_file() for file in ("dataset_dict.json", "state.json"))
+        if not Path(self.name).exists() and (why := why_not_on_hub(self.name)):
             raise UserError(f"{self.name}: wanted a folder or a name on the Hub, {why}")
-        return _attempt(
-            self.name,
-            lambda: datasets.load_dataset(self.name, self.config, split=self.split, revision=self.revision),
-        )
+        with reading(self.name):
+            if saved:
+                rows = datasets.load_from_disk(self.name)
+            else:
+                rows = datasets.load_dataset(self.name, self.config, split=self.split, revision=self.revision)
+        if saved and isinstance(rows, dict):
+            if self.split not in rows:
+                raise UserError(f"{self.name}: wanted a split of {', '.join(rows)}, got {self.split!r}")
+            rows = rows[self.split]
+        return rows
 
 
 @dataclass(frozen=True)
-class TensorFlowDatasets(_Loaded):
+class TensorFlowDatasets(_Split):
     """A split of a data set that tensorflow-datasets has prepared as ArrayRecord files, read without TensorFlow.
 
     `name` may be the folder of the prepared version too, which has a `dataset_info.json`.
     """
 
-    name: str
-    split: str = "train"
     data_dir: str | None = None
 
-    def where(self, i: int) -> str:
-        return f"{self.name} ({self.split}), row {i} from 0"
-
     @functools.cached_property
-    def _rows(self) -> Any:
+    def _rows(self) -> Indexed:
         tfds = _import("tensorflow_datasets")
-        if Path(self.name, "dataset_info.json").is_file():
-            return _attempt(self.name, lambda: tfds.builder_from_directory(self.name).as_data_source(split=self.split))
-        if os.sep in self.name and Path(self.name).is_dir():
+        prepared = Path(self.name, "dataset_info.json").is_file()
+        if os.sep in self.name and not prepared and Path(self.name).is_dir():
             raise UserError(
                 f"{self.name}: wanted the folder of a prepared version with dataset_info.json, such as "
                 "DATA_DIR/gsm8k/1.0.0, or the name of the data set with data_dir=DATA_DIR"
             )
-        return _attempt(
-            self.name,
-            lambda: tfds.data_source(self.name, split=self.split, data_dir=self.data_dir, download=False),
-        )
+        with reading(self.name):
+            if prepared:
+                rows = tfds.builder_from_directory(self.name).as_data_source(split=self.split)
+            else:
+                rows = tfds.data_source(self.name, split=self.split, data_dir=self.data_dir, download=False)
+        return rows
 
 
-@dataclass(frozen=True)
-class Sequence(_Loaded):
-    """Any object with `len` and `[]`: a list, a Grain MapDataset, a PyTorch Dataset."""
-
-    given: Any = field(repr=False)
-
-    def __post_init__(self) -> None:
-        if not hasattr(self.given, "__len__") or not hasattr(self.given, "__getitem__"):
-            raise UserError(f"data.sequence: wanted an object with len and [], got {type(self.given).__name__}")
-
-    @property
-    def _rows(self) -> Any:
-        return self.given
-
-
-def _no_hub_name(name: str) -> str | None:
-    """Why a name must be that of a folder that is not there, for which the Hub would be asked in vain."""
-    owner = Path(name).parent
-    if not _HUB_NAME.fullmatch(name):
-        return "there is no such folder" + ("" if Path(name).is_absolute() else f" in {Path.cwd()}")
-    return f"there is a folder {owner} here without a {Path(name).name}" if owner != Path() and owner.is_dir() else None
-
-
-def _parse(line: bytes) -> Any:
+def _parse(line: bytes) -> Row:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as problem:
@@ -290,17 +305,15 @@ def _parse(line: bytes) -> Any:
         raise ValueError(f"wanted a JSON object, got {got} ({brief(problem)})") from None
 
 
-def _stamp(stream: Any) -> tuple[int, int]:
+def _stamp(stream: BinaryIO) -> tuple[int, int]:
     status = os.fstat(stream.fileno())
     return status.st_size, status.st_mtime_ns
 
 
 def _sha256(path: str) -> str:
-    try:
-        with open(path, "rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as problem:
-        raise UserError(f"{path}: cannot be read: {problem.strerror}") from problem
+    with reading(path), open(path, "rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digest
 
 
 def _together(hashes: list[str]) -> str:
@@ -309,17 +322,9 @@ def _together(hashes: list[str]) -> str:
     return f"sha256:{one}"
 
 
-def _import(name: str) -> Any:
+def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as problem:
         package = name.partition(".")[0].replace("_", "-")
         raise UserError(f"data: reading this needs {package} ({how_to_install('data')}): {brief(problem)}") from None
-
-
-def _attempt(name: str, work: Any) -> Any:
-    """`work()`; UserError with the name of the data if it fails in any way."""
-    try:
-        return work()
-    except Exception as problem:
-        raise UserError(f"{name}: cannot be read: {type(problem).__name__}: {brief(problem)}") from problem
