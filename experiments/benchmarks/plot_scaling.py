@@ -55,7 +55,7 @@ def measure(topology, make):
     devices = chips.describe_devices(chips.parse_topology(topology))
     found = small(len(devices), make(len(devices)))
     mesh = make_mesh(found.mesh, devices)
-    train = programs.make_programs(found, mesh)[0].lower().compile()
+    train = programs.make_programs(found, mesh, mesh)[0].lower().compile()
     sent = {}
     for collective, size in hlo.collectives(hlo.parse(train.as_text()), dict(mesh.shape), unknown_trips=1).items():
         sent[collective.kind] = sent.get(collective.kind, 0) + size / MB

@@ -13,11 +13,11 @@ import pytest
 import small_experiment
 
 from gspax.commands import main
-from gspax.commands.aot import chips, memory, programs, report, roofline, targets
+from gspax.commands.aot import chips, memory, programs, report, roofline
+from gspax.commands.aot.chips import Target
 from gspax.commands.aot.hlo import Collective
 from gspax.commands.aot.memory import Compiled, Memory
 from gspax.commands.aot.roofline import Phase, Times
-from gspax.commands.aot.targets import Target
 from gspax.config import Mesh, PartialRollouts, Placement, Sampling
 from gspax.experiment import load
 from gspax.model.sizes.counts import forward_flops, parameter_count
@@ -38,15 +38,9 @@ def phase(**changes):
 def make_phases(experiment, compiled, mesh, *, runs=None, **options):
     """`roofline.make_phases` for an experiment without a reference."""
     updates = experiment.schedule.minibatches
-    return roofline.make_phases(
-        compiled,
-        mesh,
-        model=experiment.model,
-        sampling=experiment.sampling,
-        minibatches=updates,
-        runs=runs or {programs.TRAIN: updates, programs.SCORE: updates - 1},
-        **options,
-    )
+    runs = runs or {programs.TRAIN: updates, programs.SCORE: updates - 1}
+    work = roofline.Work(model=experiment.model, sampling=experiment.sampling, minibatches=updates, runs=runs)
+    return roofline.make_phases(compiled, mesh, work, **options)
 
 
 def test_a_roofline_by_hand():
@@ -199,7 +193,7 @@ def test_learner_and_sampler_alternate_or_overlap(placement, checkpoint_every, t
         )
         for name, t in seconds.items()
     ]
-    ahead = report.draws_ahead(Placement(devices=4, **placement), checkpoint_every)
+    ahead = report.samples_ahead(Placement(devices=4, **placement), checkpoint_every)
     lines = report.step_lines(small_experiment.experiment.sampling, estimates, V5E, ahead=ahead)
     assert f"A step takes at least {takes}" in lines
     share = 4 * 12 / 16 / float(takes.split()[0])  # four seconds of work at peak FLOP/s, on 12 of 16 devices
@@ -248,7 +242,7 @@ def test_the_push_is_bound_by_the_target_with_fewer_devices():
     ],
 )
 def test_the_line_with_the_numbers_of_a_compiler_error_is_kept(message, said):
-    found = memory.summarise_error(message)
+    found = memory.summarize_error(message)
     assert found.endswith(said) and len(found.splitlines()) == 1
 
 
@@ -366,8 +360,8 @@ def test_an_update_compiled_for_two_slices():
     small = small_experiment.experiment
     model = replace(small.model, num_experts=0, intermediate_size=32)
     experiment = replace(small, model=model, warm_start=None, sampling=replace(small.sampling, prompts=8))
-    learner, _ = targets.make_targets(experiment, chips.parse_topology("2xv5e:2x2"))
-    compiled = memory.compile_program(programs.make_programs(experiment, learner.mesh)[0])
+    learner, _ = chips.make_targets(experiment, chips.parse_topology("2xv5e:2x2"))
+    compiled = memory.compile_program(programs.make_programs(experiment, learner.mesh, learner.mesh)[0])
     (update,) = make_phases(experiment, compiled, learner.sizes, slices=2)
     assert {each.axes for each in update.sent if not each.dcn} == {("fsdp",)}
     over = Collective("all-reduce", ("slice",), 2, dcn=True)
@@ -404,9 +398,9 @@ def test_the_report_of_a_disaggregated_sampler(topology, part, dcn, capsys, monk
         meshes.extend(mesh.shape["fsdp"] for mesh in (learner, sampler))
         return programs.make_programs(experiment, learner, sampler)
 
-    def phases(compiled, sizes, slices, of=report.make_phases, **options):
+    def phases(compiled, sizes, work, slices, of=report.make_phases):
         counted[compiled.name] = (sizes["data"], sizes["fsdp"], slices)
-        return of(compiled, sizes, slices=slices, **options)
+        return of(compiled, sizes, work, slices)
 
     monkeypatch.setattr(report, "make_programs", listed)
     monkeypatch.setattr(report, "make_phases", phases)
@@ -446,7 +440,7 @@ def test_expert_and_tensor_axes_add_their_collectives():
         schedule=replace(small.schedule, minibatches=1),
     )
     mesh = make_mesh(experiment.mesh, chips.describe_devices(V5E), experiment.model)
-    compiled = memory.compile_program(programs.make_programs(experiment, mesh)[0])
+    compiled = memory.compile_program(programs.make_programs(experiment, mesh, mesh)[0])
     (update,) = make_phases(experiment, compiled, dict(mesh.shape))
     found = {(each.kind, each.axes, each.size) for each in update.sent}
     assert ("ragged-all-to-all", ("expert",), 4) in found
@@ -473,5 +467,5 @@ def test_an_update_of_a_30b_model_stays_within_its_memory_budget(file, topology,
     schedule = replace(experiment.schedule, microbatch_rows=0)
     experiment = replace(experiment, sampling=sampling, schedule=schedule, mesh=axes)
     mesh = make_mesh(axes, chips.describe_devices(chips.parse_topology(topology)), experiment.model)
-    found = memory.compile_program(programs.make_programs(experiment, mesh)[0])
+    found = memory.compile_program(programs.make_programs(experiment, mesh, mesh)[0])
     assert found.error == "" and found.memory.total <= budget

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import small_experiment
 
-from gspax.commands.aot import decode_loop, hlo, layers
+from gspax.commands.aot import hlo, memory, roofline
 from gspax.commands.aot.hlo import Collective
 from gspax.commands.aot.roofline import Phase
-from gspax.commands.aot.traffic import traffic
+from gspax.commands.aot.traffic import fetched_at, traffic
 from gspax.config import Sampling
 from gspax.model import presets
 from gspax.parallel.sharding import AXES
@@ -26,7 +26,7 @@ def test_the_need_of_a_token_by_hand():
     rest = 2 * (48 * (2048 * 128 + 2 * 2048 + 2 * 128) + 2048)  # routers and norms
     for part, length in (("start", 1), ("mean", 7169 / 2), ("end", 7168)):
         cache = position * (32 * length + 2 * 1024)
-        found = decode_loop.needed(part, presets.qwen3_30b_a3b, PAPER, ONES | {"expert": 64})
+        found = roofline.needed(part, presets.qwen3_30b_a3b, PAPER, ONES | {"expert": 64})
         assert found == pytest.approx(experts + attention + head + rest + cache, rel=1e-6)
 
 
@@ -47,8 +47,8 @@ ENTRY %main (q: bf16[4,2,3,8]) -> f32[4,2,3,8] {
     prompts = 2 * 2 * 2 * 512 * 8 * 2
     sampling = Sampling(prompts=2, group=2, max_prompt_tokens=512, max_tokens=1024)
     for part, positions in (("start", 512), ("mean", 768), ("end", 1024)):
-        live = decode_loop.live_at(part, sampling)
-        assert traffic(module, unknown_trips=1, live=live) == both + prompts + 2 * 4 * 2 * positions * 8 * 2
+        fetched = fetched_at(part, sampling)
+        assert traffic(module, unknown_trips=1, fetched=fetched) == both + prompts + 2 * 4 * 2 * positions * 8 * 2
     assert traffic(module, unknown_trips=1) == both + prompts + 2 * 4 * 2 * 1024 * 8 * 2
 
 
@@ -92,7 +92,7 @@ ENTRY %main (s: (f32[4], f32[4], s32[])) -> (f32[4], f32[4], s32[]) {{
     ],
 )
 def test_only_what_is_equal_for_all_tokens_is_a_gathered_weight(line, found):
-    assert decode_loop.gathered_weights(hlo.parse(LOOP.format(line=line))) == found
+    assert hlo.gathered_weights(hlo.parse(LOOP.format(line=line))) == found
 
 
 def test_phases_are_linear_in_equal_layers():
@@ -108,14 +108,14 @@ def test_phases_are_linear_in_equal_layers():
             devices=4,
             moved_at={"mean": 10 + 5 * number},
         )
-        for number in layers.FEW
+        for number in memory.FEW
     )
-    (found,) = layers.extrapolate_phases([one], [two], 10)
+    (found,) = roofline.extrapolate_phases([one], [two], 10)
     assert found == replace(one, moved=60, sent={over: 20}, moved_at={"mean": 60})
 
 
 def test_layers_that_are_not_alike_are_all_compiled():
     model = presets.qwen3_30b_a3b
-    assert layers.are_alike(model) and not layers.are_alike(small_experiment.experiment.model)
-    assert not layers.are_alike(replace(model, mlp_only_layers=(0,), intermediate_size=8))
-    assert not layers.are_alike(replace(model, sliding_window=8, sliding_layers=(1,)))
+    assert memory.are_alike(model) and not memory.are_alike(small_experiment.experiment.model)
+    assert not memory.are_alike(replace(model, mlp_only_layers=(0,), intermediate_size=8))
+    assert not memory.are_alike(replace(model, sliding_window=8, sliding_layers=(1,)))

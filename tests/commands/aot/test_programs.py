@@ -89,7 +89,7 @@ def test_resident_bytes(model):
     )
     params, whole = programs.device_bytes(state.params), programs.device_bytes(state)
     batch = programs.device_bytes(programs.abstract_batch(experiment, mesh))
-    found = {program.name: program.resident for program in programs.make_programs(experiment, mesh)}
+    found = {program.name: program.resident for program in programs.make_programs(experiment, mesh, mesh)}
     others = (experiment.schedule.minibatches - 1) * batch
     assert found == {
         programs.TRAIN: params + others,
@@ -105,7 +105,7 @@ def test_resident_bytes_with_a_disaggregated_sampler(staleness):
     sampler's devices have no optimiser state and no reference, but parameters and a rollout per batch drawn ahead."""
     experiment = replace(EXPERIMENTS["with a reference"], model=replace(SMALL.model, dtype="bfloat16"))
     mesh, own = (make_mesh(config.Mesh(), jax.devices()[part]) for part in (slice(4), slice(4, 6)))
-    together = {program.name: program.resident for program in programs.make_programs(experiment, mesh)}
+    together = {program.name: program.resident for program in programs.make_programs(experiment, mesh, mesh)}
     placed = replace(experiment, placement=config.Placement(devices=2, staleness=staleness))
     found = {program.name: program.resident for program in programs.make_programs(placed, mesh, own)}
     positions = SMALL.sampling.max_prompt_tokens + SMALL.sampling.max_tokens
@@ -132,7 +132,7 @@ def test_a_disaggregated_sampler_is_lowered_for_its_mesh_and_the_pushed_paramete
 
 def test_bytes_of_a_device():
     mesh = make_mesh(config.Mesh(), jax.devices()[:4])
-    row = programs._abstract_rows(mesh, (8, 6), jnp.bool_)
+    row = programs.abstract_rows(mesh, (8, 6), jnp.bool_)
     everywhere = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=programs.named_sharding(mesh))
     away = jax.ShapeDtypeStruct(
         (5,), jnp.float32, sharding=programs.named_sharding(mesh).with_memory_kind("pinned_host")
@@ -146,7 +146,7 @@ def test_every_program_can_be_lowered_for_present_devices():
     sampling = SMALL.sampling
     rows, length = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
     shapes = {
-        program.name: jax.tree.leaves(program.lower().out_info) for program in programs.make_programs(SMALL, mesh)
+        program.name: jax.tree.leaves(program.lower().out_info) for program in programs.make_programs(SMALL, mesh, mesh)
     }
     assert list(shapes) == [programs.TRAIN, programs.SCORE, programs.COPY, programs.ROLLOUT]
     assert shapes[programs.SCORE][0].shape == (rows // SMALL.schedule.minibatches, length)
@@ -161,7 +161,7 @@ def test_conversations_are_drawn_by_three_programs_of_the_same_state():
     sampling = replace(SMALL.sampling, slots=SMALL.sampling.prompts * SMALL.sampling.group // 2)
     sampling = replace(sampling, max_tokens=7)
     experiment = replace(SMALL, environment=ToolUse(tools=()), turns=config.Turns(limit=2), sampling=sampling)
-    found = {program.name: program for program in programs.make_programs(experiment, mesh)}
+    found = {program.name: program for program in programs.make_programs(experiment, mesh, mesh)}
     assert list(found) == [programs.TRAIN, programs.SCORE, programs.COPY, *DRAWING]
     assert len({found[name].resident for name in DRAWING}) == 1
     assert [found[name].runs for name in DRAWING] == [1, 2 * (7 - 1 - 4), 2]  # a reply of 4 tokens
@@ -188,7 +188,7 @@ def test_a_profile_shows_the_parts_of_the_model():
     mesh = make_mesh(SMALL.mesh, jax.devices()[:4])
     own = {programs.TRAIN: ("loss", "update"), programs.SCORE: ("score",)}
     own[programs.ROLLOUT] = ("prefill", "decode", "sample")
-    for program in programs.make_programs(SMALL, mesh):
+    for program in programs.make_programs(SMALL, mesh, mesh):
         if program.name == programs.COPY:
             continue
         scopes = re.findall(r'loc\("([^"]*)"', program.lower().as_text(debug_info=True))

@@ -2,12 +2,13 @@
 
 import importlib.util
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import small_experiment
 
-from gspax.commands.aot import chips, targets
+from gspax.commands.aot import chips
 from gspax.commands.aot.hlo import UNKNOWN
 from gspax.config import Mesh, Placement, Sampling
 from gspax.errors import UserError
@@ -24,7 +25,8 @@ def grid(*lengths):
 
 def test_axes_of_the_mesh_cross_dimensions_of_the_torus():
     mesh = {"data": 2, "fsdp": 4, "tensor": 2}
-    crossed = targets.dimensions_crossed(grid(4, 4), mesh)  # 16 devices, row by row: data is half of the rows
+    # 16 devices, row by row: data is half of the rows
+    crossed = partial(chips.dimensions_crossed, coords=grid(4, 4), mesh=mesh)
     assert crossed(("data",)) == (0,)
     assert crossed(("fsdp",)) == (0, 1)
     assert crossed(("tensor",)) == (1,)
@@ -35,9 +37,10 @@ def test_axes_of_the_mesh_cross_dimensions_of_the_torus():
 def test_the_rate_along_axes_of_the_mesh():
     topology = chips.parse_topology("2xv5p:4x4x4")
     link = topology.chip.link_rate
-    both = targets.link_rate(np.tile(grid(4, 4, 4), (2, 1)), {"slice": 2, "fsdp": 16, "tensor": 4}, topology)
+    rate = partial(chips.link_rate, topology=topology)
+    both = partial(rate, coords=np.tile(grid(4, 4, 4), (2, 1)), mesh={"slice": 2, "fsdp": 16, "tensor": 4})
     assert (both(("tensor",)), both(("fsdp",)), both(UNKNOWN)) == (2 * link, 4 * link, 6 * link)
-    half = targets.link_rate(grid(4, 4, 4)[32:], {"fsdp": 8, "tensor": 4}, topology)  # 2 x 4 x 4
+    half = partial(rate, coords=grid(4, 4, 4)[32:], mesh={"fsdp": 8, "tensor": 4})  # 2 x 4 x 4
     assert (half(("tensor",)), half(("fsdp",)), half(UNKNOWN)) == (2 * link, 3 * link, 5 * link)
 
 
@@ -50,24 +53,24 @@ def test_of_several_slices_learner_and_sampler_have_whole_ones(devices):
     with pytest.raises(
         UserError, match=r"placement\.devices: wanted whole slices of 16 devices on 2xv5e:4x4, and fewer"
     ):
-        targets.make_targets(placed(devices), chips.parse_topology("2xv5e:4x4"))
+        chips.make_targets(placed(devices), chips.parse_topology("2xv5e:4x4"))
 
 
 @needs_libtpu
 def test_one_mesh_for_both_over_all_slices():
-    learner, sampler = targets.make_targets(SMALL, chips.parse_topology("2xv5e:4x4"))
+    learner, sampler = chips.make_targets(SMALL, chips.parse_topology("2xv5e:4x4"))
     assert str(learner) == "32 devices, slice=2, fsdp=16"
     assert str(sampler) == "32 devices, slice=2, data=4, expert=4"
     for target in (learner, sampler):
         assert [device.slice_index for device in target.mesh.devices.flat] == [0] * 16 + [1] * 16
     with pytest.raises(UserError, match="mesh"):
-        targets.make_targets(replace(SMALL, mesh=Mesh(slice=4)), chips.parse_topology("2xv5e:4x4"))
+        chips.make_targets(replace(SMALL, mesh=Mesh(slice=4)), chips.parse_topology("2xv5e:4x4"))
 
 
 @needs_libtpu
 def test_rows_and_widths_are_validated_per_slice():
     """Parameters are sharded over the 16 devices of a slice, not over all 64: a width of 32 is enough."""
-    learner, _ = targets.make_targets(
+    learner, _ = chips.make_targets(
         replace(SMALL, sampling=Sampling(prompts=64, group=2)), chips.parse_topology("4xv5e:4x4")
     )
     assert str(learner) == "64 devices, slice=4, fsdp=16"
@@ -75,10 +78,10 @@ def test_rows_and_widths_are_validated_per_slice():
 
 @needs_libtpu
 def test_slices_of_learner_and_sampler():
-    learner, sampler = targets.make_targets(placed(4), chips.parse_topology("3xv5e:2x2"))
+    learner, sampler = chips.make_targets(placed(4), chips.parse_topology("3xv5e:2x2"))
     assert (learner.name, str(learner), str(learner.topology)) == ("learner", "8 devices, slice=2, fsdp=4", "2xv5e:2x2")
     assert (sampler.name, str(sampler), str(sampler.topology)) == ("sampler", "4 devices, expert=4", "v5e:2x2")
-    learner, sampler = targets.make_targets(placed(8), chips.parse_topology("3xv5e:2x2"))
+    learner, sampler = chips.make_targets(placed(8), chips.parse_topology("3xv5e:2x2"))
     assert (str(learner.topology), str(sampler)) == ("v5e:2x2", "8 devices, slice=2, expert=4")
 
 
@@ -86,7 +89,7 @@ def test_slices_of_learner_and_sampler():
 def test_parts_of_one_slice():
     """The sampler has the last devices; neither part wraps around."""
     whole = chips.parse_topology("v5p:4x4x4")
-    learner, sampler = targets.make_targets(placed(32, mesh=Mesh(data=2, fsdp=16)), whole)
+    learner, sampler = chips.make_targets(placed(32, mesh=Mesh(data=2, fsdp=16)), whole)
     assert (str(learner), str(sampler)) == ("32 devices, fsdp=32", "32 devices, data=2, fsdp=16")
     assert not {*learner.mesh.devices.flat} & {*sampler.mesh.devices.flat}
-    assert learner.link_rate()(UNKNOWN) == 5 * whole.chip.link_rate
+    assert learner.link_rate(UNKNOWN) == 5 * whole.chip.link_rate

@@ -1,10 +1,14 @@
-"""TPU chips and topologies: peak rates of a device, and device descriptions without TPU hardware.
+"""TPU chips and topologies: peak rates, device descriptions without TPU hardware, the meshes of a run on them.
 
 A device is what jax calls one: a whole chip, or half a chip of TPU7x. Rates are the vendor's published peaks
 (cloud.google.com/tpu/docs: v5e, v5p, v6e, tpu7x). A link's rate is the chip's bidirectional rate divided by its ports
-and by two. The data centre's network gives 50 Gb/s to a chip of v5p, 100 to one of tpu7x (page tpu7x), and 6.4 Tb/s to
+and by two. The data center's network gives 50 Gb/s to a chip of v5p, 100 to one of tpu7x (page tpu7x), and 6.4 Tb/s to
 a pod of 256 chips of v5e, 25.6 to one of v6e (page v6e). `memory` is what the compiler allows a program, taken from its
 error messages (libtpu 0.0.42).
+
+libtpu compiles for all devices of a topology, or for a part of a single slice. For a part of several slices it produces
+an empty slice or ends the process. So where the learner and the sampler have whole slices of their own, each is
+compiled for its slices as a topology of their own.
 """
 
 from __future__ import annotations
@@ -15,11 +19,19 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
+import jax
+import numpy as np
+
+from gspax import unstable
+from gspax.commands.aot.hlo import UNKNOWN
+from gspax.config import Experiment, Placement
 from gspax.errors import UserError, how_to_install
+from gspax.sampler.placement import make_meshes
+
+Rate = Callable[[tuple[str, ...]], float]  # mesh axes -> bytes/s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +42,7 @@ class Chip:
     memory: int  # bytes that a program may use
     memory_rate: float  # bytes/s
     link_rate: float  # bytes/s, one way: the device's share of one link to a neighbour
-    dcn_rate: float  # bytes/s, one way: its share of the data centre's network, which connects slices
+    dcn_rate: float  # bytes/s, one way: its share of the data center's network, which connects slices
     dimensions: int  # of the torus
     ring: int  # a dimension whose length is a multiple of this wraps around
     devices: int  # per chip
@@ -125,15 +137,38 @@ class Topology:
         return max(links, 1) * self.chip.link_rate
 
 
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The devices that some of a run's programs are compiled for."""
+
+    name: str  # "learner" or "sampler"
+    mesh: jax.sharding.Mesh
+    topology: Topology  # of the slices that hold the mesh
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.mesh.shape)
+
+    def link_rate(self, axes: tuple[str, ...]) -> float:
+        """`link_rate` along axes of the mesh."""
+        dimensions = len(self.topology.shape)
+        coords = np.array([device.coords[:dimensions] for device in self.mesh.devices.flat])
+        return link_rate(axes, coords, self.sizes, self.topology)
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+        return f"{self.mesh.size} devices, {axes or 'all axes of size 1'}"
+
+
 def parse_topology(text: str) -> Topology:
     """Parse `v5p:4x4x4` or `2xv5p:4x4x4`. UserError for anything else."""
-    found = re.fullmatch(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)", text.strip())
-    if not found:
+    match = re.fullmatch(r"(?:(\d+)x)?([a-z]\w*):(\d+(?:x\d+)*)", text.strip())
+    if not match:
         raise UserError(
             "--topology: wanted a TPU generation and the shape of a slice such as v5p:4x4x4, or several slices such as "
             f"2xv5p:4x4x4, got {text!r}"
         )
-    slices, kind, shape = int(found[1] or 1), found[2], tuple(map(int, found[3].split("x")))
+    slices, kind, shape = int(match[1] or 1), match[2], tuple(map(int, match[3].split("x")))
     if kind not in CHIPS:
         near = difflib.get_close_matches(kind, CHIPS, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
@@ -147,7 +182,7 @@ def parse_topology(text: str) -> Topology:
     return Topology(kind=kind, shape=shape, slices=slices)
 
 
-def describe_devices(topology: Topology) -> list[Any]:
+def describe_devices(topology: Topology) -> list[jax.Device]:
     """The devices of a topology, slice by slice. They serve for compiling only: they hold no arrays and run nothing.
 
     Raises:
@@ -155,16 +190,12 @@ def describe_devices(topology: Topology) -> list[Any]:
     """
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(f"compiling for a TPU needs the package libtpu: {how_to_install('tpu')}")
-    from gspax import unstable
-
-    name = str(replace(topology, slices=1))
     try:
         with _environment():
-            found = unstable.get_topology_desc(name, topology.slices)
+            return list(unstable.get_topology_desc(str(replace(topology, slices=1)), topology.slices).devices)
     except Exception as problem:
         reason = str(problem).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise UserError(f"--topology {topology}: libtpu does not support it: {reason}") from problem
-    return list(found.devices)
 
 
 @contextlib.contextmanager
@@ -177,3 +208,58 @@ def _environment() -> Iterator[None]:
     finally:
         for name in missing:
             os.environ.pop(name, None)
+
+
+def make_targets(experiment: Experiment, topology: Topology) -> tuple[Target, Target]:
+    """The learner's and the sampler's target: the same devices, with other axes, unless the sampler is disaggregated.
+
+    Raises:
+      UserError: libtpu is missing or does not support the topology, the experiment does not fit its number of devices,
+        or the sampler would have part of a slice among several.
+    """
+    learner, sampler = _split_slices(experiment.placement, topology)
+    devices = [*describe_devices(learner), *([] if learner is sampler else describe_devices(sampler))]
+    mesh, sampler_mesh = make_meshes(experiment, devices, topology.chip.memory)
+    return (
+        Target(name="learner", mesh=mesh, topology=learner),
+        Target(name="sampler", mesh=sampler_mesh, topology=sampler),
+    )
+
+
+def _split_slices(placement: Placement | None, topology: Topology) -> tuple[Topology, Topology]:
+    """The slices of learner and sampler: the same ones, or whole slices for each."""
+    if placement is None or topology.slices == 1:
+        return topology, topology
+    own, rest = divmod(placement.devices, topology.slice_devices)
+    if rest or not 0 < own < topology.slices:
+        raise UserError(
+            f"placement.devices: wanted whole slices of {topology.slice_devices} devices on {topology}, and fewer than "
+            f"all, got {placement.devices} (part of a slice is supported only where there is a single slice)"
+        )
+    return replace(topology, slices=topology.slices - own), replace(topology, slices=own)
+
+
+def link_rate(axes: tuple[str, ...], coords: np.ndarray, mesh: dict[str, int], topology: Topology) -> float:
+    """The bytes/s at which a device can send to its group along axes of the mesh, within a slice.
+
+    For axes that are `UNKNOWN` it assumes all dimensions.
+
+    Args:
+      axes: of the mesh.
+      coords: int [devices, dimensions], the coordinates of the mesh's devices in the torus.
+      mesh: axis sizes, in the devices' order.
+      topology: the slices that hold the mesh.
+    """
+    extent = tuple((np.ptp(coords, axis=0) + 1).tolist())
+    crossed = tuple(range(len(extent))) if axes == UNKNOWN else dimensions_crossed(axes, coords, mesh)
+    return topology.network_rate(crossed, extent)
+
+
+def dimensions_crossed(axes: tuple[str, ...], coords: np.ndarray, mesh: dict[str, int]) -> tuple[int, ...]:
+    """The torus dimensions that groups of devices along axes of the mesh extend over.
+
+    Arguments are those of `link_rate`. Coordinates repeat from slice to slice.
+    """
+    grid = coords.reshape(*mesh.values(), -1)
+    group = grid[tuple(slice(None) if axis in axes else 0 for axis in mesh)].reshape(-1, grid.shape[-1])
+    return tuple(np.flatnonzero(np.ptp(group, axis=0)).tolist())

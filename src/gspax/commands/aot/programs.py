@@ -1,7 +1,7 @@
 """The programs that a run of an experiment compiles, lowered for any devices from shapes alone: no array is made.
 
-They are the run's own functions; only their arguments are `ShapeDtypeStruct`s. A test compares the described minibatch
-with one that a rollout is cut into.
+They are the run's own functions; only their arguments are `ShapeDtypeStruct`s. A test compares the abstract minibatch
+with one that a rollout is split into.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from gspax.config import (
     Experiment,
-    ModelConfig,
-    Placement,
     Sampling,
-    Turns,
     expert_id_dtype,
     is_sparse,
     row_shape,
@@ -38,124 +36,104 @@ from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.sampler import chunks, conversations, engine, sampler
 from gspax.sampler.engine import Prompts, SampleOptions
 from gspax.sampler.inference_weights import abstract_inference_weights, copier
-from gspax.types import Batch, Rollout, TrainState
+from gspax.types import Array, Batch, Params, Rollout, TrainState
 
 TRAIN, SCORE, COPY, ROLLOUT = "train step", "old log-probs", "inference weights", "rollout"
-PROMPTS, TURNS, REPLIES = "prompts", "turns", "replies"  # of conversations, instead of the rollout
+PROMPTS, TURNS, REPLIES = "prompts", "turns", "replies"  # of multi-turn rollouts, instead of the rollout
 SAMPLER = (COPY, ROLLOUT, PROMPTS, TURNS, REPLIES)  # run on the sampler's mesh
+
+Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program to compile, and the memory that it runs beside."""
+    """A program to compile, and the memory that is in use while it runs."""
 
     name: str
-    lower: Callable[[], Any]  # -> jax.stages.Lowered
+    lower: Callable[[], jax.stages.Lowered]
     resident: int  # bytes that the run keeps on each device and does not pass to the program
     runs: int = 1  # in a step
 
 
-def make_programs(
-    experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh: jax.sharding.Mesh | None = None
-) -> list[Program]:
-    """The train step, the scoring of a minibatch (old log-probs; the reference's too), the copy of the parameters that
-    a colocated sampler reads, and the sampler: with an environment, the three programs of its conversations.
+def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh: jax.sharding.Mesh) -> list[Program]:
+    """The train step, the log-probs of a minibatch (old ones; the reference's too), the inference weights of a
+    colocated sampler, and the sampler: with an environment, the three programs of multi-turn rollouts.
 
     Prompts have their maximum length, replies `reply_tokens`. The devices of the meshes need not exist.
 
     Args:
+      experiment: its parameters, and all that shapes its programs.
       mesh: the learner's.
-      sampler_mesh: the sampler's; default: the learner's.
+      sampler_mesh: the sampler's.
     """
-    optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
-    state = abstract_state(experiment.model, optimizer, mesh, experiment.lora)
+    model, weights_dtype = experiment.model, experiment.sampling.weights_dtype
+    optimizer = make_optimizer(experiment.optimizer, trained_dtype(model, experiment.lora))
+    state = abstract_state(model, optimizer, mesh, experiment.lora)
     batch = abstract_batch(experiment, mesh)
-    reference: Any = ()
-    if experiment.reference is not None:
-        reference = partition(state.params)[0]
-    batches = experiment.schedule.minibatches * device_bytes(batch)
-    held = device_bytes(state) + device_bytes(reference)
     steps = make_steps(experiment, optimizer, mesh, worst_case=True)
-
-    def train() -> Any:
-        return cast(Any, steps.update).lower(state, batch, False)
-
-    def score() -> Any:
-        replayed = batch.expert_BLTA if experiment.routing_replay == "sampler" else None
-        arrays = batch.tokens_BT, batch.segment_BT, batch.mask_BT, replayed, batch.prefix_BT
-        return cast(Any, steps.score).lower(state.params, *arrays)
-
-    scoring = held + batches - device_bytes(state.params) - device_bytes(batch)
+    params = device_bytes(state.params)
+    reference = 0 if experiment.reference is None else device_bytes(partition(state.params)[0])
+    held = device_bytes(state) + reference
+    other_batches = (experiment.schedule.minibatches - 1) * device_bytes(batch)
+    scoring = held - params + other_batches
     if experiment.placement is not None and experiment.placement.staleness > 0:
-        # Scoring does not wait for the parameters that are on their way to the sampler.
-        scoring += device_bytes(abstract_inference_weights(experiment.model, mesh, experiment.sampling.weights_dtype))
-    sampler_mesh = mesh if sampler_mesh is None else sampler_mesh
+        # Log-probs do not wait for the parameters that are on their way to the sampler.
+        scoring += device_bytes(abstract_inference_weights(model, mesh, weights_dtype))
+    replayed = batch.expert_BLTA if experiment.routing_replay == "sampler" else None
+    scored = batch.tokens_BT, batch.segment_BT, batch.mask_BT, replayed, batch.prefix_BT
+    scores = len(steps.scored) + (experiment.reference is not None) * experiment.schedule.minibatches
     copy = Program(
         name=COPY,
-        lower=lambda: copier(experiment.model, sampler_mesh, experiment.sampling.weights_dtype).lower(state.params),
-        resident=held - device_bytes(state.params),
+        lower=_lower(copier(model, sampler_mesh, weights_dtype), state.params),
+        resident=held - params,
     )
-    beside_training = held + batches - device_bytes(state) - device_bytes(batch)
-    scores = len(steps.scored) + (experiment.reference is not None) * experiment.schedule.minibatches
     return [
-        Program(name=TRAIN, lower=train, resident=beside_training, runs=updates_per_step(experiment.schedule)),
-        Program(name=SCORE, lower=score, resident=scoring, runs=scores),
-        *([] if experiment.placement is not None else [copy]),
-        *_make_sampler(
-            experiment.model,
-            experiment.sampling,
-            state,
-            sampler_mesh,
-            placement=experiment.placement,
-            turns=None if experiment.environment is None else experiment.turns,
-            stop_ids=experiment.tokenizer.stop_ids,
-            held=held,
+        Program(
+            name=TRAIN,
+            lower=_lower(steps.update, state, batch, False),
+            resident=reference + other_batches,
+            runs=updates_per_step(experiment.schedule),
         ),
+        Program(name=SCORE, lower=_lower(steps.score, state.params, *scored), resident=scoring, runs=scores),
+        *([] if experiment.placement is not None else [copy]),
+        *_make_sampler(experiment, state, sampler_mesh, held),
     ]
 
 
-def _make_sampler(
-    model: ModelConfig,
-    sampling: Sampling,
-    state: TrainState,
-    mesh: jax.sharding.Mesh,
-    *,
-    placement: Placement | None,
-    turns: Turns | None,
-    stop_ids: tuple[int, ...],
-    held: int,
-) -> list[Program]:
+def _lower(function: Callable[..., object], *arguments: object, **settings: object) -> Callable[[], jax.stages.Lowered]:
+    """A function that lowers a jitted one for these arguments."""
+    return partial(cast(jax.stages.Wrapped, function).lower, *arguments, **settings)
+
+
+def _make_sampler(experiment: Experiment, state: TrainState, mesh: jax.sharding.Mesh, held: int) -> list[Program]:
     """The sampler, on devices that hold `held` bytes throughout the run if they are the learner's.
 
-    Each rollout batch drawn ahead adds inference weights and a rollout to the devices of a disaggregated sampler.
+    Each rollout that is sampled ahead adds inference weights and a rollout to the devices of a disaggregated sampler.
     """
-    params = abstract_inference_weights(model, mesh, sampling.weights_dtype)
-    key: Any = jax.ShapeDtypeStruct(state.key.shape, state.key.dtype, sharding=named_sharding(mesh))
+    model, placement = experiment.model, experiment.placement
+    params = abstract_inference_weights(model, mesh, experiment.sampling.weights_dtype)
+    key = cast(Array, jax.ShapeDtypeStruct(state.key.shape, state.key.dtype, sharding=named_sharding(mesh)))
     resident = held
     if placement is not None:
-        batches = placement.staleness if placement.partial is None else 1
-        resident = batches * (device_bytes(params) + device_bytes(abstract_rollout(sampling, mesh)))
-    split = sampler.split_groups(with_carried(sampling, placement), mesh)
-    prompts = _abstract_prompts(split, mesh)
+        rollouts = placement.staleness if placement.partial is None else 1
+        resident = rollouts * (device_bytes(params) + device_bytes(abstract_rollout(experiment.sampling, mesh)))
+    sampling = sampler.split_groups(with_carried(experiment.sampling, placement), mesh)
+    P, rows = sampling.prompts, partial(abstract_rows, mesh)
+    prompts = Prompts(rows((P, sampling.max_prompt_tokens), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.uint32))
     admits = placement is not None and placement.partial is not None
     options = SampleOptions(
         model=model,
-        sampling=split,
-        stop_ids=stop_ids,
+        sampling=sampling,
+        stop_ids=experiment.tokenizer.stop_ids,
         mesh=mesh,
         keep_versions=admits,
         admits=admits,
-        turns=turns is not None,
+        turns=experiment.environment is not None,
     )
-    if turns is not None:
-        return _make_conversations(params, prompts, key, options, replies=turns.limit - 1, resident=resident)
-    return [
-        Program(
-            name=ROLLOUT,
-            lower=lambda: sampler._generate.lower(params, prompts, key, options=options),
-            resident=resident,
-        )
-    ]
+    if options.turns:
+        return _make_conversations(params, prompts, key, options, experiment.turns.limit - 1, resident)
+    rollout = _lower(sampler._generate, params, prompts, key, options=options)
+    return [Program(name=ROLLOUT, lower=rollout, resident=resident)]
 
 
 def reply_tokens(max_tokens: int) -> int:
@@ -168,31 +146,25 @@ def reply_tokens(max_tokens: int) -> int:
 
 
 def _make_conversations(
-    params: Any, prompts: Prompts, key: Any, options: SampleOptions, *, replies: int, resident: int
+    params: Params, prompts: Prompts, key: Array, options: SampleOptions, replies: int, resident: int
 ) -> list[Program]:
     """The prefill of the prompts, a token of every slot, and the prefill of a reply to each of them.
 
     Prefills sample a token too; where there are fewer slots than conversations, slots have several, one after another.
     """
-    sampling, version = options.sampling, jax.ShapeDtypeStruct((), jnp.int32)
+    sampling, version, rows = (
+        options.sampling,
+        jax.ShapeDtypeStruct((), jnp.int32),
+        partial(abstract_rows, options.mesh),
+    )
     B, reply = sampling.prompts * sampling.group, reply_tokens(sampling.max_tokens)
-
-    def state() -> engine.State:
-        return _abstract_state(params, prompts, key, options)
-
-    def advance() -> Any:
-        return cast(Any, chunks.advance_chunk).lower(params, state(), key, version, options=options)
-
-    def resume() -> Any:
-        rows = ((B, reply - 1), jnp.int32), ((B,), jnp.int32)
-        given = conversations.Replies._make(cast(Any, _abstract_rows(options.mesh, *each)) for each in rows)
-        return cast(Any, chunks.resume).lower(params, state(), given, key, version, options=options)
-
-    def start() -> Any:
-        return cast(Any, chunks.start).lower(params, prompts, key, options=options)
-
+    state = _abstract_engine(params, prompts, key, options)
+    given = conversations.Replies(rows((B, reply - 1), jnp.int32), rows((B,), jnp.int32))
     turns = math.ceil(B / engine.count_slots_of(options, sampling.prompts))
     sampled = max(0, sampling.max_tokens - 1 - replies * reply)
+    start = _lower(chunks.start, params, prompts, key, options=options)
+    advance = _lower(chunks.advance_chunk, params, state, key, version, options=options)
+    resume = _lower(chunks.resume, params, state, given, key, version, options=options)
     return [
         Program(name=PROMPTS, lower=start, resident=resident),
         Program(name=TURNS, lower=advance, resident=resident, runs=turns * sampled),
@@ -200,79 +172,65 @@ def _make_conversations(
     ]
 
 
-def _abstract_state(params: Any, prompts: Prompts, key: Any, options: SampleOptions) -> engine.State:
-    """`ShapeDtypeStruct`s, with shardings, of the engine between two tokens."""
+def _abstract_engine(params: Params, prompts: Prompts, key: Array, options: SampleOptions) -> engine.State:
+    """`ShapeDtypeStruct`s, with shardings, of the engine's state between two tokens."""
     mesh = options.mesh
     state = jax.eval_shape(partial(engine.start, options=options), params, prompts, key)
     axis = engine.row_axis(mesh, len(state.rows.length_B), len(state.rows.active_W))
 
-    def place(tree: Any, *axes: str) -> Any:
+    def place(tree: Tree, *axes: str) -> Tree:
         sharding = named_sharding(mesh, *axes)
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
     cache = tuple(
-        LayerCache(place(each.prompt, "batch", "heads"), place(each.completion, axis, "heads")) for each in state.cache
+        LayerCache(place(layer.prompt, "batch", "heads"), place(layer.completion, axis, "heads"))
+        for layer in state.cache
     )
     return replace(state, rows=place(state.rows, axis), step=place(state.step), cache=cache)
 
 
 def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
     """`ShapeDtypeStruct`s, with shardings, of a minibatch as an update receives it."""
-    config, sampling = experiment.model, experiment.sampling
-    rows, length, _, packed = row_shape(sampling, experiment.schedule, batch_shards(mesh))
-    shape = rows, length
-    columns: dict[str, Any] = {
-        "tokens_BT": (shape, jnp.int32),
-        "segment_BT": (shape, jnp.int32),
-        "mask_BT": (shape, jnp.bool_),
-        "old_logp_BT": (shape, jnp.float32),
-        "advantage": (shape if packed or experiment.turns.credit == "turn" else shape[:1], jnp.float32),
-        "sampler_logp_BT": (shape, jnp.float32),
-    }
-    if experiment.schedule.share_prompts:
-        columns["prefix_BT"] = (shape, jnp.int32)
-    if experiment.reference is not None:
-        columns["ref_logp_BT"] = (shape, jnp.float32)
-    if reads_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift):
-        experts = (rows, _sparse_layers(config), shape[1], config.num_experts_per_tok)
-        columns["expert_BLTA"] = (experts, jnp.dtype(expert_id_dtype(config)))
-        if experiment.router_shift is not None:
-            columns["router_logp_BLTA"] = (experts, jnp.float32)
-    described: dict[str, Any] = {name: _abstract_rows(mesh, *column) for name, column in columns.items()}
-    return Batch(**described)
+    config, schedule, router_shift = experiment.model, experiment.schedule, experiment.router_shift
+    B, T, _, packed = row_shape(experiment.sampling, schedule, batch_shards(mesh))
+    layers = sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+    experts = B, layers, T, config.num_experts_per_tok
+    has_experts = reads_experts(experiment.regularizers, experiment.routing_replay, router_shift)
+    rows = partial(abstract_rows, mesh)
+    return Batch(
+        tokens_BT=rows((B, T), jnp.int32),
+        segment_BT=rows((B, T), jnp.int32),
+        mask_BT=rows((B, T), jnp.bool_),
+        old_logp_BT=rows((B, T), jnp.float32),
+        advantage=rows((B, T) if packed or experiment.turns.credit == "turn" else (B,), jnp.float32),
+        prefix_BT=rows((B, T), jnp.int32) if schedule.share_prompts else None,
+        sampler_logp_BT=rows((B, T), jnp.float32),
+        ref_logp_BT=None if experiment.reference is None else rows((B, T), jnp.float32),
+        expert_BLTA=rows(experts, expert_id_dtype(config)) if has_experts else None,
+        router_logp_BLTA=None if router_shift is None else rows(experts, jnp.float32),
+    )
 
 
 def abstract_rollout(sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
     """`ShapeDtypeStruct`s, with shardings, of what the sampler returns."""
-    rows = (sampling.prompts * sampling.group,)
-    shape = (*rows, sampling.max_prompt_tokens + sampling.max_tokens)
-    described: dict[str, Any] = {
-        "tokens_BT": _abstract_rows(mesh, shape, jnp.int32),
-        "mask_BT": _abstract_rows(mesh, shape, jnp.bool_),
-        "logp_BT": _abstract_rows(mesh, shape, jnp.float32),
-        "prompt_length_B": _abstract_rows(mesh, rows, jnp.int32),
-        "length_B": _abstract_rows(mesh, rows, jnp.int32),
-        "finished_B": _abstract_rows(mesh, rows, jnp.bool_),
-    }
-    return Rollout(**described)
+    B, T = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
+    rows = partial(abstract_rows, mesh)
+    return Rollout(
+        tokens_BT=rows((B, T), jnp.int32),
+        mask_BT=rows((B, T), jnp.bool_),
+        logp_BT=rows((B, T), jnp.float32),
+        prompt_length_B=rows((B,), jnp.int32),
+        length_B=rows((B,), jnp.int32),
+        finished_B=rows((B,), jnp.bool_),
+    )
 
 
-def _abstract_prompts(sampling: Sampling, mesh: jax.sharding.Mesh) -> Prompts:
-    """Tokens, lengths and ids of the prompts of a rollout."""
-    P, S = sampling.prompts, sampling.max_prompt_tokens
-    shapes = ((P, S), jnp.int32), ((P,), jnp.int32), ((P,), jnp.uint32)
-    return Prompts._make(cast(Any, _abstract_rows(mesh, *each)) for each in shapes)
+def abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """The `ShapeDtypeStruct` of an array whose rows are sharded as a batch."""
+    return cast(Array, jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, "batch")))
 
 
-def _abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, "batch"))
-
-
-def _sparse_layers(config: ModelConfig) -> int:
-    return sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
-
-
-def device_bytes(tree: Any) -> int:
+def device_bytes(tree: Params | TrainState | Batch | Rollout) -> int:
     """Bytes of device memory that one device holds of a tree of `ShapeDtypeStruct`s with shardings.
 
     The padding of layouts is not included, and neither are arrays in the host's memory.

@@ -6,17 +6,14 @@ keeps on a device; times are rooflines (`commands.aot.roofline`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 
 from gspax.commands.aot import hlo
-from gspax.commands.aot.chips import Chip, Topology
-from gspax.commands.aot.decode_loop import gathered_weights, needed
-from gspax.commands.aot.layers import FEW, are_alike, compile_few, extrapolate_phases
-from gspax.commands.aot.memory import GB, Compiled, compile_program, describe_misfits
+from gspax.commands.aot.chips import Chip, Target, Topology, make_targets
+from gspax.commands.aot.memory import FEW, GB, Compiled, are_alike, compile_few, compile_program, describe_misfits
 from gspax.commands.aot.programs import (
     COPY,
     PROMPTS,
@@ -37,105 +34,99 @@ from gspax.commands.aot.roofline import (
     REPLY,
     Phase,
     Times,
+    Work,
     estimate_times,
+    extrapolate_phases,
     make_phases,
+    needed,
     push_phase,
 )
-from gspax.commands.aot.targets import Target, make_targets
 from gspax.config import Experiment, ModelConfig, Placement, Sampling
 
 Estimates = Sequence[tuple[Phase, Times]]
 
 
-def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False, only: Sequence[str] = ()) -> bool:
+def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False) -> bool:
     """Compile for the topology and print the report, program by program; True if everything fits.
 
     Args:
+      experiment: what is compiled.
+      topology: what it is compiled for.
       all_layers: compile the sampler with all layers, instead of extrapolating from a few.
-      only: the names of the programs to compile; empty: all.
 
     Raises:
       UserError: as `make_targets`.
     """
     jax.config.update("jax_platforms", "cpu")  # a TPU on this machine is not used
+    model, sampling, placement = experiment.model, experiment.sampling, experiment.placement
     learner, sampler = make_targets(experiment, topology)
     print(heading(experiment.name, topology, learner, sampler, turns=experiment.environment is not None), flush=True)
-    compiled = []
-    layers = experiment.model.num_hidden_layers
-    programs = make_programs(experiment, learner.mesh, sampler.mesh)
-    for program in programs:
-        if only and program.name not in only:
-            continue
-        if program.name in SAMPLER and are_alike(experiment.model) and not all_layers:
 
-            def few(number: int, name: str = program.name) -> Program:
-                model = replace(experiment.model, num_hidden_layers=number)
-                smaller = make_programs(replace(experiment, model=model), learner.mesh, sampler.mesh)
-                return next(each for each in smaller if each.name == name)
+    def make(model: ModelConfig) -> list[Program]:
+        return make_programs(replace(experiment, model=model), learner.mesh, sampler.mesh)
 
-            compiled.append(compile_few(program, few, layers))
-            how = f"with {FEW[0]} and {FEW[1]} of {layers} equal layers "
-        else:
-            compiled.append(compile_program(program))
-            how = ""
-        print(f"  {program.name}: compiled {how}in {compiled[-1].seconds:.0f} s", flush=True)
+    programs = make(model)
+    compiled = [_compile(program, model, make, all_layers=all_layers) for program in programs]
     print("\n" + memory_table(compiled, topology))
-    estimates = estimate(
-        compiled,
-        learner,
-        sampler,
-        model=experiment.model,
-        sampling=experiment.sampling,
-        minibatches=experiment.schedule.minibatches,
-        runs={program.name: program.runs for program in programs},
-    )
-    if experiment.placement is not None:
-        push = push_phase(experiment.model, learner, sampler, experiment.sampling.weights_dtype)
-        estimates.insert(0, (push, estimate_times(push, topology.chip, sampler.link_rate())))
+    runs = {program.name: program.runs for program in programs}
+    work = Work(model=model, sampling=sampling, minibatches=experiment.schedule.minibatches, runs=runs)
+    estimates = estimate(compiled, learner, sampler, work)
+    if placement is not None:
+        push = push_phase(model, learner, sampler, sampling.weights_dtype)
+        estimates.insert(0, (push, estimate_times(push, topology.chip, sampler.link_rate)))
     if estimates:
-        ahead = draws_ahead(experiment.placement, experiment.schedule.checkpoint_every)
+        ahead = samples_ahead(placement, experiment.schedule.checkpoint_every)
         print("\n" + time_table(estimates, topology.chip))
-        print("\n" + step_lines(experiment.sampling, estimates, topology, ahead=ahead))
+        print("\n" + step_lines(sampling, estimates, topology, ahead=ahead))
         if experiment.environment is not None:
-            reply = reply_tokens(experiment.sampling.max_tokens)
+            reply = reply_tokens(sampling.max_tokens)
             print(f"Assumed: conversations of {experiment.turns.limit} turns, replies of {reply} tokens.")
         print("\n" + collective_table([phase for phase, _ in estimates]))
     for each in compiled:
         if each.name in (ROLLOUT, TURNS) and not each.error:
-            print("\n" + token_table(experiment.model, experiment.sampling, sampler.sizes, estimates))
-            print("\n" + gathered_lines(hlo.parse(each.text)))
-    for sentence in describe_uncounted(compiled):
-        print("\n" + sentence)
+            print("\n" + token_table(model, sampling, sampler.sizes, estimates))
+            print("\n" + gathered_lines(each.module))
     misfits = describe_misfits(compiled, topology)
-    print("\n" + ("\n".join(misfits) or f"Everything fits {topology}."))
+    conclusion = "\n".join(misfits) or f"Everything fits {topology}."
+    print("\n" + "\n\n".join([*describe_uncounted(compiled), conclusion]))
     return not misfits
 
 
-def estimate(
-    compiled: Sequence[Compiled], learner: Target, sampler: Target, **options: Any
-) -> list[tuple[Phase, Times]]:
-    """The phases of the programs that compiled, and their times on their targets.
+def _compile(
+    program: Program, model: ModelConfig, make: Callable[[ModelConfig], list[Program]], *, all_layers: bool
+) -> Compiled:
+    """Compile a program, from those that `make` makes of smaller models if possible; print how long it took."""
+    how = ""
 
-    Args:
-      options: of `make_phases`.
-    """
-    found = []
-    for each in compiled:
-        if each.error:
-            continue
-        target = sampler if each.name in SAMPLER else learner
-        versions = [
-            make_phases(version, target.sizes, slices=target.topology.slices, **options)
-            for version in each.few or (each,)
-        ]
-        layers = options["model"].num_hidden_layers
-        phases = extrapolate_phases(versions[0], versions[1], layers) if each.few else versions[0]
-        found += [(phase, target) for phase in phases]
-    return [(phase, estimate_times(phase, target.topology.chip, target.link_rate())) for phase, target in found]
+    def few(number: int) -> Program:
+        smaller = make(replace(model, num_hidden_layers=number))
+        return next(each for each in smaller if each.name == program.name)
+
+    if program.name in SAMPLER and are_alike(model) and not all_layers:
+        compiled = compile_few(program, few, model.num_hidden_layers)
+        how = f"with {FEW[0]} and {FEW[1]} of {model.num_hidden_layers} equal layers "
+    else:
+        compiled = compile_program(program)
+    print(f"  {program.name}: compiled {how}in {compiled.seconds:.0f} s", flush=True)
+    return compiled
 
 
-def draws_ahead(placement: Placement | None, checkpoint_every: int) -> bool:
-    """Whether the sampler draws while the learner updates. Nothing is drawn ahead across a checkpoint."""
+def estimate(compiled: Sequence[Compiled], learner: Target, sampler: Target, work: Work) -> list[tuple[Phase, Times]]:
+    """The phases of the programs that compiled, and their times on their targets."""
+    estimates = []
+    for program in (each for each in compiled if not each.error):
+        target = sampler if program.name in SAMPLER else learner
+        phases, *more = (
+            make_phases(each, target.sizes, work, target.topology.slices) for each in program.few or (program,)
+        )
+        if more:
+            phases = extrapolate_phases(phases, more[0], work.model.num_hidden_layers)
+        estimates += [(phase, estimate_times(phase, target.topology.chip, target.link_rate)) for phase in phases]
+    return estimates
+
+
+def samples_ahead(placement: Placement | None, checkpoint_every: int) -> bool:
+    """Whether the sampler works while the learner updates. Nothing is sampled ahead across a checkpoint."""
     if placement is None or checkpoint_every == 1:
         return False
     return placement.staleness > 0 if placement.partial is None else placement.partial.ahead > 0
@@ -144,8 +135,8 @@ def draws_ahead(placement: Placement | None, checkpoint_every: int) -> bool:
 def heading(name: str, topology: Topology, learner: Target, sampler: Target, *, turns: bool) -> str:
     """What is compiled for which devices."""
     lines = [f"{name} on {topology}"]
-    drawing = f"{PROMPTS}, {TURNS}, {REPLIES}" if turns else ROLLOUT
-    for target, programs in ((learner, f"{TRAIN}, {SCORE}"), (sampler, drawing)):
+    sampling = f"{PROMPTS}, {TURNS}, {REPLIES}" if turns else ROLLOUT
+    for target, programs in ((learner, f"{TRAIN}, {SCORE}"), (sampler, sampling)):
         lines.append(f"  {target.name}, {programs}: {target} of {target.topology}")
     return "\n".join(lines)
 
@@ -187,7 +178,7 @@ def time_table(estimates: Estimates, chip: Chip) -> str:
 
 
 def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, ahead: bool) -> str:
-    """The whole step: rollout, scores and updates, if all of them compiled.
+    """The whole step: rollout, old log-probs and updates, if all of them compiled.
 
     With `ahead` the sampler and the learner work at the same time, and the slower of them bounds the step.
     """
@@ -195,21 +186,19 @@ def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, 
     if not {TRAIN, SCORE, PREFILL, DECODE} <= set(seconds):
         return "No estimate of a whole step: not all of it compiled."
     copied = seconds.get(PUSH, 0.0) + seconds.get(COPY, 0.0)
-    drawing = seconds[PREFILL] + seconds[DECODE] + seconds.get(REPLY, 0.0)
-    sampler = copied + drawing
+    rollout = seconds[PREFILL] + seconds[DECODE] + seconds.get(REPLY, 0.0)
     learner = seconds[SCORE] + seconds[TRAIN]
-    step = max(sampler, learner) if ahead else sampler + learner
+    step = max(copied + rollout, learner) if ahead else copied + rollout + learner
     push = f"{PUSH if PUSH in seconds else COPY} {copied:.2f}, " if copied else ""
-    then = " and meanwhile" if ahead else ","
     devices = topology.slices * topology.slice_devices
-    drawn = sampling.prompts * sampling.group * sampling.max_tokens
+    tokens = sampling.prompts * sampling.group * sampling.max_tokens
     flops = sum(phase.runs * phase.model_flops * phase.devices for phase, _ in estimates)
     return (
-        f"A step takes at least {step:.2f} s: {push}rollout {drawing:.2f}{then} "
+        f"A step takes at least {step:.2f} s: {push}rollout {rollout:.2f}{' and meanwhile' if ahead else ','} "
         f"old log-probs {seconds[SCORE]:.2f}, updates {seconds[TRAIN]:.2f}\n"
         f"(responses of {sampling.max_tokens} tokens, perfect overlap); "
         f"MFU at most {flops / step / devices / topology.chip.flops:.1%}, "
-        f"{drawn / step / devices:,.0f} drawn tokens/s on each device"
+        f"{tokens / step / devices:,.0f} drawn tokens/s on each device"
     )
 
 
@@ -224,7 +213,7 @@ def collective_table(phases: Sequence[Phase]) -> str:
 
 
 def token_table(model: ModelConfig, sampling: Sampling, mesh: dict[str, int], estimates: Estimates) -> str:
-    """One token of the decoding loop: what is moved and sent beside the least that must be read."""
+    """One token of the decoding loop: what is moved and sent, and the least that must be read."""
     lines = [f"{'A token, GB':<28}{'moved':>9}{'needed':>9}{'ratio':>8}{'sent':>9}"]
     for phase, _ in estimates:
         for part, moved in phase.moved_at.items():
@@ -236,18 +225,22 @@ def token_table(model: ModelConfig, sampling: Sampling, mesh: dict[str, int], es
 
 def gathered_lines(module: hlo.Module) -> str:
     """The weights that are gathered for every token, if any."""
-    found = gathered_weights(module)
-    if not found:
+    weights = "".join(f"\n  {each}" for each in hlo.gathered_weights(module))
+    if not weights:
         return "No weight is gathered in the loop over tokens."
-    return "\n".join(["Gathered for every token, though equal for all of them:", *(f"  {each}" for each in found)])
+    return f"Gathered for every token, though equal for all of them:{weights}"
 
 
 def describe_uncounted(compiled: Sequence[Compiled]) -> list[str]:
     """One sentence for each program with loops of unknown trip count, other than the sampler's one over tokens (of a
     reply: over blocks)."""
-    found = []
-    for each in compiled:
-        loops = 0 if each.error else hlo.unknown_loops(hlo.parse(each.text)) - (each.name in (ROLLOUT, TURNS, REPLIES))
-        if loops > 0:
-            found.append(f"The {each.name} has loops ({loops}) with unknown trip counts; each is counted once.")
-    return found
+    uncounted = (
+        (each.name, hlo.unknown_loops(each.module) - (each.name in (ROLLOUT, TURNS, REPLIES)))
+        for each in compiled
+        if not each.error
+    )
+    return [
+        f"The {name} has loops ({loops}) with unknown trip counts; each is counted once."
+        for name, loops in uncounted
+        if loops > 0
+    ]

@@ -12,34 +12,39 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-
-import numpy as np
+from typing import TypeVar
 
 from gspax.commands.aot import hlo
-from gspax.commands.aot.chips import Chip
-from gspax.commands.aot.decode_loop import PARTS, live_at
+from gspax.commands.aot.chips import Chip, Rate, Target
 from gspax.commands.aot.hlo import Collective
-from gspax.commands.aot.memory import Compiled
+from gspax.commands.aot.memory import Compiled, extrapolate
 from gspax.commands.aot.programs import (
     COPY,
     PROMPTS,
     REPLIES,
-    ROLLOUT,
     SAMPLER,
     TRAIN,
     TURNS,
     device_bytes,
     reply_tokens,
 )
-from gspax.commands.aot.targets import Rate, Target
-from gspax.commands.aot.traffic import traffic
+from gspax.commands.aot.traffic import fetched_at, traffic
 from gspax.config import ModelConfig, SamplerDtype, Sampling
 from gspax.model.extension import BLOCK
 from gspax.model.sizes.counts import forward_flops
-from gspax.model.sizes.memory import count_slots
+from gspax.model.sizes.memory import (
+    count_slots,
+    embedding_table_count,
+    inference_weights_bytes,
+    position_bytes,
+    size_of,
+)
+from gspax.parallel.sharding import batch_shards
 from gspax.sampler.inference_weights import abstract_inference_weights
 
 PUSH, PREFILL, DECODE, REPLY = "weight push", "prefill", "decode, a token", "a reply"
+PARTS = ("start", "mean", "end")  # of a response
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,64 +80,83 @@ class Times:
         return max(("compute", "memory", "network", "dcn"), key=lambda name: getattr(self, name))
 
 
-def make_phases(
-    compiled: Compiled,
-    mesh: dict[str, int],
-    *,
-    model: ModelConfig,
-    sampling: Sampling,
-    minibatches: int,
-    runs: Mapping[str, int],
-    slices: int = 1,
-) -> list[Phase]:
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of a step."""
+
+    model: ModelConfig
+    sampling: Sampling
+    minibatches: int
+    runs: Mapping[str, int]  # executions of each program
+
+
+def make_phases(compiled: Compiled, mesh: dict[str, int], work: Work, slices: int = 1) -> list[Phase]:
     """The phases of a compiled program: the rollout is its prefill and its loop over tokens, the others are one phase.
 
     Args:
-      mesh: axis sizes, in the order of the devices that the program was compiled for.
-      minibatches: of a rollout batch, each one run of a program.
-      runs: of the programs in a step, by name.
+      compiled: the program.
+      mesh: axis sizes, in the order of the devices that it was compiled for.
+      work: of a step.
       slices: that the mesh extends over.
     """
-    devices = int(np.prod(list(mesh.values())))
+    model, sampling, runs = work.model, work.sampling, work.runs
     S, C = sampling.max_prompt_tokens, sampling.max_tokens
+    devices = math.prod(mesh.values())
     rows = sampling.prompts * sampling.group / devices
-    module = hlo.parse(compiled.text)
-    reply = reply_tokens(C)
-    loops = 0, -(-reply // BLOCK) if compiled.name == REPLIES else 1
-    moved = [traffic(module, unknown_trips=trips) for trips in loops]
-    sent = [Counter(hlo.collectives(module, mesh, unknown_trips=trips, slices=slices)) for trips in loops]
 
-    def phase(name: str, runs: int, model_flops: float, flops: float, moved: int, sent: Counter) -> Phase:
+    def phase(name: str, model_flops: float, flops: float | None = None, *, trips: int = 1) -> Phase:
         return Phase(
-            name=name, runs=runs, model_flops=model_flops, flops=flops, moved=moved, sent=dict(sent), devices=devices
+            name=name,
+            runs=runs.get(compiled.name, 1),
+            model_flops=model_flops,
+            flops=model_flops if flops is None else flops,
+            moved=traffic(compiled.module, unknown_trips=trips),
+            sent=hlo.collectives(compiled.module, mesh, unknown_trips=trips, slices=slices),
+            devices=devices,
         )
 
     if compiled.name == COPY:
-        return [phase(COPY, 1, 0, 0, moved[1], sent[1])]
+        return [phase(COPY, 0)]
     if compiled.name not in SAMPLER:
-        forward = rows / minibatches * (S + C) * forward_flops(model, S + C)
-        training = compiled.name == TRAIN
-        passes, recomputed = (3, model.remat in ("full", "offload")) if training else (1, 0)
-        return [
-            phase(
-                compiled.name, runs[compiled.name], passes * forward, (passes + recomputed) * forward, moved[1], sent[1]
-            )
-        ]
+        forward = rows / work.minibatches * (S + C) * forward_flops(model, S + C)
+        passes, recomputed = (3, model.remat in ("full", "offload")) if compiled.name == TRAIN else (1, 0)
+        return [phase(compiled.name, passes * forward, (passes + recomputed) * forward)]
     in_turn = 1  # conversations of a slot
     if TURNS in runs:
         in_turn = math.ceil(sampling.prompts * sampling.group / count_slots(model, sampling, mesh))
-    drawn = rows / in_turn * forward_flops(model, 2 * (S + C / 2))  # a sampled token attends to all before it
+    token = rows / in_turn * forward_flops(model, 2 * (S + C / 2))  # a sampled token attends to all before it
     if compiled.name == REPLIES:
-        return [phase(REPLY, runs[REPLIES], reply * drawn, reply * drawn, moved[1], sent[1])]
-    found = []
-    if compiled.name in (ROLLOUT, PROMPTS):
-        prompts = sampling.prompts / devices * S * forward_flops(model, S)
-        found.append(phase(PREFILL, 1, prompts, prompts, moved[0], sent[0]))
-    if compiled.name in (ROLLOUT, TURNS):
-        moved_at = {part: traffic(module, unknown_trips=1, live=live_at(part, sampling)) - moved[0] for part in PARTS}
-        token = phase(DECODE, runs.get(TURNS, C - 1), drawn, drawn, moved_at["mean"], sent[1] - sent[0])
-        found.append(replace(token, moved_at=moved_at))
-    return found
+        reply = reply_tokens(C)
+        return [phase(REPLY, reply * token, trips=-(-reply // BLOCK))]
+    prefill = phase(PREFILL, sampling.prompts / devices * S * forward_flops(model, S), trips=0)
+    if compiled.name == PROMPTS:
+        return [prefill]
+    moved_at = {
+        part: traffic(compiled.module, unknown_trips=1, fetched=fetched_at(part, sampling)) - prefill.moved
+        for part in PARTS
+    }
+    both = phase(DECODE, token)
+    sent = dict(Counter(both.sent) - Counter(prefill.sent))
+    decode = replace(both, runs=runs.get(TURNS, C - 1), moved=moved_at["mean"], sent=sent, moved_at=moved_at)
+    return [decode] if compiled.name == TURNS else [prefill, decode]
+
+
+def extrapolate_phases(less: list[Phase], more: list[Phase], layers: int) -> list[Phase]:
+    """The phases of a program with `layers` layers, from those of the small ones. FLOPs are those of `less`."""
+
+    def scale(first: dict[Key, int], second: dict[Key, int]) -> dict[Key, int]:
+        keys = {**first, **second}
+        return {key: round(extrapolate(first.get(key, 0), second.get(key, 0), layers)) for key in keys}
+
+    return [
+        replace(
+            a,
+            moved=round(extrapolate(a.moved, b.moved, layers)),
+            sent={key: sent for key, sent in scale(a.sent, b.sent).items() if sent},
+            moved_at=scale(a.moved_at, b.moved_at),
+        )
+        for a, b in zip(less, more, strict=True)
+    ]
 
 
 def push_phase(model: ModelConfig, learner: Target, sampler: Target, weights_dtype: SamplerDtype = "auto") -> Phase:
@@ -148,13 +172,26 @@ def estimate_times(phase: Phase, chip: Chip, link_rate: Rate) -> Times:
     """Seconds of a phase at the chip's peak rates.
 
     Collectives within a slice follow one another over all links that they can use; those between slices overlap with
-    them and use the device's share of the data centre's network.
+    them and use the device's share of the data center's network.
     """
-    within = [(each.axes, sent) for each, sent in phase.sent.items() if not each.dcn]
-    between = sum(sent for each, sent in phase.sent.items() if each.dcn)
     return Times(
         compute=phase.flops / chip.flops,
         memory=phase.moved / chip.memory_rate,
-        network=sum(sent / link_rate(axes) for axes, sent in within),
-        dcn=between / chip.dcn_rate,
+        network=sum(sent / link_rate(over.axes) for over, sent in phase.sent.items() if not over.dcn),
+        dcn=sum(sent for over, sent in phase.sent.items() if over.dcn) / chip.dcn_rate,
     )
+
+
+def needed(part: str, model: ModelConfig, sampling: Sampling, mesh: dict[str, int]) -> int:
+    """Bytes that a device must read for one token of each of its rows, at a part of the response.
+
+    These are the weights on the device once, except for the table of embeddings, of which a token reads a row; the
+    active part of the completions' cache; and the prompts' cache once per prompt.
+    """
+    prompts = sampling.prompts // math.gcd(sampling.prompts, batch_shards(mesh))
+    rows = sampling.prompts * sampling.group / batch_shards(mesh)
+    length = {"start": 1.0, "end": sampling.max_tokens, "mean": (1 + sampling.max_tokens) / 2}[part]
+    positions = rows * length + prompts * sampling.max_prompt_tokens
+    cache = position_bytes(model, sampling.kv_cache_dtype, mesh) * positions
+    table = size_of(model.dtype) * embedding_table_count(model)
+    return int(inference_weights_bytes(model, sampling, mesh) - table // mesh["tensor"] // mesh["fsdp"] + cache)

@@ -3,17 +3,21 @@
 Every instruction reads its arguments and writes its result; a fusion is one instruction. A slice reads only its part
 and an in-place update writes only its part, also inside fusions and nested fusions. Arrays that the compiler keeps on
 chip (memory space other than 0) cost nothing; the padding of layouts is not counted.
+
+The kernel of the decoding attention (`model.kernels.decode_attention`) is a call into compiled code, whose text does
+not show how much of the cache it fetches. Its bytes are computed: for each row the blocks with active positions
+(`fetched_positions`), its queries and its results.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
-from gspax.commands.aot.hlo import KINDS, SPREAD, Instruction, Module, array_bytes, total
-from gspax.model.kernels.decode_attention import KERNEL
+from gspax.commands.aot.hlo import KINDS, SPREAD, Computation, Instruction, Module, array_bytes, find_root, total
+from gspax.config import Sampling
+from gspax.model.kernels.decode_attention import KERNEL, fetched_positions
 
 CONTROL = {"while", "call", "conditional", "async-start"}  # run other computations and move nothing themselves
 FREE = CONTROL | {
@@ -23,9 +27,12 @@ FREE = CONTROL | {
 FUSED = {"fusion", "custom-call"}  # their `calls` describe them; the instructions inside are not run one by one
 ASYNC = "AsyncCollective"  # custom calls that start and end a collective that is spread over fusions
 SLICES = {"dynamic-slice", "gather", "slice"}
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place -> the operand that is written
 _ON_CHIP = re.compile(r"\b[a-z]+\d*\w*\[[\d,]*\]\{[^}]*S\([1-9]\d*\)[^}]*\}")
 
-Computation = dict[str, Instruction]
+# How many positions of a cache with so many are fetched for a row, by the call with fewer query heads per key head or
+# by the other one.
+Fetched = Callable[[int, bool], float]
 
 
 def memory_bytes(type_: str) -> int:
@@ -33,32 +40,38 @@ def memory_bytes(type_: str) -> int:
     return sum(array_bytes(_ON_CHIP.sub("", type_)))
 
 
-class Live(NamedTuple):
-    """How much of a cache the kernel of the decoding attention fetches."""
+def fetched_at(part: str, sampling: Sampling) -> Fetched:
+    """The positions that the decoding attention fetches at the `start` or the `end` of a response, or on average
+    (`mean`) over its tokens."""
+    S, C = sampling.max_prompt_tokens, sampling.max_tokens
+    lengths = {"start": [1], "end": [C], "mean": range(1, C + 1)}[part]
 
-    completion: int  # positions of a row of the completions' cache
-    fetched: Callable[[int, bool], float]  # (positions of a row, whether it is a completion's) -> those fetched
+    def fetched(T: int, has_fewer_heads: bool) -> float:
+        if T == C and has_fewer_heads:  # with as many prompt as completion positions, the heads tell the two apart
+            return sum(fetched_positions(T, length) for length in lengths) / len(lengths)
+        return fetched_positions(T, min(S, T))
+
+    return fetched
 
 
-def traffic(module: Module, *, unknown_trips: int, live: Live | None = None) -> int:
+def traffic(module: Module, *, unknown_trips: int, fetched: Fetched | None = None) -> int:
     """Bytes that one run of the program reads from and writes to a device's memory.
 
     Args:
       unknown_trips: the trip count of loops that do not state it.
-      live: of the caches; None: all positions are.
+      fetched: what the decoding attention fetches (`fetched_at`); None for its whole caches.
     """
-    named = {name: {each.name: each for each in inside} for name, inside in module.computations.items()}
-    inner = {each.attribute("calls") for inside in named.values() for each in inside.values() if each.opcode in FUSED}
-    inner |= {
-        each.attribute("to_apply") for inside in named.values() for each in inside.values() if each.opcode != "call"
-    }
+    everything = [each for computation in module.computations.values() for each in computation.values()]
+    inner = {each.attribute("calls") for each in everything if each.opcode in FUSED}
+    inner |= {each.attribute("to_apply") for each in everything if each.opcode != "call"}
 
-    def count(computation: str, each: Instruction) -> Counter:
+    def count(computation: str, each: Instruction) -> Counter[str]:
         if computation in inner:
             return Counter()
-        if live is not None and _is_decode_attention(each):
-            return Counter({"bytes": _attention_bytes(each, named[computation], live)})
-        return Counter({"bytes": _moved(each, named[computation], named)})
+        around = module.computations[computation]
+        if fetched is not None and _is_decode_attention(each):
+            return Counter(bytes=_attention_bytes(each, around, fetched))
+        return Counter(bytes=_moved(each, around, module))
 
     return total(module, count, unknown_trips=unknown_trips)["bytes"]
 
@@ -67,97 +80,79 @@ def _is_decode_attention(each: Instruction) -> bool:
     return each.opcode == "custom-call" and f"/{KERNEL}/" in each.attributes
 
 
-def _attention_bytes(each: Instruction, around: Computation, live: Live) -> int:
+def _attention_bytes(each: Instruction, around: Computation, fetched: Fetched) -> int:
     """Queries and results, and what is fetched of keys and values: the last two arguments, [X, K, T, H]."""
     q, k = (around[name].type for name in each.operands[-3:-1])
-    (rows, _, per_key, _), (_, K, T, H) = _shape(q), _shape(k)
-    # With as many prompt as completion positions, the call with fewer query heads per key head is the completions'.
+    (rows, _, per_key, _), (X, K, T, H) = _shape(q), _shape(k)
     fewest = min(_shape(around[other.operands[-3]].type)[2] for other in around.values() if _is_decode_attention(other))
-    fetched = live.fetched(T, live.completion == T and per_key == fewest)
-    size = memory_bytes(k) / (_shape(k)[0] * K * T * H)  # 0 if the array is on chip
-    return int(rows * K * fetched * H * size * 2) + memory_bytes(q) + memory_bytes(each.type)
+    size = memory_bytes(k) / (X * K * T * H)  # 0 if the array is on chip
+    return int(rows * K * fetched(T, per_key == fewest) * H * size * 2) + memory_bytes(q) + memory_bytes(each.type)
 
 
 def _shape(type_: str) -> list[int]:
-    found = re.search(r"\[([\d,]+)\]", type_)
-    return [int(length) for length in found[1].split(",")] if found else []
+    match = re.search(r"\[([\d,]+)\]", type_)
+    return [int(length) for length in match[1].split(",")] if match else []
 
 
-def _moved(each: Instruction, around: Computation, named: dict[str, Computation]) -> int:
+def _moved(each: Instruction, around: Computation, module: Module) -> int:
     if each.opcode in FREE or each.opcode.endswith(("-done", "-update")):
         return 0
     if each.opcode == "copy-start":  # its type has both ends
         return memory_bytes(each.type)
-    if each.opcode == "send":  # its type repeats the argument
-        return _bytes_read(each, around)
     if each.opcode == "slice-start":
         source, target = each.type.rsplit("}), ", 1) if "}), " in each.type else ("", each.type)
         part = array_bytes(target)[0]
         return (part if memory_bytes(source + "}") else 0) + (part if memory_bytes(target) >= part else 0)
-    if inside := _fused(each, named):
-        return _fusion(each, around, inside, named)
-    return _bytes_read(each, around) + _bytes_written(each, around)
+    read = [memory_bytes(around[name].type) if name in around else 0 for name in each.operands]
+    if inside := _fused(each, module):
+        return _fusion(each.type, read, inside, module)
+    written = memory_bytes(each.type)
+    if each.opcode in SLICES:
+        read[0] = min(read[0], sum(array_bytes(each.type)))
+    elif each.opcode in UPDATES:
+        update = around[each.operands[UPDATES[each.opcode]]]
+        read[0], written = 0, min(written, sum(array_bytes(update.type)))
+    elif each.opcode == "send":  # its type repeats the argument
+        written = 0
+    return sum(read) + written
 
 
-def _bytes_read(each: Instruction, around: Computation) -> int:
-    """Bytes that an instruction other than a fusion reads."""
-    types = [around[name].type for name in each.operands if name in around]
-    if each.opcode in SLICES and types:
-        whole = memory_bytes(types[0])
-        return min(whole, sum(array_bytes(each.type))) + sum(map(memory_bytes, types[1:]))
-    if each.opcode in ("dynamic-update-slice", "scatter") and types:
-        return sum(map(memory_bytes, types[1:]))
-    return sum(map(memory_bytes, types))
-
-
-def _bytes_written(each: Instruction, around: Computation) -> int:
-    """Bytes that an instruction other than a fusion writes."""
-    update = {"dynamic-update-slice": 1, "scatter": 2}.get(each.opcode)
-    if update is None or len(each.operands) <= update or each.operands[update] not in around:
-        return memory_bytes(each.type)
-    return min(memory_bytes(each.type), sum(array_bytes(around[each.operands[update]].type)))
-
-
-def _fused(each: Instruction, named: dict[str, Computation]) -> Computation:
+def _fused(each: Instruction, module: Module) -> Computation:
     """The computation of a fusion; empty for other instructions."""
-    return named.get(each.attribute("calls"), {}) if each.opcode in FUSED else {}
+    return module.computations.get(each.attribute("calls"), {}) if each.opcode in FUSED else {}
 
 
-def _root(inside: Computation) -> Instruction:
-    return next(each for each in inside.values() if each.root)
+def _parameters(inside: Computation) -> Iterator[tuple[int, str]]:
+    """The number and the name of each parameter."""
+    return ((int(each.arguments), each.name) for each in inside.values() if each.opcode == "parameter")
 
 
-def _parameter_number(parameter: Instruction) -> int:
-    return int(parameter.rest.split(")")[0])
-
-
-def _unaliased(each: Instruction, inside: Computation, named: dict[str, Computation]) -> Instruction:
+def _unaliased(each: Instruction, inside: Computation, module: Module) -> Instruction:
     """The instruction that this one aliases: through bitcasts, and fusions of nothing but bitcasts."""
     if each.opcode == "bitcast":
         number = 0
-    elif (nested := _fused(each, named)) and (source := _unaliased(_root(nested), nested, named)).opcode == "parameter":
-        number = _parameter_number(source)
+    elif (nested := _fused(each, module)) and (
+        source := _unaliased(find_root(nested), nested, module)
+    ).opcode == "parameter":
+        number = int(source.arguments)
     else:
         return each
-    given = each.operands[number]
-    return _unaliased(inside[given], inside, named) if given in inside else each
+    operand = each.operands[number]
+    return _unaliased(inside[operand], inside, module) if operand in inside else each
 
 
-def _fusion(each: Instruction, around: Computation, inside: Computation, named: dict[str, Computation]) -> int:
-    """Bytes that a fusion reads of its arguments and writes of its results."""
-    given = [memory_bytes(around[name].type) if name in around else 0 for name in each.operands]
-    moved = 0
-    for parameter in inside.values():
-        if parameter.opcode == "parameter" and (number := _parameter_number(parameter)) < len(given):
-            moved += min(given[number], _fusion_reads(parameter, inside, named))
-    root = _root(inside)
+def _fusion(type_: str, whole: list[int], inside: Computation, module: Module) -> int:
+    """Bytes that a fusion reads of its arguments, `whole` bytes each, and writes of its results."""
+    moved = sum(min(whole[number], _reads(name, inside, module)) for number, name in _parameters(inside))
+    root = find_root(inside)
     if ASYNC in root.attributes:  # its result includes the collective's
-        return moved + sum(_fusion_writes(inner, inside, named) for inner in inside.values() if _is_spread(inner))
+        return moved + sum(_writes(inner, inside, module) for inner in inside.values() if _is_spread(inner))
     results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    parts = _split(each.type) if root.opcode == "tuple" else [each.type]
-    for result, type_ in zip(results, parts, strict=False):
-        moved += min(memory_bytes(type_), _fusion_writes(result, inside, named))
-    return moved
+    types = re.findall(r"[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?", type_) if root.opcode == "tuple" else [type_]
+    written = (
+        min(memory_bytes(each), _writes(result, inside, module)) for result, each in zip(results, types, strict=False)
+    )
+    return moved + sum(written)
 
 
 def _is_spread(each: Instruction) -> bool:
@@ -165,50 +160,40 @@ def _is_spread(each: Instruction) -> bool:
     return each.opcode in KINDS and SPREAD in each.attributes
 
 
-def _starts(inside: Computation) -> bool:
-    return any(f'"{ASYNC}Start"' in each.attributes for each in inside.values())
+def _is_elsewhere(each: Instruction, inside: Computation) -> bool:
+    """Whether it belongs to a collective that another fusion starts."""
+    is_start = (f'"{ASYNC}Start"' in other.attributes for other in inside.values())
+    return ASYNC in each.attributes or (_is_spread(each) and not any(is_start))
 
 
-def _fusion_reads(parameter: Instruction, inside: Computation, named: dict[str, Computation]) -> int:
-    """Bytes of a fusion's parameter that are read: all, only slices, or none if it is only passed on."""
-    whole = sum(array_bytes(parameter.type))
+def _reads(name: str, inside: Computation, module: Module) -> int:
+    """Bytes of an array in a fusion that are read: all, only slices, or none if it is only passed on."""
+    whole = sum(array_bytes(inside[name].type))
     read = 0
     for user in inside.values():
-        if parameter.name not in user.operands:
-            continue
-        first = user.operands[0] == parameter.name
-        if _unaliased(user, inside, named) is _unaliased(parameter, inside, named):
-            read += _fusion_reads(user, inside, named)
-        elif user.opcode in SLICES and first:
-            read += sum(array_bytes(user.type))
-        elif (
-            (user.opcode == "dynamic-update-slice" and first)
-            or (user.opcode == "tuple" and user.root)
-            or ASYNC in user.attributes
-            or (_is_spread(user) and not _starts(inside))
-        ):
-            continue
-        elif nested := _fused(user, named):
-            for inner in nested.values():
-                if inner.opcode == "parameter" and user.operands[_parameter_number(inner)] == parameter.name:
-                    read += _fusion_reads(inner, nested, named)
-        else:
-            return whole
+        for number in (number for number, operand in enumerate(user.operands) if operand == name):
+            if _unaliased(user, inside, module) is _unaliased(inside[name], inside, module):
+                read += _reads(user.name, inside, module)
+            elif user.opcode in SLICES and number == 0:
+                read += sum(array_bytes(user.type))
+            elif nested := _fused(user, module):
+                read += sum(_reads(inner, nested, module) for place, inner in _parameters(nested) if place == number)
+            elif not (
+                (user.opcode == "dynamic-update-slice" and number == 0)
+                or (user.opcode == "tuple" and user.root)
+                or _is_elsewhere(user, inside)
+            ):
+                return whole
     return min(whole, read)
 
 
-def _fusion_writes(result: Instruction, inside: Computation, named: dict[str, Computation]) -> int:
+def _writes(result: Instruction, inside: Computation, module: Module) -> int:
     """Bytes that a fusion writes of one of its results."""
-    result = _unaliased(result, inside, named)
-    if result.opcode == "parameter" or ASYNC in result.attributes or (_is_spread(result) and not _starts(inside)):
+    result = _unaliased(result, inside, module)
+    if result.opcode == "parameter" or _is_elsewhere(result, inside):
         return 0
-    if nested := _fused(result, named):
-        return _fusion_writes(_root(nested), nested, named)
-    if result.opcode == "dynamic-update-slice" and result.operands[1] in inside:
+    if nested := _fused(result, module):
+        return _writes(find_root(nested), nested, module)
+    if result.opcode == "dynamic-update-slice":
         return sum(array_bytes(inside[result.operands[1]].type))
     return sum(array_bytes(result.type))
-
-
-def _split(type_: str) -> list[str]:
-    """The members of a flat tuple type."""
-    return re.findall(r"[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?", type_)
