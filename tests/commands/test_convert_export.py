@@ -176,6 +176,25 @@ def test_an_unknown_name_is_rejected(tmp_path, monkeypatch):
         hf("file")
 
 
+def test_a_mistyped_folder_is_not_asked_from_the_hub(tmp_path, monkeypatch):
+    """A name whose owner is a folder here is a path; with a revision it can only be a name on the Hub."""
+    import huggingface_hub
+
+    source, _ = checkpoint(tmp_path / "checkpoints" / "qwen3", tiny.MOE)
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path / source)
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        hf("checkpoints/qwen33")
+    assert str(caught.value) == (
+        "checkpoints/qwen33: wanted the folder of a checkpoint or a name on the Hub such as Qwen/Qwen3-30B-A3B; "
+        "there is a folder checkpoints here without a qwen33"
+    )
+    assert not asked and hf("checkpoints/qwen33@main").num_experts and asked == ["checkpoints/qwen33"]
+
+
 def test_a_converted_checkpoint_of_another_model_is_rejected(tmp_path):
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE)
     convert.run(str(source), tmp_path / "orbax")
@@ -444,7 +463,10 @@ def test_damage_beside_the_parameters_of_a_converted_checkpoint_is_found(name, t
     (target / "manifest.json").unlink()
     assert check.run(target) == 1
     assert "config.json and tokenizer: no manifest.json, not verified" in capsys.readouterr().out
-    start(model)
+    for use in (lambda: start(model), lambda: export.run(target, tmp_path / "new")):
+        use()
+        said = f"gspax: warning: {target}: config.json and the tokenizer are not verified: there is no manifest.json\n"
+        assert capsys.readouterr().err == said
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from threads that Orbax leaves behind

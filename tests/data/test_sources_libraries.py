@@ -147,8 +147,8 @@ def test_tensorflow_datasets_are_read_without_tensorflow(prepared):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("./none", "there is no such folder in "),
-        ("a/b/c", "there is no such folder in "),
+        ("./none", "there is no such folder in the working directory "),
+        ("a/b/c", "there is no such folder in the working directory "),
         ("/none", "there is no such folder$"),
         ("r/none", "there is a folder r here without a none$"),
     ],

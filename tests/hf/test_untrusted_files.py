@@ -14,10 +14,9 @@ import tiny
 from gspax.data import HFTokenizer, files, hf_chat
 from gspax.errors import UserError
 from gspax.hf import tensors
-from gspax.hf.companions import copy_companions
 from gspax.hf.config_json import read_config, to_json
 from gspax.hf.peft import peft
-from gspax.hf.source import locate
+from gspax.hf.source import copy_companions, locate
 
 MOE = to_json(tiny.MOE)
 

@@ -40,10 +40,9 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
     import jax
 
     from gspax.config import Mesh
-    from gspax.hf.companions import copy_companions
     from gspax.hf.config_json import read_config
     from gspax.hf.loading import read_params
-    from gspax.hf.source import locate
+    from gspax.hf.source import copy_companions, locate
     from gspax.learner.state import abstract_params
     from gspax.learner.weights import CHECKPOINTS
     from gspax.parallel.sharding import make_mesh

@@ -16,9 +16,8 @@ from gspax.commands.arguments import Parser, add_target, at_least, size, subcomm
 from gspax.commands.inputs import require_directory
 from gspax.config import Lora, ModelConfig
 from gspax.errors import UserError, warn
-from gspax.hf.companions import copy_companions
 from gspax.hf.config_json import read_config
-from gspax.hf.source import HUB_NAME, SMALL, locate
+from gspax.hf.source import HUB_NAME, SMALL, copy_companions, locate
 from gspax.run.folders import atomic_folder
 
 if TYPE_CHECKING:
@@ -181,7 +180,7 @@ def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]
 
 def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
     """The model, its adapters, and the folders that may have its tokenizer's files, the likeliest first."""
-    from gspax.learner.weights import require_whole
+    from gspax.learner.weights import require_intact
     from gspax.run.directory import RunDir, read_json
 
     run = RunDir(source)
@@ -194,7 +193,7 @@ def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
             raise UserError(f"{run.experiment}: wanted a model of this version of gspax: {problem}") from problem
         return config, lora, [*_find_tokenizer(experiment.get("tokenizer")), *_find_start(config.checkpoint)]
     if (source / "config.json").is_file():
-        require_whole(source)
+        require_intact(source)
         return read_config(source), None, [source]
     raise UserError(f"{source}: wanted a run directory (experiment.json) or a converted checkpoint (config.json)")
 

@@ -14,20 +14,24 @@ from gspax.errors import UserError, brief
 LONGEST = 2**26  # bytes of a JSON file
 DEEPEST = 64  # nested containers
 SHOWN = 200  # characters of a value in a message
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 Json = Any  # None, a truth value, a number, a text, a list or a dict with texts as keys
 
 
-def why_not_on_hub(name: str) -> str | None:
-    """The reason why a name is that of a local folder, which does not exist, and no name on the Hugging Face Hub.
+def why_not_on_hub(name: str, pattern: re.Pattern[str]) -> str | None:
+    """The reason not to ask the Hugging Face Hub for a folder that does not exist; None if the Hub could have it.
 
-    A Hub name is `owner/name` or `name`. One whose owner is also a folder here is taken for a mistyped path.
+    A name on the Hub matches `pattern`. If its owner is also a folder here, `owner/name` is taken for a mistyped path,
+    but `owner/name@revision` is not.
     """
     owner = Path(name).parent
-    if not HUB_NAME.fullmatch(name):
-        return "there is no such folder" + ("" if Path(name).is_absolute() else f" in {Path.cwd()}")
-    return f"there is a folder {owner} here without a {Path(name).name}" if owner != Path() and owner.is_dir() else None
+    if not pattern.fullmatch(name):
+        return "there is no such folder" + (
+            "" if Path(name).is_absolute() else f" in the working directory {Path.cwd()}"
+        )
+    if "@" not in name and owner != Path() and owner.is_dir():
+        return f"there is a folder {owner} here without a {Path(name).name}"
+    return None
 
 
 @contextlib.contextmanager

@@ -1,22 +1,28 @@
-"""Locating a checkpoint: a folder, or a name on the Hugging Face Hub. Imports no accelerator code."""
+"""Locating a checkpoint, a folder or a name on the Hugging Face Hub. This module imports no accelerator code."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import re
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from gspax.config import ModelConfig
-from gspax.data.files import require_own_files
-from gspax.errors import UserError
+from gspax.data.files import require_own_files, why_not_on_hub
+from gspax.errors import UserError, brief
 from gspax.hf.config_json import read_config
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 CONFIG = ("config.json",)
 SMALL = ("*.json", "*.txt", "*.jinja")  # everything except the weights
 ALL = (*SMALL, "*.safetensors")
+COMPANIONS = (  # of the weights: tokenizer, chat template, generation settings
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
+)
 
 
 def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
@@ -27,9 +33,10 @@ def hf(checkpoint: str | os.PathLike[str], **changes: Any) -> ModelConfig:
     Args:
       checkpoint: a folder, or a name on the Hub, such as "Qwen/Qwen3-30B-A3B"; "name@revision" pins a revision. A
         relative folder is looked up in the working directory, as the paths of the command line are; one beside the
-        experiment file is `Path(__file__).parent / "folder"`.
+        experiment file is `Path(__file__).parent / "folder"`. A name whose owner is also a folder here is taken for a
+        mistyped path, unless it has a revision.
       **changes: fields of the ModelConfig to replace, such as `remat="full"`, and `dtype="bfloat16"`: activations and
-        products are in float32 by default, whatever the checkpoint's tensors are in.
+        products are in float32 by default, whatever the dtype of the checkpoint's tensors.
 
     Raises:
       UserError: there is no such checkpoint, or gspax does not implement its architecture.
@@ -53,23 +60,35 @@ def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool =
         return folder
     if folder.exists():
         raise UserError(f"{checkpoint}: wanted the folder of a checkpoint, this is a file")
-    where = "" if folder.is_absolute() else f" in the working directory {Path.cwd()}"
-    if not HUB_NAME.fullmatch(checkpoint):
+    if why := why_not_on_hub(checkpoint, HUB_NAME):
         raise UserError(
-            f"{checkpoint}: wanted the folder of a checkpoint or a name on the Hub such as Qwen/Qwen3-30B-A3B; "
-            f"there is no such folder{where}"
+            f"{checkpoint}: wanted the folder of a checkpoint or a name on the Hub such as Qwen/Qwen3-30B-A3B; {why}"
         )
     from huggingface_hub import snapshot_download
 
     repository, _, revision = checkpoint.partition("@")
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             repository, revision=revision or None, allow_patterns=list(patterns), local_files_only=not download
         )
     except Exception as problem:  # of many kinds: no network, no such name, no permission, no disk space
-        reason = " ".join(str(problem).split())[:200]
         raise UserError(
-            f"{checkpoint}: there is no such folder{where}, and the download from the Hub failed: "
-            f"{type(problem).__name__}: {reason}"
+            f"{checkpoint}: there is no such folder in the working directory {Path.cwd()}, and the download from the "
+            f"Hub failed: {type(problem).__name__}: {brief(problem)}"
         ) from problem
-    return Path(str(found))
+    return Path(snapshot)
+
+
+def copy_companions(sources: Iterable[Path], target: Path) -> list[str]:
+    """Copy each companion from the first folder that has it, and return the names of the copied files.
+
+    Raises:
+      UserError: a link in one of the folders leads out of it.
+    """
+    folders = [folder for folder in sources if folder.is_dir()]
+    for folder in folders:
+        require_own_files(folder)
+    files = {name: folder / name for name in COMPANIONS for folder in reversed(folders) if (folder / name).is_file()}
+    for name, file in files.items():
+        shutil.copyfile(file, target / name)
+    return list(files)

@@ -27,14 +27,16 @@ def load(config: ModelConfig, wanted: Params) -> Params:
     """
     folder = locate(config.checkpoint)
     if (folder / CHECKPOINTS).is_dir():
-        require_whole(folder)
+        require_intact(folder)
         return _load_converted(folder / CHECKPOINTS, wanted)
     return read_params(folder, config, wanted)
 
 
-def require_whole(folder: Path) -> None:
-    """UserError if config.json or the tokenizer of a converted checkpoint is damaged. Older ones cannot be verified."""
-    if has_manifest(folder) and (damage := find_damage(folder)):
+def require_intact(folder: Path) -> None:
+    """UserError if config.json or the tokenizer of a converted checkpoint is damaged; a warning without a manifest."""
+    if not has_manifest(folder):
+        multihost.warn_from_primary(f"{folder}: config.json and the tokenizer are not verified: there is no {MANIFEST}")
+    elif damage := find_damage(folder):
         raise UserError(
             f"{folder}: damaged: {damage[0]}; convert the checkpoint again, or delete {MANIFEST} if the change is yours"
         )

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from gspax.data.files import reading, why_not_on_hub
 from gspax.errors import UserError, brief, how_to_install
 
 _SHOWN = 5  # different reasons that a message lists
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -257,7 +259,7 @@ class HuggingFace(_Split):
     def _rows(self) -> Indexed:
         datasets = _import("datasets")
         saved = any(Path(self.name, file).is_file() for file in ("dataset_dict.json", "state.json"))
-        if not Path(self.name).exists() and (why := why_not_on_hub(self.name)):
+        if not Path(self.name).exists() and not self.revision and (why := why_not_on_hub(self.name, _HUB_NAME)):
             raise UserError(f"{self.name}: wanted a folder or a name on the Hub, {why}")
         with reading(self.name):
             if saved:
