@@ -26,8 +26,8 @@ import numpy as np
 
 from gspax.errors import UserError
 from gspax.experiment import check, load, override
-from gspax.report.comparison import WINDOW, Arm, Entry, Run, common_tokens, contrast, read_arm
-from gspax.report.comparison_page import COLOURS, draw_metric
+from gspax.report.comparison import COLORS, WINDOW, Entry, Run, common_tokens, contrast, draw_metric, read_variant
+from gspax.report.comparison import Variant as Arm
 from gspax.report.curves import Draw, style_axes
 from gspax.report.statistics import Estimate, estimate_mean
 from gspax.run.folders import write_atomically
@@ -228,7 +228,7 @@ def collect(study: Study, folder: Path) -> list[Arm]:
     arms = []
     for variant in study.arms:
         done = [job for job in jobs_of(study, folder) if job.arm == variant and is_finished(job)]
-        runs = tuple(run for job in done for run in read_arm(variant.name, job.folder).runs)
+        runs = tuple(run for job in done for run in read_variant(variant.name, job.folder).runs)
         for job, run in zip(done, runs, strict=True):
             record, last = json.loads((job.folder / "finished.json").read_text()), len(run.tokens) - 1
             values = {name: record[name] for name in COSTS} | (study.probe(job.folder) if study.probe else {})
@@ -420,7 +420,7 @@ def draw_points(axes: Any, arms: Sequence[Arm], tokens: float, x: Measure, y: Me
 
 def colour(i: int) -> str:
     """Of the i-th arm of a row."""
-    return COLOURS[i % len(COLOURS)]
+    return COLORS[i % len(COLORS)]
 
 
 def _pairs(x: dict[Any, float], y: dict[Any, float], log: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -8,8 +8,7 @@ import pytest
 
 from gspax.commands import main
 from gspax.errors import UserError
-from gspax.report.comparison import common_tokens, compare, find_differences, find_mixed, read_arm
-from gspax.report.comparison_page import resample
+from gspax.report.comparison import common_tokens, compare, find_differences, find_mixed, read_variant, resample
 
 STEPS = 20
 
@@ -28,45 +27,45 @@ def write_run(folder, seed, *, tokens=100, gain=0.0, steps=STEPS, **settings):
 
 
 @pytest.fixture
-def arms(tmp_path):
-    """Arms of seeds 0 to 2; the second gains 0.1 and learns from twice the tokens in a step."""
+def variants(tmp_path):
+    """Variants of seeds 0 to 2; the second gains 0.1 and is trained on twice the tokens in a step."""
     for seed in range(3):
         write_run(tmp_path / "a" / f"seed{seed}", seed, epochs=1)
         write_run(tmp_path / "b" / f"seed{seed}", seed, tokens=200, gain=0.1, epochs=2)
-    return [read_arm(name, tmp_path / name) for name in "ab"]
+    return [read_variant(name, tmp_path / name) for name in "ab"]
 
 
-def test_values_are_compared_at_the_tokens_that_every_run_has_reached(arms):
-    assert common_tokens(arms) == 2000  # 20 steps of 100; the other arm has reached 4,000
-    a, b = compare(arms, "eval/reward", 2000)
+def test_values_are_compared_at_the_tokens_that_every_run_has_reached(variants):
+    assert common_tokens(variants) == 2000  # 20 steps of 100; the other variant has reached 4,000
+    a, b = compare(variants, "eval/reward", 2000)
     np.testing.assert_allclose(list(a.values.values()), [0.20, 0.21, 0.22], rtol=1e-12)
     np.testing.assert_allclose(list(b.values.values()), [0.20, 0.21, 0.22], rtol=1e-12)  # its step 10: 0.1 + 0.1
     np.testing.assert_allclose([b.difference.low, b.difference.high], 0, atol=1e-12)
     assert (a.difference, b.pairs) == (None, 3)
 
 
-def test_an_evaluation_between_two_steps_is_interpolated(arms):
-    run = arms[0].runs[0]
+def test_an_evaluation_between_two_steps_is_interpolated(variants):
+    run = variants[0].runs[0]
     assert run.value_at("eval/reward", 750) == pytest.approx(0.075)
     assert np.isnan(run.value_at("eval/reward", 2001))
 
 
-def test_a_metric_of_every_step_is_the_mean_over_the_last_tenth_of_the_tokens(arms):
-    assert arms[0].runs[0].value_at("reward/mean", 2000) == pytest.approx((0.19 + 0.20) / 2)
-    assert arms[1].runs[0].value_at("reward/mean", 2000) == pytest.approx(0.10)
+def test_a_metric_of_every_step_is_the_mean_over_the_last_tenth_of_the_tokens(variants):
+    assert variants[0].runs[0].value_at("reward/mean", 2000) == pytest.approx((0.19 + 0.20) / 2)
+    assert variants[1].runs[0].value_at("reward/mean", 2000) == pytest.approx(0.10)
 
 
-def test_a_curve_has_the_mean_of_each_bin_and_nan_outside_of_it(arms):
-    found = resample(arms[0].runs[0], "reward/mean", np.array([0.0, 500.0, 1000.0, 3000.0]))
+def test_a_curve_has_the_mean_of_each_bin_and_nan_outside_of_it(variants):
+    found = resample(variants[0].runs[0], "reward/mean", np.array([0.0, 500.0, 1000.0, 3000.0]))
     np.testing.assert_allclose(found, [np.nan, 0.03, 0.08, 0.155])
-    assert np.isnan(resample(arms[0].runs[0], "no/such", np.array([0.0, 1.0]))).all()
+    assert np.isnan(resample(variants[0].runs[0], "no/such", np.array([0.0, 1.0]))).all()
 
 
 def test_without_two_common_seeds_the_difference_is_unpaired(tmp_path):
     for name, seeds in (("a", (0, 1)), ("b", (1, 2))):
         for seed in seeds:
             write_run(tmp_path / name / str(seed), seed)
-    _, entry = compare([read_arm(name, tmp_path / name) for name in "ab"], "eval/reward", 2000)
+    _, entry = compare([read_variant(name, tmp_path / name) for name in "ab"], "eval/reward", 2000)
     assert entry.pairs == 0
     assert entry.difference.mean == pytest.approx(0.01)
     assert entry.difference.low < 0.01 < entry.difference.high
@@ -76,26 +75,26 @@ def test_values_that_are_not_finite_are_left_out(tmp_path):
     folder = write_run(tmp_path / "run", 0)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 20, "eval/reward": "NaN", "late": 1.0}\n')
-    arm = read_arm("run", folder)
-    assert arm.values_at("eval/reward", 2000) == {0: pytest.approx(0.2)}
-    assert arm.values_at("late", 1000) == {}  # not recorded yet
-    assert compare([arm], "late", 1000)[0].mean is None
+    variant = read_variant("run", folder)
+    assert variant.values_at("eval/reward", 2000) == {0: pytest.approx(0.2)}
+    assert variant.values_at("late", 1000) == {}  # not recorded yet
+    assert compare([variant], "late", 1000)[0].mean is None
 
 
-def test_settings_are_compared_between_arms_and_within_them(arms, tmp_path):
-    assert find_differences(arms) == {"epochs": [1, 2]}
-    assert find_mixed(arms[0]) == []
+def test_settings_are_compared_between_variants_and_within_them(variants, tmp_path):
+    assert find_differences(variants) == {"epochs": [1, 2]}
+    assert find_mixed(variants[0]) == []
     write_run(tmp_path / "a" / "seed3", 3, epochs=4)
-    assert find_mixed(read_arm("a", tmp_path / "a")) == ["epochs"]
+    assert find_mixed(read_variant("a", tmp_path / "a")) == ["epochs"]
 
 
-def test_two_runs_of_an_arm_with_one_seed_are_an_error(arms, tmp_path):
+def test_two_runs_of_a_variant_with_one_seed_are_an_error(variants, tmp_path):
     write_run(tmp_path / "a" / "again", 1, epochs=1)
     with pytest.raises(UserError, match="wanted a seed for each run, but again and seed1 both have 1"):
-        read_arm("a", tmp_path / "a")
+        read_variant("a", tmp_path / "a")
 
 
-def test_the_command_writes_a_page_a_picture_and_a_table(arms, tmp_path, capsys):
+def test_the_command_writes_a_page_a_picture_and_a_table(variants, tmp_path, capsys):
     out = tmp_path / "new" / "out"
     assert main.main(["compare", str(tmp_path / "a"), f"<b>={tmp_path / 'b'}", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -107,14 +106,14 @@ def test_the_command_writes_a_page_a_picture_and_a_table(arms, tmp_path, capsys)
     assert "<code>epochs</code>" in page
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
     rows = list(csv.DictReader((out / "compare.csv").open()))
-    assert [row["value"][:4] for row in rows if (row["metric"], row["arm"]) == ("eval/reward", "a")] == [
+    assert [row["value"][:4] for row in rows if (row["metric"], row["variant"]) == ("eval/reward", "a")] == [
         "0.2",
         "0.21",
         "0.22",
     ]
 
 
-def test_a_metric_that_an_arm_lacks_is_named(arms, tmp_path, capsys):
+def test_a_metric_that_a_variant_lacks_is_named(variants, tmp_path, capsys):
     write_run(tmp_path / "own", 0)
     for path in (tmp_path / "a").glob("*/metrics.jsonl"):
         path.write_text(path.read_text().replace('"reward/mean"', '"policy/clip_fraction_tokens"'))
@@ -131,13 +130,13 @@ def test_a_metric_that_an_arm_lacks_is_named(arms, tmp_path, capsys):
     [
         (["no/such"], "no/such: wanted the directory of a run, there is none"),
         (["{}/empty"], "empty: wanted a run or a folder of runs, but no metrics.jsonl is in it or one level below"),
-        (["{}/a", "{}/other/a"], "wanted a name of its own for every arm"),
+        (["{}/a", "{}/other/a"], "wanted a name of its own for every variant"),
         (["{}/a", "--metrics", "eval/rewrd"], "--metrics: no run has 'eval/rewrd'; did you mean 'eval/reward'?"),
         (["{}/a", "--out", "{}/a/seed0/metrics.jsonl"], "wanted a directory, but"),
         (["{}/warm"], "wanted the metrics of a training run, but no step is in it"),
     ],
 )
-def test_invalid_input_is_one_sentence_and_writes_nothing(arguments, said, arms, tmp_path, capsys):
+def test_invalid_input_is_one_sentence_and_writes_nothing(arguments, said, variants, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other" / "a").mkdir(parents=True)
     (tmp_path / "warm").mkdir()
@@ -151,5 +150,5 @@ def test_invalid_input_is_one_sentence_and_writes_nothing(arguments, said, arms,
 
 
 def test_the_tokens_of_a_step_are_read_back_exactly(tmp_path):
-    run = read_arm("run", write_run(tmp_path / "run", 0, tokens=12_345)).runs[0]
+    run = read_variant("run", write_run(tmp_path / "run", 0, tokens=12_345)).runs[0]
     assert run.tokens.tolist() == [12_345 * n for n in range(STEPS + 1)]

@@ -24,7 +24,7 @@ def run(tmp_path_factory):
     run = open_run(tmp_path_factory.mktemp("run"), description)
     with Recorder(run.warm_start, 0) as recorder:
         recorder.write_metrics(1, {"loss": 2.0})
-    names = [metric for panel in run_page.PANELS for metric, _, _ in panel.lines]
+    names = [metric for panel in run_page.PANELS for metric in panel.lines.values()]
     with Recorder(run, 0) as recorder:
         recorder.write_metrics(0, {"eval/reward": 0.25, "eval/greedy_reward": 0.5})
         for step in range(1, 51):
@@ -131,7 +131,7 @@ def test_a_text_keeps_its_lines_and_an_instruction_its_empty_box(tmp_path):
 
 def test_the_picture_of_a_long_run_is_small(tmp_path):
     steps, noise = range(1, 151), np.random.default_rng(0)
-    panels = [curves.Panel(f"metric {n}", "", ((f"metric {n}", "", curves.BLUE),)) for n in range(12)]
+    panels = [curves.Panel(f"metric {n}", "", {"": f"metric {n}"}) for n in range(12)]
     series = {panel.title: (list(steps), list(noise.normal(size=150))) for panel in panels}
     curves.write_png([partial(curves.draw_panel, panel=each, series=series) for each in panels], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size < 200_000  # 453,149 in all colors

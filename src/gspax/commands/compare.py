@@ -33,7 +33,7 @@ def make_parser() -> Parser:
         "gspax compare runs/gspo runs/grpo --out runs/compare",
     )
     parser.add_argument(
-        "arms",
+        "variants",
         nargs="+",
         metavar="[NAME=]DIR",
         help="a run, or a folder of runs of one experiment; the first is the baseline",
@@ -45,27 +45,27 @@ def make_parser() -> Parser:
 
 def execute(options: argparse.Namespace) -> int:
     require_possible(options.out)
-    folders = dict(_split(text) for text in options.arms)
-    if len(folders) < len(options.arms):
-        raise UserError("wanted a name of its own for every arm, as in `gspax compare a=DIR b=DIR`")
+    folders = dict(_split(text) for text in options.variants)
+    if len(folders) < len(options.variants):
+        raise UserError("wanted a name of its own for every variant, as in `gspax compare a=DIR b=DIR`")
     for folder in folders.values():
         require_directory(folder)
-    from gspax.report import comparison, comparison_page
+    from gspax.report import comparison
 
-    arms = [comparison.read_arm(name, folder) for name, folder in folders.items()]
-    for arm in arms:
-        if mixed := comparison.find_mixed(arm):
-            warn(f"the runs of {arm.name} differ in more than their seeds: {', '.join(mixed)}")
-    recorded = {metric for arm in arms for run in arm.runs for metric in run.series}
+    variants = [comparison.read_variant(name, folder) for name, folder in folders.items()]
+    for variant in variants:
+        if mixed := comparison.find_mixed(variant):
+            warn(f"the runs of {variant.name} differ in more than their seeds: {', '.join(mixed)}")
+    recorded = {metric for variant in variants for run in variant.runs for metric in run.series}
     wanted = METRICS if options.metrics is None else tuple(options.metrics.split(","))
     unknown = [metric for metric in wanted if metric not in recorded]
     if options.metrics is not None and unknown:
         near = difflib.get_close_matches(unknown[0], recorded, n=1)
         raise UserError(f"--metrics: no run has {unknown[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     metrics = [metric for metric in wanted if metric in recorded]
-    page = comparison_page.write(arms, metrics, options.out)
+    page = comparison.write(variants, metrics, options.out)
     for metric in metrics[:3]:
-        print(comparison_page.summarise(arms, metric))
+        print(comparison.summarize(variants, metric))
     print(page)
     return 0
 

@@ -32,7 +32,7 @@ def execute(options: argparse.Namespace) -> int:
     if options.dry_run:
         return 0
     is_primary = processes.join("train", options, experiment)
-    from gspax.report.run_page import summarise
+    from gspax.report.run_page import summarize
     from gspax.training.loop import train
 
     try:
@@ -44,7 +44,7 @@ def execute(options: argparse.Namespace) -> int:
             print(f"Next:\n  {shlex.join([*program(), *replay])}", flush=True)
         raise
     if is_primary:
-        print(summarise(options.workdir))
+        print(summarize(options.workdir))
         print(next_commands(options, experiment.schedule.steps, experiment.evaluation.problems))
     return 0
 

@@ -9,9 +9,8 @@ Axes: P problems, N samples of each.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -166,5 +165,4 @@ def metrics(name: str, summary: Mapping[str, Any]) -> dict[str, float]:
 
 def _estimate(value_P: np.ndarray) -> dict[str, float | None]:
     """The estimate as a JSON object, which has no NaN."""
-    estimate = asdict(statistics.estimate(value_P))
-    return {name: None if math.isnan(value) else value for name, value in estimate.items()}
+    return statistics.to_json(statistics.estimate(value_P))

@@ -29,8 +29,7 @@ from gspax.learner.restore import restore_state
 from gspax.learner.state import abstract_params
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
-from gspax.report import evaluation_page
-from gspax.report.task_table import format_estimate
+from gspax.report import evaluation_page, statistics
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
 from gspax.rollout.completion import Completion
@@ -213,9 +212,9 @@ def _record_heldout(run: RunDir, step: int, found: Mapping[str, float], settings
 def describe_summary(name: str, summary: Any) -> list[str]:
     """The summary as lines of text."""
     lines = [f"{name}: {summary['problems']} problems x {summary['samples']} samples"]
-    lines.append(f"  {'mean reward':12} {format_estimate(summary['reward'], digits=4)}")
+    lines.append(f"  {'mean reward':12} {statistics.show(summary['reward'], digits=4)}")
     for title, key in (("pass@", "pass"), ("maj@", "majority")):
-        lines += [f"  {title + k:12} {format_estimate(each, digits=4)}" for k, each in summary.get(key, {}).items()]
+        lines += [f"  {title + k:12} {statistics.show(each, digits=4)}" for k, each in summary.get(key, {}).items()]
     tokens = summary["tokens"]
     lines.append(
         f"  {'tokens':12} {tokens['mean']:.1f} on average, {tokens['max']} at most, {tokens['total']:,} in all"

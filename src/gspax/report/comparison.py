@@ -1,38 +1,53 @@
-"""Runs side by side: arms of one run or of several seeds, their metrics at equal tokens, and the differences.
+"""Runs side by side: variants of one run or several seeds, compared at equal tokens, as a page, a picture and a table.
 
-The horizontal axis is the number of response tokens that a run has learnt from, so that arms whose responses differ in
-length are compared at equal cost. All values are taken at the largest number of tokens that every run has reached.
+The horizontal axis is the number of response tokens that a run was trained on, so that variants whose responses differ
+in length are compared at equal cost. All values are those at the largest number of tokens that every run has reached.
 """
 
 from __future__ import annotations
 
+import csv
+import html
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gspax.errors import UserError
-from gspax.experiment.description import flatten
-from gspax.report.curves import Series, collect_series
+from gspax.experiment.description import flatten, show
+from gspax.report.curves import PANELS, Series, collect_series, render_svg, style_axes, write_png
+from gspax.report.html import render_page, render_table, render_text
 from gspax.report.statistics import Estimate, estimate_difference, estimate_gap, estimate_mean
 from gspax.run.directory import RunDir, read_json
+from gspax.run.folders import write_atomically
 from gspax.run.record import read_metrics
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 WINDOW = 0.1  # share of the tokens that a metric of every step is averaged over
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")  # Okabe and Ito
+BINS = 50  # of the horizontal axis, for metrics of every step
+NOTE = (
+    "Values at {tokens:,.0f} response tokens, which every run has reached: metrics of every step as the mean over the "
+    "last tenth, others interpolated. Intervals: 95 %, over seeds, Student's t. Differences are from {first}."
+)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The metrics of a run against the response tokens learnt from."""
+    """The metrics of a run against the response tokens that it was trained on."""
 
     name: str
-    seed: Any
-    settings: dict[str, Any]  # of the experiment, flat
+    seed: object
+    settings: dict[str, object]  # of the experiment, flat
     series: Series  # metric -> steps, values
-    tokens: np.ndarray  # [steps + 1]: learnt from until the end of step n
+    tokens: np.ndarray  # [steps + 1]: trained on until the end of step n
 
     def curve(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """The tokens and values of a metric, without those that are not finite; empty if it was never recorded."""
@@ -42,7 +57,7 @@ class Run:
         return at_N[finite_N], value_N[finite_N]
 
     def value_at(self, metric: str, tokens: float) -> float:
-        """The metric once so many tokens were learnt from, NaN if it is unknown there.
+        """The metric after this many tokens, NaN if it is unknown there.
 
         A metric of every step is noisy: its mean over the last tenth of the tokens. Others are interpolated.
         """
@@ -56,46 +71,45 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """Runs of the same experiment that differ in their seed."""
 
     name: str
     runs: tuple[Run, ...]
 
-    def values_at(self, metric: str, tokens: float) -> dict[Any, float]:
+    def values_at(self, metric: str, tokens: float) -> dict[object, float]:
         """The metric of each seed whose run has it there."""
-        found = {run.seed: run.value_at(metric, tokens) for run in self.runs}
-        return {seed: value for seed, value in found.items() if not math.isnan(value)}
+        values = {run.seed: run.value_at(metric, tokens) for run in self.runs}
+        return {seed: value for seed, value in values.items() if not math.isnan(value)}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A metric of an arm, and its difference from the first arm."""
+    """A metric of a variant, and its difference from the first variant."""
 
-    values: dict[Any, float]  # by seed
+    values: dict[object, float]  # by seed
     mean: Estimate | None  # None without any value
-    difference: Estimate | None  # None for the first arm, and where either has no value
+    difference: Estimate | None  # None for the first variant, and where either has no value
     pairs: int  # seeds that the difference is paired over; 0: unpaired
 
 
-def read_arm(name: str, folder: Path) -> Arm:
+def read_variant(name: str, folder: Path) -> Variant:
     """The run in `folder`, or those in the folders directly below it, which are seeds of one experiment.
 
     Raises:
-      UserError: there is no run, or two runs of the arm have the same seed.
+      UserError: there is no run, or two runs of the variant have the same seed.
     """
     folders = [folder] if RunDir(folder).metrics.is_file() else sorted(folder.iterdir())
-    found = [each for each in folders if RunDir(each).metrics.is_file()]
-    if not found:
+    runs = tuple(_read_run(each) for each in folders if RunDir(each).metrics.is_file())
+    if not runs:
         raise UserError(f"{folder}: wanted a run or a folder of runs, but no metrics.jsonl is in it or one level below")
-    arm = Arm(name, tuple(_read_run(each) for each in found))
-    by_seed: dict[Any, Run] = {}
-    for run in arm.runs:
+    by_seed: dict[object, str] = {}
+    for run in runs:
         if run.seed in by_seed:
-            both = f"{by_seed[run.seed].name} and {run.name}"
+            both = f"{by_seed[run.seed]} and {run.name}"
             raise UserError(f"{folder}: wanted a seed for each run, but {both} both have {run.seed}")
-        by_seed[run.seed] = run
-    return arm
+        by_seed[run.seed] = run.name
+    return Variant(name, runs)
 
 
 def _read_run(folder: Path) -> Run:
@@ -108,7 +122,7 @@ def _read_run(folder: Path) -> Run:
 
 
 def _count_tokens(series: Series) -> np.ndarray:
-    """The response tokens learnt from until the end of each step; steps whose metrics are lost add none."""
+    """The response tokens trained on until the end of each step; steps whose metrics are lost add none."""
     steps, rates = series["perf/tokens_per_second"]
     _, seconds = series["time/step"]
     token_N = np.zeros(max(max(each) for each, _ in series.values()) + 1)
@@ -116,50 +130,186 @@ def _count_tokens(series: Series) -> np.ndarray:
     return np.cumsum(np.rint(token_N))
 
 
-def common_tokens(arms: Sequence[Arm]) -> float:
+def common_tokens(variants: Sequence[Variant]) -> float:
     """The largest number of tokens that every run has reached."""
-    return float(min(run.tokens[-1] for arm in arms for run in arm.runs))
+    return float(min(run.tokens[-1] for variant in variants for run in variant.runs))
 
 
-def compare(arms: Sequence[Arm], metric: str, tokens: float) -> list[Entry]:
-    """The metric of each arm at so many tokens, and its difference from the first arm (`contrast`)."""
-    return contrast([arm.values_at(metric, tokens) for arm in arms])
+def compare(variants: Sequence[Variant], metric: str, tokens: float) -> list[Entry]:
+    """The metric of each variant after this many tokens, and its difference from the first variant (`contrast`)."""
+    return contrast([variant.values_at(metric, tokens) for variant in variants])
 
 
-def contrast(arms: Sequence[dict[Any, float]]) -> list[Entry]:
-    """The values of each arm by seed, with their mean and the difference from the first arm.
+def contrast(variants: Sequence[dict[object, float]]) -> list[Entry]:
+    """The values of each variant by seed, with their mean and the difference from the first variant.
 
-    The difference is that of the seeds which both arms have (at least two), else that of the means without pairs.
+    The difference is over the seeds that both variants have (at least two), else that of the means without pairs.
     """
-    baseline, entries = arms[0], []
-    for i, values in enumerate(arms):
+    baseline, entries = variants[0], []
+    for i, values in enumerate(variants):
         mean = estimate_mean(np.array(list(values.values()))) if values else None
-        difference, pairs = None, 0
-        if i and values and baseline:
-            both = [seed for seed in baseline if seed in values]
-            if len(both) >= 2:
-                pairs = len(both)
-                before, after = (np.array([each[seed] for seed in both]) for each in (baseline, values))
-                difference = estimate_difference(before, after)
-            else:
-                difference = estimate_gap(*(np.array(list(each.values())) for each in (baseline, values)))
+        difference, both = None, [seed for seed in baseline if seed in values]
+        pairs = len(both) if i and len(both) >= 2 else 0
+        if pairs:
+            difference = estimate_difference(*(np.array([each[seed] for seed in both]) for each in (baseline, values)))
+        elif i and values and baseline:
+            difference = estimate_gap(*(np.array(list(each.values())) for each in (baseline, values)))
         entries.append(Entry(values, mean, difference, pairs))
     return entries
 
 
-def find_differences(arms: Sequence[Arm]) -> dict[str, list[Any]]:
-    """The settings in which arms differ: name -> its value in each arm's first run, None where it has none."""
-    firsts = [arm.runs[0].settings for arm in arms]
-    names = dict.fromkeys(name for settings in firsts for name in settings if not _is_label(name))
-    found = {name: [settings.get(name) for settings in firsts] for name in names}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+def find_differences(variants: Sequence[Variant]) -> dict[str, list[object]]:
+    """The settings in which variants differ: name -> its value in each variant's first run, None where it has none."""
+    return _find_differences([variant.runs[0] for variant in variants])
 
 
-def _is_label(name: str) -> bool:
-    """Whether a setting tells runs of one experiment apart: its name, the seeds of the run and of its data."""
-    return name == "name" or name.split(".")[-1] == "seed"
+def find_mixed(variant: Variant) -> list[str]:
+    """The settings besides their seeds in which the runs of one variant differ."""
+    return sorted(_find_differences(variant.runs))
 
 
-def find_mixed(arm: Arm) -> list[str]:
-    """The settings besides their seeds in which the runs of one arm differ."""
-    return sorted({name for run in arm.runs for name in find_differences([Arm("", (arm.runs[0],)), Arm("", (run,))])})
+def _find_differences(runs: Sequence[Run]) -> dict[str, list[object]]:
+    """The settings in which runs differ, without those that tell runs of one experiment apart: names and seeds."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    values = {name: [run.settings.get(name) for run in runs] for name in names}
+    labels = {name for name in names if name == "name" or name.split(".")[-1] == "seed"}
+    return {name: each for name, each in values.items() if name not in labels and any(x != each[0] for x in each)}
+
+
+def write(variants: Sequence[Variant], metrics: Sequence[str], folder: Path) -> Path:
+    """Write compare.html, compare.png and compare.csv into `folder`, which is created; the path of the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = common_tokens(variants)
+    entries = {metric: compare(variants, metric, tokens) for metric in metrics}
+    drawings = {metric: partial(draw_metric, variants=variants, metric=metric, tokens=tokens) for metric in metrics}
+    write_png([*drawings.values()], folder / "compare.png")
+    write_atomically(folder / "compare.csv", _table(variants, entries, tokens))
+    figures = "".join(f"<figure>{render_svg(draw, metric)}</figure>" for metric, draw in drawings.items())
+    note = "Pale: each seed. Dark: their mean, with its 95 % interval shaded."
+    sections = [
+        ("", f"<p class=note>{html.escape(NOTE.format(tokens=tokens, first=variants[0].name))}</p>"),
+        ("Results", _results(variants, entries)),
+        ("Curves", f"<p class=note>{note}</p><div class=curves>{figures}</div>"),
+        ("Settings that differ", _settings(variants)),
+        ("Runs", _runs(variants)),
+    ]
+    page = render_page(" / ".join(variant.name for variant in variants), sections)
+    write_atomically(folder / "compare.html", page)
+    return folder / "compare.html"
+
+
+def summarize(variants: Sequence[Variant], metric: str) -> str:
+    """One metric of all variants as lines of text."""
+    tokens = common_tokens(variants)
+    width = max(len(variant.name) for variant in variants)
+    lines = [f"{metric} at {tokens:,.0f} response tokens:"]
+    for variant, entry in zip(variants, compare(variants, metric, tokens), strict=True):
+        difference = _describe_difference(entry)
+        mean = _describe_mean(variant, metric, entry)
+        lines.append(f"  {variant.name:{width}}  {mean}" + (f"; difference {difference}" if difference else ""))
+    return "\n".join(lines)
+
+
+def _describe_mean(variant: Variant, metric: str, entry: Entry) -> str:
+    if entry.mean is not None:
+        return f"{_describe(entry.mean)}, {len(entry.values)} seed{'s' if len(entry.values) > 1 else ''}"
+    if any(metric in run.series for run in variant.runs):
+        return f"no run has {metric} at these tokens"
+    return f"no run has {metric}" + (", its loss does not report it" if metric.startswith("policy/") else "")
+
+
+def _describe_difference(entry: Entry) -> str:
+    if entry.difference is None:
+        return ""
+    return f"{_describe(entry.difference, '+')}, {f'{entry.pairs} pairs of seeds' if entry.pairs else 'unpaired'}"
+
+
+def _describe(estimate: Estimate, sign: str = "") -> str:
+    bounds = "" if math.isnan(estimate.low) else f" [{estimate.low:{sign}.4g}, {estimate.high:{sign}.4g}]"
+    return f"{estimate.mean:{sign}.4g}{bounds}"
+
+
+def _results(variants: Sequence[Variant], entries: dict[str, list[Entry]]) -> str:
+    rows = []
+    for metric, of_metric in entries.items():
+        for variant, entry in zip(variants, of_metric, strict=True):
+            seeds = ", ".join(f"{seed}: {value:.4g}" for seed, value in sorted(entry.values.items(), key=str))
+            mean = _describe_mean(variant, metric, entry)
+            rows.append((metric, variant.name, mean, _describe_difference(entry), seeds))
+    return _text_table(("metric", "variant", "mean", "difference", "each seed"), rows)
+
+
+def _settings(variants: Sequence[Variant]) -> str:
+    rows = [(name, *map(show, values)) for name, values in find_differences(variants).items()]
+    return _text_table(("setting", *(variant.name for variant in variants)), rows) if rows else ""
+
+
+def _runs(variants: Sequence[Variant]) -> str:
+    rows = [
+        (variant.name, run.name, str(run.seed), str(len(run.tokens) - 1), f"{run.tokens[-1]:,.0f}")
+        for variant in variants
+        for run in variant.runs
+    ]
+    return _text_table(("variant", "run", "seed", "steps", "response tokens"), rows)
+
+
+def _text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return render_table(head, [[render_text(cell) for cell in row] for row in rows])
+
+
+def _table(variants: Sequence[Variant], entries: dict[str, list[Entry]], tokens: float) -> str:
+    """A CSV with a line for each metric, variant and seed."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(("metric", "variant", "seed", "tokens", "value"))
+    for metric, of_metric in entries.items():
+        for variant, entry in zip(variants, of_metric, strict=True):
+            writer.writerows((metric, variant.name, seed, int(tokens), value) for seed, value in entry.values.items())
+    return file.getvalue()
+
+
+def draw_metric(axes: Axes, variants: Sequence[Variant], metric: str, tokens: float) -> None:
+    """Draw the metric of every run, and the mean of each variant, up to this many tokens on matplotlib axes."""
+    edge_N = np.linspace(0, tokens, BINS + 1)
+    for i, variant in enumerate(variants):
+        color = COLORS[i % len(COLORS)]
+        value_RN = np.array([resample(run, metric, edge_N) for run in variant.runs])
+        for value_N in value_RN if len(variant.runs) > 1 else ():
+            axes.plot(edge_N, value_N, color=color, alpha=0.25, linewidth=0.8)
+        estimates = [estimate_mean(value_R) for value_R in value_RN.T]  # NaN where a run has no value
+        axes.plot(edge_N, [each.mean for each in estimates], color=color, linewidth=1.8, label=variant.name)
+        bounds = [each.low for each in estimates], [each.high for each in estimates]
+        axes.fill_between(edge_N, *bounds, color=color, alpha=0.12, linewidth=0)
+    title, unit, log = _name(metric)
+    low, high = axes.get_ylim()
+    if log and low > 0 and high > 10 * low:
+        axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}" if value < 1000 else f"{value / 1000:.4g}k")
+    style_axes(axes, title, "response tokens", unit, legend=min(3, len(variants)))
+
+
+def resample(run: Run, metric: str, edge_N: np.ndarray) -> np.ndarray:
+    """The metric at each edge, NaN where it is unknown: the mean over the bin before it, or interpolated.
+
+    Only a metric of every step has several values in a bin; the first edge has no bin before it.
+    """
+    at_M, value_M = run.curve(metric)
+    if not len(at_M):
+        return np.full(len(edge_N), np.nan)
+    known_N = (edge_N >= at_M[0]) & (edge_N <= at_M[-1])
+    value_N = np.where(known_N, np.interp(edge_N, at_M, value_M), np.nan)
+    bin_M = np.searchsorted(edge_N, at_M)
+    for n in range(1, len(edge_N)):
+        inside_M = bin_M == n
+        if inside_M.sum() > 1:
+            value_N[n] = value_M[inside_M].mean()
+    return value_N
+
+
+def _name(metric: str) -> tuple[str, str, bool]:
+    """The title, the unit and the scale of a metric, as in the report."""
+    for panel in PANELS:
+        for label, name in panel.lines.items():
+            if name == metric:
+                return (panel.title if len(panel.lines) == 1 else f"{panel.title}: {label}"), panel.unit, panel.log
+    return metric, "", False

@@ -9,17 +9,22 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from gspax.run.folders import write_atomically
 
-Series = dict[str, tuple[list[int], list[float]]]  # metric -> steps, values
-Draw = Callable[[Any], None]  # draws on matplotlib axes
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-BLUE, ORANGE, GREEN, GREY, PINK = "#2b6cb0", "#dd6b20", "#2f855a", "#718096", "#b83280"
+Series = dict[str, tuple[list[int], list[float]]]  # metric -> steps, values
+Draw = Callable[["Axes"], None]
+
+BLUE, ORANGE, GREEN, GREY, PINK = COLORS = ("#2b6cb0", "#dd6b20", "#2f855a", "#718096", "#b83280")
 WIDTH, HEIGHT = 4.6, 3.0  # of a panel, inches
 MARGINS = (0.17, 0.17, 0.8, 0.67)  # left, bottom, width and height of its axes, as fractions of the panel
-COLORS = 64  # of the image
+IMAGE_COLORS = 64
 MANY_POINTS = 40  # a line of at least so many points is drawn pale, with its running mean over it
 
 
@@ -29,100 +34,67 @@ class Panel:
 
     title: str
     unit: str
-    lines: tuple[tuple[str, str, str], ...]  # metric, label, colour
+    lines: Mapping[str, str]  # label -> metric, in the order of `COLORS`
     log: bool = False
 
 
+def _mean_and_range(metric: str) -> dict[str, str]:
+    return {label: f"{metric}_{label}" for label in ("mean", "max", "min")}
+
+
+def _phases(group: str) -> dict[str, str]:
+    labels = {
+        "train": "training",
+        "rollout": "rollout",
+        "old_logp": "old log-probs",
+        "step": "total",
+        "reward": "reward",
+    }
+    return {label: f"{group}/{name}" for name, label in labels.items()}
+
+
 PANELS = (
-    Panel("Reward", "mean over completions", (("reward/mean", "training", BLUE),)),
-    Panel(
-        "Held-out reward",
-        "mean over completions",
-        (("eval/reward", "sampled", BLUE), ("eval/greedy_reward", "greedy", GREEN)),
-    ),
-    Panel("Reward deviation", "standard deviation", (("reward/std", "all completions", BLUE),)),
-    Panel("Groups without signal", "fraction of prompts", (("reward/zero_std_groups", "all rewards equal", BLUE),)),
+    Panel("Reward", "mean over completions", {"training": "reward/mean"}),
+    Panel("Held-out reward", "mean over completions", {"sampled": "eval/reward", "greedy": "eval/greedy_reward"}),
+    Panel("Reward deviation", "standard deviation", {"all completions": "reward/std"}),
+    Panel("Groups without signal", "fraction of prompts", {"all rewards equal": "reward/zero_std_groups"}),
     Panel(
         "Clipped",
         "fraction",
-        (
-            ("policy/clip_fraction_tokens", "of tokens", BLUE),
-            ("policy/clip_fraction_sequences", "of sequences", ORANGE),
-        ),
+        {"of tokens": "policy/clip_fraction_tokens", "of sequences": "policy/clip_fraction_sequences"},
     ),
     Panel(
         "Clipped by side",
         "fraction",
-        (
-            ("policy/clip_fraction_high", "above 1 + clip_high", ORANGE),
-            ("policy/clip_fraction_low", "below 1 - clip_low", GREEN),
-        ),
+        {"below 1 - clip_low": "policy/clip_fraction_low", "above 1 + clip_high": "policy/clip_fraction_high"},
     ),
-    Panel(
-        "Importance ratio",
-        "new / old",
-        (
-            ("policy/ratio_max", "max", ORANGE),
-            ("policy/ratio_mean", "mean", BLUE),
-            ("policy/ratio_min", "min", GREEN),
-        ),
-    ),
-    Panel("Entropy", "nats per token", (("policy/entropy", "policy", BLUE),)),
-    Panel("KL to the sampling policy", "nats per token", (("policy/kl", "policy", BLUE),)),
-    Panel("Loss", "policy loss", (("policy/loss", "loss", BLUE),)),
-    Panel(
-        "Response length",
-        "tokens",
-        (
-            ("response/length_max", "max", ORANGE),
-            ("response/length_mean", "mean", BLUE),
-            ("response/length_min", "min", GREEN),
-        ),
-    ),
+    Panel("Importance ratio", "new / old", _mean_and_range("policy/ratio")),
+    Panel("Entropy", "nats per token", {"policy": "policy/entropy"}),
+    Panel("KL to the sampling policy", "nats per token", {"policy": "policy/kl"}),
+    Panel("Loss", "policy loss", {"loss": "policy/loss"}),
+    Panel("Response length", "tokens", _mean_and_range("response/length")),
     Panel(
         "Truncated at the maximum length",
         "fraction of responses",
-        (("response/truncated", "training", BLUE), ("eval/truncated", "held-out", GREEN)),
+        {"training": "response/truncated", "held-out": "eval/truncated"},
     ),
-    Panel("Gradient norm", "before clipping", (("optim/grad_norm", "gradient", BLUE),)),
-    Panel("Learning rate", "", (("optim/learning_rate", "learning rate", BLUE),)),
+    Panel("Gradient norm", "before clipping", {"gradient": "optim/grad_norm"}),
+    Panel("Learning rate", "", {"learning rate": "optim/learning_rate"}),
     Panel(
         "Expert load",
         "tokens / layer mean",
-        (("routing/load_max", "most loaded expert", ORANGE), ("routing/load_min", "least loaded expert", GREEN)),
+        {"least loaded expert": "routing/load_min", "most loaded expert": "routing/load_max"},
     ),
-    Panel("Changed experts", "fraction of choices", (("routing/changed", "changed by a step's updates", BLUE),)),
+    Panel("Changed experts", "fraction of choices", {"changed by a step's updates": "routing/changed"}),
     Panel(
         "Sampler-learner mismatch",
         "|Δ log-prob|, nats",
-        (("mismatch/abs_diff_largest_max", "max", ORANGE), ("mismatch/abs_diff", "mean", BLUE)),
+        {"mean": "mismatch/abs_diff", "max": "mismatch/abs_diff_largest_max"},
         log=True,
     ),
-    Panel(
-        "Time per step",
-        "seconds",
-        (
-            ("time/step", "total", GREY),
-            ("time/train", "training", BLUE),
-            ("time/rollout", "rollout", ORANGE),
-            ("time/old_logp", "old log-probs", GREEN),
-            ("time/reward", "reward", PINK),
-        ),
-        log=True,
-    ),
-    Panel(
-        "CPU time per step",
-        "CPU-seconds of host 0",
-        (
-            ("cpu/step", "total", GREY),
-            ("cpu/train", "training", BLUE),
-            ("cpu/rollout", "rollout", ORANGE),
-            ("cpu/old_logp", "old log-probs", GREEN),
-            ("cpu/reward", "reward", PINK),
-        ),
-        log=True,
-    ),
-    Panel("Throughput", "response tokens per second", (("perf/tokens_per_second", "tokens", BLUE),)),
+    Panel("Time per step", "seconds", _phases("time"), log=True),
+    Panel("CPU time per step", "CPU-seconds of host 0", _phases("cpu"), log=True),
+    Panel("Throughput", "response tokens per second", {"tokens": "perf/tokens_per_second"}),
 )
 
 
@@ -138,41 +110,40 @@ def collect_series(rows: Iterable[Mapping[str, float]]) -> Series:
     return series
 
 
-def select_panels(series: Series, known: tuple[Panel, ...]) -> list[Panel]:
-    """The known panels that have data, then one for each metric that is in none of them and not always 0."""
-    shown = {metric for panel in known for metric, _, _ in panel.lines}
-    named = sorted(set(series) - shown - set(zero_metrics(series, known)))
-    others = [Panel(metric, "", ((metric, metric, BLUE),)) for metric in named]
-    return [panel for panel in (*known, *others) if any(metric in series for metric, _, _ in panel.lines)]
+def select_panels(series: Series, known: Sequence[Panel]) -> tuple[list[Panel], list[str]]:
+    """The panels that have data, and the metrics that have none because they are 0 at every step.
+
+    The known panels come first, then one for each metric that is in none of them.
+    """
+    others = sorted(set(series) - {metric for panel in known for metric in panel.lines.values()})
+    zero = [metric for metric in others if not any(series[metric][1])]
+    panels = [*known, *(Panel(metric, "", {metric: metric}) for metric in others if metric not in zero)]
+    return [panel for panel in panels if not series.keys().isdisjoint(panel.lines.values())], zero
 
 
-def zero_metrics(series: Series, known: tuple[Panel, ...]) -> list[str]:
-    """The metrics that are in none of the known panels and are 0 at every step."""
-    shown = {metric for panel in known for metric, _, _ in panel.lines}
-    return sorted(metric for metric, (_, values) in series.items() if metric not in shown and not any(values))
-
-
-def draw_panel(axes: Any, panel: Panel, series: Series) -> None:
+def draw_panel(axes: Axes, panel: Panel, series: Series) -> None:
     """Draw a panel on matplotlib axes."""
-    lines = [line for line in panel.lines if line[0] in series]
-    for metric, label, colour in lines:
-        steps, values = series[metric]
-        finite = [value if math.isfinite(value) else math.nan for value in values]
+    drawn = [
+        (label, color, *series[metric])
+        for color, (label, metric) in zip(COLORS, panel.lines.items(), strict=False)
+        if metric in series
+    ]
+    for label, color, steps, values in drawn:
+        value_N = np.where(np.isfinite(values), values, math.nan)
         if len(steps) >= MANY_POINTS:
-            axes.plot(steps, finite, color=colour, alpha=0.25, linewidth=1)
-            axes.plot(steps, _running_mean(finite), color=colour, linewidth=1.8, label=label)
+            axes.plot(steps, value_N, color=color, alpha=0.25, linewidth=1)
+            axes.plot(steps, _running_mean(value_N), color=color, linewidth=1.8, label=label)
         else:
-            axes.plot(steps, finite, color=colour, linewidth=1.8, marker="o", markersize=3, label=label)
-    positive = [value for metric, _, _ in lines for value in series[metric][1] if value > 0]
-    if panel.log and positive:
+            axes.plot(steps, value_N, color=color, linewidth=1.8, marker="o", markersize=3, label=label)
+    if panel.log and any(value > 0 for *_, values in drawn for value in values):
         axes.set_yscale("log")
     else:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.8g}")
-    style_axes(axes, panel.title, "step", panel.unit, legend=len(lines) if len(panel.lines) > 1 else 0)
+    style_axes(axes, panel.title, "step", panel.unit, legend=len(drawn) if len(panel.lines) > 1 else 0)
 
 
-def style_axes(axes: Any, title: str, x: str, y: str, *, legend: int) -> None:
-    """Title, labels, grid and frame of a panel; above the axes a legend of so many columns, none for 0."""
+def style_axes(axes: Axes, title: str, x: str, y: str, *, legend: int) -> None:
+    """Set title, labels, grid and frame of a panel; above the axes a legend with `legend` columns, none for 0."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=18 if legend else 6)
     axes.set_xlabel(x, color=GREY)
     axes.set_ylabel(y, color=GREY)
@@ -187,18 +158,17 @@ def style_axes(axes: Any, title: str, x: str, y: str, *, legend: int) -> None:
         axes.legend(**position, frameon=False, fontsize=8, labelcolor=GREY, handlelength=1, columnspacing=1)
 
 
-def _running_mean(values: list[float]) -> list[float]:
-    """Centred mean over a twentieth of the points, fewer at the ends; NaN is ignored."""
-    half = max(1, len(values) // 40)
-    means = []
-    for i in range(len(values)):
-        window = [value for value in values[max(0, i - half) : i + half + 1] if not math.isnan(value)]
-        means.append(sum(window) / len(window) if window else math.nan)
-    return means
+def _running_mean(value_N: np.ndarray) -> np.ndarray:
+    """Centered mean over a twentieth of the points, fewer at the ends; NaN is ignored."""
+    half = max(1, len(value_N) // 40)
+    padded = np.pad(value_N, half, constant_values=math.nan)
+    window_NM = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
+    with np.errstate(invalid="ignore"):  # NaN where all values are
+        return np.nansum(window_NM, axis=1) / np.isfinite(window_NM).sum(axis=1)
 
 
 def write_png(drawings: Sequence[Draw], path: Path) -> None:
-    """All drawings in one image, three to a row, in few colors: a third of the bytes."""
+    """Write all drawings as one image, three to a row, in few colors: a third of the bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from PIL import Image
@@ -215,13 +185,13 @@ def write_png(drawings: Sequence[Draw], path: Path) -> None:
     drawn, image = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=110)
     with Image.open(drawn) as full:
-        few = full.convert("RGB").quantize(COLORS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        few = full.convert("RGB").quantize(IMAGE_COLORS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
     few.save(image, "png", optimize=True)
     write_atomically(path, image.getvalue())
 
 
 def render_svg(draw: Draw, title: str) -> str:
-    """A drawing as an SVG element for HTML: without prolog, metadata and namespaces, text as text."""
+    """A drawing as an SVG element for HTML: no prolog, metadata or namespaces, and text as text."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

@@ -11,7 +11,6 @@ import html
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from gspax.report import mathml
 from gspax.run.folders import write_atomically
@@ -19,41 +18,44 @@ from gspax.run.folders import write_atomically
 TEXTS = ("prompt", "answer", "completion")  # in which formulas are drawn
 BUDGET = 20_000_000  # characters of completions on a page; the rest is in the .jsonl file
 LONGEST = 20_000  # characters of one text; a longer one loses its middle
+Row = Mapping[str, object]
 FIELDS = ("problem", "sample", "prompt", "answer", "completion", "reward", "reason", "error", "vote", "length")
 
 
-def write(path: Path, name: str, summary: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the page of a task's rows (`benchmark.run_task`), under the lines of its summary."""
+def write(path: Path, name: str, summary: Sequence[str], rows: Sequence[Row]) -> None:
+    """Write the page of a task's rows (`benchmark.to_json`), under the lines of its summary."""
     shown = select(rows)
-    note = "" if len(shown) == len(rows) else f"The page has the first {len(shown):,} of {len(rows):,} completions; "
-    note += "" if not note else f"all are in {path.name.removesuffix('.html')}.jsonl."
+    note = (
+        f"The page has the first {len(shown):,} of {len(rows):,} completions; "
+        f"all are in {path.name.removesuffix('.html')}.jsonl."
+    )
     # "<" as an escape sequence: no text can end the script element
     data = json.dumps(convert(shown)).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    text = "\n".join(summary)
+    text, title = html.escape("\n".join(summary)), html.escape(name)
     write_atomically(
         path,
-        f'<!doctype html><html lang=en><head><meta charset="utf-8"><title>{html.escape(name)}</title>'
+        f'<!doctype html><html lang=en><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
-        f"<body><main><h1>{html.escape(name)}</h1><pre>{html.escape(text)}</pre><p>{html.escape(note)}</p>"
+        f"<body><main><h1>{title}</h1><pre>{text}</pre><p>{html.escape(note) if len(shown) < len(rows) else ''}</p>"
         f"<math hidden></math>{CONTROLS}"
         f'<p id=count></p><div id=list></div><button id=more>more</button></main><script type="application/json" '
         f"id=data>{data}</script><script>{SCRIPT}</script></body></html>\n",
     )
 
 
-def select(rows: Sequence[Mapping[str, Any]], budget: int = BUDGET) -> list[dict[str, Any]]:
+def select(rows: Sequence[Row], budget: int = BUDGET) -> list[dict[str, object]]:
     """The fields that the page shows, of as many rows as fit into `budget` characters, at least one."""
-    shown: list[dict[str, Any]] = []
+    shown: list[dict[str, object]] = []
     for row in rows:
-        budget -= min(len(row["completion"]), LONGEST) + min(len(row["prompt"]), LONGEST)
+        budget -= sum(min(len(str(row[name])), LONGEST) for name in ("completion", "prompt"))
         if shown and budget < 0:
             break
-        each = {name: shorten(row[name]) for name in FIELDS if row.get(name) is not None}
-        shown.append(each | {"truncated": not row["finished"]})
+        fields = {name: shorten(row[name]) for name in FIELDS if row.get(name) is not None}
+        shown.append(fields | {"truncated": not row["finished"]})
     return shown
 
 
-def shorten(value: Any) -> Any:
+def shorten(value: object) -> object:
     """A text of at most `LONGEST` characters and a note; other values as they are."""
     if not isinstance(value, str) or len(value) <= LONGEST:
         return value
@@ -61,7 +63,7 @@ def shorten(value: Any) -> Any:
     return f"{value[:half]}\n[… {len(value) - 2 * half:,} characters …]\n{value[-half:]}"
 
 
-def convert(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def convert(rows: Sequence[Row]) -> dict[str, object]:
     """What the page's script reads: rows, in whose texts a number stands for a formula, and (source, tree) of those."""
     numbers: dict[str, int] = {}
     formulas: list[tuple[str, mathml.Tree]] = []
@@ -73,11 +75,11 @@ def convert(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return numbers[formula.source]
 
     @functools.cache  # samples share their prompt and answer
-    def split(text: str) -> Any:
+    def split(text: str) -> str | list[str | int]:
         parts = mathml.split(text)
         return text if parts == [text] else [part if isinstance(part, str) else number_of(part) for part in parts]
 
-    shown = [{**row, **{name: split(row[name]) for name in TEXTS if name in row}} for row in rows]
+    shown = [{**row, **{name: split(str(row[name])) for name in TEXTS if name in row}} for row in rows]
     return {"rows": shown, "tex": formulas}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from gspax.experiment.description import show
 from gspax.report import mathml
@@ -52,7 +51,7 @@ def render_page(name: str, sections: list[tuple[str, str]]) -> str:
     )
 
 
-def render_text(value: Any) -> str:
+def render_text(value: object) -> str:
     """Untrusted text as HTML: escaped, truncated, unprintable characters but line ends as escape sequences."""
     return _render(str(value), lambda text: [text])
 
@@ -85,7 +84,7 @@ def render_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f"<div class=wide><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table></div>"
 
 
-def render_settings(rows: Mapping[str, Any]) -> str:
+def render_settings(rows: Mapping[str, object]) -> str:
     """A folded table of names and values; empty if there are none."""
     if not rows:
         return ""

@@ -15,13 +15,13 @@ import html
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from xml.etree.ElementTree import Element
 
 from latex2mathml.converter import Converter
 
 # (tag, attributes, child or text, …)
-Tree: TypeAlias = tuple[Any, ...]
+Tree: TypeAlias = "tuple[str, dict[str, str], *tuple[Tree | str, ...]]"
 
 _LONGEST = 1000  # characters of a formula
 _DEEPEST = 40  # levels of nesting

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
-from gspax.errors import UserError
+from gspax.errors import UserError, warn
 from gspax.experiment.description import flatten
-from gspax.report import task_table
 from gspax.report.curves import (
     MANY_POINTS,
     PANELS,
@@ -27,14 +27,34 @@ from gspax.report.curves import (
     render_svg,
     select_panels,
     write_png,
-    zero_metrics,
 )
 from gspax.report.html import render_page, render_prose, render_settings, render_table, render_text
-from gspax.run.directory import RunDir, read_attempts, read_description
+from gspax.report.statistics import show
+from gspax.run.directory import RunDir, read_attempts, read_description, read_json
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_metrics, read_rows
 
 SHOWN_ERRORS = 20  # of failed rewards
+TASK_COLUMNS = (
+    "task",
+    "evaluated at",
+    "problems x samples",
+    "mean reward, 95 % interval",
+    "pass@k",
+    "maj@k",
+    "truncated",
+    "tokens",
+)
+
+
+class Sample(NamedTuple):
+    """A completion in a file of samples."""
+
+    prompt: str
+    answer: str
+    completion: str
+    reward: float
+    error: str
 
 
 def write(workdir: Path) -> Path:
@@ -49,27 +69,28 @@ def write(workdir: Path) -> Path:
     series = collect_series(read_metrics(run.metrics))
     if not series:
         raise UserError(f"there is nothing to report: {run.metrics} has no metrics yet")
-    panels = select_panels(series, PANELS)
+    panels, zero = select_panels(series, PANELS)
     write_png([partial(draw_panel, panel=panel, series=series) for panel in panels], run.curves)
-    experiment = read_description(run) or {}
-    attempts = read_attempts(run) or []
-    name = str(experiment.get("name", run.path.name))
     warm = collect_series(read_metrics(run.warm_start.metrics)) if run.warm_start.metrics.exists() else {}
+    experiment = read_description(run) or {}
     sections = [
         ("", _headline(series)),
         ("Held-out prompts, before and after", _completions(run)),
-        ("Tasks", task_table.render(run)),
+        ("Tasks", _tasks(run)),
         ("Failed rewards", _failures(run)),
-        ("Curves", _curves(panels, series) + _zero(zero_metrics(series, PANELS))),
-        ("Warm start", _curves(select_panels(warm, ()), warm)),
+        ("Curves", _curves(panels, series) + (_note(f"0 at every step: {', '.join(zero)}.") if zero else "")),
+        ("Warm start", _curves(select_panels(warm, ())[0], warm)),
         ("Experiment", render_settings(flatten(experiment))),
-        *((f"Environment, attempt {n}", render_settings(flatten(each))) for n, each in enumerate(attempts, start=1)),
+        *(
+            (f"Environment, attempt {n}", render_settings(flatten(attempt)))
+            for n, attempt in enumerate(read_attempts(run) or [], start=1)
+        ),
     ]
-    write_atomically(run.report, render_page(name, sections))
+    write_atomically(run.report, render_page(str(experiment.get("name", run.path.name)), sections))
     return run.report
 
 
-def summarise(workdir: Path) -> str:
+def summarize(workdir: Path) -> str:
     """The held-out rewards and the paths of the files, to print at the end of a run."""
     run = RunDir(workdir)
     series = collect_series(read_metrics(run.metrics))
@@ -83,25 +104,22 @@ def summarise(workdir: Path) -> str:
     return "\n".join([*lines, "Files:", *files])
 
 
+def _note(text: str) -> str:
+    return f"<p class=note>{html.escape(text)}</p>"
+
+
 def _curves(panels: list[Panel], series: Series) -> str:
     if not panels:
         return ""
-    figures = "".join(
-        f"<figure>{render_svg(partial(draw_panel, panel=panel, series=series), panel.title)}</figure>"
-        for panel in panels
-    )
+    drawings = [render_svg(partial(draw_panel, panel=panel, series=series), panel.title) for panel in panels]
     has_means = any(len(steps) >= MANY_POINTS for steps, _ in series.values())
-    note = "<p class=note>Pale: every step. Dark: running mean over a twentieth of the run.</p>" if has_means else ""
-    return f"{note}<div class=curves>{figures}</div>"
-
-
-def _zero(metrics: list[str]) -> str:
-    return f"<p class=note>0 at every step: {html.escape(', '.join(metrics))}.</p>" if metrics else ""
+    note = _note("Pale: every step. Dark: running mean over a twentieth of the run.") if has_means else ""
+    return f"{note}<div class=curves>{''.join(f'<figure>{drawing}</figure>' for drawing in drawings)}</div>"
 
 
 def _headline(series: Series) -> str:
     """The improvement, in a sentence and a row of numbers."""
-    tiles = []
+    tiles, sentence = [], ""
     if "eval/greedy_reward" in series:
         values = series["eval/greedy_reward"][1]
         tiles.append((f"{values[0]:.3f} → {values[-1]:.3f}", "held-out reward, greedy"))
@@ -114,67 +132,93 @@ def _headline(series: Series) -> str:
     if "time/step" in series:
         seconds = sum(value for value in series["time/step"][1] if math.isfinite(value))
         tiles.append((f"{seconds / 60:.1f} min", "in training steps, without evaluation"))
+    if "eval/reward" in series:
+        steps, values = series["eval/reward"]
+        sentence = (
+            f"<p class=headline>Held-out reward, sampled: <b>{values[0]:.3f}</b> at step {steps[0]}, "
+            f"<b>{values[-1]:.3f}</b> at step {steps[-1]}.</p>"
+        )
     cells = "".join(f"<div class=tile><b>{html.escape(value)}</b><span>{label}</span></div>" for value, label in tiles)
-    if "eval/reward" not in series:
-        return f"<div class=tiles>{cells}</div>"
-    steps, values = series["eval/reward"]
-    sentence = (
-        f"Held-out reward, sampled: <b>{values[0]:.3f}</b> at step {steps[0]}, "
-        f"<b>{values[-1]:.3f}</b> at step {steps[-1]}."
-    )
-    return f"<p class=headline>{sentence}</p><div class=tiles>{cells}</div>"
+    return f"{sentence}<div class=tiles>{cells}</div>"
 
 
 def _completions(run: RunDir) -> str:
     """Completions of the same prompts before the first update and by the newest policy."""
     if not (run.before.exists() and run.after.exists()):
         return ""
-    after = {row["prompt"]: row for row in _read_completions(run.after)}
-    rows = []
-    for old in _read_completions(run.before):
-        new = after.get(old["prompt"])
-        if new is not None:
-            rows.append((render_prose(old["prompt"]), render_prose(old.get("answer", "")), _answer(old), _answer(new)))
+    after = {sample.prompt: sample for sample in _read_samples(run.after)}
+    rows = [
+        (render_prose(old.prompt), render_prose(old.answer), _show_reward(old), _show_reward(after[old.prompt]))
+        for old in _read_samples(run.before)
+        if old.prompt in after
+    ]
     return render_table(("prompt", "answer", "before", "after"), rows)
+
+
+def _tasks(run: RunDir) -> str:
+    """A line for each evaluation of a task (`TASK.json`), with a link to its completions."""
+    lines = []
+    for path in sorted(run.tasks.glob("*/*.json")):
+        name = path.name.removesuffix(".json")
+        link = quote(f"{run.tasks.name}/{path.parent.name}/{name}.html")
+        try:
+            cells = _describe_task(read_json(path)["summary"])
+        except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
+            warn(f"{path} cannot be read and is not in the report ({type(error).__name__})")
+            continue
+        cells = [path.parent.name.replace("_", " "), *cells]
+        lines.append([f'<a href="{link}">{html.escape(name)}</a>', *map(html.escape, cells)])
+    return render_table(TASK_COLUMNS, lines) if lines else ""
+
+
+def _describe_task(summary: Mapping[str, Any]) -> list[str]:
+    """The columns about a summary (`evaluation.benchmark.Summary`), of pass@k and maj@k those of the largest k."""
+    largest = []
+    for of_k in (summary.get("pass") or {}, summary.get("majority") or {}):
+        k = max(of_k, key=int, default="")
+        largest.append(f"{show(of_k[k])}, k = {k}" if k else "")
+    size = f"{summary['problems']} x {summary['samples']}"
+    return [
+        size,
+        show(summary["reward"]),
+        *largest,
+        f"{100 * summary['truncated']:.1f} %",
+        f"{summary['tokens']['mean']:.1f}",
+    ]
 
 
 def _failures(run: RunDir) -> str:
     """The completions whose reward failed: how many for each error, and the newest of them."""
-    newest: dict[str, tuple[int, dict[str, Any]]] = {}
+    newest: dict[str, tuple[int, Sample]] = {}
     count, files = Counter[str](), sorted(run.samples.glob("failed_*.jsonl"))
     for path in files:
         step = int(path.stem.removeprefix("failed_"))
-        for row in _read_completions(path):
-            error = str(row.get("error"))
-            count[error] += 1
-            newest[error] = (step, row)
+        for sample in _read_samples(path):
+            count[sample.error] += 1
+            newest[sample.error] = step, sample
+    if not count:
+        return ""
     rows = []
     for error, number in count.most_common(SHOWN_ERRORS):
-        step, row = newest[error]
-        cells = (
-            f"{number:,}",
-            render_text(error),
-            str(step),
-            render_text(row["prompt"]),
-            render_text(row["completion"]),
-        )
-        rows.append(cells)
-    if not rows:
-        return ""
+        step, sample = newest[error]
+        texts = render_text(sample.prompt), render_text(sample.completion)
+        rows.append((f"{number:,}", render_text(error), str(step), *texts))
     more = f" The {SHOWN_ERRORS} most frequent of {len(count):,} errors:" if len(count) > SHOWN_ERRORS else ""
     note = f"{count.total():,} completions of {len(files):,} steps have no reward of their own.{more}"
-    table = render_table(("count", "error", "last at step", "prompt", "completion"), rows)
-    return f"<p class=note>{note}</p>{table}"
+    return _note(note) + render_table(("count", "error", "last at step", "prompt", "completion"), rows)
 
 
-def _read_completions(path: Path) -> list[dict[str, Any]]:
+def _read_samples(path: Path) -> list[Sample]:
     """The completions of a file, without foreign rows."""
-    rows = [row for row in read_rows(path) if isinstance(row.get("reward"), int | float | str)]
-    return [row for row in rows if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)]
+    return [
+        Sample(prompt, str(row.get("answer", "")), completion, float(row["reward"]), str(row.get("error")))
+        for row in read_rows(path)
+        if isinstance(row.get("reward"), int | float | str)
+        if isinstance(prompt := row.get("prompt"), str) and isinstance(completion := row.get("completion"), str)
+    ]
 
 
-def _answer(row: Mapping[str, Any]) -> str:
+def _show_reward(sample: Sample) -> str:
     """A completion and its reward."""
-    reward = float(row["reward"])
-    kind = "right" if reward >= 1 else "wrong" if reward <= 0 else "partly"
-    return f"{render_prose(row['completion'])} <span class='reward {kind}'>{reward:g}</span>"
+    kind = "right" if sample.reward >= 1 else "wrong" if sample.reward <= 0 else "partly"
+    return f"{render_prose(sample.completion)} <span class='reward {kind}'>{sample.reward:g}</span>"

@@ -1,19 +1,21 @@
 """Statistics of several samples per problem: pure functions of numpy arrays.
 
 Samples of one problem are not independent, so every interval here is clustered by problem: it takes one value per
-problem and treats problems as drawn at random (Miller 2024, arXiv 2411.00640).
+problem and treats problems as sampled at random (Miller 2024, arXiv 2411.00640).
 
 Axes: P problems, N samples of each, A different answers of a problem.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
-_DRAWS = 1000  # subsets of k samples that maj@k averages over
+_SUBSETS = 1000  # subsets of k samples that maj@k averages over
 _SEED = 0
 
 
@@ -26,6 +28,30 @@ class Estimate:
     high: float
 
 
+class Interval(TypedDict):
+    """An estimate as JSON, which has no NaN."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def to_json(estimate: Estimate) -> Interval:
+    """The estimate as a JSON object."""
+    low, high = (None if math.isnan(bound) else bound for bound in (estimate.low, estimate.high))
+    return {"mean": estimate.mean, "low": low, "high": high}
+
+
+def show(interval: Interval, digits: int = 3) -> str:
+    """The mean of an estimate, and its interval if it has one.
+
+    >>> show({"mean": 0.5, "low": 0.25, "high": 0.75}, digits=2)
+    '0.50 [0.25, 0.75]'
+    """
+    bounds = "" if interval["low"] is None else f" [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
+    return f"{interval['mean']:.{digits}f}{bounds}"
+
+
 def estimate(value_P: np.ndarray, *, level: float = 0.95) -> Estimate:
     """The mean of one value per problem, with a confidence interval.
 
@@ -33,8 +59,8 @@ def estimate(value_P: np.ndarray, *, level: float = 0.95) -> Estimate:
     and has a width even if all values are equal (there the effective size is P). Others get mean ± t · SE. SE is the
     standard error over problems, t the quantile of Student's distribution with P - 1 degrees of freedom.
 
-    >>> found = estimate(np.array([1.0, 1.0, 0.5, 0.0, 1.0, 0.5]))
-    >>> round(found.mean, 3), round(found.low, 3), round(found.high, 3)
+    >>> share = estimate(np.array([1.0, 1.0, 0.5, 0.0, 1.0, 0.5]))
+    >>> round(share.mean, 3), round(share.low, 3), round(share.high, 3)
     (0.667, 0.265, 0.917)
     >>> round(estimate(np.ones(30)).low, 3)
     0.878
@@ -43,15 +69,13 @@ def estimate(value_P: np.ndarray, *, level: float = 0.95) -> Estimate:
     if value_P.ndim != 1 or not len(value_P):
         raise ValueError(f"value_P: wanted one value for each of at least one problem, got shape {value_P.shape}")
     mean, P = float(value_P.mean()), len(value_P)
-    if P == 1:
-        return Estimate(mean, float("nan"), float("nan"))
+    if P == 1 or value_P.min() < 0 or value_P.max() > 1:
+        return estimate_mean(value_P, level=level)
     error, t = float(value_P.std(ddof=1)) / np.sqrt(P), _student_quantile(P - 1, (1 + level) / 2)
-    if value_P.min() < 0 or value_P.max() > 1:
-        return Estimate(mean, float(mean - t * error), float(mean + t * error))
     size = mean * (1 - mean) / error**2 if error > 0 else P
-    centre = (mean + t**2 / (2 * size)) / (1 + t**2 / size)
+    center = (mean + t**2 / (2 * size)) / (1 + t**2 / size)
     half = t / (1 + t**2 / size) * np.sqrt(mean * (1 - mean) / size + t**2 / (4 * size**2))
-    return Estimate(mean, max(0.0, float(centre - half)), min(1.0, float(centre + half)))
+    return Estimate(mean, max(0.0, float(center - half)), min(1.0, float(center + half)))
 
 
 def estimate_mean(value_N: np.ndarray, *, level: float = 0.95) -> Estimate:
@@ -60,7 +84,12 @@ def estimate_mean(value_N: np.ndarray, *, level: float = 0.95) -> Estimate:
     >>> estimate_mean(np.array([0.5, 0.75, 1.0])).mean
     0.75
     """
-    return estimate_difference(np.zeros(np.shape(value_N)), value_N, level=level)
+    value_N = np.asarray(value_N, np.float64)
+    mean, N = float(value_N.mean()), len(value_N)
+    if N == 1:
+        return Estimate(mean, float("nan"), float("nan"))
+    half = _student_quantile(N - 1, (1 + level) / 2) * float(value_N.std(ddof=1) / np.sqrt(N))
+    return Estimate(mean, mean - half, mean + half)
 
 
 def estimate_gap(before_N: np.ndarray, after_M: np.ndarray, *, level: float = 0.95) -> Estimate:
@@ -68,8 +97,8 @@ def estimate_gap(before_N: np.ndarray, after_M: np.ndarray, *, level: float = 0.
 
     The bounds are NaN if either has a single value.
 
-    >>> found = estimate_gap(np.array([1.0, 2.0, 3.0]), np.array([4.0, 6.0]))
-    >>> found.mean, round(found.low, 2), round(found.high, 2)
+    >>> gap = estimate_gap(np.array([1.0, 2.0, 3.0]), np.array([4.0, 6.0]))
+    >>> gap.mean, round(gap.low, 2), round(gap.high, 2)
     (3.0, -2.98, 8.98)
     """
     both = [np.asarray(each, np.float64) for each in (before_N, after_M)]
@@ -92,12 +121,7 @@ def estimate_difference(before_P: np.ndarray, after_P: np.ndarray, *, level: flo
     """
     if np.shape(before_P) != np.shape(after_P):
         raise ValueError(f"after_P: wanted the problems of before_P, {np.shape(before_P)}, got {np.shape(after_P)}")
-    difference_P = np.asarray(after_P, np.float64) - np.asarray(before_P, np.float64)
-    mean, P = float(difference_P.mean()), len(difference_P)
-    if P == 1:
-        return Estimate(mean, float("nan"), float("nan"))
-    half = _student_quantile(P - 1, (1 + level) / 2) * float(difference_P.std(ddof=1)) / np.sqrt(P)
-    return Estimate(mean, float(mean - half), float(mean + half))
+    return estimate_mean(np.subtract(after_P, before_P, dtype=np.float64), level=level)
 
 
 def pass_at_k(correct_PN: np.ndarray, k: int) -> np.ndarray:
@@ -129,7 +153,7 @@ def majority_at_k(answer_PN: Sequence[Sequence[Hashable]], reward_PN: np.ndarray
     reward_PN = np.asarray(reward_PN, np.float64)
     N = _samples(reward_PN, k)
     rng = np.random.default_rng(_SEED)
-    subset_DK = np.arange(N)[None] if k == N else rng.random((_DRAWS, N)).argsort(axis=1)[:, :k]
+    subset_DK = np.arange(N)[None] if k == N else rng.random((_SUBSETS, N)).argsort(axis=1)[:, :k]
     return np.array([_majority(*each, subset_DK) for each in zip(answer_PN, reward_PN, strict=True)])
 
 
