@@ -1,13 +1,17 @@
 """Loading, validating and describing an experiment file."""
 
+import copy
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import stub_experiment
@@ -211,6 +215,56 @@ def test_all_errors_are_reported_together():
     assert len(str(caught.value).splitlines()) == 3
 
 
+# Overrides that are wrong only together with other settings, and the start of their error on 8 devices.
+COMBINATIONS = {
+    "schedule.minibatches=3": "schedule.minibatches: wanted a divisor",
+    "schedule.microbatch_rows=3": "schedule.microbatch_rows: wanted a divisor",
+    "schedule.share_prompts=true": "schedule.share_prompts: wanted schedule.microbatch_tokens",
+    "schedule.epochs=1e9": "schedule: wanted at most 2,147,483,647 updates",
+    "model.max_position_embeddings=15": "sampling.max_tokens: wanted prompt and completion within",
+    "model.vocab_size=8": "model.vocab_size: wanted at least the tokenizer's 11",
+    "model.num_key_value_heads=3": "model.num_attention_heads: wanted a multiple",
+    "mesh.data=3": "mesh: wanted axes whose product is the 8 available devices",
+    "lora=gspax.config.Lora lora.attention=false lora.mlp=false": "lora: wanted attention or mlp",
+    "loss.clip_low=1": "loss.clip_low: wanted a number at least 0 and below 1",
+    "loss=gspax.losses.grpo calibration=gspax.config.Calibration": "calibration: wanted a loss that clips the ratio",
+    "reference=gspax.config.Reference reference.loss=gspax.losses.kl.token_kl reference.reward=gspax.losses.kl.k1": (
+        "reference: wanted the KL in the loss or in the reward"
+    ),
+    "turns.credit=turn": 'turns.credit: wanted "conversation" without an environment',
+    "old_logp=sampler routing_replay=old": "routing_replay: wanted old_logp=scored, got sampler",
+}
+# Numbers that are wrong by themselves, one of each part. No combination above depends on them.
+NUMBERS = (
+    "sampling.temperature=0",
+    "schedule.keep_checkpoints=0",
+    "evaluation.problems=0",
+    "warm_start.steps=0",
+    "optimizer.learning_rate=0",
+    "model.initializer_range=0",
+    "guard.max_ratio=-1",
+    "grading.timeout=0",
+    "turns.limit=0",
+    "regularizers.entropy=inf",
+    "seed=-1",
+)
+
+
+@pytest.mark.parametrize("assignments", COMBINATIONS)
+def test_a_wrong_number_hides_no_combination_that_does_not_need_it(assignments):
+    hidden = []
+    for number in NUMBERS:
+        found = validate(override(EXPERIMENT, [*assignments.split(" "), number]), 8)
+        for said in (COMBINATIONS[assignments], number.partition("=")[0]):
+            hidden += [(number, said)] if not any(sentence.startswith(said) for sentence in found) else []
+    assert not hidden
+
+
+def test_a_combination_that_needs_a_wrong_number_is_left_out():
+    found = validate(override(EXPERIMENT, ["sampling.prompts=0", "schedule.minibatches=7", "model.vocab_size=8"]), 8)
+    assert [sentence.partition(":")[0] for sentence in found] == ["sampling.prompts", "model.vocab_size"]
+
+
 def test_prompts_are_not_shared_in_a_model_with_sliding_windows():
     packed = override(EXPERIMENT, ["loss=gspax.losses.gspo", "schedule.microbatch_tokens=64"])
     sharing = override(packed, ["schedule.share_prompts=true"])
@@ -291,6 +345,28 @@ def test_a_partial_with_a_default_value_is_the_same_loss():
         "arguments": [3],
         "key": "builtins.len",
     }
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (np.zeros(3), np.ones(3)),
+        (np.zeros(3), np.zeros(3, np.float32)),
+        (np.zeros((2, 3)), np.zeros((3, 2))),
+        (jnp.zeros(3), jnp.ones(3)),
+        (np.float32(1), np.float32(2)),
+        (np.int64(1), np.int64(2)),
+        (Path("a"), Path("b")),
+        (b"a", b"b"),
+        (Fraction(1, 2), Fraction(1, 3)),
+    ],
+)
+def test_two_values_in_a_partial_have_two_descriptions(old, new):
+    def describe_json(value):
+        return json.loads(json.dumps(describe(partial(max, key=value))))
+
+    assert difference(describe_json(old), describe_json(new))
+    assert difference(describe_json(old), describe_json(copy.deepcopy(old))) == []
 
 
 def test_differences_and_what_a_resume_may_change():

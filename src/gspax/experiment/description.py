@@ -9,6 +9,8 @@ and without addresses, so that the same experiment has the same description in e
     a function with keyword-only
     parameters, or a partial        {"function": "package.name", keyword: ..., ...}
     a function of one's own         {"function": "package.name", "source-hash": ..., keyword: ..., ...}
+    an array                        {"type": ..., "shape": ..., "dtype": ..., "hash": ...}
+    a path, a date, a fraction      {"type": ..., "value": its text}
 
 Names are public ones (`gspax.losses.gspo`, not the module that defines it), so that code inside a package can move
 without changing an experiment. Keywords left at their defaults are included: they are part of what ran.
@@ -17,20 +19,28 @@ without changing an experiment. Keywords left at their defaults are included: th
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
+import hashlib
 import inspect
 import json
 import math
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
+from enum import Enum
 from fnmatch import fnmatchcase
+from numbers import Number
+from pathlib import PurePath
 from typing import Any
+
+import numpy as np
 
 from gspax.config.functions import is_function, is_record, keywords, name_of, unwrap
 from gspax.experiment.source import source_hash
 
 SOURCE = "source-hash"  # no keyword of a function can have this name
 _ABSENT = object()
+_NAMED_BY_TEXT = (Number, PurePath, Enum, bytes, range, datetime.date, datetime.time, datetime.timedelta)
 
 # What a resumed run may change. None of it enters an update: `schedule.steps` is a total, the others set how often and
 # on how many problems the run evaluates and saves, so the parameters after step n stay the same. The limit on prompts
@@ -82,7 +92,13 @@ def describe(value: Any) -> Any:
         return [describe(each) for each in value]
     if isinstance(value, set | frozenset):
         return sorted((describe(each) for each in value), key=str)
-    return {"type": name_of(type(value))}
+    described = {"type": name_of(type(value))}
+    if isinstance(value, _NAMED_BY_TEXT):
+        return described | {"value": str(value)}
+    if hasattr(value, "__array__") and not (array := np.asarray(value)).dtype.hasobject:
+        content = hashlib.sha256(array.tobytes()).hexdigest()[:16]
+        return described | {"shape": list(array.shape), "dtype": str(array.dtype), "hash": content}
+    return described
 
 
 def _fields(record: Any) -> Mapping[str, Any]:

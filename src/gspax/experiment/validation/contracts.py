@@ -11,7 +11,8 @@ import math
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,12 +24,11 @@ from gspax import losses
 from gspax.config import Experiment, protocols
 from gspax.config.functions import is_gspax, keywords, name_of, title_of
 from gspax.errors import UserError
-from gspax.experiment.validation.fields import Field, bare, fields
+from gspax.experiment.validation.fields import Field, WrongFieldError, bare, fields
 from gspax.losses.traits import aggregate_of, traits_of
 
 B, T = 2, 3
 _HOST_ERRORS = (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)
-_PACKING = ("turns", "schedule.microbatch_tokens")
 
 
 class _Call(NamedTuple):
@@ -47,32 +47,23 @@ class _BreachError(Exception):
     """A contract is broken; the message is the end of a sentence."""
 
 
-def contract_problems(experiment: Experiment, broken: Callable[[Iterable[str]], bool]) -> Iterator[str]:
+def contract_problems(experiment: Experiment) -> Iterator[str]:
     """One sentence for each function that raises, or returns something else than its protocol says.
 
-    Args:
-      broken: whether one of these fields has an error already. Functions that depend on it are not called.
+    Functions with an error, and those whose call depends on a field with an error (`fields.without`), are not called.
     """
-    by_turn = experiment.turns.credit == "turn"
-    context = _Context(
-        experiment.loss,
-        experiment.correction,
-        experiment.rejection,
-        calibrated=experiment.calibration is not None,
-        packed=bool(experiment.schedule.microbatch_tokens) or by_turn,
-        masked=experiment.filter_overlong or by_turn,
-        groups=(experiment.sampling.prompts, experiment.sampling.group),
-    )
     by_key = {field.key: field for field in fields(experiment) if field.value is not None}
-    wrong = False
+    context, wrong = _Context(experiment), False
     for key in sorted(by_key, key="loss".__eq__):  # the loss comes last: it takes the weights of the correction
         field = by_key[key]
-        make, reads = _CALLS.get(bare(field.hint), (None, ()))
-        if make is None or broken((key, *reads)) or (key == "loss" and wrong):
+        make = _CALLS.get(bare(field.hint))
+        if make is None or (key == "loss" and wrong):
             continue
         try:
             if call := make(context, field):
                 _check(field.value, call)
+        except WrongFieldError:
+            continue
         except _BreachError as breach:
             wrong |= key in ("correction", "rejection")
             yield f"{key}: {breach}"
@@ -180,16 +171,26 @@ LOGP, MASK = _array(B, T), _array(B, T, dtype=bool)
 TERMS = f"losses.Terms with value and weight [B], here [{B}], and metrics of Share, Spread or Quantile"
 
 
-class _Context(NamedTuple):
-    """The settings that a call depends on besides its function."""
+@dataclass(frozen=True)
+class _Context:
+    """The settings that a call depends on besides its function. Each is read when a call needs it."""
 
-    loss: protocols.Loss
-    correction: protocols.Correction | None
-    rejection: protocols.Rejection | None
-    calibrated: bool
-    packed: bool  # advantages are [B, T], and functions are given `segment_ids`
-    masked: bool  # the advantage is given a mask
-    groups: tuple[int, int]  # P, G
+    of: Experiment
+
+    @property
+    def packed(self) -> bool:
+        """Whether advantages are [B, T], and functions are given `segment_ids`."""
+        return bool(self.of.schedule.microbatch_tokens) or self.of.turns.credit == "turn"
+
+    @property
+    def masked(self) -> bool:
+        """Whether the advantage is given a mask."""
+        return self.of.filter_overlong or self.of.turns.credit == "turn"
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """P, G."""
+        return self.of.sampling.prompts, self.of.sampling.group
 
     @property
     def segments(self) -> dict[str, Any]:
@@ -204,17 +205,17 @@ class _Context(NamedTuple):
 def _loss(context: _Context, field: Field) -> _Call:
     options: dict[str, Any] = dict(context.segments)
     weights = []
-    if context.correction is not None:
-        weights.append(jax.eval_shape(partial(context.correction, **context.segments), LOGP, LOGP, MASK))
-    if context.rejection is not None:
+    if context.of.correction is not None:
+        weights.append(jax.eval_shape(partial(context.of.correction, **context.segments), LOGP, LOGP, MASK))
+    if context.of.rejection is not None:
         weights.append(
-            jax.eval_shape(partial(context.rejection, **context.segments), LOGP, LOGP, context.advantage, MASK)
+            jax.eval_shape(partial(context.of.rejection, **context.segments), LOGP, LOGP, context.advantage, MASK)
         )
     if weights:
         options["correction"] = np.ones(max((each.shape for each in weights), key=len), np.float32)
     if traits_of(field.value).updates:
         options["updates"] = np.int32(0)
-    if context.calibrated:
+    if context.of.calibration is not None:
         options |= {"clip_low": np.float32(1e-3), "clip_high": np.float32(1e-3)}
     return _Call(field.value, (LOGP, LOGP, context.advantage, MASK), TERMS, _is_terms, options, differentiated=True)
 
@@ -234,7 +235,11 @@ def _weights(context: _Context) -> tuple[str, Callable[[Any], bool]]:
 
 
 def _kl_loss(context: _Context, field: Field) -> _Call:
-    available = {"aggregate": aggregate_of(context.loss), "old_logp": np.zeros((B, T), np.float32), **context.segments}
+    available = {
+        "aggregate": aggregate_of(context.of.loss),
+        "old_logp": np.zeros((B, T), np.float32),
+        **context.segments,
+    }
     unbound = keywords(field.value).keys() - getattr(field.value, "keywords", {}).keys()
     options = {name: value for name, value in available.items() if name in unbound and value is not None}
     return _Call(field.value, (LOGP, LOGP, MASK), TERMS, _is_terms, options, differentiated=True)
@@ -289,15 +294,14 @@ def _transform(context: _Context, field: Field) -> _Call | None:
     return _Call(lambda: field.value(lambda updates: 1e-3), (), "an optax.GradientTransformation", fits)
 
 
-# protocol -> the function that makes the call, and the other fields that the call depends on
-_CALLS: dict[Any, tuple[Callable[[_Context, Field], _Call | None], tuple[str, ...]]] = {
-    protocols.Loss: (_loss, ("correction", "rejection", "calibration", *_PACKING)),
-    protocols.Correction: (_correction, _PACKING),
-    protocols.Rejection: (_rejection, _PACKING),
-    protocols.KLLoss: (_kl_loss, ("loss", *_PACKING)),
-    protocols.KLEstimate: (_kl_estimate, _PACKING),
-    protocols.Advantage: (_advantage, ("sampling.prompts", "sampling.group", "filter_overlong", "turns")),
-    protocols.LengthReward: (_length_reward, ("sampling.prompts", "sampling.group")),
-    protocols.LearningRate: (_learning_rate, ()),
-    protocols.Transform: (_transform, ()),
+_CALLS: dict[Any, Callable[[_Context, Field], _Call | None]] = {
+    protocols.Loss: _loss,
+    protocols.Correction: _correction,
+    protocols.Rejection: _rejection,
+    protocols.KLLoss: _kl_loss,
+    protocols.KLEstimate: _kl_estimate,
+    protocols.Advantage: _advantage,
+    protocols.LengthReward: _length_reward,
+    protocols.LearningRate: _learning_rate,
+    protocols.Transform: _transform,
 }

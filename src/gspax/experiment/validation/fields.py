@@ -5,19 +5,51 @@ Each message is one sentence: where, what was wanted, what came.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
 import inspect
 import types
 import typing
-from collections.abc import Iterator
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 from gspax.config.functions import hints_of, is_record, keywords, parameters, title_of, unwrap
 from gspax.config.protocols import argument_names, is_function_protocol
 from gspax.config.ranges import Range
 from gspax.experiment.description import show
+
+T = TypeVar("T")
+
+
+class WrongFieldError(BaseException):
+    """A check has read a field with an error. No `except Exception` around a user's function catches it."""
+
+
+def without(record: T, keys: Iterable[str]) -> T:
+    """A copy of a record of `gspax.config` in which reading one of these fields raises WrongFieldError.
+
+    Args:
+      keys: of overrides; a field of another object, such as a function's keyword, stands for the whole object.
+    """
+    by_name: dict[str, list[str]] = {}
+    for key in keys:
+        name, _, rest = key.partition(".")
+        by_name.setdefault(name.partition("[")[0], []).append(rest)
+    changed, unreadable = copy.copy(record), {}
+    for name, rests in by_name.items():
+        part = getattr(record, name, None)
+        if all(rests) and is_record(part) and type(part).__module__.startswith("gspax.config."):
+            object.__setattr__(changed, name, without(part, rests))  # the records are frozen
+        else:
+            unreadable[name] = property(_raise)
+    object.__setattr__(changed, "__class__", type(type(record).__name__, (type(record),), unreadable))
+    return changed
+
+
+def _raise(record: object) -> NoReturn:
+    raise WrongFieldError
 
 
 class Field(NamedTuple):
@@ -65,7 +97,10 @@ def function_problems(record: Any) -> Iterator[str]:
 def fields(record: Any, prefix: str = "") -> Iterator[Field]:
     """Every field of a record and of its parts, including a data source or an environment that is a dataclass."""
     for name, hint in hints_of(type(record), ranges=True).items():
-        value = getattr(record, name, None)  # an annotation of a user's own class may have no value
+        try:
+            value = getattr(record, name, None)  # an annotation of a user's own class may have no value
+        except WrongFieldError:
+            continue
         yield Field(f"{prefix}{name}", value, hint, record)
         for key, part in _parts(f"{prefix}{name}", value, hint, protocols=True):
             yield from fields(part, f"{key}.")

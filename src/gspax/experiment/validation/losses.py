@@ -5,7 +5,7 @@ Each message is one sentence: where, what was wanted, what came.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from gspax.config import (
@@ -18,6 +18,7 @@ from gspax.config import (
     RouterShift,
     RoutingReplay,
     Schedule,
+    Turns,
     is_sparse,
     updates_per_step,
 )
@@ -46,7 +47,7 @@ def warnings(loss: Any, correction: Any, calibration: Calibration | None) -> Ite
         )
 
 
-def _clip_range(loss: Any) -> Iterator[str]:
+def clip_range_problems(loss: Any) -> Iterator[str]:
     settings, limit = keywords(loss), traits_of(loss).clip_low_limit
     for name in ("clip_low", "clip_high"):
         value = settings.get(name, 0.0)
@@ -56,7 +57,7 @@ def _clip_range(loss: Any) -> Iterator[str]:
             yield f"loss.{name}: wanted a number {words}, got {value!r}"
 
 
-def _calibration(loss: Any, calibration: Calibration | None, schedule: Schedule) -> Iterator[str]:
+def calibration_problems(loss: Any, calibration: Calibration | None, schedule: Schedule) -> Iterator[str]:
     if calibration is None:
         return
     traits = traits_of(loss)
@@ -72,7 +73,7 @@ def _calibration(loss: Any, calibration: Calibration | None, schedule: Schedule)
         )
 
 
-def _penalties(loss: Any, reference: Reference | None, regularizers: Regularizers) -> Iterator[str]:
+def penalty_problems(loss: Any, reference: Reference | None, regularizers: Regularizers) -> Iterator[str]:
     """Penalties are aggregated as the loss is, so the loss must have an aggregation."""
     if reference is not None and reference.loss is not None and reference.reward is not None:
         yield "reference: wanted the KL in the loss or in the reward, got both"
@@ -92,7 +93,7 @@ def _penalties(loss: Any, reference: Reference | None, regularizers: Regularizer
         )
 
 
-def _packed(
+def packing_problems(
     schedule: Schedule, loss: Any, correction: Any, rejection: Any, reference: Reference | None
 ) -> Iterator[str]:
     """Functions that sum over a response can tell the responses of a packed row apart."""
@@ -108,7 +109,7 @@ def _packed(
             )
 
 
-def _routers(
+def router_problems(
     model: ModelConfig, regularizers: Regularizers, routing_replay: RoutingReplay, router_shift: RouterShift | None
 ) -> Iterator[str]:
     on = [f"regularizers.{name}" for name in ("load_balance", "router_z") if getattr(regularizers, name)]
@@ -118,7 +119,7 @@ def _routers(
         yield f"{on[0]}: wanted a model with experts, got none in {model.num_hidden_layers} layers"
 
 
-def _replay(routing_replay: RoutingReplay, placement: Placement | None, environment: Any) -> Iterator[str]:
+def replay_problems(routing_replay: RoutingReplay, placement: Placement | None, environment: Any) -> Iterator[str]:
     """Neither partial rollouts nor conversations keep the sampler's experts."""
     partial = placement is not None and placement.partial is not None
     for field, given in {"placement.partial": partial, "environment": environment is not None}.items():
@@ -126,7 +127,7 @@ def _replay(routing_replay: RoutingReplay, placement: Placement | None, environm
             yield f"routing_replay: wanted off or old with {field}, which keeps no experts, got sampler"
 
 
-def _unscored(
+def unscored_problems(
     old_logp: OldLogp,
     correction: Any,
     calibration: Calibration | None,
@@ -146,14 +147,14 @@ def _unscored(
         yield f"{field}: wanted old_logp=scored, got sampler, with which nothing is scored before the updates"
 
 
-def _weights(loss: Any, correction: Any, rejection: Any) -> Iterator[str]:
+def weight_problems(loss: Any, correction: Any, rejection: Any) -> Iterator[str]:
     """A loss takes the weights of a correction."""
     for field, function in {"correction": correction, "rejection": rejection}.items():
         if function is not None and traits_of(loss).correction is None:
             yield f"{field}: wanted a loss that takes a `correction`, {short_name(loss)} does not"
 
 
-def _overlong(filter_overlong: bool, advantage: Any) -> Iterator[str]:
+def overlong_problems(advantage: Any, *, filter_overlong: bool) -> Iterator[str]:
     """An advantage can leave samples out of their group."""
     if filter_overlong and positional_count(advantage) < 2:
         yield (
@@ -162,15 +163,20 @@ def _overlong(filter_overlong: bool, advantage: Any) -> Iterator[str]:
         )
 
 
-# (check, fields that it reads), as in `rules`
-COMBINATIONS: tuple[tuple[Callable[..., Iterator[str]], str], ...] = (
-    (_clip_range, "loss"),
-    (_calibration, "loss calibration schedule.epochs schedule.minibatches"),
-    (_penalties, "loss reference regularizers"),
-    (_packed, "schedule.microbatch_tokens loss correction rejection reference"),
-    (_routers, "model regularizers routing_replay router_shift"),
-    (_replay, "routing_replay placement environment"),
-    (_unscored, "old_logp correction calibration router_shift routing_replay regularizers"),
-    (_weights, "loss correction rejection"),
-    (_overlong, "filter_overlong advantage"),
-)
+def credit_problems(
+    turns: Turns, loss: Any, advantage: Any, correction: Any, rejection: Any, reference: Reference | None
+) -> Iterator[str]:
+    """Advantages of turns need a loss that takes those of tokens, and an advantage function that takes a mask."""
+    if turns.credit != "turn":
+        return
+    if not traits_of(loss).token_advantage:
+        yield f"turns.credit: wanted a loss with advantages of tokens (losses.gspo_token), got {short_name(loss)}"
+    kl = reference.loss if reference is not None else None
+    for field, function in {"correction": correction, "rejection": rejection, "reference.loss": kl}.items():
+        if function is not None and not takes_segments(function):
+            yield f"turns.credit: wanted a {field} that takes `segment_ids`, {short_name(function)} does not"
+    if positional_count(advantage) < 2:
+        yield (
+            "turns.credit: wanted an advantage of (rewards, mask), because not every conversation has every turn; "
+            f"{short_name(advantage)} takes no mask"
+        )

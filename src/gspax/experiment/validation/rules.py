@@ -7,10 +7,9 @@ wanted, what came.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any
 
 from gspax.config import (
     Evaluation,
@@ -22,12 +21,12 @@ from gspax.config import (
     Placement,
     Sampling,
     Schedule,
-    WarmStart,
+    Turns,
     layer_windows,
     updates_per_step,
 )
 from gspax.config.functions import title_of
-from gspax.config.protocols import Reward
+from gspax.config.protocols import Environment, Reward, Tokenizer
 from gspax.config.ranges import INT32
 from gspax.data.problem import data_problems
 from gspax.data.sources import opening_notes, opening_problems
@@ -35,8 +34,13 @@ from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError
 from gspax.experiment.validation import losses
 from gspax.experiment.validation.contracts import contract_problems
-from gspax.experiment.validation.conversations import conversation_problems, credit_problems, unused_turns
-from gspax.experiment.validation.fields import function_problems, range_problems, type_problems
+from gspax.experiment.validation.fields import (
+    WrongFieldError,
+    function_problems,
+    range_problems,
+    type_problems,
+    without,
+)
 from gspax.experiment.validation.first_calls import first_problems
 from gspax.model.architecture import architecture_problems
 from gspax.model.sizes.counts import with_carried
@@ -44,6 +48,8 @@ from gspax.model.sizes.memory import slot_problems
 from gspax.model.sizes.sampler_layout import choose_sampler_layout
 from gspax.parallel import sharding
 from gspax.rewards.calls import find_async_members
+
+CHAT_METHODS = ("encode_chat", "encode_reply", "encode_completion")  # of a tokenizer, besides `turn_end`
 
 
 def validate(
@@ -54,7 +60,7 @@ def validate(
 ) -> list[str]:
     """All errors of an experiment, one sentence each; empty if it can run.
 
-    A check that reads a field with an error is left out, so each sentence is about another error. No device is used; a
+    A check ends where it reads a field with an error, so each sentence is about another error. No device is used; a
     problem of each split is loaded, and functions are called as `contracts` says.
 
     Args:
@@ -64,35 +70,55 @@ def validate(
       broken: fields with an error already, such as an override that cannot be parsed.
     """
     problems = list(type_problems(experiment))
-    wrong = {*broken, *map(_key, problems)}
-    fields = [*range_problems(experiment), *function_problems(experiment), *data_problems(experiment.data)]
-    problems += [sentence for sentence in dict.fromkeys(fields) if not _overlap(wrong, [_key(sentence)])]
-    wrong.update(map(_key, problems))
-    for check, names in _COMBINATIONS:
-        if not _overlap(wrong, names.split()):
-            parts = dict.fromkeys(name.partition(".")[0] for name in names.split())
-            sentences = list(check(*(getattr(experiment, part) for part in parts)))
-            problems += sentences
-            if check is opening_problems and sentences:  # they name a file
-                wrong.add("data")
-    if not _overlap(wrong, _OF_MESH):
-        problems += _mesh(experiment, devices, slices)
-    wrong.update(map(_key, problems))
-    problems += contract_problems(experiment, partial(_overlap, wrong))
-    if not _overlap(wrong, ("data", "environment", "evaluation.problems")):
-        problems += first_problems(experiment.data, experiment.environment, experiment.evaluation)
+    e = without(experiment, [*broken, *map(_key, problems)])
+    checks = (lambda: range_problems(e), lambda: function_problems(e), lambda: data_problems(e.data))
+    problems += dict.fromkeys(_run(*checks))
+    e = without(experiment, [*broken, *map(_key, problems)])
+    opening = list(_run(lambda: opening_problems(e.data, e.tokenizer)))  # they name a file
+    problems += opening
+    problems += _run(
+        lambda: tokenizer_problems(e.tokenizer, e.model.vocab_size, demonstrations=e.warm_start is not None),
+        lambda: architecture_problems(e.model),
+        lambda: _lengths(e.model, e.sampling, e.evaluation),
+        lambda: _async_rewards(e.reward, e.evaluation),
+        lambda: _tasks(e.evaluation, e.sampling, e.model),
+        lambda: _rows(e.sampling, e.schedule),
+        lambda: _packed_rows(e.sampling, e.schedule, 1),
+        lambda: _shared_prompts(e.schedule, e.model),
+        lambda: _sampled_ahead(e.sampling, e.placement),
+        lambda: _tokens(e.sampling),
+        lambda: _updates(e.schedule),
+        lambda: _adapters(e.lora),
+        lambda: losses.clip_range_problems(e.loss),
+        lambda: losses.calibration_problems(e.loss, e.calibration, e.schedule),
+        lambda: losses.penalty_problems(e.loss, e.reference, e.regularizers),
+        lambda: losses.packing_problems(e.schedule, e.loss, e.correction, e.rejection, e.reference),
+        lambda: losses.router_problems(e.model, e.regularizers, e.routing_replay, e.router_shift),
+        lambda: losses.replay_problems(e.routing_replay, e.placement, e.environment),
+        lambda: losses.unscored_problems(
+            e.old_logp, e.correction, e.calibration, e.router_shift, e.routing_replay, e.regularizers
+        ),
+        lambda: losses.weight_problems(e.loss, e.correction, e.rejection),
+        lambda: losses.overlong_problems(e.advantage, filter_overlong=e.filter_overlong),
+        lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
+        lambda: losses.credit_problems(e.turns, e.loss, e.advantage, e.correction, e.rejection, e.reference),
+        lambda: _mesh(e, devices, slices),
+    )
+    e = without(experiment, [*broken, *map(_key, problems), *["data"] * len(opening)])
+    problems += _run(lambda: contract_problems(e), lambda: first_problems(e.data, e.environment, e.evaluation))
     return problems
+
+
+def _run(*checks: Callable[[], Iterable[str]]) -> Iterator[str]:
+    """The sentences of checks, each up to where it reads a field with an error."""
+    for check in checks:
+        with contextlib.suppress(WrongFieldError):
+            yield from check()
 
 
 def _key(sentence: str) -> str:
     """The field that a sentence is about."""
     return sentence.partition(":")[0]
-
-
-def _overlap(some: Iterable[str], others: Iterable[str]) -> bool:
-    """Whether one of these fields is, or is part of, one of the others, or the other way round."""
-    pairs = ((one, other) for other in others for one in some)
-    return any(f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.") for one, other in pairs)
 
 
 def check(experiment: Experiment, devices: int | None = None, slices: tuple[int, int] = (1, 1)) -> None:
@@ -121,13 +147,8 @@ def warnings(experiment: Experiment) -> list[str]:
     return [
         *notes,
         *losses.warnings(experiment.loss, experiment.correction, experiment.calibration),
-        *unused_turns(experiment.environment, experiment.turns),
+        *_unused_turns(experiment.environment, experiment.turns),
     ]
-
-
-def _tokenizer(tokenizer: Any, model: ModelConfig, warm_start: WarmStart | None) -> Iterator[str]:
-    """The tokenizer's ids are the model's, and it has the methods that the run calls."""
-    yield from tokenizer_problems(tokenizer, model.vocab_size, demonstrations=warm_start is not None)
 
 
 def _updates(schedule: Schedule) -> Iterator[str]:
@@ -206,7 +227,6 @@ def _rows(sampling: Sampling, schedule: Schedule) -> Iterator[str]:
         yield f"schedule.microbatch_rows: wanted 0 beside schedule.microbatch_tokens, got {micro}"
     elif micro and rows // minibatches % micro:
         yield f"schedule.microbatch_rows: wanted a divisor of a minibatch's {rows // minibatches} rows, got {micro}"
-    yield from _packed_rows(sampling, schedule, 1)
 
 
 def _packed_rows(sampling: Sampling, schedule: Schedule, shards: int) -> Iterator[str]:
@@ -230,7 +250,7 @@ def _shared_prompts(schedule: Schedule, model: ModelConfig) -> Iterator[str]:
         yield "schedule.share_prompts: wanted False in a model with sliding windows, got True"
 
 
-def _drawn_ahead(sampling: Sampling, placement: Placement | None) -> Iterator[str]:
+def _sampled_ahead(sampling: Sampling, placement: Placement | None) -> Iterator[str]:
     """A rollout that is sampled ahead has fixed problems, and the host does not wait for it."""
     if placement is None:
         return
@@ -355,23 +375,40 @@ def _sampler_sizes(key: str, sizes: dict[str, int], sampling: Sampling, model: M
     yield from slot_problems(model, sampling, sizes)
 
 
-# (check, fields that it reads): a check takes the parts of the experiment that these fields are in, and is left out if
-# one of the fields has an error
-_COMBINATIONS: tuple[tuple[Callable[..., Iterator[str]], str], ...] = (
-    (opening_problems, "data tokenizer"),
-    (_tokenizer, "tokenizer model.vocab_size warm_start"),
-    (architecture_problems, "model"),
-    (_lengths, "model.max_position_embeddings sampling.max_prompt_tokens sampling.max_tokens evaluation.max_tokens"),
-    (_async_rewards, "reward evaluation"),
-    (_tasks, "evaluation sampling.max_prompt_tokens sampling.max_tokens model.max_position_embeddings"),
-    (_rows, "sampling.prompts sampling.group sampling.max_prompt_tokens sampling.max_tokens schedule"),
-    (_shared_prompts, "schedule.share_prompts schedule.microbatch_tokens model"),
-    (_drawn_ahead, "sampling placement"),
-    (_tokens, "sampling.prompts sampling.group sampling.max_prompt_tokens sampling.max_tokens"),
-    (_updates, "schedule"),
-    (_adapters, "lora"),
-    *losses.COMBINATIONS,
-    (conversation_problems, "environment turns tokenizer placement"),
-    (credit_problems, "turns.credit loss advantage correction rejection reference"),
-)
-_OF_MESH = ("sampling", "schedule", "model", "mesh", "placement", "sampler_mesh", "warm_start.rows")
+def _conversation(
+    environment: Environment | None, turns: Turns, tokenizer: Tokenizer, placement: Placement | None
+) -> Iterator[str]:
+    """The environment has its methods, the tokenizer encodes turns, and the placement waits for replies."""
+    if environment is None:
+        if turns.credit == "turn":
+            yield 'turns.credit: wanted "conversation" without an environment, got "turn"'
+        return
+    missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
+    if isinstance(environment, type):
+        name = environment.__name__
+        yield f"environment: wanted an instance, got the class {name} (write {name}(...))"
+    elif missing:
+        yield f"environment: wanted an object with reset and step, {type(environment).__name__} has no {missing[0]}"
+    lacks = [name for name in CHAT_METHODS if not callable(getattr(tokenizer, name, None))]
+    lacks += ["turn_end"] if not hasattr(type(tokenizer), "turn_end") else []
+    if lacks:
+        yield (
+            "tokenizer: wanted one for conversations with an environment (data.hf_chat, data.CharChat), "
+            f"{type(tokenizer).__name__} has no {lacks[0]}"
+        )
+    if placement is not None and placement.staleness:
+        yield (
+            "placement.staleness: wanted 0 with an environment, whose replies the sampler waits for, "
+            f"got {placement.staleness}"
+        )
+    if placement is not None and placement.partial is not None:
+        yield "placement.partial: wanted null with an environment, whose conversations are drawn whole, got settings"
+
+
+def _unused_turns(environment: Environment | None, turns: Turns) -> Iterator[str]:
+    """Settings of turns that change nothing."""
+    default = Turns()
+    if environment is None and turns.limit != default.limit:
+        yield f"turns.limit={turns.limit}: without effect, because there is no environment"
+    if turns.discount != default.discount and (environment is None or turns.credit != "turn"):
+        yield f'turns.discount={turns.discount:g}: without effect, unless turns.credit="turn" with an environment'
