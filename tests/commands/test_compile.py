@@ -13,11 +13,11 @@ import pytest
 import small_experiment
 
 from gspax.commands import main
-from gspax.commands.aot import chips, memory, programs, report, roofline
+from gspax.commands.aot import chips, programs, report
 from gspax.commands.aot.chips import Target
 from gspax.commands.aot.hlo import Collective
-from gspax.commands.aot.memory import Compiled, Memory
-from gspax.commands.aot.roofline import Phase, Times
+from gspax.commands.aot.programs import Compiled, Memory
+from gspax.commands.aot.report import Phase, Times
 from gspax.config import Mesh, PartialRollouts, Placement, Sampling
 from gspax.experiment import load
 from gspax.model.sizes.counts import forward_flops, parameter_count
@@ -36,11 +36,11 @@ def phase(**changes):
 
 
 def make_phases(experiment, compiled, mesh, *, runs=None, **options):
-    """`roofline.make_phases` for an experiment without a reference."""
+    """`report.make_phases` for an experiment without a reference."""
     updates = experiment.schedule.minibatches
     runs = runs or {programs.TRAIN: updates, programs.SCORE: updates - 1}
-    work = roofline.Work(model=experiment.model, sampling=experiment.sampling, minibatches=updates, runs=runs)
-    return roofline.make_phases(compiled, mesh, work, **options)
+    work = report.Work(model=experiment.model, sampling=experiment.sampling, minibatches=updates, runs=runs)
+    return report.make_phases(compiled, mesh, work, **options)
 
 
 def test_a_roofline_by_hand():
@@ -48,7 +48,7 @@ def test_a_roofline_by_hand():
     between = Collective("all-reduce", ("slice",), 2, dcn=True)
     one = phase(sent={gather: 200 * 10**9, reduce: 50 * 10**9, between: 10 * 10**9})
     link_rate = {("fsdp",): 100e9, ("tensor",): 50e9}.__getitem__
-    found = roofline.estimate_times(one, V5E.chip, link_rate)  # 394/197 s; 819/819 s; 2 s and 1 s; 10 GB at 25 Gb/s
+    found = report.estimate_times(one, V5E.chip, link_rate)  # 394/197 s; 819/819 s; 2 s and 1 s; 10 GB at 25 Gb/s
     assert found == Times(compute=2.0, memory=1.0, network=3.0, dcn=3.2)
     assert (found.bound, found.limit) == (3.2, "dcn")
     (row,) = report.time_table([(one, found)], V5E.chip).splitlines()[1:]
@@ -72,7 +72,7 @@ def test_each_misfit_is_reported_on_one_line():
     fits = Compiled(name="old log-probs", seconds=1, memory=gigabytes())
     large = Compiled(name="train step", seconds=1, memory=gigabytes(peak=15))
     refused = Compiled(name="rollout", seconds=1, error="Used 20.00G of 15.75G hbm.")
-    assert memory.describe_misfits([fits, large, refused], V5E) == [
+    assert programs.describe_misfits([fits, large, refused], V5E) == [
         "Does not fit v5e:4x4: the train step needs 18.00 GB on each device, a program may use 16.91",
         "Does not compile for v5e:4x4: the rollout: Used 20.00G of 15.75G hbm.",
     ]
@@ -126,9 +126,9 @@ def test_the_phases_of_conversations_are_prefill_decode_and_replies():
         for name in runs
     )
     assert [(each.name, each.runs) for each in (*prompts, *turns, *replies)] == [
-        (roofline.PREFILL, 1),
-        (roofline.DECODE, 4),
-        (roofline.REPLY, 2),
+        (report.PREFILL, 1),
+        (report.DECODE, 4),
+        (report.REPLY, 2),
     ]
     rows = sampling.prompts * sampling.group / 2 / 16
     (turns,), (replies,) = turns, replies
@@ -154,7 +154,7 @@ def test_the_flops_of_an_update_are_three_forward_passes_and_one_more_with_remat
         assert (part.model_flops, part.flops, part.runs) == (3 * each, passes * each, 2)
 
 
-NAMES = (programs.TRAIN, programs.SCORE, roofline.PREFILL, roofline.DECODE)
+NAMES = (programs.TRAIN, programs.SCORE, report.PREFILL, report.DECODE)
 
 
 def test_the_step_time_needs_every_phase():
@@ -185,10 +185,10 @@ def test_the_step_time_needs_every_phase():
     ],
 )
 def test_learner_and_sampler_alternate_or_overlap(placement, checkpoint_every, takes):
-    seconds = dict(zip((roofline.PUSH, *NAMES), (1.0, 2.0, 1.0, 2.0, 4.0), strict=True))
+    seconds = dict(zip((report.PUSH, *NAMES), (1.0, 2.0, 1.0, 2.0, 4.0), strict=True))
     estimates = [
         (
-            phase(name=name, runs=1, model_flops=197e12 * (name != roofline.PUSH), devices=12),
+            phase(name=name, runs=1, model_flops=197e12 * (name != report.PUSH), devices=12),
             Times(compute=0, memory=t, network=0),
         )
         for name, t in seconds.items()
@@ -212,11 +212,11 @@ def test_the_push_is_bound_by_the_target_with_fewer_devices():
     model = small_experiment.experiment.model
     one, other = chips.parse_topology("v5e:2x2"), chips.parse_topology("v5e:2x2")
     whole = 4 * parameter_count(model)  # float32
-    few = roofline.push_phase(model, mesh(4, one), mesh(2, other))
+    few = report.push_phase(model, mesh(4, one), mesh(2, other))
     ((over, sent),) = few.sent.items()
     assert over == Collective("push", ("fsdp",), 2, dcn=True)
     assert whole / 2 <= sent <= whole / 2 * 1.1  # norms and routers are replicated
-    ((over, sent),) = roofline.push_phase(model, mesh(2, one), mesh(4, one)).sent.items()
+    ((over, sent),) = report.push_phase(model, mesh(2, one), mesh(4, one)).sent.items()
     assert over == Collective("push", ("fsdp",), 4, dcn=False)
     assert whole / 2 <= sent <= whole / 2 * 1.2
 
@@ -242,7 +242,7 @@ def test_the_push_is_bound_by_the_target_with_fewer_devices():
     ],
 )
 def test_the_line_with_the_numbers_of_a_compiler_error_is_kept(message, said):
-    found = memory.summarize_error(message)
+    found = programs.summarize_error(message)
     assert found.endswith(said) and len(found.splitlines()) == 1
 
 
@@ -252,9 +252,9 @@ def test_a_compiler_error_is_part_of_the_report():
     def lower():
         raise jax.errors.JaxRuntimeError("INTERNAL: Ragged all-to-all is not supported here\nat line 325")
 
-    found = memory.compile_program(programs.Program(name="train step", lower=lower, resident=0))
+    found = programs.compile_program(programs.Program(name="train step", lower=lower, resident=0))
     assert found.memory is None
-    assert memory.describe_misfits([found], V5E) == [
+    assert programs.describe_misfits([found], V5E) == [
         "Does not compile for v5e:4x4: the train step: INTERNAL: Ragged all-to-all is not supported here"
     ]
 
@@ -308,9 +308,9 @@ def test_a_program_that_is_too_large_is_reported_with_the_numbers():
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     x = jax.ShapeDtypeStruct((2**18, 2**18), jnp.float32, sharding=replicated)
     program = programs.Program(name="sum", lower=lambda: jax.jit(lambda x: x + 1).lower(x), resident=0)
-    found = memory.compile_program(program)
+    found = programs.compile_program(program)
     assert found.memory is None and "15.75G" in found.error
-    assert len(memory.describe_misfits([found], V5E)) == 1
+    assert len(programs.describe_misfits([found], V5E)) == 1
 
 
 ROWS = ["warm_start=null", "sampling.prompts=16", "sampling.group=2", "schedule.minibatches=1"]
@@ -342,7 +342,7 @@ def test_a_step_compiled_without_tpu_hardware(capsys, sent):
     assert "learner, train step, old log-probs: 16 devices, fsdp=16" in out
     assert "sampler, rollout: 16 devices, data=4, expert=4" in out and out.endswith("Everything fits v5e:4x4.\n")
     assert "No weight is gathered in the loop over tokens." in out
-    assert set(sent) == {programs.TRAIN, programs.SCORE, programs.COPY, roofline.PREFILL, roofline.DECODE}
+    assert set(sent) == {programs.TRAIN, programs.SCORE, programs.COPY, report.PREFILL, report.DECODE}
     for name in (programs.TRAIN, programs.SCORE):
         found = sent[name]
         assert found["all-gather", ("fsdp",), False] > 0, name
@@ -361,7 +361,7 @@ def test_an_update_compiled_for_two_slices():
     model = replace(small.model, num_experts=0, intermediate_size=32)
     experiment = replace(small, model=model, warm_start=None, sampling=replace(small.sampling, prompts=8))
     learner, _ = chips.make_targets(experiment, chips.parse_topology("2xv5e:2x2"))
-    compiled = memory.compile_program(programs.make_programs(experiment, learner.mesh, learner.mesh)[0])
+    compiled = programs.compile_program(programs.make_programs(experiment, learner.mesh, learner.mesh)[0])
     (update,) = make_phases(experiment, compiled, learner.sizes, slices=2)
     assert {each.axes for each in update.sent if not each.dcn} == {("fsdp",)}
     over = Collective("all-reduce", ("slice",), 2, dcn=True)
@@ -423,7 +423,7 @@ def test_a_disaggregated_sampler(topology, part, dcn, capsys, sent, tmp_path):
     """With every program compiled, neither target sends anything to the other slice."""
     assert gspax(placed(tmp_path, staleness=1), "--topology", topology) == 0
     assert f"fsdp=4 of {part}\n" in capsys.readouterr().out
-    assert set(sent) == {programs.TRAIN, programs.SCORE, roofline.PREFILL, roofline.DECODE}
+    assert set(sent) == {programs.TRAIN, programs.SCORE, report.PREFILL, report.DECODE}
     assert {(axes, dcn) for found in sent.values() for _, axes, dcn in found} == {(("fsdp",), False)}
 
 
@@ -440,7 +440,7 @@ def test_expert_and_tensor_axes_add_their_collectives():
         schedule=replace(small.schedule, minibatches=1),
     )
     mesh = make_mesh(experiment.mesh, chips.describe_devices(V5E), experiment.model)
-    compiled = memory.compile_program(programs.make_programs(experiment, mesh, mesh)[0])
+    compiled = programs.compile_program(programs.make_programs(experiment, mesh, mesh)[0])
     (update,) = make_phases(experiment, compiled, dict(mesh.shape))
     found = {(each.kind, each.axes, each.size) for each in update.sent}
     assert ("ragged-all-to-all", ("expert",), 4) in found
@@ -467,5 +467,5 @@ def test_an_update_of_a_30b_model_stays_within_its_memory_budget(file, topology,
     schedule = replace(experiment.schedule, microbatch_rows=0)
     experiment = replace(experiment, sampling=sampling, schedule=schedule, mesh=axes)
     mesh = make_mesh(axes, chips.describe_devices(chips.parse_topology(topology)), experiment.model)
-    found = memory.compile_program(programs.make_programs(experiment, mesh, mesh)[0])
+    found = programs.compile_program(programs.make_programs(experiment, mesh, mesh)[0])
     assert found.error == "" and found.memory.total <= budget

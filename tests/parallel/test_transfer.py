@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gspax.commands.aot import chips, memory
+from gspax.commands.aot import chips, programs
 from gspax.parallel import transfer
 
 DEVICES = jax.devices()
@@ -86,6 +86,6 @@ def test_a_transfer_between_two_tpu_slices_compiles():
     devices = chips.describe_devices(chips.parse_topology("2xv5e:4x4"))
     together = Mesh(np.array(devices), "device")
     shards = jax.ShapeDtypeStruct((32, 128), jnp.bfloat16, sharding=NamedSharding(together, P("device")))
-    with memory._no_persistent_cache():
+    with programs._no_persistent_cache():
         text = transfer._permute.lower(shards, together, 16).compile().as_text()
     assert {device.slice_index for device in devices} == {0, 1} and "xla_megascale" in text

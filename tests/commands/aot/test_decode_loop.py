@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import small_experiment
 
-from gspax.commands.aot import hlo, memory, roofline
-from gspax.commands.aot.hlo import Collective
-from gspax.commands.aot.roofline import Phase
-from gspax.commands.aot.traffic import fetched_at, traffic
+from gspax.commands.aot import hlo, programs, report
+from gspax.commands.aot.hlo import Collective, fetched_at, traffic
+from gspax.commands.aot.report import Phase
 from gspax.config import Sampling
 from gspax.model import presets
 from gspax.parallel.sharding import AXES
@@ -26,7 +25,7 @@ def test_the_need_of_a_token_by_hand():
     rest = 2 * (48 * (2048 * 128 + 2 * 2048 + 2 * 128) + 2048)  # routers and norms
     for part, length in (("start", 1), ("mean", 7169 / 2), ("end", 7168)):
         cache = position * (32 * length + 2 * 1024)
-        found = roofline.needed(part, presets.qwen3_30b_a3b, PAPER, ONES | {"expert": 64})
+        found = report.needed(part, presets.qwen3_30b_a3b, PAPER, ONES | {"expert": 64})
         assert found == pytest.approx(experts + attention + head + rest + cache, rel=1e-6)
 
 
@@ -108,14 +107,14 @@ def test_phases_are_linear_in_equal_layers():
             devices=4,
             moved_at={"mean": 10 + 5 * number},
         )
-        for number in memory.FEW
+        for number in programs.FEW
     )
-    (found,) = roofline.extrapolate_phases([one], [two], 10)
+    (found,) = report.extrapolate_phases([one], [two], 10)
     assert found == replace(one, moved=60, sent={over: 20}, moved_at={"mean": 60})
 
 
 def test_layers_that_are_not_alike_are_all_compiled():
     model = presets.qwen3_30b_a3b
-    assert memory.are_alike(model) and not memory.are_alike(small_experiment.experiment.model)
-    assert not memory.are_alike(replace(model, mlp_only_layers=(0,), intermediate_size=8))
-    assert not memory.are_alike(replace(model, sliding_window=8, sliding_layers=(1,)))
+    assert programs.are_alike(model) and not programs.are_alike(small_experiment.experiment.model)
+    assert not programs.are_alike(replace(model, mlp_only_layers=(0,), intermediate_size=8))
+    assert not programs.are_alike(replace(model, sliding_window=8, sliding_layers=(1,)))

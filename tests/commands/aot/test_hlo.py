@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from gspax.commands.aot import chips, hlo
 from gspax.commands.aot.hlo import Collective
-from gspax.commands.aot.memory import compile_program
-from gspax.commands.aot.programs import Program
+from gspax.commands.aot.programs import Program, compile_program
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (requirements-tpu.txt)"

@@ -3,7 +3,7 @@
 import pytest
 
 from gspax.commands.aot import hlo
-from gspax.commands.aot.traffic import traffic
+from gspax.commands.aot.hlo import traffic
 
 INSIDE = """
 %sums (p0: f32[64], p1: f32[64]) -> f32[64] {

@@ -137,7 +137,7 @@ def _call_kernel(
 
 
 def _operands(k_XKTH: Weight, v_XKTH: Weight) -> tuple[list[Array], list[Array]]:
-    """The last operands (see `commands.aot.traffic`): the scales of keys and values, if any, and their numbers."""
+    """The last operands (see `commands.aot.hlo`): the scales of keys and values, if any, and their numbers."""
     if is_quantized(k_XKTH) and is_quantized(v_XKTH):
         return [k_XKTH.scale, v_XKTH.scale], [k_XKTH.values, v_XKTH.values]
     return [], [k_XKTH, v_XKTH]
