@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from gspax.commands import environment
-from gspax.commands.benchmarks import limits, steps
+from gspax.commands import benchmarks, environment
 from gspax.errors import FailureError, UserError
 from gspax.rewards import code
 from gspax.rewards.workers import worker
@@ -62,8 +61,8 @@ def test_the_settings_of_a_process_are_found(macos):
 
 
 def test_the_clock_and_the_memory_of_a_benchmark_are_read(macos):
-    assert steps.age() > 0
-    assert limits.peak_memory() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert benchmarks.age() > 0
+    assert benchmarks.peak_memory() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def test_answers_are_compared_without_a_limit_of_memory(macos):

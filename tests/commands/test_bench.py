@@ -7,9 +7,8 @@ import pytest
 import tiny
 from small_experiment import experiment
 
-from gspax.commands import bench
-from gspax.commands.benchmarks import limits, sampler_speed, steps
-from gspax.commands.benchmarks.figures import Limits, table
+from gspax.commands import bench, benchmarks
+from gspax.commands.benchmarks import Limits, table
 from gspax.errors import UserError
 from gspax.model.sizes.counts import forward_flops
 from gspax.training.runtime import make_runtime
@@ -47,7 +46,7 @@ def test_figures_divide_work_by_median_seconds():
 
     sampling = replace(experiment.sampling, prompts=1000, group=4, max_prompt_tokens=5)
     measured = [metrics(9), metrics(1), metrics(0.1)]
-    found = steps.figures(experiment.model, sampling, measured, scored=0.5, epochs=2)
+    found = benchmarks.phases(experiment.model, sampling, measured, scored=0.5, epochs=2)
     limits = Limits(matmul_flops=1e9, copy_bytes=1e9)
     rows = {line.split()[0]: line.split()[1:] for line in table(found, limits).splitlines()[1:]}
     each = forward_flops(experiment.model, 8)
@@ -65,7 +64,7 @@ def test_figures_divide_work_by_median_seconds():
             *(f"{seconds[phase]:.3f}", f"{seconds[phase]:.3f}"),
             *(f"{tokens / seconds[phase]:,.0f}", f"{rate / 1e9:.2f}", f"{rate / 1e9:.1%}"),
         ]
-    unscored = steps.figures(experiment.model, sampling, measured, scored=0.0)
+    unscored = benchmarks.phases(experiment.model, sampling, measured, scored=0.0)
     assert [figure.name for figure in unscored] == ["rollout", "train", "step"]
 
 
@@ -73,7 +72,7 @@ def test_a_first_update_that_scores_leaves_the_other_minibatches_to_score():
     schedule = replace(experiment.schedule, minibatches=4)
     variants = {0.75: {"schedule": schedule}, 1: {"routing_replay": "old"}, 0: {"old_logp": "sampler"}}
     for share, changes in variants.items():
-        assert steps.scored_share(make_runtime(replace(experiment, **changes))) == share
+        assert benchmarks.scored_share(make_runtime(replace(experiment, **changes))) == share
 
 
 def test_bytes_that_drawing_needs_by_hand():
@@ -82,28 +81,27 @@ def test_bytes_that_drawing_needs_by_hand():
     weights = 23 * 16 + 3 * (ATTENTION + NORMS + 16 * 5 + 5 * 3 * 16 * 12)  # all 5 experts: 4 samples choose 8
     position = 3 * 2 * 2 * 8
     cache = (1 + 6 + 3 + 3 + 5 * (3 + 2)) * position
-    assert sampler_speed.bytes_needed(tiny.MOE, sampling, [1, 3, 2, 2]) == 4 * (3 * weights + cache)
-    two = sampler_speed.bytes_needed(tiny.MOE, replace(sampling, slots=2), [1, 3, 2, 2])
+    assert benchmarks.bytes_needed(tiny.MOE, sampling, [1, 3, 2, 2]) == 4 * (3 * weights + cache)
+    two = benchmarks.bytes_needed(tiny.MOE, replace(sampling, slots=2), [1, 3, 2, 2])
     fewer = weights - 3 * 3 * 16 * 12  # 2 slots choose 4 experts at most
     assert two == 4 * (4 * fewer + cache)  # 8 tokens take 4 steps
 
 
 def test_ragged_samples_have_the_mean_length_and_a_quarter_as_many_slots():
     sampling = replace(experiment.sampling, prompts=16, group=8, max_tokens=64)
-    found = {case.name: case for case in sampler_speed.cases(replace(tiny.MOE, vocab_size=512), sampling)}
+    found = {case.name: case for case in benchmarks.cases(replace(tiny.MOE, vocab_size=512), sampling)}
     assert list(found) == ["equal", "short", "long", "40 experts", "ragged", "64 slots"]
     slots = found["64 slots"]
     assert (slots.sampling.prompts * slots.sampling.group, slots.sampling.slots) == (256, 64)
     assert slots.sampling.max_tokens == 256 and 512 / len(slots.stop_ids) == 32
-    assert "40 experts" not in {case.name for case in sampler_speed.cases(tiny.CONFIGS["dense"], sampling)}
+    assert "40 experts" not in {case.name for case in benchmarks.cases(tiny.CONFIGS["dense"], sampling)}
 
 
 @pytest.fixture
 def small(monkeypatch):
     """One layer, two steps: each part is measured, at the price of few compilations."""
-    monkeypatch.setattr(steps, "STEPS", 1)
-    monkeypatch.setattr(limits, "matmul_ceiling", lambda dtype: 1e9)
-    monkeypatch.setattr(limits, "copy_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(benchmarks, "STEPS", 1)
+    monkeypatch.setattr(benchmarks, "measure_limits", lambda dtype: Limits(1e9, 1e9))
     model = replace(tiny.CONFIGS["dense"], num_hidden_layers=1, vocab_size=experiment.model.vocab_size)
     sampling = replace(experiment.sampling, prompts=8, group=2, max_tokens=2)
     return replace(experiment, model=model, sampling=sampling, schedule=replace(experiment.schedule, minibatches=1))
@@ -127,9 +125,9 @@ def test_a_whole_step_and_scoring_are_measured_and_traced(small, tmp_path):
 
 
 def test_every_case_is_drawn(small, monkeypatch):
-    one = next(sampler_speed.cases(small.model, small.sampling))
-    monkeypatch.setattr(sampler_speed, "cases", lambda model, sampling: [one])
-    [figure] = sampler_speed.measure_drawing(make_runtime(small))
+    one = next(benchmarks.cases(small.model, small.sampling))
+    monkeypatch.setattr(benchmarks, "cases", lambda model, sampling: [one])
+    [figure] = benchmarks.measure_sampling(make_runtime(small))
     assert figure.name == "drawing, equal" and figure.tokens == 8 * 2 * 2
 
 

@@ -1,6 +1,6 @@
 """`gspax bench`: how fast an experiment samples and trains on this machine.
 
-It times `training.step.run_step`, which `gspax train` runs, beside what the machine can do at most. Seconds are medians
+It times `training.step.run_step`, which `gspax train` runs, and what the machine can do at most. Seconds are medians
 over the calls after the first, which compiles.
 """
 
@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import gspax
 from gspax.commands import processes
@@ -28,7 +28,7 @@ PARTS = ("step", "drawing", "scoring")
 def make_parser() -> Parser:
     parser = subcommand_parser(
         "bench",
-        "Measure how fast an experiment samples and trains on this machine, beside the machine's limits.",
+        "Measure how fast an experiment samples and trains on this machine, compared with the machine's limits.",
         "gspax bench experiments/sort_gspo.py --parts step,drawing --json bench.json sampling.prompts=128",
     )
     add_experiment(parser)
@@ -67,43 +67,40 @@ def execute(options: argparse.Namespace) -> int:
 
 def run(
     experiment: Experiment, parts: tuple[str, ...], trace: Path | None, show: Callable[[str], None]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Measure the parts, print them, and return what `--json` writes."""
     import jax
 
-    from gspax.commands.benchmarks import limits, sampler_speed, steps
-    from gspax.commands.benchmarks.figures import Limits, table
+    from gspax.commands import benchmarks
     from gspax.training.runtime import make_runtime
 
     runtime = make_runtime(experiment)
-    figures, facts = [], {}
+    figures: list[benchmarks.Figure] = []
+    facts: dict[str, object] = {}
     if "step" in parts:  # first, for the sake of the first step and of the peak
-        measured = steps.measure_steps(runtime, trace)
+        measured, peak = benchmarks.measure_steps(runtime, trace), benchmarks.peak_memory()
         facts = {name: value for name, value in vars(measured).items() if name != "metrics"}
-        facts["peak_memory_bytes"] = limits.peak_memory()
-        cpu, cached = measured.first_step_cpu_s, measured.cached_programs
+        facts["peak_memory_bytes"] = peak
         show(
-            f"first step done {measured.first_step_s:.1f} s after the start ({cpu:.1f} CPU s); {measured.programs} "
-            f"programs compiled in {measured.compile_s:.1f} s ({cached} read from the cache)"
+            f"first step done {measured.first_step_s:.1f} s after the start ({measured.first_step_cpu_s:.1f} CPU s); "
+            f"{measured.programs} programs compiled in {measured.compile_s:.1f} s "
+            f"({measured.cached_programs} read from the cache)"
         )
-        show(f"peak memory {facts['peak_memory_bytes'] / 2**30:.2f} GiB")
-        figures += steps.figures(
-            experiment.model,
-            experiment.sampling,
-            measured.metrics,
-            scored=steps.scored_share(runtime),
-            epochs=experiment.schedule.epochs,
+        show(f"peak memory {peak / 2**30:.2f} GiB")
+        scored, epochs = benchmarks.scored_share(runtime), experiment.schedule.epochs
+        figures += benchmarks.phases(
+            experiment.model, experiment.sampling, measured.metrics, scored=scored, epochs=epochs
         )
     if "drawing" in parts:
-        figures += sampler_speed.measure_drawing(runtime)
+        figures += benchmarks.measure_sampling(runtime)
     if "scoring" in parts:
-        figures.append(sampler_speed.measure_scoring(runtime))
-    ceiling = Limits(limits.matmul_ceiling(experiment.model.dtype), limits.copy_bandwidth())
+        figures.append(benchmarks.measure_logprobs(runtime))
+    limits = benchmarks.measure_limits(experiment.model.dtype)
     devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    show(table(figures, ceiling))
+    show(benchmarks.table(figures, limits))
     show(
-        f"limits, measured: matmul {ceiling.matmul_flops / 1e9:.1f} GFLOP/s ({experiment.model.dtype}), "
-        f"copy {ceiling.copy_bytes / 1e9:.1f} GB/s ({devices})"
+        f"limits, measured: matmul {limits.matmul_flops / 1e9:.1f} GFLOP/s ({experiment.model.dtype}), "
+        f"copy {limits.copy_bytes / 1e9:.1f} GB/s ({devices})"
     )
     if trace is not None:
         show(f"trace of one step: {trace} (open perfetto_trace.json.gz in ui.perfetto.dev, or the folder in XProf)")
@@ -112,13 +109,13 @@ def run(
         "jax": metadata.version("jax"),
         "experiment": experiment.name,
         "devices": devices,
-        "limits": vars(ceiling),
+        "limits": vars(limits),
         **facts,
-        "figures": [figure.to_json(ceiling) for figure in figures],
+        "figures": [figure.to_json(limits) for figure in figures],
     }
 
 
-def write(path: Path | None, result: dict[str, Any], overrides: Sequence[str]) -> None:
+def write(path: Path | None, result: dict[str, object], overrides: Sequence[str]) -> None:
     """Write the JSON file, if one is wanted."""
     if path is not None:
         path.write_text(json.dumps({"overrides": list(overrides), **result}, indent=1) + "\n", encoding="utf-8")
