@@ -8,6 +8,7 @@ from gspax.config import Evaluation, Experiment, ModelConfig, Optimizer, Samplin
 from gspax.data import Problem
 from gspax.data.tasks import sort
 from gspax.learner.objective import Objective, make_objective
+from gspax.rewards.environments import Step
 
 
 def share_right(problem, completion):
@@ -60,6 +61,17 @@ class Spoiled:
 
     def heldout(self, index):
         return self.inner.heldout(index)
+
+
+class Countdown:
+    """Replies with the number of messages that are left, 0 to 2 at first."""
+
+    def reset(self, problem):
+        return int(problem.prompt[:-1]) % 3, [{"role": "user", "content": problem.prompt}]
+
+    def step(self, state, message):
+        reply = {"role": "user", "content": str(state)}
+        return Step(state - 1, [reply], done=state == 0, metrics={"letters": float(len(message))})
 
 
 def objective_of(variant: Experiment) -> Objective:

@@ -7,7 +7,7 @@ import pytest
 from small_experiment import experiment
 
 from gspax import advantages, losses
-from gspax.config import Calibration, PartialRollouts, Placement, Reference, Regularizers, RouterShift
+from gspax.config import Calibration, Placement, Reference, Regularizers, RouterShift
 from gspax.experiment import override, validate, warnings
 from gspax.losses import correction, kl
 
@@ -22,8 +22,6 @@ def own_correction(old_logp, sampler_logp, mask):
 
 
 PACKED = replace(experiment.schedule, microbatch_tokens=64)
-PARTIAL = Placement(devices=1, staleness=1, partial=PartialRollouts())
-CHUNKS = replace(experiment.sampling, chunk=2)
 UNSCORED = {"old_logp": "sampler"}
 DENSE = replace(experiment.model, num_experts=0, intermediate_size=32)
 WRONG = [
@@ -54,10 +52,6 @@ WRONG = [
     ),
     ({"routing_replay": True}, "routing_replay: wanted 'off' or 'old' or 'sampler', got True"),
     ({"router_shift": RouterShift(floor=0.0)}, "router_shift.floor: wanted above 0 and at most 1, got 0"),
-    (
-        {"routing_replay": "sampler", "placement": PARTIAL, "sampling": CHUNKS},
-        "routing_replay: wanted off or old with",
-    ),
     (UNSCORED | {"correction": correction.truncate_geometric}, "correction: wanted old_logp=scored, got sampler, with"),
     (UNSCORED | {"calibration": Calibration()}, "calibration: wanted old_logp=scored, got sampler"),
     (UNSCORED | {"router_shift": RouterShift()}, "router_shift: wanted old_logp=scored, got sampler"),

@@ -387,11 +387,14 @@ def test_a_run_of_two_processes_equals_that_of_one(start, tmp_path):
 
 
 EIGHT_BITS = ["sampling.kv_cache_dtype=int8", "sampling.weights_dtype=int8"]
+TALKING_OVERRIDES = ["turns.limit=2", "sampling.max_tokens=12"]
+TALKING = "environment=Countdown(), tokenizer=CharChat(small.tokenizer), "
 EVERYTHING = """
 from dataclasses import replace
 from functools import partial
-from small_experiment import experiment as small, Spoiled
+from small_experiment import experiment as small, Countdown, Spoiled
 from gspax import config, losses
+from gspax.data import CharChat
 from gspax.losses import kl
 from gspax.config.optimizers import adamw
 experiment = replace(
@@ -448,15 +451,16 @@ def test_a_checkpoint_of_four_processes_resumes_on_one_and_on_two(start, tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("settings", "ages", "drawn"),
+    ("settings", "ages", "drawn", "fields"),
     [
-        ("staleness=1", [0, 1, 0, 1], []),
-        ("staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)", None, []),
-        ("staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)", None, EIGHT_BITS),
+        ("staleness=1", [0, 1, 0, 1], [], ""),
+        ("staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)", None, [], ""),
+        ("staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)", None, EIGHT_BITS, ""),
+        ("staleness=2, partial=config.PartialRollouts(carried=4, ahead=1)", None, TALKING_OVERRIDES, TALKING),
     ],
-    ids=["whole", "partial", "partial, 8 bits"],
+    ids=["whole", "partial", "partial, 8 bits", "partial, conversations"],
 )
-def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages, drawn):
+def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages, drawn, fields):
     """Four processes, two of them for the sampler; then two, one of them; compared with one process of four devices."""
     file = tmp_path / "disaggregated.py"
     overrides = ["schedule.checkpoint_every=2", "schedule.steps=4", *drawn]
@@ -465,8 +469,8 @@ def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages, drawn)
         overrides += ["model.num_hidden_layers=1", "model.num_experts=0", "model.intermediate_size=32"]
         overrides += ["schedule.eval_every=0", "evaluation.problems=8", "evaluation.samples=4"]
     data = "Spoiled(small.data, raising=(1, 60), too_long=(6, 12))"
-    placement = f"experiment = replace(experiment, data={data}, placement=config.Placement(devices=2, {settings}))\n"
-    file.write_text(EVERYTHING + placement)
+    fields += f"data={data}, placement=config.Placement(devices=2, {settings})"
+    file.write_text(f"{EVERYTHING}experiment = replace(experiment, {fields})\n")
     finished(start(1, 4, tmp_path / "one", *overrides, file=str(file)))
     finished(start(4, 1, tmp_path / "many", *overrides, "schedule.steps=2", file=str(file)))
     finished(start(2, 2, tmp_path / "many", *overrides, file=str(file)))
@@ -476,6 +480,8 @@ def test_a_sampler_on_separate_processes(start, tmp_path, settings, ages, drawn)
     many, one = ([row for row in rows if "policy/loss" in row] for rows in (many, one))
     assert [row["rollout/staleness"] for row in many] == [row["rollout/staleness"] for row in one]
     if ages is None:
+        for name in ("reward/mean", "response/length_mean", "rollout/turns"):
+            assert [row.get(name) for row in many] == [row.get(name) for row in one]
         assert [row["rollout/carried"] for row in many] == [4, 0, 4, 0]
         assert [row["rollout/staleness_max"] for row in many] == [row["rollout/staleness_max"] for row in one]
     else:

@@ -44,7 +44,7 @@ def from_scratch(model, params, rollout, key, sampling):
     T = rollout.tokens_BT.shape[1]
     segment_BT = jnp.asarray((np.arange(T)[None] < np.asarray(total_B)[:, None]).astype(np.int32))
     outputs = forward(params, model, rollout.tokens_BT, segment_BT, mesh=tiny.one_device())
-    hidden_BTD, _ = transformer.apply(params, model, rollout.tokens_BT, segment_BT, mesh=tiny.one_device())
+    hidden_BTD, routing = transformer.apply(params, model, rollout.tokens_BT, segment_BT, mesh=tiny.one_device())
     logits_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, transformer.head(params))
     id_B = np.repeat(IDS, G) + np.tile(np.arange(G, dtype=np.uint32), P)
 
@@ -54,7 +54,7 @@ def from_scratch(model, params, rollout, key, sampling):
 
     by_position = jax.vmap(draw, in_axes=(None, 0, 0))
     drawn_BT = jax.vmap(by_position, in_axes=(0, None, 0))(id_B, jnp.arange(1, T), logits_BTV[:, :-1])
-    return outputs.logp_BT, jnp.pad(drawn_BT, ((0, 0), (1, 0)))
+    return outputs.logp_BT, jnp.pad(drawn_BT, ((0, 0), (1, 0))), routing
 
 
 LONG = (100, 50)  # positions in several segments of the cache, and replies of several blocks
@@ -66,6 +66,7 @@ EIGHT_BITS = ("moe", "tied", "some layers slide")
     [
         ("dense", (60, 16), ("auto", "auto")),
         ("dense", (60, 16), ("int8", "int8")),
+        ("moe", (60, 16), ("auto", "auto")),
         *(
             pytest.param(name, LONG, (dtype, cached), marks=pytest.mark.slow)
             for name, dtype, cached in (
@@ -80,7 +81,7 @@ def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
     model, rng, key = tiny.CONFIGS[name], np.random.default_rng(0), jax.random.key(1)
     sampling = Sampling(prompts=P, group=G, max_prompt_tokens=8, max_tokens=size[0], kv_cache_dtype=dtypes[1])
     whole = rounded(tiny.params(model), model) if dtypes[0] == "int8" else tiny.params(model)
-    options = tiny.options(model, sampling, STOPS, turns=True)
+    options = tiny.options(model, sampling, STOPS, turns=True, keep_experts=True)
     params = make_inference_weights(tiny.params(model), model, tiny.one_device(), weights_dtype=dtypes[0])
     tokens_PS = rng.integers(4, 23, (P, 8)).astype(np.int32)
     state, _ = chunks.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
@@ -95,7 +96,7 @@ def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
     state, _ = chunks.advance_chunk(params, state, key, 0, options=options)
     rollout = assemble(tokens_PS, state, options=options)
 
-    logp_BT, drawn_BT = from_scratch(model, whole, rollout, key, sampling)
+    logp_BT, drawn_BT, routing = from_scratch(model, whole, rollout, key, sampling)
     mask_BT = np.asarray(rollout.mask_BT)
     error = np.abs(rollout.logp_BT - logp_BT)[mask_BT]
     if dtypes[1] == "int8":  # the rounding of keys and values, which whole passes do not have
@@ -103,6 +104,12 @@ def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
     else:
         assert error.max() < (1e-5 if dtypes[0] == "auto" else 1e-4)
         np.testing.assert_array_equal(np.asarray(rollout.tokens_BT)[mask_BT], np.asarray(drawn_BT)[mask_BT])
+        if routing is not None:
+            run_BT = (
+                np.arange(mask_BT.shape[1])[None] < np.asarray(rollout.prompt_length_B + rollout.length_B)[:, None] - 1
+            )
+            experts = np.where(run_BT[None, ..., None], routing.expert, model.num_experts)
+            np.testing.assert_array_equal(np.asarray(rollout.expert_BLTA).swapaxes(0, 1), experts)
     assert not np.asarray(rollout.logp_BT)[~mask_BT].any()
     for row in range(P * G):
         start = LENGTHS[row // G]
@@ -282,6 +289,16 @@ def test_limits_of_turns_and_tokens_cut_conversations():
     assert cut and not any(row.finished for row in cut)
     rollout, rows = hold(Counting(turns=9), turns=Turns(limit=9), max_tokens=12)
     assert (np.asarray(rollout.length_B) <= 12).all() and not any(row.finished for row in rows if not row.error)
+
+
+def test_a_conversation_ends_with_the_token_after_a_reply_that_leaves_room_for_one():
+    alone = {"problems": PROBLEMS[:1], "ids": (3,), "group": 1}
+    _, (row,) = hold(Counting(), **alone)
+    (_, end), *others = row.turns.spans
+    assert others, "the environment has replied"
+    rollout, (row,) = hold(Counting(), max_tokens=end + len("k0l") + 1, **alone)
+    assert row.turns.spans == ((0, end), (end + 3, end + 4)) and rollout.length_B.tolist() == [end + 4]
+    assert not row.finished and not row.error and not rollout.finished_B.any()
 
 
 def test_a_late_step_costs_its_own_conversation():

@@ -6,10 +6,11 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from small_experiment import Spoiled, experiment
+from small_experiment import Countdown, Spoiled, experiment
 
 from gspax import config
-from gspax.config import Grading, Lora, PartialRollouts, Placement, Sampling
+from gspax.config import Grading, Lora, PartialRollouts, Placement, Sampling, Turns
+from gspax.data import CharChat
 from gspax.data.problem import Problem
 from gspax.experiment.validation import validate
 from gspax.learner.metrics import staleness_metrics
@@ -48,6 +49,15 @@ PARTIAL = replace(
     evaluation=config.Evaluation(problems=8),
     placement=Placement(devices=4, staleness=2, partial=PartialRollouts(carried=CARRIED, ahead=2)),
 )
+
+
+TALKING = replace(
+    PARTIAL,
+    environment=Countdown(),
+    tokenizer=CharChat(PARTIAL.tokenizer),
+    turns=Turns(limit=2),
+    sampling=replace(PARTIAL.sampling, max_tokens=40),
+)
 SPOILED = Spoiled(Numbered(), raising=(7, 34), too_long=(32, 43))  # 32 ends a checkpoint's batch, 34 begins the next
 CLOCKS = ("time/", "cpu/", "perf/")
 
@@ -72,9 +82,9 @@ def draw_batches(runtime, *, renew):
     return batches, in_flight, states
 
 
-@pytest.fixture(scope="module")
-def runtime():
-    return make_runtime(PARTIAL)
+@pytest.fixture(scope="module", params=[PARTIAL, TALKING], ids=["completions", "conversations"])
+def runtime(request):
+    return make_runtime(request.param)
 
 
 def problems_of(batch):
@@ -132,7 +142,7 @@ def check_completions(batches, wanted):
 
 
 def test_problems_that_cannot_be_used_are_skipped_and_change_no_other_sample(runtime, capsys):
-    spoiled = replace(runtime, experiment=replace(PARTIAL, data=SPOILED), skipped=Skipped(0.01))
+    spoiled = replace(runtime, experiment=replace(runtime.experiment, data=SPOILED), skipped=Skipped(0.01))
     batches, in_flight, states = draw_batches(spoiled, renew=False)
     bad = {*SPOILED.raising, *SPOILED.too_long}
     check_problems(batches, in_flight, bad)
@@ -173,7 +183,8 @@ def test_rewards_start_as_samples_end_and_each_is_given_once(runtime):
         return float(len(completion))
 
     with reward_calls(reward, Grading()) as rewards:
-        mine = replace(runtime, rewards=rewards)
+        interaction = runtime.interaction and replace(runtime.interaction, rewards=rewards)
+        mine = replace(runtime, rewards=rewards, interaction=interaction)
         state, pool = init_state(PARTIAL.model, runtime.optimizer, jax.random.key(0), runtime.mesh), None
         for done in range(2):
             batch, pool = next_partial(mine, state, pool)
@@ -183,8 +194,31 @@ def test_rewards_start_as_samples_end_and_each_is_given_once(runtime):
             for number, each in enumerate(graded):
                 assert each.texts.prompt == batch.problems[number // G].prompt
                 assert each.length == len(completions(batch.rollout)[number][0])
-                assert each.reward == len(each.texts.completion)
-            assert len(calls) == (done + 1) * P * G + len(pool.started)
+                assert each.reward in map(len, each.texts.completion.split("\n")), "of a completion, or of a message"
+            assert len(calls) == (done + 1) * P * G + len(pool.rows.started)
+
+
+def test_a_rollout_out_of_the_pool_has_the_experts_of_a_whole_one():
+    """With replies, among conversations that were carried over."""
+    runtime = make_runtime(replace(TALKING, model=experiment.model, routing_replay="sampler"))
+    batches, _, states = draw_batches(runtime, renew=False)
+    params, compared = runtime.sampler.push(states[0].params), 0
+    for batch in batches[:2]:
+        wanted = {}
+        for first in sorted({index - index % P for index in problems_of(batch)}):
+            rollout = jax.device_get(in_flight.draw(whole(runtime), params, states[0], first).rollout)
+            wanted |= {first + row // G: [] for row in range(P * G)}
+            for row in range(P * G):
+                wanted[first + row // G].append(
+                    rollout.expert_BLTA[row, :, : rollout.prompt_length_B[row] + rollout.length_B[row]]
+                )
+        got = jax.device_get(batch.rollout)
+        for group, index in enumerate(problems_of(batch)):
+            for number, expert_LTA in enumerate(wanted[index]):
+                total = expert_LTA.shape[1]
+                np.testing.assert_array_equal(got.expert_BLTA[group * G + number, :, :total], expert_LTA)
+                compared += (expert_LTA < 4).sum()
+    assert compared > 1000 and got.reply_B.any()
 
 
 def pool_of(problems, policies):
@@ -260,6 +294,8 @@ def test_settings_that_cannot_work_are_rejected(changes, wanted):
 @pytest.mark.parametrize(
     "changes",
     [
+        {name: getattr(TALKING, name) for name in ("environment", "tokenizer", "turns")}
+        | {"sampling": {"max_tokens": 40}},
         {"model": replace(PARTIAL.model, dtype="bfloat16"), "lora": Lora(rank=2)},
         {
             "model": replace(experiment.model, sliding_window=3, sliding_layers=(0,)),
@@ -272,7 +308,7 @@ def test_settings_that_cannot_work_are_rejected(changes, wanted):
             "sampling": {"group": 2},
         },
     ],
-    ids=["bfloat16 and LoRA", "window, slots, unusable problems", "8 bits", "groups on several devices, nothing ahead"],
+    ids=["conversations", "bfloat16 and LoRA", "window, slots, unusable problems", "8 bits", "split groups"],
 )  # fmt: skip
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, changes):
     run = replace(PARTIAL, **{**changes, "sampling": replace(PARTIAL.sampling, **changes.get("sampling", {}))})

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspax.config import ModelConfig
+from gspax.config import ModelConfig, is_sparse
 from gspax.model.decoding import (
     Cache,
     LayerCache,
@@ -45,43 +45,45 @@ def extend(
     slots: Slots,
     *,
     mesh: jax.sharding.Mesh,
-) -> tuple[Array, Cache]:
-    """Run and cache the slots' new tokens: the final hidden state of each slot's last one `[W, D]`, and the cache.
+) -> tuple[Array, Cache, Array]:
+    """Run and cache the slots' new tokens: the final hidden state of each slot's last one `[W, D]`, the cache, and the
+    experts int32 `[W, X, L, A]`.
 
     Args:
       params: inference weights.
       tokens_WX: int32; X is at most `BLOCK` or a multiple of it. Only the first `count_W` of a row are read.
       cache: with room for them.
       slots: where they go. The cache of a slot without new tokens keeps what it holds, and its hidden state is
-        undefined.
+        undefined; so are the experts of all positions that are not read.
     """
     W, X = tokens_WX.shape
-    M = min(X, BLOCK)
+    M, L = min(X, BLOCK), sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
 
-    def run(block: Array, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
-        last_WD, cache = carry
+    def run(block: Array, carry: tuple[Array, Cache, Array]) -> tuple[Array, Cache, Array]:
+        last_WD, cache, expert_WXLA = carry
         count_W = jnp.clip(slots.count_W - block * M, 0, M)
         part = slots._replace(first=slots.first + block * M, count_W=count_W)
         tokens_WM = jax.lax.dynamic_slice_in_dim(tokens_WX, block * M, M, axis=1)
-        hidden_WMD, cache = _run_block(params, config, tokens_WM, cache, part, mesh)
+        hidden_WMD, cache, expert_WMLA = _run_block(params, config, tokens_WM, cache, part, mesh)
         at_W11 = jnp.maximum(count_W - 1, 0)[:, None, None]
         here_WD = jnp.take_along_axis(hidden_WMD, at_W11, axis=1)[:, 0]
-        return jnp.where(count_W[:, None] > 0, here_WD, last_WD), cache
+        expert_WXLA = jax.lax.dynamic_update_slice_in_dim(expert_WXLA, expert_WMLA, block * M, axis=1)
+        return jnp.where(count_W[:, None] > 0, here_WD, last_WD), cache, expert_WXLA
 
-    begin = jnp.zeros((W, config.hidden_size), config.dtype), cache
+    expert_WXLA = jnp.zeros((W, X, L, config.num_experts_per_tok), jnp.int32)
+    begin = jnp.zeros((W, config.hidden_size), config.dtype), cache, expert_WXLA
     with jax.named_scope("extend"):
         return jax.lax.fori_loop(0, -(-slots.count_W.max() // M), run, begin)
 
 
 def _run_block(
     params: Params, config: ModelConfig, tokens_WM: Array, cache: Cache, slots: Slots, mesh: jax.sharding.Mesh
-) -> tuple[Array, Cache]:
+) -> tuple[Array, Cache, Array]:
     index_1M = jnp.arange(tokens_WM.shape[1])[None]
     position_WM = (slots.prompt_length_W + slots.first)[:, None] + index_1M
     attend = attend_over_cache(_attend_local, slots, config, mesh)
     shared = LayerInputs(rotary_angles(position_WM, config), index_1M < slots.count_W[:, None], attend, mesh)
-    hidden_WMD, cache, _ = run_layers(params, config, tokens_WM, shared, cache)
-    return hidden_WMD, cache
+    return run_layers(params, config, tokens_WM, shared, cache)
 
 
 def _attend_local(

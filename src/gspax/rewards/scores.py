@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any, SupportsFloat
 
 from gspax.config import Grading
-from gspax.config.protocols import Reward
+from gspax.config.protocols import Reward, Step
 from gspax.errors import shorten
-from gspax.rewards.calls import Calls
+from gspax.rewards.calls import Calls, Failure
 
 FAILED = (
     "late",
@@ -125,6 +125,16 @@ def to_result(value: Any) -> Result:
     if not rewards or not all(abs(number) <= LARGEST for number in (*rewards, *whole.parts.values())):  # false for NaN
         return Result((), f"wanted finite numbers up to ±1e18, got {shorten(repr(value))}")
     return Result(rewards, whole.error, whole.parts, whole.reason, names)
+
+
+def read_step(value: object) -> Step | Failure:
+    """The return value of `step`, with its reward as a float, or what is wrong with it."""
+    if not isinstance(value, Step):
+        return Failure(f"wanted a gspax.rewards.environments.Step, got {type(value).__name__}")
+    result = to_result(value.reward)
+    if result.error or len(result.rewards) != 1:
+        return Failure(f"reward: {result.error or 'wanted one number, got several'}")
+    return value._replace(reward=result.rewards[0])
 
 
 def _join(texts: Iterable[tuple[str, str]]) -> str:

@@ -1,8 +1,8 @@
 """Conversations of the policy with an environment: turns are sampled on the devices, replies come from the host.
 
 Slots are advanced until none is active (or for `sampling.chunk` tokens), the environment answers the turns that have
-ended, each in the process that has its row, and the replies are run together. So what is computed does not depend on
-how long a reply takes. The experiment's reward judges the last message of each conversation.
+ended, each in the process that has its row, and the replies are run together. Nothing that is computed depends on how
+long a reply takes. The experiment's reward grades the last message of each conversation.
 
 Axes: B conversations, as in `engine`.
 """
@@ -13,31 +13,29 @@ import copy
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 
 from gspax.config import Grading, Turns
-from gspax.config.protocols import ConversationTokenizer, Environment, Step, Tokenizer
-from gspax.data.problem import Problem, encode_prompt
+from gspax.config.protocols import ConversationTokenizer, Environment, Message, Problem, Step, Tokenizer
+from gspax.data.problem import encode_prompt
 from gspax.data.tokenizer import check_ids
+from gspax.errors import UserError, describe_error
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rewards.calls import Calls, Failure
-from gspax.rewards.environments.demonstrations import encode_first
-from gspax.rewards.environments.steps import reset, step_calls
-from gspax.rewards.scores import Result
+from gspax.rewards.scores import Result, read_step
 from gspax.rollout.completion import GradedTurns
 from gspax.rollout.grading import Started, StartedReward
 from gspax.run import interrupt
 from gspax.sampler import chunks
 from gspax.sampler.conversations import Replies, pad_replies
 from gspax.sampler.engine import SampleOptions
-from gspax.sampler.sampler import assemble, place_prompts, split_rows
+from gspax.sampler.sampler import assemble, lengths_to_host, place_prompts, split_rows
 from gspax.types import Array, Params, Rollout
 
 VERSION = np.int32(0)  # of the parameters, which stay the same
-ON_HOST = ("prompt_length_B", "length_B", "reply_B")  # fields of a rollout
 
 
 class Ready(NamedTuple):
@@ -45,7 +43,7 @@ class Ready(NamedTuple):
 
     problem: Problem
     prompt: Sequence[int]  # tokens; with an environment those of its first messages
-    state: Any = None  # of the environment
+    state: object = None  # of the environment
 
 
 @dataclass
@@ -53,7 +51,7 @@ class Episode:
     """An unfinished conversation in the process that has its row. Positions count from the end of the prompt."""
 
     problem: Problem
-    state: Any  # of the environment
+    state: object  # of the environment
     start: int = 0  # of the turn
     spans: list[tuple[int, int]] = field(default_factory=list)  # of the turns that have ended; the ends are exclusive
     rewards: list[float] = field(default_factory=list)  # of these turns
@@ -64,20 +62,20 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class Conversations:
-    """The conversations of this process's rows."""
+class RowsOnHost:
+    """The host's side of the rows that are being sampled: of its own rows each process has problems and rewards."""
 
     ready: list[Ready | None]  # problems, each with as many rows as the others
-    open: dict[int, Episode] = field(default_factory=dict)  # by row; those of which a turn has ended
-    started: Started = field(default_factory=dict)  # rewards of those that have ended, by row
-    finished: dict[int, bool] = field(default_factory=dict)  # of these: neither tokens nor turns ran out
+    ended_B: np.ndarray  # bool, in every process: the sample has ended, and its reward was started
+    started: Started = field(default_factory=Started)  # these rewards, by row
+    open: dict[int, Episode] = field(default_factory=dict)  # conversations of which a turn has ended, by row
 
-    def find(self, row: int, rows: int) -> Episode:
-        """The open conversation of one of all rows."""
+    def find(self, row: int) -> Episode:
+        """The unfinished conversation of a row."""
         if row not in self.open:
-            each = self.ready[row * len(self.ready) // rows]
-            assert each is not None
-            self.open[row] = Episode(each.problem, copy.deepcopy(each.state))
+            ready = self.ready[row * len(self.ready) // len(self.ended_B)]
+            assert ready is not None
+            self.open[row] = Episode(ready.problem, copy.deepcopy(ready.state))
         return self.open[row]
 
 
@@ -105,15 +103,55 @@ def interact(
     if environment is None:
         return None
     spoken = cast(ConversationTokenizer, tokenizer)  # checked by `experiment.validation`
-    return Interaction(environment, step_calls(environment, grading), rewards, spoken, turns)
+    steps = Calls(environment.step, grading, read=read_step, fail=Failure)
+    return Interaction(environment, steps, rewards, spoken, turns)
 
 
-def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | None) -> tuple[Any, Sequence[int]]:
+def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | None) -> tuple[object, Sequence[int]]:
     """The environment's state, None without one, and the tokens of the prompt. UserError if its `reset` fails."""
     if interaction is None:
         return None, encode_prompt(tokenizer, problem)
-    state, messages = reset(interaction.environment, problem)
+    try:
+        state, messages = interaction.environment.reset(problem)
+        messages = list(messages)
+    except UserError:
+        raise
+    except Exception as error:
+        prompt = problem.prompt[:200]
+        raise UserError(f"environment: reset raised {describe_error(error)} for the prompt {prompt!r}") from error
     return state, encode_first(interaction.environment, interaction.tokenizer, messages)
+
+
+def encode_first(environment: Environment, tokenizer: ConversationTokenizer, messages: Sequence[Message]) -> list[int]:
+    """The tokens of a conversation's first messages; `environment.schemas()`, if any, are the template's tools."""
+    schemas = getattr(environment, "schemas", None)
+    return list(tokenizer.encode_chat(messages, schemas() if schemas is not None else ()))
+
+
+def encode_demonstration(
+    environment: Environment, tokenizer: ConversationTokenizer, problem: Problem, messages: Sequence[str]
+) -> tuple[list[int], list[bool]]:
+    """The tokens of demonstrated messages, which the environment answers, and which of them are the policy's.
+
+    The conversation ends after the last message, or where the environment ends it. UserError if the environment's
+    `step` gives no `Step`.
+    """
+    state, first = environment.reset(problem)
+    tokens = encode_first(environment, tokenizer, first)
+    sampled = [False] * len(tokens)
+    for number, message in enumerate(messages, start=1):
+        turn = [*tokenizer.encode_completion(message), tokenizer.turn_end]
+        tokens, sampled = tokens + turn, sampled + [True] * len(turn)
+        if number == len(messages):
+            break
+        step = environment.step(state, message)
+        if not isinstance(step, Step):
+            raise UserError(f"environment: wanted a Step for a demonstrated message, got {type(step).__name__}")
+        if step.done:
+            break
+        reply = list(tokenizer.encode_reply(step.messages))
+        tokens, sampled, state = tokens + reply, sampled + [False] * len(reply), step.state
+    return tokens, sampled
 
 
 def sample_conversations(
@@ -135,101 +173,102 @@ def sample_conversations(
     """
     options = replace(split_rows(options, len(ready)), turns=True)
     prompts = place_prompts([each and each.prompt for each in ready], prompt_ids, options)
-    conversations = Conversations(list(ready))
     state, progress = chunks.start(params, prompts, key, options=options)
-    while True:
+    rows = RowsOnHost(list(ready), np.zeros(progress.length_B.shape, bool))
+    while not rows.ended_B.all():
         interrupt.stop_point()
         state, progress = chunks.advance_chunk(params, state, key, VERSION, options=options)
-        if (replies := answer(interaction, conversations, progress, options)) is not None:
+        if (replies := answer(interaction, rows, progress, options)) is not None:
             state, progress = chunks.resume(params, state, replies, key, VERSION, options=options)
-        if not multihost.to_host(progress.left):
-            break
     rollout = assemble(prompts.tokens_PS, state, options=options)
-    rollout = replace(rollout, **multihost.to_host({name: getattr(rollout, name) for name in ON_HOST}))
-    finished = [conversations.finished.get(row) for row in range(len(rollout.length_B))]
-    return replace(rollout, finished_B=np.array(multihost.gather_rows(finished))), conversations.started
+    return set_finished(rollout, rows.started), rows.started
+
+
+def set_finished(rollout: Rollout, started: Started) -> Rollout:
+    """The rollout of conversations with lengths, and with `finished_B` as they have ended, on the host. Collective."""
+    finished = [started[row].finished if row in started else None for row in range(len(rollout.length_B))]
+    finished_B = np.array(multihost.gather_rows(finished))
+    return replace(lengths_to_host(rollout), finished_B=finished_B)  # type: ignore[arg-type]  # on the host
 
 
 def answer(
-    interaction: Interaction, conversations: Conversations, progress: chunks.Progress, options: SampleOptions
+    interaction: Interaction, rows: RowsOnHost, progress: chunks.Progress, options: SampleOptions
 ) -> Replies | None:
     """The environment's replies to the turns that have ended, on the devices; None if no conversation waits.
 
     Conversations that end get no reply; they move from `open` to `started`. Collective.
     """
     length_B, ended_B, waiting_B = multihost.to_host((progress.length_B, progress.ended_B, progress.waiting_B))
+    turn_B = (ended_B | waiting_B) & ~rows.ended_B
+    if not turn_B.any():
+        return None
     tokens_BC = multihost.owned_rows(progress.tokens_BC)
-    turns = {
-        row: conversations.find(row, len(length_B))
-        for row in tokens_BC
-        if (ended_B[row] or waiting_B[row]) and row not in conversations.started
-    }
+    turns = {row: rows.find(row) for row in tokens_BC if turn_B[row]}
 
     def submit() -> dict[int, Future[Step | Failure]]:
-        for row, each in turns.items():
-            each.spans.append((each.start, int(length_B[row])))
-            each.message = interaction.tokenizer.decode(tokens_BC[row][slice(*each.spans[-1])])
-            each.texts.append(each.message)
-        whole = {row: each for row, each in turns.items() if waiting_B[row]}
+        for row, episode in turns.items():
+            episode.spans.append((episode.start, int(length_B[row])))
+            episode.message = interaction.tokenizer.decode(tokens_BC[row][slice(*episode.spans[-1])])
+            episode.texts.append(episode.message)
+        whole = {row: episode for row, episode in turns.items() if waiting_B[row]}
         states, messages = [each.state for each in whole.values()], [each.message for each in whole.values()]
         return dict(zip(whole, interaction.steps.submit(states, messages), strict=True))
 
     def take(steps: dict[int, Future[Step | Failure]]) -> dict[int, list[int]]:
         replies: dict[int, list[int]] = {}
-        for row, each in turns.items():
+        for row, episode in turns.items():
             step = steps[row].result() if row in steps else None
             stop, room = int(tokens_BC[row][length_B[row] - 1]), options.sampling.max_tokens - int(length_B[row])
-            reply, error = _take_step(interaction, each, step, stop, options.model.vocab_size)
+            reply, error = _take_step(interaction, episode, step, stop, options.model.vocab_size)
             if not error and 0 < len(reply) < room:  # room for a token of the next turn too
-                replies[row], each.start = reply, int(length_B[row]) + len(reply)
+                replies[row], episode.start = reply, int(length_B[row]) + len(reply)
             else:
-                reward = _failed(error) if error else interaction.rewards.submit([each.problem], [each.message])[0]
-                del conversations.open[row]
-                conversations.started[row] = StartedReward("\n".join(each.texts), reward, _grade(each))
-                conversations.finished[row] = each.finished
+                rows.started[row] = _start_reward(interaction, rows.open.pop(row), error)
         return replies
 
     steps = multihost.all_or_raise(submit)
     interrupt.wait(steps.values())
     own = multihost.all_or_raise(lambda: take(steps))
-    if not waiting_B.any():
-        return None
     replies = multihost.gather_rows([own.get(row, []) if row in tokens_BC else None for row in range(len(length_B))])
-    return multihost.to_devices(pad_replies(replies), named_sharding(options.mesh, "batch"))
+    np.logical_or(rows.ended_B, turn_B & [not reply for reply in replies], out=rows.ended_B)
+    return (
+        multihost.to_devices(pad_replies(replies), named_sharding(options.mesh, "batch")) if waiting_B.any() else None
+    )
 
 
 def _take_step(
-    interaction: Interaction, each: Episode, step: Step | Failure | None, stop: int, vocab_size: int
+    interaction: Interaction, episode: Episode, step: Step | Failure | None, stop: int, vocab_size: int
 ) -> tuple[list[int], str]:
     """Note a step in its episode. The tokens of the reply, none if there is no further turn; or what has failed.
 
     `step` is None for a turn that reached the length limit, for which the environment is not called.
     """
-    each.rewards.append(step.reward if isinstance(step, Step) else 0.0)
+    episode.rewards.append(step.reward if isinstance(step, Step) else 0.0)
     if not isinstance(step, Step):
         return [], step.reason if step else ""
-    each.state = step.state
+    episode.state = step.state
     for name, value in step.metrics.items():
-        each.metrics[name] = each.metrics.get(name, 0.0) + float(value)
-    each.finished = bool(step.done) or stop != interaction.tokenizer.turn_end
-    if each.finished or len(each.spans) >= interaction.turns.limit:
+        episode.metrics[name] = episode.metrics.get(name, 0.0) + float(value)
+    episode.finished = bool(step.done) or stop != interaction.tokenizer.turn_end
+    if episode.finished or len(episode.spans) >= interaction.turns.limit:
         return [], ""
     try:
         reply = list(interaction.tokenizer.encode_reply(step.messages))
         check_ids(reply, vocab_size, "a reply")
-        each.texts += [str(message["content"]) for message in step.messages]
+        episode.texts += [str(message["content"]) for message in step.messages]
     except Exception as problem:  # of what the environment has written
         return [], f"reply: {type(problem).__name__}: {problem}"
     return reply, "" if reply else "reply: wanted a message, or done=True, got neither"
 
 
-def _failed(error: str) -> Future[Result]:
-    future: Future[Result] = Future()
-    future.set_result(Result((), error))
-    return future
-
-
-def _grade(each: Episode) -> GradedTurns:
-    replies = each.start - sum(end - start for start, end in each.spans[:-1])
-    metrics = {"reply_tokens": float(replies)} | each.metrics
-    return GradedTurns(tuple(each.spans), tuple(each.rewards), metrics)
+def _start_reward(interaction: Interaction, episode: Episode, error: str) -> StartedReward:
+    """The reward of the last message of a conversation that has ended, and its turns."""
+    if error:
+        reward: Future[Result] = Future()
+        reward.set_result(Result((), error))
+    else:
+        (reward,) = interaction.rewards.submit([episode.problem], [episode.message])
+    replies = episode.start - sum(end - start for start, end in episode.spans[:-1])
+    metrics = {"reply_tokens": float(replies)} | episode.metrics
+    turns = GradedTurns(tuple(episode.spans), tuple(episode.rewards), metrics)
+    return StartedReward("\n".join(episode.texts), reward, turns, episode.finished)

@@ -6,7 +6,7 @@ Axes: P prompts, G samples, B = P·G completions, R rewards of each.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ class StartedReward(NamedTuple):
     text: str
     future: Future[Result]
     turns: GradedTurns | None = None  # with an environment, with its rewards
+    finished: bool | None = None  # with an environment
 
 
 Started = dict[int, StartedReward]  # by row
@@ -79,16 +80,19 @@ def reward_completions(
 ) -> list[Completion]:
     """The completions of a rollout with their rewards. Collective.
 
-    Each process decodes and rewards its own rows and needs only their problems (`multihost.local_rows`). It receives
-    the numbers of the other rows; `gather_texts` fetches their texts. A completion for which the reward function failed
-    has the reason as `error`, and `grading.failed` for each of its rewards, or the value of a `Score` with an error.
+    Each process decodes and rewards its own rows (`multihost.local_rows`) and those that it has in `started`, and needs
+    only their problems. It receives the numbers of the other rows; `gather_texts` fetches their texts. A completion for
+    which the reward function failed has the reason as `error`, and `grading.failed` for each of its rewards, or the
+    value of a `Score` with an error.
 
     Args:
       rollout: its lengths are on the host (`sampler.lengths_to_host`).
-      started: rewards that were started before, by row.
+      started: rewards that were started before, by row; no row is in two processes.
     """
     group, length_B = len(rollout.length_B) // len(problems), count_sampled(rollout)
-    own = multihost.all_or_raise(lambda: _start_own(problems, rollout, tokenizer, calls, started or {}))
+    own = dict(started or {})
+    known = {row for rows in multihost.gather(sorted(own)) for row in rows}
+    own |= multihost.all_or_raise(lambda: _start_own(problems, rollout, tokenizer, calls, known))
     interrupt.wait([each.future for each in own.values()])
     results, turns_B = _gather_results(own, len(length_B))
     completions = []
@@ -114,17 +118,17 @@ def reward_completions(
 
 
 def _start_own(
-    problems: Sequence[Problem | None], rollout: Rollout, tokenizer: Tokenizer, calls: Calls[Result], started: Started
+    problems: Sequence[Problem | None], rollout: Rollout, tokenizer: Tokenizer, calls: Calls[Result], known: Set[int]
 ) -> Started:
-    """The rewards to come of this process's rows; those that are not in `started` start now."""
-    rows = multihost.owned_rows(rollout.tokens_BT)
-    new, group = {}, len(rollout.length_B) // len(problems)
-    for row in rows.keys() - started.keys():
+    """The rewards to come of this process's rows but those that are known, whose rewards were started before."""
+    rows, group = multihost.owned_rows(rollout.tokens_BT), len(rollout.length_B) // len(problems)
+    finished = {}
+    for row in sorted(rows.keys() - known):
         start = rollout.prompt_length_B[row]
-        new[row] = rows[row][start : start + rollout.length_B[row]]
-    added: Started = {}
-    start_rewards(problems, added, dict(sorted(new.items())), tokenizer=tokenizer, calls=calls, group=group)
-    return {row: started[row] if row in started else added[row] for row in rows}
+        finished[row] = rows[row][start : start + rollout.length_B[row]]
+    started = Started()
+    start_rewards(problems, started, finished, tokenizer=tokenizer, calls=calls, group=group)
+    return started
 
 
 def _gather_results(own: Started, rows: int) -> tuple[list[Result], list[GradedTurns | None]]:

@@ -5,7 +5,7 @@ on or take further samples. `resume` runs the tokens of the replies after the tu
 next turn. Nothing is tokenized again. The key of a token is that of (sample id, position), as everywhere in `engine`,
 so neither the other samples nor the time at which a reply arrives changes it.
 
-Axes: as in `engine`; X tokens of the longest reply.
+Axes: as in `engine`; X tokens of the longest reply, Y = X + 1 with the stop token before it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def resume(
     reply_WX, count_W = on_devices(_of_slots, options, rows)(rows, *replies)
     slots, id_W, greedy_W = describe_slots(rows, options)
     resumed_W = count_W > 0
-    hidden_WD, cache = extend(
+    hidden_WD, cache, expert_WYLA = extend(
         params,
         options.model,
         jnp.concatenate([rows.token_W[:, None], reply_WX], axis=1),  # the stop token is not in the cache yet
@@ -72,7 +72,8 @@ def resume(
     token_W, logp_W = sample_at(logits_WV, key, id_W, position_W, options.sampling, greedy_W)
     write = on_devices(partial(_write_replies, options=options), options, rows)
     sampled = Sampled(resumed_W, token_W, logp_W, None)
-    rows = write(rows, reply_WX, count_W, sampled, state.step, jnp.asarray(version, jnp.int32))
+    replies_of_slots = reply_WX, count_W, expert_WYLA
+    rows = write(rows, replies_of_slots, sampled, state.step, jnp.asarray(version, jnp.int32))
     return replace(state, rows=rows, cache=cache)
 
 
@@ -85,8 +86,7 @@ def _of_slots(rows: Rows, reply_BX: Array, count_B: Array) -> tuple[Array, Array
 
 def _write_replies(
     rows: Rows,
-    reply_WX: Array,
-    count_W: Array,
+    replies: tuple[Array, Array, Array],
     sampled: Sampled,
     step: Array,
     version: Array,
@@ -95,12 +95,18 @@ def _write_replies(
 ) -> Rows:
     """Record the replies, outside the mask, and the tokens after them; the other waiting samples are finished."""
     assert rows.queue is not None
-    C = rows.tokens_BC.shape[1]
-    index_1X = jnp.arange(reply_WX.shape[1])[None]
-    place_WX = jnp.where(index_1X < count_W[:, None], rows.length_W[:, None] + index_1X, C)  # the others are dropped
+    reply_WX, count_W, expert_WYLA = replies
+    C, sample_W1, expert_BCLA = rows.tokens_BC.shape[1], rows.queue.sample_W[:, None], rows.expert_BCLA
+    index_1Y = jnp.arange(expert_WYLA.shape[1])[None]
+    # of the stop token and of a reply after it; the others are dropped
+    run_WY = (index_1Y <= count_W[:, None]) & sampled.gets_W[:, None]
+    place_WY = jnp.where(run_WY, rows.length_W[:, None] - 1 + index_1Y, C)
+    if expert_BCLA is not None:
+        expert_BCLA = expert_BCLA.at[sample_W1, place_WY].set(expert_WYLA.astype(expert_BCLA.dtype), mode="drop")
     rows = replace(
         rows,
-        tokens_BC=rows.tokens_BC.at[rows.queue.sample_W[:, None], place_WX].set(reply_WX, mode="drop"),
+        tokens_BC=rows.tokens_BC.at[sample_W1, place_WY[:, 1:]].set(reply_WX, mode="drop"),
+        expert_BCLA=expert_BCLA,
         finished_B=rows.finished_B | of_samples(rows, rows.waiting_W & ~sampled.gets_W),
         length_W=rows.length_W + count_W,
         waiting_W=jnp.zeros_like(rows.waiting_W),

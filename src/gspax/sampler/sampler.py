@@ -114,7 +114,7 @@ def split_groups(sampling: Sampling, mesh: jax.sharding.Mesh | dict[str, int]) -
 
 def lengths_to_host(rollout: Rollout) -> Rollout:
     """The rollout with its lengths and `finished_B` on the host of every process."""
-    small = {name: getattr(rollout, name) for name in ("prompt_length_B", "length_B", "finished_B")}
+    small = {name: getattr(rollout, name) for name in ("prompt_length_B", "length_B", "finished_B", "reply_B")}
     return replace(rollout, **multihost.to_host(small))
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import numpy as np
 
-from gspax.data.problem import read_problem
 from gspax.model.sizes.counts import with_carried
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
+from gspax.rollout.episodes import set_finished
 from gspax.rollout.grading import start_rewards
 from gspax.rollout.pool import (
     FREE,
@@ -25,11 +24,13 @@ from gspax.rollout.pool import (
     find_ended,
     new_pool,
     next_problems,
+    reply,
     sample_chunk,
     take,
 )
 from gspax.rollout.problems import read_usable
 from gspax.run import interrupt, progress
+from gspax.sampler.chunks import hand_over
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import find_last_ahead
 from gspax.sampler.sampler import lengths_to_host, split_groups
@@ -63,7 +64,11 @@ def next_partial(runtime: Runtime, state: TrainState, pool: Pool | None) -> tupl
         first = int(multihost.to_host(state.position))
         pool = new_pool(places, sampling.group, first, sampling_key(state))
     pool = fill(pool, done)
-    while (chosen := choose_groups(pool, end_samples(runtime, pool), P, done - placement.staleness)) is None:
+    while True:
+        pool = end_samples(runtime, pool, weights, options)
+        chosen = choose_groups(pool, find_ended(pool), P, done - placement.staleness)
+        if chosen is not None:
+            break
         interrupt.stop_point()
         pool = sample_chunk(pool, weights, options)
     batch, pool = take_batch(runtime, state, pool, chosen, options)
@@ -82,8 +87,10 @@ def make_options(runtime: Runtime) -> SampleOptions:
         sampling=split_groups(with_carried(experiment.sampling, experiment.placement), mesh),
         stop_ids=experiment.tokenizer.stop_ids,
         mesh=mesh,
+        keep_experts=experiment.routing_replay == "sampler",
         keep_versions=True,
         admits=True,
+        turns=runtime.interaction is not None,
     )
 
 
@@ -101,23 +108,19 @@ def admit_problems(runtime: Runtime, pool: Pool, groups: int, weights: Weights, 
         group=runtime.experiment.sampling.group,
     )
     index_R[list(ids)] = list(ids.values())
-    own = [ready.get(place) for place in range(len(index_R))]
-    problems, prompts = [each and each.problem for each in own], [each and each.prompt for each in own]
-    return admit(pool, index_R, problems, prompts, weights, options)
+    return admit(pool, index_R, [ready.get(place) for place in range(len(index_R))], weights, options)
 
 
-def end_samples(runtime: Runtime, pool: Pool) -> np.ndarray:
-    """Start the rewards of finished samples, and find the places whose group has finished, bool [R].
-
-    With several processes rewards start with their rollout: its rows may be on other processes than the pool's.
-    """
-    ended = None
-    if jax.process_count() == 1:
-        tokenizer, group = runtime.experiment.tokenizer, runtime.experiment.sampling.group
-        ended = partial(
-            start_rewards, pool.problems, pool.started, tokenizer=tokenizer, calls=runtime.rewards, group=group
-        )
-    return find_ended(pool, ended)
+def end_samples(runtime: Runtime, pool: Pool, weights: Weights, options: SampleOptions) -> Pool:
+    """Start the rewards of finished samples; with an environment, reply to the turns that have ended."""
+    if runtime.interaction is not None:
+        return reply(runtime.interaction, pool, weights, options)
+    assert pool.progress is not None
+    problems = [ready and ready.problem for ready in pool.rows.ready]
+    start = partial(start_rewards, problems, pool.rows.started, tokenizer=runtime.experiment.tokenizer)
+    group = runtime.experiment.sampling.group
+    hand_over(pool.progress, pool.rows.ended_B, partial(start, calls=runtime.rewards, group=group))
+    return pool
 
 
 def take_batch(
@@ -127,12 +130,10 @@ def take_batch(
 
     Problems count as taken once they are in a rollout, together with those that were skipped until then.
     """
-    index, policy = pool.problem_R[places].tolist(), int(pool.policy_R[places].min())
+    policy = int(pool.policy_R[places].min())
+    problems = [ready and ready.problem for ready in (pool.rows.ready[place] for place in places)]
     pool, rollout, started = take(pool, places, options)
-    read, by_row = partial(read_problem, runtime.experiment.data.train), named_sharding(runtime.sampler.mesh, "batch")
-    group = runtime.experiment.sampling.group
-    problems = multihost.all_or_raise(lambda: multihost.local_rows(read, index, by_row, group=group))
-    sampled = lengths_to_host(rollout)
+    sampled = lengths_to_host(rollout) if runtime.interaction is None else set_finished(rollout, started)
     taken = pool.next_problem - pool.count() - int(multihost.to_host(state.position))
     metrics = {"rollout/carried": float(pool.count())}
     return RolloutBatch(policy, taken, problems, sampled, runtime.sampler.fetch(sampled), started, metrics), pool

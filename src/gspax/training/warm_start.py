@@ -29,7 +29,7 @@ from gspax.learner.train_step import StepSettings, TrainStep, make_train_step
 from gspax.losses import Terms
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
-from gspax.rewards.environments.demonstrations import encode_demonstration
+from gspax.rollout.episodes import encode_demonstration
 from gspax.rollout.problems import Skipped, read_usable
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints

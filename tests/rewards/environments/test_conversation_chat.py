@@ -9,8 +9,8 @@ from gspax.data import CharChat, CharTokenizer, Problem, hf_chat
 from gspax.data.tasks import calculations
 from gspax.errors import UserError
 from gspax.rewards.environments import ToolUse, calculator
-from gspax.rewards.environments.demonstrations import encode_demonstration
 from gspax.rewards.environments.tool_calls import parse_brackets
+from gspax.rollout.episodes import encode_demonstration
 
 QWEN3 = Path(__file__).parents[4] / "shared" / "data" / "qwen3_tokenizer"
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'

@@ -57,7 +57,8 @@ def no_mask(rewards):
         ),
         (
             {"placement": Placement(devices=1, staleness=1)},
-            "placement.staleness: wanted 0 with an environment, whose replies the sampler waits for, got 1",
+            "placement.staleness: wanted 0 with an environment, whose replies the sampler waits for, or "
+            "placement.partial, got 1",
         ),
         ({"turns": Turns(limit=0)}, "turns.limit: wanted "),
     ],

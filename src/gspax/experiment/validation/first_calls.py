@@ -21,8 +21,7 @@ from gspax.errors import UserError, describe_error, shorten
 from gspax.experiment.validation.contracts import takes_rewards
 from gspax.rewards.calls import Calls, Failure, find_rewards, inner_function
 from gspax.rewards.code import find_missing_sandbox
-from gspax.rewards.environments.steps import read_step
-from gspax.rewards.scores import Score, to_result
+from gspax.rewards.scores import Score, read_step, to_result
 
 _Reward = tuple[str, Reward, Callable[[int], Problem]]  # its key, and what loads a problem for it
 

@@ -12,7 +12,6 @@ from gspax.config import (
     Calibration,
     ModelConfig,
     OldLogp,
-    Placement,
     Reference,
     Regularizers,
     RouterShift,
@@ -117,14 +116,6 @@ def router_problems(
     on += ["router_shift"] if router_shift is not None else []
     if on and not any(is_sparse(model, layer) for layer in range(model.num_hidden_layers)):
         yield f"{on[0]}: wanted a model with experts, got none in {model.num_hidden_layers} layers"
-
-
-def replay_problems(routing_replay: RoutingReplay, placement: Placement | None, environment: Any) -> Iterator[str]:
-    """Neither partial rollouts nor conversations keep the sampler's experts."""
-    partial = placement is not None and placement.partial is not None
-    for field, given in {"placement.partial": partial, "environment": environment is not None}.items():
-        if given and routing_replay == "sampler":
-            yield f"routing_replay: wanted off or old with {field}, which keeps no experts, got sampler"
 
 
 def unscored_problems(

@@ -94,7 +94,6 @@ def validate(
         lambda: losses.penalty_problems(e.loss, e.reference, e.regularizers),
         lambda: losses.packing_problems(e.schedule, e.loss, e.correction, e.rejection, e.reference),
         lambda: losses.router_problems(e.model, e.regularizers, e.routing_replay, e.router_shift),
-        lambda: losses.replay_problems(e.routing_replay, e.placement, e.environment),
         lambda: losses.unscored_problems(
             e.old_logp, e.correction, e.calibration, e.router_shift, e.routing_replay, e.regularizers
         ),
@@ -396,13 +395,11 @@ def _conversation(
             "tokenizer: wanted one for conversations with an environment (data.hf_chat, data.CharChat), "
             f"{type(tokenizer).__name__} has no {lacks[0]}"
         )
-    if placement is not None and placement.staleness:
+    if placement is not None and placement.staleness and placement.partial is None:
         yield (
-            "placement.staleness: wanted 0 with an environment, whose replies the sampler waits for, "
-            f"got {placement.staleness}"
+            "placement.staleness: wanted 0 with an environment, whose replies the sampler waits for, or "
+            f"placement.partial, got {placement.staleness}"
         )
-    if placement is not None and placement.partial is not None:
-        yield "placement.partial: wanted null with an environment, whose conversations are drawn whole, got settings"
 
 
 def _unused_turns(environment: Environment | None, turns: Turns) -> Iterator[str]:
