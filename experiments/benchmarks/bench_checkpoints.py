@@ -28,11 +28,11 @@ def make(folder: Path) -> None:
     import ml_dtypes
     import numpy as np
 
-    from gspax.hf import writing
+    from gspax.hf import parameters
     from gspax.model import presets
 
     config = replace(presets.qwen3_30b_a3b, num_hidden_layers=LAYERS)
-    shapes = writing.parameter_shapes(config)
+    shapes = parameters.parameter_shapes(config)
     rng = np.random.default_rng(0)
 
     def parameter(name: str) -> np.ndarray:
@@ -42,7 +42,7 @@ def make(folder: Path) -> None:
         return array
 
     folder.mkdir(parents=True)
-    writing.write_checkpoint(folder, config, parameter)
+    parameters.write_checkpoint(folder, config, parameter)
 
 
 def files(folder: Path) -> list[Path]:
@@ -67,7 +67,7 @@ def into_memory(folder: Path) -> None:
     """In a process of its own: read the files' bytes into new memory, with a thread per core."""
     import numpy as np
 
-    from gspax.hf.loading import empty_aligned
+    from gspax.hf.parameters import empty_aligned
 
     start = time.perf_counter()
     jobs = []
@@ -104,7 +104,7 @@ def read(folder: Path, devices: int, dtype: str) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     from gspax.config import Mesh
     from gspax.hf.config_json import read_config
-    from gspax.hf.loading import read_params
+    from gspax.hf.parameters import read_params
     from gspax.learner.state import abstract_params
     from gspax.parallel.sharding import make_mesh
 

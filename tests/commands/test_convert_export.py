@@ -23,7 +23,7 @@ from gspax.config import Lora, Optimizer
 from gspax.data import HFTokenizer
 from gspax.errors import UserError
 from gspax.experiment.description import describe
-from gspax.hf import hf, peft, writing
+from gspax.hf import hf, parameters, peft
 from gspax.hf.config_json import read_config
 from gspax.hf.peft import read_adapters
 from gspax.learner import adapters, restore
@@ -319,10 +319,9 @@ def test_adapters_are_merged_on_export(lora, tmp_path):
     export.run(run.path, tmp_path / "adapter", dtype="float32", adapter=True)
     alone = peft(tmp_path / "adapter")
     assert replace(alone, checkpoint="") == lora
-    shapes = {writing.path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(factors)}
-    again = read_adapters(tmp_path / "adapter", experiment.model, lora, shapes)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(factors):
-        np.testing.assert_array_equal(again[writing.path_name(path)], leaf)
+    again = read_adapters(tmp_path / "adapter", experiment.model, lora, parameters.named_shapes(factors))
+    for name, leaf in parameters.named_leaves(factors).items():
+        np.testing.assert_array_equal(again[name], leaf)
     export.run(run.path, tmp_path / "half")
     assert {tensor.dtype for tensor in load(tmp_path / "half").values()} == {np.dtype(ml_dtypes.bfloat16)}
     shutil.rmtree(run.start)
@@ -388,9 +387,8 @@ def test_write_checkpoint_accepts_parameters_in_memory(tmp_path):
     """Their arrays may have any sharding."""
     params = random_params(tiny.MOE)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(tiny.MOE, MESH))
-    placed = jax.tree_util.tree_leaves_with_path(jax.device_put(params, shardings))
-    flat = {writing.path_name(path): leaf for path, leaf in placed}
-    writing.write_checkpoint(tmp_path, tiny.MOE, flat.__getitem__, dtype="float32")
+    flat = parameters.named_leaves(jax.device_put(params, shardings))
+    parameters.write_checkpoint(tmp_path, tiny.MOE, flat.__getitem__, dtype="float32")
     assert same_bytes(load(tmp_path), published(tiny.MOE, params))
 
 
@@ -424,10 +422,10 @@ def test_a_failed_conversion_or_export_leaves_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing.tensors, "write", full)
+    monkeypatch.setattr(parameters.tensors, "write", full)
     with pytest.raises(UserError, match="new: cannot be written: No space left on device"):
         export.run(tmp_path / "orbax", tmp_path / "new")
-    monkeypatch.setattr(writing.tensors, "write", lambda *_: 1 / 0)
+    monkeypatch.setattr(parameters.tensors, "write", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export.run(tmp_path / "orbax", tmp_path / "new")
     assert names_in(tmp_path) == ["hf", "orbax"]

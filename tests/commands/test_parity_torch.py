@@ -15,7 +15,7 @@ import tiny
 from gspax.commands import main
 from gspax.config import Sampling, Yarn
 from gspax.hf.config_json import read_config, to_json
-from gspax.hf.loading import read_params
+from gspax.hf.parameters import read_params
 from gspax.learner.state import abstract_params
 from gspax.model import decoding, transformer
 from gspax.sampler.inference_weights import make_inference_weights
@@ -138,7 +138,7 @@ def test_greedy_decoding_token_for_token(name, tmp_path):
 
 
 def test_the_command_accepts_an_unchanged_checkpoint_and_finds_a_changed_layer(tmp_path, capsys, monkeypatch):
-    from gspax.hf import loading
+    from gspax.hf import parameters
 
     make_pair(CONFIGS["dense"], tmp_path)
     assert main.main(["parity", str(tmp_path)]) == 0
@@ -149,7 +149,7 @@ def test_the_command_accepts_an_unchanged_checkpoint_and_finds_a_changed_layer(t
         params["runs"][0]["attention"]["value"] = params["runs"][0]["attention"]["value"].at[2].multiply(1.01)
         return params
 
-    monkeypatch.setattr(loading, "read_params", wrong)
+    monkeypatch.setattr(parameters, "read_params", wrong)
     assert main.main(["parity", str(tmp_path)]) == 1
     assert capsys.readouterr().out.endswith("The first part that differs by more than 0.0001 is: layer 2.\n")
 

@@ -327,7 +327,7 @@ def test_messages_that_the_template_rejects_are_one_error(small):
 
 def test_a_failing_tokenizer_is_not_reported_as_a_failing_template(small, tmp_path):
     tokenizer = replace(hf_chat(small), path=str(tmp_path))
-    with pytest.raises(UserError, match=rf"^{tmp_path}/tokenizer\.json cannot be read"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}/tokenizer\.json: cannot be read"):
         tokenizer.encode("hi")
 
 

@@ -6,7 +6,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from test_chat import write_folder
@@ -16,7 +15,7 @@ from gspax.config import ModelConfig
 from gspax.data.problem import encode_prompt
 from gspax.experiment import describe, load, override, validate
 from gspax.hf.config_json import to_json
-from gspax.hf.loading import path_name
+from gspax.hf.parameters import named_shapes
 from gspax.hf.peft import write_adapters
 from gspax.learner.adapters import abstract
 
@@ -94,8 +93,7 @@ def test_the_experiment_with_adapters(folder, capsys):
     experiment = load("fresh.py")
     assert validate(experiment) == [] and experiment.lora.rank == 16
     Path("adapters/first").mkdir(parents=True)
-    leaves = jax.tree_util.tree_leaves_with_path(abstract(experiment.model, experiment.lora))
-    shapes = {path_name(path): leaf.shape for path, leaf in leaves}
+    shapes = named_shapes(abstract(experiment.model, experiment.lora))
     write_adapters(
         Path("adapters/first"), experiment.model, experiment.lora, shapes, lambda name: np.ones(shapes[name])
     )

@@ -139,14 +139,15 @@ def test_a_dry_run_does_not_need_transformers(small):
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("tokenizer.json", '{"model": ', r"tokenizer\.json cannot be read: Expecting value"),
-        ("tokenizer.json", "[]", r"tokenizer\.json: wanted a JSON object, got list"),
+        ("tokenizer.json", '{"model": ', r"tokenizer\.json: cannot be read: Expecting value"),
+        ("tokenizer.json", "[]", r"tokenizer\.json: wanted a JSON object, got \[\]"),
         ("tokenizer.json", '{"model": {}}', r"not in the form of a tokenizer: KeyError\('vocab'\)"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 0}}, "added_tokens": [3]}', "not in the form of a tokenizer"),
-        ("tokenizer_config.json", "{", r"tokenizer_config\.json cannot be read"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json: cannot be read"),
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "has no token '<none>', which it names as its eos_token"),
+        ("tokenizer_config.json", '{"eos_token": ["x"]}', r"has no token \['x'\], which it names as its eos_token"),
         ("tokenizer_config.json", "{}", "names no end-of-sequence token, so nothing could stop"),
-        ("generation_config.json", "\0", r"generation_config\.json cannot be read"),
+        ("generation_config.json", "\0", r"generation_config\.json: cannot be read"),
         ("generation_config.json", '{"eos_token_id": ["</s>"]}', r"wanted ids in eos_token_id, got \['</s>'\]"),
     ],
 )
@@ -159,7 +160,7 @@ def test_a_broken_file_is_named(small, name, content, sentence):
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ('{"model": ', r"tokenizer\.json cannot be read"),
+        ('{"model": ', r"tokenizer\.json: cannot be read"),
         ('{"model": {"vocab": {"<end>": 0}, "type": "Telepathy"}}', r"the tokenizer in .* cannot be read: \S.*"),
     ],
 )

@@ -318,9 +318,7 @@ def test_a_missing_or_invalid_file_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"wanted a checkpoint folder with config\.json, there is none"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": ')
-    with pytest.raises(
-        UserError, match=r"config\.json: wanted a JSON file, got one that cannot be read: Expecting value"
-    ):
+    with pytest.raises(UserError, match=r"config\.json: cannot be read: Expecting value"):
         read_config(tmp_path)
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from gspax.config import Lora, Mesh
 from gspax.errors import UserError
 from gspax.hf import peft
-from gspax.hf.loading import path_name
+from gspax.hf.parameters import named_shapes
 from gspax.hf.peft import read_adapters, write_adapters
 from gspax.learner import adapters, weights
 from gspax.learner.state import abstract_adapters
@@ -68,8 +68,7 @@ def save(folder, tensors, **settings):
 
 
 def shapes(lora=LORA):
-    leaves = jax.tree_util.tree_leaves_with_path(adapters.abstract(CONFIG, lora))
-    return {path_name(path): leaf.shape for path, leaf in leaves}
+    return named_shapes(adapters.abstract(CONFIG, lora))
 
 
 @pytest.mark.parametrize(
@@ -131,8 +130,8 @@ def test_rank_stabilised_scaling(tmp_path):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: wanted null"),
         ({"bias": "all"}, 'bias: wanted null or "none", got "all"'),
         ({"task_type": "SEQ_CLS"}, 'task_type: wanted null or "CAUSAL_LM", got "SEQ_CLS"'),
-        ({"r": 0}, "r: wanted a number above 0, got 0"),
-        ({"r": 2.5}, "r: wanted a number above 0, got 2.5"),
+        ({"r": 0}, "r: wanted an integer above 0, got 0"),
+        ({"r": 2.5}, "r: wanted an integer above 0, got 2.5"),
         ({"lora_alpha": None}, "lora_alpha: wanted a number above 0, got null"),
         ({"something_new": 1}, "something_new: wanted null, false or nothing in it, got 1"),
         ({"lora_alpha": float("inf")}, "lora_alpha: wanted a number above 0, got Infinity"),
@@ -185,10 +184,7 @@ def test_the_experts_of_a_mixtral_are_not_written_under_names_that_peft_drops(tm
     lora, config = replace(LORA, mlp=False), replace(tiny.MOE, qk_norm=False)
 
     def write(lora):
-        shapes = {
-            path_name(path): leaf.shape
-            for path, leaf in jax.tree_util.tree_leaves_with_path(adapters.abstract(config, lora))
-        }
+        shapes = named_shapes(adapters.abstract(config, lora))
         write_adapters(tmp_path, config, lora, shapes, lambda path: np.zeros(shapes[path], np.float32))
 
     with pytest.raises(UserError, match=r"lora.mlp: wanted false for an adapter of a Mixtral model: .*, got true"):

@@ -12,8 +12,8 @@ from published import published, random_params, save
 
 from gspax import config as experiment_config
 from gspax.errors import UserError
-from gspax.hf import loading, names, tensors
-from gspax.hf.writing import parameter_shapes
+from gspax.hf import names, parameters, tensors
+from gspax.hf.parameters import parameter_shapes
 from gspax.learner.state import abstract_params
 from gspax.parallel.sharding import make_mesh
 
@@ -38,7 +38,7 @@ def test_every_parameter_is_read_from_its_tensors(name, files, tmp_path):
     config = CONFIGS[name]
     params = random_params(config)
     save(tmp_path, config, published(config, params), files=files)
-    assert equal(loading.read_params(tmp_path, config, wanted(config)), params)
+    assert equal(parameters.read_params(tmp_path, config, wanted(config)), params)
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -46,7 +46,7 @@ def test_fused_experts_are_the_same_parameters(devices, tmp_path):
     config = tiny.CONFIGS["some layers dense"]
     params = random_params(config)
     save(tmp_path, config, published(config, params, fused=True))
-    assert equal(loading.read_params(tmp_path, config, wanted(config, devices)), params)
+    assert equal(parameters.read_params(tmp_path, config, wanted(config, devices)), params)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -54,7 +54,7 @@ def test_arrays_are_sharded_by_the_table(name, tmp_path):
     config = CONFIGS[name]
     params = random_params(config)
     save(tmp_path, config, published(config, params))
-    found, asked = loading.read_params(tmp_path, config, wanted(config, 8)), wanted(config, 8)
+    found, asked = parameters.read_params(tmp_path, config, wanted(config, 8)), wanted(config, 8)
     assert equal(found, params)
     assert jax.tree.map(lambda leaf: leaf.sharding, found) == jax.tree.map(lambda leaf: leaf.sharding, asked)
     gate = found["runs"][0]["mlp"]["gate"]
@@ -66,7 +66,7 @@ def test_arrays_are_sharded_by_the_table(name, tmp_path):
 def test_tensors_are_cast_to_the_wanted_dtype(stored, dtype, tmp_path):
     params = random_params(MOE)
     save(tmp_path, MOE, published(MOE, params, stored))
-    found = loading.read_params(tmp_path, MOE, wanted(MOE, 8, dtype))
+    found = parameters.read_params(tmp_path, MOE, wanted(MOE, 8, dtype))
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(jax.numpy.dtype(dtype))}
     assert equal(found, jax.tree.map(lambda leaf: np.asarray(leaf).astype(stored).astype(dtype), params))
 
@@ -76,19 +76,19 @@ def test_buffers_saved_by_older_versions_are_ignored(tmp_path):
     buffers = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for layer in range(3)}
     buffers["model.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     save(tmp_path, MOE, published(MOE, params) | buffers)
-    assert equal(loading.read_params(tmp_path, MOE, wanted(MOE)), params)
+    assert equal(parameters.read_params(tmp_path, MOE, wanted(MOE)), params)
     save(tmp_path, MOE, published(MOE, params) | {"model.layers.0.rotary_emb.freq": np.ones(4, np.float32)})
     with pytest.raises(UserError, match=r"tensor model\.layers\.0\.rotary_emb\.freq is not part of the model"):
-        loading.read_params(tmp_path, MOE, wanted(MOE))
+        parameters.read_params(tmp_path, MOE, wanted(MOE))
 
 
 def test_on_a_cpu_the_host_keeps_no_second_copy(tmp_path, monkeypatch):
     """The arrays use the memory that the shards were read into."""
     rooms = []
-    aligned = loading.empty_aligned
-    monkeypatch.setattr(loading, "empty_aligned", lambda *where: rooms.append(aligned(*where)) or rooms[-1])
+    aligned = parameters.empty_aligned
+    monkeypatch.setattr(parameters, "empty_aligned", lambda *where: rooms.append(aligned(*where)) or rooms[-1])
     save(tmp_path, MOE, published(MOE, random_params(MOE)))
-    found = loading.read_params(tmp_path, MOE, wanted(MOE, 8))
+    found = parameters.read_params(tmp_path, MOE, wanted(MOE, 8))
     own = {shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(found) for shard in leaf.addressable_shards}
     assert own == {room.ctypes.data for room in rooms}
 
@@ -98,7 +98,7 @@ def test_each_tensor_is_read_once_for_all_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(tensors, "read", lambda stored, *room: seen.append(stored) or read(stored, *room))
     ours = published(MOE, random_params(MOE))
     save(tmp_path, MOE, ours)
-    loading.read_params(tmp_path, MOE, wanted(MOE, 8))
+    parameters.read_params(tmp_path, MOE, wanted(MOE, 8))
     assert len(seen) == len(set(seen)) == len(ours)
 
 
@@ -109,7 +109,7 @@ def test_a_host_does_not_read_experts_that_its_devices_do_not_hold(tmp_path):
     shard = np.zeros([last - first for first, last in box], np.float32)
     read = []
     for chunk in names.list_chunks(MOE, parameter_shapes(MOE))["runs/0/mlp/gate"]:
-        loading._copy_chunk(chunk, lambda name: read.append(name) or tensors.read(stored[name]), {box: shard}, shape)
+        parameters._copy_chunk(chunk, lambda name: read.append(name) or tensors.read(stored[name]), {box: shard}, shape)
     experts = [(layer, expert) for layer in range(3) for expert in (2, 3)]
     assert sorted(read) == [f"model.layers.{layer}.mlp.experts.{e}.gate_proj.weight" for layer, e in experts]
     assert (shard == np.asarray(params["runs"][0]["mlp"]["gate"])[:, 2:4, :, 4:8]).all()
@@ -120,7 +120,7 @@ def test_a_host_does_not_read_experts_that_its_devices_do_not_hold(tmp_path):
 
 def refused(folder, config, said):
     with pytest.raises(UserError, match=re.escape(said)) as problem:
-        loading.read_params(folder, config, wanted(config))
+        parameters.read_params(folder, config, wanted(config))
     assert "\n" not in str(problem.value)
 
 
@@ -155,7 +155,7 @@ def test_a_tensor_that_is_not_finite_is_rejected(dtype, value, tmp_path):
     refused(tmp_path, MOE, f"tensor {GATE}: wanted finite numbers, got NaN or infinity")
     found[GATE][-1, -1] = np.finfo(np.float16).max  # in every dtype
     save(tmp_path, MOE, found, files=2)
-    loading.read_params(tmp_path, MOE, wanted(MOE))
+    parameters.read_params(tmp_path, MOE, wanted(MOE))
 
 
 def test_an_extra_layer_is_rejected(tmp_path):
@@ -181,7 +181,7 @@ def test_the_head_of_a_tied_model_must_equal_its_embedding(tmp_path):
     config = tiny.CONFIGS["tied"]
     found = ours(config)
     save(tmp_path, config, found | {"lm_head.weight": found["model.embed_tokens.weight"]})
-    assert equal(loading.read_params(tmp_path, config, wanted(config)), random_params(config))
+    assert equal(parameters.read_params(tmp_path, config, wanted(config)), random_params(config))
     save(tmp_path, config, found | {"lm_head.weight": 2 * found["model.embed_tokens.weight"]})
     refused(tmp_path, config, "tensor lm_head.weight differs from model.embed_tokens.weight, but config.json has")
 

@@ -12,9 +12,9 @@ from published import load, published, random_params, same_bytes
 
 from gspax.commands import convert, export
 from gspax.config import Mesh
-from gspax.hf import writing
+from gspax.hf import parameters
 from gspax.hf.config_json import read_config, to_json
-from gspax.hf.loading import read_params
+from gspax.hf.parameters import read_params
 from gspax.learner.state import abstract_params
 from gspax.model import transformer
 from gspax.model.sizes.counts import parameter_count
@@ -79,8 +79,8 @@ def test_a_round_trip_from_transformers_preserves_every_byte(name, dtype, tmp_pa
 def test_an_exported_model_gives_the_same_logits(name, tmp_path):
     config = CONFIGS[name]
     params = jax.tree.map(lambda leaf: 0.3 * leaf, random_params(config))
-    flat = {writing.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    writing.write_checkpoint(tmp_path, config, flat.__getitem__, dtype="float32")
+    flat = parameters.named_leaves(params)
+    parameters.write_checkpoint(tmp_path, config, flat.__getitem__, dtype="float32")
     tokens_BT = np.random.default_rng(0).integers(0, config.vocab_size, (2, 11), dtype=np.int32)
     with torch.no_grad():
         theirs = loaded(tmp_path)(torch.tensor(tokens_BT)).logits.numpy()
@@ -132,9 +132,9 @@ def test_other_families_have_the_logits_and_bytes_of_transformers(name, tmp_path
     assert np.abs(np.asarray(transformer.logits(params, hidden)) - expected).max() < 1e-5
     assert np.abs(expected).max() > 0.5
 
-    flat = {writing.path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    flat = parameters.named_leaves(params)
     (tmp_path / "ours").mkdir()
-    writing.write_checkpoint(tmp_path / "ours", config, flat.__getitem__, dtype="float32")
+    parameters.write_checkpoint(tmp_path / "ours", config, flat.__getitem__, dtype="float32")
     assert same_bytes(load(tmp_path / "ours"), load(tmp_path / "theirs"))
     assert to_bytes(loaded(tmp_path / "ours").state_dict()) == to_bytes(model.state_dict())
     assert read_config(tmp_path / "ours") == config

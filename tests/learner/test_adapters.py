@@ -17,7 +17,7 @@ from gspax import config, losses
 from gspax.evaluation.checkpoint import evaluate_run
 from gspax.experiment.description import describe
 from gspax.hf import peft
-from gspax.hf.loading import path_name
+from gspax.hf.parameters import named_leaves as by_path
 from gspax.hf.peft import write_adapters
 from gspax.learner import adapters, objective, train_step
 from gspax.learner.forward import forward
@@ -55,10 +55,6 @@ def policy(seed=0, lora=LORA):
 def base(params):
     """The tree with every `LowRank` replaced by its frozen matrix."""
     return jax.tree.map(lambda leaf: leaf.base if is_low_rank(leaf) else leaf, params, is_leaf=is_low_rank)
-
-
-def by_path(tree):
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def low_ranks(params):

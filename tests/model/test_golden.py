@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gspax.hf.config_json import read_config
-from gspax.hf.loading import read_params
+from gspax.hf.parameters import read_params
 from gspax.learner.state import abstract_params
 from gspax.model import transformer
 from gspax.parallel.sharding import single_device_mesh

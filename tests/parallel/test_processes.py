@@ -204,7 +204,7 @@ from gspax.training.step import run_step
 from gspax.parallel.transfer import transfer
 from gspax.run.checkpoints import Checkpoints, save
 from gspax.errors import UserError
-from gspax.hf.loading import read_params
+from gspax.hf.parameters import read_params
 from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.learner.state import abstract_params, init_state
 from pathlib import Path

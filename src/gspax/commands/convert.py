@@ -41,7 +41,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
 
     from gspax.config import Mesh
     from gspax.hf.config_json import read_config
-    from gspax.hf.loading import read_params
+    from gspax.hf.parameters import read_params
     from gspax.hf.source import copy_companions, locate
     from gspax.learner.state import abstract_params
     from gspax.learner.weights import CHECKPOINTS

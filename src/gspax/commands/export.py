@@ -92,8 +92,8 @@ def run(
     Raises:
       UserError: `source` has no readable checkpoint, or `target` is not empty.
     """
+    from gspax.hf.parameters import parameter_shapes, write_checkpoint
     from gspax.hf.peft import write_adapters
-    from gspax.hf.writing import parameter_shapes, write_checkpoint
     from gspax.run.checkpoints import Checkpoints, open_array
     from gspax.run.directory import RunDir
 
@@ -129,7 +129,7 @@ def _merge_adapters(
     checkpoints: Checkpoints, step: int, run: RunDir, config: ModelConfig, lora: Lora
 ) -> Callable[[str], Any]:
     """Parameters of a run with adapters: the frozen ones are in `start/`, the factors in the checkpoint."""
-    from gspax.hf.writing import parameter_shapes
+    from gspax.hf.parameters import parameter_shapes
     from gspax.learner.restore import MODEL
     from gspax.run.checkpoints import Checkpoints, open_array
 
@@ -169,13 +169,10 @@ class _Merged:
 
 def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]]:
     """The shape of each factor of the adapters by its path."""
-    import jax
-
-    from gspax.hf.loading import path_name
+    from gspax.hf.parameters import named_shapes
     from gspax.learner import adapters
 
-    leaves = jax.tree_util.tree_leaves_with_path(adapters.abstract(config, lora))
-    return {path_name(path): leaf.shape for path, leaf in leaves}
+    return named_shapes(adapters.abstract(config, lora))
 
 
 def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:

@@ -80,7 +80,7 @@ def run(checkpoint: str, *, prompt: str | None, tokens: Sequence[int] | None, to
     """
     import jax
 
-    from gspax.hf.loading import read_params
+    from gspax.hf.parameters import read_params
     from gspax.learner.state import abstract_params
     from gspax.parallel.sharding import single_device_mesh
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from gspax.errors import UserError, brief
 
@@ -15,7 +15,7 @@ LONGEST = 2**26  # bytes of a JSON file
 DEEPEST = 64  # nested containers
 SHOWN = 200  # characters of a value in a message
 
-Json = Any  # None, a truth value, a number, a text, a list or a dict with texts as keys
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
 def why_not_on_hub(name: str, pattern: re.Pattern[str]) -> str | None:
@@ -42,7 +42,8 @@ def reading(name: str | Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as problem:  # of any type: it may come from a library
-        why = getattr(problem, "strerror", None) or f"{type(problem).__name__}: {brief(problem)}"
+        kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
+        why = getattr(problem, "strerror", None) or f"{kind}{brief(problem)}"
         raise UserError(f"{name}: cannot be read: {why}") from problem
 
 
@@ -60,6 +61,15 @@ def read_json(file: Path) -> Json:
     if len(data) > LONGEST:
         raise ValueError(f"it has more than {LONGEST} bytes")
     return parse_json(data)
+
+
+def read_object(file: Path) -> dict[str, Json]:
+    """The object in a JSON file. UserError if there is none."""
+    with reading(file):
+        value = read_json(file)
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: wanted a JSON object, got {show(value)}")
+    return value
 
 
 def parse_json(data: bytes) -> Json:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gspax.data.files import read_json, require_own_files
+from gspax.data.files import Json, read_object, require_own_files
 from gspax.errors import UserError, brief
 
 T = TypeVar("T")
@@ -98,13 +98,14 @@ class HFTokenizer:
     def stop_ids(self) -> tuple[int, ...]:
         eos = settings(self.path, "tokenizer_config.json").get("eos_token")
         token = eos.get("content") if isinstance(eos, dict) else eos
-        if token is not None and token not in self._ids:
+        if token is not None and not (isinstance(token, str) and token in self._ids):
             raise UserError(f"the tokenizer in {self.path} has no token {token!r}, which it names as its eos_token")
+        ids = [] if token is None else [self._ids[token]]
         more = settings(self.path, "generation_config.json").get("eos_token_id")
-        more = [] if more is None else more if isinstance(more, list) else [more]
-        if not all(isinstance(i, int) for i in more):
-            raise UserError(f"generation_config.json in {self.path}: wanted ids in eos_token_id, got {more!r}")
-        ids = ([] if token is None else [self._ids[token]]) + more
+        for i in more if isinstance(more, list) else [] if more is None else [more]:
+            if not isinstance(i, int):
+                raise UserError(f"generation_config.json in {self.path}: wanted ids in eos_token_id, got {more!r}")
+            ids.append(i)
         if not ids:
             raise UserError(f"the tokenizer in {self.path} names no end-of-sequence token, so nothing could stop")
         return tuple(dict.fromkeys(ids))
@@ -129,13 +130,13 @@ class HFTokenizer:
     @functools.cached_property
     def _ids(self) -> dict[str, int]:
         """Token to id, added tokens included."""
-        table = _read_json(Path(self.path, "tokenizer.json"))
+        table: Any = read_object(Path(self.path, "tokenizer.json"))
         try:
             vocab = table["model"]["vocab"]  # for Unigram models a list of (token, score) in the order of the ids
             ids = dict(vocab) if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab)}
             ids |= {token["content"]: int(token["id"]) for token in table.get("added_tokens", ())}
-            added = settings(self.path, "tokenizer_config.json").get("added_tokens_decoder", {})
-            return ids | {token["content"]: int(i) for i, token in added.items()}
+            more: Any = settings(self.path, "tokenizer_config.json").get("added_tokens_decoder", {})
+            return ids | {token["content"]: int(i) for i, token in more.items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"tokenizer.json in {self.path} is not in the form of a tokenizer: {error!r}") from error
 
@@ -189,20 +190,10 @@ def limited(work: Callable[[], T], seconds: float) -> T:
     return results[0]
 
 
-def settings(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
+def settings(folder: str | os.PathLike[str], name: str) -> dict[str, Json]:
     """The JSON object in a file of a tokenizer folder; empty without such a file. UserError if it cannot be read."""
     path = Path(folder, name)
-    return _read_json(path) if path.exists() else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {brief(error)}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: wanted a JSON object, got {type(content).__name__}")
-    return content
+    return read_object(path) if path.exists() else {}
 
 
 def _before(ids: Iterable[int], stop_ids: Sequence[int]) -> list[int]:

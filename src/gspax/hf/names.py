@@ -34,6 +34,17 @@ class Row:
     half: int | None = None  # 0, 1: only the first or second half of the published tensor's axis 1
 
 
+def _mlp(
+    ours: str, published: str, projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Row, ...]:
+    """The gate, up and down projections of a feed-forward network."""
+    axes = {"gate": "F D -> D F", "up": "F D -> D F", "down": "D F -> F D"}
+    return tuple(
+        Row(f"{ours}/{name}", f"{published}.{projection}.weight", axes[name])
+        for name, projection in zip(axes, projections, strict=True)
+    )
+
+
 OUTER = (
     Row("embedding", "model.embed_tokens.weight", "V D -> V D"),
     Row("norm/scale", "model.norm.weight", "D -> D"),
@@ -53,35 +64,21 @@ LAYER = (
     Row("attention/key_norm/scale", "self_attn.k_norm.weight", "H -> H"),
     Row("mlp_norm/scale", "post_attention_layernorm.weight", "D -> D"),
 )
-DENSE = (
-    Row("mlp/gate", "mlp.gate_proj.weight", "F D -> D F"),
-    Row("mlp/up", "mlp.up_proj.weight", "F D -> D F"),
-    Row("mlp/down", "mlp.down_proj.weight", "D F -> F D"),
-)
+DENSE = _mlp("mlp", "mlp")
 ROUTER = (Row("mlp/router", "mlp.gate.weight", "E D -> D E"),)
-SHARED = (  # the expert of every token, of Qwen2-MoE
-    Row("mlp/shared/gate", "mlp.shared_expert.gate_proj.weight", "F D -> D F"),
-    Row("mlp/shared/up", "mlp.shared_expert.up_proj.weight", "F D -> D F"),
-    Row("mlp/shared/down", "mlp.shared_expert.down_proj.weight", "D F -> F D"),
+SHARED = (  # the shared expert of Qwen2-MoE
+    *_mlp("mlp/shared", "mlp.shared_expert"),
     Row("mlp/shared_gate", "mlp.shared_expert_gate.weight", "O D -> D O"),
 )
-MIXTRAL_ROUTER = (Row("mlp/router", "block_sparse_moe.gate.weight", "E D -> D E"),)
-MIXTRAL_EXPERTS = (
-    Row("mlp/gate", "block_sparse_moe.experts.{expert}.w1.weight", "F D -> D F"),
-    Row("mlp/up", "block_sparse_moe.experts.{expert}.w3.weight", "F D -> D F"),
-    Row("mlp/down", "block_sparse_moe.experts.{expert}.w2.weight", "D F -> F D"),
-)
-EXPERTS = (  # the Hub's layout, which is also the one that is written
-    Row("mlp/gate", "mlp.experts.{expert}.gate_proj.weight", "F D -> D F"),
-    Row("mlp/up", "mlp.experts.{expert}.up_proj.weight", "F D -> D F"),
-    Row("mlp/down", "mlp.experts.{expert}.down_proj.weight", "D F -> F D"),
-)
+EXPERTS = _mlp("mlp", "mlp.experts.{expert}")  # the Hub's layout, which is also the one that is written
 FUSED_EXPERTS = (  # transformers 5 with save_original_format=False
     Row("mlp/gate", "mlp.experts.gate_up_proj", "E F D -> E D F", half=0),
     Row("mlp/up", "mlp.experts.gate_up_proj", "E F D -> E D F", half=1),
     Row("mlp/down", "mlp.experts.down_proj", "E D F -> E F D"),
 )
 FUSED_NAME = "mlp.experts.gate_up_proj"  # distinguishes the two layouts
+MIXTRAL_ROUTER = (Row("mlp/router", "block_sparse_moe.gate.weight", "E D -> D E"),)
+MIXTRAL_EXPERTS = _mlp("mlp", "block_sparse_moe.experts.{expert}", ("w1", "w3", "w2"))
 BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # computed from rope_theta
 
 
@@ -90,54 +87,33 @@ class Chunk:
     """The part of a parameter that one published tensor, or half of one, holds."""
 
     published: str  # the tensor's name
-    shape: tuple[int, ...]  # of the published tensor
     index: tuple[int, ...]  # into the parameter's leading axes: layer of the run, expert
     row: Row
 
 
-def list_chunks(
-    config: ModelConfig, parameters: Mapping[str, tuple[int, ...]], *, fused: bool = False
-) -> dict[str, list[Chunk]]:
+def list_chunks(config: ModelConfig, parameters: Collection[str], *, fused: bool = False) -> dict[str, list[Chunk]]:
     """The chunks of each parameter.
 
     Args:
-      parameters: the shape of each parameter by its path, such as `runs/0/attention/query`.
+      parameters: their paths, such as `runs/0/attention/query`.
       fused: whether a layer's experts are one tensor.
     """
-    return {
-        name: [
-            Chunk(published, published_shape(row, parameters[name][len(index) :]), index, row)
-            for row, published, index in tensors
-        ]
-        for name, tensors in list_tensors(config, parameters, fused=fused).items()
-    }
-
-
-def list_tensors(
-    config: ModelConfig, parameters: Collection[str], *, fused: bool = False
-) -> dict[str, list[tuple[Row, str, tuple[int, ...]]]]:
-    """For each parameter its published tensors: (row of the table, name, index into the parameter's leading axes)."""
-    found: dict[str, list[tuple[Row, str, tuple[int, ...]]]] = {}
-
-    def add(name: str, row: Row, published: str, index: tuple[int, ...]) -> None:
-        found.setdefault(name, []).append((row, published, index))
-
-    for row in OUTER:
-        if row.ours in parameters:  # tied embeddings: no head
-            add(row.ours, row, row.published, ())
+    table = {row.ours: [Chunk(row.published, (), row)] for row in OUTER if row.ours in parameters}  # tied: no head
     first = 0
     for run, (sparse, count) in enumerate(layer_runs(config)):
         for row in LAYER + (_expert_rows(config, fused) if sparse else DENSE):
-            name = f"runs/{run}/{row.ours}"
-            for layer in range(count) if name in parameters else ():  # a model without biases has no such rows
-                published = f"model.layers.{first + layer}.{row.published}"
-                if "{expert}" in published:
-                    for expert in range(config.num_experts):
-                        add(name, row, published.replace("{expert}", str(expert)), (layer, expert))
+            if (name := f"runs/{run}/{row.ours}") not in parameters:  # biases, in a model without them
+                continue
+            chunks = table.setdefault(name, [])
+            for layer in range(count):
+                tensor = f"model.layers.{first + layer}.{row.published}"
+                if "{expert}" in tensor:
+                    experts = range(config.num_experts)
+                    chunks += [Chunk(tensor.format(expert=expert), (layer, expert), row) for expert in experts]
                 else:
-                    add(name, row, published, (layer,))
+                    chunks.append(Chunk(tensor, (layer,), row))
         first += count
-    return found
+    return table
 
 
 def _expert_rows(config: ModelConfig, fused: bool) -> tuple[Row, ...]:
@@ -149,14 +125,30 @@ def _expert_rows(config: ModelConfig, fused: bool) -> tuple[Row, ...]:
     return ROUTER + EXPERTS + SHARED
 
 
+def tensor_shapes(
+    table: Mapping[str, Sequence[Chunk]], parameters: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each published tensor by its name.
+
+    Args:
+      table: `list_chunks` of the parameters.
+      parameters: the shape of each parameter by its path.
+    """
+    return {
+        chunk.published: published_shape(chunk.row, parameters[name][len(chunk.index) :])
+        for name, chunks in table.items()
+        for chunk in chunks
+    }
+
+
 def published_shape(row: Row, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of the published tensor for a chunk of shape `shape`."""
     groups, ours = _axes(row)
     sizes = dict(zip(ours, shape, strict=True))
-    found = [math.prod(sizes[letter] for letter in group) for group in groups]
+    lengths = [math.prod(sizes[letter] for letter in group) for group in groups]
     if row.half is not None:
-        found[1] *= 2
-    return tuple(found)
+        lengths[1] *= 2
+    return tuple(lengths)
 
 
 def to_ours(row: Row, tensor: np.ndarray, shape: Sequence[int]) -> np.ndarray:

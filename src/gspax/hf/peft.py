@@ -12,21 +12,21 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from gspax.config import Lora, ModelConfig
-from gspax.data.files import SHOWN, read_json, require_own_files, show
+from gspax.data.files import SHOWN, Json, read_object, require_own_files, show
 from gspax.errors import UserError
 from gspax.hf import names, tensors
+from gspax.hf.config_json import expect
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
 READ = ("peft_type", "r", "lora_alpha", "use_rslora")
-PERMITTED: dict[str, tuple[Any, ...]] = {
+PERMITTED: dict[str, tuple[Json, ...]] = {
     "bias": (None, "none"),
     "task_type": (None, "CAUSAL_LM"),
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),  # the others change the base
@@ -57,8 +57,7 @@ def peft(folder: str | os.PathLike[str]) -> Lora:
     Raises:
       UserError: no such files, an adapter of another kind, or of other modules than gspax adapts.
     """
-    raw = _read_config(Path(folder))
-    rank, alpha = _positive(folder, raw, "r"), _positive(folder, raw, "lora_alpha")
+    rank, alpha = _read_config(Path(folder))
     modules = {module for name in _stored(Path(folder)) for module in name.split(".")[-3:-2]}
     for group in (ATTENTION, MLP):
         if 0 < len(modules & {*group}) < len(group):
@@ -68,7 +67,7 @@ def peft(folder: str | os.PathLike[str]) -> Lora:
         raise UserError(f"{folder}: wanted modules of {', '.join(ATTENTION + MLP)}, got {unknown[0][:SHOWN]}")
     return Lora(
         rank=rank,
-        alpha=alpha * math.sqrt(rank) if raw.get("use_rslora") else float(alpha),
+        alpha=alpha,
         attention=bool(modules & {*ATTENTION}),
         mlp=bool(modules & {*MLP}),
         checkpoint=os.fspath(folder),
@@ -87,24 +86,19 @@ def read_adapters(
       UserError: tensors are missing, unexpected, not finite or of another shape; the message names them.
     """
     stored = _stored(folder)
-    found = {name: np.empty(shape, np.float32) for name, shape in shapes.items()}
-    expected = set()
-    for factor, index, published in _factors(config, shapes):
-        expected.add(published)
-        part = found[factor][index]
-        shape = (lora.rank, part.size // lora.rank)
-        shape = shape if factor.endswith("/a") else shape[::-1]
+    factors = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
+    for path, index, published in _factors(config, shapes):
+        part = factors[path][index]
         if published not in stored:
             raise UserError(f"{folder}: tensor {published} is missing")
-        if stored[published].shape != shape:
-            got = list(stored[published].shape)
-            raise UserError(f"{stored[published].file}: tensor {published}: wanted the shape {list(shape)}, got {got}")
-        tensor = tensors.read(stored[published])
-        tensors.require_finite(published, stored[published], tensor)
+        place = stored.pop(published)
+        place.require_shape(published, _published_shape(path, part.size, lora.rank))
+        tensor = tensors.read(place)
+        tensors.require_finite(published, place, tensor)
         part[...] = tensor.T.reshape(part.shape)
-    if unknown := sorted(set(stored) - expected):
-        raise UserError(f"{folder / WEIGHTS}: tensor {unknown[0]} is not part of the model in config.json")
-    return found
+    if stored:
+        raise UserError(f"{folder / WEIGHTS}: tensor {min(stored)} is not part of the model in config.json")
+    return factors
 
 
 def write_adapters(
@@ -150,32 +144,32 @@ def write_adapters(
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    sizes = {}
-    for path, index, published in _factors(config, shapes):
-        size = math.prod(shapes[path][len(index) :]) // lora.rank
-        sizes[published] = (lora.rank, size) if path.endswith("/a") else (size, lora.rank)
+    published_shapes = {
+        published: _published_shape(path, math.prod(shapes[path][len(index) :]), lora.rank)
+        for path, index, published in _factors(config, shapes)
+    }
     kind = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
-    stored = tensors.create(folder / WEIGHTS, sizes, kind)
+    stored = tensors.create(folder / WEIGHTS, published_shapes, kind)
     for path in shapes:
         array = factor(path)
-        for _, index, published in _factors(config, {path: shapes[path]}):
-            part = _to_published(path, np.asarray(array[index]), lora.rank)
-            tensors.write(stored[published], np.ascontiguousarray(part, dtype=kind))
+        for _, index, published in _factors(config, [path]):
+            transposed = np.asarray(array[index]).reshape(published_shapes[published][::-1])
+            tensors.write(stored[published], np.ascontiguousarray(transposed.T, dtype=kind))
 
 
 def _factors(config: ModelConfig, paths: Iterable[str]) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(path of the factor, index into its leading axes, name of the tensor) of every module."""
     factors = set(paths)
-    for name, found in names.list_tensors(config, {path.rpartition("/")[0] for path in factors}).items():
+    for name, chunks in names.list_chunks(config, {path.rpartition("/")[0] for path in factors}).items():
         for letter, suffix in (("a", "lora_A"), ("b", "lora_B")):
-            for _, published, index in found if f"{name}/{letter}" in factors else ():
-                module = published.removesuffix(".weight")
-                yield f"{name}/{letter}", index, f"{PREFIX}{module}.{suffix}.weight"
+            for chunk in chunks if f"{name}/{letter}" in factors else ():
+                module = chunk.published.removesuffix(".weight")
+                yield f"{name}/{letter}", chunk.index, f"{PREFIX}{module}.{suffix}.weight"
 
 
-def _to_published(path: str, part: np.ndarray, rank: int) -> np.ndarray:
-    """a is [in..., rank] and b is [rank, out...]: PEFT's matrices, transposed."""
-    return part.reshape(-1, rank).T if path.endswith("/a") else part.reshape(rank, -1).T
+def _published_shape(path: str, size: int, rank: int) -> tuple[int, int]:
+    """The shape of PEFT's matrix for a factor of `size` numbers. gspax holds the transpose: a is [in..., rank]."""
+    return (rank, size // rank) if path.endswith("/a") else (size // rank, rank)
 
 
 def _stored(folder: Path) -> dict[str, tensors.Stored]:
@@ -186,31 +180,26 @@ def _stored(folder: Path) -> dict[str, tensors.Stored]:
     return tensors.read_header(folder / WEIGHTS)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> tuple[int, float]:
+    """The rank and alpha of an adapter, which `use_rslora` divides by the square root of the rank."""
     path = folder / CONFIG
-    try:
-        raw = dict(read_json(path))
-        require_own_files(folder)
-    except FileNotFoundError:
+    if not path.exists():
         where = "" if folder.is_absolute() else f" (the working directory is {Path.cwd()})"
-        raise UserError(f"{folder}: wanted the folder of an adapter with {CONFIG}, there is none{where}") from None
-    except (OSError, ValueError, TypeError) as problem:
-        raise UserError(f"{path}: wanted a JSON object, got a file that cannot be read: {problem}") from problem
-    if raw.get("peft_type") != "LORA":
-        raise UserError(f'{path}: peft_type: wanted "LORA", got {show(raw.get("peft_type"))}')
-    for key, value in raw.items():
-        if key in PERMITTED:
-            if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in PERMITTED[key]):
-                wanted = " or ".join(map(json.dumps, PERMITTED[key]))
-                raise UserError(f"{path}: {key}: wanted {wanted}, got {show(value)}")
-        elif key not in READ and key not in HARMLESS and value:
-            raise UserError(f"{path}: {key}: wanted null, false or nothing in it, got {show(value)}")
-    return raw
-
-
-def _positive(folder: Any, raw: Mapping[str, Any], key: str) -> Any:
-    value = raw.get(key)
-    kinds = (int,) if key == "r" else (int, float)
-    if type(value) not in kinds or value is None or not 0 < value < math.inf:
-        raise UserError(f"{Path(folder) / CONFIG}: {key}: wanted a number above 0, got {show(value)}")
-    return value
+        raise UserError(f"{folder}: wanted the folder of an adapter with {CONFIG}, there is none{where}")
+    raw = read_object(path)
+    require_own_files(folder)
+    try:
+        expect("peft_type", raw.get("peft_type"), ["LORA"])
+        for key, value in raw.items():
+            if key in PERMITTED:
+                expect(key, value, PERMITTED[key])
+            elif key not in READ and key not in HARMLESS and value:
+                raise ValueError(f"{key}: wanted null, false or nothing in it, got {show(value)}")
+        rank, alpha = raw.get("r"), raw.get("lora_alpha")
+        if type(rank) is not int or rank <= 0:
+            raise ValueError(f"r: wanted an integer above 0, got {show(rank)}")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+            raise ValueError(f"lora_alpha: wanted a number above 0, got {show(alpha)}")
+    except ValueError as problem:
+        raise UserError(f"{path}: {problem}") from None
+    return rank, alpha * math.sqrt(rank) if raw.get("use_rslora") else float(alpha)

@@ -8,6 +8,7 @@ single tensors in place. Format: https://huggingface.co/docs/safetensors.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gspax.data.files import SHOWN, parse_json, read_json
+from gspax.data.files import SHOWN, parse_json, read_object, show
 from gspax.errors import UserError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -43,6 +44,11 @@ class Stored:
         """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """UserError unless the tensor of this name has this shape."""
+        if self.shape != shape:
+            raise UserError(f"{self.file}: tensor {name}: wanted the shape {list(shape)}, got {list(self.shape)}")
+
 
 def find(folder: Path) -> dict[str, Stored]:
     """The tensors of a checkpoint folder by name, from the headers of all its files; no tensor is read.
@@ -51,18 +57,18 @@ def find(folder: Path) -> dict[str, Stored]:
       UserError: a file is missing, truncated or corrupt, or there is no safetensors file. Pickles are rejected.
     """
     weight_map = _weight_map(folder)
-    found: dict[str, Stored] = {}
-    for file in sorted({folder / name for name in weight_map.values()} if weight_map else {folder / SINGLE}):
+    tensors: dict[str, Stored] = {}
+    for file in sorted({folder / name for name in weight_map.values()} or {folder / SINGLE}):
         if not file.is_file():
             raise UserError(f"{file}: wanted this file, which {INDEX} names; there is none")
         for name, stored in read_header(file).items():
-            if name in found:
-                raise UserError(f"{file}: tensor {name} is in {found[name].file.name} too")
-            found[name] = stored
+            if name in tensors:
+                raise UserError(f"{file}: tensor {name} is in {tensors[name].file.name} too")
+            tensors[name] = stored
     for name, file_name in weight_map.items():
-        if name not in found or found[name].file.name != file_name:
+        if name not in tensors or tensors[name].file.name != file_name:
             raise UserError(f"{folder / file_name}: wanted the tensor {name}, which {INDEX} says is in it; it is not")
-    return found
+    return tensors
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -79,17 +85,15 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 "and gspax does not read pickles"
             )
         raise UserError(f"{folder}: wanted {SINGLE} or {INDEX}, there is neither")
-    try:
-        weight_map = read_json(index)["weight_map"]
-        items = dict(weight_map.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise UserError(f"{index}: wanted a JSON object with a weight_map, got one that cannot be read") from problem
-    for name, file in items.items():
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: wanted an object with tensors in weight_map, got {show(weight_map)}")
+    files = {}
+    for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise UserError(f"{index}: wanted the name of a safetensors file beside it for tensor {name}, got {file!r}")
-    if not items:
-        raise UserError(f"{index}: wanted tensors in weight_map, there are none")
-    return items
+        files[name] = file
+    return files
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -99,29 +103,23 @@ def read_header(file: Path) -> dict[str, Stored]:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > min(size - 8, LONGEST_HEADER):
             raise UserError(f"{file}: no safetensors file, or a truncated one ({size} bytes, header of {length})")
-        try:
-            header = dict(parse_json(opened.read(length)))
-        except (ValueError, TypeError) as problem:
-            raise UserError(f"{file}: corrupt: its header is no JSON object") from problem
-    header.pop("__metadata__", None)
-    first, end = 8 + length, 0
-    found = {}
-    for name, entry in sorted(header.items(), key=lambda item: _begin(item[1])):
-        stored = _entry(file, name, entry, first)
-        if stored.start != first + end:
-            raise UserError(f"{file}: corrupt: tensor {name} begins at byte {stored.start}, wanted {first + end}")
-        end += stored.nbytes
-        found[name] = stored
-    if first + end != size:
-        raise UserError(f"{file}: truncated or corrupt: its header wants {first + end} bytes, it has {size}")
-    return found
-
-
-def _begin(entry: Any) -> int:
+        header = opened.read(length)
     try:
-        return int(entry["data_offsets"][0])
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError):
-        return -1  # `_entry` raises the error
+        entries = parse_json(header)
+    except ValueError:
+        entries = None
+    if not isinstance(entries, dict):
+        raise UserError(f"{file}: corrupt: its header is no JSON object")
+    entries.pop("__metadata__", None)
+    end = 8 + length
+    tensors = {name: _entry(file, name, entry, end) for name, entry in entries.items()}
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if stored.start != end:
+            raise UserError(f"{file}: corrupt: tensor {name} begins at byte {stored.start}, wanted {end}")
+        end += stored.nbytes
+    if end != size:
+        raise UserError(f"{file}: truncated or corrupt: its header wants {end} bytes, it has {size}")
+    return tensors
 
 
 def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
@@ -183,37 +181,35 @@ def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype
             used = 0
         shards[-1][name] = shape
         used += nbytes
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        found |= create(folder / file, shard, dtype)
+        tensors |= create(folder / file, shard, dtype)
     if len(shards) > 1:
-        total = sum(stored.nbytes for stored in found.values())
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: stored.file.name for name, stored in found.items()},
-        }
+        total = sum(stored.nbytes for stored in tensors.values())
+        files = {name: stored.file.name for name, stored in tensors.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return found
+    return tensors
 
 
 def create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> dict[str, Stored]:
     """Create a file with its header and space for every tensor, in the given order."""
-    kind = next(name for name, each in DTYPES.items() if each == dtype)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+    (kind,) = (name for name, supported in DTYPES.items() if supported == dtype)
+    ends = [0, *itertools.accumulate(math.prod(shape) * dtype.itemsize for shape in shapes.values())]
+    entries = {
+        name: {"dtype": kind, "shape": list(shape), "data_offsets": list(offsets)}
+        for (name, shape), offsets in zip(shapes.items(), itertools.pairwise(ends), strict=True)
+    }
+    header = {"__metadata__": {"format": "pt"}, **entries}  # the metadata is required by transformers
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
+    first = 8 + len(text)
     with file.open("wb") as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
-        opened.truncate(8 + len(text) + end)
-    return {
-        name: Stored(file, dtype, shape, 8 + len(text) + header[name]["data_offsets"][0])
-        for name, shape in shapes.items()
-    }
+        opened.truncate(first + ends[-1])
+    starts = zip(shapes.items(), ends, strict=False)
+    return {name: Stored(file, dtype, shape, first + start) for (name, shape), start in starts}
 
 
 def write(stored: Stored, tensor: np.ndarray) -> None:

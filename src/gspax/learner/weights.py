@@ -8,7 +8,7 @@ import jax
 
 from gspax.config import Lora, ModelConfig
 from gspax.errors import UserError
-from gspax.hf.loading import path_name, read_params
+from gspax.hf.parameters import named_leaves, named_shapes, read_params
 from gspax.hf.peft import read_adapters
 from gspax.hf.source import locate
 from gspax.parallel import multihost
@@ -44,15 +44,14 @@ def require_intact(folder: Path) -> None:
 
 def load_adapters(config: ModelConfig, lora: Lora, wanted: Params) -> Params:
     """The adapters of `lora.checkpoint`, with the shardings of `wanted` (`ShapeDtypeStruct`s). UserError as `load`."""
-    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)}
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    leaves, shapes = named_leaves(wanted), named_shapes(wanted)
     found = multihost.all_or_raise(lambda: read_adapters(Path(lora.checkpoint), config, lora, shapes))
     arrays = [multihost.to_devices(found[name], leaf.sharding) for name, leaf in leaves.items()]
     return jax.tree.unflatten(jax.tree.structure(wanted), arrays)
 
 
 def _load_converted(directory: Path, wanted: Params) -> Params:
-    leaves = {f"params/{path_name(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(wanted)}
+    leaves = {f"params/{name}": leaf for name, leaf in named_leaves(wanted).items()}
     mesh = next(iter(leaves.values())).sharding.mesh
     with Checkpoints(directory, mesh=mesh) as checkpoints:
         step = checkpoints.latest()

@@ -1,0 +1,213 @@
+"""The parameters of a published checkpoint: read onto the devices of a mesh, or written in the Hub's layout.
+
+Each host reads each tensor once, and keeps its shards. What is written, transformers, vLLM and SGLang load.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from gspax.config import ModelConfig
+from gspax.data.files import Json
+from gspax.errors import UserError
+from gspax.hf import config_json, names, tensors
+from gspax.hf.names import Chunk
+from gspax.hf.tensors import Stored
+from gspax.model import transformer
+from gspax.parallel import multihost
+from gspax.types import Params
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BUFFER = 2**24  # bytes; larger tensors get memory of their own
+SHARD_SIZE = 5_000_000_000  # bytes of tensors in a file, as in transformers up to version 4
+Box = tuple[tuple[int, int], ...]  # start and stop of each axis
+
+
+class Readable(Protocol):
+    """An array, or an object that reads a part of one when it is indexed."""
+
+    def __getitem__(self, index: tuple[int, ...], /) -> np.ndarray: ...
+
+
+def named_leaves(tree: Params) -> dict[str, jax.ShapeDtypeStruct]:
+    """The leaves of a parameter tree by their path, such as `runs/0/attention/query`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def named_shapes(tree: Params) -> dict[str, tuple[int, ...]]:
+    """The shapes of the leaves of a parameter tree by their path."""
+    return {name: leaf.shape for name, leaf in named_leaves(tree).items()}
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of a model by its path."""
+    return named_shapes(transformer.abstract_params(config))
+
+
+# Reading
+
+
+def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
+    """The parameters of a checkpoint folder.
+
+    A host holds its devices' shards of one parameter, and one tensor per core; on CPU the arrays share the shards'
+    memory. All headers are validated before the first tensor is read.
+
+    Args:
+      folder: with `model.safetensors`, or several files and their index; experts in either layout.
+      config: as in its `config.json`.
+      wanted: `ShapeDtypeStruct`s with shardings; the tensors are cast to their dtypes.
+
+    Raises:
+      UserError: files or tensors are missing, unexpected, corrupt, not finite or of another shape; the message names
+        them.
+    """
+    stored = tensors.find(folder)
+    leaves = named_leaves(wanted)
+    fused = any(name.endswith(names.FUSED_NAME) for name in stored)
+    table = names.list_chunks(config, leaves, fused=fused)
+    _validate(folder, config, stored, names.tensor_shapes(table, named_shapes(wanted)))
+    thread = threading.local()
+
+    def read(name: str) -> np.ndarray:
+        tensor = tensors.read(stored[name], thread.buffer)
+        tensors.require_finite(name, stored[name], tensor)
+        return tensor
+
+    def prepare() -> None:
+        thread.buffer = np.empty(BUFFER, np.uint8)
+
+    with ThreadPoolExecutor(os.cpu_count(), initializer=prepare) as pool:
+        arrays = [_read_parameter(table[name], read, leaf, pool) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(wanted), arrays)
+
+
+def _validate(
+    folder: Path, config: ModelConfig, stored: Mapping[str, Stored], expected: dict[str, tuple[int, ...]]
+) -> None:
+    """UserError unless the tensors are those of the model. A tied model may have a copy of its embedding as head."""
+    copied_head = config.tie_word_embeddings and HEAD in stored
+    if copied_head:
+        expected[HEAD] = expected[EMBEDDING]
+    for name, shape in expected.items():
+        if name not in stored:
+            missing = len(expected.keys() - stored.keys()) - 1
+            raise UserError(f"{folder}: tensor {name} is missing" + (f", and {missing} more" if missing else ""))
+        stored[name].require_shape(name, shape)
+    for name, tensor in stored.items():
+        if name not in expected and not names.BUFFER.fullmatch(name):
+            raise UserError(f"{tensor.file}: tensor {name} is not part of the model in config.json")
+    if copied_head:
+        head, embedding = (tensors.read(stored[name]).view(np.uint8) for name in (HEAD, EMBEDDING))
+        if not np.array_equal(head, embedding):  # a different head would be lost
+            raise UserError(
+                f"{stored[HEAD].file}: tensor {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings"
+            )
+
+
+def _read_parameter(
+    chunks: Sequence[Chunk],
+    read: Callable[[str], np.ndarray],
+    leaf: jax.ShapeDtypeStruct,
+    pool: ThreadPoolExecutor,
+) -> jax.Array:
+    """One array on its devices."""
+    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+    if not indices:
+        return multihost.remote_array(leaf)
+    shards = {box: empty_aligned(box, leaf.dtype) for box in {_box(index, leaf.shape) for index in indices}}
+    list(pool.map(lambda chunk: _copy_chunk(chunk, read, shards, leaf.shape), chunks))
+    array = jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: shards[_box(index, leaf.shape)])
+    return array.block_until_ready()  # free this parameter's shards before reading the next
+
+
+def _copy_chunk(
+    chunk: Chunk, read: Callable[[str], np.ndarray], shards: Mapping[Box, np.ndarray], shape: tuple[int, ...]
+) -> None:
+    """Read a chunk's tensor and copy it into the shards that overlap it; without any, do not read it."""
+    depth = len(chunk.index)
+    holders = {
+        box: shard
+        for box, shard in shards.items()
+        if all(first <= i < last for i, (first, last) in zip(chunk.index, box, strict=False))
+    }
+    if holders:
+        view = names.to_ours(chunk.row, read(chunk.published), shape[depth:])
+    for box, shard in holders.items():
+        index = tuple(i - first for i, (first, _) in zip(chunk.index, box, strict=False))
+        names.copy(shard[index], view[tuple(slice(*bounds) for bounds in box[depth:])])
+
+
+def _box(index: Sequence[slice] | None, shape: Sequence[int]) -> Box:
+    return tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+
+
+def empty_aligned(box: Box, dtype: DTypeLike) -> np.ndarray:
+    """An uninitialized array aligned to 64 bytes, whose memory jax shares on CPU instead of copying it."""
+    shape = [last - first for first, last in box]
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    buffer = np.empty(size + 64, np.uint8)
+    return buffer[(first := -buffer.ctypes.data % 64) : first + size].view(dtype).reshape(shape)
+
+
+# Writing
+
+
+def write_checkpoint(
+    folder: Path,
+    config: ModelConfig,
+    parameter: Callable[[str], Readable],
+    *,
+    dtype: str = "bfloat16",
+    shard_size: int = SHARD_SIZE,
+    more: Mapping[str, Json] | None = None,
+) -> None:
+    """Write config.json and safetensors in the Hub's order and layout; tied models have no `lm_head.weight`.
+
+    Args:
+      folder: exists and is empty.
+      parameter: returns a parameter by its path, such as `runs/0/attention/query`. Called once for each, and what it
+        returns is indexed once for each layer in order, so that neither parameters nor the layers of one need be in
+        memory together.
+      dtype: the dtype of the tensors, `bfloat16` or `float32`.
+      shard_size: the maximum size of a file, in bytes of tensors.
+      more: further keys of config.json, such as `eos_token_id`.
+    """
+    content = config_json.to_json(config) | {"torch_dtype": dtype} | dict(more or {})
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    parameters = parameter_shapes(config)
+    table = names.list_chunks(config, parameters)
+    shapes = dict(sorted(names.tensor_shapes(table, parameters).items(), key=lambda item: _model_order(item[0])))
+    stored = tensors.lay_out(folder, shapes, np.dtype(jax.numpy.dtype(dtype)), shard_size)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, chunks in table.items():
+            array = parameter(name)
+            for first, layer in itertools.groupby(chunks, key=lambda chunk: chunk.index[:1]):
+                part = np.asarray(array[first])
+
+                def write(chunk: Chunk, part: np.ndarray = part) -> None:
+                    place = stored[chunk.published]
+                    tensor = part[chunk.index[1:]].astype(place.dtype, copy=False)
+                    tensors.write(place, names.to_published(chunk.row, tensor))
+
+                list(pool.map(write, layer))
+
+
+def _model_order(tensor: str) -> tuple[int, int]:
+    """Sort key: embedding, layers, norm and head; within a layer the order of the table."""
+    parts = tensor.split(".")
+    if parts[1] == "layers":
+        return 1, int(parts[2])
+    return (0 if parts[1] == "embed_tokens" else 2), 0
