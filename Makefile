@@ -1,4 +1,5 @@
-# `make train` learns to sort digits in a few minutes on a CPU; `make test` runs every check; `make docs` builds the site;
+# `make train` learns to sort digits in a few minutes on a CPU; `make test` runs the checks, `make unit` those of a minute, and
+# `make release` the documents, the package, and the scripts; `make docs` builds the site;
 # `make study NAME=clipping` runs a study, `make study-page` plots its results again;
 # `make faults` hurts runs for half an hour, `make soak` for an hour (MINUTES=5, SEED=1).
 # All work on a bare checkout: they create .venv first, and again whenever its requirements have changed. Training installs no
@@ -18,33 +19,38 @@ LOG := $(VENV)/pip.log
 PIP = $(BIN)/python -m pip install --disable-pip-version-check >> $(LOG) 2>&1
 SHOW_LOG = { cat $(LOG) >&2; exit 1; }
 
-# The fast half of the tests: the losses, one train step, the model, the experiment files and the documents.
-QUICK := tests/test_structure.py tests/test_unstable.py tests/release/test_docs.py tests/release/test_ci.py tests/losses/test_advantages.py tests/losses/test_masked.py \
-	tests/losses/test_shaping.py tests/losses tests/experiment tests/model tests/data tests/run tests/learner/test_objective.py \
-	tests/learner/test_train_step.py tests/sampler/test_sampler.py
+# A test file stays on one worker, where its tests share what they compile.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 RUN := $(VENV)/run
 
 MINUTES ?= 60
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train test test-python study study-page faults soak docs clean
+.PHONY: train test unit release test-python study study-page faults soak docs clean
 
 train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
 
-# A test file stays on one worker, where its tests share what they compile.
 test: $(TESTS) $(TORCH) $(TPU)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# Losses, configuration, data, formats, and reports: for every commit.
+unit: $(TESTS)
+	$(PYTEST) -m "unit and not slow"
+
+# What the pages, the package, the studies, and the launch scripts promise.
+release: $(TESTS) $(TORCH) $(TPU)
+	$(PYTEST) -m "release and not slow"
 
 # Another Python, in a virtual environment of its own: make test-python PYTHON=python3.13 VENV=.venv-3.13
 test-python: $(TESTS)
 	rm -rf $(RUN)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir $(RUN) warm_start.steps=2 schedule.steps=2 evaluation.problems=16
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(QUICK)
+	$(PYTEST) -q -m "unit and not slow"
 
 # A study of experiments/studies: finished runs are skipped, interrupted ones resumed (JOBS=2 at a time).
 study: $(INSTALLED)
@@ -56,7 +62,7 @@ study-page: $(INSTALLED)
 
 # Kills, damage, full disks, second runs and hostile peers: the long form of what `make test` has a little of.
 faults: $(TESTS)
-	FAULTS_TABLE=experiments/benchmarks/faults.md $(BIN)/python -m pytest -q -m "slow or not slow" tests/faults
+	FAULTS_TABLE=experiments/benchmarks/faults.md $(BIN)/python -m pytest -q -m process tests/faults
 
 # Two runs under faults at random, with a table of them and the slope of their memory.
 soak: $(TESTS)

@@ -4,7 +4,9 @@ import contextlib
 import ctypes
 import gc
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -33,7 +35,22 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 os.environ.setdefault("GSPAX_COMPILATION_CACHE", str(Path(__file__).parents[1] / ".cache" / "compiled"))
 os.environ.setdefault("MALLOC_ARENA_MAX", "8")
 
+TESTS = Path(__file__).parent
+PROCESSES = "connections joining processes saves security transfer watchdog"
+TIERS = {  # the folders and files of a tier; all others are of tier "device": they compile models and run them
+    "unit": ("config/", "data/", "experiment/", "hf/", "losses/", "report/", "run/"),
+    "process": ("faults/", *(f"parallel/test_{name}" for name in PROCESSES.split())),
+    "release": ("release/",),
+}
+
 RESIDENT_BUDGET = 10**9  # bytes a worker may hold between two files; most of them are compiled programs
+
+
+def pytest_collection_modifyitems(items):
+    """Mark each test with its tier, so that `pytest -m "unit and not slow"` runs one of them."""
+    for item in items:
+        name = item.path.relative_to(TESTS).as_posix()
+        item.add_marker(next((tier for tier, places in TIERS.items() if name.startswith(places)), "device"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,3 +66,13 @@ def _drop_compiled_programs():
         gc.collect()
         with contextlib.suppress(AttributeError):  # glibc: return the freed pages, more than half
             ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(autouse=True)
+def _write_no_report(monkeypatch):
+    """Runs of the test's own process write no report, which takes three quarters of the time of a run of a few steps.
+
+    The fixtures of a module come before this one: their runs write theirs.
+    """
+    if "gspax.training.loop" in sys.modules:
+        monkeypatch.setattr("gspax.training.loop.run_page", SimpleNamespace(write=lambda workdir: None))

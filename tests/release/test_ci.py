@@ -44,7 +44,7 @@ def run(checkout):
 
 def test_a_machine_without_another_python_is_reported(checkout):
     assert run(checkout) == (
-        ["test", "docs"],
+        ["test", "release", "docs"],
         "Tested with Python 3.11 only: no other of 3.11 to 3.14 was found.",
     )
 
@@ -57,6 +57,7 @@ def test_every_other_working_python_is_tested(checkout):
     called, last = run(checkout)
     assert called == [
         "test",
+        "release",
         "docs",
         "test-python PYTHON=python3.12 VENV=.venv-3.12",
         f"test-python PYTHON={found} VENV=.venv-3.13",
@@ -68,13 +69,6 @@ def test_a_failure_ends_the_script(checkout):
     script(checkout / "bin" / "make", "exit 3")
     command = [checkout / "repository" / ".ci" / "run"]
     assert subprocess.run(command, env={"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}"}, timeout=60).returncode == 3
-
-
-def test_the_test_files_for_other_pythons_exist():
-    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
-    quick = re.search(r"^QUICK := (.*)$", text, re.M)[1].split()
-    assert len(quick) > 10
-    assert not [name for name in quick if not (ROOT / name).exists()]
 
 
 def pinned(path):
@@ -104,7 +98,7 @@ def test_training_installs_no_test_tools():
     assert tests == needs["test"] - training
     assert needs["train"] | needs["rewards"] <= training
     texts = {}
-    for target in ("train", "study", "test", "test-python", "faults", "soak"):
+    for target in ("train", "study", "test", "unit", "release", "test-python", "faults", "soak"):
         command = ["make", "--dry-run", "--always-make", target, f"PYTHON={sys.executable}", "VENV=none"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
@@ -152,7 +146,7 @@ def test_the_pre_commit_hooks_are_checks_of_make_test():
     assert [hook.get("pass_filenames", True) for hook in (*linters, tests)] == [True, True, False, False]
     assert all(hook["language"] == "system" and {"id", "name"} <= {*hook} for hook in repository["hooks"])
     program, *words = shlex.split(tests["entry"])
-    assert checks[3].startswith(f"{program} -m pytest ") and words[:2] == ["-m", "pytest"]
+    assert checks[3] == "$(PYTEST)" and program == ".venv/bin/python" and words[:2] == ["-m", "pytest"]
     files = [word for word in words if word.endswith(".py")]
     assert files and all((ROOT / file).exists() for file in files)
 
