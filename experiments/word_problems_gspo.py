@@ -9,11 +9,11 @@ Run: gspax train experiments/word_problems_gspo.py --workdir runs/word_problems/
 
 from dataclasses import replace
 
+import word_problems
 import word_problems_sft
 
 from gspax.config import Evaluation, Optimizer, Schedule, Task
 from gspax.data import HFTokenizer
-from gspax.data.tasks import word_problems
 
 CHECKPOINT = "runs/word_problems/checkpoint"
 pretrained = word_problems_sft.experiment

@@ -4,18 +4,19 @@
 these have a wrong calculation. The tokenizer is trained first, on the same problems.
 
 Run:
-    python -m gspax.data.tasks.word_problems runs/word_problems/tokenizer
+    python experiments/word_problems.py runs/word_problems/tokenizer
     gspax sft experiments/word_problems_sft.py --workdir runs/word_problems/sft
     gspax export --from runs/word_problems/sft --to runs/word_problems/checkpoint --dtype float32
 """
 
 from functools import partial
 
+import word_problems
+
 from gspax import advantages, losses
 from gspax.config import Experiment, ModelConfig, Optimizer, Sampling, WarmStart
 from gspax.config.optimizers import cosine
 from gspax.data import HFTokenizer
-from gspax.data.tasks import word_problems
 from gspax.rewards import math
 
 UPDATES = 800

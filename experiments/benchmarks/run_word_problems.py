@@ -19,7 +19,7 @@ SEEDS = ("0", "1", "2")
 def main(folder: Path, seeds: list[str]) -> None:
     tokenizer = folder / "tokenizer"
     if not tokenizer.exists():
-        subprocess.run([sys.executable, "-m", "gspax.data.tasks.word_problems", str(tokenizer)], check=True)
+        subprocess.run([sys.executable, str(EXPERIMENTS / "word_problems.py"), str(tokenizer)], check=True)
     for seed in seeds:
         run_seed(folder / f"seed_{seed}", tokenizer, [f"seed={seed}", f"data.seed={seed}"])
     print(tabulate([folder / f"seed_{seed}" for seed in seeds]))

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments"
 # in test_dataset_experiments.py
 DATASETS = {"gsm8k_gspo", "gsm8k_lora", "math_gspo", "code_gspo", "tools_gspo_token"}
-WORDS = {"word_problems_sft", "word_problems_gspo"}  # in data/test_word_problems.py
+WORDS = {"word_problems", "word_problems_sft", "word_problems_gspo"}  # in test_word_problems.py
 FILES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in DATASETS | WORDS)
 
 

@@ -1,6 +1,7 @@
 """The word problems are right, split by type and by prompt, and transformers reads their tokenizer."""
 
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -9,13 +10,15 @@ import pytest
 
 from gspax.commands import main as program
 from gspax.data import hf_tokenizer
-from gspax.data.tasks import word_problems
-from gspax.data.tasks.word_problems import Problems, types
 from gspax.experiment import load, override, validate
 from gspax.rewards import math
 
-FAMILIAR, NEW = Problems(), Problems(kind="new", min_steps=3)
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+sys.path.append(str(EXPERIMENTS))  # as for an experiment file
+import word_problems  # noqa: E402
+from word_problems import Problems, types  # noqa: E402
+
+FAMILIAR, NEW = Problems(), Problems(kind="new", min_steps=3)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ A problem's type is the order of its steps: (find, halve) above. A hash divides 
 ones, which a model is pre-trained on, and new ones, whose solutions it never sees. Only the text after `####` is
 rewarded. Most of the demonstrations are the answer alone (`mostly_short`).
 
-`python -m gspax.data.tasks.word_problems FOLDER` trains the tokenizer: byte-pair encoding, one token per digit, as in
+`python experiments/word_problems.py FOLDER` trains the tokenizer: byte-pair encoding, one token per digit, as in
 Qwen's.
 """
 
