@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gspax.config.protocols import Message, Problem
-from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer, limited, settings
+from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer, settings
 from gspax.errors import UserError, brief
 
-Value = TypeVar("Value")  # of a reward
+T = TypeVar("T")
 
 OPEN, CLOSE = "<think>", "</think>"
 _MARKUP = (OPEN, CLOSE, "<tool_response>", "</tool_response>", "<tool_call>", "</tool_call>")
-LONGEST = 30.0  # seconds for a template, which takes a thousandth of one unless its loops have no end
+LONGEST = 30.0  # seconds for a template, which takes a millisecond unless its loops have no end
 _MARK = "\ue000"  # for private use: in no template
 
 
@@ -41,16 +43,16 @@ class ChatTokenizer(HFTokenizer):
         """The ids of a chat that ends with this text as the user's message; `context` has the messages before it."""
         return self.encode_chat([*context, {"role": "user", "content": text}])
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
         """The ids of a chat of several turns, up to the start of the assistant's next turn.
 
         Args:
           messages: `system` comes before them, unless they begin with a system message of their own.
           tools: JSON schemas of the functions that the assistant may call, for the template's `tools`.
         """
-        own = messages and messages[0]["role"] == "system"
-        first: list[Message] = [] if self.system is None or own else [{"role": "system", "content": self.system}]
-        return self.encode_completion(self.render([*first, *messages], tools))  # the template has the special tokens
+        if self.system is not None and not (messages and messages[0]["role"] == "system"):
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return self.encode_completion(self.render(messages, tools))  # the template has the special tokens
 
     @property
     def turn_end(self) -> int:
@@ -60,10 +62,10 @@ class ChatTokenizer(HFTokenizer):
     def encode_reply(self, messages: Sequence[Message]) -> list[int]:
         """The ids between the end of an assistant's turn, its stop token, and the start of the next one.
 
-        They are those of what the template writes after the content of an assistant's message and that token, so no
-        earlier turn is rendered or tokenised again. In a message every added token of the tokenizer, and the marks of
-        thinking and of tools, are split by a space: what a tool returns cannot end a turn, nor its own reply. UserError
-        if the template writes anything else after the content.
+        They encode what the template writes after the content of an assistant's message and that token, so no earlier
+        turn is rendered or tokenized again. In a message every added token of the tokenizer, and the marks of thinking
+        and of tools, are split by a space, so that a tool's output can end neither a turn nor the reply. UserError if
+        the template writes anything else after the content.
         """
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         safe = [{**message, "content": self._split_marks(str(message["content"]))} for message in messages]
@@ -78,7 +80,7 @@ class ChatTokenizer(HFTokenizer):
 
     @functools.cached_property
     def _marks(self) -> list[str]:
-        """What no reply may hold: the added tokens, white space aside, and what templates write around replies."""
+        """The texts that no reply may hold: added tokens other than white space, and the markup around replies."""
         tokenizer = self._tokenizer
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         return sorted(token for token in {*added, *tokenizer.all_special_tokens, *_MARKUP} if token.strip())
@@ -88,20 +90,30 @@ class ChatTokenizer(HFTokenizer):
             text = text.replace(mark, f"{mark[:1]} {mark[1:]}")
         return text
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> str:
         """The chat as text. UserError if the template is missing, rejects the messages or does not end."""
         import jinja2  # noqa: F401  (optional in transformers; imported here so that the error names it)
 
-        write = functools.partial(
-            self._tokenizer.apply_chat_template,
-            [dict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=self.thinking,
-        )
+        result: Future[str] = Future()
+
+        def write() -> None:
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    enable_thinking=self.thinking,
+                )
+                result.set_result(str(text))
+            except Exception as error:
+                result.set_exception(error)
+
+        threading.Thread(target=write, name="gspax-template", daemon=True).start()  # no thread can be ended
         try:
-            return str(limited(write, LONGEST))
+            return result.result(LONGEST)
+        except TimeoutError:
+            raise UserError(f"the chat template in {self.path} failed: no result after {LONGEST:g} s") from None
         except Exception as error:  # a template is a program and can fail in any way
             raise UserError(f"the chat template in {self.path} failed: {brief(error)}") from error
 
@@ -142,18 +154,21 @@ class CharChat:
     def encode_completion(self, text: str) -> list[int]:
         return self.tokenizer.encode_completion(text)
 
-    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
         """The ids of the first messages of a conversation; `tools` are not written."""
         ids: list[int] = []
         for message in messages:
-            own = message["role"] == "assistant"
-            ids += [*self.encode_completion(message["content"]), self.turn_end] if own else self.encode_reply([message])
+            if message["role"] == "assistant":
+                ids += [*self.encode_completion(message["content"]), self.turn_end]
+            else:
+                ids += self.encode_reply([message])
         return ids
 
     def encode_reply(self, messages: Sequence[Message]) -> list[int]:
         """The ids of messages after an assistant's turn."""
         forms = {"system": self.system, "user": self.user, "tool": self.tool}
-        return self.tokenizer.encode("".join(forms[each["role"]].replace("{}", each["content"]) for each in messages))
+        texts = [forms[message["role"]].replace("{}", message["content"]) for message in messages]
+        return self.tokenizer.encode("".join(texts))
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode(ids)
@@ -193,10 +208,8 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
     return before.strip("\n").removeprefix(OPEN).strip("\n"), after.strip("\n")
 
 
-def reward_answer(
-    problem: Problem, completion: str, *, reward: Callable[[Problem, str], Value], opened: bool = False
-) -> Value:
-    """`reward` of the answer part of a completion; of the empty text if there is no answer."""
+def reward_answer(problem: Problem, completion: str, *, reward: Callable[[Problem, str], T], opened: bool = False) -> T:
+    """The `reward` of a completion's answer, or of the empty text if there is no answer."""
     return reward(problem, split_thinking(completion, opened=opened)[1])
 
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gspax.data.files import Json, read_object, require_own_files
 from gspax.errors import UserError, brief
 
-T = TypeVar("T")
 
-
-def tokenizer_problems(tokenizer: Any, vocab_size: int, *, demonstrations: bool) -> Iterator[str]:
-    """Why a tokenizer cannot be used, one sentence each.
+def tokenizer_problems(tokenizer: object, vocab_size: int, *, demonstrations: bool) -> Iterator[str]:
+    """The reasons why a tokenizer cannot be used, one sentence each.
 
     Args:
-      vocab_size: of the model.
+      tokenizer: any object.
+      vocab_size: the model's.
       demonstrations: whether completions are encoded too, each followed by a stop id.
     """
     if isinstance(tokenizer, type):
@@ -169,27 +168,6 @@ def check_ids(ids: Sequence[int], vocab_size: int, text: str) -> None:
             )
 
 
-def limited(work: Callable[[], T], seconds: float) -> T:
-    """`work()`, by a thread of its own. TimeoutError if it takes longer: the thread goes on, as none can be ended."""
-    results: list[T] = []
-    failures: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="gspax-limited", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failures:
-        raise failures[0]
-    if not results:
-        raise TimeoutError(f"no result after {seconds:g} s")
-    return results[0]
-
-
 def settings(folder: str | os.PathLike[str], name: str) -> dict[str, Json]:
     """The JSON object in a file of a tokenizer folder; empty without such a file. UserError if it cannot be read."""
     path = Path(folder, name)
@@ -198,9 +176,4 @@ def settings(folder: str | os.PathLike[str], name: str) -> dict[str, Json]:
 
 def _before(ids: Iterable[int], stop_ids: Sequence[int]) -> list[int]:
     """The ids before the first stop id, as Python integers."""
-    kept = []
-    for i in ids:
-        if int(i) in stop_ids:
-            break
-        kept.append(int(i))
-    return kept
+    return list(itertools.takewhile(lambda i: i not in stop_ids, map(int, ids)))
