@@ -10,7 +10,7 @@ from gspax.config import RowShape
 from gspax.learner import minibatches
 from gspax.parallel.sharding import make_mesh
 from gspax.rollout.completion import Completion, GradedTurns
-from gspax.rollout.credit import credit_turns
+from gspax.rollout.grading import credit_turns
 from gspax.types import Rollout
 
 G = 4

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 from gspax.config import Grading
 from gspax.config.protocols import Reward, Step
@@ -72,13 +72,12 @@ class Tally:
             return dict(self._counts)
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """The rewards of one completion, or the error because of which there are none."""
 
     rewards: tuple[float, ...]
     error: str = ""  # with rewards, the errors of their scores
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = {}
     reason: str = ""
     names: tuple[str, ...] = ()  # of `rewards`, if the function returned a mapping
 

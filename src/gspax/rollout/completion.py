@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,19 +62,20 @@ class Samples(NamedTuple):
         turns = self.turn_advantages and [self.turn_advantages[row] for row in rows]
         return Samples([self.completions[row] for row in rows], self.advantage_B[rows], turns)
 
-    def to_json(self) -> list[dict[str, Any]]:
+    def to_json(self) -> list[dict[str, object]]:
         """One JSON object per completion. Collective."""
         lines = [to_json(each) for each in gather_texts(self.completions)]
-        if self.turn_advantages is not None:
-            turns = self.turn_advantages
-            lines = [line | {"turn_advantages": list(each)} for line, each in zip(lines, turns, strict=True)]
-        return [line | {"advantage": float(each)} for line, each in zip(lines, self.advantage_B, strict=True)]
+        for row, line in enumerate(lines):
+            if self.turn_advantages is not None:
+                line["turn_advantages"] = list(self.turn_advantages[row])
+            line["advantage"] = float(self.advantage_B[row])
+        return lines
 
 
-def to_json(completion: Completion) -> dict[str, Any]:
+def to_json(completion: Completion) -> dict[str, object]:
     """A completion with its texts as a JSON object, without parts, reason and error where there are none."""
     assert completion.texts is not None, "see gather_texts"
-    line: dict[str, Any] = completion.texts._asdict()
+    line: dict[str, object] = completion.texts._asdict()
     line |= {"reward": completion.reward, "length": completion.length, "finished": completion.finished}
     if (turns := completion.turns) is not None:
         line |= {"turn_spans": turns.spans, "turn_rewards": turns.rewards, "environment": turns.environment}

@@ -10,9 +10,8 @@ Axes: P prompts, G samples, B = P·G completions, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,23 +53,20 @@ def refill(
       without_overlong, by_turn: as for `find_constant_groups`.
     """
     find = partial(find_constant_groups, group=sampling.group, without_overlong=without_overlong, by_turn=by_turn)
-    completions, rewards, replaced = batch.completions, [each.reward for each in batch.completions], 0
+    rewards, replaced = [each.reward for each in batch.completions], 0
     for _ in range(sampling.max_refills):
-        constant_P = find(completions)
+        constant_P = find(batch.completions)
         if not constant_P.any():
             break
         fresh = sample(batch.prompts)
         source_P = plan_refill(constant_P, find(fresh.completions))
-        source_B = _by_row(source_P, len(completions))
-        completions = [
-            old if source < 0 else fresh.completions[source] for old, source in zip(completions, source_B, strict=True)
-        ]
+        sources = zip(batch.completions, _by_row(source_P, len(batch.completions)), strict=True)
         batch = replace(
             batch,
             prompts=batch.prompts + fresh.prompts,
             skipped=batch.skipped + fresh.skipped,
             rollout=replace_groups(batch.rollout, fresh.rollout, source_P, mesh),
-            completions=completions,
+            completions=[old if source < 0 else fresh.completions[source] for old, source in sources],
         )
         rewards += [each.reward for each in fresh.completions]
         replaced += int((source_P >= 0).sum())
@@ -88,7 +84,7 @@ def find_constant_groups(
     """bool [P]: all completions of the group have the same rewards, as float32.
 
     With `without_overlong` truncated completions do not count, because they have no advantage. With `by_turn` the
-    rewards of turns are compared, because each turn has an advantage (`credit.credit_turns`).
+    rewards of turns are compared, because each turn has an advantage (`grading.credit_turns`).
     """
 
     def rewards(completion: Completion) -> tuple[np.float32, ...]:
@@ -109,43 +105,34 @@ def plan_refill(constant_P: np.ndarray, fresh_constant_P: np.ndarray) -> np.ndar
     """
     source_P = np.full(len(constant_P), -1, np.int32)
     (replaced,), (fresh,) = np.nonzero(constant_P), np.nonzero(~fresh_constant_P)
-    count = min(len(replaced), len(fresh))
-    source_P[replaced[:count]] = fresh[:count]
+    source_P[replaced[: len(fresh)]] = fresh[: len(replaced)]
     return source_P
 
 
 def replace_groups(rollout: Rollout, fresh: Rollout, source_P: np.ndarray, mesh: jax.sharding.Mesh) -> Rollout:
     """The rollout with the fresh groups of `plan_refill`, padded to the longer one. Fields on the host stay there."""
     source_B = _by_row(source_P, len(rollout.length_B))
-    names = [each.name for each in fields(Rollout) if getattr(rollout, each.name) is not None]
-    on_devices = [name for name in names if isinstance(getattr(rollout, name), jax.Array)]
-    pick = jax.jit(_pick, out_shardings=named_sharding(mesh, "batch"))
-    old, new = ({name: getattr(each, name) for name in on_devices} for each in (rollout, fresh))
-    chosen: dict[str, Any] = pick(old, new, source_B)
-    for name in set(names) - set(on_devices):
-        old_B, new_B = np.asarray(getattr(rollout, name)), np.asarray(getattr(fresh, name))
-        chosen[name] = np.where(source_B < 0, old_B, new_B[source_B])
-    return replace(rollout, **chosen)
+    pick_on_devices = jax.jit(_pick_rows, out_shardings=named_sharding(mesh, "batch"))
+
+    def pick(old: Array | np.ndarray, new: Array | np.ndarray) -> Array | np.ndarray:
+        if isinstance(old, jax.Array):
+            return pick_on_devices(source_B, old, new)
+        return np.where(source_B < 0, old, np.asarray(new)[source_B])
+
+    return jax.tree.map(pick, rollout, fresh)
 
 
 def _by_row(source_P: np.ndarray, rows: int) -> np.ndarray:
     """int32 [B]: for each row the fresh one that replaces it, or -1."""
     group = rows // len(source_P)
-    source_B = np.repeat(source_P * group, group) + np.tile(np.arange(group), len(source_P))
-    return np.where(np.repeat(source_P, group) < 0, -1, source_B).astype(np.int32)
+    source_PG = np.where(source_P[:, None] < 0, -1, source_P[:, None] * group + np.arange(group))
+    return source_PG.reshape(-1).astype(np.int32)
 
 
-def _pick(old: dict[str, Array], new: dict[str, Array], source_B: Array) -> dict[str, Array]:
-    return {name: _pick_rows(source_B, old[name], new[name], 2 if name.endswith("_BLTA") else 1) for name in old}
-
-
-def _pick_rows(source_B: Array, old: Array, new: Array, axis: int) -> Array:
-    """Rows of either array, padded along the axis T: with 0, or with the experts of the last token, which has none."""
-    width = max(old.shape[axis], new.shape[axis])
-
-    def widen(array: Array) -> Array:
-        before = [(0, width - array.shape[axis]) if each == axis else (0, 0) for each in range(array.ndim)]
-        return jnp.pad(array, before, mode="edge" if array.ndim > 2 else "constant")
-
+def _pick_rows(source_B: Array, old: Array, new: Array) -> Array:
+    """Rows of either array, padded along T: with 0, or with the experts of the last token, which has none."""
+    shape = (0, *np.maximum(old.shape, new.shape)[1:])  # rows are not padded
+    mode = "edge" if old.ndim > 2 else "constant"
+    old, new = (jnp.pad(x, [(0, max(0, w - n)) for w, n in zip(shape, x.shape, strict=True)], mode) for x in (old, new))
     kept = source_B.reshape(-1, *[1] * (old.ndim - 1)) < 0
-    return jnp.where(kept, widen(old), jnp.take(widen(new), jnp.maximum(source_B, 0), axis=0))
+    return jnp.where(kept, old, jnp.take(new, jnp.maximum(source_B, 0), axis=0))

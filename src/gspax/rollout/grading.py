@@ -1,20 +1,20 @@
 """From a rollout to completions with rewards and advantages.
 
-Axes: P prompts, G samples, B = P·G completions, R rewards of each.
+Axes: P prompts, G samples, B = P·G completions, R rewards of each, K turns of a multi-turn rollout, T tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gspax.advantages import constant_groups
+from gspax.advantages import by_turn, constant_groups
 from gspax.config.functions import title_of
 from gspax.config.protocols import Advantage, LengthReward, Tokenizer
 from gspax.data.problem import Problem
@@ -94,14 +94,11 @@ def reward_completions(
     known = {row for rows in multihost.gather(sorted(own)) for row in rows}
     own |= multihost.all_or_raise(lambda: _start_own(problems, rollout, tokenizer, calls, known))
     interrupt.wait([each.future for each in own.values()])
-    results, turns_B = _gather_results(own, len(length_B))
+    graded = _gather_results(own, len(length_B))
     completions = []
-    for row, result in enumerate(_match_rewards(results, calls.grading.failed)):
-        rewards, turns = _join_turn_rewards(result, turns_B[row])
-        problem, texts = problems[row // group], None
-        if row in own:
-            assert problem is not None
-            texts = Texts(problem.prompt, problem.answer, own[row].text)
+    for row, result in enumerate(_match_rewards([result for result, _ in graded], calls.grading.failed)):
+        rewards, turns = _join_turn_rewards(result, graded[row][1])
+        problem = problems[row // group] if row in own else None
         completions.append(
             Completion(
                 length=int(length_B[row]),
@@ -111,7 +108,7 @@ def reward_completions(
                 reason=result.reason,
                 error=result.error,
                 turns=turns,
-                texts=texts,
+                texts=None if problem is None else Texts(problem.prompt, problem.answer, own[row].text),
             )
         )
     return completions
@@ -131,21 +128,13 @@ def _start_own(
     return started
 
 
-def _gather_results(own: Started, rows: int) -> tuple[list[Result], list[GradedTurns | None]]:
-    """The results and the turns of all rows, of which this process has its own. Collective."""
-
-    def plain(each: StartedReward) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
-        result, turns = each.future.result(), each.turns
-        return (
-            (result.rewards, result.error, dict(result.parts), result.reason, result.names),
-            None if turns is None else (turns.spans, turns.rewards, dict(turns.environment)),
-        )
-
-    mine = multihost.all_or_raise(lambda: {row: plain(each) for row, each in own.items()})
-    entries = multihost.gather_rows([mine.get(row) for row in range(rows)])
-    return [Result(*result) for result, _ in entries], [
-        GradedTurns._make(turns) if turns else None for _, turns in entries
-    ]
+def _gather_results(own: Started, rows: int) -> list[tuple[Result, GradedTurns | None]]:
+    """The result and the turns of each row; this process has its own. Collective."""
+    mine = multihost.all_or_raise(
+        lambda: {row: (tuple(each.future.result()), each.turns and tuple(each.turns)) for row, each in own.items()}
+    )
+    everywhere = multihost.gather_rows([mine.get(row) for row in range(rows)])
+    return [(Result._make(result), GradedTurns._make(turns) if turns else None) for result, turns in everywhere]
 
 
 def _match_rewards(results: Sequence[Result], failed: float) -> list[Result]:
@@ -193,31 +182,24 @@ def _join_turn_rewards(result: Result, turns: GradedTurns | None) -> tuple[tuple
 
 
 def reward_metrics(completions: Sequence[Completion], group: int) -> dict[str, float]:
-    """Metrics of the sums of rewards, and the mean of each named one (`rewards/NAME`) over completions that have it."""
+    """Metrics of the sums of rewards, means of named rewards (`rewards/NAME`) over the completions that have them, and
+    means over multi-turn rollouts: turns, reply tokens, and the environment's metrics."""
     reward_PG = np.array([each.reward for each in completions], np.float32).reshape(-1, group)
-    parts = [each.parts for each in completions]
-    names = dict.fromkeys(name for each in parts for name in each)
-    return {
+    metrics = {
         "reward/mean": float(reward_PG.mean(dtype=np.float64)),  # rewards may be near float32's largest number
         "reward/std": float(reward_PG.std(dtype=np.float64)),
         "reward/zero_std_groups": float(constant_groups(jnp.asarray(reward_PG)).mean()),
         "reward/failed": sum(bool(each.error) for each in completions) / len(completions),
-        **_turn_metrics([each.turns for each in completions if each.turns is not None]),
-        **{f"rewards/{name}": float(np.mean([each[name] for each in parts if name in each])) for name in names},
     }
-
-
-def _turn_metrics(turns: Sequence[GradedTurns]) -> dict[str, float]:
-    """Means over multi-turn rollouts: turns, reply tokens, and the environment's metrics."""
-    if not turns:
-        return {}
-    counts, metrics = [len(each.rewards) for each in turns], [each.environment for each in turns]
-    names = dict.fromkeys(name for each in metrics for name in each)
-    return {
-        "rollout/turns": float(np.mean(counts)),
-        "rollout/turns_max": float(max(counts)),
-        **{f"rollout/{name}": float(np.mean([each.get(name, 0.0) for each in metrics])) for name in names},
-    }
+    if turns := [each.turns for each in completions if each.turns is not None]:
+        counts, sums = [len(each.rewards) for each in turns], [each.environment for each in turns]
+        metrics |= {"rollout/turns": float(np.mean(counts)), "rollout/turns_max": float(max(counts))}
+        for name in dict.fromkeys(name for each in sums for name in each):
+            metrics[f"rollout/{name}"] = float(np.mean([each.get(name, 0.0) for each in sums]))
+    parts = [each.parts for each in completions]
+    for name in dict.fromkeys(name for each in parts for name in each):
+        metrics[f"rewards/{name}"] = float(np.mean([each[name] for each in parts if name in each]))
+    return metrics
 
 
 def check_batch(completions: Sequence[Completion], calls: Calls[Result]) -> None:
@@ -329,6 +311,50 @@ def compute_advantages(
     except (TypeError, ValueError) as error:
         raise UserError(f"advantage: {title_of(advantage)} refuses these rewards: {error}") from error
     return advantage_PG.reshape(-1), metrics
+
+
+def credit_turns(
+    advantage: Callable[..., Array],
+    completions: Sequence[Completion],
+    rollout: Rollout,
+    added_B: np.ndarray | None = None,
+    *,
+    group: int,
+    discount: float = 1.0,
+    finished_B: np.ndarray | Array | None = None,
+) -> tuple[np.ndarray, list[list[float]]]:
+    """The advantage of each token, float32 [B, T], and of each turn, a list for each completion, for GSPO-token.
+
+    A token has the advantage of its turn (`advantages.by_turn`), and 0 outside the turns.
+
+    Args:
+      advantage: a function of rewards and a mask, [P, G].
+      completions: B of them, from `reward_completions`, with turns.
+      rollout: its lengths are on the host.
+      added_B: from `shape_rewards`; added to the reward of the last turn.
+      group: G.
+      discount: for the rewards of later turns.
+      finished_B: if given, the other completions have no advantage.
+    """
+    turns = [each.turns for each in completions if each.turns is not None]
+    count_B = np.array([len(each.rewards) for each in turns])
+    reward_BK = np.zeros((len(completions), count_B.max()), np.float32)
+    for row, each in enumerate(turns):
+        reward_BK[row, : count_B[row]] = each.rewards
+    if added_B is not None:
+        reward_BK[np.arange(len(turns)), count_B - 1] += added_B
+    mask_BK = np.arange(reward_BK.shape[1])[None] < count_B[:, None]
+    if finished_B is not None:
+        mask_BK &= np.asarray(finished_B)[:, None]
+    reward_PGK, mask_PGK = (jnp.asarray(x.reshape(-1, group, x.shape[1])) for x in (reward_BK, mask_BK))
+    advantage_PGK = by_turn(advantage, reward_PGK, mask_PGK, discount=discount)
+    advantage_BK = np.asarray(advantage_PGK).reshape(mask_BK.shape)
+    advantage_BT = np.zeros(rollout.tokens_BT.shape, np.float32)
+    for row, each in enumerate(turns):
+        prompt = int(rollout.prompt_length_B[row])
+        for (start, end), value in zip(each.spans, advantage_BK[row], strict=False):
+            advantage_BT[row, prompt + start : prompt + end] = value
+    return advantage_BT, [values[:count].tolist() for values, count in zip(advantage_BK, count_B, strict=True)]
 
 
 def _warn_of_order(orders: Sequence[list[str]]) -> None:

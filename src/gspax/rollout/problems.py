@@ -1,14 +1,14 @@
-"""Reading problems: those that cannot be used are skipped and counted, and the run goes on.
+"""Loading problems: those that cannot be used are skipped and counted, and the run goes on.
 
-A problem cannot be used if reading or encoding it raises, if it is no `Problem`, or if its prompt does not fit. In a
-rollout batch the next problem of the order takes its place, so what is drawn is a function of the data and of the first
-index alone: a resumed run reads the same problems. Each process reads its own rows; all learn which of them failed.
+A problem cannot be used if loading or encoding it raises, if it is no `Problem`, or if its prompt does not fit. In a
+rollout the next problem takes its place, so the problems of a rollout depend on the data and on the first index alone:
+a resumed run loads the same ones. Each process loads those of its own rows; all are told which of them failed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -21,7 +21,7 @@ from gspax.config import ModelConfig
 from gspax.config.protocols import Tokenizer
 from gspax.data.problem import Problem, read_problem
 from gspax.data.tokenizer import check_ids
-from gspax.errors import UserError, warn
+from gspax.errors import UserError, describe_error, warn
 from gspax.parallel import multihost
 from gspax.rollout.episodes import Interaction, Ready, begin
 from gspax.run.folders import write_atomically
@@ -30,7 +30,7 @@ from gspax.sampler.sampler import check_length
 
 T = TypeVar("T")
 
-FIRST = 1000  # problems: while fewer are drawn, as many may be skipped as of this number
+FIRST = 1000  # while a run has loaded fewer problems, as many may be skipped as of this number
 _SHOWN = 3  # problems that a sentence names
 _LONGEST = 300  # characters of a reason
 
@@ -44,7 +44,7 @@ def prepare(
     limit: int,
     interaction: Interaction | None = None,
 ) -> Ready:
-    """A problem and the tokens of its prompt, 1 to `limit` of them. Raises if it cannot be read or encoded."""
+    """A problem and the 1 to `limit` tokens of its prompt. Raises if it cannot be loaded or encoded."""
     problem = read_problem(read, index)
     state, prompt = begin(problem, tokenizer, interaction)
     check_ids(prompt, model.vocab_size, problem.prompt)
@@ -57,9 +57,9 @@ class Skipped:
     """The training problems that a run has skipped, and why.
 
     Attributes:
-      share: how many may be, of the problems drawn (`sampling.max_failed`).
+      share: the largest allowed share of the problems that were loaded (`sampling.max_failed`).
       reasons: by index.
-      path: where they are recorded, JSON lines.
+      path: a file of JSON lines, which records them.
     """
 
     share: float = 0.0
@@ -67,43 +67,39 @@ class Skipped:
     path: Path | None = None
 
     def load(self, path: Path) -> None:
-        """Read what the run recorded earlier. Collective."""
+        """Load the problems that the run has skipped earlier. Collective."""
         self.path = path
         rows = read_rows(path) if jax.process_index() == 0 and path.is_file() else []
         known = {row["problem"]: str(row.get("reason")) for row in rows if isinstance(row.get("problem"), int)}
         self.reasons = multihost.gather(known)[0] | self.reasons
 
-    def add(self, found: Mapping[int, str], drawn: int) -> None:
+    def add(self, failed: Mapping[int, str], loaded: int) -> None:
         """Record skipped problems, and warn of them.
 
         Args:
-          found: reasons by index.
-          drawn: how many problems the run has drawn.
+          failed: reasons by index.
+          loaded: the number of problems that the run has loaded, these included.
 
         Raises:
           UserError: more than `share` of them were skipped.
         """
-        if not found:
+        if not failed:
             return
-        self.reasons |= found
-        self._record()
-        allowed = int(self.share * max(drawn, FIRST))
+        self.reasons |= failed
+        if self.path is not None and jax.process_index() == 0:
+            rows = ({"problem": index, "reason": reason} for index, reason in sorted(self.reasons.items()))
+            try:
+                write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+            except OSError as error:  # a full disk costs a line of a log, not the run
+                warn(f"{self.path} could not be written: {error.strerror}; the run goes on")
+        allowed = int(self.share * max(loaded, FIRST))
         if len(self.reasons) > allowed:
             raise UserError(
-                f"data: {len(self.reasons)} of {drawn} problems cannot be used (sampling.max_failed="
+                f"data: {len(self.reasons)} of {loaded} problems cannot be used (sampling.max_failed="
                 f"{100 * self.share:g} % allows {allowed}): {name_problems(self.reasons)}"
             )
         more = "" if self.path is None else f" ({len(self.reasons)} so far, all in {self.path.name})"
-        multihost.warn_from_primary(f"data: {name_problems(found)}: skipped{more}")
-
-    def _record(self) -> None:
-        if self.path is None or jax.process_index() != 0:
-            return
-        rows = ({"problem": index, "reason": self.reasons[index]} for index in sorted(self.reasons))
-        try:
-            write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
-        except OSError as error:  # a full disk costs a line of a log, not the run
-            warn(f"{self.path} could not be written: {error.strerror}; the run goes on")
+        multihost.warn_from_primary(f"data: {name_problems(failed)}: skipped{more}")
 
 
 def read_usable(
@@ -131,10 +127,10 @@ def read_usable(
     """
     left, ids, made = dict(ids), dict(ids), dict[int, T]()
     while left:
-        found, failed = attempt(make, left, places, sharding, group=group)
-        made |= found
+        usable, failed = attempt(make, left, places, sharding, group=group)
+        made |= usable
         following = max(ids.values()) + 1
-        skipped.add({left[place]: reason for place, reason in failed.items()}, drawn=following)
+        skipped.add({left[place]: reason for place, reason in failed.items()}, loaded=following)
         left = dict(zip(sorted(failed), count(following)))
         ids |= left
     return ids, made
@@ -150,28 +146,22 @@ def attempt(
     made, failed = dict[int, T](), dict[int, str]()
 
     def try_place(place: int) -> None:
-        if place not in ids:
-            return
         try:
-            made[place] = make(ids[place])
+            if place in ids:
+                made[place] = make(ids[place])
         except (Exception, SystemExit) as error:  # data is anybody's code
-            sentence = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            sentence = str(error) if isinstance(error, UserError) else describe_error(error)
             failed[place] = sentence[:_LONGEST]
 
     multihost.local_rows(try_place, range(places), sharding, group=group)
     everywhere = dict[int, str]()
-    for each in multihost.gather(failed):
-        everywhere = each | everywhere
-    return {place: each for place, each in made.items() if place not in everywhere}, everywhere
+    for part in multihost.gather(failed):
+        everywhere = part | everywhere
+    return {place: value for place, value in made.items() if place not in everywhere}, everywhere
 
 
-def name_problems(found: Mapping[int, str]) -> str:
+def name_problems(reasons: Mapping[int, str]) -> str:
     """The first of these problems, each with its reason."""
-    return "; ".join(_sentences(found))
-
-
-def _sentences(found: Mapping[int, str]) -> Iterator[str]:
-    for index in sorted(found)[:_SHOWN]:
-        yield f"problem {index}: {found[index]}"
-    if len(found) > _SHOWN:
-        yield f"and {len(found) - _SHOWN} more"
+    sentences = [f"problem {index}: {reasons[index]}" for index in sorted(reasons)[:_SHOWN]]
+    more = [f"and {len(reasons) - _SHOWN} more"] if len(reasons) > _SHOWN else []
+    return "; ".join(sentences + more)

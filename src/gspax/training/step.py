@@ -33,12 +33,12 @@ from gspax.model.low_rank import combine, partition
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
 from gspax.rollout.completion import Samples
-from gspax.rollout.credit import credit_turns
 from gspax.rollout.dynamic_sampling import GradedBatch, refill
 from gspax.rollout.grading import (
     check_batch,
     compute_advantages,
     count_sampled,
+    credit_turns,
     reward_completions,
     reward_metrics,
     shape_rewards,
