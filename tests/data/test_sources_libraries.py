@@ -51,7 +51,7 @@ def test_parquet(tmp_path, expected):
 def test_a_file_that_is_not_parquet_is_one_error(tmp_path):
     pytest.importorskip("pyarrow")
     write_lines(tmp_path / "rows.parquet", ROWS)
-    with pytest.raises(UserError, match=r"^\S*rows\.parquet: cannot be read: ArrowInvalid: ") as caught:
+    with pytest.raises(UserError, match=r"^\S*rows\.parquet: cannot be read: Could not open Parquet") as caught:
         data.parquet(tmp_path / "rows.parquet").train(0)
     assert "\n" not in str(caught.value)
 
@@ -134,7 +134,7 @@ def test_tensorflow_datasets_are_read_without_tensorflow(prepared):
     assert replace(source).opened.content == source.opened.content
     part = data.tfds("sums", "train[:80%]", heldout="train[80%:]", data_dir=prepared, **SETTINGS)
     assert (len(part.opened.train), len(part.opened.heldout)) == (80, 20)
-    with pytest.raises(UserError, match=r"^nothing: cannot be read: DatasetNotFoundError: "):
+    with pytest.raises(UserError, match=r"^nothing: cannot be read: Dataset nothing not found"):
         data.tfds("nothing", data_dir=prepared).train(0)
     by_folder = data.tfds(str(prepared / "sums" / "1.0.0"), **SETTINGS)
     assert problems(by_folder) == read

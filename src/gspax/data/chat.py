@@ -95,10 +95,11 @@ class ChatTokenizer(HFTokenizer):
         import jinja2  # noqa: F401  (optional in transformers; imported here so that the error names it)
 
         result: Future[str] = Future()
+        apply = self._tokenizer.apply_chat_template
 
         def write() -> None:
             try:
-                text = self._tokenizer.apply_chat_template(
+                text = apply(
                     [dict(message) for message in messages],
                     tools=[dict(tool) for tool in tools] or None,
                     tokenize=False,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, TypedDict, Unpack
 
 from gspax.data.sources.mixture import Mixture
-from gspax.data.sources.rows import HeldoutRows, RowSource, Rule
+from gspax.data.sources.rows import RowSource, Rule
 from gspax.data.sources.schema import Schema
 from gspax.data.sources.tables import HuggingFace, Indexed, JsonLines, Parquet, Sequence, Table, TensorFlowDatasets
 from gspax.errors import UserError
@@ -33,7 +33,7 @@ class Settings(TypedDict, total=False):
     examples: tuple[tuple[str, str], ...]
     checks: tuple[Rule, ...]
     filters: tuple[Rule, ...]
-    exclude: tuple[HeldoutRows, ...]
+    exclude: tuple[object, ...]  # of HeldoutRows, such as the data of a `Task`; checked when the source is made
     on_bad: Literal["error", "skip"]
     seed: int
 
@@ -93,9 +93,15 @@ def tfds(
     return _source(train, None if heldout is None else dataclasses.replace(train, split=heldout), settings)
 
 
-def sequence(rows: Indexed, *, heldout: Indexed | None = None, **settings: Unpack[Settings]) -> RowSource:
+def sequence(rows: object, *, heldout: object = None, **settings: Unpack[Settings]) -> RowSource:
     """Any object with `len` and `[]` whose elements are mappings, or `Problem`s: a list, a Grain MapDataset."""
-    return _source(Sequence(rows), None if heldout is None else Sequence(heldout), settings)
+    return _source(_sequence(rows), None if heldout is None else _sequence(heldout), settings)
+
+
+def _sequence(rows: object) -> Sequence:
+    if not isinstance(rows, Indexed):
+        raise UserError(f"data.sequence: wanted an object with len and [], got {type(rows).__name__}")
+    return Sequence(rows)
 
 
 def opening_problems(data: object, tokenizer: object) -> Iterator[str]:

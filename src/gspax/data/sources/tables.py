@@ -227,10 +227,6 @@ class Sequence(_Loaded):
 
     given: Indexed = field(repr=False)
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.given, Indexed):
-            raise UserError(f"data.sequence: wanted an object with len and [], got {type(self.given).__name__}")
-
     @property
     def _rows(self) -> Indexed:
         return self.given
