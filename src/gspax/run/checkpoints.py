@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import jax
 import numpy as np
@@ -30,12 +30,14 @@ from gspax.parallel import multihost
 from gspax.run import lock, manifest
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import MANIFEST
+from gspax.types import Array, Json, PyTree
 from gspax.unstable import key_impl_name
 
 CHUNK_BYTES, FILE_BYTES = 2**26, 2**28  # compressed at once, and in a file: the memory of a save beyond the arrays
 POLL = 0.2  # seconds between two looks at a save
 
 T = TypeVar("T")
+Leaf = Array | jax.ShapeDtypeStruct
 
 
 class Checkpoints:
@@ -74,7 +76,7 @@ class Checkpoints:
         elif problem := self._files.poll(None):  # the other processes may not come here
             _warn(self.directory, f"a checkpoint could not be written: {problem}")
 
-    def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: PyTree, extra: Mapping[str, object]) -> None:
         """Start writing a checkpoint; `state` may be donated as soon as this returns.
 
         Writing continues in the background; the step exists once `wait`, `steps` or `latest` has returned. Saving a
@@ -155,7 +157,7 @@ class Checkpoints:
         if damage := self.find_damage(step):
             raise UserError(f"checkpoint {step} in {self.directory} is damaged: {damage}")
 
-    def restore(self, abstract_state: T, step: int | None = None) -> tuple[T, dict[str, Any]]:
+    def restore(self, abstract_state: T, step: int | None = None) -> tuple[T, Json]:
         """A checkpoint's state, each array sharded as in `abstract_state`, and its `extra`.
 
         Args:
@@ -174,19 +176,19 @@ class Checkpoints:
         leaves = [_from_storable(arrays[name], leaf) for name, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), read_extra(self, step)
 
-    def restore_some(self, wanted: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, Any]:
+    def restore_some(self, wanted: Mapping[str, jax.ShapeDtypeStruct], step: int) -> dict[str, Array]:
         """Only some leaves, by paths such as `params/embedding`, each cast to the wanted dtype.
 
         Leaves with a sharding become jax arrays with it, the others numpy arrays.
         """
         return self._load(step, wanted, is_partial=True)
 
-    def _load(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], *, is_partial: bool) -> dict[str, Any]:
+    def _load(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], *, is_partial: bool) -> dict[str, Array]:
         self.require_intact(step)
         return multihost.all_or_raise(lambda: self._files.load(step, wanted, is_partial=is_partial))
 
 
-def save(checkpoints: Checkpoints, step: int, state: Any, extra: Mapping[str, Any], *, is_last: bool) -> None:
+def save(checkpoints: Checkpoints, step: int, state: PyTree, extra: Mapping[str, object], *, is_last: bool) -> None:
     """Save. If this save or the one before it fails, as on a full disk, warn: the next save tries again.
 
     Only the last one is waited for.
@@ -209,10 +211,10 @@ def save(checkpoints: Checkpoints, step: int, state: Any, extra: Mapping[str, An
         checkpoints.wait()
 
 
-def read_extra(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
+def read_extra(checkpoints: Checkpoints, step: int) -> Json:
     """The `extra` of a checkpoint. UserError if it cannot be read."""
 
-    def read() -> dict[str, Any]:
+    def read() -> Json:
         try:
             return json.loads(manifest.extra_file(checkpoints.directory, step).read_text())
         except (OSError, ValueError) as error:
@@ -326,7 +328,7 @@ class _Files:
         part = sorted(self.processes).index(jax.process_index())
         return manifest.find_damage(self.directory / str(step), part, len(self.processes))
 
-    def load(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], *, is_partial: bool) -> dict[str, Any]:
+    def load(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], *, is_partial: bool) -> dict[str, Array]:
         """The arrays, with the wanted shardings. Only if `is_partial` there may be others, and the dtypes are cast."""
         if not self.takes_part:
             return {name: multihost.remote_array(leaf) for name, leaf in wanted.items()}
@@ -377,7 +379,7 @@ def _unreadable(directory: Path, step: int, error: Exception) -> UserError:
     return UserError(f"checkpoint {step} in {directory} cannot be read: {shorten(error)}")
 
 
-def _table(tree: Any) -> dict[str, Any]:
+def _table(tree: PyTree) -> dict[str, PyTree]:
     """The leaves of a tree by path, such as `params/layers/0/router`, in the order of the tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     table = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
@@ -386,18 +388,18 @@ def _table(tree: Any) -> dict[str, Any]:
     return table
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: Leaf) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _abstract_storable(leaf: Any) -> jax.ShapeDtypeStruct:
+def _abstract_storable(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The shape, dtype and sharding that a leaf is stored with; a typed key is stored as its integers."""
     data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
-def _from_storable(array: Any, leaf: Any) -> Any:
+def _from_storable(array: Array, leaf: jax.ShapeDtypeStruct) -> Array:
     """The leaf that a stored array belongs to: typed keys are made from their integers."""
     return jax.random.wrap_key_data(array, impl=key_impl_name(leaf.dtype)) if _is_key(leaf) else array
 
@@ -408,13 +410,13 @@ def _restore_args(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
     return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
 
-def _save_args(name: str, leaf: Any) -> ocp.SaveArgs:
+def _save_args(name: str, leaf: Array) -> ocp.SaveArgs:
     """The chunks of an array; those of a parameter of several layers have one layer, so that `open_array` reads one."""
     is_stacked = leaf.ndim > 1 and name.removeprefix("params/").startswith("runs/")
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if is_stacked else ())
 
 
-def _find_difference(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, is_partial: bool) -> str | None:
+def _find_difference(stored: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, is_partial: bool) -> str | None:
     """The first difference of the stored arrays from the wanted ones, and the number of further ones."""
     differences = []
     for name, leaf in wanted.items():
@@ -428,7 +430,7 @@ def _find_difference(stored: Mapping[str, Any], wanted: Mapping[str, Any], *, is
     return differences[0] + more if differences else None
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: Leaf) -> str:
     return f"{jax.numpy.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
@@ -449,9 +451,10 @@ class StoredArray:
     in order are read once.
     """
 
-    def __init__(self, name: str, store: Any) -> None:
+    def __init__(self, name: str, store: tensorstore.TensorStore) -> None:
         self.name, self.store = name, store
-        self.layers = max(1, store.chunk_layout.read_chunk.shape[0]) if store.ndim else 1  # stored together
+        chunk = store.chunk_layout.read_chunk.shape
+        self.layers = (chunk and chunk[0]) or 1  # stored together
         self.first, self.block = -1, np.empty(0)
 
     def __getitem__(self, index: tuple[int, ...]) -> np.ndarray:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -30,12 +29,12 @@ def count_compilations() -> Iterator[Compilations]:
     """Count all compilations of the process within the context."""
     found = Compilations()
 
-    def add_duration(event: str, duration_secs: float, **_: Any) -> None:
+    def add_duration(event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILED:
             found.programs += 1
             found.seconds += duration_secs
 
-    def add_hit(event: str, **_: Any) -> None:
+    def add_hit(event: str, **_: str | int) -> None:
         found.cached += event == READ
 
     jax.monitoring.register_event_duration_secs_listener(add_duration)

@@ -1,15 +1,4 @@
-"""The run directory: its layout, and whether a run starts, resumes or is refused.
-
-experiment.json    the resolved experiment          metrics.jsonl   one line per record
-environment.json   one entry per attempt            tensorboard/    the same metrics
-checkpoints/       of the run                       samples/        completions by step, before and after
-start/             parameters before the first update, if a reference or adapters need them
-warm_start/        the warm start's own metrics and checkpoints
-evaluations/       tasks: result, completions, page  report.html, curves.png
-evaluations.jsonl  held-out rewards by `gspax eval`  lock.json       the process that writes here
-newest_checkpoint.json  its step                     skipped_problems.jsonl  with reasons
-rollbacks.jsonl    where a run went back             dumps/          what its skipped updates met
-"""
+"""The run directory: its layout (`RunDir`), and whether a run starts, resumes or is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,120 +24,49 @@ from gspax.run import lock
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import extra_file, finished_steps, installed_version
 from gspax.run.redaction import recorded_variables, redact_arguments
+from gspax.types import Json
 
 # What an evaluation may change besides: how many completions are sampled at once, and where
 LAYOUT = ("sampling.*", "mesh.*", "sampler_mesh", "sampler_mesh.*", "placement", "placement.*")
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 
-@dataclass(frozen=True)
 class RunDir:
     """The paths of a run."""
 
-    path: Path
-
-    @property
-    def experiment(self) -> Path:
-        """The resolved experiment, JSON."""
-        return self.path / "experiment.json"
-
-    @property
-    def lock(self) -> Path:
-        """The process that writes here, see `run.lock`."""
-        return self.path / "lock.json"
-
-    @property
-    def environment(self) -> Path:
-        """Versions, devices and settings, a JSON list with one entry per attempt."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics, JSON lines."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def samples(self) -> Path:
-        """Completions, JSON lines."""
-        return self.path / "samples"
-
-    @property
-    def before(self) -> Path:
-        """Completions of held-out prompts before the first update, JSON lines."""
-        return self.samples / "before.jsonl"
-
-    @property
-    def after(self) -> Path:
-        """Completions of the same prompts by the newest policy, JSON lines."""
-        return self.samples / "after.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints of the run."""
-        return self.path / "checkpoints"
-
-    @property
-    def newest(self) -> Path:
-        """The step of the newest checkpoint, JSON: a trace of it if `checkpoints/` is lost."""
-        return self.path / "newest_checkpoint.json"
-
-    @property
-    def skipped(self) -> Path:
-        """Training problems that could not be used, JSON lines."""
-        return self.path / "skipped_problems.jsonl"
-
-    @property
-    def rollbacks(self) -> Path:
-        """Where the run went back after it diverged, JSON lines (`training.rollback`)."""
-        return self.path / "rollbacks.jsonl"
-
-    @property
-    def dumps(self) -> Path:
-        """Minibatches and states of skipped updates, a folder for each (`training.rollback`)."""
-        return self.path / "dumps"
-
-    @property
-    def start(self) -> Path:
-        """The parameters before the first update, as a checkpoint."""
-        return self.path / "start"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.experiment = path / "experiment.json"  # the resolved experiment
+        self.environment = path / "environment.json"  # versions, devices and settings: a list, an entry per attempt
+        self.lock = path / "lock.json"  # the process that writes here (`run.lock`)
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"  # the same metrics
+        self.samples = path / "samples"  # completions, JSON lines
+        self.before = self.samples / "before.jsonl"  # of held-out prompts, before the first update
+        self.after = self.samples / "after.jsonl"  # of the same prompts, by the newest policy
+        self.checkpoints = path / "checkpoints"
+        self.newest = path / "newest_checkpoint.json"  # its step: a trace of it if `checkpoints/` is lost
+        self.start = path / "start"  # a checkpoint before the first update, if a reference or adapters need it
+        self.skipped = path / "skipped_problems.jsonl"  # training problems that could not be used, with reasons
+        self.rollbacks = path / "rollbacks.jsonl"  # where the run went back after it diverged (`training.rollback`)
+        self.dumps = path / "dumps"  # minibatches and states of skipped updates, a folder for each
+        self.evaluations = path / "evaluations.jsonl"  # held-out rewards by `gspax eval`
+        self.tasks = path / "evaluations"  # a folder for each step, and in it TASK.json, TASK.jsonl and TASK.html
+        self.report = path / "report.html"
+        self.curves = path / "curves.png"  # of the report
 
     @property
     def warm_start(self) -> RunDir:
-        """The directory of the supervised warm start."""
+        """The directory of the supervised warm start, with metrics and checkpoints of its own."""
         return RunDir(self.path / "warm_start")
-
-    @property
-    def evaluations(self) -> Path:
-        """Held-out rewards by `gspax eval`, JSON lines."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def tasks(self) -> Path:
-        """Results of tasks: a folder for each step, and in it TASK.json, TASK.jsonl and TASK.html."""
-        return self.path / "evaluations"
 
     def tasks_at(self, step: int) -> Path:
         """The folder of a step's tasks."""
         return self.tasks / f"step_{step:06d}"
 
-    @property
-    def report(self) -> Path:
-        """The report, a self-contained page."""
-        return self.path / "report.html"
-
-    @property
-    def curves(self) -> Path:
-        """The curves of the report as an image."""
-        return self.path / "curves.png"
-
 
 @contextlib.contextmanager
-def enter_run(workdir: Path, description: Mapping[str, Any]) -> Iterator[RunDir]:
+def enter_run(workdir: Path, description: Mapping[str, object]) -> Iterator[RunDir]:
     """Open a run directory as its only writer until the block ends. Collective.
 
     Raises:
@@ -163,7 +80,7 @@ def enter_run(workdir: Path, description: Mapping[str, Any]) -> Iterator[RunDir]
         yield run
 
 
-def _create(run: RunDir, description: Mapping[str, Any]) -> None:
+def _create(run: RunDir, description: Mapping[str, object]) -> None:
     """Create the directory of a run. UserError as `open_run`, or if another process writes there."""
     if jax.process_index() == 0:
         _read_same(run, json.loads(json.dumps(description)))
@@ -173,7 +90,7 @@ def _create(run: RunDir, description: Mapping[str, Any]) -> None:
         run.path.mkdir(parents=True, exist_ok=True)
 
 
-def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
+def open_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     """Create the run directory, or open that of the same experiment to resume it. Only process 0 writes.
 
     It does not look at the lock: `enter_run` holds that meanwhile.
@@ -190,17 +107,18 @@ def open_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
     old = _read_same(run, description)
     run.path.mkdir(parents=True, exist_ok=True)
     _clear_places(run)
-    if old and _find_changes(old, description):
+    if old and difference(old, description, ignore=resumable(description)):
         set_aside(run.experiment, "is not of the experiment of the newest checkpoint")
     if old != description:
         write_atomically(run.experiment, json.dumps(description, indent=2) + "\n")
-    attempts = _read_or_set_aside(run)
-    attempts = [*attempts, describe_environment()]
+    if (attempts := read_attempts(run)) is None:  # a damaged file does not block a resume
+        set_aside(run.environment)
+    attempts = [*(attempts or []), describe_environment()]
     write_atomically(run.environment, json.dumps(attempts, indent=2) + "\n", private=True)
     return run
 
 
-def _read_same(run: RunDir, description: Mapping[str, Any]) -> Any:
+def _read_same(run: RunDir, description: Mapping[str, object]) -> Json | None:
     """experiment.json of a directory where this experiment may run; None without one that can be read.
 
     It is compared with the experiment. So is the description in the newest checkpoint, where that file is damaged, lost
@@ -211,7 +129,7 @@ def _read_same(run: RunDir, description: Mapping[str, Any]) -> Any:
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path} is a file, not a run directory")
     old, saved = _read_object(run.experiment), _read_saved(run)
-    if old and (saved is None or _find_changes(saved, description)):
+    if old and (saved is None or difference(saved, description, ignore=resumable(description))):
         _require_same(run, old, description)
     elif saved is not None:
         _require_same(run, saved, description)
@@ -220,7 +138,7 @@ def _read_same(run: RunDir, description: Mapping[str, Any]) -> Any:
     return old
 
 
-def _read_saved(run: RunDir) -> dict[str, Any] | None:
+def _read_saved(run: RunDir) -> Json | None:
     """The description in the newest checkpoint; None if there is none that can be read."""
     steps = finished_steps(run.checkpoints)
     extra = _read_object(extra_file(run.checkpoints, steps[-1])) if steps else None
@@ -228,7 +146,7 @@ def _read_saved(run: RunDir) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def _read_object(path: Path) -> Json | None:
     """The object in a JSON file; None if there is none, or nothing in it."""
     try:
         found = read_json(path)
@@ -237,7 +155,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found else None
 
 
-def read_description(run: RunDir) -> dict[str, Any] | None:
+def read_description(run: RunDir) -> Json | None:
     """The experiment of a run, from experiment.json or the newest checkpoint; None if neither can be read."""
     return _read_object(run.experiment) or _read_saved(run)
 
@@ -261,22 +179,13 @@ def _has_foreign_files(run: RunDir) -> bool:
     return any(name != run.lock.name and not name.endswith(".tmp") for name in names)
 
 
-def read_attempts(run: RunDir) -> list[Any] | None:
+def read_attempts(run: RunDir) -> list[Json] | None:
     """The entries of environment.json; none without the file, None if it is damaged."""
     try:
-        found = read_json(run.environment) if run.environment.exists() else []
+        attempts = read_json(run.environment) if run.environment.exists() else []
     except UserError:
         return None
-    return found if isinstance(found, list) else None
-
-
-def _read_or_set_aside(run: RunDir) -> list[Any]:
-    """The earlier attempts. A damaged file is renamed and named in a warning: it does not block a resume."""
-    attempts = read_attempts(run)
-    if attempts is not None:
-        return attempts
-    set_aside(run.environment)
-    return []
+    return attempts if isinstance(attempts, list) else None
 
 
 def wait_until_shared(run: RunDir, timeout: float = 30.0) -> None:
@@ -296,7 +205,7 @@ def wait_until_shared(run: RunDir, timeout: float = 30.0) -> None:
     multihost.all_or_raise(wait)
 
 
-def find_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
+def find_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     """The existing run directory of this experiment, to read from. UserError if it is none or another experiment's."""
     run = RunDir(Path(workdir))
     if (found := read_description(run)) is None:
@@ -310,16 +219,12 @@ def find_run(workdir: Path, description: Mapping[str, Any]) -> RunDir:
     return run
 
 
-def _find_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    return difference(old, new, ignore=resumable(new))
-
-
-def _require_same(run: RunDir, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    if different := _find_changes(old, new):
+def _require_same(run: RunDir, old: Mapping[str, object], new: Mapping[str, object]) -> None:
+    if different := difference(old, new, ignore=resumable(new)):
         raise UserError(f"{run.path} holds another experiment; take another directory or undo: {'; '.join(different)}")
 
 
-def describe_environment() -> dict[str, Any]:
+def describe_environment() -> Json:
     """What results depend on besides the experiment, without what looks like a secret."""
     devices = jax.devices()
     return {

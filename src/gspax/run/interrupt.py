@@ -22,10 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
-from typing import Any
+from typing import TypeVar
 
 from gspax.parallel import multihost
 from gspax.parallel.watchdog import SHOW_CURSOR
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME = 1.0  # seconds in which signals count as one: a terminal and the shell in it, or a launcher, send several
@@ -136,7 +138,7 @@ def call_on_interrupt(save: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def wait(pending: Iterable[futures.Future[Any]]) -> None:
+def wait(pending: Iterable[futures.Future[T]]) -> None:
     """Wait until these futures of this process and those of the others are done. Collective; a stop point meanwhile."""
     waiting = set(pending)
     while True:

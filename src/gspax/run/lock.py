@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from gspax.errors import FailureError, warn
 
@@ -126,7 +125,7 @@ def _beat(path: Path, own: str, done: threading.Event) -> None:
             os.utime(path)
 
 
-def _is_stale(path: Path, text: str, holder: dict[str, Any]) -> bool:
+def _is_stale(path: Path, text: str, holder: dict[str, object]) -> bool:
     if holder.get("machine") == _machine():
         return _start_of(holder.get("pid")) != holder.get("start")
     return not _is_touched(path, text)
@@ -144,7 +143,7 @@ def _is_touched(path: Path, text: str) -> bool:
     return False
 
 
-def _describe() -> dict[str, Any]:
+def _describe() -> dict[str, object]:
     pid, since = os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return {"host": platform.node(), "machine": _machine(), "pid": pid, "start": _start_of(pid), "since": since}
 
@@ -158,17 +157,17 @@ def _machine() -> str:
         return platform.node()
 
 
-def _start_of(pid: Any) -> str | None:
+def _start_of(pid: object) -> str | None:
     """The start of a running process, in the kernel's ticks where it says so; None if there is no such process."""
     try:
         if not Path("/proc/self/stat").exists():
-            os.kill(int(pid), 0)
+            os.kill(int(str(pid)), 0)
             return "running"
-        state, *fields = Path(f"/proc/{int(pid)}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{int(str(pid))}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return None if state in "ZX" else fields[18]  # a zombie writes no more
     except PermissionError:
         return "running"
-    except (OSError, ValueError, TypeError, IndexError):
+    except (OSError, ValueError, IndexError):
         return None
 
 
@@ -179,7 +178,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _parse(text: str) -> dict[str, Any]:
+def _parse(text: str) -> dict[str, object]:
     """The content of a lock; nothing if it is damaged, which counts as a lock of another host."""
     try:
         found = json.loads(text)

@@ -17,11 +17,11 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gspax.errors import UserError
 from gspax.run import lock
@@ -87,7 +87,7 @@ def _list_files(folder: Path) -> list[str]:
     return sorted(name for name in paths if name not in (MANIFEST, f"{MANIFEST}.tmp"))
 
 
-def _render(content: dict[str, Any]) -> str:
+def _render(content: Mapping[str, object]) -> str:
     """The text of a manifest, with the SHA-256 of its own content."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({**content, "sha256": digest}, indent=1, sort_keys=True) + "\n"

@@ -11,25 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TextIO, cast
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from gspax.run import interrupt
-
-
-class Bar(Protocol):
-    """What `track` yields."""
-
-    def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Show a finished step. Metrics that are not given keep their last value."""
-
-    def print(self, message: str) -> None:
-        """Print a line of text above the bar."""
-
 
 # The metrics of a run (`group/name`) that are shown, and their labels. A metric without a group is always shown.
 SHOWN = {
@@ -69,29 +58,27 @@ def track(
     Without a terminal, print every `every`th step, the last, any that ends `SILENCE` seconds after the last line, and
     the current phase whenever `SILENCE` seconds pass without a line. Of several processes only process 0 shows it.
     """
-    console = console or _console()
-    clock = _Clock(total, start)
+    console, clock = console or _console(), _Clock(total, start)
     phase("running")  # until another is named
-    if not console.is_terminal:
-        lines, ended = _Lines(console, clock, title, every), threading.Event()
-        thread = threading.Thread(target=lines.break_silence, args=(ended,), name="progress", daemon=True)
-        thread.start()
-        try:
-            yield lines
-        finally:
-            ended.set()
-            thread.join(1)  # not for long: it may hang in a write, as the run's own would
+    if console.is_terminal:
+        text = TextColumn("{task.fields[text]}", markup=False)
+        columns = (TextColumn(title, markup=False), MofNCompleteColumn(), BarColumn(24), text, _Phase(clock))
+        with Progress(*columns, console=console) as live:
+            live.add_task("", total=total, completed=start, text="")
+            yield Bar(console, clock, title, every, live)
         return
-    text = TextColumn("{task.fields[text]}", markup=False)
-    columns = (TextColumn(title, markup=False), MofNCompleteColumn(), BarColumn(24), text, _Phase(clock))
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=total, completed=start, text="")
-        yield _Live(progress, task, clock)
+    bar, finished = Bar(console, clock, title, every), threading.Event()
+    thread = threading.Thread(target=bar.break_silence, args=(finished,), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield bar
+    finally:
+        finished.set()
+        thread.join(1)  # not for long: it may hang in a write, as the run's own would
 
 
 def _console() -> Console:
-    file: Any = _Output(sys.stdout)
-    return Console(file=file, highlight=False, quiet=jax.process_index() != 0)
+    return Console(file=cast(TextIO, _Output(sys.stdout)), highlight=False, quiet=jax.process_index() != 0)
 
 
 def _print(console: Console, message: str) -> None:
@@ -105,7 +92,7 @@ class _Output:
     What does not fit on a full disk is left out.
     """
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
@@ -117,7 +104,7 @@ class _Output:
         with _hang_up_if_closed():
             self._file.flush()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._file, name)
 
 
@@ -154,25 +141,31 @@ class _Clock:
         return step, time.monotonic() - since, f"{_phase}{note}".strip()
 
 
-class _Lines:
-    def __init__(self, console: Console, clock: _Clock, title: str, every: int) -> None:
-        self._console, self._clock, self._title, self._every = console, clock, title, every
+class Bar:
+    """The progress of a run on the screen: live on a terminal, else in lines."""
+
+    def __init__(self, console: Console, clock: _Clock, title: str, every: int, live: Progress | None = None) -> None:
+        self._console, self._clock, self._title, self._every, self._live = console, clock, title, every, live
         self._lock = threading.RLock()  # a signal's handler may print while the main thread does
         self._printed = time.perf_counter()
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show a finished step. Metrics that are not given keep their last value."""
         text = self._clock.text(step, values)
-        if step % self._every == 0 or step == self._clock.total or self._silence() >= SILENCE:
+        if self._live is not None:
+            self._live.update(self._live.task_ids[0], completed=step, text=text)
+        elif step % self._every == 0 or step == self._clock.total or self._silence() >= SILENCE:
             self.print(f"{self._title} {step}/{self._clock.total}  {text}")
 
     def print(self, message: str) -> None:
+        """Print a line of text above the bar."""
         with self._lock:
             _print(self._console, message)
             self._printed = time.perf_counter()
 
-    def break_silence(self, ended: threading.Event) -> None:
-        """Until `ended`: print the phase whenever nothing else was printed for `SILENCE` seconds."""
-        while not ended.wait(max(SILENCE - self._silence(), 0.01)):
+    def break_silence(self, finished: threading.Event) -> None:
+        """Until `finished`: print the phase whenever nothing else was printed for `SILENCE` seconds."""
+        while not finished.wait(max(SILENCE - self._silence(), 0.01)):
             if self._silence() >= SILENCE:
                 step, seconds, doing = self._clock.waiting()
                 self.print(f"{self._title} {step}/{self._clock.total}  {doing}, {_duration(seconds)} so far")
@@ -182,27 +175,15 @@ class _Lines:
 
 
 class _Phase(ProgressColumn):
-    """What a bar shows during a long step."""
+    """The phase, shown during a long step."""
 
     def __init__(self, clock: _Clock) -> None:
         super().__init__()
         self._clock = clock
 
-    def render(self, task: Any) -> Text:
+    def render(self, task: Task) -> Text:
         _, seconds, doing = self._clock.waiting()
         return Text(f"{doing}, {_duration(seconds)} so far" if seconds >= SHORT else "")
-
-
-class _Live:
-    def __init__(self, progress: Progress, task: object, clock: _Clock) -> None:
-        self._progress, self._task, self._clock = progress, task, clock
-
-    def update(self, step: int, values: Mapping[str, float]) -> None:
-        text = self._clock.text(step, values)
-        self._progress.update(self._task, completed=step, text=text)  # type: ignore[arg-type]
-
-    def print(self, message: str) -> None:
-        self._progress.console.print(Text(message))
 
 
 def _duration(seconds: float) -> str:

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self, SupportsFloat, TypeVar
 
 import jax
 
@@ -22,9 +22,12 @@ from gspax.parallel import multihost
 from gspax.run import lock
 from gspax.run.directory import RunDir
 from gspax.run.folders import unused_name, write_atomically
+from gspax.types import Json
 
 if TYPE_CHECKING:
     from gspax.run.tensorboard import Scalars
+
+T = TypeVar("T")
 
 
 class Recorder:
@@ -61,7 +64,7 @@ class Recorder:
         """Whether a metric of a step was recorded before this process. Collective."""
         return multihost.gather(any(row["step"] == step and name in row for row in self._kept))[0]
 
-    def write_metrics(self, step: int, values: Mapping[str, Any]) -> None:
+    def write_metrics(self, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Record scalars of a step. A step may have several lines, with different names."""
         if not self._writes:
             return
@@ -79,11 +82,11 @@ class Recorder:
             with self._warned(self._run.tensorboard):
                 self._tensorboard.flush()
 
-    def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    def write_samples(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
         """Record completions of a step."""
         self.write_samples_to(self._run.samples / f"step_{step:06d}.jsonl", rows)
 
-    def write_failures(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+    def write_failures(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
         """Add to the completions of a step, or of the evaluation after it, for which the reward function failed."""
         path = self._run.samples / f"failed_{step:06d}.jsonl"
         if self._writes:
@@ -91,7 +94,7 @@ class Recorder:
                 before = path.read_text(encoding="utf-8") if path.exists() else ""
                 write_atomically(path, before + "".join(map(to_line, rows)))
 
-    def write_samples_to(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    def write_samples_to(self, path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         """Record completions in a given file, such as `RunDir.before`."""
         if self._writes:
             with self._warned(path):
@@ -125,7 +128,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return rows
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Json]:
     """The objects of a file of JSON lines. Others, such as the NULs that a power loss leaves, are skipped and counted.
 
     An incomplete last line, left by a kill, is skipped without a warning.
@@ -135,7 +138,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _parse(path: Path, parse: Callable[[str], dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
+def _parse(path: Path, parse: Callable[[str], T]) -> tuple[list[T], list[int]]:
     """What `parse` makes of the lines of a file, and the numbers of those for which it raises. Blank lines are fine."""
     try:
         *lines, _incomplete = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -151,7 +154,7 @@ def _parse(path: Path, parse: Callable[[str], dict[str, Any]]) -> tuple[list[dic
     return rows, unreadable
 
 
-def _to_object(line: str) -> dict[str, Any]:
+def _to_object(line: str) -> Json:
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError("not an object")
@@ -212,12 +215,12 @@ def _copy_damaged(path: Path) -> Path:
     return copy
 
 
-def to_line(row: Mapping[str, Any]) -> str:
+def to_line(row: Mapping[str, object]) -> str:
     """A row as a line of JSON."""
     return json.dumps(_to_json(row), allow_nan=False) + "\n"
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: object) -> object:
     """Numbers that are not finite as strings, arrays as numbers or lists."""
     if isinstance(value, Mapping):
         return {str(name): _to_json(each) for name, each in value.items()}
