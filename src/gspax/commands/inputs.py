@@ -33,8 +33,7 @@ def load_experiment(options: argparse.Namespace, recorded: Mapping[str, Any] | N
     """
     from gspax import experiment as experiments
     from gspax.experiment import plan
-    from gspax.experiment.overrides import apply
-    from gspax.experiment.recorded import as_recorded
+    from gspax.experiment.overrides import apply, as_recorded
     from gspax.experiment.validation.first_calls import check_calls
 
     dry_run = getattr(options, "dry_run", False)

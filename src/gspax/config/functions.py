@@ -10,39 +10,45 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Function: TypeAlias = Callable[..., object]
+Hint: TypeAlias = Any  # an annotation, such as `int | None`: typing has no name for its type
 
 
-def is_record(value: Any) -> bool:
+def is_record(value: object) -> TypeGuard[DataclassInstance]:
     """Whether `value` is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def is_function(value: Any) -> bool:
+def is_function(value: object) -> TypeGuard[Function]:
     """Whether `value` can be called and has a name of its own (a class does not count)."""
     return callable(value) and not isinstance(value, type) and hasattr(value, "__qualname__")
 
 
-def unwrap(function: Any) -> Any:
+def unwrap(function: Function) -> Function:
     """The function inside a `functools.partial`."""
     return function.func if isinstance(function, functools.partial) else function
 
 
-def keywords(function: Any) -> dict[str, Any]:
+def keywords(function: Function) -> dict[str, Any]:
     """The keyword-only parameters of a function or a partial with what they are set to, and a partial's keywords.
 
     A parameter that has no value yet maps to `inspect.Parameter.empty`.
     """
-    found = {
+    free = {
         name: parameter.default
         for name, parameter in parameters(unwrap(function)).items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
-    return found | (function.keywords if isinstance(function, functools.partial) else {})
+    return free | (function.keywords if isinstance(function, functools.partial) else {})
 
 
-def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+def parameters(function: Function) -> Mapping[str, inspect.Parameter]:
     """The parameters of a function; none if it has no signature, as some built-in functions."""
     try:
         return inspect.signature(function).parameters
@@ -50,23 +56,23 @@ def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def hints_of(source: Any, *, ranges: bool = False) -> dict[str, Any]:
+def hints_of(source: Function, *, ranges: bool = False) -> dict[str, Hint]:
     """The annotations of a dataclass or a function; those that cannot be evaluated are left out.
 
     Args:
       ranges: keep the `ranges.Range` of an annotation, as `Annotated[...]`.
     """
-    found: dict[str, Any] = {}
+    hints: dict[str, Hint] = {}
     for owner in reversed(source.__mro__) if isinstance(source, type) else [inspect.unwrap(source)]:
         module = sys.modules.get(getattr(owner, "__module__", None) or "builtins", builtins)
         for name, annotation in inspect.get_annotations(owner).items():
             holder = types.SimpleNamespace(__annotations__={name: annotation})
             with contextlib.suppress(Exception):  # it may name what only a type checker imports
-                found |= typing.get_type_hints(holder, vars(module), include_extras=ranges)
-    return found
+                hints |= typing.get_type_hints(holder, vars(module), include_extras=ranges)
+    return hints
 
 
-def name_of(value: Any) -> str:
+def name_of(value: Function) -> str:
     """The name of a function or a class in the shortest package that exposes it: `gspax.losses.gspo`."""
     module, name = getattr(value, "__module__", None) or "builtins", value.__qualname__
     parts = module.split(".")
@@ -74,24 +80,24 @@ def name_of(value: Any) -> str:
     return f"{next((each for each in packages if lookup(f'{each}.{name}') is value), module)}.{name}"
 
 
-def title_of(function: Any) -> str:
+def title_of(function: Function) -> str:
     """What a message calls a function, a partial or an object that can be called."""
     inner = unwrap(function)
     return name_of(inner) if hasattr(inner, "__qualname__") else type(inner).__name__
 
 
-def is_gspax(function: object) -> bool:
+def is_gspax(function: Function) -> bool:
     """Whether a function or a class is defined in gspax."""
     return str(getattr(unwrap(function), "__module__", "")).partition(".")[0] == "gspax"
 
 
-def lookup(name: str) -> Any:
+def lookup(name: str) -> object:
     """What a dotted name stands for in the modules that are loaded; None if there is nothing."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if module := sys.modules.get(".".join(parts[:end])):
-            found: Any = module
+            value: object = module
             for part in parts[end:]:
-                found = getattr(found, part, None)
-            return found
+                value = getattr(value, part, None)
+            return value
     return None

@@ -1,24 +1,27 @@
-"""Optimisers and learning-rate schedules that an experiment can name: `Optimizer(transform=optimizers.muon)`.
+"""Optimizers and learning-rate schedules that an experiment can name: `Optimizer(transform=optimizers.muon)`.
 
 Any function of a learning-rate schedule that gives an `optax.GradientTransformation` works as `transform`, among them
 optax's own (`optax.adafactor`, `optax.lion`, ...). A schedule is a function of (peak, warm-up updates).
 
-Weight decay applies to matrices alone by default (`matrices`). optax is imported when an optimiser is made, so that an
+Weight decay applies to matrices alone by default (`matrices`). optax is imported when an optimizer is made, so that an
 experiment can be loaded and priced without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gspax.config.ranges import Below1, NonNegative, Positive, PositiveInt
 
 if TYPE_CHECKING:
+    import jax
     import optax
 
+    from gspax.types import Array, PyTree
 
-def matrices(params: Any) -> Any:
+
+def matrices(params: PyTree) -> PyTree:
     """A tree of booleans: True for matrices, stacked ones too; False for scales of norms, biases and the embedding.
 
     The embedding is a table, not a product: decay would shrink the rows of tokens that the data lacks. An untied
@@ -27,19 +30,19 @@ def matrices(params: Any) -> Any:
     return _map_names(_is_matrix, params)
 
 
-def everything(params: Any) -> Any:
+def everything(params: PyTree) -> PyTree:
     """A tree of True: weight decay on every parameter, as in runs before `matrices` became the default."""
     return _map_names(lambda name, leaf: True, params)
 
 
 def adamw(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     *,
     b1: Below1 = 0.9,
     b2: Below1 = 0.95,
     eps: Positive = 1e-8,
     weight_decay: NonNegative = 0.0,
-    decayed: Callable[[Any], Any] = matrices,
+    decayed: Callable[..., object] = matrices,
 ) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101). The decay is multiplied by the learning rate.
 
@@ -53,7 +56,7 @@ def adamw(
 
 
 def muon(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     *,
     beta: Below1 = 0.95,
     b1: Below1 = 0.9,
@@ -64,7 +67,7 @@ def muon(
 ) -> optax.GradientTransformation:
     """Muon (https://kellerjordan.github.io/posts/muon) for the matrices of the layers, AdamW for everything else.
 
-    Stacked matrices (layers, experts) are orthogonalised one by one. Their updates are scaled to the root mean square
+    Stacked matrices (layers, experts) are orthogonalized one by one. Their updates are scaled to the root mean square
     that AdamW's have (arXiv 2502.16982), so that one learning rate serves both.
 
     Args:
@@ -144,28 +147,28 @@ INPUT_AXES = {"out": 2}  # axes that a matrix reduces; 1 for all others
 OUTPUT_AXES = {"query": 2, "key": 2, "value": 2}  # axes that it makes; 1 for all others
 
 
-def _map_names(function: Callable[[tuple[str, ...], Any], Any], params: Any) -> Any:
+def _map_names(function: Callable[[tuple[str, ...], Array], object], params: PyTree) -> PyTree:
     """A tree of `function(names on the path, leaf)`."""
     import jax
 
-    def visit(path: Any, leaf: Any) -> Any:
+    def visit(path: jax.tree_util.KeyPath, leaf: Array) -> object:
         return function(tuple(jax.tree_util.keystr(path, simple=True, separator="/").split("/")), leaf)
 
     return jax.tree_util.tree_map_with_path(visit, params)
 
 
-def _is_matrix(names: tuple[str, ...], leaf: Any) -> bool:
+def _is_matrix(names: tuple[str, ...], leaf: Array) -> bool:
     return leaf.ndim >= 2 and names[-1] not in TABLES and not names[-1].endswith("bias")
 
 
-def _dimensions(params: Any) -> Any:
+def _dimensions(params: PyTree) -> PyTree:
     """Muon's view of each parameter: which trailing axes a matrix reduces and makes; None leaves it to AdamW.
 
     A low-rank pair `a` [..., in, rank], `b` [..., rank, out] has the axes of its matrix on one side.
     """
     import optax
 
-    def view(names: tuple[str, ...], leaf: Any) -> Any:
+    def view(names: tuple[str, ...], leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
         if not _is_matrix(names, leaf) or names[-1] == "head":
             return None
         factor = names[-1] if names[-1] in ("a", "b") else ""

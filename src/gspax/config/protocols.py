@@ -8,7 +8,7 @@ Axes: B rows, T tokens, P prompts, G samples, R rewards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Array = jax.Array
 
 
+State = Any  # of an environment: an object of its own choice
 Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
 
 
@@ -47,7 +48,7 @@ class Problem:
 class Step(NamedTuple):
     """The result of one of the policy's messages."""
 
-    state: Any = None
+    state: State = None
     messages: Sequence[Message] = ()  # the reply, which the policy reads before its next turn; not read if `done`
     reward: float = 0.0  # of this message, besides what the experiment's reward gives the last one
     done: bool = False  # the conversation is over
@@ -103,13 +104,13 @@ class ConversationTokenizer(CompletionTokenizer, Protocol):
     def turn_end(self) -> int:
         """The stop id that ends an assistant's turn; with any other one the policy ends the conversation."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], /) -> Any:
+    def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]], /) -> Sequence[int]:
         """The ids of a conversation's first messages, up to the start of the assistant's turn.
 
         `tools` are JSON schemas of functions, as OpenAI's `tools`.
         """
 
-    def encode_reply(self, messages: Sequence[Mapping[str, Any]], /) -> Any:
+    def encode_reply(self, messages: Sequence[Message], /) -> Sequence[int]:
         """The ids from after `turn_end` to the start of the assistant's next turn."""
 
 
@@ -119,23 +120,23 @@ class Environment(Protocol):
     A state is picklable, and what is returned replaces it: a method must not change the one that it is given.
     """
 
-    def reset(self, problem: Problem, /) -> tuple[Any, Sequence[Mapping[str, Any]]]:
+    def reset(self, problem: Problem, /) -> tuple[State, Sequence[Message]]:
         """The state before the first turn, and the messages that the conversation begins with."""
 
-    def step(self, state: Any, message: str, /) -> Step:
+    def step(self, state: State, message: str, /) -> Step:
         """The state after the policy's message, the reply to it, and the message's own reward; may be async."""
 
 
 class Reward(Protocol):
     """The reward, or R rewards, of one completion; a mapping names them. `problem` is what the data source gave."""
 
-    def __call__(self, problem: Any, completion: str, /) -> Any: ...
+    def __call__(self, problem: Problem, completion: str, /) -> object: ...
 
 
 class BatchReward(Protocol):
     """The rewards of several completions, each of the problem of the same index (`rewards.calls.Batched`)."""
 
-    def __call__(self, problems: Sequence[Any], completions: Sequence[str], /) -> Any: ...
+    def __call__(self, problems: Sequence[Problem], completions: Sequence[str], /) -> Sequence[object]: ...
 
 
 class Vote(Protocol):
@@ -190,27 +191,27 @@ class LengthReward(Protocol):
 class Demonstration(Protocol):
     """The completion to imitate for one problem; with an environment it may be several messages."""
 
-    def __call__(self, problem: Any, rng: np.random.Generator, /) -> str | Sequence[str]: ...
+    def __call__(self, problem: Problem, rng: np.random.Generator, /) -> str | Sequence[str]: ...
 
 
 class LearningRate(Protocol):
     """A learning-rate schedule: the rate after so many updates (an `optax.Schedule`), from a peak and a warm-up."""
 
-    def __call__(self, peak: float, warmup_updates: int, /) -> Callable[[Any], Any]: ...
+    def __call__(self, peak: float, warmup_updates: int, /) -> optax.Schedule: ...
 
 
 class Transform(Protocol):
-    """An optimiser of optax, given its learning-rate schedule: `optax.adamw`, `optax.adafactor`, `optimizers.muon`."""
+    """An optimizer of optax, given its learning-rate schedule: `optax.adamw`, `optax.adafactor`, `optimizers.muon`."""
 
-    def __call__(self, learning_rate: Any, /) -> optax.GradientTransformation: ...
+    def __call__(self, learning_rate: optax.ScalarOrSchedule, /) -> optax.GradientTransformation: ...
 
 
-def is_function_protocol(hint: Any) -> bool:
+def is_function_protocol(hint: object) -> bool:
     """Whether an annotation is one of the functions above."""
     return getattr(hint, "_is_protocol", False) and "__call__" in vars(hint)
 
 
-def argument_names(protocol: Any) -> tuple[str, ...]:
+def argument_names(protocol: type) -> tuple[str, ...]:
     """The positional arguments that a function must take to fit: `("problem", "completion")` for `Reward`."""
-    code = protocol.__call__.__code__
+    code = vars(protocol)["__call__"].__code__
     return code.co_varnames[1 : code.co_argcount]

@@ -31,12 +31,15 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from numbers import Number
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspax.config.functions import is_function, is_record, keywords, name_of, unwrap
+from gspax.config.functions import Function, is_function, is_record, keywords, name_of, unwrap
 from gspax.experiment.source import source_hash
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SOURCE = "source-hash"  # no keyword of a function can have this name
 _ABSENT = object()
@@ -64,17 +67,16 @@ RESUMABLE = (
 )
 
 
-def resumable(description: Mapping[str, Any]) -> tuple[str, ...]:
+def resumable(description: Mapping[str, object]) -> tuple[str, ...]:
     """The keys of this experiment that a resumed run may change.
 
-    With staleness not how often it saves: the sampler draws nothing ahead past a checkpoint.
+    With staleness, not how often it saves: nothing is sampled ahead past a checkpoint.
     """
-    placement = description.get("placement")
-    ahead = placement is not None and placement["staleness"] > 0
-    return tuple(key for key in RESUMABLE if not (ahead and key == "schedule.checkpoint_every"))
+    is_ahead = flatten(description).get("placement.staleness", 0) != 0
+    return tuple(key for key in RESUMABLE if not (is_ahead and key == "schedule.checkpoint_every"))
 
 
-def describe(value: Any) -> Any:
+def describe(value: object) -> Any:
     """`value` as JSON-serialisable data; an `Experiment` gives a dict. The module docstring lists the forms."""
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -101,16 +103,16 @@ def describe(value: Any) -> Any:
     return described
 
 
-def _fields(record: Any) -> Mapping[str, Any]:
+def _fields(record: DataclassInstance) -> Mapping[str, object]:
     """What a dataclass consists of: its fields, or what its method `described` gives instead of them."""
     if hasattr(record, "described"):
         return record.described()
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record) if field.init}
 
 
-def _function(value: Any) -> Any:
+def _function(value: Function) -> str | dict[str, object]:
     inner = unwrap(value)
-    described: dict[str, Any] = {"function": name_of(inner)}
+    described: dict[str, object] = {"function": name_of(inner)}
     if (source := source_hash(inner)) is not None:
         described[SOURCE] = source
     if isinstance(value, functools.partial) and value.args:
@@ -119,14 +121,14 @@ def _function(value: Any) -> Any:
         described["self"] = describe(inner.__self__)
     described |= {name: describe(each) for name, each in keywords(value).items() if each is not inspect.Parameter.empty}
     if len(described) == 1 and not isinstance(value, functools.partial):
-        return described["function"]
+        return name_of(inner)
     return described
 
 
-def flatten(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(description: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Dotted key -> value, in the keys of an override. The name of a class or a function stands under its own key:
     `{"loss": {"function": f, "clip_low": 0.1}}` gives `loss` and `loss.clip_low`."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in description.items():
         path = prefix if prefix and key in ("type", "function") else f"{prefix}.{key}" if prefix else key
         if isinstance(value, Mapping) and value:
@@ -136,7 +138,7 @@ def flatten(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, ignore: Iterable[str] = ()) -> list[str]:
+def difference(old: Mapping[str, object], new: Mapping[str, object], *, ignore: Iterable[str] = ()) -> list[str]:
     """The keys whose values differ between two descriptions, one line each: `optimizer.learning_rate: 1e-4 -> 3e-4`.
 
     A key that only one of them has differs too.
@@ -152,7 +154,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any], *, ignore: Iterab
     return [f"{key}: {_show(before, key)} -> {_show(after, key)}" for key in kept]
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value of a description, short and exact: 1e-4 rather than 0.0001."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
@@ -161,5 +163,5 @@ def show(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _show(flat: Mapping[str, Any], key: str) -> str:
+def _show(flat: Mapping[str, object], key: str) -> str:
     return show(flat[key]) if key in flat else "(absent)"

@@ -24,16 +24,17 @@ import difflib
 import functools
 import importlib
 import inspect
-import math
+import json
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from gspax.config.functions import hints_of, is_function, is_record, keywords, name_of, unwrap
+from gspax.config.functions import Hint, hints_of, is_function, is_record, keywords, name_of, unwrap
 from gspax.config.protocols import is_function_protocol
 from gspax.errors import UserError
+from gspax.experiment.description import SOURCE, describe, flatten
 
 T = TypeVar("T")
 
@@ -60,91 +61,114 @@ def apply(experiment: T, assignments: Iterable[str]) -> tuple[T, list[tuple[str,
         try:
             if not equals or not key:
                 raise UserError(f"{assignment!r}: an override is written key=value, as in optimizer.learning_rate=1e-5")
-            experiment = _set(experiment, key.split("."), text, Any, _Place(key, experiment))
+            experiment = _set(experiment, key, text)
         except UserError as problem:
             problems.append((key, str(problem)))
     return experiment, problems
 
 
-def keys(value: Any, prefix: str = "") -> Iterator[str]:
+def as_recorded(experiment: T, description: Mapping[str, object]) -> T:
+    """The experiment with every setting of the description that an override can set.
+
+    What no override can set, such as the content of a data file or the code of a function, stays as it is;
+    `description.difference` names it.
+
+    Args:
+      description: of the experiment with other settings (`experiment.json` of its run).
+    """
+    wanted = flatten(description)
+    while True:  # a function or a part that was set brings keys of its own
+        now = flatten(json.loads(json.dumps(describe(experiment))))
+        changed = [key for key in wanted if key in now and wanted[key] != now[key] and not key.endswith(SOURCE)]
+        outer = [key for key in changed if not any(key.startswith(f"{other}.") for other in changed)]
+        before = experiment
+        experiment, _ = apply(experiment, [f"{key}={_to_text(wanted[key])}" for key in outer])
+        if describe(experiment) == describe(before):
+            return experiment
+
+
+def _to_text(value: object) -> str:
+    """A value of a description as an override is written."""
+    if isinstance(value, list):
+        return f"({','.join(map(_to_text, value))})"
+    return "null" if value is None else str(value)
+
+
+def keys(value: object, prefix: str = "") -> Iterator[str]:
     """Every key that an override can set."""
     for name, (child, _) in _children(value).items():
         yield prefix + name
         yield from keys(child, f"{prefix}{name}.")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where an error happened, for its message."""
-
-    key: str
-    experiment: Any
-
-
-def _set(node: Any, path: list[str], text: str, hint: Any, place: _Place) -> Any:
-    """`node` with the field at `path` read from `text`; with no path left, `text` itself, read as `hint`."""
-    if not path:
-        try:
-            return _parse(text, hint, node)
-        except ValueError as wanted:
-            raise UserError(f"{place.key}: wanted {wanted}, got {text!r}") from None
-    name, *rest = path
-    children = _children(node)
-    if name not in children:
-        raise UserError(_unknown(node, rest, children, place))
-    value, hint = children[name]
-    value = _set(value, rest, text, hint, place)
-    if not is_record(node):
-        given = {**getattr(node, "keywords", {}), name: value}
-        return functools.partial(unwrap(node), *getattr(node, "args", ()), **given)
+def _set(experiment: T, key: str, text: str) -> T:
+    """The experiment with the field at `key` parsed from `text`."""
+    names, nodes, hint = key.split("."), [experiment], None
+    for depth, name in enumerate(names):
+        children = _children(nodes[-1])
+        if name not in children:
+            raise UserError(_unknown(experiment, names, depth, nodes[-1]))
+        value, hint = children[name]
+        nodes.append(value)
     try:
+        value = _parse(text, hint, nodes.pop())
+    except ValueError as wanted:
+        raise UserError(f"{key}: wanted {wanted}, got {text!r}") from None
+    for node, name in zip(reversed(nodes), reversed(names), strict=True):
+        try:
+            value = _with(node, name, value)
+        except (TypeError, ValueError) as problem:  # a check of the dataclass itself
+            raise UserError(f"{key}={text}: {problem}") from problem
+    return value
+
+
+def _with(node: Hint, name: str, value: object) -> Hint:
+    """A dataclass with another field, or a function with another keyword."""
+    if is_record(node):
         return dataclasses.replace(node, **{name: value})
-    except (TypeError, ValueError) as problem:  # the dataclass's own check
-        raise UserError(f"{place.key}={text}: {problem}") from problem
+    bound = {**getattr(node, "keywords", {}), name: value}
+    return functools.partial(unwrap(node), *getattr(node, "args", ()), **bound)
 
 
-def _children(node: Any) -> dict[str, tuple[Any, Any]]:
+def _children(node: object) -> dict[str, tuple[Hint, Hint]]:
     """The fields of a dataclass or the keywords of a function, each with its value and its annotation."""
     if is_record(node):
         hints = hints_of(type(node))
-        found = {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
+        values = {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
     elif isinstance(node, functools.partial) or is_function(node):
-        hints = hints_of(unwrap(node))
-        found = keywords(node)
+        hints, values = hints_of(unwrap(node)), keywords(node)
     else:
         return {}
-    return {name: (value, hints.get(name, Any)) for name, value in found.items()}
+    return {name: (value, hints.get(name, object)) for name, value in values.items()}
 
 
-def _unknown(node: Any, rest: list[str], children: dict[str, Any], place: _Place) -> str:
+def _unknown(experiment: object, names: list[str], depth: int, node: object) -> str:
     """The error for an unknown key: it suggests the closest sibling, else the closest key anywhere, else lists all."""
-    parts = place.key.split(".")
-    depth = len(parts) - len(rest) - 1
-    parent, name = ".".join(parts[:depth]), parts[depth]
-    unknown = f"unknown key {place.key!r}"
+    key, parent, rest = ".".join(names), ".".join(names[:depth]), names[depth + 1 :]
+    children = _children(node)
     if parent and not children:
-        return f"{unknown}: {parent} is {_kind(node)} and has no fields"
-    every = list(keys(place.experiment))
-    near = [".".join([*parts[:depth], close, *rest]) for close in difflib.get_close_matches(name, children)]
-    near = [key for key in near if key in every]  # with the rest of the path it may be no key
-    same = [key for key in every if key.rpartition(".")[2] == parts[-1]]
-    elsewhere = [key for key in every if not place.key.startswith(key + ".")]
-    near = near or same or difflib.get_close_matches(place.key, elsewhere, n=1)
+        return f"unknown key {key!r}: {parent} is {_kind(node)} and has no fields"
+    every = list(keys(experiment))
+    siblings = [".".join([*names[:depth], name, *rest]) for name in difflib.get_close_matches(names[depth], children)]
+    near = [sibling for sibling in siblings if sibling in every]  # with the rest of the path it may be no key
+    near = near or [other for other in every if other.rpartition(".")[2] == names[-1]]
+    near = near or difflib.get_close_matches(key, [other for other in every if not key.startswith(f"{other}.")], n=1)
     if near:
-        return f"{unknown}; did you mean {near[0]!r}?"
-    return f"{unknown}; {parent or 'an experiment'} has {', '.join(children)}"
+        return f"unknown key {key!r}; did you mean {near[0]!r}?"
+    return f"unknown key {key!r}; {parent or 'an experiment'} has {', '.join(children)}"
 
 
-def _kind(node: Any) -> str:
+def _kind(node: object) -> str:
     return "None" if node is None else name_of(node) if is_function(node) else f"of type {type(node).__name__}"
 
 
-def _parse(text: str, hint: Any, current: Any) -> Any:
+def _parse(text: str, hint: Hint, current: object) -> object:
     """`text` as a value of the type `hint`. Raises ValueError saying what was wanted."""
-    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    origin: Hint = typing.get_origin(hint)
+    members = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _parse_union(text, members, current)
-    if hint in (Any, object) and isinstance(current, bool | int | float | str | tuple | list):
+    if hint in _UNKNOWN and isinstance(current, bool | int | float | str | tuple | list):
         hint = type(current)
     if origin is typing.Literal:
         for choice in members:
@@ -153,57 +177,51 @@ def _parse(text: str, hint: Any, current: Any) -> Any:
         raise ValueError("one of " + ", ".join(map(str, members)))
     if hint in (tuple, list) or origin in (tuple, list, collections.abc.Sequence):
         return _parse_tuple(text, origin or hint, members, current)
-    if hint in _SCALARS:
-        return _SCALARS[hint](text)
-    return _named(text, hint)
+    return _SCALARS[hint](text) if hint in _SCALARS else _named(text, hint)
 
 
-def _parse_union(text: str, members: tuple[Any, ...], current: Any) -> Any:
-    if type(None) in members and text.lower() in ("null", "none"):
+def _parse_union(text: str, members: tuple[Hint, ...], current: object) -> object:
+    if types.NoneType in members and text.lower() in ("null", "none"):
         return None
     wanted = []
     for member in members:
-        if member is not type(None):
+        if member is not types.NoneType:
             try:
                 return _parse(text, member, current)
             except ValueError as problem:
                 wanted.append(str(problem))
-    if type(None) in members:
-        wanted.append("null")
-    raise ValueError(" or ".join(wanted))
+    raise ValueError(" or ".join([*wanted, *["null"] * (types.NoneType in members)]))
 
 
-def _parse_tuple(text: str, kind: Any, members: tuple[Any, ...], current: Any) -> Any:
+def _parse_tuple(text: str, kind: Hint, members: tuple[Hint, ...], current: object) -> Sequence[object]:
     if not text:
         raise ValueError("values with commas between them, or () for none")
     inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
     texts = [part.strip() for part in inner.split(",")]
     if texts[-1] == "":
         texts.pop()  # () is the empty tuple, and a trailing comma is allowed
-    fixed = kind is tuple and len(members) != 0 and members[-1] is not ...
-    if fixed and len(texts) != len(members):
+    is_fixed = kind is tuple and len(members) != 0 and members[-1] is not ...
+    if is_fixed and len(texts) != len(members):
         raise ValueError(f"{len(members)} values with commas between them")
-    default = type(current[0]) if current else str
-    hints = members if fixed else [members[0] if members else default] * len(texts)
+    default = type(current[0]) if isinstance(current, Sequence) and current else str
+    hints = members if is_fixed else [members[0] if members else default] * len(texts)
     values = [_parse(part, hint, None) for part, hint in zip(texts, hints, strict=True)]
     return values if kind is list else tuple(values)
 
 
 def _integer(text: str) -> int:
-    try:
+    with contextlib.suppress(ValueError):
         return int(text)
-    except ValueError:
-        number = _float(text, "an integer")
-    if not math.isfinite(number) or number != int(number):
-        raise ValueError("an integer")
-    return int(number)
+    with contextlib.suppress(ValueError, OverflowError):
+        if (number := float(text)) == int(number):
+            return int(number)
+    raise ValueError("an integer")
 
 
-def _float(text: str, wanted: str = "a number") -> float:
-    try:
+def _float(text: str) -> float:
+    with contextlib.suppress(ValueError):
         return float(text)
-    except ValueError:
-        raise ValueError(wanted) from None
+    raise ValueError("a number")
 
 
 def _boolean(text: str) -> bool:
@@ -212,43 +230,49 @@ def _boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-_SCALARS: dict[Any, Any] = {int: _integer, float: _float, bool: _boolean, str: str}
+_UNKNOWN = (typing.Any, object)  # annotations that say nothing
+_SCALARS: dict[Hint, collections.abc.Callable[[str], object]] = {
+    int: _integer,
+    float: _float,
+    bool: _boolean,
+    str: str,
+}
 
 
-def _named(text: str, hint: Any) -> Any:
+def _named(text: str, hint: Hint) -> object:
     """The object with this dotted name, if it fits the annotation. Raises ValueError saying what was wanted."""
     # Any is a class since Python 3.11
-    is_class = isinstance(hint, type) and hint not in (object, Any) and not getattr(hint, "_is_protocol", False)
+    is_class: bool = isinstance(hint, type) and hint not in _UNKNOWN and not getattr(hint, "_is_protocol", False)
     is_callable = collections.abc.Callable in (hint, typing.get_origin(hint)) or is_function_protocol(hint)
     wanted = f"the dotted name of a {hint.__name__}" if is_class else "a dotted name"
     wanted = "the dotted name of a function" if is_callable else wanted
     if not _DOTTED.fullmatch(text):
         raise ValueError(wanted + (", as in gspax.losses.gspo" if is_callable else ""))
-    value: Any = lookup(text)
-    if is_class and value is hint and dataclasses.is_dataclass(hint):
+    value = lookup(text)
+    if isinstance(value, type) and value is hint and dataclasses.is_dataclass(hint):
         with contextlib.suppress(TypeError):  # it has fields without defaults: the class itself is refused below
             value = value()
-    fits = isinstance(value, hint) if is_class else callable(value) if is_callable else True
+    fits = isinstance(value, hint) if is_class else callable(value) or not is_callable
     if not fits or inspect.ismodule(value):
         raise ValueError(f"{wanted} (it names {'a module' if inspect.ismodule(value) else _kind(value)})")
     return value
 
 
-def lookup(text: str) -> Any:
+def lookup(text: str) -> Hint:
     """The object with this dotted name; modules are imported as needed. ValueError names the part that is missing."""
-    parts = text.split(".")
-    value: Any = _import(parts[0], text)
+    owner, *names = text.split(".")
+    value: Hint = _import(owner, text)
     if value is None:
-        raise ValueError(f"a name that can be imported (there is no module {parts[0]!r})")
-    for count, name in enumerate(parts[1:], start=1):
-        owner = ".".join(parts[:count])
-        inside = inspect.ismodule(value) and not hasattr(value, name)
-        found = _import(f"{owner}.{name}", text) if inside else getattr(value, name, None)
-        if found is None:
+        raise ValueError(f"a name that can be imported (there is no module {owner!r})")
+    for name in names:
+        child = getattr(value, name, None)
+        if child is None and inspect.ismodule(value):
+            child = _import(f"{owner}.{name}", text)
+        if child is None:
             near = difflib.get_close_matches(name, dir(value), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"a name that exists ({owner} has no {name!r}{hint})")
-        value = found
+            advice = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"a name that exists ({owner} has no {name!r}{advice})")
+        owner, value = f"{owner}.{name}", child
     return value
 
 
@@ -257,10 +281,9 @@ def _import(module: str, text: str) -> types.ModuleType | None:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
-        if missing.name == module:
+        # the module itself, or its parent is a module and no package
+        if missing.name is not None and f"{module}.".startswith(f"{missing.name}."):
             return None
-        if missing.name is not None and module.startswith(missing.name + "."):
-            return None  # the parent is a module, not a package
         raise UserError(f"{text}: importing {module} needs the module {missing.name!r}") from missing
     except Exception as problem:
         raise UserError(f"{text}: importing {module} failed: {type(problem).__name__}: {problem}") from problem

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from gspax.config import Experiment, trained_dtype, updates_per_step
 from gspax.experiment.description import describe, flatten, show
@@ -28,7 +27,7 @@ from gspax.parallel import sharding
 class Plan:
     """The cost of an experiment. Bytes are per device, except the checkpoint's."""
 
-    settings: dict[str, Any]  # dotted key -> value
+    settings: dict[str, object]  # dotted key -> value
     overridden: tuple[str, ...]  # keys given on the command line
     mesh: dict[str, int]
     sampler_mesh: dict[str, int]

@@ -18,14 +18,16 @@ import sysconfig
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
+
+from gspax.config.functions import Function
 
 _GSPAX = str(Path(__file__).parents[1])
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_GSPAX})
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def source_hash(function: Any) -> str | None:
+def source_hash(function: Function) -> str | None:
     """16 hex digits; None for functions of gspax and of installed packages, and where there is no source."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not _is_own(function):
@@ -63,7 +65,7 @@ def _parts(function: types.FunctionType, seen: dict[types.CodeType, str]) -> Ite
             yield f"{name} = {value!r}"
 
 
-def _lookup(function: types.FunctionType) -> dict[str, Any]:
+def _lookup(function: types.FunctionType) -> dict[str, object]:
     """The values of the names in a function, from its file and from the user's modules that it names."""
     names = list(_names(function.__code__))
     values = {name: function.__globals__[name] for name in names if name in function.__globals__}

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from gspax import losses
-from gspax.config import Experiment, protocols
-from gspax.config.functions import is_gspax, keywords, name_of, title_of
+from gspax.config import Experiment, Optimizer, protocols
+from gspax.config.functions import Function, Hint, is_gspax, keywords, name_of, title_of
 from gspax.errors import UserError
 from gspax.experiment.validation.fields import Field, WrongFieldError, bare, fields
 from gspax.losses.traits import aggregate_of, traits_of
@@ -35,10 +36,10 @@ class _Call(NamedTuple):
     """A call of a function, as a run calls it, with a test of its result."""
 
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
     wanted: str
-    fits: Callable[[Any], bool]
-    options: Mapping[str, Any] = {}
+    fits: Callable[[object], bool]
+    options: Mapping[str, object] = {}
     differentiated: bool = False  # with respect to the first argument
     on_host: bool = False  # with concrete arrays, so numpy can be used
 
@@ -78,16 +79,16 @@ def takes_rewards(advantage: protocols.Advantage, shape: tuple[int, ...], *, mas
     return True
 
 
-def _check(function: Callable[..., Any], call: _Call) -> None:
+def _check(function: Function, call: _Call) -> None:
     """Raise _BreachError unless the function accepts the call and returns the wanted result."""
 
-    def judge(*arguments: Any) -> Any:
+    def judge(*arguments: ArrayLike) -> Any:
         result = call.function(*arguments, **call.options)
         if not call.fits(result):
             raise _BreachError(f"wanted {title_of(function)} to return {call.wanted}, got {_brief(result)}")
         return result
 
-    def run(*arguments: Any) -> None:
+    def run(*arguments: ArrayLike) -> None:
         if call.differentiated:
             jax.grad(lambda first: judge(first, *arguments[1:]).value.sum())(arguments[0])
         else:
@@ -117,7 +118,7 @@ def _example(shape: jax.ShapeDtypeStruct) -> np.ndarray:
     return (np.arange(shape.size).reshape(shape.shape) % 2).astype(shape.dtype)
 
 
-def _raised(function: Callable[..., Any], error: Exception) -> str:
+def _raised(function: Function, error: Exception) -> str:
     """One sentence that says where in the user's code an error was raised."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     if isinstance(error, UserError | TypeError | ValueError) and is_gspax(function):
@@ -142,19 +143,19 @@ def _brief(value: object) -> str:
 # How a run calls each function
 
 
-def _array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+def _array(*shape: int, dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _has_shape(*shapes: tuple[int, ...]) -> Callable[[Any], bool]:
+def _has_shape(*shapes: tuple[int, ...]) -> Callable[[object], bool]:
     return lambda result: getattr(result, "shape", None) in shapes and _is_number(result)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return hasattr(value, "dtype") and (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool)
 
 
-def _is_terms(value: Any) -> bool:
+def _is_terms(value: object) -> bool:
     if not isinstance(value, losses.Terms) or not isinstance(value.metrics, dict):
         return False
     shapes = [getattr(each, "shape", None) for each in (value.value, value.weight)]
@@ -193,7 +194,7 @@ class _Context:
         return self.of.sampling.prompts, self.of.sampling.group
 
     @property
-    def segments(self) -> dict[str, Any]:
+    def segments(self) -> dict[str, np.ndarray]:
         """The keywords that packed rows add to a call."""
         return {"segment_ids": np.ones((B, T), np.int32)} if self.packed else {}
 
@@ -203,7 +204,7 @@ class _Context:
 
 
 def _loss(context: _Context, field: Field) -> _Call:
-    options: dict[str, Any] = dict(context.segments)
+    options: dict[str, object] = dict(context.segments)
     weights = []
     if context.of.correction is not None:
         weights.append(jax.eval_shape(partial(context.of.correction, **context.segments), LOGP, LOGP, MASK))
@@ -228,7 +229,7 @@ def _rejection(context: _Context, field: Field) -> _Call:
     return _Call(field.value, (LOGP, LOGP, context.advantage, MASK), *_weights(context), context.segments)
 
 
-def _weights(context: _Context) -> tuple[str, Callable[[Any], bool]]:
+def _weights(context: _Context) -> tuple[str, Callable[[object], bool]]:
     if context.packed:
         return f"weights [B, T], here [{B}, {T}]", _has_shape((B, T))
     return f"weights [B, T] or [B], here [{B}, {T}] or [{B}]", _has_shape((B, T), (B,))
@@ -272,7 +273,8 @@ def _learning_rate(context: _Context, field: Field) -> _Call | None:
     if is_gspax(field.value) and not keywords(field.value):
         return None  # `optimizers.constant`; optax takes longer to import than all checks
 
-    def rate(updates: Any) -> Any:
+    def rate(updates: jax.Array) -> jax.Array:
+        assert isinstance(field.owner, Optimizer)
         schedule = field.value(field.owner.learning_rate, field.owner.warmup_updates)
         if not callable(schedule):
             raise _BreachError(
@@ -288,13 +290,11 @@ def _transform(context: _Context, field: Field) -> _Call | None:
         return None
     import optax
 
-    def fits(result: Any) -> bool:
-        return isinstance(result, optax.GradientTransformation)
-
-    return _Call(lambda: field.value(lambda updates: 1e-3), (), "an optax.GradientTransformation", fits)
+    wanted, kind = "an optax.GradientTransformation", optax.GradientTransformation
+    return _Call(lambda: field.value(lambda updates: 1e-3), (), wanted, lambda result: isinstance(result, kind))
 
 
-_CALLS: dict[Any, Callable[[_Context, Field], _Call | None]] = {
+_CALLS: dict[Hint, Callable[[_Context, Field], _Call | None]] = {
     protocols.Loss: _loss,
     protocols.Correction: _correction,
     protocols.Rejection: _rejection,

@@ -13,12 +13,15 @@ import inspect
 import types
 import typing
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, TypeVar
 
-from gspax.config.functions import hints_of, is_record, keywords, parameters, title_of, unwrap
+from gspax.config.functions import Function, Hint, hints_of, is_record, keywords, parameters, title_of, unwrap
 from gspax.config.protocols import argument_names, is_function_protocol
 from gspax.config.ranges import Range
 from gspax.experiment.description import show
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -57,11 +60,11 @@ class Field(NamedTuple):
 
     key: str  # as in an override
     value: Any
-    hint: Any  # its annotation, with the ranges
-    owner: Any  # the record that it is a field of
+    hint: Hint  # with the ranges
+    owner: DataclassInstance  # the record that it is a field of
 
 
-def type_problems(record: Any, prefix: str = "") -> Iterator[str]:
+def type_problems(record: DataclassInstance, prefix: str = "") -> Iterator[str]:
     """One sentence for each field whose value does not have the annotated type."""
     for name, hint in hints_of(type(record)).items():
         value = getattr(record, name)
@@ -72,7 +75,7 @@ def type_problems(record: Any, prefix: str = "") -> Iterator[str]:
                 yield from type_problems(part, f"{key}.")
 
 
-def range_problems(record: Any) -> Iterator[str]:
+def range_problems(record: DataclassInstance) -> Iterator[str]:
     """One sentence for each field or keyword of a function that is out of its annotated range."""
     for key, value, hint, _ in fields(record):
         if is_function_protocol(bare(hint)) and callable(value):
@@ -85,7 +88,7 @@ def range_problems(record: Any) -> Iterator[str]:
         yield from _out_of_range(key, value, hint)
 
 
-def function_problems(record: Any) -> Iterator[str]:
+def function_problems(record: DataclassInstance) -> Iterator[str]:
     """One sentence for each function whose signature does not accept the run's call."""
     for key, value, hint, _ in fields(record):
         if is_function_protocol(bare(hint)) and callable(value):
@@ -94,7 +97,7 @@ def function_problems(record: Any) -> Iterator[str]:
                 yield f"{key}: wanted a function of ({', '.join(names)}), {problem}"
 
 
-def fields(record: Any, prefix: str = "") -> Iterator[Field]:
+def fields(record: DataclassInstance, prefix: str = "") -> Iterator[Field]:
     """Every field of a record and of its parts, including a data source or an environment that is a dataclass."""
     for name, hint in hints_of(type(record), ranges=True).items():
         try:
@@ -106,7 +109,7 @@ def fields(record: Any, prefix: str = "") -> Iterator[Field]:
             yield from fields(part, f"{key}.")
 
 
-def _parts(key: str, value: Any, hint: Any, *, protocols: bool = False) -> Iterator[tuple[str, Any]]:
+def _parts(key: str, value: object, hint: Hint, *, protocols: bool = False) -> Iterator[tuple[str, DataclassInstance]]:
     """The dataclasses that an experiment consists of, in a field of it: the value, or the elements of a tuple.
 
     Args:
@@ -119,7 +122,7 @@ def _parts(key: str, value: Any, hint: Any, *, protocols: bool = False) -> Itera
         yield from ((f"{key}[{i}]", each) for i, each in enumerate(value) if is_record(each))
 
 
-def bare(hint: Any) -> Any:
+def bare(hint: Hint) -> Hint:
     """`X` of `X | None` and of `Annotated[X, ...]`."""
     if typing.get_origin(hint) is Annotated:
         return bare(typing.get_args(hint)[0])
@@ -129,7 +132,7 @@ def bare(hint: Any) -> Any:
     return hint
 
 
-def _out_of_range(key: str, value: Any, hint: Any) -> Iterator[str]:
+def _out_of_range(key: str, value: object, hint: Hint) -> Iterator[str]:
     if typing.get_origin(hint) is not Annotated or value is inspect.Parameter.empty:
         return
     kind, *ranges = typing.get_args(hint)
@@ -141,8 +144,9 @@ def _out_of_range(key: str, value: Any, hint: Any) -> Iterator[str]:
             yield f"{key}: wanted {range_.words}, got {show(value) if isinstance(value, int | float) else repr(value)}"
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    origin, members = typing.get_origin(hint), typing.get_args(hint)
+def _fits(value: object, hint: Hint) -> bool:
+    origin: Hint = typing.get_origin(hint)
+    members = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, member) for member in members)
     if origin is tuple:
@@ -158,7 +162,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, origin or hint)
 
 
-def _words(hint: Any) -> str:
+def _words(hint: Hint) -> str:
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(map(repr, members))
@@ -172,23 +176,23 @@ def _words(hint: Any) -> str:
     return plain.get(hint) or f"a {hint.__name__}"
 
 
-def short_name(function: object) -> str:
+def short_name(function: Function) -> str:
     """The name of a function in a message, without its module."""
     return str(getattr(unwrap(function), "__name__", function))
 
 
-def takes_segments(function: object) -> bool:
+def takes_segments(function: Function) -> bool:
     """Whether a function takes `segment_ids`, which tell the responses of a packed row apart."""
     return "segment_ids" in parameters(unwrap(function))
 
 
-def positional_count(function: object) -> int:
+def positional_count(function: Function) -> int:
     """The number of positional parameters."""
     kinds = [parameter.kind for parameter in parameters(unwrap(function)).values()]
     return sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds)
 
 
-def _misfit(function: Any, names: tuple[str, ...]) -> str:
+def _misfit(function: Function, names: tuple[str, ...]) -> str:
     """Why the function cannot take these positional arguments; empty if it can."""
     inner = unwrap(function)
     title = title_of(inner)

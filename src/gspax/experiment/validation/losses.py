@@ -5,8 +5,7 @@ Each message is one sentence: where, what was wanted, what came.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from gspax.config import (
     Calibration,
@@ -21,14 +20,17 @@ from gspax.config import (
     is_sparse,
     updates_per_step,
 )
-from gspax.config.functions import keywords
+from gspax.config.functions import Function, keywords
+from gspax.config.protocols import Advantage, Correction, Loss
 from gspax.experiment.description import show
 from gspax.experiment.validation.fields import positional_count, short_name, takes_segments
 from gspax.losses.calibration import INERT
 from gspax.losses.traits import aggregate_of, level_of, traits_of
 
+Terms = Mapping[str, Function | None]  # the functions besides the loss: correction, rejection, reference.loss
 
-def warnings(loss: Any, correction: Any, calibration: Calibration | None) -> Iterator[str]:
+
+def warnings(loss: Loss, correction: Correction | None, calibration: Calibration | None) -> Iterator[str]:
     """Settings that run but are probably not meant."""
     traits = traits_of(loss)
     clip = {name: value for name, value in keywords(loss).items() if name in ("clip_low", "clip_high")}
@@ -46,7 +48,7 @@ def warnings(loss: Any, correction: Any, calibration: Calibration | None) -> Ite
         )
 
 
-def clip_range_problems(loss: Any) -> Iterator[str]:
+def clip_range_problems(loss: Loss) -> Iterator[str]:
     settings, limit = keywords(loss), traits_of(loss).clip_low_limit
     for name in ("clip_low", "clip_high"):
         value = settings.get(name, 0.0)
@@ -56,7 +58,7 @@ def clip_range_problems(loss: Any) -> Iterator[str]:
             yield f"loss.{name}: wanted a number {words}, got {value!r}"
 
 
-def calibration_problems(loss: Any, calibration: Calibration | None, schedule: Schedule) -> Iterator[str]:
+def calibration_problems(loss: Loss, calibration: Calibration | None, schedule: Schedule) -> Iterator[str]:
     if calibration is None:
         return
     traits = traits_of(loss)
@@ -72,7 +74,7 @@ def calibration_problems(loss: Any, calibration: Calibration | None, schedule: S
         )
 
 
-def penalty_problems(loss: Any, reference: Reference | None, regularizers: Regularizers) -> Iterator[str]:
+def penalty_problems(loss: Loss, reference: Reference | None, regularizers: Regularizers) -> Iterator[str]:
     """Penalties are aggregated as the loss is, so the loss must have an aggregation."""
     if reference is not None and reference.loss is not None and reference.reward is not None:
         yield "reference: wanted the KL in the loss or in the reward, got both"
@@ -92,15 +94,11 @@ def penalty_problems(loss: Any, reference: Reference | None, regularizers: Regul
         )
 
 
-def packing_problems(
-    schedule: Schedule, loss: Any, correction: Any, rejection: Any, reference: Reference | None
-) -> Iterator[str]:
+def packing_problems(schedule: Schedule, loss: Loss, terms: Terms) -> Iterator[str]:
     """Functions that sum over a response can tell the responses of a packed row apart."""
     if not schedule.microbatch_tokens:
         return
-    kl = reference and reference.loss
-    given = {"loss": loss, "correction": correction, "rejection": rejection, "reference.loss": kl}
-    for field, function in given.items():
+    for field, function in {"loss": loss, **terms}.items():
         if function is not None and not takes_segments(function):
             yield (
                 f"schedule.microbatch_tokens: wanted a {field} that takes `segment_ids`, for packed rows; "
@@ -120,7 +118,7 @@ def router_problems(
 
 def unscored_problems(
     old_logp: OldLogp,
-    correction: Any,
+    correction: Correction | None,
     calibration: Calibration | None,
     router_shift: RouterShift | None,
     routing_replay: RoutingReplay,
@@ -138,14 +136,14 @@ def unscored_problems(
         yield f"{field}: wanted old_logp=scored, got sampler, with which nothing is scored before the updates"
 
 
-def weight_problems(loss: Any, correction: Any, rejection: Any) -> Iterator[str]:
+def weight_problems(loss: Loss, terms: Terms) -> Iterator[str]:
     """A loss takes the weights of a correction."""
-    for field, function in {"correction": correction, "rejection": rejection}.items():
-        if function is not None and traits_of(loss).correction is None:
+    for field in ("correction", "rejection"):
+        if terms[field] is not None and traits_of(loss).correction is None:
             yield f"{field}: wanted a loss that takes a `correction`, {short_name(loss)} does not"
 
 
-def overlong_problems(advantage: Any, *, filter_overlong: bool) -> Iterator[str]:
+def overlong_problems(advantage: Advantage, *, filter_overlong: bool) -> Iterator[str]:
     """An advantage can leave samples out of their group."""
     if filter_overlong and positional_count(advantage) < 2:
         yield (
@@ -154,16 +152,13 @@ def overlong_problems(advantage: Any, *, filter_overlong: bool) -> Iterator[str]
         )
 
 
-def credit_problems(
-    turns: Turns, loss: Any, advantage: Any, correction: Any, rejection: Any, reference: Reference | None
-) -> Iterator[str]:
+def credit_problems(turns: Turns, loss: Loss, advantage: Advantage, terms: Terms) -> Iterator[str]:
     """Advantages of turns need a loss that takes those of tokens, and an advantage function that takes a mask."""
     if turns.credit != "turn":
         return
     if not traits_of(loss).token_advantage:
         yield f"turns.credit: wanted a loss with advantages of tokens (losses.gspo_token), got {short_name(loss)}"
-    kl = reference.loss if reference is not None else None
-    for field, function in {"correction": correction, "rejection": rejection, "reference.loss": kl}.items():
+    for field, function in terms.items():
         if function is not None and not takes_segments(function):
             yield f"turns.credit: wanted a {field} that takes `segment_ids`, {short_name(function)} does not"
     if positional_count(advantage) < 2:

@@ -69,6 +69,11 @@ def validate(
       slices: TPU slices of the learner's devices and of a disaggregated sampler's.
       broken: fields with an error already, such as an override that cannot be parsed.
     """
+
+    def terms() -> losses.Terms:
+        kl = None if e.reference is None else e.reference.loss
+        return {"correction": e.correction, "rejection": e.rejection, "reference.loss": kl}
+
     problems = list(type_problems(experiment))
     e = without(experiment, [*broken, *map(_key, problems)])
     checks = (lambda: range_problems(e), lambda: function_problems(e), lambda: data_problems(e.data))
@@ -92,15 +97,15 @@ def validate(
         lambda: losses.clip_range_problems(e.loss),
         lambda: losses.calibration_problems(e.loss, e.calibration, e.schedule),
         lambda: losses.penalty_problems(e.loss, e.reference, e.regularizers),
-        lambda: losses.packing_problems(e.schedule, e.loss, e.correction, e.rejection, e.reference),
+        lambda: losses.packing_problems(e.schedule, e.loss, terms()),
         lambda: losses.router_problems(e.model, e.regularizers, e.routing_replay, e.router_shift),
         lambda: losses.unscored_problems(
             e.old_logp, e.correction, e.calibration, e.router_shift, e.routing_replay, e.regularizers
         ),
-        lambda: losses.weight_problems(e.loss, e.correction, e.rejection),
+        lambda: losses.weight_problems(e.loss, terms()),
         lambda: losses.overlong_problems(e.advantage, filter_overlong=e.filter_overlong),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
-        lambda: losses.credit_problems(e.turns, e.loss, e.advantage, e.correction, e.rejection, e.reference),
+        lambda: losses.credit_problems(e.turns, e.loss, e.advantage, terms()),
         lambda: _mesh(e, devices, slices),
     )
     e = without(experiment, [*broken, *map(_key, problems), *["data"] * len(opening)])
