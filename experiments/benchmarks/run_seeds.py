@@ -19,7 +19,7 @@ from gspax.report.statistics import Estimate, estimate_difference, estimate_mean
 from gspax.run.record import read_metrics
 
 EXPERIMENTS, CSV = Path(__file__).parents[1], Path(__file__).with_name("sort_seeds.csv")
-ARMS = ("sort_gspo", "sort_grpo")
+VARIANTS = ("sort_gspo", "sort_grpo")
 PROCESSES = 2
 ROWS = {  # column of the CSV -> label of the table
     "before": "sampled reward after the warm start",
@@ -35,7 +35,7 @@ ROWS = {  # column of the CSV -> label of the table
 
 
 def main(folder: Path, seeds: list[int]) -> None:
-    runs = [(arm, seed) for arm in ARMS for seed in seeds]
+    runs = [(variant, seed) for variant in VARIANTS for seed in seeds]
     with ThreadPoolExecutor(PROCESSES) as pool:
         list(pool.map(lambda each: train(folder, *each), runs))
     report(folder, runs)
@@ -43,7 +43,7 @@ def main(folder: Path, seeds: list[int]) -> None:
 
 def report(folder: Path, runs: list[tuple[str, int]]) -> None:
     """Write the CSV and print the table."""
-    rows = [{"arm": arm, "seed": seed, **summarise(workdir(folder, arm, seed))} for arm, seed in runs]
+    rows = [{"variant": variant, "seed": seed, **summarise(workdir(folder, variant, seed))} for variant, seed in runs]
     with CSV.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -53,17 +53,17 @@ def report(folder: Path, runs: list[tuple[str, int]]) -> None:
     print(f"\nCommit {environment[0]['commit'][:7]}.")
 
 
-def workdir(folder: Path, arm: str, seed: int) -> Path:
-    return folder / arm / str(seed)
+def workdir(folder: Path, variant: str, seed: int) -> Path:
+    return folder / variant / str(seed)
 
 
-def train(folder: Path, arm: str, seed: int) -> None:
-    path = workdir(folder, arm, seed)
+def train(folder: Path, variant: str, seed: int) -> None:
+    path = workdir(folder, variant, seed)
     if (path / "report.html").exists():  # written last
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "gspax", "train", str(EXPERIMENTS / f"{arm}.py"), "--workdir", str(path)]
-    with (folder / f"{arm}_{seed}.log").open("a") as log:
+    command = [sys.executable, "-m", "gspax", "train", str(EXPERIMENTS / f"{variant}.py"), "--workdir", str(path)]
+    with (folder / f"{variant}_{seed}.log").open("a") as log:
         subprocess.run([*command, f"seed={seed}", f"data.seed={seed}"], check=True, stdout=log, stderr=log)
 
 
@@ -89,19 +89,19 @@ def summarise(path: Path) -> dict[str, float]:
 
 
 def tabulate(rows: list[dict]) -> str:
-    """Mean, 95 % interval and standard deviation over seeds of both arms, their paired difference, every seed."""
+    """Mean, 95 % interval and standard deviation over seeds of both variants, their paired difference, every seed."""
     lines = ["| mean [95 % interval] (standard deviation) | GSPO | GRPO | GRPO - GSPO |", "| --- | --- | --- | --- |"]
     for column, label in ROWS.items():
-        gspo, grpo = ({row["seed"]: row[column] for row in rows if row["arm"] == arm} for arm in ARMS)
+        gspo, grpo = ({row["seed"]: row[column] for row in rows if row["variant"] == variant} for variant in VARIANTS)
         both = [seed for seed in gspo if seed in grpo]
-        difference = estimate_difference(*(np.array([arm[seed] for seed in both]) for arm in (gspo, grpo)))
+        difference = estimate_difference(*(np.array([variant[seed] for seed in both]) for variant in (gspo, grpo)))
         lines.append(f"| {label} | {mean(gspo)} | {mean(grpo)} | {interval(difference)} |")
     seeds = list(dict.fromkeys(row["seed"] for row in rows))
     lines += ["", f"| sampled reward at the end, seed | {' | '.join(map(str, seeds))} |"]
     lines.append("| --- |" + " --- |" * len(seeds))
-    for arm in ARMS:
-        after = {row["seed"]: f"{row['after']:.3f}" for row in rows if row["arm"] == arm}
-        lines.append(f"| `{arm}.py` | {' | '.join(after.get(seed, '') for seed in seeds)} |")
+    for variant in VARIANTS:
+        after = {row["seed"]: f"{row['after']:.3f}" for row in rows if row["variant"] == variant}
+        lines.append(f"| `{variant}.py` | {' | '.join(after.get(seed, '') for seed in seeds)} |")
     return "\n".join(lines)
 
 

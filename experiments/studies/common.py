@@ -1,4 +1,4 @@
-"""Studies: arms of one experiment, several seeds each, and the table and figure made from them.
+"""Studies: variants of one experiment, several seeds each, and the table and figure made from them.
 
 A study is a file `NAME/study.py` that defines `study = Study(...)`. Its runs go to `runs/studies/NAME`; its results,
 `results.csv`, are the only input of the figure and of the table in its README.md.
@@ -27,7 +27,7 @@ import numpy as np
 from gspax.errors import UserError
 from gspax.experiment import check, load, override
 from gspax.report.comparison import COLORS, WINDOW, Entry, Run, common_tokens, contrast, draw_metric, read_variant
-from gspax.report.comparison import Variant as Arm
+from gspax.report.comparison import Variant as VariantRuns
 from gspax.report.curves import Draw, style_axes
 from gspax.report.statistics import Estimate, estimate_mean
 from gspax.run.folders import write_atomically
@@ -41,7 +41,7 @@ COSTS = ("run/cpu_seconds", "run/peak_mb")  # of a run's process, at its last st
 
 @dataclass(frozen=True)
 class Start:
-    """What arms that are compared have in common: a task, a model, and the warm start that they continue."""
+    """A task, a model, and the warm start that the variants which are compared continue."""
 
     name: str
     base: str  # experiment file, relative to experiments/
@@ -51,12 +51,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Variant:
-    """An arm: a start, and overrides for what comes after it."""
+    """A variant: a start, and overrides for what comes after it."""
 
     name: str
     start: Start
     overrides: tuple[str, ...] = ()
-    against: str = ""  # the arm that it is compared with; empty: the first one of its start
+    against: str = ""  # the variant that it is compared with; empty: the first one of its start
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Measure:
     over: float = WINDOW  # share of the run, by tokens, that it is averaged over; 1: all of it; 0: the run's last value
     percent: bool = False
 
-    def values(self, arm: Arm, tokens: float) -> dict[Any, float]:
+    def values(self, variant: VariantRuns, tokens: float) -> dict[Any, float]:
         """The value of each seed that has one, at so many tokens."""
         if self.over == WINDOW:
-            return arm.values_at(self.metric, tokens)
+            return variant.values_at(self.metric, tokens)
         found = {}
-        for run in arm.runs:
+        for run in variant.runs:
             at_N, value_N = run.curve(self.metric)
             inside_N = (at_N <= tokens) & (at_N > tokens * (1 - self.over))
             value_N = value_N[inside_N] if self.over else value_N[-1:]
@@ -89,24 +89,24 @@ class Study:
     The question and the rule are in the docstring of the study's file.
     """
 
-    arms: tuple[Variant, ...]  # the first one of each start is the baseline of the others
+    variants: tuple[Variant, ...]  # the first one of each start is the baseline of the others
     measures: tuple[Measure, ...]
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    rows: tuple[tuple[str, ...], ...] = ()  # of the figure: names of arms; empty: a row for each start
-    panels: Callable[[Sequence[Arm], float], list[Draw]] | None = None  # of a row, from its arms and the tokens; None:
-    # every seed of the primary measure, and the curve of each measure
+    rows: tuple[tuple[str, ...], ...] = ()  # of the figure: names of variants; empty: a row for each start
+    # the panels of a row, from its variants and the tokens; None: every seed of the primary measure, and all curves
+    panels: Callable[[Sequence[VariantRuns], float], list[Draw]] | None = None
     columns: tuple[Measure, ...] = ()  # of results.csv besides the measures, for panels: the table does not have them
     probe: Callable[[Path], dict[str, float]] | None = None  # further metrics of a finished run, from its folder
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: an arm with a seed."""
+    """One run: a variant with a seed."""
 
-    arm: Variant
+    variant: Variant
     seed: int
     folder: Path
-    start: Path  # of the checkpoint that the arm's warm start left
+    start: Path  # of the checkpoint that the variant's warm start left
 
 
 def studies() -> list[str]:
@@ -122,39 +122,39 @@ def load_study(name: str) -> Study:
 
 
 def check_study(study: Study) -> None:
-    """UserError unless the experiments of all arms and of their warm starts are valid."""
-    names = [arm.name for arm in study.arms]
+    """UserError unless the experiments of all variants and of their warm starts are valid."""
+    names = [variant.name for variant in study.variants]
     if len(set(names)) < len(names):
-        raise UserError(f"arms: wanted different names, got {', '.join(names)}")
-    for arm in study.arms:
-        for overrides in (start_overrides(arm, 0), arm_overrides(arm, 0)):
-            check(override(load(base_file(arm.start)), overrides), None)
+        raise UserError(f"variants: wanted different names, got {', '.join(names)}")
+    for variant in study.variants:
+        for overrides in (start_overrides(variant, 0), variant_overrides(variant, 0)):
+            check(override(load(base_file(variant.start)), overrides), None)
 
 
 def base_file(start: Start) -> Path:
     return ROOT / "experiments" / start.base
 
 
-def start_overrides(arm: Variant, seed: int) -> list[str]:
-    """Those of a warm start, which uses other problems than the run after it."""
-    return [*arm.start.overrides, f"seed={seed}", f"data.seed={1000 + seed}"]
+def start_overrides(variant: Variant, seed: int) -> list[str]:
+    """The overrides of a warm start, which uses other problems than the run after it."""
+    return [*variant.start.overrides, f"seed={seed}", f"data.seed={1000 + seed}"]
 
 
-def arm_overrides(arm: Variant, seed: int) -> list[str]:
-    return [*arm.start.overrides, *arm.overrides, f"seed={seed}", f"data.seed={seed}", "warm_start=none"]
+def variant_overrides(variant: Variant, seed: int) -> list[str]:
+    return [*variant.start.overrides, *variant.overrides, f"seed={seed}", f"data.seed={seed}", "warm_start=none"]
 
 
 def jobs_of(study: Study, folder: Path) -> list[Job]:
     """All runs, seed by seed, so that an interrupted study has whole seeds."""
     return [
         Job(
-            arm,
+            variant,
             seed,
-            folder / slug(arm.name) / str(seed),
-            folder / "starts" / f"{slug(arm.start.warm_start or arm.start.name)}_{seed}",
+            folder / slug(variant.name) / str(seed),
+            folder / "starts" / f"{slug(variant.start.warm_start or variant.start.name)}_{seed}",
         )
         for seed in study.seeds
-        for arm in study.arms
+        for variant in study.variants
     ]
 
 
@@ -171,13 +171,13 @@ def run_study(study: Study, folder: Path, jobs: int) -> None:
         for _ in pool.map(run_start, starts.values()):
             pass
         for number, job in enumerate(pool.map(run_job, pending), 1):
-            print(f"{number}/{len(pending)} {job.arm.name}, seed {job.seed}", flush=True)
+            print(f"{number}/{len(pending)} {job.variant.name}, seed {job.seed}", flush=True)
 
 
 def is_finished(job: Job) -> bool:
     """Whether a run ended with these overrides; with others `gspax train` will refuse its folder."""
     record = job.folder / "finished.json"
-    return record.is_file() and json.loads(record.read_text())["overrides"] == arm_overrides(job.arm, job.seed)
+    return record.is_file() and json.loads(record.read_text())["overrides"] == variant_overrides(job.variant, job.seed)
 
 
 def run_start(job: Job) -> None:
@@ -185,14 +185,14 @@ def run_start(job: Job) -> None:
     if (job.start / "config.json").is_file():
         return
     trained = job.start.with_name(job.start.name + "_sft")
-    file, overrides = str(base_file(job.arm.start)), start_overrides(job.arm, job.seed)
+    file, overrides = str(base_file(job.variant.start)), start_overrides(job.variant, job.seed)
     gspax("sft", file, "--workdir", str(trained), *overrides, log=trained)
     gspax("export", "--from", str(trained), "--to", str(job.start), "--dtype", "float32", log=trained)
 
 
 def run_job(job: Job) -> Job:
     """A run that continues its warm start; what it cost is in `finished.json`."""
-    file, overrides = str(base_file(job.arm.start)), arm_overrides(job.arm, job.seed)
+    file, overrides = str(base_file(job.variant.start)), variant_overrides(job.variant, job.seed)
     start = f"model.checkpoint={job.start}"
     usage = gspax("train", file, "--workdir", str(job.folder), start, *overrides, log=job.folder)
     costs = {
@@ -223,50 +223,52 @@ def gspax(*command: str, log: Path) -> resource.struct_rusage:
     return usage
 
 
-def collect(study: Study, folder: Path) -> list[Arm]:
-    """The finished runs, by arm; arms without any are left out."""
-    arms = []
-    for variant in study.arms:
-        done = [job for job in jobs_of(study, folder) if job.arm == variant and is_finished(job)]
+def collect(study: Study, folder: Path) -> list[VariantRuns]:
+    """The finished runs, by variant; variants without any are left out."""
+    variants = []
+    for variant in study.variants:
+        done = [job for job in jobs_of(study, folder) if job.variant == variant and is_finished(job)]
         runs = tuple(run for job in done for run in read_variant(variant.name, job.folder).runs)
         for job, run in zip(done, runs, strict=True):
             record, last = json.loads((job.folder / "finished.json").read_text()), len(run.tokens) - 1
             values = {name: record[name] for name in COSTS} | (study.probe(job.folder) if study.probe else {})
             run.series.update({name: ([last], [value]) for name, value in values.items()})
         if runs:
-            arms.append(Arm(variant.name, runs))
-    return arms
+            variants.append(VariantRuns(variant.name, runs))
+    return variants
 
 
-def write_csv(study: Study, arms: Sequence[Arm], path: Path) -> None:
-    """A line for each arm, seed and step, with the metrics of the measures and columns."""
+def write_csv(study: Study, variants: Sequence[VariantRuns], path: Path) -> None:
+    """A line for each variant, seed and step, with the metrics of the measures and columns."""
     metrics = list(dict.fromkeys(measure.metric for measure in (*study.measures, *study.columns)))
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(("arm", "seed", "step", "tokens", *metrics))
-    for arm in arms:
-        for run in arm.runs:
+    writer.writerow(("variant", "seed", "step", "tokens", *metrics))
+    for variant in variants:
+        for run in variant.runs:
             columns = [dict(zip(*run.series.get(metric, ([], [])), strict=True)) for metric in metrics]
             for step, tokens in enumerate(run.tokens):
                 cells = [f"{column[step]:.{CSV_DIGITS}g}" if step in column else "" for column in columns]
-                writer.writerow((arm.name, run.seed, step, int(tokens), *cells))
+                writer.writerow((variant.name, run.seed, step, int(tokens), *cells))
     write_atomically(path, file.getvalue())
 
 
-def read_csv(path: Path) -> list[Arm]:
-    """The arms of `write_csv`. UserError if there is no file: the study has not been run."""
+def read_csv(path: Path) -> list[VariantRuns]:
+    """The variants of `write_csv`. UserError if there is no file: the study has not been run."""
     if not path.is_file():
         raise UserError(f"{path}: wanted the results of the study, which has not been run")
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    arms: dict[str, dict[str, list[dict[str, str]]]] = {}
+    variants: dict[str, dict[str, list[dict[str, str]]]] = {}
     for row in rows:
-        arms.setdefault(row["arm"], {}).setdefault(row["seed"], []).append(row)
-    return [Arm(name, tuple(_run(seed, lines) for seed, lines in runs.items())) for name, runs in arms.items()]
+        variants.setdefault(row["variant"], {}).setdefault(row["seed"], []).append(row)
+    return [
+        VariantRuns(name, tuple(_run(seed, lines) for seed, lines in runs.items())) for name, runs in variants.items()
+    ]
 
 
 def _run(seed: str, rows: list[dict[str, str]]) -> Run:
-    metrics = [name for name in rows[0] if name not in ("arm", "seed", "step", "tokens")]
+    metrics = [name for name in rows[0] if name not in ("variant", "seed", "step", "tokens")]
     series = {}
     for name in metrics:
         known = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
@@ -275,10 +277,12 @@ def _run(seed: str, rows: list[dict[str, str]]) -> Run:
     return Run(seed, int(seed), {}, series, np.array([float(row["tokens"]) for row in rows]))
 
 
-def by_start(study: Study, arms: Sequence[Arm]) -> list[list[Arm]]:
-    """Arms in groups that share a warm start: those that are compared with each other."""
-    start = {variant.name: variant.start.name for variant in study.arms}
-    groups = [[arm for arm in arms if start.get(arm.name) == each] for each in dict.fromkeys(start.values())]
+def by_start(study: Study, variants: Sequence[VariantRuns]) -> list[list[VariantRuns]]:
+    """Variants in groups that share a warm start: those that are compared with each other."""
+    start = {variant.name: variant.start.name for variant in study.variants}
+    groups = [
+        [variant for variant in variants if start.get(variant.name) == each] for each in dict.fromkeys(start.values())
+    ]
     return [group for group in groups if group]
 
 
@@ -296,30 +300,30 @@ def write_results(study: Study, folder: Path) -> None:
     write_atomically(page, f"{before}{BEGIN}\n{tables}\n\n![Results](figure.png)\n{END}{after}")
 
 
-def tabulate(study: Study, group: Sequence[Arm], tokens: float) -> str:
+def tabulate(study: Study, group: Sequence[VariantRuns], tokens: float) -> str:
     """A Markdown table of one group: means with 95 % intervals over seeds, the primary measure's paired difference."""
-    found = [contrast([measure.values(arm, tokens) for arm in group]) for measure in study.measures]
-    first, arms = study.measures[0], {arm.name: arm for arm in group}
-    head = ["arm", *(measure.title for measure in study.measures)]
-    against = {arm.name: arm.against or group[0].name for arm in study.arms}
-    baselines = {against[arm.name] for arm in group}
+    found = [contrast([measure.values(variant, tokens) for variant in group]) for measure in study.measures]
+    first, variants = study.measures[0], {variant.name: variant for variant in group}
+    head = ["variant", *(measure.title for measure in study.measures)]
+    against = {variant.name: variant.against or group[0].name for variant in study.variants}
+    baselines = {against[variant.name] for variant in group}
     head[2:2] = ["difference" + (f" from {group[0].name}" if len(baselines) == 1 else ""), "each seed"]
     lines = [head, ["---"] * len(head)]
-    for i, arm in enumerate(group):
+    for i, variant in enumerate(group):
         entries = [column[i] for column in found]
         cells = [_estimate(measure, entry.mean) for measure, entry in zip(study.measures, entries, strict=True)]
-        baseline = arms.get(against[arm.name], arm)
-        difference = "" if baseline is arm else _difference(first, baseline, arm, tokens)
+        baseline = variants.get(against[variant.name], variant)
+        difference = "" if baseline is variant else _difference(first, baseline, variant, tokens)
         if difference and len(baselines) > 1:
             difference += f" from {baseline.name}"
-        lines.append([arm.name, cells[0], difference, _seeds(first, entries[0]), *cells[1:]])
+        lines.append([variant.name, cells[0], difference, _seeds(first, entries[0]), *cells[1:]])
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"At {tokens:,.0f} response tokens; 95 % intervals over seeds.\n\n{table}"
 
 
-def _difference(measure: Measure, first: Arm, second: Arm, tokens: float) -> str:
-    """Of the second arm from the first one."""
-    entry = contrast([measure.values(arm, tokens) for arm in (first, second)])[1]
+def _difference(measure: Measure, first: VariantRuns, second: VariantRuns, tokens: float) -> str:
+    """The second variant's difference from the first one."""
+    entry = contrast([measure.values(variant, tokens) for variant in (first, second)])[1]
     if entry.difference is None:
         return ""
     return _estimate(measure, entry.difference, "+") + ("" if entry.pairs else ", unpaired")
@@ -343,16 +347,18 @@ def _number(measure: Measure, value: float, sign: str = "") -> str:
     return f"{value:{sign}.3g}" if abs(value) < 100 else f"{value:{sign},.0f}"
 
 
-def write_figure(study: Study, groups: list[list[Arm]], tokens: list[float], path: Path) -> None:
+def write_figure(study: Study, groups: list[list[VariantRuns]], tokens: list[float], path: Path) -> None:
     """A row of panels under one legend for each start, or for each of `study.rows`."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    arms = {arm.name: (arm, limit) for group, limit in zip(groups, tokens, strict=True) for arm in group}
-    named = study.rows or [[arm.name for arm in group] for group in groups]
-    rows = [row for names in named if (row := [arms[name] for name in names if name in arms])]
+    variants = {
+        variant.name: (variant, limit) for group, limit in zip(groups, tokens, strict=True) for variant in group
+    }
+    named = study.rows or [[variant.name for variant in group] for group in groups]
+    rows = [row for names in named if (row := [variants[name] for name in names if name in variants])]
     panels = study.panels or partial(draw_all, study.measures)
-    draws = [panels([arm for arm, _ in row], min(limit for _, limit in row)) for row in rows]
+    draws = [panels([variant for variant, _ in row], min(limit for _, limit in row)) for row in rows]
     columns = max(map(len, draws))
     columns = columns if columns <= 4 else 3
     lines = [-(-len(each) // columns) for each in draws]  # of panels in each row
@@ -364,62 +370,66 @@ def write_figure(study: Study, groups: list[list[Arm]], tokens: list[float], pat
             draw(axes)
             if axes.get_legend():
                 axes.get_legend().remove()
-        handles = [Patch(color=colour(i), label=arm.name) for i, (arm, _) in enumerate(row)]
+        handles = [Patch(color=color(i), label=variant.name) for i, (variant, _) in enumerate(row)]
         part.legend(handles=handles, loc="outside upper left", ncols=min(4, len(row)), frameon=False, fontsize=9)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=110)
     write_atomically(path, image.getvalue())
 
 
-def draw_all(measures: Sequence[Measure], arms: Sequence[Arm], tokens: float) -> list[Draw]:
+def draw_all(measures: Sequence[Measure], variants: Sequence[VariantRuns], tokens: float) -> list[Draw]:
     """Every seed of the first measure, and the curve of each metric."""
     titles = {measure.metric: measure for measure in reversed(measures)}  # the first measure of a metric names it
-    curves = [measure for measure in measures if titles[measure.metric] == measure and _has_curve(arms, measure.metric)]
-    first = partial(draw_seeds, arms=arms, tokens=tokens, measure=measures[0])
-    return [first, *(partial(draw_curve, arms=arms, tokens=tokens, measure=measure) for measure in curves)]
+    curves = [
+        measure for measure in measures if titles[measure.metric] == measure and _has_curve(variants, measure.metric)
+    ]
+    first = partial(draw_seeds, variants=variants, tokens=tokens, measure=measures[0])
+    return [first, *(partial(draw_curve, variants=variants, tokens=tokens, measure=measure) for measure in curves)]
 
 
-def _has_curve(arms: Sequence[Arm], metric: str) -> bool:
-    return any(len(run.curve(metric)[0]) > 1 for arm in arms for run in arm.runs)
+def _has_curve(variants: Sequence[VariantRuns], metric: str) -> bool:
+    return any(len(run.curve(metric)[0]) > 1 for variant in variants for run in variant.runs)
 
 
-def draw_curve(axes: Any, arms: Sequence[Arm], tokens: float, measure: Measure) -> None:
-    """The metric of every run over the response tokens, and the mean of each arm with its interval."""
-    draw_metric(axes, arms, measure.metric, tokens)
+def draw_curve(axes: Any, variants: Sequence[VariantRuns], tokens: float, measure: Measure) -> None:
+    """The metric of every run over the response tokens, and the mean of each variant with its interval."""
+    draw_metric(axes, variants, measure.metric, tokens)
     axes.set_title(measure.title, loc="left", fontsize=11, fontweight="bold")
 
 
-def draw_seeds(axes: Any, arms: Sequence[Arm], tokens: float, measure: Measure) -> None:
-    """A measure of each arm: a dot for each seed, lines between the arms of a seed, the mean and its interval."""
-    found = [measure.values(arm, tokens) for arm in arms]
+def draw_seeds(axes: Any, variants: Sequence[VariantRuns], tokens: float, measure: Measure) -> None:
+    """A measure of each variant: a dot and a line for each seed, the mean and its interval."""
+    found = [measure.values(variant, tokens) for variant in variants]
     for seed in sorted({seed for values in found for seed in values}):
         at = [i for i, values in enumerate(found) if seed in values]
         axes.plot(at, [found[i][seed] for i in at], color="#cbd5e0", linewidth=0.7, zorder=1)
     for i, values in enumerate(found):
-        axes.plot([i] * len(values), list(values.values()), "o", color=colour(i), alpha=0.4, markersize=4)
+        axes.plot([i] * len(values), list(values.values()), "o", color=color(i), alpha=0.4, markersize=4)
         if values:
             mean = estimate_mean(np.array([*values.values()]))
             bounds = [[mean.mean - mean.low], [mean.high - mean.mean]]
-            axes.errorbar([i + 0.2], [mean.mean], bounds, fmt="P", color=colour(i), markersize=7, capsize=3)
+            axes.errorbar([i + 0.2], [mean.mean], bounds, fmt="P", color=color(i), markersize=7, capsize=3)
     axes.set_xticks([])
     axes.margins(x=0.1)
     style_axes(axes, f"{measure.title}, by seed", "", "mean, 95 % interval", legend=0)
 
 
-def draw_points(axes: Any, arms: Sequence[Arm], tokens: float, x: Measure, y: Measure, *, log: bool = False) -> None:
-    """One measure against another: a dot for each seed, a cross for the mean of an arm."""
-    for i, arm in enumerate(arms):
-        x_N, y_N = _pairs(x.values(arm, tokens), y.values(arm, tokens), log)
-        axes.plot(x_N, y_N, "o", color=colour(i), alpha=0.4, markersize=4, markeredgewidth=0)
+def draw_points(
+    axes: Any, variants: Sequence[VariantRuns], tokens: float, x: Measure, y: Measure, *, log: bool = False
+) -> None:
+    """One measure against another: a dot for each seed, a cross for the mean of a variant."""
+    for i, variant in enumerate(variants):
+        x_N, y_N = _pairs(x.values(variant, tokens), y.values(variant, tokens), log)
+        axes.plot(x_N, y_N, "o", color=color(i), alpha=0.4, markersize=4, markeredgewidth=0)
         if len(x_N):
-            axes.plot([np.mean(x_N)], [np.mean(y_N)], "P", color=colour(i), markersize=9)
+            axes.plot([np.mean(x_N)], [np.mean(y_N)], "P", color=color(i), markersize=9)
     if log:
         axes.set_xscale("log")
     style_axes(axes, f"against {x.title}", x.title, y.title, legend=0)
 
 
-def colour(i: int) -> str:
-    """Of the i-th arm of a row."""
+def color(i: int) -> str:
+    """The color of the i-th variant of a row."""
     return COLORS[i % len(COLORS)]
 
 
@@ -430,5 +440,5 @@ def _pairs(x: dict[Any, float], y: dict[Any, float], log: bool) -> tuple[np.ndar
 
 def describe_runs(study: Study) -> Iterator[str]:
     """The command of each run of the first seed."""
-    for arm in study.arms:
-        yield f"gspax train experiments/{arm.start.base} {' '.join(arm_overrides(arm, study.seeds[0]))}"
+    for variant in study.variants:
+        yield f"gspax train experiments/{variant.start.base} {' '.join(variant_overrides(variant, study.seeds[0]))}"

@@ -334,7 +334,7 @@ def test_a_translated_file_has_a_plan_and_its_rewards_are_right(title, tutorial_
     problem = experiment.data.train(0)
     answer = problem.answer.replace("It is \\boxed{", "").replace("}.", "")
     for text in (f"#### {answer}", f"<think>\nhm\n</think>\n\\boxed{{{answer}}}"):
-        right, wrong = (float(experiment.reward(problem, each)) for each in (text, text.replace(answer, "0")))
+        right, wrong = (experiment.reward(problem, each).value for each in (text, text.replace(answer, "0")))
         assert right - wrong == (("####" in text) == (title == "from_verl.py"))
 
 

@@ -1,4 +1,4 @@
-"""The laboratory: studies parse, run once, are resumed, and their figure and table come from results.csv alone."""
+"""Studies parse, run once, are resumed, and their figure and table come from results.csv alone."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ STUDY = """
 from common import Measure, Start, Study, Variant
 small = Start("small", "{base}", ("schedule.steps=2", "schedule.eval_every=0", "warm_start.steps=2"))
 study = Study(
-    arms=(Variant("slow", small), Variant("fast", small, ("optimizer.learning_rate=2e-3",))),
+    variants=(Variant("slow", small), Variant("fast", small, ("optimizer.learning_rate=2e-3",))),
     measures=(
         Measure("reward", "reward/mean"),
         Measure("clipped", "policy/clip_fraction_tokens", over=1, percent=True),
@@ -44,7 +44,7 @@ def common(monkeypatch):
 
 @pytest.fixture
 def fake(common, monkeypatch, tmp_path):
-    """The folder of a study of two arms and two seeds."""
+    """The folder of a study of two variants and two seeds."""
     folder = tmp_path / "studies" / "fake"
     folder.mkdir(parents=True)
     (folder / "study.py").write_text(STUDY.format(base=ROOT / "tests" / "small_experiment.py"))
@@ -55,7 +55,7 @@ def fake(common, monkeypatch, tmp_path):
 
 @pytest.fixture
 def commands(common, monkeypatch):
-    """What `gspax` would run; a run gets metrics instead, whose reward is 0.1 larger in the second arm."""
+    """What `gspax` would run; a run gets metrics instead, whose reward is 0.1 larger in the second variant."""
     called = []
 
     def gspax(*command, log):
@@ -108,7 +108,7 @@ def test_an_override_that_does_not_fit_is_refused_before_anything_runs(common, f
     assert not commands
 
 
-def test_arms_continue_one_warm_start_of_each_seed(common, fake, commands, tmp_path):
+def test_variants_continue_one_warm_start_of_each_seed(common, fake, commands, tmp_path):
     run(common, fake, tmp_path / "runs")
     assert sorted(command[0] for command in commands) == ["export"] * 2 + ["sft"] * 2 + ["train"] * 4
     starts = {seed: set() for seed in (0, 1)}
@@ -120,14 +120,14 @@ def test_arms_continue_one_warm_start_of_each_seed(common, fake, commands, tmp_p
     assert [len(found) for found in starts.values()] == [1, 1] and starts[0] != starts[1]
 
 
-def test_starts_that_share_a_warm_start_train_it_once_by_the_first_arm(common, fake, commands, tmp_path):
+def test_starts_that_share_a_warm_start_train_it_once_by_the_first_variant(common, fake, commands, tmp_path):
     study = common.load_study("fake")
-    first = study.arms[0]
+    first = study.variants[0]
     other = replace(first.start, name="other", overrides=("schedule.steps=9",), warm_start=first.start.name)
-    study = replace(study, arms=(first, common.Variant("also", other)), seeds=(0,))
-    (finished,) = (job for job in common.jobs_of(study, tmp_path) if job.arm is first)
+    study = replace(study, variants=(first, common.Variant("also", other)), seeds=(0,))
+    (finished,) = (job for job in common.jobs_of(study, tmp_path) if job.variant is first)
     finished.folder.mkdir(parents=True)
-    record = {"overrides": common.arm_overrides(first, 0)}
+    record = {"overrides": common.variant_overrides(first, 0)}
     (finished.folder / "finished.json").write_text(json.dumps(record))
     common.run_study(study, tmp_path, jobs=1)
     assert [command[0] for command in commands] == ["sft", "export", "train"]
@@ -153,13 +153,13 @@ def test_every_seed_and_the_paired_difference_are_in_the_table(common, fake, com
     assert page.startswith("# A fake study\n\nQuestion.") and page.endswith("\n\nAnswer.\n")
 
 
-def test_an_arm_can_be_compared_with_another_than_the_first(common, fake, commands, tmp_path):
+def test_a_variant_can_be_compared_with_another_than_the_first(common, fake, commands, tmp_path):
     run(common, fake, tmp_path / "runs")
     study, (slow, fast) = common.load_study("fake"), common.read_csv(fake / "results.csv")
-    third = replace(study.arms[1], name="third", against="fast")
+    third = replace(study.variants[1], name="third", against="fast")
     group = [slow, fast, replace(fast, name="third")]
-    table = common.tabulate(replace(study, arms=(*study.arms, third)), group, common.common_tokens(group))
-    assert "| arm | reward | difference | each seed |" in table
+    table = common.tabulate(replace(study, variants=(*study.variants, third)), group, common.common_tokens(group))
+    assert "| variant | reward | difference | each seed |" in table
     assert "| third | 0.695 [-5.59, 6.98] | +0 [+0, +0] from fast |" in table
     assert "| fast | 0.695 [-5.59, 6.98] | +0.1 [+0.1, +0.1] from slow |" in table
 
@@ -173,7 +173,7 @@ def test_the_figure_and_the_table_come_from_the_csv_alone(common, fake, commands
     assert ((fake / "README.md").read_bytes(), (fake / "figure.png").read_bytes()) == (page, figure)
     with (fake / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["arm"], row["seed"], row["step"], row["reward/mean"]) for row in rows[-11::9]] == [
+    assert [(row["variant"], row["seed"], row["step"], row["reward/mean"]) for row in rows[-11::9]] == [
         ("fast", "1", "0", ""),
         ("fast", "1", "9", "1.19"),
     ]
@@ -215,8 +215,8 @@ def test_a_study_runs_from_nothing_to_its_page(common, fake, tmp_path):
     run(common, fake, tmp_path / "runs")
     with (fake / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert {(row["arm"], row["seed"], row["step"]) for row in rows} == {
-        (arm, seed, step) for arm in ("slow", "fast") for seed in "01" for step in "012"
+    assert {(row["variant"], row["seed"], row["step"]) for row in rows} == {
+        (variant, seed, step) for variant in ("slow", "fast") for seed in "01" for step in "012"
     }
     assert all(float(row["run/cpu_seconds"]) > 1 for row in rows if row["step"] == "2")
     assert (fake / "figure.png").stat().st_size > 10_000

@@ -13,7 +13,7 @@ from common import Measure, Study, Variant
 from starts import ADDITION, GRPO, GSPO
 
 study = Study(
-    arms=tuple(
+    variants=tuple(
         Variant(
             f"{loss}, {name}", ADDITION, (*overrides, f"loss.aggregate=gspax.losses.{name}"), f"{loss}, by_sequence"
         )

@@ -1,6 +1,6 @@
-"""The bed of the stability studies: sorting long numbers with a mixture of many small experts, many updates per batch.
+"""The testbed of the studies of collapse: sorting long numbers with many small experts and many updates per rollout.
 
-16 experts of which 2, in 4 layers, 16 minibatches per rollout batch, and a learning rate at which GRPO collapses, while
+4 layers, 16 experts each, top-2, 16 minibatches per rollout batch, and a learning rate at which GRPO collapses, while
 it learns on policy. README.md has the search that led here.
 
 Run: gspax train experiments/studies/bed/experiment.py --workdir runs/bed

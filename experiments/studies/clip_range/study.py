@@ -7,7 +7,7 @@ Rule, written before the runs. Five seeds; none is left out. Primary measure: th
 the tokens, paired by seed. A calibrated range is better only if the interval of its difference from the paper's range
 excludes 0.
 
-Added later, before the runs of these arms. `narrowing` starts at a hundred times the paper's range and falls
+Added later, before the runs of these variants. `narrowing` starts at a hundred times the paper's range and falls
 geometrically to the paper's, `widening` is the reverse, and `ten times` is fixed at the geometric mean of both. A
 schedule is better, or worse, than a fixed range only if the interval of its difference from `ten times` excludes 0.
 """
@@ -23,14 +23,14 @@ def share(value):
 
 
 def scheduled(start, count, first, last):
-    """An arm of `first` to `last` times the paper's range within `count` updates, compared with `ten times`."""
+    """A variant of `first` to `last` times the paper's range within `count` updates, compared with `ten times`."""
     name = "narrowing" if first > last else "widening"
-    own = replace(start, base=f"studies/clip_range/{start.name}.py")  # with the warm starts of the other arms
+    own = replace(start, base=f"studies/clip_range/{start.name}.py")  # with the warm starts of the other variants
     overrides = (f"loss.first={first}", f"loss.last={last}", f"loss.count={count}")
     return Variant(f"{name}, {start.name}", own, overrides, f"ten times, {start.name}")
 
 
-def arms(start, count):
+def variants(start, count):
     for name, overrides in {
         "paper": (),
         "5 % clipped": share(0.05),
@@ -44,7 +44,7 @@ def arms(start, count):
 
 
 study = Study(
-    arms=(*arms(SORT, 240), *arms(ADDITION, 160)),
+    variants=(*variants(SORT, 240), *variants(ADDITION, 160)),
     measures=(
         Measure("training reward", "reward/mean"),
         Measure("mean reward of the run", "reward/mean", over=1),

@@ -3,7 +3,7 @@
 The GSPO paper (arXiv 2507.18071, figure 2) reports 15 % of tokens clipped for GSPO and 0.13 % for GRPO, and that GSPO
 learns faster nevertheless.
 
-Rule, written before the runs. Five seeds; none is left out. Arms of one task continue the same warm start of a seed
+Rule, written before the runs. Five seeds; none is left out. Variants of one task continue the same warm start of a seed
 and are compared at equal response tokens, paired by seed. Primary measure: the training reward in the last tenth of
 the tokens; every step has new problems. Learning speed: the mean training reward of the run. Clipped shares: the mean
 of the run. Only the difference between GSPO 3e-4 / 4e-4 and GRPO 0.2 / 0.27 on each task decides whether one learns
@@ -31,18 +31,18 @@ TOKENS = Measure("tokens clipped", "policy/clip_fraction_tokens", over=1, percen
 SEQUENCES = Measure("sequences clipped", "policy/clip_fraction_sequences", over=1, percent=True)
 
 
-def panels(arms, tokens):
+def panels(variants, tokens):
     """Clipped tokens and reward over the run, and one against the other."""
     return [
-        partial(draw_curve, arms=arms, tokens=tokens, measure=TOKENS),
-        partial(draw_curve, arms=arms, tokens=tokens, measure=REWARD),
-        partial(draw_points, arms=arms, tokens=tokens, x=TOKENS, y=REWARD, log=True),
+        partial(draw_curve, variants=variants, tokens=tokens, measure=TOKENS),
+        partial(draw_curve, variants=variants, tokens=tokens, measure=REWARD),
+        partial(draw_points, variants=variants, tokens=tokens, x=TOKENS, y=REWARD, log=True),
     ]
 
 
 PAPER = ("GSPO 3e-4 / 4e-4", "GSPO 3e-3 / 4e-3", "GRPO 0.2 / 0.27")  # what the longer task is run with
 study = Study(
-    arms=(
+    variants=(
         *(Variant(f"{name}, sort", SORT, overrides) for name, overrides in (GSPO | GRPO).items()),
         *(Variant(f"{name}, addition", ADDITION, (GSPO | GRPO)[name]) for name in PAPER),
     ),

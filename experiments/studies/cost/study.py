@@ -1,6 +1,6 @@
-"""What a step costs: GSPO, GRPO, Routing Replay, and old log-probs scored or taken from the sampler.
+"""What a step costs: GSPO, GRPO, Routing Replay, and old log-probs computed by the learner or taken from the sampler.
 
-Question. GSPO needs no Routing Replay and, its paper suggests, no scoring pass for old log-probs. What does that
+Question. GSPO needs no Routing Replay and, its paper suggests, no pass for old log-probs. What does that
 save?
 
 Rule, written before the runs. Five seeds; none is left out. Primary measure: CPU-seconds of a step, mean over the
@@ -22,7 +22,7 @@ MEASURES = (
 )
 
 study = Study(
-    arms=(
+    variants=(
         Variant("GSPO", ADDITION, (*GSPO, "schedule.steps=12")),
         Variant("GRPO", ADDITION, (*GRPO, "schedule.steps=12")),
         Variant("GSPO, old log-probs of the sampler", ADDITION, (*GSPO, "old_logp=sampler", "schedule.steps=12")),
@@ -35,5 +35,7 @@ study = Study(
         ),
     ),
     measures=MEASURES,
-    panels=lambda arms, tokens: [partial(draw_seeds, arms=arms, tokens=tokens, measure=each) for each in MEASURES],
+    panels=lambda variants, tokens: [
+        partial(draw_seeds, variants=variants, tokens=tokens, measure=each) for each in MEASURES
+    ],
 )

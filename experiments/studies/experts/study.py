@@ -19,7 +19,7 @@ import math
 from functools import partial
 
 import numpy as np
-from common import Measure, Start, Study, Variant, colour, draw_points, draw_seeds
+from common import Measure, Start, Study, Variant, color, draw_points, draw_seeds
 from orbax.checkpoint import PyTreeCheckpointer
 from starts import GSPO, SORT
 
@@ -46,24 +46,24 @@ LAYERS = tuple(
 NORM = Measure("norm of an update", "update/relative_norm", over=0)
 
 
-def panels(arms, tokens):
-    """Of arms at one rate, the three shares and that of a batch against its KL divergence; of others, that of an update
-    against its norm, and by layer."""
-    if len({arm.name.rpartition(" ")[2] for arm in arms}) > 1:
-        norms = partial(draw_points, arms=arms, tokens=tokens, x=NORM, y=UPDATE, log=True)
-        return [norms, partial(draw_layers, arms=arms, tokens=tokens)]
-    shares = [partial(draw_seeds, arms=arms, tokens=tokens, measure=each) for each in (UPDATE, BATCH, ROUNDING)]
-    return [*shares, partial(draw_points, arms=arms, tokens=tokens, x=KL, y=BATCH, log=True)]
+def panels(variants, tokens):
+    """The panels of a row. Variants at one rate: the three shares, and a batch's share against its KL divergence.
+    Variants at several rates: an update's share against its norm, and by layer."""
+    if len({variant.name.rpartition(" ")[2] for variant in variants}) > 1:
+        norms = partial(draw_points, variants=variants, tokens=tokens, x=NORM, y=UPDATE, log=True)
+        return [norms, partial(draw_layers, variants=variants, tokens=tokens)]
+    shares = [partial(draw_seeds, variants=variants, tokens=tokens, measure=each) for each in (UPDATE, BATCH, ROUNDING)]
+    return [*shares, partial(draw_points, variants=variants, tokens=tokens, x=KL, y=BATCH, log=True)]
 
 
-def draw_layers(axes, arms, tokens):
+def draw_layers(axes, variants, tokens):
     """The share that an update changes in each layer: means over seeds with 95 % intervals."""
-    for i, arm in enumerate(arms):
-        found = [each for layer in LAYERS if (each := layer.values(arm, tokens))]
+    for i, variant in enumerate(variants):
+        found = [each for layer in LAYERS if (each := layer.values(variant, tokens))]
         means = [estimate_mean(np.array([*each.values()])) for each in found]
         bounds = [[each.mean - each.low for each in means], [each.high - each.mean for each in means]]
         at = np.arange(1, len(means) + 1) + 0.04 * i
-        axes.errorbar(at, [each.mean for each in means], bounds, color=colour(i), marker="o", capsize=2)
+        axes.errorbar(at, [each.mean for each in means], bounds, color=color(i), marker="o", capsize=2)
     style_axes(axes, "changed by an update, by layer", "layer", "mean, 95 % interval", legend=0)
 
 
@@ -83,7 +83,7 @@ def last_update(folder):
 
 
 study = Study(
-    arms=tuple(
+    variants=tuple(
         Variant(f"{name}, rate {rate}", start, (*GSPO, *MEASURED, f"optimizer.learning_rate={rate}"))
         for name, start in STARTS.items()
         for rate in RATES

@@ -8,7 +8,7 @@ Primary measure: the training reward in the last tenth of the tokens, paired by 
 interval of another loss's difference excludes 0 in its favour, in this measure and in the mean reward of the run:
 with ten comparisons one of them alone would exclude 0 by chance in two studies of five.
 
-Added later, before the runs of these arms:
+Added later, before the runs of these variants:
 
 - Sparse rewards: sorting 6 to 9 digits after a short warm start, so that at first nine groups of ten have no right
   answer among their 8 samples, and no gradient (chosen with seed 100, which is not in the results). Decided by the same
@@ -67,14 +67,14 @@ REWARD = Measure("training reward", "reward/mean")
 SPEED = Measure("mean reward of the run", "reward/mean", over=1)
 
 
-def panels(arms, tokens):
+def panels(variants, tokens):
     """The two measures that decide, and the reward over the run."""
-    seeds = [partial(draw_seeds, arms=arms, tokens=tokens, measure=each) for each in (REWARD, SPEED)]
-    return [*seeds, partial(draw_curve, arms=arms, tokens=tokens, measure=REWARD)]
+    seeds = [partial(draw_seeds, variants=variants, tokens=tokens, measure=each) for each in (REWARD, SPEED)]
+    return [*seeds, partial(draw_curve, variants=variants, tokens=tokens, measure=REWARD)]
 
 
 study = Study(
-    arms=(
+    variants=(
         *(Variant(f"{name}, {task}", start, LOSSES[name]) for task, start in TASKS.items() for name in LOSSES),
         *(
             Variant(

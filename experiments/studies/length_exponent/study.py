@@ -23,7 +23,7 @@ def clip(factor):
 
 
 study = Study(
-    arms=(
+    variants=(
         Variant("p = 1", ADDITION, ("loss.exponent=1", *clip(1))),
         Variant("p = 1/2, same range", ADDITION, ("loss.exponent=0.5", *clip(1))),
         Variant("p = 1/2, scaled", ADDITION, ("loss.exponent=0.5", *clip(35**0.5))),

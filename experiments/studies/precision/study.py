@@ -8,7 +8,7 @@ the tokens, paired by seed. A loss is hurt where the interval of its difference 
 excludes 0. GSPO's claim holds if GRPO is hurt by a precision and GSPO is not. If neither is, the claim was not
 tested. Clip ranges are not changed with the precision.
 
-Added later, before the runs of these arms:
+Added later, before the runs of these variants:
 
 - Noise: each token's old log-prob has Gaussian noise with a standard deviation of 0.01, 0.1, 0.3 or 1, new in each
   update. A mean over T tokens has 1/√T of it. What decides at each of the four is the difference between the harms:
@@ -43,7 +43,7 @@ NOISE = ("0.01", "0.1", "0.3", "1")
 CORRECTIONS = {"GSPO": "truncate_sequences", "GRPO": "truncate_tokens"}
 
 
-def arms(loss, losses):
+def variants(loss, losses):
     """Precisions, noise and corrections of one loss."""
     for precision, overrides in PRECISIONS.items():
         against = "recomputed, bfloat16" if precision == "sampler's, bfloat16" else "recomputed"
@@ -60,13 +60,13 @@ SPEED = Measure("mean reward of the run", "reward/mean", over=1)
 CLIPPED = Measure("tokens clipped", "policy/clip_fraction_tokens", over=1, percent=True)
 
 
-def panels(arms, tokens):
+def panels(variants, tokens):
     """Every seed of the measures that decide or describe."""
-    return [partial(draw_seeds, arms=arms, tokens=tokens, measure=each) for each in (REWARD, SPEED, CLIPPED)]
+    return [partial(draw_seeds, variants=variants, tokens=tokens, measure=each) for each in (REWARD, SPEED, CLIPPED)]
 
 
 study = Study(
-    arms=(*arms("GSPO", GSPO), *arms("GRPO", GRPO)),
+    variants=(*variants("GSPO", GSPO), *variants("GRPO", GRPO)),
     measures=(
         REWARD,
         SPEED,

@@ -17,7 +17,7 @@ CALCULATOR = Start(
 )
 
 study = Study(
-    arms=(
+    variants=(
         Variant("GSPO", CALCULATOR, ("loss=gspax.losses.gspo", "turns.credit=conversation")),
         Variant("GSPO-token, advantages of the conversation", CALCULATOR, ("turns.credit=conversation",)),
         Variant("GSPO-token, advantages of turns", CALCULATOR),
