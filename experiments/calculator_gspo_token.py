@@ -14,8 +14,7 @@ from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule, Turns, WarmStart
 from gspax.data.tasks import calculations
 from gspax.model import presets
-from gspax.rewards.environments import ToolUse, calculator
-from gspax.rewards.environments.tool_calls import parse_brackets
+from gspax.rewards.environments import ToolUse, calculator, parse_brackets
 
 experiment = Experiment(
     name="calculator_gspo_token",

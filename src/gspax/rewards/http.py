@@ -2,7 +2,7 @@
 
     reward=partial(http.reward, url="http://10.0.0.2:8000/score")
 
-One POST of JSON for each completion, up to 16 at one time (`grading.concurrency`). Attempts that may succeed later are
+One POST of JSON for each completion, up to 16 at a time (`grading.concurrency`). Attempts that may succeed later are
 repeated; then the completion counts as failed (`gspax.rewards.calls`).
 """
 
@@ -29,7 +29,7 @@ _LONGEST_PAUSE = 30.0  # seconds, whatever Retry-After says
 _LARGEST = 2**20  # bytes of a response
 
 
-def to_request(problem: Problem, completion: str) -> Any:
+def to_request(problem: Problem, completion: str) -> dict[str, object]:
     """`{"prompt", "answer", "completion", "task", "metadata"}`: the default body of a request."""
     return {
         "prompt": problem.prompt,
@@ -40,13 +40,13 @@ def to_request(problem: Problem, completion: str) -> Any:
     }
 
 
-def from_response(response: Any) -> float | tuple[float, ...]:
+def from_response(response: object) -> float | tuple[float, ...]:
     """The number `reward`, or the list `rewards`, of a response. ValueError if it has neither."""
-    if isinstance(response, dict):
-        if isinstance(response.get("reward"), int | float):
-            return float(response["reward"])
-        if isinstance(response.get("rewards"), list):
-            return tuple(response["rewards"])
+    match response:
+        case {"reward": int() | float() as reward}:
+            return float(reward)
+        case {"rewards": list() as rewards}:
+            return tuple(rewards)
     raise ValueError(f"wanted a JSON object with the number reward or the list rewards, got {str(response)[:200]}")
 
 
@@ -56,13 +56,13 @@ def reward(
     completion: str,
     *,
     url: str,
-    request: Callable[[Problem, str], Any] = to_request,
+    request: Callable[[Problem, str], object] = to_request,
     response: Callable[[Any], float | tuple[float, ...]] = from_response,
     token_variable: str | None = None,
     timeout: float = 10.0,
     attempts: int = 4,
 ) -> float | tuple[float, ...]:
-    """What a server gives for a completion.
+    """The reward that a server gives for a completion.
 
     All attempts and the pauses between them should fit into `grading.timeout`; with the defaults they take up to 44 s.
 
@@ -84,48 +84,50 @@ def reward(
     """
     if urlsplit(url).scheme not in ("http", "https"):
         raise UserError(f"reward.url: wanted a URL of http or https, got {url!r}")
-    body = json.dumps(request(problem, completion)).encode()
-    for attempt in range(1, attempts + 1):
+    if attempts < 1:
+        raise UserError(f"reward.attempts: wanted at least 1, got {attempts}")
+    post = _make_request(url, request(problem, completion), token_variable)
+    reason, asked = "", 0.0
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(min(_LONGEST_PAUSE, max(_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5), asked)))
         try:
-            return response(_post(url, body, token_variable, timeout))
-        except _UnavailableError as failure:
-            if attempt == attempts:
-                raise RuntimeError(f"{url}: no answer in {attempts} attempts; the last one: {failure}") from None
-            pause = _PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
-            time.sleep(min(_LONGEST_PAUSE, max(pause, failure.pause)))
-    raise UserError(f"reward.attempts: wanted at least 1, got {attempts}")
+            with _open(post, timeout=timeout) as answer:
+                text = answer.read(_LARGEST + 1)
+        except urllib.error.HTTPError as error:
+            reason = _describe_refusal(error)
+            if error.code not in REPEATED:
+                raise RuntimeError(f"{url}: {reason}") from None
+            seconds = error.headers.get("Retry-After", "")
+            asked = float(seconds) if seconds.isdecimal() else 0.0
+        except (OSError, http.client.HTTPException) as error:  # no connection, time-out, an incomplete answer
+            cause = error.reason if isinstance(error, urllib.error.URLError) else error
+            reason, asked = f"{type(cause).__name__}: {cause}", 0.0
+        else:
+            return response(_parse(url, text))
+    raise RuntimeError(f"{url}: no answer in {attempts} attempts; the last one: {reason}")
+
+
+def _make_request(url: str, body: object, token_variable: str | None) -> urllib.request.Request:
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    if token_variable is not None:
+        if token_variable not in os.environ:
+            raise UserError(f"reward.token_variable: wanted the environment variable {token_variable}, it is not set")
+        headers["Authorization"] = f"Bearer {os.environ[token_variable]}"
+    return urllib.request.Request(url, json.dumps(body).encode(), headers)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     """Another server would get the token, and a GET without the completion."""
 
-    def redirect_request(self, *arguments: Any) -> None:
+    def redirect_request(self, *arguments: object) -> None:
         return None
 
 
 _open = urllib.request.build_opener(_NoRedirects).open
 
 
-class _UnavailableError(Exception):
-    """An attempt that failed and may be repeated, after `pause` seconds at least."""
-
-    pause = 0.0
-
-
-def _post(url: str, body: bytes, token_variable: str | None, timeout: float) -> Any:
-    headers = {"Content-Type": "application/json", "Accept": "application/json"}
-    if token_variable is not None:
-        if token_variable not in os.environ:
-            raise UserError(f"reward.token_variable: wanted the environment variable {token_variable}, it is not set")
-        headers["Authorization"] = f"Bearer {os.environ[token_variable]}"
-    try:
-        with _open(urllib.request.Request(url, body, headers), timeout=timeout) as answer:
-            text = answer.read(_LARGEST + 1)
-    except urllib.error.HTTPError as problem:
-        raise _refusal(url, problem) from None
-    except (OSError, http.client.HTTPException) as problem:  # no connection, time-out, an incomplete answer
-        reason = problem.reason if isinstance(problem, urllib.error.URLError) else problem
-        raise _UnavailableError(f"{type(reason).__name__}: {reason}") from problem
+def _parse(url: str, text: bytes) -> object:
     if len(text) > _LARGEST:
         raise RuntimeError(f"{url}: wanted an answer of at most {_LARGEST} bytes, got more")
     try:
@@ -134,20 +136,14 @@ def _post(url: str, body: bytes, token_variable: str | None, timeout: float) -> 
         raise RuntimeError(f"{url}: wanted JSON, got {_start(text)}") from None
 
 
-def _refusal(url: str, problem: urllib.error.HTTPError) -> Exception:
+def _describe_refusal(error: urllib.error.HTTPError) -> str:
     try:
-        text = problem.read(_LARGEST)
+        text = error.read(_LARGEST)
     except (OSError, http.client.HTTPException):
         text = b""
-    sentence = f"HTTP {problem.code} {problem.reason}: {_start(text)}"
-    if location := problem.headers.get("Location"):
-        sentence += f", a redirect to {location[:200]!r}"
-    if problem.code not in REPEATED:
-        return RuntimeError(f"{url}: {sentence}")
-    unavailable = _UnavailableError(sentence)
-    asked = problem.headers.get("Retry-After", "")
-    unavailable.pause = float(asked) if asked.isdecimal() else 0.0
-    return unavailable
+    location = error.headers.get("Location")
+    redirect = f", a redirect to {location[:200]!r}" if location else ""
+    return f"HTTP {error.code} {error.reason}: {_start(text)}{redirect}"
 
 
 def _start(text: bytes) -> str:

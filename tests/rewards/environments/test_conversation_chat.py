@@ -8,8 +8,7 @@ import pytest
 from gspax.data import CharChat, CharTokenizer, Problem, hf_chat
 from gspax.data.tasks import calculations
 from gspax.errors import UserError
-from gspax.rewards.environments import ToolUse, calculator
-from gspax.rewards.environments.tool_calls import parse_brackets
+from gspax.rewards.environments import ToolUse, calculator, parse_brackets
 from gspax.rollout.episodes import encode_demonstration
 
 QWEN3 = Path(__file__).parents[4] / "shared" / "data" / "qwen3_tokenizer"

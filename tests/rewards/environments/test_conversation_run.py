@@ -36,7 +36,7 @@ def small():
 def test_the_description_names_the_environment():
     flat = flatten(describe(small()))
     assert flat["environment"] == "gspax.rewards.environments.ToolUse" and flat["turns.credit"] == "turn"
-    assert flat["environment.parse"] == "gspax.rewards.environments.tool_calls.parse_brackets"
+    assert flat["environment.parse"] == "gspax.rewards.environments.parse_brackets"
 
 
 def no_mask(rewards):

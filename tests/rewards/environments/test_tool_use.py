@@ -10,7 +10,7 @@ from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards.environments import Tool, ToolError, ToolUse, calculator, python
 from gspax.rewards.environments.calculator import calculate
-from gspax.rewards.environments.tool_calls import Call, Malformed, parse_brackets, parse_hermes
+from gspax.rewards.environments.tool_use import Call, Malformed, parse_brackets, parse_hermes
 
 CALCULATE = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
 environment = ToolUse(tools=(calculator(),), call_reward=0.1, failure_reward=-0.5)

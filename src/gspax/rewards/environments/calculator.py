@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 from gspax.rewards.environments.tool_use import Tool, ToolError
 
@@ -15,7 +14,7 @@ _LONGEST = 400  # characters
 _MOST_BITS = 4096  # of a numerator or a denominator
 _DIGITS = 12  # significant ones of a result that is no integer
 
-_BINARY: dict[type, Callable[[Fraction, Fraction], Any]] = {
+_BINARY: dict[type, Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

@@ -2,29 +2,32 @@
 
     environment=ToolUse(tools=(calculator(),))
 
-The experiment's reward judges the answer. A call that cannot be read, names no tool or has wrong arguments is answered
-by an error message, and the conversation goes on.
+The experiment's reward grades the answer. A call that cannot be parsed, names no tool or has wrong arguments is
+answered by an error message, and the conversation goes on.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from gspax.config.protocols import Message, Problem, Step
 from gspax.config.ranges import NOT_EMPTY, PositiveInt
 from gspax.data.chat import split_thinking
 from gspax.rewards.calls import concurrent
-from gspax.rewards.environments.tool_calls import Call, Malformed, parse_hermes
 
-_TYPES: dict[str, Any] = {
-    "string": str,
-    "integer": int,
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_BRACKETS = re.compile(r"\[([^\[\]]*)(\]?)")
+_TYPES: dict[object, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
     "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
 }
 
 
@@ -33,12 +36,66 @@ class ToolError(Exception):
 
 
 @dataclass(frozen=True)
+class Call:
+    """A call of a tool by its name."""
+
+    name: str
+    arguments: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A call that cannot be parsed."""
+
+    reason: str  # a sentence for the policy
+
+
+def parse_hermes(text: str) -> list[Call | Malformed]:
+    """The calls `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen3 write them.
+
+    >>> parse_hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    [Call(name='add', arguments={'a': 1})]
+    """
+    return [_parse_call(*part.partition(CLOSE)[:2]) for part in text.split(OPEN)[1:]]
+
+
+def _parse_call(body: str, close: str) -> Call | Malformed:
+    wanted = 'wanted {"name": ..., "arguments": {...}} as JSON'
+    if not close:
+        return Malformed(f"wanted {CLOSE} after a tool call, got none")
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return Malformed(f"{wanted}, got invalid JSON: {str(error)[:80]}")
+    match call:
+        case {"name": str() as name, "arguments": dict() as arguments}:
+            return Call(name, arguments)
+        case {"name": str(), "arguments": _}:
+            return Malformed(f"{wanted}, got arguments that are no object")
+        case {"name": str() as name}:
+            return Call(name, {})
+    return Malformed(f"{wanted}, got no name")
+
+
+def parse_brackets(text: str, *, tool: str = "calculator", argument: str = "expression") -> list[Call | Malformed]:
+    """The calls `[...]` of one tool with one argument, for small tokenizers.
+
+    >>> parse_brackets("[1+2]")
+    [Call(name='calculator', arguments={'expression': '1+2'})]
+    """
+    return [
+        Call(tool, {argument: body}) if close else Malformed("wanted ] after a call")
+        for body, close in _BRACKETS.findall(text)
+    ]
+
+
+@dataclass(frozen=True)
 class Tool:
     """A function that the policy may call.
 
     Attributes:
       name: as the policy writes it.
-      description: what the chat template shows.
+      description: shown by the chat template.
       run: takes the arguments as keywords and returns a text. A `ToolError` is the policy's mistake; any other
         exception is a failure of the tool, which ends the conversation and is counted.
       parameters: JSON schemas of the arguments by name; all are required.
@@ -47,13 +104,24 @@ class Tool:
     name: str
     description: str
     run: Callable[..., str]
-    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)
+    parameters: Mapping[str, Mapping[str, object]] = field(default_factory=dict, hash=False)
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> dict[str, object]:
         """The tool in the form of OpenAI's `tools`."""
         arguments = {"type": "object", "properties": dict(self.parameters), "required": [*self.parameters]}
         function = {"name": self.name, "description": self.description, "parameters": arguments}
         return {"type": "function", "function": function}
+
+    def check(self, arguments: Mapping[str, object]) -> None:
+        """ToolError unless the arguments are those of the schema."""
+        if arguments.keys() != self.parameters.keys():
+            wanted = ", ".join(self.parameters) or "no arguments"
+            raise ToolError(f"{self.name}: wanted {wanted}, got {', '.join(arguments)[:80] or 'no arguments'}")
+        for name, schema in self.parameters.items():
+            kind, value = schema.get("type"), arguments[name]
+            fits = isinstance(value, _TYPES.get(kind, object))
+            if not fits or (isinstance(value, bool) and kind != "boolean"):
+                raise ToolError(f"{self.name}: wanted {name} of type {kind}, got {type(value).__name__}")
 
 
 @dataclass(frozen=True)
@@ -61,12 +129,12 @@ class ToolUse:
     """An environment of tools.
 
     Attributes:
-      tools: what may be called.
-      parse: the calls in a message: `tool_calls.parse_hermes`, `parse_brackets` or your own.
+      tools: the tools that may be called.
+      parse: finds the calls in a message: `parse_hermes`, `parse_brackets` or your own.
       call_reward: the reward of a turn for each of its calls that a tool has answered.
       failure_reward: for each of its calls that has failed.
       most_calls: of one message; further calls fail.
-      longest_reply: characters of a tool's reply; the rest is cut.
+      longest_reply: characters of a tool's reply; the rest is cut off.
       error: the reply to a call that has failed; `{}` is the reason.
     """
 
@@ -78,7 +146,7 @@ class ToolUse:
     longest_reply: PositiveInt = 4000
     error: Annotated[str, NOT_EMPTY] = "error: {}"
 
-    def schemas(self) -> list[dict[str, Any]]:
+    def schemas(self) -> list[dict[str, object]]:
         """The tools for a chat template."""
         return [tool.schema() for tool in self.tools]
 
@@ -92,43 +160,27 @@ class ToolUse:
         calls = self.parse(split_thinking(message)[1])
         if not calls:
             return Step(state, done=True)
-        answers = [
-            self._call(call) if number < self.most_calls else self._fail(f"wanted at most {self.most_calls} calls")
-            for number, call in enumerate(calls)
-        ]
-        failures = sum(not good for _, good in answers)
+        replies: list[Message] = []
+        failures = 0
+        for number, call in enumerate(calls):
+            try:
+                if number >= self.most_calls:
+                    raise ToolError(f"wanted at most {self.most_calls} calls")
+                text = self._call(call)
+            except ToolError as error:
+                text, failures = self.error.replace("{}", str(error)), failures + 1
+            end = "…" if len(text) > self.longest_reply else ""
+            replies.append({"role": "tool", "content": text[: self.longest_reply] + end})
         reward = self.call_reward * (len(calls) - failures) + self.failure_reward * failures
-        messages: list[Message] = [{"role": "tool", "content": self._cut(text)} for text, _ in answers]
-        return Step(state, messages, reward, metrics={"tool_calls": len(calls), "tool_failures": failures})
+        return Step(state, replies, reward, metrics={"tool_calls": len(calls), "tool_failures": failures})
 
-    def _call(self, call: Call | Malformed) -> tuple[str, bool]:
-        """The reply to a call, and whether a tool has answered it."""
+    def _call(self, call: Call | Malformed) -> str:
+        """A tool's reply. ToolError if the policy got the call wrong."""
         if isinstance(call, Malformed):
-            return self._fail(call.reason)
-        tool = next((each for each in self.tools if each.name == call.name), None)
-        if tool is None:
-            names = ", ".join(each.name for each in self.tools)
-            return self._fail(f"wanted one of the tools {names}, got {call.name[:80]!r}")
-        try:
-            _check_arguments(tool, call.arguments)
-            return str(tool.run(**call.arguments)), True
-        except ToolError as problem:
-            return self._fail(str(problem))
-
-    def _fail(self, reason: str) -> tuple[str, bool]:
-        return self.error.replace("{}", reason), False
-
-    def _cut(self, text: str) -> str:
-        return text if len(text) <= self.longest_reply else f"{text[: self.longest_reply]}…"
-
-
-def _check_arguments(tool: Tool, arguments: Mapping[str, Any]) -> None:
-    """ToolError unless the arguments are those of the tool's schema."""
-    if arguments.keys() != tool.parameters.keys():
-        wanted = ", ".join(tool.parameters) or "no arguments"
-        raise ToolError(f"{tool.name}: wanted {wanted}, got {', '.join(arguments)[:80] or 'no arguments'}")
-    for name, schema in tool.parameters.items():
-        kind, value = schema.get("type"), arguments[name]
-        fits = kind not in _TYPES or isinstance(value, _TYPES[kind])
-        if not fits or (isinstance(value, bool) and kind != "boolean"):
-            raise ToolError(f"{tool.name}: wanted {name} of type {kind}, got {type(value).__name__}")
+            raise ToolError(call.reason)
+        for tool in self.tools:
+            if tool.name == call.name:
+                tool.check(call.arguments)
+                return str(tool.run(**call.arguments))
+        names = ", ".join(tool.name for tool in self.tools)
+        raise ToolError(f"wanted one of the tools {names}, got {call.name[:80]!r}")
