@@ -274,7 +274,8 @@ def test_sft_alone_equals_the_warm_start_of_a_run(whole, tmp_path):
     assert_same_run(run, whole)
 
 
-def test_eval_reproduces_the_recorded_metrics(whole, capsys):
+def test_eval_reproduces_the_recorded_metrics_and_says_that_it_runs(whole, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SILENCE", 0.05)
     evaluate_run(experiment, whole.path, 4)
     recorded = next(row for row in timeless(whole) if row["step"] == 4 and "eval/reward" in row)
     measured = record.read_rows(whole.evaluations)[-1]
@@ -282,6 +283,9 @@ def test_eval_reproduces_the_recorded_metrics(whole, capsys):
     first, *said = capsys.readouterr().out.splitlines()
     assert first == f"step 4: evaluating {experiment.evaluation.problems} held-out problems"
     assert f"  eval/reward            {recorded['eval/reward']:.4f}" in said
+    count = experiment.evaluation.problems
+    assert any(line.startswith(f"held-out problems 0/{count}  evaluating") and "so far" in line for line in said)
+    assert any(line.startswith(f"held-out problems {count}/{count}  reward ") for line in said)
 
 
 def test_eval_of_a_missing_checkpoint_is_rejected(whole, tmp_path):

@@ -196,18 +196,22 @@ def test_a_run_without_a_finite_update_exits_with_3_and_its_dump_is_replayed(tmp
     )
     assert "Traceback" not in line and not list(run.checkpoints.iterdir())
 
-    assert main.main(["replay", EXPERIMENT, str(folder), *overrides]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    # the dump has the settings of the run; only what differs from it is an override
+    assert main.main(["replay", EXPERIMENT, str(folder), "optimizer.learning_rate=0.5"]) == 0
+    out, err = capsys.readouterr()
+    assert "gspax: settings of the run: " in err and "model.num_hidden_layers" in err
+    change, *lines = out.splitlines()
+    assert change.startswith("changed: optimizer.learning_rate: ") and change.endswith(" -> 0.5")
     assert lines[:3] == ["step 2, a minibatch of 32 rows", "loss           nan", "gradient norm  nan"]
     assert "the update is skipped" in lines and "row 6: not finite in advantage, loss" in lines
     assert "changed" not in lines[0] and any(line.startswith("gradient of embedding: ") for line in lines)
     assert not any(line.startswith("parameter ") for line in lines), "the update was not applied"
 
     (folder / rollback.MINIBATCH).write_bytes(b"PK")
-    assert main.main(["replay", EXPERIMENT, str(folder), *overrides]) == 2
+    assert main.main(["replay", EXPERIMENT, str(folder)]) == 2
     assert "minibatch.npz cannot be read" in capsys.readouterr().err
     (folder / rollback.ABOUT).write_text('{"experiment": {}}')
-    assert main.main(["replay", EXPERIMENT, str(folder), *overrides]) == 2
+    assert main.main(["replay", EXPERIMENT, str(folder)]) == 2
     assert "about.json: wanted a JSON object with a step and an experiment" in capsys.readouterr().err
     assert main.main(["replay", EXPERIMENT, str(run.path)]) == 2
     assert "wanted a dump of a run" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from gspax.commands import processes
 from gspax.commands.arguments import Parser, at_least, subcommand_parser
@@ -15,6 +15,7 @@ from gspax.errors import UserError
 
 if TYPE_CHECKING:
     from gspax.config import Task
+    from gspax.evaluation.tasks import Settings
 
 # options that are fields of a task
 SETTINGS = ("problems", "samples", "temperature", "top_k", "top_p", "min_p", "max_tokens")
@@ -58,7 +59,8 @@ def execute(options: argparse.Namespace) -> int:
         options.file = None
     if (options.file is None) == (options.source is None):
         raise UserError("wanted the FILE of an experiment, or --from HF without one")
-    settings = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    given = {name: getattr(options, name) for name in SETTINGS}
+    settings = cast("Settings", {name: value for name, value in given.items() if value is not None})
     if options.tasks is None and (settings or options.source):
         raise UserError("wanted --tasks, whose settings these are (see `gspax eval --help`)")
     if options.source is not None:
@@ -79,9 +81,10 @@ def execute(options: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate_published(options: argparse.Namespace, settings: dict[str, Any]) -> int:
-    from gspax.evaluation.published import generation_settings, make_experiment
+def _evaluate_published(options: argparse.Namespace, settings: Settings) -> int:
+    from gspax.evaluation.checkpoint import evaluate_published, generation_settings, load_policy, make_experiment
     from gspax.experiment import check, override
+    from gspax.sampler.placement import make_meshes
 
     if options.step is not None:
         raise UserError("--step is for the checkpoints of a run, not for --from")
@@ -90,9 +93,6 @@ def _evaluate_published(options: argparse.Namespace, settings: dict[str, Any]) -
     check(experiment)
     options.workdir.mkdir(parents=True, exist_ok=True)
     processes.join("eval", options, experiment)
-    from gspax.evaluation.checkpoint import evaluate_published, load_policy
-    from gspax.sampler.placement import make_meshes
-
     evaluate_published(
         load_policy(
             experiment.model, experiment.tokenizer, make_meshes(experiment)[0], experiment.sampling.weights_dtype
@@ -106,12 +106,12 @@ def _evaluate_published(options: argparse.Namespace, settings: dict[str, Any]) -
     return 0
 
 
-def find_tasks(names: str, own: Sequence[Task], settings: dict[str, Any]) -> tuple[Task, ...]:
+def find_tasks(names: str, own: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
     """The tasks of `--tasks`, see `find_task`."""
     return tuple(find_task(name, {task.name: task for task in own}, settings) for name in names.split(","))
 
 
-def find_task(text: str, own: dict[str, Task], settings: dict[str, Any]) -> Task:
+def find_task(text: str, own: dict[str, Task], settings: Settings) -> Task:
     """The task that `NAME` or `NAME=PATH` stands for, with these fields.
 
     Args:

@@ -7,8 +7,9 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,11 +22,12 @@ from gspax.hf.source import HUB_NAME, SMALL, copy_companions, locate
 from gspax.run.folders import atomic_folder
 
 if TYPE_CHECKING:
-    from gspax.run.checkpoints import Checkpoints
+    from gspax.run.checkpoints import StoredArray
     from gspax.run.directory import RunDir
 
 SHARD_SIZE = "5GB"  # that of transformers up to version 4
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json that ModelConfig does not have
+T = TypeVar("T")
 
 
 def make_parser() -> Parser:
@@ -56,14 +58,8 @@ def make_parser() -> Parser:
 
 def execute(options: argparse.Namespace) -> int:
     require_directory(options.source)
-    run(
-        options.source,
-        options.target,
-        dtype=options.dtype,
-        shard_size=options.shard_size,
-        step=options.step,
-        adapter=options.adapter,
-    )
+    settings = {name: getattr(options, name) for name in ("dtype", "shard_size", "step", "adapter")}
+    run(options.source, options.target, **settings)
     return 0
 
 
@@ -92,7 +88,7 @@ def run(
     Raises:
       UserError: `source` has no readable checkpoint, or `target` is not empty.
     """
-    from gspax.hf.parameters import parameter_shapes, write_checkpoint
+    from gspax.hf.parameters import write_checkpoint
     from gspax.hf.peft import write_adapters
     from gspax.run.checkpoints import Checkpoints, open_array
     from gspax.run.directory import RunDir
@@ -104,67 +100,66 @@ def run(
         if chosen is None:
             raise UserError(f"there is no checkpoint in {checkpoints.directory}")
         checkpoints.require_intact(chosen)
-        if adapter and lora is None:
-            raise UserError(f"{source}: wanted a run with adapters (lora) for --adapter, got one without")
-        if lora is not None and not adapter:
-            parameter = _merge_adapters(checkpoints, chosen, run, config, lora)
-        else:
-            shapes = parameter_shapes(config) if lora is None or not adapter else _factor_shapes(config, lora)
-
-            def parameter(name: str) -> Any:
-                return open_array(checkpoints.directory, chosen, f"params/{name}", shapes[name])
-
-        found = copy_companions(companions, temporary)
-        if lora is not None and adapter:
-            base = _find_base(config.checkpoint)
-            write_adapters(temporary, config, lora, shapes, parameter, base=base, dtype=dtype)
-        else:
+        stored = partial(open_array, checkpoints.directory, chosen)
+        copied = copy_companions(companions, temporary)
+        if not adapter:
             special = _read_special_tokens(companions)
+            parameter = _parameters(run, config, lora, stored)
             write_checkpoint(temporary, config, parameter, dtype=dtype, shard_size=shard_size, more=special)
-    files = f"with {', '.join(found)}" if found else "without a tokenizer: none is known"
+        elif lora is None:
+            raise UserError(f"{source}: wanted a run with adapters (lora) for --adapter, got one without")
+        else:
+            shapes, base = _factor_shapes(config, lora), _find_base(config.checkpoint)
+
+            def factor(name: str) -> np.ndarray:
+                return stored(f"params/{name}", shapes[name])[()]
+
+            write_adapters(temporary, config, lora, shapes, factor, base=base, dtype=dtype)
+    files = f"with {', '.join(copied)}" if copied else "without a tokenizer: none is known"
     print(f"{target}: step {chosen} of {checkpoints.directory}, {dtype}, {files}")
 
 
-def _merge_adapters(
-    checkpoints: Checkpoints, step: int, run: RunDir, config: ModelConfig, lora: Lora
-) -> Callable[[str], Any]:
-    """Parameters of a run with adapters: the frozen ones are in `start/`, the factors in the checkpoint."""
+def _parameters(
+    run: RunDir, config: ModelConfig, lora: Lora | None, stored: Callable[[str, tuple[int, ...]], StoredArray]
+) -> Callable[[str], StoredArray | _Merged]:
+    """Parameters by their path. Of a run with adapters the frozen ones are in `start/`, the factors in `stored`."""
     from gspax.hf.parameters import parameter_shapes
     from gspax.learner.restore import MODEL
     from gspax.run.checkpoints import Checkpoints, open_array
 
-    shapes, factors = parameter_shapes(config), _factor_shapes(config, lora)
+    shapes = parameter_shapes(config)
+    if lora is None:
+        return lambda name: stored(f"params/{name}", shapes[name])
+    factors, scale = _factor_shapes(config, lora), lora.alpha / lora.rank
     with Checkpoints(run.start) as start:
         if MODEL not in start.steps():
             raise UserError(f"{run.start}: wanted the frozen parameters of the adapters, there are none")
         start.require_intact(MODEL)
 
-    def parameter(name: str) -> Any:
+    def merge(name: str) -> StoredArray | _Merged:
         base = open_array(run.start, MODEL, name, shapes[name])
         if f"{name}/a" not in factors:
             return base
-        paths = [f"{name}/{factor}" for factor in "ab"]
-        a, b = (open_array(checkpoints.directory, step, f"params/{path}", factors[path]) for path in paths)
-        return _Merged(base, a, b, lora.alpha / lora.rank)
+        a, b = (stored(f"params/{name}/{factor}", factors[f"{name}/{factor}"]) for factor in "ab")
+        return _Merged(base, a, b, scale)
 
-    return parameter
+    return merge
 
 
 @dataclass(frozen=True)
 class _Merged:
     """base + scale · a b; indexing the stacked axes reads and computes that part alone, in float32."""
 
-    base: Any
-    a: Any
-    b: Any
+    base: StoredArray
+    a: StoredArray
+    b: StoredArray
     scale: float
 
     def __getitem__(self, index: tuple[int, ...]) -> np.ndarray:
         from gspax.model.low_rank import LowRank
 
         base, a, b = (np.asarray(each[index], np.float32) for each in (self.base, self.a, self.b))
-        merged: Any = LowRank(base, a, b, self.scale)  # type: ignore[arg-type]  # of numpy arrays
-        return merged.dense()
+        return np.asarray(LowRank(base, a, b, self.scale).dense())  # type: ignore[arg-type]  # of numpy arrays
 
 
 def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]]:
@@ -214,7 +209,7 @@ def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
     return name, revision or None
 
 
-def _parse_dataclass(kind: Any, described: Mapping[str, Any]) -> Any:
+def _parse_dataclass(kind: type[T], described: Mapping[str, Any]) -> T:
     """The inverse of `description.describe` for a dataclass. KeyError if a field is missing."""
     fields = {}
     for name, hint in typing.get_type_hints(kind).items():
@@ -226,10 +221,10 @@ def _parse_dataclass(kind: Any, described: Mapping[str, Any]) -> Any:
     return kind(**fields)
 
 
-def _find_tokenizer(described: Any) -> list[Path]:
+def _find_tokenizer(described: object) -> list[Path]:
     """The folder that a tokenizer was read from, as its field `path` or `checkpoint` names it."""
     fields = described if isinstance(described, dict) else {}
-    return [*([Path(path)] if (path := fields.get("path")) else []), *_find_start(fields.get("checkpoint") or "")]
+    return [*([Path(fields["path"])] if fields.get("path") else []), *_find_start(fields.get("checkpoint") or "")]
 
 
 def _find_start(checkpoint: str) -> list[Path]:
@@ -253,7 +248,7 @@ def _find_checkpoints(run: RunDir) -> Path:
     raise UserError(f"{run.path}: wanted a checkpoint of the run or of its warm start, there is none")
 
 
-def _read_special_tokens(folders: list[Path]) -> dict[str, Any]:
+def _read_special_tokens(folders: list[Path]) -> dict[str, object]:
     """The special token ids of config.json, which transformers uses without a generation_config.json."""
     from gspax.run.directory import read_json
 

@@ -27,8 +27,7 @@ PATIENCE = 30.0  # seconds for the other processes to end after one has failed
 class _LaunchParser(Parser):
     """What follows the subcommand belongs to it, options too."""
 
-    def parse_intermixed_args(self, args=None, namespace=None):
-        return self.parse_args(args, namespace)
+    parse_intermixed_args = Parser.parse_args
 
 
 def make_parser() -> Parser:

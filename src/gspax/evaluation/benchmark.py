@@ -1,4 +1,4 @@
-"""One benchmark task: sample its completions, reward them, and summarize.
+"""One benchmark task: sample its completions, compute rewards, and summarize.
 
 Problems come in chunks, whose prompts are prefilled together; a chunk's samples share the slots of a training rollout
 (`Sampling.slots`), so their number is bounded by time, not by memory. A sample depends on the run's key, the task's
@@ -9,9 +9,9 @@ Axes: P problems, N samples of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from gspax.data.problem import digest
 from gspax.evaluation.completions import Policy, complete, fill_chunks
 from gspax.parallel.sharding import batch_shards
 from gspax.report import statistics
+from gspax.report.statistics import Interval
 from gspax.rewards.scores import reward_calls
 from gspax.rollout import completion
 from gspax.rollout.completion import Completion, gather_texts
@@ -31,6 +32,29 @@ BENCHMARKS = 3  # folded into the run's key
 # the fields of `Sampling` that a task sets
 OF_TASK = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "max_prompt_tokens")
 _LONGEST_ANSWER = 2000  # characters that are kept: the tests of a program can be megabytes
+
+
+class Tokens(TypedDict):
+    """The lengths of completions."""
+
+    mean: float
+    max: int
+    total: int
+
+
+Summary = TypedDict(
+    "Summary",
+    {
+        "problems": int,
+        "samples": int,
+        "reward": Interval,
+        "truncated": float,
+        "failed": float,
+        "tokens": Tokens,
+        "pass": NotRequired[dict[str, Interval]],
+        "majority": NotRequired[dict[str, Interval]],
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -113,42 +137,46 @@ def _make_sample(completion: Completion, task: Task, ids: Sequence[int], row: in
     return TaskSample(ids[row // task.samples], row % task.samples, replace(completion, texts=texts), vote)
 
 
-def to_json(task: Task, sample: TaskSample) -> dict[str, Any]:
+def to_json(task: Task, sample: TaskSample) -> dict[str, object]:
     """A sample as a JSON object, with a vote if the task has votes."""
     vote = {} if task.vote is None else {"vote": sample.vote}
     return {"problem": sample.problem, "sample": sample.sample} | vote | completion.to_json(sample.completion)
 
 
-def summarize(task: Task, samples: Sequence[TaskSample]) -> dict[str, Any]:
+def summarize(task: Task, samples: Sequence[TaskSample]) -> Summary:
     """The summary of a task's samples as a JSON object.
 
     `reward` is the mean reward. `pass` is pass@k by k, for rewards that are all 0 or 1; `majority` is maj@k, for tasks
     with a vote. These have a mean over problems and a 95 % interval, clustered by problem. `truncated` and `failed` are
     shares of the completions: ended by the length limit, and without a reward. `tokens` counts those of completions.
     """
+
+    def to_interval(value_P: np.ndarray) -> Interval:
+        return statistics.to_json(statistics.estimate(value_P))
+
     completions, N = [each.completion for each in samples], task.samples
     reward_PN = np.array([each.reward for each in completions], np.float64).reshape(-1, N)
     length_B = np.array([each.length for each in completions])
-    summary: dict[str, Any] = {
+    summary: Summary = {
         "problems": len(reward_PN),
         "samples": N,
-        "reward": _estimate(reward_PN.mean(axis=1)),
+        "reward": to_interval(reward_PN.mean(axis=1)),
         "truncated": float(np.mean([not each.finished for each in completions])),
         "failed": float(np.mean([bool(each.error) for each in completions])),
         "tokens": {"mean": float(length_B.mean()), "max": int(length_B.max()), "total": int(length_B.sum())},
     }
     sizes = statistics.sizes(N)
     if np.isin(reward_PN, (0.0, 1.0)).all():
-        summary["pass"] = {str(k): _estimate(statistics.pass_at_k(reward_PN == 1, k)) for k in sizes}
+        summary["pass"] = {str(k): to_interval(statistics.pass_at_k(reward_PN == 1, k)) for k in sizes}
     if task.vote is not None:
         vote_PN = [[each.vote for each in samples[i : i + N]] for i in range(0, len(samples), N)]
         summary["majority"] = {
-            str(k): _estimate(statistics.majority_at_k(vote_PN, reward_PN, k)) for k in sizes if k > 2
+            str(k): to_interval(statistics.majority_at_k(vote_PN, reward_PN, k)) for k in sizes if k > 2
         }
     return summary
 
 
-def metrics(name: str, summary: Mapping[str, Any]) -> dict[str, float]:
+def metrics(name: str, summary: Summary) -> dict[str, float]:
     """The summary as metrics of a training run: `eval/NAME/reward`, `eval/NAME/pass_at_4`, …"""
     values = {
         "reward": summary["reward"]["mean"],
@@ -161,8 +189,3 @@ def metrics(name: str, summary: Mapping[str, Any]) -> dict[str, float]:
     values |= {f"pass_at_{k}": each["mean"] for k, each in summary.get("pass", {}).items() if k != "1"}
     values |= {f"maj_at_{k}": each["mean"] for k, each in summary.get("majority", {}).items()}
     return {f"eval/{name}/{metric}": value for metric, value in values.items() if value is not None}
-
-
-def _estimate(value_P: np.ndarray) -> dict[str, float | None]:
-    """The estimate as a JSON object, which has no NaN."""
-    return statistics.to_json(statistics.estimate(value_P))

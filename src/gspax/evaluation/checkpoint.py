@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint of a run, a published checkpoint, or a state during training; write what is found.
+"""Evaluate a checkpoint of a run, a published checkpoint, or a state during training, and write the results.
 
 A task leaves three files: TASK.json (the summary, the task's settings, the environment), TASK.jsonl (every completion
 with its reward and the reason for it) and TASK.html (a page to read them).
@@ -10,19 +10,35 @@ import contextlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import cast
 
 import jax
 
+from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, Grading, ModelConfig, SamplerDtype, Sampling, Task, trained_dtype
 from gspax.config.protocols import Tokenizer
+from gspax.data.chat import hf_chat
+from gspax.data.problem import Problem
+from gspax.data.sources import sequence
+from gspax.data.tokenizer import hf_tokenizer
+from gspax.data.tokenizer import settings as read_settings
 from gspax.errors import UserError
 from gspax.evaluation import heldout
-from gspax.evaluation.benchmark import TaskSample, apply_defaults, metrics, plan_chunks, run_task, summarize, to_json
+from gspax.evaluation.benchmark import (
+    Summary,
+    TaskSample,
+    apply_defaults,
+    metrics,
+    plan_chunks,
+    run_task,
+    summarize,
+    to_json,
+)
 from gspax.evaluation.completions import Policy
+from gspax.evaluation.tasks import Settings
 from gspax.experiment.description import describe
+from gspax.hf.source import CONFIG, SMALL, hf, locate
 from gspax.learner import weights
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.restore import restore_state
@@ -43,6 +59,9 @@ from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.placement import Sampler, make_meshes, make_sampler
 from gspax.types import Array, TrainState
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # that generation_config.json recommends
+_UNUSED = sequence([Problem("unused", "")], heldout=[Problem("not used", "")])
+
 
 def evaluate(
     experiment: Experiment,
@@ -56,18 +75,20 @@ def evaluate(
 
     The last value has the held-out completions whose rewards failed; those of a task are in its files.
 
-    Completions are drawn where the sampler draws: a disaggregated one first finishes the batches that it was given. The
-    files of the tasks are written to `folder`, in place of those of an interrupted evaluation.
+    Completions are sampled on the sampler's devices: a disaggregated one first finishes the rollouts that it was given.
+    The files of the tasks are written to `folder`, in place of those of an interrupted evaluation.
     """
     settings, training = experiment.evaluation, experiment.sampling
-    policy, key = _push(state, experiment.model, experiment.tokenizer, sampler)
-    policy = replace(policy, interaction=interaction)
-    found, shown, failed = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
+    policy = Policy(sampler.push(state.params), experiment.model, experiment.tokenizer, sampler.mesh, interaction)
+    key = multihost.key_to_host(state.key)
+    values, shown, failed = heldout.evaluate(
+        policy, key, experiment.data, rewards, settings=settings, training=training
+    )
     for task in settings.tasks:
         task, path = apply_defaults(task, settings, training), folder / task.name
         summary = evaluate_task(task, policy, key, path, training=training, grading=experiment.grading)
-        found |= metrics(task.name, summary)
-    return found, shown, failed
+        values |= metrics(task.name, summary)
+    return values, shown, failed
 
 
 def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks: Sequence[Task] | None = None) -> None:
@@ -75,24 +96,15 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
 
     Without `tasks`, on the held-out problems, appended to evaluations.jsonl, and on the experiment's own tasks.
     """
+    model, settings, training = experiment.model, experiment.evaluation, experiment.sampling
     mesh, sampler_mesh = make_meshes(experiment)
-    sampler = make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype)
+    sampler = make_sampler(model, sampler_mesh, mesh, training.weights_dtype)
+    optimizer = make_optimizer(experiment.optimizer, trained_dtype(model, experiment.lora))
     run = find_run(workdir, describe(experiment))
     with Checkpoints(run.checkpoints, mesh=mesh) as checkpoints:
         step = checkpoints.latest() if step is None else step
-        state = restore_state(
-            run,
-            checkpoints,
-            experiment.model,
-            make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora)),
-            mesh,
-            lora=experiment.lora,
-            step=step,
-        )
+        state = restore_state(run, checkpoints, model, optimizer, mesh, lora=experiment.lora, step=step)
     assert step is not None  # else restoring has raised
-    policy, key = _push(state, experiment.model, experiment.tokenizer, sampler)
-    del state  # the optimiser's memory is for the cache
-    settings, training = experiment.evaluation, experiment.sampling
     rewards = reward_calls(experiment.reward, experiment.grading)
     interaction = interact(
         experiment.environment,
@@ -101,17 +113,56 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
         tokenizer=experiment.tokenizer,
         grading=experiment.grading,
     )
-    policy = replace(policy, interaction=interaction)
+    policy = Policy(sampler.push(state.params), model, experiment.tokenizer, sampler.mesh, interaction)
+    key = multihost.key_to_host(state.key)
+    del state  # the optimizer's memory is for the cache
     if tasks is None:
         tasks = settings.tasks
         progress.say(f"step {step}: evaluating {settings.problems} held-out problems")
-        with rewards:
-            found, _, _ = heldout.evaluate(policy, key, experiment.data, rewards, settings=settings, training=training)
+        with rewards, progress.track(settings.problems, title="held-out problems") as bar:
+            progress.phase("evaluating")
+            values, _, _ = heldout.evaluate(
+                policy, key, experiment.data, rewards, settings=settings, training=training, bar=bar
+            )
         if jax.process_index() == 0:
-            _record_heldout(run, step, found, settings)
+            _record_heldout(run, step, values, settings)
     for task in tasks:
         task, path = apply_defaults(task, settings, training), run.tasks_at(step) / task.name
         evaluate_task(task, policy, key, path, training=training, grading=experiment.grading, show=True)
+
+
+def make_experiment(checkpoint: str, tasks: tuple[Task, ...]) -> Experiment:
+    """An experiment whose model, tokenizer and lengths are those of a checkpoint; what training needs is not used.
+
+    The chat template is used if there is one, with thinking where the template knows it.
+    """
+    folder, model = locate(checkpoint, SMALL), hf(checkpoint)
+    has_template = (folder / "chat_template.jinja").is_file()
+    has_template = has_template or bool(read_settings(folder, "tokenizer_config.json").get("chat_template"))
+    length = min(2048, model.max_position_embeddings // 2)
+    return Experiment(
+        name="eval",
+        model=model,
+        data=_UNUSED,
+        tokenizer=hf_chat(folder, thinking=True) if has_template else hf_tokenizer(folder),
+        reward=no_reward,
+        advantage=advantages.standardize,
+        loss=losses.gspo,
+        sampling=Sampling(prompts=16, group=4, max_prompt_tokens=length, max_tokens=length),
+        evaluation=Evaluation(tasks=tasks),
+    )
+
+
+def generation_settings(checkpoint: str) -> Settings:
+    """The sampling that generation_config.json recommends, as fields of a `Task`; empty if there is none."""
+    config = read_settings(locate(checkpoint, (*CONFIG, "generation_config.json")), "generation_config.json")
+    settings = cast(Settings, {name: config[name] for name in SAMPLING if config.get(name) is not None})
+    return settings if config.get("do_sample") is not False else settings | {"temperature": 0.0}
+
+
+def no_reward(problem: Problem, completion: str) -> float:
+    """The reward of an experiment that is not trained."""
+    raise UserError("reward: this experiment only holds a published checkpoint")
 
 
 def evaluate_published(
@@ -121,11 +172,6 @@ def evaluate_published(
     for task in settings.tasks:
         task, path = apply_defaults(task, settings, training), workdir / task.name
         evaluate_task(task, policy, jax.random.key(seed), path, training=training, grading=grading, show=True)
-
-
-def _push(state: TrainState, model: ModelConfig, tokenizer: Tokenizer, sampler: Sampler) -> tuple[Policy, Array]:
-    """The policy of a state on the sampler's devices, and the run's key on the host."""
-    return Policy(sampler.push(state.params), model, tokenizer, sampler.mesh), multihost.key_to_host(state.key)
 
 
 def load_policy(
@@ -138,7 +184,7 @@ def load_policy(
 
 def evaluate_task(
     task: Task, policy: Policy, key: Array, path: Path, *, training: Sampling, grading: Grading, show: bool = False
-) -> dict[str, Any]:
+) -> Summary:
     """Run one task and write `path`.json, .jsonl and .html. The summary, on every process. Collective.
 
     Args:
@@ -154,10 +200,13 @@ def evaluate_task(
     samples: list[TaskSample] = []
     primary = jax.process_index() == 0
     path = _free_path(path) if show else path
+    part = _file(path, ".jsonl.part")  # the completions of an evaluation that is not finished
+    if primary:
+        part.parent.mkdir(parents=True, exist_ok=True)
     sampled = run_task(task, policy, key, training=training, grading=grading)
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(progress.track(len(chunks), title=task.name, every=1)) if show else None
-        file = stack.enter_context(_open_part(path)) if primary else None
+        file = stack.enter_context(part.open("w", encoding="utf-8")) if primary else None
         for done, chunk in enumerate(sampled, start=1):
             samples += chunk
             if file is not None:
@@ -169,7 +218,7 @@ def evaluate_task(
         raise UserError(f"task {task.name}: wanted problems, got none of {task.problems} that can be used")
     summary = summarize(task, samples)
     if primary:
-        _part(path).replace(_file(path, ".jsonl"))
+        part.replace(_file(path, ".jsonl"))
         text = describe_summary(task.name, summary)
         evaluation_page.write(_file(path, ".html"), path.name, text, [to_json(task, each) for each in samples])
         result = {"summary": summary, "task": describe(task), "model": describe(policy.model)}
@@ -185,41 +234,31 @@ def _file(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def _part(path: Path) -> Path:
-    """The completions of an evaluation that has not ended, or was interrupted."""
-    return _file(path, ".jsonl.part")
-
-
-def _open_part(path: Path) -> TextIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return _part(path).open("w", encoding="utf-8")
-
-
 def _free_path(path: Path) -> Path:
     """The path, or `path`-2, …: the first one without results."""
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(each for each in itertools.chain((path,), others) if not _file(each, ".json").exists())
 
 
-def _record_heldout(run: RunDir, step: int, found: Mapping[str, float], settings: Evaluation) -> None:
+def _record_heldout(run: RunDir, step: int, values: Mapping[str, float], settings: Evaluation) -> None:
     with run.evaluations.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, **found, "evaluation": describe(settings)}) + "\n")
+        file.write(json.dumps({"step": step, **values, "evaluation": describe(settings)}) + "\n")
     print(f"step {step}, {settings.problems} held-out problems")
-    for name, value in found.items():
+    for name, value in values.items():
         print(f"  {name:22} {value:.4f}")
 
 
-def describe_summary(name: str, summary: Any) -> list[str]:
+def describe_summary(name: str, summary: Summary) -> list[str]:
     """The summary as lines of text."""
-    lines = [f"{name}: {summary['problems']} problems x {summary['samples']} samples"]
-    lines.append(f"  {'mean reward':12} {statistics.show(summary['reward'], digits=4)}")
-    for title, key in (("pass@", "pass"), ("maj@", "majority")):
-        lines += [f"  {title + k:12} {statistics.show(each, digits=4)}" for k, each in summary.get(key, {}).items()]
     tokens = summary["tokens"]
-    lines.append(
-        f"  {'tokens':12} {tokens['mean']:.1f} on average, {tokens['max']} at most, {tokens['total']:,} in all"
-    )
-    lines.append(f"  {'truncated':12} {100 * summary['truncated']:.1f} %")
+    figures = {
+        "mean reward": statistics.show(summary["reward"], digits=4),
+        **{f"pass@{k}": statistics.show(each, digits=4) for k, each in summary.get("pass", {}).items()},
+        **{f"maj@{k}": statistics.show(each, digits=4) for k, each in summary.get("majority", {}).items()},
+        "tokens": f"{tokens['mean']:.1f} on average, {tokens['max']} at most, {tokens['total']:,} in all",
+        "truncated": f"{100 * summary['truncated']:.1f} %",
+    }
     if summary["failed"]:
-        lines.append(f"  {'failed':12} {100 * summary['failed']:.1f} % of the completions have no reward")
-    return lines
+        figures["failed"] = f"{100 * summary['failed']:.1f} % of the completions have no reward"
+    heading = f"{name}: {summary['problems']} problems x {summary['samples']} samples"
+    return [heading, *(f"  {title:12} {figure}" for title, figure in figures.items())]

@@ -16,6 +16,7 @@ from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result
 from gspax.rollout.completion import Completion, gather_texts
 from gspax.rollout.grading import check_evaluation, find_failed
+from gspax.run.progress import Bar
 from gspax.types import Array
 
 EVALUATION = 2  # folded into the run's key
@@ -23,12 +24,19 @@ SHOWN = 16  # problems whose first sample the report shows
 
 
 def evaluate(
-    policy: Policy, key: Array, data: DataSource, rewards: Calls[Result], *, settings: Evaluation, training: Sampling
+    policy: Policy,
+    key: Array,
+    data: DataSource,
+    rewards: Calls[Result],
+    *,
+    settings: Evaluation,
+    training: Sampling,
+    bar: Bar | None = None,
 ) -> tuple[dict[str, float], list[Completion], list[Completion]]:
     """Mean held-out rewards, the first samples for the report, and the completions whose rewards failed. Collective.
 
     `key` is the run's. Every evaluation samples with the same noise, so that two differ by the policy alone. A chunk
-    has about the rows of a rollout.
+    has about the rows of a rollout; `bar` shows the problems after each.
 
     Raises:
       UserError: no problem can be used, or every reward has failed (`FailedRewardsError`).
@@ -44,6 +52,9 @@ def evaluate(
         rows += complete(policy, key, data.heldout, ids, sampling=plain, rewards=rewards, greedy=1)
         usable = [each for each in rows[:total] if each is not None]
         check_evaluation(usable, rewards, "evaluation", is_last=len(rows) >= total)
+        if bar is not None and usable:
+            reward = sum(each.reward for each in usable) / len(usable)
+            bar.update(min(len(rows), total) // group, {"reward": reward})
     if not usable:
         raise UserError(f"evaluation: wanted held-out problems, got none of {settings.problems} that can be used")
     greedy = usable[settings.samples :: group]

@@ -5,7 +5,7 @@ r"""Benchmarks in their published schemas, read from files or from the Hub. None
 
 Each function gives a `Task` for a path: a file (.jsonl or .parquet), a folder that holds the split's files, a folder
 for the `datasets` library, or a name on the Hub. Further keywords are fields of the task (`samples`, `temperature`, …);
-the settings that model cards recommend are here by name: `tasks.aime24(path, samples=32, **tasks.QWEN3_THINKING)`.
+the settings that model cards recommend are constants: `tasks.aime24(path, samples=32, **tasks.QWEN3_THINKING)`.
 
 With a thinking model only the text after `</think>` is rewarded, so a truncated completion gets 0.
 """
@@ -15,12 +15,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from gspax.config import Task
+from gspax.config.protocols import Reward, Vote
 from gspax.data.chat import split_thinking
 from gspax.data.problem import Problem, digest
 from gspax.data.sources.schema import Schema
@@ -31,11 +32,29 @@ from gspax.rewards.calls import concurrent
 from gspax.rewards.scores import Score
 
 StrPath = str | os.PathLike[str]
-Read = Callable[[Mapping[str, Any]], tuple[Problem, str]]  # a row -> its problem, and the prompt before any template
+Row = Mapping[str, Any]
+Read = Callable[[Row], tuple[Problem, str]]  # a row -> its problem, and the prompt before any template
+
+
+class Settings(TypedDict, total=False):
+    """Fields of a task that a benchmark leaves to its caller."""
+
+    name: str
+    reward: Reward
+    vote: Vote | None
+    problems: int
+    samples: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    max_prompt_tokens: int
+    max_tokens: int
+
 
 # Recommended by the model cards of Qwen3; completions of 32,768 tokens are theirs too.
-QWEN3_THINKING: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 32_768}
-QWEN3_INSTRUCT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "max_tokens": 16_384}
+QWEN3_THINKING: Settings = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 32_768}
+QWEN3_INSTRUCT: Settings = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "max_tokens": 16_384}
 
 BOXED = "{prompt}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 
@@ -55,7 +74,7 @@ class Benchmark:
 
     table: Table
     read: Read
-    keep: Callable[[Mapping[str, Any]], bool] | None = None
+    keep: Callable[[Row], bool] | None = None
 
     def __len__(self) -> int:
         return self.heldout_count
@@ -82,7 +101,7 @@ class Benchmark:
         """A hash of the rows."""
         return self.table.content or f"prompts:{digest(repr(self._opened[1])):032x}"
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, object]:
         """What decides on the problems, for `experiment.describe`: the content of files, not their paths."""
         return {"table": self.heldout_content, "read": self.read, "keep": self.keep}
 
@@ -107,19 +126,19 @@ class Benchmark:
         return numbers, prompts
 
 
-def gsm8k(path: StrPath = "openai/gsm8k", *, template: str = BOXED, **settings: Any) -> Task:
+def gsm8k(path: StrPath = "openai/gsm8k", *, template: str = BOXED, **settings: Unpack[Settings]) -> Task:
     """GSM8K (arXiv 2110.14168), 1,319 test problems: `question`, and a solution that ends in `#### 18` as `answer`."""
     schema = Schema(prompt="question", answer="answer", template=template)
     return _math_task("gsm8k", open_table(path, config="main"), schema.read, settings)
 
 
-def math500(path: StrPath = "HuggingFaceH4/MATH-500", *, template: str = BOXED, **settings: Any) -> Task:
+def math500(path: StrPath = "HuggingFaceH4/MATH-500", *, template: str = BOXED, **settings: Unpack[Settings]) -> Task:
     """MATH-500 (arXiv 2305.20050): `problem`, `answer`, `subject`, `level` and `unique_id`."""
     schema = Schema(prompt="problem", answer="answer", template=template, metadata=("subject", "level", "unique_id"))
     return _math_task("math500", open_table(path), schema.read, settings)
 
 
-def aime24(path: StrPath = "HuggingFaceH4/aime_2024", *, template: str = BOXED, **settings: Any) -> Task:
+def aime24(path: StrPath = "HuggingFaceH4/aime_2024", *, template: str = BOXED, **settings: Unpack[Settings]) -> Task:
     """AIME 2024, 30 problems: `problem`, and `answer` or a `solution` with a box, in any of the published spellings."""
     table = open_table(path, split="train") if not Path(path).exists() else open_table(path)
     return _math_task("aime24", table, partial(read_aime, template=template), settings)
@@ -132,7 +151,7 @@ def livecodebench(
     until: str = "",
     allow_code_execution: bool = True,
     isolation: str = "bubblewrap",
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> Task:
     """LiveCodeBench (arXiv 2403.07974): the rows of its `test*.jsonl` with public and private tests.
 
@@ -149,7 +168,7 @@ def livecodebench(
     keep = partial(is_between, since=since, until=until) if since or until else None
     reward = partial(reward_program, allow_code_execution=allow_code_execution, isolation=isolation)
     data = Benchmark(open_table(path), read_livecodebench, keep)
-    return _make_task({"name": "livecodebench", "data": data, "reward": reward}, settings)
+    return replace(Task(name="livecodebench", data=data, reward=reward), **settings)
 
 
 def open_table(path: StrPath, *, split: str = "test", config: str | None = None) -> Table:
@@ -167,7 +186,7 @@ def open_table(path: StrPath, *, split: str = "test", config: str | None = None)
     return HuggingFace(name, split, config)
 
 
-def read_aime(row: Mapping[str, Any], *, template: str = BOXED) -> tuple[Problem, str]:
+def read_aime(row: Row, *, template: str = BOXED) -> tuple[Problem, str]:
     """The problem of a row with `problem` or `Problem`, and `answer`, `Answer`, `solution` or `Solution`."""
     return Schema(
         prompt=_first_column(row, "problem", "Problem", "question"),
@@ -176,7 +195,7 @@ def read_aime(row: Mapping[str, Any], *, template: str = BOXED) -> tuple[Problem
     ).read(row)
 
 
-def read_livecodebench(row: Mapping[str, Any]) -> tuple[Problem, str]:
+def read_livecodebench(row: Row) -> tuple[Problem, str]:
     """The problem of a row, with its tests as the answer."""
     starter = row.get("starter_code") or ""
     how = (
@@ -193,7 +212,7 @@ def read_livecodebench(row: Mapping[str, Any]) -> tuple[Problem, str]:
     return Problem(prompt=prompt, answer=tests, metadata=metadata), str(row["question_content"])
 
 
-def is_between(row: Mapping[str, Any], *, since: str = "", until: str = "") -> bool:
+def is_between(row: Row, *, since: str = "", until: str = "") -> bool:
     """Whether the contest of a row took place from `since` to before `until`; ISO dates compare as texts."""
     date = str(row["contest_date"])
     return date >= since and (not until or date < until)
@@ -220,17 +239,13 @@ def vote_answer(completion: str) -> str | None:
     return None if answer is None else answers.canonical(answer)
 
 
-def _math_task(name: str, table: Table, read: Read, settings: Mapping[str, Any]) -> Task:
-    data = Benchmark(table, read)
-    return _make_task({"name": name, "data": data, "reward": reward_math, "vote": vote_answer}, settings)
+def _math_task(name: str, table: Table, read: Read, settings: Settings) -> Task:
+    task = Task(name=name, data=Benchmark(table, read), reward=reward_math, vote=vote_answer)
+    return replace(task, **settings)
 
 
-def _make_task(fields: dict[str, Any], settings: Mapping[str, Any]) -> Task:
-    return Task(**(fields | dict(settings)))
-
-
-def _first_column(row: Mapping[str, Any], *names: str) -> str:
-    found = [name for name in names if name in row]
-    if not found:
+def _first_column(row: Row, *names: str) -> str:
+    column = next((name for name in names if name in row), None)
+    if column is None:
         raise ValueError(f"wanted a column {' or '.join(names)}, got {', '.join(row)}")
-    return found[0]
+    return column

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,8 +155,8 @@ def style_axes(axes: Axes, title: str, x: str, y: str, *, legend: int) -> None:
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#cbd5e0")
     if legend:
-        position = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0, "ncols": legend}
-        axes.legend(**position, frameon=False, fontsize=8, labelcolor=GREY, handlelength=1, columnspacing=1)
+        place = partial(axes.legend, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0, ncols=legend)
+        place(frameon=False, fontsize=8, labelcolor=GREY, handlelength=1, columnspacing=1)
 
 
 def _running_mean(value_N: np.ndarray) -> np.ndarray:

@@ -106,7 +106,9 @@ def _take(element: Element, level: int = 0) -> Tree:
     if tag == "mrow" and len(element) == 1 and not attributes:
         return _take(element[0], level)
     kept = {name: value for name, value in attributes.items() if name in _ATTRIBUTES and _VALUE.fullmatch(value)}
-    return (tag, kept, *([text] if text else []), *(_take(each, level + 1) for each in element))
+    children: list[Tree | str] = [text] if text else []
+    children += [_take(each, level + 1) for each in element]
+    return (tag, kept, *children)
 
 
 def _find(text: str) -> Iterator[tuple[int, int, str]]:
