@@ -10,9 +10,10 @@ Run: gspax train experiments/addition_gspo.py --workdir runs/addition_gspo
 from dataclasses import replace
 from functools import partial
 
+import addition
+
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule, WarmStart
-from gspax.data.tasks import addition
 from gspax.model import presets
 
 experiment = Experiment(

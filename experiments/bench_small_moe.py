@@ -9,10 +9,11 @@ Run: gspax bench experiments/bench_small_moe.py
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import addition
+
 from gspax import advantages, losses
 from gspax.config import Experiment, ModelConfig, Optimizer, Sampling, Schedule
 from gspax.data import Problem
-from gspax.data.tasks import addition
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ Run: gspax train experiments/calculator_gspo_token.py --workdir runs/calculator_
 from dataclasses import replace
 from functools import partial
 
+import calculations
+
 from gspax import advantages, losses
 from gspax.config import Evaluation, Experiment, Optimizer, Sampling, Schedule, Turns, WarmStart
-from gspax.data.tasks import calculations
 from gspax.model import presets
 from gspax.rewards.environments import ToolUse, calculator, parse_brackets
 

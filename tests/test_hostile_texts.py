@@ -9,11 +9,12 @@ import contextlib
 import time
 from functools import partial
 
+import addition
+import calculations
 import pytest
 
 from gspax.data.chat import split_thinking
 from gspax.data.problem import Problem
-from gspax.data.tasks import addition, calculations
 from gspax.errors import UserError
 from gspax.evaluation import tasks
 from gspax.rewards import answers, code, format, http, length, program_tests

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
+import addition
 import numpy as np
 import pytest
 
 from gspax.data import GeneratedProblems, Problem
 from gspax.data.problem import is_heldout
-from gspax.data.tasks import addition, sort
+from gspax.data.tasks import sort
 
 TASKS = [sort, addition]
 COUNT = 3000

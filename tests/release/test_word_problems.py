@@ -1,12 +1,13 @@
 """The word problems are right, split by type and by prompt, and transformers reads their tokenizer."""
 
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import word_problems
+from word_problems import Problems, types
 
 from gspax.commands import main as program
 from gspax.data import hf_tokenizer
@@ -14,9 +15,6 @@ from gspax.experiment import load, override, validate
 from gspax.rewards import math
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-sys.path.append(str(EXPERIMENTS))  # as for an experiment file
-import word_problems  # noqa: E402
-from word_problems import Problems, types  # noqa: E402
 
 FAMILIAR, NEW = Problems(), Problems(kind="new", min_steps=3)
 

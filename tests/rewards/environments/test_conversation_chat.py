@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+import calculations
 import numpy as np
 import pytest
 
 from gspax.data import CharChat, CharTokenizer, Problem, hf_chat
-from gspax.data.tasks import calculations
 from gspax.errors import UserError
 from gspax.rewards.environments import ToolUse, calculator, parse_brackets
 from gspax.rollout.episodes import encode_demonstration

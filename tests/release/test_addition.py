@@ -1,10 +1,10 @@
 import re
 
+import addition
 import numpy as np
 import pytest
 
 from gspax.data import Problem
-from gspax.data.tasks import addition
 
 PROBLEM = Problem("a4+b7+c3=", "14")
 RIGHT = "00+a4=04,04+b7=11,11+c3=14,#14"
