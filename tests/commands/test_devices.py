@@ -12,7 +12,7 @@ from jax.extend import backend
 from published import published, random_params, save
 
 from gspax import unstable
-from gspax.commands import devices
+from gspax.commands import environment
 
 # A command that uses devices and succeeds; afterwards libtpu must not be mapped.
 CONVERT = """
@@ -32,10 +32,10 @@ bridge.make_tpu_client = lambda *arguments: sys.stderr.write("libtpu was loaded"
 @pytest.fixture
 def no_tpu(monkeypatch):
     """A machine without signs of a TPU, where jax may choose its devices; yields the backends that are replaced."""
-    for name in devices.TPU_VARIABLES:
+    for name in environment.TPU_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(unstable, "attached_tpu_chips", lambda: 0)
-    monkeypatch.setattr(devices.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(environment.glob, "glob", lambda pattern: [])
     replaced = []
     monkeypatch.setattr(backend, "register_backend_factory", lambda name, *_, **__: replaced.append(name))
     before = jax.config.jax_platforms
@@ -46,7 +46,7 @@ def no_tpu(monkeypatch):
 
 def run_convert(tmp_path, code):
     save(tmp_path / "hf", tiny.CONFIGS["dense"], published(tiny.CONFIGS["dense"], random_params(tiny.CONFIGS["dense"])))
-    hidden = {"JAX_PLATFORMS", *devices.TPU_VARIABLES}
+    hidden = {"JAX_PLATFORMS", *environment.TPU_VARIABLES}
     return subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "hf"), str(tmp_path / "orbax")],
         env={name: value for name, value in os.environ.items() if name not in hidden},
@@ -56,7 +56,7 @@ def run_convert(tmp_path, code):
     )
 
 
-@pytest.mark.skipif(devices.has_tpu(), reason="there may be a TPU here")
+@pytest.mark.skipif(environment.has_tpu(), reason="there may be a TPU here")
 def test_without_a_tpu_a_command_prints_no_errors_and_loads_no_libtpu(tmp_path):
     """Where libtpu is not installed, a stand-in takes its place."""
     done = run_convert(tmp_path, CONVERT if importlib.util.find_spec("libtpu") else STAND_IN + CONVERT)
@@ -64,21 +64,21 @@ def test_without_a_tpu_a_command_prints_no_errors_and_loads_no_libtpu(tmp_path):
 
 
 def test_tpus_are_skipped_where_nothing_indicates_one(no_tpu):
-    devices.skip_absent_tpu()
+    environment.skip_absent_tpu()
     assert no_tpu == ["tpu"]
 
 
-@pytest.mark.parametrize("sign", ["PCI", "device file", *devices.TPU_VARIABLES, "JAX_PLATFORMS"])
+@pytest.mark.parametrize("sign", ["PCI", "device file", *environment.TPU_VARIABLES, "JAX_PLATFORMS"])
 def test_any_sign_of_a_tpu_leaves_the_choice_to_jax(no_tpu, sign, monkeypatch):
     if sign == "PCI":
         monkeypatch.setattr(unstable, "attached_tpu_chips", lambda: 4)
     elif sign == "device file":
-        monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["/dev/accel0"])
+        monkeypatch.setattr(environment.glob, "glob", lambda pattern: ["/dev/accel0"])
     elif sign == "JAX_PLATFORMS":
         jax.config.update("jax_platforms", "tpu,cpu")
     else:
         monkeypatch.setenv(sign, "0")
-    devices.skip_absent_tpu()
+    environment.skip_absent_tpu()
     assert no_tpu == []
 
 

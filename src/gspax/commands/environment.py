@@ -1,5 +1,5 @@
-"""The settings of a process that computes: a cache of compiled programs, an allocator that keeps its pages, programs on
-the thread that calls them, rarer garbage collection.
+"""The settings of a process that computes: the devices that jax looks for, a cache of compiled programs, an allocator
+that keeps its pages, programs on the thread that calls them, rarer garbage collection.
 
 The command line applies them; importing gspax does not, because they hold for the whole process. Settings that the user
 made, in jax or in the environment, take precedence.
@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from gspax.errors import warn
 
@@ -30,16 +29,56 @@ KEPT_DAYS = 30  # a program that is older is compiled again, so the folder canno
 COLLECTED_AFTER = 100_000  # new objects; after 700, collections take a tenth of the time to trace and lower programs
 ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+TPU_VARIABLES = (  # set on TPU VMs, in TPU containers, or by hand to use some of the chips
+    "CLOUD_TPU_TASK_ID",
+    "TPU_ACCELERATOR_TYPE",
+    "TPU_NAME",
+    "TPU_PROCESS_ADDRESSES",
+    "TPU_TOPOLOGY",
+    "TPU_VISIBLE_CHIPS",
+    "TPU_VISIBLE_DEVICES",
+    "TPU_WORKER_HOSTNAMES",
+    "TPU_WORKER_ID",
+)
 
 
 def prepare() -> None:
-    """Apply all settings. Call before jax compiles anything."""
+    """Apply all settings of a process that computes. Call before jax compiles anything."""
+    import jax
+
     gc.set_threshold(COLLECTED_AFTER)
     use_compilation_cache()
     silence_failed_saves()
-    if not has_accelerator() and keep_freed_pages():
-        run_on_calling_thread()
-        release_after_compilation()
+    if has_accelerator() or not keep_freed_pages():
+        return
+    release_after_compilation()
+    if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
+        # XLA then runs a program of one CPU device on the thread that calls it, as a rule the main one, whose arena
+        # alone serves large blocks without mmap. One arena for all threads would do too, but XLA's compiler threads
+        # would wait for it: the first step would take a quarter longer.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def skip_absent_tpu() -> None:
+    """Remove TPUs from the devices that jax looks for, unless there is a sign of one. Call before jax uses a device.
+
+    Where libtpu is installed, jax loads it to look for a TPU, and without one libtpu prints errors. Other accelerators
+    are found as before, and JAX_PLATFORMS is respected.
+    """
+    import jax
+    from jax.extend import backend
+
+    if jax.config.jax_platforms or has_tpu():  # type: ignore[attr-defined]
+        return
+    backend.register_backend_factory("tpu", lambda: None, priority=300, fail_quietly=True)  # None: no such backend
+
+
+def has_tpu() -> bool:
+    """Whether the PCI bus, a device file or a variable indicates a TPU."""
+    from gspax import unstable
+
+    chips = unstable.attached_tpu_chips() or glob.glob("/dev/accel[0-9]*")
+    return bool(chips) or any(os.environ.get(name) for name in TPU_VARIABLES)
 
 
 def use_compilation_cache() -> None:
@@ -113,7 +152,7 @@ def silence_failed_saves() -> None:
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     report = sys.unraisablehook
 
-    def hook(unraisable: Any) -> None:
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
         if not (isinstance(unraisable.exc_value, RuntimeError) and "Event loop is closed" in str(unraisable.exc_value)):
             report(unraisable)
 
@@ -124,11 +163,8 @@ def has_accelerator() -> bool:
     """Whether jax may compute on something else than the CPU."""
     import jax
 
-    from gspax.commands.devices import has_tpu
-
-    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-    if platforms:
-        return platforms != "cpu"
+    if platforms := jax.config.jax_platforms:  # type: ignore[attr-defined]
+        return bool(platforms != "cpu")
     return has_tpu() or bool(glob.glob("/dev/nvidia[0-9]*") or glob.glob("/dev/kfd"))
 
 
@@ -147,21 +183,8 @@ def keep_freed_pages() -> bool:
     return all(libc.mallopt(*option) for option in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)))
 
 
-def run_on_calling_thread() -> None:
-    """Let XLA run a program of one CPU device on the thread that calls it: the main one, as a rule.
-
-    The main thread's arena alone serves large blocks without mmap. One arena for all threads would do too, but XLA's
-    compiler threads would wait for it: the first step would take a quarter longer.
-    """
-    import jax
-
-    if "JAX_CPU_ENABLE_ASYNC_DISPATCH" in os.environ:
-        return
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-
-
 def release_after_compilation(least_s: float = 0.5) -> Callable[..., None]:
-    """Return freed memory to the kernel after each compilation of at least so many seconds; the listener that does it.
+    """Return freed memory to the kernel after each compilation of at least `least_s` seconds; return the listener.
 
     Otherwise the compiler's memory is still held, in fragments, when the program allocates its temporaries.
     """
@@ -171,7 +194,7 @@ def release_after_compilation(least_s: float = 0.5) -> Callable[..., None]:
 
     libc = ctypes.CDLL(None)
 
-    def release(event: str, duration_secs: float, **_: Any) -> None:
+    def release(event: str, duration_secs: float, **_: object) -> None:
         if event == COMPILED and duration_secs >= least_s:
             libc.malloc_trim(0)
 

@@ -26,7 +26,6 @@ from typing import Any
 import gspax
 from gspax.commands import environment, processes
 from gspax.commands.arguments import Parser
-from gspax.commands.devices import skip_absent_tpu
 from gspax.errors import UserError, how_to_install
 
 SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
@@ -140,7 +139,7 @@ def _run(arguments: list[str]) -> int:
         raise UserError(f"there is no subcommand {name!r}; {hint}")
     subcommand = importlib.import_module(f"gspax.commands.{name}")
     options = subcommand.make_parser().parse_intermixed_args(arguments[1:])
-    skip_absent_tpu()
+    environment.skip_absent_tpu()
     if name in COMPUTING:
         environment.prepare()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # without PyTorch its import prints a warning

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gspax.report import mathml
+from gspax.report.html import render_page
 from gspax.run.folders import write_atomically
 
 TEXTS = ("prompt", "answer", "completion")  # in which formulas are drawn
@@ -24,23 +25,18 @@ FIELDS = ("problem", "sample", "prompt", "answer", "completion", "reward", "reas
 
 def write(path: Path, name: str, summary: Sequence[str], rows: Sequence[Row]) -> None:
     """Write the page of a task's rows (`benchmark.to_json`), under the lines of its summary."""
-    shown = select(rows)
-    note = (
-        f"The page has the first {len(shown):,} of {len(rows):,} completions; "
-        f"all are in {path.name.removesuffix('.html')}.jsonl."
-    )
+    shown, note = select(rows), ""
+    if len(shown) < len(rows):
+        all_of_them = f"all are in {path.name.removesuffix('.html')}.jsonl."
+        note = f"The page has the first {len(shown):,} of {len(rows):,} completions; {all_of_them}"
     # "<" as an escape sequence: no text can end the script element
     data = json.dumps(convert(shown)).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    text, title = html.escape("\n".join(summary)), html.escape(name)
-    write_atomically(
-        path,
-        f'<!doctype html><html lang=en><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
-        f"<body><main><h1>{title}</h1><pre>{text}</pre><p>{html.escape(note) if len(shown) < len(rows) else ''}</p>"
-        f"<math hidden></math>{CONTROLS}"
-        f'<p id=count></p><div id=list></div><button id=more>more</button></main><script type="application/json" '
-        f"id=data>{data}</script><script>{SCRIPT}</script></body></html>\n",
+    body = (
+        f"<pre>{html.escape(chr(10).join(summary))}</pre><p>{html.escape(note)}</p><math hidden></math>{CONTROLS}"
+        '<p id=count></p><div id=list></div><button id=more>more</button><script type="application/json" id=data>'
+        f"{data}</script><script>{SCRIPT}</script>"
     )
+    write_atomically(path, render_page(name, [("", body)]))
 
 
 def select(rows: Sequence[Row], budget: int = BUDGET) -> list[dict[str, object]]:
@@ -95,21 +91,6 @@ CONTROLS = """<form id=filters>
 <label>text <input name=text type=search></label>
 <label><input name=source type=checkbox> TeX as source</label></form>"""
 
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a202c; background: #f7fafc; margin: 0; }
-main { max-width: 1000px; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
-h1 { font-size: 1.5rem; overflow-wrap: anywhere; }
-pre { font: .85rem/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; }
-form { display: flex; flex-wrap: wrap; gap: .6rem 1rem; position: sticky; top: 0; background: #f7fafc; }
-label, p { color: #4a5568; font-size: .9rem; }
-article { background: #fff; border: 1px solid #e2e8f0; border-radius: 8px; padding: .6rem .9rem; margin: .6rem 0; }
-.right { background: #c6f6d5; } .wrong { background: #fed7d7; } .partly { background: #feebc8; }
-b { border-radius: 9px; padding: 0 .5em; }
-summary { cursor: pointer; color: #2b6cb0; font-size: .9rem; }
-math { font-size: 1.1rem; }
-.boxed { border: 1px solid; padding: .15em .3em; }
-"""
-
 SCRIPT = """
 "use strict";
 const { rows, tex } = JSON.parse(document.getElementById("data").textContent);
@@ -156,9 +137,7 @@ function draw([tag, attributes, ...children]) {
   made.append(...children.map(child => typeof child === "string" ? child : draw(child)));
   return made;
 }
-function formula([source, tree]) {
-  return draw(["math", {title: source}, tree]);
-}
+const formula = ([source, tree]) => draw(["math", {title: source}, tree]);
 function prose(row, name) {
   if (form.elements.source.checked) return element("pre", row[name]);
   const box = element("pre", "");

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: no script, no network; untrusted text is escaped."""
+"""Self-contained HTML pages: no network; untrusted text is escaped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1a202c; background: #f7fafc
 main { max-width: 1180px; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
-.headline { font-size: 1.15rem; margin: .6rem 0 1rem; }
+.headline { font-size: 1.15rem; margin: .6rem 0 1rem; color: inherit; }
 .tiles { display: flex; flex-wrap: wrap; gap: .8rem; }
 .tile, figure, .wide { background: #fff; border: 1px solid #e2e8f0; border-radius: 8px; }
 .tile { padding: .7rem 1rem; flex: 1 1 9rem; }
@@ -36,6 +36,13 @@ code { font: .85rem ui-monospace, monospace; overflow-wrap: anywhere; white-spac
 .partly { background: #feebc8; color: #7b341e; }
 summary { cursor: pointer; color: #2b6cb0; margin-bottom: .5rem; }
 .boxed { border: 1px solid; padding: .15em .3em; }
+pre { font: .85rem/1.45 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; }
+form { display: flex; flex-wrap: wrap; gap: .6rem 1rem; position: sticky; top: 0; background: #f7fafc; }
+label, p { color: #4a5568; font-size: .9rem; }
+article { background: #fff; border: 1px solid #e2e8f0; border-radius: 8px; padding: .6rem .9rem; margin: .6rem 0; }
+article b { border-radius: 9px; padding: 0 .5em; }
+article summary { font-size: .9rem; margin: 0; }
+math { font-size: 1.1rem; }
 """
 
 
