@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import gspax
 from gspax.commands import processes
-from gspax.commands.arguments import Parser, add_experiment, subcommand_parser
-from gspax.commands.inputs import load_experiment
+from gspax.commands.arguments import Parser, add_experiment, load_experiment, subcommand_parser
 from gspax.errors import UserError
 
 if TYPE_CHECKING:

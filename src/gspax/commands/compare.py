@@ -6,8 +6,7 @@ import argparse
 import difflib
 from pathlib import Path
 
-from gspax.commands.arguments import Parser, subcommand_parser
-from gspax.commands.inputs import require_directory, require_possible
+from gspax.commands.arguments import Parser, require_directory, require_possible, subcommand_parser
 from gspax.errors import UserError, warn
 
 METRICS = (  # compared unless --metrics names others; those that no run has are left out

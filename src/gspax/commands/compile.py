@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gspax.commands.arguments import Parser, add_experiment, subcommand_parser
-from gspax.commands.inputs import load_experiment
+from gspax.commands.arguments import Parser, add_experiment, load_experiment, subcommand_parser
 
 
 def make_parser() -> Parser:

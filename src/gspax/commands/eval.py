@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from gspax.commands import processes
-from gspax.commands.arguments import Parser, at_least, subcommand_parser
-from gspax.commands.inputs import load_experiment, require_directory
+from gspax.commands.arguments import Parser, at_least, load_experiment, require_directory, subcommand_parser
 from gspax.errors import UserError
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from gspax.commands.arguments import Parser, add_target, at_least, size, subcommand_parser
-from gspax.commands.inputs import require_directory
+from gspax.commands.arguments import Parser, add_target, at_least, require_directory, size, subcommand_parser
 from gspax.config import Lora, ModelConfig
 from gspax.errors import UserError, warn
 from gspax.hf.config_json import read_config

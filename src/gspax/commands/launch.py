@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
 from gspax.commands.arguments import Parser, at_least, subcommand_parser
@@ -51,10 +52,11 @@ def execute(options: argparse.Namespace) -> int:
     if not options.command or options.command[0] not in RUNNING:
         got = options.command[0] if options.command else "nothing"
         raise UserError(f"launch: wanted one of {', '.join(RUNNING)} and its arguments, got {got!r:.200}")
-    with _Forwarder() as forwarder:
+    processes: list[_Process] = []
+    with _forward_signals(processes) as received:
         for left in range(options.restarts, -1, -1):
-            code = combine(_run(options.command, options.processes, forwarder))
-            if code != 1 or forwarder.received or not left:
+            code = combine(_run(options.command, options.processes, processes))
+            if code != 1 or received or not left:
                 break
             warn(f"launch: exit code 1, starting again ({left - 1} restarts left)")
     return code
@@ -65,47 +67,44 @@ def combine(codes: Sequence[int]) -> int:
 
     A killed process counts as a failure.
     """
-    found = {1 if code < 0 else code for code in codes}
-    order = (2, 3, *sorted(code for code in found if code > 3), 1, 0)
-    return next(code for code in order if code in found)
+    different = {1 if code < 0 else code for code in codes}
+    order = (2, 3, *sorted(code for code in different if code > 3), 1, 0)
+    return next(code for code in order if code in different)
 
 
-class _Forwarder:
-    """Passes signals on to the processes."""
+@contextlib.contextmanager
+def _forward_signals(processes: Sequence[_Process]) -> Iterator[list[int]]:
+    """Pass signals on to the processes; yields the list of those that are received."""
+    received = []
 
-    def __init__(self) -> None:
-        self.received = 0
-        self.processes: list[_Process] = []
+    def forward(signum: int, _: FrameType | None) -> None:
+        received.append(signum)
+        for process in processes:
+            process.send_signal(signum)
 
-    def __enter__(self) -> _Forwarder:
-        self._previous = {each: signal.signal(each, self._forward) for each in SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each, handler in self._previous.items():
-            signal.signal(each, handler)
-
-    def _forward(self, signum: int, _: FrameType | None) -> None:
-        self.received = signum
-        for each in self.processes:
-            each.send_signal(signum)
+    previous = {signum: signal.signal(signum, forward) for signum in SIGNALS}
+    try:
+        yield received
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
-def _run(command: Sequence[str], count: int, forwarder: _Forwarder) -> list[int]:
+def _run(command: Sequence[str], count: int, processes: list[_Process]) -> list[int]:
     """Start the processes once and wait for all of them; their exit codes."""
     environment, joining = dict(os.environ), []
     if count > 1:
         environment[VARIABLE] = new_secret()
         joining = ["--coordinator", f"127.0.0.1:{_free_port()}", "--processes", str(count)]
     for index in range(count):
-        own = [*joining, "--process", str(index)] if count > 1 else []
-        forwarder.processes.append(_Process([*PROGRAM, *command, *own], environment))
+        which = [*joining, "--process", str(index)] if count > 1 else []
+        processes.append(_Process([*PROGRAM, *command, *which], environment))
     try:
-        return _wait(forwarder.processes)
+        return _wait(processes)
     finally:
-        for each in forwarder.processes:
-            each.close()
-        forwarder.processes.clear()
+        for process in processes:
+            process.close()
+        processes.clear()
 
 
 class _Process:

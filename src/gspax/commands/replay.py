@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspax.commands.arguments import Parser, subcommand_parser
-from gspax.commands.inputs import load_experiment
+from gspax.commands.arguments import Parser, load_experiment, subcommand_parser
 
 if TYPE_CHECKING:
     from gspax.types import Batch

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gspax.commands.arguments import Parser, subcommand_parser
-from gspax.commands.inputs import require_directory
+from gspax.commands.arguments import Parser, require_directory, subcommand_parser
 
 
 def make_parser() -> Parser:

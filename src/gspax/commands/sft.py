@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gspax.commands import processes
-from gspax.commands.arguments import Parser, add_dry_run, add_experiment, subcommand_parser
-from gspax.commands.inputs import load_experiment
+from gspax.commands.arguments import Parser, add_dry_run, add_experiment, load_experiment, subcommand_parser
 from gspax.errors import UserError
 
 

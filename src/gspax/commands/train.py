@@ -9,8 +9,14 @@ import sys
 from pathlib import Path
 
 from gspax.commands import processes
-from gspax.commands.arguments import Parser, add_dry_run, add_experiment, subcommand_parser
-from gspax.commands.inputs import load_experiment, override_key
+from gspax.commands.arguments import (
+    Parser,
+    add_dry_run,
+    add_experiment,
+    load_experiment,
+    override_key,
+    subcommand_parser,
+)
 from gspax.errors import DivergedError
 
 
