@@ -30,7 +30,7 @@ def called(monkeypatch):
     def stand_in(module, function):
         made = ModuleType(f"gspax.{module}")
         setattr(made, function, lambda *given, **_: calls.append((module, *given)) or Path("report.html"))
-        made.summarise = lambda workdir: f"summary of {workdir}"
+        made.summarize = lambda workdir: f"summary of {workdir}"
         monkeypatch.setitem(sys.modules, made.__name__, made)
 
     functions = {
