@@ -15,7 +15,7 @@ import jax
 Array = jax.Array
 Params = Any  # a nested dict of arrays
 PyTree = Any  # of arrays or of what stands for them, as jax.tree has it
-Json = dict[str, Any]  # a JSON object that was read: whoever uses a value checks it
+JsonObject = dict[str, Any]  # a JSON object that was read: whoever uses a value checks it
 
 
 @jax.tree_util.register_dataclass
