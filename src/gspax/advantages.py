@@ -23,11 +23,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from gspax.losses import checks, masked
 
@@ -116,10 +116,10 @@ def gdpo(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Array:
-    """Several rewards, each standardised in its group before they are added (GDPO, arXiv 2601.05242).
+    """Several rewards, each standardized in its group before they are added (GDPO, arXiv 2601.05242).
 
     A_r = (R_r - mean) / (std + eps) in each group;  S = Σ_r w_r A_r;  A = S / (std of S over the batch + eps).
-    Adding before standardising would let the reward with the widest range dominate, and make groups in which one reward
+    Adding before standardizing would let the reward with the widest range dominate, and make groups in which one reward
     differs look like groups in which all do. A reward that is constant in a group adds exact zeros there. The batch's
     mean of S, which the paper subtracts, is 0 and left out, for the same exact zeros.
 
@@ -253,12 +253,12 @@ def by_turn(
     reward_PGK = _real("reward_PGK", reward_PGK, "PGK")
     mask_PGK = checks.array("mask_PGK", mask_PGK, jnp.bool_, "PGK")
     checks.same_shape("mask_PGK", mask_PGK, "reward_PGK", reward_PGK.shape)
-    found, to_go_PG = [], jnp.zeros(reward_PGK.shape[:2])
+    advantages, to_go_PG = [], jnp.zeros(reward_PGK.shape[:2])
     for k in reversed(range(reward_PGK.shape[2])):
         mask_PG = mask_PGK[..., k]
         to_go_PG = jnp.where(mask_PG, reward_PGK[..., k] + discount * to_go_PG, 0)
-        found.append(jnp.where(mask_PG, advantage(to_go_PG, mask_PG), 0))
-    return jnp.stack(found[::-1], axis=-1)
+        advantages.append(jnp.where(mask_PG, advantage(to_go_PG, mask_PG), 0))
+    return jnp.stack(advantages[::-1], axis=-1)
 
 
 @jax.jit
@@ -296,20 +296,20 @@ def _count(mask_PG: Array) -> Array:
     return jnp.sum(mask_PG, axis=-1, keepdims=True, dtype=jnp.float32)
 
 
-def _check_scale(ddof: Any, eps: Any, size: int, of_what: str) -> None:
+def _check_scale(ddof: int, eps: float, size: int, of_what: str) -> None:
     if not eps >= 0:
         raise ValueError(f"eps must be at least 0; got {eps}")
     if ddof < 0 or (ddof >= size and size > 1):
         raise ValueError(f"ddof must be at least 0 and below {of_what} {size}; got {ddof}")
 
 
-def _rewards(reward_PG: Any, mask_PG: Any) -> tuple[Array, Array]:
+def _rewards(reward_PG: ArrayLike, mask_PG: ArrayLike | None) -> tuple[Array, Array]:
     """The rewards as float32 [P, G], and the mask."""
     reward_PG = _real("reward_PG", reward_PG, "PG")
     return reward_PG, _mask(mask_PG, "reward_PG", reward_PG.shape)
 
 
-def _mask(mask_PG: Any, like: str, shape: tuple[int, ...]) -> Array:
+def _mask(mask_PG: ArrayLike | None, like: str, shape: tuple[int, ...]) -> Array:
     if mask_PG is None:
         return jnp.ones(shape, bool)
     mask_PG = checks.array("mask_PG", mask_PG, jnp.bool_, "PG")
@@ -317,25 +317,17 @@ def _mask(mask_PG: Any, like: str, shape: tuple[int, ...]) -> Array:
     return mask_PG
 
 
-def _real(name: str, value: Any, axes: str) -> Array:
+def _real(name: str, value: object, axes: str) -> Array:
     """A non-empty array of real numbers as float32."""
-    letters = ", ".join(axes)
-    if not (hasattr(value, "dtype") and hasattr(value, "shape")):
-        raise TypeError(f"{name} must be an array [{letters}] of real numbers; got {type(value).__name__}")
-    got = f"{value.dtype} {list(value.shape)}"
-    if not any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
-        raise TypeError(f"{name} must hold real numbers; got {got}")
-    if len(value.shape) != len(axes) or 0 in value.shape[1:]:
-        raise ValueError(f"{name} must be [{letters}] with at least one sample of each prompt; got {got}")
-    return jnp.asarray(value, jnp.float32)
+    array = checks.numbers(name, value, "real numbers", [jnp.floating, jnp.integer, jnp.bool_], axes)
+    if 0 in array.shape[1:]:
+        raise ValueError(f"{name} must have at least one sample of each prompt; got {checks.describe(value)}")
+    return jnp.asarray(array, jnp.float32)
 
 
-def _ids(group_B: Any, B: int) -> Array:
-    if not (hasattr(group_B, "dtype") and hasattr(group_B, "shape")):
-        raise TypeError(f"group_B must be an array [B] of integers; got {type(group_B).__name__}")
-    if not jnp.issubdtype(group_B.dtype, jnp.integer):
-        raise TypeError(f"group_B must hold integers; got {group_B.dtype} {list(group_B.shape)}")
-    checks.same_shape("group_B", group_B, "reward in its rows", (B,))
-    if isinstance(group_B, np.ndarray):  # jax would drop the upper half of 64-bit ids, such as hashes of prompts
-        group_B = np.unique(group_B, return_inverse=True)[1].reshape(-1)
-    return jnp.asarray(group_B)
+def _ids(group_B: object, B: int) -> Array:
+    ids_B = checks.numbers("group_B", group_B, "integers", [jnp.integer], "B")
+    checks.same_shape("group_B", ids_B, "reward in its rows", (B,))
+    if isinstance(ids_B, np.ndarray):  # jax would drop the upper half of 64-bit ids, such as hashes of prompts
+        ids_B = np.unique(ids_B, return_inverse=True)[1].reshape(-1)
+    return jnp.asarray(ids_B)

@@ -1,4 +1,4 @@
-"""What a user is told: the exceptions that a user can cause, and warnings."""
+"""Messages for the user: the exceptions that a user can cause, and warnings."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _is_library(path: str) -> bool:
 
 
 class UserError(Exception):
-    """Invalid input: one sentence that names the field, what was wanted and what was given."""
+    """Invalid input: one sentence that names the field, what was wanted, and what it got."""
 
     exit_code = 2
 
@@ -80,7 +80,7 @@ class JoinTimeoutError(FailureError):
 
 
 class DivergedError(FailureError):
-    """Skipped updates one after the other, parameters that are not finite, a collapse. Trying again does not help."""
+    """Several skipped updates in a row, parameters that are not finite, or a collapse. Trying again does not help."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""Every name that gspax takes from `jax.experimental`, `jax._src` or `jaxlib`: what any release may move or drop.
+"""Every name that gspax takes from `jax.experimental`, `jax._src` or `jaxlib`, which any release may move or drop.
 
 Nothing else in gspax imports from there, so that a new jax breaks this module alone. Names are looked up when they are
 used. Each entry says why it is needed and what to do when it goes; `tests/test_unstable.py` has a test for each and
@@ -8,9 +8,13 @@ fails with the same advice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import jax
 
 __all__ = [
     "attached_tpu_chips",
@@ -29,7 +33,7 @@ __all__ = [
 ]
 
 
-def create_device_mesh(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+def create_device_mesh(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     """Devices laid along a TPU's torus, where one physical axis may be split over two mesh axes.
 
     `jax.make_mesh` refuses such a split. When it goes: `jax.make_mesh`, once it takes allow_split_physical_axes.
@@ -39,11 +43,11 @@ def create_device_mesh(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarr
     return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
-def light_compilation(mesh: Any) -> dict[str, Any]:
+def light_compilation(mesh: jax.sharding.Mesh) -> dict[str, bool | int]:
     """`compiler_options` of `jax.jit` with LLVM's first level on CPU, which compiles an update an eighth faster.
 
     The program is as fast and its results have the same bits. Empty on other devices and where the user switched
-    optimisations off. When it goes: drop it; programs then compile for longer, as they do in other releases.
+    optimizations off. When it goes: drop it; programs then compile for longer, as they do in other releases.
     """
     import jax
 
@@ -53,7 +57,7 @@ def light_compilation(mesh: Any) -> dict[str, Any]:
     return {"xla_backend_optimization_level": 1}
 
 
-def fast_compilation(mesh: Any) -> dict[str, Any]:
+def fast_compilation(mesh: jax.sharding.Mesh) -> dict[str, bool | int]:
     """`light_compilation` with XLA's older emitters, which together take a third of the time. Empty where that is.
 
     For programs that run for a moment: an update would take 7 to 10 % longer. The newer emitters start an MLIR pipeline
@@ -73,7 +77,7 @@ def get_topology_desc(name: str, slices: int) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices)
 
 
-def splash_attention_kernel() -> Any:
+def splash_attention_kernel() -> ModuleType:
     """The module of the splash attention kernel, the attention over full rows on TPU.
 
     With shared prompts its backward pass, `_splash_attention_bwd`, is called with a log-sum-exp of two calls.
@@ -84,7 +88,7 @@ def splash_attention_kernel() -> Any:
     return module
 
 
-def splash_attention_mask() -> Any:
+def splash_attention_mask() -> ModuleType:
     """The module of that kernel's masks: `LocalMask`, `MultiHeadMask`.
 
     When it goes: as for `splash_attention_kernel`; the two move together.
@@ -94,7 +98,7 @@ def splash_attention_mask() -> Any:
     return module
 
 
-def pallas() -> Any:
+def pallas() -> ModuleType:
     """Pallas, in which the decoding attention's TPU kernel is written.
 
     When it goes: its new home; or `model.kernels.segments` on TPU too, which reads more of the cache.
@@ -104,7 +108,7 @@ def pallas() -> Any:
     return module
 
 
-def pallas_tpu() -> Any:
+def pallas_tpu() -> ModuleType:
     """Pallas' names for TPU: grid specs with prefetched scalars, VMEM.
 
     When it goes: as for `pallas`; the two move together.
@@ -114,7 +118,7 @@ def pallas_tpu() -> Any:
     return module
 
 
-def coordination_service(address: str, count: int) -> Any:
+def coordination_service(address: str, count: int) -> object:
     """jax's coordination service for `count` processes, listening at `address` until the object is deleted.
 
     gspax runs it in a process of its own, so that it outlives process 0 and the other processes can end in order.
@@ -136,7 +140,7 @@ def cluster_types() -> list[Any]:
     return list(clusters.ClusterEnv._cluster_types)
 
 
-def is_kubernetes(cluster: Any) -> bool:
+def is_kubernetes(cluster: object) -> bool:
     """Whether one of `cluster_types` stands for a Kubernetes job.
 
     A pod outside an indexed job would otherwise query Kubernetes. When it goes: compare the class's name, K8sCluster.

@@ -137,9 +137,9 @@ def test_a_nan_reward_propagates(ours, references):
     "function", (advantages.standardize, advantages.center, advantages.leave_one_out, advantages.constant_groups)
 )
 def test_invalid_rewards_are_rejected(function):
-    with pytest.raises(ValueError, match=r"reward_PG must be \[P, G\].*got float32 \[3\]"):
+    with pytest.raises(ValueError, match=r"reward_PG must be an array \[P, G\].*got float32 \[3\]"):
         function(jnp.ones(3))
-    with pytest.raises(ValueError, match=r"reward_PG must be \[P, G\].*got float32 \[1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"reward_PG must be an array \[P, G\].*got float32 \[1, 2, 3\]"):
         function(jnp.ones((1, 2, 3)))
     with pytest.raises(ValueError, match=r"at least one sample.*got float32 \[2, 0\]"):
         function(jnp.ones((2, 0)))
@@ -330,10 +330,10 @@ def test_invalid_arguments_of_by_group_are_rejected():
     ids = np.zeros(3, np.int32)
     cases = (
         ((reward, ids[:2]), {}, ValueError, r"group_B must have shape \[3\].*got \[2\]"),
-        ((reward, reward), {}, TypeError, r"group_B must hold integers; got float32 \[3\]"),
+        ((reward, reward), {}, TypeError, r"group_B must be an array \[B\] of integers; got float32 \[3\]"),
         ((reward, [0, 0, 0]), {}, TypeError, r"group_B must be an array \[B\] of integers; got list"),
         (([1.0], ids), {}, TypeError, r"reward must be an array \[B\] of real numbers; got list"),
-        ((reward[None, None], ids), {}, ValueError, r"reward must be \[B\].*got float32 \[1, 1, 3\]"),
+        ((reward[None, None], ids), {}, ValueError, r"reward must be an array \[B\].*got float32 \[1, 1, 3\]"),
         ((reward, ids), {"size": 0}, ValueError, "size must be at least 1; got 0"),
         ((reward, ids), {"size": 1.0}, TypeError, "size must be a Python int; got float"),
     )
@@ -417,7 +417,7 @@ def test_invalid_arguments_of_gdpo_are_rejected():
             advantages.gdpo(reward, weights=weights)
     with pytest.raises(TypeError, match=r"weights must be a Python number.*got str"):
         advantages.gdpo(reward, weights=("1", 2.0))
-    with pytest.raises(ValueError, match=r"reward_PGR must be \[P, G, R\].*got float32 \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"reward_PGR must be an array \[P, G, R\].*got float32 \[2, 3\]"):
         advantages.gdpo(reward[..., 0])
 
 

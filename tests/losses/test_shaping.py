@@ -59,13 +59,17 @@ def test_invalid_arguments_are_rejected():
         (
             lambda: punish(length / 2, max_length=4, buffer=2),
             TypeError,
-            r"length_B must hold integers.*got float64 \[2\]",
+            r"length_B must be an array \[B\] of integers; got float64 \[2\]",
         ),
-        (lambda: punish([3, 4], max_length=4, buffer=2), TypeError, "length_B must be an integer array.*got list"),
+        (
+            lambda: punish([3, 4], max_length=4, buffer=2),
+            TypeError,
+            r"length_B must be an array \[B\] of integers; got list",
+        ),
         (
             lambda: punish(length[None], max_length=4, buffer=2),
             ValueError,
-            r"length_B must be \[B\]; got int64 \[1, 2\]",
+            r"length_B must be an array \[B\] of integers; got int64 \[1, 2\]",
         ),
         (
             lambda: shaping.filter_overlong(mask, length),

@@ -13,13 +13,13 @@ Axes: B rows (one sequence each, unless packed), T tokens, S sequences of a row.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from gspax.losses import checks, sequences
+from gspax.losses.surrogate import log_ratio
 from gspax.losses.terms import Metrics, Quantile, Share
 
 Array = jax.Array
@@ -49,7 +49,7 @@ def range_metrics(
       clipped: `clip_fraction_sequences` of the loss's metrics.
       share: the wanted share, above 0 and below 1.
     """
-    log_ratio_BT, mask_BT, segment_BT = _log_ratio(logp, old_logp, mask, segment_ids)
+    log_ratio_BT, mask_BT, segment_BT = log_ratio("logp", logp, "old_logp", old_logp, mask, segment_ids)
     some_BS = sequences.count(mask_BT, segment_BT) > 0
     advantage_BU = stop_gradient(advantage if advantage.ndim == 2 else advantage[:, None])
     advantage_BS = advantage_BU if segment_BT is None else sequences.mean(advantage_BU, mask_BT, segment_BT)
@@ -94,7 +94,7 @@ def next_range(
       clip_range: (clip_low, clip_high) of the last updates, both above 0.
       measured: the widths that would have clipped the wanted share, such as the metrics of `range_metrics`; 0 for a
         side without sequences.
-      clipped: the share of the sequences that was clipped, without those of each rollout batch's first minibatch.
+      clipped: the share of the sequences that was clipped, without those of each rollout's first minibatch.
       share: the wanted share.
       tolerance: how far the share may be off.
       gain: 1 goes all of the way to the measured width, less follows it more slowly but with less noise.
@@ -107,33 +107,35 @@ def next_range(
     clip_low, clip_high = checks.known_clip_range(*clip_range)
     if not (clip_low > 0 and clip_high > 0):
         raise ValueError(f"clip_low and clip_high must be above 0 to be scaled; got {clip_low} and {clip_high}")
-    for name, number in (("tolerance", tolerance), ("gain", gain), ("floor", floor), ("ceiling", ceiling)):
-        checks.number(name, number)
-        if not 0 <= number < math.inf:
-            raise ValueError(f"{name} must be finite and at least 0; got {number}")
-    if floor > ceiling:
-        raise ValueError(f"floor must not be above ceiling {ceiling}; got {floor}")
+    _check_settings(clipped, share, tolerance=tolerance, gain=gain, floor=floor, ceiling=ceiling)
     for width in measured:
-        checks.number("measured", width)
-        if not math.isfinite(width):
+        if not math.isfinite(checks.number("measured", width)):
             raise ValueError(f"measured must be two finite widths; got {measured}")
-    checks.number("clipped", clipped)
-    if not 0 <= clipped <= 1:
-        raise ValueError(f"clipped must be a share from 0 to 1; got {clipped}")
-    off = abs(clipped - _between("share", share, 0, 1)) > tolerance
 
     def follow(width: float, wanted: float) -> float:
         if wanted > floor and width >= ceiling:
             width = wanted
-        elif wanted > floor and off:
+        elif wanted > floor and abs(clipped - share) > tolerance:
             width *= (wanted / width) ** gain
         return min(max(width, float(floor)), float(ceiling))
 
     return follow(clip_low, measured[0]), follow(clip_high, measured[1])
 
 
+def _check_settings(clipped: float, share: float, **sizes: float) -> None:
+    for name, size in sizes.items():
+        if not 0 <= checks.number(name, size) < math.inf:
+            raise ValueError(f"{name} must be finite and at least 0; got {size}")
+    if sizes["floor"] > sizes["ceiling"]:
+        raise ValueError(f"floor must not be above ceiling {sizes['ceiling']}; got {sizes['floor']}")
+    if not 0 <= checks.number("clipped", clipped) <= 1:
+        raise ValueError(f"clipped must be a share from 0 to 1; got {clipped}")
+    if not 0 < checks.number("share", share) < 1:
+        raise ValueError(f"share must be above 0 and below 1; got {share}")
+
+
 def range_warnings(clip_low: float, clip_high: float, *, floor: float | None = None) -> tuple[str, ...]:
-    """What is wrong with a range for GSPO, a sentence each: it hardly ever clips, or it clips what is only noise.
+    """Warnings about a range for GSPO, a sentence each: it hardly ever clips, or it clips noise.
 
     >>> range_warnings(3e-4, 4e-4)
     ()
@@ -155,17 +157,3 @@ def range_warnings(clip_low: float, clip_high: float, *, floor: float | None = N
                 "by more, so GSPO clips noise there"
             )
     return tuple(sentences)
-
-
-def _log_ratio(logp: Any, old_logp: Any, mask: Any, segment_ids: Any) -> tuple[Array, Array, Array | None]:
-    """(log r without a gradient, anything outside the mask; the mask; the segments)."""
-    found = checks.two_policies("logp", logp, "old_logp", old_logp, mask, segment_ids)
-    logp_BT, old_logp_BT, mask_BT, segment_BT = found
-    return stop_gradient(logp_BT - old_logp_BT), sequences.response(mask_BT, segment_BT), segment_BT
-
-
-def _between(name: str, value: Any, low: float, high: float) -> float:
-    checks.number(name, value)
-    if not low < value < high:
-        raise ValueError(f"{name} must be above {low} and below {high}; got {value}")
-    return float(value)

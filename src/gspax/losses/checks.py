@@ -7,38 +7,67 @@ for a wrong shape or number.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 Array = jax.Array
 
 
-def array(name: str, value: Any, dtype: Any, axes: str, why: str = "") -> Array:
+def array(name: str, value: object, dtype: DTypeLike, axes: str, why: str = "") -> Array:
     """`value` as a jax array if it has that dtype and one dimension per letter of `axes`."""
     wanted = f"{name} must be a {np.dtype(dtype).name} array [{', '.join(axes)}]"
-    if not (hasattr(value, "dtype") and hasattr(value, "shape")):
-        raise TypeError(f"{wanted}; got {type(value).__name__}")
-    got = f"{value.dtype} {list(value.shape)}"
     # The dtype is read before jax sees the array: jnp.asarray would silently make float32 of numpy's float64.
-    if value.dtype != dtype:
-        raise TypeError(f"{wanted}{why}; got {got}")
+    if getattr(value, "dtype", dtype) != dtype:
+        raise TypeError(f"{wanted}{why}; got {describe(value)}")
+    return jnp.asarray(_with_axes(wanted, value, axes))
+
+
+def numbers(name: str, value: object, what: str, kinds: Sequence[type], axes: str) -> Array | np.ndarray:
+    """`value` if its dtype is of one of these kinds and it has one dimension per letter of `axes`.
+
+    Args:
+      what: the kinds in words.
+    """
+    wanted = f"{name} must be an array [{', '.join(axes)}] of {what}"
+    if hasattr(value, "dtype") and not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
+        raise TypeError(f"{wanted}; got {describe(value)}")
+    return _with_axes(wanted, value, axes)
+
+
+def _with_axes(wanted: str, value: object, axes: str) -> Array | np.ndarray:
+    if not (hasattr(value, "dtype") and hasattr(value, "shape")):
+        raise TypeError(f"{wanted}; got {describe(value)}")
     if len(value.shape) != len(axes):
-        raise ValueError(f"{wanted}; got {got}")
-    return jnp.asarray(value)
+        raise ValueError(f"{wanted}; got {describe(value)}")
+    return cast(Array, value)
 
 
-def same_shape(name: str, value: Array, like_name: str, shape: tuple[int, ...]) -> None:
+def describe(value: object) -> str:
+    """The dtype and shape of an array, or the type of anything else."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype} {list(value.shape)}"
+    return type(value).__name__
+
+
+def same_shape(name: str, value: Array | np.ndarray, like_name: str, shape: tuple[int, ...]) -> None:
     """ValueError unless `value` has the given shape, which is that of `like_name`."""
     if value.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, as {like_name} has; got {list(value.shape)}")
 
 
 def policy_inputs(
-    logp: Any, old_logp: Any, advantage: Any, mask: Any, *, advantage_axes: tuple[str, ...] = ("B",)
+    logp: ArrayLike,
+    old_logp: ArrayLike,
+    advantage: ArrayLike,
+    mask: ArrayLike,
+    *,
+    advantage_axes: tuple[str, ...] = ("B",),
 ) -> tuple[Array, Array, Array, Array]:
     """The four arrays of a policy loss: float32 [B, T] twice, float32 advantage, bool mask [B, T]."""
     finer = " (the clip band is finer than bfloat16 and float16 can tell from 1)"
@@ -54,7 +83,9 @@ def policy_inputs(
     return logp_BT, old_logp_BT, advantage, mask_BT
 
 
-def two_policies(name: str, logp: Any, other_name: str, other: Any, mask: Any, segments: Any) -> tuple[Any, ...]:
+def two_policies(
+    name: str, logp: ArrayLike, other_name: str, other: ArrayLike, mask: ArrayLike, segments: ArrayLike | None
+) -> tuple[Array, Array, Array, Array | None]:
     """Two log-probabilities float32 [B, T] of the same tokens, bool mask [B, T], and None or int32 segments [B, T]."""
     logp_BT = array(name, logp, jnp.float32, "BT")
     other_BT = array(other_name, other, jnp.float32, "BT")
@@ -64,7 +95,7 @@ def two_policies(name: str, logp: Any, other_name: str, other: Any, mask: Any, s
     return logp_BT, other_BT, mask_BT, segment_ids(segments, logp_BT.shape, name)
 
 
-def segment_ids(value: Any, shape: tuple[int, ...], like_name: str = "logp") -> Array | None:
+def segment_ids(value: ArrayLike | None, shape: tuple[int, ...], like_name: str = "logp") -> Array | None:
     """`value` if it is None (a row is one sequence) or int32 [B, T] of that shape."""
     if value is None:
         return None
@@ -73,17 +104,19 @@ def segment_ids(value: Any, shape: tuple[int, ...], like_name: str = "logp") -> 
     return segment_BT
 
 
-def correction(value: Any, shape: tuple[int, ...], *, packed: bool) -> Array | None:
+def correction(value: ArrayLike | None, shape: tuple[int, ...], *, packed: bool) -> Array | None:
     """`value` if it is None (no correction) or float32 [B, T] like logp; [B] too if a row is one sequence."""
     if value is None:
         return None
     rank = 1 if len(getattr(value, "shape", ())) == 1 and not packed else 2
-    value = array("correction", value, jnp.float32, "BT"[:rank])
-    same_shape("correction", value, "logp" if rank == 2 else "logp in its rows", shape[:rank])
-    return value
+    factor = array("correction", value, jnp.float32, "BT"[:rank])
+    same_shape("correction", factor, "logp" if rank == 2 else "logp in its rows", shape[:rank])
+    return factor
 
 
-def aggregate_inputs(value: Any, mask: Any, segments: Any) -> tuple[Array, Array, Array | None]:
+def aggregate_inputs(
+    value: ArrayLike, mask: ArrayLike, segments: ArrayLike | None
+) -> tuple[Array, Array, Array | None]:
     """The arrays of an aggregation: float32 [B, T], bool [B, T], and None or int32 [B, T]."""
     value_BT = array("value", value, jnp.float32, "BT")
     mask_BT = array("mask", mask, jnp.bool_, "BT")
@@ -91,7 +124,7 @@ def aggregate_inputs(value: Any, mask: Any, segments: Any) -> tuple[Array, Array
     return value_BT, mask_BT, segment_ids(segments, value_BT.shape, "value")
 
 
-def clip_range(clip_low: Any, clip_high: Any) -> tuple[Any, Any]:
+def clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
     """Both widths: numbers ≥ 0 as Python floats (infinity: no clipping on that side), or float32 scalar arrays.
 
     A range measured during a run is an array, so that a new one does not compile the step again. Its value cannot be
@@ -100,55 +133,50 @@ def clip_range(clip_low: Any, clip_high: Any) -> tuple[Any, Any]:
     return _clip_width("clip_low", clip_low), _clip_width("clip_high", clip_high)
 
 
-def known_clip_range(clip_low: Any, clip_high: Any) -> tuple[float, float]:
+def known_clip_range(clip_low: float, clip_high: float) -> tuple[float, float]:
     """Both widths as Python floats if they are numbers ≥ 0."""
-    number("clip_low", clip_low)
-    number("clip_high", clip_high)
-    return clip_range(clip_low, clip_high)
+    return clip_range(number("clip_low", clip_low), number("clip_high", clip_high))
 
 
-def _clip_width(name: str, width: Any) -> Any:
+def _clip_width(name: str, width: float) -> float:
     if isinstance(width, jax.Array) and width.shape == () and width.dtype == jnp.float32:
         return width
-    number(name, width)
-    if not width >= 0:  # so that NaN is refused too
+    if not number(name, width) >= 0:  # so that NaN is refused too
         raise ValueError(f"{name} must be at least 0, the distance of the bound from 1; got {width}")
     return float(width)
 
 
-def dual_clip(value: Any) -> float | None:
+def dual_clip(value: float | None) -> float | None:
     """`value` as a Python float if it is a number above 1, or None."""
     if value is None:
         return None
-    number("dual_clip", value)
-    if not value > 1:
+    if not number("dual_clip", value) > 1:
         raise ValueError(f"dual_clip must be above 1, a bound of the ratio itself; got {value}")
     return float(value)
 
 
-def at_least_0(name: str, value: Any) -> float:
+def at_least_0(name: str, value: float) -> float:
     """`value` as a Python float if it is a number ≥ 0; infinity is one."""
-    number(name, value)
-    if not value >= 0:
+    if not number(name, value) >= 0:
         raise ValueError(f"{name} must be at least 0; got {value}")
     return float(value)
 
 
-def positive(name: str, value: Any) -> float:
+def positive(name: str, value: float) -> float:
     """`value` as a Python float if it is a finite number above 0."""
-    number(name, value)
-    if not (value > 0 and math.isfinite(value)):
+    if not (number(name, value) > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be finite and above 0; got {value}")
     return float(value)
 
 
-def function(name: str, value: Any) -> None:
+def function(name: str, value: object) -> None:
     """TypeError unless `value` can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, as losses.by_sequence is; got {type(value).__name__}")
 
 
-def number(name: str, value: Any) -> None:
-    """TypeError unless `value` is a Python or numpy number: an array, traced or not, could not be checked."""
+def number(name: str, value: object) -> float:
+    """`value` if it is a Python or numpy number, else TypeError: an array, traced or not, could not be checked."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a Python number, known when the loss is traced; got {type(value).__name__}")
+    return cast(float, value)

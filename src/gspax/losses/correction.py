@@ -1,8 +1,8 @@
 """Corrections for a sampler that differs from the learner, and measures of how far apart the two are.
 
 An inference engine gives other log-probabilities than the learner with the same weights, and asynchronous runs also
-sample with older weights. Here π_old is the learner's policy at the weights of the rollout batch (`old_logp`), μ the
-policy that drew the tokens (`sampler_logp`), ρ_t = π_old(y_t)/μ(y_t).
+sample with older weights. Here π_old is the learner's policy at the weights of the rollout (`old_logp`), μ the
+policy that sampled the tokens (`sampler_logp`), ρ_t = π_old(y_t)/μ(y_t).
 
 Axes: B rows (one sequence each, unless packed), T tokens.
 
@@ -37,14 +37,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
+from jax.typing import ArrayLike
 
 from gspax.losses import checks, masked, sequences
-from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of
+from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of, log_ratio
 from gspax.losses.terms import Metrics, Share, Spread, share_of_sequences, share_of_tokens
 from gspax.losses.traits import at_level
 
@@ -63,7 +63,7 @@ def truncate_tokens(
     >>> truncate_tokens(old_logp, sampler_logp, jnp.array([[False, True, True]])).tolist()
     [[0.0, 2.0, 0.5]]
     """
-    log_ratio_BT, mask_BT, _ = _log_ratio(old_logp, sampler_logp, mask, segment_ids)
+    log_ratio_BT, mask_BT, _ = log_ratio("old_logp", old_logp, "sampler_logp", sampler_logp, mask, segment_ids)
     return _truncated(log_ratio_BT, mask_BT, cap)
 
 
@@ -108,7 +108,7 @@ def mask_tokens(
     >>> mask_tokens(old_logp, sampler_logp, jnp.array([[False, True, True]])).tolist()  # 6 is out of range
     [[0.0, 0.0, 0.75]]
     """
-    log_ratio_BT, mask_BT, _ = _log_ratio(old_logp, sampler_logp, mask, segment_ids)
+    log_ratio_BT, mask_BT, _ = log_ratio("old_logp", old_logp, "sampler_logp", sampler_logp, mask, segment_ids)
     return _masked(log_ratio_BT, mask_BT, low, high, jnp.exp)
 
 
@@ -119,7 +119,7 @@ def mask_sequences(
     """Π_t ρ_t inside [low, high] and 0 outside, [B]: masked importance sampling by sequence.
 
     Liu, Li et al. 2025, "When Speed Kills Stability", where low is 0. A weight far above 1 marks a sequence that the
-    sampler should hardly have drawn; truncating keeps it, this drops it.
+    sampler should hardly have sampled; truncating keeps it, this drops it.
     """
     product, keep = _of_sequence(sequences.total, old_logp, sampler_logp, mask, segment_ids)
     return _masked(product, keep, low, high, jnp.exp)
@@ -150,8 +150,8 @@ def reject_off_policy(
 ) -> Array:
     """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 8 and 9): [B], 0 or 1.
 
-    0 if A < 0 and 1/|y| Σ_t log(μ(y_t)/π(y_t)) > delta, else 1. Bad samples that the current policy would hardly draw
-    teach it little and can destabilise it; good ones are kept however far away. π is the policy that is trained and μ
+    0 if A < 0 and 1/|y| Σ_t log(μ(y_t)/π(y_t)) > delta, else 1. Bad samples that the current policy would hardly sample
+    teach it little and can destabilize it; good ones are kept however far away. π is the policy that is trained and μ
     the sampler's, so this covers the mismatch and the staleness together. The paper gives no delta.
 
     >>> logp, sampler_logp = jnp.full((2, 2), -2.0), jnp.full((2, 2), -1.0)
@@ -160,16 +160,14 @@ def reject_off_policy(
 
     Args:
       logp: float32 [B, T], of the policy that is trained.
-      sampler_logp: float32 [B, T], of the policy that drew the tokens.
+      sampler_logp: float32 [B, T], of the policy that sampled the tokens.
       advantage: float32 [B], or [B, T]; then the weight is [B, T] too, 0 where that token's advantage is negative.
       mask: bool [B, T], True on response tokens.
       delta: at least 0.
       segment_ids: None, or int32 [B, T] for packed rows; then `advantage` is [B, T].
     """
-    log_ratio_BT, mask_BT, segment_BT = _log_ratio(logp, sampler_logp, mask, segment_ids, "logp")
-    checks.number("delta", delta)
-    if not delta >= 0:
-        raise ValueError(f"delta must be at least 0; got {delta}")
+    log_ratio_BT, mask_BT, segment_BT = log_ratio("logp", logp, "sampler_logp", sampler_logp, mask, segment_ids)
+    checks.at_least_0("delta", delta)
     per_token = segment_BT is not None or len(getattr(advantage, "shape", ())) == 2
     advantage = checks.array("advantage", advantage, jnp.float32, "BT" if per_token else "B")
     like = mask_BT.shape if per_token else mask_BT.shape[:1]
@@ -208,7 +206,7 @@ def mismatch_metrics(
 ) -> Metrics:
     """How far the sampler is from the learner: metrics per row, to be joined with those of `Terms` and reduced.
 
-    With d = log π_old - log μ of a token that μ drew:
+    With d = log π_old - log μ of a token sampled from μ:
 
     - `mismatch_kl`: mean of -d over the tokens, an estimate of KL(μ‖π_old) that can be negative.
     - `mismatch_k3`: mean of exp(d) - 1 - d, another, never negative.
@@ -224,7 +222,7 @@ def mismatch_metrics(
 
     A log-ratio beyond ±25 is held there before `exp`. No gradient flows through metrics.
     """
-    d_BT, mask_BT, segment_BT = _log_ratio(old_logp, sampler_logp, mask, segment_ids)
+    d_BT, mask_BT, segment_BT = log_ratio("old_logp", old_logp, "sampler_logp", sampler_logp, mask, segment_ids)
     bounds = _bounds(low, high)
     some_BS = sequences.count(mask_BT, segment_BT) > 0
     tokens_B = jnp.sum(mask_BT, -1, dtype=jnp.float32)
@@ -271,31 +269,23 @@ def effective_sample_sizes(metrics: dict[str, Array]) -> dict[str, Array]:
     return sizes
 
 
-def _log_ratio(
-    old_logp: Any, sampler_logp: Any, mask: Any, segment_ids: Any, name: str = "old_logp"
-) -> tuple[Array, Array, Array | None]:
-    """(log ρ without a gradient, anything outside the mask; the mask; the segments)."""
-    found = checks.two_policies(name, old_logp, "sampler_logp", sampler_logp, mask, segment_ids)
-    old_logp_BT, sampler_logp_BT, mask_BT, segment_BT = found
-    return stop_gradient(old_logp_BT - sampler_logp_BT), sequences.response(mask_BT, segment_BT), segment_BT
-
-
 def _of_sequence(
-    reduction: Callable[[Array, Array, Array | None], Array], old_logp: Any, sampler_logp: Any, mask: Any, segments: Any
+    reduction: Callable[[Array, Array, Array | None], Array],
+    old_logp: ArrayLike,
+    sampler_logp: ArrayLike,
+    mask: ArrayLike,
+    segments: ArrayLike | None,
 ) -> tuple[Array, Array]:
     """(log ρ reduced over each sequence, where it counts): [B], or [B, T] for packed rows."""
-    log_ratio_BT, mask_BT, segment_BT = _log_ratio(old_logp, sampler_logp, mask, segments)
+    log_ratio_BT, mask_BT, segment_BT = log_ratio("old_logp", old_logp, "sampler_logp", sampler_logp, mask, segments)
     return sequences.by_row_or_token(reduction(log_ratio_BT, mask_BT, segment_BT), mask_BT, segment_BT)
 
 
-def _truncated(log_ratio: Array, keep: Array, cap: Any) -> Array:
-    checks.number("cap", cap)
-    if not (cap > 0 and math.isfinite(cap)):
-        raise ValueError(f"cap must be finite and above 0; got {cap}")
-    return jnp.where(keep, jnp.exp(jnp.minimum(log_ratio, math.log(cap))), 0)
+def _truncated(log_ratio: Array, keep: Array, cap: float) -> Array:
+    return jnp.where(keep, jnp.exp(jnp.minimum(log_ratio, math.log(checks.positive("cap", cap)))), 0)
 
 
-def _masked(log_ratio: Array, keep: Array, low: Any, high: Any, weight: Any) -> Array:
+def _masked(log_ratio: Array, keep: Array, low: float, high: float, weight: Callable[[Array], Array]) -> Array:
     outside = _outside(log_ratio, *_bounds(low, high))
     return jnp.where(keep & ~outside, weight(jnp.where(outside, 0, log_ratio)), 0)
 
@@ -305,7 +295,7 @@ def _outside(log_ratio: Array, log_low: float, log_high: float) -> Array:
     return (log_ratio < log_low) | (log_ratio > log_high)
 
 
-def _bounds(low: Any, high: Any) -> tuple[float, float]:
+def _bounds(low: float, high: float) -> tuple[float, float]:
     """The logarithms of 0 ≤ low ≤ 1 ≤ high < infinity."""
     for name, bound in (("low", low), ("high", high)):
         checks.number(name, bound)

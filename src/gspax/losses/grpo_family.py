@@ -311,7 +311,7 @@ def dppo_tv(
     M_it = 0 if D_it > threshold and the update would move on: r_it > 1 with A_i > 0, or r_it < 1 with A_i < 0; else 1.
 
     A token's weight in the gradient is min(r_it, c) A_i, or none where M_it = 0. What is bounded is how far the
-    probability of the drawn token moved, not its ratio: a rare token may become many times as likely, while a
+    probability of the sampled token moved, not its ratio: a rare token may become many times as likely, while a
     frequent one is stopped at a ratio near 1.
 
     Args:
@@ -325,7 +325,7 @@ def dppo_tv(
       segment_ids: None, or int32 [B, T] for packed rows.
       correction: None, or float32 [B] or [B, T], a constant factor of the objective.
 
-    Leaves the paper: only its binary divergences are here, which need the drawn token's probabilities and no others.
+    Leaves the paper: only its binary divergences are here, which need the sampled token's probabilities and no others.
     """
     x = prepare(logp, old_logp, advantage, mask, segment_ids, correction)
     return _dppo(_binary_tv, x, threshold, ratio_limit, aggregate)

@@ -6,7 +6,7 @@ Axes: B rows, T tokens. `x_BT[b, t]` belongs to token t of row b; `mask` is True
 policy chose, and |y_i| is their number in sequence i. Values outside the mask never matter, NaN and infinity included.
 A sequence without a response token weighs nothing.
 
-Each loss maximises an objective J, so `value` is its negative. For GSPO and GRPO J is the mean over the non-empty
+Each loss maximizes an objective J, so `value` is its negative. For GSPO and GRPO J is the mean over the non-empty
 sequences i of a clipped objective:
 
     r_it = π(y_it)/π_old(y_it)             token ratio

@@ -1,8 +1,8 @@
 """KL to a reference policy, KL(π‖π_ref): as a value, and as a loss term. The two are different things.
 
 Axes: B rows (one sequence each, unless packed), T tokens. `logp` is of the policy that is trained, `ref_logp` of the
-reference, a constant; both of tokens that the policy drew. For a token let x = log π - log π_ref. Then (Schulman 2020,
-"Approximating KL divergence")
+reference, a constant; both of tokens that the policy sampled. For a token let x = log π - log π_ref. Then (Schulman
+2020, "Approximating KL divergence")
 
     k1 = x,   k2 = x²/2,   k3 = exp(-x) - 1 + x
 
@@ -29,11 +29,11 @@ overflow; such a token is still pulled back.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
+from jax.typing import ArrayLike
 
 from gspax.losses import checks, masked, sequences
 from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of
@@ -73,12 +73,12 @@ def token_kl(
 ) -> Terms:
     """Σ_t KL(π(·|c_t)‖π_ref(·|c_t)) over the given contexts c_t, aggregated like the policy loss it joins.
 
-    The value is k3 of each token and the gradient x ∇ log π, that of k2. For a token drawn from π in its context the
+    The value is k3 of each token and the gradient x ∇ log π, that of k2. For a token sampled from π in its context the
     expectation of the former is the KL of the next token and that of the latter its gradient. Contexts are data here:
     what a token does to the contexts after it is left out, as in all losses per token (`sequence_kl` includes it).
 
-    With `old_logp` the tokens are taken as drawn from π_old, and value and gradient are multiplied by r = π/π_old. Both
-    expectations then stay right after updates; contexts stay those that π_old led to. This is the unbiased KL
+    With `old_logp` the tokens are taken as sampled from π_old, and value and gradient are multiplied by r = π/π_old.
+    Both expectations then stay right after updates; contexts stay those that π_old led to. This is the unbiased KL
     estimate of DeepSeek-V3.2 (arXiv 2512.02556, eq. 7): the gradient of r·k3 through both is r x ∇ log π.
 
     >>> logp, ref_logp = jnp.log(jnp.array([[1.0, 0.5]])), jnp.log(jnp.array([[1.0, 0.25]]))
@@ -92,7 +92,7 @@ def token_kl(
       logp: float32 [B, T], of the policy that is trained.
       ref_logp: float32 [B, T], of the reference; a constant.
       mask: bool [B, T], True on response tokens.
-      old_logp: float32 [B, T], of the policy that drew the tokens; a constant. None: the policy that is trained.
+      old_logp: float32 [B, T], of the policy that sampled the tokens; a constant. None: the policy that is trained.
       aggregate: values [B, T] -> value and weight [B], the one of the policy loss.
       segment_ids: None, or int32 [B, T] for packed rows.
 
@@ -113,14 +113,14 @@ def token_kl(
 
 
 def sequence_kl(logp: Array, ref_logp: Array, mask: Array, *, segment_ids: Array | None = None) -> Terms:
-    """KL(π‖π_ref) of whole sequences: E[Σ_t x_t], of sequences drawn from π.
+    """KL(π‖π_ref) of whole sequences: E[Σ_t x_t], of sequences sampled from π.
 
     Its gradient is E[Σ_t (Σ_{u≥t} x_u) ∇ log π_t]: what a token does to the tokens after it counts. Earlier ones are
     left out because their expectation is 0. The value is Σ_t x_t (k1), and so can be negative.
 
     Sums over tokens are not divided by their number, which the policy influences: every non-empty sequence has the
     weight 1. So this joins losses aggregated by sequence, and its scale against them grows with the length. The
-    expectation is right for sequences of the policy itself, that is before the rollout batch's first update. The
+    expectation is right for sequences of the policy itself, that is before the rollout's first update. The
     tokens of a packed sequence need not be adjacent, but must be in order.
 
     Args, Raises:
@@ -145,7 +145,7 @@ def grpo_kl(
     """The KL term of GRPO as published: k3, differentiated (arXiv 2402.03300, eq. 4).
 
     Its gradient (1 - π_ref/π) ∇ log π has the expectation ∇ KL(π_ref‖π), the KL of the other direction, not that of
-    the KL which k3 estimates. The two agree to first order where π is near π_ref. To regularise, use `token_kl`.
+    the KL which k3 estimates. The two agree to first order where π is near π_ref. To regularize, use `token_kl`.
 
     Args, Returns, Raises:
       as `token_kl`.
@@ -179,10 +179,12 @@ def add_penalty(terms: Terms, penalty: Terms, *, coefficient: float) -> Terms:
     return Terms(value_B, terms.weight, {**terms.metrics, **penalty.metrics})
 
 
-def _pair(logp: Any, ref_logp: Any, mask: Any, segment_ids: Any) -> tuple[Array, Array, Array, Array | None]:
+def _pair(
+    logp: ArrayLike, ref_logp: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike | None
+) -> tuple[Array, Array, Array, Array | None]:
     """(log π, x without a gradient, the mask, the segments)."""
-    found = checks.two_policies("logp", logp, "ref_logp", ref_logp, mask, segment_ids)
-    logp_BT, ref_logp_BT, mask_BT, segment_BT = found
+    policies = checks.two_policies("logp", logp, "ref_logp", ref_logp, mask, segment_ids)
+    logp_BT, ref_logp_BT, mask_BT, segment_BT = policies
     mask_BT = sequences.response(mask_BT, segment_BT)
     return logp_BT, _log_ratio(logp_BT, ref_logp_BT, mask_BT), mask_BT, segment_BT
 

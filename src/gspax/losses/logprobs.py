@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from gspax.losses import checks
 
 Array = jax.Array
+Scored = TypeVar("Scored")  # a tree of arrays [B, T]
 
 _FINER = " (log-probabilities need float32: cast the logits, or better, let the last matrix product accumulate in it)"
 
@@ -32,7 +34,7 @@ def token_logp(logits_BTV: Array, tokens_BT: Array, *, temperature: float = 1.0)
     Args:
       logits_BTV: float32 [B, T, V], the model's outputs; those at t predict token t + 1, the last ones nothing.
       tokens_BT: int32 [B, T], each in [0, V).
-      temperature: the logits are divided by it. For a policy ratio use the one that the tokens were drawn with.
+      temperature: the logits are divided by it. For a policy ratio use the one that the tokens were sampled with.
 
     Raises:
       TypeError: logits that are not float32, tokens that are not int32, a temperature that is not a Python number.
@@ -67,7 +69,7 @@ def chunked_token_logp(
 
     Returns:
       logp_BT and entropy_BT, float32 [B, T]. `entropy_BT[b, t]` (in nats) is of the distribution that
-      `tokens_BT[b, t]` was drawn from; column 0 of both is 0. Both can be differentiated.
+      `tokens_BT[b, t]` was sampled from; column 0 of both is 0. Both can be differentiated.
 
     Raises:
       TypeError: logits that are not float32, tokens that are not int32, a number of the wrong type.
@@ -93,7 +95,7 @@ def chunked_scores(
     hidden_BTD, tokens_BT = _hidden_and_tokens(hidden_BTD, tokens_BT)
     temperature = checks.positive("temperature", temperature)
     if isinstance(chunk, bool) or not isinstance(chunk, int):
-        raise TypeError(f"chunk must be a Python int; got {_describe(chunk)}")
+        raise TypeError(f"chunk must be a Python int; got {checks.describe(chunk)}")
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1; got {chunk}")
 
@@ -105,7 +107,9 @@ def chunked_scores(
     return _in_chunks(scores, hidden_BTD, tokens_BT, chunk)
 
 
-def shift(score: Callable[[Array, Array], Any], output: Array, tokens_BT: Array, *, keep_length: bool = False) -> Any:
+def shift(
+    score: Callable[[Array, Array], Scored], output: Array, tokens_BT: Array, *, keep_length: bool = False
+) -> Scored:
     """Score token t + 1 with the model's output at t, and put the result in column t + 1. The only shift in gspax.
 
     With `keep_length`, for a time axis that is sharded over devices, all T outputs are scored, the last one with the
@@ -154,17 +158,13 @@ def _in_chunks(
     return jax.tree.map(lambda x_KBC: x_KBC.swapaxes(0, 1).reshape(B, K * chunk)[:, :T], scores_KBC)
 
 
-def _hidden_and_tokens(hidden_BTD: Any, tokens_BT: Any) -> tuple[Array, Array]:
+def _hidden_and_tokens(hidden_BTD: Array, tokens_BT: ArrayLike) -> tuple[Array, Array]:
     if getattr(hidden_BTD, "ndim", None) != 3:
-        raise ValueError(f"hidden_BTD must be an array [B, T, D]; got {_describe(hidden_BTD)}")
+        raise ValueError(f"hidden_BTD must be an array [B, T, D]; got {checks.describe(hidden_BTD)}")
     return hidden_BTD, _tokens(tokens_BT, "hidden_BTD", hidden_BTD)
 
 
-def _tokens(tokens_BT: Any, name: str, output: Array) -> Array:
-    tokens_BT = checks.array("tokens_BT", tokens_BT, jnp.int32, "BT")
-    checks.same_shape("tokens_BT", tokens_BT, f"{name} in [B, T]", output.shape[:2])
-    return tokens_BT
-
-
-def _describe(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+def _tokens(tokens_BT: ArrayLike, name: str, output: Array) -> Array:
+    array_BT = checks.array("tokens_BT", tokens_BT, jnp.int32, "BT")
+    checks.same_shape("tokens_BT", array_BT, f"{name} in [B, T]", output.shape[:2])
+    return array_BT

@@ -76,8 +76,8 @@ def ratio_metrics(logp: Array, old_logp: Array, mask: Array, segment_ids: Array 
     )
     mask_BT = sequences.response(mask_BT, segment_BT)
     log_ratio_BT = jax.lax.stop_gradient(jnp.where(mask_BT, logp_BT - old_logp_BT, 0))
-    found = surrogate.ratio_metrics(log_ratio_BT, mask_BT, segment_BT)
-    return {**found, "token_ratio": Spread(surrogate.exp(log_ratio_BT), mask_BT)}
+    metrics = surrogate.ratio_metrics(log_ratio_BT, mask_BT, segment_BT)
+    return {**metrics, "token_ratio": Spread(surrogate.exp(log_ratio_BT), mask_BT)}
 
 
 def fit_exponent(length_K: np.ndarray, deviation_K: np.ndarray, sequences_K: np.ndarray) -> float:

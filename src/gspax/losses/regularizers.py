@@ -10,11 +10,10 @@ tokens. All raise TypeError and ValueError, naming the argument, for another dty
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
+from jax.typing import ArrayLike
 
 from gspax.losses import checks, masked, sequences
 from gspax.losses.terms import Aggregate, Share, Terms, by_sequence
@@ -110,7 +109,7 @@ def router_z(
     return _terms("router_z", value_BT, mask_BT, aggregate, segment_ids)
 
 
-def _routers(name: str, value: Any, mask: Any) -> tuple[Array, Array]:
+def _routers(name: str, value: ArrayLike, mask: ArrayLike) -> tuple[Array, Array]:
     """The routers' probabilities or logits, 0 outside the mask, and the mask."""
     value_LBTE = checks.array(name, value, jnp.float32, "LBTE")
     mask_BT = checks.array("mask", mask, jnp.bool_, "BT")
@@ -118,7 +117,14 @@ def _routers(name: str, value: Any, mask: Any) -> tuple[Array, Array]:
     return jnp.where(mask_BT[None, :, :, None], value_LBTE, 0), mask_BT
 
 
-def _terms(name: str, value_BT: Array, mask_BT: Array, aggregate: Aggregate, segment_ids: Any, sign: int = 1) -> Terms:
+def _terms(
+    name: str,
+    value_BT: Array,
+    mask_BT: Array,
+    aggregate: Aggregate,
+    segment_ids: ArrayLike | None,
+    sign: int = 1,
+) -> Terms:
     segment_BT = checks.segment_ids(segment_ids, mask_BT.shape, "mask")
     mask_BT = sequences.response(mask_BT, segment_BT)
     total_B = masked.sum(stop_gradient(value_BT), mask_BT, axis=-1)

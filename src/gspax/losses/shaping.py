@@ -5,8 +5,6 @@ Axes: B rows, T tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -42,7 +40,7 @@ def soft_overlong_punishment(length_B: Array, *, max_length: int, buffer: int) -
       TypeError: length_B does not hold integers; a number is not a Python int.
       ValueError: length_B has another rank; buffer or max_length is out of range.
     """
-    length_B = _lengths(length_B)
+    length_B = jnp.asarray(checks.numbers("length_B", length_B, "integers", [jnp.integer], "B"), jnp.int32)
     for name, number in (("max_length", max_length), ("buffer", buffer)):
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"{name} must be a Python int, a number of tokens; got {type(number).__name__}")
@@ -72,14 +70,3 @@ def filter_overlong(mask_BT: Array, truncated_B: Array) -> Array:
     truncated_B = checks.array("truncated_B", truncated_B, jnp.bool_, "B")
     checks.same_shape("truncated_B", truncated_B, "mask_BT in its rows", mask_BT.shape[:1])
     return mask_BT & ~truncated_B[:, None]
-
-
-def _lengths(length_B: Any) -> Array:
-    if not (hasattr(length_B, "dtype") and hasattr(length_B, "shape")):
-        raise TypeError(f"length_B must be an integer array [B]; got {type(length_B).__name__}")
-    got = f"{length_B.dtype} {list(length_B.shape)}"
-    if not jnp.issubdtype(length_B.dtype, jnp.integer):
-        raise TypeError(f"length_B must hold integers, numbers of tokens; got {got}")
-    if len(length_B.shape) != 1:
-        raise ValueError(f"length_B must be [B]; got {got}")
-    return jnp.asarray(length_B, jnp.int32)

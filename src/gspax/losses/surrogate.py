@@ -1,4 +1,4 @@
-"""What every policy loss is made of: checked inputs, the clipped objective, and the terms and metrics of a row.
+"""The parts of every policy loss: checked inputs, the clipped objective, and the terms and metrics of a row.
 
 Reduced, the metrics are those of the whole batch; no gradient flows through them:
 
@@ -10,7 +10,7 @@ Reduced, the metrics are those of the whole batch; no gradient flows through the
 - `ratio_mean`, `ratio_min`, `ratio_max`: the sequence ratio s_i over the non-empty sequences.
 - `ratio_deviation`: the 90th percentile of |s_i - 1|, weighted by response tokens. In the first update of a rollout
   batch, where both policies are the same, it is the noise floor of s_i.
-- `kl`: mean over the response tokens of r - 1 - log r (the k3 estimate of KL(π_old‖π), tokens drawn from π_old).
+- `kl`: mean over the response tokens of r - 1 - log r (the k3 estimate of KL(π_old‖π), tokens sampled from π_old).
 
 Axes: B rows, T tokens; U is T, or 1 for a quantity that is the same for all tokens of a row.
 """
@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
+from jax.typing import ArrayLike
 
 from gspax.losses import checks, masked, sequences
 from gspax.losses.terms import Aggregate, Metrics, Quantile, Share, Spread, Terms
@@ -47,12 +48,12 @@ class Inputs(NamedTuple):
 
 
 def prepare(
-    logp: Any,
-    old_logp: Any,
-    advantage: Any,
-    mask: Any,
-    segment_ids: Any,
-    correction: Any,
+    logp: ArrayLike,
+    old_logp: ArrayLike,
+    advantage: ArrayLike,
+    mask: ArrayLike,
+    segment_ids: ArrayLike | None,
+    correction: ArrayLike | None,
     *,
     advantage_axes: tuple[str, ...] = ("B",),
 ) -> Inputs:
@@ -61,7 +62,7 @@ def prepare(
         logp, old_logp, advantage, mask, advantage_axes=("BT",) if segment_ids is not None else advantage_axes
     )
     segment_BT = checks.segment_ids(segment_ids, logp_BT.shape)
-    correction = checks.correction(correction, logp_BT.shape, packed=segment_BT is not None)
+    factor = checks.correction(correction, logp_BT.shape, packed=segment_BT is not None)
     mask_BT = sequences.response(mask_BT, segment_BT)
     old_logp_BT = stop_gradient(old_logp_BT)
 
@@ -77,8 +78,17 @@ def prepare(
         advantage_BU=constant(advantage),
         mask_BT=mask_BT,
         segment_BT=segment_BT,
-        correction_BU=None if correction is None else constant(correction),
+        correction_BU=None if factor is None else constant(factor),
     )
+
+
+def log_ratio(
+    name: str, logp: ArrayLike, other_name: str, other: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike | None
+) -> tuple[Array, Array, Array | None]:
+    """(log of the ratio of two policies without a gradient, anything outside the mask; the mask; the segments)."""
+    policies = checks.two_policies(name, logp, other_name, other, mask, segment_ids)
+    logp_BT, other_BT, mask_BT, segment_BT = policies
+    return stop_gradient(logp_BT - other_BT), sequences.response(mask_BT, segment_BT), segment_BT
 
 
 def exp(log_ratio: Array) -> Array:
@@ -140,7 +150,7 @@ def policy_terms(
     low_BU: Array | None = None,
     share: Callable[[Array, Array], Share] = of_tokens,
 ) -> Terms:
-    """Terms of the loss that maximises the aggregate of an objective; high and low None: nothing is clipped."""
+    """Terms of the loss that maximizes the aggregate of an objective; high and low None: nothing is clipped."""
     checks.function("aggregate", aggregate)
     if x.correction_BU is not None:
         objective_BU = objective_BU * x.correction_BU
@@ -172,7 +182,7 @@ def policy_metrics(
 
 
 def ratio_metrics(log_ratio_BT: Array, mask_BT: Array, segment_BT: Array | None) -> Metrics:
-    """Those of the module's metrics that do not depend on the loss; the log-ratio is 0 outside the mask."""
+    """The metrics that do not depend on the loss; the log-ratio is 0 outside the mask."""
     tokens_BS = sequences.count(mask_BT, segment_BT)
     log_s_BS, keep_BS = sequences.mean(log_ratio_BT, mask_BT, segment_BT), tokens_BS > 0
     ratio_BS = exp(log_s_BS)

@@ -69,9 +69,9 @@ Metrics = dict[str, Share | Spread | Quantile]
 
 
 class Terms(NamedTuple):
-    """What a loss returns. A pytree: it can be differentiated, scanned over, stacked and concatenated by rows."""
+    """The result of a loss. A pytree: it can be differentiated, scanned over, stacked and concatenated by rows."""
 
-    value: Array  # float32 [B]  contribution to the numerator, to be minimised; 0 where the weight is 0
+    value: Array  # float32 [B]  contribution to the numerator, to be minimized; 0 where the weight is 0
     weight: Array  # float32 [B]  contribution to the denominator; depends on the mask alone
     metrics: Metrics  # by name; no gradient flows through them
 

@@ -1,4 +1,4 @@
-"""What a trainer must know about a policy loss: a record attached to the function, so that its name means nothing.
+"""The facts about a policy loss that a trainer needs: a record attached to the function, whose name means nothing.
 
 The record is found through `functools.partial` and `functools.wraps`. A loss without one is described by its
 signature (`traits_of`); attach one with `@has_traits(Traits(...))` where that is not enough, as for a loss with the
@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import jax
+
 Level = Literal["token", "sequence"]
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
+Reduction = Callable[..., tuple[jax.Array, jax.Array]]  # an `aggregate`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class Traits:
     correction: Level | None = None
     token_advantage: bool = False  # takes advantages [B, T] for rows that are not packed
     updates: bool = False  # takes `updates`, int32: the number of updates before this one, skipped ones included
-    aggregate: Callable[..., Any] | None = None  # its default; None: it takes none
+    aggregate: Reduction | None = None  # its default; None: it takes none
 
 
 def has_traits(traits: Traits) -> Callable[[Function], Function]:
@@ -52,15 +55,15 @@ def has_traits(traits: Traits) -> Callable[[Function], Function]:
     return attach
 
 
-def traits_of(loss: Callable[..., Any]) -> Traits:
+def traits_of(loss: Callable[..., object]) -> Traits:
     """The record of a loss; for one without a record, what its signature shows.
 
     A signature shows which keywords there are. The ratio of a loss with a clip range is taken to be that of a token,
     and a correction to reach each token.
     """
     for layer in layers(loss):
-        if isinstance(found := getattr(layer, "traits", None), Traits):
-            return found
+        if isinstance(traits := getattr(layer, "traits", None), Traits):
+            return traits
     keywords = _keywords(loss)
     clip_range = {"clip_low", "clip_high"} <= keywords.keys()
     return Traits(
@@ -81,12 +84,12 @@ def at_level(level: Level) -> Callable[[Function], Function]:
     return attach
 
 
-def level_of(function: Callable[..., Any]) -> Level | None:
-    """What `at_level` attached; None for a function without it."""
+def level_of(function: Callable[..., object]) -> Level | None:
+    """The level that `at_level` attached; None for a function without it."""
     return next((layer.level for layer in layers(function) if hasattr(layer, "level")), None)
 
 
-def aggregate_of(loss: Callable[..., Any]) -> Callable[..., Any] | None:
+def aggregate_of(loss: Callable[..., object]) -> Reduction | None:
     """The `aggregate` that a loss uses: the one bound to it, else its default; None if it takes none."""
     for layer in layers(loss):
         if isinstance(layer, functools.partial) and "aggregate" in layer.keywords:
@@ -94,7 +97,7 @@ def aggregate_of(loss: Callable[..., Any]) -> Callable[..., Any] | None:
     return traits_of(loss).aggregate
 
 
-def layers(function: Any) -> Iterator[Any]:
+def layers(function: object) -> Iterator[object]:
     """A function and what it wraps by `functools.partial` and `functools.wraps`, outermost first."""
     while function is not None:
         yield function
@@ -102,7 +105,7 @@ def layers(function: Any) -> Iterator[Any]:
         function = function.func if isinstance(function, functools.partial) else inner
 
 
-def _keywords(function: Any) -> dict[str, Any]:
+def _keywords(function: Callable[..., object]) -> dict[str, Any]:
     """The keyword parameters of a function that have a default, with it."""
     try:
         parameters = inspect.signature(function).parameters.values()
