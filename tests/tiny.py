@@ -8,7 +8,7 @@ import jax.extend
 import pytest
 
 from gspax.config import ModelConfig, Yarn
-from gspax.learner.train_step import StepSettings
+from gspax.learner.forward import StepSettings
 from gspax.model import transformer
 from gspax.parallel.sharding import single_device_mesh
 from gspax.sampler.engine import SampleOptions

@@ -1,4 +1,4 @@
-"""The structs that pass between modules: data only.
+"""The structs that pass between modules hold data only.
 
 Axes: B = P·G rows (prompts x samples, the rows of one prompt adjacent), L sparse layers, T tokens (prompt, completion,
 right padding), A active experts. `x_BT[b, t]` is always about `tokens_BT[b, t]`; column 0 is never masked in, because
@@ -13,15 +13,15 @@ from typing import Any
 import jax
 
 Array = jax.Array
-Params = Any  # a nested dict of arrays
-PyTree = Any  # of arrays or of what stands for them, as jax.tree has it
-JsonObject = dict[str, Any]  # a JSON object that was read: whoever uses a value checks it
+PyTree = Any  # arrays, or what stands for them, in nested tuples, dicts and registered structs
+Params = PyTree  # arrays in nested dicts
+Json = dict[str, Any]  # a JSON object that was read: whoever uses a value checks it
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """What the sampler returns."""
+    """The tokens that the sampler generated, with their log-probs."""
 
     tokens_BT: Array  # int32    prompt, completion, padding
     mask_BT: Array  # bool     sampled by the policy (the stop token included)
@@ -31,20 +31,20 @@ class Rollout:
     finished_B: Array  # bool     ended with a stop token (False: truncated at the maximum length)
     # uint8 or wider  on request, the experts that the sampler chose; `num_experts` on padding and on the last token
     expert_BLTA: Array | None = None
-    reply_B: Array | None = None  # int32    with an environment, those of them that are its replies
-    version_BT: Array | None = None  # int32    on request, the version of the weights that drew the token; 0 elsewhere
+    reply_B: Array | None = None  # int32    with an environment, the tokens of its replies
+    version_BT: Array | None = None  # int32    on request, version of the weights that sampled the token; 0 elsewhere
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A minibatch: what one optimiser update reads."""
+    """A minibatch: the input of one optimizer update. A field is None until it is known (`known`)."""
 
     tokens_BT: Array  # int32
     segment_BT: Array  # int32    1, 2, ... the sequence a token belongs to; 0 = padding
     mask_BT: Array  # bool     tokens that the loss is over
-    old_logp_BT: Array  # float32  log-prob under the learner before the rollout batch's first update
-    advantage: Array  # float32  [B], or [B, T] for packed rows and for advantages of tokens
+    old_logp_BT: Array | None = None  # float32  log-prob under the learner before the rollout's first update
+    advantage: Array | None = None  # float32  [B], or [B, T] for packed rows and for advantages of tokens
     # int32    with shared prompts, the segment that a token's own continues (the prompt's); 0: none
     prefix_BT: Array | None = None
     sampler_logp_BT: Array | None = None  # float32  log-prob under the sampler, for corrections
@@ -53,14 +53,32 @@ class Batch:
     router_logp_BLTA: Array | None = None  # float32  the old policy's router log-probs of `expert_BLTA`
 
 
+MEANING = {
+    "old_logp_BT": "log-probs of the old policy (its pass or the first update computes them)",
+    "advantage": "advantages",
+    "sampler_logp_BT": "log-probs of the sampler",
+    "ref_logp_BT": "log-probs of the reference policy",
+    "expert_BLTA": "the experts of the old policy or of the sampler",
+    "router_logp_BLTA": "the old policy's router log-probs",
+}
+
+
+def known(batch: Batch, name: str) -> Array:
+    """An optional array of a batch. ValueError if it is not known yet."""
+    value = getattr(batch, name)
+    if value is None:
+        raise ValueError(f"batch.{name}: wanted {MEANING[name]}, got None")
+    return value
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
     """Everything that a checkpoint stores and a resumed run needs."""
 
-    step: Array  # int32    optimiser updates done, skipped ones included
+    step: Array  # int32    optimizer updates done, skipped ones included
     position: Array  # int32    training problems consumed
     key: Array  # PRNG key of the run; never advanced, only folded
     params: Params
-    opt_state: Any
+    opt_state: PyTree
     clip_range: Array  # float32 [2]  clip_low, clip_high if they are calibrated; otherwise zeros that nothing reads

@@ -26,11 +26,12 @@ from gspax.experiment.description import describe
 from gspax.hf import hf, parameters, peft
 from gspax.hf.config_json import read_config
 from gspax.hf.peft import read_adapters
-from gspax.learner import adapters, restore
+from gspax.learner import adapters
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import abstract_params, init_state, new_state
+from gspax.learner.state import abstract_params, drop_frozen, init_state, new_state, save_start
 from gspax.model import low_rank
 from gspax.parallel.sharding import make_mesh
+from gspax.rollout.problems import Skipped
 from gspax.run import folders
 from gspax.run.checkpoints import Checkpoints, StoredArray, open_array
 from gspax.run.directory import RunDir, enter_run, open_run
@@ -304,10 +305,10 @@ def test_adapters_are_merged_on_export(lora, tmp_path):
         lambda leaf: rng.standard_normal(leaf.shape, np.float32), adapters.abstract(experiment.model, lora)
     )
     policy = adapters.attach_adapters(base, factors, lora)
-    restore.save_start(run, base, MESH)
+    save_start(run, base, MESH)
     state = new_state(policy, make_optimizer(experiment.optimizer), jax.random.key(0))
     with Checkpoints(run.checkpoints, keep=1) as checkpoints:
-        checkpoints.save(5, restore.drop_frozen(state), {})
+        checkpoints.save(5, drop_frozen(state), {})
     export.run(run.path, tmp_path / "out", dtype="float32")
     found, expected = load(tmp_path / "out"), published(experiment.model, jax.device_get(low_rank.dense(policy)))
     assert found.keys() == expected.keys()
@@ -359,8 +360,8 @@ def test_base_plus_exported_adapter_is_the_merged_export_after_a_warm_start(tmp_
     with enter_run(run.path, describe(experiment)):
         runtime = make_runtime(experiment)
         with Checkpoints(run.checkpoints, keep=1) as checkpoints:
-            state = restore_or_start(runtime, run, checkpoints)
-            checkpoints.save(1, restore.drop_frozen(state), {})
+            state = restore_or_start(runtime, run, checkpoints, Skipped())
+            checkpoints.save(1, drop_frozen(state), {})
     check()  # of the run
 
 

@@ -21,6 +21,7 @@ from gspax.experiment.description import describe
 from gspax.experiment.overrides import override
 from gspax.experiment.validation import validate
 from gspax.parallel.sharding import make_mesh
+from gspax.rollout.problems import Skipped
 from gspax.training import warm_start
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -175,7 +176,8 @@ def test_a_demonstration_follows_the_rendered_prompt(small):
     chat = replace(experiment, tokenizer=tokenizer, sampling=lengths)
     stage = replace(chat.warm_start, rows=8)
     texts = {"data": chat.data, "tokenizer": tokenizer, "length": 80, "seed": 0, "vocab_size": tokenizer.vocab_size}
-    batch, _ = warm_start.make_demonstrations(stage, 0, mesh=make_mesh(chat.mesh), **texts)
+    source = warm_start.Demonstrations(stage=stage, **texts)
+    batch, _ = warm_start.make_demonstrations(source, 0, mesh=make_mesh(chat.mesh), skipped=Skipped())
     for row in range(stage.rows):
         prompt = tokenizer.encode(chat.data.train(row).prompt)
         answer = batch.tokens_BT[row][batch.mask_BT[row]].tolist()

@@ -16,8 +16,8 @@ from gspax.errors import UserError
 from gspax.hf import peft
 from gspax.hf.parameters import named_shapes
 from gspax.hf.peft import read_adapters, write_adapters
-from gspax.learner import adapters, weights
-from gspax.learner.state import abstract_adapters
+from gspax.learner import adapters
+from gspax.learner.state import abstract_adapters, load_adapters
 from gspax.model.low_rank import dense
 from gspax.parallel.sharding import make_mesh
 
@@ -80,7 +80,7 @@ def test_an_adapter_adds_peft_s_update_to_each_module(lora, tmp_path):
     assert found == replace(lora, checkpoint=str(tmp_path / "adapter"))
     mesh = make_mesh(Mesh(), jax.devices()[:8])
     wanted = abstract_adapters(CONFIG, found, mesh)
-    factors = weights.load_adapters(CONFIG, found, wanted)
+    factors = load_adapters(CONFIG, found, wanted)
     assert jax.tree.map(lambda x: x.sharding, factors) == jax.tree.map(lambda x: x.sharding, wanted)
     base = random_params(CONFIG)
     merged = published(CONFIG, jax.device_get(dense(adapters.attach_adapters(base, jax.device_get(factors), found))))

@@ -21,11 +21,11 @@ from gspax.hf.parameters import named_leaves as by_path
 from gspax.hf.peft import write_adapters
 from gspax.learner import adapters, objective, train_step
 from gspax.learner.forward import forward
-from gspax.learner.restore import load_reference
-from gspax.learner.state import abstract_state, add_adapters, init_state, new_state
+from gspax.learner.state import abstract_state, add_adapters, init_state, load_reference, new_state
 from gspax.model import transformer
 from gspax.model.low_rank import combine, dense, is_low_rank, partition
 from gspax.parallel import sharding
+from gspax.rollout.problems import Skipped
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, enter_run
@@ -143,7 +143,7 @@ def test_an_update_changes_only_the_factors_by_the_chain_rule(rows):
     chex.assert_trees_all_equal(base(state.params), base(before))
 
     def value(params):
-        outputs = forward(params, CONFIG, batch.tokens_BT, batch.segment_BT, mesh=tiny.one_device())
+        outputs = forward(params, tiny.settings(CONFIG), batch.tokens_BT, batch.segment_BT)
         terms = losses.grpo(outputs.logp_BT, batch.old_logp_BT, batch.advantage, batch.mask_BT)
         return losses.reduce(terms)[0]
 
@@ -198,7 +198,7 @@ def test_the_reference_is_the_base_with_the_adapters_that_the_run_starts_from(wa
     made = replace(experiment, lora=peft(folder), reference=config.Reference(), warm_start=warm_start)
     runtime, mesh = make_runtime(made), sharding.make_mesh(config.Mesh())
     with enter_run(tmp_path / "run", describe(made)) as run, Checkpoints(run.checkpoints, keep=1) as checkpoints:
-        state = loop.restore_or_start(runtime, run, checkpoints)
+        state = loop.restore_or_start(runtime, run, checkpoints, Skipped())
         reference = load_reference(run, state, made.model, made.lora, mesh)
         resumed = replace(state, step=state.step + 1, params=jax.tree.map(jnp.zeros_like, state.params))
         again = load_reference(run, resumed, made.model, made.lora, mesh)

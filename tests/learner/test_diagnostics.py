@@ -13,11 +13,9 @@ import tiny
 
 from gspax import config, losses
 from gspax.learner import diagnostics, train_step
-from gspax.learner.minibatches import Scored
 from gspax.learner.objective import make_objective
-from gspax.learner.programs import Steps
 from gspax.learner.state import new_state
-from gspax.learner.updates import run_updates
+from gspax.learner.updates import Steps, run_updates
 from gspax.model import transformer
 from gspax.parallel import sharding
 from gspax.training.step import is_measured
@@ -203,8 +201,9 @@ def test_only_the_last_update_of_a_rollout_batch_is_measured(epochs, batches):
         return *update(state, batch, on_policy), diagnostics.Readings({}, {"gradient/cosine": state.step}, {})
 
     state = new_state({"w": jnp.zeros(1)}, SGD, jax.random.key(0))
-    scored = Scored([batch()] * batches, [None] + [jnp.zeros((B, T))] * (batches - 1), on_policy=True)
-    run = functools.partial(run_updates, Steps(update, None, None, None, range(0)), state, scored, None)
+    rollout = [replace(batch(), old_logp_BT=None)] + [batch()] * (batches - 1)
+    scores = [None] + [train_step.Scores(jnp.zeros((B, T)), jnp.zeros((B, T)))] * (batches - 1)
+    run = functools.partial(run_updates, Steps(update, None, None, None, range(0)), state, rollout, scores)
     found = run(epochs=epochs, rate=optax.constant_schedule(1.0), measure=measure)
     last = epochs * batches - 1
     assert seen == [(last, last == 0)] and found.readings.gradient == {"gradient/cosine": last}
@@ -216,9 +215,9 @@ def test_only_the_last_update_of_a_rollout_batch_is_measured(epochs, batches):
 def test_instruments_are_due_every_few_steps_and_at_the_last(done, due):
     schedule = config.Schedule(steps=5, minibatches=2)
     runtime = SimpleNamespace(experiment=SimpleNamespace(instruments=SETTINGS, schedule=schedule))
-    assert is_measured(runtime, SimpleNamespace(step=np.int32(2 * done))) == due
+    assert is_measured(runtime, done) == due
     runtime.experiment.instruments = None
-    assert not is_measured(runtime, SimpleNamespace(step=np.int32(2 * done)))
+    assert not is_measured(runtime, done)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gspax.learner import metrics
+from gspax.learner.train_step import Scores
 from gspax.types import Batch, Rollout
 
 
@@ -73,7 +74,7 @@ def test_response_metrics_by_hand():
 
 
 def scored_parts(ref_logp_BT=None):
-    """The rows of `a_rollout` as two batches with the learner's log-probs, and the entropies of each."""
+    """The rows of `a_rollout` as two batches, with the learner's log-probs and entropies of each."""
     rollout = a_rollout()
     logp = jnp.array([[9.0, -1.5, -2.0], [9.0, -3.25, 9.0]])
     entropy = jnp.array([[9.0, 0.5, 1.0], [9.0, 0.75, 9.0]])
@@ -81,16 +82,15 @@ def scored_parts(ref_logp_BT=None):
         tokens_BT=rollout.tokens_BT,
         segment_BT=np.ones_like(rollout.tokens_BT),
         mask_BT=rollout.mask_BT,
-        old_logp_BT=logp,
         advantage=np.zeros(2, np.float32),
         sampler_logp_BT=rollout.logp_BT,
         ref_logp_BT=ref_logp_BT,
     )
-    return [jax.tree.map(lambda x, i=i: x[i : i + 1], batch) for i in range(2)], [entropy[:1], entropy[1:]]
+    return [jax.tree.map(lambda x, i=i: x[i : i + 1], (batch, Scores(logp, entropy))) for i in range(2)]
 
 
 def test_score_metrics_use_only_response_tokens():
-    found = metrics.score_metrics(*scored_parts())
+    found = metrics.score_metrics(scored_parts())
     assert found["policy/entropy"] == 0.75
     assert found["mismatch/abs_diff"] == 0.25 and found["mismatch/abs_diff_largest_max"] == 0.5
     assert found["mismatch/kl"] == pytest.approx((0.5 + 0 + 0.25) / 3)
@@ -101,7 +101,7 @@ def test_score_metrics_use_only_response_tokens():
 
 def test_kl_to_the_reference_is_measured_where_there_is_one():
     reference = jnp.array([[0.0, -1.0, -2.5], [0.0, -3.0, 0.0]])
-    found = metrics.score_metrics(*scored_parts(reference))
+    found = metrics.score_metrics(scored_parts(reference))
     x = np.array([-0.5, 0.5, -0.25])
     assert found["reference/kl_k1"] == pytest.approx(x.mean(), rel=1e-5)
     assert found["reference/kl"] == pytest.approx((np.exp(-x) - 1 + x).mean(), rel=1e-5)

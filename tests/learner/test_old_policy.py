@@ -66,12 +66,12 @@ def test_scoring_gets_the_experts_of_the_rollout_and_the_reference_does_not():
         given.append((params, expert_BLTA))
         return train_step.Scores(jnp.zeros((N, T)), jnp.zeros((N, T)), router_logp_BLTA=jnp.ones(1))
 
-    scored = minibatches.score_minibatches(score, "policy", "reference", batches, range(1))
+    (batch,), _ = minibatches.score_minibatches(score, "policy", "reference", batches, range(1))
     assert [params for params, _ in given] == ["policy", "reference"]
     np.testing.assert_array_equal(given[0][1], rollout().expert_BLTA)
     assert given[1][1] is None
-    np.testing.assert_array_equal(scored.batches[0].expert_BLTA, rollout().expert_BLTA)
-    assert scored.batches[0].router_logp_BLTA == 1
+    np.testing.assert_array_equal(batch.expert_BLTA, rollout().expert_BLTA)
+    assert batch.router_logp_BLTA == 1
 
 
 def test_scoring_routes_to_the_experts_given_and_returns_the_routers_log_probs():
@@ -84,7 +84,7 @@ def test_scoring_routes_to_the_experts_given_and_returns_the_routers_log_probs()
     score = train_step.make_score(tiny.settings(MODEL, microbatch_rows=2), keep_experts=True, keep_router_logp=True)
     found = score(params, tokens_BT, segment_BT, mask_BT, forced_BLTA)
     np.testing.assert_array_equal(found.expert_BLTA, forced_BLTA)
-    wanted = jax.jit(partial(forward, config=MODEL, mesh=tiny.one_device()))(
+    wanted = jax.jit(partial(forward, settings=tiny.settings(MODEL)))(
         params, tokens_BT=tokens_BT, segment_BT=segment_BT, expert_BLTA=forced_BLTA
     )
     np.testing.assert_allclose(found.logp_BT[mask_BT], wanted.logp_BT[mask_BT], rtol=1e-5, atol=1e-6)

@@ -14,8 +14,9 @@ from small_experiment import experiment
 from gspax import config, losses
 from gspax.config import Calibration, Reference, Regularizers, RowShape, Sampling, Schedule, row_shape
 from gspax.learner import adapters, metrics, minibatches, train_step
+from gspax.learner.forward import StepSettings
+from gspax.learner.minibatches import Piece, first_fit_decreasing, pack, separate, share_prompts
 from gspax.learner.objective import make_objective
-from gspax.learner.packing import Piece, first_fit_decreasing, pack, separate, share_prompts
 from gspax.learner.state import abstract_state, new_state
 from gspax.losses import correction, kl
 from gspax.parallel import sharding
@@ -147,7 +148,7 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
     """A minibatch scored by a policy and updated by one near it: parameters, metrics, sums of log-probs."""
     data, shape = data or rollout(), row_shape(SAMPLING, schedule, sharding.batch_shards(mesh))
     options = dict(objective)
-    settings = train_step.StepSettings(
+    settings = StepSettings(
         config=MODEL,
         mesh=mesh,
         temperature=SAMPLING.temperature,
@@ -166,19 +167,18 @@ def learn(schedule, mesh, objective=EVERYTHING, lora=None, replay=True, on_polic
     old, reference = moved(start(None), 1e-3), start(None)
     if not on_policy:
         score = train_step.make_score(settings, keep_experts=replay)
-        scored = minibatches.score_minibatches(score, old, reference, batches, range(len(batches)))
-    else:
-        scored = minibatches.Scored(batches, [None], True)
-    filled = minibatches.set_advantages(scored.batches, layouts, np.linspace(-1, 1, N), mesh)
-    scored = replace(scored, batches=filled)
-    state, found, scores = update(state, filled[0], on_policy)
-    scored = scored.complete(scores)
+        batches, (of_old,) = minibatches.score_minibatches(score, old, reference, batches, range(len(batches)))
+    (batch,) = minibatches.set_advantages(batches, layouts, np.linspace(-1, 1, N), mesh)
+    batch, computes_its_own = train_step.fill_old_logp(batch)
+    assert computes_its_own == on_policy
+    state, found, scores = update(state, batch, on_policy)
+    of_old = scores if on_policy else of_old
     found.pop("ring_fallbacks", None)  # where experts are sharded
-    after = metrics.score_metrics(scored.batches, scored.entropies)
-    summed = Reference(reward=lambda old, _, mask: jnp.where(mask, old, 0))
-    sums = minibatches.reference_kl(summed, scored.batches, layouts)
+    after = metrics.score_metrics([(batch, of_old)])
+    known = replace(batch, old_logp_BT=of_old.logp_BT, ref_logp_BT=of_old.logp_BT)
+    sums = minibatches.reference_kl(Reference(reward=lambda old, _, mask: jnp.where(mask, old, 0)), [known], layouts)
     results = jax.device_get((state.params, found, after, scores.count_LE))
-    return results, sums, (layouts, update, state, filled[0])
+    return results, sums, (layouts, update, state, batch)
 
 
 @functools.cache
@@ -225,6 +225,7 @@ def test_an_update_of_packed_rows_is_that_of_the_same_responses_with_a_row_each(
     other, layouts = minibatches.split_minibatches(rollout(1), 1, row_shape(SAMPLING, SCHEDULE, 1), ALONE)
     other = replace(
         minibatches.set_advantages(other, layouts, np.ones(N), ALONE)[0],
+        old_logp_BT=batch.old_logp_BT,
         ref_logp_BT=batch.ref_logp_BT,
         expert_BLTA=batch.expert_BLTA,
     )

@@ -17,7 +17,7 @@ from gspax import config, losses
 from gspax.commands.aot import hlo
 from gspax.config import Mesh
 from gspax.learner import objective, train_step
-from gspax.learner.head_logp import score_tokens
+from gspax.learner.forward import head_logp
 from gspax.learner.state import abstract_state
 from gspax.parallel import sharding
 from gspax.types import Batch
@@ -69,7 +69,7 @@ def scored(mesh, head, hidden, tokens, chunk, tied=False, masked=False):
 
     def total(head, hidden):
         params = {"embedding": head.T} if tied else {"head": head}
-        logp, entropy = score_tokens(
+        logp, entropy = head_logp(
             params, hidden, tokens, temperature=0.7, chunk=chunk, mask_BT=MASK if masked else None, mesh=mesh
         )
         return (WEIGHT * logp + WEIGHT[:, ::-1] * entropy).sum(), (logp, entropy)

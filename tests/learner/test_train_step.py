@@ -17,6 +17,7 @@ from gspax import config, losses
 from gspax.config import optimizers
 from gspax.config.optimizers import adamw
 from gspax.learner import objective, train_step
+from gspax.learner.diagnostics import make_route
 from gspax.learner.expert_load import expert_counts, expert_load
 from gspax.learner.forward import forward
 from gspax.learner.optimizer import learning_rate, make_optimizer
@@ -171,7 +172,7 @@ def test_eight_devices_make_the_update_of_one(mesh, rows):
     close(got, want, rtol=1e-3)
     close(want, whole("gspo")[1])  # metrics do not depend on the optimiser: grad_norm is measured before clipping
     moments, wanted = spread.opt_state[1][0], alone.opt_state[1][0]
-    assert moments.count == wanted.count == 1
+    assert int(moments.count) == int(wanted.count) == 1
     close(moments.mu, wanted.mu, rtol=1e-3, atol=1e-5)
     # Adam divides by the gradient's own size, so only gradients above rounding can be compared
     close(spread.params, alone.params, rtol=1e-3, atol=1e-3)
@@ -224,13 +225,13 @@ def with_experts(data, seed=0):
 def test_replay_forces_the_experts_of_the_batch():
     data, params = with_experts(batch()), tiny.params(CONFIG)
     free_logp, _, free_expert = direct(params, data)
-    run = jax.jit(functools.partial(forward, config=CONFIG, mesh=tiny.one_device(), temperature=TEMPERATURE))
+    run = jax.jit(functools.partial(forward, settings=tiny.settings(CONFIG, temperature=TEMPERATURE)))
     tokens = {"tokens_BT": data.tokens_BT, "segment_BT": data.segment_BT}
     replayed = run(params, **tokens, expert_BLTA=data.expert_BLTA.astype(np.uint8))
     np.testing.assert_array_equal(replayed.routing.expert, data.expert_BLTA.swapaxes(0, 1))
     assert (free_expert != replayed.routing.expert).any()
     assert np.abs(replayed.logp_BT - free_logp)[data.mask_BT].max() > 1e-3
-    with pytest.raises(ValueError, match=r"batch\.expert_BLTA: wanted the experts to replay, got None"):
+    with pytest.raises(ValueError, match=r"batch\.expert_BLTA: wanted the experts .*, got None"):
         jax.eval_shape(make_step(losses.gspo, SGD, routing_replay=True), fresh(), batch())
 
 
@@ -259,8 +260,8 @@ def test_an_objective_with_every_term_equals_its_microbatches_and_balances_the_r
     assert {"load_balance", "router_z", "entropy_bonus", "ref_kl", "correction_mean"} <= want.keys()
     counted = jnp.where(data.mask_BT[:, None, :, None], data.expert_BLTA, CONFIG.num_experts)
     load = expert_load(counted.swapaxes(0, 1), CONFIG.num_experts)
-    given = tiny.params(CONFIG), CONFIG, data.tokens_BT, data.segment_BT
-    outputs = forward(*given, mesh=tiny.one_device(), expert_BLTA=data.expert_BLTA)
+    arrays = data.tokens_BT, data.segment_BT
+    outputs = forward(tiny.params(CONFIG), tiny.settings(CONFIG), *arrays, expert_BLTA=data.expert_BLTA)
     logits = outputs.routing.logits
     share = (jax.nn.softmax(logits) * load[:, None, None]).sum(-1).mean(0)[data.mask_BT].mean()
     np.testing.assert_allclose(want["load_balance"], share, rtol=1e-4)
@@ -344,9 +345,11 @@ def test_an_update_can_compute_its_own_old_log_probs(rows):
     update = train_step.make_update(
         tiny.settings(CONFIG, temperature=TEMPERATURE, microbatch_rows=rows), objective.make_objective(losses.gspo), SGD
     )
+    data = jax.device_put(data, logp.sharding)
     want_state, want, _ = update(fresh(), replace(data, old_logp_BT=logp), False)
-    unknown = replace(data, old_logp_BT=jnp.full((B, T), 7.0, jnp.float32, device=logp.sharding))
-    state, got, scores = update(fresh(), unknown, True)
+    unknown, on_policy = train_step.fill_old_logp(replace(data, old_logp_BT=None))
+    assert on_policy and np.isnan(unknown.old_logp_BT).all(), "a use of the stand-in would show"
+    state, got, scores = update(fresh(), unknown, on_policy)
     close(state.params, want_state.params)
     close({**got, "ratio_deviation": 0.0}, {**want, "ratio_deviation": 0.0}, atol=1e-5)
     assert got["ratio_min"] == got["ratio_max"] == 1 and got["ratio_deviation"] == got["kl"] == 0
@@ -357,11 +360,21 @@ def test_an_update_can_compute_its_own_old_log_probs(rows):
     assert update._cache_size() == 1
 
 
+def test_unknown_arrays_of_a_batch_are_refused_where_they_are_used():
+    unknown, step = replace(batch(), old_logp_BT=None), make_step(losses.gspo, SGD)
+    with pytest.raises(ValueError, match=r"batch\.old_logp_BT: wanted log-probs of the old policy .*, got None"):
+        jax.eval_shape(step, fresh(), unknown)
+    with pytest.raises(ValueError, match=r"batch\.advantage: wanted advantages, got None"):
+        jax.eval_shape(step, fresh(), replace(batch(), advantage=None))
+    known = batch()
+    assert train_step.fill_old_logp(known) == (known, False)
+
+
 @pytest.mark.parametrize("shards", [1, 8])
 def test_some_rows_show_the_experts_that_are_chosen(shards):
     data, params = batch(), tiny.params(CONFIG)
     mesh = sharding.make_mesh(config.Mesh(), jax.devices()[:shards])
-    found = train_step.make_route(CONFIG, mesh)(params, data.tokens_BT, data.segment_BT)
+    found = make_route(CONFIG, mesh)(params, data.tokens_BT, data.segment_BT)
     rows = range(8) if shards == 1 else range(0, B, 2)
     np.testing.assert_array_equal(found, direct(params, data)[2][:, jnp.array(rows)])
 

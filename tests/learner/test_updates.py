@@ -2,28 +2,24 @@
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
-from gspax.config import Calibration, Mesh
+from gspax.config import Calibration
 from gspax.learner import clipping
 from gspax.learner.diagnostics import Readings
-from gspax.learner.minibatches import Scored
-from gspax.learner.programs import Steps
 from gspax.learner.train_step import Scores
-from gspax.learner.updates import run_updates
-from gspax.parallel.sharding import make_mesh
+from gspax.learner.updates import Steps, run_updates
 from gspax.types import Batch, TrainState
 
 ZERO_BT = jnp.zeros((1, 2))
 BATCH = Batch(tokens_BT=ZERO_BT, segment_BT=ZERO_BT, mask_BT=ZERO_BT, old_logp_BT=ZERO_BT, advantage=ZERO_BT)
 
-SCORED = Scored([BATCH] * 3, [ZERO_BT] * 3, on_policy=False)
+OLD = Scores(ZERO_BT, ZERO_BT)
 
 
-def run(skipped=(0, 0, 0), empty=(0, 0, 0), scored=SCORED, **options):
+def run(skipped=(0, 0, 0), empty=(0, 0, 0), batches=(BATCH,) * 3, scores=(OLD,) * 3, **options):
     """Three updates from the state after five applied ones; their noise is 0.1, 0.2, 0.3, and 0 for empty ones."""
     seen = []
 
@@ -43,8 +39,8 @@ def run(skipped=(0, 0, 0), empty=(0, 0, 0), scored=SCORED, **options):
         opt_state=optax.ScaleByScheduleState(jnp.int32(5)),
         clip_range=jnp.ones(2),
     )
-    steps, mesh = Steps(update, None, None, None, range(3)), make_mesh(Mesh(), jax.devices()[:1])
-    return run_updates(steps, state, scored, mesh, epochs=1, rate=float, **options)
+    steps = Steps(update, None, None, None, range(3))
+    return run_updates(steps, state, batches, scores, epochs=1, rate=float, **options)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +75,8 @@ def test_nothing_is_measured_of_an_update_without_tokens(empty, found):
 @pytest.mark.parametrize(("skipped", "minibatch"), [((0, 0, 0), None), ((1, 1, 0), 1), ((0, 0, 1), 2), ((1, 0, 0), 0)])
 def test_the_last_skipped_minibatch_is_returned_with_its_old_logp(skipped, minibatch):
     batches = [replace(BATCH, tokens_BT=ZERO_BT + n, old_logp_BT=ZERO_BT + 10 * n + 5) for n in range(3)]
-    found = run(skipped, scored=Scored(batches, [None, ZERO_BT, ZERO_BT], on_policy=True)).skipped_batch
+    batches[0] = replace(batches[0], old_logp_BT=None)
+    found = run(skipped, batches=batches, scores=[None, OLD, OLD]).skipped_batch
     if minibatch is None:
         assert found is None
         return

@@ -27,8 +27,7 @@ from gspax.evaluation.benchmark import apply_defaults
 from gspax.evaluation.checkpoint import evaluate_task
 from gspax.evaluation.completions import Policy
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.restore import restore_state
-from gspax.learner.state import abstract_state, init_state
+from gspax.learner.state import abstract_state, init_state, restore_state
 from gspax.losses import kl
 from gspax.parallel.sharding import make_mesh
 from gspax.run import record

@@ -17,11 +17,11 @@ from gspax.data.problem import Problem
 from gspax.experiment import load, validate
 from gspax.experiment.loading import MODULE
 from gspax.learner import minibatches
-from gspax.learner.objective import make_objective
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state
-from gspax.learner.train_step import make_train_step
+from gspax.learner.train_step import fill_old_logp, make_train_step
 from gspax.parallel.sharding import batch_shards
+from gspax.rollout.problems import Skipped
 from gspax.sampler import sampler
 from gspax.sampler.engine import SampleOptions
 from gspax.training import warm_start
@@ -79,16 +79,14 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
     read = batches[0].tokens_BT, batches[0].segment_BT, batches[0].mask_BT
     logp, entropy, *_ = jax.eval_shape(runtime.steps.score, state.params, *read)
     assert logp.shape == entropy.shape == batches[0].tokens_BT.shape
-    after, metrics, _ = jax.eval_shape(runtime.steps.update, state, batches[0], False)
+    after, metrics, _ = jax.eval_shape(runtime.steps.update, state, *fill_old_logp(batches[0]))
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     assert {"loss", "grad_norm"} <= set(metrics) and all(leaf.shape == () for leaf in metrics.values())
 
     if (stage := experiment.warm_start) is not None:
         optimizer = make_optimizer(stage.optimizer)
         start = abstract_state(experiment.model, optimizer, runtime.mesh)
-        update = make_train_step(
-            tiny.settings(experiment.model, runtime.mesh), make_objective(warm_start.nll), optimizer
-        )
+        update = make_train_step(tiny.settings(experiment.model, runtime.mesh), warm_start.imitation, optimizer)
         length = experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens
         texts = {
             "data": experiment.data,
@@ -98,7 +96,9 @@ def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
             "seed": experiment.seed,
             "environment": experiment.environment,
         }
-        jax.eval_shape(update, start, warm_start.make_demonstrations(stage, 0, mesh=runtime.mesh, **texts)[0])
+        source = warm_start.Demonstrations(stage=stage, **texts)
+        batch, _ = warm_start.make_demonstrations(source, 0, mesh=runtime.mesh, skipped=Skipped())
+        jax.eval_shape(update, start, batch)
 
 
 def test_the_two_sorting_experiments_differ_in_two_lines():

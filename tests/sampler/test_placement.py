@@ -1,6 +1,5 @@
 """A disaggregated sampler: devices, staleness, validation, and resumption."""
 
-from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,21 +16,21 @@ from gspax.evaluation import heldout
 from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
 from gspax.experiment.validation import validate, warnings
-from gspax.learner.metrics import Clock
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import add_adapters, init_state
 from gspax.losses.correction import truncate_geometric
 from gspax.parallel.sharding import make_mesh, reshape_mesh
 from gspax.rollout.grading import reward_completions
+from gspax.rollout.problems import Skipped
 from gspax.run import record
 from gspax.run.directory import RunDir, open_run
 from gspax.sampler import sampler
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.placement import find_last_ahead, make_colocated_sampler, make_disaggregated_sampler, make_meshes
 from gspax.training import in_flight, loop
-from gspax.training.in_flight import InFlight
+from gspax.training.in_flight import InFlight, start_rollout
 from gspax.training.runtime import make_runtime
-from gspax.training.step import grade, run_step, train_on
+from gspax.training.step import run_step
 
 # The learning rate is large enough for one rollout batch to change the samples; one dense layer compiles fast.
 DISAGGREGATED = replace(
@@ -77,7 +76,7 @@ def test_learner_and_sampler_have_disjoint_devices(runtime):
     jax.tree.map(
         np.testing.assert_array_equal, pushed, make_inference_weights(state.params, DISAGGREGATED.model, runtime.mesh)
     )
-    drawn = in_flight.draw(runtime, pushed, state, 0)
+    drawn = start_rollout(runtime, pushed, state, 0, Skipped())
     assert devices(drawn.rollout) == set(jax.devices()[4:])
 
 
@@ -104,19 +103,22 @@ def test_evaluation_runs_where_the_sampler_runs(runtime, monkeypatch, tmp_path):
 
 
 def test_staleness_1_samples_with_the_parameters_before_the_last_update(runtime):
-    state, ahead, stale = fresh(runtime), deque(), []
+    state, flight, stale = fresh(runtime), InFlight(), []
     first, second = range(8, 16), range(16, 24)
-    by_first = texts(runtime, in_flight.draw(runtime, runtime.sampler.push(state.params), state, first[0]))
+
+    def texts_now(index):
+        return texts(runtime, start_rollout(runtime, runtime.sampler.push(state.params), state, index, Skipped()))
+
+    by_first = texts_now(first[0])
     for done in (0, 1):
-        drawn = in_flight.next_rollout(no_checkpoints(runtime), state, ahead)
-        assert drawn.policy == 0 and [each.policy for each in ahead] == [done]
         if done == 1:
-            assert texts(runtime, drawn) == by_first
-            newest = in_flight.draw(runtime, runtime.sampler.push(state.params), state, first[0])
-            assert texts(runtime, newest) != by_first, "the update should change the samples"
-            wanted = in_flight.draw(runtime, runtime.sampler.push(state.params), state, second[0])
-            assert texts(runtime, ahead[0]) == texts(runtime, wanted)
-        state, metrics, *_ = train_on(runtime, state, None, grade(runtime, drawn), Clock())
+            assert texts_now(first[0]) != by_first, "the update should change the samples"
+            by_second = texts_now(second[0])
+        state, metrics, samples, *_ = run_step(no_checkpoints(runtime), state, None, flight)
+        assert [pending.policy for pending in flight.batches] == [done]
+        if done == 1:
+            assert [each.texts.completion for each in samples.completions] == by_first
+            assert texts(runtime, flight.batches[0]) == by_second
         stale.append(metrics["rollout/staleness"])
         if done == 0:
             assert metrics["mismatch/kl"] < 1e-6
@@ -137,7 +139,7 @@ def test_staleness_1_samples_with_the_parameters_before_the_last_update(runtime)
 )
 def test_a_rollout_batch_is_received_before_the_next_is_drawn(runtime, monkeypatch, staleness, wanted):
     """In the other order, with several processes, receiving would wait for the draw that was queued last."""
-    events, ahead = [], deque()
+    events, flight = [], InFlight()
     ahead_of = no_checkpoints(runtime)
     ahead_of = replace(
         ahead_of, experiment=replace(ahead_of.experiment, placement=Placement(devices=4, staleness=staleness))
@@ -145,16 +147,16 @@ def test_a_rollout_batch_is_received_before_the_next_is_drawn(runtime, monkeypat
     ahead_of = replace(ahead_of, sampler=replace(runtime.sampler, push=lambda params: params))
     state = replace(fresh(runtime), params=None, opt_state=None)
 
-    def draw(runtime, params, state, first):
+    def start_rollout(runtime, params, state, first, skipped):
         events.append(f"draw {first // 8}")
         return SimpleNamespace(first=first, taken=8)
 
-    monkeypatch.setattr(in_flight, "draw", draw)
+    monkeypatch.setattr(in_flight, "start_rollout", start_rollout)
     monkeypatch.setattr(in_flight, "receive", lambda runtime, pending: events.append(f"take {pending.first // 8}"))
     for done in range(3):
         minibatches = ahead_of.experiment.schedule.minibatches
         now = replace(state, step=state.step + minibatches * done, position=state.position + 8 * done)
-        in_flight.next_rollout(ahead_of, now, ahead)
+        in_flight.next_rollout(ahead_of, now, flight)
         events.append("learn")
     assert events == wanted
 

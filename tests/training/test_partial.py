@@ -20,8 +20,8 @@ from gspax.rollout.pool import FREE, choose_groups, new_pool
 from gspax.rollout.problems import Skipped
 from gspax.run import record
 from gspax.run.directory import RunDir
-from gspax.training import in_flight, loop
-from gspax.training.partial import next_partial
+from gspax.training import loop
+from gspax.training.in_flight import InFlight, next_rollout, start_rollout
 from gspax.training.runtime import make_runtime
 from gspax.training.step import grade
 from gspax.types import Rollout
@@ -69,17 +69,18 @@ def step_on(runtime, state, batch, *, renew):
     return replace(state, params=params, step=step, position=state.position + batch.taken)
 
 
-def draw_batches(runtime, *, renew):
+def draw_batches(runtime, *, renew, skipped=None):
     """The batches of a run, the problems that were in flight when each ended, and the state that each was drawn for."""
-    state, pool = init_state(runtime.experiment.model, runtime.optimizer, jax.random.key(0), runtime.mesh), None
-    batches, in_flight, states = [], [], []
+    state = init_state(runtime.experiment.model, runtime.optimizer, jax.random.key(0), runtime.mesh)
+    flight = InFlight(skipped or Skipped())
+    batches, held, states = [], [], []
     for _ in range(STEPS):
-        batch, pool = next_partial(runtime, state, pool)
+        batch = next_rollout(runtime, state, flight)
         batches.append(batch)
-        in_flight.append({index for index in pool.problem_R.tolist() if index != FREE})
+        held.append({index for index in flight.pool.problem_R.tolist() if index != FREE})
         states.append(state)
         state = step_on(runtime, state, batch, renew=renew)
-    return batches, in_flight, states
+    return batches, held, states
 
 
 @pytest.fixture(scope="module", params=[PARTIAL, TALKING], ids=["completions", "conversations"])
@@ -103,7 +104,7 @@ def drawn_at_once(runtime, state, count):
     """The completions of the first problems, each group by the parameters of a state alone."""
     params, rows = runtime.sampler.push(state.params), []
     for first in range(0, count, P):
-        rows += completions(in_flight.draw(whole(runtime), params, state, first).rollout)
+        rows += completions(start_rollout(whole(runtime), params, state, first, Skipped()).rollout)
     return {index: rows[index * G : (index + 1) * G] for index in range(count)}
 
 
@@ -142,14 +143,14 @@ def check_completions(batches, wanted):
 
 
 def test_problems_that_cannot_be_used_are_skipped_and_change_no_other_sample(runtime, capsys):
-    spoiled = replace(runtime, experiment=replace(runtime.experiment, data=SPOILED), skipped=Skipped(0.01))
-    batches, in_flight, states = draw_batches(spoiled, renew=False)
+    spoiled, skipped = replace(runtime, experiment=replace(runtime.experiment, data=SPOILED)), Skipped(0.01)
+    batches, in_flight, states = draw_batches(spoiled, renew=False, skipped=skipped)
     bad = {*SPOILED.raising, *SPOILED.too_long}
     check_problems(batches, in_flight, bad)
     check_completions(batches, drawn_at_once(runtime, states[0], P * (STEPS + 1)))
-    assert spoiled.skipped.reasons.keys() == bad
+    assert skipped.reasons.keys() == bad
     assert sum(batch.taken for batch in batches) == P * STEPS + len(bad)
-    resumed, _ = next_partial(replace(spoiled, skipped=Skipped(0.01)), states[4], None)
+    resumed = next_rollout(spoiled, states[4], InFlight(Skipped(0.01)))
     assert problems_of(resumed) == problems_of(batches[4]), "after the checkpoint"
 
 
@@ -185,9 +186,9 @@ def test_rewards_start_as_samples_end_and_each_is_given_once(runtime):
     with reward_calls(reward, Grading()) as rewards:
         interaction = runtime.interaction and replace(runtime.interaction, rewards=rewards)
         mine = replace(runtime, rewards=rewards, interaction=interaction)
-        state, pool = init_state(PARTIAL.model, runtime.optimizer, jax.random.key(0), runtime.mesh), None
+        state, flight = init_state(PARTIAL.model, runtime.optimizer, jax.random.key(0), runtime.mesh), InFlight()
         for done in range(2):
-            batch, pool = next_partial(mine, state, pool)
+            batch = next_rollout(mine, state, flight)
             assert len(batch.started) == P * G, "every sample of the batch has ended in some chunk"
             graded = grade(mine, batch).completions
             state = step_on(mine, state, batch, renew=False)
@@ -195,7 +196,7 @@ def test_rewards_start_as_samples_end_and_each_is_given_once(runtime):
                 assert each.texts.prompt == batch.problems[number // G].prompt
                 assert each.length == len(completions(batch.rollout)[number][0])
                 assert each.reward in map(len, each.texts.completion.split("\n")), "of a completion, or of a message"
-            assert len(calls) == (done + 1) * P * G + len(pool.rows.started)
+            assert len(calls) == (done + 1) * P * G + len(flight.pool.rows.started)
 
 
 def test_a_rollout_out_of_the_pool_has_the_experts_of_a_whole_one():
@@ -206,7 +207,7 @@ def test_a_rollout_out_of_the_pool_has_the_experts_of_a_whole_one():
     for batch in batches[:2]:
         wanted = {}
         for first in sorted({index - index % P for index in problems_of(batch)}):
-            rollout = jax.device_get(in_flight.draw(whole(runtime), params, states[0], first).rollout)
+            rollout = jax.device_get(start_rollout(whole(runtime), params, states[0], first, Skipped()).rollout)
             wanted |= {first + row // G: [] for row in range(P * G)}
             for row in range(P * G):
                 wanted[first + row // G].append(

@@ -19,8 +19,9 @@ from gspax.rollout.completion import Samples
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
-from gspax.training import alarms, loop, rollback
-from gspax.training.guard import check_finite, count_skipped, is_sound
+from gspax.training import guard as guards
+from gspax.training import loop
+from gspax.training.guard import Watch, check_finite, count_skipped, is_sound
 from gspax.training.runtime import make_runtime
 from gspax.training.step import StepResult
 from gspax.types import Batch, TrainState
@@ -207,10 +208,10 @@ def test_a_run_without_a_finite_update_exits_with_3_and_its_dump_is_replayed(tmp
     assert "changed" not in lines[0] and any(line.startswith("gradient of embedding: ") for line in lines)
     assert not any(line.startswith("parameter ") for line in lines), "the update was not applied"
 
-    (folder / rollback.MINIBATCH).write_bytes(b"PK")
+    (folder / guards.MINIBATCH).write_bytes(b"PK")
     assert main.main(["replay", EXPERIMENT, str(folder)]) == 2
     assert "minibatch.npz cannot be read" in capsys.readouterr().err
-    (folder / rollback.ABOUT).write_text('{"experiment": {}}')
+    (folder / guards.ABOUT).write_text('{"experiment": {}}')
     assert main.main(["replay", EXPERIMENT, str(folder)]) == 2
     assert "about.json: wanted a JSON object with a step and an experiment" in capsys.readouterr().err
     assert main.main(["replay", EXPERIMENT, str(run.path)]) == 2
@@ -219,7 +220,7 @@ def test_a_run_without_a_finite_update_exits_with_3_and_its_dump_is_replayed(tmp
 
 def test_a_damaged_minibatch_is_one_sentence(tmp_path):
     """Every byte changed, in one bit or in all."""
-    path, ones_BT = tmp_path / rollback.MINIBATCH, np.ones((2, 3), np.float32)
+    path, ones_BT = tmp_path / guards.MINIBATCH, np.ones((2, 3), np.float32)
     batch = Batch(tokens_BT=ones_BT, segment_BT=ones_BT, mask_BT=ones_BT, old_logp_BT=ones_BT, advantage=ones_BT[:, 0])
     np.savez(path, **{name: x for name, x in vars(batch).items() if x is not None})
     whole = path.read_bytes()
@@ -227,14 +228,14 @@ def test_a_damaged_minibatch_is_one_sentence(tmp_path):
         for change in (1 << at % 8, 255):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ change]) + whole[at + 1 :])
             try:
-                found = rollback.read_minibatch(tmp_path)
+                found = guards.read_minibatch(tmp_path)
             except UserError as problem:
                 assert "minibatch.npz cannot be read: " in str(problem) and "\n" not in str(problem)
             else:  # a byte that means nothing, such as a date
                 jax.tree.map(np.testing.assert_array_equal, found, batch)
     path.write_bytes(whole[:-9])
     with pytest.raises(UserError, match="cannot be read"):
-        rollback.read_minibatch(tmp_path)
+        guards.read_minibatch(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -270,15 +271,17 @@ def test_a_limit_of_a_ratio_that_a_loss_does_not_report_is_refused():
 
 
 def test_a_policy_without_any_entropy_is_an_alarm_and_missing_metrics_are_none():
-    assert alarms.find_alarms(Guard(), {"policy/entropy": 0.0, "response/truncated": 0.0}).keys() == {"entropy"}
-    assert alarms.find_alarms(Guard(), {}) == {}
+    assert guards.find_alarms(Guard(), {"policy/entropy": 0.0, "response/truncated": 0.0}, Watch()).keys() == {
+        "entropy"
+    }
+    assert guards.find_alarms(Guard(), {}, Watch()) == {}
 
 
 def test_alarms_warn_once_while_they_last(capsys):
-    on, watch, found = {"policy/entropy": 0.001, "response/truncated": 0.95}, alarms.Watch(), []
+    on, watch, found = {"policy/entropy": 0.001, "response/truncated": 0.95}, Watch(), []
     for metrics in (on, on, {"policy/entropy": 0.5, "response/truncated": 0.1}, on):
-        watch = alarms.follow(Guard(), watch, metrics)
-        found.append(alarms.alarm_metrics(Guard(), watch))
+        watch = guards.follow(Guard(), watch, metrics)
+        found.append(guards.alarm_metrics(Guard(), watch))
     assert found[0] == found[3] == {"alarm/entropy": 1, "alarm/length": 1}
     assert found[2] == {"alarm/entropy": 0, "alarm/length": 0}
     lines = capsys.readouterr().err.splitlines()

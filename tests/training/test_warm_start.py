@@ -11,6 +11,7 @@ from small_experiment import experiment
 from gspax import config
 from gspax.errors import DivergedError, UserError
 from gspax.parallel.sharding import make_mesh
+from gspax.rollout.problems import Skipped
 from gspax.training import loop, warm_start
 
 LENGTH = 9
@@ -27,7 +28,8 @@ def demonstrated(first=0, rows=4, demonstration=digits, **changes):
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     texts = {"data": experiment.data, "tokenizer": experiment.tokenizer, "length": LENGTH, "seed": 0}
     texts["vocab_size"] = experiment.model.vocab_size
-    return warm_start.make_demonstrations(stage, first, mesh=mesh, **texts | changes)[0]
+    source = warm_start.Demonstrations(stage=stage, **texts | changes)
+    return warm_start.make_demonstrations(source, first, mesh=mesh, skipped=Skipped())[0]
 
 
 def test_rows_are_prompt_demonstration_and_stop_with_the_prompt_masked():
@@ -68,9 +70,9 @@ def test_a_demonstration_that_is_too_long_is_rejected():
 def test_each_update_takes_the_next_problems(monkeypatch, tmp_path):
     firsts, make_demonstrations = [], warm_start.make_demonstrations
 
-    def spy(stage, first, **kwargs):
+    def spy(source, first, **kwargs):
         firsts.append(first)
-        return make_demonstrations(stage, first, **kwargs)
+        return make_demonstrations(source, first, **kwargs)
 
     def update(state, batch):
         return replace(state, step=state.step + 1), {"loss": jnp.float32(1), "skipped": jnp.float32(0)}

@@ -27,6 +27,7 @@ from gspax.model.low_rank import partition
 from gspax.model.sizes.counts import attention_count, forward_flops, mlp_count
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
+from gspax.rollout.problems import Skipped
 from gspax.run.compilation import count_compilations
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import make_colocated_sampler
@@ -156,7 +157,7 @@ def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
         reference = None
         if experiment.reference is not None:
             reference = jax.tree.map(jnp.copy, partition(state.params)[0])
-        in_flight = InFlight()
+        in_flight = InFlight(Skipped(experiment.sampling.max_failed))
         state = run_step(runtime, state, reference, in_flight).state
         first_step = age(), time.process_time(), compiled.programs, compiled.cached, compiled.seconds
         metrics = []

@@ -43,8 +43,7 @@ def run(source: str, target: Path, dtype: str = "float32") -> None:
     from gspax.hf.config_json import read_config
     from gspax.hf.parameters import read_params
     from gspax.hf.source import copy_companions, locate
-    from gspax.learner.state import abstract_params
-    from gspax.learner.weights import CHECKPOINTS
+    from gspax.learner.state import CHECKPOINTS, abstract_params
     from gspax.parallel.sharding import make_mesh
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.folders import atomic_folder

@@ -123,7 +123,7 @@ def _parameters(
 ) -> Callable[[str], StoredArray | _Merged]:
     """Parameters by their path. Of a run with adapters the frozen ones are in `start/`, the factors in `stored`."""
     from gspax.hf.parameters import parameter_shapes
-    from gspax.learner.restore import MODEL
+    from gspax.learner.state import MODEL
     from gspax.run.checkpoints import Checkpoints, open_array
 
     shapes = parameter_shapes(config)
@@ -171,7 +171,7 @@ def _factor_shapes(config: ModelConfig, lora: Lora) -> dict[str, tuple[int, ...]
 
 def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
     """The model, its adapters, and the folders that may have its tokenizer's files, the likeliest first."""
-    from gspax.learner.weights import require_intact
+    from gspax.learner.state import require_intact
     from gspax.run.directory import RunDir, read_json
 
     run = RunDir(source)
@@ -191,7 +191,7 @@ def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
 
 def _find_base(checkpoint: str) -> tuple[str | None, str | None]:
     """The model that a run's adapters belong to, as PEFT finds it from any working directory, and its revision."""
-    from gspax.learner.weights import CHECKPOINTS
+    from gspax.learner.state import CHECKPOINTS
     from gspax.run.checkpoints import Checkpoints, read_extra
 
     folder = Path(checkpoint)

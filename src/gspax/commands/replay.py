@@ -38,24 +38,24 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.config import trained_dtype
     from gspax.experiment.description import describe, difference, resumable
     from gspax.learner.optimizer import make_optimizer
-    from gspax.learner.programs import make_steps
-    from gspax.learner.restore import restore_state
+    from gspax.learner.state import restore_state
     from gspax.learner.train_step import is_healthy, largest_ratio
+    from gspax.learner.updates import make_steps
     from gspax.parallel import multihost
     from gspax.parallel.sharding import named_sharding
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir
     from gspax.sampler.placement import make_meshes
-    from gspax.training import rollback
+    from gspax.training import guard
 
-    about, batch = rollback.read_about(options.dump), rollback.read_minibatch(options.dump)
+    about, batch = guard.read_about(options.dump), guard.read_minibatch(options.dump)
     experiment = load_experiment(options, about["experiment"])
     described = describe(experiment)
     for line in difference(about["experiment"], described, ignore=resumable(described)):
         print(f"changed: {line}")
     mesh, _ = make_meshes(experiment)
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
-    with Checkpoints(options.dump / rollback.STATE, mesh=mesh) as checkpoints:
+    with Checkpoints(options.dump / guard.STATE, mesh=mesh) as checkpoints:
         run = RunDir(options.dump.parent.parent)
         state = restore_state(run, checkpoints, experiment.model, optimizer, mesh, lora=experiment.lora)
     gradient = jax.jit(make_steps(experiment, optimizer, mesh).gradient)

@@ -172,7 +172,7 @@ def updates_per_step(schedule: Schedule) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Collapse:
-    """When a run has collapsed, and what it does then (`training.alarms`): an alarm has lasted for some steps."""
+    """When a run has collapsed, and what it does then (`training.guard`): an alarm has lasted for some steps."""
 
     action: Action = "warn"
     steps: PositiveInt = 20  # with the same alarm, one after the other
@@ -184,7 +184,7 @@ class Collapse:
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """What a run does about updates that go wrong, besides skipping those that are not finite (`training.rollback`)."""
+    """What a run does about updates that go wrong, besides skipping those that are not finite (`training.guard`)."""
 
     rollbacks: NonNegativeInt = 2  # returns to one checkpoint, each with other problems
     max_grad_norm: NonNegative = 0.0  # an update with a larger gradient norm, before clipping, is skipped; 0: off

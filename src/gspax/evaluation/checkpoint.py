@@ -39,10 +39,8 @@ from gspax.evaluation.completions import Policy
 from gspax.evaluation.tasks import Settings
 from gspax.experiment.description import describe
 from gspax.hf.source import CONFIG, SMALL, hf, locate
-from gspax.learner import weights
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.restore import restore_state
-from gspax.learner.state import abstract_params
+from gspax.learner.state import abstract_params, load_model, restore_state
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
 from gspax.report import evaluation_page, statistics
@@ -178,7 +176,7 @@ def load_policy(
     model: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
 ) -> Policy:
     """The policy of `model.checkpoint` itself."""
-    params = weights.load(model, abstract_params(model, mesh, model.dtype))
+    params = load_model(model, abstract_params(model, mesh, model.dtype))
     return Policy(make_inference_weights(params, model, mesh, weights_dtype), model, tokenizer, mesh)
 
 

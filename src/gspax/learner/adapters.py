@@ -1,15 +1,16 @@
-"""LoRA: adapters beside frozen parameters. Their tree is that of the parameters, with {a, b} for an adapted weight.
+"""LoRA: adapters next to frozen parameters. Their tree has the names of the parameters, with {a, b} for each weight.
 
 The policy's parameters are the base's, with a `LowRank` in place of each adapted weight. The learner computes
 base + scale · a b layer by layer, inside the layer scan, so no second copy of the model exists; only a and b have
-gradients and moments. The sampler computes the sum once per rollout. Adapters are initialised as a no-op (b = 0). The
+gradients and moments. The sampler computes the sum once per rollout. Adapters are initialized as a no-op (b = 0). The
 reference policy of a KL is the same base with a copy of the first adapters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ import jax.numpy as jnp
 from gspax.config import Lora, ModelConfig
 from gspax.model import transformer
 from gspax.model.low_rank import LowRank, is_low_rank
-from gspax.types import Array, Params
+from gspax.types import Array, Params, PyTree
+
+T = TypeVar("T")
 
 ATTENTION = ("query", "key", "value", "out")
 MLP = ("gate", "up", "down")  # of every expert and of dense layers; routers are not adapted
@@ -71,13 +74,14 @@ def trained_axes(config: ModelConfig, trained: Params) -> Params:
     if not any(is_low_rank(leaf) for leaf in jax.tree.leaves(trained, is_leaf=is_low_rank)):
         return axes
 
-    def factors(leaf: Any, names: tuple[str, ...]) -> Any:
-        return None if leaf is None else replace(leaf, **_split(names, names, "rank"))
+    def factors(leaf: LowRank | None, names: tuple[str, ...]) -> LowRank | None:
+        halves: PyTree = _split(names, names, "rank")
+        return None if leaf is None else replace(leaf, **halves)
 
     return jax.tree.map(factors, trained, axes, is_leaf=lambda leaf: leaf is None or is_low_rank(leaf))
 
 
-def _map_adapted(tree: Params, lora: Lora, change: Any) -> Params:
+def _map_adapted(tree: Params, lora: Lora, change: Callable[[PyTree], PyTree]) -> Params:
     """The subtree of a parameter-like tree that is adapted, with `change` applied to each leaf."""
     names = {"attention": ATTENTION if lora.attention else (), "mlp": MLP if lora.mlp else ()}
     return {
@@ -92,12 +96,12 @@ def _map_adapted(tree: Params, lora: Lora, change: Any) -> Params:
     }
 
 
-def _split(axes: tuple[str, ...], of: tuple[Any, ...], rank: Any) -> dict[str, tuple[Any, ...]]:
+def _split(axes: tuple[str, ...], of: tuple[T, ...], rank: T) -> dict[str, tuple[T, ...]]:
     """`of`, one entry per axis of a weight, divided between a and b: one side of the matrix is the model dimension."""
     stacked = sum(name in STACKED for name in axes)
     inner = stacked + 1 if axes[stacked].endswith("embed") else len(axes) - 1
     return {"a": (*of[:inner], rank), "b": (*of[:stacked], rank, *of[inner:])}
 
 
-def _is_tuple(leaf: Any) -> bool:
+def _is_tuple(leaf: object) -> bool:
     return isinstance(leaf, tuple)

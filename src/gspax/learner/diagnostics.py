@@ -1,4 +1,4 @@
-"""Instruments: what a run measures around the last update of a rollout batch, every few steps (`config.Instruments`).
+"""Diagnostics around the last update of a rollout, every few steps (`config.Instruments`).
 
 Some rows of the update's minibatch are run again: by the policy before and after the update, for the experts that they
 choose and how surely; in float32 and in bfloat16, for the choices that rounding alone changes; and backwards, for the
@@ -12,53 +12,57 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gspax import losses
+from gspax import losses, unstable
 from gspax.config import Instruments, ModelConfig, has_experts, is_sparse
 from gspax.learner.expert_load import changed_by_layer, router_confidence
-from gspax.learner.forward import pad_rows
-from gspax.learner.objective import Objective, PolicyLoss, make_objective, segments
-from gspax.learner.train_step import Scalars, Scores, StepSettings, Update, make_gradient
+from gspax.learner.forward import StepSettings, pad_rows
+from gspax.learner.objective import Objective, PolicyLoss, make_objective, segment_ids
+from gspax.learner.train_step import Scalars, Scores, Update, make_gradient
 from gspax.losses.ratio_spread import fit_exponent, ratio_spread
 from gspax.losses.traits import aggregate_of
 from gspax.model import transformer
 from gspax.model.moe import Routing
 from gspax.parallel.sharding import batch_shards
-from gspax.types import Array, Batch, Params, TrainState
+from gspax.types import Array, Batch, Params, PyTree, TrainState
 
 EXACT = "highest"  # the precision of float32 products; TPUs round their factors to bfloat16 otherwise
+ROUTED_ROWS = 8  # of a minibatch, for the share of expert choices that a step's updates change
+
+Route = Callable[[Params, Array, Array, Array | None], Array]  # see `make_route`
 
 
 class Readings(NamedTuple):
-    """What the instruments measured around one update, on the devices."""
+    """The measurements around one update."""
 
-    by_layer: dict[str, Any]  # float32 [L]
-    gradient: dict[str, Any]  # float32 []
-    ratio: dict[str, Any]  # of `ratio_spread`; empty if every ratio is 1 by construction
+    by_layer: Mapping[str, Array]  # float32 [L]
+    gradient: Mapping[str, Array]  # float32 []
+    ratio: Mapping[str, Array]  # of `ratio_spread`; empty if every ratio is 1 by construction
 
 
-# (update, state, batch, on_policy) -> what the update returns, and what was measured; see `make_measure`
+# (update, state, batch, on_policy) -> the result of the update, and the measurements; see `make_measure`
 Measure = Callable[[Update, TrainState, Batch, bool], tuple[TrainState, Scalars, Scores, Readings]]
 
 
 def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss, instruments: Instruments) -> Measure:
-    """`update` with the instruments around it; its results are untouched.
+    """`update` with the diagnostics around it; its results are untouched.
 
     Args:
       objective: that the update minimizes.
       loss: its policy loss; the gradient on policy is aggregated in the same way.
     """
-    config, mesh = settings.config, settings.mesh
+    config, shards = settings.config, batch_shards(settings.mesh)
     compare = make_gradient_comparison(settings, objective, loss)
     spread = jax.jit(ratio_spread)
-    take = jax.jit(partial(take_rows, rows=instruments.rows, shards=batch_shards(mesh), adjacent=settings.packed))
-    routers = make_router_probe(config, mesh) if has_experts(config) else None
+    take = jax.jit(partial(take_rows, rows=instruments.rows, shards=shards, adjacent=settings.packed))
+    confidence = jax.jit(partial(measure_confidence, config, settings.mesh))
+    changed_by_rounding = jax.jit(partial(measure_rounding, config, settings.mesh))
     changed = jax.jit(partial(changed_by_layer, num_experts=config.num_experts))
 
     def measure(
@@ -67,21 +71,21 @@ def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss,
         rows = take(batch)
         by_layer: dict[str, Array] = {}
         gradient = compare(replace(state, opt_state=None), rows, on_policy)
-        if routers is not None:
-            before, by_layer = routers.confidence(state.params, rows)
-            by_layer |= {"routing/changed_by_rounding": routers.changed_by_rounding(state.params, rows)}
+        if has_experts(config):
+            before, by_layer = confidence(state.params, rows)
+            by_layer |= {"routing/changed_by_rounding": changed_by_rounding(state.params, rows)}
         state, metrics, scores = update(state, batch, on_policy)
-        if routers is not None:
-            after, _ = routers.confidence(state.params, rows)
+        if has_experts(config):
+            after, _ = confidence(state.params, rows)
             by_layer |= {"routing/changed_by_update": changed(before, after)}
-        ratio = {} if on_policy else spread(scores.logp_BT, batch.old_logp_BT, batch.mask_BT, **segments(batch))
+        ratio = {} if on_policy else spread(scores.logp_BT, batch.old_logp_BT, batch.mask_BT, segment_ids(batch))
         return state, metrics, scores, Readings(by_layer, gradient, ratio)
 
     return measure
 
 
-def take_rows(batch: Batch, *, rows: int, shards: int, adjacent: bool) -> Batch:
-    """So many rows of a batch, the same number from each device's part; 0: all.
+def take_rows(batch: PyTree, *, rows: int, shards: int, adjacent: bool) -> PyTree:
+    """The first axis of arrays reduced to this number of rows, the same number from each device's part; 0: all.
 
     They are evenly spaced, so that they belong to several prompts, or the first ones of each device (`adjacent`): a
     packed row has several sequences, and the last rows may be empty.
@@ -96,35 +100,52 @@ def take_rows(batch: Batch, *, rows: int, shards: int, adjacent: bool) -> Batch:
     return jax.tree.map(some, batch)
 
 
-class RouterProbe(NamedTuple):
-    """Jitted functions of (parameters, rows)."""
+def make_route(config: ModelConfig, mesh: jax.sharding.Mesh) -> Route:
+    """A jitted `(params, tokens_BT, segment_BT, prefix_BT) -> expert_LBTA`: the experts that some of the rows choose.
 
-    confidence: Callable[[Params, Batch], tuple[Array, dict[str, Array]]]  # expert_LBTA, `router_confidence` by name
-    changed_by_rounding: Callable[[Params, Batch], Array]  # float32 [L]: share of choices, float32 against bfloat16
+    There are `ROUTED_ROWS` of them, or one for each device that rows are sharded over if those are more; each device
+    keeps its own. No log-probs are computed.
+    """
+
+    @partial(jax.jit, compiler_options=unstable.fast_compilation(mesh))
+    def route(params: Params, tokens_BT: Array, segment_BT: Array, prefix_BT: Array | None = None) -> Array:
+        arrays = tokens_BT, segment_BT, prefix_BT
+        rows = take_rows(arrays, rows=ROUTED_ROWS, shards=batch_shards(mesh), adjacent=True)
+        return _route(config, mesh, params, *rows)[0].expert
+
+    return route
 
 
-def make_router_probe(config: ModelConfig, mesh: jax.sharding.Mesh) -> RouterProbe:
-    """The routers' choices for the tokens of some rows, prompts included."""
+def _route(
+    config: ModelConfig,
+    mesh: jax.sharding.Mesh,
+    params: Params,
+    tokens_BT: Array,
+    segment_BT: Array,
+    prefix_BT: Array | None,
+) -> tuple[Routing, Array]:
+    """The routing of some rows, prompts included, and bool [B, T], whether a position holds a token."""
+    tokens_BT, segment_BT, prefix_BT = pad_rows((tokens_BT, segment_BT, prefix_BT), mesh)
+    routing = transformer.apply(params, config, tokens_BT, segment_BT, prefix_BT=prefix_BT, mesh=mesh)[1]
+    return routing, segment_BT > 0
 
-    def route(params: Params, config: ModelConfig, rows: Batch) -> tuple[Routing, Array]:
-        tokens_BT, segment_BT, prefix_BT = pad_rows((rows.tokens_BT, rows.segment_BT, rows.prefix_BT), mesh)
-        routing = transformer.apply(params, config, tokens_BT, segment_BT, prefix_BT=prefix_BT, mesh=mesh)[1]
-        return routing, segment_BT > 0
 
-    @jax.jit
-    def confidence(params: Params, rows: Batch) -> tuple[Array, dict[str, Array]]:
-        routing, valid_BT = route(params, config, rows)
-        found = router_confidence(routing.logits, valid_BT, config.num_experts_per_tok)
-        return routing.expert, {f"routing/{name}": x_L for name, x_L in found.items()}
+def measure_confidence(
+    config: ModelConfig, mesh: jax.sharding.Mesh, params: Params, rows: Batch
+) -> tuple[Array, dict[str, Array]]:
+    """The experts that the routers choose, [L, B, T, A], and `router_confidence` by the name of its metric."""
+    routing, valid_BT = _route(config, mesh, params, rows.tokens_BT, rows.segment_BT, rows.prefix_BT)
+    by_name = router_confidence(routing.logits, valid_BT, config.num_experts_per_tok)
+    return routing.expert, {f"routing/{name}": x_L for name, x_L in by_name.items()}
 
-    @jax.jit
-    def changed_by_rounding(params: Params, rows: Batch) -> Array:
-        with jax.default_matmul_precision(EXACT):
-            exact, _ = route(to_float32(params), replace(config, dtype="float32"), rows)
-        rounded, _ = route(params, replace(config, dtype="bfloat16"), rows)
-        return changed_by_layer(exact.expert, rounded.expert, config.num_experts)
 
-    return RouterProbe(confidence, changed_by_rounding)
+def measure_rounding(config: ModelConfig, mesh: jax.sharding.Mesh, params: Params, rows: Batch) -> Array:
+    """The share of choices that differ between float32 and bfloat16, float32 [L]."""
+    arrays = rows.tokens_BT, rows.segment_BT, rows.prefix_BT
+    with jax.default_matmul_precision(EXACT):
+        exact, _ = _route(replace(config, dtype="float32"), mesh, to_float32(params), *arrays)
+    rounded, _ = _route(replace(config, dtype="bfloat16"), mesh, params, *arrays)
+    return changed_by_layer(exact.expert, rounded.expert, config.num_experts)
 
 
 def make_gradient_comparison(
@@ -133,7 +154,7 @@ def make_gradient_comparison(
     """A jitted `(state, rows, on_policy) -> {"gradient/cosine", "gradient/norm_ratio"}`, float32 scalars.
 
     Both compare the gradient of the objective with that of the plain policy gradient on policy, with nothing clipped,
-    corrected, penalised or replayed, in float32, of the same rows. 0 if either gradient is 0.
+    corrected, penalized, or replayed, in float32, of the same rows. 0 if either gradient is 0.
     """
     on_policy_objective = make_objective(
         partial(losses.importance_sampling, aggregate=aggregate_of(loss) or losses.by_sequence)
@@ -153,9 +174,8 @@ def make_gradient_comparison(
     return compare
 
 
-def compare_trees(one: Any, other: Any) -> dict[str, Array]:
+def compare_trees(one: PyTree, other: PyTree) -> dict[str, Array]:
     """Cosine of the angle between two trees of arrays, and the norm of the first over that of the second."""
-
     one, other = to_float32(one), to_float32(other)
     across = optax.tree.sum(jax.tree.map(lambda x, y: x * y, one, other))  # not vdot: it would gather sharded leaves
     norms = optax.tree.norm(one), optax.tree.norm(other)
@@ -166,7 +186,7 @@ def compare_trees(one: Any, other: Any) -> dict[str, Array]:
     }
 
 
-def to_float32(tree: Any) -> Any:
+def to_float32(tree: PyTree) -> PyTree:
     """The tree with its floating-point arrays in float32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
@@ -181,11 +201,12 @@ def instrument_metrics(readings: Readings, config: ModelConfig) -> dict[str, flo
     return metrics | (ratio_metrics(readings.ratio) if readings.ratio else {})
 
 
-def ratio_metrics(ratio: Mapping[str, np.ndarray]) -> dict[str, float]:
+def ratio_metrics(ratio: Mapping[str, Array]) -> dict[str, float]:
     """The scalars of `ratio_spread`, the fitted exponent, and the bins of lengths that have two sequences."""
     metrics = {f"ratio/{name}": float(x) for name, x in ratio.items() if not name.startswith("bin_")}
-    sequences_K = ratio["bin_sequences"]
-    exponent = fit_exponent(ratio["bin_length"], ratio["bin_sequence_std"], sequences_K)
+    bins = ("length", "sequence_std", "sequences")
+    length_K, std_K, sequences_K = (np.asarray(ratio[f"bin_{name}"]) for name in bins)
+    exponent = fit_exponent(length_K, std_K, sequences_K)
     if not math.isnan(exponent):
         metrics["ratio/length_exponent"] = exponent
     for k in np.flatnonzero(sequences_K >= 2):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,12 @@ import numpy as np
 
 from gspax import losses
 from gspax.learner.expert_load import changed_share, relative_load
-from gspax.learner.objective import segments
+from gspax.learner.objective import segment_ids
+from gspax.learner.train_step import Scores
 from gspax.losses import kl, masked
 from gspax.losses.correction import effective_sample_sizes, mismatch_metrics
 from gspax.parallel import multihost
-from gspax.types import Array, Batch, Rollout
+from gspax.types import Array, Batch, Rollout, known
 
 GROUPS = {"grad_norm": "optim", "skipped": "optim", "empty": "optim", "ring_fallbacks": "routing"}  # else "policy"
 COUNTS = "skipped", "empty", "ring_fallbacks"
@@ -43,8 +43,8 @@ class Clock:
         return {**self.seconds, "perf/tokens_per_second": tokens / self.seconds["time/step"]}
 
 
-def response_metrics(length_B: Any, finished_B: Any) -> dict[str, float]:
-    """Lengths in tokens that the policy drew; truncated is the share of responses without an end of their own."""
+def response_metrics(length_B: np.ndarray, finished_B: Array | np.ndarray) -> dict[str, float]:
+    """Lengths in sampled tokens; truncated is the share of responses that have no stop token."""
     return {
         "response/length_mean": float(length_B.mean()),
         "response/length_min": float(length_B.min()),
@@ -53,18 +53,18 @@ def response_metrics(length_B: Any, finished_B: Any) -> dict[str, float]:
     }
 
 
-def staleness_metrics(rollout: Rollout, learnt: int, policy: int) -> dict[str, float]:
-    """Rollout batches learnt from since the parameters that drew a token: mean and maximum over response tokens.
+def staleness_metrics(rollout: Rollout, trained: int, policy: int) -> dict[str, float]:
+    """Rollouts trained on since the weights that sampled a token: mean and maximum over response tokens.
 
     Args:
-      rollout: its `version_BT`, if it has one, counts the batches that each token's parameters had learnt from.
-      learnt: batches that the learner has learnt from.
+      rollout: its `version_BT`, if it has one, counts the rollouts that each token's weights had been trained on.
+      trained: rollouts that the learner has been trained on.
       policy: the version of all tokens of a rollout without `version_BT`.
     """
     if rollout.version_BT is None:
-        mean = largest = learnt - policy
+        mean = largest = trained - policy
     else:
-        mean, largest = multihost.to_host(_mean_and_max(learnt - rollout.version_BT, rollout.mask_BT))
+        mean, largest = multihost.to_host(_mean_and_max(trained - rollout.version_BT, rollout.mask_BT))
     return {"rollout/staleness": float(mean), "rollout/staleness_max": float(largest)}
 
 
@@ -74,8 +74,8 @@ def _mean_and_max(value_BT: Array, mask_BT: Array) -> tuple[Array, Array]:
     return masked.mean(value_BT, mask_BT), masked.max(value_BT, mask_BT)
 
 
-def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
-    """The train step's metrics over a rollout batch: min of `_min`, max of `_max`, sums of counts, else the mean.
+def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The train step's metrics over a rollout: min of `_min`, max of `_max`, sums of counts, else the mean.
 
     An update without response tokens has counts only.
     """
@@ -88,16 +88,15 @@ def update_metrics(updates: list[dict[str, Any]]) -> dict[str, float]:
     return combined
 
 
-def score_metrics(batches: Sequence[Batch], entropies: Sequence[Any]) -> dict[str, float]:
+def score_metrics(scored: Sequence[tuple[Batch, Scores]]) -> dict[str, float]:
     """Entropy of the old policy, the mismatch of sampler and learner, and the KL to the reference.
 
     `mismatch/` has the metrics of `losses.correction.mismatch_metrics`; `reference/kl` and `reference/kl_k1` are means
     over the response tokens.
     """
-    parts = [_score_rows(batch, entropy_BT) for batch, entropy_BT in zip(batches, entropies, strict=True)]
-    rows = multihost.to_host(parts)
-    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
-    reduced = jax.device_get(_reduce_rows(joined))
+    parts = [_score_rows(batch, scores.logp_BT, scores.entropy_BT) for batch, scores in scored]
+    rows = jax.tree.map(lambda *parts: np.concatenate(parts), *multihost.to_host(parts))
+    reduced = jax.device_get(_reduce_rows(rows))
     return {name.replace("mismatch_", "mismatch/", 1): float(value) for name, value in reduced.items()}
 
 
@@ -110,20 +109,22 @@ def _reduce_rows(rows: losses.Metrics) -> dict[str, Array]:
 
 
 @jax.jit
-def _score_rows(batch: Batch, entropy_BT: Array) -> losses.Metrics:
+def _score_rows(batch: Batch, logp_BT: Array, entropy_BT: Array) -> losses.Metrics:
     """The metrics of `score_metrics`, by row."""
     mask_BT = batch.mask_BT
-    assert batch.sampler_logp_BT is not None
     tokens_B = mask_BT.sum(axis=-1, dtype=jnp.float32)
-    found: losses.Metrics = {
-        "policy/entropy": losses.Share(masked.sum(entropy_BT, mask_BT, axis=-1), tokens_B),
-        **mismatch_metrics(batch.old_logp_BT, batch.sampler_logp_BT, mask_BT, **segments(batch)),
+
+    def mean(value_BT: Array) -> losses.Share:
+        return losses.Share(masked.sum(value_BT, mask_BT, axis=-1), tokens_B)
+
+    metrics: losses.Metrics = {
+        "policy/entropy": mean(entropy_BT),
+        **mismatch_metrics(logp_BT, known(batch, "sampler_logp_BT"), mask_BT, segment_ids=segment_ids(batch)),
     }
     if batch.ref_logp_BT is not None:
-        for name, estimate in (("reference/kl", kl.k3), ("reference/kl_k1", kl.k1)):
-            value_BT = estimate(batch.old_logp_BT, batch.ref_logp_BT, mask_BT)
-            found[name] = losses.Share(masked.sum(value_BT, mask_BT, axis=-1), tokens_B)
-    return found
+        metrics["reference/kl"] = mean(kl.k3(logp_BT, batch.ref_logp_BT, mask_BT))
+        metrics["reference/kl_k1"] = mean(kl.k1(logp_BT, batch.ref_logp_BT, mask_BT))
+    return metrics
 
 
 def routing_metrics(count_LE: Array, before_LBTA: Array, after_LBTA: Array) -> dict[str, float]:

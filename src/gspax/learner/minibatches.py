@@ -1,59 +1,35 @@
-"""From a rollout to the minibatches of its optimiser updates: split, score, set advantages."""
+"""A rollout becomes the minibatches of its optimizer updates: split or packed, with old log-probs and advantages.
+
+Packed rows hold several responses, each with its prompt or after a shared one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Reference, RowShape
-from gspax.learner.packing import pack, separate, share_prompts
 from gspax.learner.train_step import Score, Scores
 from gspax.losses.shaping import filter_overlong
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.run import interrupt
-from gspax.types import Array, Batch, Params, Rollout
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Minibatches with old log-probs; the first may lack them, and its update then computes them."""
-
-    batches: list[Batch]
-    entropies: list[Array | None]  # float32 [B, T] of each minibatch; None if it was not scored
-    on_policy: bool  # the first minibatch has no old log-probs yet
-
-    def complete(self, first: Scores) -> Scored:
-        """With what the first minibatch's update computed, if that is lacking."""
-        if not self.on_policy:
-            return self
-        batch = replace(self.batches[0], old_logp_BT=first.logp_BT)
-        return Scored([batch, *self.batches[1:]], [first.entropy_BT, *self.entropies[1:]], on_policy=False)
-
-    def measured(self, first: Scores) -> Scored:
-        """The minibatches that the old policy is known on, with its own log-probs and entropies.
-
-        If the sampler's log-probs are the old ones, that is the first minibatch, from its update.
-        """
-        known = self.complete(first)
-        if known.entropies[0] is not None:
-            return known
-        return Scored([replace(self.batches[0], old_logp_BT=first.logp_BT)], [first.entropy_BT], on_policy=False)
+from gspax.types import Array, Batch, Params, Rollout, known
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which response of a rollout batch is where in a minibatch, and how much of the minibatch is padding."""
+    """The places of a rollout's responses in a minibatch, and how much of the minibatch is padding."""
 
     response: np.ndarray  # int32 [B, T], or [B, 1] for one response in each row; -1: padding
     column: np.ndarray  # int32 [B, T], or [1, T] likewise: the position within the response's own row
-    tokens: int  # that it holds: completions, and prompts as often as they are there
+    tokens: int  # completions, and prompts as often as they are there
     positions: int  # that a pass computes
 
 
@@ -66,29 +42,27 @@ def split_minibatches(
     without_overlong: bool = False,
     sharing: int = 0,
 ) -> tuple[list[Batch], list[Layout]]:
-    """`count` minibatches of adjacent responses, sharded over the mesh. Old log-probs and advantages are zeros.
+    """Split a rollout into `count` minibatches of adjacent responses, sharded over the mesh.
 
     Args:
       rollout: its lengths are on the host.
       shape: `config.row_shape`. Rows that are not packed keep the rollout's length.
       without_overlong: the loss leaves out completions that were truncated at the maximum length.
-      sharing: so many adjacent responses have one prompt, which packed rows hold once for several of them; 0: each
-        response has its own.
+      sharing: the number of adjacent responses with one prompt, which packed rows hold once for several of them; 0:
+        each response has its own.
     """
-    # rows that one device drew are redistributed over all of them without passing through the host
-    jit: Any = partial(jax.jit, out_shardings=named_sharding(mesh, "batch"))
+    # rows that one device sampled are redistributed over all of them without passing through the host
+    jit = partial(jax.jit, out_shardings=named_sharding(mesh, "batch"))
     total_N = np.asarray(rollout.prompt_length_B) + np.asarray(rollout.length_B)
     size, T = len(total_N) // count, rollout.tokens_BT.shape[1]
     parts = [range(i * size, (i + 1) * size) for i in range(count)]
     if not shape.packed:
         batches = jit(_split, static_argnums=(1, 2, 3))(rollout, count, shape.rows, without_overlong)
-        padding = np.full(shape.rows - size, -1, np.int32)
-        column_1T = np.arange(T, dtype=np.int32)[None]
-        layouts = [
+        padding, column_1T = np.full(shape.rows - size, -1, np.int32), np.arange(T, dtype=np.int32)[None]
+        return batches, [
             Layout(np.concatenate([part, padding])[:, None], column_1T, int(total_N[part].sum()), shape.rows * T)
             for part in parts
         ]
-        return batches, layouts
     gather, batches, layouts = jit(_gather, static_argnums=4), [], []
     for part in parts:
         units = separate(total_N[part])
@@ -114,8 +88,6 @@ def _split(rollout: Rollout, count: int, rows: int, without_overlong: bool) -> l
         tokens_BT=rollout.tokens_BT,
         segment_BT=(jnp.arange(columns)[None] < total_B1).astype(jnp.int32),
         mask_BT=_loss_mask(rollout, without_overlong),
-        old_logp_BT=jnp.zeros_like(rollout.logp_BT),
-        advantage=jnp.zeros(responses),
         sampler_logp_BT=rollout.logp_BT,
         expert_BLTA=rollout.expert_BLTA,
     )
@@ -139,15 +111,12 @@ def _gather(
         expert_BTLA = expert_BLTA.swapaxes(1, 2)
         return expert_BTLA.reshape(-1, *expert_BTLA.shape[2:])[source_BT].swapaxes(1, 2)
 
-    logp_BT = take(rollout.logp_BT)
     return Batch(
         tokens_BT=take(rollout.tokens_BT),
         segment_BT=segment_BT,
         prefix_BT=prefix_BT,
         mask_BT=take(_loss_mask(rollout, without_overlong)),
-        old_logp_BT=jnp.zeros_like(logp_BT),
-        advantage=jnp.zeros_like(logp_BT),
-        sampler_logp_BT=logp_BT,
+        sampler_logp_BT=take(rollout.logp_BT),
         expert_BLTA=None if rollout.expert_BLTA is None else take_experts(rollout.expert_BLTA),
     )
 
@@ -156,22 +125,100 @@ def _loss_mask(rollout: Rollout, without_overlong: bool) -> Array:
     return filter_overlong(rollout.mask_BT, ~rollout.finished_B) if without_overlong else rollout.mask_BT
 
 
-def reference_kl(reference: Reference | None, batches: Sequence[Batch], layouts: Sequence[Layout]) -> np.ndarray | None:
-    """The sum of `reference.reward` over the tokens of each response, float32 [N]; None without one."""
-    if reference is None or reference.reward is None:
-        return None
-    estimate: Callable[..., Array] = reference.reward
-    values = [estimate(batch.old_logp_BT, batch.ref_logp_BT, batch.mask_BT) for batch in batches]
-    return np.concatenate(
-        [_sum_by_response(*each) for each in zip(multihost.to_host(values), layouts, strict=True)]
-    ).astype(np.float32)
+def first_fit_decreasing(length_N: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """The row of each sequence and its first position there: the longest first, each in the first row with room for it.
+
+    At most 11/9 of the fewest rows possible, plus one (Johnson 1973).
+
+    Raises:
+      ValueError: a sequence is longer than `capacity`, the tokens of a row.
+    """
+    if length_N.max(initial=0) > capacity:
+        raise ValueError(f"packing: wanted sequences of at most {capacity} tokens, got {length_N.max()}")
+    row_N, first_N = np.zeros_like(length_N), np.zeros_like(length_N)
+    free = np.full(len(length_N), capacity)
+    for index in np.argsort(-length_N, kind="stable"):
+        row = np.argmax(free >= length_N[index])
+        row_N[index], first_N[index] = row, capacity - free[row]
+        free[row] -= length_N[index]
+    return row_N, first_N
 
 
-def _sum_by_response(value_BT: np.ndarray, layout: Layout) -> np.ndarray:
-    number_BT = np.broadcast_to(layout.response, value_BT.shape)
-    there_BT = number_BT >= 0
-    number = number_BT[there_BT]
-    return np.bincount(number - number.min(), value_BT[there_BT])
+class Piece(NamedTuple):
+    """Adjacent tokens of a sequence."""
+
+    sequence: int
+    first: int  # position of its first token in the sequence
+    length: int
+
+
+Unit = list[Piece]  # pieces that stay together in a row: one sequence, or a prompt and what continues it
+
+
+def separate(length_N: np.ndarray) -> list[Unit]:
+    """Each sequence by itself, with its prompt."""
+    return [[Piece(index, 0, int(length))] for index, length in enumerate(length_N)]
+
+
+def share_prompts(length_N: np.ndarray, prompt_length_N: np.ndarray, group_N: np.ndarray, capacity: int) -> list[Unit]:
+    """Each prompt once for as many of its responses as fit a row of `capacity` tokens.
+
+    The first piece of a unit is the prompt without its last token. That belongs to every response, so that the token
+    before each token of a response is in the same piece.
+
+    Args:
+      group_N: sequences with equal numbers have one prompt.
+    """
+    units: list[Unit] = []
+    for group in np.unique(group_N):
+        members = np.flatnonzero(group_N == group)
+        shared = int(prompt_length_N[members[0]]) - 1
+        row, _ = first_fit_decreasing(length_N[members] - shared, capacity - shared)
+        for number in range(row.max() + 1):
+            chosen = members[row == number].tolist()
+            if len(chosen) == 1 or shared == 0:
+                units += [[Piece(index, 0, int(length_N[index]))] for index in chosen]
+                continue
+            rests = [Piece(index, shared, int(length_N[index]) - shared) for index in chosen]
+            units.append([Piece(chosen[0], 0, shared), *rests])
+    return units
+
+
+class Packed(NamedTuple):
+    """The places of the pieces in packed rows; int32 [B, T]."""
+
+    sequence_BT: np.ndarray  # the sequence at each position; -1: padding
+    column_BT: np.ndarray  # its position in that sequence; -1: padding
+    segment_BT: np.ndarray  # the number of the piece, from 1 in each row; 0: padding
+    prefix_BT: np.ndarray  # the number of the piece that it continues; 0: none
+    used: int  # microbatches with a token; the others come last
+
+
+def pack(units: Sequence[Unit], shape: RowShape) -> Packed:
+    """Place units in rows, the pieces of a unit one after the other.
+
+    Axes: B rows, T positions, as `shape` has them. Microbatch m takes the rows m, m + M, ...
+    (`train_step.run_microbatches`), so that is where its rows are put.
+    """
+    sequence_BT = np.full((shape.rows, shape.length), -1, np.int32)
+    column_BT, segment_BT = sequence_BT.copy(), np.zeros_like(sequence_BT)
+    prefix_BT = segment_BT.copy()
+    lengths = np.array([sum(piece.length for piece in unit) for unit in units], int)
+    packed_N, first_N = first_fit_decreasing(lengths, shape.length)
+    count, numbers = shape.rows // shape.microbatch, np.zeros(shape.rows, np.int32)
+    for index in np.argsort(first_N, kind="stable"):
+        microbatch, place = divmod(packed_N[index], shape.microbatch)
+        row, first = place * count + microbatch, first_N[index]
+        root = numbers[row] + 1
+        for piece in units[index]:
+            numbers[row] += 1
+            here = row, slice(first, first + piece.length)
+            sequence_BT[here], segment_BT[here] = piece.sequence, numbers[row]
+            column_BT[here] = piece.first + np.arange(piece.length)
+            prefix_BT[here] = root if numbers[row] > root else 0
+            first += piece.length
+    used = int(packed_N.max(initial=-1)) // shape.microbatch + 1
+    return Packed(sequence_BT, column_BT, segment_BT, prefix_BT, used)
 
 
 def packing_efficiency(layouts: Sequence[Layout]) -> float:
@@ -181,46 +228,60 @@ def packing_efficiency(layouts: Sequence[Layout]) -> float:
 
 def score_minibatches(
     score: Score, params: Params, reference: Params | None, batches: Sequence[Batch], which: range
-) -> Scored:
-    """Fill in the old log-probs, the routing if `score` keeps it, and the reference's log-probs if there is one.
+) -> tuple[list[Batch], list[Scores | None]]:
+    """Compute the old log-probs, the routing if `score` keeps it, and the reference's log-probs if there is one.
 
     Collective, with a stop point after each minibatch (`run.interrupt`).
 
     Args:
-      which: those to score (`old_policy.find_scored`). If it starts at 1, the first one is left to its update.
+      which: the minibatches whose old log-probs are computed (`old_policy.find_scored`). If it starts at 1, the first
+        one is left to its update.
+
+    Returns:
+      The minibatches with these arrays, and the old policy's scores of each; None if they were not computed.
     """
+
+    def compute(params: Params, batch: Batch, expert_BLTA: Array | None) -> Scores:
+        scores = score(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, expert_BLTA, batch.prefix_BT)
+        jax.block_until_ready(scores)  # dispatched ahead, they would leave no moment to stop between minibatches
+        interrupt.stop_point()
+        return scores
+
     filled = list(batches)
-    entropies: list[Array | None] = [None] * len(filled)
+    of_old: list[Scores | None] = [None] * len(filled)
     for index in which:
         batch = filled[index]
-        found = _score(score, params, batch, batch.expert_BLTA)
-        expert_BLTA = batch.expert_BLTA if found.expert_BLTA is None else found.expert_BLTA
-        entropies[index] = found.entropy_BT
+        of_old[index] = scores = compute(params, batch, batch.expert_BLTA)
+        expert_BLTA = batch.expert_BLTA if scores.expert_BLTA is None else scores.expert_BLTA
         filled[index] = replace(
-            batch, old_logp_BT=found.logp_BT, expert_BLTA=expert_BLTA, router_logp_BLTA=found.router_logp_BLTA
+            batch, old_logp_BT=scores.logp_BT, expert_BLTA=expert_BLTA, router_logp_BLTA=scores.router_logp_BLTA
         )
     if reference is not None:  # it routes by itself
-        for index, batch in enumerate(filled):
-            filled[index] = replace(batch, ref_logp_BT=_score(score, reference, batch, None).logp_BT)
-    return Scored(filled, entropies, on_policy=which.start == 1)
-
-
-def _score(score: Score, params: Params, batch: Batch, expert_BLTA: Array | None) -> Scores:
-    """The scores once they are complete: dispatched ahead, they would leave no moment to stop between minibatches."""
-    found = score(params, batch.tokens_BT, batch.segment_BT, batch.mask_BT, expert_BLTA, batch.prefix_BT)
-    jax.block_until_ready(found)
-    interrupt.stop_point()
-    return found
+        filled = [replace(batch, ref_logp_BT=compute(reference, batch, None).logp_BT) for batch in filled]
+    return filled, of_old
 
 
 def take_sampler_logp(batches: Sequence[Batch]) -> list[Batch]:
     """The minibatches with the sampler's log-probs as the old ones."""
+    return [replace(batch, old_logp_BT=known(batch, "sampler_logp_BT")) for batch in batches]
 
-    def take(batch: Batch) -> Batch:
-        assert batch.sampler_logp_BT is not None
-        return replace(batch, old_logp_BT=batch.sampler_logp_BT)
 
-    return [take(batch) for batch in batches]
+def reference_kl(reference: Reference | None, batches: Sequence[Batch], layouts: Sequence[Layout]) -> np.ndarray | None:
+    """The sum of `reference.reward` over the tokens of each response, float32 [N]; None without one."""
+    if reference is None or reference.reward is None:
+        return None
+    values = [
+        reference.reward(known(batch, "old_logp_BT"), known(batch, "ref_logp_BT"), batch.mask_BT) for batch in batches
+    ]
+    sums = map(_sum_by_response, multihost.to_host(values), layouts)
+    return np.concatenate([*sums]).astype(np.float32)
+
+
+def _sum_by_response(value_BT: np.ndarray, layout: Layout) -> np.ndarray:
+    number_BT = np.broadcast_to(layout.response, value_BT.shape)
+    there_BT = number_BT >= 0
+    number = number_BT[there_BT]
+    return np.bincount(number - number.min(), value_BT[there_BT])
 
 
 def set_advantages(
@@ -237,5 +298,5 @@ def set_advantages(
         placed = np.where(there, placed, 0).astype(np.float32)
         return placed[:, 0] if placed.shape[1] == 1 else placed
 
-    parts: list[Any] = multihost.to_devices([place(each) for each in layouts], named_sharding(mesh, "batch"))
-    return [replace(batch, advantage=part) for batch, part in zip(batches, parts, strict=True)]
+    placed = multihost.to_devices([place(layout) for layout in layouts], named_sharding(mesh, "batch"))
+    return [replace(batch, advantage=values) for batch, values in zip(batches, placed, strict=True)]

@@ -1,4 +1,4 @@
-"""What an update minimises: the policy loss and what is added to it.
+"""The objective of an update: the policy loss and the terms added to it.
 
 An objective is `(outputs, batch, constants) -> losses.Terms`: the policy's outputs for the rows of one microbatch,
 those rows, and what is the same for all microbatches. `make_objective` combines a loss with a correction for the
@@ -8,7 +8,7 @@ sampler, a KL to the reference, an entropy bonus, router losses and a calibrated
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from gspax.losses.regularizers import entropy_bonus, load_balance, router_z
 from gspax.losses.router_shift import log_factor
 from gspax.losses.traits import aggregate_of, traits_of
 from gspax.model.moe import Routing
-from gspax.types import Array, Batch
+from gspax.types import Array, Batch, known
 
 PolicyLoss = Callable[..., losses.Terms]  # (logp, old_logp, advantage, mask, *, ...)
 
@@ -33,15 +33,15 @@ NO_REGULARIZERS = Regularizers()
 
 
 class Outputs(NamedTuple):
-    """What the policy that is trained computes for a batch's tokens."""
+    """The outputs of the trained policy for a batch's tokens."""
 
     logp_BT: Array  # float32  log-prob of the token; column 0 is 0
-    entropy_BT: Array  # float32  of the distribution that the token was drawn from
+    entropy_BT: Array  # float32  of the distribution that the token was sampled from
     routing: Routing  # of the sparse layers
 
 
 class UpdateConstants(NamedTuple):
-    """What is the same for all microbatches of an update."""
+    """The values that are the same for all microbatches of an update."""
 
     clip_range: Array  # float32 [2]: `TrainState.clip_range`
     load_LE: Array | None  # float32 [L, E]  each expert's share of the response tokens' choices, 1 if balanced
@@ -66,37 +66,37 @@ def make_objective(
     The metrics of `ratio_metrics` are added where the loss does not report them, `token_ratio` unless its ratio is that
     of a sequence. With `calibration` the clip range is `constants.clip_range`, and there are those of `range_metrics`.
     """
-    aggregate, takes_updates = aggregate_of(loss), traits_of(loss).updates
-    by_sequence = traits_of(loss).ratio == "sequence"
+    traits, aggregate = traits_of(loss), aggregate_of(loss)
 
     def objective(outputs: Outputs, batch: Batch, constants: UpdateConstants) -> losses.Terms:
-        old_logp_BT, packed = batch.old_logp_BT, segments(batch)
+        old_logp_BT, ids, mask_BT = known(batch, "old_logp_BT"), segment_ids(batch), batch.mask_BT
         log_factor_BT = None if router_shift is None else shift_factor(router_shift, outputs.routing, batch)
         if log_factor_BT is not None:
             old_logp_BT = old_logp_BT - log_factor_BT
-        rows = outputs.logp_BT, old_logp_BT, batch.advantage, batch.mask_BT
+        rows = outputs.logp_BT, old_logp_BT, known(batch, "advantage"), mask_BT
         weight = correction_weight(correction, rejection, outputs.logp_BT, batch)
-        options: dict[str, Any] = {} if weight is None else {"correction": weight}
-        if takes_updates:
+        options: dict[str, Array | int] = {**packed(batch)}
+        if weight is not None:
+            options["correction"] = weight
+        if traits.updates:
             options["updates"] = constants.updates
         if calibration is not None:
             options |= {"clip_low": constants.clip_range[0], "clip_high": constants.clip_range[1]}
-        terms = loss(*rows, **packed, **options)
-        of_ratios = ratio_metrics(outputs.logp_BT, old_logp_BT, batch.mask_BT, **packed)
-        if by_sequence:
-            del of_ratios["token_ratio"]
-        terms = terms._replace(metrics=of_ratios | terms.metrics)
+        terms = loss(*rows, **options)
+        metrics = ratio_metrics(outputs.logp_BT, old_logp_BT, mask_BT, segment_ids=ids)
+        if traits.ratio == "sequence":
+            del metrics["token_ratio"]
+        metrics |= terms.metrics
         if weight is not None:
-            terms = terms._replace(metrics=terms.metrics | weight_metrics(weight, batch.mask_BT, **packed))
+            metrics |= weight_metrics(weight, mask_BT, segment_ids=ids)
         if log_factor_BT is not None:
-            tokens_B, factor_BT = batch.mask_BT.sum(axis=-1, dtype=jnp.float32), jnp.exp(log_factor_BT)
-            shift = losses.Share(masked.sum(factor_BT, batch.mask_BT, axis=-1), tokens_B)
-            terms = terms._replace(metrics=terms.metrics | {"router_shift": shift})
+            tokens_B = mask_BT.sum(axis=-1, dtype=jnp.float32)
+            metrics["router_shift"] = losses.Share(masked.sum(jnp.exp(log_factor_BT), mask_BT, axis=-1), tokens_B)
         if calibration is not None:
-            clipped = terms.metrics["clip_fraction_sequences"]
+            clipped = metrics["clip_fraction_sequences"]
             assert isinstance(clipped, losses.Share)
-            found = range_metrics(*rows, clipped=clipped, share=calibration.share, **packed)
-            terms = terms._replace(metrics=terms.metrics | found)
+            metrics |= range_metrics(*rows, clipped=clipped, share=calibration.share, segment_ids=ids)
+        terms = terms._replace(metrics=metrics)
         if reference is not None and reference.loss is not None:
             penalty = reference_kl(reference.loss, outputs.logp_BT, batch, aggregate)
             terms = add_penalty(terms, penalty, coefficient=reference.coefficient)
@@ -109,9 +109,8 @@ def make_objective(
 
 def shift_factor(settings: RouterShift, routing: Routing, batch: Batch) -> Array:
     """log γ of each token, float32 [B, T] (`losses.router_shift`)."""
-    assert batch.expert_BLTA is not None and batch.router_logp_BLTA is not None, "the batch has no router log-probs"
-    now_BLTA = router_logp(routing, batch.expert_BLTA)
-    return log_factor(now_BLTA, batch.router_logp_BLTA, batch.mask_BT, floor=settings.floor)
+    now_BLTA = router_logp(routing, known(batch, "expert_BLTA"))
+    return log_factor(now_BLTA, known(batch, "router_logp_BLTA"), batch.mask_BT, floor=settings.floor)
 
 
 def router_logp(routing: Routing, expert_BLTA: Array) -> Array:
@@ -121,46 +120,60 @@ def router_logp(routing: Routing, expert_BLTA: Array) -> Array:
     return jnp.take_along_axis(log_prob_BLTE, expert_BLTA, axis=-1)
 
 
-def segments(batch: Batch) -> dict[str, Any]:
-    """`segment_ids` for a batch whose advantages are [B, T]: packed rows, or advantages of tokens; else nothing.
+def segment_ids(batch: Batch) -> Array | None:
+    """The segments of a batch whose advantages are [B, T], packed rows or advantages of tokens; else None.
 
     With one sequence in each row they change nothing but the shape of what a loss takes and returns.
     """
-    return {"segment_ids": batch.segment_BT} if batch.advantage.ndim == 2 else {}
+    return batch.segment_BT if known(batch, "advantage").ndim == 2 else None
+
+
+def packed(batch: Batch) -> dict[str, Array]:
+    """`segment_ids` as a keyword, for functions of the experiment that need not take it."""
+    ids = segment_ids(batch)
+    return {} if ids is None else {"segment_ids": ids}
 
 
 def correction_weight(
     correction: Callable[..., Array] | None, rejection: Callable[..., Array] | None, logp_BT: Array, batch: Batch
 ) -> Array | None:
     """The constant factor of the objective, float32 [B] or [B, T]; None if nothing is corrected."""
-    weight, packed = None, segments(batch)
+    weight, mask_BT, keywords = None, batch.mask_BT, packed(batch)
     if correction is not None:
-        weight = correction(batch.old_logp_BT, batch.sampler_logp_BT, batch.mask_BT, **packed)
+        weight = correction(known(batch, "old_logp_BT"), known(batch, "sampler_logp_BT"), mask_BT, **keywords)
     if rejection is not None:
-        kept = rejection(logp_BT, batch.sampler_logp_BT, batch.advantage, batch.mask_BT, **packed)
+        kept = rejection(logp_BT, known(batch, "sampler_logp_BT"), batch.advantage, mask_BT, **keywords)
         kept = kept[:, None] if weight is not None and weight.ndim > kept.ndim else kept
         weight = kept if weight is None else weight * kept
     return weight
 
 
 def penalties(
-    regularizers: Regularizers, outputs: Outputs, batch: Batch, load_LE: Array | None, aggregate: Any
+    regularizers: Regularizers,
+    outputs: Outputs,
+    batch: Batch,
+    load_LE: Array | None,
+    aggregate: losses.Aggregate | None,
 ) -> Iterator[tuple[float, losses.Terms]]:
-    """(coefficient, penalty) of each regulariser that is on, aggregated as the policy loss is."""
-    mask_BT, how = batch.mask_BT, segments(batch) | ({} if aggregate is None else {"aggregate": aggregate})
+    """(coefficient, penalty) of each regularizer that is on, aggregated as the policy loss is."""
+    mask_BT, ids, aggregate = batch.mask_BT, segment_ids(batch), aggregate or losses.by_sequence
     if regularizers.entropy:
-        yield regularizers.entropy, entropy_bonus(outputs.entropy_BT, mask_BT, **how)
+        bonus = entropy_bonus(outputs.entropy_BT, mask_BT, aggregate=aggregate, segment_ids=ids)
+        yield regularizers.entropy, bonus
     if regularizers.load_balance:
         assert load_LE is not None, "the batch has no experts"
         prob_LBTE = jax.nn.softmax(outputs.routing.logits)
-        yield regularizers.load_balance, load_balance(prob_LBTE, load_LE, mask_BT, **how)
+        yield regularizers.load_balance, load_balance(prob_LBTE, load_LE, mask_BT, aggregate=aggregate, segment_ids=ids)
     if regularizers.router_z:
-        yield regularizers.router_z, router_z(outputs.routing.logits, mask_BT, **how)
+        penalty = router_z(outputs.routing.logits, mask_BT, aggregate=aggregate, segment_ids=ids)
+        yield regularizers.router_z, penalty
 
 
-def reference_kl(kl: Callable[..., losses.Terms], logp_BT: Array, batch: Batch, aggregate: Any) -> losses.Terms:
-    """The KL term, given those of `aggregate` and `old_logp` that it takes and that are not bound to it."""
-    available = {"aggregate": aggregate, "old_logp": batch.old_logp_BT, **segments(batch)}
+def reference_kl(
+    kl: Callable[..., losses.Terms], logp_BT: Array, batch: Batch, aggregate: losses.Aggregate | None
+) -> losses.Terms:
+    """The KL term, with those of `aggregate` and `old_logp` that it takes and that are not bound to it."""
+    available = {"aggregate": aggregate, "old_logp": batch.old_logp_BT, **packed(batch)}
     unbound = keywords(kl).keys() - getattr(kl, "keywords", {}).keys()
     options = {name: value for name, value in available.items() if name in unbound and value is not None}
-    return kl(logp_BT, batch.ref_logp_BT, batch.mask_BT, **options)
+    return kl(logp_BT, known(batch, "ref_logp_BT"), batch.mask_BT, **options)

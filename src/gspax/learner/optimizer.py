@@ -1,9 +1,9 @@
-"""The optimiser of a training stage: the settings' transform behind a gradient clip, and where its state is placed."""
+"""The optimizer of a training stage: the settings' transform behind a gradient clip, and where its state is placed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import optax
 
 from gspax import config
 from gspax.errors import UserError
+from gspax.types import Array, Params, PyTree
 
 
 def learning_rate(settings: config.Optimizer) -> optax.Schedule:
@@ -35,13 +36,13 @@ def make_optimizer(settings: config.Optimizer, trained_dtype: str = "float32") -
 
 
 def freeze(inner: optax.GradientTransformation, names: Sequence[str]) -> optax.GradientTransformation:
-    """The optimiser of all parameters but those whose path has one of these names; these have no moments.
+    """The optimizer of all parameters but those whose path has one of these names; these have no moments.
 
     The global norm that is clipped is that of the others. UserError, when the state is made, for a name that no
     parameter has.
     """
 
-    def label(params: Any) -> Any:
+    def label(params: Params) -> PyTree:
         labels = jax.tree_util.tree_map_with_path(lambda path, _: _names(path).isdisjoint(names), params)
         known = set().union(*(_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)))
         if unknown := [name for name in names if name not in known]:
@@ -51,11 +52,11 @@ def freeze(inner: optax.GradientTransformation, names: Sequence[str]) -> optax.G
     return optax.partition({True: inner, False: optax.set_to_zero()}, label)
 
 
-def _names(path: Any) -> set[str]:
+def _names(path: Iterable[object]) -> set[str]:
     return {str(getattr(key, "key", getattr(key, "name", key))) for key in path}
 
 
-def state_shardings(opt_state: Any, trained: Any, replicated: jax.sharding.Sharding) -> Any:
+def state_shardings(opt_state: PyTree, trained: Params, replicated: jax.sharding.Sharding) -> PyTree:
     """A tree like `opt_state`: a leaf that belongs to a parameter has its sharding, all others are `replicated`.
 
     A leaf belongs to a parameter if its path ends with the parameter's and it has its shape. Factored moments, as in
@@ -63,12 +64,12 @@ def state_shardings(opt_state: Any, trained: Any, replicated: jax.sharding.Shard
 
     Args:
       opt_state: `ShapeDtypeStruct`s or arrays.
-      trained: the parameters that the optimiser updates, with shardings.
+      trained: the parameters that the optimizer updates, with shardings.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(trained)
     by_path = {path: leaf for path, leaf in leaves}
 
-    def sharding(path: Any, leaf: Any) -> Any:
+    def sharding(path: tuple[object, ...], leaf: Array | jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
         suffixes = (path[start:] for start in range(len(path) + 1))
         parameter = next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
         return parameter.sharding if parameter is not None and parameter.shape == leaf.shape else replicated
@@ -77,23 +78,23 @@ def state_shardings(opt_state: Any, trained: Any, replicated: jax.sharding.Shard
 
 
 class Master(NamedTuple):
-    """A float32 copy of the trained parameters, and the state of the optimiser that updates it."""
+    """A float32 copy of the trained parameters, and the state of the optimizer that updates it."""
 
-    params: Any
-    inner: Any
+    params: Params
+    inner: optax.OptState
 
 
 def with_master(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimiser on a float32 copy; `apply_updates` gives that copy rounded to the parameters' dtype.
+    """The optimizer on a float32 copy; `apply_updates` gives that copy rounded to the parameters' dtype.
 
     An update below 1/256 of a bfloat16 number would be lost to rounding.
     """
 
-    def init(params: Any) -> Master:
+    def init(params: Params) -> Master:
         master = jax.tree.map(lambda param: param.astype(jnp.float32), params)
         return Master(master, inner.init(master))
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Params, state: Master, params: Params = None) -> tuple[Params, Master]:
         grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
         updates, inner_state = inner.update(grads, state.inner, state.params)
         master = optax.apply_updates(state.params, updates)
@@ -105,13 +106,13 @@ def with_master(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 class Offloaded(optax.GradientTransformation):
-    """An optimiser whose state is kept in host memory; `state.abstract_state` places it there."""
+    """An optimizer whose state is kept in host memory; `state.abstract_state` places it there."""
 
 
 def offloaded(inner: optax.GradientTransformation) -> Offloaded:
-    """The same updates; the state is copied to the devices for an update and back afterwards."""
+    """The optimizer with its state in host memory: it is copied to the devices for an update and back afterwards."""
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Params, state: optax.OptState, params: Params = None) -> tuple[Params, optax.OptState]:
         updates, state = inner.update(grads, jax.device_put(state, jax.memory.Space.Device), params)
         return updates, jax.device_put(state, jax.memory.Space.Host)
 

@@ -1,10 +1,15 @@
-"""The training state, created sharded: no array is ever whole on one device first."""
+"""The training state: created sharded, so that no array is ever whole on one device first, stored, and restored.
+
+Its first parameters are random ones, or those of a published checkpoint or of one that `gspax convert` wrote. A run
+with a reference policy or with adapters stores them in `start/`: step 0 is the model, step 1 the adapters that the
+reference policy has. With adapters the checkpoints leave out what is frozen.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +18,29 @@ import optax
 from gspax import unstable
 from gspax.config import Lora, ModelConfig, Optimizer
 from gspax.errors import UserError
-from gspax.learner import adapters, weights
+from gspax.hf.parameters import named_leaves, named_shapes, read_params
+from gspax.hf.peft import read_adapters
+from gspax.hf.source import locate
+from gspax.learner import adapters
 from gspax.learner.optimizer import Offloaded, state_shardings
 from gspax.model import transformer
-from gspax.model.low_rank import partition
+from gspax.model.low_rank import combine, partition
 from gspax.model.sizes import memory
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
-from gspax.types import Array, Params, TrainState
+from gspax.run.checkpoints import Checkpoints
+from gspax.run.directory import RunDir
+from gspax.run.manifest import MANIFEST, find_damage, has_manifest
+from gspax.types import Array, Params, PyTree, TrainState
+
+CHECKPOINTS = "checkpoints"  # in a converted folder, next to config.json and the tokenizer's files
+MODEL, ADAPTERS = 0, 1  # the steps of `start/`
 
 
 def require_memory(
     config: ModelConfig, lora: Lora | None, optimizer: Optimizer, mesh: jax.sharding.Mesh, *, reference: bool
 ) -> None:
-    """UserError if what a run's devices always hold is larger than their memory: parameters, moments, a reference."""
+    """UserError if the parameters, moments, and reference of a run are larger than the memory of its devices."""
     parts = memory.resident_bytes(config, lora, optimizer, dict(mesh.shape), reference=reference)
     needed, available = sum(parts.values()), _device_memory(jax.local_devices()[0])
     if available is not None and needed > available:
@@ -45,7 +59,7 @@ def _device_memory(device: jax.Device) -> int | None:
 
 
 def count_updates(state: TrainState) -> int:
-    """The optimiser updates that a state has had, skipped ones included."""
+    """The optimizer updates that a state has had, skipped ones included."""
     return int(multihost.to_host(state.step))
 
 
@@ -61,13 +75,12 @@ def applied_updates(state: TrainState) -> int:
 def new_state(params: Params, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
     """The state before the first update."""
     # step and position are two arrays: a donated state must not hold one buffer twice
-    trained, _ = partition(params)
     return TrainState(
         step=jnp.int32(0),
         position=jnp.int32(0),
         key=key,
         params=params,
-        opt_state=optimizer.init(trained),
+        opt_state=optimizer.init(partition(params)[0]),
         clip_range=jnp.zeros(2),
     )
 
@@ -75,32 +88,23 @@ def new_state(params: Params, optimizer: optax.GradientTransformation, key: Arra
 def init_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, key: Array, mesh: jax.sharding.Mesh
 ) -> TrainState:
-    """Fresh optimiser moments, and parameters from `config.checkpoint` or random ones, sharded over the mesh.
+    """Fresh optimizer moments, and parameters from `config.checkpoint` or random ones, sharded over the mesh.
 
     Random parameters come from `fold_in(key, 0)`. UserError if the checkpoint is broken or of another model.
     """
 
-    def init(key):
+    def init(key: Array) -> TrainState:
         return new_state(transformer.init(config, jax.random.fold_in(key, 0)), optimizer, key)
 
-    def init_around(params, key):  # parameters that were read are not moved
+    def init_around(params: Params, key: Array) -> TrainState:  # loaded parameters are not moved
         return replace(new_state(params, optimizer, key), params=None)
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh))
+    shardings = _shardings(abstract_state(config, optimizer, mesh))
     if not config.checkpoint:
         return jax.jit(init, out_shardings=shardings, compiler_options=unstable.fast_compilation(mesh))(key)
-    params = weights.load(config, abstract_params(config, mesh))
+    params = load_model(config, abstract_params(config, mesh))
     around = jax.jit(init_around, out_shardings=replace(shardings, params=None))(params, key)
     return replace(around, params=params)
-
-
-def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str | None = None) -> Params:
-    """`ShapeDtypeStruct`s of the parameters, sharded by `sharding.RULES`, in the model's dtype or the given one."""
-    return jax.tree.map(
-        lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=named_sharding(mesh, *axes)),
-        transformer.abstract_params(config),
-        transformer.logical_axes(config),
-    )
 
 
 def add_adapters(
@@ -116,11 +120,11 @@ def add_adapters(
     """
     wanted = abstract_adapters(config, lora, mesh)
     if lora.checkpoint:
-        factors = weights.load_adapters(config, lora, wanted)
+        factors = load_adapters(config, lora, wanted)
     else:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
-        make = jax.jit(lambda key: adapters.init(config, lora, jax.random.fold_in(key, 1)), out_shardings=shardings)
-        factors = make(state.key)
+        shardings = _shardings(wanted)
+        init = jax.jit(lambda key: adapters.init(config, lora, jax.random.fold_in(key, 1)), out_shardings=shardings)
+        factors = init(state.key)
     attached = replace(state, params=adapters.attach_adapters(state.params, factors, lora))
     return with_new_moments(attached, config, lora, optimizer, mesh)
 
@@ -132,21 +136,38 @@ def with_new_moments(
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
 ) -> TrainState:
-    """The state before the first update of an optimiser: no parameter is moved, the updates count from 0 again."""
+    """The state before the first update of an optimizer: no parameter is moved, the updates count from 0 again."""
     wanted = abstract_state(config, optimizer, mesh, lora)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, (wanted.step, wanted.opt_state))
-    start = jax.jit(lambda trained: (jnp.int32(0), optimizer.init(trained)), out_shardings=shardings)
+    start = jax.jit(
+        lambda trained: (jnp.int32(0), optimizer.init(trained)),
+        out_shardings=_shardings((wanted.step, wanted.opt_state)),
+    )
     step, opt_state = start(partition(state.params)[0])
     return replace(state, step=step, opt_state=opt_state)
 
 
-def abstract_adapters(config: ModelConfig, lora: Lora, mesh: jax.sharding.Mesh) -> Params:
-    """`ShapeDtypeStruct`s of the adapters, sharded by the table (`sharding.RULES`)."""
+def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str | None = None) -> Params:
+    """`ShapeDtypeStruct`s of the parameters, sharded by `sharding.RULES`, in `dtype` or by default the model's."""
     return jax.tree.map(
-        lambda leaf, axes: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named_sharding(mesh, *axes)),
+        lambda leaf, axes: leaf.update(dtype=dtype or leaf.dtype, sharding=named_sharding(mesh, *axes)),
+        transformer.abstract_params(config),
+        transformer.logical_axes(config),
+    )
+
+
+def abstract_adapters(config: ModelConfig, lora: Lora, mesh: jax.sharding.Mesh) -> Params:
+    """`ShapeDtypeStruct`s of the adapters, sharded by `sharding.RULES`."""
+    return jax.tree.map(
+        lambda leaf, axes: leaf.update(sharding=named_sharding(mesh, *axes)),
         adapters.abstract(config, lora),
         adapters.logical_axes(config, lora),
     )
+
+
+def abstract_policy(config: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh) -> Params:
+    """`ShapeDtypeStruct`s of the parameters, with adapters if there is `lora`."""
+    params = abstract_params(config, mesh)
+    return params if lora is None else adapters.attach_adapters(params, abstract_adapters(config, lora, mesh), lora)
 
 
 def abstract_state(
@@ -154,24 +175,126 @@ def abstract_state(
 ) -> TrainState:
     """`ShapeDtypeStruct`s with shardings: parameters and their moments by the table, everything else replicated.
 
-    With `lora` the parameters have adapters. The moments are in the hosts' memory if the optimiser is `Offloaded`.
+    With `lora` the parameters have adapters. The moments are in the hosts' memory if the optimizer is `Offloaded`.
     """
     everywhere = named_sharding(mesh)
-    memory = "pinned_host" if isinstance(optimizer, Offloaded) else "device"
-    params = abstract_params(config, mesh)
-    if lora is not None:
-        params = adapters.attach_adapters(params, abstract_adapters(config, lora, mesh), lora)
-    trained, _ = partition(params)
+    kind = "pinned_host" if isinstance(optimizer, Offloaded) else "device"
+    params = abstract_policy(config, lora, mesh)
     state = jax.eval_shape(lambda params: new_state(params, optimizer, jax.random.key(0)), params)
-
     moments = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding.with_memory_kind(memory)),
+        lambda leaf, sharding: leaf.update(sharding=sharding.with_memory_kind(kind)),
         state.opt_state,
-        state_shardings(state.opt_state, trained, everywhere),
+        state_shardings(state.opt_state, partition(params)[0], everywhere),
     )
-    small: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
-        for name, leaf in vars(state).items()
-        if name not in ("params", "opt_state")
-    }
-    return TrainState(params=params, opt_state=moments, **small)
+    rest = replace(state, params=None, opt_state=None)
+    placed = jax.tree.map(lambda leaf: leaf.update(sharding=everywhere), rest)
+    return replace(placed, params=params, opt_state=moments)
+
+
+def _shardings(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def load_model(config: ModelConfig, wanted: Params) -> Params:
+    """The parameters of `config.checkpoint`, with the shardings and dtypes of `wanted` (`ShapeDtypeStruct`s).
+
+    Raises:
+      UserError: the checkpoint is broken, or of another architecture than `config`.
+    """
+    folder = locate(config.checkpoint)
+    if not (folder / CHECKPOINTS).is_dir():
+        return read_params(folder, config, wanted)
+    require_intact(folder)
+    leaves = {f"params/{name}": leaf for name, leaf in named_leaves(wanted).items()}
+    mesh = next(iter(leaves.values())).sharding.mesh
+    with Checkpoints(folder / CHECKPOINTS, mesh=mesh) as checkpoints:
+        step = checkpoints.latest()
+        if step is None:
+            raise UserError(f"there is no checkpoint in {folder / CHECKPOINTS}")
+        arrays = checkpoints.restore_some(leaves, step)
+    return jax.tree.unflatten(jax.tree.structure(wanted), [arrays[name] for name in leaves])
+
+
+def require_intact(folder: Path) -> None:
+    """UserError if config.json or the tokenizer of a converted checkpoint is damaged; a warning without a manifest."""
+    if not has_manifest(folder):
+        multihost.warn_from_primary(f"{folder}: config.json and the tokenizer are not verified: there is no {MANIFEST}")
+    elif damage := find_damage(folder):
+        raise UserError(
+            f"{folder}: damaged: {damage[0]}; convert the checkpoint again, or delete {MANIFEST} if the change is yours"
+        )
+
+
+def load_adapters(config: ModelConfig, lora: Lora, wanted: Params) -> Params:
+    """The adapters of `lora.checkpoint`, with the shardings of `wanted`. UserError as for `load_model`."""
+    leaves, shapes = named_leaves(wanted), named_shapes(wanted)
+    factors = multihost.all_or_raise(lambda: read_adapters(Path(lora.checkpoint), config, lora, shapes))
+    arrays = [multihost.to_devices(factors[name], leaf.sharding) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(wanted), arrays)
+
+
+def first_state(
+    run: RunDir,
+    model: ModelConfig,
+    lora: Lora | None,
+    optimizer: optax.GradientTransformation,
+    key: Array,
+    mesh: jax.sharding.Mesh,
+) -> TrainState:
+    """The state before any update, of the warm start if there is one. The base of adapters is written to `start/`."""
+    if lora is None:
+        return init_state(model, optimizer, key, mesh)
+    state = init_state(model, optax.identity(), key, mesh)  # there are moments of the adapters alone
+    save_start(run, state.params, mesh)
+    return add_adapters(state, model, lora, optimizer, mesh)
+
+
+def save_start(run: RunDir, params: Params, mesh: jax.sharding.Mesh, step: int = MODEL) -> None:
+    """Write parameters to `start/`: those of the model, or with `ADAPTERS` the adapters alone."""
+    with Checkpoints(run.start, keep=2, mesh=mesh) as checkpoints:
+        checkpoints.save(step, params, {})
+
+
+def load_start(run: RunDir, wanted: Params, mesh: jax.sharding.Mesh, step: int = MODEL) -> Params:
+    """The parameters that `save_start` wrote, like `wanted`. UserError if they are not there."""
+    with Checkpoints(run.start, mesh=mesh) as checkpoints:
+        return checkpoints.restore(wanted, step)[0]
+
+
+def save_reference(run: RunDir, state: TrainState, lora: Lora | None, mesh: jax.sharding.Mesh) -> None:
+    """Write the parameters of the reference policy, before the first update of reinforcement learning."""
+    save_start(run, drop_frozen(state).params, mesh, MODEL if lora is None else ADAPTERS)
+
+
+def load_reference(
+    run: RunDir, state: TrainState, model: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh
+) -> Params:
+    """The trained parameters as they were before the first update, as arrays of their own."""
+    if count_updates(state) == 0:
+        return jax.tree.map(jnp.copy, drop_frozen(state).params)  # the state is donated to the first update
+    wanted = partition(abstract_policy(model, lora, mesh))[0]
+    return load_start(run, wanted, mesh, MODEL if lora is None else ADAPTERS)
+
+
+def drop_frozen(state: TrainState) -> TrainState:
+    """The part of a state that a checkpoint stores: without the frozen parameters."""
+    return replace(state, params=partition(state.params)[0])
+
+
+def restore_state(
+    run: RunDir,
+    checkpoints: Checkpoints,
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    lora: Lora | None = None,
+    step: int | None = None,
+) -> TrainState:
+    """The whole state of a checkpoint (default: the newest). UserError if there is none that can be read."""
+    state, _ = checkpoints.restore(drop_frozen(abstract_state(model, optimizer, mesh, lora)), step)
+    if lora is None:
+        return state
+    base = load_start(run, abstract_params(model, mesh), mesh)
+    _, frozen = partition(adapters.attach_adapters(base, abstract_adapters(model, lora, mesh), lora))
+    return replace(state, params=combine(state.params, frozen))

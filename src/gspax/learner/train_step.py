@@ -1,46 +1,45 @@
-"""One optimiser update, and the learner's own log-probs that its ratios start from.
+"""One optimizer update, and the pass that computes the old log-probs which its ratios start from.
 
 The loss of a minibatch is Σ value / Σ weight over its rows. Each microbatch differentiates its Σ value; the gradients
-are summed and divided once, so every split gives the same update.
+are summed and divided once, so every split gives the same update. Microbatch m of M has the rows m, m + M, ..., so that
+every device keeps its own rows.
 
-The first update of a rollout batch needs no old log-probs: they are those that it computes itself (`on_policy`).
+The first update of a rollout needs no old log-probs: it uses those that it computes itself (`on_policy`).
+
+Left to the partitioner, each microbatch's gradient is added up over all devices with rows of their own. Over the axes
+that parameters are sharded over this is necessary, since no device has room for more than its part. Over the others,
+slices of a TPU or copies of the model (`sharding.replica_axes`), each adds up its own microbatches, and the sums are
+added once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from gspax import losses, unstable
-from gspax.config import (
-    Guard,
-    ModelConfig,
-    expert_id_dtype,
-    has_experts,
-)
+from gspax.config import Guard, expert_id_dtype, has_experts
 from gspax.errors import UserError
 from gspax.learner.adapters import trained_axes
 from gspax.learner.expert_load import expert_counts, expert_load
-from gspax.learner.forward import forward, pad_rows
-from gspax.learner.microbatches import count_held, run_microbatches
-from gspax.learner.objective import Objective, Outputs, UpdateConstants, router_logp
-from gspax.learner.replicas import sum_over_replicas
-from gspax.model import transformer
+from gspax.learner.forward import StepSettings, forward
+from gspax.learner.objective import Objective, UpdateConstants, router_logp
 from gspax.model.low_rank import combine, partition
 from gspax.model.moe import exchanges_rows
-from gspax.parallel.sharding import batch_shards, constrain, replica_axes
-from gspax.types import Array, Batch, Params, TrainState
+from gspax.parallel.sharding import constrain, replica_axes, within_replica
+from gspax.types import Array, Batch, Params, PyTree, TrainState, known
 
 
 class Scores(NamedTuple):
-    """What a pass over a minibatch shows of the policy."""
+    """The log-probs, entropies, and routing of the policy on a minibatch."""
 
     logp_BT: Array  # float32
     entropy_BT: Array  # float32
@@ -54,30 +53,11 @@ Scalars = dict[str, Array]  # float32 scalars by the name of their metric
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Scalars]]
 Update = Callable[[TrainState, Batch, bool], tuple[TrainState, Scalars, Scores]]  # see `make_update`
 Score = Callable[[Params, Array, Array, Array, Array | None, Array | None], Scores]  # see `make_score`
-Route = Callable[[Params, Array, Array, Array | None], Array]  # see `make_route`
 
 # (state, batch, on_policy) -> the gradient of the loss, the loss's terms of every row, the scores; see `make_gradient`
 Gradient = Callable[[TrainState, Batch, bool | Array], tuple[Params, losses.Terms, Scores]]
 
 NO_LIMITS = Guard()
-ROUTED_ROWS = 8  # of a minibatch, for the share of expert choices that a step's updates change
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """The settings that the learner's compiled functions share."""
-
-    config: ModelConfig
-    mesh: jax.sharding.Mesh  # that the arrays are sharded over
-    temperature: float = 1.0  # the sampler's; log-probs are of the logits divided by it
-    microbatch_rows: int = 0  # rows of one forward and backward pass, a divisor of the batch's rows; 0: all at once
-    # Rows are packed (`packing`): advantages are [B, T], and microbatches without a token are not run. Their number may
-    # change without a new compilation.
-    packed: bool = False
-    worst_case: bool = False  # run every microbatch and every position, so that each loop has a known length
-    # Each token goes to the experts in `batch.expert_BLTA`, with the current router's gates (Routing Replay, arXiv
-    # 2507.18071).
-    routing_replay: bool = False
 
 
 def make_train_step(settings: StepSettings, objective: Objective, optimizer: optax.GradientTransformation) -> TrainStep:
@@ -101,7 +81,7 @@ def make_update(
 
     With `on_policy` the batch's old log-probs are not read: the old log-probs are the policy's own before the update,
     without a gradient, so that every ratio is exactly 1 and its gradient that of log π. The scores are those of the
-    policy before the update, with the experts' counts. One compiled program serves both.
+    policy before the update, with the experts' counts. One compiled program serves both (`fill_old_logp`).
 
     An update whose loss or gradient is not finite, or beyond a limit, is skipped: parameters and optimizer state stay
     as they are, bit for bit, and `state.step` counts it. An update without a response token changes nothing either,
@@ -118,6 +98,16 @@ def make_update(
     return jax.jit(update, donate_argnums=0, compiler_options=unstable.light_compilation(settings.mesh))
 
 
+def fill_old_logp(batch: Batch) -> tuple[Batch, bool]:
+    """A batch for the compiled update, and whether the update is `on_policy`: the batch has no old log-probs yet.
+
+    The update is compiled for a batch that has them. NaN stands in for those that are missing, so that a use shows.
+    """
+    if batch.old_logp_BT is not None:
+        return batch, False
+    return replace(batch, old_logp_BT=jnp.full_like(batch.tokens_BT, jnp.nan, jnp.float32)), True
+
+
 def _update(
     settings: StepSettings, objective: Objective, optimizer: optax.GradientTransformation, guard: Guard
 ) -> Callable[[TrainState, Batch, bool | Array], tuple[TrainState, Scalars, Scores]]:
@@ -131,22 +121,19 @@ def _update(
         value, metrics = losses.reduce(terms)
         grad_norm = optax.tree.norm(grads)
 
-        def apply() -> tuple[Params, Any]:
+        def apply() -> tuple[Params, optax.OptState]:
             updates, opt_state = optimizer.update(grads, state.opt_state, trained)
             return optax.apply_updates(trained, updates), opt_state
 
-        def skip() -> tuple[Params, Any]:
-            return trained, state.opt_state
-
         healthy, empty = is_healthy(guard, value, grad_norm, metrics), ~batch.mask_BT.any()
         with jax.named_scope("update"):
-            updated, opt_state = jax.lax.cond(healthy & ~empty, apply, skip)
+            updated, opt_state = jax.lax.cond(healthy & ~empty, apply, lambda: (trained, state.opt_state))
         state = replace(state, step=state.step + 1, params=combine(updated, frozen), opt_state=opt_state)
         flags = {"skipped": ~healthy & ~empty, "empty": empty}
-        own = {"loss": value, "grad_norm": grad_norm} | {name: jnp.float32(flag) for name, flag in flags.items()}
-        if exchanges:
-            own["ring_fallbacks"] = jnp.float32(scores.fallbacks)
-        return state, {**own, **metrics}, scores
+        if exchanges and scores.fallbacks is not None:
+            flags["ring_fallbacks"] = scores.fallbacks
+        counts = {name: jnp.float32(flag) for name, flag in flags.items()}
+        return state, {"loss": value, "grad_norm": grad_norm, **counts, **metrics}, scores
 
     return update
 
@@ -173,57 +160,55 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
     config, mesh, microbatch_rows = settings.config, settings.mesh, settings.microbatch_rows
     replicas = math.prod(mesh.shape[axis] for axis in replica_axes(mesh))
 
-    def outputs_of(params: Params, batch: Batch, mesh: jax.sharding.Mesh) -> Outputs:
-        if settings.routing_replay and batch.expert_BLTA is None:
-            raise ValueError("batch.expert_BLTA: wanted the experts to replay, got None")
-        replayed = batch.expert_BLTA if settings.routing_replay else None
-        return forward(
-            params,
-            config,
-            batch.tokens_BT,
-            batch.segment_BT,
-            temperature=settings.temperature,
-            mask_BT=None if settings.worst_case else batch.mask_BT,
-            expert_BLTA=replayed,
-            prefix_BT=batch.prefix_BT,
-            mesh=mesh,
-        )
-
-    def local(
+    def of_replica(
         mesh: jax.sharding.Mesh,
         batch: Batch,
         params: Params,
         constants: UpdateConstants,
         on_policy: bool | Array,
         count: Array | None,
-    ) -> tuple[Any, Any]:
-        """From the rows of one replica: gradient and experts' counts, summed, and terms and scores by row."""
+    ) -> tuple[PyTree, tuple[losses.Terms, Scores]]:
+        """The sums over one replica's rows (gradient, tokens by expert, fallbacks), and terms and scores by row."""
         trained, frozen = partition(params)
+        on_mesh = replace(settings, mesh=mesh)
 
-        def summed(trained: Params, part: Batch) -> tuple[Array, Any]:
-            outputs = outputs_of(combine(trained, frozen), part, mesh)
+        def loss_sum(trained: Params, part: Batch) -> tuple[Array, PyTree]:
+            outputs = forward(
+                combine(trained, frozen),
+                on_mesh,
+                part.tokens_BT,
+                part.segment_BT,
+                mask_BT=part.mask_BT,
+                expert_BLTA=known(part, "expert_BLTA") if settings.routing_replay else None,
+                prefix_BT=part.prefix_BT,
+            )
             with jax.named_scope("loss"):
-                own_BT = jax.lax.stop_gradient(outputs.logp_BT)
-                part = replace(part, old_logp_BT=jnp.where(on_policy, own_BT, part.old_logp_BT))
+                if part.old_logp_BT is not None:
+                    own_BT = jax.lax.stop_gradient(outputs.logp_BT)
+                    part = replace(part, old_logp_BT=jnp.where(on_policy, own_BT, part.old_logp_BT))
                 terms = objective(outputs, part, constants)
             counts = expert_counts(outputs.routing.expert, config.num_experts), jnp.sum(outputs.routing.fell_back)
             return terms.value.sum(), (terms, Scores(outputs.logp_BT, outputs.entropy_BT), counts)
 
-        def of_part(part: Batch) -> tuple[Any, Any]:
-            grads, (terms, scores, counts) = jax.grad(summed, has_aux=True)(trained, part)
+        def of_microbatch(part: Batch) -> tuple[PyTree, tuple[losses.Terms, Scores]]:
+            grads, (terms, scores, counts) = jax.grad(loss_sum, has_aux=True)(trained, part)
             return (grads, counts), (terms, scores)
 
-        return run_microbatches(of_part, batch, microbatch_rows // replicas, count)
+        return run_microbatches(of_microbatch, batch, microbatch_rows // replicas, count)
 
     def gradient(state: TrainState, batch: Batch, on_policy: bool | Array) -> tuple[Params, losses.Terms, Scores]:
         constants = UpdateConstants(state.clip_range, _response_load(batch, config.num_experts), state.step)
-        count = count_held(batch.segment_BT, microbatch_rows) if settings.packed and not settings.worst_case else None
-        shared = state.params, constants, on_policy, count
-        (grads, counts), (terms, scores) = sum_over_replicas(local, batch, *shared, mesh=mesh)
-        count_LE, fallbacks = counts[0], counts[1] // replicas  # which all fall back at once
+        shared = state.params, constants, on_policy, count_held(settings, batch.segment_BT)
+        (grads, (count_LE, fallbacks)), (terms, scores) = sum_over_replicas(of_replica, batch, *shared, mesh=mesh)
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(terms.weight.sum(), 1e-30), grads)
-        grads = _shard_like_params(grads, partition(state.params)[0], config, mesh)
-        return grads, terms, scores._replace(count_LE=count_LE, fallbacks=fallbacks)
+        # Otherwise the partitioner may shard a small parameter differently, and the next step would be compiled again.
+        axes = trained_axes(config, partition(state.params)[0])
+        grads = jax.tree.map(lambda grad, names: constrain(grad, mesh, *names), grads, axes)
+        return (
+            grads,
+            terms,
+            scores._replace(count_LE=count_LE, fallbacks=fallbacks // replicas),
+        )  # all fall back at once
 
     return gradient
 
@@ -238,9 +223,8 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
     Experts are ids in the smallest integer type that holds them (`config.expert_id_dtype`), `num_experts` on padding.
     It takes the arrays that it reads, so one compiled program serves every minibatch, whatever else that holds.
     """
-    config, mesh, microbatch_rows = settings.config, settings.mesh, settings.microbatch_rows
 
-    @partial(jax.jit, compiler_options=unstable.light_compilation(mesh))
+    @partial(jax.jit, compiler_options=unstable.light_compilation(settings.mesh))
     def score(
         params: Params,
         tokens_BT: Array,
@@ -249,54 +233,30 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
         expert_BLTA: Array | None = None,
         prefix_BT: Array | None = None,
     ) -> Scores:
-        def each(part: tuple[Array, Array, Array, Array | None, Array | None]) -> tuple[tuple[()], Scores]:
+        def of_microbatch(part: tuple[Array, Array, Array, Array | None, Array | None]) -> tuple[tuple[()], Scores]:
             tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT = part
             with jax.named_scope("score"):
                 outputs = forward(
                     params,
-                    config,
+                    settings,
                     tokens_BT,
                     segment_BT,
-                    temperature=settings.temperature,
-                    mask_BT=None if settings.worst_case else mask_BT,
+                    mask_BT=mask_BT,
                     expert_BLTA=expert_BLTA,
                     prefix_BT=prefix_BT,
-                    mesh=mesh,
                 )
             went_BLTA = outputs.routing.expert.swapaxes(0, 1)
             return (), Scores(
                 outputs.logp_BT,
                 outputs.entropy_BT,
-                went_BLTA.astype(expert_id_dtype(config)) if keep_experts else None,
+                went_BLTA.astype(expert_id_dtype(settings.config)) if keep_experts else None,
                 router_logp(outputs.routing, went_BLTA) if keep_router_logp else None,
             )
 
-        count = count_held(segment_BT, microbatch_rows) if settings.packed and not settings.worst_case else None
         arrays = tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT
-        return run_microbatches(each, arrays, microbatch_rows, count)[1]
+        return run_microbatches(of_microbatch, arrays, settings.microbatch_rows, count_held(settings, segment_BT))[1]
 
     return score
-
-
-def make_route(config: ModelConfig, mesh: jax.sharding.Mesh) -> Route:
-    """A jitted `(params, tokens_BT, segment_BT, prefix_BT) -> expert_LBTA`: the experts that some of the rows choose.
-
-    There are `ROUTED_ROWS` of them, or one for each device that rows are sharded over if those are more; each device
-    keeps its own. No log-probs are computed.
-    """
-    shards = batch_shards(mesh)
-
-    @partial(jax.jit, compiler_options=unstable.fast_compilation(mesh))
-    def route(params: Params, tokens_BT: Array, segment_BT: Array, prefix_BT: Array | None = None) -> Array:
-        def some(x_BT: Array) -> Array:
-            T = x_BT.shape[1]
-            return x_BT.reshape(shards, -1, T)[:, : max(1, ROUTED_ROWS // shards)].reshape(-1, T)
-
-        rows = jax.tree.map(some, (tokens_BT, segment_BT, prefix_BT))
-        tokens_BT, segment_BT, prefix_BT = pad_rows(rows, mesh)
-        return transformer.apply(params, config, tokens_BT, segment_BT, prefix_BT=prefix_BT, mesh=mesh)[1].expert
-
-    return route
 
 
 def _response_load(batch: Batch, num_experts: int) -> Array | None:
@@ -307,9 +267,97 @@ def _response_load(batch: Batch, num_experts: int) -> Array | None:
     return expert_load(expert_BLTA.swapaxes(0, 1), num_experts)
 
 
-def _shard_like_params(grads: Params, trained: Params, config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
-    """The gradients, sharded as the parameters are.
+Part = TypeVar("Part")  # a tree of arrays [B, ...]
+Sums = TypeVar("Sums")  # a tree of arrays to add up
+Rows = TypeVar("Rows")  # a tree of arrays with a row for each of a part's
 
-    Otherwise the partitioner may shard a small parameter differently, and the next step would be compiled again.
+
+def run_microbatches(
+    compute: Callable[[Part], tuple[Sums, Rows]], batch: Part, rows: int, count: Array | None = None
+) -> tuple[Sums, Rows]:
+    """Call `compute` on every microbatch: the sums of its first result in float32, and the rows of its second, joined.
+
+    Args:
+      rows: of a microbatch; 0: all of them.
+      count: the number of microbatches to run, the first ones; the results of the others are zeros. None: all.
+
+    Raises:
+      ValueError: `rows` does not divide B.
     """
-    return jax.tree.map(lambda grad, axes: constrain(grad, mesh, *axes), grads, trained_axes(config, trained))
+    total = jax.tree.leaves(batch)[0].shape[0]
+    if rows in (0, total):
+        return compute(batch)
+    if total % rows:
+        raise ValueError(f"microbatch_rows must divide the batch's {total} rows, got {rows}")
+    M = total // rows
+    parts = jax.tree.map(partial(_split, parts=M), batch)
+    sums, by_row = jax.eval_shape(compute, jax.tree.map(lambda x: x[0], parts))
+    start = jax.tree.map(_zeros, sums)
+
+    def add(sums: Sums, part: Part) -> tuple[Sums, Rows]:
+        more, by_row = compute(part)
+        return jax.tree.map(jnp.add, sums, more), by_row
+
+    if count is None:
+        sums, by_row = jax.lax.scan(add, start, parts)
+        return sums, jax.tree.map(_join, by_row)
+
+    def step(m: Array, carry: tuple[Sums, Rows]) -> tuple[Sums, Rows]:
+        sums, by_row = carry
+        sums, now = add(sums, jax.tree.map(lambda x: x[m], parts))
+        return sums, jax.tree.map(lambda of_all, x: of_all.at[m].set(x), by_row, now)
+
+    empty = jax.tree.map(lambda like: jnp.zeros((M, *like.shape), like.dtype), by_row)
+    sums, by_row = jax.lax.fori_loop(0, count, step, (start, empty))
+    return sums, jax.tree.map(_join, by_row)
+
+
+def count_held(settings: StepSettings, segment_BT: Array) -> Array | None:
+    """The number of microbatches that hold a token, int32, if only these are to be run; None: all are run."""
+    if not settings.packed or settings.worst_case:
+        return None
+    rows = settings.microbatch_rows or segment_BT.shape[0]
+    return (_split(segment_BT, segment_BT.shape[0] // rows) > 0).any(axis=(1, 2)).sum(dtype=jnp.int32)
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> Array:
+    """Sums of floats are float32, whatever is added."""
+    return jnp.zeros(like.shape, jnp.float32 if jnp.issubdtype(like.dtype, jnp.floating) else like.dtype)
+
+
+def _split(x: Array, parts: int) -> Array:
+    """`[B, ...]` to `[M, B / M, ...]`, part m holding the rows m, m + M, ..."""
+    return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _join(x: Array) -> Array:
+    """The inverse of `_split`."""
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+
+def sum_over_replicas(
+    of_replica: Callable[..., tuple[Sums, Rows]], batch: Part, *shared: PyTree, mesh: jax.sharding.Mesh
+) -> tuple[Sums, Rows]:
+    """Call `of_replica(mesh, batch, *shared)` on each replica, for its rows of the batch, and add up the sums.
+
+    Args:
+      of_replica: (the mesh of a replica, its rows, *shared) -> (sums, rows).
+      shared: trees of arrays that all replicas have; `of_replica` may read no other computed array.
+    """
+    axes = replica_axes(mesh)
+    if not axes:
+        return of_replica(mesh, batch, *shared)
+    inner, everywhere, by_row = within_replica(mesh, axes), PartitionSpec(), PartitionSpec(axes)
+
+    def on_replica(batch: Part, *shared: PyTree) -> tuple[Sums, Rows]:
+        sums, rows = of_replica(inner, batch, *shared)
+        return jax.lax.psum(sums, axes), rows
+
+    return jax.shard_map(
+        on_replica,
+        mesh=mesh,
+        in_specs=(by_row, *[everywhere] * len(shared)),
+        out_specs=(everywhere, by_row),
+        axis_names=set(axes),
+        check_vma=False,  # with the check, the gradient of replicated parameters is added up where it is computed
+    )(batch, *shared)

@@ -1,34 +1,103 @@
-"""The optimiser updates of a rollout batch, one minibatch after the other."""
+"""The compiled functions of the learner, and the optimizer updates of a rollout, one minibatch after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 
-from gspax.config import Calibration
+from gspax.config import Calibration, Experiment, has_experts, row_shape
 from gspax.learner import clipping
-from gspax.learner.diagnostics import Measure, Readings
-from gspax.learner.minibatches import Scored
-from gspax.learner.programs import Steps
+from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route
+from gspax.learner.objective import make_objective
 from gspax.learner.state import applied_updates
+from gspax.learner.train_step import (
+    Gradient,
+    Score,
+    Scores,
+    StepSettings,
+    Update,
+    fill_old_logp,
+    make_gradient,
+    make_score,
+    make_update,
+)
+from gspax.model.sizes.old_policy import find_scored, keeps_experts
 from gspax.parallel import multihost
-from gspax.parallel.sharding import named_sharding
-from gspax.types import Batch, TrainState
+from gspax.parallel.sharding import batch_shards
+from gspax.types import Array, Batch, PyTree, TrainState
 
 
-@dataclass(frozen=True)
-class Updated:
-    """The result of the updates of a rollout batch."""
+class Steps(NamedTuple):
+    """The compiled functions of the learner."""
+
+    update: Update
+    score: Score
+    route: Route | None  # None for a dense model
+    gradient: Gradient  # of the update, not compiled
+    scored: range  # the minibatches of a rollout whose old log-probs are computed before the first update
+    measure: Measure | None = None  # with `Experiment.instruments`
+
+
+def make_steps(
+    experiment: Experiment,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    worst_case: bool = False,
+) -> Steps:
+    """The compiled functions of an experiment, all with the same `StepSettings`."""
+    sampling, schedule, model = experiment.sampling, experiment.schedule, experiment.model
+    settings = StepSettings(
+        config=model,
+        mesh=mesh,
+        temperature=sampling.temperature,
+        microbatch_rows=row_shape(sampling, schedule, batch_shards(mesh)).microbatch,
+        packed=schedule.microbatch_tokens > 0,
+        worst_case=worst_case,
+        routing_replay=experiment.routing_replay != "off",
+    )
+    keep = keeps_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
+    objective = make_objective(
+        experiment.loss,
+        correction=experiment.correction,
+        rejection=experiment.rejection,
+        reference=experiment.reference,
+        regularizers=experiment.regularizers,
+        calibration=experiment.calibration,
+        router_shift=experiment.router_shift,
+    )
+    scored = find_scored(
+        schedule.minibatches,
+        experiment.reference,
+        experiment.regularizers,
+        experiment.calibration,
+        old_logp=experiment.old_logp,
+        routing_replay=experiment.routing_replay,
+        router_shift=experiment.router_shift,
+    )
+    instruments = experiment.instruments
+    return Steps(
+        make_update(settings, objective, optimizer, experiment.guard),
+        make_score(settings, keep_experts=keep, keep_router_logp=experiment.router_shift is not None),
+        make_route(model, mesh) if has_experts(model) else None,
+        make_gradient(settings, objective),
+        scored,
+        None if instruments is None else make_measure(settings, objective, experiment.loss, instruments),
+    )
+
+
+class Updated(NamedTuple):
+    """The result of the updates of a rollout."""
 
     state: TrainState
-    metrics: list[dict[str, Any]]  # of each update, on the host
-    scored: Scored  # those that the old policy is known on
-    routing: tuple[Any, ...] | None  # the arguments of `metrics.routing_metrics`; None for a dense model
+    metrics: list[Mapping[str, float]]  # of each update, on the host
+    scored: list[tuple[Batch, Scores]]  # the minibatches whose log-probs under the old policy are known, with these
+    routing: tuple[Array, Array, Array] | None  # the arguments of `metrics.routing_metrics`; None for a dense model
     readings: Readings | None = None  # of the instruments, on the host
     skipped_batch: Batch | None = None  # the minibatch of the last update that was skipped
 
@@ -36,62 +105,59 @@ class Updated:
 def run_updates(
     steps: Steps,
     state: TrainState,
-    scored: Scored,
-    mesh: jax.sharding.Mesh,
+    batches: Sequence[Batch],
+    scores: Sequence[Scores | None],
     *,
     epochs: int,
     rate: optax.Schedule,
     calibration: Calibration | None = None,
     measure: Measure | None = None,
 ) -> Updated:
-    """One optimiser update per minibatch and epoch, after each of which a calibrated clip range is adapted.
+    """One optimizer update per minibatch and epoch, after each of which a calibrated clip range is adapted.
 
     Args:
+      batches, scores: from `score_minibatches`. What the first minibatch lacks its own update computes.
       rate: the learning rate as a function of the updates applied.
       measure: instruments around the last update; None: not in this step.
     """
-    first, count = applied_updates(state), epochs * len(scored.batches)
-    found: list[dict[str, Any]] = []
-    was_scored, probe = scored.entropies[0] is not None, scored.batches[0]
-    arrays = probe.tokens_BT, probe.segment_BT, probe.prefix_BT
-    before = steps.route and steps.route(state.params, *arrays)
+    batches, scores, was_scored = list(batches), list(scores), scores[0] is not None
+    first, count = applied_updates(state), epochs * len(batches)
+    arrays = batches[0].tokens_BT, batches[0].segment_BT, batches[0].prefix_BT
+    before = None if steps.route is None else steps.route(state.params, *arrays)
+    updates: list[PyTree] = []  # their metrics
     readings = None
-    for index in [*range(len(scored.batches))] * epochs:
-        given = state, scored.batches[index], scored.on_policy
-        if measure is not None and len(found) == count - 1:
-            state, metrics, scores, readings = measure(steps.update, *given)
+    for number in range(count):
+        batch, on_policy = fill_old_logp(batches[number % len(batches)])
+        if measure is not None and number == count - 1:
+            state, metrics, own, readings = measure(steps.update, state, batch, on_policy)
         else:
-            state, metrics, scores = steps.update(*given)
-        if not found:
-            measured, scored, count_LE = scored.measured(scores), scored.complete(scores), scores.count_LE
-        found.append(metrics)
+            state, metrics, own = steps.update(state, batch, on_policy)
+        if number == 0:
+            scores[0], count_LE = scores[0] or own, own.count_LE
+            batches[0] = replace(batch, old_logp_BT=own.logp_BT) if on_policy else batch
+        updates.append(metrics)
         if calibration is not None:
             done = applied_updates(state)
             rates = [float(rate(n)) for start in (first, done) for n in range(start, start + count)]
-            state = _adapt_range(calibration, state, found, rates, mesh)
-    found, readings = multihost.to_host((found, readings))
-    if found[-1]["empty"] and readings is not None:
+            state = _adapt_range(calibration, state, updates, rates)
+    updates, readings = multihost.to_host((updates, readings))
+    if updates[-1]["empty"] and readings is not None:
         readings = readings._replace(gradient={}, ratio={})  # of nothing
-    earliest = next((each for each in found if not each["empty"]), {})
+    earliest: Mapping[str, float] = next((metrics for metrics in updates if not metrics["empty"]), {})
     if was_scored and "ratio_deviation" in earliest:
-        found = [{**metrics, "noise_floor": clipping.noise_floor(earliest)} for metrics in found]
+        updates = [{**metrics, "noise_floor": clipping.noise_floor(earliest)} for metrics in updates]
     routing = None
-    if steps.route is not None:
+    if steps.route is not None and before is not None and count_LE is not None:
         routing = count_LE, before, steps.route(state.params, *arrays)
-    skipped = [index for index, metrics in enumerate(found) if metrics["skipped"]]
-    last_skipped = scored.batches[skipped[-1] % len(scored.batches)] if skipped else None
-    return Updated(state, found, measured, routing, readings, last_skipped)
+    skipped = [index for index, metrics in enumerate(updates) if metrics["skipped"]]
+    last_skipped = batches[skipped[-1] % len(batches)] if skipped else None
+    scored = [(batch, known) for batch, known in zip(batches, scores, strict=True) if known is not None]
+    return Updated(state, updates, scored, routing, readings, last_skipped)
 
 
-def _adapt_range(
-    settings: Calibration,
-    state: TrainState,
-    updates: list[dict[str, Any]],
-    rates: Sequence[float],
-    mesh: jax.sharding.Mesh,
-) -> TrainState:
+def _adapt_range(settings: Calibration, state: TrainState, updates: list[PyTree], rates: Sequence[float]) -> TrainState:
     """The state with the clip range for its next update; that of the last of `updates` joins its metrics."""
     low, high = map(float, multihost.to_host(state.clip_range))
     updates[-1] = {**multihost.to_host(updates[-1]), "clip_low": low, "clip_high": high}
-    adapted = clipping.adapt_range(settings, (low, high), updates, rates)
-    return replace(state, clip_range=multihost.to_devices(jnp.array(adapted, jnp.float32), named_sharding(mesh)))
+    adapted = np.array(clipping.adapt_range(settings, (low, high), updates, rates), np.float32)
+    return replace(state, clip_range=multihost.to_devices(adapted, state.clip_range.sharding))

@@ -22,6 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from gspax.parallel import wire
 from gspax.parallel.watchdog import end_process
@@ -215,7 +216,7 @@ class Connections:
                 host = self._channels[peer].host
                 self._end_if_cause(f"process {peer} of {self._count} on {host} has ended ({problem}); {CONTINUES}")
 
-    def _handle(self, kind: int, content: dict[str, str | int]) -> None:
+    def _handle(self, kind: int, content: Any) -> None:
         if kind == ALL_LEAVE:
             self._all_leave.set()
         elif kind == LOST:
@@ -259,7 +260,7 @@ class Connections:
 
         end_process(f"processes: {sentence}", 1, first=tell)
 
-    def _tell(self, kind: int, content: object) -> None:
+    def _tell(self, kind: int, content: Any) -> None:
         """Send to all others, as far as they can be reached."""
         encoded = wire.encode(content)
         for each in self._channels.values():

@@ -11,15 +11,14 @@ order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from gspax.errors import FailureError, UserError, warn
 from gspax.parallel import connections, watchdog, wire
-from gspax.types import Array, PyTree
 
 T = TypeVar("T")
 
@@ -52,12 +51,12 @@ def all_or_raise(work: Callable[[], T]) -> T:
         result, problem = work(), None
     except Exception as error:
         result, problem = None, error
-    kind = "" if isinstance(problem, UserError) else f"{type(problem).__name__}: "
-    problems = gather(None if problem is None else (f"{kind}{problem}", getattr(problem, "exit_code", 1)))
+    problems = gather(None if problem is None else (_sentence(problem), getattr(problem, "exit_code", 1)))
     if problem is not None:
         raise problem
-    for index, (sentence, code) in ((i, each) for i, each in enumerate(problems) if each is not None):
-        raise (UserError if code == 2 else FailureError)(f"process {index}: {sentence}")
+    for index, found in enumerate(problems):
+        if found is not None:
+            raise (UserError if found[1] == 2 else FailureError)(f"process {index}: {found[0]}")
     return result  # type: ignore[return-value]
 
 
@@ -80,6 +79,10 @@ def warn_from_primary(sentence: str) -> None:
         warn(sentence)
 
 
+def _sentence(problem: Exception) -> str:
+    return str(problem) if isinstance(problem, UserError) else f"{type(problem).__name__}: {problem}"
+
+
 def local_rows(make: Callable[[int], T], ids: Sequence[int], sharding: Sharding, *, group: int = 1) -> list[T | None]:
     """`make(id)` for the ids with a row on this process's devices, else None.
 
@@ -92,7 +95,7 @@ def local_rows(make: Callable[[int], T], ids: Sequence[int], sharding: Sharding,
     return [make(each) if index in local else None for index, each in enumerate(ids)]
 
 
-def owned_rows(array: Array | np.ndarray) -> dict[int, np.ndarray]:
+def owned_rows(array: Any) -> dict[int, np.ndarray]:
     """Rows of an array by number: each row belongs to exactly one process, even where several hold a replica."""
     if not isinstance(array, jax.Array):
         return dict(enumerate(array))
@@ -104,7 +107,7 @@ def owned_rows(array: Array | np.ndarray) -> dict[int, np.ndarray]:
     return rows
 
 
-def to_devices(tree: PyTree, sharding: Sharding) -> PyTree:
+def to_devices(tree: Any, sharding: Sharding) -> Any:
     """numpy arrays as global arrays; each process reads only the rows of its own devices."""
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding)
@@ -116,19 +119,21 @@ def _make_array(array: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index], dtype=dtype)
 
 
-def to_host(tree: PyTree) -> PyTree:
+def to_host(tree: Any) -> Any:
     """Every array of a tree in full, as numpy, on every process."""
-    leaves, structure = jax.tree.flatten(tree)
     if jax.process_count() == 1:
-        leaves = jax.device_get(leaves)
-    else:
-        partial = {i: leaf for i, leaf in enumerate(leaves) if _is_partial(leaf)}
-        if partial:
-            mesh = next(iter(partial.values())).sharding.mesh
-            partial = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))(partial)
-        leaves = _read_everywhere([partial.get(i, leaf) for i, leaf in enumerate(leaves)])
+        found = jax.device_get(tree)
+        watchdog.progress()
+        return found
+    leaves, structure = jax.tree.flatten(tree)
+    partial = {i: leaf for i, leaf in enumerate(leaves) if _is_partial(leaf)}
+    if partial:
+        mesh = next(iter(partial.values())).sharding.mesh
+        partial = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))(partial)
+    leaves = [partial.get(i, leaf) for i, leaf in enumerate(leaves)]
+    found = jax.tree.unflatten(structure, _read_everywhere(leaves))
     watchdog.progress()
-    return jax.tree.unflatten(structure, leaves)
+    return found
 
 
 def key_to_host(key: jax.Array) -> jax.Array:
@@ -139,12 +144,12 @@ def key_to_host(key: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(to_host(jax.random.key_data(key)), impl=jax.random.key_impl(key))
 
 
-def _is_partial(leaf: PyTree) -> bool:
+def _is_partial(leaf: Any) -> bool:
     """Whether each process that holds an array holds only some of its shards."""
     return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
-def _read_everywhere(leaves: list[PyTree]) -> list[PyTree]:
+def _read_everywhere(leaves: list[Any]) -> list[Any]:
     """As numpy: arrays that some processes hold in full and the others not at all; the first holder sends its copy."""
     holders = [_holders(leaf) for leaf in leaves]
     here = [jax.process_index() in each for each in holders]
@@ -158,14 +163,14 @@ def _read_everywhere(leaves: list[PyTree]) -> list[PyTree]:
     return found
 
 
-def _holders(leaf: PyTree) -> set[int]:
+def _holders(leaf: Any) -> set[int]:
     """The processes that hold an array; every process has its own copy of what is on no mesh."""
     if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-        return process_indices(cast(Mesh, leaf.sharding.mesh))
+        return process_indices(leaf.sharding.mesh)
     return set(range(jax.process_count()))
 
 
-def process_indices(mesh: Mesh) -> set[int]:
+def process_indices(mesh: Any) -> set[int]:
     """The processes with devices in a mesh."""
     return {device.process_index for device in mesh.devices.flat}
 
@@ -175,7 +180,5 @@ def remote_array(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
 
 
-def _identity(
-    tree: PyTree,
-) -> PyTree:  # of the module: jax compiles it once for each shape, not for each call
+def _identity(tree: Any) -> Any:  # a module-level function: jax compiles it once for each shape, not for each call
     return tree

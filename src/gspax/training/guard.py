@@ -1,28 +1,63 @@
-"""The guard of a run counts skipped updates, follows the alarms, and keeps non-finite parameters out of checkpoints."""
+"""The guard of a run: it counts skipped updates, follows alarms, dumps what went wrong, and takes the run back.
+
+An alarm warns, for example that the policy's entropy collapses or that responses are truncated. With `guard.collapse`,
+an alarm that lasts for `guard.collapse.steps` steps is a collapse, and the run warns or stops
+(`guard.collapse.action`). Each checkpoint stores the `Watch`, so a resumed run finds a collapse at the same step.
+
+A rollback returns a run to its newest checkpoint after too many updates were skipped in a row, and goes on with other
+problems: the run restarts inside its process from the state of that checkpoint, with the problems since then marked as
+consumed. `rollbacks.jsonl` records each rollback, so a run that is stopped afterwards resumes with the same problems.
+The skipped update's minibatch is dumped, with the state before it, for `gspax replay`.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gspax.config import Experiment
-from gspax.errors import DivergedError
+from gspax.config import Collapse, Experiment, Guard
+from gspax.errors import DivergedError, UserError, warn
 from gspax.experiment.description import describe
+from gspax.learner.state import drop_frozen
 from gspax.parallel import multihost
-from gspax.run.directory import RunDir
-from gspax.training import alarms, rollback
+from gspax.run.checkpoints import Checkpoints, shorten
+from gspax.run.directory import RunDir, read_json
+from gspax.run.folders import write_atomically
+from gspax.run.record import read_rows
 from gspax.training.step import StepResult
-from gspax.types import Params, TrainState
+from gspax.types import Batch, Params, TrainState, known
+
+MINIBATCH, ABOUT, STATE = "minibatch.npz", "about.json", "state"  # the entries of a dump
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The record of a run up to some step."""
+
+    lasting: Mapping[str, int] = field(default_factory=dict)  # steps in a row with an alarm, by its name
+    rewards: Sequence[float] = field(default_factory=list)  # mean rewards of the last `collapse.window` steps
+    best: float | None = None  # their largest mean over a whole window
+    skipped: int = 0  # updates skipped in a row until now
+
+    def mean(self, window: int) -> float | None:
+        """The mean reward of the window; None before it is full."""
+        return sum(self.rewards) / window if len(self.rewards) == window else None
 
 
 @dataclass
 class RunGuard:
-    """The part of a run that changes besides its state.
+    """The part of a run that changes with its state.
 
     Attributes:
       mesh: the learner's, for a dump of the state.
@@ -33,7 +68,7 @@ class RunGuard:
     experiment: Experiment
     run: RunDir
     mesh: jax.sharding.Mesh
-    watch: alarms.Watch = field(default_factory=alarms.Watch)
+    watch: Watch = field(default_factory=Watch)
     is_sound: bool = True
 
     def after_step(self, step: int, result: StepResult) -> tuple[dict[str, float], DivergedError | None]:
@@ -42,22 +77,93 @@ class RunGuard:
         Returns:
           The metrics of the alarms, and an error if the run has diverged. It is to be raised once the step is recorded.
         """
-        settings, limit = self.experiment.guard, self.experiment.schedule.max_skipped
-        watch = alarms.follow(settings, self.watch, result.metrics)
+        settings, limit, state = self.experiment.guard, self.experiment.schedule.max_skipped, result.state
+        watch = follow(settings, self.watch, result.metrics)
         in_a_row = count_skipped(watch.skipped, [bool(update["skipped"]) for update in result.updates])
         self.watch = replace(watch, skipped=in_a_row[-1] if in_a_row else watch.skipped)
         self.is_sound = is_sound(result.updates)
-        return alarms.alarm_metrics(settings, self.watch), (
-            self._find_too_many_skipped(max(in_a_row, default=0), limit, step, result)
-            or alarms.answer_collapse(settings.collapse, self.watch, step, read_position(result.state))
-        )
+        metrics = alarm_metrics(settings, self.watch)
+        if (count := max(in_a_row, default=0)) >= limit:
+            dumped = dump(self.run, step, state, result.skipped_batch, describe(self.experiment), self.mesh)
+            return metrics, too_many_skipped(count, limit, step, state, dumped)
+        return metrics, answer_collapse(settings.collapse, self.watch, step, state)
 
-    def _find_too_many_skipped(self, count: int, limit: int, step: int, result: StepResult) -> DivergedError | None:
-        """An error, after a dump of the last skipped minibatch, if `limit` updates in a row were skipped."""
-        if count < limit:
-            return None
-        dumped = rollback.dump(self.run, step, result.state, result.skipped_batch, describe(self.experiment), self.mesh)
-        return too_many_skipped(count, limit, step, result.state, dumped)
+
+def follow(guard: Guard, before: Watch, metrics: Mapping[str, float]) -> Watch:
+    """The watch after a step; warns of the alarms that begin with it."""
+    watch = before if guard.collapse is None else _add_reward(guard.collapse, before, metrics)
+    alarms = find_alarms(guard, metrics, watch)
+    for name, sentence in alarms.items():
+        if name not in before.lasting:
+            multihost.warn_from_primary(sentence)
+    return replace(watch, lasting={name: before.lasting.get(name, 0) + 1 for name in alarms})
+
+
+def _add_reward(settings: Collapse, watch: Watch, metrics: Mapping[str, float]) -> Watch:
+    if "reward/mean" not in metrics:
+        return watch
+    watch = replace(watch, rewards=[*watch.rewards, metrics["reward/mean"]][-settings.window :])
+    mean = watch.mean(settings.window)
+    return watch if mean is None or (watch.best is not None and mean <= watch.best) else replace(watch, best=mean)
+
+
+def find_alarms(guard: Guard, metrics: Mapping[str, float], watch: Watch) -> dict[str, str]:
+    """A sentence for each alarm that the metrics of a step give, with the rewards of a watch until then."""
+    alarms, settings = {}, guard.collapse
+    if (entropy := metrics.get("policy/entropy", math.inf)) < guard.min_entropy:
+        alarms["entropy"] = (
+            f"policy/entropy is {entropy:.2g}, below guard.min_entropy ({guard.min_entropy:g}): the samples of a group "
+            "hardly differ, so little is left to learn from"
+        )
+    if (truncated := metrics.get("response/truncated", 0.0)) > guard.max_truncated:
+        alarms["length"] = (
+            f"response/truncated is {truncated:.2g}, above guard.max_truncated ({guard.max_truncated:g}): most "
+            "responses reach sampling.max_tokens without a stop token"
+        )
+    if settings is None:
+        return alarms
+    mean, best = watch.mean(settings.window), watch.best
+    if mean is not None and best is not None and best > 0 and not mean >= settings.reward * best:
+        alarms["reward"] = (
+            f"the mean of reward/mean over {settings.window} steps is {mean:.3g}, below guard.collapse.reward "
+            f"({settings.reward:g}) of its best, {best:.3g}"
+        )
+    if settings.grad_norm and not (norm := metrics.get("optim/grad_norm", 0.0)) <= settings.grad_norm:
+        alarms["gradient"] = f"optim/grad_norm is {norm:.3g}, above guard.collapse.grad_norm ({settings.grad_norm:g})"
+    return alarms
+
+
+def alarm_metrics(guard: Guard, watch: Watch) -> dict[str, float]:
+    """`alarm/entropy`, `alarm/length`, ...: 1 while there is that alarm, else 0; `alarm/collapse` likewise."""
+    names = ("entropy", "length") if guard.collapse is None else ("entropy", "length", "reward", "gradient")
+    metrics = {f"alarm/{name}": float(name in watch.lasting) for name in names}
+    if guard.collapse is not None:
+        metrics["alarm/collapse"] = float(max(_lasting(guard.collapse, watch).values()) >= guard.collapse.steps)
+    return metrics
+
+
+def answer_collapse(settings: Collapse | None, watch: Watch, step: int, state: TrainState) -> DivergedError | None:
+    """Warn if the run collapses with this step, or return an error if the run is to stop then."""
+    sentence = None if settings is None else find_collapse(settings, watch)
+    if settings is None or sentence is None:
+        return None
+    if settings.action == "stop":
+        return DivergedError(sentence, step=step, position=read_position(state), final=True)
+    multihost.warn_from_primary(sentence)
+    return None
+
+
+def find_collapse(settings: Collapse, watch: Watch) -> str | None:
+    """A sentence if the run collapses with this step: an alarm has now lasted long enough. None otherwise."""
+    for name, steps in _lasting(settings, watch).items():
+        if steps == settings.steps:
+            return f"guard.collapse: wanted fewer than {steps} steps in a row with alarm/{name}, got so many."
+    return None
+
+
+def _lasting(settings: Collapse, watch: Watch) -> dict[str, int]:
+    """The steps in a row with each alarm that counts."""
+    return {name: watch.lasting.get(name, 0) for name in settings.alarms}
 
 
 def count_skipped(before: int, skipped: Sequence[bool]) -> list[int]:
@@ -116,11 +222,120 @@ def check_finite(state: TrainState, step: int) -> None:
         )
 
 
+@jax.jit
+def _are_finite(params: Params) -> Params:
+    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params)
+
+
 def read_position(state: TrainState) -> int:
     """The number of training problems that a state has consumed."""
     return int(multihost.to_host(state.position))
 
 
-@jax.jit
-def _are_finite(params: Params) -> Params:
-    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params)
+class About(TypedDict):
+    """The description of a dump."""
+
+    step: int
+    experiment: dict[str, object]  # `experiment.description`
+
+
+def dump(
+    run: RunDir,
+    step: int,
+    state: TrainState,
+    batch: Batch | None,
+    description: dict[str, object],
+    mesh: jax.sharding.Mesh,
+) -> str:
+    """Write a minibatch and the state for `gspax replay`, in place of earlier dumps of the run. Collective.
+
+    Args:
+      batch: the minibatch; None if there is none to dump.
+
+    Returns:
+      A sentence that names the folder, or why nothing could be written: the divergence is reported in any case.
+    """
+    if batch is None:
+        return ""
+    folder = run.dumps / f"step_{step:06d}"
+    arrays = multihost.to_host({name: x for name, x in vars(batch).items() if x is not None})
+
+    def write() -> None:
+        if jax.process_index() != 0:
+            return
+        np.savez(folder / MINIBATCH, **arrays)
+        about = About(step=step, experiment=description)
+        write_atomically(folder / ABOUT, json.dumps(about, indent=2) + "\n")
+        for old in folder.parent.glob("step_*"):
+            if old != folder:
+                shutil.rmtree(old)
+
+    try:
+        with Checkpoints(folder / STATE, keep=1, mesh=mesh) as checkpoints:
+            checkpoints.save(step, drop_frozen(state), {})
+        multihost.all_or_raise(write)
+    except (OSError, UserError) as error:
+        return f" Its minibatch could not be dumped: {error}."
+    return f" The minibatch of the last one is in {folder}, for `gspax replay`."
+
+
+def read_minibatch(folder: Path) -> Batch:
+    """The minibatch of a dump, on the host. UserError if it cannot be read."""
+    path = folder / MINIBATCH
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:  # numpy stops reading at the shape's end, where no checksum has been compared yet
+            raise UserError(f"the checksum of {damaged} differs")
+        with np.load(path, allow_pickle=False) as arrays:
+            batch = Batch(**arrays)
+        known(batch, "old_logp_BT"), known(batch, "advantage")
+        return batch
+    except Exception as error:  # zipfile, zlib and numpy raise a dozen kinds for damaged bytes
+        raise UserError(f"{path} cannot be read: {shorten(error)}") from error
+
+
+def read_about(folder: Path) -> About:
+    """The description of a dump. UserError if it is no dump."""
+    if not (folder / ABOUT).is_file():
+        raise UserError(f"{folder}: wanted a dump of a run (a folder in its dumps/), there is none")
+    about = read_json(folder / ABOUT)
+    wanted = {"step": int, "experiment": dict}
+    if not isinstance(about, dict) or any(not isinstance(about.get(name), kind) for name, kind in wanted.items()):
+        raise UserError(f"{folder / ABOUT}: wanted a JSON object with a step and an experiment")
+    return About(step=about["step"], experiment=about["experiment"])
+
+
+def go_back(run: RunDir, checkpoints: Checkpoints, problem: DivergedError, guard: Guard) -> None:
+    """Record that the run goes back to its newest checkpoint, or without one to its start, and warn of it.
+
+    Raises:
+      DivergedError: the run went back there `guard.rollbacks` times already.
+    """
+    to, rows = checkpoints.latest() or 0, multihost.gather(_read_rollbacks(run))[0]
+    returns = sum(row["to"] == to for row in rows)
+    if returns >= guard.rollbacks:
+        again = f" The run went back to checkpoint {to} {returns} times." if returns else ""
+        raise DivergedError(f"{problem}{again}", step=problem.step, position=problem.position) from None
+    if jax.process_index() != 0:
+        return
+    row = {"step": problem.step, "to": to, "position": problem.position, "reason": str(problem)}
+    write_atomically(run.rollbacks, "".join(json.dumps(line) + "\n" for line in [*rows, row]))
+    warn(
+        f"{problem} Going back to {f'checkpoint {to}' if to else 'the start'} and on with "
+        f"problem {problem.position} ({returns + 1} of {guard.rollbacks} times)"
+    )
+
+
+def skip_problems(run: RunDir, state: TrainState, step: int) -> TrainState:
+    """Mark the problems as consumed that the run went back from since `step`, where the state was restored."""
+    positions = [row["position"] for row in multihost.gather(_read_rollbacks(run))[0] if row["to"] >= step]
+    return replace(state, position=jnp.maximum(state.position, max(positions))) if positions else state
+
+
+def _read_rollbacks(run: RunDir) -> list[dict[str, int]]:
+    if jax.process_index() != 0 or not run.rollbacks.exists():
+        return []
+    return [
+        row for row in read_rows(run.rollbacks) if all(isinstance(row.get(name), int) for name in ("to", "position"))
+    ]

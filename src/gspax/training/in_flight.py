@@ -1,25 +1,48 @@
-"""Rollouts in flight are sampled on the sampler's mesh and fetched to the learner's."""
+"""Rollouts in flight: sampled on the sampler's mesh while the learner updates, and fetched to the learner's mesh.
+
+Partial rollouts train on groups that have finished while the sampler goes on with others (`rollout.pool`).
+
+No rollout and no group is carried over a checkpoint: before one, only the problems are sampled that the rollouts up to
+it need, and the last of these waits for all of them. A resumed run therefore starts with nothing in flight, as the
+uninterrupted one did.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import jax
+import numpy as np
 
 from gspax.data.problem import Problem
+from gspax.model.sizes.counts import with_carried
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
-from gspax.rollout.episodes import sample_conversations
+from gspax.rollout.episodes import Ready, sample_conversations, set_finished
 from gspax.rollout.grading import Started, start_rewards
-from gspax.rollout.pool import Pool
-from gspax.rollout.problems import read_usable
-from gspax.run import progress
+from gspax.rollout.pool import (
+    FREE,
+    Pool,
+    Weights,
+    admit,
+    choose_groups,
+    find_ended,
+    new_pool,
+    next_problems,
+    reply,
+    sample_chunk,
+    take,
+)
+from gspax.rollout.problems import Skipped, prepare, read_usable
+from gspax.run import interrupt, progress
+from gspax.sampler.chunks import Ended, hand_over
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import find_last_ahead
-from gspax.sampler.sampler import lengths_to_host, sample
-from gspax.training.runtime import Runtime, count_rollouts, prepare_problem
+from gspax.sampler.sampler import lengths_to_host, sample, split_groups
+from gspax.training.runtime import Runtime, count_rollouts
 from gspax.types import Array, Params, Rollout, TrainState
 
 SAMPLING = 1  # folded into the run's key
@@ -29,7 +52,7 @@ SAMPLING = 1  # folded into the run's key
 class PendingRollout:
     """A rollout in flight: the sampler works on it, or has finished it."""
 
-    policy: int  # number of rollouts that the sampling parameters were trained on
+    policy: int  # number of rollouts that the inference weights were trained on
     taken: int  # problems, including skipped ones
     problems: list[Problem | None]
     rollout: Rollout  # on the sampler's mesh
@@ -51,69 +74,95 @@ class RolloutBatch:
 
 @dataclass
 class InFlight:
-    """The rollouts that one step leaves for the next; none before the first step and after a restore."""
+    """The rollouts that one step leaves for the next, and the problems that were skipped so far."""
 
+    skipped: Skipped = field(default_factory=Skipped)
     batches: deque[PendingRollout] = field(default_factory=deque)  # that the sampler works on, the next one first
-    pool: Pool | None = None  # instead, for partial rollouts
+    pool: Pool | None = None  # instead, for partial rollouts; None before the first step and after a restore
 
 
-def next_rollout(runtime: Runtime, state: TrainState, ahead: deque[PendingRollout]) -> RolloutBatch:
+def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> RolloutBatch:
     """Fetch the next rollout to the learner's mesh, and then start the sampler on those that it may sample ahead.
 
-    The order matters: between processes, fetching a rollout waits for everything that the sampler was given before.
+    The order matters: between processes, fetching a rollout waits for all that the sampler was told to do before.
     """
-    schedule, placement = runtime.experiment.schedule, runtime.experiment.placement
-    done = count_rollouts(runtime, state)
-    staleness = placement.staleness if placement is not None else 0
-    last = find_last_ahead(staleness, done, lambda n: progress.is_due(n, schedule.checkpoint_every, schedule.steps))
+    placement, done, ahead = runtime.experiment.placement, count_rollouts(runtime, state), in_flight.batches
+    if placement is not None and placement.partial is not None:
+        return next_partial(runtime, state, in_flight)
     first = int(multihost.to_host(state.position))
     if not ahead:
-        draw_ahead(runtime, state, 1, first, ahead)
+        ahead.append(start_rollout(runtime, runtime.sampler.push(state.params), state, first, in_flight.skipped))
     pending = ahead.popleft()
-    batch, first = receive(runtime, pending), first + pending.taken
-    draw_ahead(runtime, state, last - done - len(ahead), first + sum(each.taken for each in ahead), ahead)
+    batch = receive(runtime, pending)
+    first += pending.taken + sum(rollout.taken for rollout in ahead)
+    last = find_last_ahead(placement.staleness if placement else 0, done, partial(is_saved, runtime))
+    missing = range(last - done - len(ahead))
+    params = runtime.sampler.push(state.params) if missing else None
+    for _ in missing:
+        ahead.append(start_rollout(runtime, params, state, first, in_flight.skipped))
+        first += ahead[-1].taken
     return batch
 
 
-def draw_ahead(runtime: Runtime, state: TrainState, batches: int, first: int, ahead: deque[PendingRollout]) -> None:
-    """Start the sampler on a number of rollouts, from problem `first` on, with the state's parameters."""
-    params = runtime.sampler.push(state.params) if batches > 0 else None
-    for _ in range(batches):
-        ahead.append(draw(runtime, params, state, first))
-        first += ahead[-1].taken
+def is_saved(runtime: Runtime, done: int) -> bool:
+    """Whether a checkpoint is saved after this number of rollouts."""
+    schedule = runtime.experiment.schedule
+    return progress.is_due(done, schedule.checkpoint_every, schedule.steps)
 
 
-def draw(runtime: Runtime, params: Params, state: TrainState, first: int) -> PendingRollout:
-    """Start sampling the usable problems from `first` on, with the sampler's parameters.
+def start_rollout(runtime: Runtime, params: Params, state: TrainState, first: int, skipped: Skipped) -> PendingRollout:
+    """Start sampling the usable problems from `first` on, with inference weights.
 
     It waits for the samples with `sampling.chunk`, and with an environment, whose replies the sampler needs.
     """
     experiment, sampler = runtime.experiment, runtime.sampler
-    P, group, tokenizer = experiment.sampling.prompts, experiment.sampling.group, experiment.tokenizer
-    ids, ready = read_usable(
-        partial(prepare_problem, runtime),
-        dict(enumerate(range(first, first + P))),
-        P,
-        named_sharding(sampler.mesh, "batch"),
-        runtime.skipped,
-        group=group,
-    )
-    prompt_ids, own = [ids[place] for place in range(P)], [ready.get(place) for place in range(P)]
-    problems, started, taken = [each and each.problem for each in own], Started(), max(prompt_ids) + 1 - first
-    key = sampling_key(state)
+    places = range(experiment.sampling.prompts)
+    ids, ready = read_prompts(runtime, {place: first + place for place in places}, len(places), skipped)
+    prompt_ids, taken = [ids[place] for place in places], max(ids.values()) + 1 - first
+    problems, started = [one and one.problem for one in ready], Started()
+    policy, key = count_rollouts(runtime, state), sampling_key(state)
     options = SampleOptions(
         model=experiment.model,
         sampling=experiment.sampling,
-        stop_ids=tokenizer.stop_ids,
+        stop_ids=experiment.tokenizer.stop_ids,
         mesh=sampler.mesh,
         keep_experts=experiment.routing_replay == "sampler",
     )
     if runtime.interaction is not None:
-        rollout, started = sample_conversations(runtime.interaction, params, own, prompt_ids, key, options)
-        return PendingRollout(count_rollouts(runtime, state), taken, problems, rollout, started)
-    begin = partial(start_rewards, problems, started, tokenizer=tokenizer, calls=runtime.rewards, group=group)
-    rollout = sample(params, [each and each.prompt for each in own], prompt_ids, key, options, ended=begin)
-    return PendingRollout(count_rollouts(runtime, state), taken, problems, rollout, started)
+        rollout, started = sample_conversations(runtime.interaction, params, ready, prompt_ids, key, options)
+    else:
+        prompts = [one and one.prompt for one in ready]
+        rollout = sample(params, prompts, prompt_ids, key, options, ended=rewarder(runtime, problems, started))
+    return PendingRollout(policy, taken, problems, rollout, started)
+
+
+def read_prompts(
+    runtime: Runtime, indices: Mapping[int, int], places: int, skipped: Skipped
+) -> tuple[dict[int, int], list[Ready | None]]:
+    """Read the training problems of these places, with the next ones in place of those that cannot be used. Collective.
+
+    Returns:
+      The index of each place's problem, and the problems that this process has rows of, None elsewhere.
+    """
+    experiment = runtime.experiment
+    read = partial(
+        prepare,
+        experiment.data.train,
+        tokenizer=experiment.tokenizer,
+        model=experiment.model,
+        limit=experiment.sampling.max_prompt_tokens,
+        interaction=runtime.interaction,
+    )
+    sharding, group = named_sharding(runtime.sampler.mesh, "batch"), experiment.sampling.group
+    ids, ready = read_usable(read, indices, places, sharding, skipped, group=group)
+    return ids, [ready.get(place) for place in range(places)]
+
+
+def rewarder(runtime: Runtime, problems: Sequence[Problem | None], started: Started) -> Ended:
+    """A function that starts the rewards of finished samples and adds them to `started`."""
+    experiment = runtime.experiment
+    tokenizer, group = experiment.tokenizer, experiment.sampling.group
+    return partial(start_rewards, problems, started, tokenizer=tokenizer, calls=runtime.rewards, group=group)
 
 
 def sampling_key(state: TrainState) -> Array:
@@ -126,3 +175,91 @@ def receive(runtime: Runtime, pending: PendingRollout) -> RolloutBatch:
     sampled = lengths_to_host(pending.rollout)
     fetched = runtime.sampler.fetch(sampled)
     return RolloutBatch(pending.policy, pending.taken, pending.problems, sampled, fetched, pending.started)
+
+
+def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight) -> RolloutBatch:
+    """Take the next rollout out of the pool, and leave the pool that the sampler works on during the updates."""
+    sampling, placement = runtime.experiment.sampling, runtime.experiment.placement
+    assert placement is not None and placement.partial is not None
+    done, P = count_rollouts(runtime, state), sampling.prompts
+    options, places = partial_options(runtime), with_carried(sampling, placement).prompts
+    weights = Weights(runtime.sampler.push(state.params), done)
+
+    def fill(pool: Pool, batch: int) -> Pool:
+        """Add groups up to the number that may be there while a rollout is sampled."""
+        most = min(places, P * (1 + find_last_ahead(1, batch, partial(is_saved, runtime)) - batch))
+        return admit_problems(runtime, pool, most - pool.count(), weights, options, in_flight.skipped)
+
+    pool = in_flight.pool
+    if pool is None:
+        first = int(multihost.to_host(state.position))
+        pool = new_pool(places, sampling.group, first, sampling_key(state))
+    pool = fill(pool, done)
+    while True:
+        pool = end_samples(runtime, pool, weights, options)
+        chosen = choose_groups(pool, find_ended(pool), P, done - placement.staleness)
+        if chosen is not None:
+            break
+        interrupt.stop_point()
+        pool = sample_chunk(pool, weights, options)
+    batch, pool = take_batch(runtime, state, pool, chosen, options)
+    if not is_saved(runtime, done + 1):
+        pool = fill(pool, done + 1) if placement.partial.ahead else pool
+        for _ in range(placement.partial.ahead):
+            pool = sample_chunk(pool, weights, options)
+    in_flight.pool = pool
+    return batch
+
+
+def partial_options(runtime: Runtime) -> SampleOptions:
+    """The options that the pool's programs are compiled with."""
+    experiment, mesh = runtime.experiment, runtime.sampler.mesh
+    return SampleOptions(
+        model=experiment.model,
+        sampling=split_groups(with_carried(experiment.sampling, experiment.placement), mesh),
+        stop_ids=experiment.tokenizer.stop_ids,
+        mesh=mesh,
+        keep_experts=experiment.routing_replay == "sampler",
+        keep_versions=True,
+        admits=True,
+        turns=runtime.interaction is not None,
+    )
+
+
+def admit_problems(
+    runtime: Runtime, pool: Pool, groups: int, weights: Weights, options: SampleOptions, skipped: Skipped
+) -> Pool:
+    """Add a number of groups to the pool."""
+    if groups <= 0:
+        return pool
+    index_R = next_problems(pool, groups)
+    indices = {place: index for place, index in enumerate(index_R.tolist()) if index != FREE}
+    ids, ready = read_prompts(runtime, indices, len(index_R), skipped)
+    index_R[list(ids)] = list(ids.values())
+    return admit(pool, index_R, ready, weights, options)
+
+
+def end_samples(runtime: Runtime, pool: Pool, weights: Weights, options: SampleOptions) -> Pool:
+    """Start the rewards of finished samples; with an environment, reply to the turns that have ended."""
+    if runtime.interaction is not None:
+        return reply(runtime.interaction, pool, weights, options)
+    assert pool.progress is not None
+    problems = [ready and ready.problem for ready in pool.rows.ready]
+    hand_over(pool.progress, pool.rows.ended_B, rewarder(runtime, problems, pool.rows.started))
+    return pool
+
+
+def take_batch(
+    runtime: Runtime, state: TrainState, pool: Pool, places: np.ndarray, options: SampleOptions
+) -> tuple[RolloutBatch, Pool]:
+    """Take the groups in these places out of the pool, as a rollout on the learner's mesh.
+
+    Problems count as taken once they are in a rollout, together with those that were skipped until then.
+    """
+    policy = int(pool.policy_R[places].min())
+    problems = [ready and ready.problem for ready in (pool.rows.ready[place] for place in places)]
+    pool, rollout, started = take(pool, places, options)
+    sampled = lengths_to_host(rollout) if runtime.interaction is None else set_finished(rollout, started)
+    taken = pool.next_problem - pool.count() - int(multihost.to_host(state.position))
+    metrics = {"rollout/carried": float(pool.count())}
+    return RolloutBatch(policy, taken, problems, sampled, runtime.sampler.fetch(sampled), started, metrics), pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
@@ -15,13 +15,20 @@ from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
 from gspax.experiment.validation.first_calls import check_calls
 from gspax.learner import clipping
-from gspax.learner.restore import drop_frozen, first_state, load_reference, restore_state, save_reference
-from gspax.learner.state import with_new_moments
+from gspax.learner.state import (
+    drop_frozen,
+    first_state,
+    load_reference,
+    restore_state,
+    save_reference,
+    with_new_moments,
+)
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.report import run_page
 from gspax.rollout.completion import to_json
 from gspax.rollout.grading import FailedRewardsError
+from gspax.rollout.problems import Skipped
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints, read_extra
 from gspax.run.checkpoints import save as save_checkpoint
@@ -29,13 +36,12 @@ from gspax.run.compilation import count_compilations
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.manifest import finished_steps
 from gspax.run.record import Recorder
-from gspax.training import alarms, rollback
-from gspax.training.guard import RunGuard, check_finite
+from gspax.training.guard import RunGuard, Watch, check_finite, go_back, skip_problems
 from gspax.training.in_flight import InFlight
 from gspax.training.runtime import Runtime, count_rollouts, make_runtime
-from gspax.training.step import StepResult, run_step
+from gspax.training.step import run_step
 from gspax.training.warm_start import warm_start
-from gspax.types import Params, TrainState
+from gspax.types import TrainState
 
 
 def train(experiment: Experiment, workdir: Path) -> None:
@@ -63,7 +69,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
             except DivergedError as problem:
                 if problem.final:
                     raise
-                rollback.go_back(run, checkpoints, problem, experiment.guard)
+                go_back(run, checkpoints, problem, experiment.guard)
     if jax.process_index() == 0:
         progress.say("writing the report")
         run_page.write(run.path)
@@ -77,11 +83,13 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
       Interrupted: the state was saved. A step that had begun is left out: it begins again.
     """
     experiment, schedule = runtime.experiment, runtime.experiment.schedule
-    runtime.skipped.load(run.skipped)
-    state = restore_or_start(runtime, run, checkpoints)
+    in_flight = InFlight(Skipped(experiment.sampling.max_failed))
+    in_flight.skipped.load(run.skipped)
+    state = restore_or_start(runtime, run, checkpoints, in_flight.skipped)
     started = done = count_rollouts(runtime, state)
-    state = rollback.skip_problems(run, state, done)
-    guard = RunGuard(experiment, run, runtime.mesh, restore_watch(checkpoints, done))
+    state = skip_problems(run, state, done)
+    watch = Watch(**read_extra(checkpoints, done).get("watch", {})) if done else Watch()
+    guard = RunGuard(experiment, run, runtime.mesh, watch)
 
     def save(is_last: bool) -> None:
         save_state(checkpoints, guard, recorder, done, state, is_last=is_last)
@@ -94,13 +102,18 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
         due = done == 0 or progress.is_due(done, schedule.eval_every, schedule.steps)
         if due and not recorder.has(done, "eval/reward"):  # or a signal ended the run while it was evaluated
             record_evaluation(runtime, state, recorder, run, done, bar)
-        reference, in_flight = restore_reference(runtime, run, state), InFlight()
+        reference = None
+        if experiment.reference is not None:
+            reference = load_reference(run, state, experiment.model, experiment.lora, runtime.mesh)
         while done < schedule.steps:
             with keep_failures(recorder, done + 1):
                 result = run_step(runtime, state, reference, in_flight)
             state, done = result.state, done + 1
             alarm_metrics, problem = guard.after_step(done, result)
-            record_step(recorder, bar, done, result, alarm_metrics)
+            recorder.write_metrics(done, {**result.metrics, **alarm_metrics})
+            if (failed := result.samples.failed()).completions:
+                recorder.write_failures(done, failed.to_json())
+            bar.update(done, result.metrics)
             if done == started + 1:
                 bar.print(f"first step done; {compiled}")
             if done == 1:
@@ -124,31 +137,8 @@ def save_state(
     stored = drop_frozen(state)
     check_finite(stored, done)
     recorder.flush()
-    extra = {"experiment": describe(guard.experiment), "watch": alarms.to_json(guard.watch)}
+    extra = {"experiment": describe(guard.experiment), "watch": asdict(guard.watch)}
     save_checkpoint(checkpoints, done, stored, extra, is_last=is_last)
-
-
-def restore_watch(checkpoints: Checkpoints, done: int) -> alarms.Watch:
-    """The watch up to the step that the state was restored from; a new one at the start of a run."""
-    return alarms.from_json(read_extra(checkpoints, done).get("watch") if done else None)
-
-
-def restore_reference(runtime: Runtime, run: RunDir, state: TrainState) -> Params | None:
-    """The parameters of the reference policy; None without one."""
-    experiment = runtime.experiment
-    if experiment.reference is None:
-        return None
-    return load_reference(run, state, experiment.model, experiment.lora, runtime.mesh)
-
-
-def record_step(
-    recorder: Recorder, bar: progress.Bar, done: int, result: StepResult, alarm_metrics: dict[str, float]
-) -> None:
-    """Record the metrics of a step and the completions whose rewards failed, and update the progress bar."""
-    recorder.write_metrics(done, {**result.metrics, **alarm_metrics})
-    if (failed := result.samples.failed()).completions:
-        recorder.write_failures(done, failed.to_json())
-    bar.update(done, result.metrics)
 
 
 def describe_unsaved(checkpoints: Path) -> str:
@@ -157,7 +147,7 @@ def describe_unsaved(checkpoints: Path) -> str:
     return f"what was done after checkpoint {finished[-1]} is lost" if finished else "no checkpoint was saved"
 
 
-def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints) -> TrainState:
+def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, skipped: Skipped) -> TrainState:
     """Restore the newest checkpoint, or start a new state, after the warm start if the experiment has one."""
     experiment, mesh, optimizer = runtime.experiment, runtime.mesh, runtime.optimizer
     model, lora, last = experiment.model, experiment.lora, experiment.schedule.steps
@@ -168,7 +158,7 @@ def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints) ->
     if experiment.warm_start is None:
         state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
     else:
-        state = with_new_moments(warm_start(experiment, run, mesh, runtime.skipped), model, lora, optimizer, mesh)
+        state = with_new_moments(warm_start(experiment, run, mesh, skipped), model, lora, optimizer, mesh)
     if experiment.reference is not None:
         save_reference(run, state, lora, mesh)
     clip_range = clipping.initial_range(experiment.calibration)

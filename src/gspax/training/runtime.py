@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import optax
 
 from gspax.config import Experiment, trained_dtype, updates_per_step
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.programs import Steps, make_steps
 from gspax.learner.state import count_updates, require_memory
+from gspax.learner.updates import Steps, make_steps
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
-from gspax.rollout.episodes import Interaction, Ready, interact
-from gspax.rollout.problems import Skipped, prepare
+from gspax.rollout.episodes import Interaction, interact
 from gspax.sampler.placement import Sampler, make_meshes, make_sampler
 from gspax.types import TrainState
 
@@ -30,11 +29,10 @@ class Runtime:
     sampler: Sampler
     rewards: Calls[Result]
     interaction: Interaction | None = None  # with an environment
-    skipped: Skipped = field(default_factory=Skipped)  # training problems that cannot be used
 
 
 def make_runtime(experiment: Experiment) -> Runtime:
-    """The mesh, optimiser and jitted steps of an experiment. UserError if it does not fit the devices."""
+    """The mesh, optimizer, and compiled functions of an experiment. UserError if it does not fit the devices."""
     mesh, sampler_mesh = make_meshes(experiment)
     require_memory(experiment.model, experiment.lora, experiment.optimizer, mesh, reference=bool(experiment.reference))
     optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
@@ -48,23 +46,9 @@ def make_runtime(experiment: Experiment) -> Runtime:
         tokenizer=experiment.tokenizer,
         grading=experiment.grading,
     )
-    skipped = Skipped(experiment.sampling.max_failed)
-    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction, skipped)
-
-
-def prepare_problem(runtime: Runtime, index: int) -> Ready:
-    """A training problem with the tokens of its prompt; raises if it cannot be used."""
-    experiment = runtime.experiment
-    return prepare(
-        experiment.data.train,
-        index,
-        tokenizer=experiment.tokenizer,
-        model=experiment.model,
-        limit=experiment.sampling.max_prompt_tokens,
-        interaction=runtime.interaction,
-    )
+    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction)
 
 
 def count_rollouts(runtime: Runtime, state: TrainState) -> int:
-    """The rollout batches that a state has learnt from."""
+    """The number of rollouts that a state has been trained on."""
     return count_updates(state) // updates_per_step(runtime.experiment.schedule)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -25,9 +24,10 @@ from gspax.learner.metrics import (
     staleness_metrics,
     update_metrics,
 )
-from gspax.learner.minibatches import Layout, Scored
+from gspax.learner.minibatches import Layout
 from gspax.learner.optimizer import learning_rate
 from gspax.learner.state import applied_updates, count_updates
+from gspax.learner.train_step import Scores
 from gspax.learner.updates import Updated, run_updates
 from gspax.model.low_rank import combine, partition
 from gspax.parallel import multihost
@@ -44,8 +44,7 @@ from gspax.rollout.grading import (
     shape_rewards,
 )
 from gspax.run import interrupt, progress
-from gspax.training.in_flight import InFlight, RolloutBatch, draw, next_rollout, receive
-from gspax.training.partial import next_partial
+from gspax.training.in_flight import InFlight, RolloutBatch, next_rollout, receive, start_rollout
 from gspax.training.runtime import Runtime, count_rollouts
 from gspax.types import Batch, Params, Rollout, TrainState
 
@@ -65,7 +64,7 @@ class Advantages(NamedTuple):
 
     value_B: np.ndarray  # float32, of each completion
     turns: Sequence[Sequence[float]] | None  # of each turn of a completion, with credit for each turn
-    trained: np.ndarray  # float32, what the loss is given: `value_B`, or [B, T] with credit for each turn
+    trained: np.ndarray  # float32, the loss's: `value_B`, or [B, T] with credit for each turn
     metrics: dict[str, float]
 
 
@@ -76,87 +75,81 @@ def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_f
       reference: from `load_reference`.
       in_flight: the rollouts that the sampler works on; updated to those after this step.
     """
-    experiment, clock = runtime.experiment, Clock()
+    experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
+    rate = learning_rate(experiment.optimizer)
 
     progress.phase("sampling")
-    if experiment.placement is not None and experiment.placement.partial is not None:
-        rollout, in_flight.pool = next_partial(runtime, state, in_flight.pool)
-    else:
-        rollout = next_rollout(runtime, state, in_flight.batches)
+    rollout = next_rollout(runtime, state, in_flight)
     clock.lap("rollout")
 
     progress.phase("grading")
-    batch = grade(runtime, rollout)
+    graded = grade(runtime, rollout)
     clock.lap("reward")
 
     if experiment.sampling.max_refills:
         progress.phase("sampling again")
-        batch = replace_constant_groups(runtime, state, batch)
+        graded = replace_constant_groups(runtime, state, graded, in_flight)
         clock.lap("refill")
 
-    return train_on(runtime, state, reference, batch, clock)
-
-
-def train_on(
-    runtime: Runtime, state: TrainState, reference: Params | None, batch: GradedBatch, clock: Clock
-) -> StepResult:
-    """Update the policy with a graded rollout: old log-probs, advantages, optimizer updates, metrics."""
-    experiment, rate = runtime.experiment, learning_rate(runtime.experiment.optimizer)
-
     progress.phase("computing log-probs")
-    scored, layouts = compute_old_logp(runtime, state, reference, batch.rollout)
+    batches, scores, layouts = prepare_minibatches(runtime, state, reference, graded.rollout)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
 
     progress.phase("updating")
-    advantages = find_advantages(runtime, batch, scored, layouts)
-    batches = minibatches.set_advantages(scored.batches, layouts, advantages.trained, runtime.mesh)
-    trained = count_rollouts(runtime, state)
+    advantages = assign_advantages(runtime, graded, batches, layouts)
+    batches = minibatches.set_advantages(batches, layouts, advantages.trained, runtime.mesh)
     updated = run_updates(
         runtime.steps,
         state,
-        replace(scored, batches=batches),
-        runtime.mesh,
+        batches,
+        scores,
         epochs=experiment.schedule.epochs,
         rate=rate,
         calibration=experiment.calibration,
-        measure=runtime.steps.measure if is_measured(runtime, state) else None,
+        measure=runtime.steps.measure if is_measured(runtime, trained) else None,
     )
-    state = replace(updated.state, position=updated.state.position + batch.prompts)
+    state = replace(updated.state, position=updated.state.position + graded.prompts)
     jax.block_until_ready(state)
     clock.lap("train")
 
     metrics = {
-        **rollout_metrics(batch, experiment.sampling.group),
-        **(staleness_metrics(batch.rollout, trained, batch.policy) if experiment.placement else {}),
+        **rollout_metrics(graded, experiment.sampling.group),
+        **(staleness_metrics(graded.rollout, trained, graded.policy) if experiment.placement else {}),
         **advantages.metrics,
-        "learner/tokens": float(sum(layout.tokens for layout in layouts)),
-        "learner/packing_efficiency": minibatches.packing_efficiency(layouts),
+        **learner_metrics(updated, layouts, experiment.model),
         "optim/learning_rate": float(rate(max(applied_updates(state) - 1, 0))),
-        **learner_metrics(updated, experiment.model),
-        **clock.metrics(int(count_sampled(batch.rollout).sum())),
+        **clock.metrics(int(count_sampled(graded.rollout).sum())),
     }
-    samples = Samples(batch.completions, advantages.value_B, advantages.turns)
+    samples = Samples(graded.completions, advantages.value_B, advantages.turns)
     updates = [update for update in updated.metrics if not update["empty"]]
     return StepResult(state, metrics, samples, updates, updated.skipped_batch)
 
 
 def grade(runtime: Runtime, batch: RolloutBatch) -> GradedBatch:
     """Compute the rewards of a rollout. FailedRewardsError if too many of them have failed."""
-    reward = partial(reward_completions, tokenizer=runtime.experiment.tokenizer, calls=runtime.rewards)
-    completions = reward(batch.problems, batch.sampled, started=batch.started)
+    completions = reward_completions(
+        batch.problems,
+        batch.sampled,
+        tokenizer=runtime.experiment.tokenizer,
+        calls=runtime.rewards,
+        started=batch.started,
+    )
     check_batch(completions, runtime.rewards)
     skipped = batch.taken - len(batch.problems)
     return GradedBatch(batch.policy, batch.taken, batch.rollout, completions, skipped, batch.metrics)
 
 
-def replace_constant_groups(runtime: Runtime, state: TrainState, batch: GradedBatch) -> GradedBatch:
+def replace_constant_groups(
+    runtime: Runtime, state: TrainState, batch: GradedBatch, in_flight: InFlight
+) -> GradedBatch:
     """Sample more prompts in place of the groups whose rewards are all equal (`rollout.dynamic_sampling`)."""
     experiment, first = runtime.experiment, int(multihost.to_host(state.position))
 
     def sample(taken: int) -> GradedBatch:
         params = runtime.sampler.push(state.params)
-        return grade(runtime, receive(runtime, draw(runtime, params, state, first + taken)))
+        pending = start_rollout(runtime, params, state, first + taken, in_flight.skipped)
+        return grade(runtime, receive(runtime, pending))
 
     return refill(
         batch,
@@ -168,9 +161,9 @@ def replace_constant_groups(runtime: Runtime, state: TrainState, batch: GradedBa
     )
 
 
-def compute_old_logp(
+def prepare_minibatches(
     runtime: Runtime, state: TrainState, reference: Params | None, rollout: Rollout
-) -> tuple[Scored, list[Layout]]:
+) -> tuple[list[Batch], list[Scores | None], list[Layout]]:
     """Split a rollout into minibatches, and compute the log-probs of the old policy and of the reference.
 
     The first update computes the old log-probs of its minibatch itself, and with `old_logp="sampler"` they are the
@@ -191,59 +184,62 @@ def compute_old_logp(
         batches = minibatches.take_sampler_logp(batches)
     elif count_updates(state) == 0 and updates_per_step(schedule) > 1:
         which = range(len(batches))  # a run's first step measures the noise floor, to warn of it
-    scored = minibatches.score_minibatches(runtime.steps.score, state.params, reference, batches, which)
-    jax.block_until_ready(scored.batches)
-    return scored, layouts
+    batches, scores = minibatches.score_minibatches(runtime.steps.score, state.params, reference, batches, which)
+    jax.block_until_ready(batches)
+    return batches, scores, layouts
 
 
-def find_advantages(runtime: Runtime, batch: GradedBatch, scored: Scored, layouts: list[Layout]) -> Advantages:
+def assign_advantages(
+    runtime: Runtime, graded: GradedBatch, batches: Sequence[Batch], layouts: Sequence[Layout]
+) -> Advantages:
     """Compute the advantages from the rewards, after the KL penalty and the length reward are added to them."""
-    experiment = runtime.experiment
-    advantage, reference, turns = experiment.advantage, experiment.reference, experiment.turns
-    group = experiment.sampling.group
+    experiment, rollout, completions = runtime.experiment, graded.rollout, graded.completions
+    reference, group = experiment.reference, experiment.sampling.group
     added_B, metrics = shape_rewards(
-        batch.rollout,
-        minibatches.reference_kl(reference, scored.batches, layouts),
+        rollout,
+        minibatches.reference_kl(reference, batches, layouts),
         length_reward=experiment.length_reward,
         coefficient=reference.coefficient if reference else 0.0,
     )
-    finished_B = batch.rollout.finished_B if experiment.filter_overlong else None
-    value_B, more = compute_advantages(advantage, batch.completions, added_B, group=group, finished_B=finished_B)
-    if turns.credit != "turn":
+    finished_B = rollout.finished_B if experiment.filter_overlong else None
+    value_B, more = compute_advantages(experiment.advantage, completions, added_B, group=group, finished_B=finished_B)
+    if experiment.turns.credit != "turn":
         return Advantages(value_B, None, value_B, metrics | more)
     value_BT, by_turn = credit_turns(
-        advantage,
-        batch.completions,
-        batch.rollout,
+        experiment.advantage,
+        completions,
+        rollout,
         added_B,
         group=group,
-        discount=turns.discount,
+        discount=experiment.turns.discount,
         finished_B=finished_B,
     )
     return Advantages(value_B, by_turn, value_BT, metrics | more)
 
 
-def rollout_metrics(batch: GradedBatch, group: int) -> dict[str, float]:
+def rollout_metrics(graded: GradedBatch, group: int) -> dict[str, float]:
     """The metrics of the rewards and the responses of a rollout."""
     return {
-        **reward_metrics(batch.completions, group),
-        **batch.metrics,
-        "data/skipped": float(batch.skipped),
-        **response_metrics(count_sampled(batch.rollout), batch.rollout.finished_B),
+        **reward_metrics(graded.completions, group),
+        **graded.metrics,
+        "data/skipped": float(graded.skipped),
+        **response_metrics(count_sampled(graded.rollout), graded.rollout.finished_B),
     }
 
 
-def learner_metrics(updated: Updated, model: ModelConfig) -> dict[str, float]:
-    """The metrics of the updates, the old policy, the routing of an MoE, and the instruments if they measured."""
+def learner_metrics(updated: Updated, layouts: Sequence[Layout], model: ModelConfig) -> dict[str, float]:
+    """The metrics of minibatches, updates, the old policy, the routing of an MoE, and the diagnostics if due."""
     return {
+        "learner/tokens": float(sum(layout.tokens for layout in layouts)),
+        "learner/packing_efficiency": minibatches.packing_efficiency(layouts),
         **update_metrics(updated.metrics),
-        **score_metrics(updated.scored.batches, updated.scored.entropies),
+        **score_metrics(updated.scored),
         **(routing_metrics(*updated.routing) if updated.routing else {}),
         **(instrument_metrics(updated.readings, model) if updated.readings else {}),
     }
 
 
-def is_measured(runtime: Runtime, state: TrainState) -> bool:
-    """Whether the instruments measure the step that trains on this state's next rollout."""
-    settings, last = runtime.experiment.instruments, runtime.experiment.schedule.steps
-    return settings is not None and progress.is_due(count_rollouts(runtime, state) + 1, settings.every, last)
+def is_measured(runtime: Runtime, trained: int) -> bool:
+    """Whether diagnostics are due in the step after this number of rollouts."""
+    instruments, last = runtime.experiment.instruments, runtime.experiment.schedule.steps
+    return instruments is not None and progress.is_due(trained + 1, instruments.every, last)

@@ -8,24 +8,25 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
 
 from gspax.config import Experiment, WarmStart, row_shape, trained_dtype
-from gspax.config.protocols import CompletionTokenizer, ConversationTokenizer, DataSource, Environment
+from gspax.config.protocols import ConversationTokenizer, DataSource, Environment
 from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
 from gspax.errors import DivergedError, UserError
 from gspax.experiment.description import describe
 from gspax.learner import objective
+from gspax.learner.forward import StepSettings
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.restore import drop_frozen, first_state, restore_state
-from gspax.learner.train_step import StepSettings, TrainStep, make_train_step
+from gspax.learner.state import drop_frozen, first_state, restore_state
+from gspax.learner.train_step import TrainStep, make_train_step
 from gspax.losses import Terms
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
@@ -40,7 +41,7 @@ from gspax.training.guard import check_finite, count_skipped, too_many_skipped
 from gspax.types import Array, Batch, TrainState
 
 
-def nll(logp_BT: Array, old_logp_BT: Array, advantage_B: Array, mask_BT: Array) -> Terms:
+def nll(logp_BT: Array, old_logp_BT: Array | None, advantage_B: Array | None, mask_BT: Array) -> Terms:
     """Negative log-likelihood, every demonstrated token weighted equally. Only log-probs and mask are used."""
     value_B = -logp_BT.sum(axis=-1, where=mask_BT)
     return Terms(value=value_B, weight=mask_BT.sum(axis=-1).astype(value_B.dtype), metrics={})
@@ -48,7 +49,7 @@ def nll(logp_BT: Array, old_logp_BT: Array, advantage_B: Array, mask_BT: Array) 
 
 def imitation(outputs: objective.Outputs, batch: Batch, constants: objective.UpdateConstants) -> Terms:
     """The objective of an update with `nll`. There is no old policy, so there is no metric of a ratio."""
-    return nll(outputs.logp_BT, batch.old_logp_BT, batch.advantage, batch.mask_BT)
+    return nll(outputs.logp_BT, None, None, batch.mask_BT)
 
 
 def run(experiment: Experiment, workdir: Path) -> None:
@@ -72,33 +73,31 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
       DivergedError: several updates in a row are skipped, or a parameter is not finite.
       Interrupted: the state was saved.
     """
-    stage, model, lora = experiment.warm_start, experiment.model, experiment.lora
+    stage, model, lora, schedule = experiment.warm_start, experiment.model, experiment.lora, experiment.schedule
     assert stage is not None
     optimizer = make_optimizer(stage.optimizer, trained_dtype(model, lora))
-    schedule, rows = experiment.schedule, experiment.schedule.microbatch_rows
+    rows = schedule.microbatch_rows
     if schedule.microbatch_tokens:
         rows = row_shape(experiment.sampling, schedule, batch_shards(mesh)).microbatch
     rows = math.gcd(stage.rows, rows)  # the most that divide both, all if that is 0
     train_step = make_train_step(StepSettings(config=model, mesh=mesh, microbatch_rows=rows), imitation, optimizer)
-    demonstrate = partial(
-        make_demonstrations,
-        stage,
+    demonstrations = Demonstrations(
+        stage=stage,
         data=experiment.data,
-        tokenizer=cast(CompletionTokenizer, experiment.tokenizer),  # checked by `experiment.validate`
+        tokenizer=cast(ConversationTokenizer, experiment.tokenizer),  # checked by `experiment.validate`
+        environment=experiment.environment,
         length=experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens,
         vocab_size=model.vocab_size,
         seed=experiment.seed,
-        mesh=mesh,
-        environment=experiment.environment,
-        unusable=skipped,
     )
+    next_batch = partial(make_demonstrations, demonstrations, mesh=mesh, skipped=skipped)
     with _final_failures(), Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints:
         if checkpoints.latest() is None:
             state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
         else:
             state = restore_state(run, checkpoints, model, optimizer, mesh, lora=lora)
         limits = stage.steps, schedule.max_skipped
-        return _train(limits, run, checkpoints, state, train_step, demonstrate)
+        return _train(limits, run, checkpoints, state, train_step, next_batch)
 
 
 def _train(
@@ -107,15 +106,15 @@ def _train(
     checkpoints: Checkpoints,
     state: TrainState,
     train_step: TrainStep,
-    demonstrate: Callable[[int], tuple[Batch, int]],
+    next_batch: Callable[[int], tuple[Batch, int]],
 ) -> TrainState:
     """Run the updates that are left, and save the state after the last one.
 
     Args:
       limits: the updates of the stage, and `schedule.max_skipped`.
-      demonstrate: a function of an index that gives the demonstrations from that problem on, and how many it read.
+      next_batch: a function of an index that returns the demonstrations from that problem on, and how many it read.
     """
-    (steps, limit), in_a_row = limits, 0
+    (steps, max_skipped), in_a_row = limits, 0
     done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
 
     def save() -> None:
@@ -133,7 +132,7 @@ def _train(
             bar.print(f"warm start: {'already at' if done >= steps else 'continuing from'} step {done} of {steps}")
         progress.phase("updating")
         while done < steps:
-            batch, read = demonstrate(first)
+            batch, read = next_batch(first)
             state, metrics = train_step(state, batch)
             state = replace(state, position=state.position + read)
             done, first = done + 1, first + read
@@ -141,8 +140,8 @@ def _train(
             recorder.write_metrics(done, shown)
             bar.update(done, {"loss": shown["loss"]})
             in_a_row = count_skipped(in_a_row, [bool(shown["skipped"])])[-1]
-            if in_a_row >= limit:
-                raise too_many_skipped(in_a_row, limit, done, state)
+            if in_a_row >= max_skipped:
+                raise too_many_skipped(in_a_row, max_skipped, done, state)
             if done == steps:
                 save()
             interrupt.stop_point()
@@ -158,61 +157,64 @@ def _final_failures() -> Iterator[None]:
         raise DivergedError(f"warm start: {problem}", step=problem.step, final=True) from problem
 
 
-def make_demonstrations(
-    stage: WarmStart,
-    first: int,
-    *,
-    data: DataSource,
-    tokenizer: CompletionTokenizer,
-    length: int,
-    vocab_size: int,
-    seed: int,
-    mesh: jax.sharding.Mesh,
-    environment: Environment | None = None,
-    unusable: Skipped | None = None,
-) -> tuple[Batch, int]:
-    """`stage.rows` demonstrated problems from index `first` on, padded to `length` tokens, and how many were read.
+@dataclass(frozen=True, kw_only=True)
+class Demonstrations:
+    """The demonstrations of a warm start, by the indices of their problems.
 
-    A row is a function of (seed, index) alone. With an environment a demonstration is the messages of a conversation.
-    One that is longer than `length` or has an id out of range is skipped as `unusable` allows, by default none.
+    Attributes:
+      length: the most tokens of a prompt and its demonstration.
     """
-    by_row = named_sharding(mesh, "batch")
 
-    def encode(index: int) -> tuple[list[int], list[bool]]:
-        """The tokens of prompt, demonstration and stop token, and whether each of them is imitated."""
-        problem = read_problem(data.train, index)
-        shown = stage.demonstration(problem, np.random.default_rng((seed, index)))
-        if environment is not None:
-            messages = [shown] if isinstance(shown, str) else shown
-            tokens, own = encode_demonstration(environment, cast(ConversationTokenizer, tokenizer), problem, messages)
-        elif isinstance(shown, str):
-            prompt, answer = encode_prompt(tokenizer, problem), tokenizer.encode_completion(shown)
-            tokens = [*prompt, *answer, tokenizer.stop_ids[0]]
-            own = [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
-        else:
-            raise UserError(f"warm_start.demonstration: wanted a text without an environment, got {shown!r}")
-        check_ids(tokens, vocab_size, problem.prompt)
-        if len(tokens) > length:
-            raise UserError(
-                f"warm_start: wanted at most {length} tokens of prompt and demonstration "
-                f"(sampling.max_prompt_tokens + max_tokens), got {len(tokens)}"
-            )
-        return tokens, own
+    stage: WarmStart
+    data: DataSource
+    tokenizer: ConversationTokenizer
+    environment: Environment | None = None
+    length: int
+    vocab_size: int
+    seed: int
 
-    wanted = dict(enumerate(range(first, first + stage.rows)))
-    ids, encoded = read_usable(encode, wanted, stage.rows, by_row, unusable or Skipped())
-    tokens_BT = np.zeros((stage.rows, length), np.int32)
-    segment_BT = np.zeros_like(tokens_BT)
-    mask_BT = np.zeros(tokens_BT.shape, bool)
-    for row, (tokens, own) in encoded.items():
+
+def make_demonstrations(
+    source: Demonstrations, first: int, *, mesh: jax.sharding.Mesh, skipped: Skipped
+) -> tuple[Batch, int]:
+    """`stage.rows` demonstrated problems from index `first` on, and how many were read.
+
+    A row is a function of (seed, index) alone. A demonstration that is too long or has an id out of range is skipped.
+    """
+    by_row, rows = named_sharding(mesh, "batch"), source.stage.rows
+    ids, encoded = read_usable(
+        partial(demonstrate, source), dict(enumerate(range(first, first + rows))), rows, by_row, skipped
+    )
+    tokens_BT = np.zeros((rows, source.length), np.int32)
+    segment_BT, mask_BT = np.zeros_like(tokens_BT), np.zeros(tokens_BT.shape, bool)
+    for row, (tokens, imitated) in encoded.items():
         tokens_BT[row, : len(tokens)] = tokens
         segment_BT[row, : len(tokens)] = 1
-        mask_BT[row, : len(tokens)] = own
-    columns: dict[str, Any] = {
-        "tokens_BT": tokens_BT,
-        "segment_BT": segment_BT,
-        "mask_BT": mask_BT,
-        "old_logp_BT": np.zeros(tokens_BT.shape, np.float32),
-        "advantage": np.zeros(stage.rows, np.float32),
-    }
-    return multihost.to_devices(Batch(**columns), by_row), max(ids.values()) + 1 - first
+        mask_BT[row, : len(tokens)] = imitated
+    arrays = {"tokens_BT": tokens_BT, "segment_BT": segment_BT, "mask_BT": mask_BT}
+    return Batch(**multihost.to_devices(arrays, by_row)), max(ids.values()) + 1 - first
+
+
+def demonstrate(source: Demonstrations, index: int) -> tuple[list[int], list[bool]]:
+    """The tokens of prompt, demonstration, and stop token, and whether each of them is imitated.
+
+    With an environment a demonstration is the messages of a conversation.
+    """
+    problem, environment, tokenizer = read_problem(source.data.train, index), source.environment, source.tokenizer
+    shown = source.stage.demonstration(problem, np.random.default_rng((source.seed, index)))
+    if environment is not None:
+        messages = [shown] if isinstance(shown, str) else shown
+        tokens, imitated = encode_demonstration(environment, tokenizer, problem, messages)
+    elif isinstance(shown, str):
+        prompt, answer = encode_prompt(tokenizer, problem), tokenizer.encode_completion(shown)
+        tokens = [*prompt, *answer, tokenizer.stop_ids[0]]
+        imitated = [False] * len(prompt) + [True] * (len(tokens) - len(prompt))
+    else:
+        raise UserError(f"warm_start.demonstration: wanted a text without an environment, got {shown!r}")
+    check_ids(tokens, source.vocab_size, problem.prompt)
+    if len(tokens) > source.length:
+        raise UserError(
+            f"warm_start: wanted at most {source.length} tokens of prompt and demonstration "
+            f"(sampling.max_prompt_tokens + max_tokens), got {len(tokens)}"
+        )
+    return tokens, imitated

@@ -63,8 +63,8 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
     )
     keep_experts = keeps_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
     reference = {} if experiment.reference else None
-    scored = minibatches.score_minibatches(score, {}, reference, batches, range(len(batches)))
-    batches = minibatches.set_advantages(scored.batches, layouts, np.zeros(B), mesh)
+    batches, _ = minibatches.score_minibatches(score, {}, reference, batches, range(len(batches)))
+    batches = minibatches.set_advantages(batches, layouts, np.zeros(B), mesh)
     assert len(batches) == experiment.schedule.minibatches
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batches[0])
     abstract = programs.abstract_batch(experiment, mesh)

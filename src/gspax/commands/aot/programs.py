@@ -41,8 +41,8 @@ from gspax.config import (
     updates_per_step,
 )
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.programs import make_steps
 from gspax.learner.state import abstract_state
+from gspax.learner.updates import make_steps
 from gspax.model.decoding import LayerCache
 from gspax.model.low_rank import partition
 from gspax.model.sizes.counts import with_carried

@@ -1,7 +1,7 @@
 """Alarms and collapses: synthetic metrics by hand, and what a run does about a collapse, whole or resumed."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,9 @@ from gspax.rollout.completion import Samples
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
-from gspax.training import alarms, loop
-from gspax.training.alarms import Watch
+from gspax.training import guard as guards
+from gspax.training import loop
+from gspax.training.guard import Watch
 from gspax.training.step import StepResult
 
 EXPERIMENT = str(Path(__file__).parents[1] / "small_experiment.py")
@@ -30,13 +31,13 @@ FALL = [0.2, 0.6, 0.8, 0.8, 0.3, 0.3, 0.3, 0.3, 0.3]  # means of two: 0.4, 0.7, 
 def watches(guard, rewards, start=None, **more):
     start, found = start or Watch(), []
     for reward in rewards:
-        start = alarms.follow(guard, start, {"reward/mean": reward} | more)
+        start = guards.follow(guard, start, {"reward/mean": reward} | more)
         found.append(start)
     return found
 
 
 def collapses(guard, found):
-    return [step for step, watch in enumerate(found, 1) if alarms.find_collapse(guard.collapse, watch)]
+    return [step for step, watch in enumerate(found, 1) if guards.find_collapse(guard.collapse, watch)]
 
 
 def test_a_reward_below_half_of_its_best_mean_is_an_alarm_and_after_some_steps_a_collapse(capsys):
@@ -44,7 +45,7 @@ def test_a_reward_below_half_of_its_best_mean_is_an_alarm_and_after_some_steps_a
     assert [watch.lasting.get("reward", 0) for watch in found] == [0, 0, 0, 0, 0, 1, 2, 3, 4]
     assert collapses(GUARD, found) == [8], "once, at its beginning"
     assert found[-1].best == 0.8 and [watch.mean(2) for watch in found[:2]] == [None, 0.4]
-    assert [alarms.alarm_metrics(GUARD, watch)["alarm/collapse"] for watch in found] == [0] * 7 + [1] * 2
+    assert [guards.alarm_metrics(GUARD, watch)["alarm/collapse"] for watch in found] == [0] * 7 + [1] * 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "reward/mean over 2 steps is 0.3, below guard.collapse.reward (0.5) of its best, 0.8" in line
 
@@ -75,22 +76,22 @@ def test_alarms_must_last_without_a_gap():
     found, on = Watch(), {"policy/entropy": 0.001}
     guard = Guard(collapse=replace(SETTINGS, alarms=("entropy",)))
     for step, metrics in enumerate([on, on, {"policy/entropy": 1.0}, on, on, on], 1):
-        found = alarms.follow(guard, found, metrics)
-        assert bool(alarms.find_collapse(guard.collapse, found)) == (step == 6)
+        found = guards.follow(guard, found, metrics)
+        assert bool(guards.find_collapse(guard.collapse, found)) == (step == 6)
 
 
 @pytest.mark.parametrize("stop", range(1, len(FALL)))
 def test_a_watch_that_is_stored_and_restored_finds_the_collapse_at_the_same_step(stop):
     first = watches(GUARD, FALL[:stop])
-    restored = alarms.from_json(json.loads(json.dumps(alarms.to_json(first[-1]))))
+    restored = Watch(**json.loads(json.dumps(asdict(first[-1]))))
     assert restored == first[-1]
     assert first + watches(GUARD, FALL[stop:], restored) == watches(GUARD, FALL)
 
 
 def test_without_the_setting_there_are_the_alarms_alone():
     found = watches(Guard(), FALL)
-    assert found[-1] == Watch() and alarms.alarm_metrics(Guard(), found[-1]).keys() == {"alarm/entropy", "alarm/length"}
-    assert alarms.answer_collapse(None, Watch(lasting={"entropy": 99}), 1, 1) is None
+    assert found[-1] == Watch() and guards.alarm_metrics(Guard(), found[-1]).keys() == {"alarm/entropy", "alarm/length"}
+    assert guards.answer_collapse(None, Watch(lasting={"entropy": 99}), 1, None) is None
 
 
 QUIET = replace(
