@@ -166,7 +166,7 @@ def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None
     settings = {"prompts": len(problems), "group": 4, "max_prompt_tokens": 8, "max_tokens": 60} | sampling
     calls = reward_calls(length_of, grading)
     interaction = interact(environment, turns, rewards=calls, tokenizer=CHARS, grading=grading)
-    with calls, interaction:
+    with calls, interaction.steps:
         key, dtype = jax.random.key(0), sampling.get("weights_dtype", "auto")
         if mesh is None:
             params = inference_weights(model, dtype)

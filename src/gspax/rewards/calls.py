@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import queue
 import threading
 import time
@@ -22,11 +23,12 @@ from typing import Any, Generic, Self, TypeVar
 
 from gspax.config import Grading
 from gspax.config.functions import unwrap
-from gspax.config.protocols import BatchReward
+from gspax.config.protocols import BatchReward, Problem
 from gspax.errors import UserError, describe_error
 
+UserFunction = Callable[..., Any]
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=UserFunction)
 
 COROUTINES = 32  # concurrent calls of an async function, unless the experiment says otherwise
 PURE = 32  # concurrent calls of a function without state, so that it does not delay others in a composition
@@ -52,7 +54,7 @@ class Batched:
 
     function: BatchReward
 
-    def __call__(self, problem: Any, completion: str) -> Any:
+    def __call__(self, problem: Problem, completion: str) -> object:
         """The reward of one completion."""
         return self.function([problem], [completion])[0]
 
@@ -73,7 +75,7 @@ def concurrent(calls: int) -> Callable[[F], F]:
 
 @dataclass(eq=False)
 class _Call(Generic[T]):
-    subjects: Sequence[Any]
+    subjects: Sequence[object]
     texts: Sequence[str]
     futures: list[Future[T]] = field(default_factory=list)
     began: float | None = None  # by time.monotonic; moved by the time spent waiting
@@ -110,7 +112,7 @@ def waiting() -> Iterator[None]:
 
     TimeoutError in a call that was late: more work for it would only delay the others.
     """
-    call: _Call[Any] | None = getattr(_current, "call", None)
+    call: _Call[object] | None = getattr(_current, "call", None)
     if call is None or call.began is None:
         yield
         return
@@ -135,11 +137,11 @@ class Calls(Generic[T]):
     """
 
     def __init__(
-        self, function: Callable[..., Any], grading: Grading, *, read: Callable[[Any], T], fail: Callable[[str], T]
+        self, function: UserFunction, grading: Grading, *, read: Callable[[object], T], fail: Callable[[str], T]
     ) -> None:
         self.grading = grading
         self._batched = isinstance(function, Batched)
-        self.function: Callable[..., Any] = function.function if isinstance(function, Batched) else function
+        self.function: UserFunction = function.function if isinstance(function, Batched) else function
         self._read, self._fail = read, fail
         self._is_async = _is_async(self.function)
         self.concurrency = grading.concurrency or _declared(self.function, COROUTINES if self._is_async else 1)
@@ -153,7 +155,7 @@ class Calls(Generic[T]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def submit(self, subjects: Sequence[Any], texts: Sequence[str]) -> list[Future[T]]:
+    def submit(self, subjects: Sequence[object], texts: Sequence[str]) -> list[Future[T]]:
         """Start calls, each with the subject and the text of one index. A future raises UserError at most."""
         size = max(1, len(texts)) if self._batched else 1
         calls = [_Call[T](subjects[i : i + size], texts[i : i + size]) for i in range(0, len(texts), size)]
@@ -219,7 +221,7 @@ class Calls(Generic[T]):
         except BaseException as error:
             call.settle(self._late(call) if deadline.expired() else self._failed(call, error))
 
-    def _arguments(self, call: _Call[T]) -> tuple[Any, Any]:
+    def _arguments(self, call: _Call[T]) -> tuple[object, object]:
         return (call.subjects, call.texts) if self._batched else (call.subjects[0], call.texts[0])
 
     def _results(self, call: _Call[T], value: Any) -> list[T]:
@@ -244,35 +246,33 @@ class Calls(Generic[T]):
 class _Threads(Generic[T]):
     """Threads that each make one call at a time."""
 
-    def __init__(self, serve: Callable[[_Call[T]], bool], count: int):
-        self._serve = serve
+    def __init__(self, serve: Callable[[_Call[T]], bool], count: int) -> None:
+        self._serve, self._numbers = serve, itertools.count(1)
         self._queue: queue.SimpleQueue[_Call[T] | None] = queue.SimpleQueue()
-        self._count = 0
         for _ in range(count):
             self.add()
 
-    def put(self, call: _Call[T]) -> None:
+    def put(self, call: _Call[T] | None) -> None:
         self._queue.put(call)
 
     def add(self) -> None:
-        self._count += 1
-        threading.Thread(target=self._run, name=f"gspax-call-{self._count}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"gspax-call-{next(self._numbers)}", daemon=True).start()
 
     def stop(self) -> None:
-        for _ in range(self._count):
-            self._queue.put(None)
+        self.put(None)
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
             call.began, _current.call = time.monotonic(), call
             if not self._serve(call):  # late: another thread has taken the place of this one
                 return
+        self.stop()  # the next thread
 
 
 class _EventLoop(Generic[T]):
     """A thread with an event loop that runs at most `count` calls at once."""
 
-    def __init__(self, serve: Callable[[_Call[T]], Awaitable[None]], count: int):
+    def __init__(self, serve: Callable[[_Call[T]], Awaitable[None]], count: int) -> None:
         self._serve, self._permits = serve, asyncio.Semaphore(count)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run_loop, name="gspax-call-loop", daemon=True).start()
@@ -298,12 +298,12 @@ class _EventLoop(Generic[T]):
                 await self._serve(call)
 
 
-def inner_function(function: Any) -> Any:
+def inner_function(function: UserFunction) -> UserFunction:
     """The function inside `Batched` and `functools.partial`."""
     return unwrap(function.function if isinstance(function, Batched) else function)
 
 
-def _members(function: Any) -> list[Any]:
+def _members(function: UserFunction) -> list[UserFunction]:
     """The rewards in the keywords `reward` and `rewards` of a composition."""
     keywords = function.keywords if isinstance(function, functools.partial) else {}
     several = keywords.get("rewards")
@@ -311,19 +311,19 @@ def _members(function: Any) -> list[Any]:
     return [*one, *(several.values() if isinstance(several, Mapping) else ())]
 
 
-def _declared(function: Any, default: int) -> int:
+def _declared(function: UserFunction, default: int) -> int:
     """The number of threads that may call a function at once."""
     declared = int(getattr(inner_function(function), "concurrency", default))
     return declared or min((_declared(member, 1) for member in _members(function)), default=1)
 
 
-def _is_async(function: Any) -> bool:
+def _is_async(function: UserFunction) -> bool:
     """Whether a function returns a coroutine."""
     inner = inner_function(function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
-def find_rewards(function: Any) -> Iterator[Any]:
+def find_rewards(function: UserFunction) -> Iterator[UserFunction]:
     """The rewards inside a composition of gspax, such as `weighted_sum`, or the function itself."""
     if getattr(inner_function(function), "concurrency", None) == 0:
         for member in _members(function):
@@ -332,7 +332,7 @@ def find_rewards(function: Any) -> Iterator[Any]:
         yield function
 
 
-def find_async_members(function: Any) -> Iterator[tuple[Any, Any]]:
+def find_async_members(function: UserFunction) -> Iterator[tuple[UserFunction, UserFunction]]:
     """Pairs of a composition of gspax and an async reward inside it, which it would not await."""
     inner = inner_function(function)
     for member in _members(function) if str(getattr(inner, "__module__", "")).startswith("gspax.") else ():

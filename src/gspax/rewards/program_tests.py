@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Any, NoReturn
 
 from gspax.data.problem import Problem
 from gspax.errors import UserError
@@ -85,7 +85,7 @@ def from_codeforces(row: Mapping[str, Any]) -> Tests:
     return Tests(tuple((case["input"], case["output"]) for case in row["official_tests"]))
 
 
-def arguments(given: str) -> list[Any]:
+def arguments(given: str) -> list[object]:
     """The arguments of a function test."""
     return [json.loads(line) for line in given.split("\n") if line.strip()]
 
@@ -98,7 +98,7 @@ def same_value(expected: str, output: str) -> bool:
         return False
 
 
-def _same_json(wanted: Any, got: Any) -> bool:
+def _same_json(wanted: object, got: object) -> bool:
     if isinstance(wanted, dict) and isinstance(got, dict):
         return wanted.keys() == got.keys() and all(_same_json(each, got[name]) for name, each in wanted.items())
     if isinstance(wanted, list) and isinstance(got, list):
@@ -143,5 +143,5 @@ def _private(text: str) -> list[dict[str, str]]:
 
 
 class _TextOnly(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> NoReturn:
         raise UserError(f"private_test_cases: wanted a pickled text, got one that loads {module}.{name}")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, SupportsFloat
+from typing import NamedTuple
 
 from gspax.config import Grading
 from gspax.config.protocols import Reward, Step
@@ -87,10 +87,10 @@ def reward_calls(reward: Reward, grading: Grading) -> Calls[Result]:
     return Calls(reward, grading, read=to_result, fail=partial(Result, ()))
 
 
-def to_score(value: SupportsFloat | Score) -> Score:
+def to_score(value: object) -> Score:
     """A number or a `Score` as a `Score` of floats. TypeError or ValueError for anything else."""
     if not isinstance(value, Score):
-        return Score(float(value))
+        return Score(float(value))  # type: ignore[arg-type]
     return replace(value, value=float(value.value), parts={name: float(part) for name, part in value.parts.items()})
 
 
@@ -101,7 +101,7 @@ def add_up(scores: Mapping[str, Score]) -> Score:
     return Score(sum(parts.values()), reason, _join((name, score.error) for name, score in scores.items()), parts)
 
 
-def to_result(value: Any) -> Result:
+def to_result(value: object) -> Result:
     """The rewards in a function's return value: finite numbers up to ±`LARGEST`, or an error.
 
     The numbers of a mapping are in the alphabetical order of their names, whatever their order in the mapping.

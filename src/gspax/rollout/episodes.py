@@ -13,7 +13,7 @@ import copy
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -81,19 +81,13 @@ class RowsOnHost:
 
 @dataclass(frozen=True)
 class Interaction:
-    """What conversations are held with."""
+    """The environment, and what else a conversation needs."""
 
     environment: Environment
     steps: Calls[Step | Failure]  # of the environment
     rewards: Calls[Result]  # of the last message
     tokenizer: ConversationTokenizer
     turns: Turns
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.steps.close()
 
 
 def interact(

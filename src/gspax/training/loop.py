@@ -57,7 +57,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
     with (
         enter_run(workdir, describe(experiment)) as run,
         runtime.rewards,
-        runtime.interaction or contextlib.nullcontext(),
+        runtime.interaction.steps if runtime.interaction else contextlib.nullcontext(),
         count_compilations() as compiled,
         interrupt.listen(lambda: describe_unsaved(run.checkpoints)),
         Checkpoints(run.checkpoints, keep=keep, mesh=runtime.mesh, note=run.newest) as checkpoints,
