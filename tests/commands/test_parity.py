@@ -40,7 +40,7 @@ def test_a_model_agrees_with_itself(theirs):
     assert [each.part for each in found] == ["embedding", "layer 0", "layer 1", "layer 2", "logits"]
     assert parity.first_disagreement(found) is None
     assert max(each.relative for each in found) < 1e-5
-    assert parity.render(found, 1e-4).splitlines()[-1] == "All parts agree to 0.0001."
+    assert parity.render(found).splitlines()[-1] == "All parts agree to 0.0001."
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_changed_parameter_is_located(path, index, wrong, theirs):
     found = parity.compare(perturbed(path, index), CONFIG, TOKENS, theirs)
     assert [each.part for each in found if each.relative > parity.TOLERANCE] == wrong
     assert parity.first_disagreement(found) == wrong[0]
-    table = parity.render(found, parity.TOLERANCE).splitlines()
+    table = parity.render(found).splitlines()
     assert [line.split("  ")[0].strip() for line in table if line.endswith("differs")] == wrong
     assert table[-1] == f"The first part that differs by more than 0.0001 is: {wrong[0]}."
 

@@ -11,6 +11,7 @@ routers may choose differently; the layer then differs at that token for no othe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +27,11 @@ from gspax.hf.config_json import read_config
 from gspax.hf.source import locate
 
 if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
     from gspax.types import Params
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-4  # the largest relative difference that still counts as rounding
 
 
 def make_parser() -> Parser:
@@ -45,8 +48,34 @@ def make_parser() -> Parser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Print the table; 1 if a part differs."""
-    return 0 if run(options.checkpoint, prompt=options.prompt, tokens=options.tokens) else 1
+    """Print the comparison; 1 if a part differs.
+
+    Raises:
+      UserError: torch or transformers is missing, the checkpoint cannot be read, or a token is not in its vocabulary.
+    """
+    import jax
+
+    from gspax.hf.parameters import read_params
+    from gspax.learner.state import abstract_params
+    from gspax.parallel.sharding import single_device_mesh
+
+    _, theirs = _import("torch"), _import("transformers")
+    folder = locate(options.checkpoint)
+    config = replace(read_config(folder), dtype="float32")
+    tokens = options.tokens
+    if options.prompt is not None:
+        tokens = hf_tokenizer(folder).encode(options.prompt)
+    if tokens is None:
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, 32).tolist()
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
+        raise UserError(f"tokens: wanted at least one, from 0 to {config.vocab_size - 1}, got {list(tokens)}")
+    params = read_params(folder, config, abstract_params(config, single_device_mesh()))
+    theirs.utils.logging.disable_progress_bar()
+    model = theirs.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
+    with jax.default_matmul_precision("highest"):  # by default accelerators round float32 products
+        differences = compare(params, config, tokens, forward(model, tokens))
+    print(render(differences))
+    return 0 if first_disagreement(differences) is None else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,42 +95,6 @@ class Difference:
     relative: float  # to the largest value of the same token
 
 
-def run(checkpoint: str, *, prompt: str | None, tokens: Sequence[int] | None, tolerance: float = TOLERANCE) -> bool:
-    """Print the comparison of a checkpoint (a folder or a name on the Hub); True if all parts agree.
-
-    Args:
-      checkpoint: in the Hub's layout.
-      prompt: text for the checkpoint's own tokenizer.
-      tokens: token ids instead of a prompt; without either, 32 random ones.
-      tolerance: the largest relative difference that still counts as rounding.
-
-    Raises:
-      UserError: torch or transformers is missing, the checkpoint cannot be read, or a token is not in its vocabulary.
-    """
-    import jax
-
-    from gspax.hf.parameters import read_params
-    from gspax.learner.state import abstract_params
-    from gspax.parallel.sharding import single_device_mesh
-
-    _, theirs = _import("torch"), _import("transformers")
-    folder = locate(checkpoint)
-    config = replace(read_config(folder), dtype="float32")
-    if prompt is not None:
-        tokens = hf_tokenizer(folder).encode(prompt)
-    if tokens is None:
-        tokens = np.random.default_rng(0).integers(0, config.vocab_size, 32).tolist()
-    if not tokens or not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
-        raise UserError(f"tokens: wanted at least one, from 0 to {config.vocab_size - 1}, got {list(tokens)}")
-    params = read_params(folder, config, abstract_params(config, single_device_mesh()))
-    theirs.utils.logging.disable_progress_bar()
-    model = theirs.AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="eager")
-    with jax.default_matmul_precision("highest"):  # by default accelerators round float32 products
-        differences = compare(params, config, tokens, forward(model, tokens))
-    print(render(differences, tolerance))
-    return first_disagreement(differences, tolerance) is None
-
-
 def _import(package: str) -> Any:
     """Import torch or transformers, which only this subcommand needs."""
     try:
@@ -114,21 +107,16 @@ def _import(package: str) -> Any:
 
 def forward(model: Any, tokens: Sequence[int]) -> Forward:
     """The activations of a transformers model for a sequence."""
-    torch = _import("torch")
-    streams = []
+    torch, streams = _import("torch"), []
 
-    def keep(module: Any, inputs: Any, output: Any) -> None:
+    def keep(module: object, inputs: object, output: Any) -> None:
         stream = output[0] if isinstance(output, tuple) else output  # a tuple in transformers 4
         streams.append(stream[0].float().numpy())
 
-    modules = [model.model.embed_tokens, *model.model.layers]
-    handles = [module.register_forward_hook(keep) for module in modules]
-    try:
-        with torch.no_grad():
-            logits_TV = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for module in (model.model.embed_tokens, *model.model.layers):
+            hooks.callback(module.register_forward_hook(keep).remove)
+        logits_TV = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float().numpy()
     return Forward(streams=streams, logits_TV=logits_TV)
 
 
@@ -140,42 +128,38 @@ def compare(params: Params, config: ModelConfig, tokens: Sequence[int], theirs: 
     from gspax.model import transformer
     from gspax.parallel.sharding import single_device_mesh
 
-    tokens_1T = jnp.asarray(tokens, jnp.int32)[None]
+    tokens_1T, mesh = jnp.asarray(tokens, jnp.int32)[None], single_device_mesh()
     segment_1T = jnp.ones_like(tokens_1T)
-    found = [_difference("embedding", params["embedding"][tokens_1T][0], theirs.streams[0])]
+    differences = [_difference("embedding", params["embedding"][tokens_1T][0], theirs.streams[0])]
     one_layer = jax.jit(transformer.apply_layer, static_argnames=("config", "run", "mesh"))
-    number, mesh = 0, single_device_mesh()
-    for run, (_, count) in enumerate(layer_runs(config)):
-        for layer in range(count):
-            before_1TD = jnp.asarray(theirs.streams[number])[None]
-            after_1TD = one_layer(params, config, run, jnp.int32(layer), before_1TD, segment_1T, mesh=mesh)
-            found.append(_difference(f"layer {number}", after_1TD[0], theirs.streams[number + 1]))
-            number += 1
+    layers = [(run, layer) for run, (_, count) in enumerate(layer_runs(config)) for layer in range(count)]
+    for number, (run, layer) in enumerate(layers):
+        before_1TD = jnp.asarray(theirs.streams[number])[None]
+        after_1TD = one_layer(params, config, run, jnp.int32(layer), before_1TD, segment_1T, mesh=mesh)
+        differences.append(_difference(f"layer {number}", after_1TD[0], theirs.streams[number + 1]))
     whole = jax.jit(transformer.apply, static_argnames=("config", "mesh"))
     hidden_1TD, _ = whole(params, config, tokens_1T, segment_1T, mesh=mesh)
-    found.append(_difference("logits", transformer.logits(params, hidden_1TD)[0], theirs.logits_TV))
-    return found
+    return [*differences, _difference("logits", transformer.logits(params, hidden_1TD)[0], theirs.logits_TV)]
 
 
-def _difference(part: str, ours: Any, theirs: np.ndarray) -> Difference:
+def _difference(part: str, ours: ArrayLike, theirs: np.ndarray) -> Difference:
     gap_T = np.abs(np.asarray(ours) - theirs).max(axis=-1)
     size_T = np.abs(theirs).max(axis=-1)
     relative_T = np.where(gap_T == 0, 0.0, gap_T / np.maximum(size_T, np.finfo(np.float32).tiny))
     return Difference(part, float(gap_T.max()), float(relative_T.max()))
 
 
-def first_disagreement(differences: Sequence[Difference], tolerance: float = TOLERANCE) -> str | None:
-    """The first part that differs by more than the tolerance; NaN differs."""
-    return next((each.part for each in differences if not each.relative <= tolerance), None)
+def first_disagreement(differences: Sequence[Difference]) -> str | None:
+    """The first part that differs by more than rounding; NaN differs."""
+    return next((each.part for each in differences if not each.relative <= TOLERANCE), None)
 
 
-def render(differences: Sequence[Difference], tolerance: float) -> str:
+def render(differences: Sequence[Difference]) -> str:
     """The table, with the conclusion as its last line."""
     lines = [f"{'':<12}{'largest difference':>20}{'relative':>12}"]
     for each in differences:
-        note = "" if each.relative <= tolerance else "  differs"
+        note = "" if each.relative <= TOLERANCE else "  differs"
         lines.append(f"{each.part:<12}{each.largest:>20.3g}{each.relative:>12.3g}{note}")
-    first = first_disagreement(differences, tolerance)
-    if first is None:
-        return "\n".join([*lines, f"All parts agree to {tolerance:g}."])
-    return "\n".join([*lines, f"The first part that differs by more than {tolerance:g} is: {first}."])
+    first = first_disagreement(differences)
+    conclusion = f"The first part that differs by more than {TOLERANCE:g} is: {first}."
+    return "\n".join([*lines, f"All parts agree to {TOLERANCE:g}." if first is None else conclusion])

@@ -1,18 +1,18 @@
-"""`gspax replay`: compute the update of a dumped minibatch again, and name what is not finite in it."""
+"""`gspax replay`: recompute the update of a dumped minibatch, and name the numbers in it that are not finite."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gspax.commands.arguments import Parser, load_experiment, subcommand_parser
 
 if TYPE_CHECKING:
-    from gspax.types import Batch
+    from gspax.types import Batch, Params
 
 SHOWN = 10  # rows, and parameters, that are named at most
 
@@ -20,8 +20,8 @@ SHOWN = 10  # rows, and parameters, that are named at most
 def make_parser() -> Parser:
     parser = subcommand_parser(
         "replay",
-        "Compute the update of a minibatch that a diverged run dumped, and name the rows and parameters whose numbers "
-        "are not finite. Overrides show what another setting does to it.",
+        "Recompute the update of a minibatch that a diverged run dumped, and name the rows and parameters with numbers "
+        "that are not finite. Overrides show what another setting does to it.",
         "gspax replay experiments/sort_gspo.py runs/sort/dumps/step_000012 model.dtype=float32",
     )
     parser.add_argument("file", metavar="FILE", help="the run's file, which defines `experiment = Experiment(...)`")
@@ -35,30 +35,26 @@ def execute(options: argparse.Namespace) -> int:
     import optax
 
     from gspax import losses
-    from gspax.config import trained_dtype
     from gspax.experiment.description import describe, difference, resumable
-    from gspax.learner.optimizer import make_optimizer
     from gspax.learner.state import restore_state
     from gspax.learner.train_step import is_healthy, largest_ratio
-    from gspax.learner.updates import make_steps
     from gspax.parallel import multihost
     from gspax.parallel.sharding import named_sharding
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir
-    from gspax.sampler.placement import make_meshes
     from gspax.training import guard
+    from gspax.training.runtime import make_runtime
 
     about, batch = guard.read_about(options.dump), guard.read_minibatch(options.dump)
     experiment = load_experiment(options, about["experiment"])
     described = describe(experiment)
     for line in difference(about["experiment"], described, ignore=resumable(described)):
         print(f"changed: {line}")
-    mesh, _ = make_meshes(experiment)
-    optimizer = make_optimizer(experiment.optimizer, trained_dtype(experiment.model, experiment.lora))
+    runtime = make_runtime(experiment)
+    mesh, run = runtime.mesh, RunDir(options.dump.parent.parent)
     with Checkpoints(options.dump / guard.STATE, mesh=mesh) as checkpoints:
-        run = RunDir(options.dump.parent.parent)
-        state = restore_state(run, checkpoints, experiment.model, optimizer, mesh, lora=experiment.lora)
-    gradient = jax.jit(make_steps(experiment, optimizer, mesh).gradient)
+        state = restore_state(run, checkpoints, experiment.model, runtime.optimizer, mesh, lora=experiment.lora)
+    gradient = jax.jit(runtime.steps.gradient)
     grads, terms, _ = gradient(state, multihost.to_devices(batch, named_sharding(mesh, "batch")), False)
     loss, metrics = losses.reduce(terms)
     norm = optax.tree.norm(grads)
@@ -67,9 +63,9 @@ def execute(options: argparse.Namespace) -> int:
     if (largest := largest_ratio(metrics)) is not None:
         print(f"largest ratio  {float(largest):.6g}")
     print(f"the update is {'applied' if is_healthy(experiment.guard, loss, norm, metrics) else 'skipped'}")
+    rows = [*_list_rows(batch, np.asarray(terms.value))]
     parameters = [*_list_leaves("parameter", state.params), *_list_leaves("gradient of", grads)]
-    print("\n".join(_shorten(list(_list_rows(batch, np.asarray(terms.value))), "rows")))
-    print("\n".join(_shorten(parameters, "parameters")))
+    print("\n".join([*_shorten(rows, "rows"), *_shorten(parameters, "parameters")]))
     return 0
 
 
@@ -83,7 +79,7 @@ def _list_rows(batch: Batch, value_B: np.ndarray) -> Iterator[str]:
             yield f"row {row}: not finite in {', '.join(where)}"
 
 
-def _list_leaves(what: str, tree: Any) -> Iterator[str]:
+def _list_leaves(what: str, tree: Params) -> Iterator[str]:
     """The leaves with numbers that are not finite, and how many these are."""
     import jax
     import jax.numpy as jnp
