@@ -18,10 +18,9 @@ import numpy as np
 
 from gspax.data.chat import CharChat
 from gspax.data.problem import GeneratedProblems, Problem
-from gspax.data.tokenizer import CharTokenizer
 
 DIGITS = "0123456789"
-tokenizer = CharChat(CharTokenizer(DIGITS + "+-*=?![]"), user="{}?", tool="={}")
+tokenizer = CharChat(DIGITS + "+-*=?![]", user="{}?", tool="={}")
 
 
 @dataclass(frozen=True)

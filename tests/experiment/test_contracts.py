@@ -14,7 +14,7 @@ from small_experiment import experiment
 
 from gspax import advantages, losses
 from gspax.config import Optimizer, Reference, Turns, WarmStart
-from gspax.data import CharChat, CharTokenizer, GeneratedProblems, Problem
+from gspax.data import CharChat, GeneratedProblems, Problem
 from gspax.experiment import override, validate
 from gspax.losses import correction, kl, shaping
 
@@ -201,7 +201,7 @@ class Talk:
         raise NotImplementedError
 
 
-CHAT = {"tokenizer": CharChat(CharTokenizer("0123456789<>{}"), user="<{}>"), "warm_start": None}
+CHAT = {"tokenizer": CharChat("0123456789<>{}", user="<{}>"), "warm_start": None}
 
 
 @pytest.mark.parametrize(

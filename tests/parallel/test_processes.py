@@ -387,7 +387,7 @@ def test_a_run_of_two_processes_equals_that_of_one(start, tmp_path):
 
 EIGHT_BITS = ["sampling.kv_cache_dtype=int8", "sampling.weights_dtype=int8"]
 TALKING_OVERRIDES = ["turns.limit=2", "sampling.max_tokens=12"]
-TALKING = "environment=Countdown(), tokenizer=CharChat(small.tokenizer), "
+TALKING = "environment=Countdown(), tokenizer=CharChat(small.tokenizer.alphabet), "
 EVERYTHING = """
 from dataclasses import replace
 from functools import partial

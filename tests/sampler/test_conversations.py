@@ -14,7 +14,7 @@ from eight_bits import rounded
 
 from gspax import config, losses
 from gspax.config import Grading, Sampling, Turns
-from gspax.data import CharChat, CharTokenizer, Problem
+from gspax.data import CharChat, Problem
 from gspax.errors import UserError
 from gspax.learner.forward import forward
 from gspax.model import transformer
@@ -122,7 +122,7 @@ def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
 
 # Episodes: an environment that counts, and a policy that is untrained
 
-CHARS = CharChat(CharTokenizer("0123456789abcdefghijkl"), user="{}", tool="k{}l")  # 23 ids; the last one is the stop
+CHARS = CharChat("0123456789abcdefghijkl", user="{}", tool="k{}l")  # 23 ids; the last one is the stop
 
 
 @dataclass(frozen=True)

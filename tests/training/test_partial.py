@@ -54,7 +54,7 @@ PARTIAL = replace(
 TALKING = replace(
     PARTIAL,
     environment=Countdown(),
-    tokenizer=CharChat(PARTIAL.tokenizer),
+    tokenizer=CharChat(PARTIAL.tokenizer.alphabet),
     turns=Turns(limit=2),
     sampling=replace(PARTIAL.sampling, max_tokens=40),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,40 +120,31 @@ class ChatTokenizer(HFTokenizer):
 
 
 @dataclass(frozen=True)
-class CharChat:
-    """Conversations for a small tokenizer of characters: each message between characters of its role.
+class CharChat(CharTokenizer):
+    """Conversations in characters: each message between characters of its role.
 
-        CharChat(CharTokenizer("0123456789+=[]"), user="{}", tool="={}")
+        CharChat("0123456789+=[]", user="{}", tool="={}")
 
     An assistant's message is its text and the stop id. There is no text for tools: the policy learns them.
 
     Attributes:
-      tokenizer: has all characters of the messages and of the forms.
+      alphabet: all characters of the messages and of the forms.
       system, user, tool: how messages of these roles are written; `{}` is the content.
     """
 
-    tokenizer: CharTokenizer
     system: str = "{}"
     user: str = "{}"
     tool: str = "{}"
 
     @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return self.tokenizer.stop_ids
-
-    @property
     def turn_end(self) -> int:
         return self.stop_ids[0]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.tokenizer.vocab_size
 
     def encode(self, text: str) -> list[int]:
         return self.encode_reply([{"role": "user", "content": text}])
 
     def encode_completion(self, text: str) -> list[int]:
-        return self.tokenizer.encode_completion(text)
+        return super().encode(text)
 
     def encode_chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
         """The ids of the first messages of a conversation; `tools` are not written."""
@@ -169,10 +160,7 @@ class CharChat:
         """The ids of messages after an assistant's turn."""
         forms = {"system": self.system, "user": self.user, "tool": self.tool}
         texts = [forms[message["role"]].replace("{}", message["content"]) for message in messages]
-        return self.tokenizer.encode("".join(texts))
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.tokenizer.decode(ids)
+        return self.encode_completion("".join(texts))
 
 
 def hf_chat(path: str | os.PathLike[str], *, system: str | None = None, thinking: bool = False) -> ChatTokenizer:

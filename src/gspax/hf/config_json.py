@@ -99,7 +99,7 @@ HARMLESS_ROPE = ("attn_factor",)  # of DeepSeek-R1-0528-Qwen3-8B; what transform
 DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
 FULL, SLIDING = "full_attention", "sliding_attention"
 RANGES = {  # of the numbers, by field
-    name: [each for each in typing.get_args(hint)[1:] if isinstance(each, Range)]
+    name: [part for part in typing.get_args(hint) if isinstance(part, Range)]
     for name, hint in typing.get_type_hints(ModelConfig, include_extras=True).items()
 }
 HINTS, YARN_HINTS = typing.get_type_hints(ModelConfig), typing.get_type_hints(Yarn)
@@ -214,25 +214,16 @@ def _parse(raw: Mapping[str, Json]) -> ModelConfig:
     fields |= implied
     if family == "mixtral":
         fields |= {"moe_intermediate_size": fields["intermediate_size"], "intermediate_size": 0}
-    _check_sizes(fields)
+    for name, value in fields.items():
+        for range_ in RANGES[name]:
+            if type(value) in (int, float) and not range_.accepts(value):
+                raise ValueError(f"{name}: wanted {range_.words}, got {show(value)}")
     theta, yarn = _rope(raw, fields["max_position_embeddings"])
     window, sliding = _window(raw, family, fields["num_hidden_layers"])
     config = ModelConfig(**fields, rope_theta=theta, rope_scaling=yarn, sliding_window=window, sliding_layers=sliding)
     for problem in architecture_problems(config):
         raise ValueError(problem.replace("model.", ""))
     return config
-
-
-def _check_sizes(fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        for range_ in RANGES[name]:
-            if type(value) in (int, float) and not range_.accepts(value):
-                raise ValueError(f"{name}: wanted {range_.words}, got {show(value)}")
-    heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"]
-    if heads % groups:
-        raise ValueError(f"num_attention_heads: wanted a multiple of num_key_value_heads ({groups}), got {heads}")
-    if fields["head_dim"] % 2:
-        raise ValueError(f"head_dim: wanted an even number (RoPE rotates pairs), got {fields['head_dim']}")
 
 
 def _rope(raw: Mapping[str, Json], context: int) -> tuple[float, Yarn | None]:

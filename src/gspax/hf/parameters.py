@@ -82,9 +82,7 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
     thread = threading.local()
 
     def read(name: str) -> np.ndarray:
-        tensor = tensors.read(stored[name], thread.buffer)
-        tensors.require_finite(name, stored[name], tensor)
-        return tensor
+        return tensors.read(stored[name], thread.buffer)
 
     def prepare() -> None:
         thread.buffer = np.empty(BUFFER, np.uint8)
@@ -105,7 +103,7 @@ def _validate(
         if name not in stored:
             missing = len(expected.keys() - stored.keys()) - 1
             raise UserError(f"{folder}: tensor {name} is missing" + (f", and {missing} more" if missing else ""))
-        stored[name].require_shape(name, shape)
+        stored[name].require_shape(shape)
     for name, tensor in stored.items():
         if name not in expected and not names.BUFFER.fullmatch(name):
             raise UserError(f"{tensor.file}: tensor {name} is not part of the model in config.json")

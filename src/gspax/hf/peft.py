@@ -32,18 +32,13 @@ PERMITTED: dict[str, tuple[Json, ...]] = {
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),  # the others change the base
     "loftq_config": (None, {}),
 }
-HARMLESS = {  # keys that do not change what the tensors mean, and why
-    "target_modules": "the tensors name the modules",
-    "exclude_modules": "the tensors name the modules",
-    "base_model_name_or_path": "the experiment names the model",
-    "revision": "the experiment names the model",
-    "auto_mapping": "a class of transformers",
-    "inference_mode": "a state of PEFT",
-    "lora_dropout": "training elsewhere; gspax has no dropout",
-    "megatron_core": "the name of a package",
-    "qalora_group_size": "read with use_qalora only",
-    "peft_version": "the writer of the file",
-}  # any other key must be null, false or empty
+HARMLESS = (  # keys that do not change what the tensors mean; any other key must be null, false or empty
+    *("target_modules", "exclude_modules"),  # the tensors name the modules
+    *("base_model_name_or_path", "revision"),  # the experiment names the model
+    *("peft_version", "auto_mapping", "inference_mode", "megatron_core"),  # how PEFT wrote and loads it
+    "lora_dropout",  # training elsewhere; gspax has no dropout
+    "qalora_group_size",  # for use_qalora only
+)
 
 
 def peft(folder: str | os.PathLike[str]) -> Lora:
@@ -92,10 +87,8 @@ def read_adapters(
         if published not in stored:
             raise UserError(f"{folder}: tensor {published} is missing")
         place = stored.pop(published)
-        place.require_shape(published, _published_shape(path, part.size, lora.rank))
-        tensor = tensors.read(place)
-        tensors.require_finite(published, place, tensor)
-        part[...] = tensor.T.reshape(part.shape)
+        place.require_shape(_published_shape(path, part.size, lora.rank))
+        part[...] = tensors.read(place).T.reshape(part.shape)
     if stored:
         raise UserError(f"{folder / WEIGHTS}: tensor {min(stored)} is not part of the model in config.json")
     return factors

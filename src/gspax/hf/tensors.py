@@ -34,6 +34,7 @@ LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
 class Stored:
     """The location of a tensor in a file."""
 
+    name: str
     file: Path
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -44,10 +45,10 @@ class Stored:
         """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """UserError unless the tensor of this name has this shape."""
+    def require_shape(self, shape: tuple[int, ...]) -> None:
+        """UserError unless the tensor has this shape."""
         if self.shape != shape:
-            raise UserError(f"{self.file}: tensor {name}: wanted the shape {list(shape)}, got {list(self.shape)}")
+            raise UserError(f"{self.file}: tensor {self.name}: wanted the shape {list(shape)}, got {list(self.shape)}")
 
 
 def find(folder: Path) -> dict[str, Stored]:
@@ -133,7 +134,7 @@ def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
         raise UserError(f"{file}: corrupt: the header's entry of tensor {name} has no dtype, shape and byte range")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UserError(f"{file}: tensor {name}: wanted one of {', '.join(DTYPES)}, got {str(dtype)[:SHOWN]}")
-    stored = Stored(file, DTYPES[dtype], shape, first + begin)
+    stored = Stored(name, file, DTYPES[dtype], shape, first + begin)
     if end - begin != stored.nbytes:
         raise UserError(
             f"{file}: corrupt: tensor {name}, {dtype}{list(shape)}, has {end - begin} bytes, wanted {stored.nbytes}"
@@ -142,7 +143,15 @@ def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
 
 
 def read(stored: Stored, buffer: np.ndarray | None = None) -> np.ndarray:
-    """Read one tensor, into `buffer` (bytes) if given and large enough: allocating memory costs more than reading."""
+    """Read one tensor.
+
+    Args:
+      stored: its location.
+      buffer: bytes to read into, if they suffice: allocating memory costs more than reading.
+
+    Raises:
+      UserError: the file is too short, or the tensor holds NaN or an infinite number.
+    """
     if buffer is None or buffer.size < stored.nbytes:
         buffer = np.empty(stored.nbytes, np.uint8)
     flat = buffer[: stored.nbytes]
@@ -154,17 +163,12 @@ def read(stored: Stored, buffer: np.ndarray | None = None) -> np.ndarray:
             if not count:
                 raise UserError(f"{stored.file}: became shorter while being read")
             left = left[count:]
+    bits = flat.view(f"u{stored.dtype.itemsize}")
+    exponent = np.array(np.inf, stored.dtype).view(bits.dtype)  # NaN and infinity have an exponent of ones
+    for first in range(0, bits.size, STRIP):
+        if (bits[first : first + STRIP] & exponent == exponent).any():
+            raise UserError(f"{stored.file}: tensor {stored.name}: wanted finite numbers, got NaN or infinity")
     return flat.view(stored.dtype).reshape(stored.shape)
-
-
-def require_finite(name: str, stored: Stored, tensor: np.ndarray) -> None:
-    """UserError if a tensor that was read holds NaN or an infinite number: its exponent is all ones."""
-    bits = np.dtype(f"u{stored.dtype.itemsize}")
-    exponent = np.array(np.inf, stored.dtype).view(bits)
-    flat = tensor.reshape(-1).view(bits)
-    for first in range(0, flat.size, STRIP):
-        if (flat[first : first + STRIP] & exponent == exponent).any():
-            raise UserError(f"{stored.file}: tensor {name}: wanted finite numbers, got NaN or infinity")
 
 
 def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_size: int) -> dict[str, Stored]:
@@ -209,7 +213,7 @@ def create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -
         opened.write(len(text).to_bytes(8, "little") + text)
         opened.truncate(first + ends[-1])
     starts = zip(shapes.items(), ends, strict=False)
-    return {name: Stored(file, dtype, shape, first + start) for (name, shape), start in starts}
+    return {name: Stored(name, file, dtype, shape, first + start) for (name, shape), start in starts}
 
 
 def write(stored: Stored, tensor: np.ndarray) -> None:

@@ -6,7 +6,7 @@ import calculations
 import numpy as np
 import pytest
 
-from gspax.data import CharChat, CharTokenizer, Problem, hf_chat
+from gspax.data import CharChat, Problem, hf_chat
 from gspax.errors import UserError
 from gspax.rewards.environments import ToolUse, calculator, parse_brackets
 from gspax.rollout.episodes import encode_demonstration
@@ -63,7 +63,7 @@ def test_a_template_that_writes_more_after_the_content_is_refused(qwen3, tmp_pat
 
 
 def test_the_chat_of_characters():
-    chat = CharChat(CharTokenizer("0123456789=[]?"), user="{}?", tool="={}")
+    chat = CharChat("0123456789=[]?", user="{}?", tool="={}")
     roles = {"user": "12", "assistant": "3", "tool": "4"}
     messages = [{"role": role, "content": content} for role, content in roles.items()]
     assert chat.encode_chat(messages) == [1, 2, 13, 3, 14, 10, 4]

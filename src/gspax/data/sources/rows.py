@@ -89,8 +89,7 @@ class RowSource:
     def heldout(self, index: int) -> Problem:
         """Held-out problem number `index`, from 0; after the last one the list starts again."""
         rows = self.opened.heldout
-        table = self.train_rows if self.heldout_rows is None else self.heldout_rows
-        return self._read(table, rows[permute(at_least_0(index) % len(rows), len(rows), b"heldout")])
+        return self._read(self._held_out.table, rows[permute(at_least_0(index) % len(rows), len(rows), b"heldout")])
 
     @property
     def heldout_count(self) -> int:
@@ -100,24 +99,25 @@ class RowSource:
     @property
     def heldout_prompts(self) -> set[int]:
         """Digests of the held-out prompts. `train_rows` are not read where the held-out problems have a table."""
-        return self.opened.heldout_prompts if self.heldout_rows is None else self._heldout_scan.heldout_prompts
+        return self._held_out.heldout_prompts
 
     @property
     def heldout_content(self) -> str:
         """A hash of the rows that hold the held-out problems."""
-        return self.opened.content if self.heldout_rows is None else self._heldout_scan.content
+        return self._held_out.content
 
     @functools.cached_property
-    def _heldout_scan(self) -> _Scan:
-        """The scan of the table of held-out problems."""
-        assert self.heldout_rows is not None
-        scan = _Scan(self.heldout_rows)
+    def _held_out(self) -> Scan:
+        """The scan of the table that has the held-out problems."""
+        if self.heldout_rows is None:
+            return self.opened
+        scan = Scan(self.heldout_rows)
         for i, _, prompt in scan.problems(self):
             scan.hold_out(i, prompt)
         return scan
 
     @functools.cached_property
-    def opened(self) -> Opened:
+    def opened(self) -> Scan:
         """The rows to use, after reading every row once. UserError if there are bad rows, or none that are left."""
         try:
             return _open(self)
@@ -147,32 +147,34 @@ class RowSource:
             raise UserError(f"data: {table.where(row)}: {type(problem).__name__}: {brief(problem)}") from problem
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A source that has been read once."""
-
-    train: array[int]  # numbers of the rows
-    heldout: array[int]
-    heldout_prompts: set[int]  # digests
-    content: str  # a hash of `train_rows`
-    has_context: bool  # whether some problem has messages before its prompt, for which a chat tokenizer is needed
-    notes: tuple[str, ...]  # what was left out
-
-
 @dataclass
-class _Scan:
-    """A table, while and after all its rows are read."""
+class Scan:
+    """The rows of a table to use, found by reading all of them once.
+
+    Attributes:
+      table: the table.
+      train: the numbers of the rows with training problems.
+      heldout: the numbers of the rows with held-out problems.
+      heldout_prompts: the digests of their prompts.
+      has_context: whether some problem has messages before its prompt, for which a chat tokenizer is needed.
+      bad: the rows that cannot be used.
+      filtered: the number of rows that each filter left out.
+      notes: what was left out, one sentence each.
+    """
 
     table: Table
-    bad: BadRows = field(default_factory=BadRows)
-    filtered: Counter[str] = field(default_factory=Counter)
-    has_context: bool = False
+    train: array[int] = field(default_factory=lambda: array("q"))
     heldout: array[int] = field(default_factory=lambda: array("q"))
     heldout_prompts: set[int] = field(default_factory=set)
+    has_context: bool = False
+    bad: BadRows = field(default_factory=BadRows)
+    filtered: Counter[str] = field(default_factory=Counter)
+    notes: tuple[str, ...] = ()
     rows_hash: hashlib._Hash = field(default_factory=hashlib.sha256)
 
     @property
     def content(self) -> str:
+        """A hash of the table."""
         return self.table.content or f"rows:{self.rows_hash.hexdigest()}"
 
     @property
@@ -204,7 +206,7 @@ class _Scan:
         self.heldout.append(i)
         self.heldout_prompts.add(digest(prompt))
 
-    def notes(self) -> Iterator[str]:
+    def describe_missing(self) -> Iterator[str]:
         if self.bad.count:
             yield f"skipped {self.bad_rows}"
         if self.filtered:
@@ -212,30 +214,31 @@ class _Scan:
             yield f"filters left out {self.filtered.total()} of {len(self.table)} rows ({counts})"
 
 
-def _open(source: RowSource) -> Opened:
-    scan, train = _Scan(source.train_rows), array("q")
+def _open(source: RowSource) -> Scan:
+    scan = Scan(source.train_rows)
     split = source.heldout_rows is None
-    held = scan if split else source._heldout_scan
-    scans = [scan] if split else [scan, held]
+    held_out = scan if split else source._held_out
+    scans = [scan] if split else [scan, held_out]
     for i, problem, prompt in scan.problems(source):
         if split and is_heldout(prompt):
             scan.hold_out(i, prompt)
-        elif digest(prompt) in held.heldout_prompts:
+        elif digest(prompt) in held_out.heldout_prompts:
             scan.reject(i, "the prompt is among the held-out ones too")
         elif any(digest(prompt) in other.heldout_prompts for other in source.exclude):
             scan.filtered["exclude"] += 1
         elif rejected := _first_reason(source.filters, problem, source.train_rows, i):
             scan.filtered[rejected[0]] += 1
         else:
-            train.append(i)
+            scan.train.append(i)
     if source.on_bad == "error" and (bad := [scan.bad_rows for scan in scans if scan.bad.count]):
         raise UserError(f"data: {' and '.join(bad)} cannot be used; on_bad='skip' leaves them out")
-    notes = tuple(note for scan in scans for note in scan.notes())
-    for name, rows in (("training", train), ("held-out", held.heldout)):
+    scan.heldout, scan.heldout_prompts = held_out.heldout, held_out.heldout_prompts
+    scan.has_context |= held_out.has_context
+    scan.notes = tuple(note for scan in scans for note in scan.describe_missing())
+    for name, rows in (("training", scan.train), ("held-out", scan.heldout)):
         if not rows:
-            raise UserError(f"data: wanted at least one {name} problem, got none{''.join(f'; {n}' for n in notes)}")
-    has_context = any(scan.has_context for scan in scans)
-    return Opened(train, held.heldout, held.heldout_prompts, scan.content, has_context, notes)
+            raise UserError("; ".join([f"data: wanted at least one {name} problem, got none", *scan.notes]))
+    return scan
 
 
 def _first_reason(rules: tuple[Rule, ...], problem: Problem, table: Table, i: int) -> tuple[str, str] | None:
