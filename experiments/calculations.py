@@ -59,6 +59,6 @@ def half_wrong(problem: Problem, rng: np.random.Generator) -> list[str]:
 
 def _misread(text: str, rng: np.random.Generator) -> str:
     """The text with another digit in place of one; the first digit of a number does not become 0."""
-    place = int(rng.choice([i for i, each in enumerate(text) if each in DIGITS]))
+    place = int(rng.choice([i for i, character in enumerate(text) if character in DIGITS]))
     others = [digit for digit in DIGITS[1:] if digit != text[place]]
     return text[:place] + str(rng.choice(others)) + text[place + 1 :]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from gspax.errors import UserError, brief
+from gspax.errors import UserError, brief, describe_error
 
 LONGEST = 2**26  # bytes of a JSON file
 DEEPEST = 64  # nested containers
@@ -42,8 +42,8 @@ def reading(name: str | Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as problem:  # of any type: it may come from a library
-        kind = "" if isinstance(problem, ValueError) else f"{type(problem).__name__}: "
-        why = getattr(problem, "strerror", None) or f"{kind}{brief(problem)}"
+        words = brief(problem) if isinstance(problem, ValueError) else describe_error(problem)
+        why = getattr(problem, "strerror", None) or words
         raise UserError(f"{name}: cannot be read: {why}") from problem
 
 

@@ -108,7 +108,7 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> Sequence[int]:
 
 
 def data_problems(data: object) -> Iterator[str]:
-    """Why a data source cannot be used, one sentence each."""
+    """The reasons why a data source cannot be used, one sentence each."""
     missing = [name for name in ("train", "heldout") if not callable(getattr(data, name, None))]
     if isinstance(data, type):
         yield f"data: wanted an instance, got the class {data.__name__} (write {data.__name__}(...))"

@@ -1,6 +1,6 @@
 """One table between gspax's parameters and the tensors of a published checkpoint, for import and export.
 
-A row names a parameter, the tensor that it is made of, and how their axes correspond. Axes are those of
+A row names a parameter, the tensor that it is made of, and how their axes correspond. Axes are named as in
 docs/architecture.md; axes in brackets form one axis of the published tensor. There is one tensor per layer and, where
 the name has `{expert}`, per expert; gspax stacks them along leading axes. So
 

@@ -1,6 +1,6 @@
 """The parameters of a published checkpoint: read onto the devices of a mesh, or written in the Hub's layout.
 
-Each host reads each tensor once, and keeps its shards. What is written, transformers, vLLM and SGLang load.
+Each host reads each tensor once, and keeps its shards. transformers, vLLM and SGLang load the files that are written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """LoRA adapters in the layout of PEFT: `adapter_config.json` and `adapter_model.safetensors`, in and out.
 
 PEFT names the factors of a module `base_model.model.MODULE.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank],
-and adds alpha / rank · B A to its weight [out, in]. The modules are those of `hf.names`, each expert one of them. As in
+and adds alpha / rank · B A to its weight [out, in]. The modules are named in `hf.names`; each expert is a module. As in
 `config.json`, no key of `adapter_config.json` is silently ignored.
 """
 
@@ -55,9 +55,10 @@ def peft(folder: str | os.PathLike[str]) -> Lora:
     rank, alpha = _read_config(Path(folder))
     modules = {module for name in _stored(Path(folder)) for module in name.split(".")[-3:-2]}
     for group in (ATTENTION, MLP):
-        if 0 < len(modules & {*group}) < len(group):
-            got = ", ".join(name for name in group if name in modules)
-            raise UserError(f"{folder}: wanted an adapter of all of {', '.join(group)} or of none, got {got}")
+        adapted = [name for name in group if name in modules]
+        if adapted and len(adapted) < len(group):
+            wanted, got = ", ".join(group), ", ".join(adapted)
+            raise UserError(f"{folder}: wanted an adapter of all of {wanted} or of none, got {got}")
     if unknown := sorted(modules - {*ATTENTION, *MLP}):
         raise UserError(f"{folder}: wanted modules of {', '.join(ATTENTION + MLP)}, got {unknown[0][:SHOWN]}")
     return Lora(
@@ -75,7 +76,7 @@ def read_adapters(
     """The factors of an adapter, float32, by paths such as `runs/0/attention/query/a`.
 
     Args:
-      shapes: of each factor (`learner.adapters.abstract`).
+      shapes: the shape of each factor by its path (`learner.adapters.abstract`).
 
     Raises:
       UserError: tensors are missing, unexpected, not finite or of another shape; the message names them.
@@ -107,10 +108,10 @@ def write_adapters(
     """Write both files into `folder`, which exists.
 
     Args:
-      shapes: of each factor (`learner.adapters.abstract`).
+      shapes: the shape of each factor by its path (`learner.adapters.abstract`).
       factor: returns a factor by its path, such as `runs/0/attention/query/a`; called once for each.
-      base: what PEFT loads first, a folder or a name on the Hub, and its revision.
-      dtype: of the tensors, `bfloat16` or `float32`.
+      base: the model that PEFT loads first, a folder or a name on the Hub, and its revision.
+      dtype: the dtype of the tensors, `bfloat16` or `float32`.
 
     Raises:
       UserError: PEFT has no names for these modules.
@@ -121,7 +122,7 @@ def write_adapters(
             "got true; without --adapter the merged weights are exported"
         )
     modules = [*(ATTENTION if lora.attention else ()), *(MLP if lora.mlp else ())]
-    described = {
+    content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base[0],
@@ -136,7 +137,7 @@ def write_adapters(
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     published_shapes = {
         published: _published_shape(path, math.prod(shapes[path][len(index) :]), lora.rank)
         for path, index, published in _factors(config, shapes)

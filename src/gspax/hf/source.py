@@ -12,7 +12,7 @@ from typing import Any
 
 from gspax.config import ModelConfig
 from gspax.data.files import require_own_files, why_not_on_hub
-from gspax.errors import UserError, brief
+from gspax.errors import UserError, describe_error
 from gspax.hf.config_json import read_config
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
@@ -74,7 +74,7 @@ def locate(checkpoint: str, patterns: tuple[str, ...] = ALL, *, download: bool =
     except Exception as problem:  # of many kinds: no network, no such name, no permission, no disk space
         raise UserError(
             f"{checkpoint}: there is no such folder in the working directory {Path.cwd()}, and the download from the "
-            f"Hub failed: {type(problem).__name__}: {brief(problem)}"
+            f"Hub failed: {describe_error(problem)}"
         ) from problem
     return Path(snapshot)
 

@@ -2,8 +2,8 @@
 
 A file is 8 bytes (the length of the header, little-endian), the header, a JSON object `name -> dtype, shape, byte
 range`, and the tensors' bytes. A checkpoint of several files has an index. The `safetensors` package maps files into
-memory, where pages count as the process's own, and writes only whole files from memory; this module reads and writes
-single tensors in place. Format: https://huggingface.co/docs/safetensors.
+memory, where pages count as the process's memory, and writes only whole files; this module reads and writes single
+tensors in place. Format: https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -155,14 +155,10 @@ def read(stored: Stored, buffer: np.ndarray | None = None) -> np.ndarray:
     if buffer is None or buffer.size < stored.nbytes:
         buffer = np.empty(stored.nbytes, np.uint8)
     flat = buffer[: stored.nbytes]
-    with stored.file.open("rb", buffering=0) as opened:
+    with stored.file.open("rb") as opened:
         opened.seek(stored.start)
-        left = flat.data
-        while left:
-            count = opened.readinto(left)  # one call reads 2 GiB at most
-            if not count:
-                raise UserError(f"{stored.file}: became shorter while being read")
-            left = left[count:]
+        if opened.readinto(flat.data) < stored.nbytes:
+            raise UserError(f"{stored.file}: became shorter while being read")
     bits = flat.view(f"u{stored.dtype.itemsize}")
     exponent = np.array(np.inf, stored.dtype).view(bits.dtype)  # NaN and infinity have an exponent of ones
     for first in range(0, bits.size, STRIP):
@@ -172,7 +168,7 @@ def read(stored: Stored, buffer: np.ndarray | None = None) -> np.ndarray:
 
 
 def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_size: int) -> dict[str, Stored]:
-    """Create the files of a checkpoint with headers, index and space for every tensor, in the given order.
+    """Create the files of a checkpoint with headers, index and space for every tensor, in the order of `shapes`.
 
     A file has at most `shard_size` bytes of tensors; a larger tensor has a file to itself.
     """
@@ -198,7 +194,7 @@ def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype
 
 
 def create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> dict[str, Stored]:
-    """Create a file with its header and space for every tensor, in the given order."""
+    """Create a file with its header and space for every tensor, in the order of `shapes`."""
     (kind,) = (name for name, supported in DTYPES.items() if supported == dtype)
     ends = [0, *itertools.accumulate(math.prod(shape) * dtype.itemsize for shape in shapes.values())]
     entries = {
@@ -219,8 +215,6 @@ def create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -
 def write(stored: Stored, tensor: np.ndarray) -> None:
     """Write a contiguous tensor of the right shape and dtype into its place."""
     assert (tensor.shape, tensor.dtype) == (stored.shape, stored.dtype)
-    with stored.file.open("r+b", buffering=0) as opened:
+    with stored.file.open("r+b") as opened:
         opened.seek(stored.start)
-        left = tensor.reshape(-1).view(np.uint8).data
-        while left:
-            left = left[opened.write(left) :]  # one call writes 2 GiB at most
+        opened.write(tensor.reshape(-1).view(np.uint8).data)

@@ -1,7 +1,6 @@
 """Problems from files and data sets: `data.jsonl`, `data.parquet`, `data.huggingface`, `data.tfds`, `data.sequence`.
 
-Each gives a `RowSource`. They share these keywords: `prompt`, `answer`, `task`, `task_column`, `metadata`, `template`,
-`system` and `examples` of `Schema`; `checks`, `filters`, `exclude`, `on_bad` and `seed` of `RowSource`.
+Each function returns a `RowSource`, and takes the fields of `Schema` and `RowSource` as keywords (`Settings`).
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def _sequence(rows: object) -> Sequence:
 
 
 def opening_problems(data: object, tokenizer: object) -> Iterator[str]:
-    """Why a source of this package cannot be opened or encoded, one sentence each; none for other sources."""
+    """The reasons why a source of this package cannot be opened or encoded, one sentence each."""
     try:
         has_context = any([source.opened.has_context for source in _row_sources(data)])  # a list: each is opened
     except UserError as problem:

@@ -1,8 +1,8 @@
 """A data source that reads the rows of a table: `RowSource`.
 
 Opening it reads every row once. Rows that are malformed, or that a check rejects, are errors, or are skipped and
-counted; training rows that a filter rejects are counted too. What is kept in memory is the numbers of the rows that
-remain, and a hash of each held-out prompt; a row is read from its table again when its turn comes.
+counted; training rows that a filter rejects are counted too. The source keeps the numbers of the remaining rows and a
+hash of each held-out prompt in memory, and reads a row from its table again when the row's turn comes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from gspax.data.problem import Problem, at_least_0, digest, is_heldout
 from gspax.data.sources.order import permute, shuffle
 from gspax.data.sources.schema import Schema
 from gspax.data.sources.tables import BadRows, Table
-from gspax.errors import UserError, brief
+from gspax.errors import UserError, brief, describe_error
 
 Rule = Callable[[Problem], str | None]  # why a problem is rejected; None if it is not
 
 
 class HeldoutRows(Protocol):
-    """What a source can exclude: a `RowSource`, or a benchmark (`gspax.evaluation.tasks.Benchmark`)."""
+    """A source that another one can exclude: a `RowSource`, or a benchmark (`gspax.evaluation.tasks.Benchmark`)."""
 
     @property
     def heldout_prompts(self) -> set[int]: ...
@@ -50,13 +50,13 @@ class RowSource:
 
     Attributes:
       train_rows: the table of the training problems.
-      heldout_rows: that of the held-out ones, none of whose prompts may be in `train_rows`; None to hold out one prompt
-        in eight of `train_rows`, chosen by the hash of its text.
-      schema: which columns hold what.
-      checks: functions that give the reason why a problem is a bad one, or None.
-      filters: functions that give the reason to leave a training problem out, or None.
-      exclude: sources whose held-out prompts are left out of the training problems, such as a benchmark's.
-      on_bad: what to do about bad rows: "error", or "skip" to leave them out and say how many there are.
+      heldout_rows: the table of the held-out problems, none of whose prompts may be in `train_rows`; None to hold out
+        one prompt in eight of `train_rows`, chosen by the hash of its text.
+      schema: the meaning of the columns.
+      checks: functions that return the reason why a problem is bad, or None.
+      filters: functions that return the reason to leave a training problem out, or None.
+      exclude: sources whose held-out prompts are left out of the training problems, such as benchmarks.
+      on_bad: "error" to refuse bad rows, or "skip" to leave them out and report their number.
       seed: the seed of the order of the training problems.
     """
 
@@ -125,10 +125,10 @@ class RowSource:
             raise
         except Exception as problem:  # a table may be anybody's code
             name = type(self.train_rows).__name__
-            raise UserError(f"data: {name} cannot be read: {type(problem).__name__}: {brief(problem)}") from problem
+            raise UserError(f"data: {name} cannot be read: {describe_error(problem)}") from problem
 
     def described(self) -> dict[str, object]:
-        """What decides on the problems, for `experiment.describe`: the content of files, not their paths."""
+        """The settings that decide on the problems, for `experiment.describe`; of files the content, not the paths."""
         return {
             "train_rows": self.opened.content,
             "heldout_rows": None if self.heldout_rows is None else self.heldout_content,
@@ -144,7 +144,7 @@ class RowSource:
         try:
             return self.schema.read(table[row])[0]
         except Exception as problem:  # a table may be anybody's code
-            raise UserError(f"data: {table.where(row)}: {type(problem).__name__}: {brief(problem)}") from problem
+            raise UserError(f"data: {table.where(row)}: {describe_error(problem)}") from problem
 
 
 @dataclass
@@ -159,7 +159,7 @@ class Scan:
       has_context: whether some problem has messages before its prompt, for which a chat tokenizer is needed.
       bad: the rows that cannot be used.
       filtered: the number of rows that each filter left out.
-      notes: what was left out, one sentence each.
+      notes: a sentence for each kind of row that was left out.
     """
 
     table: Table
@@ -251,7 +251,7 @@ def _first_reason(rules: tuple[Rule, ...], problem: Problem, table: Table, i: in
         except UserError:
             raise
         except Exception as error:  # of the user's code
-            raise UserError(f"data: {table.where(i)}: {name} raised {type(error).__name__}: {brief(error)}") from error
+            raise UserError(f"data: {table.where(i)}: {name} raised {describe_error(error)}") from error
         if reason is not None and not isinstance(reason, str):
             raise UserError(f"data: {table.where(i)}: wanted a reason or None from {name}, got {reason!r}")
         if reason:

@@ -1,4 +1,4 @@
-"""From a row of a table to a problem. A row that does not fit raises ValueError: where, what was wanted, what came."""
+"""A schema turns a row of a table into a problem. A row that does not fit is a ValueError that names the column."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ class Schema:
             raise ValueError(f"metadata: wanted a tuple of columns, got the text {self.metadata!r}")
 
     def read(self, row: object) -> tuple[Problem, str]:
-        """The problem of a row, and the text whose hash decides on the split: the prompt before `template`, after what
-        the user and the assistant said before it."""
+        """The problem of a row, and the text whose hash decides on its split.
+
+        That text is the prompt without `template`, after the earlier messages of the user and the assistant.
+        """
         if isinstance(row, Problem):
             return row, _key(row.context, _text("prompt", row.prompt))
         if not isinstance(row, Mapping):
@@ -64,7 +66,7 @@ class Schema:
         ), _key(context, prompt)
 
     def _opening(self, context: Sequence[Message]) -> list[Message]:
-        """What every conversation starts with."""
+        """The messages that every conversation starts with."""
         if context and (self.system is not None or self.examples):
             raise ValueError(
                 f"{self.prompt}: wanted the user's message alone, since `system` or `examples` stand before it; "
@@ -84,7 +86,7 @@ def _key(context: Sequence[Message], prompt: str) -> str:
 
 
 def _column(row: Mapping[str, object], name: str) -> object:
-    """The value of a column, in Python's own types."""
+    """The value of a column, in Python's types."""
     value: object = row
     for part in name.split(".") if name not in row else [name]:
         if not isinstance(value, Mapping) or part not in value:
@@ -94,30 +96,24 @@ def _column(row: Mapping[str, object], name: str) -> object:
 
 
 def _plain(value: object) -> object:
-    """Arrays as lists, bytes as text."""
+    """The value with arrays as lists and bytes as text."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, bytes):
         return value.decode("utf-8")
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value
+        return {str(name): _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
+def _text(name: str, value: object, *, may_be_empty: bool = False) -> str:
+    if not isinstance(value, str) or not (value.strip() or may_be_empty):
         raise ValueError(f"{name}: wanted a text that is not empty, got {_show(value)}")
-    return _unicode(name, value)
-
-
-def _unicode(name: str, text: str) -> str:
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold
-        raise ValueError(f"{name}: wanted valid Unicode, got {_show(text)}") from None
-    return text
+        raise ValueError(f"{name}: wanted valid Unicode, got {_show(value)}") from None
+    return value
 
 
 def _answer(name: str, value: object) -> str:
@@ -130,7 +126,7 @@ def _conversation(name: str, value: object) -> tuple[list[Message], str]:
     """The messages before the prompt, and the prompt: a text, or the last message of a chat."""
     if not isinstance(value, list):
         return [], _text(name, value)
-    messages = [_message(f"{name}[{i}]", each, first=i == 0) for i, each in enumerate(value)]
+    messages = [_message(f"{name}[{i}]", message, first=i == 0) for i, message in enumerate(value)]
     if not messages or messages[-1]["role"] != "user":
         got = f"one of {messages[-1]['role']!r}" if messages else "an empty list"
         raise ValueError(f"{name}: wanted messages that end with one of the user, got {got}")
@@ -142,7 +138,7 @@ def _message(name: str, value: object, *, first: bool) -> Message:
     roles = _ROLES if first else _ROLES[1:]
     if role not in roles or not isinstance(content, str):
         raise ValueError(f"{name}: wanted a role of {', '.join(roles)} and a content of text, got {_show(value)}")
-    return {"role": role, "content": _unicode(name, content)}
+    return {"role": role, "content": _text(name, content, may_be_empty=True)}
 
 
 def _show(value: object) -> str:

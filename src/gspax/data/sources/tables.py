@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from gspax.data.files import reading, why_not_on_hub
-from gspax.errors import UserError, brief, how_to_install
+from gspax.errors import UserError, brief, describe_error, how_to_install
 
 _SHOWN = 5  # different reasons that a message lists
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -184,11 +184,8 @@ class Parquet:
     @functools.cached_property
     def _table(self) -> Any:
         arrow, parquet = _import("pyarrow"), _import("pyarrow.parquet")
-        tables = []
-        for path in self.paths:
-            with reading(path):
-                tables.append(parquet.read_table(path))
-        with reading(self.paths[0]):
+        with reading(", ".join(self.paths)):
+            tables = [parquet.read_table(path) for path in self.paths]
             table = arrow.concat_tables(tables, promote_options="default")
         return table
 
@@ -207,7 +204,7 @@ class _Loaded:
             try:
                 yield self._rows[i]
             except Exception as problem:  # of any kind: it is the library's or the user's code
-                yield ValueError(f"cannot be read: {type(problem).__name__}: {brief(problem)}")
+                yield ValueError(f"cannot be read: {describe_error(problem)}")
 
     @property
     def content(self) -> str | None:
