@@ -19,7 +19,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from gspax.config import ModelConfig
-from gspax.data.files import Json
 from gspax.errors import UserError
 from gspax.hf import config_json, names, tensors
 from gspax.hf.names import Chunk
@@ -170,7 +169,7 @@ def write_checkpoint(
     *,
     dtype: str = "bfloat16",
     shard_size: int = SHARD_SIZE,
-    more: Mapping[str, Json] | None = None,
+    more: Mapping[str, object] | None = None,
 ) -> None:
     """Write config.json and safetensors in the Hub's order and layout; tied models have no `lm_head.weight`.
 
@@ -183,7 +182,7 @@ def write_checkpoint(
       shard_size: the maximum size of a file, in bytes of tensors.
       more: further keys of config.json, such as `eos_token_id`.
     """
-    content = config_json.to_json(config) | {"torch_dtype": dtype} | dict(more or {})
+    content = {**config_json.to_json(config), "torch_dtype": dtype, **(more or {})}
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     parameters = parameter_shapes(config)
     table = names.list_chunks(config, parameters)
