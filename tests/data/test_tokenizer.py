@@ -143,6 +143,8 @@ def test_a_dry_run_does_not_need_transformers(small):
         ("tokenizer.json", "[]", r"tokenizer\.json: wanted a JSON object, got \[\]"),
         ("tokenizer.json", '{"model": {}}', r"not in the form of a tokenizer: KeyError\('vocab'\)"),
         ("tokenizer.json", '{"model": {"vocab": {"a": 0}}, "added_tokens": [3]}', "not in the form of a tokenizer"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "x"}}}', "not in the form of a tokenizer: ValueError"),
+        ("tokenizer.json", '{"model": {"vocab": {}}}', r"not in the form of a tokenizer: ValueError\('no tokens'\)"),
         ("tokenizer_config.json", "{", r"tokenizer_config\.json: cannot be read"),
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "has no token '<none>', which it names as its eos_token"),
         ("tokenizer_config.json", '{"eos_token": ["x"]}', r"has no token \['x'\], which it names as its eos_token"),
@@ -154,7 +156,7 @@ def test_a_dry_run_does_not_need_transformers(small):
 def test_a_broken_file_is_named(small, name, content, sentence):
     (small / name).write_text(content)
     with pytest.raises(UserError, match=sentence):
-        _ = hf_tokenizer(small).stop_ids
+        _ = hf_tokenizer(small).vocab_size, hf_tokenizer(small).stop_ids
 
 
 @pytest.mark.parametrize(

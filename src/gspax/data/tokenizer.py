@@ -132,10 +132,14 @@ class HFTokenizer:
         table: Any = read_object(Path(self.path, "tokenizer.json"))
         try:
             vocab = table["model"]["vocab"]  # for Unigram models a list of (token, score) in the order of the ids
-            ids = dict(vocab) if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab)}
+            pairs = vocab.items() if isinstance(vocab, dict) else ((token, i) for i, (token, _) in enumerate(vocab))
+            ids = {token: int(i) for token, i in pairs}
             ids |= {token["content"]: int(token["id"]) for token in table.get("added_tokens", ())}
             more: Any = settings(self.path, "tokenizer_config.json").get("added_tokens_decoder", {})
-            return ids | {token["content"]: int(i) for i, token in more.items()}
+            ids |= {token["content"]: int(i) for i, token in more.items()}
+            if not ids:
+                raise ValueError("no tokens")
+            return ids
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"tokenizer.json in {self.path} is not in the form of a tokenizer: {error!r}") from error
 

@@ -142,6 +142,6 @@ def _file_source(
 ) -> RowSource:
     if not paths:
         raise TypeError("data: wanted at least one path, got none")
-    tests = heldout if isinstance(heldout, tuple) else (heldout,)
-    train, test = (table(tuple(os.fspath(path) for path in part)) for part in (paths, tests))
+    heldout_paths = heldout if isinstance(heldout, tuple) else (heldout,)
+    train, test = (table(tuple(os.fspath(path) for path in part)) for part in (paths, heldout_paths))
     return _source(train, test if heldout else None, settings)
