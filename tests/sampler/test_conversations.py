@@ -22,7 +22,7 @@ from gspax.parallel.sharding import make_mesh
 from gspax.rewards.calls import concurrent
 from gspax.rewards.environments import Step
 from gspax.rewards.scores import reward_calls
-from gspax.rollout.episodes import Ready, begin, interact, sample_conversations
+from gspax.rollout.episodes import begin, interact, sample_conversations
 from gspax.rollout.grading import check_batch, reward_completions, reward_metrics
 from gspax.sampler import chunks
 from gspax.sampler.conversations import pad_replies
@@ -172,7 +172,7 @@ def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None
             params = inference_weights(model, dtype)
         else:
             params = make_colocated_sampler(model, mesh, mesh, dtype).push(tiny.params(model))
-        ready = [Ready(problem, *reversed(begin(problem, CHARS, interaction))) for problem in problems]
+        ready = [begin(problem, CHARS, interaction) for problem in problems]
         options = tiny.options(model, Sampling(**settings), CHARS.stop_ids, mesh)
         rollout, started = sample_conversations(interaction, params, ready, ids, key, options)
         return rollout, reward_completions(problems, rollout, tokenizer=CHARS, calls=calls, started=started)

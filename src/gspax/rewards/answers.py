@@ -51,8 +51,8 @@ def extract(completion: str, *, form: str | None = None) -> str | None:
     if form is not None and form not in FORMS:
         raise UserError(f"form: wanted one of {', '.join(FORMS)} or None, got {form!r}")
     for find in FORMS.values() if form is None else (FORMS[form],):
-        if (found := find(completion)) and found.strip():
-            return found.strip()
+        if (answer := find(completion)) and answer.strip():
+            return answer.strip()
     return None
 
 
@@ -95,11 +95,13 @@ def join_digits(answer: str) -> str:
     >>> join_digits("3 1/2"), join_digits(r"(1\,234, 5 678)"), join_digits("1 2")
     ('3\\frac{1}{2}', '(1234, 5678)', '1 2')
     """
-    answer = _GROUPS.sub(lambda found: re.sub(_GAP, "", found[0]), re.sub(r"\\!\s*", "", answer))
-    return _MIXED.sub(
-        lambda found: rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}" if int(found[2]) < int(found[3]) else found[0],
-        answer,
-    )
+
+    def write_mixed(number: re.Match[str]) -> str:
+        whole, above, below = number.groups()
+        return rf"{whole}\frac{{{above}}}{{{below}}}" if int(above) < int(below) else number[0]
+
+    answer = _GROUPS.sub(lambda digits: re.sub(_GAP, "", digits[0]), re.sub(r"\\!\s*", "", answer))
+    return _MIXED.sub(write_mixed, answer)
 
 
 def canonical(answer: str) -> str:
@@ -146,20 +148,16 @@ def _tag(text: str) -> str | None:
 
 
 def _last_number(text: str) -> str | None:
-    found = _LAST_NUMBER.findall(text)
-    return found[-1] if found else None
+    numbers = _LAST_NUMBER.findall(text)
+    return numbers[-1] if numbers else None
 
 
-FORMS: dict[str, Callable[[str], str | None]] = {
-    "boxed": _boxed,
-    "hash": _hash,
-    "tag": _tag,
-    "number": _last_number,
-}
+FORMS: dict[str, Callable[[str], str | None]]
+FORMS = {"boxed": _boxed, "hash": _hash, "tag": _tag, "number": _last_number}
 
 
 def _bare(answer: str) -> str:
-    """An answer without delimiters of mathematics, a final full stop, and what only changes how it is set."""
+    """An answer without math delimiters, a final full stop, and commands that change only its looks."""
     answer = join_digits(answer).strip().rstrip(".").strip()
     for left, right in _DELIMITERS:
         inner = answer[len(left) : len(answer) - len(right)]

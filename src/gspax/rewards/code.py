@@ -3,8 +3,8 @@
     reward=partial(rewards.code.reward, allow_code_execution=True)
 
 Each test runs in a fresh interpreter in a sandbox (bubblewrap). Expected outputs stay in this process, so a program has
-nothing to look up and nothing to forge: it can only give an output, which is compared here. docs/rewards.md says what
-the sandbox holds and what it does not.
+nothing to look up and nothing to forge: it can only give an output, which is compared here. docs/rewards.md lists what
+the sandbox prevents and what it does not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gspax.rewards.workers.worker import Ran
 
 NOT_ALLOWED = "wanted allow_code_execution=True for rewards that run programs a model has written"
 _LONGEST = 100_000  # characters of a program
-_SPARE = 30.0  # seconds beyond a test's own limit after which its worker is taken to hang
+_SPARE = 30.0  # seconds beyond a test's own limit after which its worker is assumed to hang
 
 _tally = Tally()
 counts = _tally.counts  # how many completions this process has graded, by outcome
@@ -41,7 +41,7 @@ class Limits:
     timeout: float = 6.0  # seconds, start of the interpreter included; processor time is bounded alike
     memory: int = 512  # MiB of address space of each process
     output: int = 4  # MiB of each file it writes, standard output included
-    processes: int = 16  # and threads, at one time
+    processes: int = 16  # and threads, at a time
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -164,11 +164,11 @@ def grade(
     return grades
 
 
-def run_program(code: str, given: str = "", *, allow_code_execution: bool = False, sandbox: Sandbox = Sandbox()) -> Ran:
-    """Run a program with `given` as its standard input. UserError unless `allow_code_execution` is True."""
+def run_program(code: str, stdin: str = "", *, allow_code_execution: bool = False, sandbox: Sandbox = Sandbox()) -> Ran:
+    """Run a program with this standard input. UserError unless `allow_code_execution` is True."""
     if not allow_code_execution:
         raise UserError("run_program: wanted allow_code_execution=True for a program that a model has written")
-    return _run(sandbox.pool(), code, sandbox.limits, given)
+    return _run(sandbox.pool(), code, sandbox.limits, stdin)
 
 
 def extract_program(completion: str) -> str | None:
@@ -178,7 +178,7 @@ def extract_program(completion: str) -> str | None:
 
 
 def _last_block(text: str) -> str | None:
-    """Between the last line that closes a block and the one that opened it."""
+    """The lines between the last line that closes a block and the one that opened it."""
     block: list[str] | None = None
     last: str | None = None
     for line in text.split("\n"):
@@ -193,10 +193,10 @@ def _last_block(text: str) -> str | None:
 
 def _run_tests(pool: Pool, tests: Tests, code: str, limits: Limits, deadline: float) -> tuple[str, str]:
     """The outcome of the first test that the program does not pass, and its detail."""
-    for number, (given, expected) in enumerate(tests.cases, 1):
+    for number, (text, expected) in enumerate(tests.cases, 1):
         if time.monotonic() >= deadline:
             return "late", ""
-        ran = _run(pool, code, limits, given if tests.function is None else arguments(given), tests.function)
+        ran = _run(pool, code, limits, text if tests.function is None else arguments(text), tests.function)
         if ran.status in FAILED:
             return ran.status, ""
         if ran.status == "timeout":
@@ -209,7 +209,7 @@ def _run_tests(pool: Pool, tests: Tests, code: str, limits: Limits, deadline: fl
 
 
 def _run(pool: Pool, code: str, limits: Limits, given: str | list[object], function: str | None = None) -> Ran:
-    """A run of a program that reads `given`, or of one of its functions with these arguments."""
+    """Run a program with this standard input, or one of its functions with these arguments."""
     result = pool.ask((code, function, given, vars(limits)), timeout=limits.timeout + _SPARE)
     return Ran(result.reason, -1, "", "") if isinstance(result, Failure) else Ran(*result)
 

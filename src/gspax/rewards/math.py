@@ -76,8 +76,8 @@ def grade(
         equal = pool.ask(pair, timeout=seconds) if seconds > 0 else Failure("late")
         return Grade(failed, equal.reason) if isinstance(equal, Failure) else _GRADES[equal]
 
-    found = [extract(text, form=form) for text in completions]
-    grades = [_grade_here(*pair) for pair in zip(map(reference, answers), found, strict=True)]
+    extracted = [extract(text, form=form) for text in completions]
+    grades = [_grade_here(*pair) for pair in zip(map(reference, answers), extracted, strict=True)]
     pairs = list(dict.fromkeys(pair for pair in grades if isinstance(pair, tuple)))  # samples repeat each other
     decided = dict(zip(pairs, pool.map(ask, pairs), strict=True))
     done = [decided[grade] if isinstance(grade, tuple) else grade for grade in grades]

@@ -1,4 +1,4 @@
-"""Tests of a program: what goes in and what must come out, as the text of a `Problem.answer`; two published schemas."""
+"""Tests of a program, inputs with expected outputs, as the text of a `Problem.answer`; two published schemas."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from itertools import chain
 from typing import Any, NoReturn
 
 from gspax.data.problem import Problem
@@ -46,14 +47,14 @@ def from_answer(answer: str) -> Tests:
     """The inverse of `Tests.to_answer`. ValueError for any other text, or without a test."""
     try:
         data = json.loads(answer)
-        cases = tuple((str(given), str(expected)) for given, expected in data["cases"])
+        cases = tuple((str(text), str(expected)) for text, expected in data["cases"])
         function = data["function"]
         if function is not None:
-            for given, expected in cases:
-                json.loads(expected), arguments(given)
+            for text, expected in cases:
+                json.loads(expected), arguments(text)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        text = f"answer: wanted the text of gspax.rewards.program_tests.Tests, got {answer[:80]!r}"
-        raise ValueError(text) from error
+        wanted = "the text of gspax.rewards.program_tests.Tests"
+        raise ValueError(f"answer: wanted {wanted}, got {answer[:80]!r}") from error
     if not cases:
         raise ValueError("answer: wanted at least one test, got none")
     return Tests(cases, function)
@@ -85,13 +86,13 @@ def from_codeforces(row: Mapping[str, Any]) -> Tests:
     return Tests(tuple((case["input"], case["output"]) for case in row["official_tests"]))
 
 
-def arguments(given: str) -> list[object]:
-    """The arguments of a function test."""
-    return [json.loads(line) for line in given.split("\n") if line.strip()]
+def arguments(text: str) -> list[object]:
+    """The arguments in the input of a function's test."""
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def same_value(expected: str, output: str) -> bool:
-    """Whether two JSON texts hold equal values: 1 equals 1.0, but not true. What a program wrote may be anything."""
+    """Whether two JSON texts hold equal values: 1 equals 1.0, but not true. False for an output that is no JSON."""
     try:
         return _same_json(json.loads(expected), json.loads(output))
     except (ValueError, RecursionError):
@@ -100,23 +101,17 @@ def same_value(expected: str, output: str) -> bool:
 
 def _same_json(wanted: object, got: object) -> bool:
     if isinstance(wanted, dict) and isinstance(got, dict):
-        return wanted.keys() == got.keys() and all(_same_json(each, got[name]) for name, each in wanted.items())
+        return wanted.keys() == got.keys() and all(_same_json(value, got[name]) for name, value in wanted.items())
     if isinstance(wanted, list) and isinstance(got, list):
         return len(wanted) == len(got) and all(map(_same_json, wanted, got))
     return bool(wanted == got) and isinstance(wanted, bool) == isinstance(got, bool)
 
 
 def same_text(expected: str, output: str) -> bool:
-    """Whether two outputs are equal line by line, white space around lines aside; numbers of a line by their values."""
-    wanted, got = ([line.strip() for line in text.strip().split("\n")] for text in (expected, output))
-    return len(wanted) == len(got) and all(map(_same_line, wanted, got))
-
-
-def _same_line(wanted: str, got: str) -> bool:
-    if wanted == got:
-        return True
-    left, right = wanted.split(), got.split()
-    return len(left) == len(right) and all(map(_same_word, left, right))
+    """Whether two outputs have the same words in each line; numbers are compared by value, whitespace is ignored."""
+    wanted, got = ([line.split() for line in text.strip().split("\n")] for text in (expected, output))
+    same_lengths = list(map(len, wanted)) == list(map(len, got))
+    return same_lengths and all(map(_same_word, chain(*wanted), chain(*got)))
 
 
 def _same_word(wanted: str, got: str) -> bool:

@@ -101,10 +101,10 @@ def interact(
     return Interaction(environment, steps, rewards, spoken, turns)
 
 
-def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | None) -> tuple[object, Sequence[int]]:
-    """The environment's state, None without one, and the tokens of the prompt. UserError if its `reset` fails."""
+def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | None) -> Ready:
+    """The problem with the tokens of its prompt. UserError if the environment's `reset` fails."""
     if interaction is None:
-        return None, encode_prompt(tokenizer, problem)
+        return Ready(problem, encode_prompt(tokenizer, problem))
     try:
         state, messages = interaction.environment.reset(problem)
         messages = list(messages)
@@ -113,7 +113,7 @@ def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | Non
     except Exception as error:
         prompt = problem.prompt[:200]
         raise UserError(f"environment: reset raised {describe_error(error)} for the prompt {prompt!r}") from error
-    return state, encode_first(interaction.environment, interaction.tokenizer, messages)
+    return Ready(problem, encode_first(interaction.environment, interaction.tokenizer, messages), state)
 
 
 def encode_first(environment: Environment, tokenizer: ConversationTokenizer, messages: Sequence[Message]) -> list[int]:

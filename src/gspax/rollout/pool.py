@@ -54,7 +54,7 @@ class Pool:
 
 
 class Weights(NamedTuple):
-    """What the next tokens are drawn with."""
+    """The parameters that the next tokens are sampled with."""
 
     params: Params  # inference weights
     version: int  # the number of rollouts that they were trained on
@@ -144,7 +144,7 @@ def choose_groups(pool: Pool, ended_R: np.ndarray, groups: int, oldest: int) -> 
 
     Args:
       ended_R: from `find_ended`.
-      groups: P: of at least so many that have ended, the oldest are taken.
+      groups: P; the oldest P groups that have ended are taken.
       oldest: a group whose first tokens are of this version or an older one cannot wait for another rollout.
     """
     held_R = pool.problem_R != FREE

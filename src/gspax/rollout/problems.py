@@ -45,11 +45,10 @@ def prepare(
     interaction: Interaction | None = None,
 ) -> Ready:
     """A problem and the 1 to `limit` tokens of its prompt. Raises if it cannot be loaded or encoded."""
-    problem = read_problem(read, index)
-    state, prompt = begin(problem, tokenizer, interaction)
-    check_ids(prompt, model.vocab_size, problem.prompt)
-    check_length(prompt, limit)
-    return Ready(problem, prompt, state)
+    ready = begin(read_problem(read, index), tokenizer, interaction)
+    check_ids(ready.prompt, model.vocab_size, ready.problem.prompt)
+    check_length(ready.prompt, limit)
+    return ready
 
 
 @dataclass
