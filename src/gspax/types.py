@@ -15,7 +15,7 @@ import jax
 Array = jax.Array
 PyTree = Any  # arrays, or what stands for them, in nested tuples, dicts and registered structs
 Params = PyTree  # arrays in nested dicts
-Json = dict[str, Any]  # a JSON object that was read: whoever uses a value checks it
+JsonObject = dict[str, Any]  # a JSON object that was read: whoever uses a value checks it
 
 
 @jax.tree_util.register_dataclass

@@ -10,8 +10,7 @@ import pytest
 from gspax import losses
 from gspax.errors import UserError
 from gspax.experiment import describe, load
-from gspax.experiment.description import RESUMABLE, SOURCE, difference
-from gspax.experiment.source import source_hash
+from gspax.experiment.description import RESUMABLE, SOURCE, difference, source_hash
 from gspax.run.directory import open_run
 
 HEAD = (

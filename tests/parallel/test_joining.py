@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gspax.errors import JoinTimeoutError, UserError
 from gspax.experiment.description import difference
 from gspax.parallel import joining, multihost
+from gspax.parallel.connections import Channel
 from gspax.parallel.joining import ProcessInfo, find_process, rendezvous
 
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
@@ -212,14 +213,15 @@ def test_other_connections_to_the_port_are_ignored(address):
 def test_the_port_is_free_before_any_process_gets_the_outcome(address, monkeypatch):
     """jax's coordination service listens on it next, and the other processes connect to it immediately."""
     servers, closed = [], []
-    listen, send = joining._listen, joining._send_outcome
+    listen, send = joining._listen, Channel.send
 
-    def check_and_send(found, outcome):
-        closed.append(servers[0].fileno() == -1)
-        send(found, outcome)
+    def check_and_send(channel, kind, content):
+        if kind == joining.OUTCOME:
+            closed.append(servers[0].fileno() == -1)
+        send(channel, kind, content)
 
     monkeypatch.setattr(joining, "_listen", lambda *arguments: servers.append(listen(*arguments)) or servers[0])
-    monkeypatch.setattr(joining, "_send_outcome", check_and_send)
+    monkeypatch.setattr(Channel, "send", check_and_send)
     hold_rendezvous(address, dict.fromkeys((0, 1, 2), SAME))
     assert closed == [True, True]
 

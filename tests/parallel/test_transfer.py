@@ -74,7 +74,7 @@ def test_stacked_layers_are_resharded_one_at_a_time():
     """XLA gathers the full array on every device between these two shardings, so it may be one layer only."""
     spec = P(None, "b", "a")
     given = NamedSharding(mesh(DEVICES, 8, 1), spec)
-    wanted = transfer._replicated(given.mesh, NamedSharding(mesh(DEVICES[:4], 1, 4), spec))
+    wanted = transfer._replicated(given, NamedSharding(mesh(DEVICES[:4], 1, 4), spec))
     array = jax.ShapeDtypeStruct((16, 64, 128), jnp.float32, sharding=given)
     compiled = jax.jit(transfer._layer_by_layer, static_argnums=1, out_shardings=wanted).lower(array, wanted).compile()
     assert "all-gather" in compiled.as_text()

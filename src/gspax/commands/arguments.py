@@ -93,7 +93,9 @@ def size(text: str) -> int:
     return int(found[1]) * {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[found[2]]
 
 
-def load_experiment(options: argparse.Namespace, recorded: Mapping[str, Any] | None = None) -> Experiment:
+def load_experiment(
+    options: argparse.Namespace, recorded: Mapping[str, Any] | None = None, *, for_sft: bool = False
+) -> Experiment:
     """Load FILE, apply the overrides and validate the result; warnings go to stderr.
 
     Modules beside FILE can be imported from now on: by its functions while they run, and by name in an override. A dry
@@ -101,7 +103,9 @@ def load_experiment(options: argparse.Namespace, recorded: Mapping[str, Any] | N
     costs; a run does these checks when its processes have joined.
 
     Args:
+      options: of the command line.
       recorded: the description of a run of this file, whose settings apply before the overrides.
+      for_sft: whether the experiment needs a warm start.
 
     Raises:
       UserError: the file, an override, a field or a combination of options is invalid; one line for each error.
@@ -131,6 +135,8 @@ def load_experiment(options: argparse.Namespace, recorded: Mapping[str, Any] | N
     experiment, problems = apply(experiment, options.overrides)
     wrong = [sentence for _, sentence in problems]
     wrong += experiments.validate(experiment, devices, broken=[key for key, _ in problems])
+    if for_sft and not wrong and experiment.warm_start is None:
+        wrong.append("warm_start: wanted a WarmStart for `gspax sft`, got None")
     if wrong:
         raise UserError("\n".join(wrong))
     for sentence in experiments.warnings(experiment):

@@ -6,7 +6,6 @@ import argparse
 
 from gspax.commands import processes
 from gspax.commands.arguments import Parser, add_dry_run, add_experiment, load_experiment, subcommand_parser
-from gspax.errors import UserError
 
 
 def make_parser() -> Parser:
@@ -22,9 +21,7 @@ def make_parser() -> Parser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    experiment = load_experiment(options)
-    if experiment.warm_start is None:
-        raise UserError("warm_start: wanted a WarmStart for `gspax sft`, got None")
+    experiment = load_experiment(options, for_sft=True)
     if options.dry_run:
         return 0
     processes.join("sft", options, experiment)

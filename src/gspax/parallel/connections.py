@@ -22,7 +22,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from gspax.parallel import wire
 from gspax.parallel.watchdog import end_process
@@ -216,7 +215,7 @@ class Connections:
                 host = self._channels[peer].host
                 self._end_if_cause(f"process {peer} of {self._count} on {host} has ended ({problem}); {CONTINUES}")
 
-    def _handle(self, kind: int, content: Any) -> None:
+    def _handle(self, kind: int, content: dict[str, str | int]) -> None:
         if kind == ALL_LEAVE:
             self._all_leave.set()
         elif kind == LOST:
@@ -260,7 +259,7 @@ class Connections:
 
         end_process(f"processes: {sentence}", 1, first=tell)
 
-    def _tell(self, kind: int, content: Any) -> None:
+    def _tell(self, kind: int, content: object) -> None:
         """Send to all others, as far as they can be reached."""
         encoded = wire.encode(content)
         for each in self._channels.values():

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -50,9 +50,8 @@ WARNINGS = 20
 POLL = 0.05  # seconds
 MESSAGE, OUTCOME = 1, 2  # kinds
 
-Fingerprint = Mapping[str, Any]  # what must be equal on all processes: JSON
+Fingerprint = Mapping[str, object]  # what must be equal on all processes: JSON
 Compare = Callable[[Fingerprint, Fingerprint], Sequence[str]]  # how two of them differ, a sentence each
-Outcome = dict[str, Any]  # "errors", a list of sentences; "missing", a sentence or ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,13 @@ class Message:
     fingerprint: Fingerprint
 
 
+class Outcome(NamedTuple):
+    """What process 0 answers. Without a sentence in either field the run can begin."""
+
+    errors: Sequence[str] = ()
+    missing: str = ""
+
+
 def rendezvous(
     info: ProcessInfo, fingerprint: Fingerprint, compare: Compare, timeout: float, secret: bytes
 ) -> dict[int, Channel]:
@@ -96,15 +102,13 @@ def rendezvous(
         outcome, channels = _coordinate(info, message, compare, timeout, secret)
     else:
         outcome, channels = _report_to_coordinator(info, message, timeout, secret)
-    if outcome["errors"] or outcome["missing"]:
-        for each in channels.values():
-            each.close()
-    if outcome["errors"]:
-        raise UserError(f"processes: {'; '.join(outcome['errors'])}")
-    if outcome["missing"]:
-        raise JoinTimeoutError(f"processes: {outcome['missing']}")
-    for each in channels.values():
-        each.wait_without_deadline()
+    has_failed = bool(outcome.errors or outcome.missing)
+    for channel in channels.values():
+        channel.close() if has_failed else channel.wait_without_deadline()
+    if outcome.errors:
+        raise UserError(f"processes: {'; '.join(map(str, outcome.errors))}")
+    if outcome.missing:
+        raise JoinTimeoutError(f"processes: {outcome.missing}")
     return channels
 
 
@@ -125,7 +129,7 @@ class _Reception:
         try:
             found = connections.accept(connection, self.secret)
             _, content = found.receive(MESSAGE_LIMIT, time.monotonic() + MESSAGE_TIMEOUT)
-            self.received.put((_parse(content), found))
+            self.received.put((Message(**_parse(content, index=int, count=int, token=str, fingerprint=dict)), found))
         except (OSError, MessageError) as problem:
             connection.close()
             self.warn(host, str(problem))
@@ -151,10 +155,10 @@ def _coordinate(
     for index in sorted(messages):
         if changed := compare(message.fingerprint, messages[index].fingerprint):
             errors.append(f"process {index} differs from process 0 in {'; '.join(changed)}")
-    sentence = _missing_sentence(missing, info.count, time.monotonic() - began) if missing else ""
-    outcome = {"errors": errors, "missing": sentence}
-    for _, each in channels:
-        _send_outcome(each, outcome)
+    outcome = Outcome(errors, _missing_sentence(missing, info.count, time.monotonic() - began) if missing else "")
+    for _, channel in channels:
+        with contextlib.suppress(OSError):  # the process died in the meantime, which `connections` notices
+            channel.send(OUTCOME, wire.encode(outcome._asdict()))
     return outcome, dict(channels)
 
 
@@ -192,17 +196,12 @@ def _accept(server: socket.socket, reception: _Reception) -> None:
     threading.Thread(target=reception.receive, args=(connection, host), daemon=True).start()
 
 
-def _send_outcome(found: Channel, outcome: Outcome) -> None:
-    with contextlib.suppress(OSError):  # the process died in the meantime, which `connections` notices
-        found.send(OUTCOME, wire.encode(outcome))
-
-
-def _parse(content: bytes) -> Message:
-    found = wire.decode(content)
-    kinds = {"index": int, "count": int, "token": str, "fingerprint": dict}
-    if type(found) is not dict or {name: type(value) for name, value in found.items()} != kinds:
+def _parse(content: bytes, **kinds: type) -> dict[str, Any]:
+    """The dict in a message, with fields of these types and no others."""
+    fields = wire.decode(content)
+    if type(fields) is not dict or {name: type(value) for name, value in fields.items()} != kinds:
         raise MessageError("its message is not that of a process")
-    return Message(**found)
+    return fields
 
 
 def _listen(info: ProcessInfo, timeout: float) -> socket.socket:
@@ -269,7 +268,7 @@ def _report_to_coordinator(
             found = connections.connect(connection, secret)
             found.send(MESSAGE, content)
             _, answer = found.receive(OUTCOME_LIMIT, time.monotonic() + timeout + RESPONSE_MARGIN)
-            return _parse_outcome(answer), {0: found}
+            return Outcome(**_parse(answer, errors=list, missing=str)), {0: found}
         except (OSError, MessageError) as problem:
             if connection is not None:
                 connection.close()
@@ -278,19 +277,7 @@ def _report_to_coordinator(
                 warn(f"processes: process 0 at {info.address}: {problem}")
         time.sleep(min(0.1, max(0.0, deadline - time.monotonic())))
     sentence = f"process 0 of {info.count} did not answer at {info.address} within {timeout:.0f} seconds"
-    return {"errors": [], "missing": f"{sentence}: it has another secret" if warned else sentence}, {}
-
-
-def _parse_outcome(content: bytes) -> Outcome:
-    found = wire.decode(content)
-    if (
-        type(found) is not dict
-        or found.keys() != {"errors", "missing"}
-        or type(found["errors"]) is not list
-        or not all(type(each) is str for each in [found["missing"], *found["errors"]])
-    ):
-        raise MessageError("its answer is not the outcome of a rendezvous")
-    return found
+    return Outcome(missing=f"{sentence}: it has another secret" if warned else sentence), {}
 
 
 # Joining

@@ -11,14 +11,15 @@ order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from gspax.errors import FailureError, UserError, warn
 from gspax.parallel import connections, watchdog, wire
+from gspax.types import Array, PyTree
 
 T = TypeVar("T")
 
@@ -51,12 +52,12 @@ def all_or_raise(work: Callable[[], T]) -> T:
         result, problem = work(), None
     except Exception as error:
         result, problem = None, error
-    problems = gather(None if problem is None else (_sentence(problem), getattr(problem, "exit_code", 1)))
+    kind = "" if isinstance(problem, UserError) else f"{type(problem).__name__}: "
+    problems = gather(None if problem is None else (f"{kind}{problem}", getattr(problem, "exit_code", 1)))
     if problem is not None:
         raise problem
-    for index, found in enumerate(problems):
-        if found is not None:
-            raise (UserError if found[1] == 2 else FailureError)(f"process {index}: {found[0]}")
+    for index, (sentence, code) in ((i, each) for i, each in enumerate(problems) if each is not None):
+        raise (UserError if code == 2 else FailureError)(f"process {index}: {sentence}")
     return result  # type: ignore[return-value]
 
 
@@ -79,10 +80,6 @@ def warn_from_primary(sentence: str) -> None:
         warn(sentence)
 
 
-def _sentence(problem: Exception) -> str:
-    return str(problem) if isinstance(problem, UserError) else f"{type(problem).__name__}: {problem}"
-
-
 def local_rows(make: Callable[[int], T], ids: Sequence[int], sharding: Sharding, *, group: int = 1) -> list[T | None]:
     """`make(id)` for the ids with a row on this process's devices, else None.
 
@@ -95,7 +92,7 @@ def local_rows(make: Callable[[int], T], ids: Sequence[int], sharding: Sharding,
     return [make(each) if index in local else None for index, each in enumerate(ids)]
 
 
-def owned_rows(array: Any) -> dict[int, np.ndarray]:
+def owned_rows(array: Array | np.ndarray) -> dict[int, np.ndarray]:
     """Rows of an array by number: each row belongs to exactly one process, even where several hold a replica."""
     if not isinstance(array, jax.Array):
         return dict(enumerate(array))
@@ -107,7 +104,7 @@ def owned_rows(array: Any) -> dict[int, np.ndarray]:
     return rows
 
 
-def to_devices(tree: Any, sharding: Sharding) -> Any:
+def to_devices(tree: PyTree, sharding: Sharding) -> PyTree:
     """numpy arrays as global arrays; each process reads only the rows of its own devices."""
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding)
@@ -119,21 +116,19 @@ def _make_array(array: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index], dtype=dtype)
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: PyTree) -> PyTree:
     """Every array of a tree in full, as numpy, on every process."""
-    if jax.process_count() == 1:
-        found = jax.device_get(tree)
-        watchdog.progress()
-        return found
     leaves, structure = jax.tree.flatten(tree)
-    partial = {i: leaf for i, leaf in enumerate(leaves) if _is_partial(leaf)}
-    if partial:
-        mesh = next(iter(partial.values())).sharding.mesh
-        partial = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))(partial)
-    leaves = [partial.get(i, leaf) for i, leaf in enumerate(leaves)]
-    found = jax.tree.unflatten(structure, _read_everywhere(leaves))
+    if jax.process_count() == 1:
+        leaves = jax.device_get(leaves)
+    else:
+        partial = {i: leaf for i, leaf in enumerate(leaves) if _is_partial(leaf)}
+        if partial:
+            mesh = next(iter(partial.values())).sharding.mesh
+            partial = jax.jit(_identity, out_shardings=NamedSharding(mesh, PartitionSpec()))(partial)
+        leaves = _read_everywhere([partial.get(i, leaf) for i, leaf in enumerate(leaves)])
     watchdog.progress()
-    return found
+    return jax.tree.unflatten(structure, leaves)
 
 
 def key_to_host(key: jax.Array) -> jax.Array:
@@ -144,12 +139,12 @@ def key_to_host(key: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(to_host(jax.random.key_data(key)), impl=jax.random.key_impl(key))
 
 
-def _is_partial(leaf: Any) -> bool:
+def _is_partial(leaf: PyTree) -> bool:
     """Whether each process that holds an array holds only some of its shards."""
     return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
-def _read_everywhere(leaves: list[Any]) -> list[Any]:
+def _read_everywhere(leaves: list[PyTree]) -> list[PyTree]:
     """As numpy: arrays that some processes hold in full and the others not at all; the first holder sends its copy."""
     holders = [_holders(leaf) for leaf in leaves]
     here = [jax.process_index() in each for each in holders]
@@ -163,14 +158,14 @@ def _read_everywhere(leaves: list[Any]) -> list[Any]:
     return found
 
 
-def _holders(leaf: Any) -> set[int]:
+def _holders(leaf: PyTree) -> set[int]:
     """The processes that hold an array; every process has its own copy of what is on no mesh."""
     if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-        return process_indices(leaf.sharding.mesh)
+        return process_indices(cast(Mesh, leaf.sharding.mesh))
     return set(range(jax.process_count()))
 
 
-def process_indices(mesh: Any) -> set[int]:
+def process_indices(mesh: Mesh) -> set[int]:
     """The processes with devices in a mesh."""
     return {device.process_index for device in mesh.devices.flat}
 
@@ -180,5 +175,7 @@ def remote_array(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
 
 
-def _identity(tree: Any) -> Any:  # a module-level function: jax compiles it once for each shape, not for each call
+def _identity(
+    tree: PyTree,
+) -> PyTree:  # of the module: jax compiles it once for each shape, not for each call
     return tree

@@ -9,7 +9,7 @@ between processes needs support in the runtime (which CPUs lack, jax 0.10) and e
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gspax.errors import UserError
+from gspax.types import PyTree
 
 T = TypeVar("T")
 
 
-def transfer(tree: T, shardings: Any) -> T:
+def transfer(tree: T, shardings: PyTree) -> T:
     """Move the arrays of a tree, of one dimension or more each, to `shardings`: one for all, or a tree of them.
 
     Collective: it waits for earlier computations on the devices of both meshes. All arrays are on one mesh, and all
@@ -40,24 +41,23 @@ def transfer(tree: T, shardings: Any) -> T:
 def size_mismatch(source: int, target: int) -> str | None:
     """Why arrays cannot move between meshes of so many devices in several processes; None if they can."""
     if source % target and target % source:
-        return (
-            f"wanted a divisor or a multiple of the other {source} devices in a run of several processes, got {target}"
-        )
+        wanted = f"wanted a divisor or a multiple of the other {source} devices"
+        return f"{wanted} in a run of several processes, got {target}"
     return None
 
 
 def _transfer_array(array: jax.Array, wanted: NamedSharding) -> jax.Array:
-    current: Any = array.sharding
+    current = cast(NamedSharding, array.sharding)
     if problem := size_mismatch(current.mesh.size, wanted.mesh.size):
         raise UserError(f"devices: {problem}")
     if current.mesh.size >= wanted.mesh.size:  # replicate on the larger mesh, send one of the replicas
-        return _send(_relayout(array, _replicated(current.mesh, wanted)), wanted)
-    return _relayout(_send(array, _replicated(wanted.mesh, current)), wanted)
+        return _send(_relayout(array, _replicated(current, wanted)), wanted)
+    return _relayout(_send(array, _replicated(wanted, current)), wanted)
 
 
-def _replicated(mesh: Any, sharding: NamedSharding) -> NamedSharding:
-    """The layout of `sharding`, repeated on each of as many equal groups of devices as `mesh` has."""
-    grid = mesh.devices.reshape(-1, *sharding.mesh.devices.shape)
+def _replicated(larger: NamedSharding, sharding: NamedSharding) -> NamedSharding:
+    """The layout of `sharding`, repeated on each of as many equal groups of devices as the mesh of `larger` has."""
+    grid = larger.mesh.devices.reshape(-1, *sharding.mesh.devices.shape)
     axes = ("copy", *sharding.mesh.axis_names)
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
     return NamedSharding(Mesh(grid, axes, axis_types=kinds), sharding.spec)
@@ -66,7 +66,7 @@ def _replicated(mesh: Any, sharding: NamedSharding) -> NamedSharding:
 def _send(array: jax.Array, landing: NamedSharding) -> jax.Array:
     """Between equal layouts: the array's first devices send their shards to those of `landing`, once or repeatedly."""
     targets = list(landing.mesh.devices.flat)
-    current: Any = array.sharding
+    current = cast(NamedSharding, array.sharding)
     sources = list(current.mesh.devices.flat)[: len(targets)]
     joint = Mesh(np.array(sources + targets), "device")
     shape = landing.shard_shape(array.shape)

@@ -29,7 +29,7 @@ class MessageError(Exception):
     """A message that is not of the schema, too long, or not from whom it claims to be."""
 
 
-def encode(value: Any) -> bytes:
+def encode(value: object) -> bytes:
     """A value as bytes. TypeError if it has other types than None, bool, int, float, str, list, tuple, dict, arrays."""
     arrays: list[np.ndarray] = []
     described = _describe(value, arrays)
@@ -38,7 +38,7 @@ def encode(value: Any) -> bytes:
     return b"".join([len(text).to_bytes(LENGTH, "big"), text, *(array.tobytes() for array in arrays)])
 
 
-def _describe(value: Any, arrays: list[np.ndarray]) -> Any:
+def _describe(value: object, arrays: list[np.ndarray]) -> object:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
@@ -73,7 +73,7 @@ def decode(data: bytes | memoryview) -> Any:
         raise MessageError(f"not a message of gspax ({type(error).__name__})") from error
 
 
-def _read_arrays(entries: Any, data: memoryview) -> list[np.ndarray]:
+def _read_arrays(entries: list[tuple[str, list[int]]], data: memoryview) -> list[np.ndarray]:
     arrays, first = [], 0
     for name, shape in entries:
         if not all(type(length) is int and length >= 0 for length in shape):
@@ -89,7 +89,7 @@ def _read_arrays(entries: Any, data: memoryview) -> list[np.ndarray]:
     return arrays
 
 
-def _rebuild(described: Any, arrays: list[np.ndarray], depth: int) -> Any:
+def _rebuild(described: object, arrays: list[np.ndarray], depth: int) -> object:
     if not isinstance(described, (list, dict)):
         return described
     if depth == MAX_DEPTH:

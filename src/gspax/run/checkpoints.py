@@ -30,7 +30,7 @@ from gspax.parallel import multihost
 from gspax.run import lock, manifest
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import MANIFEST
-from gspax.types import Array, Json, PyTree
+from gspax.types import Array, JsonObject, PyTree
 from gspax.unstable import key_impl_name
 
 CHUNK_BYTES, FILE_BYTES = 2**26, 2**28  # compressed at once, and in a file: the memory of a save beyond the arrays
@@ -157,7 +157,7 @@ class Checkpoints:
         if damage := self.find_damage(step):
             raise UserError(f"checkpoint {step} in {self.directory} is damaged: {damage}")
 
-    def restore(self, abstract_state: T, step: int | None = None) -> tuple[T, Json]:
+    def restore(self, abstract_state: T, step: int | None = None) -> tuple[T, JsonObject]:
         """A checkpoint's state, each array sharded as in `abstract_state`, and its `extra`.
 
         Args:
@@ -211,10 +211,10 @@ def save(checkpoints: Checkpoints, step: int, state: PyTree, extra: Mapping[str,
         checkpoints.wait()
 
 
-def read_extra(checkpoints: Checkpoints, step: int) -> Json:
+def read_extra(checkpoints: Checkpoints, step: int) -> JsonObject:
     """The `extra` of a checkpoint. UserError if it cannot be read."""
 
-    def read() -> Json:
+    def read() -> JsonObject:
         try:
             return json.loads(manifest.extra_file(checkpoints.directory, step).read_text())
         except (OSError, ValueError) as error:

@@ -24,7 +24,7 @@ from gspax.run import lock
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import extra_file, finished_steps, installed_version
 from gspax.run.redaction import recorded_variables, redact_arguments
-from gspax.types import Json
+from gspax.types import JsonObject
 
 # What an evaluation may change besides: how many completions are sampled at once, and where
 LAYOUT = ("sampling.*", "mesh.*", "sampler_mesh", "sampler_mesh.*", "placement", "placement.*")
@@ -118,7 +118,7 @@ def open_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     return run
 
 
-def _read_same(run: RunDir, description: Mapping[str, object]) -> Json | None:
+def _read_same(run: RunDir, description: Mapping[str, object]) -> JsonObject | None:
     """experiment.json of a directory where this experiment may run; None without one that can be read.
 
     It is compared with the experiment. So is the description in the newest checkpoint, where that file is damaged, lost
@@ -138,7 +138,7 @@ def _read_same(run: RunDir, description: Mapping[str, object]) -> Json | None:
     return old
 
 
-def _read_saved(run: RunDir) -> Json | None:
+def _read_saved(run: RunDir) -> JsonObject | None:
     """The description in the newest checkpoint; None if there is none that can be read."""
     steps = finished_steps(run.checkpoints)
     extra = _read_object(extra_file(run.checkpoints, steps[-1])) if steps else None
@@ -146,7 +146,7 @@ def _read_saved(run: RunDir) -> Json | None:
     return found if isinstance(found, dict) else None
 
 
-def _read_object(path: Path) -> Json | None:
+def _read_object(path: Path) -> JsonObject | None:
     """The object in a JSON file; None if there is none, or nothing in it."""
     try:
         found = read_json(path)
@@ -155,7 +155,7 @@ def _read_object(path: Path) -> Json | None:
     return found if isinstance(found, dict) and found else None
 
 
-def read_description(run: RunDir) -> Json | None:
+def read_description(run: RunDir) -> JsonObject | None:
     """The experiment of a run, from experiment.json or the newest checkpoint; None if neither can be read."""
     return _read_object(run.experiment) or _read_saved(run)
 
@@ -179,7 +179,7 @@ def _has_foreign_files(run: RunDir) -> bool:
     return any(name != run.lock.name and not name.endswith(".tmp") for name in names)
 
 
-def read_attempts(run: RunDir) -> list[Json] | None:
+def read_attempts(run: RunDir) -> list[JsonObject] | None:
     """The entries of environment.json; none without the file, None if it is damaged."""
     try:
         attempts = read_json(run.environment) if run.environment.exists() else []
@@ -224,7 +224,7 @@ def _require_same(run: RunDir, old: Mapping[str, object], new: Mapping[str, obje
         raise UserError(f"{run.path} holds another experiment; take another directory or undo: {'; '.join(different)}")
 
 
-def describe_environment() -> Json:
+def describe_environment() -> JsonObject:
     """What results depend on besides the experiment, without what looks like a secret."""
     devices = jax.devices()
     return {

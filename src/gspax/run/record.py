@@ -22,7 +22,7 @@ from gspax.parallel import multihost
 from gspax.run import lock
 from gspax.run.directory import RunDir
 from gspax.run.folders import unused_name, write_atomically
-from gspax.types import Json
+from gspax.types import JsonObject
 
 if TYPE_CHECKING:
     from gspax.run.tensorboard import Scalars
@@ -128,7 +128,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return rows
 
 
-def read_rows(path: Path) -> list[Json]:
+def read_rows(path: Path) -> list[JsonObject]:
     """The objects of a file of JSON lines. Others, such as the NULs that a power loss leaves, are skipped and counted.
 
     An incomplete last line, left by a kill, is skipped without a warning.
@@ -154,7 +154,7 @@ def _parse(path: Path, parse: Callable[[str], T]) -> tuple[list[T], list[int]]:
     return rows, unreadable
 
 
-def _to_object(line: str) -> Json:
+def _to_object(line: str) -> JsonObject:
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError("not an object")

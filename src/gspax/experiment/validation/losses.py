@@ -21,13 +21,18 @@ from gspax.config import (
     updates_per_step,
 )
 from gspax.config.functions import Function, keywords
-from gspax.config.protocols import Advantage, Correction, Loss
+from gspax.config.protocols import Advantage, Correction, Loss, Rejection
 from gspax.experiment.description import show
 from gspax.experiment.validation.fields import positional_count, short_name, takes_segments
 from gspax.losses.calibration import INERT
 from gspax.losses.traits import aggregate_of, level_of, traits_of
 
 Terms = Mapping[str, Function | None]  # the functions besides the loss: correction, rejection, reference.loss
+
+
+def terms_of(correction: Correction | None, rejection: Rejection | None, reference: Reference | None) -> Terms:
+    kl = None if reference is None else reference.loss
+    return {"correction": correction, "rejection": rejection, "reference.loss": kl}
 
 
 def warnings(loss: Loss, correction: Correction | None, calibration: Calibration | None) -> Iterator[str]:
@@ -136,10 +141,10 @@ def unscored_problems(
         yield f"{field}: wanted old_logp=scored, got sampler, with which nothing is scored before the updates"
 
 
-def weight_problems(loss: Loss, terms: Terms) -> Iterator[str]:
+def weight_problems(loss: Loss, correction: Correction | None, rejection: Rejection | None) -> Iterator[str]:
     """A loss takes the weights of a correction."""
-    for field in ("correction", "rejection"):
-        if terms[field] is not None and traits_of(loss).correction is None:
+    for field, function in {"correction": correction, "rejection": rejection}.items():
+        if function is not None and traits_of(loss).correction is None:
             yield f"{field}: wanted a loss that takes a `correction`, {short_name(loss)} does not"
 
 

@@ -69,11 +69,6 @@ def validate(
       slices: TPU slices of the learner's devices and of a disaggregated sampler's.
       broken: fields with an error already, such as an override that cannot be parsed.
     """
-
-    def terms() -> losses.Terms:
-        kl = None if e.reference is None else e.reference.loss
-        return {"correction": e.correction, "rejection": e.rejection, "reference.loss": kl}
-
     problems = list(type_problems(experiment))
     e = without(experiment, [*broken, *map(_key, problems)])
     checks = (lambda: range_problems(e), lambda: function_problems(e), lambda: data_problems(e.data))
@@ -97,15 +92,17 @@ def validate(
         lambda: losses.clip_range_problems(e.loss),
         lambda: losses.calibration_problems(e.loss, e.calibration, e.schedule),
         lambda: losses.penalty_problems(e.loss, e.reference, e.regularizers),
-        lambda: losses.packing_problems(e.schedule, e.loss, terms()),
+        lambda: losses.packing_problems(e.schedule, e.loss, losses.terms_of(e.correction, e.rejection, e.reference)),
         lambda: losses.router_problems(e.model, e.regularizers, e.routing_replay, e.router_shift),
         lambda: losses.unscored_problems(
             e.old_logp, e.correction, e.calibration, e.router_shift, e.routing_replay, e.regularizers
         ),
-        lambda: losses.weight_problems(e.loss, terms()),
+        lambda: losses.weight_problems(e.loss, e.correction, e.rejection),
         lambda: losses.overlong_problems(e.advantage, filter_overlong=e.filter_overlong),
         lambda: _conversation(e.environment, e.turns, e.tokenizer, e.placement),
-        lambda: losses.credit_problems(e.turns, e.loss, e.advantage, terms()),
+        lambda: losses.credit_problems(
+            e.turns, e.loss, e.advantage, losses.terms_of(e.correction, e.rejection, e.reference)
+        ),
         lambda: _mesh(e, devices, slices),
     )
     e = without(experiment, [*broken, *map(_key, problems), *["data"] * len(opening)])
@@ -286,48 +283,53 @@ def _partial_rollouts(sampling: Sampling, staleness: int, partial: PartialRollou
 
 def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) -> Iterator[str]:
     """The axes fit the devices, and everything that is sharded over them divides evenly."""
-    mesh = experiment.mesh
-    given = {axis: getattr(mesh, axis) for axis in sharding.AXES}
+    mesh, placement, sampling = experiment.mesh, experiment.placement, experiment.sampling
+    model, schedule = experiment.model, experiment.schedule
     if devices is None:
-        free = [f"{axis}=-1" for axis, size in given.items() if size == -1]
+        axes = {axis: getattr(mesh, axis) for axis in sharding.AXES}
+        free = [f"{axis}=-1" for axis, size in axes.items() if size == -1]
         if len(free) > 1:
             yield f"mesh: wanted at most one axis of -1, got {', '.join(free)}"
         if free:
             return
-        devices = math.prod(size or 1 for size in given.values())
-    elif experiment.placement is not None:
-        if devices <= experiment.placement.devices:
-            yield f"placement.devices: wanted fewer than the {devices} devices, got {experiment.placement.devices}"
+        devices = math.prod(size or 1 for size in axes.values())
+    elif placement is not None:
+        if devices <= placement.devices:
+            yield f"placement.devices: wanted fewer than the {devices} devices, got {placement.devices}"
             return
-        devices -= experiment.placement.devices
-        yield from _disaggregated_mesh(experiment.placement, experiment.sampling, experiment.model, slices[1])
+        devices -= placement.devices
+        held = with_carried(sampling, placement)
+        yield from _sampler_mesh(
+            "placement.mesh", placement.mesh, placement.devices, slices[1], sampling=sampling, held=held, model=model
+        )
     try:
-        sizes = sharding.resolve_axes(mesh, devices, experiment.model, slices=slices[0])
+        sizes = sharding.resolve_axes(mesh, devices, model, slices=slices[0])
     except UserError as problem:
         yield str(problem)
         return
     shards = sharding.batch_shards(sizes)
-    yield from _undivided_rows(experiment.sampling, shards, "that rows are sharded over")
-    split: dict[str, int] = {}
-    if experiment.placement is None:
-        split["sampling.slots"] = experiment.sampling.slots
-    if experiment.schedule.microbatch_rows:
-        split["schedule.microbatch_rows"] = experiment.schedule.microbatch_rows
+    yield from _undivided_rows(sampling, shards, "that rows are sharded over")
     if shards > 1:
-        yield from _packed_rows(experiment.sampling, experiment.schedule, shards)
-    if experiment.warm_start is not None:
-        split["warm_start.rows"] = experiment.warm_start.rows
-    for key, count in split.items():
+        yield from _packed_rows(sampling, schedule, shards)
+    divided = {
+        "sampling.slots": 0 if placement is not None else sampling.slots,
+        "schedule.microbatch_rows": schedule.microbatch_rows,
+        "warm_start.rows": 0 if experiment.warm_start is None else experiment.warm_start.rows,
+    }
+    for key, count in divided.items():
         if count % shards:
             yield f"{key}: wanted a multiple of the {shards} devices that rows are sharded over, got {count}"
-    yield from sharding.find_mismatches(sizes, experiment.model)
-    if experiment.sampler_mesh is not None:
-        yield from _colocated_mesh(
-            experiment.sampler_mesh, experiment.placement, experiment.sampling, experiment.model, sizes
+    yield from sharding.find_mismatches(sizes, model)
+    if experiment.sampler_mesh is None:
+        if placement is None and sampling.cache_gib:
+            yield from slot_problems(model, sampling, choose_sampler_layout(experiment, sizes).sizes)
+    elif placement is not None:
+        yield "sampler_mesh: wanted null with placement, whose placement.mesh is the sampler's, got a mesh"
+    else:
+        own = experiment.sampler_mesh
+        yield from _sampler_mesh(
+            "sampler_mesh", own, devices, sizes["slice"], sampling=sampling, held=sampling, model=model
         )
-    elif experiment.placement is None and experiment.sampling.cache_gib:
-        layout = choose_sampler_layout(experiment, sizes)
-        yield from slot_problems(experiment.model, experiment.sampling, layout.sizes)
 
 
 def _undivided_rows(sampling: Sampling, shards: int, which: str, key: str = "sampling.prompts") -> Iterator[str]:
@@ -340,43 +342,22 @@ def _undivided_rows(sampling: Sampling, shards: int, which: str, key: str = "sam
         )
 
 
-def _disaggregated_mesh(placement: Placement, sampling: Sampling, model: ModelConfig, slices: int) -> Iterator[str]:
-    """The axes of a disaggregated sampler fit its devices."""
-    try:
-        sizes = sharding.resolve_axes(placement.mesh, placement.devices, model, slices=slices)
-    except UserError as problem:
-        yield f"placement.{problem}"
-        return
-    shards, held = sharding.batch_shards(sizes), with_carried(sampling, placement)
-    yield from _undivided_rows(sampling, shards, "of placement.mesh for rows")
-    if not sampling.prompts * sampling.group % shards:
-        yield from _undivided_rows(held, shards, "of placement.mesh for rows", key="placement.partial.carried")
-    yield from _sampler_sizes("placement.mesh", sizes, held, model)
-
-
-def _colocated_mesh(
-    given: Mesh, placement: Placement | None, sampling: Sampling, model: ModelConfig, learner: dict[str, int]
+def _sampler_mesh(
+    key: str, mesh: Mesh, devices: int, slices: int, *, sampling: Sampling, held: Sampling, model: ModelConfig
 ) -> Iterator[str]:
-    """The axes of the learner's devices during a rollout fit them."""
-    if placement is not None:
-        yield "sampler_mesh: wanted null with placement, whose placement.mesh is the sampler's, got a mesh"
-        return
+    """The axes of the sampler's mesh fit its devices, and its rows, those `held` over included, divide over them."""
     try:
-        sizes = sharding.resolve_axes(given, math.prod(learner.values()), model, slices=learner["slice"])
+        sizes = sharding.resolve_axes(mesh, devices, model, slices=slices)
     except UserError as problem:
-        yield f"sampler_{problem}"
+        yield f"{key.removesuffix('mesh')}{problem}"
         return
-    yield from _undivided_rows(sampling, sharding.batch_shards(sizes), "of sampler_mesh for rows")
-    yield from _sampler_sizes("sampler_mesh", sizes, sampling, model)
-
-
-def _sampler_sizes(key: str, sizes: dict[str, int], sampling: Sampling, model: ModelConfig) -> Iterator[str]:
-    shards = sharding.batch_shards(sizes)
+    shards, which = sharding.batch_shards(sizes), f"of {key} for rows"
+    undivided = list(_undivided_rows(sampling, shards, which))
+    yield from undivided or _undivided_rows(held, shards, which, key="placement.partial.carried")
     if sampling.slots % shards:
-        yield f"sampling.slots: wanted a multiple of the {shards} devices of {key} for rows, got {sampling.slots}"
-    where = key.removesuffix(".mesh")
-    yield from (f"{where}: {misfit}" for misfit in sharding.find_mismatches(sizes, model))
-    yield from slot_problems(model, sampling, sizes)
+        yield f"sampling.slots: wanted a multiple of the {shards} devices {which}, got {sampling.slots}"
+    yield from (f"{key.removesuffix('.mesh')}: {misfit}" for misfit in sharding.find_mismatches(sizes, model))
+    yield from slot_problems(model, held, sizes)
 
 
 def _conversation(
