@@ -19,7 +19,7 @@ from gspax.model.sizes.memory import (
     sampler_bytes,
     size_of,
 )
-from gspax.model.sizes.sampler_layout import choose_sampler_layout
+from gspax.model.sizes.sampler_layout import SamplerLayout, choose_sampler_layout
 from gspax.parallel import sharding
 
 
@@ -27,24 +27,13 @@ from gspax.parallel import sharding
 class Plan:
     """The cost of an experiment. Bytes are per device, except the checkpoint's."""
 
-    settings: dict[str, object]  # dotted key -> value
+    experiment: Experiment
     overridden: tuple[str, ...]  # keys given on the command line
     mesh: dict[str, int]
-    sampler_mesh: dict[str, int]
-    disaggregated: bool  # the sampler has devices of its own
-    why: str  # how the learner's mesh was chosen
-    why_sampler: tuple[str, ...]  # how the sampler's was
-    parameters: int
-    active_parameters: int
-    rows: int  # of a rollout batch
-    slots: int  # rows that are drawn at once
+    layout: SamplerLayout
+    slots: int  # rows that are sampled at once
     device_prompts: int  # of a device of the sampler
     prefill_chunk: int  # of these, prefilled at once
-    completion_tokens: int  # drawn in a step, at most
-    tokens: int  # prompts and completions that a step trains on, at most
-    updates: int  # per step
-    steps: int
-    warm_start_updates: int
     learner: dict[str, int]  # array -> bytes during an update, activations excluded
     sampler: dict[str, int]  # array -> bytes during a rollout
     host: int  # bytes of optimizer state in host memory, for each device
@@ -57,69 +46,57 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     Raises:
       UserError: the mesh does not fit the devices.
     """
-    config, sampling, schedule = experiment.model, experiment.sampling, experiment.schedule
-    placement, lora = experiment.placement, experiment.lora
+    config, placement, lora = experiment.model, experiment.placement, experiment.lora
     own = sharding.resolve_axes(placement.mesh, placement.devices, config) if placement else None
     mesh = sharding.resolve_axes(experiment.mesh, devices - (placement.devices if placement else 0), config)
-    layout = choose_sampler_layout(experiment, own or mesh)
-    drawn = with_carried(sampling, placement)
-    rows, length = sampling.prompts * sampling.group, row_length(sampling)
+    layout, held = choose_sampler_layout(experiment, own or mesh), with_carried(experiment.sampling, placement)
+    moments, all_moments = (
+        sum(optimizer_bytes(experiment.optimizer, config, lora, sizes).values())
+        for sizes in (mesh, dict.fromkeys(mesh, 1))
+    )
     return Plan(
-        settings=flatten(describe(experiment)),
+        experiment=experiment,
         overridden=tuple(overridden),
         mesh=mesh,
-        sampler_mesh=layout.sizes,
-        disaggregated=placement is not None,
-        why=sharding.explain_mesh(experiment.mesh, mesh, config),
-        why_sampler=layout.why,
-        parameters=parameter_count(config),
-        active_parameters=active_parameter_count(config),
-        rows=rows,
-        slots=count_slots(config, drawn, layout.sizes),
-        device_prompts=count_device_prompts(drawn, layout.sizes),
-        prefill_chunk=prefill_chunk(config, drawn, layout.sizes),
-        completion_tokens=rows * sampling.max_tokens,
-        tokens=rows * length,
-        updates=updates_per_step(schedule),
-        steps=schedule.steps,
-        warm_start_updates=experiment.warm_start.steps if experiment.warm_start else 0,
+        layout=layout,
+        slots=count_slots(config, held, layout.sizes),
+        device_prompts=count_device_prompts(held, layout.sizes),
+        prefill_chunk=prefill_chunk(config, held, layout.sizes),
         learner=learner_bytes(experiment, mesh),
         sampler=sampler_bytes(experiment, mesh, layout.sizes),
-        host=sum(optimizer_bytes(experiment.optimizer, config, lora, mesh).values())
-        if experiment.optimizer.offload
-        else 0,
-        checkpoint=size_of(trained_dtype(config, lora)) * trained_count(config, lora)
-        + sum(optimizer_bytes(experiment.optimizer, config, lora, dict.fromkeys(mesh, 1)).values()),
+        host=moments if experiment.optimizer.offload else 0,
+        checkpoint=size_of(trained_dtype(config, lora)) * trained_count(config, lora) + all_moments,
     )
 
 
 def render(plan: Plan) -> str:
     """The plan as text."""
+    experiment, sampling, steps = plan.experiment, plan.experiment.sampling, plan.experiment.schedule.steps
+    settings, disaggregated = flatten(describe(experiment)), experiment.placement is not None
     lines = ["Settings" + (" (* given on the command line)" if plan.overridden else "")]
-    width = max(map(len, plan.settings))
-    for key, value in plan.settings.items():
-        mark = "*" if any(key == given or key.startswith(given + ".") for given in plan.overridden) else " "
+    width = max(map(len, settings))
+    for key, value in settings.items():
+        mark = "*" if any(f"{key}.".startswith(f"{given}.") for given in plan.overridden) else " "
         lines.append(f"{mark} {key:<{width}}  {show(value)}")
-    per_step = f"{plan.updates} updates, at most {plan.completion_tokens:,} tokens drawn, {plan.tokens:,} trained on"
+    rows, updates = sampling.prompts * sampling.group, updates_per_step(experiment.schedule)
+    sampled, trained_on = rows * sampling.max_tokens, rows * row_length(sampling)
     lines += [
         "",
-        f"Model       {_count(plan.parameters)} parameters, {_count(plan.active_parameters)} active per token "
-        "(embedding and head counted in both)",
-        f"Mesh        {_axes(plan.mesh)}{' of the learner' if plan.disaggregated else ''} "
-        "(--devices N for another number)",
-        f"            {plan.why}",
-        f"Sampler     {_axes(plan.sampler_mesh)}{' of its own' if plan.disaggregated else ''}",
-        *(f"            {why}" for why in plan.why_sampler),
-        f"One step    {plan.rows:,} rows, {per_step}",
-        f"In total    {plan.steps:,} steps, {plan.steps * plan.updates:,} updates, "
-        f"at most {plan.steps * plan.tokens:,} tokens",
+        f"Model       {_count(parameter_count(experiment.model))} parameters, "
+        f"{_count(active_parameter_count(experiment.model))} active per token (embedding and head counted in both)",
+        f"Mesh        {_axes(plan.mesh)}{' of the learner' if disaggregated else ''} (--devices N for another number)",
+        f"            {sharding.explain_mesh(experiment.mesh, plan.mesh, experiment.model)}",
+        f"Sampler     {_axes(plan.layout.sizes)}{' of its own' if disaggregated else ''}",
+        *(f"            {reason}" for reason in plan.layout.why),
+        f"One step    {rows:,} rows, {updates} updates, at most {sampled:,} tokens sampled, {trained_on:,} trained on",
+        f"In total    {steps:,} steps, {steps * updates:,} updates, at most {steps * trained_on:,} tokens",
     ]
-    if plan.slots < plan.rows:
-        lines.append(f"Slots       {plan.slots:,} rows drawn at once; a slot takes the next row when its own has ended")
+    if plan.slots < rows:
+        lines.append(f"Slots       {plan.slots:,} rows sampled at once; a slot of a finished row takes the next")
     if plan.prefill_chunk < plan.device_prompts:
         lines.append(f"Prefill     {plan.prefill_chunk:,} of {plan.device_prompts:,} prompts of a device at a time")
-    if plan.warm_start_updates:
-        lines.append(f"Warm start  {plan.warm_start_updates:,} supervised updates before them")
+    if experiment.warm_start is not None:
+        lines.append(f"Warm start  {experiment.warm_start.steps:,} supervised updates before them")
     lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: trained parameters and optimizer state")
     for title, parts in (("learner, without activations", plan.learner), ("sampler", plan.sampler)):
         lines += ["", f"Memory per device, {title}"]

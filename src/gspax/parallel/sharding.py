@@ -15,26 +15,15 @@ from gspax import config, unstable
 from gspax.config import ModelConfig
 from gspax.errors import UserError
 
-AXES = (
-    "slice",
-    "data",
-    "fsdp",
-    "expert",
-    "context",
-    "tensor",
-)  # outermost first: neighbouring devices share the innermost
+# outermost first: neighboring devices share the innermost
+AXES = ("slice", "data", "fsdp", "expert", "context", "tensor")
 
 Rules: TypeAlias = dict[str, str | tuple[str, ...] | None]
 RULES: Rules = {
     "batch": ("slice", "data", "fsdp", "expert"),  # rows of a batch, prompts of the sampler
     "time": "context",  # positions of a row
-    "sample": (
-        "slice",
-        "data",
-        "fsdp",
-        "expert",
-        "context",
-    ),  # rows in decoding steps, whose single position cannot be sharded
+    # rows in decoding steps, whose single position cannot be sharded
+    "sample": ("slice", "data", "fsdp", "expert", "context"),
     "embed": ("fsdp", "expert"),  # the model dimension of parameters; gathered where a layer uses them
     "expert": "expert",
     "expert_embed": "fsdp",  # the model dimension of expert matrices, which already use the axis expert
@@ -166,14 +155,10 @@ def sampler_layouts(sizes: dict[str, int], model: ModelConfig, rows: int) -> Ite
         if model.num_key_value_heads % tensor or devices % tensor:
             continue
         expert = math.gcd(model.num_experts, devices // tensor) if model.num_experts else 1
-        found = dict.fromkeys(AXES, 1) | {
-            "slice": sizes["slice"],
-            "data": devices // tensor // expert,
-            "expert": expert,
-            "tensor": tensor,
-        }
-        if rows % batch_shards(found) == 0 and not list(find_mismatches(found, model)):
-            yield found
+        layout = dict.fromkeys(AXES, 1) | {"slice": sizes["slice"], "expert": expert, "tensor": tensor}
+        layout["data"] = devices // tensor // expert
+        if rows % batch_shards(layout) == 0 and not list(find_mismatches(layout, model)):
+            yield layout
     yield sizes
 
 

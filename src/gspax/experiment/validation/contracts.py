@@ -7,7 +7,6 @@ demonstrations and the `step` of an environment, which are no functions of array
 
 from __future__ import annotations
 
-import math
 import os
 import traceback
 import warnings
@@ -148,23 +147,23 @@ def _array(*shape: int, dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 def _has_shape(*shapes: tuple[int, ...]) -> Callable[[object], bool]:
-    return lambda result: getattr(result, "shape", None) in shapes and _is_number(result)
+    """Whether a result is an array of numbers of one of these shapes."""
+
+    def fits(result: object) -> bool:
+        kind = getattr(result, "dtype", np.dtype(object))
+        is_number = any(jnp.issubdtype(kind, wanted) for wanted in (jnp.number, np.bool_))
+        return is_number and getattr(result, "shape", None) in shapes
+
+    return fits
 
 
-def _is_number(value: object) -> bool:
-    return hasattr(value, "dtype") and (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == bool)
-
-
-def _is_terms(value: object) -> bool:
-    if not isinstance(value, losses.Terms) or not isinstance(value.metrics, dict):
-        return False
-    shapes = [getattr(each, "shape", None) for each in (value.value, value.weight)]
-    metrics = value.metrics.values()
-    kinds = (losses.Share, losses.Spread, losses.Quantile)
+def _is_terms(result: object) -> bool:
     return (
-        shapes == [(B,), (B,)]
-        and jnp.issubdtype(value.value.dtype, jnp.floating)
-        and all(isinstance(each, kinds) for each in metrics)
+        isinstance(result, losses.Terms)
+        and isinstance(result.metrics, dict)
+        and [getattr(array, "shape", None) for array in (result.value, result.weight)] == [(B,), (B,)]
+        and jnp.issubdtype(result.value.dtype, jnp.floating)
+        and all(isinstance(each, losses.Share | losses.Spread | losses.Quantile) for each in result.metrics.values())
     )
 
 
@@ -184,16 +183,6 @@ class _Context:
         return bool(self.of.schedule.microbatch_tokens) or self.of.turns.credit == "turn"
 
     @property
-    def masked(self) -> bool:
-        """Whether the advantage is given a mask."""
-        return self.of.filter_overlong or self.of.turns.credit == "turn"
-
-    @property
-    def groups(self) -> tuple[int, int]:
-        """P, G."""
-        return self.of.sampling.prompts, self.of.sampling.group
-
-    @property
     def segments(self) -> dict[str, np.ndarray]:
         """The keywords that packed rows add to a call."""
         return {"segment_ids": np.ones((B, T), np.int32)} if self.packed else {}
@@ -205,34 +194,28 @@ class _Context:
 
 def _loss(context: _Context, field: Field) -> _Call:
     options: dict[str, object] = dict(context.segments)
-    weights = []
-    if context.of.correction is not None:
-        weights.append(jax.eval_shape(partial(context.of.correction, **context.segments), LOGP, LOGP, MASK))
-    if context.of.rejection is not None:
-        weights.append(
-            jax.eval_shape(partial(context.of.rejection, **context.segments), LOGP, LOGP, context.advantage, MASK)
-        )
-    if weights:
-        options["correction"] = np.ones(max((each.shape for each in weights), key=len), np.float32)
+    of, advantage = context.of, context.advantage
+    weights = {(): of.correction, (advantage,): of.rejection}
+    shapes = [
+        jax.eval_shape(partial(function, **context.segments), LOGP, LOGP, *middle, MASK).shape
+        for middle, function in weights.items()
+        if function is not None
+    ]
+    if shapes:
+        options["correction"] = np.ones(max(shapes, key=len), np.float32)
     if traits_of(field.value).updates:
         options["updates"] = np.int32(0)
-    if context.of.calibration is not None:
+    if of.calibration is not None:
         options |= {"clip_low": np.float32(1e-3), "clip_high": np.float32(1e-3)}
-    return _Call(field.value, (LOGP, LOGP, context.advantage, MASK), TERMS, _is_terms, options, differentiated=True)
+    return _Call(field.value, (LOGP, LOGP, advantage, MASK), TERMS, _is_terms, options, differentiated=True)
 
 
-def _correction(context: _Context, field: Field) -> _Call:
-    return _Call(field.value, (LOGP, LOGP, MASK), *_weights(context), context.segments)
-
-
-def _rejection(context: _Context, field: Field) -> _Call:
-    return _Call(field.value, (LOGP, LOGP, context.advantage, MASK), *_weights(context), context.segments)
-
-
-def _weights(context: _Context) -> tuple[str, Callable[[object], bool]]:
+def _weights(context: _Context, field: Field, *middle: jax.ShapeDtypeStruct) -> _Call:
+    """The call of a correction, or of a rejection, which also takes the advantage."""
+    wanted, fits = f"weights [B, T] or [B], here [{B}, {T}] or [{B}]", _has_shape((B, T), (B,))
     if context.packed:
-        return f"weights [B, T], here [{B}, {T}]", _has_shape((B, T))
-    return f"weights [B, T] or [B], here [{B}, {T}] or [{B}]", _has_shape((B, T), (B,))
+        wanted, fits = f"weights [B, T], here [{B}, {T}]", _has_shape((B, T))
+    return _Call(field.value, (LOGP, LOGP, *middle, MASK), wanted, fits, context.segments)
 
 
 def _kl_loss(context: _Context, field: Field) -> _Call:
@@ -252,9 +235,11 @@ def _kl_estimate(context: _Context, field: Field) -> _Call:
 
 
 def _advantage(context: _Context, field: Field) -> _Call:
-    several = (*context.groups, 2)  # how many rewards there are is known from the first one
-    is_several = takes_rewards(field.value, several, masked=context.masked)
-    return _advantage_call(field.value, several if is_several else context.groups, masked=context.masked)
+    sampling, masked = context.of.sampling, context.of.filter_overlong or context.of.turns.credit == "turn"
+    shape: tuple[int, ...] = (sampling.prompts, sampling.group)
+    if takes_rewards(field.value, (*shape, 2), masked=masked):
+        shape = (*shape, 2)  # how many rewards there are is known from the first one
+    return _advantage_call(field.value, shape, masked=masked)
 
 
 def _advantage_call(advantage: protocols.Advantage, shape: tuple[int, ...], *, masked: bool) -> _Call:
@@ -264,7 +249,7 @@ def _advantage_call(advantage: protocols.Advantage, shape: tuple[int, ...], *, m
 
 
 def _length_reward(context: _Context, field: Field) -> _Call:
-    rows = math.prod(context.groups)
+    rows = context.of.sampling.prompts * context.of.sampling.group
     lengths = _array(rows, dtype=jnp.int32)
     return _Call(field.value, (lengths,), f"rewards [B], here [{rows}]", _has_shape((rows,)), on_host=True)
 
@@ -296,8 +281,8 @@ def _transform(context: _Context, field: Field) -> _Call | None:
 
 _CALLS: dict[Hint, Callable[[_Context, Field], _Call | None]] = {
     protocols.Loss: _loss,
-    protocols.Correction: _correction,
-    protocols.Rejection: _rejection,
+    protocols.Correction: _weights,
+    protocols.Rejection: lambda context, field: _weights(context, field, context.advantage),
     protocols.KLLoss: _kl_loss,
     protocols.KLEstimate: _kl_estimate,
     protocols.Advantage: _advantage,
