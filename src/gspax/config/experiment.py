@@ -59,19 +59,19 @@ SamplerDtype = Literal["auto", "int8"]  # auto: the model's dtype
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are drawn for training."""
+    """How completions are sampled for training."""
 
     prompts: Size = 64  # P, per rollout batch
     group: AtLeast2 = 8  # G, completions of each prompt
     max_prompt_tokens: Size = 64
     max_tokens: Size = 64  # of a completion, stop token included
     chunk: NonNegativeInt = 0  # tokens after which rewards of ended samples start; 0: they wait for the last sample
-    slots: NonNegativeInt = 0  # samples that are drawn at once; 0: all. A finished sample's slot takes the next one
+    slots: NonNegativeInt = 0  # samples generated at once; 0: all. A finished sample's slot takes the next one
     cache_gib: NonNegative = 0.0  # of a device's memory, for keys and values; limits the slots; 0: no limit
     prefill_prompts: NonNegativeInt = 0  # prefilled at once; 0: as many as fit where the completions' cache will be
     kv_cache_dtype: SamplerDtype = "auto"  # int8: keys and values with a scale for each token and head
     weights_dtype: SamplerDtype = "auto"  # int8: the sampler's weights with a scale for each output channel
-    # Problems that cannot be read or whose prompts do not fit, of those drawn, or of 1,000: they are skipped
+    # Problems that cannot be read or whose prompts do not fit, of those loaded, or of 1,000: they are skipped
     max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.01
     max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off
     temperature: Temperature = 1.0
@@ -104,9 +104,9 @@ class Grading:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """An optax optimiser, its learning-rate schedule, and a clip of the gradient's global norm.
+    """An optax optimizer, its learning-rate schedule, and a clip of the gradient's global norm.
 
-    Parameters in bfloat16 (`model.param_dtype`) have a float32 master copy in the optimiser state.
+    Parameters in bfloat16 (`model.param_dtype`) have a float32 master copy in the optimizer state.
     """
 
     learning_rate: Rate = 1e-6  # peak of the schedule
@@ -114,7 +114,7 @@ class Optimizer:
     schedule: LearningRate = optimizers.constant  # optimizers.constant, .linear, .cosine, or your own
     transform: Transform = optimizers.adamw  # optimizers.adamw, .muon, optax.adafactor, or your own
     max_grad_norm: NonNegative = 1.0  # 0: no clipping
-    offload: bool = False  # keep the optimiser state in host memory, except during an update
+    offload: bool = False  # keep the optimizer state in host memory, except during an update
     frozen: tuple[str, ...] = ()  # parameters that no update changes, by name: ("router",)
 
 
@@ -123,7 +123,7 @@ class Schedule:
     """The length of the run, and how each rollout batch is divided."""
 
     steps: NonNegativeInt = 100  # rollout batches in total: raise it to continue a finished run
-    minibatches: PositiveInt = 4  # optimiser updates per rollout batch and epoch; 4 in the GSPO paper
+    minibatches: PositiveInt = 4  # optimizer updates per rollout batch and epoch; 4 in the GSPO paper
     epochs: PositiveInt = 1  # passes over the minibatches of a rollout batch
     microbatch_rows: NonNegativeInt = 0  # rows of one forward and backward pass; 0: a whole minibatch
     # Tokens of one forward and backward pass, on all devices together: responses are packed into the rows of a pass.
@@ -184,7 +184,7 @@ class Collapse:
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """What a run does about updates that go wrong, besides skipping those that are not finite (`training.guard`)."""
+    """How a run reacts to updates that go wrong, besides skipping those that are not finite (`training.guard`)."""
 
     rollbacks: NonNegativeInt = 2  # returns to one checkpoint, each with other problems
     max_grad_norm: NonNegative = 0.0  # an update with a larger gradient norm, before clipping, is skipped; 0: off
@@ -197,7 +197,7 @@ class Guard:
 
 @dataclass(frozen=True, kw_only=True)
 class Instruments:
-    """What is measured around the last update of a rollout batch, every few steps (`learner.diagnostics`)."""
+    """Diagnostics around the last update of a rollout batch, every few steps (`learner.diagnostics`)."""
 
     every: PositiveInt = 10  # steps
     rows: NonNegativeInt = 8  # of the minibatch, for experts and gradients, at least one on each device; 0: all
@@ -205,7 +205,7 @@ class Instruments:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A benchmark: problems, their reward, and how their completions are drawn (`gspax.evaluation.tasks`)."""
+    """A benchmark: problems, their reward, and how their completions are sampled (`gspax.evaluation.tasks`)."""
 
     name: Annotated[str, NAME]
     data: HeldoutProblems
@@ -226,7 +226,7 @@ class Evaluation:
     """Held-out problems, sampled at temperature 1 and decoded greedily; and tasks, each with settings of its own."""
 
     problems: PositiveInt = 256
-    samples: PositiveInt = 1  # drawn per problem, besides the greedy one
+    samples: PositiveInt = 1  # per problem, besides the greedy one
     max_tokens: OptionalSize = 0  # 0: as in sampling
     tasks: tuple[Task, ...] = ()
 
@@ -293,7 +293,7 @@ class Mesh:
     `sharding.RULES` maps the dimensions of arrays to these axes.
     """
 
-    slice: Annotated[int, CHOSEN_AXIS] = 0  # TPU slices, connected by the data-centre network; 0: as many as there are
+    slice: Annotated[int, CHOSEN_AXIS] = 0  # TPU slices, connected by the data-center network; 0: as many as there are
     data: Annotated[int, AXIS] = 1  # parameters replicated, rows sharded
     fsdp: Annotated[int, AXIS] = -1  # parameters and rows sharded
     expert: Annotated[int, CHOSEN_AXIS] = 0  # experts and rows sharded; 0: chosen by `sharding.choose_expert_axis`
@@ -305,8 +305,8 @@ class Mesh:
 class PartialRollouts:
     """Rollout batches end when enough groups have; the others go on with newer parameters (`rollout.pool`)."""
 
-    carried: NonNegativeInt = 0  # groups drawn besides those of a batch: so many may be carried over into the next one
-    ahead: NonNegativeInt = 1  # chunks drawn while the learner updates; the next ones have its new parameters
+    carried: NonNegativeInt = 0  # groups sampled besides those of a batch: so many may be carried over to the next
+    ahead: NonNegativeInt = 1  # chunks sampled while the learner updates; the next ones have its new parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +314,7 @@ class Placement:
     """A sampler on its own devices, the last ones; `Experiment.mesh` covers the others (`gspax.sampler.placement`)."""
 
     devices: PositiveInt
-    staleness: NonNegativeInt = 0  # rollout batches drawn ahead; 0: each is drawn with the newest parameters
+    staleness: NonNegativeInt = 0  # rollout batches sampled ahead; 0: each is sampled with the newest parameters
     partial: PartialRollouts | None = None  # `staleness` then bounds the age of a group's first tokens
     mesh: Mesh = field(default_factory=Mesh)  # of the sampler's devices
 

@@ -81,7 +81,7 @@ def name_of(value: Function) -> str:
 
 
 def title_of(function: Function) -> str:
-    """What a message calls a function, a partial or an object that can be called."""
+    """The name of a function, a partial or a callable object in a message."""
     inner = unwrap(function)
     return name_of(inner) if hasattr(inner, "__qualname__") else type(inner).__name__
 
@@ -92,7 +92,7 @@ def is_gspax(function: Function) -> bool:
 
 
 def lookup(name: str) -> object:
-    """What a dotted name stands for in the modules that are loaded; None if there is nothing."""
+    """The object with a dotted name in the modules that are loaded; None if there is none."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if module := sys.modules.get(".".join(parts[:end])):

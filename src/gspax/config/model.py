@@ -55,7 +55,7 @@ class ModelConfig:
     num_experts_per_tok: Experts = 0
     moe_intermediate_size: OptionalSize = 0  # width of one expert
     shared_expert_intermediate_size: OptionalSize = 0  # width of an expert for every token; 0: none
-    norm_topk_prob: bool = True  # renormalise the chosen experts' probabilities to sum to one
+    norm_topk_prob: bool = True  # renormalize the chosen experts' probabilities to sum to one
     decoder_sparse_step: PositiveInt = 1  # layer l has experts if (l + 1) is a multiple of this ...
     mlp_only_layers: tuple[int, ...] = ()  # ... and l is not listed here
     rms_norm_eps: Positive = 1e-6

@@ -1,4 +1,4 @@
-"""What an experiment says, before anything runs: load the file, override fields, validate, describe, plan."""
+"""Everything about an experiment before it runs: load the file, override fields, validate, describe, plan."""
 
 from gspax.experiment.description import RESUMABLE, describe, difference, flatten
 from gspax.experiment.loading import load

@@ -83,7 +83,7 @@ def resumable(description: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def describe(value: object) -> Any:
-    """`value` as JSON-serialisable data; an `Experiment` gives a dict. The module docstring lists the forms."""
+    """`value` as JSON-serializable data; an `Experiment` gives a dict. The module docstring lists the forms."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -110,7 +110,7 @@ def describe(value: object) -> Any:
 
 
 def _fields(record: DataclassInstance) -> Mapping[str, object]:
-    """What a dataclass consists of: its fields, or what its method `described` gives instead of them."""
+    """The fields of a dataclass, or what its method `described` gives instead of them."""
     if hasattr(record, "described"):
         return record.described()
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record) if field.init}

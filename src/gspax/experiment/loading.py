@@ -35,12 +35,12 @@ def load(path: str | os.PathLike[str]) -> Experiment:
             exec(code, module.__dict__)
     except (Exception, SystemExit) as problem:
         raise UserError(f"{file}:{_line(problem, file)}: {_sentence(problem)}") from problem
-    found = vars(module).get("experiment")
-    if found is None:
+    experiment = vars(module).get("experiment")
+    if experiment is None:
         raise UserError(f"{file}: wanted a line `experiment = Experiment(...)`, the file defines no `experiment`")
-    if not isinstance(found, Experiment):
-        raise UserError(f"{file}: `experiment` must be a gspax.config.Experiment, got {_kind(found)}")
-    return found
+    if not isinstance(experiment, Experiment):
+        raise UserError(f"{file}: `experiment` must be a gspax.config.Experiment, got {_kind(experiment)}")
+    return experiment
 
 
 @contextlib.contextmanager

@@ -142,10 +142,10 @@ def receive_exactly(connection: socket.socket, size: int, deadline: float | None
 
 
 def _receive_nonce(connection: socket.socket, deadline: float) -> bytes:
-    found = receive_exactly(connection, len(MAGIC) + NONCE, deadline)
-    if not found.startswith(MAGIC):
+    received = receive_exactly(connection, len(MAGIC) + NONCE, deadline)
+    if not received.startswith(MAGIC):
         raise MessageError("it is no process of this version of gspax")
-    return found[len(MAGIC) :]
+    return received[len(MAGIC) :]
 
 
 def _hmac(key: bytes, *parts: bytes) -> bytes:
@@ -178,7 +178,7 @@ class Connections:
             threading.Thread(target=self._read, args=(peer,), name=f"gspax_connection_{peer}", daemon=True).start()
 
     def exchange(self, own: bytes) -> Sequence[bytes | memoryview]:
-        """What each process passes to this call, in their order. All processes call it in the same order."""
+        """The bytes that each process passes to this call, by process. All processes call it in the same order."""
         if self._index:
             self._channels[0].send(SENT, own)
             return wire.split(self._received[0].get())

@@ -73,7 +73,7 @@ class ProcessInfo:
 
 @dataclass(frozen=True)
 class Message:
-    """What a process sends to process 0."""
+    """The message of a process to process 0."""
 
     index: int
     count: int  # the number of processes that it was given
@@ -82,7 +82,7 @@ class Message:
 
 
 class Outcome(NamedTuple):
-    """What process 0 answers. Without a sentence in either field the run can begin."""
+    """The answer of process 0. Without a sentence in either field the run can begin."""
 
     errors: Sequence[str] = ()
     missing: str = ""
@@ -117,7 +117,7 @@ def rendezvous(
 
 @dataclass
 class _Reception:
-    """What process 0 has received so far."""
+    """The messages that process 0 has received so far."""
 
     secret: bytes
     received: queue.SimpleQueue[tuple[Message, Channel]] = field(default_factory=queue.SimpleQueue)
@@ -127,9 +127,9 @@ class _Reception:
     def receive(self, connection: socket.socket, host: str) -> None:
         """Run the handshake and read the message; what is no process of this run is dropped."""
         try:
-            found = connections.accept(connection, self.secret)
-            _, content = found.receive(MESSAGE_LIMIT, time.monotonic() + MESSAGE_TIMEOUT)
-            self.received.put((Message(**_parse(content, index=int, count=int, token=str, fingerprint=dict)), found))
+            channel = connections.accept(connection, self.secret)
+            _, content = channel.receive(MESSAGE_LIMIT, time.monotonic() + MESSAGE_TIMEOUT)
+            self.received.put((Message(**_parse(content, index=int, count=int, token=str, fingerprint=dict)), channel))
         except (OSError, MessageError) as problem:
             connection.close()
             self.warn(host, str(problem))
@@ -173,13 +173,13 @@ def _collect(
     while len(messages) < count and not errors and time.monotonic() < deadline:
         _accept(server, reception)
         while not reception.received.empty():
-            message, found = reception.received.get()
+            message, channel = reception.received.get()
             known = messages.setdefault(message.index, message)
             if message.count != count or known.token != message.token or not 0 <= message.index < count:
                 errors.append(_numbering_error(message.index, message.count, count))
             elif known is not message:  # it connects again: the earlier connection is lost
                 channels = [each for each in channels if each[0] != message.index]
-            channels.append((message.index, found))
+            channels.append((message.index, channel))
     return messages, channels, errors
 
 
@@ -265,10 +265,10 @@ def _report_to_coordinator(
         connection = None
         try:
             connection = socket.create_connection((info.host, info.port), timeout=connections.HANDSHAKE_TIMEOUT)
-            found = connections.connect(connection, secret)
-            found.send(MESSAGE, content)
-            _, answer = found.receive(OUTCOME_LIMIT, time.monotonic() + timeout + RESPONSE_MARGIN)
-            return Outcome(**_parse(answer, errors=list, missing=str)), {0: found}
+            channel = connections.connect(connection, secret)
+            channel.send(MESSAGE, content)
+            _, answer = channel.receive(OUTCOME_LIMIT, time.monotonic() + timeout + RESPONSE_MARGIN)
+            return Outcome(**_parse(answer, errors=list, missing=str)), {0: channel}
         except (OSError, MessageError) as problem:
             if connection is not None:
                 connection.close()
@@ -325,7 +325,7 @@ def _read_variable(name: str) -> int | None:
 
 
 def _detect_process(timeout: float) -> ProcessInfo | None:
-    """What the platform reports, through the classes that `jax.distributed.initialize` uses."""
+    """This process as the platform reports it, through the classes that `jax.distributed.initialize` uses."""
     cluster = next((kind for kind in unstable.cluster_types() if _is_present(kind)), None)
     if cluster is None or cluster.get_process_count() == 1:
         return None

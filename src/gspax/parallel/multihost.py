@@ -68,10 +68,10 @@ def gather_rows(entries: Sequence[T | None]) -> list[T]:
     """
     if jax.process_count() == 1:
         return list(entries)  # type: ignore[arg-type]
-    found: dict[int, T] = {}
+    rows: dict[int, T] = {}
     for part in gather({row: entry for row, entry in enumerate(entries) if entry is not None}):
-        found = part | found
-    return [found[row] for row in range(len(entries))]
+        rows = part | rows
+    return [rows[row] for row in range(len(entries))]
 
 
 def warn_from_primary(sentence: str) -> None:
@@ -145,17 +145,17 @@ def _is_partial(leaf: PyTree) -> bool:
 
 
 def _read_everywhere(leaves: list[PyTree]) -> list[PyTree]:
-    """As numpy: arrays that some processes hold in full and the others not at all; the first holder sends its copy."""
+    """Arrays as numpy that some processes hold in full and the others not at all; the first holder sends its copy."""
     holders = [_holders(leaf) for leaf in leaves]
     here = [jax.process_index() in each for each in holders]
-    found = jax.device_get([leaf if held else None for leaf, held in zip(leaves, here, strict=True)])
+    arrays = jax.device_get([leaf if held else None for leaf, held in zip(leaves, here, strict=True)])
     remote = [i for i, each in enumerate(holders) if len(each) < jax.process_count()]
     if remote:
         sender = {i: min(holders[i]) for i in remote}
-        received = gather({i: found[i] for i in remote if sender[i] == jax.process_index()})
+        received = gather({i: arrays[i] for i in remote if sender[i] == jax.process_index()})
         for i in remote:
-            found[i] = received[sender[i]][i]
-    return found
+            arrays[i] = received[sender[i]][i]
+    return arrays
 
 
 def _holders(leaf: PyTree) -> set[int]:

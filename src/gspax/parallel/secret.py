@@ -1,4 +1,4 @@
-"""The secret of a run, by which its processes recognise each other.
+"""The secret of a run, by which its processes recognize each other.
 
 It is the content of a file, `--secret-file FILE` or GSPAX_SECRET_FILE, or the variable GSPAX_SECRET, and the same
 on all processes. `gspax launch` and the scripts in `tpu/` make one; by hand: `openssl rand -hex 32 > FILE`.
@@ -34,10 +34,10 @@ def read_secret(host: str, file: str | None, variables: MutableMapping[str, str]
             "`openssl rand -hex 32`), got none: without it anybody who reaches the coordinator could join"
         )
     where = f"secret: {path}" if path else VARIABLE
-    found = _read(Path(path), where) if path else text.strip().encode()
-    if not LEAST <= len(found) <= MOST:
-        raise UserError(f"{where}: wanted {LEAST} to {MOST} bytes, got {len(found)}")
-    return found
+    secret = _read(Path(path), where) if path else text.strip().encode()
+    if not LEAST <= len(secret) <= MOST:
+        raise UserError(f"{where}: wanted {LEAST} to {MOST} bytes, got {len(secret)}")
+    return secret
 
 
 def new_secret() -> str:

@@ -204,9 +204,9 @@ def make_mesh(
     Raises:
       UserError: the axes do not fit the devices.
     """
-    found = jax.devices() if devices is None else list(devices)
-    slices = group_by_slice(found)
-    sizes = resolve_axes(mesh, len(found), model, slices=len(slices))
+    chosen = jax.devices() if devices is None else list(devices)
+    slices = group_by_slice(chosen)
+    sizes = resolve_axes(mesh, len(chosen), model, slices=len(slices))
     shape = (sizes["slice"] // len(slices), *list(sizes.values())[1:])
     grids = [_make_grid(each, shape) for each in slices]
     return jax.sharding.Mesh(np.concatenate(grids), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -103,7 +103,7 @@ def _permute(stacked: jax.Array, mesh: Mesh, sources: int) -> jax.Array:
 
 
 def _relayout(array: jax.Array, wanted: NamedSharding) -> jax.Array:
-    """The same array on the same devices, in another layout."""
+    """The array in another layout on its devices."""
     return jax.jit(_layer_by_layer, static_argnums=1, out_shardings=wanted)(array, wanted)
 
 

@@ -14,7 +14,7 @@ READ = "/jax/compilation_cache/cache_hits"
 
 @dataclass
 class Compilations:
-    """What was compiled so far."""
+    """A count of what was compiled so far."""
 
     programs: int = 0
     cached: int = 0  # of these, read from the persistent cache
@@ -27,20 +27,20 @@ class Compilations:
 @contextlib.contextmanager
 def count_compilations() -> Iterator[Compilations]:
     """Count all compilations of the process within the context."""
-    found = Compilations()
+    compilations = Compilations()
 
     def add_duration(event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILED:
-            found.programs += 1
-            found.seconds += duration_secs
+            compilations.programs += 1
+            compilations.seconds += duration_secs
 
     def add_hit(event: str, **_: str | int) -> None:
-        found.cached += event == READ
+        compilations.cached += event == READ
 
     jax.monitoring.register_event_duration_secs_listener(add_duration)
     jax.monitoring.register_event_listener(add_hit)
     try:
-        yield found
+        yield compilations
     finally:
         jax.monitoring.unregister_event_duration_listener(add_duration)
         jax.monitoring.unregister_event_listener(add_hit)

@@ -142,17 +142,17 @@ def _read_saved(run: RunDir) -> JsonObject | None:
     """The description in the newest checkpoint; None if there is none that can be read."""
     steps = finished_steps(run.checkpoints)
     extra = _read_object(extra_file(run.checkpoints, steps[-1])) if steps else None
-    found = (extra or {}).get("experiment")
-    return found if isinstance(found, dict) else None
+    description = (extra or {}).get("experiment")
+    return description if isinstance(description, dict) else None
 
 
 def _read_object(path: Path) -> JsonObject | None:
     """The object in a JSON file; None if there is none, or nothing in it."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except UserError:
         return None
-    return found if isinstance(found, dict) and found else None
+    return content if isinstance(content, dict) and content else None
 
 
 def read_description(run: RunDir) -> JsonObject | None:
@@ -208,10 +208,10 @@ def wait_until_shared(run: RunDir, timeout: float = 30.0) -> None:
 def find_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     """The existing run directory of this experiment, to read from. UserError if it is none or another experiment's."""
     run = RunDir(Path(workdir))
-    if (found := read_description(run)) is None:
+    if (recorded := read_description(run)) is None:
         raise UserError(f"{run.path} is not a gspax run (it has no experiment.json that can be read)")
     new = json.loads(json.dumps(description))
-    if different := difference(found, new, ignore=(*resumable(new), *LAYOUT)):
+    if different := difference(recorded, new, ignore=(*resumable(new), *LAYOUT)):
         raise UserError(
             f"{run.path} is a run of another experiment; give the FILE of that run, without overrides of what it was "
             f"trained with: {'; '.join(different)}"
@@ -225,7 +225,7 @@ def _require_same(run: RunDir, old: Mapping[str, object], new: Mapping[str, obje
 
 
 def describe_environment() -> JsonObject:
-    """What results depend on besides the experiment, without what looks like a secret."""
+    """The versions, devices and settings that results depend on, without what looks like a secret."""
     devices = jax.devices()
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

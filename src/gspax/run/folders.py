@@ -41,7 +41,7 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = False)
 
 
 def sync_folder(folder: Path) -> None:
-    """Synchronise the entries of a folder with the disk, where its file system can."""
+    """Synchronize the entries of a folder with the disk, where its file system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

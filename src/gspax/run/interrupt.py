@@ -160,10 +160,10 @@ def drop_closed_outputs() -> None:
     closed = select.poll()
     for each in (0, 1, 2):
         closed.register(each, 0)  # errors are always reported
-    found = [each for each, _ in closed.poll(0)]
-    if found:
+    descriptors = [each for each, _ in closed.poll(0)]
+    if descriptors:
         null = os.open(os.devnull, os.O_RDWR)
-        for each in found:
+        for each in descriptors:
             os.dup2(null, each)
         os.close(null)
 

@@ -149,7 +149,7 @@ def _describe() -> dict[str, object]:
 
 
 def _machine() -> str:
-    """What tells whether a process id means the same here: the boot of the kernel and the namespace of the ids."""
+    """The boot of the kernel and the namespace of process ids: where both are equal, a process id means the same."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -181,7 +181,7 @@ def _read(path: Path) -> str | None:
 def _parse(text: str) -> dict[str, object]:
     """The content of a lock; nothing if it is damaged, which counts as a lock of another host."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

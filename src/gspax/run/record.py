@@ -139,7 +139,7 @@ def read_rows(path: Path) -> list[JsonObject]:
 
 
 def _parse(path: Path, parse: Callable[[str], T]) -> tuple[list[T], list[int]]:
-    """What `parse` makes of the lines of a file, and the numbers of those for which it raises. Blank lines are fine."""
+    """The parsed lines of a file, and the numbers of those for which `parse` raises. Blank lines are skipped."""
     try:
         *lines, _incomplete = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
@@ -196,8 +196,8 @@ def _drop_from(run: RunDir, first: int) -> list[dict[str, float]]:
         write_atomically(run.metrics, "".join(map(to_line, kept)))
         _warn_of_gaps(run.metrics, {row["step"] for row in kept}, first)
     for path in run.samples.iterdir():
-        found = re.fullmatch(r"(?:step|failed)_(\d+)\.jsonl", path.name)
-        if found and int(found[1]) >= first and path.is_file():
+        match = re.fullmatch(r"(?:step|failed)_(\d+)\.jsonl", path.name)
+        if match and int(match[1]) >= first and path.is_file():
             path.unlink()
     return kept
 

@@ -1,4 +1,4 @@
-"""What is recorded of command lines and environment variables: settings, no secrets."""
+"""Command lines and environment variables as a run records them: settings, no secrets."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ HIDDEN = "<hidden>"
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
     """A command line without the values that look like secrets, by their name or by themselves."""
-    found, hides_next = [], False
+    shown, hides_next = [], False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         if hides_next and not argument.startswith("-"):
-            found.append(HIDDEN)
+            shown.append(HIDDEN)
         elif equals and is_secret(name):
-            found.append(f"{name}={HIDDEN}")
+            shown.append(f"{name}={HIDDEN}")
         else:
-            found.append(redact(argument))
+            shown.append(redact(argument))
         hides_next = argument.startswith("-") and not equals and is_secret(argument)
-    return found
+    return shown
 
 
 def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
@@ -58,14 +58,14 @@ def is_secret(name: str) -> bool:
 def redact(text: str) -> str:
     """A text without what looks like a key, a token or the password of a URL, and without the values of such names."""
     text, parts, end = SECRET_VALUES.sub(_hide, text), [], 0
-    for found in NAMES.finditer(text):
-        if found.start() >= end and is_secret(found[1]):
-            parts += [text[end : found.end()], HIDDEN]
-            end = VALUE.match(text, found.end()).end()  # type: ignore[union-attr]  # it matches nothing, too
+    for match in NAMES.finditer(text):
+        if match.start() >= end and is_secret(match[1]):
+            parts += [text[end : match.end()], HIDDEN]
+            end = VALUE.match(text, match.end()).end()  # type: ignore[union-attr]  # it matches nothing, too
     return "".join([*parts, text[end:]])
 
 
-def _hide(found: re.Match[str]) -> str:
-    if found["scheme"]:
-        return f"{found['scheme']}{HIDDEN}@"
-    return f"{found['kind']} {HIDDEN}" if found["kind"] else HIDDEN
+def _hide(match: re.Match[str]) -> str:
+    if match["scheme"]:
+        return f"{match['scheme']}{HIDDEN}@"
+    return f"{match['kind']} {HIDDEN}" if match["kind"] else HIDDEN

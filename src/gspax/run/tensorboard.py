@@ -22,7 +22,7 @@ finally:
     if sys.modules["torch"] is None:
         del sys.modules["torch"]
 
-FLUSH = 10.0  # seconds between two synchronisations with the disk
+FLUSH = 10.0  # seconds between two synchronizations with the disk
 
 
 class Scalars:
