@@ -24,9 +24,9 @@ from gspax.losses import correction, kl, shaping
 from gspax.model.sizes.old_policy import keeps_experts
 from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.rewards.scores import reward_calls
+from gspax.rollout.runtime import Runtime
 from gspax.sampler.placement import make_colocated_sampler
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import Runtime
 from gspax.training.step import run_step
 
 LOSSES = (

@@ -11,7 +11,7 @@ from gspax.commands import bench, benchmarks
 from gspax.commands.benchmarks import Limits, table
 from gspax.errors import UserError
 from gspax.model.sizes.counts import forward_flops
-from gspax.training.runtime import make_runtime
+from gspax.rollout.runtime import make_runtime
 
 # tiny.MOE: D 16, N 4, K 2, H 8, E 5 (2 active), F 12, V 23, 3 layers
 ATTENTION = 16 * 32 + 2 * 16 * 16 + 32 * 16  # query, key and value, out

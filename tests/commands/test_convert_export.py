@@ -32,13 +32,13 @@ from gspax.learner.state import abstract_params, drop_frozen, init_state, new_st
 from gspax.model import low_rank
 from gspax.parallel.sharding import make_mesh
 from gspax.rollout.problems import Skipped
+from gspax.rollout.runtime import make_runtime
 from gspax.run import folders
 from gspax.run.checkpoints import Checkpoints, StoredArray, open_array
 from gspax.run.directory import RunDir, enter_run, open_run
 from gspax.run.manifest import MANIFEST
 from gspax.training import warm_start
 from gspax.training.loop import restore_or_start
-from gspax.training.runtime import make_runtime
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "data" / "golden_qwen3_tiny"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}

@@ -26,12 +26,12 @@ from gspax.model import transformer
 from gspax.model.low_rank import combine, dense, is_low_rank, partition
 from gspax.parallel import sharding
 from gspax.rollout.problems import Skipped
+from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, enter_run
 from gspax.sampler import sampler
 from gspax.training import loop
-from gspax.training.runtime import make_runtime
 from gspax.types import Batch
 
 LORA = config.Lora(rank=3, alpha=6.0)

@@ -30,12 +30,12 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state, init_state, restore_state
 from gspax.losses import kl
 from gspax.parallel.sharding import make_mesh
+from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.training import loop
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import make_runtime
 from gspax.training.step import run_step
 
 FILE = str(Path(__file__).parents[1] / "small_experiment.py")
@@ -198,7 +198,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gspax.parallel import joining, multihost; from gspax.run import interrupt
 from gspax.training import loop
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import make_runtime
+from gspax.rollout.runtime import make_runtime
 from gspax.training.step import run_step
 from gspax.parallel.transfer import transfer
 from gspax.run.checkpoints import Checkpoints, save

@@ -22,10 +22,10 @@ from gspax.learner.state import abstract_state
 from gspax.learner.train_step import fill_old_logp, make_train_step
 from gspax.parallel.sharding import batch_shards
 from gspax.rollout.problems import Skipped
+from gspax.rollout.runtime import make_runtime
 from gspax.sampler import sampler
 from gspax.sampler.engine import SampleOptions
 from gspax.training import warm_start
-from gspax.training.runtime import make_runtime
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "experiments"
@@ -43,7 +43,7 @@ SAME = ("qwen3_30b_a3b_v5e_64", "qwen3_30b_a3b_v6e_64")  # the same programs as 
     [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in SAME else ()) for path in FILES],
 )
 def test_a_step_of_every_experiment_can_be_traced(path, monkeypatch):
-    monkeypatch.setattr("gspax.training.runtime.require_memory", lambda *_, **__: None)  # nothing is allocated
+    monkeypatch.setattr("gspax.rollout.runtime.require_memory", lambda *_, **__: None)  # nothing is allocated
     experiment = load(path)
     assert validate(experiment) == []
     if experiment.model.checkpoint:  # a large model: long rows would take much memory and test nothing more

@@ -21,10 +21,10 @@ from gspax.losses import correction
 from gspax.model import low_rank, transformer
 from gspax.model.kernels.quantization import Quantized, is_quantized
 from gspax.parallel.sharding import make_mesh
+from gspax.rollout.runtime import make_runtime
 from gspax.sampler import sampler
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import make_runtime
 from gspax.training.step import run_step
 
 SAMPLING = Sampling(group=4, max_prompt_tokens=16, max_tokens=10)

@@ -22,6 +22,7 @@ from gspax.losses.correction import truncate_geometric
 from gspax.parallel.sharding import make_mesh, reshape_mesh
 from gspax.rollout.grading import reward_completions
 from gspax.rollout.problems import Skipped
+from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.directory import RunDir, open_run
 from gspax.sampler import sampler
@@ -29,7 +30,6 @@ from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.placement import find_last_ahead, make_colocated_sampler, make_disaggregated_sampler, make_meshes
 from gspax.training import in_flight, loop
 from gspax.training.in_flight import InFlight, start_rollout
-from gspax.training.runtime import make_runtime
 from gspax.training.step import run_step
 
 # The learning rate is large enough for one rollout batch to change the samples; one dense layer compiles fast.
@@ -96,7 +96,7 @@ def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(runtime)
 def test_evaluation_runs_where_the_sampler_runs(runtime, monkeypatch, tmp_path):
     policies = []
     monkeypatch.setattr(heldout, "evaluate", lambda *args, **_: policies.append(args[:2]) or ({}, [], []))
-    evaluate(DISAGGREGATED, fresh(runtime), runtime.sampler, runtime.rewards, tmp_path)
+    evaluate(runtime, fresh(runtime), tmp_path)
     ((policy, key),) = policies
     assert devices(policy.params) == set(runtime.sampler.mesh.devices.flat) == set(jax.devices()[4:])
     assert len(devices(key)) == 1, "every process has a copy of its own"

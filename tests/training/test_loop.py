@@ -37,13 +37,13 @@ from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.completion import Samples
 from gspax.rollout.problems import Skipped
+from gspax.rollout.runtime import Runtime, make_runtime
 from gspax.run import interrupt, manifest, progress, record, tensorboard
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, open_run
 from gspax.sampler import placement
 from gspax.training import in_flight, loop, warm_start
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import Runtime, make_runtime
 from gspax.training.step import StepResult, run_step
 from gspax.types import Rollout, TrainState
 
@@ -275,7 +275,7 @@ def test_sft_alone_equals_the_warm_start_of_a_run(whole, tmp_path):
 
 
 def test_eval_reproduces_the_recorded_metrics_and_says_that_it_runs(whole, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "SILENCE", 0.05)
+    monkeypatch.setattr(progress, "SILENCE", 0.0)
     evaluate_run(experiment, whole.path, 4)
     recorded = next(row for row in timeless(whole) if row["step"] == 4 and "eval/reward" in row)
     measured = record.read_rows(whole.evaluations)[-1]

@@ -18,11 +18,11 @@ from gspax.learner.state import init_state
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.pool import FREE, choose_groups, new_pool
 from gspax.rollout.problems import Skipped
+from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.directory import RunDir
 from gspax.training import loop
 from gspax.training.in_flight import InFlight, next_rollout, start_rollout
-from gspax.training.runtime import make_runtime
 from gspax.training.step import grade
 from gspax.types import Rollout
 

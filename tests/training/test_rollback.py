@@ -16,13 +16,13 @@ from gspax.errors import DivergedError, UserError
 from gspax.learner.state import abstract_state
 from gspax.learner.train_step import is_healthy
 from gspax.rollout.completion import Samples
+from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir
 from gspax.training import guard as guards
 from gspax.training import loop
 from gspax.training.guard import Watch, check_finite, count_skipped, is_sound
-from gspax.training.runtime import make_runtime
 from gspax.training.step import StepResult
 from gspax.types import Batch, TrainState
 

@@ -71,7 +71,7 @@ def run(
     import jax
 
     from gspax.commands import benchmarks
-    from gspax.training.runtime import make_runtime
+    from gspax.rollout.runtime import make_runtime
 
     runtime = make_runtime(experiment)
     figures: list[benchmarks.Figure] = []

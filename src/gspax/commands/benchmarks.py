@@ -28,12 +28,12 @@ from gspax.model.sizes.counts import attention_count, forward_flops, mlp_count
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.problems import Skipped
+from gspax.rollout.runtime import Runtime
 from gspax.run.compilation import count_compilations
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import make_colocated_sampler
 from gspax.sampler.sampler import sample
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import Runtime
 from gspax.training.step import run_step
 
 STEPS = 7  # after the first

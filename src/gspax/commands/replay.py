@@ -40,10 +40,10 @@ def execute(options: argparse.Namespace) -> int:
     from gspax.learner.train_step import is_healthy, largest_ratio
     from gspax.parallel import multihost
     from gspax.parallel.sharding import named_sharding
+    from gspax.rollout.runtime import make_runtime
     from gspax.run.checkpoints import Checkpoints
     from gspax.run.directory import RunDir
     from gspax.training import guard
-    from gspax.training.runtime import make_runtime
 
     about, batch = guard.read_about(options.dump), guard.read_minibatch(options.dump)
     experiment = load_experiment(options, about["experiment"])

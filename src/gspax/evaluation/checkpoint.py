@@ -16,7 +16,7 @@ from typing import cast
 import jax
 
 from gspax import advantages, losses
-from gspax.config import Evaluation, Experiment, Grading, ModelConfig, SamplerDtype, Sampling, Task, trained_dtype
+from gspax.config import Evaluation, Experiment, Grading, ModelConfig, SamplerDtype, Sampling, Task
 from gspax.config.protocols import Tokenizer
 from gspax.data.chat import hf_chat
 from gspax.data.problem import Problem
@@ -39,22 +39,18 @@ from gspax.evaluation.completions import Policy
 from gspax.evaluation.tasks import Settings
 from gspax.experiment.description import describe
 from gspax.hf.source import CONFIG, SMALL, hf, locate
-from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_params, load_model, restore_state
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
 from gspax.report import evaluation_page, statistics
-from gspax.rewards.calls import Calls
-from gspax.rewards.scores import Result, reward_calls
 from gspax.rollout.completion import Completion
-from gspax.rollout.episodes import Interaction, interact
+from gspax.rollout.runtime import Runtime, make_runtime
 from gspax.run import progress
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, describe_environment, find_run
 from gspax.run.folders import write_atomically
 from gspax.run.record import to_line
 from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.placement import Sampler, make_meshes, make_sampler
 from gspax.types import Array, TrainState
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # that generation_config.json recommends
@@ -62,12 +58,7 @@ _UNUSED = sequence([Problem("unused", "")], heldout=[Problem("not used", "")])
 
 
 def evaluate(
-    experiment: Experiment,
-    state: TrainState,
-    sampler: Sampler,
-    rewards: Calls[Result],
-    folder: Path,
-    interaction: Interaction | None = None,
+    runtime: Runtime, state: TrainState, folder: Path
 ) -> tuple[dict[str, float], list[Completion], list[Completion]]:
     """During training: the metrics of the held-out problems and of the tasks, and completions for the report.
 
@@ -76,11 +67,11 @@ def evaluate(
     Completions are sampled on the sampler's devices: a disaggregated one first finishes the rollouts that it was given.
     The files of the tasks are written to `folder`, in place of those of an interrupted evaluation.
     """
+    experiment = runtime.experiment
     settings, training = experiment.evaluation, experiment.sampling
-    policy = Policy(sampler.push(state.params), experiment.model, experiment.tokenizer, sampler.mesh, interaction)
-    key = multihost.key_to_host(state.key)
+    policy, key = _make_policy(runtime, state), multihost.key_to_host(state.key)
     values, shown, failed = heldout.evaluate(
-        policy, key, experiment.data, rewards, settings=settings, training=training
+        policy, key, experiment.data, runtime.rewards, settings=settings, training=training
     )
     for task in settings.tasks:
         task, path = apply_defaults(task, settings, training), folder / task.name
@@ -94,25 +85,14 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
 
     Without `tasks`, on the held-out problems, appended to evaluations.jsonl, and on the experiment's own tasks.
     """
-    model, settings, training = experiment.model, experiment.evaluation, experiment.sampling
-    mesh, sampler_mesh = make_meshes(experiment)
-    sampler = make_sampler(model, sampler_mesh, mesh, training.weights_dtype)
-    optimizer = make_optimizer(experiment.optimizer, trained_dtype(model, experiment.lora))
+    settings, training, runtime = experiment.evaluation, experiment.sampling, make_runtime(experiment)
+    mesh, optimizer, rewards = runtime.mesh, runtime.optimizer, runtime.rewards
     run = find_run(workdir, describe(experiment))
     with Checkpoints(run.checkpoints, mesh=mesh) as checkpoints:
         step = checkpoints.latest() if step is None else step
-        state = restore_state(run, checkpoints, model, optimizer, mesh, lora=experiment.lora, step=step)
+        state = restore_state(run, checkpoints, experiment.model, optimizer, mesh, lora=experiment.lora, step=step)
     assert step is not None  # else restoring has raised
-    rewards = reward_calls(experiment.reward, experiment.grading)
-    interaction = interact(
-        experiment.environment,
-        experiment.turns,
-        rewards=rewards,
-        tokenizer=experiment.tokenizer,
-        grading=experiment.grading,
-    )
-    policy = Policy(sampler.push(state.params), model, experiment.tokenizer, sampler.mesh, interaction)
-    key = multihost.key_to_host(state.key)
+    policy, key = _make_policy(runtime, state), multihost.key_to_host(state.key)
     del state  # the optimizer's memory is for the cache
     if tasks is None:
         tasks = settings.tasks
@@ -127,6 +107,13 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
     for task in tasks:
         task, path = apply_defaults(task, settings, training), run.tasks_at(step) / task.name
         evaluate_task(task, policy, key, path, training=training, grading=experiment.grading, show=True)
+
+
+def _make_policy(runtime: Runtime, state: TrainState) -> Policy:
+    """The policy of a state on the sampler's devices."""
+    sampler, experiment = runtime.sampler, runtime.experiment
+    params = sampler.push(state.params)
+    return Policy(params, experiment.model, experiment.tokenizer, sampler.mesh, runtime.interaction)
 
 
 def make_experiment(checkpoint: str, tasks: tuple[Task, ...]) -> Experiment:

@@ -37,12 +37,12 @@ from gspax.rollout.pool import (
     take,
 )
 from gspax.rollout.problems import Skipped, prepare, read_usable
+from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.sampler.chunks import Ended, hand_over
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import find_last_ahead
 from gspax.sampler.sampler import lengths_to_host, sample, split_groups
-from gspax.training.runtime import Runtime, count_rollouts
 from gspax.types import Array, Params, Rollout, TrainState
 
 SAMPLING = 1  # folded into the run's key

@@ -29,6 +29,7 @@ from gspax.report import run_page
 from gspax.rollout.completion import to_json
 from gspax.rollout.grading import FailedRewardsError
 from gspax.rollout.problems import Skipped
+from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints, read_extra
 from gspax.run.checkpoints import save as save_checkpoint
@@ -38,7 +39,6 @@ from gspax.run.manifest import finished_steps
 from gspax.run.record import Recorder
 from gspax.training.guard import RunGuard, Watch, check_finite, go_back, skip_problems
 from gspax.training.in_flight import InFlight
-from gspax.training.runtime import Runtime, count_rollouts, make_runtime
 from gspax.training.step import run_step
 from gspax.training.warm_start import warm_start
 from gspax.types import TrainState
@@ -172,9 +172,7 @@ def record_evaluation(
     bar.print(f"step {done}: evaluating {runtime.experiment.evaluation.problems} held-out problems")
     progress.phase("evaluating")
     with keep_failures(recorder, done):
-        metrics, shown, failed = evaluate(
-            runtime.experiment, state, runtime.sampler, runtime.rewards, run.tasks_at(done), runtime.interaction
-        )
+        metrics, shown, failed = evaluate(runtime, state, run.tasks_at(done))
     recorder.write_metrics(done, metrics)
     recorder.write_samples_to(run.after if done else run.before, map(to_json, shown))
     if failed:

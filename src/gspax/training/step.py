@@ -43,9 +43,9 @@ from gspax.rollout.grading import (
     reward_metrics,
     shape_rewards,
 )
+from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
 from gspax.training.in_flight import InFlight, RolloutBatch, next_rollout, receive, start_rollout
-from gspax.training.runtime import Runtime, count_rollouts
 from gspax.types import Batch, Params, Rollout, TrainState
 
 
