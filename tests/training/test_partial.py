@@ -56,7 +56,7 @@ TALKING = replace(
     environment=Countdown(),
     tokenizer=CharChat(PARTIAL.tokenizer.alphabet),
     turns=Turns(limit=2),
-    sampling=replace(PARTIAL.sampling, max_tokens=40),
+    sampling=replace(PARTIAL.sampling, max_tokens=40, slots=16),
 )
 SPOILED = Spoiled(Numbered(), raising=(7, 34), too_long=(32, 43))  # 32 ends a checkpoint's batch, 34 begins the next
 CLOCKS = ("time/", "cpu/", "perf/")

@@ -164,8 +164,10 @@ class Calls(Generic[T]):
         with self._lock:
             self._pending = [call for call in self._pending if not call.done] + calls
             if self._server is None:
-                self._closed, self._server = threading.Event(), self._new_server()
-                threading.Thread(target=self._watch, args=(self._closed,), name="gspax-calls", daemon=True).start()
+                n, self._closed = self.concurrency, threading.Event()
+                self._server = _EventLoop(self._call_async, n) if self._is_async else _Threads(self._call, n)
+                watched = self._server, self._closed
+                threading.Thread(target=self._watch, args=watched, name="gspax-calls", daemon=True).start()
             for call in calls:
                 self._server.put(call)
         return [future for call in calls for future in call.futures]
@@ -178,31 +180,14 @@ class Calls(Generic[T]):
                 self._server.stop()
             self._server, self._pending = None, []
 
-    def _new_server(self) -> _Threads[T] | _EventLoop[T]:
-        if self._is_async:
-            return _EventLoop(self._call_async, self.concurrency)
-        return _Threads(self._call, self.concurrency)
-
-    def _watch(self, closed: threading.Event) -> None:
-        """Abandon late calls."""
+    def _watch(self, server: _Threads[T] | _EventLoop[T], closed: threading.Event) -> None:
+        """Abandon late calls, and let others run while they go on."""
         limit = self.grading.timeout + (_SPARE if self._is_async else 0.0)
         while not closed.wait(min(0.1, self.grading.timeout / 4)):
             with self._lock:
                 for call in [call for call in self._pending if call.seconds() > limit]:
                     if call.settle(self._late(call)):
-                        self._replace()
-
-    def _replace(self) -> None:
-        """Let other calls run while a late one goes on."""
-        if isinstance(self._server, _Threads):
-            self._server.add()
-        elif self._server is not None:  # the late coroutine blocks the others
-            self._server.stop()
-            self._server = self._new_server()
-            for call in self._pending:
-                if not call.done:
-                    call.began = None
-                    self._server.put(call)
+                        server.replace([call for call in self._pending if not call.done])
 
     def _call(self, call: _Call[T]) -> bool:
         try:
@@ -255,6 +240,10 @@ class _Threads(Generic[T]):
     def put(self, call: _Call[T] | None) -> None:
         self._queue.put(call)
 
+    def replace(self, pending: Sequence[_Call[T]]) -> None:
+        """Let another thread make the pending calls that a late one would have made."""
+        self.add()
+
     def add(self) -> None:
         threading.Thread(target=self._run, name=f"gspax-call-{next(self._numbers)}", daemon=True).start()
 
@@ -273,23 +262,30 @@ class _EventLoop(Generic[T]):
     """A thread with an event loop that runs at most `count` calls at once."""
 
     def __init__(self, serve: Callable[[_Call[T]], Awaitable[None]], count: int) -> None:
-        self._serve, self._permits = serve, asyncio.Semaphore(count)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run_loop, name="gspax-call-loop", daemon=True).start()
+        self._serve, self._count = serve, count
+        self._start()
 
     def put(self, call: _Call[T]) -> None:
         asyncio.run_coroutine_threadsafe(self._run(call), self._loop)
 
+    def replace(self, pending: Sequence[_Call[T]]) -> None:
+        """Begin the pending calls again on another loop, because a late one blocks this one."""
+        self.stop()
+        self._start()
+        for call in pending:
+            call.began = None
+            self.put(call)
+
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _run_loop(self) -> None:
-        self._loop.run_forever()
-        if tasks := asyncio.all_tasks(self._loop):
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.wait(tasks))
-        self._loop.close()
+    def _start(self) -> None:
+        self._loop, self._permits = asyncio.new_event_loop(), asyncio.Semaphore(self._count)
+        threading.Thread(target=self._run_loop, args=(self._loop,), name="gspax-call-loop", daemon=True).start()
+
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        with asyncio.Runner(loop_factory=lambda: loop):  # it cancels what is left, and closes the loop
+            loop.run_forever()
 
     async def _run(self, call: _Call[T]) -> None:
         async with self._permits:
