@@ -189,7 +189,7 @@ def test_turns_replies_and_rewards_of_an_episode():
         for number, (first, end) in enumerate(row.turns.spans):
             if number:
                 reply = f"k{number - 1}l"
-                assert tokens[position:first] == CHARS.tokenizer.encode(reply)
+                assert tokens[position:first] == CHARS.encode_completion(reply)
                 texts.append(str(number - 1))
             assert first == position + (3 if number else 0) and mask[first:end].all()
             texts.append(CHARS.decode(tokens[first:end]))
