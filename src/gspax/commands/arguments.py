@@ -87,10 +87,10 @@ def require_address(text: str) -> None:
 
 def size(text: str) -> int:
     """`5GB`, `500MB` or `1000000` as a number of bytes."""
-    found = re.fullmatch(r"(\d+)(|KB|MB|GB)", text)
-    if not found or int(found[1]) == 0:
+    match = re.fullmatch(r"(\d+)(|KB|MB|GB)", text)
+    if not match or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"wanted a size such as 5GB or 500MB, got {text!r}")
-    return int(found[1]) * {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[found[2]]
+    return int(match[1]) * {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[match[2]]
 
 
 def load_experiment(

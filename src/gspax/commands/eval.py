@@ -81,9 +81,8 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _evaluate_published(options: argparse.Namespace, settings: Settings) -> int:
-    from gspax.evaluation.checkpoint import evaluate_published, generation_settings, load_policy, make_experiment
+    from gspax.evaluation.checkpoint import evaluate_published, generation_settings, make_experiment
     from gspax.experiment import check, override
-    from gspax.sampler.placement import make_meshes
 
     if options.step is not None:
         raise UserError("--step is for the checkpoints of a run, not for --from")
@@ -92,16 +91,7 @@ def _evaluate_published(options: argparse.Namespace, settings: Settings) -> int:
     check(experiment)
     options.workdir.mkdir(parents=True, exist_ok=True)
     processes.join("eval", options, experiment)
-    evaluate_published(
-        load_policy(
-            experiment.model, experiment.tokenizer, make_meshes(experiment)[0], experiment.sampling.weights_dtype
-        ),
-        options.workdir,
-        experiment.evaluation,
-        training=experiment.sampling,
-        grading=experiment.grading,
-        seed=experiment.seed,
-    )
+    evaluate_published(experiment, options.workdir)
     return 0
 
 
@@ -126,17 +116,16 @@ def find_task(text: str, own: dict[str, Task], settings: Settings) -> Task:
     name, _, path = (part.strip() for part in text.partition("="))
     if name in own and not path:
         return dataclasses.replace(own[name], **settings)
-    dotted = name if "." in name else f"{tasks.__name__}.{name}"
     try:
-        found = lookup(dotted)
+        task = lookup(name if "." in name else f"{tasks.__name__}.{name}")
     except ValueError as wanted:
         mine = f" or of the experiment's tasks ({', '.join(own)})" if own else ""
         raise UserError(f"--tasks: wanted {wanted}{mine}, got {name!r}") from None
-    if callable(found) and not isinstance(found, type):
+    if callable(task) and not isinstance(task, type):
         try:
-            found = found(path) if path else found()
+            task = task(path) if path else task()
         except TypeError as problem:
             raise UserError(f"--tasks: wanted {name}=PATH, got {text!r} ({problem})") from None
-    if not isinstance(found, Task):
-        raise UserError(f"--tasks: wanted the name of a task, got {name!r}, which names a {type(found).__name__}")
-    return dataclasses.replace(found, **settings)
+    if not isinstance(task, Task):
+        raise UserError(f"--tasks: wanted the name of a task, got {name!r}, which names a {type(task).__name__}")
+    return dataclasses.replace(task, **settings)

@@ -16,8 +16,7 @@ from typing import cast
 import jax
 
 from gspax import advantages, losses
-from gspax.config import Evaluation, Experiment, Grading, ModelConfig, SamplerDtype, Sampling, Task
-from gspax.config.protocols import Tokenizer
+from gspax.config import Evaluation, Experiment, Grading, Sampling, Task
 from gspax.data.chat import hf_chat
 from gspax.data.problem import Problem
 from gspax.data.sources import sequence
@@ -51,6 +50,7 @@ from gspax.run.directory import RunDir, describe_environment, find_run
 from gspax.run.folders import write_atomically
 from gspax.run.record import to_line
 from gspax.sampler.inference_weights import make_inference_weights
+from gspax.sampler.placement import make_meshes
 from gspax.types import Array, TrainState
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # that generation_config.json recommends
@@ -150,21 +150,16 @@ def no_reward(problem: Problem, completion: str) -> float:
     raise UserError("reward: this experiment only holds a published checkpoint")
 
 
-def evaluate_published(
-    policy: Policy, workdir: Path, settings: Evaluation, *, training: Sampling, grading: Grading, seed: int = 0
-) -> None:
-    """`gspax eval --from HF`: evaluate a published model (`load_policy`) on tasks; the files are in `workdir`."""
-    for task in settings.tasks:
-        task, path = apply_defaults(task, settings, training), workdir / task.name
-        evaluate_task(task, policy, jax.random.key(seed), path, training=training, grading=grading, show=True)
-
-
-def load_policy(
-    model: ModelConfig, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
-) -> Policy:
-    """The policy of `model.checkpoint` itself."""
+def evaluate_published(experiment: Experiment, workdir: Path) -> None:
+    """`gspax eval --from HF`: evaluate a published model (`make_experiment`) on tasks; the files are in `workdir`."""
+    model, training = experiment.model, experiment.sampling
+    mesh, _ = make_meshes(experiment)
     params = load_model(model, abstract_params(model, mesh, model.dtype))
-    return Policy(make_inference_weights(params, model, mesh, weights_dtype), model, tokenizer, mesh)
+    params = make_inference_weights(params, model, mesh, training.weights_dtype)
+    policy, key = Policy(params, model, experiment.tokenizer, mesh), jax.random.key(experiment.seed)
+    for task in experiment.evaluation.tasks:
+        task, path = apply_defaults(task, experiment.evaluation, training), workdir / task.name
+        evaluate_task(task, policy, key, path, training=training, grading=experiment.grading, show=True)
 
 
 def evaluate_task(
