@@ -62,8 +62,7 @@ class Batched:
 def concurrent(calls: int) -> Callable[[F], F]:
     """Declare that a function may run in this many threads at once; other functions are called one at a time.
 
-    0 is for a composition, which may run in as many threads as each of the rewards in its keywords `reward` and
-    `rewards` may.
+    0 declares a composition: it may run in as many threads as all rewards in its keywords `reward` and `rewards` allow.
     """
 
     def declare(function: F) -> F:

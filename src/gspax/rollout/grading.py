@@ -26,8 +26,8 @@ from gspax.rollout.completion import Completion, GradedTurns, Texts, gather_text
 from gspax.run import interrupt
 from gspax.types import Array, Rollout
 
-FEW = 5  # failures that end no run, whatever share of a small batch they are
-SURE = 100  # completions after which an evaluation whose rewards have all failed ends early
+FEW = 5  # failures that never stop a run, however small the rollout is
+SURE = 100  # completions after which an evaluation whose rewards have all failed stops
 
 
 class FailedRewardsError(UserError):

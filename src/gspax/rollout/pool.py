@@ -105,8 +105,8 @@ def admit(
         options=options,
     )
     all_ready = [new if fresh else old for fresh, new, old in zip(fresh_R, ready, rows.ready, strict=True)]
-    return Pool(
-        key=pool.key,
+    return replace(
+        pool,
         problem_R=problem_R,
         policy_R=np.where(fresh_R, version, pool.policy_R),
         next_problem=max(pool.next_problem, int(index_R.max()) + 1),

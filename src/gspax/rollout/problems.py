@@ -30,7 +30,7 @@ from gspax.sampler.sampler import check_length
 
 T = TypeVar("T")
 
-FIRST = 1000  # while a run has loaded fewer problems, as many may be skipped as of this number
+FIRST = 1000  # problems; the allowed share of skipped ones is a share of at least so many
 _SHOWN = 3  # problems that a sentence names
 _LONGEST = 300  # characters of a reason
 

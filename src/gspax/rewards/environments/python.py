@@ -1,25 +1,22 @@
-"""A Python tool: the policy's programs run as those of `rewards.code` do, and what they print is the reply."""
+"""A Python tool: it runs programs of the policy in the sandbox of `rewards.code`, and replies with their output."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from gspax.errors import UserError
-from gspax.rewards.code import Limits, Sandbox, run_program
+from gspax.rewards.code import Sandbox, run_program
 from gspax.rewards.environments.tool_use import Tool, ToolError
 
-_LIMITS = Limits()
+_SANDBOX = Sandbox()
 
 
-def python(
-    *,
-    allow_code_execution: bool = False,
-    limits: Limits = _LIMITS,
-    isolation: str = "bubblewrap",
-    interpreter: str | None = None,
-    workers: int = 2,
-) -> Tool:
-    """The tool `python(code)`; every call is a fresh interpreter. Arguments as of `rewards.code.reward`.
+def python(*, allow_code_execution: bool = False, sandbox: Sandbox = _SANDBOX) -> Tool:
+    """The tool `python(code)`; every call runs in a fresh interpreter.
+
+    Args:
+      allow_code_execution: must be True: this runs programs that a model has written.
+      sandbox: where they run.
 
     Raises:
       UserError: `allow_code_execution` is not True.
@@ -29,7 +26,7 @@ def python(
     return Tool(
         name="python",
         description="Runs a Python program without network or files; the reply is what it prints.",
-        run=partial(run_python, sandbox=Sandbox(limits, isolation, interpreter, workers)),
+        run=partial(run_python, sandbox=sandbox),
         parameters={"code": {"type": "string"}},
     )
 
