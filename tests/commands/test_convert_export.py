@@ -450,7 +450,7 @@ def test_damage_beside_the_parameters_of_a_converted_checkpoint_is_found(name, t
     convert.run(str(source), target := tmp_path / "orbax")
     model = hf(target)
     assert check.run(target) == 0
-    assert "config.json and tokenizer: whole\ncheckpoints/0: whole\n" in capsys.readouterr().out
+    assert "config.json and tokenizer: intact\ncheckpoints/0: intact\n" in capsys.readouterr().out
     (target / name).write_text((target / name).read_text() + " ")
     assert check.run(target) == 1
     assert re.search(

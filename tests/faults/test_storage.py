@@ -237,7 +237,7 @@ def test_a_save_that_cannot_fit_is_not_begun(run, capsys, monkeypatch):
 
 def test_check_names_the_damaged_file(run, capsys):
     assert main.main(["check", str(run.path)]) == 0
-    assert capsys.readouterr().out.splitlines() == ["checkpoints/2: whole", "checkpoints/4: whole"]
+    assert capsys.readouterr().out.splitlines() == ["checkpoints/2: intact", "checkpoints/4: intact"]
     flip(largest(run), 5)
     assert check.run(run.path) == 1
     name = largest(run).relative_to(run.checkpoints / "4")

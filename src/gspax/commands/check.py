@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 from gspax.commands.arguments import Parser, require_directory, subcommand_parser
@@ -21,46 +22,41 @@ def make_parser() -> Parser:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Print a line for each checkpoint; 1 if one is not known to be whole, or there is none but one was saved."""
     require_directory(options.directory)
     return run(options.directory)
 
 
 def run(directory: Path) -> int:
+    """Print a line for each checkpoint; 1 if one is not known to be intact, or there is none but one was saved."""
     from gspax.run.directory import RunDir
-    from gspax.run.manifest import MANIFEST, find_damage, finished_steps, list_steps
+    from gspax.run.manifest import finished_steps
 
-    places = RunDir(directory), RunDir(directory).warm_start
-    folders = (places[0].checkpoints, places[0].start, places[1].checkpoints, *places[0].dumps.glob("*/state"))
-    code = found = 0
-    if (directory / "config.json").is_file():  # what `gspax convert` wrote
-        code = _check_files(directory)
-    for folder in folders:
-        finished = finished_steps(folder)
-        for step in list_steps(folder):
-            name, path = f"{folder.relative_to(directory)}/{step}", folder / str(step)
-            if step not in finished:
-                print(f"{name}: no {MANIFEST}, not verified and not used")
-                code = 1
-            elif damage := find_damage(path):
-                print("\n".join(f"{name}: damaged: {each}" for each in damage))
-                code = 1
-            else:
-                print(f"{name}: whole")
-            found += 1
-    if not found and not places[0].newest.exists():
+    run, code, checkpoints = RunDir(directory), 0, 0
+    for name, damage in _check_all(directory):
+        print("\n".join(f"{name}: {line}" for line in damage or ["intact"]))
+        code |= bool(damage)
+        checkpoints += "/" in name
+    if not checkpoints and not run.newest.exists():
         raise UserError(f"{directory}: wanted a run or a converted checkpoint, it has no checkpoint")
-    if places[0].newest.exists() and not finished_steps(places[0].checkpoints):
-        print(f"{places[0].checkpoints.name}: no checkpoint, but {places[0].newest.name} records that one was saved")
+    if run.newest.exists() and not finished_steps(run.checkpoints):
+        print(f"{run.checkpoints.name}: no checkpoint, but {run.newest.name} records that one was saved")
         code = 1
     return code
 
 
-def _check_files(directory: Path) -> int:
-    """Print a line about config.json and the tokenizer of a converted checkpoint; 1 if not known to be whole."""
-    from gspax.run.manifest import MANIFEST, find_damage, has_manifest
+def _check_all(directory: Path) -> Iterator[tuple[str, list[str]]]:
+    """The name of each checkpoint, and what is wrong with it; the files of a converted one come first."""
+    from gspax.run.directory import RunDir
+    from gspax.run.manifest import MANIFEST, find_damage, finished_steps, has_manifest, list_steps
 
-    name = "config.json and tokenizer"
-    damage = find_damage(directory) if has_manifest(directory) else [f"no {MANIFEST}, not verified"]
-    print("\n".join(f"{name}: {each}" for each in damage) or f"{name}: whole")
-    return 1 if damage else 0
+    run = RunDir(directory)
+    if (directory / "config.json").is_file():  # what `gspax convert` wrote
+        damage = find_damage(directory) if has_manifest(directory) else [f"no {MANIFEST}, not verified"]
+        yield "config.json and tokenizer", damage
+    for folder in (run.checkpoints, run.start, run.warm_start.checkpoints, *run.dumps.glob("*/state")):
+        finished = finished_steps(folder)
+        for step in list_steps(folder):
+            damage = [f"no {MANIFEST}, not verified and not used"]
+            if step in finished:
+                damage = [f"damaged: {line}" for line in find_damage(folder / str(step))]
+            yield f"{folder.relative_to(directory)}/{step}", damage
