@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from gspax.config import Grading, Turns
+from gspax.config import Experiment, Turns
 from gspax.config.protocols import ConversationTokenizer, Environment, Message, Problem, Step, Tokenizer
 from gspax.data.problem import encode_prompt
 from gspax.data.tokenizer import check_ids
@@ -90,15 +90,13 @@ class Interaction:
     turns: Turns
 
 
-def interact(
-    environment: Environment | None, turns: Turns, *, rewards: Calls[Result], tokenizer: Tokenizer, grading: Grading
-) -> Interaction | None:
-    """The interaction of an experiment with these fields; None without an environment."""
-    if environment is None:
+def interact(experiment: Experiment, rewards: Calls[Result]) -> Interaction | None:
+    """The interaction with an experiment's environment; None if it has none."""
+    if (environment := experiment.environment) is None:
         return None
-    spoken = cast(ConversationTokenizer, tokenizer)  # checked by `experiment.validation`
-    steps = Calls(environment.step, grading, read=read_step, fail=Failure)
-    return Interaction(environment, steps, rewards, spoken, turns)
+    tokenizer = cast(ConversationTokenizer, experiment.tokenizer)  # checked by `experiment.validation`
+    steps = Calls(environment.step, experiment.grading, read=read_step, fail=Failure)
+    return Interaction(environment, steps, rewards, tokenizer, experiment.turns)
 
 
 def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | None) -> Ready:

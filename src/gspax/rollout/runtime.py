@@ -39,14 +39,7 @@ def make_runtime(experiment: Experiment) -> Runtime:
     steps = make_steps(experiment, optimizer, mesh)
     sampler = make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype)
     rewards = reward_calls(experiment.reward, experiment.grading)
-    interaction = interact(
-        experiment.environment,
-        experiment.turns,
-        rewards=rewards,
-        tokenizer=experiment.tokenizer,
-        grading=experiment.grading,
-    )
-    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction)
+    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interact(experiment, rewards))
 
 
 def count_rollouts(runtime: Runtime, state: TrainState) -> int:
