@@ -29,7 +29,7 @@ ROWS = {  # column of the CSV -> label of the table
     "training": "training reward, last 10 steps",
     "clipped_sequences": "clipped: share of sequences, mean over the run",
     "clipped_tokens": "clipped: share of tokens, mean over the run",
-    "changed": "expert choices changed by a rollout batch's updates",
+    "changed": "expert choices changed by a rollout's updates",
     "mismatch_max": "largest sampler-learner log-prob difference of the run",
 }
 
