@@ -25,7 +25,7 @@ from gspax.model.sizes.old_policy import keeps_experts
 from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.runtime import Runtime
-from gspax.sampler.placement import make_colocated_sampler
+from gspax.sampler.placement import make_sampler
 from gspax.training.in_flight import InFlight
 from gspax.training.step import run_step
 
@@ -95,7 +95,7 @@ def train(changes, rollouts=2, seed=0):
     scored = make_steps(variant, OPTIMIZER, MESH).scored
     steps = Steps(update, score(variant.model, keep, shift), route(variant.model), None, scored)
     rewards = reward_calls(variant.reward, variant.grading)
-    sampler = make_colocated_sampler(variant.model, MESH, MESH)
+    sampler = make_sampler(variant.model, MESH, MESH)
     runtime = Runtime(variant, MESH, OPTIMIZER, steps, sampler, rewards)
     state = init_state(variant.model, OPTIMIZER, jax.random.key(seed), MESH)
     clip_range = initial_range(variant.calibration)

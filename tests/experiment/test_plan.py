@@ -19,8 +19,15 @@ from gspax.experiment.validation import validate
 from gspax.learner import adapters
 from gspax.model import decoding, presets, transformer
 from gspax.model.sizes.counts import active_parameter_count, parameter_count, trained_count
-from gspax.model.sizes.memory import LOGIT_BUDGET, inference_weights_bytes, logit_chunk, prefill_chunk, sampler_bytes
-from gspax.model.sizes.sampler_layout import USABLE, choose_sampler_layout
+from gspax.model.sizes.memory import (
+    LOGIT_BUDGET,
+    USABLE,
+    choose_sampler_layout,
+    inference_weights_bytes,
+    logit_chunk,
+    prefill_chunk,
+    sampler_bytes,
+)
 from gspax.parallel import sharding
 from gspax.parallel.sharding import make_mesh
 from gspax.sampler.inference_weights import abstract_inference_weights, convert

@@ -1,4 +1,4 @@
-"""Drawing in chunks: the same rollout, and rewards that start while others are drawn."""
+"""Sampling in chunks: the same rollout, and rewards that start while other completions are sampled."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.grading import Started, reward_completions, start_rewards
 from gspax.run import interrupt
-from gspax.sampler import chunks
+from gspax.sampler import sampler
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.sampler import lengths_to_host, sample
 
@@ -28,7 +28,7 @@ PROMPTS = [[1, 2], [3], [4, 5, 6], [7]]
 STOPS = tuple(range(3))  # one token in eight or so
 
 
-def draw(sampling, devices=1, ended=None):
+def generate(sampling, devices=1, ended=None):
     mesh = make_mesh(Mesh(), jax.devices()[:devices])
     params = make_inference_weights(tiny.params(CONFIG), CONFIG, mesh)
     key = jax.random.key(0)
@@ -45,7 +45,7 @@ def test_chunks_give_the_bits_of_the_whole_and_each_completion_once(chunk, slots
         handed.append(found)
 
     sampling = replace(SAMPLING, slots=slots)
-    whole, chunked = draw(sampling, devices), draw(replace(sampling, chunk=chunk), devices, ended)
+    whole, chunked = generate(sampling, devices), generate(replace(sampling, chunk=chunk), devices, ended)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(chunked), jax.device_get(whole))
     assert seen == set(range(8)) and len(handed) > 1
     lengths = np.asarray(whole.length_B)
@@ -64,12 +64,12 @@ def test_an_error_in_what_is_done_with_a_completion_ends_the_drawing():
         raise UserError("reward: no")
 
     with pytest.raises(UserError, match="reward: no"):
-        draw(replace(SAMPLING, chunk=3), ended=ended)
+        generate(replace(SAMPLING, chunk=3), ended=ended)
 
 
 def test_a_signal_ends_the_drawing_before_the_next_chunk(monkeypatch):
     """Also where no completion is handed over, as in an evaluation."""
-    advance, advanced = chunks.advance_chunk, []
+    advance, advanced = sampler.advance_chunk, []
 
     def kill(*args, **kwargs):
         if not advanced:  # a second signal may end this process
@@ -77,14 +77,14 @@ def test_a_signal_ends_the_drawing_before_the_next_chunk(monkeypatch):
         advanced.append(True)
         return advance(*args, **kwargs)
 
-    monkeypatch.setattr(chunks, "advance_chunk", kill)
+    monkeypatch.setattr(sampler, "advance_chunk", kill)
     with interrupt.listen(), pytest.raises(interrupt.Interrupted):
-        draw(replace(SAMPLING, chunk=3))
+        generate(replace(SAMPLING, chunk=3))
     assert len(advanced) == 1
 
 
 def test_without_a_chunk_nothing_is_handed_over():
-    draw(SAMPLING, ended=lambda found: pytest.fail("not wanted"))
+    generate(SAMPLING, ended=lambda found: pytest.fail("not wanted"))
 
 
 class Digits:
@@ -112,7 +112,7 @@ def test_rewards_start_while_others_are_drawn_and_are_those_of_the_whole():
             start_rewards(problems, started, found, tokenizer=Digits(), calls=calls, group=2)
             batches.append(found)
 
-        rollout = lengths_to_host(draw(replace(SAMPLING, chunk=2), ended=ended))
+        rollout = lengths_to_host(generate(replace(SAMPLING, chunk=2), ended=ended))
         assert len(batches) > 1 and len(started) == 8
         del started[3]  # as if its process had been another one
         rows = reward_completions(problems, rollout, tokenizer=Digits(), calls=calls, started=started)

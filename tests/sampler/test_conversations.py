@@ -25,11 +25,10 @@ from gspax.rewards.environments import Step
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.episodes import begin, interact, sample_conversations
 from gspax.rollout.grading import check_batch, reward_completions, reward_metrics
-from gspax.sampler import chunks
-from gspax.sampler.conversations import pad_replies
-from gspax.sampler.engine import Prompts
+from gspax.sampler import sampler
+from gspax.sampler.engine import Prompts, pad_replies
 from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.placement import make_colocated_sampler
+from gspax.sampler.placement import make_sampler
 from gspax.sampler.sampler import assemble
 from gspax.sampler.token_sampling import sample_tokens
 
@@ -40,7 +39,7 @@ IDS = np.array([14, 16, 18], np.uint32)  # of the first conversation of each pro
 
 
 def from_scratch(model, params, rollout, key, sampling):
-    """The log-prob of every token, and the token that is drawn at each position, by whole forward passes."""
+    """By whole forward passes: the log-prob of every token, the token sampled at each position, and the routing."""
     total_B = rollout.prompt_length_B + rollout.length_B
     T = rollout.tokens_BT.shape[1]
     segment_BT = jnp.asarray((np.arange(T)[None] < np.asarray(total_B)[:, None]).astype(np.int32))
@@ -49,13 +48,13 @@ def from_scratch(model, params, rollout, key, sampling):
     logits_BTV = jnp.einsum("btd,dv->btv", hidden_BTD, transformer.head(params))
     id_B = np.repeat(IDS, G) + np.tile(np.arange(G, dtype=np.uint32), P)
 
-    def draw(id_, position, logits_V):
+    def sample(id_, position, logits_V):
         at = jax.random.fold_in(jax.random.fold_in(key, id_), position)
         return sample_tokens(logits_V[None], at[None], sampling)[0][0]
 
-    by_position = jax.vmap(draw, in_axes=(None, 0, 0))
-    drawn_BT = jax.vmap(by_position, in_axes=(0, None, 0))(id_B, jnp.arange(1, T), logits_BTV[:, :-1])
-    return outputs.logp_BT, jnp.pad(drawn_BT, ((0, 0), (1, 0))), routing
+    by_position = jax.vmap(sample, in_axes=(None, 0, 0))
+    sampled_BT = jax.vmap(by_position, in_axes=(0, None, 0))(id_B, jnp.arange(1, T), logits_BTV[:, :-1])
+    return outputs.logp_BT, jnp.pad(sampled_BT, ((0, 0), (1, 0))), routing
 
 
 LONG = (100, 50)  # positions in several segments of the cache, and replies of several blocks
@@ -85,32 +84,34 @@ def test_conversations_are_those_of_whole_forward_passes(name, size, dtypes):
     options = tiny.options(model, sampling, STOPS, turns=True, keep_experts=True)
     params = make_inference_weights(tiny.params(model), model, tiny.one_device(), weights_dtype=dtypes[0])
     tokens_PS = rng.integers(4, 23, (P, 8)).astype(np.int32)
-    state, _ = chunks.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
+    state, _ = sampler.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
     appended = [[] for _ in range(P * G)]
     for longest in (8, size[1]):
-        state, _ = chunks.advance_chunk(params, state, key, 0, options=options)
+        state, _ = sampler.advance_chunk(params, state, key, 0, options=options)
         assert not state.rows.active_W.any()
         replies = [rng.integers(4, 23, rng.integers(1, longest)).tolist() if row != 1 else [] for row in range(P * G)]
         for row, reply in enumerate(replies):
             appended[row] += reply
-        state, _ = chunks.resume(params, state, pad_replies(replies), key, 0, options=options)
-    state, _ = chunks.advance_chunk(params, state, key, 0, options=options)
+        state, _ = sampler.resume(params, state, pad_replies(replies), key, 0, options=options)
+    state, _ = sampler.advance_chunk(params, state, key, 0, options=options)
     rollout = assemble(tokens_PS, state, options=options)
 
-    logp_BT, drawn_BT, routing = from_scratch(model, whole, rollout, key, sampling)
+    logp_BT, sampled_BT, routing = from_scratch(model, whole, rollout, key, sampling)
     mask_BT = np.asarray(rollout.mask_BT)
     error = np.abs(rollout.logp_BT - logp_BT)[mask_BT]
+    total_B = np.asarray(rollout.prompt_length_B + rollout.length_B)
+    run_BT = np.arange(mask_BT.shape[1])[None] < total_B[:, None] - 1
     if dtypes[1] == "int8":  # the rounding of keys and values, which whole passes do not have
-        assert 1e-4 < error.mean() < 0.03 and error.max() < 0.3, (error.mean(), error.max())
+        other_BLTA = np.sort(rollout.expert_BLTA, -1) != np.sort(routing.expert.swapaxes(0, 1), -1)
+        rerouted_BT = np.pad((run_BT[:, None, :, None] & other_BLTA).any((1, 3))[:, :-1], ((0, 0), (1, 0)))
+        rerouted = rerouted_BT[mask_BT]  # by that rounding, so that the output jumps
+        assert rerouted.mean() < 0.05 and error[~rerouted].max() < 0.1, (rerouted.mean(), error[~rerouted].max())
+        assert 1e-4 < error.mean() < 0.03
     else:
         assert error.max() < (1e-5 if dtypes[0] == "auto" else 1e-4)
-        np.testing.assert_array_equal(np.asarray(rollout.tokens_BT)[mask_BT], np.asarray(drawn_BT)[mask_BT])
-        if routing is not None:
-            run_BT = (
-                np.arange(mask_BT.shape[1])[None] < np.asarray(rollout.prompt_length_B + rollout.length_B)[:, None] - 1
-            )
-            experts = np.where(run_BT[None, ..., None], routing.expert, model.num_experts)
-            np.testing.assert_array_equal(np.asarray(rollout.expert_BLTA).swapaxes(0, 1), experts)
+        np.testing.assert_array_equal(np.asarray(rollout.tokens_BT)[mask_BT], np.asarray(sampled_BT)[mask_BT])
+        experts = np.where(run_BT[None, ..., None], routing.expert, model.num_experts)
+        np.testing.assert_array_equal(np.asarray(rollout.expert_BLTA).swapaxes(0, 1), experts)
     assert not np.asarray(rollout.logp_BT)[~mask_BT].any()
     for row in range(P * G):
         start = LENGTHS[row // G]
@@ -173,7 +174,7 @@ def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None
         if mesh is None:
             params = inference_weights(model, dtype)
         else:
-            params = make_colocated_sampler(model, mesh, mesh, dtype).push(tiny.params(model))
+            params = make_sampler(model, mesh, mesh, dtype).push(tiny.params(model))
         ready = [begin(problem, CHARS, interaction) for problem in problems]
         options = tiny.options(model, Sampling(**settings), CHARS.stop_ids, mesh)
         rollout, started = sample_conversations(interaction, params, ready, ids, key, options)
@@ -252,14 +253,14 @@ def test_a_waiting_slot_keeps_its_conversation_and_that_of_a_finished_one_takes_
     options = tiny.options(model, sampling, STOPS, turns=True)
     params = make_inference_weights(tiny.params(model), model, options.mesh)
     tokens_PS = np.random.default_rng(0).integers(4, 23, (P, 8)).astype(np.int32)
-    state, progress = chunks.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
+    state, progress = sampler.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
     held = [state.rows.queue.sample_W.tolist()]
     for replies in ({0: reply}, {2: reply}, {}):
-        state, progress = chunks.advance_chunk(params, state, key, 0, options=options)
+        state, progress = sampler.advance_chunk(params, state, key, 0, options=options)
         waiting, lengths = np.flatnonzero(progress.waiting_B), progress.length_B
         assert sorted(waiting) == sorted(held[-1]) and not progress.ended_B[waiting].any()
         padded = pad_replies([replies.get(row, []) for row in range(P * G)])
-        state, progress = chunks.resume(params, state, padded, key, 0, options=options)
+        state, progress = sampler.resume(params, state, padded, key, 0, options=options)
         for row in waiting:
             assert progress.ended_B[row] == (row not in replies)
             assert progress.length_B[row] == lengths[row] + (len(reply) + 1 if row in replies else 0)

@@ -1,4 +1,4 @@
-"""Drawing with 8 bits: log-probs are those of the rounded model, and the mismatch metrics show the difference."""
+"""Sampling with 8 bits: log-probs are those of the rounded model, and the mismatch metrics show the difference."""
 
 import functools
 import math
@@ -39,7 +39,7 @@ def learner_logp(params, config, tokens, segment):
 
 
 @functools.cache
-def draw(config, axes=(), lora=None, **settings):
+def generate(config, axes=(), lora=None, **settings):
     """A rollout on one device, or on a mesh with these (axis, size) pairs."""
     params = tiny.params(config) if lora is None else adapted(config, lora)
     sampling, mesh = replace(SAMPLING, **settings), tiny.one_device()
@@ -58,8 +58,8 @@ def adapted(config, lora):
 
 
 def mismatch(config, learner_params, **settings):
-    """|log-prob of the sampler - log-prob of the learner| of each drawn token, with these settings of the sampler."""
-    rollout = draw(config, **settings)
+    """|log-prob of the sampler - log-prob of the learner| of each sampled token, with these settings of the sampler."""
+    rollout = generate(config, **settings)
     total_B = rollout.prompt_length_B + rollout.length_B
     segment_BT = (np.arange(rollout.tokens_BT.shape[1])[None] < total_B[:, None]).astype(np.int32)
     logp_BT = learner_logp(learner_params, config, rollout.tokens_BT, segment_BT)
@@ -107,7 +107,7 @@ SLOW = pytest.mark.slow
 def test_where_and_when_a_sample_is_drawn_changes_nothing(name, axes, settings):
     """Scales belong to a weight's output channel and to a token's head, which no layout and no slot divides."""
     config = EVEN[name]
-    want, got = draw(config, **EIGHT), draw(config, axes, **EIGHT, **settings)
+    want, got = generate(config, **EIGHT), generate(config, axes, **EIGHT, **settings)
     np.testing.assert_array_equal(got.tokens_BT, want.tokens_BT)
     np.testing.assert_array_equal(got.length_B, want.length_B)
     np.testing.assert_allclose(got.logp_BT, want.logp_BT, atol=1e-3)  # a number may be rounded the other way

@@ -1,4 +1,4 @@
-"""Slots, their order and their number decide when a sample is drawn, never what."""
+"""Slots, their order and their number decide when a sample is sampled, never what."""
 
 import functools
 from dataclasses import replace
@@ -32,7 +32,7 @@ def small_segments(monkeypatch):
 
 
 @functools.cache
-def draw(config, slots=0, lora=None, **settings):
+def generate(config, slots=0, lora=None, **settings):
     params = tiny.params(config) if lora is None else adapted(config, lora)
     weights, sampling = (
         make_inference_weights(params, config, tiny.one_device()),
@@ -56,7 +56,7 @@ def test_greedy_and_sampled_completions_are_drawn_side_by_side():
     rollout = jax.device_get(sampler.sample(weights, PROMPTS, range(4), key, options))
     is_greedy_B = np.arange(16) % 4 == 3
     got, want = (jax.tree.map(lambda x, rows=rows: x[rows], rollout) for rows in (~is_greedy_B, is_greedy_B))
-    assert_same(got, draw(config))
+    assert_same(got, generate(config))
     segment_BT = (np.arange(26)[None] < (want.prompt_length_B + want.length_B)[:, None]).astype(np.int32)
     hidden_BTD, _ = transformer.apply(
         tiny.params(config), config, jnp.asarray(want.tokens_BT), jnp.asarray(segment_BT), mesh=tiny.one_device()
@@ -76,15 +76,15 @@ def assert_same(got, want, tolerance=1e-5):
     "name", [name if name.startswith("experts") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )
 def test_samples_do_not_depend_on_the_slots(name):
-    want = draw(CONFIGS[name])
+    want = generate(CONFIGS[name])
     assert len(np.unique(want.length_B)) > 1 and 0 < want.finished_B.sum() < 12, "samples of several lengths"
-    assert_same(draw(CONFIGS[name], slots=5), want, 5e-3 if name == "bfloat16" else 1e-5)
+    assert_same(generate(CONFIGS[name], slots=5), want, 5e-3 if name == "bfloat16" else 1e-5)
 
 
 @pytest.mark.parametrize("chunk", [3, pytest.param(1, marks=pytest.mark.slow)])  # of 4 prompts: 2 and 2
 def test_samples_do_not_depend_on_the_chunks_of_the_prefill(chunk):
     config = CONFIGS["experts and windows"]
-    want, got = draw(config), draw(config, prefill_prompts=chunk)
+    want, got = generate(config), generate(config, prefill_prompts=chunk)
     assert_same(got, want)
     np.testing.assert_array_equal(got.expert_BLTA, want.expert_BLTA)
 
@@ -107,27 +107,27 @@ def test_the_memory_of_a_prefill_in_chunks_does_not_grow_with_the_prompts():
 @pytest.mark.slow
 def test_samples_of_adapted_parameters_do_not_depend_on_the_slots():
     config = CONFIGS["experts and windows"]
-    want = draw(config, lora=Lora(rank=2))
-    assert not np.array_equal(want.tokens_BT, draw(config).tokens_BT)
-    assert_same(draw(config, slots=5, lora=Lora(rank=2)), want)
+    want = generate(config, lora=Lora(rank=2))
+    assert not np.array_equal(want.tokens_BT, generate(config).tokens_BT)
+    assert_same(generate(config, slots=5, lora=Lora(rank=2)), want)
 
 
 @pytest.mark.slow
 def test_one_slot_draws_one_sample_after_another():
-    assert_same(draw(CONFIGS["dense"], slots=1), draw(CONFIGS["dense"]))
+    assert_same(generate(CONFIGS["dense"], slots=1), generate(CONFIGS["dense"]))
 
 
 @pytest.mark.parametrize("slots", [5, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_recorded_experts_are_those_of_the_learner(slots):
     config = tiny.TOGETHER["experts"]
-    rollout = draw(config, slots=slots)
+    rollout = generate(config, slots=slots)
     total_B = rollout.prompt_length_B + rollout.length_B
     index_1T = np.arange(rollout.tokens_BT.shape[1])[None]
     segment_BT = (index_1T < total_B[:, None]).astype(np.int32)
     _, routing = jax.jit(transformer.apply, static_argnames=("config", "mesh"))(
         tiny.params(config), config, jnp.asarray(rollout.tokens_BT), jnp.asarray(segment_BT), mesh=tiny.one_device()
     )
-    decoded_BT = index_1T < total_B[:, None] - 1  # the last token is drawn, not decoded
+    decoded_BT = index_1T < total_B[:, None] - 1  # the last token is sampled, not decoded
     wanted = np.where(decoded_BT[:, None, :, None], np.swapaxes(routing.expert, 0, 1), config.num_experts)
     assert rollout.expert_BLTA.dtype == np.uint8
     np.testing.assert_array_equal(rollout.expert_BLTA, wanted)

@@ -27,7 +27,7 @@ from gspax.run import record
 from gspax.run.directory import RunDir, open_run
 from gspax.sampler import sampler
 from gspax.sampler.inference_weights import make_inference_weights
-from gspax.sampler.placement import find_last_ahead, make_colocated_sampler, make_disaggregated_sampler, make_meshes
+from gspax.sampler.placement import find_last_ahead, make_meshes, make_sampler
 from gspax.training import in_flight, loop
 from gspax.training.in_flight import InFlight, start_rollout
 from gspax.training.step import run_step
@@ -83,7 +83,7 @@ def test_learner_and_sampler_have_disjoint_devices(runtime):
 def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(runtime):
     """The colocated sampler's mesh has the same shape."""
     mesh = reshape_mesh(runtime.mesh, dict(runtime.sampler.mesh.shape))
-    colocated = replace(runtime, sampler=make_colocated_sampler(DISAGGREGATED.model, mesh, runtime.mesh))
+    colocated = replace(runtime, sampler=make_sampler(DISAGGREGATED.model, mesh, runtime.mesh))
     results = [run_step(each, fresh(runtime), None, InFlight()) for each in (runtime, colocated)]
     (state, metrics, samples, *_), (state_too, metrics_too, samples_too, *_) = results
     assert samples.to_json() == samples_too.to_json()
@@ -178,7 +178,7 @@ def test_no_rollout_is_drawn_across_a_checkpoint(staleness, wanted):
 def test_parameters_are_pushed_in_their_compute_dtype_with_adapters_merged():
     half = replace(DISAGGREGATED, model=replace(experiment.model, dtype="bfloat16"), lora=Lora(rank=2))
     mesh, sampler_mesh = make_meshes(half)
-    push = make_disaggregated_sampler(half.model, sampler_mesh, mesh).push
+    push = make_sampler(half.model, sampler_mesh, mesh).push
     state = init_state(half.model, optax.identity(), jax.random.key(0), mesh)
     whole = push(state.params)
     optimizer = make_optimizer(half.optimizer)
@@ -194,7 +194,7 @@ def test_parameters_are_pushed_in_8_bits(runtime):
     """Quantised where the parameters are, so that bytes are sent."""
     model, mesh = DISAGGREGATED.model, runtime.sampler.mesh
     params = fresh(runtime).params
-    pushed = make_disaggregated_sampler(model, mesh, runtime.mesh, "int8").push(params)
+    pushed = make_sampler(model, mesh, runtime.mesh, "int8").push(params)
     assert devices(pushed) == set(jax.devices()[4:])
     jax.tree.map(
         np.testing.assert_array_equal, pushed, make_inference_weights(params, model, runtime.mesh, weights_dtype="int8")
@@ -231,15 +231,15 @@ def test_parameters_are_sharded_over_the_devices_of_one_slice():
 
 @pytest.mark.parametrize(("devices", "fits"), [(1, True), (2, True), (3, False), (4, True), (5, False), (6, True)])
 def test_with_several_processes_one_device_count_must_divide_the_other(monkeypatch, devices, fits):
-    mesh = make_mesh(Mesh(), jax.devices()[-devices:])
+    mesh, learner = make_mesh(Mesh(), jax.devices()[-devices:]), make_mesh(Mesh(), jax.devices()[:-devices])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     if fits:
-        assert make_disaggregated_sampler(DISAGGREGATED.model, mesh, mesh).mesh is mesh
+        assert make_sampler(DISAGGREGATED.model, mesh, learner).mesh is mesh
         return
     with pytest.raises(
         UserError, match=f"placement.devices: wanted a divisor or a multiple of the other {8 - devices}"
     ):
-        make_disaggregated_sampler(DISAGGREGATED.model, mesh, mesh)
+        make_sampler(DISAGGREGATED.model, mesh, learner)
 
 
 def test_staleness_without_a_correction_warns():

@@ -30,7 +30,7 @@ def params():
     return tiny.params(CONFIG)
 
 
-def draw(params, prompts=PROMPTS, ids=None, seed=0, sampling=SAMPLING, stop_ids=STOP, mesh=None):
+def generate(params, prompts=PROMPTS, ids=None, seed=0, sampling=SAMPLING, stop_ids=STOP, mesh=None):
     ids = range(len(prompts)) if ids is None else ids
     key = jax.random.key(seed)
     options = tiny.options(CONFIG, sampling, stop_ids, mesh)
@@ -51,7 +51,7 @@ def learner_logp(params, tokens, segment, temperature):
 
 @pytest.mark.parametrize("sampling", [SAMPLING, NARROW])
 def test_log_probs_equal_the_learners(params, sampling):
-    rollout = draw(params, sampling=sampling)
+    rollout = generate(params, sampling=sampling)
     total = rollout.prompt_length_B + rollout.length_B
     segment = (np.arange(rollout.tokens_BT.shape[1])[None] < total[:, None]).astype(np.int32)
     logp = learner_logp(params, rollout.tokens_BT, segment, sampling.temperature)
@@ -60,7 +60,7 @@ def test_log_probs_equal_the_learners(params, sampling):
 
 
 def test_rows_are_prompt_then_completion_then_padding(params):
-    rollout = draw(params)
+    rollout = generate(params)
     for row in range(12):
         prompt, length = PROMPTS[row // 3], rollout.length_B[row]
         tokens, mask = rollout.tokens_BT[row], rollout.mask_BT[row]
@@ -68,8 +68,8 @@ def test_rows_are_prompt_then_completion_then_padding(params):
         assert tokens[: len(prompt)].tolist() == prompt and rollout.prompt_length_B[row] == len(prompt)
         assert np.flatnonzero(mask).tolist() == list(range(len(prompt), end))
         assert not tokens[end:].any() and not rollout.logp_BT[row][~mask].any()
-        drawn = completion(rollout, row)
-        stopped = [token in STOP for token in drawn]
+        sampled = completion(rollout, row)
+        stopped = [token in STOP for token in sampled]
         assert not any(stopped[:-1])
         assert rollout.finished_B[row] == stopped[-1]
         assert stopped[-1] or length == SAMPLING.max_tokens
@@ -77,59 +77,60 @@ def test_rows_are_prompt_then_completion_then_padding(params):
 
 
 def test_a_sampled_token_0_is_in_the_mask(params):
-    rollout = draw(params, seed=3, stop_ids=())
+    rollout = generate(params, seed=3, stop_ids=())
     assert rollout.mask_BT.sum() == 12 * SAMPLING.max_tokens
-    assert (rollout.tokens_BT[rollout.mask_BT] == 0).any(), "the seed should draw token 0"
+    assert (rollout.tokens_BT[rollout.mask_BT] == 0).any(), "the seed should sample token 0"
 
 
 def test_a_sample_depends_only_on_key_prompt_id_and_position(params):
-    whole = draw(params)
-    part = draw(params, prompts=[PROMPTS[2], PROMPTS[0], [20, 21], [20, 21]], ids=[2, 0, 3, 3])
+    whole = generate(params)
+    part = generate(params, prompts=[PROMPTS[2], PROMPTS[0], [20, 21], [20, 21]], ids=[2, 0, 3, 3])
     for row in range(3):
         assert completion(part, row) == completion(whole, 6 + row)
         assert completion(part, 3 + row) == completion(whole, row)
-    other_ids = draw(params, ids=[4, 5, 6, 7])
-    other_key = draw(params, seed=1)
+    other_ids = generate(params, ids=[4, 5, 6, 7])
+    other_key = generate(params, seed=1)
     assert all(completion(other, 0) != completion(whole, 0) for other in (other_ids, other_key))
     assert len({tuple(completion(whole, row)) for row in range(3)}) == 3, "samples of one prompt differ"
 
 
 def test_sampling_continues_from_any_prefix_of_a_sample(params):
-    whole = draw(params, stop_ids=())
+    whole = generate(params, stop_ids=())
     for sample in range(3):
-        drawn = [completion(whole, 3 * prompt + sample) for prompt in range(4)]
-        longer = [PROMPTS[prompt] + drawn[prompt][: prompt + 1] for prompt in range(4)]
-        again = draw(params, prompts=longer, stop_ids=())
+        sampled = [completion(whole, 3 * prompt + sample) for prompt in range(4)]
+        longer = [PROMPTS[prompt] + sampled[prompt][: prompt + 1] for prompt in range(4)]
+        again = generate(params, prompts=longer, stop_ids=())
         for prompt in range(4):
-            assert completion(again, 3 * prompt + sample)[: 9 - prompt] == drawn[prompt][prompt + 1 :]
+            assert completion(again, 3 * prompt + sample)[: 9 - prompt] == sampled[prompt][prompt + 1 :]
 
 
 def test_a_higher_token_limit_extends_the_same_samples(params):
-    short = draw(params, stop_ids=())
-    longer = draw(params, stop_ids=(), sampling=replace(SAMPLING, max_tokens=14))
+    short = generate(params, stop_ids=())
+    longer = generate(params, stop_ids=(), sampling=replace(SAMPLING, max_tokens=14))
     for row in range(12):
         assert completion(longer, row)[: SAMPLING.max_tokens] == completion(short, row)
 
 
 def test_another_prompt_length_does_not_recompile(params):
-    draw(params)
+    generate(params)
     compiled = sampler._generate._cache_size()
-    draw(params, prompts=[[1] * 16, [3], [2] * 9, [5] * 2])
+    generate(params, prompts=[[1] * 16, [3], [2] * 9, [5] * 2])
     assert sampler._generate._cache_size() == compiled
 
 
 def test_prompts_longer_than_the_first_bucket(params):
     sampling = replace(SAMPLING, max_prompt_tokens=40)
-    assert sampler.pad_prompts([[1] * 17], 40, 17)[0].shape == (1, 32)
-    assert sampler.pad_prompts([[1] * 33], 40, 33)[0].shape == (1, 40)
-    assert completion(draw(params, sampling=sampling), 0) == completion(draw(params), 0)
+    limit = tiny.options(CONFIG, replace(SAMPLING, prompts=1, max_prompt_tokens=40))
+    assert sampler.place_prompts([[1] * 17], [0], limit).tokens_PS.shape == (1, 32)
+    assert sampler.place_prompts([[1] * 33], [0], limit).tokens_PS.shape == (1, 40)
+    assert completion(generate(params, sampling=sampling), 0) == completion(generate(params), 0)
 
 
 @pytest.mark.slow  # test_mesh.py has others
 def test_eight_devices_sample_the_same_tokens(params):
     mesh = sharding.make_mesh(Mesh(data=2, fsdp=4))
     prompts = [[1, 2, 3]] * 8
-    alone, spread = draw(params, prompts=prompts), draw(params, prompts=prompts, mesh=mesh)
+    alone, spread = generate(params, prompts=prompts), generate(params, prompts=prompts, mesh=mesh)
     np.testing.assert_array_equal(alone.tokens_BT, spread.tokens_BT)
     np.testing.assert_allclose(alone.logp_BT, spread.logp_BT, atol=1e-5)
 
@@ -155,12 +156,12 @@ def test_on_a_mesh_experts_run_under_shard_map_in_prefill_and_decode(params):
 )
 def test_prompts_of_invalid_length_are_rejected_with_their_problem_index(params, prompts, message):
     with pytest.raises(UserError, match=message):
-        draw(params, prompts=prompts, ids=range(40, 40 + len(prompts)))
+        generate(params, prompts=prompts, ids=range(40, 40 + len(prompts)))
 
 
 def test_rows_that_do_not_divide_over_the_devices_are_rejected(params):
     with pytest.raises(UserError, match="multiples of 8 devices, got 4 prompts x 3 samples = 12"):
-        draw(params, mesh=sharding.make_mesh(Mesh()))
+        generate(params, mesh=sharding.make_mesh(Mesh()))
 
 
 @pytest.mark.parametrize("size", [1, 2, 6, 31, 96, 257])  # blocks of 1, 1, 2, 1, 8 and 1 tokens
@@ -176,9 +177,9 @@ def test_tokens_follow_the_distribution_at_the_temperature(size, top_k):
     kept = np.argsort(-prob)[: top_k or size]
     expected = np.zeros(size)
     expected[kept] = prob[kept] / prob[kept].sum()
-    drawn = np.bincount(token, minlength=size)
-    assert drawn[expected == 0].sum() == 0
-    assert (np.abs(drawn - rows * expected) <= 5 * np.sqrt(rows * expected) + 1).all()
+    sampled = np.bincount(token, minlength=size)
+    assert sampled[expected == 0].sum() == 0
+    assert (np.abs(sampled - rows * expected) <= 5 * np.sqrt(rows * expected) + 1).all()
 
 
 def test_a_vocabulary_sharded_over_devices_is_drawn_from_without_gathering_it():
@@ -232,6 +233,6 @@ def test_filters_keep_the_tokens_computed_by_hand(top_k, top_p, min_p):
 
 def test_filtered_tokens_are_never_sampled(params):
     alike = [PROMPTS[0]] * 4
-    free, narrow = draw(params, prompts=alike), draw(params, prompts=alike, sampling=NARROW)
+    free, narrow = generate(params, prompts=alike), generate(params, prompts=alike, sampling=NARROW)
     assert len({completion(free, row)[0] for row in range(12)}) > 2
     assert len({completion(narrow, row)[0] for row in range(12)}) == 2

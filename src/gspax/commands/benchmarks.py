@@ -31,7 +31,7 @@ from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime
 from gspax.run.compilation import count_compilations
 from gspax.sampler.engine import SampleOptions
-from gspax.sampler.placement import make_colocated_sampler
+from gspax.sampler.placement import make_sampler
 from gspax.sampler.sampler import sample
 from gspax.training.in_flight import InFlight
 from gspax.training.step import run_step
@@ -248,7 +248,7 @@ def measure_sampling(runtime: Runtime) -> list[Figure]:
         model, sampling = case.model, case.sampling
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh))
         params = jax.jit(partial(transformer.init, model), out_shardings=shardings)(key)
-        weights = make_colocated_sampler(model, mesh, mesh).push(params)
+        weights = make_sampler(model, mesh, mesh).push(params)
         prompts = [[1 + i % (model.vocab_size - 1)] * sampling.max_prompt_tokens for i in range(sampling.prompts)]
         options = SampleOptions(model=model, sampling=sampling, stop_ids=case.stop_ids, mesh=mesh)
         call = partial(sample, weights, prompts, range(sampling.prompts), key, options)

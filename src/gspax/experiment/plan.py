@@ -10,6 +10,8 @@ from gspax.config import Experiment, trained_dtype, updates_per_step
 from gspax.experiment.description import describe, flatten, show
 from gspax.model.sizes.counts import active_parameter_count, parameter_count, trained_count, with_carried
 from gspax.model.sizes.memory import (
+    SamplerLayout,
+    choose_sampler_layout,
     count_device_prompts,
     count_slots,
     learner_bytes,
@@ -19,7 +21,6 @@ from gspax.model.sizes.memory import (
     sampler_bytes,
     size_of,
 )
-from gspax.model.sizes.sampler_layout import SamplerLayout, choose_sampler_layout
 from gspax.parallel import sharding
 
 

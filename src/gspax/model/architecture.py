@@ -1,4 +1,4 @@
-"""What a model configuration must fulfil. Imports no jax."""
+"""The rules that a model configuration must satisfy. Imports no jax."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def architecture_problems(m: ModelConfig) -> Iterator[str]:
     if m.head_dim % 2:
         yield f"model.head_dim: wanted an even number (RoPE rotates pairs), got {m.head_dim}"
     sparse = [is_sparse(m, layer) for layer in range(m.num_hidden_layers)]
-    outside = [layer for layer in m.mlp_only_layers if not 0 <= layer < m.num_hidden_layers]
-    if outside:
+    if outside := [layer for layer in m.mlp_only_layers if not 0 <= layer < m.num_hidden_layers]:
         yield f"model.mlp_only_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
     if not all(sparse) and m.intermediate_size < 1:
         yield f"model.intermediate_size: wanted at least 1 for the dense layers, got {m.intermediate_size}"

@@ -1,20 +1,23 @@
-"""The model as the sampler runs it: `prefill` of whole prompts, and `decode`, one token of every slot at a time.
+"""The model as the sampler runs it: `prefill` of whole prompts, `decode`, one token of every slot at a time, and
+`extend`, several new tokens of a slot after what it holds.
 
-Both take the inference weights (`sampler.inference_weights`), whose layers are not stacked: each layer's weights and
-each layer's cache are arrays of their own, and the layers are unrolled, so that they are read in place. XLA:TPU turns
-one layer of a stacked array into a copy before it reads it.
+They take inference weights (`sampler.inference_weights`), whose layers are not stacked: each layer's weights and each
+layer's cache are arrays of their own, and the layers are unrolled, so that they are read in place. XLA:TPU turns one
+layer of a stacked array into a copy before it reads it.
 
-A prompt's keys and values exist once per prompt; a slot has those of its own completion.
+A prompt's keys and values exist once per prompt; a slot has those of its own completion. A multi-turn rollout continues
+after an environment's reply: the reply is run in blocks, every weight is read once for each block, and the slot then
+decodes as before.
 
-Axes: P prompts, S prompt positions, W slots, C completion positions, D model, N query heads, K key/value heads, H head,
-A active experts, L sparse layers.
+Axes: P prompts, S prompt positions, W slots, C completion positions, M new tokens of each slot in a block, X new tokens
+in all, D model, N query heads, K key/value heads, R = N/K, H head, A active experts, L sparse layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,36 +26,42 @@ from jax.sharding import PartitionSpec
 
 from gspax.config import ModelConfig, SamplerDtype, is_sparse, layer_windows
 from gspax.model import transformer
-from gspax.model.attention import Attend, attend_within_segments
 from gspax.model.kernels import segments
-from gspax.model.kernels.decode_attention import decode_attention, merge, write_positions
-from gspax.model.kernels.quantization import Weight, contract, is_quantized, look_up, quantize
-from gspax.model.kernels.segments import Segment
-from gspax.model.layers import rms_norm, rotary_angles
+from gspax.model.kernels.decode_attention import merge
+from gspax.model.kernels.online_softmax import MASKED
+from gspax.model.kernels.quantization import contract, is_quantized, look_up
+from gspax.model.kernels.segments import Segments
+from gspax.model.layers import Attend, attend_within_segments, rms_norm, rotary_angles
 from gspax.model.transformer import LayerInputs, layer_graph
 from gspax.parallel.sharding import batch_shards, constrain, constrain_tokens, sample_axis, spec
-from gspax.types import Array, Params
+from gspax.types import Array, Params, PyTree
+
+BLOCK = 32  # tokens of `extend`; the scores of a block of 32 query heads and 512 positions take 2 MiB of float32
+NO_WINDOW = 2**30  # the window of a layer without one, where other layers have one
 
 
 class LayerCache(NamedTuple):
     """One layer's keys and values, in the compute dtype or in 8 bits: the prompts', and the slots' completions'."""
 
-    prompt: tuple[Segment, ...]  # of one array each; X = P
-    completion: tuple[Segment, ...]  # X = W
+    prompt: Segments  # one; X = P
+    completion: Segments  # X = W
 
 
 Cache = tuple[LayerCache, ...]  # by layer
-PromptCache = tuple[Segment, ...]  # by layer; X = P
+PromptCache = tuple[Segments, ...]  # by layer
 
 
 class Slots(NamedTuple):
-    """Where the new tokens of the slots go: one for each in `decode`, several in `extension.extend`."""
+    """The places of the slots' new tokens: one for each slot in `decode`, several in `extend`."""
 
     prompt_length_W: Array  # int32
     # int32, the prompt of each slot, counted on its own device; None: slot w belongs to prompt w // (W // P)
     prompt_W: Array | None
     first: Array  # int32, the completion position of the first new token; [] if that is one for all slots, else [W]
     count_W: Array  # int32, the new tokens; slots without any are treated as padding
+
+
+# --- prefill ---------------------------------------------------------------------------------------------------------
 
 
 def prefill(
@@ -89,13 +98,12 @@ def prefill(
     count = -(-own // chunk)
     size = -(-own // count)
 
-    def hold(results: Any) -> Any:
-        """Rows by device, each device with its own."""
+    def on_own_devices(results: PyTree) -> PyTree:
         hidden, cache, expert = results
         cache = jax.tree.map(lambda x: constrain(x, mesh, "batch", "layer", "heads"), cache)
         return constrain(hidden, mesh, "batch"), cache, constrain(expert, mesh, "batch")
 
-    def add(number: Array, results: Any) -> Any:
+    def add(number: Array, results: PyTree) -> PyTree:
         first = jnp.minimum(number * size, own - size)  # the last chunk overlaps the one before
 
         def take(x_P: Array) -> Array:
@@ -105,11 +113,11 @@ def prefill(
         def put(all_QO: Array, x: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(all_QO, x.reshape(Q, size, *x.shape[1:]), first, axis=1)
 
-        return hold(jax.tree.map(put, results, run(take(tokens_PS), take(length_P))))
+        return on_own_devices(jax.tree.map(put, results, run(take(tokens_PS), take(length_P))))
 
     shapes = jax.eval_shape(run, tokens_PS[: Q * size], length_P[: Q * size])
     empty = jax.tree.map(lambda x: jnp.zeros((Q, own, *x.shape[1:]), x.dtype), shapes)
-    results = jax.lax.fori_loop(0, count, add, hold(empty))
+    results = jax.lax.fori_loop(0, count, add, on_own_devices(empty))
     return jax.tree.map(lambda x_QO: x_QO.reshape(Q * own, *x_QO.shape[2:]), results)
 
 
@@ -122,35 +130,21 @@ def _prefill(
     kv_cache_dtype: SamplerDtype,
     mesh: jax.sharding.Mesh,
 ) -> tuple[Array, PromptCache, Array]:
-    """`prefill` of all these prompts at once."""
+    """`prefill` in one chunk."""
     P, S = tokens_PS.shape
     index_PS = jnp.broadcast_to(jnp.arange(S)[None], (P, S))
     segment_PS = (index_PS < length_P[:, None]).astype(jnp.int32)
     within = attend_within_segments(segment_PS, mesh, layer_windows(config))
 
-    def attend(q, k_PSKH, v_PSKH, cache, layer):
-        context, _ = within(q, k_PSKH, v_PSKH, None, layer)
+    def attend(q_PSNH: Array, k_PSKH: Array, v_PSKH: Array, cache: None, layer: Array | int) -> tuple[Array, Segments]:
+        context_PSNH, _ = within(q_PSNH, k_PSKH, v_PSKH, cache, layer)
         k_PKSH, v_PKSH = (constrain(x.swapaxes(1, 2), mesh, "batch", "heads") for x in (k_PSKH, v_PSKH))
-        return context, _to_segment(k_PKSH, v_PKSH, kv_cache_dtype, mesh)
+        segment = segments.make_segment(k_PKSH, v_PKSH, int8=kv_cache_dtype == "int8", kernel=on_tpu(mesh))
+        return context_PSNH, (segment,)
 
     shared = LayerInputs(rotary_angles(index_PS, config), segment_PS > 0, attend, mesh)
-    hidden_PSD, cache, expert_PSLA = run_layers(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
+    hidden_PSD, cache, expert_PSLA = _run_layers(params, config, tokens_PS, shared, (None,) * config.num_hidden_layers)
     return jnp.take_along_axis(hidden_PSD, length_P[:, None, None] - 1, axis=1)[:, 0], cache, expert_PSLA
-
-
-def _to_segment(k_XKSH: Array, v_XKSH: Array, kv_cache_dtype: SamplerDtype, mesh: jax.sharding.Mesh) -> Segment:
-    """Keys and values as they are cached: in this dtype, and keys transposed except on TPU."""
-    segment = Segment(k_XKSH, v_XKSH)
-    if kv_cache_dtype == "int8":
-        segment = _quantize(segment)
-    if on_tpu(mesh):
-        return segment
-    return segment._replace(k_XKHS=jax.tree.map(lambda x: x.swapaxes(2, 3) if x.ndim == 4 else x, segment.k_XKHS))
-
-
-def _quantize(new: Segment) -> Segment:
-    """New keys and values with one scale for each token and head."""
-    return Segment(*(quantize(x, axes=(-1,)) for x in new))
 
 
 def new_cache(
@@ -163,20 +157,23 @@ def new_cache(
     mesh: jax.sharding.Mesh,
 ) -> Cache:
     """The cache of these prompts, and of `max_tokens` positions for each of so many slots."""
-    K, H, rows = config.num_key_value_heads, config.head_dim, sample_axis(mesh, slots)
+    K, H, rows, kernel = config.num_key_value_heads, config.head_dim, sample_axis(mesh, slots), on_tpu(mesh)
 
-    def empty(size: int) -> Segment:
+    def empty(size: int) -> segments.Segment:
         zeros_WKSH = jnp.zeros((slots, K, size, H), config.dtype)
-        segment = _to_segment(zeros_WKSH, zeros_WKSH, kv_cache_dtype, mesh)
+        segment = segments.make_segment(zeros_WKSH, zeros_WKSH, int8=kv_cache_dtype == "int8", kernel=kernel)
         return jax.tree.map(lambda x: constrain(x, mesh, rows, "heads"), segment)
 
-    sizes = [max_tokens] if on_tpu(mesh) else segments.segment_sizes(max_tokens)
-    return tuple(LayerCache(prompt=(prompt,), completion=tuple(map(empty, sizes))) for prompt in prompts)
+    sizes = segments.segment_sizes(max_tokens, kernel=kernel)
+    return tuple(LayerCache(prompt=prompt, completion=tuple(map(empty, sizes))) for prompt in prompts)
 
 
 def on_tpu(mesh: jax.sharding.Mesh) -> bool:
-    """Whether `decode_attention` reads blocks of one array per cache; elsewhere `segments` are read."""
+    """Whether the cache is in the layout of the TPU kernel `decode_attention`."""
     return bool(mesh.devices.flat[0].platform == "tpu")
+
+
+# --- decode and extend -----------------------------------------------------------------------------------------------
 
 
 def decode(
@@ -194,22 +191,54 @@ def decode(
     at one position, or no layer have a window.
     """
     position_W1 = (slots.prompt_length_W + slots.first)[:, None]
-    attend = attend_over_cache(attend_local, slots, config, mesh)
+    attend = _attend_over_cache(_attend_to_token, slots, config, mesh)
     angles = jax.lax.optimization_barrier(rotary_angles(position_W1, config))  # once, not in every product's fusion
     shared = LayerInputs(angles, slots.count_W[:, None] > 0, attend, mesh)
-    hidden_W1D, cache, expert_W1LA = run_layers(params, config, token_W[:, None], shared, cache)
+    hidden_W1D, cache, expert_W1LA = _run_layers(params, config, token_W[:, None], shared, cache)
     return hidden_W1D[:, 0], cache, expert_W1LA[:, 0]
 
 
-def cache_access(kernel: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The functions that read and write a cache: those of the TPU kernel's layout, or those of segments."""
-    read, write = (_read_blocks, _write_in_one) if kernel else (segments.attend, segments.write)
+def extend(
+    params: Params,
+    config: ModelConfig,
+    tokens_WX: Array,
+    cache: Cache,
+    slots: Slots,
+    *,
+    mesh: jax.sharding.Mesh,
+) -> tuple[Array, Cache, Array]:
+    """Run and cache the slots' new tokens: the final hidden state of each slot's last one `[W, D]`, the cache, and the
+    experts int32 `[W, X, L, A]`.
 
-    def write_rounded(cache: tuple[Segment, ...], k_WKH: Array, v_WKH: Array, step: Array) -> tuple[Segment, ...]:
-        new = Segment(k_WKH, v_WKH)
-        return write(cache, *(_quantize(new) if is_quantized(cache[0].v_XKSH) else new), step)
+    Args:
+      params: inference weights.
+      tokens_WX: int32; X is at most `BLOCK` or a multiple of it. Only the first `count_W` of a row are read.
+      cache: with room for them.
+      slots: where they go. The cache of a slot without new tokens keeps what it holds, and its hidden state is
+        undefined; so are the experts of all positions that are not read.
+    """
+    W, X = tokens_WX.shape
+    M, L = min(X, BLOCK), sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+    index_1M = jnp.arange(M)[None]
 
-    return read, write_rounded
+    def run(block: Array, carry: tuple[Array, Cache, Array]) -> tuple[Array, Cache, Array]:
+        last_WD, cache, expert_WXLA = carry
+        count_W = jnp.clip(slots.count_W - block * M, 0, M)
+        part = slots._replace(first=slots.first + block * M, count_W=count_W)
+        tokens_WM = jax.lax.dynamic_slice_in_dim(tokens_WX, block * M, M, axis=1)
+        position_WM = (part.prompt_length_W + part.first)[:, None] + index_1M
+        attend = _attend_over_cache(_attend_to_block, part, config, mesh)
+        shared = LayerInputs(rotary_angles(position_WM, config), index_1M < count_W[:, None], attend, mesh)
+        hidden_WMD, cache, expert_WMLA = _run_layers(params, config, tokens_WM, shared, cache)
+        at_W11 = jnp.maximum(count_W - 1, 0)[:, None, None]
+        here_WD = jnp.take_along_axis(hidden_WMD, at_W11, axis=1)[:, 0]
+        expert_WXLA = jax.lax.dynamic_update_slice_in_dim(expert_WXLA, expert_WMLA, block * M, axis=1)
+        return jnp.where(count_W[:, None] > 0, here_WD, last_WD), cache, expert_WXLA
+
+    expert_WXLA = jnp.zeros((W, X, L, config.num_experts_per_tok), jnp.int32)
+    begin = jnp.zeros((W, config.hidden_size), config.dtype), cache, expert_WXLA
+    with jax.named_scope("extend"):
+        return jax.lax.fori_loop(0, -(-slots.count_W.max() // M), run, begin)
 
 
 def logits(params: Params, hidden_BD: Array) -> Array:
@@ -221,7 +250,9 @@ def logits(params: Params, hidden_BD: Array) -> Array:
         return contract("bd,dv->bv" if "head" in params else "bd,vd->bv", hidden_BD, weight, jnp.float32)
 
 
-def run_layers(params: Params, config: ModelConfig, tokens_BT: Array, shared: LayerInputs, cache: tuple[Any, ...]):
+def _run_layers(
+    params: Params, config: ModelConfig, tokens_BT: Array, shared: LayerInputs, cache: tuple[PyTree, ...]
+) -> tuple[Array, tuple[PyTree, ...], Array]:
     """Final hidden states `[B, T, D]`, the layers' new caches, and the experts `[B, T, L, A]`."""
     x_BTD = constrain_tokens(look_up(params["embedding"], tokens_BT, config.dtype), shared.mesh)
     experts, updated = [jnp.zeros((*tokens_BT.shape, 0, config.num_experts_per_tok), jnp.int32)], []
@@ -235,22 +266,26 @@ def run_layers(params: Params, config: ModelConfig, tokens_BT: Array, shared: La
     return hidden_BTD, tuple(updated), jnp.concatenate(experts, axis=2)
 
 
-def attend_over_cache(
+# --- attention to a cache --------------------------------------------------------------------------------------------
+
+
+def _attend_over_cache(
     local: Callable[..., tuple[Array, LayerCache]], slots: Slots, config: ModelConfig, mesh: jax.sharding.Mesh
 ) -> Attend:
     """Attention of the slots' M new tokens to their prompts, their completions so far, and one another.
 
-    Args:
-      local: as `attend_local`, for the slots and heads of one device.
+    `local` is `_attend_to_token` or `_attend_to_block`, for the slots and heads of one device.
     """
     windows = layer_windows(config)
     (rows,), (prompts, heads) = spec(sample_axis(mesh, len(slots.count_W))), spec("batch", "heads")
     by_row, by_head = PartitionSpec(rows), PartitionSpec(rows, heads)
-    cached: Any = LayerCache._make((PartitionSpec(prompts, heads), by_head))
+    cached: PyTree = LayerCache._make((PartitionSpec(prompts, heads), by_head))
     placed = jax.tree.map(lambda x: by_row if x.ndim else PartitionSpec(), slots)
 
-    def attend(q_WMNH, k_WMKH, v_WMKH, cache: LayerCache, layer: Any):
-        of_layer = partial(local, window=windows[layer] if windows else None, kernel=on_tpu(mesh))
+    def attend(
+        q_WMNH: Array, k_WMKH: Array, v_WMKH: Array, cache: LayerCache, layer: Array | int
+    ) -> tuple[Array, LayerCache]:
+        of_layer = partial(local, window=windows[int(layer)] if windows else NO_WINDOW, kernel=on_tpu(mesh))
         if mesh.size > 1:
             in_specs = by_head, by_head, by_head, cached, placed
             of_layer = jax.shard_map(
@@ -263,61 +298,103 @@ def attend_over_cache(
     return attend
 
 
-def attend_local(
-    q_WNMH: Array,
-    k_WKMH: Array,
-    v_WKMH: Array,
-    cache: LayerCache,
-    slots: Slots,
-    *,
-    window: int | None,
-    kernel: bool,
+def _attend_to_token(
+    q_WN1H: Array, k_WK1H: Array, v_WK1H: Array, cache: LayerCache, slots: Slots, *, window: int, kernel: bool
 ) -> tuple[Array, LayerCache]:
-    """The context of each slot's new token (M = 1), and the cache with that token's key and value."""
-    q_WNH, k_WKH, v_WKH = (x[:, :, 0] for x in (q_WNMH, k_WKMH, v_WKMH))
+    """The context of each slot's new token, and the cache with that token's key and value."""
+    q_WNH, k_WKH, v_WKH = (x[:, :, 0] for x in (q_WN1H, k_WK1H, v_WK1H))
     q_WNH, k_WKH = jax.lax.optimization_barrier((q_WNH, k_WKH))  # rotated once, not by every reader's fusion
-    read, write = cache_access(kernel)
-    completion = write(cache.completion, k_WKH, v_WKH, slots.first)
+    completion = segments.write(cache.completion, k_WKH, v_WKH, slots.first, kernel=kernel)
     active_W, first_W = slots.count_W > 0, jnp.broadcast_to(slots.first, slots.count_W.shape)
-    oldest_W = jnp.zeros_like(first_W) if window is None else jnp.maximum(first_W + 1 - window, 0)
-    own = read(q_WNH, completion, oldest_W, jnp.where(active_W, first_W + 1, 0))
-    oldest_W = jnp.zeros_like(first_W)
-    if window is not None:
-        oldest_W = jnp.clip(slots.prompt_length_W + first_W + 1 - window, 0, slots.prompt_length_W)
-    end_W = jnp.where(active_W, slots.prompt_length_W, 0)
-    if slots.prompt_W is None:
-        of_prompt = attend_to_own_prompt(read, q_WNH, cache.prompt, oldest_W, end_W)
-    else:
-        of_prompt = read(q_WNH, cache.prompt, oldest_W, end_W, slots.prompt_W)
+    oldest_W = oldest_in_prompt_W = jnp.zeros_like(first_W)
+    if window < NO_WINDOW:
+        oldest_W = jnp.maximum(first_W + 1 - window, 0)
+        oldest_in_prompt_W = jnp.clip(slots.prompt_length_W + first_W + 1 - window, 0, slots.prompt_length_W)
+    own = segments.attend(q_WNH, completion, oldest_W, jnp.where(active_W, first_W + 1, 0), kernel=kernel)
+    of_prompt = _attend_to_prompts(q_WNH, cache.prompt, oldest_in_prompt_W, slots, slots.prompt_W, kernel=kernel)
     context_WNH, _ = merge(of_prompt, own)
-    return context_WNH.astype(q_WNMH.dtype)[:, :, None], LayerCache(cache.prompt, completion)
+    return context_WNH.astype(q_WN1H.dtype)[:, :, None], LayerCache(cache.prompt, completion)
 
 
-def attend_to_own_prompt(
-    read: Callable[..., Any], q_WNH: Array, prompt: tuple[Segment, ...], oldest_W: Array, end_W: Array
+def _attend_to_prompts(
+    q_WNH: Array, prompt: Segments, oldest_W: Array, slots: Slots, prompt_W: Array | None, *, kernel: bool
 ) -> tuple[Array, Array]:
-    """`read` the prompts, each once for all its slots, which are adjacent and see the same positions of it."""
+    """Attention of the active slots to their prompts.
+
+    Without `prompt_W` each prompt is read once for all its slots, which are adjacent and see the same positions of it.
+    """
+    end_W = jnp.where(slots.count_W > 0, slots.prompt_length_W, 0)
+    if prompt_W is not None:
+        return segments.attend(q_WNH, prompt, oldest_W, end_W, prompt_W, kernel=kernel)
     (W, N, H), (P, K) = q_WNH.shape, prompt[0].v_XKSH.shape[:2]
     G, R = W // P, N // K
     q_PNH = q_WNH.reshape(P, G, K, R, H).swapaxes(1, 2).reshape(P, K * G * R, H)
-    bounds = oldest_W.reshape(P, G).max(axis=1), end_W.reshape(P, G).max(axis=1)  # one for all that are live
-    context_PNH, logsumexp_PN = read(q_PNH, prompt, *bounds)
+    bounds = oldest_W.reshape(P, G).max(axis=1), end_W.reshape(P, G).max(axis=1)  # one for all that are active
+    context_PNH, logsumexp_PN = segments.attend(q_PNH, prompt, *bounds, kernel=kernel)
     context_WNH = context_PNH.reshape(P, K, G, R, H).swapaxes(1, 2).reshape(W, N, H)
     return context_WNH, logsumexp_PN.reshape(P, K, G, R).swapaxes(1, 2).reshape(W, N)
 
 
-def _read_blocks(q_WNH: Array, cache: tuple[Segment, ...], *bounds: Array) -> tuple[Array, Array]:
-    """`decode_attention` to a cache of one array."""
-    ((k_XKTH, v_XKTH),) = cache
-    return decode_attention(q_WNH, k_XKTH, v_XKTH, *bounds)
+def _attend_to_block(
+    q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, cache: LayerCache, slots: Slots, *, window: int, kernel: bool
+) -> tuple[Array, LayerCache]:
+    """The context of each slot's new tokens, and the cache with their keys and values.
+
+    A token attends to its prompt, to the slot's cached completion, and to the block up to itself; the three parts make
+    one softmax. With a window the tokens attend one after the other: each of them sees other positions.
+    """
+    (W, N, M, H), prompt_W = q_WNMH.shape, slots.prompt_W
+    numbers_W = jnp.arange(W) // (W // cache.prompt[0].v_XKSH.shape[0])
+    if window < NO_WINDOW:
+        slots = slots._replace(prompt_W=numbers_W if prompt_W is None else prompt_W)
+        return _attend_one_by_one(q_WNMH, k_WKMH, v_WKMH, cache, slots, window=window, kernel=kernel)
+    if prompt_W is None and kernel:  # which reads rows by number, and holds the queries of few rows at a time
+        prompt_W = numbers_W
+    first_W, count_W = slots.first, slots.count_W
+    zeros_W = jnp.zeros_like(count_W)
+    # the tokens of a query head as so many heads, which see the same positions of prompt and cache
+    q_WLH = q_WNMH.reshape(W, N * M, H)
+    so_far = segments.attend(q_WLH, cache.completion, zeros_W, jnp.where(count_W > 0, first_W, 0), kernel=kernel)
+    of_prompt = _attend_to_prompts(q_WLH, cache.prompt, zeros_W, slots, prompt_W, kernel=kernel)
+    context_WLH, _ = merge(merge(of_prompt, so_far), _attend_within_block(q_WNMH, k_WKMH, v_WKMH, count_W))
+
+    def write_one(m: Array, completion: Segments) -> Segments:
+        """The positions beyond the new tokens get the last of them again, where it belongs."""
+        m_W = jnp.clip(m, 0, jnp.maximum(count_W - 1, 0))
+        k_WKH, v_WKH = (jnp.take_along_axis(x, m_W[:, None, None, None], axis=2)[:, :, 0] for x in (k_WKMH, v_WKMH))
+        return segments.write(completion, k_WKH, v_WKH, first_W + m_W, kernel=kernel)
+
+    # A slot without new tokens gets a key at its next position, which decoding replaces before it is read.
+    completion = jax.lax.fori_loop(0, jnp.maximum(count_W.max(), 1), write_one, cache.completion)
+    return context_WLH.reshape(W, N, M, H), LayerCache(cache.prompt, completion)
 
 
-def _write_in_one(cache: tuple[Segment, ...], k_WKH: Weight, v_WKH: Weight, step: Array) -> tuple[Segment, ...]:
-    """The cache of one array with each slot's new key and value at its step."""
+def _attend_within_block(q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, count_W: Array) -> tuple[Array, Array]:
+    """Causal attention within the block, as the result of `decode_attention` for N·M query heads."""
+    (W, N, M, H), K = q_WNMH.shape, k_WKMH.shape[1]
+    q_WKRMH = q_WNMH.reshape(W, K, N // K, M, H)
+    score = jnp.einsum("wkrmh,wksh->wkrms", q_WKRMH, k_WKMH, preferred_element_type=jnp.float32) * H**-0.5
+    order_M = jnp.arange(M)
+    seen_WMM = (order_M[None, None] <= order_M[None, :, None]) & (order_M[None, None] < count_W[:, None, None])
+    score = jnp.where(seen_WMM[:, None, None], score, MASKED)
+    logsumexp = jax.nn.logsumexp(score, axis=-1)
+    weight = jnp.exp(score - logsumexp[..., None])
+    context = jnp.einsum("wkrms,wksh->wkrmh", weight.astype(v_WKMH.dtype), v_WKMH, preferred_element_type=jnp.float32)
+    return context.reshape(W, N * M, H), logsumexp.reshape(W, N * M)
 
-    def write(cache_WKTH: Array, new_WKH: Array) -> Array:  # or of scales, without the axis H
-        if step.ndim == 0:
-            return jax.lax.dynamic_update_slice_in_dim(cache_WKTH, new_WKH[:, :, None], step, axis=2)
-        return write_positions(cache_WKTH, new_WKH, step)
 
-    return (jax.tree.map(write, cache[0], Segment(k_WKH, v_WKH)),)
+def _attend_one_by_one(
+    q_WNMH: Array, k_WKMH: Array, v_WKMH: Array, cache: LayerCache, slots: Slots, *, window: int, kernel: bool
+) -> tuple[Array, LayerCache]:
+    """`_attend_to_block` in a layer with a window: each token as in a decoding pass of its own."""
+
+    def step(m: Array, carry: tuple[Array, LayerCache]) -> tuple[Array, LayerCache]:
+        context_WNMH, cache = carry
+        now = slots._replace(
+            first=slots.first + jnp.minimum(m, slots.count_W), count_W=jnp.clip(slots.count_W - m, 0, 1)
+        )
+        q, k, v = (jax.lax.dynamic_slice_in_dim(x, m, 1, axis=2) for x in (q_WNMH, k_WKMH, v_WKMH))
+        context_WN1H, cache = _attend_to_token(q, k, v, cache, now, window=window, kernel=kernel)
+        return jax.lax.dynamic_update_slice_in_dim(context_WNMH, context_WN1H, m, axis=2), cache
+
+    return jax.lax.fori_loop(0, slots.count_W.max(), step, (jnp.zeros_like(q_WNMH), cache))

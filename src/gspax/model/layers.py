@@ -1,12 +1,18 @@
-"""The building blocks of a Qwen3 layer: parameters, RMSNorm, SwiGLU, rotary position embedding.
+"""The building blocks of a Qwen3 layer: parameters, RMSNorm, SwiGLU, rotary position embedding, attention.
 
 The norm and the gate recompute their element-wise operations in the backward pass: only their inputs are saved, which
 halves the memory of a dense layer's residuals, and reading fewer of them makes the backward pass faster.
+
+The attention layer projects; an `Attend` function decides what is attended to: the row itself
+(`attend_within_segments`, for the learner and prefill) or a cache (`model.decoding`).
+
+Axes: as in docs/architecture.md; R = N/K query heads share a key head.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -15,22 +21,27 @@ import numpy as np
 from flax import nnx
 
 from gspax.config import ModelConfig, Yarn
+from gspax.model.kernels.attention import Rows, row_attention
 from gspax.model.kernels.quantization import contract
-from gspax.types import Array
+from gspax.parallel.sharding import spec, token_spec
+from gspax.types import Array, PyTree
+
+# (q [B, T, N, H], k [B, T, K, H], v, cache, layer) -> (context [B, T, N, H], cache)
+Attend = Callable[[Array, Array, Array, PyTree, Array | int], tuple[Array, PyTree]]
 
 
-def init_weight(rngs: nnx.Rngs, scale: float, **axes: int) -> nnx.Param:
+def init_weight(rngs: nnx.Rngs, scale: float, **axes: int) -> nnx.Param[Array]:
     """A normal float32 parameter; the keywords are its logical axes (`parallel.sharding.RULES`) and their sizes."""
     value = scale * jax.random.normal(rngs.params(), tuple(axes.values()))
     return nnx.Param(value, axes=tuple(axes))
 
 
-def init_bias(enabled: bool, **axes: int) -> nnx.Param | None:
+def init_bias(enabled: bool, **axes: int) -> nnx.Param[Array] | None:
     """A zero float32 parameter with named axes, or None if the model has no such bias."""
     return nnx.Param(jnp.zeros(tuple(axes.values())), axes=tuple(axes)) if enabled else None
 
 
-def add_bias(x_BT: Array, bias: nnx.Param | None) -> Array:
+def add_bias(x_BT: Array, bias: nnx.Param[Array] | None) -> Array:
     """`x [B, T, ...]` plus a bias `[...]`, in x's dtype."""
     return x_BT if bias is None else x_BT + bias[None, None].astype(x_BT.dtype)
 
@@ -128,3 +139,52 @@ def rotate(x_BTNH: Array, angles: tuple[Array, Array]) -> Array:
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)
+
+
+class Attention(nnx.Module):
+    """Projections to queries, keys and values, `attend`, output projection."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        scale = config.initializer_range
+        self.query = init_weight(rngs, scale, embed=D, heads=N, head=H)
+        self.key = init_weight(rngs, scale, embed=D, heads=K, head=H)
+        self.value = init_weight(rngs, scale, embed=D, heads=K, head=H)
+        self.out = init_weight(rngs, scale, heads=N, head=H, embed=D)
+        has_bias = config.attention_bias or config.qkv_bias
+        self.query_bias = init_bias(has_bias, heads=N, head=H)
+        self.key_bias = init_bias(has_bias, heads=K, head=H)
+        self.value_bias = init_bias(has_bias, heads=K, head=H)
+        self.out_bias = init_bias(config.attention_bias, embed=D)
+        self.query_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(H, config.rms_norm_eps) if config.qk_norm else None
+
+    def __call__(
+        self, x_BTD: Array, angles: tuple[Array, Array], attend: Attend, cache: PyTree, layer: Array | int
+    ) -> tuple[Array, PyTree]:
+        q_BTNH = add_bias(contract("btd,dnh->btnh", x_BTD, self.query.get_value()), self.query_bias)
+        k_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.key.get_value()), self.key_bias)
+        v_BTKH = add_bias(contract("btd,dkh->btkh", x_BTD, self.value.get_value()), self.value_bias)
+        q_BTNH = rotate(q_BTNH if self.query_norm is None else self.query_norm(q_BTNH), angles)
+        k_BTKH = rotate(k_BTKH if self.key_norm is None else self.key_norm(k_BTKH), angles)
+        context_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache, layer)
+        return add_bias(contract("btnh,nhd->btd", context_BTNH, self.out.get_value()), self.out_bias), cache
+
+
+def attend_within_segments(
+    segment_BT: Array,
+    mesh: jax.sharding.Mesh,
+    windows: tuple[int, ...] = (),
+    prefix_BT: Array | None = None,
+) -> Attend:
+    """Causal attention of each token to its own segment (padding is segment 0), and to all of segment `prefix_BT`.
+
+    The cache is returned unchanged.
+    """
+    by_row, by_time = (*token_spec(mesh, *segment_BT.shape), None)[:2]
+    rows = Rows(segment_BT, mesh, by_row, by_time, spec("heads")[0], windows, prefix_BT)
+
+    def attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, cache: PyTree, layer: Array | int) -> tuple[Array, PyTree]:
+        return row_attention(q_BTNH, k_BTKH, v_BTKH, layer, rows), cache
+
+    return attend

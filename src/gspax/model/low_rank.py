@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 import jax
 
-from gspax.types import Array
+from gspax.types import Array, Params, PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -32,34 +32,35 @@ class LowRank:
         return self.base + self.scale * product.reshape(self.base.shape)
 
 
-def dense(params: Any) -> Any:
+def dense(params: Params) -> Params:
     """The tree with every `LowRank` replaced by the weight that it stands for."""
     return jax.tree.map(lambda leaf: leaf.dense() if is_low_rank(leaf) else leaf, params, is_leaf=is_low_rank)
 
 
-def partition(params: Any) -> tuple[Any, Any]:
+def partition(params: Params) -> tuple[Params, Params]:
     """(trained, frozen): two trees like `params`, each with None where the other has an array.
 
     If the tree has a `LowRank`, only the factors a and b are trained; otherwise every leaf is.
     """
-    adapted = any(is_low_rank(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_low_rank))
-    nothing = jax.tree.map(lambda _: None, params)
-    if not adapted:
-        return params, nothing
+    if not any(map(is_low_rank, jax.tree.leaves(params, is_leaf=is_low_rank))):
+        return params, jax.tree.map(lambda _: None, params)
 
-    def select(leaf: Any, trained: bool) -> Any:
+    def select(leaf: PyTree, trained: bool) -> PyTree:
         if not is_low_rank(leaf):
             return None if trained else leaf
         return replace(leaf, base=None) if trained else replace(leaf, a=None, b=None)
 
-    return tuple(jax.tree.map(lambda leaf, t=t: select(leaf, t), params, is_leaf=is_low_rank) for t in (True, False))
+    trained, frozen = (
+        jax.tree.map(partial(select, trained=trained), params, is_leaf=is_low_rank) for trained in (True, False)
+    )
+    return trained, frozen
 
 
-def combine(trained: Any, frozen: Any) -> Any:
+def combine(trained: Params, frozen: Params) -> Params:
     """The inverse of `partition`."""
     return jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=lambda leaf: leaf is None)
 
 
-def is_low_rank(leaf: Any) -> bool:
+def is_low_rank(leaf: object) -> bool:
     """Whether a node of the tree is a `LowRank`."""
     return isinstance(leaf, LowRank)

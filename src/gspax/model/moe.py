@@ -1,32 +1,38 @@
 """The mixture-of-experts layer of Qwen3-MoE, dropless: routed in float32, then each token through its own experts.
 
-Qwen2-MoE adds an expert for every token, whose output a sigmoid of the token scales.
+Qwen2-MoE adds a shared expert, whose output is scaled by a sigmoid of the token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from gspax.config import ModelConfig
-from gspax.model.kernels.expert_decoding import expert_decoding
 from gspax.model.kernels.expert_ffn import Experts, expert_ffn
-from gspax.model.kernels.expert_parallel import expert_parallel, has_ragged_all_to_all, ring
-from gspax.model.kernels.quantization import Quantized, cast, is_quantized
+from gspax.model.kernels.expert_parallel import (
+    by_platform,
+    expert_decoding,
+    expert_parallel,
+    has_ragged_all_to_all,
+    ring,
+)
+from gspax.model.kernels.quantization import Quantized, Weight, cast, is_quantized
 from gspax.model.layers import DenseMlp, init_weight
 from gspax.parallel.sharding import mesh_axes, spec, token_spec
-from gspax.types import Array
+from gspax.types import Array, PyTree
 
-EXPERT_AXES = ("expert", "expert_embed", "mlp")  # logical axes of the matrices gate and up
+# (x [N, D], expert [N, A], gate [N, A], experts) -> y [N, D], and perhaps whether it fell back to the ring
+Ffn = Callable[[Array, Array, Array, Experts], Array | tuple[Array, Array]]
 
 
 class Routing(NamedTuple):
-    """What the routers did; `[L, B, T, ...]` once the layers are stacked."""
+    """The routers' choices; `[L, B, T, ...]` once the layers are stacked."""
 
     expert: Array  # int32 [B, T, A]  the chosen experts, best first; padding has the id `num_experts`
     logits: Array  # float32 [B, T, E]  before the softmax
@@ -34,7 +40,7 @@ class Routing(NamedTuple):
 
 
 class SparseMlp(nnx.Module):
-    """Softmax over all experts, then the top `num_experts_per_tok`; `norm_topk_prob` renormalises their gates.
+    """Softmax over all experts, then the top `num_experts_per_tok`; `norm_topk_prob` renormalizes their gates.
 
     Padding is not routed: it has the id `num_experts`, which no expert has.
     """
@@ -93,7 +99,9 @@ def exchanges_rows(mesh: jax.sharding.Mesh) -> bool:
     return mesh.shape[mesh_axes("expert")[0]] > 1
 
 
-def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, experts):
+def _run_experts(
+    mesh: jax.sharding.Mesh, x_BTD: Array, expert_BTA: Array, gate_BTA: Array, experts: Experts
+) -> tuple[Array, Array]:
     """Each device's tokens through their experts, whose matrices are gathered over `fsdp` for this layer only.
 
     The result, and whether the exchange of rows fell back to the ring.
@@ -101,18 +109,18 @@ def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, experts):
     if mesh.size == 1:
         return _run_rows(expert_ffn, x_BTD, expert_BTA, gate_BTA, experts)
     (axis,) = mesh_axes("expert")
-    ffn: Callable[..., Any] = expert_ffn
+    ffn: Ffn = expert_ffn
     if exchanges_rows(mesh):
         slice_devices = mesh.size // mesh.shape["slice"]
         direct = has_ragged_all_to_all(mesh.devices.flat[0].device_kind, slice_devices)
         if x_BTD.shape[1] == 1:  # a decoding step
             ffn = partial(expert_decoding, axis=axis, ragged=direct)
         else:
-            ffn = partial(expert_parallel if direct else ring, axis=axis)
-    axes = Experts(EXPERT_AXES, EXPERT_AXES, (EXPERT_AXES[0], EXPERT_AXES[2], EXPERT_AXES[1]))
-    axes = jax.tree.map(_leaf_axes, experts, axes, is_leaf=is_quantized)
+            ffn = partial(expert_parallel, exchange=by_platform(axis) if direct else ring(axis))
+    into, out = ("expert", "expert_embed", "mlp"), ("expert", "mlp", "expert_embed")
+    axes = jax.tree.map(_leaf_axes, experts, Experts._make((into, into, out)), is_leaf=is_quantized)
 
-    def on_device(x_BTD, expert_BTA, gate_BTA, experts):
+    def on_device(x_BTD: Array, expert_BTA: Array, gate_BTA: Array, experts: Experts) -> tuple[Array, Array]:
         whole = jax.tree.map(_gather_embed, experts, axes)
         y_BTD, fell_back = _run_rows(ffn, x_BTD, expert_BTA, gate_BTA, whole)
         return jax.lax.psum(y_BTD, mesh_axes("mlp")), fell_back
@@ -123,21 +131,21 @@ def _run_experts(mesh, x_BTD, expert_BTA, gate_BTA, experts):
     return mapped(x_BTD, expert_BTA, gate_BTA, experts)
 
 
-def _leaf_axes(weight, axes):
+def _leaf_axes(weight: Weight, axes: tuple[str, ...]) -> PyTree:
     """The logical axes of the arrays of a weight [E, I, O]: a scale has no axis I."""
-    return Quantized(axes, (axes[0], axes[2])) if is_quantized(weight) else axes
+    return Quantized._make((axes, (axes[0], axes[2]))) if is_quantized(weight) else axes
 
 
-def _gather_embed(x, axes):
+def _gather_embed(x: Array, axes: tuple[str, ...]) -> Array:
     """The whole model dimension of an array with these logical axes, if it has one."""
     if "expert_embed" not in axes:
         return x
     return jax.lax.all_gather(x, mesh_axes("expert_embed"), axis=axes.index("expert_embed"), tiled=True)
 
 
-def _run_rows(ffn, x_BTD, expert_BTA, gate_BTA, experts):
+def _run_rows(ffn: Ffn, x_BTD: Array, expert_BTA: Array, gate_BTA: Array, experts: Experts) -> tuple[Array, Array]:
     """`ffn` of the tokens as rows [N, ...], N = B·T, and whether it fell back to the ring."""
-    flat = partial(jnp.reshape, shape=(-1, expert_BTA.shape[-1]))
-    result = ffn(x_BTD.reshape(-1, x_BTD.shape[-1]), flat(expert_BTA), flat(gate_BTA), *experts)
+    x_ND, expert_NA, gate_NA = (x.reshape(-1, x.shape[-1]) for x in (x_BTD, expert_BTA, gate_BTA))
+    result = ffn(x_ND, expert_NA, gate_NA, experts)
     y_ND, fell_back = result if isinstance(result, tuple) else (result, jnp.int32(0))
     return y_ND.reshape(x_BTD.shape), fell_back

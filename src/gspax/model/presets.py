@@ -1,5 +1,7 @@
 """Named model shapes: one small enough to train on a laptop, and published Qwen3 shapes."""
 
+from dataclasses import replace
+
 from gspax.config import ModelConfig
 
 tiny_moe = ModelConfig(
@@ -31,32 +33,24 @@ qwen3_0_6b = ModelConfig(
     remat="full",
 )
 
-qwen3_30b_a3b = ModelConfig(
-    vocab_size=151936,
+qwen3_30b_a3b = replace(
+    qwen3_0_6b,
     hidden_size=2048,
     num_hidden_layers=48,
     num_attention_heads=32,
     num_key_value_heads=4,
-    head_dim=128,
     intermediate_size=6144,
     num_experts=128,
     num_experts_per_tok=8,
     moe_intermediate_size=768,
-    dtype="bfloat16",
-    remat="full",
+    tie_word_embeddings=False,
 )
 
-qwen3_235b_a22b = ModelConfig(
-    vocab_size=151936,
+qwen3_235b_a22b = replace(
+    qwen3_30b_a3b,
     hidden_size=4096,
     num_hidden_layers=94,
     num_attention_heads=64,
-    num_key_value_heads=4,
-    head_dim=128,
     intermediate_size=12288,
-    num_experts=128,
-    num_experts_per_tok=8,
     moe_intermediate_size=1536,
-    dtype="bfloat16",
-    remat="full",
 )

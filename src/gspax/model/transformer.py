@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,21 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from gspax.config import ModelConfig, Remat, layer_runs, layer_windows
-from gspax.model.attention import Attend, Attention, attend_within_segments
-from gspax.model.layers import DenseMlp, RMSNorm, init_weight, rotary_angles
+from gspax.model.layers import (
+    Attend,
+    Attention,
+    DenseMlp,
+    RMSNorm,
+    attend_within_segments,
+    init_weight,
+    rotary_angles,
+)
 from gspax.model.low_rank import dense
 from gspax.model.moe import Routing, SparseMlp
 from gspax.parallel.sharding import constrain, constrain_tokens
-from gspax.types import Array, Params
+from gspax.types import Array, Params, PyTree
 
+LayerOutput = tuple[Array, Routing | None]  # the residual stream, and a sparse layer's routing
 LAYER_INPUT = "layer_input"  # checkpoint name of the residual stream before a layer, for `remat="offload"`
 
 
@@ -45,7 +53,9 @@ class DecoderLayer(nnx.Module):
         width = config.intermediate_size
         self.mlp = SparseMlp(config, rngs=rngs) if sparse else DenseMlp(config, width=width, rngs=rngs)
 
-    def __call__(self, x_BTD: Array, shared: LayerInputs, cache: Any, layer: Array | int, forced_BTA: Array | None):
+    def __call__(
+        self, x_BTD: Array, shared: LayerInputs, cache: PyTree, layer: Array | int, forced_BTA: Array | None
+    ) -> tuple[Array, PyTree, Routing | None]:
         """The residual stream, the cache, and a sparse layer's `Routing` (else None)."""
         with jax.named_scope("attention"):
             attended, cache = self.attention(self.attention_norm(x_BTD), shared.angles, shared.attend, cache, layer)
@@ -72,37 +82,44 @@ class Transformer(nnx.Module):
     def __call__(
         self,
         tokens_BT: Array,
-        position_BT: Array,
-        valid_BT: Array,
-        attend: Attend,
+        segment_BT: Array,
         *,
         mesh: jax.sharding.Mesh,
-        forced_LBTA: Array | None = None,
+        prefix_BT: Array | None,
+        forced_LBTA: Array | None,
     ) -> tuple[Array, Routing]:
-        """Final hidden states `[B, T, D]`, and the routing of the sparse layers, stacked."""
-        config = self.config
-        angles = rotary_angles(position_BT, config)
-        shared = LayerInputs(angles, valid_BT, attend, mesh)
-        x_BTD = constrain_tokens(_table(self.embedding.get_value(), mesh)[tokens_BT].astype(config.dtype), mesh)
+        """As `apply`."""
+        config, table_VD = self.config, _table(self.embedding.get_value(), mesh)
+        shared = layer_inputs(config, segment_BT, mesh, prefix_BT)
+        x_BTD = constrain_tokens(table_VD[tokens_BT].astype(config.dtype), mesh)
         routings, first, first_sparse = [], 0, 0
         for (sparse, count), run in zip(layer_runs(config), self.runs, strict=True):
             graph, layers = nnx.split(run)
 
-            def body(x_BTD, inputs, graph=graph):
+            def body(x_BTD: Array, inputs: PyTree, graph: nnx.GraphDef[DecoderLayer] = graph) -> LayerOutput:
                 layer_params, layer, forced_BTA = inputs
                 x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
                 module = nnx.merge(graph, dense(layer_params))
                 x_BTD, _, routing = module(x_BTD, shared, None, layer, forced_BTA)
                 return constrain_tokens(x_BTD, mesh), routing
 
-            body = _rematerialize(body, config)
             forced = None
             if sparse and forced_LBTA is not None:
                 forced = forced_LBTA[first_sparse : first_sparse + count]
+            body = _rematerialize(body, config)
             x_BTD, routing = jax.lax.scan(body, x_BTD, (layers, first + jnp.arange(count), forced))
             first, first_sparse = first + count, first_sparse + count * sparse
-            routings += [routing] if sparse else []
+            if routing is not None:
+                routings.append(routing)
         return self.norm(x_BTD), _concatenate_routings(routings, tokens_BT.shape, config)
+
+
+def layer_inputs(
+    config: ModelConfig, segment_BT: Array, mesh: jax.sharding.Mesh, prefix_BT: Array | None = None
+) -> LayerInputs:
+    """The layers' inputs for whole rows of segments."""
+    attend = attend_within_segments(segment_BT, mesh, layer_windows(config), prefix_BT)
+    return LayerInputs(rotary_angles(positions(segment_BT, prefix_BT), config), segment_BT > 0, attend, mesh)
 
 
 def _table(table_VD: Array, mesh: jax.sharding.Mesh) -> Array:
@@ -116,7 +133,7 @@ def _table(table_VD: Array, mesh: jax.sharding.Mesh) -> Array:
     return constrain(table_VD, mesh, "vocab", "head")
 
 
-def _rematerialize(body: Callable[..., Any], config: ModelConfig) -> Callable[..., Any]:
+def _rematerialize(body: Callable[..., LayerOutput], config: ModelConfig) -> Callable[..., LayerOutput]:
     """The body of the layer scan, saving for its backward pass what `config.remat` selects."""
     if config.remat == "none":
         return body
@@ -151,20 +168,20 @@ def _init_stacked(config: ModelConfig, sparse: bool, count: int, rngs: nnx.Rngs)
 
     @nnx.split_rngs(splits=count)
     @nnx.vmap
-    def make(rngs):
+    def make(rngs: nnx.Rngs) -> DecoderLayer:
         return DecoderLayer(config, sparse, rngs=rngs)
 
     return make(rngs)
 
 
 @lru_cache
-def layer_graph(config: ModelConfig, sparse: bool) -> Any:
+def layer_graph(config: ModelConfig, sparse: bool) -> nnx.GraphDef[DecoderLayer]:
     """The graph definition of one `DecoderLayer`, to merge with its parameters."""
     return nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, sparse, rngs=nnx.Rngs(0))))[0]
 
 
 @lru_cache
-def _abstract(config: ModelConfig) -> tuple[Any, Any]:
+def _abstract(config: ModelConfig) -> tuple[nnx.GraphDef[Transformer], PyTree]:
     """(graph definition, abstract parameters); nothing is computed."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
@@ -188,7 +205,7 @@ def abstract_params(config: ModelConfig) -> Params:
 def logical_axes(config: ModelConfig) -> Params:
     """The logical axes of each parameter (`gspax.parallel.sharding.RULES`)."""
 
-    def axes(variable):
+    def axes(variable: nnx.Variable[Array]) -> tuple[str, ...]:
         names = variable.get_metadata()["axes"]
         return ("layer",) * (len(variable.get_value().shape) - len(names)) + names
 
@@ -240,14 +257,7 @@ def apply(
       ValueError: `config.remat` is unknown.
     """
     model = _module(params, config)
-    return model(
-        tokens_BT,
-        positions(segment_BT, prefix_BT),
-        segment_BT > 0,
-        attend_within_segments(segment_BT, mesh, layer_windows(config), prefix_BT),
-        mesh=mesh,
-        forced_LBTA=forced_LBTA,
-    )
+    return model(tokens_BT, segment_BT, mesh=mesh, prefix_BT=prefix_BT, forced_LBTA=forced_LBTA)
 
 
 def apply_layer(
@@ -267,9 +277,7 @@ def apply_layer(
     graph, layers = nnx.split(_module(params, config).runs[run])
     module = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[layer], layers))
     number = sum(count for _, count in layer_runs(config)[:run]) + layer
-    attend = attend_within_segments(segment_BT, mesh, layer_windows(config))
-    shared = LayerInputs(rotary_angles(positions(segment_BT), config), segment_BT > 0, attend, mesh)
-    return module(x_BTD, shared, None, number, None)[0]
+    return module(x_BTD, layer_inputs(config, segment_BT, mesh), None, number, None)[0]
 
 
 def logits(params: Params, hidden: Array) -> Array:

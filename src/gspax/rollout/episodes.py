@@ -29,10 +29,8 @@ from gspax.rewards.scores import Result, read_step
 from gspax.rollout.completion import GradedTurns
 from gspax.rollout.grading import Started, StartedReward
 from gspax.run import interrupt
-from gspax.sampler import chunks
-from gspax.sampler.conversations import Replies, pad_replies
-from gspax.sampler.engine import SampleOptions
-from gspax.sampler.sampler import assemble, lengths_to_host, place_prompts, split_rows
+from gspax.sampler import sampler
+from gspax.sampler.engine import Replies, SampleOptions, pad_replies
 from gspax.types import Array, Params, Rollout
 
 VERSION = np.int32(0)  # of the parameters, which stay the same
@@ -163,16 +161,16 @@ def sample_conversations(
     Raises:
       UserError: a prompt does not fit.
     """
-    options = replace(split_rows(options, len(ready)), turns=True)
-    prompts = place_prompts([each and each.prompt for each in ready], prompt_ids, options)
-    state, progress = chunks.start(params, prompts, key, options=options)
+    options = replace(sampler.split_rows(options, len(ready)), turns=True)
+    prompts = sampler.place_prompts([each and each.prompt for each in ready], prompt_ids, options)
+    state, progress = sampler.start(params, prompts, key, options=options)
     rows = RowsOnHost(list(ready), np.zeros(progress.length_B.shape, bool))
     while not rows.ended_B.all():
         interrupt.stop_point()
-        state, progress = chunks.advance_chunk(params, state, key, VERSION, options=options)
+        state, progress = sampler.advance_chunk(params, state, key, VERSION, options=options)
         if (replies := answer(interaction, rows, progress, options)) is not None:
-            state, progress = chunks.resume(params, state, replies, key, VERSION, options=options)
-    rollout = assemble(prompts.tokens_PS, state, options=options)
+            state, progress = sampler.resume(params, state, replies, key, VERSION, options=options)
+    rollout = sampler.assemble(prompts.tokens_PS, state, options=options)
     return set_finished(rollout, rows.started), rows.started
 
 
@@ -180,11 +178,11 @@ def set_finished(rollout: Rollout, started: Started) -> Rollout:
     """The rollout of conversations with lengths, and with `finished_B` as they have ended, on the host. Collective."""
     finished = [started[row].finished if row in started else None for row in range(len(rollout.length_B))]
     finished_B = np.array(multihost.gather_rows(finished))
-    return replace(lengths_to_host(rollout), finished_B=finished_B)  # type: ignore[arg-type]  # on the host
+    return replace(sampler.lengths_to_host(rollout), finished_B=finished_B)  # type: ignore[arg-type]  # on the host
 
 
 def answer(
-    interaction: Interaction, rows: RowsOnHost, progress: chunks.Progress, options: SampleOptions
+    interaction: Interaction, rows: RowsOnHost, progress: sampler.Progress, options: SampleOptions
 ) -> Replies | None:
     """The environment's replies to the turns that have ended, on the devices; None if no conversation waits.
 

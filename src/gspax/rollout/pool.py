@@ -27,9 +27,8 @@ from gspax.parallel.sharding import named_sharding
 from gspax.rollout.episodes import Interaction, Ready, RowsOnHost, answer
 from gspax.rollout.grading import Started
 from gspax.sampler import engine
-from gspax.sampler.chunks import Progress, advance_chunk, describe_progress, resume
 from gspax.sampler.engine import Prompts, SampleOptions
-from gspax.sampler.sampler import place_prompts
+from gspax.sampler.sampler import Progress, advance_chunk, describe_progress, place_prompts, resume
 from gspax.types import Array, Params, Rollout
 
 FREE = -1  # the problem of a place without a group

@@ -1,29 +1,32 @@
-"""The decoding engine: slots that get one token each in a pass, and take the next sample when theirs has ended.
+"""The decoding engine: slots that get one token in each pass, and take the next sample when theirs has finished.
 
 `start` prefills all prompts once and samples the first token of every sample; `advance` decodes until no slot is
-`admit` puts new groups in the places of others while the rest goes on; `assemble` makes a rollout of the tokens so far.
-Samples without a slot are in a queue of indices on the devices, so the loop runs without the host. On a mesh a device's
-slots take samples of the device's own rows, so that no cache is moved.
+active; `admit` puts new groups in the places of finished ones while the others continue; `resume` continues samples
+whose turn has ended with an environment's replies; `assemble` makes a rollout of the tokens so far. Samples without a
+slot are in a queue of indices on the devices, so the loop runs without the host. On a mesh a device's slots take
+samples of the device's own rows, so that no cache is moved.
 
 A slot is active (its sample gets a token in each pass), waiting (its sample's turn has ended, and an environment is to
-reply: `conversations.resume`) or free. A waiting slot keeps its sample and its cache.
+reply) or free. A waiting slot keeps its sample and its cache.
 
 With a slot for every sample there is no queue: slot b has sample b, and all slots are at one position. With fewer,
 where groups are admitted, and with turns, each slot has a position of its own.
 
 Axes: P prompts, G samples per prompt, B = P·G samples, W slots, Q devices that have rows of their own, S prompt
-positions, C positions after the prompt (with turns: those of turns and replies), V vocabulary, T = S + C.
+positions, C positions after the prompt (with turns: those of turns and replies), X tokens of the longest reply, Y =
+X + 1 with the stop token before it, V vocabulary, T = S + C.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from gspax.config import ModelConfig, Sampling, expert_id_dtype, layer_windows
@@ -32,7 +35,10 @@ from gspax.model.decoding import Cache, Slots
 from gspax.model.sizes.memory import count_slots, prefill_chunk
 from gspax.parallel.sharding import batch_shards, constrain, named_sharding, sample_axis, spec
 from gspax.sampler.token_sampling import is_stop, sample_at
-from gspax.types import Array, Params, Rollout
+from gspax.types import Array, Params, PyTree, Rollout
+
+T = TypeVar("T")
+SMALLEST_REPLY = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +118,16 @@ class Sampled(NamedTuple):
     expert_WLA: Array | None  # of the token before
 
 
+class Replies(NamedTuple):
+    """The replies to the turns that have ended, for each sample."""
+
+    tokens_BX: Array | np.ndarray  # int32
+    count_B: Array | np.ndarray  # int32; a waiting sample without a reply is finished, the others are left as they are
+
+
 def start(params: Params, prompts: Prompts, key: Array, options: SampleOptions) -> State:
     """Prefill the prompts, sample the first token of every sample, and give the slots their samples."""
-    state = _sample_first(params, prompts, key, options)
-    if state.rows.queue is None:
-        return state
-    fresh_B = jnp.ones(state.rows.length_B.shape, bool)
-    return replace(state, rows=on_devices(partial(_enqueue, options=options), options, state.rows)(state.rows, fresh_B))
+    return _enqueue_all(_sample_first(params, prompts, key, options), jnp.ones(len(prompts.length_P), bool), options)
 
 
 def admit(
@@ -140,7 +149,7 @@ def admit(
       before: the state whose other places are kept; None: they are empty.
       prompts: of all places.
       options: with `admits`.
-      fresh_P: bool, the places to take; those of `before` must hold groups that have ended.
+      fresh_P: bool, the places to take; those of `before` must hold finished groups.
       version: of the parameters, which the first tokens are sampled with.
     """
     new = _sample_first(params, prompts, key, options, version=version)
@@ -148,19 +157,21 @@ def admit(
     if before is None:
         state = replace(new, rows=replace(new.rows, finished_B=new.rows.finished_B | ~fresh_B))
     else:
-        samples = [each.name for each in fields(Rows) if each.name != "queue" and not each.name.endswith("_W")]
+        samples = [item.name for item in fields(Rows) if item.name != "queue" and not item.name.endswith("_W")]
         rows = replace(
             before.rows,
             **{name: _choose(fresh_B, getattr(new.rows, name), getattr(before.rows, name)) for name in samples},
         )
-        caches = _choose(fresh_P, [each.prompt for each in new.cache], [each.prompt for each in before.cache])
-        cache = tuple(each._replace(prompt=own) for each, own in zip(before.cache, caches, strict=True))
+        cache = tuple(
+            old._replace(prompt=_choose(fresh_P, layer.prompt, old.prompt))
+            for layer, old in zip(new.cache, before.cache, strict=True)
+        )
         expert_PSLA = _choose(fresh_P, new.prompt_expert_PSLA, before.prompt_expert_PSLA)
         state = replace(before, rows=rows, cache=cache, prompt_expert_PSLA=expert_PSLA)
-    return replace(state, rows=on_devices(partial(_enqueue, options=options), options, state.rows)(state.rows, fresh_B))
+    return _enqueue_all(state, fresh_P, options)
 
 
-def _choose(fresh_X: Array, new: Any, old: Any) -> Any:
+def _choose(fresh_X: Array, new: T, old: T) -> T:
     """The fresh rows of the arrays of a tree, and the others of an older one."""
     return jax.tree.map(lambda x, y: jnp.where(fresh_X.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)
 
@@ -239,7 +250,6 @@ def advance(
     The parameters may be newer than those of earlier tokens; what is cached of these is not recomputed.
     """
     last = state.step + tokens
-    write = on_devices(partial(write_back, options=options), options, state.rows)
 
     def decode(state: State) -> State:
         rows = state.rows
@@ -254,7 +264,8 @@ def advance(
         position_W = slots.prompt_length_W + rows.length_W
         token_W, logp_W = sample_at(logits_WV, key, id_W, position_W, options.sampling, greedy_W)
         sampled = Sampled(rows.active_W, token_W, logp_W, expert_WLA if options.keep_experts else None)
-        rows = write(rows, sampled, state.step, jnp.asarray(version, jnp.int32))
+        write = partial(_write_back, options=options)
+        rows = on_devices(write, options, rows, sampled, state.step, jnp.asarray(version, jnp.int32))
         return replace(state, rows=rows, step=state.step + 1, cache=cache)
 
     return jax.lax.while_loop(lambda state: (state.step < last) & state.rows.active_W.any(), decode, state)
@@ -271,7 +282,7 @@ def describe_slots(rows: Rows, options: SampleOptions) -> tuple[Slots, Array, Ar
         prompt_length_W, prompt_W, id_W, greedy_W = of_sample
         return Slots(prompt_length_W, prompt_W, rows.length_W - 1, rows.active_W.astype(jnp.int32)), id_W, greedy_W
 
-    slots, id_W, greedy_W = on_devices(describe, options, rows)(rows)
+    slots, id_W, greedy_W = on_devices(describe, options, rows)
     in_order = len(rows.active_W) == len(rows.length_B) and not options.admits  # slot b has sample b
     one_view = rows.queue is None or not layer_windows(options.model)  # a prompt's slots see the same of it
     if in_order and one_view and options.mesh.shape["context"] == 1:
@@ -279,22 +290,29 @@ def describe_slots(rows: Rows, options: SampleOptions) -> tuple[Slots, Array, Ar
     return slots, id_W, greedy_W
 
 
-def _enqueue(rows: Rows, fresh_B: Array, *, options: SampleOptions) -> Rows:
-    """Queue the samples that have neither ended nor a slot, fresh ones last, and refill the free slots."""
-    assert rows.queue is not None
-    C, held_B = rows.tokens_BC.shape[1], of_samples(rows, rows.active_W | rows.waiting_W)
-    queued_B = ~rows.finished_B & (rows.length_B < C) & ~held_B
-    order_B = jnp.argsort(jnp.where(queued_B, fresh_B.astype(jnp.int32), 2)).astype(jnp.int32)
-    queued_Q = queued_B.sum(dtype=jnp.int32)[None]
-    queue = replace(rows.queue, order_B=order_B, queued_Q=queued_Q, taken_Q=jnp.zeros_like(queued_Q))
-    return _refill(replace(rows, queue=queue), options)
+def _enqueue_all(state: State, fresh_P: Array, options: SampleOptions) -> State:
+    """Queue the samples that have neither finished nor a slot, fresh ones last, and refill the free slots."""
+    if state.rows.queue is None:
+        return state
+    fresh_B = jnp.repeat(fresh_P, state.rows.length_B.shape[0] // fresh_P.shape[0])
+
+    def enqueue(rows: Rows, fresh_B: Array) -> Rows:
+        assert rows.queue is not None
+        C, held_B = rows.tokens_BC.shape[1], of_samples(rows, rows.active_W | rows.waiting_W)
+        queued_B = ~rows.finished_B & (rows.length_B < C) & ~held_B
+        order_B = jnp.argsort(jnp.where(queued_B, fresh_B.astype(jnp.int32), 2)).astype(jnp.int32)
+        queued_Q = queued_B.sum(dtype=jnp.int32)[None]
+        queue = replace(rows.queue, order_B=order_B, queued_Q=queued_Q, taken_Q=jnp.zeros_like(queued_Q))
+        return _refill(replace(rows, queue=queue), options)
+
+    return replace(state, rows=on_devices(enqueue, options, state.rows, fresh_B))
 
 
 def of_samples(rows: Rows, slots_W: Array) -> Array:
     """The samples of these slots, bool [B]."""
     assert rows.queue is not None
-    own = len(rows.length_B)
-    return jnp.zeros(own, bool).at[jnp.where(slots_W, rows.queue.sample_W, own)].set(True, mode="drop")
+    B = len(rows.length_B)
+    return jnp.zeros(B, bool).at[jnp.where(slots_W, rows.queue.sample_W, B)].set(True, mode="drop")
 
 
 def _refill(rows: Rows, options: SampleOptions) -> Rows:
@@ -317,15 +335,15 @@ def _refill(rows: Rows, options: SampleOptions) -> Rows:
     )
 
 
-def write_back(rows: Rows, sampled: Sampled, step: Array, version: Array, *, options: SampleOptions) -> Rows:
-    """Record the slots' new tokens. Samples that end leave their slots to others; with turns, a stop token waits."""
+def _write_back(rows: Rows, sampled: Sampled, step: Array, version: Array, *, options: SampleOptions) -> Rows:
+    """Record the slots' new tokens. Samples that finish leave their slots to others; with turns, a stop token waits."""
     C, gets_W = rows.tokens_BC.shape[1], sampled.gets_W
     stops_W = is_stop(sampled.token_W, options.stop_ids) & gets_W
-    sample_W: Any = None
+    sample_W = None
     if rows.queue is not None:
         sample_W = jnp.where(gets_W, rows.queue.sample_W, len(rows.length_B))  # of the other slots: dropped
 
-    def record(x_BC: Any, x_W: Any, back: int = 0) -> Any:
+    def record(x_BC: PyTree, x_W: Array | None, back: int = 0) -> PyTree:
         """With a value for the new token of each slot, or for the one before."""
         if x_BC is None or x_W is None:
             return x_BC
@@ -351,6 +369,96 @@ def write_back(rows: Rows, sampled: Sampled, step: Array, version: Array, *, opt
         waiting_W=rows.waiting_W | stops_W if options.turns else rows.waiting_W,
     )
     return rows if sample_W is None else _refill(rows, options)
+
+
+def pad_replies(replies: Sequence[Sequence[int]]) -> Replies:
+    """Right-padded replies. With the stop token before it, a row of X + 1 tokens is 8, 16, 32, 64, … long, so that few
+    programs are compiled; `extend` runs no more blocks than there are tokens for."""
+    return Replies(*pad_rows(replies, bucket(max(map(len, replies)) + 1, SMALLEST_REPLY) - 1))
+
+
+def pad_rows(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded int32 rows of this size, and their lengths."""
+    padded = np.zeros((len(rows), size), np.int32)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded, np.array([*map(len, rows)], np.int32)
+
+
+def bucket(longest: int, smallest: int) -> int:
+    """The least power of two that is at least as large as both; `smallest` is one."""
+    return max(smallest, 1 << (longest - 1).bit_length())
+
+
+def resume(
+    params: Params, state: State, replies: Replies, key: Array, options: SampleOptions, version: Array | int = 0
+) -> State:
+    """Append the replies, sample the first token of each next turn, and give the slots of finished samples to others.
+
+    With `SampleOptions.turns` a stop token ends a turn, not a sample: the slot then waits with its cache, while others
+    continue or take further samples. Nothing is tokenized again. The key of a token is that of (sample id, position),
+    so neither the other samples nor the time at which a reply arrives changes it.
+
+    Args:
+      replies: of all samples, from `pad_replies`; each leaves room for a token of the next turn.
+      version: of the parameters, which the next tokens are sampled with.
+    """
+    rows = state.rows
+    reply_WX, count_W = on_devices(_replies_of_slots, options, rows, *replies)
+    slots, id_W, greedy_W = describe_slots(rows, options)
+    resumed_W = count_W > 0
+    hidden_WD, cache, expert_WYLA = decoding.extend(
+        params,
+        options.model,
+        jnp.concatenate([rows.token_W[:, None], reply_WX], axis=1),  # the stop token is not in the cache yet
+        state.cache,
+        slots._replace(count_W=jnp.where(resumed_W, count_W + 1, 0)),
+        mesh=options.mesh,
+    )
+    position_W = slots.prompt_length_W + rows.length_W + count_W
+    logits_WV = decoding.logits(params, hidden_WD)
+    token_W, logp_W = sample_at(logits_WV, key, id_W, position_W, options.sampling, greedy_W)
+    sampled, version = Sampled(resumed_W, token_W, logp_W, None), jnp.asarray(version, jnp.int32)
+    write = partial(_write_replies, options=options)
+    rows = on_devices(write, options, rows, (reply_WX, count_W, expert_WYLA), sampled, state.step, version)
+    return replace(state, rows=rows, cache=cache)
+
+
+def _replies_of_slots(rows: Rows, reply_BX: Array, count_B: Array) -> tuple[Array, Array]:
+    """The replies to the samples of waiting slots."""
+    assert rows.queue is not None
+    sample_W = rows.queue.sample_W
+    return reply_BX[sample_W], jnp.where(rows.waiting_W, count_B[sample_W], 0)
+
+
+def _write_replies(
+    rows: Rows,
+    replies: tuple[Array, Array, Array],
+    sampled: Sampled,
+    step: Array,
+    version: Array,
+    *,
+    options: SampleOptions,
+) -> Rows:
+    """Record the replies, outside the mask, and the tokens after them; the other waiting samples are finished."""
+    assert rows.queue is not None
+    reply_WX, count_W, expert_WYLA = replies
+    C, sample_W1, expert_BCLA = rows.tokens_BC.shape[1], rows.queue.sample_W[:, None], rows.expert_BCLA
+    index_1Y = jnp.arange(expert_WYLA.shape[1])[None]
+    # of the stop token and of a reply after it; the others are dropped
+    run_WY = (index_1Y <= count_W[:, None]) & sampled.gets_W[:, None]
+    place_WY = jnp.where(run_WY, rows.length_W[:, None] - 1 + index_1Y, C)
+    if expert_BCLA is not None:
+        expert_BCLA = expert_BCLA.at[sample_W1, place_WY].set(expert_WYLA.astype(expert_BCLA.dtype), mode="drop")
+    rows = replace(
+        rows,
+        tokens_BC=rows.tokens_BC.at[sample_W1, place_WY[:, 1:]].set(reply_WX, mode="drop"),
+        expert_BCLA=expert_BCLA,
+        finished_B=rows.finished_B | of_samples(rows, rows.waiting_W & ~sampled.gets_W),
+        length_W=rows.length_W + count_W,
+        waiting_W=jnp.zeros_like(rows.waiting_W),
+    )
+    return _write_back(rows, sampled, step, version, options=options)
 
 
 def assemble(tokens_PS: Array, state: State, options: SampleOptions) -> Rollout:
@@ -408,16 +516,14 @@ def _row_shards(mesh: jax.sharding.Mesh, B: int, W: int) -> int:
     return batch_shards(mesh) * (mesh.shape["context"] if row_axis(mesh, B, W) == "sample" else 1)
 
 
-def on_devices(function: Callable[..., Any], options: SampleOptions, rows: Rows) -> Callable[..., Any]:
-    """The function on each device's own rows. Arguments but scalars, and all results, have a leading axis of rows."""
-    mesh = options.mesh
+def on_devices(function: Callable[..., T], options: SampleOptions, *args: PyTree) -> T:
+    """`function(*args)` on each device's own rows. The first argument is `Rows`.
+
+    Arguments but scalars, and all results, have a leading axis of rows.
+    """
+    mesh, rows = options.mesh, args[0]
     if mesh.size == 1:
-        return function
-    (over,) = spec(row_axis(mesh, len(rows.length_B), len(rows.active_W)))
-    by_row = PartitionSpec(over)
-
-    def mapped(*args: Any) -> Any:
-        specs = jax.tree.map(lambda leaf: by_row if jnp.ndim(leaf) else PartitionSpec(), args)
-        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=by_row, check_vma=False)(*args)
-
-    return mapped
+        return function(*args)
+    by_row = spec(row_axis(mesh, len(rows.length_B), len(rows.active_W)))
+    specs = jax.tree.map(lambda leaf: by_row if jnp.ndim(leaf) else PartitionSpec(), args)
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=by_row, check_vma=False)(*args)

@@ -1,4 +1,4 @@
-"""The inference weights: the parameters as the sampler reads them, made once per rollout batch.
+"""Inference weights: the parameters as the sampler reads them, made once per rollout.
 
 Adapters are merged into their weights; arrays are in the compute dtype, except for those that the model reads in
 float32; and every layer has arrays of its own (`model.decoding` says why). With `weights_dtype` "int8" matrices are
@@ -8,7 +8,7 @@ quantized (`model.kernels.quantization`), an embedding only where it is the head
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any
+from operator import itemgetter
 
 import jax
 
@@ -17,7 +17,7 @@ from gspax.model import transformer
 from gspax.model.kernels.quantization import Quantized, Weight, is_quantized, quantize
 from gspax.model.low_rank import dense
 from gspax.parallel.sharding import INFERENCE_RULES, named_sharding
-from gspax.types import Params
+from gspax.types import Array, Params, PyTree
 
 FULL = {"norm", "router"}  # axes of the parameters that the model reads in float32 whatever its compute dtype
 
@@ -32,10 +32,17 @@ def make_inference_weights(
     return copier(config, mesh, weights_dtype)(params)
 
 
+@lru_cache
+def copier(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto") -> jax.stages.Wrapped:
+    """The jitted `make_inference_weights` of a model and a mesh."""
+    shardings = inference_shardings(config, mesh, weights_dtype)
+    return jax.jit(partial(convert, config=config, weights_dtype=weights_dtype), out_shardings=shardings)
+
+
 def convert(params: Params, config: ModelConfig, weights_dtype: SamplerDtype = "auto") -> Params:
     """`make_inference_weights` inside a jitted function, without a layout."""
 
-    def cast(leaf: jax.Array, axes: tuple[str, ...]) -> Weight:
+    def cast(leaf: Array, axes: tuple[str, ...]) -> Weight:
         if weights_dtype == "int8" and (summed := _summed_axes(axes, config)):
             return quantize(leaf, summed)
         return leaf.astype(leaf.dtype if FULL & set(axes) else config.dtype)
@@ -46,14 +53,14 @@ def convert(params: Params, config: ModelConfig, weights_dtype: SamplerDtype = "
 def inference_shardings(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto") -> Params:
     """The layout of the inference weights on a mesh: a `NamedSharding` for each array."""
 
-    def shardings(leaf: Any, axes: tuple[str, ...]) -> Any:
+    def shardings(leaf: Weight, axes: tuple[str, ...]) -> PyTree:
         axes = axes[len(axes) - len(leaf.shape) :]
         whole = named_sharding(mesh, *axes, rules=INFERENCE_RULES)
         if not is_quantized(leaf):
             return whole
         summed = _summed_axes(axes, config)
         kept = [axis for number, axis in enumerate(axes) if number not in summed]
-        return Quantized(whole, named_sharding(mesh, *kept, rules=INFERENCE_RULES))
+        return Quantized._make((whole, named_sharding(mesh, *kept, rules=INFERENCE_RULES)))
 
     axes = _unstack(transformer.logical_axes(config), config, axes=True)
     return jax.tree.map(shardings, _abstract(config, weights_dtype), axes, is_leaf=is_quantized)
@@ -68,13 +75,6 @@ def abstract_inference_weights(
         _abstract(config, weights_dtype),
         inference_shardings(config, mesh, weights_dtype),
     )
-
-
-@lru_cache
-def copier(config: ModelConfig, mesh: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto") -> Any:
-    """The jitted `make_inference_weights` of a model and a mesh."""
-    shardings = inference_shardings(config, mesh, weights_dtype)
-    return jax.jit(partial(convert, config=config, weights_dtype=weights_dtype), out_shardings=shardings)
 
 
 def _summed_axes(axes: tuple[str, ...], config: ModelConfig) -> tuple[int, ...]:
@@ -100,13 +100,9 @@ def _abstract(config: ModelConfig, weights_dtype: SamplerDtype) -> Params:
 
 def _unstack(params: Params, config: ModelConfig, *, axes: bool = False) -> Params:
     """The tree with the layers one by one; with `axes`, of tuples of names instead of arrays."""
-    layers = []
-    for (_, count), run in zip(layer_runs(config), _runs(params), strict=True):
-        for number in range(count):
-            layers.append(run if axes else jax.tree.map(lambda leaf, number=number: leaf[number], run))
-    return {**{name: leaf for name, leaf in params.items() if name != "runs"}, "layers": tuple(layers)}
-
-
-def _runs(params: Params) -> list[Params]:
-    runs = params["runs"]
-    return [runs[number] for number in range(len(runs))]
+    layers = tuple(
+        params["runs"][run] if axes else jax.tree.map(itemgetter(number), params["runs"][run])
+        for run, (_, count) in enumerate(layer_runs(config))
+        for number in range(count)
+    )
+    return {**{name: leaf for name, leaf in params.items() if name != "runs"}, "layers": layers}

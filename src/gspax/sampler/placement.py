@@ -1,13 +1,13 @@
 """Where completions are sampled: on the learner's devices, or on devices of the sampler's own, ahead of the learner.
 
-Before each rollout batch the inference weights (`sampler.inference_weights`) are made on the sampler's mesh, and the
-rollout is fetched back. Colocated, that mesh has the learner's devices, with other axes. Disaggregated
-(`Experiment.placement`), it has the last devices, and while the learner updates, the sampler draws ahead: batch n is
-drawn with the parameters that the learner had after batch n - 1 - k, with k at most `placement.staleness`. Partial
-rollouts renew them while a batch is drawn (`rollout.pool`).
+Before each rollout the inference weights (`sampler.inference_weights`) are made on the sampler's mesh, and the rollout
+is fetched back. Colocated, that mesh has the learner's devices, with other axes. Disaggregated
+(`Experiment.placement`), it has the last devices, and while the learner updates, the sampler samples ahead: batch n is
+sampled with the parameters that the learner had after batch n - 1 - k, with k at most `placement.staleness`. Partial
+rollouts renew them while a batch is sampled (`rollout.pool`).
 
-Whichever parameters drew a batch, its old log-probs are the learner's, from before the batch's first update; they are
-the ratio's denominator. The sampler's log-probs belong to the older parameters; `correction` accounts for the
+Whichever parameters sampled a batch, its old log-probs are the learner's, from before the batch's first update; they
+are the ratio's denominator. The sampler's log-probs belong to the older parameters; `correction` accounts for the
 difference (`losses.correction`).
 """
 
@@ -16,19 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import jax
 
 from gspax.config import Experiment, ModelConfig, SamplerDtype
 from gspax.errors import UserError
 from gspax.experiment.validation import check
-from gspax.model.sizes.sampler_layout import choose_sampler_layout
+from gspax.model.sizes.memory import choose_sampler_layout
 from gspax.parallel import multihost
 from gspax.parallel.sharding import group_by_slice, make_mesh, named_sharding, reshape_mesh
 from gspax.parallel.transfer import size_mismatch, transfer
 from gspax.sampler.inference_weights import convert, inference_shardings, make_inference_weights
-from gspax.types import Params, Rollout
+from gspax.types import Array, Params, Rollout
+
+Arrays = dict[str, Array]  # of a rollout, by name
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ def make_meshes(
 ) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
     """The learner's mesh and the sampler's, which has the same devices unless `experiment.placement` disaggregates it.
 
-    Scoring and updates run on the learner's. A disaggregated sampler's devices are the last of `devices` (default:
-    all), which jax sorts by process.
+    Log-probs and updates are computed on the learner's. A disaggregated sampler's devices are the last of `devices`
+    (default: all), which jax sorts by process.
 
     Args:
       memory: bytes that a program may use on a device; default: what the device states, if it does.
@@ -60,9 +61,9 @@ def make_meshes(
     learners, own = devices[:first], devices[first:]
     check(experiment, len(devices), (len(group_by_slice(learners)), len(group_by_slice(own))))
     mesh = make_mesh(experiment.mesh, learners, config)
-    drawing = mesh if placement is None else make_mesh(placement.mesh, own, config)
-    layout = choose_sampler_layout(experiment, dict(drawing.shape), memory or device_memory(drawing))
-    return mesh, reshape_mesh(drawing, layout.sizes)
+    sampler = mesh if placement is None else make_mesh(placement.mesh, own, config)
+    layout = choose_sampler_layout(experiment, dict(sampler.shape), memory or device_memory(sampler))
+    return mesh, reshape_mesh(sampler, layout.sizes)
 
 
 def device_memory(mesh: jax.sharding.Mesh) -> int | None:
@@ -76,52 +77,42 @@ def device_memory(mesh: jax.sharding.Mesh) -> int | None:
 def make_sampler(
     config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
 ) -> Sampler:
-    """The sampler on a mesh of the learner's devices, or of devices of its own."""
-    colocated = set(mesh.devices.flat) == set(learner.devices.flat)
-    make = make_colocated_sampler if colocated else make_disaggregated_sampler
-    return make(config, mesh, learner, weights_dtype)
+    """The sampler on a mesh of the learner's devices, or of devices of its own.
 
-
-def make_colocated_sampler(
-    config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
-) -> Sampler:
-    """The sampler on the learner's devices, on a mesh of its own."""
-    push = partial(make_inference_weights, config=config, mesh=mesh, weights_dtype=weights_dtype)
-    fetch = partial(_move_arrays, move=_resharder(named_sharding(learner, "batch")))
-    return Sampler(mesh, push, fetch)
+    Raises:
+      UserError: the devices are its own, and parameters cannot be moved there between processes.
+    """
+    by_row = named_sharding(learner, "batch")
+    if set(mesh.devices.flat) == set(learner.devices.flat):
+        push = partial(make_inference_weights, config=config, mesh=mesh, weights_dtype=weights_dtype)
+        return Sampler(mesh, push, partial(_move_arrays, move=_resharder(by_row)))
+    if jax.process_count() > 1 and (problem := size_mismatch(jax.device_count() - mesh.size, mesh.size)):
+        raise UserError(f"placement.devices: {problem}")
+    shardings = inference_shardings(config, mesh, weights_dtype)
+    convert_on_learner = jax.jit(partial(convert, config=config, weights_dtype=weights_dtype))
+    return Sampler(
+        mesh,
+        push=lambda params: transfer(convert_on_learner(params), shardings),
+        fetch=partial(_move_arrays, move=partial(transfer, shardings=by_row)),
+    )
 
 
 @lru_cache
-def _resharder(sharding: jax.sharding.NamedSharding) -> Callable[[Any], Any]:
+def _resharder(sharding: jax.sharding.NamedSharding) -> Callable[[Arrays], Arrays]:
     """Moves arrays between meshes of the same devices, one compiled program for all calls."""
     return jax.jit(lambda tree: tree, out_shardings=sharding)
 
 
-def make_disaggregated_sampler(
-    config: ModelConfig, mesh: jax.sharding.Mesh, learner: jax.sharding.Mesh, weights_dtype: SamplerDtype = "auto"
-) -> Sampler:
-    """The sampler on a mesh of its own. UserError if parameters cannot be moved there between processes."""
-    if jax.process_count() > 1 and (problem := size_mismatch(jax.device_count() - mesh.size, mesh.size)):
-        raise UserError(f"placement.devices: {problem}")
-    shardings = inference_shardings(config, mesh, weights_dtype)
-    copy = jax.jit(partial(convert, config=config, weights_dtype=weights_dtype))
-    return Sampler(
-        mesh,
-        push=lambda params: transfer(copy(params), shardings),
-        fetch=partial(_move_arrays, move=partial(transfer, shardings=named_sharding(learner, "batch"))),
-    )
-
-
-def _move_arrays(rollout: Rollout, move: Callable[[Any], Any]) -> Rollout:
+def _move_arrays(rollout: Rollout, move: Callable[[Arrays], Arrays]) -> Rollout:
     """The rollout with its arrays on devices moved; those on the host stay there."""
     return replace(rollout, **move({name: x for name, x in vars(rollout).items() if isinstance(x, jax.Array)}))
 
 
-def find_last_ahead(staleness: int, done: int, due: Callable[[int], Any]) -> int:
-    """The last rollout batch (counted from 0) that may be drawn once `done` have been learnt from.
+def find_last_ahead(staleness: int, done: int, due: Callable[[int], object]) -> int:
+    """The last batch (counted from 0) that may be sampled once `done` have been trained on.
 
-    No batch is drawn ahead past a checkpoint (`due(n)`: one is saved after n batches), so that a resumed run draws what
-    the uninterrupted run did.
+    No batch is sampled ahead past a checkpoint (`due(n)`: one is saved after n batches), so that a resumed run samples
+    what the uninterrupted run did.
     """
     last = done
     while last < done + staleness and not due(last + 1):

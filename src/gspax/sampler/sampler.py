@@ -1,8 +1,11 @@
-"""Prompts and parameters in, a `Rollout` out: one prefill per prompt, then one jitted decoding loop (`sampler.engine`).
+"""Prompts and parameters in, a `Rollout` out: one prefill per prompt, then a jitted decoding loop (`sampler.engine`).
 
 The randomness of a token is a function of (key, sample id, position) alone, so a sample does not depend on its batch.
 Log-probs are of the temperature-scaled distribution before any filter, in the sampler and in the learner; top-k, top-p
 and min-p therefore bias the ratio.
+
+With `sampling.chunk` the loop runs in chunks, and the host gets the samples that have finished while others continue.
+Tokens and log-probs are those of the whole loop, unless the weights are renewed between two chunks.
 
 Axes: P prompts, G samples per prompt, B = P·G rows, S prompt positions, C completion positions, T = S + C.
 """
@@ -13,21 +16,33 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Sampling
 from gspax.errors import UserError
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
+from gspax.run import interrupt
 from gspax.sampler import engine
-from gspax.sampler.chunks import Ended, sample_in_chunks
-from gspax.sampler.engine import Prompts, SampleOptions
+from gspax.sampler.engine import Prompts, Replies, SampleOptions, State, bucket, pad_rows
 from gspax.types import Array, Params, Rollout
 
-SMALLEST_BUCKET = 16
+SMALLEST_BUCKET = 16  # S is 16, 32, 64, … or the limit, so that few programs are compiled
+Finished = Callable[[dict[int, np.ndarray]], None]  # gets this process's completions, stop token included, by row
+
+
+class Progress(NamedTuple):
+    """The arrays that the host fetches after a chunk; the rows are sharded as those of a rollout."""
+
+    tokens_BC: Array
+    length_B: Array
+    ended_B: Array  # bool: no token follows
+    waiting_B: Array  # bool: the sample's turn has ended, and it waits for a reply
+    left: Array  # bool: a sample has not ended
 
 
 def sample(
@@ -37,7 +52,7 @@ def sample(
     key: Array,
     options: SampleOptions,
     *,
-    ended: Ended | None = None,
+    ended: Finished | None = None,
     renew: Callable[[], tuple[Params, int]] | None = None,
 ) -> Rollout:
     """Sample `sampling.group` completions of each prompt; the rows of one prompt are adjacent.
@@ -49,9 +64,11 @@ def sample(
       prompt_ids: the P problems' indices; sample g of a prompt has the id `prompt_id * (group - greedy) + g`.
       key: equal (key, id) give equal samples.
       options: of which `sampling.prompts` is not read. Temperature 0 decodes greedily, with log-probs at temperature 1.
-      ended: with `sampling.chunk`, gets the completions that have ended while others go on (`sampler.chunks`).
+      ended: with `sampling.chunk`, called after each chunk in which samples have ended; it gets each row once. What it
+        raises is raised on every process.
       renew: with `sampling.chunk`, called before every chunk but the first: inference weights and their version, which
-        `Rollout.version_BT` records. Newer weights continue the unfinished samples, whose cache is kept.
+        `Rollout.version_BT` records; the first ones have version 0. Newer weights continue the unfinished samples,
+        whose cache is kept.
 
     Raises:
       UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or B not a multiple of the devices.
@@ -61,8 +78,87 @@ def sample(
     if not options.sampling.chunk:
         return _generate(params, placed, key, options=options)
     options = replace(options, keep_versions=renew is not None)
-    state = sample_in_chunks(params, placed, key, options, ended=ended, renew=renew)
-    return assemble(placed.tokens_PS, state, options=options)
+    version = 0
+    state, progress = start(params, placed, key, options=options)
+    handed_over_B = np.zeros(progress.length_B.shape, bool)
+    while True:
+        interrupt.stop_point()
+        before, left = progress, bool(multihost.to_host(progress.left))
+        if left:  # before the samples that have ended are fetched, so that the devices do not wait for the host
+            state, progress = advance_chunk(params, state, key, np.int32(version), options=options)
+        if ended is not None:
+            hand_over(before, handed_over_B, ended)
+        if not left:
+            return assemble(placed.tokens_PS, state, options=options)
+        if renew is not None:
+            params, version = renew()
+
+
+def hand_over(progress: Progress, handed_over_B: np.ndarray, ended: Finished) -> None:
+    """Call `ended` with the rows that have ended since the last time."""
+    length_B, ended_B = multihost.to_host((progress.length_B, progress.ended_B))
+    new_B = ended_B & ~handed_over_B
+    handed_over_B |= new_B
+    if new_B.any():
+
+        def work() -> None:
+            rows = multihost.owned_rows(progress.tokens_BC)
+            if new := {row: tokens[: length_B[row]] for row, tokens in rows.items() if new_B[row]}:
+                ended(new)
+
+        multihost.all_or_raise(work)
+
+
+@partial(jax.jit, static_argnames="options")
+def _generate(params: Params, prompts: Prompts, key: Array, *, options: SampleOptions) -> Rollout:
+    state = engine.start(params, prompts, key, options)
+    return engine.assemble(prompts.tokens_PS, engine.advance(params, state, key, options), options)
+
+
+assemble = jax.jit(engine.assemble, static_argnames="options")
+
+
+@partial(jax.jit, static_argnames="options")
+def start(params: Params, prompts: Prompts, key: Array, *, options: SampleOptions) -> tuple[State, Progress]:
+    """`engine.start`."""
+    state = engine.start(params, prompts, key, options)
+    return state, describe_progress(state, options)
+
+
+@partial(jax.jit, static_argnames="options", donate_argnames="state")
+def advance_chunk(
+    params: Params, state: State, key: Array, version: Array | int, *, options: SampleOptions
+) -> tuple[State, Progress]:
+    """`engine.advance` by `sampling.chunk` tokens of each slot; without a chunk until no slot is active."""
+    state = engine.advance(params, state, key, options, options.sampling.chunk or 2**30, version)
+    return state, describe_progress(state, options)
+
+
+@partial(jax.jit, static_argnames="options", donate_argnames="state")
+def resume(
+    params: Params,
+    state: State,
+    replies: Replies,
+    key: Array,
+    version: Array | int,
+    *,
+    options: SampleOptions,
+) -> tuple[State, Progress]:
+    """`engine.resume`."""
+    state = engine.resume(params, state, replies, key, options, version)
+    return state, describe_progress(state, options)
+
+
+def describe_progress(state: State, options: SampleOptions) -> Progress:
+    """The progress of a state."""
+    rows, waiting_B = state.rows, jnp.zeros_like(state.rows.finished_B)
+    if options.turns:
+        waiting_B = engine.on_devices(engine.of_samples, options, rows, rows.waiting_W)
+    ended_B = rows.finished_B | ((rows.length_B >= rows.tokens_BC.shape[1]) & ~waiting_B)
+    tokens_BC, length_B, ended_B, waiting_B = jax.lax.with_sharding_constraint(
+        (rows.tokens_BC, rows.length_B, ended_B, waiting_B), named_sharding(options.mesh, "batch")
+    )
+    return Progress(tokens_BC, length_B, ended_B, waiting_B, left=(~ended_B).any())
 
 
 def split_rows(options: SampleOptions, prompts: int) -> SampleOptions:
@@ -90,12 +186,13 @@ def place_prompts(
     sampling, limit = options.sampling, options.sampling.max_prompt_tokens
     parts = sampling.prompts // len(prompts)
     longest = max(multihost.gather(multihost.all_or_raise(lambda: longest_prompt(prompts, prompt_ids, limit))))
-    tokens_PS, length_P = pad_prompts(prompts, limit, limit if widest else longest)
+    size = limit if widest else min(limit, bucket(longest, SMALLEST_BUCKET))
+    tokens_PS, length_P = pad_rows([prompt or () for prompt in prompts], size)
     part_P = np.tile(np.arange(parts, dtype=np.uint32), len(prompts))
     first_P = np.asarray(prompt_ids, np.uint32) * np.uint32(parts * sampling.group - options.greedy)
     id_P = np.repeat(first_P, parts) + part_P * np.uint32(sampling.group)
-    placed: Any = Prompts(np.repeat(tokens_PS, parts, axis=0), np.repeat(length_P, parts), id_P)  # type: ignore[arg-type]
-    return multihost.to_devices(placed, named_sharding(options.mesh, "batch"))
+    placed = np.repeat(tokens_PS, parts, axis=0), np.repeat(length_P, parts), id_P
+    return Prompts(*multihost.to_devices(placed, named_sharding(options.mesh, "batch")))
 
 
 def split_groups(sampling: Sampling, mesh: jax.sharding.Mesh | dict[str, int]) -> Sampling:
@@ -133,23 +230,3 @@ def check_length(prompt: Sequence[int], limit: int, where: str = "") -> None:
             f"{where}wanted a prompt of 1 to {limit} tokens (sampling.max_prompt_tokens, which a resumed run may "
             f"raise), got {len(prompt)}"
         )
-
-
-def pad_prompts(prompts: Sequence[Sequence[int] | None], limit: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded int32 tokens `[P, S]` and lengths `[P]`; S is a bucket (16, 32, 64, … or the limit)."""
-    size = SMALLEST_BUCKET
-    while size < longest:
-        size *= 2
-    tokens_PS = np.zeros((len(prompts), min(size, limit)), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens_PS[row, : len(prompt or ())] = prompt or ()
-    return tokens_PS, np.array([len(prompt or ()) for prompt in prompts], np.int32)
-
-
-@partial(jax.jit, static_argnames="options")
-def _generate(params: Params, prompts: Prompts, key: Array, *, options: SampleOptions) -> Rollout:
-    state = engine.start(params, prompts, key, options)
-    return engine.assemble(prompts.tokens_PS, engine.advance(params, state, key, options), options)
-
-
-assemble = jax.jit(engine.assemble, static_argnames="options")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +40,8 @@ def sample_tokens(
     The rows of `greedy_B`, bool, take the most probable token and have log-probs at temperature 1, as all rows do at
     temperature 0.
     """
-    temperature: Any = sampling.temperature or 1.0
-    if greedy_B is not None:
-        temperature = jnp.where(greedy_B, 1.0, temperature)[:, None]
-    scaled_BV = logits_BV / temperature
+    temperature = sampling.temperature or 1.0
+    scaled_BV = logits_BV / (temperature if greedy_B is None else jnp.where(greedy_B, 1.0, temperature)[:, None])
     if sampling.temperature == 0:
         token_B = _argmax(scaled_BV)
     else:
@@ -74,7 +71,7 @@ def _sample(logits_BV: Array, key_B: Array) -> Array:
 
 
 def _argmax(score_BV: Array) -> Array:
-    """The first index of the largest score, int32. Two plain reductions: XLA:CPU vectorises no argmax."""
+    """The first index of the largest score, int32. Two plain reductions: XLA:CPU vectorizes no argmax."""
     V = score_BV.shape[-1]
     index_BV = jax.lax.broadcasted_iota(jnp.int32, score_BV.shape, 1)
     largest_BV = jnp.where(score_BV == score_BV.max(axis=-1, keepdims=True), index_BV, V - 1)

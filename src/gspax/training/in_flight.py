@@ -39,10 +39,9 @@ from gspax.rollout.pool import (
 from gspax.rollout.problems import Skipped, prepare, read_usable
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
-from gspax.sampler.chunks import Ended, hand_over
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.placement import find_last_ahead
-from gspax.sampler.sampler import lengths_to_host, sample, split_groups
+from gspax.sampler.sampler import Finished, hand_over, lengths_to_host, sample, split_groups
 from gspax.types import Array, Params, Rollout, TrainState
 
 SAMPLING = 1  # folded into the run's key
@@ -158,7 +157,7 @@ def read_prompts(
     return ids, [ready.get(place) for place in range(places)]
 
 
-def rewarder(runtime: Runtime, problems: Sequence[Problem | None], started: Started) -> Ended:
+def rewarder(runtime: Runtime, problems: Sequence[Problem | None], started: Started) -> Finished:
     """A function that starts the rewards of finished samples and adds them to `started`."""
     experiment = runtime.experiment
     tokenizer, group = experiment.tokenizer, experiment.sampling.group

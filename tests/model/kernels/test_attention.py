@@ -8,23 +8,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from jax.sharding import Mesh
 from tiny import equations
 
-from gspax.model.kernels import attention, attention_blocks, attention_splash
+from gspax.model.kernels import attention
 from gspax.model.kernels.attention import (
-    RowSharding,
-    block_attention,
-    chunked_attention,
+    Rows,
+    Shard,
+    attend_by_blocks,
+    attend_in_chunks,
     cudnn_kernel,
+    masked_attention,
     row_attention,
     splash_attention,
     xla_kernel,
 )
 
-XLA = partial(chunked_attention, kernel=xla_kernel)
-CUDNN = partial(chunked_attention, kernel=partial(cudnn_kernel, implementation="xla"))  # tests masks and shapes only
-SPLASH = partial(splash_attention, interpret=True)
+
+def by_rows(attention, q, k, v, segment_BT, layer, *, sharding=None, **how):
+    """`attention` of rows on one device, or on the mesh of `sharding` with its axes."""
+    return attention(q, k, v, layer, Rows(segment_BT, *(sharding or (tiny.one_device(),)), **how))
+
+
+def in_chunks(kernel):
+    return partial(by_rows, partial(masked_attention, attend=partial(attend_in_chunks, kernel)))
+
+
+XLA = in_chunks(xla_kernel)
+CUDNN = in_chunks(partial(cudnn_kernel, implementation="xla"))  # tests masks and shapes only
+SPLASH = partial(by_rows, partial(splash_attention, interpret=True))
+BLOCKS = partial(by_rows, partial(masked_attention, attend=attend_by_blocks))
 WINDOWS = (7, 2**30, 7)  # of three layers
 
 
@@ -118,7 +132,7 @@ def test_cudnn_gets_even_lengths(monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", watch)
     arrays, _, segment_BT = rows(T=21)
-    assert chunked_attention(*arrays, segment_BT, 0, kernel=cudnn_kernel).shape == arrays[0].shape
+    assert in_chunks(cudnn_kernel)(*arrays, segment_BT, 0).shape == arrays[0].shape
     assert lengths == [(0, 0, 0, "cudnn")]
 
 
@@ -192,19 +206,19 @@ def on_tokens(attend, arrays, weight, segment_BT, **how):
     ],
 )
 def test_blocks_equal_xla(T, dtype, shared, how, monkeypatch):
-    monkeypatch.setattr(attention_blocks, "BLOCK", 8)
+    monkeypatch.setattr(attention, "BLOCK", 8)
     arrays, weight, segment_BT = rows(T=T, dtype=dtype)
     how = how | {"sharding": MESHES[how["sharding"]]} if "sharding" in how else how
     if shared:
         segment_BT, prefix_BT = branches(T)
         how = how | {"prefix_BT": prefix_BT}
     wanted = on_tokens(XLA, arrays, weight, segment_BT, **{**how, "sharding": None})
-    same(on_tokens(block_attention, arrays, weight, segment_BT, **how), wanted, dtype)
+    same(on_tokens(BLOCKS, arrays, weight, segment_BT, **how), wanted, dtype)
 
 
 def test_masked_blocks_are_not_read(monkeypatch):
     """Those of another response, of the future, and of padding, forward and backward."""
-    monkeypatch.setattr(attention_blocks, "BLOCK", 8)
+    monkeypatch.setattr(attention, "BLOCK", 8)
     arrays, weight, _ = rows(B=1, T=48)
     segment_BT = jnp.repeat(jnp.array([[1, 2, 3, 3, 4, 0]]), 8, axis=1)
     block_BT = jnp.arange(48)[None] // 8
@@ -212,26 +226,26 @@ def test_masked_blocks_are_not_read(monkeypatch):
     arrays = [jnp.where(read_BT[:, :, None, None], x, jnp.nan) for x in arrays]
 
     def total(q, k, v):
-        context = block_attention(q, k, v, segment_BT, 0, prefix_BT=jnp.where(segment_BT == 3, 1, 0))
+        context = BLOCKS(q, k, v, segment_BT, 0, prefix_BT=jnp.where(segment_BT == 3, 1, 0))
         return (context * weight).sum(where=(block_BT == 2)[:, :, None, None])
 
     value, dq = jax.jit(jax.value_and_grad(total))(*arrays)
     assert np.isfinite(value) and np.isfinite(dq[:, 16:24]).all()
-    assert (block_attention(*arrays, segment_BT, 0)[:, 40:] == 0).all(), "padding"
+    assert (BLOCKS(*arrays, segment_BT, 0)[:, 40:] == 0).all(), "padding"
 
 
 def test_a_window_and_a_continued_segment_are_rejected():
     arrays, _, segment_BT = rows()
     with pytest.raises(ValueError, match="prefix_BT: wanted None in a model with sliding windows"):
-        row_attention(*arrays, segment_BT, 0, windows=WINDOWS, prefix_BT=segment_BT)
+        by_rows(row_attention, *arrays, segment_BT, 0, windows=WINDOWS, prefix_BT=segment_BT)
 
 
 MESHES = {
-    "rows": RowSharding(mesh(a=2), "a", None, None),
-    "time": RowSharding(mesh(c=8), None, "c", None),
-    "rows, time and heads": RowSharding(mesh(a=2, c=2, t=2), "a", "c", "t"),
-    "time and heads": RowSharding(mesh(c=4, t=2), (), "c", "t"),
-    "an idle axis": RowSharding(mesh(a=2, x=2, c=2), ("a",), ("c",), None),
+    "rows": (mesh(a=2), "a", None, None),
+    "time": (mesh(c=8), None, "c", None),
+    "rows, time and heads": (mesh(a=2, c=2, t=2), "a", "c", "t"),
+    "time and heads": (mesh(c=4, t=2), (), "c", "t"),
+    "an idle axis": (mesh(a=2, x=2, c=2), ("a",), ("c",), None),
 }
 
 
@@ -266,7 +280,7 @@ def test_splash_on_a_mesh_equals_one_device(sharding):
     same(value_and_gradients(SPLASH, *case, windows=(20, 2**30), sharding=sharding), wanted)
 
 
-@pytest.mark.parametrize("attend", [XLA, CUDNN, block_attention, pytest.param(SPLASH, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attend", [XLA, CUDNN, BLOCKS, pytest.param(SPLASH, marks=pytest.mark.slow)])
 def test_padding_is_finite_and_never_attended_to(attend):
     (q, k, v), weight, segment_BT = rows()
     valid_BT11 = (segment_BT > 0)[:, :, None, None]
@@ -311,14 +325,15 @@ def test_scores_of_long_rows_stay_within_the_budget(monkeypatch):
     ],
 )
 def test_the_platform_of_the_mesh_selects_the_implementation(platform, dtype, T, H, wanted, monkeypatch):
-    monkeypatch.setattr(attention, "splash_attention", lambda *args, **kwargs: "splash")
-    monkeypatch.setattr(attention, "block_attention", lambda *args, **kwargs: "blocks")
-    monkeypatch.setattr(attention, "chunked_attention", lambda *args, kernel, **kwargs: kernel)
+    monkeypatch.setattr(attention, "splash_attention", lambda *args: "splash")
+    monkeypatch.setattr(attention, "attend_by_blocks", "blocks")
+    monkeypatch.setattr(attention, "attend_in_chunks", lambda kernel: kernel)
+    monkeypatch.setattr(attention, "masked_attention", lambda *args, attend: getattr(attend, "args", [attend])[0])
     (q, k, v), _, segment_BT = rows(T=T, H=H, dtype=dtype)
-    sharding = RowSharding(SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)])), None, None, None)
-    assert attention.row_attention(q, k, v, segment_BT, 0, sharding=sharding) == wanted
-    if platform == "cpu":
-        assert attention.row_attention(q, k, v, segment_BT, 0) == wanted, "without a mesh: the default backend"
+    device = SimpleNamespace(platform=platform)
+    assert (
+        by_rows(row_attention, q, k, v, segment_BT, 0, sharding=[SimpleNamespace(devices=np.array([device]))]) == wanted
+    )
 
 
 @pytest.mark.parametrize(
@@ -327,7 +342,7 @@ def test_the_platform_of_the_mesh_selects_the_implementation(platform, dtype, T,
 def test_block_shortcuts_agree_with_the_mask(T, shards, window):
     """A block wrongly reported as empty would be skipped."""
     filled, S = -(-T // 128) * 128, -(-T * shards // 128) * 128
-    mask = attention_splash.window_mask(T, shards, window)
+    mask = attention.window_mask(T, shards, window)
     position_T = np.repeat(np.arange(shards), filled) * T + np.minimum(np.tile(np.arange(filled), shards), T - 1)
     back_TS = position_T[:, None] - np.arange(S)[None]
     wanted = (back_TS >= 0) & (back_TS < window)
@@ -343,5 +358,5 @@ def test_splash_scales_queries_in_float32():
     def queries(q_NTH, k_KSH, v_KSH, segment_ids):
         return q_NTH
 
-    got = attention_splash.attend(queries, q, k, v, segment_BT, segment_BT)
+    got = attention.attend_by_splash(queries, Shard(q, k, v, segment_BT, None, segment_BT, 0))
     np.testing.assert_array_equal(got, (q.astype(jnp.float32) * 128**-0.5).astype(jnp.bfloat16))

@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 from gspax import config
 from gspax.commands.aot import chips
 from gspax.model import moe
+from gspax.model.kernels import expert_ffn as local
 from gspax.model.kernels import expert_parallel as parallel
-from gspax.model.kernels.expert_ffn import expert_ffn
+from gspax.model.kernels.expert_ffn import Experts
 from gspax.parallel import sharding
 
 X, N, A, K, D, F = 4, 6, 2, 2, 6, 10  # devices of the axis, rows and choices on each, experts on each
@@ -44,11 +45,9 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
 
 SMALL_BUFFER = {"capacity_factor": 1.0, "extra_rows": 8}  # 20 rows
 EXCHANGES = {
-    "ring": parallel.ring,
-    "all_to_all": partial(
-        parallel.all_to_all, capacity_factor=1.0, extra_rows=8, ragged_all_to_all=emulated
-    ),  # 20 rows
-    "all_to_all for the worst case": partial(parallel.all_to_all, capacity_factor=100.0, ragged_all_to_all=emulated),
+    "ring": parallel.ring("expert"),
+    "all_to_all": parallel.all_to_all("expert", **SMALL_BUFFER, ragged_all_to_all=emulated),
+    "all_to_all for the worst case": parallel.all_to_all("expert", capacity_factor=100.0, ragged_all_to_all=emulated),
 }
 ROUTINGS = {
     "even": lambda rng, rows: (np.arange(rows * A) % E).reshape(rows, A),
@@ -62,7 +61,7 @@ ROUTINGS = {
 }
 
 
-def draw(name, dtype=jnp.float32, rows=2 * X * N):
+def make_case(name, dtype=jnp.float32, rows=2 * X * N):
     rng = np.random.default_rng(len(name))
     expert = jnp.asarray(ROUTINGS[name](rng, rows), jnp.int32)
     floats = [rng.normal(size=s) for s in ((rows, D), (rows, A), (E, D, F), (E, D, F), (E, F, D), (rows, D))]
@@ -70,10 +69,22 @@ def draw(name, dtype=jnp.float32, rows=2 * X * N):
     return (x, expert, gate, *weights), dy
 
 
-def on_mesh(visit):
-    rows, experts = P(("data", "expert")), P("expert")
-    specs = (rows, rows, rows, experts, experts, experts)
-    return jax.shard_map(partial(visit, axis="expert"), mesh=MESH, in_specs=specs, out_specs=(rows, P()))
+def expert_ffn(x, expert, gate, *weights):
+    return local.expert_ffn(x, expert, gate, Experts(*weights))
+
+
+ROWS, EXPERTS = P(("data", "expert")), P("expert")
+ROWS_AND_FLAG = ROWS, P()
+
+
+def on_mesh(visit, out_specs=ROWS_AND_FLAG):
+    """`visit` of rows and matrices that are sharded over the mesh."""
+
+    def on_device(x, expert, gate, *weights):
+        return visit(x, expert, gate, Experts(*weights))
+
+    specs = (ROWS, ROWS, ROWS, EXPERTS, EXPERTS, EXPERTS)
+    return jax.shard_map(on_device, mesh=MESH, in_specs=specs, out_specs=out_specs)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -88,7 +99,11 @@ def value_and_gradients(visit, args, dy):
     return y, *pullback(dy)
 
 
-MAPPED = {name: on_mesh(visit) for name, visit in EXCHANGES.items()}
+def exchanged(exchange):
+    return on_mesh(partial(parallel.expert_parallel, exchange=exchange))
+
+
+MAPPED = {name: exchanged(exchange) for name, exchange in EXCHANGES.items()}
 
 
 def assert_close(got, want, tolerance):
@@ -99,7 +114,7 @@ def assert_close(got, want, tolerance):
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_values_and_gradients_equal_one_device(exchange, name):
-    args, dy = draw(name)
+    args, dy = make_case(name)
     got, want = value_and_gradients(MAPPED[exchange], args, dy), value_and_gradients(expert_ffn, args, dy)
     for one, other in zip(got, want, strict=True):
         assert one.dtype == other.dtype
@@ -108,7 +123,7 @@ def test_values_and_gradients_equal_one_device(exchange, name):
 
 @pytest.mark.parametrize("exchange", ["all_to_all", pytest.param("ring", marks=pytest.mark.slow)])
 def test_bfloat16_rows_and_float32_weights_keep_their_dtypes(exchange):
-    (x, *rest), dy = draw("any")
+    (x, *rest), dy = make_case("any")
     args, dy = (x.astype(jnp.bfloat16), *rest), dy.astype(jnp.bfloat16)
     got, want = value_and_gradients(MAPPED[exchange], args, dy), value_and_gradients(expert_ffn, args, dy)
     for one, other in zip(got, want, strict=True):
@@ -118,7 +133,7 @@ def test_bfloat16_rows_and_float32_weights_keep_their_dtypes(exchange):
 
 @pytest.mark.parametrize("exchange", ["ring", "all_to_all"])
 def test_garbage_in_dropped_rows_changes_nothing(exchange):
-    (x, expert, gate, *weights), dy = draw("some dropped")
+    (x, expert, gate, *weights), dy = make_case("some dropped")
     dropped_N1 = (jnp.arange(len(x)) % 3 == 0)[:, None]
     expert = jnp.where(dropped_N1, E, expert)
     dirty = jnp.where(dropped_N1, jnp.nan, x), expert, jnp.where(dropped_N1, jnp.nan, gate), *weights
@@ -134,8 +149,8 @@ def lost(operand, output, *offsets, axis_name):
 
 @pytest.mark.parametrize(("name", "overflows"), [("even", False), ("all to one device", True)])
 def test_the_ring_replaces_an_exchange_that_would_overflow(name, overflows):
-    args, dy = draw(name)
-    mapped = on_mesh(partial(parallel.all_to_all, capacity_factor=1.0, extra_rows=8, ragged_all_to_all=lost))
+    args, dy = make_case(name)
+    mapped = exchanged(parallel.all_to_all("expert", **SMALL_BUFFER, ragged_all_to_all=lost))
     got = value_and_gradients(mapped, args, dy)
     assert all(np.isfinite(a).all() == overflows for a in got[:3])
     assert jax.jit(lambda *args: mapped(*args)[1])(*args) == overflows
@@ -144,13 +159,15 @@ def test_the_ring_replaces_an_exchange_that_would_overflow(name, overflows):
 def test_buffer_size_is_the_share_limited_by_what_can_arrive():
     assert parallel.buffer_rows((1000, 8), 8, 16, capacity_factor=1.5, extra_rows=256) == 12256
     assert parallel.buffer_rows((3, 2), 4, 2, capacity_factor=1.0, extra_rows=3) == 16  # 9 in tiles of 8
-    assert parallel.buffer_rows((4, 8), 8, 16) == 8 * 4 * 8
-    assert parallel.buffer_rows((4, 8), 8, 2) == 8 * 4 * 2, "a row uses an expert once"
+    assert parallel.buffer_rows((4, 8), 8, 16, capacity_factor=1.5, extra_rows=256) == 8 * 4 * 8
+    assert parallel.buffer_rows((4, 8), 8, 2, capacity_factor=1.5, extra_rows=256) == 8 * 4 * 2, (
+        "a row uses an expert once"
+    )
 
 
 def test_the_platform_selects_the_exchange_of_forward_and_backward():
-    visit = on_mesh(parallel.expert_parallel)
-    large, dy = draw("any", rows=2 * X * 1000)  # too many for a worst-case buffer
+    visit = exchanged(parallel.by_platform("expert"))
+    large, dy = make_case("any", rows=2 * X * 1000)  # too many for a worst-case buffer
 
     def count(function, *args, platform, word):
         return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text().count(word)
@@ -191,8 +208,8 @@ def test_a_layer_compiled_for_a_tpu_exchanges_rows_and_scatters_gradients(topolo
         ]
     ]
 
-    def total(*arguments):
-        return moe._run_experts(made, *arguments)[0].astype(jnp.float32).sum()
+    def total(x, expert, gate, *weights):
+        return moe._run_experts(made, x, expert, gate, Experts(*weights))[0].astype(jnp.float32).sum()
 
     text = jax.jit(jax.grad(total, argnums=(0, 2, 3, 4, 5))).lower(*arguments).compile().as_text()
     found = Counter(

@@ -48,7 +48,7 @@ from gspax.model.low_rank import partition
 from gspax.model.sizes.counts import with_carried
 from gspax.model.sizes.old_policy import reads_experts
 from gspax.parallel.sharding import batch_shards, named_sharding
-from gspax.sampler import chunks, conversations, engine, sampler
+from gspax.sampler import engine, sampler
 from gspax.sampler.engine import Prompts, SampleOptions
 from gspax.sampler.inference_weights import abstract_inference_weights, copier
 from gspax.types import Array, Batch, Params, Rollout, TrainState
@@ -177,12 +177,12 @@ def _make_conversations(
     )
     B, reply = sampling.prompts * sampling.group, reply_tokens(sampling.max_tokens)
     state = _abstract_engine(params, prompts, key, options)
-    given = conversations.Replies(rows((B, reply - 1), jnp.int32), rows((B,), jnp.int32))
+    given = engine.Replies(rows((B, reply - 1), jnp.int32), rows((B,), jnp.int32))
     turns = math.ceil(B / engine.count_slots_of(options, sampling.prompts))
     sampled = max(0, sampling.max_tokens - 1 - replies * reply)
-    start = _lower(chunks.start, params, prompts, key, options=options)
-    advance = _lower(chunks.advance_chunk, params, state, key, version, options=options)
-    resume = _lower(chunks.resume, params, state, given, key, version, options=options)
+    start = _lower(sampler.start, params, prompts, key, options=options)
+    advance = _lower(sampler.advance_chunk, params, state, key, version, options=options)
+    resume = _lower(sampler.resume, params, state, given, key, version, options=options)
     return [
         Program(name=PROMPTS, lower=start, resident=resident),
         Program(name=TURNS, lower=advance, resident=resident, runs=turns * sampled),

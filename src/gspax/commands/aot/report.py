@@ -45,7 +45,7 @@ from gspax.commands.aot.programs import (
     reply_tokens,
 )
 from gspax.config import Experiment, ModelConfig, Placement, SamplerDtype, Sampling
-from gspax.model.extension import BLOCK
+from gspax.model.decoding import BLOCK
 from gspax.model.sizes.counts import forward_flops
 from gspax.model.sizes.memory import (
     count_slots,

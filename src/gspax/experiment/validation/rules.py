@@ -44,8 +44,7 @@ from gspax.experiment.validation.fields import (
 from gspax.experiment.validation.first_calls import first_problems
 from gspax.model.architecture import architecture_problems
 from gspax.model.sizes.counts import with_carried
-from gspax.model.sizes.memory import slot_problems
-from gspax.model.sizes.sampler_layout import choose_sampler_layout
+from gspax.model.sizes.memory import choose_sampler_layout, slot_problems
 from gspax.parallel import sharding
 from gspax.rewards.calls import find_async_members
 

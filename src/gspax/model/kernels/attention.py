@@ -7,9 +7,9 @@ padding are finite, and no other token attends to them.
 There are four implementations. The devices that the program is for (those of the mesh, which need not belong to this
 host) decide between them:
 
-- `attention_splash.py` on TPU;
+- JAX's splash attention (Pallas) on TPU;
 - cuDNN on GPU, for bfloat16 and float16 and the head sizes that it supports;
-- `attention_blocks.py` on CPU, for rows that are not short;
+- blocks of queries and keys on CPU, for rows that are not short;
 - plain XLA elsewhere.
 
 cuDNN and plain XLA process long rows in chunks of queries and recompute a chunk's scores in the backward pass, so that
@@ -19,39 +19,53 @@ On a mesh each device computes its own rows, its own heads and, where time is sh
 which it gathers the keys and values of the whole rows. That is exact and simple, and with grouped queries the keys and
 values are small; but the device with the end of a row has more to attend to than the one with its start.
 
-Axes: B rows, T queries, S keys (of the whole row), N query heads, K key heads, R = N/K, H head, C queries of a chunk.
+Axes: B rows, T queries of a device, S keys (of the whole row), N query heads, K key heads, R = N/K, H head, C queries
+of a chunk or positions of a block; X blocks of queries and Y of keys, of all rows, Q = R·C queries of a key head.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gspax import unstable
 from gspax.config import SCORE_BUDGET
-from gspax.model.kernels import attention_blocks, attention_splash
-from gspax.model.kernels.online_softmax import MASKED
+from gspax.model.kernels.online_softmax import MASKED, OnlineSoftmax
+from gspax.types import PyTree
 
-LONG = 128  # positions of a row from which a CPU uses `attention_blocks`: faster below too, but it compiles longer
+LONG = 128  # positions of a row from which a CPU attends by blocks: faster below too, but it compiles longer
+BLOCK = 64  # positions of a block on CPU, at most
+LAST = jnp.iinfo(jnp.int32).max
+LANES = 128  # splash attention: lengths are padded to a multiple of this
+SPLASH_BLOCKS = (512, 384, 256, 128)  # the largest that divides the padded length is used
+
+splash, splash_mask = unstable.splash_attention_kernel(), unstable.splash_attention_mask()
+LocalMask: Any = splash_mask.LocalMask
+Masks: TypeAlias = Any  # splash.SplashAttentionKernel: a pytree of tables that is callable, the kernel
 
 Axes = str | tuple[str, ...] | None
 # (q [B, C, N, H], k [B, S, K, H], v [B, S, K, H], visible [B, C, S]) -> context [B, C, N, H]
 Kernel = Callable[[Array, Array, Array, Array], Array]
 
 
-class RowSharding(NamedTuple):
-    """The mesh axes that `[B, T, N, H]` is sharded over."""
+class Rows(NamedTuple):
+    """The segments and windows that tokens of rows attend to, and the mesh axes that `[B, T, N, H]` is sharded over."""
 
+    segment_BT: Array  # int32; tokens attend within equal numbers
     mesh: Mesh
-    rows: Axes
-    time: Axes
-    heads: Axes
+    rows: Axes = None
+    time: Axes = None
+    heads: Axes = None
+    windows: tuple[int, ...] = ()  # for each layer, how many tokens one attends to, itself included; empty: all
+    prefix_BT: Array | None = None  # int32, a segment earlier in the row that a token attends to too; 0: none
 
     def shards(self, axes: Axes) -> int:
         """The number of shards over these mesh axes."""
@@ -71,129 +85,101 @@ class Shard(NamedTuple):
     first: Array | int  # position of the first query among the keys
 
 
-def row_attention(
-    q_BTNH: Array,
-    k_BTKH: Array,
-    v_BTKH: Array,
-    segment_BT: Array,
-    layer: Array | int,
-    *,
-    windows: tuple[int, ...] = (),
-    prefix_BT: Array | None = None,
-    sharding: RowSharding | None = None,
-) -> Array:
+def row_attention(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, layer: Array | int, rows: Rows) -> Array:
     """softmax(q k / √H) v over what each token attends to: `[B, T, N, H]` in q's dtype. Differentiable in q, k and v.
 
-    Scores and their softmax are float32 for every dtype.
-
-    Args:
-      segment_BT: int32; tokens attend within equal numbers.
-      layer: int32, may be traced; selects the window.
-      windows: for each layer, how many tokens one attends to, itself included; empty: its whole segment.
-      prefix_BT: int32, a segment earlier in the row that a token attends to too; 0: none.
-      sharding: of the arrays, if they are on a mesh.
+    Scores and their softmax are float32 for every dtype. `layer`, int32, may be traced; it selects the window.
 
     Raises:
       ValueError: the mesh does not divide an axis that it shards (rows, time, query heads, key heads), or there are
         windows and prefixes, between which there are other tokens.
     """
-    if windows and prefix_BT is not None:
+    if rows.windows and rows.prefix_BT is not None:
         raise ValueError("prefix_BT: wanted None in a model with sliding windows")
-    platform = jax.default_backend() if sharding is None else sharding.mesh.devices.flat[0].platform
-    attend: Callable[..., Array]
+    platform = rows.mesh.devices.flat[0].platform
     if platform == "tpu":
-        attend = splash_attention
-    elif platform == "gpu" and cudnn_supports(q_BTNH):
-        attend = partial(chunked_attention, kernel=cudnn_kernel)
+        return splash_attention(q_BTNH, k_BTKH, v_BTKH, layer, rows)
+    attend: Callable[[Array, Shard], Array] = partial(attend_in_chunks, xla_kernel)
+    if platform == "gpu" and cudnn_supports(q_BTNH):
+        attend = partial(attend_in_chunks, cudnn_kernel)
     elif platform == "cpu" and q_BTNH.shape[1] >= LONG:
-        attend = block_attention
-    else:
-        attend = partial(chunked_attention, kernel=xla_kernel)
-    options = {"windows": windows, "prefix_BT": prefix_BT, "sharding": sharding}
-    return attend(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, **options)
+        attend = attend_by_blocks
+    return masked_attention(q_BTNH, k_BTKH, v_BTKH, layer, rows, attend=attend)
+
+
+def masked_attention(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    layer: Array | int,
+    rows: Rows,
+    *,
+    attend: Callable[[Array, Shard], Array],
+) -> Array:
+    """`row_attention` by `attend`, which gets the layer's window (the length of the row if it has none) and a shard."""
+    window = jnp.asarray(rows.windows, jnp.int32)[layer] if rows.windows else jnp.int32(q_BTNH.shape[1])
+    return _on_mesh(attend, rows, window, PartitionSpec(), (q_BTNH, k_BTKH, v_BTKH))
 
 
 def splash_attention(
-    q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), prefix_BT=None, sharding=None, interpret=False
+    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, layer: Array | int, rows: Rows, *, interpret: bool = False
 ) -> Array:
     """`row_attention` by the kernel for TPU; with `interpret`, on any platform."""
-    T, N = q_BTNH.shape[1:3]
-    shards, heads = (sharding.shards(sharding.time), N // sharding.shards(sharding.heads)) if sharding else (1, N)
-    clipped = [min(window, T) for window in windows] or [T]
+    T, shards, heads = q_BTNH.shape[1], rows.shards(rows.time), q_BTNH.shape[2] // rows.shards(rows.heads)
+    clipped = [min(window, T) for window in rows.windows] or [T]
     choices = sorted(set(clipped))  # masks are constants of the kernel and the layer is traced: a branch for each
-    tables = [attention_splash.masks(T // shards, shards, heads, window, interpret) for window in choices]
-    choice = jnp.asarray([choices.index(window) for window in clipped], jnp.int32)[layer if windows else 0]
+    tables = [splash_masks(T // shards, shards, heads, window, interpret) for window in choices]
+    choice = jnp.asarray([choices.index(window) for window in clipped], jnp.int32)[layer if rows.windows else 0]
 
-    def local(constants, shard: Shard):
+    def attend(constants: tuple[list[Masks], Array], shard: Shard) -> Array:
         tables, choice = constants
+        return lax.switch(choice, [partial(attend_by_splash, table) for table in tables], shard)
 
-        def attend(table, shard: Shard):
-            return attention_splash.attend(table, *shard[:4], shard.segment_BS, prefix_BT=shard.prefix_BT)
-
-        return lax.switch(choice, [partial(attend, table) for table in tables], shard)
-
-    specs = None
-    if sharding:
-        specs = [attention_splash.masks_spec(table, sharding.mesh, sharding.time) for table in tables]
-    arrays = (q_BTNH, k_BTKH, v_BTKH, segment_BT, prefix_BT)
-    return _on_mesh(local, sharding, (tables, choice), (specs, PartitionSpec()), arrays)
+    automatic = Mesh(rows.mesh.devices, rows.mesh.axis_names)  # the shape of a shard is not defined on a manual axis
+    by_time = NamedSharding(automatic, PartitionSpec(None, rows.time))
+    specs = [table.manual_sharding_spec(by_time) for table in tables]
+    return _on_mesh(attend, rows, (tables, choice), (specs, PartitionSpec()), (q_BTNH, k_BTKH, v_BTKH))
 
 
-def chunked_attention(
-    q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), prefix_BT=None, sharding=None, kernel: Kernel
+def _on_mesh(
+    attend: Callable[[Any, Shard], Array],
+    rows: Rows,
+    constants: PyTree,
+    constants_spec: PyTree,
+    arrays: tuple[Array, Array, Array],
 ) -> Array:
-    """`row_attention` by a kernel that takes a mask, in chunks of queries."""
-    arrays = (q_BTNH, k_BTKH, v_BTKH, segment_BT, prefix_BT)
-    window = _window(windows, layer, q_BTNH.shape[1])
-    return _on_mesh(partial(_in_chunks, kernel), sharding, window, PartitionSpec(), arrays)
+    """`attend(constants, shard)` on each device for its shard of (queries, keys, values)."""
 
+    def on_device(constants: PyTree, q: Array, k: Array, v: Array, segment_BT: Array, prefix_BT: Array | None) -> Array:
+        segment_BS = segment_BT
+        first: Array | int = 0
+        if rows.shards(rows.time) > 1:
+            k, v, segment_BS = (lax.all_gather(x, rows.time, axis=1, tiled=True) for x in (k, v, segment_BT))
+            first = lax.axis_index(rows.time) * q.shape[1]
+        return attend(constants, Shard(q, k, v, segment_BT, prefix_BT, segment_BS, first))
 
-def block_attention(q_BTNH, k_BTKH, v_BTKH, segment_BT, layer, *, windows=(), prefix_BT=None, sharding=None) -> Array:
-    """`row_attention` without the blocks of scores that are masked."""
-
-    def local(window: Array, shard: Shard) -> Array:
-        return attention_blocks.attend(**shard._asdict(), window=window)
-
-    arrays = (q_BTNH, k_BTKH, v_BTKH, segment_BT, prefix_BT)
-    return _on_mesh(local, sharding, _window(windows, layer, q_BTNH.shape[1]), PartitionSpec(), arrays)
-
-
-def _window(windows: tuple[int, ...], layer: Array | int, T: int) -> Array:
-    """The layer's; without one, the whole row."""
-    return jnp.asarray(windows, jnp.int32)[layer] if windows else jnp.int32(T)
-
-
-def _on_mesh(local: Callable[[Any, Shard], Array], sharding: RowSharding | None, constants, constants_spec, arrays):
-    """`local(constants, shard)` on each device for its shard of (queries, keys, values, segments, prefixes)."""
-    q, k, v, segment_BT, prefix_BT = arrays
-    if sharding is None:
-        return local(constants, Shard(q, k, v, segment_BT, prefix_BT, segment_BT, 0))
-    mesh, rows, time, heads = sharding
-
-    def per_device(constants, q, k, v, segment_BT, prefix_BT):
-        segment_BS, first = segment_BT, 0
-        if sharding.shards(time) > 1:
-            k, v, segment_BS = (lax.all_gather(x, time, axis=1, tiled=True) for x in (k, v, segment_BT))
-            first = lax.axis_index(time) * q.shape[1]
-        return local(constants, Shard(q, k, v, segment_BT, prefix_BT, segment_BS, first))
-
-    spec = PartitionSpec(rows, time, heads)
+    by_token, spec = PartitionSpec(rows.rows, rows.time), PartitionSpec(rows.rows, rows.time, rows.heads)
     return jax.shard_map(
-        per_device,
-        mesh=mesh,
-        in_specs=(constants_spec, spec, spec, spec, *[PartitionSpec(rows, time)] * 2),
+        on_device,
+        mesh=rows.mesh,
+        in_specs=(constants_spec, spec, spec, spec, by_token, by_token),
         out_specs=spec,
         check_vma=False,  # a Pallas kernel does not declare which axes its result varies over
-    )(constants, *arrays)
+    )(constants, *arrays, rows.segment_BT, rows.prefix_BT)
 
 
-def _in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
+# --- plain XLA and cuDNN, in chunks of queries -----------------------------------------------------------------------
+
+
+def attend_in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
     """The kernel's result for all queries, in chunks of at most SCORE_BUDGET scores."""
     q_BTNH, k_BSKH, v_BSKH, segment_BT, prefix_BT, segment_BS, first = shard
     (B, T, N, _), S, dtype = q_BTNH.shape, k_BSKH.shape[1], k_BSKH.dtype
     position_T = first + jnp.arange(T)
 
-    def attend(q_BCNH, segment_BC, prefix_BC, position_C, k_BSKH, v_BSKH):
+    def attend(
+        q_BCNH: Array, segment_BC: Array, prefix_BC: Array | None, position_C: Array, k_BSKH: Array, v_BSKH: Array
+    ) -> Array:
         back_1CS = (position_C[:, None] - jnp.arange(S)[None])[None]
         related_BCS = segment_BC[:, :, None] == segment_BS[:, None]
         if prefix_BC is not None:
@@ -207,7 +193,7 @@ def _in_chunks(kernel: Kernel, window: Array, shard: Shard) -> Array:
     count = -(-T // C)
     padding = count * C - T
 
-    def split(x_BT):
+    def split(x_BT: Array) -> Array:
         padded_BT = jnp.pad(x_BT, ((0, 0), (0, padding), *[(0, 0)] * (x_BT.ndim - 2)), mode="edge")
         return jnp.moveaxis(padded_BT.reshape(x_BT.shape[0], count, C, *x_BT.shape[2:]), 1, 0)
 
@@ -233,7 +219,12 @@ def xla_kernel(q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, visible_BCS: Array) 
 
 
 def cudnn_kernel(
-    q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, visible_BCS: Array, *, implementation: Any = "cudnn"
+    q_BCNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    visible_BCS: Array,
+    *,
+    implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> Array:
     """The kernel for NVIDIA GPUs. Another `implementation` of `jax.nn.dot_product_attention` runs elsewhere."""
     even = ((0, 0), (0, q_BCNH.shape[1] % 2), (0, k_BSKH.shape[1] % 2))  # cuDNN wants even lengths with a mask
@@ -249,3 +240,260 @@ def cudnn_supports(q_BTNH: Array) -> bool:
     """Whether cuDNN has a kernel for queries of this dtype and head size."""
     H = q_BTNH.shape[3]
     return q_BTNH.dtype in (jnp.bfloat16, jnp.float16) and H <= 128 and H % 8 == 0
+
+
+# --- blocks, on CPU --------------------------------------------------------------------------------------------------
+#
+# Half of a row's blocks of scores lie in the future, and in packed rows most of the others are between responses. They
+# are found from the numbers of the segments and skipped, forward and backward. How many are computed is data, so one
+# compiled program serves every packing. A block's scores stay in the processor's cache; the backward pass computes them
+# again.
+
+
+class Blocks(NamedTuple):
+    """The segments that queries attend to, and the blocks that these are in; int32."""
+
+    segment_XC: Array
+    prefix_XC: Array  # 0: none
+    segment_YC: Array
+    first: Array | int  # position of a row's first query
+    window: Array
+    key_XJ: Array  # the J blocks of keys of the row; those that a block of queries needs come first
+    count_X: Array  # how many those are
+
+    def visit(self, x: Array, n: Array, heads: int) -> tuple[Array, Array]:
+        """The n-th block of keys that a block of queries needs, and which keys its queries attend to, [1, Q, C]."""
+        y, size, J = self.key_XJ[x, n], self.segment_XC.shape[1], self.key_XJ.shape[1]
+        queries = self.count_X.shape[0] * J // self.segment_YC.shape[0]  # blocks in a row
+        segment_C1, prefix_C1, segment_1C = self.segment_XC[x][:, None], self.prefix_XC[x][:, None], self.segment_YC[y]
+        related_CC = (segment_C1 == segment_1C[None]) | ((prefix_C1 > 0) & (prefix_C1 == segment_1C[None]))
+        between = self.first + (x % queries - y % J) * size
+        back_CC = between + jnp.arange(size)[:, None] - jnp.arange(size)[None]
+        return y, jnp.tile(related_CC & (back_CC >= 0) & (back_CC < self.window), (heads, 1))[None]
+
+
+def attend_by_blocks(window: Array, shard: Shard) -> Array:
+    """softmax(q k / √H) v, without the blocks of scores that are masked; the results of blocks of padding are 0."""
+    q_BTNH, k_BSKH, v_BSKH, segment_BT, prefix_BT, segment_BS, first = shard
+    (B, T, N, H), K = q_BTNH.shape, k_BSKH.shape[2]
+    size = -(-T // -(-T // BLOCK) // 8) * 8  # of equal blocks, in multiples of 8 positions
+
+    def split(x_BT: Array) -> Array:
+        """[B, T, ...] to [X, C, ...]."""
+        padded = jnp.pad(x_BT, ((0, 0), (0, -x_BT.shape[1] % size), *[(0, 0)] * (x_BT.ndim - 2)))
+        return padded.reshape(-1, size, *x_BT.shape[2:])
+
+    prefix_BT = jnp.zeros_like(segment_BT) if prefix_BT is None else prefix_BT
+    segment_XC, prefix_XC, segment_YC = (split(x) for x in (segment_BT, prefix_BT, segment_BS))
+    own, earlier, keys = (_range(x.reshape(B, -1, size)) for x in (segment_XC, prefix_XC, segment_YC))
+    queries, J = own[0].shape[1], keys[0].shape[1]
+    between_IJ = first + (jnp.arange(queries)[:, None] - jnp.arange(J)[None]) * size  # of their first positions
+    reachable_IJ = (between_IJ > -size) & (between_IJ < window + size - 1)
+    needed_BIJ = (_overlap(own, keys) | _overlap(earlier, keys)) & reachable_IJ[None]
+    key_BIJ = jnp.argsort(~needed_BIJ, axis=2, stable=True).astype(jnp.int32)
+    key_BIJ += J * jnp.arange(B, dtype=jnp.int32)[:, None, None]
+    count_X = needed_BIJ.sum(axis=2, dtype=jnp.int32).reshape(-1)
+    blocks = Blocks(segment_XC, prefix_XC, segment_YC, first, window, key_BIJ.reshape(-1, J), count_X)
+    q_XKQH = split(q_BTNH).reshape(-1, size, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(-1, K, N // K * size, H)
+    k_YKSH, v_YKSH = (split(x).swapaxes(1, 2) for x in (k_BSKH, v_BSKH))
+    context_XKQH = _attend(q_XKQH, k_YKSH, v_YKSH, blocks)
+    context_XCKRH = context_XKQH.reshape(-1, K, N // K, size, H).transpose(0, 3, 1, 2, 4)
+    return context_XCKRH.reshape(B, -1, N, H)[:, :T]
+
+
+def _range(number_BIC: Array) -> tuple[Array, Array]:
+    """The least and the greatest number of each block other than 0; without one, the least is the greater."""
+    return jnp.where(number_BIC > 0, number_BIC, LAST).min(axis=2), number_BIC.max(axis=2)
+
+
+def _overlap(queries: tuple[Array, Array], keys: tuple[Array, Array]) -> Array:
+    """Whether two ranges have a number in common, [B, I, J]. Blocks of keys outside the range are not read."""
+    (low_BI, high_BI), (low_BJ, high_BJ) = queries, keys
+    return (low_BI[:, :, None] <= high_BJ[:, None]) & (low_BJ[:, None] <= high_BI[:, :, None])
+
+
+@jax.custom_vjp
+def _attend(q_XKQH: Array, k_YKSH: Array, v_YKSH: Array, blocks: Blocks) -> Array:
+    return _attend_forward(q_XKQH, k_YKSH, v_YKSH, blocks)[0]
+
+
+def _attend_forward(q_XKQH: Array, k_YKSH: Array, v_YKSH: Array, blocks: Blocks) -> tuple[Array, PyTree]:
+    heads = q_XKQH.shape[2] // blocks.segment_XC.shape[1]
+
+    def of_queries(x: Array) -> tuple[Array, Array]:
+        q_KQH = q_XKQH[x]
+
+        def add(n: Array, so_far: OnlineSoftmax) -> OnlineSoftmax:
+            y, visible_1QS = blocks.visit(x, n, heads)
+            return so_far.add(q_KQH, k_YKSH[y], v_YKSH[y], visible_1QS)
+
+        return lax.fori_loop(0, blocks.count_X[x], add, OnlineSoftmax.begin(q_KQH)).result()
+
+    context_XKQH, logsumexp_XKQ1 = lax.map(of_queries, jnp.arange(len(q_XKQH)))
+    return context_XKQH.astype(q_XKQH.dtype), (q_XKQH, k_YKSH, v_YKSH, blocks, context_XKQH, logsumexp_XKQ1)
+
+
+def _attend_backward(saved: PyTree, dcontext_XKQH: Array) -> tuple[Array, Array, Array, None]:
+    q_XKQH, k_YKSH, v_YKSH, blocks, context_XKQH, logsumexp_XKQ1 = saved
+    heads, scale, dtype = q_XKQH.shape[2] // blocks.segment_XC.shape[1], q_XKQH.shape[3] ** -0.5, q_XKQH.dtype
+    shared_XKQ1 = (context_XKQH * dcontext_XKQH).sum(axis=-1, keepdims=True)
+
+    def product(subscripts: str, *factors: Array) -> Array:
+        return jnp.einsum(subscripts, *(x.astype(dtype) for x in factors), preferred_element_type=jnp.float32)
+
+    def add_to(x_YKSH: Array, y: Array, more_KSH: Array) -> Array:
+        return lax.dynamic_update_index_in_dim(x_YKSH, x_YKSH[y] + more_KSH, y, 0)
+
+    def of_queries(dkeys: tuple[Array, Array], x: Array) -> tuple[tuple[Array, Array], Array]:
+        q_KQH, dcontext_KQH = q_XKQH[x], dcontext_XKQH[x]
+
+        def add(n: Array, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            dq_KQH, dk_YKSH, dv_YKSH = so_far
+            y, visible_1QS = blocks.visit(x, n, heads)
+            k_KSH, v_KSH = k_YKSH[y], v_YKSH[y]
+            score_KQS = product("kqh,ksh->kqs", q_KQH, k_KSH) * scale
+            weight_KQS = jnp.exp(jnp.where(visible_1QS, score_KQS - logsumexp_XKQ1[x], MASKED))
+            dweight_KQS = product("kqh,ksh->kqs", dcontext_KQH, v_KSH)
+            dscore_KQS = weight_KQS * (dweight_KQS - shared_XKQ1[x]) * scale
+            return (
+                dq_KQH + product("kqs,ksh->kqh", dscore_KQS, k_KSH),
+                add_to(dk_YKSH, y, product("kqs,kqh->ksh", dscore_KQS, q_KQH)),
+                add_to(dv_YKSH, y, product("kqs,kqh->ksh", weight_KQS, dcontext_KQH)),
+            )
+
+        zero_KQH = jnp.zeros(q_KQH.shape, jnp.float32)
+        dq_KQH, dk_YKSH, dv_YKSH = lax.fori_loop(0, blocks.count_X[x], add, (zero_KQH, *dkeys))
+        return (dk_YKSH, dv_YKSH), dq_KQH.astype(dtype)
+
+    start = jnp.zeros(k_YKSH.shape, jnp.float32), jnp.zeros(v_YKSH.shape, jnp.float32)
+    (dk_YKSH, dv_YKSH), dq_XKQH = lax.scan(of_queries, start, jnp.arange(len(q_XKQH)))
+    return dq_XKQH, dk_YKSH.astype(k_YKSH.dtype), dv_YKSH.astype(v_YKSH.dtype), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+# --- splash attention, on TPU ----------------------------------------------------------------------------------------
+#
+# The kernel works in blocks and skips those that the causal mask and the window leave empty; it compares segments
+# itself. Nothing of size T·S exists, forward or backward. Lengths are padded to whole blocks: padding keys come after
+# every query, padding queries attend like the last real one and are dropped.
+#
+# Where time is sharded, `shards` equal chunks of queries attend to all keys. Which blocks a device computes is then its
+# shard of three small tables, the `Masks`, which go through `shard_map` with the arrays.
+
+
+class _Window(LocalMask):
+    """Recognizes empty and full blocks by their bounds: rows are long, and every block of the mask is read."""
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        position_T, keys = self.q_sequence[index[0]], index[1]
+        first, last, back = position_T[0], position_T[-1], self.window_size[0]  # positions never decrease
+        shape = (len(position_T), keys.stop - keys.start)
+        if keys.start > last or keys.stop <= first - back:
+            return np.zeros(shape, bool)
+        if keys.stop <= first + 1 and keys.start >= last - back:
+            return np.ones(shape, bool)
+        return super().__getitem__(index)
+
+
+def window_mask(T: int, shards: int, window: int) -> _Window:
+    """Which keys a query attends to, by position; each chunk of T queries is padded by repeating its last position."""
+    padded = _padded(T)
+    position = np.arange(padded * shards, dtype=np.int32)
+    mask = _Window((padded * shards, _padded(T * shards)), window_size=(window - 1, 0), offset=0)
+    mask.q_sequence = position // padded * T + np.minimum(position % padded, T - 1)
+    return mask
+
+
+@lru_cache
+def splash_masks(T: int, shards: int, heads: int, window: int, interpret: bool = False) -> Masks:
+    """The tables for T·shards queries, T on each device, that attend to `window` positions, their own included.
+
+    Args:
+      heads: query heads on one device.
+      interpret: run in Pallas' interpreter, on any platform.
+    """
+    mask = window_mask(T, shards, window)
+    q, kv = (next(size for size in SPLASH_BLOCKS if _padded(length) % size == 0) for length in (T, T * shards))
+    by_query = dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), q)
+    by_key = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute", "block_kv_dq")
+    with jax.ensure_compile_time_eval():  # the tables are constants, also while tracing
+        return splash.make_splash_mha(
+            splash_mask.MultiHeadMask([mask] * heads),
+            block_sizes=splash.BlockSizes(**by_query, **dict.fromkeys(by_key, kv)),
+            head_shards=1,
+            q_seq_shards=shards,
+            interpret=interpret,
+        )
+
+
+def attend_by_splash(tables: Masks, shard: Shard) -> Array:
+    """softmax(q k / √H) v over what the tables, the segments and the prefixes let a query attend to."""
+    q_BTNH, k_BSKH, v_BSKH, segment_BT, prefix_BT, segment_BS, _ = shard
+    T, S, H = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
+    pad_T, pad_S = _padded(T) - T, _padded(S) - S
+
+    def heads_first(x_BTNH: Array, padding: int) -> Array:
+        return jnp.pad(x_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
+
+    def one_row(
+        q_NTH: Array, k_KSH: Array, v_KSH: Array, segment_T: Array, prefix_T: Array | None, segment_S: Array
+    ) -> Array:
+        own = splash.SegmentIds(q=segment_T, kv=segment_S)
+        if prefix_T is None:
+            return tables(q_NTH, k_KSH, v_KSH, segment_ids=own)
+        earlier = splash.SegmentIds(q=jnp.where(prefix_T > 0, prefix_T, -1), kv=segment_S)
+        return _attend_to_both(tables, q_NTH, k_KSH, v_KSH, (own, earlier))
+
+    def pad(segment_BT: Array, padding: int) -> Array:
+        return jnp.pad(segment_BT, ((0, 0), (0, padding)), mode="edge")
+
+    scaled_BTNH = (q_BTNH.astype(jnp.float32) * H**-0.5).astype(q_BTNH.dtype)
+    context_BNTH = jax.vmap(one_row)(
+        heads_first(scaled_BTNH, pad_T),
+        heads_first(k_BSKH, pad_S),
+        heads_first(v_BSKH, pad_S),
+        pad(segment_BT, pad_T),
+        None if prefix_BT is None else pad(prefix_BT, pad_T),
+        pad(segment_BS, pad_S),
+    )
+    return context_BNTH[:, :, :T].swapaxes(1, 2)
+
+
+@jax.custom_vjp
+def _attend_to_both(tables: Masks, q_NTH: Array, k_KSH: Array, v_KSH: Array, segments: PyTree) -> Array:
+    """The kernel's result over the keys that either of two pairs of segments allows, none of them by both.
+
+    The kernel compares segments for equality only. So it runs twice, and the two softmaxes are merged. Its backward
+    pass takes the log-sum-exp of all keys; with that of both, each half gives its part of the gradient.
+    """
+    return _both_forward(tables, q_NTH, k_KSH, v_KSH, segments)[0]
+
+
+def _both_forward(tables: Masks, q_NTH: Array, k_KSH: Array, v_KSH: Array, segments: PyTree) -> tuple[Array, PyTree]:
+    saving = type(tables)(*tables.tree_flatten()[0], **tables.kwargs | {"save_residuals": True})
+    halves = [saving(q_NTH, k_KSH, v_KSH, segment_ids=pair) for pair in segments]
+    # A query without a key has a log-sum-exp near the least float32, and so no weight.
+    total_NT = jnp.logaddexp(*(logsumexp_NT for _, (logsumexp_NT,) in halves))
+    parts = [x_NTH * jnp.exp(logsumexp_NT - total_NT)[..., None] for x_NTH, (logsumexp_NT,) in halves]
+    context_NTH = (parts[0] + parts[1]).astype(q_NTH.dtype)
+    return context_NTH, (tables, q_NTH, k_KSH, v_KSH, segments, context_NTH, total_NT)
+
+
+def _both_backward(saved: PyTree, dcontext_NTH: Array) -> tuple[Array | None, ...]:
+    tables, q_NTH, k_KSH, v_KSH, segments, context_NTH, total_NT = saved
+    masks = tables.dq_mask_info, tables.dkv_mask_info
+
+    def gradients(pair: PyTree) -> tuple[Array, ...]:
+        residuals = (q_NTH, k_KSH, v_KSH, pair, None, context_NTH, total_NT, *masks)
+        return splash._splash_attention_bwd(**tables.kwargs, res=residuals, do=dcontext_NTH)[3:6]
+
+    return None, *(own + earlier for own, earlier in zip(*map(gradients, segments), strict=True)), None
+
+
+_attend_to_both.defvjp(_both_forward, _both_backward)
+
+
+def _padded(length: int) -> int:
+    return -(-length // LANES) * LANES

@@ -1,9 +1,9 @@
-"""Attention of one query per row to the live positions of a cache, which is read in place, for TPU.
+"""Attention of one query per row to the active positions of a cache, which is read in place, for TPU.
 
 A sample attends to its prompt, which all samples of the prompt share, and to its own completion. Each part is one call
 of `decode_attention`; `merge` makes one softmax of the two. `segments` does the same on other devices.
 
-A Pallas kernel fetches only the blocks with live positions of each row. The query heads of all key heads are computed
+A Pallas kernel fetches only the blocks with active positions of each row. The query heads of all key heads are computed
 together, so a block is read once. It keeps a running maximum and sum per query head (online softmax) in float32, so
 nothing of the cache's size is written. JAX's own paged attention for TPU serves a page table, which rows without pages
 do not need, and returns no log-sum-exp.
@@ -14,6 +14,7 @@ Axes: B rows with one query each, X rows of the cache, N query heads, K key head
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,11 @@ from jax import Array, lax
 from gspax import unstable
 from gspax.model.kernels.expert_ffn import vary_alike
 from gspax.model.kernels.online_softmax import OnlineSoftmax
-from gspax.model.kernels.quantization import Quantized, Weight, is_quantized
+from gspax.model.kernels.quantization import Quantized, Weight
 
 KERNEL = "decode_attention"  # its name in compiled programs
 KERNEL_BLOCK = 512  # positions; of 4 key heads of 128 bfloat16 numbers, 0.5 MB each of keys and values
+Ref: TypeAlias = Any  # a Pallas reference to memory
 
 
 def decode_attention(
@@ -88,7 +90,7 @@ def write_positions(cache_BKTH: Array, new_BKH: Array, position_B: Array) -> Arr
 
 
 def fetched_positions(T: int, stop: int, start: int = 0) -> int:
-    """Positions that the kernel fetches of a row whose live ones are start ≤ t < stop: whole blocks, at least one."""
+    """Positions that the kernel fetches of a row whose active ones are start ≤ t < stop: whole blocks, at least one."""
     block = min(KERNEL_BLOCK, T)
     last = max(stop - 1, 0) // block
     return (last - min(start // block, last) + 1) * block
@@ -99,26 +101,33 @@ def _call_kernel(
 ) -> tuple[Array, Array]:
     """`decode_attention` with grouped heads: context_BKRH and logsumexp_BKR1. `bounds` are row, start and stop.
 
-    The grid is rows x blocks, up to the last block of the longest row. Blocks outside a row's live positions are mapped
-    to its nearest live one, which is on chip already, so they are not fetched.
+    The grid is rows x blocks, up to the last block of the longest row. Blocks outside a row's active positions are
+    mapped to its nearest active one, which is on chip already, so they are not fetched.
     """
     pl, pltpu = unstable.pallas(), unstable.pallas_tpu()
     (B, K, R, H), T = q_BKRH.shape, k_XKTH.shape[2]
     block = min(KERNEL_BLOCK, T)
 
-    def live_block(b, i, row_B, start_B, stop_B):
+    def active_block(b: Array, i: Array, row_B: Array, start_B: Array, stop_B: Array) -> tuple[Array | int, ...]:
         last = lax.div(jnp.maximum(stop_B[b] - 1, 0), block)
         return row_B[b], 0, jnp.clip(i, jnp.minimum(lax.div(start_B[b], block), last), last), 0
 
-    def own_row(b, i, *_):
+    def own_row(b: Array, *_: Array) -> tuple[Array | int, ...]:
         return b, 0, 0, 0
 
     in_row = [pl.BlockSpec((None, K, R, size), own_row) for size in (H, 1)]
-    in_cache = pl.BlockSpec((None, K, block, H), live_block)
-    scales, values = _operands(k_XKTH, v_XKTH)
+    in_cache = pl.BlockSpec((None, K, block, H), active_block)
+
+    def results() -> tuple[Array, Array]:  # computed: under shard_map their type has the axes that they vary over
+        context_BKRH = vary_alike(jnp.zeros_like(q_BKRH, jnp.float32), q_BKRH, values[0], bounds[2])[0]
+        return context_BKRH, context_BKRH[..., :1]
+
+    # The last operands (see `commands.aot.hlo`) are queries and the numbers of keys and values.
+    scales = [x.scale for x in (k_XKTH, v_XKTH) if isinstance(x, Quantized)]
+    values = [x.values if isinstance(x, Quantized) else x for x in (k_XKTH, v_XKTH)]
     # Otherwise XLA copies whole caches to the core's memory and back for every token, where that has room (v6e).
     read = values if interpret else [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in values]
-    in_scales = pl.BlockSpec((None, K, block), lambda *args: live_block(*args)[:3])
+    in_scales = pl.BlockSpec((None, K, block), lambda *args: active_block(*args)[:3])
     return pl.pallas_call(
         partial(_kernel, block=block, T=T),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -128,27 +137,14 @@ def _call_kernel(
             out_specs=in_row,
             scratch_shapes=[pltpu.VMEM((K, R, size), jnp.float32) for size in (1, 1, H)],
         ),
-        # Computed, not stated: under shard_map the type includes the axes that the result varies over.
-        out_shape=jax.eval_shape(lambda: _results_like(q_BKRH, values[0], bounds[2])),
+        out_shape=jax.eval_shape(results),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name=KERNEL,
         interpret=interpret,
     )(*bounds, *scales, q_BKRH, *read)
 
 
-def _operands(k_XKTH: Weight, v_XKTH: Weight) -> tuple[list[Array], list[Array]]:
-    """The last operands (see `commands.aot.hlo`): the scales of keys and values, if any, and their numbers."""
-    if is_quantized(k_XKTH) and is_quantized(v_XKTH):
-        return [k_XKTH.scale, v_XKTH.scale], [k_XKTH.values, v_XKTH.values]
-    return [], [k_XKTH, v_XKTH]
-
-
-def _results_like(q_BKRH: Array, k_XKTH: Array, stop_B: Array) -> tuple[Array, Array]:
-    context_BKRH = vary_alike(jnp.zeros_like(q_BKRH, jnp.float32), q_BKRH, k_XKTH, stop_B)[0]
-    return context_BKRH, context_BKRH[..., :1]
-
-
-def _kernel(row_B, start_B, stop_B, *refs, block, T):
+def _kernel(row_B: Ref, start_B: Ref, stop_B: Ref, *refs: Ref, block: int, T: int) -> None:
     """One block of one row. `refs`, in VMEM: scales of keys and values, if any; queries, keys, values; context,
     log-sum-exp; the running softmax."""
     pl = unstable.pallas()
@@ -157,28 +153,29 @@ def _kernel(row_B, start_B, stop_B, *refs, block, T):
     b, i = pl.program_id(0), pl.program_id(1)
     start, stop = start_B[b], stop_B[b]
 
-    def write(running):
+    def write(running: OnlineSoftmax) -> None:
         for ref, value in zip(running_refs, running, strict=True):
             ref[...] = value
 
-    def read(ref, axis):
-        """What lies past the end of the cache is undefined and may not be finite: zero."""
+    def read(ref: Ref, axis: int) -> Array:
+        """The block with zeros past the end of the cache, where it is undefined and may not be finite."""
         x = ref[...]
         return jnp.where(i * block + lax.broadcasted_iota(jnp.int32, x.shape, axis) < T, x, 0) if T % block else x
 
     @pl.when(i == 0)
-    def _():
+    def _() -> None:
         write(OnlineSoftmax.begin(q_ref[...]))
 
     @pl.when((i * block < stop) & ((i + 1) * block > start))
-    def _():
+    def _() -> None:
         position_11S = i * block + lax.broadcasted_iota(jnp.int32, (1, 1, block), 2)
-        live_11S = (position_11S >= start) & (position_11S < stop)
-        k_KSH, v_KSH = k_ref[...], read(v_ref, 1)
+        active_11S = (position_11S >= start) & (position_11S < stop)
+        k_KSH: Weight = k_ref[...]
+        v_KSH: Weight = read(v_ref, 1)
         if scale_refs:
-            k_KSH, v_KSH = Quantized(k_KSH, scale_refs[0][...]), Quantized(v_KSH, read(scale_refs[1], 1))
-        write(OnlineSoftmax(*(ref[...] for ref in running_refs)).add(q_ref[...], k_KSH, v_KSH, live_11S))
+            k_KSH, v_KSH = Quantized(k_ref[...], scale_refs[0][...]), Quantized(read(v_ref, 1), read(scale_refs[1], 1))
+        write(OnlineSoftmax(*(ref[...] for ref in running_refs)).add(q_ref[...], k_KSH, v_KSH, active_11S))
 
     @pl.when(i == pl.num_programs(1) - 1)
-    def _():
+    def _() -> None:
         context_ref[...], logsumexp_ref[...] = OnlineSoftmax(*(ref[...] for ref in running_refs)).result()

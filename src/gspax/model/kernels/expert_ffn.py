@@ -6,8 +6,7 @@ Rows are copied once per choice and sorted by expert (dispatch), a backend multi
 expert's matrices, and the A results of a row are summed (combine). There are two backends for the middle part:
 
 - `blocked`, for CPU, is plain XLA: a scan over the experts and, inside it, a loop over the expert's blocks of BLOCK
-  rows. One block's intermediates stay in cache and its result overwrites its input. With few rows per expert, as in
-  decoding, the forward pass is one batched product instead, of as many rows of every expert, and a loop over the rest.
+  rows. One block's intermediates stay in cache and its result overwrites its input.
 - `ragged`, for accelerators, is `jax.lax.ragged_dot`: a grouped-matmul kernel on TPU, dense over the experts on CPU.
 
 `expert_ffn` picks the backend when the program is lowered, so compiling for TPU on a CPU host needs no flag.
@@ -26,17 +25,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gspax.model.kernels.quantization import Weight, cast, dequantize, is_quantized
+from gspax.model.kernels.quantization import Quantized, Weight, cast, dequantize
+from gspax.types import PyTree
 
 BLOCK = 40  # rows; larger blocks pad small batches more, and XLA:CPU multi-threads their products at a loss
 MANY_ROWS = 128  # per expert: `ragged` converts weights of 8 bits first, instead of scaling float32 results
-FEW_TILE, MOST_FEW = 8, 24  # rows of each expert in the batched product of `_few_forward`: multiples, and at most
 
 
 class Permutation(NamedTuple):
@@ -48,6 +47,8 @@ class Permutation(NamedTuple):
 
 
 class Experts(NamedTuple):
+    """The matrices of E experts, of any float dtype, or `Quantized` with scales [E, F], [E, F] and [E, D]."""
+
     gate_EDF: Weight
     up_EDF: Weight
     down_EFD: Weight
@@ -60,11 +61,13 @@ class Backend(NamedTuple):
     backward(x_SD, gate_S, experts, count_E, dy_SD) -> dx_SD, dgate_S, dexperts
     """
 
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    forward: Callable[..., Array]
+    backward: Callable[..., tuple[Array, Array, Experts]]
 
 
-def expert_ffn(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
+def expert_ffn(
+    x_ND: Array, expert_NA: Array, gate_NA: Array, experts: Experts, *, backend: Backend | None = None
+) -> Array:
     """The gate-weighted sum of each row's experts: y_ND in x's dtype.
 
     Differentiable in x, gate and the weights. A row's result does not depend on the other rows.
@@ -73,66 +76,51 @@ def expert_ffn(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Ar
         x_ND: float32 or bfloat16. Products are computed in this dtype and accumulated in float32.
         expert_NA: int32 in [0, E]. E drops the choice: it adds zero to the row and propagates no gradient and no NaN.
         gate_NA: the weight of each choice, used in float32.
-        w_gate_EDF: any float dtype, cast to x's; its gradient has the dtype of the weights. Or a `Quantized` with a
-            scale [E, F], for which there is no gradient.
-        w_up_EDF: as w_gate_EDF.
-        w_down_EFD: as w_gate_EDF.
+        experts: cast to x's dtype; their gradients have their own. There is none for quantized ones.
+        backend: default: the one for the platform that the program is lowered for.
 
     Raises:
         ValueError: the shapes do not fit together.
         TypeError: expert_NA is not int32.
     """
-    return _apply(_BY_PLATFORM, x_ND, expert_NA, gate_NA, Experts(w_gate_EDF, w_up_EDF, w_down_EFD))
-
-
-def blocked(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
-    """`expert_ffn` with the backend for CPU."""
-    return _apply(_BLOCKED, x_ND, expert_NA, gate_NA, Experts(w_gate_EDF, w_up_EDF, w_down_EFD))
-
-
-def ragged(x_ND, expert_NA, gate_NA, w_gate_EDF, w_up_EDF, w_down_EFD) -> Array:
-    """`expert_ffn` with the backend for accelerators."""
-    return _apply(_RAGGED, x_ND, expert_NA, gate_NA, Experts(w_gate_EDF, w_up_EDF, w_down_EFD))
-
-
-def _apply(backend, x_ND, expert_NA, gate_NA, experts):
-    (N, D), (E, _, F) = x_ND.shape, experts.gate_EDF.shape
+    (N, D), (E, _, F), A = x_ND.shape, experts.gate_EDF.shape, expert_NA.shape[-1]
     shapes = [a.shape for a in (expert_NA, gate_NA, *experts)]
-    A = expert_NA.shape[-1]
     if shapes != [(N, A), (N, A), (E, D, F), (E, D, F), (E, F, D)]:
         raise ValueError(f"for x {x_ND.shape}, wanted shapes [N, A] twice, [E, D, F] twice, [E, F, D]; got {shapes}")
     if expert_NA.dtype != jnp.int32:
         raise TypeError(f"expert_NA must be int32, got {expert_NA.dtype}")
-    x_ND, gate_NA, *weights = vary_alike(x_ND, gate_NA, *experts)
-    return _ffn(backend, x_ND, expert_NA, gate_NA, Experts(*weights))
+    x_ND, gate_NA, experts = vary_alike(x_ND, gate_NA, experts)
+    return _ffn(backend or BY_PLATFORM, x_ND, expert_NA, gate_NA, experts)
 
 
-def vary_alike(*trees: Any) -> list[Any]:
-    """The same trees of arrays, typed under `shard_map` as varying over every mesh axis that any of them varies over.
+def vary_alike(*trees: PyTree) -> tuple[PyTree, ...]:
+    """The trees of arrays, typed under `shard_map` as varying over every mesh axis that any of them varies over.
 
     A loop's carry must keep its type. Selecting with a constant False changes the type at no cost; outside the custom
     derivative it also makes JAX sum the gradient of a replicated array over the axes.
     """
 
-    def typed_like(a, b):
+    def typed_like(a: Array, b: Array) -> Array:
         return jnp.where(False, lax.stop_gradient(b[(0,) * b.ndim]).astype(a.dtype), a)
 
-    arrays, structure = jax.tree.flatten(trees)
-    return list(jax.tree.unflatten(structure, [functools.reduce(typed_like, arrays, a) for a in arrays]))
+    arrays = jax.tree.leaves(trees)
+    return jax.tree.map(lambda a: functools.reduce(typed_like, arrays, a), trees)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ffn(backend, x_ND, expert_NA, gate_NA, experts):
+def _ffn(backend: Backend, x_ND: Array, expert_NA: Array, gate_NA: Array, experts: Experts) -> Array:
     return _ffn_forward(backend, x_ND, expert_NA, gate_NA, experts)[0]
 
 
-def _ffn_forward(backend, x_ND, expert_NA, gate_NA, experts):
-    permutation = sort_by_expert(expert_NA, experts.gate_EDF.shape[0])
-    return forward(permutation, x_ND, gate_NA, experts, backend=backend), (x_ND, gate_NA, experts, permutation)
+def _ffn_forward(
+    backend: Backend, x_ND: Array, expert_NA: Array, gate_NA: Array, experts: Experts
+) -> tuple[Array, PyTree]:
+    saved = sort_by_expert(expert_NA, experts.gate_EDF.shape[0]), x_ND, gate_NA, experts
+    return forward(*saved, backend=backend), saved
 
 
-def _ffn_backward(backend, saved, dy_ND):
-    x_ND, gate_NA, experts, permutation = saved
+def _ffn_backward(backend: Backend, saved: PyTree, dy_ND: Array) -> tuple[Array, None, Array, Experts]:
+    permutation, x_ND, gate_NA, experts = saved
     dx_ND, dgate_NA, dexperts = backward(permutation, x_ND, gate_NA, experts, dy_ND, backend=backend)
     return dx_ND, None, dgate_NA, dexperts
 
@@ -145,7 +133,7 @@ def forward(
 ) -> Array:
     """`expert_ffn` of choices that are already sorted: y_ND. Not differentiable; `backward` is its derivative."""
     x_SD, gate_S = dispatch(permutation, x_ND), take_rows(gate_NA.reshape(-1), permutation.order_S)
-    return combine(permutation, (backend or _BY_PLATFORM).forward(x_SD, gate_S, experts, permutation.count_E))
+    return combine(permutation, (backend or BY_PLATFORM).forward(x_SD, gate_S, experts, permutation.count_E))
 
 
 def backward(
@@ -159,28 +147,19 @@ def backward(
 ) -> tuple[Array, Array, Experts]:
     """The gradients of Σ `forward` · dy with respect to x_ND, gate_NA and the experts, in their dtypes."""
     x_SD, gate_S = dispatch(permutation, x_ND), take_rows(gate_NA.reshape(-1), permutation.order_S)
-    dx_SD, dgate_S, dexperts = (backend or _BY_PLATFORM).backward(
+    dx_SD, dgate_S, dexperts = (backend or BY_PLATFORM).backward(
         x_SD, gate_S, experts, permutation.count_E, dispatch(permutation, dy_ND)
     )
     return combine(permutation, dx_SD), take_rows(dgate_S, permutation.place_NA), dexperts
 
 
 def sort_by_expert(expert_NA: Array, num_experts: int) -> Permutation:
-    """The permutation that sorts the choices by expert, stable within an expert.
-
-    One int32 key holds expert and position, which is far cheaper to sort and to compile than two keys.
-
-    Raises:
-        ValueError: there are too many choices for an int32 key.
-    """
+    """The permutation that sorts the choices by expert, stable within an expert. ValueError as for `sort_keys`."""
     expert_M = expert_NA.reshape(-1)
     M = expert_M.size
-    if (num_experts + 1) * M >= 2**31:
-        raise ValueError(f"{M} choices among {num_experts} experts do not fit an int32 sort key")
-    position_M = jnp.arange(M, dtype=jnp.int32)
-    order_M = lax.sort(expert_M * M + position_M, is_stable=False) % M
+    position_M, order_M = jnp.arange(M, dtype=jnp.int32), sort_keys(expert_M, num_experts + 1)
     place_M = jnp.zeros_like(order_M).at[order_M].set(position_M, unique_indices=True)
-    count_E = (expert_M[None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
+    count_E = count_keys(expert_M, num_experts)
     return Permutation(
         order_S=jnp.pad(jnp.where(position_M < count_E.sum(), order_M, M), (0, BLOCK), constant_values=M),
         place_NA=jnp.where(expert_M < num_experts, place_M, M + BLOCK).reshape(expert_NA.shape),
@@ -188,9 +167,23 @@ def sort_by_expert(expert_NA: Array, num_experts: int) -> Permutation:
     )
 
 
-def backend() -> Backend:
-    """The one for the platform that a program is lowered for."""
-    return _BY_PLATFORM
+def sort_keys(key_M: Array, keys: int) -> Array:
+    """The indices that sort int32 keys below `keys`, stable.
+
+    One int32 operand holds key and position, which is far cheaper to sort and to compile than two.
+
+    Raises:
+        ValueError: there are too many for an int32.
+    """
+    M = key_M.size
+    if keys * M >= 2**31:
+        raise ValueError(f"{M} choices with {keys} keys do not fit an int32 sort key")
+    return lax.sort(key_M * M + jnp.arange(M, dtype=jnp.int32), is_stable=False) % M
+
+
+def count_keys(key_M: Array, keys: int) -> Array:
+    """How often each key below `keys` occurs, int32 [keys]."""
+    return (key_M[None] == jnp.arange(keys, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
 
 
 def dispatch(permutation: Permutation, x_ND: Array) -> Array:
@@ -211,16 +204,14 @@ def take_rows(x: Array, index: Array) -> Array:
 # --- blocked ---------------------------------------------------------------------------------------------------------
 
 
-def _blocked_forward(x_SD, gate_S, experts, count_E):
+def _blocked_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Array) -> Array:
     """Overwrites x_SD with y_SD. A block may overlap the next expert's rows, which it writes back unchanged."""
-    if few := few_rows(x_SD.shape[0] - BLOCK, experts.gate_EDF.shape[0]):
-        return _few_forward(x_SD, gate_S, experts, count_E, few)
 
-    def one_expert(x_SD, xs):
+    def one_expert(x_SD: Array, xs: PyTree) -> tuple[Array, None]:
         experts, start, count = xs
         w = cast(experts, x_SD.dtype)
 
-        def one_block(i, x_SD):
+        def one_block(i: Array, x_SD: Array) -> Array:
             at = start + i * BLOCK
             x_BD = _slice(x_SD, at)
             mine_B = jnp.arange(BLOCK) < count - i * BLOCK
@@ -234,48 +225,16 @@ def _blocked_forward(x_SD, gate_S, experts, count_E):
     return lax.scan(one_expert, x_SD, (experts, jnp.cumsum(count_E) - count_E, count_E))[0]
 
 
-def few_rows(choices: int, experts: int) -> int:
-    """Rows of every expert in the batched product: half more than its share. 0: too many, blocks waste fewer."""
-    rows = -(-3 * choices // (2 * experts * FEW_TILE)) * FEW_TILE
-    return rows if rows <= MOST_FEW else 0
-
-
-def _few_forward(x_SD, gate_S, experts, count_E, few):
-    """`_blocked_forward` for few rows per expert: the first `few` rows of all experts in one batched product, which
-    reads each matrix once and in place; then what is left, in blocks of as many."""
-    weights, start_E, S = cast(experts, x_SD.dtype), jnp.cumsum(count_E) - count_E, x_SD.shape[0]
-
-    def multiply(x_SD, row, w):
-        """Overwrite these rows; S is none."""
-        x, gate = take_rows(x_SD, row), take_rows(gate_S, row)[..., None]
-        h = jax.nn.silu(dot("...rd,...df->...rf", x, w.gate_EDF)) * dot("...rd,...df->...rf", x, w.up_EDF) * gate
-        y = dot("...rf,...fd->...rd", h.astype(x.dtype), w.down_EFD)
-        return x_SD.at[row].set(y.astype(x.dtype), mode="drop")
-
-    def rows_of(start, count, first):
-        number = first + jnp.arange(few)
-        return jnp.where(number < count, start + number, S)
-
-    x_SD = multiply(x_SD, jax.vmap(partial(rows_of, first=0))(start_E, count_E), weights)
-    further_E = jnp.maximum(-(-count_E // few) - 1, 0)
-    until_E = jnp.cumsum(further_E)
-
-    def one_block(i, x_SD):
-        e = (until_E <= i).sum()
-        first = few * (1 + i - (until_E[e] - further_E[e]))
-        return multiply(x_SD, rows_of(start_E[e], count_E[e], first), jax.tree.map(lambda w: w[e], weights))
-
-    return lax.fori_loop(0, until_E[-1], one_block, x_SD)
-
-
-def _blocked_backward(x_SD, gate_S, experts, count_E, dy_SD):
+def _blocked_backward(
+    x_SD: Array, gate_S: Array, experts: Experts, count_E: Array, dy_SD: Array
+) -> tuple[Array, Array, Experts]:
     """Overwrites x_SD with dx_SD and gate_S with dgate_S, expert by expert, and sums each expert's gradient."""
 
-    def one_expert(rows, xs):
+    def one_expert(rows: tuple[Array, Array], xs: PyTree) -> tuple[tuple[Array, Array], Experts]:
         experts, start, count = xs
         w = cast(experts, x_SD.dtype)
 
-        def one_block(i, carry):
+        def one_block(i: Array, carry: PyTree) -> PyTree:
             (x_SD, gate_S), dw = carry
             at = start + i * BLOCK
             x_BD, dy_BD, gate_B = _slice(x_SD, at), _slice(dy_SD, at), _slice(gate_S, at)
@@ -292,7 +251,7 @@ def _blocked_backward(x_SD, gate_S, experts, count_E, dy_SD):
     return dx_SD, dgate_S, dexperts
 
 
-def _block_gradients(x_BD, gate_B, w, dy_BD):
+def _block_gradients(x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array) -> tuple[Array, Array, Experts]:
     """dx, dgate and the gradient of an expert's matrices from one block; rows with gate 0 add nothing to the last."""
     dtype = x_BD.dtype
     a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
@@ -311,18 +270,18 @@ def _block_gradients(x_BD, gate_B, w, dy_BD):
     return dx_BD, dgate_B, dw
 
 
-def _slice(x_S, at):
+def _slice(x_S: Array, at: Array) -> Array:
     return lax.dynamic_slice_in_dim(x_S, at, BLOCK)
 
 
-def _update(x_S, at, mine_B, new_B):
+def _update(x_S: Array, at: Array, mine_B: Array, new_B: Array) -> Array:
     """Writes only the block's own rows."""
     return lax.dynamic_update_slice_in_dim(x_S, jnp.where(mine_B, new_B.astype(x_S.dtype), _slice(x_S, at)), at, 0)
 
 
-def dot(subscripts, a, b):
+def dot(subscripts: str, a: Array, b: Weight) -> Array:
     """The float32 product of rows with matrices, one for each of their leading axes."""
-    if is_quantized(b):
+    if isinstance(b, Quantized):
         return dot(subscripts, a, b.values.astype(a.dtype)) * b.scale[..., None, :]
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
@@ -330,7 +289,7 @@ def dot(subscripts, a, b):
 # --- ragged ----------------------------------------------------------------------------------------------------------
 
 
-def _ragged_forward(x_SD, gate_S, experts, count_E, *, mixed=False):
+def _ragged_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Array, *, mixed: bool = False) -> Array:
     """With `mixed`, the backend multiplies rows with matrices of 8 bits, which would be copied to be converted.
 
     Many rows, as in prefill, are multiplied with the converted weights: float32 results and the scales of their rows
@@ -343,8 +302,8 @@ def _ragged_forward(x_SD, gate_S, experts, count_E, *, mixed=False):
     used_S1 = (row_S < count_E.sum())[:, None]
     expert_S = (row_S[:, None] >= jnp.cumsum(count_E)[None]).sum(1)
 
-    def grouped(x_SK, w_EKO):
-        if not is_quantized(w_EKO):
+    def grouped(x_SK: Array, w_EKO: Weight) -> Array:
+        if not isinstance(w_EKO, Quantized):
             return lax.ragged_dot(x_SK, w_EKO, count_E)
         values = w_EKO.values if mixed else w_EKO.values.astype(x_SK.dtype)
         y_SO = lax.ragged_dot(x_SK, values, count_E, preferred_element_type=jnp.float32)
@@ -356,14 +315,16 @@ def _ragged_forward(x_SD, gate_S, experts, count_E, *, mixed=False):
     return grouped(h_SF.astype(x_SD.dtype), w.down_EFD).astype(x_SD.dtype)
 
 
-def _ragged_backward(x_SD, gate_S, experts, count_E, dy_SD):
+def _ragged_backward(
+    x_SD: Array, gate_S: Array, experts: Experts, count_E: Array, dy_SD: Array
+) -> tuple[Array, Array, Experts]:
     _, pullback = jax.vjp(lambda x, gate, w: _ragged_forward(x, gate, w, count_E), x_SD, gate_S, experts)
     return pullback(dy_SD)
 
 
-_BLOCKED = Backend(_blocked_forward, _blocked_backward)
-_RAGGED = Backend(_ragged_forward, _ragged_backward)
-_BY_PLATFORM = Backend(
+BLOCKED = Backend(_blocked_forward, _blocked_backward)
+RAGGED = Backend(_ragged_forward, _ragged_backward)
+BY_PLATFORM = Backend(
     partial(
         lax.platform_dependent,
         cpu=_blocked_forward,

@@ -1,6 +1,6 @@
 """A softmax over keys that come block by block: a running maximum, sum and weighted mean of values, in float32.
 
-Nothing of the size of all scores exists.
+No array has the size of all scores.
 """
 
 from __future__ import annotations

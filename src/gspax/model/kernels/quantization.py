@@ -1,4 +1,4 @@
-"""Numbers in 8 bits, for drawing: symmetric integers with one float32 scale for the numbers that a product sums.
+"""Numbers in 8 bits, for sampling: symmetric integers with one float32 scale for the numbers that a product sums.
 
 A weight has a scale for each output channel (the vector-wise weights of LLM.int8, arXiv 2208.07339, section 3.1), a
 cached key or value one for each token and head. Because the numbers of one sum share their scale, a product is computed
@@ -8,27 +8,29 @@ they are read.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 LARGEST = 127
+T = TypeVar("T")
 
 
 class Quantized(NamedTuple):
     """An array that is about `values` times `scale`, in place of the array."""
 
-    values: Any  # Array int8; or, in a tree of shardings or names of axes, what belongs to it
-    scale: Any  # Array float32, without the axes whose numbers share one; likewise
+    values: Array  # int8; in a tree of shardings or names of axes, what belongs to it
+    scale: Array  # float32, without the axes whose numbers share one; likewise
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
 
-Weight: TypeAlias = Any  # an Array or a Quantized
+Weight: TypeAlias = Array | Quantized
 
 
 def quantize(x: Array, axes: tuple[int, ...]) -> Quantized:
@@ -39,7 +41,7 @@ def quantize(x: Array, axes: tuple[int, ...]) -> Quantized:
     return Quantized(jnp.round(x / scale).astype(jnp.int8), jnp.squeeze(scale, axes))
 
 
-def contract(subscripts: str, x: Array, weight: Any, dtype: Any = None) -> Array:
+def contract(subscripts: str, x: Array, weight: Weight, dtype: DTypeLike | None = None) -> Array:
     """einsum(subscripts, x, weight), computed in x's dtype and accumulated in float32 if the weight has 8 bits.
 
     Args:
@@ -55,30 +57,30 @@ def contract(subscripts: str, x: Array, weight: Any, dtype: Any = None) -> Array
     return (y * scale).astype(dtype or x.dtype)
 
 
-def unpack(x: Weight, dtype: Any) -> tuple[Array, Array | None]:
+def unpack(x: Weight, dtype: DTypeLike) -> tuple[Array, Array | None]:
     """The numbers to multiply: x itself, or its values in a dtype; and their scale, or None."""
     return (x.values.astype(dtype), x.scale) if isinstance(x, Quantized) else (x, None)
 
 
-def dequantize(weight: Weight, dtype: Any, axis: int) -> Array:
+def dequantize(weight: Weight, dtype: DTypeLike, axis: int) -> Array:
     """The array that a weight with one scale along `axis` is about, in a dtype; or the array that it is."""
     if not isinstance(weight, Quantized):
         return weight.astype(dtype)
     return (weight.values.astype(jnp.float32) * jnp.expand_dims(weight.scale, axis)).astype(dtype)
 
 
-def look_up(table: Weight, index: Array, dtype: Any) -> Array:
+def look_up(table: Weight, index: Array, dtype: DTypeLike) -> Array:
     """Rows of a table of vectors, in a dtype."""
     if not isinstance(table, Quantized):
         return table[index].astype(dtype)
     return (table.values[index].astype(jnp.float32) * table.scale[index][..., None]).astype(dtype)
 
 
-def cast(tree: Any, dtype: Any) -> Any:
+def cast(tree: T, dtype: DTypeLike) -> T:
     """The tree with its arrays in this dtype; what has 8 bits stays."""
     return jax.tree.map(lambda leaf: leaf if is_quantized(leaf) else leaf.astype(dtype), tree, is_leaf=is_quantized)
 
 
-def is_quantized(leaf: Any) -> bool:
+def is_quantized(leaf: object) -> bool:
     """Whether a node of the tree is a `Quantized`."""
     return isinstance(leaf, Quantized)

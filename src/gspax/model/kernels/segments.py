@@ -1,10 +1,9 @@
-"""A cache of keys and values that plain XLA reads in place, and only where it is live.
+"""The sampler's cache of keys and values: how it is laid out, written, and attended to.
 
-XLA:CPU copies a slice of an array before a product reads it, but reads a whole array in place. So the positions of a
-cache are a few arrays, segments, and those that no row can see are skipped. Keys are stored transposed, since a product
-reads them twice as fast so.
-
-The cache for TPU is one array, of which `decode_attention` reads blocks.
+On TPU a layer's cache is one array, of which the kernel `decode_attention` reads the blocks that are active. Elsewhere
+plain XLA reads it: XLA:CPU copies a slice of an array before a product reads it, but reads a whole array in place. So
+the positions of a cache are a few arrays, segments, and those that no row can see are skipped. Keys are then stored
+transposed, since a product reads them twice as fast so.
 
 Axes: B rows with one query each, X rows of the cache, N query heads, K key heads, R = N/K, H head, S positions of a
 segment.
@@ -19,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gspax.model.kernels.decode_attention import merge
+from gspax.model.kernels.decode_attention import decode_attention, merge, write_positions
 from gspax.model.kernels.online_softmax import MASKED
-from gspax.model.kernels.quantization import Quantized, Weight, is_quantized, unpack
+from gspax.model.kernels.quantization import Quantized, Weight, quantize, unpack
 
 SEGMENT = 64  # positions
 MOST_SEGMENTS = 8
@@ -30,43 +29,66 @@ MOST_SEGMENTS = 8
 class Segment(NamedTuple):
     """Keys and values of some positions."""
 
-    k_XKHS: Weight  # a `Quantized` has a scale [X, K, S]
+    k_XKHS: Weight  # a `Quantized` has a scale [X, K, S]; with the kernel, [X, K, S, H]
     v_XKSH: Weight
 
 
-def segment_sizes(length: int) -> list[int]:
+Segments = tuple[Segment, ...]  # that follow one another
+
+
+def make_segment(k_XKSH: Array, v_XKSH: Array, *, int8: bool, kernel: bool) -> Segment:
+    """Keys and values as they are cached, in 8 bits on request; `kernel` is whether `decode_attention` reads them."""
+    segment = _round(k_XKSH, v_XKSH) if int8 else Segment(k_XKSH, v_XKSH)
+    if kernel:
+        return segment
+    return segment._replace(k_XKHS=jax.tree.map(lambda x: x.swapaxes(2, 3) if x.ndim == 4 else x, segment.k_XKHS))
+
+
+def _round(k: Array, v: Array) -> Segment:
+    """Keys and values in 8 bits, with one scale for each token and head."""
+    return Segment(quantize(k, axes=(-1,)), quantize(v, axes=(-1,)))
+
+
+def segment_sizes(length: int, *, kernel: bool) -> list[int]:
     """The positions of the segments of a cache of so many positions."""
-    size = max(SEGMENT, -(-length // MOST_SEGMENTS))
+    size = length if kernel else max(SEGMENT, -(-length // MOST_SEGMENTS))
     return [min(size, length - first) for first in range(0, length, size)]
 
 
-def write(segments: tuple[Segment, ...], k_BKH: Weight, v_BKH: Weight, position: Array) -> tuple[Segment, ...]:
+def write(segments: Segments, k_BKH: Array, v_BKH: Array, position: Array, *, kernel: bool) -> Segments:
     """The segments with each row's new key and value at its position: int32 `[B]`, or `[]` if it is one for all rows.
 
     In the segments that do not have the position, an element is replaced by itself.
     """
+    new = _round(k_BKH, v_BKH) if isinstance(segments[0].v_XKSH, Quantized) else Segment(k_BKH, v_BKH)
+    if kernel:
+        return (jax.tree.map(partial(_write_whole, position), segments[0], new),)
     first, written = 0, []
     for segment in segments:
-        size = segment.v_XKSH.shape[2]
-        place, within = jnp.clip(position - first, 0, size - 1), (position >= first) & (position < first + size)
-        written.append(
-            Segment(
-                _write_one(segment.k_XKHS, k_BKH, place, within, axis=3),
-                _write_one(segment.v_XKSH, v_BKH, place, within, axis=2),
-            )
-        )
-        first += size
+        written.append(_write_segment(segment, new, position - first))
+        first += segment.v_XKSH.shape[2]
     return tuple(written)
 
 
-def _write_one(cache: Weight, new: Weight, place: Array, within: Array, axis: int) -> Weight:
-    """The new key or value at the place along the axis, if that is within the segment."""
-    if is_quantized(cache) and is_quantized(new):
-        return Quantized(
-            _write_array(cache.values, jnp.expand_dims(new.values, axis), place, within, axis),
-            _write_array(cache.scale, new.scale[..., None], place, within, axis=2),
-        )
-    return _write_array(cache, jnp.expand_dims(new, axis), place, within, axis)
+def _write_segment(segment: Segment, new: Segment, position: Array) -> Segment:
+    """The segment with the new keys and values, where their position is within it."""
+    size = segment.v_XKSH.shape[2]
+    place, within = jnp.clip(position, 0, size - 1), (position >= 0) & (position < size)
+
+    def put(cache: Array, x: Array, axis: int) -> Array:
+        return _write_array(cache, jnp.expand_dims(x, axis), place, within, axis)
+
+    return Segment(
+        jax.tree.map(lambda cache, x: put(cache, x, axis=x.ndim), segment.k_XKHS, new.k_XKHS),
+        jax.tree.map(lambda cache, x: put(cache, x, axis=2), segment.v_XKSH, new.v_XKSH),
+    )
+
+
+def _write_whole(position: Array, cache_BKTH: Array, new_BKH: Array) -> Array:
+    """The cache of one array, or its scales without the axis H, with each row's new key or value at its position."""
+    if position.ndim == 0:
+        return lax.dynamic_update_slice_in_dim(cache_BKTH, new_BKH[:, :, None], position, axis=2)
+    return write_positions(cache_BKTH, new_BKH, position)
 
 
 def _write_array(cache: Array, new: Array, place: Array, within: Array, axis: int) -> Array:
@@ -77,9 +99,11 @@ def _write_array(cache: Array, new: Array, place: Array, within: Array, axis: in
 
 
 def attend(
-    q_BNH: Array, segments: tuple[Segment, ...], start_B: Array, stop_B: Array, row_B: Array | None = None
+    q_BNH: Array, segments: Segments, start_B: Array, stop_B: Array, row_B: Array | None = None, *, kernel: bool
 ) -> tuple[Array, Array]:
-    """`decode_attention` over segments that follow one another. All of the first one are read."""
+    """`decode_attention` over segments that follow one another; without the kernel, all of the first one are read."""
+    if kernel:
+        return decode_attention(q_BNH, *segments[0], start_B, stop_B, row_B)
     result = _attend_to_one(q_BNH, segments[0], start_B, stop_B, row_B)
     first, last = segments[0].v_XKSH.shape[2], stop_B.max()
     for segment in segments[1:]:
@@ -102,8 +126,8 @@ def _attend_to_one(
     score_BKRS = jnp.einsum("bkrh,bkhs->bkrs", q_BKRH, k_BKHS, preferred_element_type=jnp.float32) * H**-0.5
     score_BKRS = score_BKRS if k_BKS is None else score_BKRS * k_BKS[:, :, None]
     position_1S = jnp.arange(S)[None]
-    live_BS = (position_1S >= start_B[:, None]) & (position_1S < stop_B[:, None])
-    score_BKRS = jnp.where(live_BS[:, None, None], score_BKRS, MASKED)
+    active_BS = (position_1S >= start_B[:, None]) & (position_1S < stop_B[:, None])
+    score_BKRS = jnp.where(active_BS[:, None, None], score_BKRS, MASKED)
     top_BKR1 = score_BKRS.max(axis=-1, keepdims=True)
     weight_BKRS = jnp.exp(score_BKRS - top_BKR1)
     sum_BKR1 = weight_BKRS.sum(axis=-1, keepdims=True)

@@ -1,8 +1,11 @@
-"""Bytes of the arrays that one device holds, and the sizes of slots and chunks that follow from them.
+"""Bytes of the arrays that one device holds, and what follows from them: the sampler's layout, slots, and chunks.
 
 All numbers follow from an experiment and the sizes of its mesh axes. Parameters, gradients, optimizer state, the cache
 and the rollout are exact up to norms and biases, which are replicated. The activations of one layer are an estimate, on
 which the chunks of a prefill and of logits depend; `gspax compile` reads those of a whole program from compiled code.
+
+The sampler's mesh has the devices of the learner's, with other axes: what is cheap for an update, parameters in small
+parts that each layer gathers, would send all weights for every token. `sharding.sampler_layouts` has the choices.
 
 Axes: P prompts, G samples per prompt, B = P·G rows, T tokens, V vocabulary, D model, N query heads, K key/value heads,
 H head, E experts, A active experts, F expert width, L layers.
@@ -12,11 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from gspax.config import (
     LOGIT_BUDGET,
     Experiment,
     Lora,
+    Mesh,
     ModelConfig,
     Optimizer,
     Regularizers,
@@ -39,6 +44,7 @@ FLOAT32 = 4  # bytes
 ID_BYTES = {"uint8": 1, "uint16": 2}
 LOGIT_COPIES = 3  # the logits, their softmax and its gradient
 PREFILL_BUDGET = 2**28  # bytes of a prefill's activations that always fit
+USABLE = 0.9  # of a device's memory, when a sampler's layout is chosen: the rest is for what the estimate leaves out
 AxisSizes = dict[str, int]
 
 
@@ -50,13 +56,13 @@ def learner_bytes(experiment: Experiment, mesh: AxisSizes) -> dict[str, int]:
     config, lora, sampling = experiment.model, experiment.lora, experiment.sampling
     trained = _sharded(trained_count(config, lora), mesh)
     shape = row_shape(sampling, experiment.schedule, sharding.batch_shards(mesh))
-    routing = _routing_bytes(config, experiment.regularizers, experiment.routing_replay, experiment.router_shift)
+    updates = experiment.regularizers, experiment.routing_replay, experiment.router_shift
     parts = {
         **resident_bytes(config, lora, experiment.optimizer, mesh, reference=experiment.reference is not None),
         "adapters, float32": FLOAT32 * trained if lora is not None else 0,
         "gradients": size_of(trained_dtype(config, lora)) * trained,
         "sum of the microbatches' gradients": FLOAT32 * trained if shape.microbatch < shape.rows else 0,
-        **_rollout_bytes(sampling, mesh, routing),
+        **_rollout_bytes(config, sampling, *updates, mesh),
     }
     return {part: size for part, size in parts.items() if size}
 
@@ -83,7 +89,7 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
         held = {f"inference weights, {dtype}, pushed {pushes} times": pushes * weights}
     completions = position * rows * sampling.max_tokens
     chunk = prefill_chunk(config, sampling, mesh)
-    routing = _routing_bytes(config, experiment.regularizers, experiment.routing_replay, experiment.router_shift)
+    updates = experiment.regularizers, experiment.routing_replay, experiment.router_shift
     # The prefill is over when the completions' cache is made, except where that outlives the program of the prefill.
     prefill = chunk * _prefill_bytes(config, sampling, mesh) - (0 if sampling.chunk else completions)
     parts = {
@@ -93,7 +99,7 @@ def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -
         "cache of the completions": completions,
         f"prefill of {chunk} prompts, estimated, beyond that": prefill if prefill > PREFILL_BUDGET else 0,
         "logits of one position, and their exponentials": 2 * FLOAT32 * rows * config.vocab_size // mesh["tensor"],
-        **_rollout_bytes(sampling, mesh, routing),
+        **_rollout_bytes(config, sampling, *updates, mesh),
     }
     return {part: size for part, size in parts.items() if size}
 
@@ -152,20 +158,79 @@ def position_bytes(config: ModelConfig, kv_cache_dtype: SamplerDtype, mesh: Axis
     return 2 * config.num_hidden_layers * heads * vector
 
 
-def _rollout_bytes(sampling: Sampling, mesh: AxisSizes, routing: int) -> dict[str, int]:
-    """Tokens, segments, three kinds of log-probs (4 bytes each), a mask, and a token's routing of so many bytes."""
+def _rollout_bytes(
+    config: ModelConfig,
+    sampling: Sampling,
+    regularizers: Regularizers,
+    replay: RoutingReplay,
+    shift: RouterShift | None,
+    mesh: AxisSizes,
+) -> dict[str, int]:
+    """Tokens, segments, three kinds of log-probs (4 bytes each), a mask, and what updates read of a token's routing.
+
+    That is its experts' ids in all layers, and their log-probs for a shift.
+    """
     positions = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh)) * row_length(sampling)
-    return {"rollout": positions * (5 * 4 + 1), "routing of the rollout": positions * routing}
+    parts = {"rollout": positions * (5 * 4 + 1)}
+    if reads_experts(regularizers, replay, shift):
+        expert = ID_BYTES[expert_id_dtype(config)] + (FLOAT32 if shift is not None else 0)
+        parts["routing of the rollout"] = positions * _sparse_layers(config) * config.num_experts_per_tok * expert
+    return parts
 
 
-def _routing_bytes(
-    config: ModelConfig, regularizers: Regularizers, replay: RoutingReplay, shift: RouterShift | None
-) -> int:
-    """What updates read of a token's routing: its experts' ids in all layers, and their log-probs for a shift."""
-    if not reads_experts(regularizers, replay, shift):
-        return 0
-    expert = ID_BYTES[expert_id_dtype(config)] + (FLOAT32 if shift is not None else 0)
-    return _sparse_layers(config) * config.num_experts_per_tok * expert
+# The sampler's layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerLayout:
+    """The sizes of the sampler's mesh axes, and the reason for them, one line for each decision."""
+
+    sizes: dict[str, int]
+    why: tuple[str, ...]
+
+
+def choose_sampler_layout(experiment: Experiment, sizes: AxisSizes, memory: int | None = None) -> SamplerLayout:
+    """The layout on devices whose axes have these sizes: the one of the experiment, or the fastest that fits.
+
+    Args:
+      sizes: of the learner's mesh, or of a disaggregated sampler's.
+      memory: bytes of a device; None: unknown, and not compared.
+
+    Raises:
+      UserError: the experiment's axes do not fit the devices.
+    """
+    placement, model, sampling = experiment.placement, experiment.model, experiment.sampling
+    wanted = experiment.sampler_mesh
+    if placement is not None:
+        wanted = placement.mesh if placement.mesh != Mesh() else None
+    if wanted is not None:
+        resolved = sharding.resolve_axes(wanted, math.prod(sizes.values()), model, slices=sizes["slice"])
+        return SamplerLayout(sizes=resolved, why=("as given",))
+    held = with_carried(sampling, placement).prompts
+    rows = math.gcd(sampling.prompts * sampling.group, held * sampling.group, sampling.slots)
+    layouts = list(sharding.sampler_layouts(sizes, model, rows))
+    needs = [sum(sampler_bytes(experiment, sizes, layout).values()) for layout in layouts]
+    fits = [memory is None or need <= USABLE * memory for need in needs]
+    chosen = fits.index(True) if any(fits) else len(layouts) - 1
+    why = _describe(layouts[chosen], model)
+    if chosen and memory is not None:
+        why.append(
+            f"a faster layout would need {needs[0] / 1e9:.1f} GB of a device's {memory / 1e9:.1f} GB while sampling; "
+            "optimizer.offload=true moves the optimizer state out of its way"
+        )
+    return SamplerLayout(sizes=layouts[chosen], why=tuple(why))
+
+
+def _describe(sizes: AxisSizes, model: ModelConfig) -> list[str]:
+    """One line for experts, one for everything else."""
+    expert, tensor, fsdp = sizes["expert"], sizes["tensor"], sizes["fsdp"]
+    lines = []
+    if model.num_experts:
+        parts = f", each in {tensor} parts" if tensor > 1 else ""
+        lines.append(f"experts: {model.num_experts // expert} of {model.num_experts} on each device{parts}")
+    whole = f"over {tensor} devices by heads, widths and vocabulary" if tensor > 1 else "whole on each device"
+    gathered = f", in {fsdp} parts that every token gathers" if fsdp > 1 else ""
+    return [*lines, f"attention and head: {whole}{gathered}"]
 
 
 # Slots and chunks

@@ -1,4 +1,4 @@
-"""Which pass computes what updates read of the old policy: its log-probs, and where it routed the tokens."""
+"""The pass that computes what updates read of the old policy: its log-probs, and where it routed the tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from gspax.config import Calibration, OldLogp, Reference, Regularizers, RouterSh
 
 
 def keeps_experts(regularizers: Regularizers, routing_replay: RoutingReplay, router_shift: RouterShift | None) -> bool:
-    """Whether scoring keeps the experts that the old policy chose, because updates read them.
+    """Whether the pass for old log-probs keeps the experts that the old policy chose, because updates read them.
 
-    Not if the rollout brings those of the sampler.
+    False if the rollout has those of the sampler.
     """
     read = routing_replay == "old" or bool(regularizers.load_balance) or router_shift is not None
     return read and routing_replay != "sampler"
@@ -29,11 +29,11 @@ def find_scored(
     routing_replay: RoutingReplay = "off",
     router_shift: RouterShift | None = None,
 ) -> range:
-    """Which of a rollout batch's `count` minibatches are scored before the first update.
+    """The minibatches, out of a rollout's `count`, whose old log-probs are computed before the first update.
 
-    None if the sampler's log-probs are the old ones. Otherwise all but the first, whose update computes its old
-    log-probs itself; the first too where they are read before it: by a KL in the reward, or for the routing that
-    updates read. So is it with a calibrated clip range, which needs to know how differently scoring and updating round.
+    None if the sampler's log-probs are the old ones. Otherwise all but the first, whose update computes its own; the
+    first too where its log-probs are read before the update: by a KL in the reward, for the routing that updates read,
+    or for a calibrated clip range, which needs to know how differently the two passes round.
     """
     if old_logp == "sampler":
         return range(0)
