@@ -61,26 +61,17 @@ def optimised():
         jax.config.update(name, before)
 
 
-def check_options(make):
+def test_light_compilation():
     """A program compiles with the options, and its result is that of one without them."""
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
-    assert make(mesh) == {}  # the tests' own choice stays
-    with optimised():
-        tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
-        assert make(tpu) == {}
-        options = make(mesh)
-        assert bool(options) == (jax.__version_info__[:2] == (0, 10))
-        assert jax.jit(lambda x: x * 2 + 1, compiler_options=options)(3.0) == 7.0
-
-
-def test_light_compilation():
     with advice(unstable.light_compilation):
-        check_options(unstable.light_compilation)
-
-
-def test_fast_compilation():
-    with advice(unstable.fast_compilation):
-        check_options(unstable.fast_compilation)
+        assert unstable.light_compilation(mesh) == {}  # the tests' own choice stays
+        with optimised():
+            tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
+            assert unstable.light_compilation(tpu) == {}
+            options = unstable.light_compilation(mesh)
+            assert bool(options) == (jax.__version_info__[:2] == (0, 10))
+            assert jax.jit(lambda x: x * 2 + 1, compiler_options=options)(3.0) == 7.0
 
 
 def test_get_topology_desc():

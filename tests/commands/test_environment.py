@@ -1,6 +1,5 @@
 """Process settings of commands that compute. jax's settings are restored after each test."""
 
-import gc
 import os
 import time
 
@@ -24,19 +23,6 @@ def unset(monkeypatch):
     yield
     for name, value in before.items():
         jax.config.update(name, value)
-
-
-def test_prepare_makes_garbage_collections_rare(monkeypatch):
-    """Tracing creates objects by the million, and few of them are garbage."""
-    for name in ("use_compilation_cache", "silence_failed_saves"):
-        monkeypatch.setattr(environment, name, lambda: None)
-    monkeypatch.setattr(environment, "has_accelerator", lambda: True)
-    before = gc.get_threshold()
-    try:
-        environment.prepare()
-        assert gc.isenabled() and gc.get_threshold()[0] == environment.COLLECTED_AFTER > before[0]
-    finally:
-        gc.set_threshold(*before)
 
 
 def test_the_cache_is_in_the_users_folder_and_private(tmp_path, monkeypatch):
@@ -112,7 +98,6 @@ def test_programs_run_on_the_calling_thread_if_the_allocator_keeps_its_pages(kep
     monkeypatch.setattr(environment, "keep_freed_pages", lambda: kept)
     for name in ("use_compilation_cache", "silence_failed_saves", "release_after_compilation"):
         monkeypatch.setattr(environment, name, lambda: None)
-    monkeypatch.setattr(gc, "set_threshold", lambda *_: None)
     jax.config.update(ASYNC, True)
     environment.prepare()
     assert jax.config.read(ASYNC) is dispatched

@@ -107,7 +107,7 @@ def make_route(config: ModelConfig, mesh: jax.sharding.Mesh) -> Route:
     keeps its own. No log-probs are computed.
     """
 
-    @partial(jax.jit, compiler_options=unstable.fast_compilation(mesh))
+    @partial(jax.jit, compiler_options=unstable.light_compilation(mesh))
     def route(params: Params, tokens_BT: Array, segment_BT: Array, prefix_BT: Array | None = None) -> Array:
         arrays = tokens_BT, segment_BT, prefix_BT
         rows = take_rows(arrays, rows=ROUTED_ROWS, shards=batch_shards(mesh), adjacent=True)

@@ -101,7 +101,7 @@ def init_state(
 
     shardings = _shardings(abstract_state(config, optimizer, mesh))
     if not config.checkpoint:
-        return jax.jit(init, out_shardings=shardings, compiler_options=unstable.fast_compilation(mesh))(key)
+        return jax.jit(init, out_shardings=shardings, compiler_options=unstable.light_compilation(mesh))(key)
     params = load_model(config, abstract_params(config, mesh))
     around = jax.jit(init_around, out_shardings=replace(shardings, params=None))(params, key)
     return replace(around, params=params)
