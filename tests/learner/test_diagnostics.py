@@ -162,7 +162,7 @@ def test_trees_are_compared_as_vectors_in_float32():
 def test_readings_become_metrics_by_layer_and_length():
     readings = alone()[3]
     ratio = {name: np.asarray(x) for name, x in readings.ratio.items()}
-    found = diagnostics.instrument_metrics(readings, CONFIG)
+    found = diagnostics.diagnostic_metrics(readings, CONFIG)
     assert found["routing/entropy"] == pytest.approx(np.mean(readings.by_layer["routing/entropy"]))
     assert found["routing/changed_by_update/layer_1"] == readings.by_layer["routing/changed_by_update"][1]
     assert {"ratio/token_max", "ratio/token_std", "ratio/sequence_std", "ratio/ess_products"} <= found.keys()
@@ -170,7 +170,7 @@ def test_readings_become_metrics_by_layer_and_length():
     several = [2**k for k, count in enumerate(ratio["bin_sequences"]) if count >= 2]
     assert [int(name.split("_")[-1]) for name in found if name.startswith("ratio/sequences/")] == several
     mixed = replace(CONFIG, num_hidden_layers=3, mlp_only_layers=(0,))
-    names = diagnostics.instrument_metrics(readings, mixed)
+    names = diagnostics.diagnostic_metrics(readings, mixed)
     assert "routing/margin/layer_2" in names and "routing/margin/layer_0" not in names
 
 
@@ -244,7 +244,7 @@ def test_packed_rows_give_the_readings_of_one_row_per_sequence():
         )
         state = new_state(jax.tree.map(jnp.copy, tiny.params(CONFIG)), SGD, jax.random.key(0))
         readings = jax.device_get(measure(update, state, given, False)[3])
-        found.append(diagnostics.instrument_metrics(readings, CONFIG))
+        found.append(diagnostics.diagnostic_metrics(readings, CONFIG))
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():
         np.testing.assert_allclose(found[1][name], value, rtol=2e-3, atol=1e-5, err_msg=name)

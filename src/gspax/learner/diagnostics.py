@@ -191,7 +191,7 @@ def to_float32(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-def instrument_metrics(readings: Readings, config: ModelConfig) -> dict[str, float]:
+def diagnostic_metrics(readings: Readings, config: ModelConfig) -> dict[str, float]:
     """The metrics of docs/metrics.md, from readings on the host."""
     sparse = [number for number in range(config.num_hidden_layers) if is_sparse(config, number)]
     metrics = {name: float(value) for name, value in readings.gradient.items()}

@@ -27,30 +27,25 @@ def expert_load(expert_LBTA: Array, num_experts: int) -> Array:
     return relative_load(expert_counts(expert_LBTA, num_experts))
 
 
-def changed_share(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> Array:
+def changed_share(
+    before_LBTA: Array, after_LBTA: Array, num_experts: int, axis: tuple[int, ...] | None = None
+) -> Array:
     """Share of the same tokens' expert choices that changed, 1 - |before ∩ after| / A, float32.
 
     The order of a token's experts does not matter; padding (id `num_experts`) is not counted.
     """
-    lost_LBTA, real_LBTA = _lost(before_LBTA, after_LBTA, num_experts)
-    return lost_LBTA.sum() / jnp.maximum(real_LBTA.sum(), 1)
+    kept_LBTA = (before_LBTA[..., :, None] == after_LBTA[..., None, :]).any(axis=-1)
+    real_LBTA = before_LBTA < num_experts
+    return (real_LBTA & ~kept_LBTA).sum(axis=axis) / jnp.maximum(real_LBTA.sum(axis=axis), 1)
 
 
 def changed_by_layer(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> Array:
     """`changed_share` of each layer, float32 `[L]`."""
-    lost_LBTA, real_LBTA = _lost(before_LBTA, after_LBTA, num_experts)
-    return lost_LBTA.sum(axis=(1, 2, 3)) / jnp.maximum(real_LBTA.sum(axis=(1, 2, 3)), 1)
-
-
-def _lost(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> tuple[Array, Array]:
-    """Which choices are not among those after, and which are not padding."""
-    kept_LBTA = (before_LBTA[..., :, None] == after_LBTA[..., None, :]).any(axis=-1)
-    real_LBTA = before_LBTA < num_experts
-    return real_LBTA & ~kept_LBTA, real_LBTA
+    return changed_share(before_LBTA, after_LBTA, num_experts, axis=(1, 2, 3))
 
 
 def router_confidence(logits_LBTE: Array, valid_BT: Array, active: int) -> dict[str, Array]:
-    """How sure each layer's router is, float32 `[L]`: means over the tokens of `valid_BT`.
+    """The confidence of each layer's router, float32 `[L]`: means over the tokens of `valid_BT`.
 
     `entropy` of the softmax over the experts, in nats; `confidence`, its largest probability; `margin`, by how much the
     logit of the last chosen expert exceeds that of the first one that is not (0 if all `active` = E are chosen).

@@ -15,6 +15,7 @@ from gspax.learner.objective import segment_ids
 from gspax.learner.train_step import Scores
 from gspax.losses import kl, masked
 from gspax.losses.correction import effective_sample_sizes, mismatch_metrics
+from gspax.losses.terms import mean_over
 from gspax.parallel import multihost
 from gspax.types import Array, Batch, Rollout, known
 
@@ -111,19 +112,14 @@ def _reduce_rows(rows: losses.Metrics) -> dict[str, Array]:
 @jax.jit
 def _score_rows(batch: Batch, logp_BT: Array, entropy_BT: Array) -> losses.Metrics:
     """The metrics of `score_metrics`, by row."""
-    mask_BT = batch.mask_BT
-    tokens_B = mask_BT.sum(axis=-1, dtype=jnp.float32)
-
-    def mean(value_BT: Array) -> losses.Share:
-        return losses.Share(masked.sum(value_BT, mask_BT, axis=-1), tokens_B)
-
+    mask_BT, ref_logp_BT = batch.mask_BT, batch.ref_logp_BT
     metrics: losses.Metrics = {
-        "policy/entropy": mean(entropy_BT),
+        "policy/entropy": mean_over(entropy_BT, mask_BT),
         **mismatch_metrics(logp_BT, known(batch, "sampler_logp_BT"), mask_BT, segment_ids=segment_ids(batch)),
     }
-    if batch.ref_logp_BT is not None:
-        metrics["reference/kl"] = mean(kl.k3(logp_BT, batch.ref_logp_BT, mask_BT))
-        metrics["reference/kl_k1"] = mean(kl.k1(logp_BT, batch.ref_logp_BT, mask_BT))
+    if ref_logp_BT is not None:
+        metrics["reference/kl"] = mean_over(kl.k3(logp_BT, ref_logp_BT, mask_BT), mask_BT)
+        metrics["reference/kl_k1"] = mean_over(kl.k1(logp_BT, ref_logp_BT, mask_BT), mask_BT)
     return metrics
 
 

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from gspax import losses
 from gspax.config import Calibration, Reference, Regularizers, RouterShift
 from gspax.config.functions import keywords
-from gspax.losses import masked
 from gspax.losses.calibration import range_metrics
 from gspax.losses.correction import weight_metrics
 from gspax.losses.kl import add_penalty
 from gspax.losses.ratio_spread import ratio_metrics
 from gspax.losses.regularizers import entropy_bonus, load_balance, router_z
 from gspax.losses.router_shift import log_factor
+from gspax.losses.terms import mean_over
 from gspax.losses.traits import aggregate_of, traits_of
 from gspax.model.moe import Routing
 from gspax.types import Array, Batch, known
@@ -90,8 +90,7 @@ def make_objective(
         if weight is not None:
             metrics |= weight_metrics(weight, mask_BT, segment_ids=ids)
         if log_factor_BT is not None:
-            tokens_B = mask_BT.sum(axis=-1, dtype=jnp.float32)
-            metrics["router_shift"] = losses.Share(masked.sum(jnp.exp(log_factor_BT), mask_BT, axis=-1), tokens_B)
+            metrics["router_shift"] = mean_over(jnp.exp(log_factor_BT), mask_BT)
         if calibration is not None:
             clipped = metrics["clip_fraction_sequences"]
             assert isinstance(clipped, losses.Share)

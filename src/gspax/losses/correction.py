@@ -43,9 +43,9 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
-from gspax.losses import checks, masked, sequences
+from gspax.losses import checks, sequences
 from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of, log_ratio
-from gspax.losses.terms import Metrics, Share, Spread, share_of_sequences, share_of_tokens
+from gspax.losses.terms import Metrics, Spread, mean_over, share_of_sequences, share_of_tokens
 from gspax.losses.traits import at_level
 
 Array = jax.Array
@@ -225,33 +225,25 @@ def mismatch_metrics(
     d_BT, mask_BT, segment_BT = log_ratio("old_logp", old_logp, "sampler_logp", sampler_logp, mask, segment_ids)
     bounds = _bounds(low, high)
     some_BS = sequences.count(mask_BT, segment_BT) > 0
-    tokens_B = jnp.sum(mask_BT, -1, dtype=jnp.float32)
-    sequences_B = jnp.sum(some_BS, -1, dtype=jnp.float32)
     sum_BS = sequences.total(d_BT, mask_BT, segment_BT)
-
-    def of_tokens(value_BT: Array) -> Share:
-        return Share(masked.sum(value_BT, mask_BT, axis=-1), tokens_B)
-
-    def of_sequences(value_BS: Array) -> Share:
-        return Share(masked.sum(value_BS, some_BS, axis=-1), sequences_B)
 
     held_BT, held_BS = (jnp.clip(x, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for x in (d_BT, sum_BS))
     size_BT = jnp.abs(d_BT)
     outside_BU = _outside(sequences.at_tokens(sum_BS, segment_BT), *bounds)
     return {
-        "mismatch_kl": of_tokens(-d_BT),
-        "mismatch_k3": of_tokens(k3_of(-held_BT)),
+        "mismatch_kl": mean_over(-d_BT, mask_BT),
+        "mismatch_k3": mean_over(k3_of(-held_BT), mask_BT),
         "mismatch_log_ppl_diff": Spread(-sequences.mean(d_BT, mask_BT, segment_BT), some_BS),
-        "mismatch_ratio_tokens": of_tokens(jnp.exp(held_BT)),
-        "mismatch_ratio_sequences": of_sequences(jnp.exp(held_BS)),
-        "mismatch_ratio_squared_tokens": of_tokens(jnp.exp(2 * held_BT)),
-        "mismatch_ratio_squared_sequences": of_sequences(jnp.exp(2 * held_BS)),
-        "mismatch_chi2_tokens": of_tokens(jnp.expm1(2 * held_BT)),
-        "mismatch_chi2_sequences": of_sequences(jnp.expm1(2 * held_BS)),
+        "mismatch_ratio_tokens": mean_over(jnp.exp(held_BT), mask_BT),
+        "mismatch_ratio_sequences": mean_over(jnp.exp(held_BS), some_BS),
+        "mismatch_ratio_squared_tokens": mean_over(jnp.exp(2 * held_BT), mask_BT),
+        "mismatch_ratio_squared_sequences": mean_over(jnp.exp(2 * held_BS), some_BS),
+        "mismatch_chi2_tokens": mean_over(jnp.expm1(2 * held_BT), mask_BT),
+        "mismatch_chi2_sequences": mean_over(jnp.expm1(2 * held_BS), some_BS),
         "mismatch_out_of_range_tokens": share_of_tokens(_outside(d_BT, *bounds), mask_BT),
         "mismatch_out_of_range_sequences": share_of_sequences(outside_BU & mask_BT, mask_BT, segment_BT),
         "mismatch_extreme_tokens": share_of_tokens(size_BT > math.log(2), mask_BT),
-        "mismatch_abs_diff": of_tokens(size_BT),
+        "mismatch_abs_diff": mean_over(size_BT, mask_BT),
         "mismatch_abs_diff_largest": Spread(sequences.largest(size_BT, mask_BT, segment_BT), some_BS),
     }
 

@@ -35,9 +35,9 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
-from gspax.losses import checks, masked, sequences
+from gspax.losses import checks, sequences
 from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of
-from gspax.losses.terms import Aggregate, Metrics, Share, Terms, by_constant, by_sequence
+from gspax.losses.terms import Aggregate, Metrics, Terms, by_constant, by_sequence, mean_over
 
 Array = jax.Array
 
@@ -203,8 +203,4 @@ def _with_gradient(value_BT: Array, gradient_BT: Array, logp_BT: Array) -> Array
 
 
 def _metrics(x_BT: Array, mask_BT: Array) -> Metrics:
-    tokens_B = jnp.sum(mask_BT, -1, dtype=jnp.float32)
-    return {
-        "ref_kl": Share(masked.sum(k3_of(x_BT), mask_BT, axis=-1), tokens_B),
-        "ref_kl_k1": Share(masked.sum(x_BT, mask_BT, axis=-1), tokens_B),
-    }
+    return {"ref_kl": mean_over(k3_of(x_BT), mask_BT), "ref_kl_k1": mean_over(x_BT, mask_BT)}

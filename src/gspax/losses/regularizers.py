@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
-from gspax.losses import checks, masked, sequences
-from gspax.losses.terms import Aggregate, Share, Terms, by_sequence
+from gspax.losses import checks, sequences
+from gspax.losses.terms import Aggregate, Terms, by_sequence, mean_over
 
 Array = jax.Array
 
@@ -127,6 +127,5 @@ def _terms(
 ) -> Terms:
     segment_BT = checks.segment_ids(segment_ids, mask_BT.shape, "mask")
     mask_BT = sequences.response(mask_BT, segment_BT)
-    total_B = masked.sum(stop_gradient(value_BT), mask_BT, axis=-1)
-    metric = Share(sign * total_B, jnp.sum(mask_BT, -1, dtype=jnp.float32))
+    metric = mean_over(sign * stop_gradient(value_BT), mask_BT)
     return Terms(*aggregate(value_BT, mask_BT, segment_BT), {name: metric})

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
-from gspax.losses import checks, masked, sequences
-from gspax.losses.terms import Aggregate, Metrics, Quantile, Share, Spread, Terms
+from gspax.losses import checks, sequences
+from gspax.losses.terms import Aggregate, Metrics, Quantile, Share, Spread, Terms, mean_over
 
 Array = jax.Array
 
@@ -191,5 +191,5 @@ def ratio_metrics(log_ratio_BT: Array, mask_BT: Array, segment_BT: Array | None)
     return {
         "ratio": Spread(ratio_BS, keep_BS),
         "ratio_deviation": Quantile(value=deviation_BS, weight=tokens_BS, above=NOISE_ABOVE),
-        "kl": Share(masked.sum(k3_BT, mask_BT, axis=-1), jnp.sum(tokens_BS, -1)),
+        "kl": mean_over(k3_BT, mask_BT),
     }

@@ -158,9 +158,14 @@ def reduce(terms: Terms) -> tuple[Array, dict[str, Array]]:
     return _divide(jnp.sum(terms.value), jnp.sum(terms.weight)), metrics
 
 
+def mean_over(value: Array, mask: Array) -> Share:
+    """The mean over response tokens, [B, T], or over sequences, [B, S]."""
+    return Share(masked.sum(value, mask, axis=-1), jnp.sum(mask, -1, dtype=jnp.float32))
+
+
 def share_of_tokens(flag_BT: Array, mask_BT: Array) -> Share:
     """The share of response tokens with the flag."""
-    return Share(jnp.sum(flag_BT & mask_BT, -1, dtype=jnp.float32), jnp.sum(mask_BT, -1, dtype=jnp.float32))
+    return mean_over(flag_BT.astype(jnp.float32), mask_BT)
 
 
 def share_of_sequences(flag_BT: Array, mask_BT: Array, segment_BT: Array | None = None) -> Share:

@@ -15,7 +15,7 @@ import numpy as np
 
 from gspax.config import ModelConfig, row_shape, updates_per_step
 from gspax.learner import minibatches
-from gspax.learner.diagnostics import instrument_metrics
+from gspax.learner.diagnostics import diagnostic_metrics
 from gspax.learner.metrics import (
     Clock,
     response_metrics,
@@ -78,25 +78,25 @@ def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_f
     experiment, clock, trained = runtime.experiment, Clock(), count_rollouts(runtime, state)
     rate = learning_rate(experiment.optimizer)
 
-    progress.phase("sampling")
+    progress.phase("sampling")  # a group of completions for each prompt, now or ahead of this step
     rollout = next_rollout(runtime, state, in_flight)
     clock.lap("rollout")
 
-    progress.phase("grading")
+    progress.phase("grading")  # rewards on the host, many of which started while other samples were unfinished
     graded = grade(runtime, rollout)
     clock.lap("reward")
 
     if experiment.sampling.max_refills:
-        progress.phase("sampling again")
+        progress.phase("sampling again")  # groups of equal rewards would add nothing to the gradient
         graded = replace_constant_groups(runtime, state, graded, in_flight)
         clock.lap("refill")
 
-    progress.phase("computing log-probs")
+    progress.phase("computing log-probs")  # of the policy before its updates: their ratios start from these
     batches, scores, layouts = prepare_minibatches(runtime, state, reference, graded.rollout)
     interrupt.stop_point()  # the last one before the state is donated
     clock.lap("old_logp")
 
-    progress.phase("updating")
+    progress.phase("updating")  # advantages compare the completions of a prompt; then an update per minibatch
     advantages = assign_advantages(runtime, graded, batches, layouts)
     batches = minibatches.set_advantages(batches, layouts, advantages.trained, runtime.mesh)
     updated = run_updates(
@@ -235,7 +235,7 @@ def learner_metrics(updated: Updated, layouts: Sequence[Layout], model: ModelCon
         **update_metrics(updated.metrics),
         **score_metrics(updated.scored),
         **(routing_metrics(*updated.routing) if updated.routing else {}),
-        **(instrument_metrics(updated.readings, model) if updated.readings else {}),
+        **(diagnostic_metrics(updated.readings, model) if updated.readings else {}),
     }
 
 

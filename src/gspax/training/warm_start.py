@@ -5,9 +5,8 @@ It uses the train step of reinforcement learning with another loss, so both stag
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -91,13 +90,16 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
         seed=experiment.seed,
     )
     next_batch = partial(make_demonstrations, demonstrations, mesh=mesh, skipped=skipped)
-    with _final_failures(), Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints:
+    with Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints:
         if checkpoints.latest() is None:
             state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
         else:
             state = restore_state(run, checkpoints, model, optimizer, mesh, lora=lora)
         limits = stage.steps, schedule.max_skipped
-        return _train(limits, run, checkpoints, state, train_step, next_batch)
+        try:
+            return _train(limits, run, checkpoints, state, train_step, next_batch)
+        except DivergedError as problem:  # final: the stage is deterministic, so the same updates would fail again
+            raise DivergedError(f"warm start: {problem}", step=problem.step, final=True) from problem
 
 
 def _train(
@@ -146,15 +148,6 @@ def _train(
                 save()
             interrupt.stop_point()
     return state
-
-
-@contextlib.contextmanager
-def _final_failures() -> Iterator[None]:
-    """Mark divergence as final: the stage is deterministic, so the same updates would fail again."""
-    try:
-        yield
-    except DivergedError as problem:
-        raise DivergedError(f"warm start: {problem}", step=problem.step, final=True) from problem
 
 
 @dataclass(frozen=True, kw_only=True)
