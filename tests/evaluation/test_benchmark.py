@@ -18,7 +18,7 @@ from gspax import config
 from gspax.commands import main as program
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.evaluation import benchmark, completions, heldout
+from gspax.evaluation import benchmark, checkpoint, completions
 from gspax.evaluation.checkpoint import evaluate_task
 from gspax.experiment import validate
 from gspax.parallel.sharding import make_mesh
@@ -312,7 +312,7 @@ def test_tasks_are_checked_as_other_fields_are(tasks, sentence):
 
 
 def test_tasks_in_training_are_metrics_and_in_the_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(heldout, "evaluate", lambda *args, **settings: ({"eval/reward": 0.5}, [], []))
+    monkeypatch.setattr(checkpoint, "evaluate_heldout", lambda *args, **settings: ({"eval/reward": 0.5}, [], []))
     schedule, evaluation = replace(experiment.schedule, steps=0), config.Evaluation(tasks=(TASK,))
     loop.train(replace(experiment, warm_start=None, schedule=schedule, evaluation=evaluation), tmp_path)
     metrics = [row for row in read_rows(tmp_path / "metrics.jsonl") if "eval/parity/reward" in row]

@@ -9,7 +9,7 @@ import tiny
 from small_experiment import experiment
 
 from gspax import config
-from gspax.evaluation import completions, heldout
+from gspax.evaluation import completions
 from gspax.evaluation.completions import Policy, fill_chunks
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
@@ -44,7 +44,7 @@ def run(experiment, devices=1, seed=0):
     params = make_inference_weights(tiny.params(experiment.model), experiment.model, mesh)
     policy = Policy(params, experiment.model, experiment.tokenizer, mesh)
     with reward_calls(experiment.reward, experiment.grading) as rewards:
-        return heldout.evaluate(
+        return completions.evaluate_heldout(
             policy,
             jax.random.key(seed),
             experiment.data,

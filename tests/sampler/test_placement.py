@@ -12,7 +12,7 @@ from small_experiment import experiment
 from gspax import config
 from gspax.config import Lora, Mesh, Placement
 from gspax.errors import UserError
-from gspax.evaluation import heldout
+from gspax.evaluation import checkpoint
 from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
 from gspax.experiment.validation import validate, warnings
@@ -95,7 +95,7 @@ def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(runtime)
 
 def test_evaluation_runs_where_the_sampler_runs(runtime, monkeypatch, tmp_path):
     policies = []
-    monkeypatch.setattr(heldout, "evaluate", lambda *args, **_: policies.append(args[:2]) or ({}, [], []))
+    monkeypatch.setattr(checkpoint, "evaluate_heldout", lambda *args, **_: policies.append(args[:2]) or ({}, [], []))
     evaluate(runtime, fresh(runtime), tmp_path)
     ((policy, key),) = policies
     assert devices(policy.params) == set(runtime.sampler.mesh.devices.flat) == set(jax.devices()[4:])

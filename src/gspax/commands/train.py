@@ -66,7 +66,7 @@ def program() -> list[str]:
 
 
 def next_commands(options: argparse.Namespace, steps: int, problems: int) -> str:
-    """What to run next: more steps, and an evaluation on more problems."""
+    """Commands to run next: more steps, and an evaluation on more problems."""
 
     def command(name: str, key: str, value: int) -> str:
         kept = [each for each in options.overrides if override_key(each) != key]

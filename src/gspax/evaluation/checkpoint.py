@@ -23,7 +23,6 @@ from gspax.data.sources import sequence
 from gspax.data.tokenizer import hf_tokenizer
 from gspax.data.tokenizer import settings as read_settings
 from gspax.errors import UserError
-from gspax.evaluation import heldout
 from gspax.evaluation.benchmark import (
     Summary,
     TaskSample,
@@ -34,7 +33,7 @@ from gspax.evaluation.benchmark import (
     summarize,
     to_json,
 )
-from gspax.evaluation.completions import Policy
+from gspax.evaluation.completions import Policy, evaluate_heldout
 from gspax.evaluation.tasks import Settings
 from gspax.experiment.description import describe
 from gspax.hf.source import CONFIG, SMALL, hf, locate
@@ -70,7 +69,7 @@ def evaluate(
     experiment = runtime.experiment
     settings, training = experiment.evaluation, experiment.sampling
     policy, key = _make_policy(runtime, state), multihost.key_to_host(state.key)
-    values, shown, failed = heldout.evaluate(
+    values, shown, failed = evaluate_heldout(
         policy, key, experiment.data, runtime.rewards, settings=settings, training=training
     )
     for task in settings.tasks:
@@ -99,7 +98,7 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
         progress.say(f"step {step}: evaluating {settings.problems} held-out problems")
         with rewards, progress.track(settings.problems, title="held-out problems") as bar:
             progress.phase("evaluating")
-            values, _, _ = heldout.evaluate(
+            values, _, _ = evaluate_heldout(
                 policy, key, experiment.data, rewards, settings=settings, training=training, bar=bar
             )
         if jax.process_index() == 0:

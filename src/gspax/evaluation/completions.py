@@ -1,4 +1,7 @@
-"""Completions of problems for an evaluation, sampled and rewarded chunk by chunk."""
+"""Completions of problems for an evaluation, sampled and graded chunk by chunk, and the held-out rewards of a run.
+
+Held-out problems are sampled at temperature 1 and decoded greedily, side by side in one program.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
+import numpy as np
 
-from gspax.config import ModelConfig, Sampling
-from gspax.config.protocols import Tokenizer
+from gspax.config import Evaluation, ModelConfig, Sampling
+from gspax.config.protocols import DataSource, Tokenizer
 from gspax.data.problem import Problem
 from gspax.errors import UserError, warn_once
-from gspax.parallel.sharding import named_sharding
+from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result
-from gspax.rollout.completion import Completion
+from gspax.rollout.completion import Completion, gather_texts
 from gspax.rollout.episodes import Interaction, Ready, sample_conversations
-from gspax.rollout.grading import reward_completions
+from gspax.rollout.grading import check_evaluation, find_failed, reward_completions
 from gspax.rollout.problems import attempt, name_problems, prepare
+from gspax.run.progress import Bar
 from gspax.sampler.engine import SampleOptions
 from gspax.sampler.sampler import lengths_to_host, sample
 from gspax.types import Array, Params
+
+EVALUATION = 2  # folded into the run's key
+SHOWN = 16  # held-out problems whose first sample the report shows
 
 
 @dataclass(frozen=True)
@@ -124,3 +132,49 @@ def _load(
             raise UserError(f"{name}: problem {usable} could be read only once: {next(iter(again.values()))}")
         ready |= filled
     return ids, [ready.get(place) for place in range(len(ids))], set(failed)
+
+
+def evaluate_heldout(
+    policy: Policy,
+    key: Array,
+    data: DataSource,
+    rewards: Calls[Result],
+    *,
+    settings: Evaluation,
+    training: Sampling,
+    bar: Bar | None = None,
+) -> tuple[dict[str, float], list[Completion], list[Completion]]:
+    """Mean held-out rewards, the first samples for the report, and the completions whose rewards failed. Collective.
+
+    `key` is the run's. Every evaluation samples with the same noise, so that two differ by the policy alone. A chunk
+    has about the rows of a rollout; `bar` shows the problems after each.
+
+    Raises:
+      UserError: no problem can be used, or every reward has failed (`FailedRewardsError`).
+    """
+    group, key = settings.samples + 1, jax.random.fold_in(key, EVALUATION)  # the last of a group is greedy
+    max_tokens = settings.max_tokens or training.max_tokens
+    plain = replace(training, group=group, max_tokens=max_tokens, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    rows: list[Completion | None] = []
+    usable: list[Completion] = []
+    total = settings.problems * group
+    size = training.prompts * training.group // group
+    for ids in fill_chunks(settings.problems, size, batch_shards(policy.mesh)):
+        rows += complete(policy, key, data.heldout, ids, sampling=plain, rewards=rewards, greedy=1)
+        usable = [each for each in rows[:total] if each is not None]
+        check_evaluation(usable, rewards, "evaluation", is_last=len(rows) >= total)
+        if bar is not None and usable:
+            reward = sum(each.reward for each in usable) / len(usable)
+            bar.update(min(len(rows), total) // group, {"reward": reward})
+    if not usable:
+        raise UserError(f"evaluation: wanted held-out problems, got none of {settings.problems} that can be used")
+    greedy = usable[settings.samples :: group]
+    sampled = [each for number, each in enumerate(usable) if number % group < settings.samples]
+    metrics = {
+        "eval/reward": float(np.mean([each.reward for each in sampled])),
+        "eval/greedy_reward": float(np.mean([each.reward for each in greedy])),
+        "eval/truncated": float(np.mean([not each.finished for each in sampled])),
+        "eval/skipped": float(settings.problems - len(usable) // group),
+        "eval/reward_failed": float(np.mean([bool(each.error) for each in usable])),
+    }
+    return metrics, gather_texts(usable[::group][:SHOWN]), find_failed(usable)

@@ -102,7 +102,7 @@ class Benchmark:
         return self.table.content or f"prompts:{digest(repr(self._opened[1])):032x}"
 
     def described(self) -> dict[str, object]:
-        """What decides on the problems, for `experiment.describe`: the content of files, not their paths."""
+        """The identity of the problems for `experiment.describe`: the content of files, not their paths."""
         return {"table": self.heldout_content, "read": self.read, "keep": self.keep}
 
     @functools.cached_property

@@ -60,7 +60,7 @@ def shorten(value: object) -> object:
 
 
 def convert(rows: Sequence[Row]) -> dict[str, object]:
-    """What the page's script reads: rows, in whose texts a number stands for a formula, and (source, tree) of those."""
+    """The script's data: rows, in whose texts a number stands for a formula, and (source, tree) of the formulas."""
     numbers: dict[str, int] = {}
     formulas: list[tuple[str, mathml.Tree]] = []
 

@@ -277,7 +277,7 @@ def _sent(kind: str, whole: int, size: int) -> int:
 
 
 def _between_slices(send: Instruction, slices: int) -> Counter[Collective]:
-    """What a device sends to other slices by a `send`: nothing for one to the host, everything for an unknown kind."""
+    """The bytes of a `send` to other slices: none if it goes to the host, everything for an unknown kind."""
     transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.attributes)
     if not transfer:
         return Counter()

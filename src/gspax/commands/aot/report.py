@@ -302,7 +302,7 @@ def needed(part: str, model: ModelConfig, sampling: Sampling, mesh: dict[str, in
 
 
 def heading(name: str, topology: Topology, learner: Target, sampler: Target, *, turns: bool) -> str:
-    """What is compiled for which devices."""
+    """The title: the programs, and the devices that they are compiled for."""
     lines = [f"{name} on {topology}"]
     sampling = f"{PROMPTS}, {TURNS}, {REPLIES}" if turns else ROLLOUT
     for target, programs in ((learner, f"{TRAIN}, {SCORE}"), (sampler, sampling)):
@@ -331,7 +331,7 @@ def memory_table(compiled: Sequence[Compiled], topology: Topology) -> str:
 
 
 def time_table(estimates: Estimates, chip: Chip) -> str:
-    """What each phase does on one device, and how long it takes at least."""
+    """The work of each phase on one device, and the least time that it takes."""
     head = f"{'Per device and run':<18}{'TFLOP':>9}{'moved GB':>10}{'sent GB':>9}"
     lines = [
         head + f"{'compute s':>11}{'memory s':>10}{'network s':>11}{'DCN s':>9}{'bound by':>10}{'MFU':>8}{'runs':>7}"
@@ -372,7 +372,7 @@ def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, 
 
 
 def collective_table(phases: Sequence[Phase]) -> str:
-    """What each phase sends, by collective and mesh axes."""
+    """The bytes that each phase sends, by collective and mesh axes."""
     lines = ["Sent by each device in one run, GB"]
     for phase in phases:
         for collective, sent in sorted(phase.sent.items(), key=lambda item: -item[1]):
