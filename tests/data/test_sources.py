@@ -365,7 +365,7 @@ def test_an_experiment_on_rows_can_be_validated_and_planned(digits):
     description = describe(digits)
     assert description["data"]["train_rows"].startswith("sha256:")
     assert json.loads(json.dumps(description)) == description
-    assert plan(digits, 1).settings["data.train_rows"] == description["data"]["train_rows"]
+    assert plan(digits, 1).mesh["fsdp"] == 1
 
 
 def test_validation_reports_errors_and_notes_of_the_source(digits, tmp_path):

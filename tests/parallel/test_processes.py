@@ -30,6 +30,7 @@ from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state, init_state, restore_state
 from gspax.losses import kl
 from gspax.parallel.sharding import make_mesh
+from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import make_runtime
 from gspax.run import record
 from gspax.run.checkpoints import Checkpoints
@@ -198,6 +199,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gspax.parallel import joining, multihost; from gspax.run import interrupt
 from gspax.training import loop
 from gspax.training.in_flight import InFlight
+from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import make_runtime
 from gspax.training.step import run_step
 from gspax.parallel.transfer import transfer
@@ -247,7 +249,7 @@ with interrupt.listen():
         assert stop.signum == signal.SIGTERM
 
 state = init_state(DENSE.model, runtime.optimizer, jax.random.key(DENSE.seed), runtime.mesh)
-state, metrics, samples, *_ = run_step(runtime, state, None, InFlight())
+state, metrics, samples, *_ = run_step(runtime, state, None, InFlight(Skipped(DENSE.sampling.max_failed)))
 with Checkpoints(directory, keep=1) as checkpoints:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if index == 1:
@@ -325,7 +327,7 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
     try:
         runtime = make_runtime(DENSE)
         state = init_state(DENSE.model, runtime.optimizer, jax.random.key(DENSE.seed), runtime.mesh)
-        state, metrics, samples, *_ = run_step(runtime, state, None, InFlight())
+        state, metrics, samples, *_ = run_step(runtime, state, None, InFlight(Skipped(DENSE.sampling.max_failed)))
         finished(processes)
         first, second = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
         summary = evaluate(runtime, state, tmp_path / "alone" / "sort")

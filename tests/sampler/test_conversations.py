@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tiny
 from eight_bits import rounded
-from small_experiment import experiment
 
 from gspax import config, losses
 from gspax.config import Grading, Sampling, Turns
@@ -167,8 +166,7 @@ TURNS, LENIENT = Turns(), Grading(max_failed=1.0)
 def hold(environment, turns=TURNS, grading=LENIENT, problems=PROBLEMS, mesh=None, ids=(3, 4), model=MODEL, **sampling):
     settings = {"prompts": len(problems), "group": 4, "max_prompt_tokens": 8, "max_tokens": 60} | sampling
     calls = reward_calls(length_of, grading)
-    fields = {"environment": environment, "turns": turns, "tokenizer": CHARS, "grading": grading}
-    interaction = interact(replace(experiment, **fields), calls)
+    interaction = interact(environment, CHARS, calls, turns, grading)
     with calls, interaction.steps:
         key, dtype = jax.random.key(0), sampling.get("weights_dtype", "auto")
         if mesh is None:

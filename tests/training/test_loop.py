@@ -313,7 +313,7 @@ def gives_nan(problem, completion):
         ),
         (
             {"reward": gives_nan},
-            "gives_nan failed for 32 of 32 .*: wanted finite numbers up to ±1e18, got nan",
+            "reward: test_loop.gives_nan: wanted finite numbers up to ±1e18, got nan",
         ),
         (
             {"sampling": replace(experiment.sampling, max_prompt_tokens=3)},

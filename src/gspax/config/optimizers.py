@@ -151,7 +151,7 @@ def _map_names(function: Callable[[tuple[str, ...], Array], object], params: PyT
     """A tree of `function(names on the path, leaf)`."""
     import jax
 
-    def visit(path: jax.tree_util.KeyPath, leaf: Array) -> object:
+    def visit(path: tuple[object, ...], leaf: Array) -> object:
         return function(tuple(jax.tree_util.keystr(path, simple=True, separator="/").split("/")), leaf)
 
     return jax.tree_util.tree_map_with_path(visit, params)

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from gspax.config import Experiment, Turns
+from gspax.config import Grading, Turns
 from gspax.config.protocols import ConversationTokenizer, Environment, Message, Problem, Step, Tokenizer
 from gspax.data.problem import encode_prompt
 from gspax.data.tokenizer import check_ids
@@ -88,13 +88,13 @@ class Interaction:
     turns: Turns
 
 
-def interact(experiment: Experiment, rewards: Calls[Result]) -> Interaction | None:
-    """The interaction with an experiment's environment; None if it has none."""
-    if (environment := experiment.environment) is None:
-        return None
-    tokenizer = cast(ConversationTokenizer, experiment.tokenizer)  # checked by `experiment.validation`
-    steps = Calls(environment.step, experiment.grading, read=read_step, fail=Failure)
-    return Interaction(environment, steps, rewards, tokenizer, experiment.turns)
+def interact(
+    environment: Environment, tokenizer: Tokenizer, rewards: Calls[Result], turns: Turns, grading: Grading
+) -> Interaction:
+    """The interaction with an environment, whose steps are called as `grading` says."""
+    steps = Calls(environment.step, grading, read=read_step, fail=Failure)
+    # that the tokenizer has templates of conversations is checked by `experiment.validation`
+    return Interaction(environment, steps, rewards, cast(ConversationTokenizer, tokenizer), turns)
 
 
 def begin(problem: Problem, tokenizer: Tokenizer, interaction: Interaction | None) -> Ready:

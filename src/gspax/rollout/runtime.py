@@ -39,7 +39,11 @@ def make_runtime(experiment: Experiment) -> Runtime:
     steps = make_steps(experiment, optimizer, mesh)
     sampler = make_sampler(experiment.model, sampler_mesh, mesh, experiment.sampling.weights_dtype)
     rewards = reward_calls(experiment.reward, experiment.grading)
-    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interact(experiment, rewards))
+    interaction = None
+    if experiment.environment is not None:
+        tokenizer, turns, grading = experiment.tokenizer, experiment.turns, experiment.grading
+        interaction = interact(experiment.environment, tokenizer, rewards, turns, grading)
+    return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction)
 
 
 def count_rollouts(runtime: Runtime, state: TrainState) -> int:
