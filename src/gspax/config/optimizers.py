@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from gspax.config.ranges import Below1, NonNegative, Positive, PositiveInt
 
 if TYPE_CHECKING:
-    import jax
     import optax
 
     from gspax.types import Array, PyTree
