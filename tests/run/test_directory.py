@@ -124,7 +124,7 @@ def test_an_experiment_file_that_differs_from_the_checkpoint_does_not_block_its_
 
 def test_what_is_of_another_kind_in_the_place_of_a_file_or_folder_is_set_aside(tmp_path, capsys):
     run = open_run(tmp_path, DESCRIPTION)
-    files = [run.lock, run.environment, run.metrics, run.newest, run.skipped, run.rollbacks, run.report, run.curves]
+    files = [run.lock, run.environment, run.metrics, run.newest, run.skipped, run.rollbacks, run.report]
     places = [run.checkpoints, run.tensorboard, run.start, run.warm_start.path, run.tasks]
     for path in (*files, run.experiment, run.before):
         path.unlink(missing_ok=True)

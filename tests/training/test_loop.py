@@ -94,7 +94,7 @@ def assert_same_run(run, other, experiment=experiment):
 
 def test_a_run_writes_its_files(whole):
     assert json.loads(whole.experiment.read_text())["name"] == "small"
-    for path in (whole.environment, whole.report, whole.curves, whole.before, whole.after, whole.warm_start.metrics):
+    for path in (whole.environment, whole.report, whole.before, whole.after, whole.warm_start.metrics):
         assert path.stat().st_size > 0
     assert any(whole.tensorboard.iterdir())
     with Checkpoints(whole.checkpoints) as checkpoints:

@@ -1,4 +1,4 @@
-"""Runs side by side: variants of one run or several seeds, compared at equal tokens, as a page, a picture and a table.
+"""Runs side by side: variants of one run or several seeds, compared at equal tokens, as a page and a table.
 
 The horizontal axis is the number of response tokens that a run was trained on, so that variants whose responses differ
 in length are compared at equal cost. All values are those at the largest number of tokens that every run has reached.
@@ -7,7 +7,6 @@ in length are compared at equal cost. All values are those at the largest number
 from __future__ import annotations
 
 import csv
-import html
 import io
 import math
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ import numpy as np
 
 from gspax.errors import UserError
 from gspax.experiment.description import flatten, show
-from gspax.report.curves import PANELS, Series, collect_series, render_svg, style_axes, write_png
-from gspax.report.html import render_page, render_table, render_text
+from gspax.report.curves import PANELS, Series, collect_series, render_figures, style_axes
+from gspax.report.html import render_note, render_page, render_table, render_text
 from gspax.report.statistics import Estimate, estimate_difference, estimate_gap, estimate_mean
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import write_atomically
@@ -177,19 +176,17 @@ def _find_differences(runs: Sequence[Run]) -> dict[str, list[object]]:
 
 
 def write(variants: Sequence[Variant], metrics: Sequence[str], folder: Path) -> Path:
-    """Write compare.html, compare.png and compare.csv into `folder`, which is created; the path of the page."""
+    """Write compare.html and compare.csv into `folder`, which is created; the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = common_tokens(variants)
     entries = {metric: compare(variants, metric, tokens) for metric in metrics}
-    drawings = {metric: partial(draw_metric, variants=variants, metric=metric, tokens=tokens) for metric in metrics}
-    write_png([*drawings.values()], folder / "compare.png")
     write_atomically(folder / "compare.csv", _table(variants, entries, tokens))
-    figures = "".join(f"<figure>{render_svg(draw, metric)}</figure>" for metric, draw in drawings.items())
-    note = "Pale: each seed. Dark: their mean, with its 95 % interval shaded."
+    drawings = {metric: partial(draw_metric, variants=variants, metric=metric, tokens=tokens) for metric in metrics}
+    curves = render_note("Pale: each seed. Dark: their mean, with its 95 % interval shaded.") + render_figures(drawings)
     sections = [
-        ("", f"<p class=note>{html.escape(NOTE.format(tokens=tokens, first=variants[0].name))}</p>"),
+        ("", render_note(NOTE.format(tokens=tokens, first=variants[0].name))),
         ("Results", _results(variants, entries)),
-        ("Curves", f"<p class=note>{note}</p><div class=curves>{figures}</div>"),
+        ("Curves", curves),
         ("Settings that differ", _settings(variants)),
         ("Runs", _runs(variants)),
     ]

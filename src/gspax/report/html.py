@@ -58,6 +58,11 @@ def render_page(name: str, sections: list[tuple[str, str]]) -> str:
     )
 
 
+def render_note(text: str) -> str:
+    """A paragraph in small print."""
+    return f"<p class=note>{html.escape(text)}</p>"
+
+
 def render_text(value: object) -> str:
     """Untrusted text as HTML: escaped, truncated, unprintable characters but line ends as escape sequences."""
     return _render(str(value), lambda text: [text])

@@ -1,4 +1,4 @@
-"""report.html and curves.png: the improvement, curves and settings of a run.
+"""report.html: the improvement, curves and settings of a run.
 
 The page is a single file that needs no network: the curves are inline SVG. Text that a model generated is escaped,
 control characters included.
@@ -24,11 +24,10 @@ from gspax.report.curves import (
     Series,
     collect_series,
     draw_panel,
-    render_svg,
+    render_figures,
     select_panels,
-    write_png,
 )
-from gspax.report.html import render_page, render_prose, render_settings, render_table, render_text
+from gspax.report.html import render_note, render_page, render_prose, render_settings, render_table, render_text
 from gspax.report.statistics import show
 from gspax.run.directory import RunDir, read_attempts, read_description, read_json
 from gspax.run.folders import write_atomically
@@ -58,7 +57,7 @@ class Sample(NamedTuple):
 
 
 def write(workdir: Path) -> Path:
-    """Write `report.html` and `curves.png` of a run, finished or not; the path of the page.
+    """Write `report.html` of a run, finished or not; the path of the page.
 
     Raises:
       UserError: the run has no metrics yet, or its files cannot be read.
@@ -70,7 +69,6 @@ def write(workdir: Path) -> Path:
     if not series:
         raise UserError(f"there is nothing to report: {run.metrics} has no metrics yet")
     panels, zero = select_panels(series, PANELS)
-    write_png([partial(draw_panel, panel=panel, series=series) for panel in panels], run.curves)
     warm = collect_series(read_metrics(run.warm_start.metrics)) if run.warm_start.metrics.exists() else {}
     experiment = read_description(run) or {}
     sections = [
@@ -78,7 +76,7 @@ def write(workdir: Path) -> Path:
         ("Held-out prompts, before and after", _completions(run)),
         ("Tasks", _tasks(run)),
         ("Failed rewards", _failures(run)),
-        ("Curves", _curves(panels, series) + (_note(f"0 at every step: {', '.join(zero)}.") if zero else "")),
+        ("Curves", _curves(panels, series) + (render_note(f"0 at every step: {', '.join(zero)}.") if zero else "")),
         ("Warm start", _curves(select_panels(warm, ())[0], warm)),
         ("Experiment", render_settings(flatten(experiment))),
         *(
@@ -100,21 +98,16 @@ def summarize(workdir: Path) -> str:
         if metric in series
         for steps, values in [series[metric]]
     ]
-    files = [f"  {path}" for path in (run.report, run.curves, run.metrics, run.samples, run.checkpoints)]
+    files = [f"  {path}" for path in (run.report, run.metrics, run.samples, run.checkpoints)]
     return "\n".join([*lines, "Files:", *files])
-
-
-def _note(text: str) -> str:
-    return f"<p class=note>{html.escape(text)}</p>"
 
 
 def _curves(panels: list[Panel], series: Series) -> str:
     if not panels:
         return ""
-    drawings = [render_svg(partial(draw_panel, panel=panel, series=series), panel.title) for panel in panels]
     has_means = any(len(steps) >= MANY_POINTS for steps, _ in series.values())
-    note = _note("Pale: every step. Dark: running mean over a twentieth of the run.") if has_means else ""
-    return f"{note}<div class=curves>{''.join(f'<figure>{drawing}</figure>' for drawing in drawings)}</div>"
+    note = render_note("Pale: every step. Dark: running mean over a twentieth of the run.") if has_means else ""
+    return note + render_figures({panel.title: partial(draw_panel, panel=panel, series=series) for panel in panels})
 
 
 def _headline(series: Series) -> str:
@@ -205,7 +198,7 @@ def _failures(run: RunDir) -> str:
         rows.append((f"{number:,}", render_text(error), str(step), *texts))
     more = f" The {SHOWN_ERRORS} most frequent of {len(count):,} errors:" if len(count) > SHOWN_ERRORS else ""
     note = f"{count.total():,} completions of {len(files):,} steps have no reward of their own.{more}"
-    return _note(note) + render_table(("count", "error", "last at step", "prompt", "completion"), rows)
+    return render_note(note) + render_table(("count", "error", "last at step", "prompt", "completion"), rows)
 
 
 def _read_samples(path: Path) -> list[Sample]:

@@ -53,7 +53,6 @@ class RunDir:
         self.evaluations = path / "evaluations.jsonl"  # held-out rewards by `gspax eval`
         self.tasks = path / "evaluations"  # a folder for each step, and in it TASK.json, TASK.jsonl and TASK.html
         self.report = path / "report.html"
-        self.curves = path / "curves.png"  # of the report
 
     @property
     def warm_start(self) -> RunDir:
@@ -163,7 +162,7 @@ def read_description(run: RunDir) -> JsonObject | None:
 def _clear_places(run: RunDir) -> None:
     """Set aside what is in the place of a file or folder of the run and is of another kind, or cannot be read."""
     logs = run.metrics, run.environment, run.newest, run.skipped, run.rollbacks, run.evaluations
-    for path in (*logs, run.report, run.curves, run.before, run.after):
+    for path in (*logs, run.report, run.before, run.after):
         if path.is_dir():
             set_aside(path, "is a folder")
     for path in (run.checkpoints, run.tensorboard, run.samples, run.start, run.warm_start.path, run.tasks):
