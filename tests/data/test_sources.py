@@ -261,7 +261,7 @@ def test_a_file_that_changes_during_use_is_an_error(source, file):
     ):
         trained(source)
     with pytest.raises(
-        UserError, match=r"^data: JsonLines cannot be read: OSError: \S*rows\.jsonl has changed since it"
+        UserError, match=r"^data: the rows cannot be read: OSError: \S*rows\.jsonl has changed since it"
     ):
         replace(source).train(0)
 
@@ -321,7 +321,7 @@ def test_a_failing_sequence_is_one_error():
             raise TypeError("no\nlength")
 
     (problem,) = opening_problems(data.sequence(Broken()), None)
-    assert re.fullmatch(r"data: Sequence cannot be read: TypeError: no length \(\S*test_sources.py:\d+\)", problem)
+    assert re.fullmatch(r"data: the rows cannot be read: TypeError: no length \(\S*test_sources.py:\d+\)", problem)
 
 
 def test_a_list_of_problems_is_used_unchanged():

@@ -75,7 +75,7 @@ def test_a_folder_of_files_for_hugging_face(tmp_path, hugging_face, expected):
     assert problems(data.huggingface(folder, **SETTINGS)) == expected
     source = data.huggingface(folder, heldout="test", **SETTINGS)
     assert source.heldout(0).answer == "81" and len(source.opened.train) == 100
-    with pytest.raises(UserError, match=r"^\S*mine: cannot be read: ValueError: Unknown split"):
+    with pytest.raises(UserError, match=r"^\S*mine: cannot be read: Unknown split"):
         data.huggingface(folder, "dev").train(0)
 
 

@@ -183,10 +183,19 @@ def test_the_samples_are_described_without_their_path(samples):
     assert describe(data.PassRate(str(moved))) != before
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": 3, "reward": 1}', '{"prompt": "a", "reward": "x"}'])
-def test_malformed_samples_are_one_error(samples, line):
+@pytest.mark.parametrize(
+    ("line", "got"),
+    [
+        ("{", r"ValueError\(\"wanted a JSON object, got '{' "),
+        ("[]", r"\[\]$"),
+        ("{}", "{}$"),
+        ('{"prompt": 3, "reward": 1}', "{'prompt': 3, 'reward': 1}$"),
+        ('{"prompt": "a", "reward": "x"}', "{'prompt': 'a', 'reward': 'x'}$"),
+    ],
+)
+def test_malformed_samples_are_one_error(samples, line, got):
     (samples / "step_3.jsonl").write_text(line)
-    with pytest.raises(UserError, match=r"step_3\.jsonl, line 1: wanted a sample with prompt and reward, got b'"):
+    with pytest.raises(UserError, match=r"step_3\.jsonl, line 1: wanted a sample with prompt and reward, got " + got):
         kept(data.PassRate(str(samples)))
 
 

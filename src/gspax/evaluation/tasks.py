@@ -25,7 +25,7 @@ from gspax.config.protocols import Reward, Vote
 from gspax.data.chat import split_thinking
 from gspax.data.problem import Problem, digest
 from gspax.data.sources.schema import Schema
-from gspax.data.sources.tables import BadRows, HuggingFace, JsonLines, Parquet, Table
+from gspax.data.sources.tables import BadRows, JsonLines, Parquet, Table, hugging_face
 from gspax.errors import UserError, brief
 from gspax.rewards import answers, code, math, program_tests
 from gspax.rewards.calls import concurrent
@@ -178,12 +178,12 @@ def open_table(path: StrPath, *, split: str = "test", config: str | None = None)
         for suffix, kind in ((".jsonl", JsonLines), (".parquet", Parquet)):
             if files := sorted(folder.glob(f"{split}*{suffix}")):
                 return kind(tuple(map(str, files)))
-        return HuggingFace(name, split)
+        return hugging_face(name, split)
     if {".jsonl", ".json"} & {*folder.suffixes}:  # a compressed one is refused when it is opened
         return JsonLines((name,))
     if folder.suffix == ".parquet":
         return Parquet((name,))
-    return HuggingFace(name, split, config)
+    return hugging_face(name, split, config)
 
 
 def read_aime(row: Row, *, template: str = BOXED) -> tuple[Problem, str]:

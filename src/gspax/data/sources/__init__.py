@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
-from typing import Any, Literal, TypedDict, Unpack
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from gspax.data.sources.mixture import Mixture
 from gspax.data.sources.rows import RowSource, Rule
 from gspax.data.sources.schema import Schema
-from gspax.data.sources.tables import HuggingFace, Indexed, JsonLines, Parquet, Sequence, Table, TensorFlowDatasets
+from gspax.data.sources.tables import Indexed, JsonLines, Loaded, Parquet, Table, hugging_face, tensorflow_datasets
 from gspax.errors import UserError
 
 StrPath = str | os.PathLike[str]
+T = TypeVar("T")
 
 
 class Settings(TypedDict, total=False):
@@ -65,8 +67,8 @@ def huggingface(
       config: the data set's configuration, if it has several.
       revision: a commit or tag of the repository on the Hub.
     """
-    train = HuggingFace(os.fspath(name), split, config, revision)
-    return _source(train, None if heldout is None else dataclasses.replace(train, split=heldout), settings)
+    read = partial(hugging_face, os.fspath(name), config=config, revision=revision)
+    return _source(read, split, heldout, settings)
 
 
 def tfds(
@@ -88,19 +90,19 @@ def tfds(
       heldout: the split of the held-out problems.
       data_dir: where the prepared data sets lie; None for the library's default.
     """
-    train = TensorFlowDatasets(name, split, None if data_dir is None else os.fspath(data_dir))
-    return _source(train, None if heldout is None else dataclasses.replace(train, split=heldout), settings)
+    read = partial(tensorflow_datasets, name, data_dir=None if data_dir is None else os.fspath(data_dir))
+    return _source(read, split, heldout, settings)
 
 
 def sequence(rows: object, *, heldout: object = None, **settings: Unpack[Settings]) -> RowSource:
     """Any object with `len` and `[]` whose elements are mappings, or `Problem`s: a list, a Grain MapDataset."""
-    return _source(_sequence(rows), None if heldout is None else _sequence(heldout), settings)
+    return _source(_sequence, rows, heldout, settings)
 
 
-def _sequence(rows: object) -> Sequence:
+def _sequence(rows: object) -> Loaded:
     if not isinstance(rows, Indexed):
         raise UserError(f"data.sequence: wanted an object with len and [], got {type(rows).__name__}")
-    return Sequence(rows)
+    return Loaded(lambda: rows)
 
 
 def opening_problems(data: object, tokenizer: object) -> Iterator[str]:
@@ -127,13 +129,6 @@ def _row_sources(data: object) -> list[RowSource]:
     return [part for part in parts if isinstance(part, RowSource)]
 
 
-def _source(train: Table, heldout: Table | None, settings: Settings) -> RowSource:
-    remaining: dict[str, Any] = dict(settings)
-    names = [field.name for field in dataclasses.fields(Schema) if field.name in settings]
-    schema = Schema(**{name: remaining.pop(name) for name in names})
-    return RowSource(train_rows=train, heldout_rows=heldout, schema=schema, **remaining)
-
-
 def _file_source(
     table: type[JsonLines] | type[Parquet],
     paths: tuple[StrPath, ...],
@@ -143,5 +138,14 @@ def _file_source(
     if not paths:
         raise TypeError("data: wanted at least one path, got none")
     heldout_paths = heldout if isinstance(heldout, tuple) else (heldout,)
-    train, test = (table(tuple(os.fspath(path) for path in part)) for part in (paths, heldout_paths))
-    return _source(train, test if heldout else None, settings)
+    train, test = (tuple(os.fspath(path) for path in part) for part in (paths, heldout_paths))
+    return _source(table, train, test if heldout else None, settings)
+
+
+def _source(table: Callable[[T], Table], train: T, heldout: T | None, settings: Settings) -> RowSource:
+    """The source whose tables `table` makes from `train` and, unless that is None, from `heldout`."""
+    remaining: dict[str, Any] = dict(settings)
+    names = [field.name for field in dataclasses.fields(Schema) if field.name in settings]
+    schema = Schema(**{name: remaining.pop(name) for name in names})
+    heldout_rows = None if heldout is None else table(heldout)
+    return RowSource(train_rows=table(train), heldout_rows=heldout_rows, schema=schema, **remaining)

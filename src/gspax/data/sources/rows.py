@@ -124,8 +124,7 @@ class RowSource:
         except UserError:
             raise
         except Exception as problem:  # a table may be anybody's code
-            name = type(self.train_rows).__name__
-            raise UserError(f"data: {name} cannot be read: {describe_error(problem)}") from problem
+            raise UserError(f"data: the rows cannot be read: {describe_error(problem)}") from problem
 
     def described(self) -> dict[str, object]:
         """The settings that decide on the problems, for `experiment.describe`; of files the content, not the paths."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from gspax.config.protocols import Tokenizer
-from gspax.data.files import reading
 from gspax.data.problem import Problem, digest, encode_prompt
+from gspax.data.sources.tables import JsonLines
 from gspax.errors import UserError, brief
 
 
@@ -92,30 +90,20 @@ class PassRate:
     @functools.cached_property
     def _rates(self) -> tuple[str, dict[int, float]]:
         """A hash of the samples, and the mean reward of each prompt by its digest."""
-        path, hashed = Path(self.path), hashlib.sha256()
-        total, count = defaultdict[int, float](float), Counter[int]()
+        path = Path(self.path)
+        rewards = defaultdict[int, list[float]](list)
         files = [path]
         if path.is_dir():  # failed_STEP.jsonl has the failures of every step, but none of its other samples
             files = sorted(file for file in path.glob("*.jsonl") if not file.name.startswith("failed_"))
         if not files:
             raise UserError(f"data: wanted samples in {self.path}, got a folder without .jsonl files")
-        for file in files:
-            with reading(file):
-                lines = file.read_bytes().splitlines()
-            for number, line in enumerate(lines, start=1):
-                hashed.update(line)
-                if (sample := _sample(line, f"{file}, line {number}")) is not None:
-                    total[sample[0]] += sample[1]
-                    count[sample[0]] += 1
-        return f"sha256:{hashed.hexdigest()}", {key: total[key] / count[key] for key in count}
-
-
-def _sample(line: bytes, where: str) -> tuple[int, float] | None:
-    """The digest of a sample's prompt, and its reward; None if the reward failed."""
-    try:
-        row = dict(json.loads(line))
-        if "error" in row:
-            return None
-        return digest(row["prompt"]), float(row["reward"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"data: {where}: wanted a sample with prompt and reward, got {line[:60]!r}") from error
+        table = JsonLines(tuple(map(str, files)))
+        for i, row in enumerate(table.rows()):
+            try:
+                if "error" not in row:
+                    rewards[digest(row["prompt"])].append(float(row["reward"]))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(
+                    f"data: {table.where(i)}: wanted a sample with prompt and reward, got {row!r:.60}"
+                ) from error
+        return table.content, {prompt: sum(values) / len(values) for prompt, values in rewards.items()}

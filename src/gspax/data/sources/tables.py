@@ -14,7 +14,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -190,8 +190,17 @@ class Parquet:
         return table
 
 
-class _Loaded:
-    """Rows of an object with `len` and `[]`, usually a library's."""
+@dataclass(frozen=True)
+class Loaded:
+    """An object with `len` and `[]`, usually a library's, which is loaded when its first row is needed.
+
+    Attributes:
+      load: returns the object.
+      name: the beginning of a row's place.
+    """
+
+    load: Callable[[], Indexed] = field(repr=False)
+    name: str = ""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -202,94 +211,67 @@ class _Loaded:
     def rows(self) -> Iterator[Row]:
         for i in range(len(self)):
             try:
-                yield self._rows[i]
-            except Exception as problem:  # of any kind: it is the library's or the user's code
+                yield self[i]
+            except Exception as problem:  # of any type: it is the library's or the user's code
                 yield ValueError(f"cannot be read: {describe_error(problem)}")
 
     @property
-    def content(self) -> str | None:
+    def content(self) -> None:
         return None
 
     def where(self, i: int) -> str:
-        return f"row {i} from 0"
-
-    @property
-    def _rows(self) -> Indexed:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Sequence(_Loaded):
-    """Any object with `len` and `[]`."""
-
-    given: Indexed = field(repr=False)
-
-    @property
-    def _rows(self) -> Indexed:
-        return self.given
-
-
-@dataclass(frozen=True)
-class _Split(_Loaded):
-    """A split of a named data set."""
-
-    name: str
-    split: str = "train"
-
-    def where(self, i: int) -> str:
-        return f"{self.name} ({self.split}), row {i} from 0"
-
-
-@dataclass(frozen=True)
-class HuggingFace(_Split):
-    """A split of a data set for the `datasets` library: a name on the Hub, a folder of files, or one that
-    `save_to_disk` wrote."""
-
-    config: str | None = None
-    revision: str | None = None
+        return f"{self.name}row {i} from 0"
 
     @functools.cached_property
     def _rows(self) -> Indexed:
+        return self.load()
+
+
+def hugging_face(name: str, split: str, config: str | None = None, revision: str | None = None) -> Loaded:
+    """A split of a data set for the `datasets` library: a name on the Hub, a folder of files, or one that
+    `save_to_disk` wrote."""
+
+    def load() -> Indexed:
         datasets = _import("datasets")
-        saved = any(Path(self.name, file).is_file() for file in ("dataset_dict.json", "state.json"))
-        if not Path(self.name).exists() and not self.revision and (why := why_not_on_hub(self.name, _HUB_NAME)):
-            raise UserError(f"{self.name}: wanted a folder or a name on the Hub, {why}")
-        with reading(self.name):
+        saved = any(Path(name, file).is_file() for file in ("dataset_dict.json", "state.json"))
+        if not Path(name).exists() and not revision and (why := why_not_on_hub(name, _HUB_NAME)):
+            raise UserError(f"{name}: wanted a folder or a name on the Hub, {why}")
+        with reading(name):
             if saved:
-                rows = datasets.load_from_disk(self.name)
+                rows = datasets.load_from_disk(name)
             else:
-                rows = datasets.load_dataset(self.name, self.config, split=self.split, revision=self.revision)
+                rows = datasets.load_dataset(name, config, split=split, revision=revision)
         if saved and isinstance(rows, dict):
-            if self.split not in rows:
-                raise UserError(f"{self.name}: wanted a split of {', '.join(rows)}, got {self.split!r}")
-            rows = rows[self.split]
+            if split not in rows:
+                raise UserError(f"{name}: wanted a split of {', '.join(rows)}, got {split!r}")
+            rows = rows[split]
         return rows
 
+    return Loaded(load, f"{name} ({split}), ")
 
-@dataclass(frozen=True)
-class TensorFlowDatasets(_Split):
+
+def tensorflow_datasets(name: str, split: str, data_dir: str | None = None) -> Loaded:
     """A split of a data set that tensorflow-datasets has prepared as ArrayRecord files, read without TensorFlow.
 
     `name` may be the folder of the prepared version too, which has a `dataset_info.json`.
     """
 
-    data_dir: str | None = None
-
-    @functools.cached_property
-    def _rows(self) -> Indexed:
+    def load() -> Indexed:
         tfds = _import("tensorflow_datasets")
-        prepared = Path(self.name, "dataset_info.json").is_file()
-        if os.sep in self.name and not prepared and Path(self.name).is_dir():
+        prepared = Path(name, "dataset_info.json").is_file()
+        if os.sep in name and not prepared and Path(name).is_dir():
             raise UserError(
-                f"{self.name}: wanted the folder of a prepared version with dataset_info.json, such as "
+                f"{name}: wanted the folder of a prepared version with dataset_info.json, such as "
                 "DATA_DIR/gsm8k/1.0.0, or the name of the data set with data_dir=DATA_DIR"
             )
-        with reading(self.name):
+        with reading(name):
             if prepared:
-                rows = tfds.builder_from_directory(self.name).as_data_source(split=self.split)
+                rows = tfds.builder_from_directory(name).as_data_source(split=split)
             else:
-                rows = tfds.data_source(self.name, split=self.split, data_dir=self.data_dir, download=False)
+                rows = tfds.data_source(name, split=split, data_dir=data_dir, download=False)
         return rows
+
+    return Loaded(load, f"{name} ({split}), ")
 
 
 def _parse(line: bytes) -> Row:
