@@ -1,4 +1,4 @@
-"""Every loss, correction, KL term, regulariser and advantage trains a small model for a few updates."""
+"""Every loss, correction, KL term, regularizer and advantage trains a small model for a few updates."""
 
 import functools
 from dataclasses import replace

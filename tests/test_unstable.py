@@ -50,8 +50,8 @@ def test_create_device_mesh():
 
 
 @contextlib.contextmanager
-def optimised():
-    """XLA's optimisations, which the tests leave out."""
+def optimized():
+    """XLA's optimizations, which the tests leave out."""
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
     jax.config.update(name, False)
@@ -66,7 +66,7 @@ def test_light_compilation():
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
     with advice(unstable.light_compilation):
         assert unstable.light_compilation(mesh) == {}  # the tests' own choice stays
-        with optimised():
+        with optimized():
             tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
             assert unstable.light_compilation(tpu) == {}
             options = unstable.light_compilation(mesh)

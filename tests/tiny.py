@@ -42,7 +42,7 @@ CONFIGS = {
     "moe": MOE,
     "dense": replace(MOE, num_experts=0),
     "tied": replace(MOE, tie_word_embeddings=True),
-    "gates not renormalised": replace(MOE, norm_topk_prob=False),
+    "gates not renormalized": replace(MOE, norm_topk_prob=False),
     "some layers dense": replace(MOE, mlp_only_layers=(0,)),
     "every second layer sparse": replace(MOE, decoder_sparse_step=2),
     "one key head": replace(MOE, num_key_value_heads=1),

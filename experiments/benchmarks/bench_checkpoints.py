@@ -4,7 +4,7 @@
 
 If FOLDER is empty it first writes random numbers there: Qwen3-30B-A3B cut to 3 layers, 4.98 GB in bfloat16. Each
 measurement runs in a process of its own. Its memory is the peak resident set (VmHWM) minus that just before reading,
-with jax imported and its devices initialised; gspax maps no file into memory, so the files' pages are not included.
+with jax imported and its devices initialized; gspax maps no file into memory, so the files' pages are not included.
 "cold": the files' pages were dropped from the cache first; "warm": they had just been read. For comparison: `cat`,
 which keeps nothing, and reading the same bytes unchanged into new memory, which every reader needs. CPU-seconds do
 not depend on other programs on the machine.

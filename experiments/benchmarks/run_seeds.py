@@ -43,7 +43,7 @@ def main(folder: Path, seeds: list[int]) -> None:
 
 def report(folder: Path, runs: list[tuple[str, int]]) -> None:
     """Write the CSV and print the table."""
-    rows = [{"variant": variant, "seed": seed, **summarise(workdir(folder, variant, seed))} for variant, seed in runs]
+    rows = [{"variant": variant, "seed": seed, **summarize(workdir(folder, variant, seed))} for variant, seed in runs]
     with CSV.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -67,7 +67,7 @@ def train(folder: Path, variant: str, seed: int) -> None:
         subprocess.run([*command, f"seed={seed}", f"data.seed={seed}"], check=True, stdout=log, stderr=log)
 
 
-def summarise(path: Path) -> dict[str, float]:
+def summarize(path: Path) -> dict[str, float]:
     """The figures of a run, by column."""
     records = read_metrics(path / "metrics.jsonl")
 

@@ -1,4 +1,4 @@
-"""GSPO in plain jax.numpy, without model or optimiser libraries: gradient descent on two tables.
+"""GSPO in plain jax.numpy, without model or optimizer libraries: gradient descent on two tables.
 
 The task: a prompt is one of 4 tokens, a response is 6 tokens out of 8, and its reward is the share of them that equal
 the prompt. A random policy gets 1/8. Axes: P prompts, G samples of each, B = P·G rows, T tokens, V vocabulary.

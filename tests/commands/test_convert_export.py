@@ -118,7 +118,7 @@ def start(model):
 
 @pytest.mark.parametrize("between", [None, "bfloat16"])  # the tests above convert to float32 too
 def test_a_run_starts_from_a_published_or_a_converted_checkpoint(between, tmp_path):
-    """In float32 and sharded, as random parameters would be; the rest of the state is newly initialised."""
+    """In float32 and sharded, as random parameters would be; the rest of the state is newly initialized."""
     source, _ = checkpoint(tmp_path / "hf", tiny.MOE, "bfloat16")
     if between:
         convert.run(str(source), source := tmp_path / "orbax", between)

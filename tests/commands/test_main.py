@@ -303,7 +303,7 @@ def test_help_imports_no_jax():
 
 
 def test_the_dry_run_touches_no_device_and_writes_nothing(tmp_path):
-    """It is quick, initialises no backend, and imports neither the model's nor the optimiser's packages."""
+    """It is quick, initializes no backend, and imports neither the model's nor the optimizer's packages."""
     code = (
         "import sys; from gspax.commands import main; code = main.main(sys.argv[1:]); "
         "import jax._src.xla_bridge as bridge; "

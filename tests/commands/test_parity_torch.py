@@ -57,7 +57,7 @@ def make_pair(config, folder):
     theirs = transformers.AutoConfig.for_model(**to_json(config))
     model = transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # norms and biases too: they are initialised to 1 and 0
+        for name, parameter in model.named_parameters():  # norms and biases too: they are initialized to 1 and 0
             parameter.copy_(0.3 * torch.randn_like(parameter) + ("norm" in name))
     model.save_pretrained(folder)
     read = read_config(folder)

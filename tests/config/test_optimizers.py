@@ -1,4 +1,4 @@
-"""Optimisers and schedules of an experiment: their updates, and how their state is sharded and offloaded."""
+"""Optimizers and schedules of an experiment: their updates, and how their state is sharded and offloaded."""
 
 from dataclasses import replace
 from functools import partial

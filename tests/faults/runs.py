@@ -20,7 +20,7 @@ CACHE = str(Path(__file__).parents[2] / ".cache" / "faults")
 CLOCKS = ("time/", "cpu/", "perf/")  # of the metrics, what two equal runs differ in
 STEPS = 24  # of victim.py
 
-# A server that has imported gspax, but not initialised a device, forks a child for each run: 3 CPU-seconds less each.
+# A server that has imported gspax, but not initialized a device, forks a child for each run: 3 CPU-seconds less each.
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
     ["gspax.commands.train", "gspax.training.loop", "gspax.report.run_page", "matplotlib.figure"]

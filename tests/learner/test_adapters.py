@@ -1,4 +1,4 @@
-"""Adapters: the weights they stand for, their initialisation, their training, and whole runs."""
+"""Adapters: the weights they stand for, their initialization, their training, and whole runs."""
 
 import functools
 from dataclasses import replace
@@ -93,7 +93,7 @@ def test_attention_and_mlp_can_be_adapted_separately(attention, mlp):
     assert {path.split("/")[2] for path in found} == {"attention" if attention else "mlp"}
 
 
-def test_adapters_are_initialised_as_a_no_op_with_unit_gain():
+def test_adapters_are_initialized_as_a_no_op_with_unit_gain():
     fresh = init(CONFIG, config.Lora(rank=64), jax.random.key(0))
     whole = adapters.attach_adapters(tiny.params(CONFIG), fresh, LORA)
     chex.assert_trees_all_equal(dense(whole), tiny.params(CONFIG))

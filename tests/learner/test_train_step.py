@@ -170,7 +170,7 @@ def test_eight_devices_make_the_update_of_one(mesh, rows):
     update = make_step(losses.gspo, ADAM, temperature=TEMPERATURE, microbatch_rows=rows, mesh=devices)
     spread, got = update(state, jax.device_put(batch(), sharding.named_sharding(devices, "batch")))
     close(got, want, rtol=1e-3)
-    close(want, whole("gspo")[1])  # metrics do not depend on the optimiser: grad_norm is measured before clipping
+    close(want, whole("gspo")[1])  # metrics do not depend on the optimizer: grad_norm is measured before clipping
     moments, wanted = spread.opt_state[1][0], alone.opt_state[1][0]
     assert int(moments.count) == int(wanted.count) == 1
     close(moments.mu, wanted.mu, rtol=1e-3, atol=1e-5)
@@ -279,7 +279,7 @@ def test_unused_router_logits_are_not_kept():
 
 
 def test_a_non_finite_loss_or_gradient_skips_the_update():
-    """Parameters and optimiser state stay, and the next update continues from them."""
+    """Parameters and optimizer state stay, and the next update continues from them."""
 
     def loss(logp_BT, old_logp_BT, advantage_B, mask_BT):
         """At an advantage of 0 the value is 0 and the gradient is not finite."""

@@ -393,8 +393,8 @@ def test_gdpo_equals_the_loop():
     assert not got[~mask].any() and not got[3].any()
 
 
-def test_gdpo_distinguishes_groups_with_equal_standardised_sums():
-    """One reward varies in the first group, both in the second: GDPO differs where standardised sums do not."""
+def test_gdpo_distinguishes_groups_with_equal_standardized_sums():
+    """One reward varies in the first group, both in the second: GDPO differs where standardized sums do not."""
     reward = np.array([[[0, 1], [1, 1]], [[0, 0], [1, 1]]], np.float32)
     summed = np.asarray(advantages.standardize(reward.sum(-1)))
     np.testing.assert_allclose(summed[0], summed[1], rtol=1e-5)

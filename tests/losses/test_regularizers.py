@@ -1,4 +1,4 @@
-"""Regularisers against loops in float64, their gradients against the papers' formulas."""
+"""Regularizers against loops in float64, their gradients against the papers' formulas."""
 
 import functools
 import math

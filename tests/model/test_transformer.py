@@ -119,7 +119,7 @@ def test_prefill_and_decode_equal_the_full_sequence(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["some layers dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("moe", "gates not renormalised"))],
+    ["some layers dense", *(pytest.param(name, marks=pytest.mark.slow) for name in ("moe", "gates not renormalized"))],
 )
 def test_forcing_the_routers_choice_changes_nothing(name):
     config = tiny.CONFIGS[name]
@@ -211,7 +211,7 @@ def test_every_parameter_has_logical_axes_and_an_abstract_shape(name):
     jax.tree.map(check, params, axes, abstract)
 
 
-def test_stacked_layers_are_initialised_differently():
+def test_stacked_layers_are_initialized_differently():
     router = tiny.params(tiny.MOE)["runs"][0]["mlp"]["router"]
     assert not np.array_equal(router[0], router[1])
     np.testing.assert_allclose(np.std(router), tiny.MOE.initializer_range, rtol=0.2)

@@ -49,7 +49,7 @@ def a_rollout():
 
 
 def slowly(discount, finished=None):
-    """R_k = Σ discount^(j-k) r_j, standardised among the group's conversations with a k-th turn, at its tokens."""
+    """R_k = Σ discount^(j-k) r_j, standardized among the group's conversations with a k-th turn, at its tokens."""
     placed = np.zeros((8, 11))
     for row in range(8):
         group = range(row // G * G, row // G * G + G)

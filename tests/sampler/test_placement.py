@@ -191,7 +191,7 @@ def test_parameters_are_pushed_in_their_compute_dtype_with_adapters_merged():
 
 
 def test_parameters_are_pushed_in_8_bits(runtime):
-    """Quantised where the parameters are, so that bytes are sent."""
+    """Quantized where the parameters are, so that bytes are sent."""
     model, mesh = DISAGGREGATED.model, runtime.sampler.mesh
     params = fresh(runtime).params
     pushed = make_sampler(model, mesh, runtime.mesh, "int8").push(params)

@@ -1,6 +1,6 @@
 """The length exponent: s = exp(|y|^-p Σ_t log r_t) with p = 1 (GSPO), 1/2 and 0, and what a clip range means at each.
 
-Question. GSPO normalises the log-ratio by the length. The spread of its mean falls as 1/√|y| and that of its sum
+Question. GSPO normalizes the log-ratio by the length. The spread of its mean falls as 1/√|y| and that of its sum
 grows as √|y|; with p = 1/2 it would not depend on the length. Does a policy learn better with one of them, and is the
 reason the exponent or the share that its clip range clips?
 

@@ -8,13 +8,13 @@ which are not in the results. A run collapses if `guard.collapse` finds it: the 
 half of its best for 10 steps. Primary measure: the training reward in the last tenth of the tokens, paired by seed,
 each variant against GRPO without replay at 16 minibatches; a claim appears if the interval excludes 0 or if the
 collapses of two variants differ by at least four of five seeds. On this testbed GRPO with 16 minibatches collapses
-and the same on policy does not, but on policy with as few rows per update collapses too (bed/README.md): that replay
-or another loss prevents the collapse would show that off-policy updates cause it; that nothing does would not show
+and the same on policy does not, but on policy with as few rows per update collapses too (testbed/README.md): that
+replay or another loss prevents the collapse would show that off-policy updates cause it; that nothing does would not show
 the opposite.
 
 Rule of the second testbed, written before its runs. Rollout batches of 8 x 8 rows, each used for 16 updates of all 64
 rows: GRPO collapses on three of three seeds, and on policy it learns over as many updates of as many rows
-(bed/README.md), so the collapse needs stale rows. Seeds and primary measure as above, each variant against GRPO
+(testbed/README.md), so the collapse needs stale rows. Seeds and primary measure as above, each variant against GRPO
 without replay. A run of 20 batches collapses if the mean of 5 steps stays below half of its best for 5 steps. A
 method prevents the collapse if it collapses on at least four seeds fewer; an interval that excludes 0 without that is
 a milder collapse. GSPO appears with the paper's clip range and with a hundred times that: if only the paper's
@@ -34,7 +34,7 @@ from starts import GRPO, GSPO
 
 TESTBED = Start(
     "testbed",
-    "studies/bed/experiment.py",
+    "studies/testbed/experiment.py",
     ("guard.collapse=gspax.config.Collapse", "guard.collapse.steps=10", "guard.collapse.window=5"),
 )
 REUSE = (

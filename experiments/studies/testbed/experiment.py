@@ -3,7 +3,7 @@
 4 layers, 16 experts each, top-2, 16 minibatches per rollout batch, and a learning rate at which GRPO collapses, while
 it learns on policy. README.md has the search that led here.
 
-Run: gspax train experiments/studies/bed/experiment.py --workdir runs/bed
+Run: gspax train experiments/studies/testbed/experiment.py --workdir runs/testbed
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from gspax.data.tasks import sort
 from gspax.model import presets
 
 experiment = Experiment(
-    name="bed",
+    name="testbed",
     model=replace(
         presets.tiny_moe,
         vocab_size=sort.tokenizer.vocab_size,
