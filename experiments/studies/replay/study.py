@@ -9,8 +9,8 @@ half of its best for 10 steps. Primary measure: the training reward in the last 
 each variant against GRPO without replay at 16 minibatches; a claim appears if the interval excludes 0 or if the
 collapses of two variants differ by at least four of five seeds. On this testbed GRPO with 16 minibatches collapses
 and the same on policy does not, but on policy with as few rows per update collapses too (testbed/README.md): that
-replay or another loss prevents the collapse would show that off-policy updates cause it; that nothing does would not show
-the opposite.
+replay or another loss prevents the collapse would show that off-policy updates cause it; that nothing does would not
+show the opposite.
 
 Rule of the second testbed, written before its runs. Rollout batches of 8 x 8 rows, each used for 16 updates of all 64
 rows: GRPO collapses on three of three seeds, and on policy it learns over as many updates of as many rows
