@@ -8,7 +8,7 @@ import pytest
 
 from gspax.commands import main
 from gspax.errors import UserError
-from gspax.report.comparison import common_tokens, compare, find_differences, find_mixed, read_variant, resample
+from gspax.report.comparison import common_tokens, compare, find_differences, read_variant, resample
 
 STEPS = 20
 
@@ -82,10 +82,10 @@ def test_values_that_are_not_finite_are_left_out(tmp_path):
 
 
 def test_settings_are_compared_between_variants_and_within_them(variants, tmp_path):
-    assert find_differences(variants) == {"epochs": [1, 2]}
-    assert find_mixed(variants[0]) == []
+    assert find_differences([variant.runs[0] for variant in variants]) == {"epochs": [1, 2]}
+    assert find_differences(variants[0].runs) == {}
     write_run(tmp_path / "a" / "seed3", 3, epochs=4)
-    assert find_mixed(read_variant("a", tmp_path / "a")) == ["epochs"]
+    assert find_differences(read_variant("a", tmp_path / "a").runs) == {"epochs": [1, 1, 1, 4]}
 
 
 def test_two_runs_of_a_variant_with_one_seed_are_an_error(variants, tmp_path):

@@ -53,8 +53,8 @@ def execute(options: argparse.Namespace) -> int:
 
     variants = [comparison.read_variant(name, folder) for name, folder in folders.items()]
     for variant in variants:
-        if mixed := comparison.find_mixed(variant):
-            warn(f"the runs of {variant.name} differ in more than their seeds: {', '.join(mixed)}")
+        if mixed := comparison.find_differences(variant.runs):
+            warn(f"the runs of {variant.name} differ in more than their seeds: {', '.join(sorted(mixed))}")
     recorded = {metric for variant in variants for run in variant.runs for metric in run.series}
     wanted = METRICS if options.metrics is None else tuple(options.metrics.split(","))
     unknown = [metric for metric in wanted if metric not in recorded]

@@ -10,7 +10,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 if TYPE_CHECKING:
@@ -89,6 +89,15 @@ def title_of(function: Function) -> str:
 def is_gspax(function: Function) -> bool:
     """Whether a function or a class is defined in gspax."""
     return str(getattr(unwrap(function), "__module__", "")).partition(".")[0] == "gspax"
+
+
+def interface_problems(key: str, value: object, methods: Sequence[str]) -> Iterator[str]:
+    """The reason why a field's value is not an object with these methods, if it is not, as a sentence."""
+    missing = [name for name in methods if not callable(getattr(value, name, None))]
+    if isinstance(value, type):
+        yield f"{key}: wanted an instance, got the class {value.__name__} (write {value.__name__}(...))"
+    elif missing:
+        yield f"{key}: wanted an object with {' and '.join(methods)}, {type(value).__name__} has no {missing[0]}"
 
 
 def lookup(name: str) -> object:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,12 +105,3 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> Sequence[int]:
     """The token ids of a problem's prompt, and of the chat before it, which needs a chat tokenizer (`data.hf_chat`)."""
     encode: Callable[..., Sequence[int]] = tokenizer.encode
     return encode(problem.prompt, problem.context) if problem.context else encode(problem.prompt)
-
-
-def data_problems(data: object) -> Iterator[str]:
-    """The reasons why a data source cannot be used, one sentence each."""
-    missing = [name for name in ("train", "heldout") if not callable(getattr(data, name, None))]
-    if isinstance(data, type):
-        yield f"data: wanted an instance, got the class {data.__name__} (write {data.__name__}(...))"
-    elif missing:
-        yield f"data: wanted an object with train and heldout, {type(data).__name__} has no {missing[0]}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspax.config.functions import interface_problems
 from gspax.data.files import Json, read_object, require_own_files
 from gspax.errors import UserError, brief
 
@@ -22,14 +23,10 @@ def tokenizer_problems(tokenizer: object, vocab_size: int, *, demonstrations: bo
       vocab_size: the model's.
       demonstrations: whether completions are encoded too, each followed by a stop id.
     """
+    methods = ["encode", "decode"] + ["encode_completion"] * demonstrations
+    yield from interface_problems("tokenizer", tokenizer, methods)
     if isinstance(tokenizer, type):
-        yield f"tokenizer: wanted an instance, got the class {tokenizer.__name__} (write {tokenizer.__name__}(...))"
         return
-    names = ["encode", "decode"] + ["encode_completion"] * demonstrations
-    missing = [name for name in names if not callable(getattr(tokenizer, name, None))]
-    if missing:
-        kind = type(tokenizer).__name__
-        yield f"tokenizer: wanted an object with {' and '.join(names)}, {kind} has no {missing[0]}"
     size, stops = (getattr(tokenizer, name, None) for name in ("vocab_size", "stop_ids"))
     if not isinstance(size, int):
         yield f"tokenizer.vocab_size: wanted an integer, got {size!r}"

@@ -231,9 +231,9 @@ def describe_summary(name: str, summary: Summary) -> list[str]:
     """The summary as lines of text."""
     tokens = summary["tokens"]
     figures = {
-        "mean reward": statistics.show(summary["reward"], digits=4),
-        **{f"pass@{k}": statistics.show(each, digits=4) for k, each in summary.get("pass", {}).items()},
-        **{f"maj@{k}": statistics.show(each, digits=4) for k, each in summary.get("majority", {}).items()},
+        "mean reward": statistics.show(summary["reward"], ".4f"),
+        **{f"pass@{k}": statistics.show(each, ".4f") for k, each in summary.get("pass", {}).items()},
+        **{f"maj@{k}": statistics.show(each, ".4f") for k, each in summary.get("majority", {}).items()},
         "tokens": f"{tokens['mean']:.1f} on average, {tokens['max']} at most, {tokens['total']:,} in all",
         "truncated": f"{100 * summary['truncated']:.1f} %",
     }

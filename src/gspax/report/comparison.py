@@ -19,9 +19,10 @@ import numpy as np
 
 from gspax.errors import UserError
 from gspax.experiment.description import flatten, show
+from gspax.report import statistics
 from gspax.report.curves import PANELS, Series, collect_series, render_figures, style_axes
 from gspax.report.html import render_note, render_page, render_table, render_text
-from gspax.report.statistics import Estimate, estimate_difference, estimate_gap, estimate_mean
+from gspax.report.statistics import Estimate, estimate_difference, estimate_gap, estimate_mean, to_json
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_metrics
@@ -92,6 +93,9 @@ class Entry:
     pairs: int  # seeds that the difference is paired over; 0: unpaired
 
 
+Result = tuple[str, Variant, Entry]  # the metric comes first
+
+
 def read_variant(name: str, folder: Path) -> Variant:
     """The run in `folder`, or those in the folders directly below it, which are seeds of one experiment.
 
@@ -157,35 +161,33 @@ def contrast(variants: Sequence[dict[object, float]]) -> list[Entry]:
     return entries
 
 
-def find_differences(variants: Sequence[Variant]) -> dict[str, list[object]]:
-    """The settings in which variants differ: name -> its value in each variant's first run, None where it has none."""
-    return _find_differences([variant.runs[0] for variant in variants])
-
-
-def find_mixed(variant: Variant) -> list[str]:
-    """The settings besides their seeds in which the runs of one variant differ."""
-    return sorted(_find_differences(variant.runs))
-
-
-def _find_differences(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """The settings in which runs differ, without those that tell runs of one experiment apart: names and seeds."""
+def find_differences(runs: Sequence[Run]) -> dict[str, list[object]]:
+    """The settings in which runs differ, besides names and seeds, each with its values: one per run, None without."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
-    values = {name: [run.settings.get(name) for run in runs] for name in names}
+    settings = {name: [run.settings.get(name) for run in runs] for name in names}
     labels = {name for name in names if name == "name" or name.split(".")[-1] == "seed"}
-    return {name: each for name, each in values.items() if name not in labels and any(x != each[0] for x in each)}
+    return {
+        name: values
+        for name, values in settings.items()
+        if name not in labels and any(value != values[0] for value in values)
+    }
 
 
 def write(variants: Sequence[Variant], metrics: Sequence[str], folder: Path) -> Path:
     """Write compare.html and compare.csv into `folder`, which is created; the path of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens = common_tokens(variants)
-    entries = {metric: compare(variants, metric, tokens) for metric in metrics}
-    write_atomically(folder / "compare.csv", _table(variants, entries, tokens))
+    results = [
+        (metric, variant, entry)
+        for metric in metrics
+        for variant, entry in zip(variants, compare(variants, metric, tokens), strict=True)
+    ]
+    write_atomically(folder / "compare.csv", _csv(results, tokens))
     drawings = {metric: partial(draw_metric, variants=variants, metric=metric, tokens=tokens) for metric in metrics}
     curves = render_note("Pale: each seed. Dark: their mean, with its 95 % interval shaded.") + render_figures(drawings)
     sections = [
         ("", render_note(NOTE.format(tokens=tokens, first=variants[0].name))),
-        ("Results", _results(variants, entries)),
+        ("Results", _results(results)),
         ("Curves", curves),
         ("Settings that differ", _settings(variants)),
         ("Runs", _runs(variants)),
@@ -209,7 +211,8 @@ def summarize(variants: Sequence[Variant], metric: str) -> str:
 
 def _describe_mean(variant: Variant, metric: str, entry: Entry) -> str:
     if entry.mean is not None:
-        return f"{_describe(entry.mean)}, {len(entry.values)} seed{'s' if len(entry.values) > 1 else ''}"
+        mean = statistics.show(to_json(entry.mean), ".4g")
+        return f"{mean}, {len(entry.values)} seed{'s' if len(entry.values) > 1 else ''}"
     if any(metric in run.series for run in variant.runs):
         return f"no run has {metric} at these tokens"
     return f"no run has {metric}" + (", its loss does not report it" if metric.startswith("policy/") else "")
@@ -218,26 +221,22 @@ def _describe_mean(variant: Variant, metric: str, entry: Entry) -> str:
 def _describe_difference(entry: Entry) -> str:
     if entry.difference is None:
         return ""
-    return f"{_describe(entry.difference, '+')}, {f'{entry.pairs} pairs of seeds' if entry.pairs else 'unpaired'}"
+    difference = statistics.show(to_json(entry.difference), "+.4g")
+    return f"{difference}, {f'{entry.pairs} pairs of seeds' if entry.pairs else 'unpaired'}"
 
 
-def _describe(estimate: Estimate, sign: str = "") -> str:
-    bounds = "" if math.isnan(estimate.low) else f" [{estimate.low:{sign}.4g}, {estimate.high:{sign}.4g}]"
-    return f"{estimate.mean:{sign}.4g}{bounds}"
-
-
-def _results(variants: Sequence[Variant], entries: dict[str, list[Entry]]) -> str:
+def _results(results: Sequence[Result]) -> str:
     rows = []
-    for metric, of_metric in entries.items():
-        for variant, entry in zip(variants, of_metric, strict=True):
-            seeds = ", ".join(f"{seed}: {value:.4g}" for seed, value in sorted(entry.values.items(), key=str))
-            mean = _describe_mean(variant, metric, entry)
-            rows.append((metric, variant.name, mean, _describe_difference(entry), seeds))
+    for metric, variant, entry in results:
+        seeds = ", ".join(f"{seed}: {value:.4g}" for seed, value in sorted(entry.values.items(), key=str))
+        mean = _describe_mean(variant, metric, entry)
+        rows.append((metric, variant.name, mean, _describe_difference(entry), seeds))
     return _text_table(("metric", "variant", "mean", "difference", "each seed"), rows)
 
 
 def _settings(variants: Sequence[Variant]) -> str:
-    rows = [(name, *map(show, values)) for name, values in find_differences(variants).items()]
+    differences = find_differences([variant.runs[0] for variant in variants])
+    rows = [(name, *map(show, values)) for name, values in differences.items()]
     return _text_table(("setting", *(variant.name for variant in variants)), rows) if rows else ""
 
 
@@ -254,14 +253,13 @@ def _text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return render_table(head, [[render_text(cell) for cell in row] for row in rows])
 
 
-def _table(variants: Sequence[Variant], entries: dict[str, list[Entry]], tokens: float) -> str:
-    """A CSV with a line for each metric, variant and seed."""
+def _csv(results: Sequence[Result], tokens: float) -> str:
+    """A table with a line for each metric, variant and seed."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("metric", "variant", "seed", "tokens", "value"))
-    for metric, of_metric in entries.items():
-        for variant, entry in zip(variants, of_metric, strict=True):
-            writer.writerows((metric, variant.name, seed, int(tokens), value) for seed, value in entry.values.items())
+    for metric, variant, entry in results:
+        writer.writerows((metric, variant.name, seed, int(tokens), value) for seed, value in entry.values.items())
     return file.getvalue()
 
 

@@ -42,14 +42,14 @@ def to_json(estimate: Estimate) -> Interval:
     return {"mean": estimate.mean, "low": low, "high": high}
 
 
-def show(interval: Interval, digits: int = 3) -> str:
-    """The mean of an estimate, and its interval if it has one.
+def show(interval: Interval, spec: str = ".3f") -> str:
+    """The mean of an estimate, and its interval if it has one, each in the given format.
 
-    >>> show({"mean": 0.5, "low": 0.25, "high": 0.75}, digits=2)
+    >>> show({"mean": 0.5, "low": 0.25, "high": 0.75}, ".2f")
     '0.50 [0.25, 0.75]'
     """
-    bounds = "" if interval["low"] is None else f" [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
-    return f"{interval['mean']:.{digits}f}{bounds}"
+    bounds = "" if interval["low"] is None else f" [{interval['low']:{spec}}, {interval['high']:{spec}}]"
+    return f"{interval['mean']:{spec}}{bounds}"
 
 
 def estimate(value_P: np.ndarray, *, level: float = 0.95) -> Estimate:

@@ -25,10 +25,9 @@ from gspax.config import (
     layer_windows,
     updates_per_step,
 )
-from gspax.config.functions import title_of
+from gspax.config.functions import interface_problems, title_of
 from gspax.config.protocols import Environment, Reward, Tokenizer
 from gspax.config.ranges import INT32
-from gspax.data.problem import data_problems
 from gspax.data.sources import opening_notes, opening_problems
 from gspax.data.tokenizer import tokenizer_problems
 from gspax.errors import UserError
@@ -70,7 +69,11 @@ def validate(
     """
     problems = list(type_problems(experiment))
     e = without(experiment, [*broken, *map(_key, problems)])
-    checks = (lambda: range_problems(e), lambda: function_problems(e), lambda: data_problems(e.data))
+    checks = (
+        lambda: range_problems(e),
+        lambda: function_problems(e),
+        lambda: interface_problems("data", e.data, ("train", "heldout")),
+    )
     problems += dict.fromkeys(_run(*checks))
     e = without(experiment, [*broken, *map(_key, problems)])
     opening = list(_run(lambda: opening_problems(e.data, e.tokenizer)))  # they name a file
@@ -367,12 +370,7 @@ def _conversation(
         if turns.credit == "turn":
             yield 'turns.credit: wanted "conversation" without an environment, got "turn"'
         return
-    missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
-    if isinstance(environment, type):
-        name = environment.__name__
-        yield f"environment: wanted an instance, got the class {name} (write {name}(...))"
-    elif missing:
-        yield f"environment: wanted an object with reset and step, {type(environment).__name__} has no {missing[0]}"
+    yield from interface_problems("environment", environment, ("reset", "step"))
     lacks = [name for name in CHAT_METHODS if not callable(getattr(tokenizer, name, None))]
     lacks += ["turn_end"] if not hasattr(type(tokenizer), "turn_end") else []
     if lacks:
