@@ -17,6 +17,7 @@ import pytest
 import stub_experiment
 
 from gspax import losses
+from gspax.config import Yarn
 from gspax.errors import UserError
 from gspax.experiment import (
     RESUMABLE,
@@ -184,6 +185,10 @@ def test_a_rollout_batch_has_no_more_tokens_than_can_be_indexed():
         ({"warm_start": 3}, "warm_start: wanted a WarmStart or None, got 3"),
         ({"sampling": replace(EXPERIMENT.sampling, top_p="1")}, "sampling.top_p: wanted a number, got '1'"),
         ({"model": None}, "model: wanted a ModelConfig, got None"),
+        (
+            {"model": replace(EXPERIMENT.model, rope_scaling=Yarn(factor=0.5, original_max_position_embeddings=8))},
+            "model.rope_scaling.factor: wanted at least 1, got 0.5",
+        ),
         ({"data": stub_experiment.Problems}, "data: wanted an instance, got the class Problems (write Problems(...))"),
         ({"data": 3}, "data: wanted an object with train and heldout, int has no train"),
         (

@@ -30,10 +30,10 @@ Dtype = Annotated[str, Range("float32 or bfloat16", lambda x: x in ("float32", "
 class Yarn:
     """RoPE stretched to `factor` times the context length of pre-training (YaRN, arXiv 2309.00071)."""
 
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0  # dimensions with more rotations than this in the original context keep their frequency
-    beta_slow: float = 1.0  # those with fewer rotations than this are divided by `factor`; a ramp lies in between
+    factor: Annotated[float, at_least(1)]
+    original_max_position_embeddings: PositiveInt
+    beta_fast: Positive = 32.0  # dimensions with more rotations than this in the original context keep their frequency
+    beta_slow: Positive = 1.0  # those with fewer rotations than this are divided by `factor`; a ramp lies in between
     truncate: bool = True  # the ramp starts and ends at whole dimensions
     attention_factor: float | None = None  # scale of queries and keys; None: from mscale, else 0.1 ln(factor) + 1
     mscale: float | None = None

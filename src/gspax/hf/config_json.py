@@ -16,26 +16,19 @@ import math
 import types
 import typing
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gspax.config import ModelConfig, Yarn
-from gspax.config.ranges import Range
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
 from gspax.model.architecture import architecture_problems
 
 T = TypeVar("T")
 
-ARCHITECTURES = {  # by model_type
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-}
-
 REQUIRED = object()  # no default for an absent key
-COPIED: dict[str, object] = {  # fields of ModelConfig of the same name, with the default of an absent key
+COPIED: dict[str, object] = {
     "vocab_size": REQUIRED,
     "hidden_size": REQUIRED,
     "intermediate_size": REQUIRED,
@@ -43,27 +36,45 @@ COPIED: dict[str, object] = {  # fields of ModelConfig of the same name, with th
     "num_attention_heads": REQUIRED,
     "num_key_value_heads": REQUIRED,
     "rms_norm_eps": 1e-6,
-    "attention_bias": False,
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
     "max_position_embeddings": 32768,
 }
-COPIED_OF_EXPERTS: dict[str, object] = {  # the same, for qwen3_moe only
+COPIED_OF_EXPERTS: dict[str, object] = {
     "num_experts_per_tok": REQUIRED,
     "moe_intermediate_size": REQUIRED,
     "norm_topk_prob": False,
     "decoder_sparse_step": 1,
     "mlp_only_layers": (),
 }
-COPIED_OF: dict[str, dict[str, object]] = {  # by model_type, what is copied besides COPIED or with another default
-    "qwen3": {},
-    "qwen3_moe": COPIED_OF_EXPERTS,
-    "qwen2_moe": COPIED_OF_EXPERTS | {"shared_expert_intermediate_size": REQUIRED, "qkv_bias": True},
-    "mixtral": {"num_experts_per_tok": REQUIRED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
-}
-IMPLIED: dict[str, dict[str, Json]] = {  # by model_type, fields of ModelConfig that no key holds
-    "qwen2_moe": {"qk_norm": False, "attention_bias": False},
-    "mixtral": {"qk_norm": False, "attention_bias": False, "norm_topk_prob": True},
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the checkpoints of one `model_type` describe a model."""
+
+    architecture: str
+    copied: dict[str, object]  # fields of ModelConfig that have a key, with the default of an absent one
+    implied: dict[str, Json]  # fields of ModelConfig that all models of the family share
+
+
+FAMILIES = {
+    "qwen3": Family("Qwen3ForCausalLM", COPIED | {"attention_bias": False}, {"qk_norm": True, "qkv_bias": False}),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        COPIED | COPIED_OF_EXPERTS | {"attention_bias": False},
+        {"qk_norm": True, "qkv_bias": False},
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        COPIED | COPIED_OF_EXPERTS | {"shared_expert_intermediate_size": REQUIRED, "qkv_bias": True},
+        {"qk_norm": False, "attention_bias": False},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        COPIED | {"num_experts_per_tok": REQUIRED, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
+        {"qk_norm": False, "qkv_bias": False, "attention_bias": False, "norm_topk_prob": True},
+    ),
 }
 TRANSLATED = (
     *("model_type", "architectures", "head_dim", "dtype", "torch_dtype"),
@@ -98,11 +109,8 @@ HARMLESS = (  # keys that do not affect what gspax computes
 HARMLESS_ROPE = ("attn_factor",)  # of DeepSeek-R1-0528-Qwen3-8B; what transformers reads is `attention_factor`
 DTYPES = ("float32", "bfloat16", "float16")  # of the tensors; gspax computes in the experiment's dtype
 FULL, SLIDING = "full_attention", "sliding_attention"
-RANGES = {  # of the numbers, by field
-    name: [part for part in typing.get_args(hint) if isinstance(part, Range)]
-    for name, hint in typing.get_type_hints(ModelConfig, include_extras=True).items()
-}
-HINTS, YARN_HINTS = typing.get_type_hints(ModelConfig), typing.get_type_hints(Yarn)
+ORIGINAL = "original_max_position_embeddings"
+HINTS, YARN_HINTS = (typing.get_type_hints(record, include_extras=True) for record in (ModelConfig, Yarn))
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -126,13 +134,12 @@ def read_config(directory: str | Path) -> ModelConfig:
 def family_of(config: ModelConfig) -> str:
     """The `model_type` whose checkpoints hold such a model. UserError if there is none."""
     experts, shared = config.num_experts > 0, config.shared_expert_intermediate_size > 0
-    for family, copied in COPIED_OF.items():
-        implied = {"qk_norm": True, "qkv_bias": False} | IMPLIED.get(family, {})
-        same = all(getattr(config, name) == value for name, value in implied.items() if name not in copied)
-        if same and experts == (family != "qwen3") and shared == (family == "qwen2_moe"):
-            return family
+    for name, family in FAMILIES.items():
+        same = all(getattr(config, field) == value for field, value in family.implied.items())
+        if same and experts == (name != "qwen3") and shared == (name == "qwen2_moe"):
+            return name
     raise UserError(
-        "model: wanted a model of one of the families " + ", ".join(ARCHITECTURES) + ", got "
+        "model: wanted a model of one of the families " + ", ".join(FAMILIES) + ", got "
         f"qk_norm={config.qk_norm}, qkv_bias={config.qkv_bias}, attention_bias={config.attention_bias}, "
         f"shared_expert_intermediate_size={config.shared_expert_intermediate_size}, num_experts={config.num_experts}"
     )
@@ -148,8 +155,8 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
       UserError: no published family describes the model (such as experts, and a window on only some layers).
     """
     family = family_of(config)
-    content: dict[str, Json] = {"architectures": [ARCHITECTURES[family]], "model_type": family}
-    content |= {name: getattr(config, name) for name in _copied(family)}
+    content: dict[str, Json] = {"architectures": [FAMILIES[family].architecture], "model_type": family}
+    content |= {name: getattr(config, name) for name in FAMILIES[family].copied}
     if family == "mixtral":
         content |= {"num_local_experts": config.num_experts, "intermediate_size": config.moe_intermediate_size}
     elif config.num_experts:
@@ -165,12 +172,6 @@ def to_json(config: ModelConfig) -> dict[str, Json]:
         scaling: dict[str, Json] = {"factor": factor, "original_max_position_embeddings": original}
         content["rope_scaling"] = {"rope_type": "yarn"} | scaling | changed
     return content | _window_json(config, family)
-
-
-def _copied(family: str) -> dict[str, object]:
-    """The keys that are copied, each with its default."""
-    copied = COPIED | COPIED_OF[family]
-    return {name: default for name, default in copied.items() if name not in IMPLIED.get(family, {})}
 
 
 def _window_json(config: ModelConfig, family: str) -> dict[str, Json]:
@@ -192,34 +193,29 @@ def _window_json(config: ModelConfig, family: str) -> dict[str, Json]:
 
 def _parse(raw: Mapping[str, Json]) -> ModelConfig:
     """The model of a parsed `config.json`. ValueError with a one-sentence message."""
-    family = expect("model_type", raw.get("model_type"), ARCHITECTURES)
-    expect("architectures", raw.get("architectures"), (None, [ARCHITECTURES[family]]))
-    experts = family != "qwen3"
-    copied, implied = _copied(family), IMPLIED.get(family, {})
-    known = [*copied, *TRANSLATED, *(TRANSLATED_OF_EXPERTS if experts else ()), *HARMLESS]
+    name = expect("model_type", raw.get("model_type"), FAMILIES)
+    family, experts = FAMILIES[name], name != "qwen3"
+    expect("architectures", raw.get("architectures"), (None, [family.architecture]))
+    known = {*family.copied, *TRANSLATED, *(TRANSLATED_OF_EXPERTS if experts else ()), *HARMLESS}
+    permitted = {key: (None, value) for key, value in family.implied.items()} | PERMITTED
     for key, value in raw.items():
-        if key in implied:
-            expect(key, value, (None, implied[key]))
-        elif key in PERMITTED and key not in copied:
-            expect(key, value, PERMITTED[key])
-        elif key not in known:
+        if key in known:
+            continue
+        if key not in permitted:
             raise ValueError(f"{key[:SHOWN]}: wanted no such key (gspax does not know it), got {show(value)}")
-    fields: dict[str, Any] = {name: _read(HINTS[name], raw, name, default) for name, default in copied.items()}
+        expect(key, value, permitted[key])
+    fields: dict[str, Any] = {key: _read(HINTS[key], raw, key, default) for key, default in family.copied.items()}
     if experts:
-        name = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"
-        fields["num_experts"] = _read(int, raw, name, REQUIRED)
+        key = "num_experts" if raw.get("num_local_experts") is None else "num_local_experts"
+        fields["num_experts"] = _read(HINTS["num_experts"], raw, key, REQUIRED)
     head_dim = fields["hidden_size"] // max(1, fields["num_attention_heads"]) if experts else 128
-    fields["head_dim"] = _read(int, raw, "head_dim", head_dim)
+    fields["head_dim"] = _read(HINTS["head_dim"], raw, "head_dim", head_dim)
     expect("dtype", _first(raw, ("dtype", "torch_dtype"), "float32"), DTYPES)
-    fields |= implied
-    if family == "mixtral":
+    fields |= family.implied
+    if name == "mixtral":
         fields |= {"moe_intermediate_size": fields["intermediate_size"], "intermediate_size": 0}
-    for name, value in fields.items():
-        for range_ in RANGES[name]:
-            if type(value) in (int, float) and not range_.accepts(value):
-                raise ValueError(f"{name}: wanted {range_.words}, got {show(value)}")
     theta, yarn = _rope(raw, fields["max_position_embeddings"])
-    window, sliding = _window(raw, family, fields["num_hidden_layers"])
+    window, sliding = _window(raw, name, fields["num_hidden_layers"])
     config = ModelConfig(**fields, rope_theta=theta, rope_scaling=yarn, sliding_window=window, sliding_layers=sliding)
     for problem in architecture_problems(config):
         raise ValueError(problem.replace("model.", ""))
@@ -231,7 +227,7 @@ def _rope(raw: Mapping[str, Json], context: int) -> tuple[float, Yarn | None]:
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_scaling: wanted an object or null, got {show(rope)}")
-    theta = _read(float, raw if rope.get("rope_theta") is None else rope, "rope_theta", 10000.0)
+    theta = _read(HINTS["rope_theta"], raw if rope.get("rope_theta") is None else rope, "rope_theta", 10000.0)
     kind = expect("rope_type", _first(rope, ("rope_type", "type"), "default"), ("default", "yarn"))
     known = YARN_HINTS if kind == "yarn" else {}
     for key, value in rope.items():
@@ -239,16 +235,9 @@ def _rope(raw: Mapping[str, Json], context: int) -> tuple[float, Yarn | None]:
             raise ValueError(f"rope_scaling.{key[:SHOWN]}: wanted no such key with rope_type {kind}, got {show(value)}")
     if kind == "default":
         return theta, None
-    fields = {name: _read(hint, rope, name, REQUIRED) for name, hint in known.items() if rope.get(name) is not None}
-    original = fields.setdefault("original_max_position_embeddings", context)
-    if original < 1:
-        raise ValueError(f"original_max_position_embeddings: wanted at least 1, got {original}")
-    if fields.setdefault("factor", context / original) < 1:
-        raise ValueError(f"rope_scaling.factor: wanted at least 1, got {fields['factor']}")
-    for name in ("beta_fast", "beta_slow"):
-        if fields.get(name, 1) <= 0:
-            raise ValueError(f"rope_scaling.{name}: wanted above 0, got {fields[name]}")
-    return theta, Yarn(**fields)
+    original = _read(known[ORIGINAL], rope, ORIGINAL, context)
+    values = {"factor": context / original, ORIGINAL: original} | {k: v for k, v in rope.items() if v is not None}
+    return theta, Yarn(**{name: _read(known[name], values, name, REQUIRED) for name in known if name in values})
 
 
 def _window(raw: Mapping[str, Json], family: str, layers: int) -> tuple[int, tuple[int, ...]]:
@@ -259,7 +248,7 @@ def _window(raw: Mapping[str, Json], family: str, layers: int) -> tuple[int, tup
     """
     permitted = (False,) if family == "qwen2_moe" else (False, True)
     on = family == "mixtral" or expect("use_sliding_window", _first(raw, ("use_sliding_window",), False), permitted)
-    window = _read(int, raw, "sliding_window", 0) if on else 0
+    window = _read(HINTS["sliding_window"], raw, "sliding_window", 0) if on else 0
     if family == "mixtral":  # a window that is there is on every layer
         return window, tuple(range(layers)) if window else ()
     first = _read(int, raw, "max_window_layers", 28 if family == "qwen3" else 0)
@@ -271,8 +260,6 @@ def _window(raw: Mapping[str, Json], family: str, layers: int) -> tuple[int, tup
     for kind in kinds:
         expect("layer_types", kind, (FULL, SLIDING) if window else (FULL,))
     sliding = tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
-    if window < 0:
-        raise ValueError(f"sliding_window: wanted at least 1 or null, got {window}")
     if window and family == "qwen3_moe" and len(sliding) < layers:
         key = "max_window_layers" if raw.get("layer_types") is None else "layer_types"
         raise ValueError(f"{key}: wanted the window on all {layers} layers of a Qwen3-MoE, got {show(raw[key])}")
@@ -293,18 +280,25 @@ def expect(key: str, value: Json, permitted: Collection[T]) -> T:
 
 
 def _read(hint: type[T], raw: Mapping[str, Json], key: str, default: object) -> T:
-    """The value of a key as an annotated type: null counts as absent, integers may be floats, lists become tuples."""
+    """The value of a key as an annotated type: null counts as absent, integers may be floats, lists become tuples.
+
+    ValueError if it has another type, or is outside the annotation's ranges.
+    """
     value: Any = default if raw.get(key) is None else raw[key]
     if value is REQUIRED:
         raise ValueError(f"{key}: wanted a value, there is none")
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)  # float | None
+    kind, *ranges = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)  # float | None
     if type(value) is int and float in kinds and abs(value) < 2**63:
         value = float(value)
-    elif hint == tuple[int, ...] and isinstance(value, list | tuple) and all(type(item) is int for item in value):
+    elif kind == tuple[int, ...] and isinstance(value, list | tuple) and all(type(item) is int for item in value):
         value = tuple(value)
     elif type(value) not in kinds:
         words = {int: "an integer", float: "a number", bool: "true or false"}.get(kinds[0], "a list of integers")
         raise ValueError(f"{key}: wanted {words}, got {show(value)}")
     elif type(value) is float and not math.isfinite(value):
         raise ValueError(f"{key}: wanted a finite number, got {show(value)}")
+    for range_ in ranges:
+        if not range_.accepts(value):
+            raise ValueError(f"{key}: wanted {range_.words}, got {show(value)}")
     return value
