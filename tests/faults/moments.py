@@ -45,6 +45,7 @@ class _Armed:
     kill: Kill
     workdir: Path
     steps: int
+    has_begun: bool = False  # the run has restored its state
     has_fired: bool = False
 
 
@@ -62,9 +63,15 @@ def arm(kill: Kill, workdir: Path, steps: int) -> None:
 
 
 def reached(moment: str) -> None:
-    """Mark a moment; the kill is started if it is the one."""
+    """Mark a moment; the kill is started if it is the one.
+
+    The checks at the start of a process call the functions of `victim.py` once, too: moments of a step count from the
+    time when the run has restored its state.
+    """
     for armed in _armed:
-        if armed.kill.moment == moment and not armed.has_fired and newest(armed.workdir) >= armed.kill.after:
+        armed.has_begun |= moment == "compile"
+        is_it = armed.kill.moment == moment and (moment in BEGIN or armed.has_begun)
+        if is_it and not armed.has_fired and newest(armed.workdir) >= armed.kill.after:
             armed.has_fired = True
             threading.Thread(target=_kill_after, args=(armed,), daemon=True).start()
 
