@@ -20,12 +20,11 @@ import numpy as np
 from gspax.errors import UserError
 from gspax.experiment.description import flatten, show
 from gspax.report import statistics
-from gspax.report.curves import PANELS, Series, collect_series, render_figures, style_axes
+from gspax.report.curves import PANELS, Series, read_series, render_figures, style_axes
 from gspax.report.html import render_note, render_page, render_table, render_text
 from gspax.report.statistics import Estimate, estimate_difference, estimate_gap, estimate_mean, to_json
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import write_atomically
-from gspax.run.record import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,7 +116,7 @@ def read_variant(name: str, folder: Path) -> Variant:
 
 def _read_run(folder: Path) -> Run:
     run = RunDir(folder)
-    series = collect_series(read_metrics(run.metrics))
+    series = read_series(run.metrics)
     if "perf/tokens_per_second" not in series:
         raise UserError(f"{run.metrics}: wanted the metrics of a training run, but no step is in it")
     settings = flatten(read_json(run.experiment)) if run.experiment.exists() else {}

@@ -6,11 +6,14 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from gspax.run.record import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,10 +97,10 @@ PANELS = (
 )
 
 
-def collect_series(rows: Iterable[Mapping[str, float]]) -> Series:
-    """The steps and values of each metric by its name."""
+def read_series(path: Path) -> Series:
+    """The steps and values of each metric in a `metrics.jsonl`; empty without such a file."""
     series: Series = {}
-    for row in rows:
+    for row in read_metrics(path) if path.exists() else ():
         for name, value in row.items():
             if name != "step":
                 steps, values = series.setdefault(name, ([], []))

@@ -100,6 +100,5 @@ def render_settings(rows: Mapping[str, object]) -> str:
     """A folded table of names and values; empty if there are none."""
     if not rows:
         return ""
-    cells = ((render_text(name), render_text(show(value))) for name, value in rows.items())
-    body = "".join(f"<tr><td>{name}</td><td>{value}</td></tr>" for name, value in cells)
-    return f"<details><summary>{len(rows)} settings</summary><div class=wide><table>{body}</table></div></details>"
+    cells = [(render_text(name), render_text(show(value))) for name, value in rows.items()]
+    return f"<details><summary>{len(rows)} settings</summary>{render_table(('setting', 'value'), cells)}</details>"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ from gspax.report.curves import (
     PANELS,
     Panel,
     Series,
-    collect_series,
     draw_panel,
+    read_series,
     render_figures,
     select_panels,
 )
@@ -31,18 +31,12 @@ from gspax.report.html import render_note, render_page, render_prose, render_set
 from gspax.report.statistics import show
 from gspax.run.directory import RunDir, read_attempts, read_description, read_json
 from gspax.run.folders import write_atomically
-from gspax.run.record import read_metrics, read_rows
+from gspax.run.record import read_rows
 
 SHOWN_ERRORS = 20  # of failed rewards
 TASK_COLUMNS = (
-    "task",
-    "evaluated at",
-    "problems x samples",
-    "mean reward, 95 % interval",
-    "pass@k",
-    "maj@k",
-    "truncated",
-    "tokens",
+    *("task", "evaluated at", "problems x samples"),
+    *("mean reward, 95 % interval", "pass@k", "maj@k", "truncated", "tokens"),
 )
 
 
@@ -63,21 +57,17 @@ def write(workdir: Path) -> Path:
       UserError: the run has no metrics yet, or its files cannot be read.
     """
     run = RunDir(Path(workdir))
-    if not run.metrics.exists():
-        raise UserError(f"there is nothing to report: {run.metrics} does not exist")
-    series = collect_series(read_metrics(run.metrics))
+    series = read_series(run.metrics)
     if not series:
         raise UserError(f"there is nothing to report: {run.metrics} has no metrics yet")
-    panels, zero = select_panels(series, PANELS)
-    warm = collect_series(read_metrics(run.warm_start.metrics)) if run.warm_start.metrics.exists() else {}
     experiment = read_description(run) or {}
     sections = [
         ("", _headline(series)),
         ("Held-out prompts, before and after", _completions(run)),
         ("Tasks", _tasks(run)),
         ("Failed rewards", _failures(run)),
-        ("Curves", _curves(panels, series) + (render_note(f"0 at every step: {', '.join(zero)}.") if zero else "")),
-        ("Warm start", _curves(select_panels(warm, ())[0], warm)),
+        ("Curves", _curves(series, PANELS)),
+        ("Warm start", _curves(read_series(run.warm_start.metrics), ())),
         ("Experiment", render_settings(flatten(experiment))),
         *(
             (f"Environment, attempt {n}", render_settings(flatten(attempt)))
@@ -91,7 +81,7 @@ def write(workdir: Path) -> Path:
 def summarize(workdir: Path) -> str:
     """The held-out rewards and the paths of the files, to print at the end of a run."""
     run = RunDir(workdir)
-    series = collect_series(read_metrics(run.metrics))
+    series = read_series(run.metrics)
     lines = [
         f"{label}: {values[0]:.3f} at step {steps[0]}, {values[-1]:.3f} at step {steps[-1]}"
         for metric, label in (("eval/reward", "held-out reward, sampled"), ("eval/greedy_reward", "greedy"))
@@ -102,12 +92,14 @@ def summarize(workdir: Path) -> str:
     return "\n".join([*lines, "Files:", *files])
 
 
-def _curves(panels: list[Panel], series: Series) -> str:
-    if not panels:
+def _curves(series: Series, known: Sequence[Panel]) -> str:
+    if not series:
         return ""
+    panels, zero = select_panels(series, known)
     has_means = any(len(steps) >= MANY_POINTS for steps, _ in series.values())
-    note = render_note("Pale: every step. Dark: running mean over a twentieth of the run.") if has_means else ""
-    return note + render_figures({panel.title: partial(draw_panel, panel=panel, series=series) for panel in panels})
+    means = render_note("Pale: every step. Dark: running mean over a twentieth of the run.") if has_means else ""
+    figures = render_figures({panel.title: partial(draw_panel, panel=panel, series=series) for panel in panels})
+    return means + figures + (render_note(f"0 at every step: {', '.join(zero)}.") if zero else "")
 
 
 def _headline(series: Series) -> str:
