@@ -202,4 +202,4 @@ def reward_answer(problem: Problem, completion: str, *, reward: Callable[[Proble
     return reward(problem, split_thinking(completion, opened=opened)[1])
 
 
-reward_answer.concurrency = 0  # type: ignore[attr-defined]  # that of its reward, as by `rewards.calls.concurrent`
+reward_answer.concurrency = 0  # type: ignore[attr-defined]  # as its reward has, see `rewards.calls.concurrent`

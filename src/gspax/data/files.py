@@ -98,10 +98,10 @@ def require_own_files(folder: Path) -> None:
 
     The cache of the Hugging Face Hub is made of links from `snapshots/REVISION` to `blobs`, which are permitted.
     """
-    own = folder.resolve()
-    permitted = [own, *([own.parent.parent / "blobs"] if own.parent.name == "snapshots" else [])]
+    place = folder.resolve()
+    permitted = [place, *([place.parent.parent / "blobs"] if place.parent.name == "snapshots" else [])]
     for file in sorted(folder.iterdir()):
-        if file.is_symlink() and not any(file.resolve().is_relative_to(place) for place in permitted):
+        if file.is_symlink() and not any(file.resolve().is_relative_to(target) for target in permitted):
             raise UserError(f"{file}: wanted a file, got a link that leads out of the folder")
         if not file.is_file() and not file.is_dir() and file.exists():
             raise UserError(f"{file}: wanted a file, got a pipe, a socket or a device")

@@ -1,7 +1,7 @@
 """Runs side by side: variants of one run or several seeds, compared at equal tokens, as a page and a table.
 
 The horizontal axis is the number of response tokens that a run was trained on, so that variants whose responses differ
-in length are compared at equal cost. All values are those at the largest number of tokens that every run has reached.
+in length are compared at equal cost. Values are compared at the largest number of tokens that every run has reached.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Variant:
     runs: tuple[Run, ...]
 
     def values_at(self, metric: str, tokens: float) -> dict[object, float]:
-        """The metric of each seed whose run has it there."""
+        """The metric by seed, of the runs that have it there."""
         values = {run.seed: run.value_at(metric, tokens) for run in self.runs}
         return {seed: value for seed, value in values.items() if not math.isnan(value)}
 
@@ -96,13 +96,13 @@ Result = tuple[str, Variant, Entry]  # the metric comes first
 
 
 def read_variant(name: str, folder: Path) -> Variant:
-    """The run in `folder`, or those in the folders directly below it, which are seeds of one experiment.
+    """The run in `folder`, or the runs in the folders directly below it, which are seeds of one experiment.
 
     Raises:
       UserError: there is no run, or two runs of the variant have the same seed.
     """
     folders = [folder] if RunDir(folder).metrics.is_file() else sorted(folder.iterdir())
-    runs = tuple(_read_run(each) for each in folders if RunDir(each).metrics.is_file())
+    runs = tuple(_read_run(path) for path in folders if RunDir(path).metrics.is_file())
     if not runs:
         raise UserError(f"{folder}: wanted a run or a folder of runs, but no metrics.jsonl is in it or one level below")
     by_seed: dict[object, str] = {}
@@ -127,7 +127,7 @@ def _count_tokens(series: Series) -> np.ndarray:
     """The response tokens trained on until the end of each step; steps whose metrics are lost add none."""
     steps, rates = series["perf/tokens_per_second"]
     _, seconds = series["time/step"]
-    token_N = np.zeros(max(max(each) for each, _ in series.values()) + 1)
+    token_N = np.zeros(max(max(recorded) for recorded, _ in series.values()) + 1)
     token_N[np.array(steps, int)] = np.array(rates) * np.array(seconds)
     return np.cumsum(np.rint(token_N))
 
@@ -145,7 +145,7 @@ def compare(variants: Sequence[Variant], metric: str, tokens: float) -> list[Ent
 def contrast(variants: Sequence[dict[object, float]]) -> list[Entry]:
     """The values of each variant by seed, with their mean and the difference from the first variant.
 
-    The difference is over the seeds that both variants have (at least two), else that of the means without pairs.
+    The difference is paired over the seeds that both variants have, or unpaired if these are fewer than two.
     """
     baseline, entries = variants[0], []
     for i, values in enumerate(variants):
@@ -153,9 +153,10 @@ def contrast(variants: Sequence[dict[object, float]]) -> list[Entry]:
         difference, both = None, [seed for seed in baseline if seed in values]
         pairs = len(both) if i and len(both) >= 2 else 0
         if pairs:
-            difference = estimate_difference(*(np.array([each[seed] for seed in both]) for each in (baseline, values)))
+            before, after = (np.array([variant[seed] for seed in both]) for variant in (baseline, values))
+            difference = estimate_difference(before, after)
         elif i and values and baseline:
-            difference = estimate_gap(*(np.array(list(each.values())) for each in (baseline, values)))
+            difference = estimate_gap(np.array([*baseline.values()]), np.array([*values.values()]))
         entries.append(Entry(values, mean, difference, pairs))
     return entries
 
@@ -270,9 +271,9 @@ def draw_metric(axes: Axes, variants: Sequence[Variant], metric: str, tokens: fl
         value_RN = np.array([resample(run, metric, edge_N) for run in variant.runs])
         for value_N in value_RN if len(variant.runs) > 1 else ():
             axes.plot(edge_N, value_N, color=color, alpha=0.25, linewidth=0.8)
-        estimates = [estimate_mean(value_R) for value_R in value_RN.T]  # NaN where a run has no value
-        axes.plot(edge_N, [each.mean for each in estimates], color=color, linewidth=1.8, label=variant.name)
-        bounds = [each.low for each in estimates], [each.high for each in estimates]
+        means = [estimate_mean(value_R) for value_R in value_RN.T]  # NaN where a run has no value
+        axes.plot(edge_N, [mean.mean for mean in means], color=color, linewidth=1.8, label=variant.name)
+        bounds = [mean.low for mean in means], [mean.high for mean in means]
         axes.fill_between(edge_N, *bounds, color=color, alpha=0.12, linewidth=0)
     title, unit, log = _name(metric)
     low, high = axes.get_ylim()

@@ -122,23 +122,23 @@ def select_panels(series: Series, known: Sequence[Panel]) -> tuple[list[Panel], 
 
 def draw_panel(axes: Axes, panel: Panel, series: Series) -> None:
     """Draw a panel on matplotlib axes."""
-    drawn = [
+    lines = [
         (label, color, *series[metric])
         for color, (label, metric) in zip(COLORS, panel.lines.items(), strict=False)
         if metric in series
     ]
-    for label, color, steps, values in drawn:
+    for label, color, steps, values in lines:
         value_N = np.where(np.isfinite(values), values, math.nan)
         if len(steps) >= MANY_POINTS:
             axes.plot(steps, value_N, color=color, alpha=0.25, linewidth=1)
             axes.plot(steps, _running_mean(value_N), color=color, linewidth=1.8, label=label)
         else:
             axes.plot(steps, value_N, color=color, linewidth=1.8, marker="o", markersize=3, label=label)
-    if panel.log and any(value > 0 for *_, values in drawn for value in values):
+    if panel.log and any(value > 0 for *_, values in lines for value in values):
         axes.set_yscale("log")
     else:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.8g}")
-    style_axes(axes, panel.title, "step", panel.unit, legend=len(drawn) if len(panel.lines) > 1 else 0)
+    style_axes(axes, panel.title, "step", panel.unit, legend=len(lines) if len(panel.lines) > 1 else 0)
 
 
 def style_axes(axes: Axes, title: str, x: str, y: str, *, legend: int) -> None:

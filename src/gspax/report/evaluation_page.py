@@ -166,17 +166,17 @@ function show(row) {
   box.append(folded("reference", prose(row, "answer"), row.answer.length < 80));
   return box;
 }
-let found = [], next = 0;
+let fitting = [], next = 0;
 function extend() {
-  list.append(...found.slice(next, next + PAGE).map(show));
+  list.append(...fitting.slice(next, next + PAGE).map(show));
   next += PAGE;
-  more.hidden = next >= found.length;
+  more.hidden = next >= fitting.length;
 }
 function refresh() {
-  found = rows.filter(fits);
+  fitting = rows.filter(fits);
   next = 0;
   list.replaceChildren();
-  document.getElementById("count").textContent = `${found.length} of ${rows.length} completions`;
+  document.getElementById("count").textContent = `${fitting.length} of ${rows.length} completions`;
   extend();
 }
 form.addEventListener("input", refresh);

@@ -69,7 +69,7 @@ def render_text(value: object) -> str:
 
 
 def render_prose(text: str) -> str:
-    """As `render_text`, with the formulas drawn; their source is shown where the pointer is."""
+    """Untrusted text as HTML, with the formulas drawn; a tooltip shows a formula's source."""
     return _render(text, mathml.split)
 
 

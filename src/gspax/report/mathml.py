@@ -5,8 +5,8 @@ r"""The formulas of a text as MathML, which browsers draw without a script. late
 Formulas stand between `$…$`, `$$…$$`, `\(…\)` or `\[…\]`, or are a bare `\boxed{…}`. A dollar sign is a price, not a
 delimiter, where it stands before a space or after one that closes, or a digit follows.
 
-The texts are a model's: only tags and attributes of MathML that draw come through, and what latex2mathml would drop or
-show as a command leaves the whole formula as its source.
+The texts are a model's: only tags and attributes of MathML that browsers draw are kept, and a formula with a part that
+latex2mathml would drop or show as a command is left as its source.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CHILDREN = {"mfrac": 2, "mroot": 2, "msub": 2, "msup": 2, "munder": 2, "mover":
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula: its source with delimiters, and what it is converted to."""
+    """A formula: its source with delimiters, and its MathML."""
 
     source: str
     tree: Tree
@@ -80,20 +80,20 @@ def convert(source: str) -> Tree | None:
 def render(tree: Tree) -> str:
     """A tree as the inside of a `<math>` element."""
     tag, attributes, *children = tree
-    inner = "".join(html.escape(each) if isinstance(each, str) else render(each) for each in children)
+    inner = "".join(html.escape(child) if isinstance(child, str) else render(child) for child in children)
     opening = " ".join([tag, *(f'{name}="{value}"' for name, value in attributes.items())])
     return f"<{opening}>{inner}</{tag}>"
 
 
 def _take(element: Element, level: int = 0) -> Tree:
-    """An element of latex2mathml with the tags and attributes that draw. ValueError for any other tag or a command."""
+    """An element of latex2mathml with the permitted tags and attributes. ValueError for any other tag or a command."""
     tag, attributes, text = element.tag, element.attrib, html.unescape(element.text or "")
     if level > _DEEPEST:
         raise ValueError("too deep")
     if tag == "menclose" and attributes["notation"] == "box":  # browsers do not draw it
-        if not any(each.text for each in element.iter()):
+        if not any(inner.text for inner in element.iter()):
             raise ValueError("an empty box, as in an instruction")
-        return ("mrow", {"class": "boxed"}, *(_take(each, level + 1) for each in element))
+        return ("mrow", {"class": "boxed"}, *(_take(child, level + 1) for child in element))
     if tag not in _TAGS or re.match(r"\\.", text) or len(element) != _CHILDREN.get(tag, len(element)):
         raise ValueError(f"{tag} {text}")
     if element.text in ("}", "&"):  # stray ones; those that TeX draws are entities here
@@ -107,18 +107,18 @@ def _take(element: Element, level: int = 0) -> Tree:
         return _take(element[0], level)
     kept = {name: value for name, value in attributes.items() if name in _ATTRIBUTES and _VALUE.fullmatch(value)}
     children: list[Tree | str] = [text] if text else []
-    children += [_take(each, level + 1) for each in element]
+    children += [_take(child, level + 1) for child in element]
     return (tag, kept, *children)
 
 
 def _find(text: str) -> Iterator[tuple[int, int, str]]:
     """Where formulas start and end, and what is between their delimiters."""
     position = 0
-    while (found := _FORMULA.search(text, position)) is not None:
-        start, position = found.span()
-        if found["box"] is None:
-            assert found.lastgroup is not None
-            yield start, position, found[found.lastgroup]
+    while (match := _FORMULA.search(text, position)) is not None:
+        start, position = match.span()
+        if match["box"] is None:
+            assert match.lastgroup is not None
+            yield start, position, match[match.lastgroup]
         elif (end := _closing(text, position)) is not None:
             yield start, end, text[start:end]
             position = end

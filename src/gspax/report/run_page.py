@@ -157,7 +157,7 @@ def _tasks(run: RunDir) -> str:
 
 
 def _describe_task(summary: Mapping[str, Any]) -> list[str]:
-    """The columns about a summary (`evaluation.benchmark.Summary`), of pass@k and maj@k those of the largest k."""
+    """The columns about a summary (`evaluation.benchmark.Summary`), with pass@k and maj@k of the largest k."""
     largest = []
     for of_k in (summary.get("pass") or {}, summary.get("majority") or {}):
         k = max(of_k, key=int, default="")

@@ -101,11 +101,11 @@ def estimate_gap(before_N: np.ndarray, after_M: np.ndarray, *, level: float = 0.
     >>> gap.mean, round(gap.low, 2), round(gap.high, 2)
     (3.0, -2.98, 8.98)
     """
-    both = [np.asarray(each, np.float64) for each in (before_N, after_M)]
+    both = [np.asarray(value, np.float64) for value in (before_N, after_M)]
     mean = float(both[1].mean() - both[0].mean())
     if min(map(len, both)) < 2:
         return Estimate(mean, float("nan"), float("nan"))
-    errors = [float(each.var(ddof=1)) / len(each) for each in both]
+    errors = [float(value.var(ddof=1)) / len(value) for value in both]
     if sum(errors) == 0:
         return Estimate(mean, mean, mean)
     freedom = sum(errors) ** 2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, both, strict=True))
@@ -140,7 +140,7 @@ def pass_at_k(correct_PN: np.ndarray, k: int) -> np.ndarray:
 
 
 def majority_at_k(answer_PN: Sequence[Sequence[Hashable]], reward_PN: np.ndarray, k: int) -> np.ndarray:
-    """The expected reward of the most frequent answer of k samples, drawn without replacement, float64 [P].
+    """The expected reward of the most frequent answer of k samples, chosen without replacement, float64 [P].
 
     Samples without an answer (None) do not vote, and without any vote the reward is 0. Answers that tie count in equal
     parts. An answer's reward is its mean over the samples that gave it. Exact for k = N; otherwise the mean over 1,000
@@ -154,14 +154,14 @@ def majority_at_k(answer_PN: Sequence[Sequence[Hashable]], reward_PN: np.ndarray
     N = _samples(reward_PN, k)
     rng = np.random.default_rng(_SEED)
     subset_DK = np.arange(N)[None] if k == N else rng.random((_SUBSETS, N)).argsort(axis=1)[:, :k]
-    return np.array([_majority(*each, subset_DK) for each in zip(answer_PN, reward_PN, strict=True)])
+    return np.array([_majority(*problem, subset_DK) for problem in zip(answer_PN, reward_PN, strict=True)])
 
 
 def _majority(answers: Sequence[Hashable], reward_N: np.ndarray, subset_DK: np.ndarray) -> float:
     distinct = list(dict.fromkeys(answer for answer in answers if answer is not None))
     if not distinct:
         return 0.0
-    gave_NA = np.array([[answer == each for each in distinct] for answer in answers])
+    gave_NA = np.array([[answer == other for other in distinct] for answer in answers])
     reward_A = reward_N @ gave_NA / gave_NA.sum(axis=0)
     votes_DA = gave_NA[subset_DK].sum(axis=1)
     wins_DA = (votes_DA == votes_DA.max(axis=1, keepdims=True)) & (votes_DA > 0)

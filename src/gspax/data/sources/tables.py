@@ -1,7 +1,7 @@
 """Tables: rows by number, from files or data sets. A package is imported when the first table that needs it is opened.
 
-Grain (0.2) cannot replace them: of its readers of files only that of ArrayRecord has rows by number (`tfds` uses it),
-Parquet is an iterator, JSON lines are missing, and none has a hash of the content or the place of a row for messages.
+Grain (0.2) cannot replace them: only its reader of ArrayRecord has rows by number (`tfds` uses it), Parquet is an
+iterator, JSON lines are missing, and none has a hash of the content or the place of a row for messages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Indexed(Protocol):
 
 
 class Table(Indexed, Protocol):
-    """Rows by number, and what a source needs besides."""
+    """Rows by number and in order, with their places and a hash of their content."""
 
     def rows(self) -> Iterator[Row]:
         """All rows in order; one that cannot be read is a ValueError in its place."""
@@ -151,7 +151,7 @@ class _LineFile:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[BinaryIO]:
-        """The open file. OSError if it is not what it was."""
+        """The open file. OSError if it has changed since `open`."""
         with open(self.path, "rb") as stream:
             if _stamp(stream) != self.stamp:
                 raise OSError(f"{self.path} has changed since it was opened")
@@ -294,7 +294,7 @@ def _sha256(path: str) -> str:
 
 
 def _together(hashes: list[str]) -> str:
-    """One hash for files in this order; that of the file if there is one."""
+    """One hash for files in this order: the only file's own, or a hash of the hashes."""
     one = hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()
     return f"sha256:{one}"
 
