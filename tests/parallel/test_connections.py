@@ -70,10 +70,10 @@ def wait_for(condition):
 def test_every_process_gets_all_values_in_the_order_of_the_processes(connect, ended):
     processes, _ = connect(4)
     for number in range(20):
-        sent = [f"{index}:{number}".encode() * (1 + 1000 * index) for index in range(4)]
+        sent = [(f"{index}:{number}" * (1 + 1000 * index), {index: None}) for index in range(4)]
         with ThreadPoolExecutor(4) as pool:
-            for got in pool.map(lambda each, own: each.exchange(own), processes, sent):
-                assert [bytes(part) for part in got] == sent
+            for received in pool.map(lambda process, value: process.exchange(value), processes, sent):
+                assert received == sent
     assert not ended
 
 
@@ -127,10 +127,14 @@ def test_a_failure_that_follows_from_a_lost_process_names_that_process(connect, 
     assert "process 0 of 2 on 127.0.0.1 has ended" in ended[0][0]
 
 
-def test_a_message_of_another_schema_ends_the_run_with_a_sentence(connect, ended):
-    for content in (b"", b"junk", b"\0\0\0\x17" + b'{"value":1,"arrays":[]}'):
+@pytest.mark.parametrize("kind", [connections.SENT, connections.LEAVING])
+def test_a_message_of_another_schema_ends_the_run_with_a_sentence(kind, connect, ended):
+    bodies = [b"", b"junk"]
+    if kind == connections.LEAVING:
+        bodies.append(b"\0\0\0\x17" + b'{"value":1,"arrays":[]}')
+    for content in bodies:
         _, own = connect(2)
-        own[1][0].send(connections.LEAVING, content)
+        own[1][0].send(kind, content)
         wait_for(lambda: ended)
         assert "process 1 of 2 on 127.0.0.1 has ended" in ended.pop()[0]
         own[1][0].close()

@@ -402,14 +402,6 @@ def test_bytes_of_another_schema_are_refused(data):
         wire.decode(data)
 
 
-def test_messages_are_joined_and_split():
-    for parts in ([], [b""], [b"a", b"", b"bcd"]):
-        assert [bytes(each) for each in wire.split(wire.join(parts))] == parts
-    for data in (b"", b"\xff" * 8, wire.join([b"a"])[:-1], wire.join([b"a"]) + b"x"):
-        with pytest.raises(MessageError):
-            wire.split(data)
-
-
 def test_no_module_of_the_exchange_reads_pickles():
     for module in (connections, joining, wire):
         assert "pickle" not in vars(module)

@@ -21,7 +21,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from typing import Any
 
 from gspax.parallel import wire
 from gspax.parallel.watchdog import end_process
@@ -170,23 +170,22 @@ class Connections:
 
     def __init__(self, index: int, count: int, channels: dict[int, Channel]) -> None:
         self._index, self._count, self._channels = index, count, channels
-        self._received: dict[int, queue.SimpleQueue[bytes]] = {each: queue.SimpleQueue() for each in channels}
+        self._received: dict[int, queue.SimpleQueue[Any]] = {peer: queue.SimpleQueue() for peer in channels}
         self._announced: dict[int, int] = {}  # exit codes of processes that are about to exit
         self._announced_at = 0.0  # when this process did so
         self._all_leave = threading.Event()
         for peer in channels:
             threading.Thread(target=self._read, args=(peer,), name=f"gspax_connection_{peer}", daemon=True).start()
 
-    def exchange(self, own: bytes) -> Sequence[bytes | memoryview]:
-        """The bytes that each process passes to this call, by process. All processes call it in the same order."""
+    def exchange(self, value: object) -> list[Any]:
+        """The values that the processes pass to this call, in their order. All processes call it in the same order."""
         if self._index:
-            self._channels[0].send(SENT, own)
-            return wire.split(self._received[0].get())
-        parts = [own, *(self._received[peer].get() for peer in range(1, self._count))]
-        result = wire.join(parts)
-        for peer in range(1, self._count):
-            self._channels[peer].send(RESULT, result)
-        return parts
+            self._channels[0].send(SENT, wire.encode(value))
+            return self._received[0].get()
+        encoded = wire.encode([value, *(self._received[peer].get() for peer in range(1, self._count))])
+        for channel in self._channels.values():
+            channel.send(RESULT, encoded)
+        return wire.decode(encoded)
 
     def leave(self, code: int) -> bool:
         """Announce that this process is about to exit, and wait for the others; whether all of them are.
@@ -205,11 +204,12 @@ class Connections:
         """Handle what another process sends, until the connection is lost."""
         try:
             while True:
-                kind, content = self._channels[peer].receive(LIMIT)
+                kind, encoded = self._channels[peer].receive(LIMIT)
+                content = wire.decode(encoded)
                 if kind in (SENT, RESULT):
                     self._received[peer].put(content)
                 else:
-                    self._handle(kind, wire.decode(content))
+                    self._handle(kind, content)
         except (OSError, MessageError, TypeError, KeyError, ValueError) as problem:
             if peer not in self._announced:
                 host = self._channels[peer].host

@@ -144,43 +144,35 @@ class _Reception:
 
 
 def _coordinate(
-    info: ProcessInfo, message: Message, compare: Compare, timeout: float, secret: bytes
+    info: ProcessInfo, own: Message, compare: Compare, timeout: float, secret: bytes
 ) -> tuple[Outcome, dict[int, Channel]]:
-    """Process 0's side of the rendezvous."""
+    """Process 0's side of the rendezvous, which ends at the first error in the numbers of the processes."""
     began = time.monotonic()
+    messages = {0: own}
+    channels: list[tuple[int, Channel]] = []
+    errors: list[str] = []
+    reception = _Reception(secret)
     with _listen(info, min(PORT_TIMEOUT, timeout)) as server:
-        messages, channels, errors = _collect(server, info.count, message, began + timeout, secret)
+        while len(messages) < info.count and not errors and time.monotonic() < began + timeout:
+            _accept(server, reception)
+            while not reception.received.empty():
+                message, channel = reception.received.get()
+                known = messages.setdefault(message.index, message)
+                if message.count != info.count or known.token != message.token or not 0 <= message.index < info.count:
+                    errors.append(_numbering_error(message.index, message.count, info.count))
+                elif known is not message:  # it connects again: the earlier connection is lost
+                    channels = [(index, earlier) for index, earlier in channels if index != message.index]
+                channels.append((message.index, channel))
     # the listening socket is closed: jax's service listens on the port next
     missing = [index for index in range(info.count) if index not in messages]
     for index in sorted(messages):
-        if changed := compare(message.fingerprint, messages[index].fingerprint):
+        if changed := compare(own.fingerprint, messages[index].fingerprint):
             errors.append(f"process {index} differs from process 0 in {'; '.join(changed)}")
     outcome = Outcome(errors, _missing_sentence(missing, info.count, time.monotonic() - began) if missing else "")
     for _, channel in channels:
         with contextlib.suppress(OSError):  # the process died in the meantime, which `connections` notices
             channel.send(OUTCOME, wire.encode(outcome._asdict()))
     return outcome, dict(channels)
-
-
-def _collect(
-    server: socket.socket, count: int, own: Message, deadline: float, secret: bytes
-) -> tuple[dict[int, Message], list[tuple[int, Channel]], list[str]]:
-    """The messages by process, the connections, and the numbering errors; ends at the first of these."""
-    messages = {0: own}
-    errors: list[str] = []
-    channels: list[tuple[int, Channel]] = []
-    reception = _Reception(secret)
-    while len(messages) < count and not errors and time.monotonic() < deadline:
-        _accept(server, reception)
-        while not reception.received.empty():
-            message, channel = reception.received.get()
-            known = messages.setdefault(message.index, message)
-            if message.count != count or known.token != message.token or not 0 <= message.index < count:
-                errors.append(_numbering_error(message.index, message.count, count))
-            elif known is not message:  # it connects again: the earlier connection is lost
-                channels = [each for each in channels if each[0] != message.index]
-            channels.append((message.index, channel))
-    return messages, channels, errors
 
 
 def _accept(server: socket.socket, reception: _Reception) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from gspax.errors import FailureError, UserError, warn
-from gspax.parallel import connections, watchdog, wire
+from gspax.parallel import connections, watchdog
 from gspax.types import Array, PyTree
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def gather(value: T) -> list[T]:
     current = connections.current()
     if current is None:
         raise UserError("processes: wanted processes that were connected by gspax.parallel.joining.join")
-    return [wire.decode(part) for part in current.exchange(wire.encode(value))]
+    return current.exchange(value)
 
 
 def all_or_raise(work: Callable[[], T]) -> T:
@@ -66,8 +66,6 @@ def gather_rows(entries: Sequence[T | None]) -> list[T]:
 
     Where several processes have an entry, that of the first one counts.
     """
-    if jax.process_count() == 1:
-        return list(entries)  # type: ignore[arg-type]
     rows: dict[int, T] = {}
     for part in gather({row: entry for row, entry in enumerate(entries) if entry is not None}):
         rows = part | rows
@@ -175,7 +173,5 @@ def remote_array(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
 
 
-def _identity(
-    tree: PyTree,
-) -> PyTree:  # of the module: jax compiles it once for each shape, not for each call
-    return tree
+def _identity(tree: PyTree) -> PyTree:
+    return tree  # a function of the module: jax compiles it once for each shape, not for each call

@@ -105,25 +105,3 @@ def _rebuild(described: object, arrays: list[np.ndarray], depth: int) -> object:
     if kind == "dict":
         return {_rebuild(key, arrays, depth + 1): _rebuild(each, arrays, depth + 1) for key, each in content}
     raise MessageError(f"wanted a tuple, a dict or an array, got {kind!r:.100}")
-
-
-def join(parts: list[bytes]) -> bytes:
-    """Several messages as one."""
-    lengths = b"".join(len(part).to_bytes(8, "big") for part in parts)
-    return b"".join([len(parts).to_bytes(8, "big"), lengths, *parts])
-
-
-def split(data: bytes) -> list[memoryview]:
-    """The messages that `join` was given. MessageError if the lengths do not add up."""
-    whole = memoryview(data)
-    count = int.from_bytes(whole[:8], "big")
-    if len(whole) < 8 * (1 + count):
-        raise MessageError(f"wanted {count} messages, got {len(whole)} bytes")
-    lengths = [int.from_bytes(whole[8 * i : 8 * (i + 1)], "big") for i in range(1, count + 1)]
-    if sum(lengths) != len(whole) - 8 * (1 + count):
-        raise MessageError(f"wanted {sum(lengths)} bytes of messages, got {len(whole) - 8 * (1 + count)}")
-    parts, first = [], 8 * (1 + count)
-    for length in lengths:
-        parts.append(whole[first : first + length])
-        first += length
-    return parts
