@@ -49,14 +49,14 @@ def place_of(error: BaseException) -> str:
 
     The path is relative to the working directory if it is below it.
     """
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
     if not own:
         return ""
     path, below = own[-1].filename, os.path.join(os.getcwd(), "")
     return f" ({path.removeprefix(below)}:{own[-1].lineno})"
 
 
-def _is_library(path: str) -> bool:
+def is_library(path: str) -> bool:
     """Whether a file belongs to gspax, to Python or to an installed package."""
     folders = (os.path.dirname(__file__), sysconfig.get_path("stdlib"))
     installed = any(f"{os.sep}{name}{os.sep}" in path for name in ("site-packages", "dist-packages"))

@@ -143,7 +143,7 @@ def test_a_function_that_breaks_its_contract_is_one_error(changes, said):
 def test_the_error_of_a_users_function_names_its_line():
     (found,) = validate(replace(experiment, advantage=undefined))
     line = undefined.__code__.co_firstlineno + 1
-    assert found.endswith(f"(line {line} of test_contracts.py)")
+    assert found.endswith(f"tests/experiment/test_contracts.py:{line})")
 
 
 @pytest.mark.parametrize("changes", KEPT)

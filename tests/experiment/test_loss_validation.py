@@ -37,7 +37,7 @@ WRONG = [
     ({"reference": Reference(coefficient=-1.0)}, "reference.coefficient: wanted at least 0, got -1"),
     (
         {"loss": losses.dapo, "reference": Reference(loss=kl.sequence_kl)},
-        "reference.loss: sequence_kl weighs sequences",
+        "reference.loss: gspax.losses.kl.sequence_kl weighs sequences",
     ),
     ({"regularizers": Regularizers(router_z=-1.0)}, "regularizers.router_z: wanted at least 0"),
     ({"regularizers": Regularizers(entropy=float("inf"))}, "regularizers.entropy: wanted a finite number"),

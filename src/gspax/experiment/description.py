@@ -27,27 +27,25 @@ import inspect
 import json
 import linecache
 import math
-import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from enum import Enum
 from fnmatch import fnmatchcase
 from numbers import Number
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
 from gspax.config.functions import Function, is_function, is_record, keywords, name_of, unwrap
+from gspax.errors import is_library
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 SOURCE = "source-hash"  # no keyword of a function can have this name
 _ABSENT = object()
-_GSPAX = str(Path(__file__).parents[1])
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_GSPAX})
 _PLAIN = (bool, int, float, str, type(None))
 _NAMED_BY_TEXT = (Number, PurePath, Enum, bytes, range, datetime.date, datetime.time, datetime.timedelta)
 
@@ -192,14 +190,7 @@ def source_hash(function: Function) -> str | None:
 
 def _is_own(function: object) -> TypeGuard[types.FunctionType]:
     """Whether a function is a user's: written in Python, and in no installed package."""
-    return isinstance(function, types.FunctionType) and _is_users(function.__code__.co_filename)
-
-
-def _is_users(file: str | None) -> bool:
-    """Whether a file is in no installed package."""
-    if file is None or "site-packages" in file:
-        return False
-    return not any(Path(file).is_relative_to(folder) for folder in _INSTALLED)
+    return isinstance(function, types.FunctionType) and not is_library(function.__code__.co_filename)
 
 
 def _parts(function: types.FunctionType, seen: dict[types.CodeType, str]) -> Iterator[str]:
@@ -223,7 +214,8 @@ def _lookup(function: types.FunctionType) -> dict[str, object]:
     names = list(_names(function.__code__))
     values = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for prefix, module in list(values.items()):
-        if isinstance(module, types.ModuleType) and _is_users(getattr(module, "__file__", None)):
+        file = getattr(module, "__file__", None) if isinstance(module, types.ModuleType) else None
+        if file is not None and not is_library(file):
             values |= {f"{prefix}.{name}": vars(module)[name] for name in names if name in vars(module)}
     return values
 

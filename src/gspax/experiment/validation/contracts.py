@@ -7,8 +7,6 @@ demonstrations and the `step` of an environment, which are no functions of array
 
 from __future__ import annotations
 
-import os
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from gspax import losses
 from gspax.config import Experiment, Optimizer, protocols
 from gspax.config.functions import Function, Hint, is_gspax, keywords, name_of, title_of
-from gspax.errors import UserError
+from gspax.errors import UserError, place_of
 from gspax.experiment.validation.fields import Field, WrongFieldError, bare, fields
 from gspax.losses.traits import aggregate_of, traits_of
 
@@ -122,10 +120,7 @@ def _raised(function: Function, error: Exception) -> str:
     text = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     if isinstance(error, UserError | TypeError | ValueError) and is_gspax(function):
         return text
-    here = (os.path.dirname(jax.__file__), os.path.dirname(losses.__file__), __file__)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(here)]
-    where = f" (line {frames[-1].lineno} of {os.path.basename(frames[-1].filename)})" if frames else ""
-    return f"{title_of(function)} raised {type(error).__name__}: {text}{where}"
+    return f"{title_of(function)} raised {type(error).__name__}: {text}{place_of(error)}"
 
 
 def _brief(value: object) -> str:

@@ -176,11 +176,6 @@ def _words(hint: Hint) -> str:
     return plain.get(hint) or f"a {hint.__name__}"
 
 
-def short_name(function: Function) -> str:
-    """The name of a function in a message, without its module."""
-    return str(getattr(unwrap(function), "__name__", function))
-
-
 def takes_segments(function: Function) -> bool:
     """Whether a function takes `segment_ids`, which tell the responses of a packed row apart."""
     return "segment_ids" in parameters(unwrap(function))

@@ -7,6 +7,7 @@ are known, and they may contact a server or run programs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -33,33 +34,27 @@ _ADVICE = (
 )
 
 
-class _First(NamedTuple):
-    """The first problem of a split that can be used, with the environment's state; or why there is none."""
-
-    problem: Problem | None
-    state: object = None
-    error: str = ""
-
-
 def first_problems(data: DataSource, environment: Environment | None, evaluation: Evaluation) -> Iterator[str]:
     """One sentence for a split without a problem that loads and that the environment accepts. Nothing is tokenized."""
-    for split, count in {"training": TRIED, "held-out": min(TRIED, evaluation.problems)}.items():
-        first = _find_first(data.train if split == "training" else data.heldout, environment, count)
-        if first.problem is None:
-            reason = first.error + (_ADVICE if "too few prompts" in first.error else "")
-            yield f"data: wanted {split} problems, got none of the first {count} that can be used: {reason}"
+    for split, load, count in (("training", data.train, TRIED), ("held-out", data.heldout, evaluation.problems)):
+        tried = min(TRIED, count)
+        try:
+            _find_first(load, environment, tried)
+        except UserError as error:
+            advice = _ADVICE if "too few prompts" in str(error) else ""
+            yield f"data: wanted {split} problems, got none of the first {tried} that can be used: {error}{advice}"
 
 
-def _find_first(load: Callable[[int], Problem], environment: Environment | None, count: int = TRIED) -> _First:
-    error = ""
+def _find_first(load: Callable[[int], Problem], environment: Environment | None, count: int) -> tuple[Problem, object]:
+    """The first problem that can be used, and the environment's state. UserError with the first reason if none can."""
+    reasons = []
     for index in range(count):
         try:
             problem = read_problem(load, index)
-            return _First(problem, None if environment is None else _check_reset(environment.reset(problem)))
-        except Exception as raised:  # by a user's source or environment
-            sentence = str(raised) if isinstance(raised, UserError) else describe_error(raised)
-            error = error or shorten(sentence)
-    return _First(None, error=error)
+            return problem, None if environment is None else _check_reset(environment.reset(problem))
+        except Exception as error:  # by a user's source or environment
+            reasons.append(str(error) if isinstance(error, UserError) else describe_error(error))
+    raise UserError(shorten(reasons[0]))
 
 
 def _check_reset(opening: object) -> object:
@@ -109,12 +104,15 @@ def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
         fits = takes_rewards(advantage, shape, masked=masked)
         return "" if fits else f"wanted as many rewards as {title_of(advantage)} takes, got {count}"
 
-    first, problems = _find_first(experiment.data.train, environment), []
-    calls = [
-        *_demonstration_calls(experiment.warm_start, environment, first, experiment.seed),
-        *_step_calls(environment, first),
-        *_reward_calls(rewards, check_count),
-    ]
+    problem, state = _find_first(experiment.data.train, environment, TRIED)
+    problems, calls = [], []
+    if experiment.warm_start is not None:
+        check = _check_message if environment is None else _check_messages
+        calls.append(_demonstration_call(experiment.warm_start, problem, experiment.seed, check))
+    if environment is not None and not is_gspax(type(environment)):
+        key = f"environment: {title_of(environment.step)}"
+        calls.append(_Call(key, environment.step, state, problem, _check_step))
+    calls += _reward_calls(rewards, check_count)
     for call in calls:
         text = "" if call.problem.answer is None else str(call.problem.answer)
         with Calls[str | Failure](call.function, experiment.grading, read=call.find_misfit, fail=Failure) as trial:
@@ -133,30 +131,22 @@ def check_calls(experiment: Experiment, warn: Callable[[str], None]) -> None:
         raise UserError("\n".join(problems))
 
 
-def _demonstration_calls(
-    stage: WarmStart | None, environment: Environment | None, first: _First, seed: int
-) -> Iterator[_Call]:
-    if stage is not None and first.problem is not None:
-        demonstrate, rng = stage.demonstration, np.random.default_rng((seed, 0))
-        key = f"warm_start.demonstration: {title_of(demonstrate)}"
-        check = _check_message if environment is None else _check_messages
-        yield _Call(key, lambda problem, _: demonstrate(problem, rng), first.problem, first.problem, check)
-
-
-def _step_calls(environment: Environment | None, first: _First) -> Iterator[_Call]:
-    if environment is not None and first.problem is not None and not is_gspax(type(environment)):
-        key = f"environment: {title_of(environment.step)}"
-        yield _Call(key, environment.step, first.state, first.problem, _check_step)
+def _demonstration_call(stage: WarmStart, problem: Problem, seed: int, find_misfit: Callable[[object], str]) -> _Call:
+    demonstrate, rng = stage.demonstration, np.random.default_rng((seed, 0))
+    key = f"warm_start.demonstration: {title_of(demonstrate)}"
+    return _Call(key, lambda problem, _: demonstrate(problem, rng), problem, problem, find_misfit)
 
 
 def _reward_calls(rewards: Sequence[_Reward], check_count: Callable[[int], str]) -> Iterator[_Call]:
-    """The calls of a user's own rewards, alone and in compositions. The first reward is that of the run."""
-    for number, (key, reward, load) in enumerate(rewards):
+    """The calls of a user's own rewards, alone and in compositions. The rewards of a run are counted as a whole."""
+    for key, reward, load in rewards:
         members = [member for member in find_rewards(reward) if not is_gspax(inner_function(member))]
-        problem = _find_first(load, None).problem if members else None
-        if problem is not None:
+        if not members:
+            continue
+        with contextlib.suppress(UserError):  # a task may have no such problem
+            problem, _ = _find_first(load, None, TRIED)
             for member in members:
-                is_whole = number == 0 and member is reward
+                is_whole = key == "reward" and member is reward
                 check = partial(_check_reward, check_count=check_count if is_whole else None)
                 yield _Call(f"{key}: {title_of(inner_function(member))}", member, problem, problem, check)
 
