@@ -24,7 +24,6 @@ import difflib
 import functools
 import importlib
 import inspect
-import json
 import re
 import types
 import typing
@@ -78,7 +77,7 @@ def as_recorded(experiment: T, description: Mapping[str, object]) -> T:
     """
     wanted = flatten(description)
     while True:  # a function or a part that was set brings keys of its own
-        now = flatten(json.loads(json.dumps(describe(experiment))))
+        now = flatten(describe(experiment))
         changed = [key for key in wanted if key in now and wanted[key] != now[key] and not key.endswith(SOURCE)]
         outer = [key for key in changed if not any(key.startswith(f"{other}.") for other in changed)]
         before = experiment

@@ -445,29 +445,26 @@ def shorten(error: Exception) -> str:
 
 
 class StoredArray:
-    """An array on disk. `array[()]` reads all of it, `array[layer, ...]` the layers that are stored together.
+    """An array on disk. `array[()]` reads all of it, `array[layer, ...]` one layer of a stack.
 
-    The experts of all layers are one array, which few memories hold. The layers that were read last are kept, so layers
-    in order are read once.
+    The experts of all layers are one array, which few memories hold. The layer that was read last is kept, so layers in
+    order are read once.
     """
 
     def __init__(self, name: str, store: tensorstore.TensorStore) -> None:
         self.name, self.store = name, store
-        chunk = store.chunk_layout.read_chunk.shape
-        self.layers = (chunk and chunk[0]) or 1  # stored together
-        self.first, self.block = -1, np.empty(0)
+        self.layer, self.values = -1, np.empty(0)
 
     def __getitem__(self, index: tuple[int, ...]) -> np.ndarray:
         if not index:
             return self._read(())
         layer, *rest = index
-        first = layer - layer % self.layers
-        if first != self.first:
-            self.block = np.empty(0)  # freed before the next one is read
-            self.block, self.first = self._read(slice(first, min(first + self.layers, self.store.shape[0]))), first
-        return self.block[(layer - first, *rest)]
+        if layer != self.layer:
+            self.values = np.empty(0)  # freed before the next layer is read
+            self.values, self.layer = self._read(layer), layer
+        return self.values[tuple(rest)]
 
-    def _read(self, part: slice | tuple[()]) -> np.ndarray:
+    def _read(self, part: int | tuple[()]) -> np.ndarray:
         try:
             return self.store[part].read().result()
         except ValueError as error:  # tensorstore's for damaged data

@@ -22,7 +22,7 @@ from gspax.experiment.description import difference, resumable
 from gspax.parallel import multihost
 from gspax.run import lock
 from gspax.run.folders import set_aside, write_atomically
-from gspax.run.manifest import extra_file, finished_steps, installed_version
+from gspax.run.manifest import extra_file, finished_steps, installed_versions
 from gspax.run.redaction import recorded_variables, redact_arguments
 from gspax.types import JsonObject
 
@@ -80,12 +80,11 @@ def enter_run(workdir: Path, description: Mapping[str, object]) -> Iterator[RunD
 
 
 def _create(run: RunDir, description: Mapping[str, object]) -> None:
-    """Create the directory of a run. UserError as `open_run`, or if another process writes there."""
+    """Create the directory of a run. UserError as `open_run`."""
     if jax.process_index() == 0:
-        _read_same(run, json.loads(json.dumps(description)))
+        _read_same(run, description)
         if run.lock.is_dir():
             set_aside(run.lock, "is a folder")
-        lock.require_free(run.lock)
         run.path.mkdir(parents=True, exist_ok=True)
 
 
@@ -102,7 +101,6 @@ def open_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     run = RunDir(Path(workdir))
     if jax.process_index() != 0:
         return run
-    description = json.loads(json.dumps(description))
     old = _read_same(run, description)
     run.path.mkdir(parents=True, exist_ok=True)
     _clear_places(run)
@@ -209,8 +207,7 @@ def find_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     run = RunDir(Path(workdir))
     if (recorded := read_description(run)) is None:
         raise UserError(f"{run.path} is not a gspax run (it has no experiment.json that can be read)")
-    new = json.loads(json.dumps(description))
-    if different := difference(recorded, new, ignore=(*resumable(new), *LAYOUT)):
+    if different := difference(recorded, description, ignore=(*resumable(description), *LAYOUT)):
         raise UserError(
             f"{run.path} is a run of another experiment; give the FILE of that run, without overrides of what it was "
             f"trained with: {'; '.join(different)}"
@@ -232,7 +229,7 @@ def describe_environment() -> JsonObject:
         "commit": _commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
+        "packages": installed_versions(PACKAGES),
         "backend": jax.default_backend(),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "processes": jax.process_count(),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,22 +74,15 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: wanted a new or an empty folder, it exists and is not empty")
+    temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".tmp", dir=target.parent))
+        temporary.mkdir(parents=True)
     except OSError as problem:
         raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
     try:
         yield temporary
-        temporary.chmod(0o777 & ~_umask())  # as for any new folder; mkdtemp makes it private
         os.replace(temporary, target)
     except OSError as problem:
         raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -11,6 +11,7 @@ deleted_STEP   one that is being deleted
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -49,9 +50,9 @@ def write_manifest(folder: Path) -> None:
         entries = list(pool.map(lambda name: _digest(folder / name, sync=True), names))
     for parent in {folder, *((folder / name).parent for name in names)}:
         sync_folder(parent)
-    versions = {name: version for name in PACKAGES if (version := installed_version(name))}
     files = {name: entry._asdict() for name, entry in zip(names, entries, strict=True)}
-    write_atomically(folder / MANIFEST, _render({"version": VERSION, "packages": versions, "files": files}))
+    content = {"version": VERSION, "packages": installed_versions(PACKAGES), "files": files}
+    write_atomically(folder / MANIFEST, _render(content))
 
 
 def has_manifest(folder: Path) -> bool:
@@ -136,12 +137,13 @@ def _compare(folder: Path, name: str, wanted: Entry, *, hashes: bool) -> str | N
     return None
 
 
-def installed_version(package: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def installed_versions(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    versions = {}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def list_steps(directory: Path) -> list[int]:

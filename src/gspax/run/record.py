@@ -191,7 +191,8 @@ def _drop_from(run: RunDir, first: int) -> list[dict[str, float]]:
     if run.metrics.exists():
         rows, unreadable = _parse(run.metrics, _to_numbers)
         if unreadable:
-            _warn_of_unreadable(run.metrics, unreadable, f"; a copy of the file is {_copy_damaged(run.metrics).name}")
+            copy = shutil.copyfile(run.metrics, unused_name(run.metrics, "damaged"))
+            _warn_of_unreadable(run.metrics, unreadable, f"; a copy of the file is {copy.name}")
         kept = [row for row in rows if row["step"] < first]
         write_atomically(run.metrics, "".join(map(to_line, kept)))
         _warn_of_gaps(run.metrics, {row["step"] for row in kept}, first)
@@ -207,12 +208,6 @@ def _warn_of_gaps(path: Path, steps: set[float], first: int) -> None:
     if missing:
         named = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
         warn(f"{path} has no metrics of {len(missing)} steps: {named}")
-
-
-def _copy_damaged(path: Path) -> Path:
-    copy = unused_name(path, "damaged")
-    shutil.copyfile(path, copy)
-    return copy
 
 
 def to_line(row: Mapping[str, object]) -> str:
