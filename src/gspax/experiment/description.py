@@ -87,17 +87,17 @@ def describe(value: object) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if is_record(value):
-        return {"type": name_of(type(value))} | {name: describe(each) for name, each in _fields(value).items()}
+        return {"type": name_of(type(value))} | {name: describe(field) for name, field in _fields(value).items()}
     if isinstance(value, functools.partial) or is_function(value):
         return _function(value)
     if isinstance(value, type):
         return name_of(value)
     if isinstance(value, Mapping):
-        return {str(key): describe(each) for key, each in value.items()}
+        return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [describe(each) for each in value]
+        return [describe(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted((describe(each) for each in value), key=str)
+        return sorted((describe(item) for item in value), key=str)
     described = {"type": name_of(type(value))}
     if isinstance(value, _NAMED_BY_TEXT):
         return described | {"value": str(value)}
@@ -120,10 +120,10 @@ def _function(value: Function) -> str | dict[str, object]:
     if (source := source_hash(inner)) is not None:
         described[SOURCE] = source
     if isinstance(value, functools.partial) and value.args:
-        described["arguments"] = [describe(each) for each in value.args]
+        described["arguments"] = [describe(argument) for argument in value.args]
     if inspect.ismethod(inner):
         described["self"] = describe(inner.__self__)
-    described |= {name: describe(each) for name, each in keywords(value).items() if each is not inspect.Parameter.empty}
+    described |= {name: describe(item) for name, item in keywords(value).items() if item is not inspect.Parameter.empty}
     if len(described) == 1 and not isinstance(value, functools.partial):
         return name_of(inner)
     return described

@@ -77,7 +77,7 @@ def render(plan: Plan) -> str:
     lines = ["Settings" + (" (* given on the command line)" if plan.overridden else "")]
     width = max(map(len, settings))
     for key, value in settings.items():
-        mark = "*" if any(f"{key}.".startswith(f"{given}.") for given in plan.overridden) else " "
+        mark = "*" if any(f"{key}.".startswith(f"{overridden}.") for overridden in plan.overridden) else " "
         lines.append(f"{mark} {key:<{width}}  {show(value)}")
     rows, updates = sampling.prompts * sampling.group, updates_per_step(experiment.schedule)
     sampled, trained_on = rows * sampling.max_tokens, rows * row_length(sampling)

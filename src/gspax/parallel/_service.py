@@ -55,8 +55,8 @@ def _announce_end(process: subprocess.Popen[bytes]) -> None:
 
 def _serve() -> None:
     """The main function of the process: serve until process 0 is gone."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of process 0, which decides
-        signal.signal(each, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # process 0 receives them too, and decides
+        signal.signal(signum, signal.SIG_IGN)
     answer, service = os.dup(1), None
     os.dup2(2, 1)
     try:

@@ -127,7 +127,7 @@ def connect(connection: socket.socket, secret: bytes) -> Channel:
 
 
 def receive_exactly(connection: socket.socket, size: int, deadline: float | None) -> bytes:
-    """So many bytes. OSError if the connection ends first, or `deadline` passes."""
+    """The next `size` bytes. OSError if the connection ends first, or `deadline` passes."""
     data = bytearray()
     while len(data) < size:
         if deadline is not None:
@@ -247,9 +247,9 @@ class Connections:
 
     def _end_if_cause(self, sentence: str) -> None:
         """End because another process is gone, unless this one has a reason of its own to exit."""
-        own = self._announced.get(self._index)
-        follows = own == 1 and time.monotonic() - self._announced_at < CAUSE_TIMEOUT
-        if own is None or follows:
+        code = self._announced.get(self._index)
+        follows = code == 1 and time.monotonic() - self._announced_at < CAUSE_TIMEOUT
+        if code is None or follows:
             self._end(sentence)
 
     def _end(self, sentence: str) -> None:
@@ -262,9 +262,9 @@ class Connections:
     def _tell(self, kind: int, content: object) -> None:
         """Send to all others, as far as they can be reached."""
         encoded = wire.encode(content)
-        for each in self._channels.values():
+        for channel in self._channels.values():
             with contextlib.suppress(OSError):
-                each.send(kind, encoded)
+                channel.send(kind, encoded)
 
 
 def start(index: int, count: int, channels: dict[int, Channel]) -> Connections:

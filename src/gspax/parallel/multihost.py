@@ -56,8 +56,10 @@ def all_or_raise(work: Callable[[], T]) -> T:
     problems = gather(None if problem is None else (f"{kind}{problem}", getattr(problem, "exit_code", 1)))
     if problem is not None:
         raise problem
-    for index, (sentence, code) in ((i, each) for i, each in enumerate(problems) if each is not None):
-        raise (UserError if code == 2 else FailureError)(f"process {index}: {sentence}")
+    for index, failure in enumerate(problems):
+        if failure is not None:
+            sentence, code = failure
+            raise (UserError if code == 2 else FailureError)(f"process {index}: {sentence}")
     return result  # type: ignore[return-value]
 
 
@@ -87,7 +89,7 @@ def local_rows(make: Callable[[int], T], ids: Sequence[int], sharding: Sharding,
     rows = group * len(ids)
     indices = sharding.addressable_devices_indices_map((rows,)).values()
     local = {row // group for (box,) in filter(None, indices) for row in range(*box.indices(rows))}
-    return [make(each) if index in local else None for index, each in enumerate(ids)]
+    return [make(id_) if index in local else None for index, id_ in enumerate(ids)]
 
 
 def owned_rows(array: Array | np.ndarray) -> dict[int, np.ndarray]:
@@ -145,9 +147,9 @@ def _is_partial(leaf: PyTree) -> bool:
 def _read_everywhere(leaves: list[PyTree]) -> list[PyTree]:
     """Arrays as numpy that some processes hold in full and the others not at all; the first holder sends its copy."""
     holders = [_holders(leaf) for leaf in leaves]
-    here = [jax.process_index() in each for each in holders]
+    here = [jax.process_index() in processes for processes in holders]
     arrays = jax.device_get([leaf if held else None for leaf, held in zip(leaves, here, strict=True)])
-    remote = [i for i, each in enumerate(holders) if len(each) < jax.process_count()]
+    remote = [i for i, processes in enumerate(holders) if len(processes) < jax.process_count()]
     if remote:
         sender = {i: min(holders[i]) for i in remote}
         received = gather({i: arrays[i] for i in remote if sender[i] == jax.process_index()})

@@ -100,10 +100,10 @@ def resolve_axes(
     if len(free) == 1 and devices % known == 0:
         sizes[free[0]] = devices // known
     if min(sizes.values()) < 1 or math.prod(sizes.values()) != devices:
-        given = ", ".join(f"{axis}={size}" for axis in AXES if (size := getattr(mesh, axis)) != getattr(ONES, axis))
+        changed = ", ".join(f"{axis}={size}" for axis in AXES if (size := getattr(mesh, axis)) != getattr(ONES, axis))
         raise UserError(
             f"mesh: wanted axes whose product is the {devices} available devices (at most one may be -1), "
-            f"got {given or 'all of size 1'}"
+            f"got {changed or 'all of size 1'}"
         )
     return sizes
 
@@ -181,7 +181,7 @@ def find_mismatches(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
         "shared_expert_intermediate_size": "mlp",
     }
     for name, axis in dimensions.items():
-        size, parts = getattr(model, name), math.prod(sizes[each] for each in mesh_axes(axis))
+        size, parts = getattr(model, name), math.prod(sizes[name] for name in mesh_axes(axis))
         if size % parts:
             over = " x ".join(f"mesh.{each}" for each in mesh_axes(axis) if sizes[each] > 1)
             yield f"model.{name}: wanted a multiple of {over} ({parts}), got {size}"

@@ -42,11 +42,11 @@ def _describe(value: object, arrays: list[np.ndarray]) -> object:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
-        return [_describe(each, arrays) for each in value]
+        return [_describe(item, arrays) for item in value]
     if type(value) is tuple:
-        return {"tuple": [_describe(each, arrays) for each in value]}
+        return {"tuple": [_describe(item, arrays) for item in value]}
     if type(value) is dict:
-        return {"dict": [[_describe(each, arrays) for each in pair] for pair in value.items()]}
+        return {"dict": [[_describe(item, arrays) for item in pair] for pair in value.items()]}
     if isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         if array.dtype.name not in DTYPES or not array.dtype.isnative:
@@ -95,13 +95,13 @@ def _rebuild(described: object, arrays: list[np.ndarray], depth: int) -> object:
     if depth == MAX_DEPTH:
         raise MessageError(f"wanted at most {MAX_DEPTH} nested containers")
     if isinstance(described, list):
-        return [_rebuild(each, arrays, depth + 1) for each in described]
+        return [_rebuild(item, arrays, depth + 1) for item in described]
     ((kind, content),) = described.items()
     if kind == "array" and type(content) is int and content >= 0:
         array = arrays[content]
         return array if array.shape else array[()]
     if kind == "tuple":
-        return tuple(_rebuild(each, arrays, depth + 1) for each in content)
+        return tuple(_rebuild(item, arrays, depth + 1) for item in content)
     if kind == "dict":
-        return {_rebuild(key, arrays, depth + 1): _rebuild(each, arrays, depth + 1) for key, each in content}
+        return {_rebuild(key, arrays, depth + 1): _rebuild(item, arrays, depth + 1) for key, item in content}
     raise MessageError(f"wanted a tuple, a dict or an array, got {kind!r:.100}")

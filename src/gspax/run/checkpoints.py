@@ -304,7 +304,10 @@ class _Files:
         self.saving = _run_in_thread(finish)
 
     def poll(self, seconds: float | None) -> str | None:
-        """ "" once the last save is on disk, what failed, or None after so many seconds; without a number, wait."""
+        """The state of the last save: "" if it is on disk, the failure if it failed, None if it has not ended.
+
+        It is waited for up to `seconds`, or without a number until it ends.
+        """
         if self.saving is None:
             return ""
         if not futures.wait([self.saving], timeout=seconds).done:
@@ -333,7 +336,7 @@ class _Files:
         if not self.takes_part:
             return {name: multihost.remote_array(leaf) for name, leaf in wanted.items()}
         handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=self.options)
-        folder, restore_args = self.directory / str(step), {name: _restore_args(leaf) for name, leaf in wanted.items()}
+        folder, restore_args = self.directory / str(step), ocp.checkpoint_utils.construct_restore_args(dict(wanted))
         arguments = ocp.args.PyTreeRestore(dict(wanted), restore_args=restore_args, partial_restore=is_partial)
         try:
             with ocp.Checkpointer(handler, multiprocessing_options=self.options) as reader:
@@ -351,28 +354,28 @@ def _make_barrier(processes: set[int] | None, failed: threading.Event, attempt: 
 
     def wait(*, key: str, timeout_ms: int) -> None:
         barrier = ocp.multihost.get_barrier_sync_fn(processes=processes)
-        met = _run_in_thread(lambda: barrier(key=f"{key}.{attempt}", timeout_ms=timeout_ms))
-        while not futures.wait([met], timeout=POLL).done:
+        waiting = _run_in_thread(lambda: barrier(key=f"{key}.{attempt}", timeout_ms=timeout_ms))
+        while not futures.wait([waiting], timeout=POLL).done:
             if failed.is_set():
                 raise RuntimeError("the save has failed on another process")
-        met.result()
+        waiting.result()
 
     return wait
 
 
 def _run_in_thread(work: Callable[[], None]) -> futures.Future[None]:
-    """The end of `work()` in a daemon thread: unlike those of a pool, the process does not wait for it at its exit."""
-    end: futures.Future[None] = futures.Future()
+    """A future of `work()` in a daemon thread: at its exit the process does not wait for it, as it would for a pool."""
+    future: futures.Future[None] = futures.Future()
 
     def run() -> None:
         try:
             work()
-            end.set_result(None)
+            future.set_result(None)
         except Exception as error:
-            end.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="gspax_checkpoints", daemon=True).start()
-    return end
+    return future
 
 
 def _unreadable(directory: Path, step: int, error: Exception) -> UserError:
@@ -404,14 +407,8 @@ def _from_storable(array: Array, leaf: jax.ShapeDtypeStruct) -> Array:
     return jax.random.wrap_key_data(array, impl=key_impl_name(leaf.dtype)) if _is_key(leaf) else array
 
 
-def _restore_args(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
-    if leaf.sharding is None:
-        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
-    return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
-
-
 def _save_args(name: str, leaf: Array) -> ocp.SaveArgs:
-    """The chunks of an array; those of a parameter of several layers have one layer, so that `open_array` reads one."""
+    """The chunks of an array. A chunk of a stacked parameter holds one layer, so that `StoredArray` reads one."""
     is_stacked = leaf.ndim > 1 and name.removeprefix("params/").startswith("runs/")
     return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,) if is_stacked else ())
 

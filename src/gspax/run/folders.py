@@ -53,7 +53,7 @@ def sync_folder(folder: Path) -> None:
 def unused_name(path: Path, prefix: str) -> Path:
     """`PREFIX_NAME` beside a path, with a number if that exists."""
     names = (f"{prefix}_{path.name}" + (f"_{n}" if n else "") for n in range(10000))
-    return next(each for name in names if not (each := path.with_name(name)).exists())
+    return next(unused for name in names if not (unused := path.with_name(name)).exists())
 
 
 def set_aside(path: Path, why: str = "is damaged") -> None:

@@ -102,16 +102,16 @@ def listen(unsaved: Callable[[], str] = lambda: "the same command continues the 
 def _handlers(to: _Listener) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    handled = [each for each in SIGNALS if (each, signal.getsignal(each)) != (signal.SIGHUP, signal.SIG_IGN)]
+    handled = [signum for signum in SIGNALS if (signum, signal.getsignal(signum)) != (signal.SIGHUP, signal.SIG_IGN)]
     thread = threading.Thread(target=to.read, args=(reader,), name="gspax_signals", daemon=True)
     thread.start()
     fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    previous = {each: signal.signal(each, lambda signum, frame: to.receive(signum)) for each in handled}
+    previous = {signum: signal.signal(signum, lambda signum, frame: to.receive(signum)) for signum in handled}
     try:
         yield
     finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler if handler is not None else signal.SIG_DFL)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler if handler is not None else signal.SIG_DFL)
         signal.set_wakeup_fd(fd)
         os.write(writer, b"\0")
         thread.join()
@@ -158,13 +158,13 @@ def hang_up() -> None:
 def drop_closed_outputs() -> None:
     """Let what is written to a closed terminal or pipe disappear, so that writing does not fail."""
     closed = select.poll()
-    for each in (0, 1, 2):
-        closed.register(each, 0)  # errors are always reported
-    descriptors = [each for each, _ in closed.poll(0)]
+    for descriptor in (0, 1, 2):
+        closed.register(descriptor, 0)  # errors are always reported
+    descriptors = [descriptor for descriptor, _ in closed.poll(0)]
     if descriptors:
         null = os.open(os.devnull, os.O_RDWR)
-        for each in descriptors:
-            os.dup2(null, each)
+        for descriptor in descriptors:
+            os.dup2(null, descriptor)
         os.close(null)
 
 

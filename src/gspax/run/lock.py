@@ -5,7 +5,7 @@ process and the process's start. On the same machine a lock is stale if that pro
 has touched the file for `STALE` seconds, which a second run waits for.
 
 A process may lose its lock: it was suspended until another run took over, or somebody deleted the file. It reads the
-lock again before each write of the run (`require_held`), and ends if that is not its own.
+lock again before each write of the run (`require_held`), and ends if the content is not what it wrote.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def hold(path: Path) -> Iterator[None]:
 
     from gspax.parallel import multihost
 
-    own = json.dumps(_describe())
+    content = json.dumps(_describe())
     is_primary = jax.process_index() == 0
-    multihost.all_or_raise(lambda: _acquire(path, own) if is_primary else None)
+    multihost.all_or_raise(lambda: _acquire(path, content) if is_primary else None)
     done = threading.Event()
-    beating = threading.Thread(target=_beat, args=(path, own, done), name="gspax_heartbeat", daemon=True)
+    beating = threading.Thread(target=_beat, args=(path, content, done), name="gspax_heartbeat", daemon=True)
     if is_primary:
-        _held[path] = own
+        _held[path] = content
         beating.start()
     try:
         yield
@@ -57,15 +57,15 @@ def hold(path: Path) -> Iterator[None]:
             done.set()
             beating.join()
             _held.pop(path, None)
-            if _read(path) == own:
+            if _read(path) == content:
                 path.unlink(missing_ok=True)
 
 
 def require_held() -> None:
     """Raise `LostError` if a lock that this process took is another's or deleted. A lock that cannot be read is not."""
-    for path, own in [*_held.items()]:
+    for path, content in [*_held.items()]:
         with contextlib.suppress(OSError):
-            if _read(path) == own:
+            if _read(path) == content:
                 continue
             raise LostError(f"{path} is no longer the lock of this run: another may write here, so this one ends")
 
@@ -89,9 +89,9 @@ def require_free(path: Path) -> None:
     warn(f"{path}: removed the lock of a run that has ended")
 
 
-def _acquire(path: Path, own: str) -> None:
+def _acquire(path: Path, content: str) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    temporary.write_text(own, encoding="utf-8")
+    temporary.write_text(content, encoding="utf-8")
     try:
         for last in (False, False, True):
             require_free(path)
@@ -116,11 +116,11 @@ def _create(path: Path, source: Path) -> None:
             file.write(source.read_text(encoding="utf-8"))
 
 
-def _beat(path: Path, own: str, done: threading.Event) -> None:
+def _beat(path: Path, content: str, done: threading.Event) -> None:
     """Touch the lock until `done`, or until it is another's."""
     while not done.wait(HEARTBEAT):
         with contextlib.suppress(OSError):
-            if _read(path) != own:
+            if _read(path) != content:
                 return
             os.utime(path)
 

@@ -218,9 +218,9 @@ def to_line(row: Mapping[str, object]) -> str:
 def _to_json(value: object) -> object:
     """Numbers that are not finite as strings, arrays as numbers or lists."""
     if isinstance(value, Mapping):
-        return {str(name): _to_json(each) for name, each in value.items()}
+        return {str(name): _to_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_json(each) for each in value]
+        return [_to_json(item) for item in value]
     if hasattr(value, "tolist"):
         return _to_json(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):

@@ -82,8 +82,8 @@ def range_problems(record: DataclassInstance) -> Iterator[str]:
             hints = hints_of(unwrap(value), ranges=True)
             yield from (
                 problem
-                for name, each in keywords(value).items()
-                for problem in _out_of_range(f"{key}.{name}", each, hints.get(name))
+                for name, keyword in keywords(value).items()
+                for problem in _out_of_range(f"{key}.{name}", keyword, hints.get(name))
             )
         yield from _out_of_range(key, value, hint)
 
@@ -119,7 +119,7 @@ def _parts(key: str, value: object, hint: Hint, *, protocols: bool = False) -> I
     if is_record(value) and (dataclasses.is_dataclass(wanted) or own):
         yield key, value
     elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, typing.get_args(wanted)[:1])):
-        yield from ((f"{key}[{i}]", each) for i, each in enumerate(value) if is_record(each))
+        yield from ((f"{key}[{i}]", item) for i, item in enumerate(value) if is_record(item))
 
 
 def bare(hint: Hint) -> Hint:
@@ -127,7 +127,7 @@ def bare(hint: Hint) -> Hint:
     if typing.get_origin(hint) is Annotated:
         return bare(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        members = [each for each in typing.get_args(hint) if each is not types.NoneType]
+        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
         return bare(members[0]) if len(members) == 1 else hint
     return hint
 
@@ -150,7 +150,7 @@ def _fits(value: object, hint: Hint) -> bool:
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, member) for member in members)
     if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(each, members[0]) for each in value)
+        return isinstance(value, tuple) and all(_fits(item, members[0]) for item in value)
     if origin is typing.Literal:
         return value in members
     if is_function_protocol(hint):
@@ -192,9 +192,9 @@ def _misfit(function: Function, names: tuple[str, ...]) -> str:
     inner = unwrap(function)
     title = title_of(inner)
     known = parameters(inner)
-    anything = not known or any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
-    given = function.keywords if isinstance(function, functools.partial) else {}
-    for keyword in given if not anything else ():
+    anything = not known or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    for keyword in bound if not anything else ():
         if keyword not in known:
             near = difflib.get_close_matches(keyword, known, n=1)
             return f"{title} has no parameter {keyword!r}{f' (did you mean {near[0]!r}?)' if near else ''}"
