@@ -1,6 +1,6 @@
 """Load an experiment file: Python that defines `experiment = Experiment(...)`.
 
-While it runs it can import the files beside it, so a variant is a `dataclasses.replace` of another file's experiment.
+While it runs it can import the files next to it, so a variant is a `dataclasses.replace` of another file's experiment.
 """
 
 from __future__ import annotations

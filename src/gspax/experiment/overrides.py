@@ -8,7 +8,7 @@ A key is a field of a dataclass (a part of the experiment, a data source, a mode
     bool            true, false
     str             as it is
     tuple           (1,2) or 1,2; () is empty
-    optional        null or none, besides the above
+    optional        any of the above, null or none
     anything else   a dotted name: loss=gspax.losses.grpo, model=gspax.model.presets.qwen3_0_6b; a dataclass stands
                     for an instance with its defaults: reference=gspax.config.Reference
 

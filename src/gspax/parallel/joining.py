@@ -44,8 +44,8 @@ MESSAGE_TIMEOUT = 30.0  # seconds to send a message after the handshake
 MESSAGE_LIMIT = 16 * 2**20  # bytes of a message: a fingerprint holds the whole experiment
 OUTCOME_LIMIT = 2**20
 RESPONSE_MARGIN = 10.0  # seconds beyond the timeout to wait for process 0, which may have started later
-PORT_TIMEOUT = 20.0  # seconds to wait for a port in use: that of a run that has just ended
-AT_ONCE = 64  # connections in the handshake beside those of the processes
+PORT_TIMEOUT = 20.0  # seconds to wait for a port that is in use, as by a run that has just ended
+AT_ONCE = 64  # connections that may be in the handshake at the same time
 WARNINGS = 20
 POLL = 0.05  # seconds
 MESSAGE, OUTCOME = 1, 2  # kinds
@@ -125,7 +125,7 @@ class _Reception:
     warned: set[tuple[str, str]] = field(default_factory=set)
 
     def receive(self, connection: socket.socket, host: str) -> None:
-        """Run the handshake and read the message; what is no process of this run is dropped."""
+        """Run the handshake and read the message; drop a connection that is not from a process of this run."""
         try:
             channel = connections.accept(connection, self.secret)
             _, content = channel.receive(MESSAGE_LIMIT, time.monotonic() + MESSAGE_TIMEOUT)
@@ -192,12 +192,12 @@ def _parse(content: bytes, **kinds: type) -> dict[str, Any]:
     """The dict in a message, with fields of these types and no others."""
     fields = wire.decode(content)
     if type(fields) is not dict or {name: type(value) for name, value in fields.items()} != kinds:
-        raise MessageError("its message is not that of a process")
+        raise MessageError("it sent no message of a process")
     return fields
 
 
 def _listen(info: ProcessInfo, timeout: float) -> socket.socket:
-    """A listening socket: of the coordinator's address where that is one of this host's, else of all its interfaces."""
+    """A socket that listens on the coordinator's address if this host has it, else on all of its interfaces."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -218,7 +218,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def bind_host(host: str) -> str:
-    """The address to listen on: of the coordinator if it is given by address and is this host's; "" for all of them.
+    """The address to listen on: the coordinator's if it is an address of this host; "" for all interfaces.
 
     A name is not resolved: on its own host it may mean a loopback address.
     """

@@ -64,9 +64,9 @@ def all_or_raise(work: Callable[[], T]) -> T:
 
 
 def gather_rows(entries: Sequence[T | None]) -> list[T]:
-    """A complete list from one of which each process has some entries and None elsewhere.
+    """The complete list, of which each process has some entries and None for the others.
 
-    Where several processes have an entry, that of the first one counts.
+    If several processes have an entry, the first process's counts.
     """
     rows: dict[int, T] = {}
     for part in gather({row: entry for row, entry in enumerate(entries) if entry is not None}):

@@ -143,12 +143,12 @@ def explain_mesh(mesh: config.Mesh, sizes: dict[str, int], model: ModelConfig) -
 def sampler_layouts(sizes: dict[str, int], model: ModelConfig, rows: int) -> Iterator[dict[str, int]]:
     """Axis sizes for sampling on devices whose axes have these sizes; each layout needs less memory than the last.
 
-    Rows are over all devices and experts over as many as hold whole ones; everything else is replicated, and read once
-    for each token. Then heads, widths and vocabulary are over more and more of `tensor`, which holds parts of experts
-    too. The last layout is the given one, where every token gathers its weights.
+    Rows are sharded over all devices, experts over as many as hold whole experts. Everything else is replicated, and
+    read once for each token. Then heads, widths and vocabulary are sharded over more and more of `tensor`, which splits
+    experts too. The last layout is the given one, where every token gathers its weights.
 
     Args:
-      rows: which the devices with rows of their own must divide: those of a rollout batch, and slots.
+      rows: a multiple of the number of devices with rows of their own: the rows of a rollout batch, and slots.
     """
     devices = math.prod(sizes.values()) // sizes["slice"]
     for tensor in range(1, model.num_key_value_heads + 1):
@@ -288,19 +288,19 @@ def replica_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 
 
 def within_replica(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> jax.sharding.Mesh:
-    """The mesh for code inside a `jax.shard_map` over these axes, whose arrays are those of one index along them.
+    """The mesh for code inside a `jax.shard_map` over these axes, where an array is the part at one index along them.
 
-    Everything here that takes a mesh then leaves these axes out.
+    The functions of this module leave these axes of the mesh out.
     """
     types = [AxisType.Manual if name in axes else type_ for name, type_ in zip(AXES, mesh.axis_types, strict=True)]
     return jax.sharding.Mesh(mesh.devices, AXES, axis_types=tuple(types))
 
 
 def own_axes(mesh: jax.sharding.Mesh, axis: str) -> tuple[str, ...]:
-    """`mesh_axes` without those of a surrounding `within_replica`."""
+    """`mesh_axes` without the axes of a surrounding `within_replica`."""
     return tuple(name for name in mesh_axes(axis) if name not in mesh.manual_axes)
 
 
 def axis_sizes(mesh: jax.sharding.Mesh) -> dict[str, int]:
-    """The devices along each axis that an array of the code around is sharded over: 1 for those of `within_replica`."""
+    """The number of devices along each axis; 1 for the axes of a surrounding `within_replica`."""
     return {name: 1 if name in mesh.manual_axes else size for name, size in mesh.shape.items()}

@@ -39,7 +39,7 @@ def transfer(tree: T, shardings: PyTree) -> T:
 
 
 def size_mismatch(source: int, target: int) -> str | None:
-    """Why arrays cannot move between meshes of so many devices in several processes; None if they can."""
+    """The reason why arrays cannot move between meshes of these sizes in several processes; None if they can."""
     if source % target and target % source:
         wanted = f"wanted a divisor or a multiple of the other {source} devices"
         return f"{wanted} in a run of several processes, got {target}"
@@ -56,7 +56,7 @@ def _transfer_array(array: jax.Array, wanted: NamedSharding) -> jax.Array:
 
 
 def _replicated(larger: NamedSharding, sharding: NamedSharding) -> NamedSharding:
-    """The layout of `sharding`, repeated on each of as many equal groups of devices as the mesh of `larger` has."""
+    """The layout of `sharding`, repeated on each of the groups of its size in the mesh of `larger`."""
     grid = larger.mesh.devices.reshape(-1, *sharding.mesh.devices.shape)
     axes = ("copy", *sharding.mesh.axis_names)
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
@@ -64,7 +64,7 @@ def _replicated(larger: NamedSharding, sharding: NamedSharding) -> NamedSharding
 
 
 def _send(array: jax.Array, landing: NamedSharding) -> jax.Array:
-    """Between equal layouts: the array's first devices send their shards to those of `landing`, once or repeatedly."""
+    """Send the shards of the array's first devices to the devices of `landing`: the same layout, once or repeated."""
     targets = list(landing.mesh.devices.flat)
     current = cast(NamedSharding, array.sharding)
     sources = list(current.mesh.devices.flat)[: len(targets)]

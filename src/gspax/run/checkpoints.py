@@ -33,8 +33,8 @@ from gspax.run.manifest import MANIFEST
 from gspax.types import Array, JsonObject, PyTree
 from gspax.unstable import key_impl_name
 
-CHUNK_BYTES, FILE_BYTES = 2**26, 2**28  # compressed at once, and in a file: the memory of a save beyond the arrays
-POLL = 0.2  # seconds between two looks at a save
+CHUNK_BYTES, FILE_BYTES = 2**26, 2**28  # of what is compressed as one, and of a file: bounds on a save's own memory
+POLL = 0.2  # seconds between two checks of a save
 
 T = TypeVar("T")
 Leaf = Array | jax.ShapeDtypeStruct
@@ -44,7 +44,7 @@ class Checkpoints:
     """A directory with the newest `keep` checkpoints, a context manager. It sets the `absl` logger to level CRITICAL.
 
     Without `keep` it is read-only: nothing is created, deleted or saved, and another process may be writing there.
-    A save compresses up to `concurrent_gb` GB of arrays at a time, more than any array has, and keeps them in memory.
+    A save compresses up to `concurrent_gb` GB of arrays at a time, in memory. It must exceed the size of any array.
 
     All processes of a run call the same methods. Those without devices in `mesh`, on which the state is sharded, touch
     no file and receive the results of the others. Process 0 is never one of them: it lists, renames and deletes.
@@ -189,14 +189,14 @@ class Checkpoints:
 
 
 def save(checkpoints: Checkpoints, step: int, state: PyTree, extra: Mapping[str, object], *, is_last: bool) -> None:
-    """Save. If this save or the one before it fails, as on a full disk, warn: the next save tries again.
+    """Save, and only warn if this save or the previous one fails, as on a full disk: the next save tries again.
 
     Only the last one is waited for.
 
     Raises:
       FailureError: this save is the last one and fails, or the lock of the run is lost.
     """
-    multihost.all_or_raise(lock.require_held)  # also before what a failed save has left is deleted
+    multihost.all_or_raise(lock.require_held)  # also before the remains of a failed save are deleted
     for act, is_required in (
         (checkpoints.wait, False),
         (lambda: checkpoints.save(step, state, extra), is_last),
@@ -332,7 +332,7 @@ class _Files:
         return manifest.find_damage(self.directory / str(step), part, len(self.processes))
 
     def load(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct], *, is_partial: bool) -> dict[str, Array]:
-        """The arrays, with the wanted shardings. Only if `is_partial` there may be others, and the dtypes are cast."""
+        """The arrays with the wanted shardings. If `is_partial`, others may be stored too, and dtypes are cast."""
         if not self.takes_part:
             return {name: multihost.remote_array(leaf) for name, leaf in wanted.items()}
         handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=self.options)
@@ -350,7 +350,7 @@ class _Files:
 
 
 def _make_barrier(processes: set[int] | None, failed: threading.Event, attempt: int) -> Callable[..., None]:
-    """A `barrier_sync_fn` for Orbax that ends when the save has failed, here or elsewhere: then some do not come."""
+    """A `barrier_sync_fn` for Orbax that also ends when the save has failed: then a process never reaches it."""
 
     def wait(*, key: str, timeout_ms: int) -> None:
         barrier = ocp.multihost.get_barrier_sync_fn(processes=processes)

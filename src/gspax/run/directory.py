@@ -26,7 +26,7 @@ from gspax.run.manifest import extra_file, finished_steps, installed_versions
 from gspax.run.redaction import recorded_variables, redact_arguments
 from gspax.types import JsonObject
 
-# What an evaluation may change besides: how many completions are sampled at once, and where
+# An evaluation may change these keys too: how many completions are sampled at once, and where
 LAYOUT = ("sampling.*", "mesh.*", "sampler_mesh", "sampler_mesh.*", "placement", "placement.*")
 PACKAGES = ("gspax", "jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
@@ -91,9 +91,8 @@ def _create(run: RunDir, description: Mapping[str, object]) -> None:
 def open_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     """Create the run directory, or open that of the same experiment to resume it. Only process 0 writes.
 
-    It does not look at the lock: `enter_run` holds that meanwhile.
-
-    Fields that a resumed run may change (`description.resumable`) get their new values in `experiment.json`.
+    The caller holds the lock, as `enter_run` does. Fields that a resumed run may change (`description.resumable`) get
+    their new values in `experiment.json`.
 
     Raises:
       UserError: `workdir` is a URL, a file, of another experiment, or not empty and no run; nothing is changed then.
@@ -118,8 +117,8 @@ def open_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
 def _read_same(run: RunDir, description: Mapping[str, object]) -> JsonObject | None:
     """experiment.json of a directory where this experiment may run; None without one that can be read.
 
-    It is compared with the experiment. So is the description in the newest checkpoint, where that file is damaged, lost
-    or another one's: the checkpoint is what the run continues from. UserError as `open_run`.
+    It is compared with the experiment. If it is damaged, lost, or of another experiment, the description in the newest
+    checkpoint is compared instead, because the run continues from that checkpoint. UserError as `open_run`.
     """
     if re.match(r"[a-z][a-z0-9]+:/", str(run.path)):  # Path turns two slashes into one
         raise UserError(f"{run.path}: wanted a directory of a file system (mount the bucket), got a URL")
@@ -158,7 +157,7 @@ def read_description(run: RunDir) -> JsonObject | None:
 
 
 def _clear_places(run: RunDir) -> None:
-    """Set aside what is in the place of a file or folder of the run and is of another kind, or cannot be read."""
+    """Set aside folders where the run writes files, files where it needs folders, and an unreadable experiment.json."""
     logs = run.metrics, run.environment, run.newest, run.skipped, run.rollbacks, run.evaluations
     for path in (*logs, run.report, run.before, run.after):
         if path.is_dir():
@@ -171,7 +170,7 @@ def _clear_places(run: RunDir) -> None:
 
 
 def _has_foreign_files(run: RunDir) -> bool:
-    """Whether there are files besides those that a run writes before experiment.json."""
+    """Whether there are files that no run writes before experiment.json."""
     names = [entry.name for entry in run.path.iterdir()] if run.path.exists() else []
     return any(name != run.lock.name and not name.endswith(".tmp") for name in names)
 

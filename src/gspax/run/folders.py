@@ -51,13 +51,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def unused_name(path: Path, prefix: str) -> Path:
-    """`PREFIX_NAME` beside a path, with a number if that exists."""
+    """The path with the name `PREFIX_NAME`, or with a number after it if that exists."""
     names = (f"{prefix}_{path.name}" + (f"_{n}" if n else "") for n in range(10000))
     return next(unused for name in names if not (unused := path.with_name(name)).exists())
 
 
 def set_aside(path: Path, why: str = "is damaged") -> None:
-    """Rename what a run cannot use, and warn of it."""
+    """Rename a file or folder that a run cannot use, and warn the user."""
     target = unused_name(path, "damaged")
     path.rename(target)
     warn(f"{path} {why}: moved to {target.name}")
@@ -67,7 +67,7 @@ def set_aside(path: Path, why: str = "is damaged") -> None:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder, which becomes `target` when the block ends without an error and is deleted otherwise.
 
-    It is `NAME.*.tmp` beside `target`; only a process that is killed leaves one behind.
+    It is `NAME.*.tmp` next to `target`; only a process that is killed leaves one behind.
 
     Raises:
       UserError: `target` exists and is not an empty folder, or cannot be written.

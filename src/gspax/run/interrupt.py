@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME = 1.0  # seconds in which signals count as one: a terminal and the shell in it, or a launcher, send several
-POLL = 0.5  # seconds between two looks at the signals while futures are waited for
+POLL = 0.5  # seconds between two checks for signals while futures are waited for
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error)
@@ -139,7 +139,7 @@ def call_on_interrupt(save: Callable[[], None]) -> Iterator[None]:
 
 
 def wait(pending: Iterable[futures.Future[T]]) -> None:
-    """Wait until these futures of this process and those of the others are done. Collective; a stop point meanwhile."""
+    """Wait until the futures of all processes are done. Collective, and a stop point meanwhile."""
     waiting = set(pending)
     while True:
         waiting = futures.wait(waiting, timeout=POLL).not_done
@@ -156,7 +156,7 @@ def hang_up() -> None:
 
 
 def drop_closed_outputs() -> None:
-    """Let what is written to a closed terminal or pipe disappear, so that writing does not fail."""
+    """Redirect closed terminals and pipes to the null device, so that writing to them does not fail."""
     closed = select.poll()
     for descriptor in (0, 1, 2):
         closed.register(descriptor, 0)  # errors are always reported

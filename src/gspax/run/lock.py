@@ -24,7 +24,7 @@ from gspax.errors import FailureError, warn
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
 
-_held: dict[Path, str] = {}  # the locks of this process, one as a rule, and their contents
+_held: dict[Path, str] = {}  # the contents of the locks that this process holds, usually one
 
 
 class LostError(FailureError):
@@ -62,7 +62,10 @@ def hold(path: Path) -> Iterator[None]:
 
 
 def require_held() -> None:
-    """Raise `LostError` if a lock that this process took is another's or deleted. A lock that cannot be read is not."""
+    """Raise `LostError` if another process has taken a lock of this one, or if it was deleted.
+
+    A lock that cannot be read counts as held.
+    """
     for path, content in [*_held.items()]:
         with contextlib.suppress(OSError):
             if _read(path) == content:
@@ -117,7 +120,7 @@ def _create(path: Path, source: Path) -> None:
 
 
 def _beat(path: Path, content: str, done: threading.Event) -> None:
-    """Touch the lock until `done`, or until it is another's."""
+    """Touch the lock until `done`, or until another process has taken it."""
     while not done.wait(HEARTBEAT):
         with contextlib.suppress(OSError):
             if _read(path) != content:
@@ -132,10 +135,10 @@ def _is_stale(path: Path, text: str, holder: dict[str, object]) -> bool:
 
 
 def _is_touched(path: Path, text: str) -> bool:
-    """Whether the file changes within `STALE` seconds. No clock is compared: those of two hosts may differ."""
+    """Whether the file changes within `STALE` seconds. Clocks are not compared, because two hosts' may differ."""
     with contextlib.suppress(FileNotFoundError):
         first, deadline = path.stat().st_mtime_ns, time.monotonic() + STALE
-        print(f"gspax: {path} is of another host: waiting up to {STALE:.0f} s for its heartbeat", file=sys.stderr)
+        print(f"gspax: {path} belongs to another host: waiting up to {STALE:.0f} s for its heartbeat", file=sys.stderr)
         while time.monotonic() < deadline:
             time.sleep(min(0.5, STALE / 10))
             if path.stat().st_mtime_ns != first or _read(path) != text:
@@ -158,7 +161,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: object) -> str | None:
-    """The start of a running process, in the kernel's ticks where it says so; None if there is no such process."""
+    """When a running process started, in the kernel's ticks if it gives them; None if there is no such process."""
     try:
         if not Path("/proc/self/stat").exists():
             os.kill(int(str(pid)), 0)
@@ -179,7 +182,7 @@ def _read(path: Path) -> str | None:
 
 
 def _parse(text: str) -> dict[str, object]:
-    """The content of a lock; nothing if it is damaged, which counts as a lock of another host."""
+    """The content of a lock; empty if it is damaged, which counts as a lock of another host."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):

@@ -173,13 +173,13 @@ def remove_steps(directory: Path, steps: Sequence[int]) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Delete the steps whose save was not finished, and what else a failed save left."""
+    """Delete the steps whose save was not finished, and other remains of a failed save."""
     remove_leftovers(directory)
     remove_steps(directory, sorted({*list_steps(directory)} - {*finished_steps(directory)}))
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what killed processes and failed saves left: folders that were being written or deleted, and probes."""
+    """Delete the remains of killed processes and failed saves: half-written or half-deleted folders, and probes."""
     for folder in [*directory.glob(f"{DELETED}*"), *directory.glob(f"*{UNFINISHED}*")]:
         shutil.rmtree(folder, ignore_errors=True)
     for probe in directory.glob(f"*{PROBE_SUFFIX}"):

@@ -34,7 +34,7 @@ _phase = ""
 
 
 def is_due(done: int, every: int, last: int) -> bool:
-    """Whether something that happens `every` so many steps (0: never) and at the last one happens after `done`."""
+    """Whether something that happens at every `every`-th step (0: none) and at the last one happens after `done`."""
     return done == last or (every > 0 and done % every == 0)
 
 
@@ -89,7 +89,7 @@ def _print(console: Console, message: str) -> None:
 class _Output:
     """A file that may be closed at its other end: then the run is ended as by SIGHUP, and nothing is raised.
 
-    What does not fit on a full disk is left out.
+    Text that does not fit on a full disk is lost.
     """
 
     def __init__(self, file: TextIO) -> None:

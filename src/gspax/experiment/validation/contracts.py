@@ -168,7 +168,7 @@ TERMS = f"losses.Terms with value and weight [B], here [{B}], and metrics of Sha
 
 @dataclass(frozen=True)
 class _Context:
-    """The settings that a call depends on besides its function. Each is read when a call needs it."""
+    """The settings that a call depends on. Each is read when a call needs it."""
 
     of: Experiment
 

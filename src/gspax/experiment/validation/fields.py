@@ -188,7 +188,7 @@ def positional_count(function: Function) -> int:
 
 
 def _misfit(function: Function, names: tuple[str, ...]) -> str:
-    """Why the function cannot take these positional arguments; empty if it can."""
+    """The reason why the function cannot take these positional arguments; empty if it can."""
     inner = unwrap(function)
     title = title_of(inner)
     known = parameters(inner)

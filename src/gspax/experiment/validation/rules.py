@@ -1,7 +1,7 @@
 """The rules of an experiment: `validate` reports every error at once, `warnings` settings that are only unwise.
 
 `fields` reads types, ranges and signatures from the annotations of `gspax.config`. Rules for one part stand beside that
-part, rules between parts here. Each message is one sentence: where, what was wanted, what came.
+part, rules between parts are here. Each message is one sentence: where, what was wanted, what came.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _rows(sampling: Sampling, schedule: Schedule) -> Iterator[str]:
 
 
 def _packed_rows(sampling: Sampling, schedule: Schedule, shards: int) -> Iterator[str]:
-    """The longest response and its prompt fit a row of each of so many devices."""
+    """The longest response and its prompt fit a row of each device."""
     longest = sampling.max_prompt_tokens + sampling.max_tokens
     if 0 < schedule.microbatch_tokens < shards * longest:
         each = f" for each of the {shards} devices that rows are sharded over" if shards > 1 else ""
@@ -339,7 +339,7 @@ def _penalties(loss: Loss, reference: Reference | None, regularizers: Regularize
 def _router(
     model: ModelConfig, regularizers: Regularizers, routing_replay: RoutingReplay, router_shift: RouterShift | None
 ) -> Iterator[str]:
-    """What acts on a router needs experts."""
+    """Losses and settings of a router need experts."""
     on = [f"regularizers.{name}" for name in ("load_balance", "router_z") if getattr(regularizers, name)]
     on += ["routing_replay"] if routing_replay != "off" else []
     on += ["router_shift"] if router_shift is not None else []
@@ -355,7 +355,7 @@ def _sampler_logp(
     routing_replay: RoutingReplay,
     regularizers: Regularizers,
 ) -> Iterator[str]:
-    """With the sampler's log-probs as the old ones, nothing needs those that the learner would compute."""
+    """With the sampler's log-probs as old ones, no setting needs log-probs that the learner computes."""
     needs_computed = {
         "correction": correction is not None,
         "calibration": calibration is not None,
