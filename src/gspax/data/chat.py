@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gspax.config.protocols import Message, Problem
-from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer, settings
+from gspax.data.tokenizer import CharTokenizer, HFTokenizer, hf_tokenizer, read_settings
 from gspax.errors import UserError, brief
 
 T = TypeVar("T")
@@ -173,7 +173,7 @@ def hf_chat(path: str | os.PathLike[str], *, system: str | None = None, thinking
     """
     folder = hf_tokenizer(path).path
     in_file = Path(folder, "chat_template.jinja").is_file()
-    if not in_file and not settings(folder, "tokenizer_config.json").get("chat_template"):
+    if not in_file and not read_settings(folder, "tokenizer_config.json").get("chat_template"):
         raise UserError(
             f"wanted a chat template in {folder!r} (chat_template.jinja, or chat_template in tokenizer_config.json); "
             "there is none (hf_tokenizer reads the tokenizer of a base model)"

@@ -47,26 +47,16 @@ def reading(name: str | Path) -> Iterator[None]:
         raise UserError(f"{name}: cannot be read: {why}") from problem
 
 
-def read_json(file: Path) -> Json:
-    """The content of a JSON file.
-
-    Raises:
-      OSError: it cannot be opened.
-      ValueError: it is no regular file, too long, too deeply nested, or not JSON in UTF-8.
-    """
-    if file.exists() and not file.is_file():  # a named pipe without a writer would be waited for
-        raise ValueError("it is no regular file")
-    with file.open("rb") as opened:
-        data = opened.read(LONGEST + 1)
-    if len(data) > LONGEST:
-        raise ValueError(f"it has more than {LONGEST} bytes")
-    return parse_json(data)
-
-
 def read_object(file: Path) -> dict[str, Json]:
-    """The object in a JSON file. UserError if there is none."""
+    """The object in a JSON file. UserError if it is no regular file, too long, nested too deeply, or no JSON object."""
     with reading(file):
-        value = read_json(file)
+        if file.exists() and not file.is_file():  # a named pipe without a writer would be waited for
+            raise ValueError("it is no regular file")
+        with file.open("rb") as opened:
+            content = opened.read(LONGEST + 1)
+        if len(content) > LONGEST:
+            raise ValueError(f"it has more than {LONGEST} bytes")
+        value = parse_json(content)
     if not isinstance(value, dict):
         raise UserError(f"{file}: wanted a JSON object, got {show(value)}")
     return value

@@ -92,12 +92,12 @@ class HFTokenizer:
 
     @functools.cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        eos = settings(self.path, "tokenizer_config.json").get("eos_token")
+        eos = read_settings(self.path, "tokenizer_config.json").get("eos_token")
         token = eos.get("content") if isinstance(eos, dict) else eos
         if token is not None and not (isinstance(token, str) and token in self._ids):
             raise UserError(f"the tokenizer in {self.path} has no token {token!r}, which it names as its eos_token")
         ids = [] if token is None else [self._ids[token]]
-        more = settings(self.path, "generation_config.json").get("eos_token_id")
+        more = read_settings(self.path, "generation_config.json").get("eos_token_id")
         for i in more if isinstance(more, list) else [] if more is None else [more]:
             if not isinstance(i, int):
                 raise UserError(f"generation_config.json in {self.path}: wanted ids in eos_token_id, got {more!r}")
@@ -132,7 +132,7 @@ class HFTokenizer:
             pairs = vocab.items() if isinstance(vocab, dict) else ((token, i) for i, (token, _) in enumerate(vocab))
             ids = {token: int(i) for token, i in pairs}
             ids |= {token["content"]: int(token["id"]) for token in table.get("added_tokens", ())}
-            more: Any = settings(self.path, "tokenizer_config.json").get("added_tokens_decoder", {})
+            more: Any = read_settings(self.path, "tokenizer_config.json").get("added_tokens_decoder", {})
             ids |= {token["content"]: int(i) for i, token in more.items()}
             if not ids:
                 raise ValueError("no tokens")
@@ -169,7 +169,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, text: str) -> None:
             )
 
 
-def settings(folder: str | os.PathLike[str], name: str) -> dict[str, Json]:
+def read_settings(folder: str | os.PathLike[str], name: str) -> dict[str, Json]:
     """The JSON object in a file of a tokenizer folder; empty without such a file. UserError if it cannot be read."""
     path = Path(folder, name)
     return read_object(path) if path.exists() else {}

@@ -20,8 +20,7 @@ from gspax.config import Evaluation, Experiment, Grading, Sampling, Task
 from gspax.data.chat import hf_chat
 from gspax.data.problem import Problem
 from gspax.data.sources import sequence
-from gspax.data.tokenizer import hf_tokenizer
-from gspax.data.tokenizer import settings as read_settings
+from gspax.data.tokenizer import hf_tokenizer, read_settings
 from gspax.errors import UserError
 from gspax.evaluation.benchmark import (
     Summary,

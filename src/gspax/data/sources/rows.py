@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from gspax.config.functions import unwrap
+from gspax.config.functions import title_of
 from gspax.data.problem import Problem, at_least_0, digest, is_heldout
 from gspax.data.sources.order import permute, shuffle
 from gspax.data.sources.schema import Schema
@@ -243,8 +243,7 @@ def _open(source: RowSource) -> Scan:
 def _first_reason(rules: tuple[Rule, ...], problem: Problem, table: Table, i: int) -> tuple[str, str] | None:
     """The name of the first rule that rejects the problem, and its reason."""
     for rule in rules:
-        inner = unwrap(rule)
-        name = getattr(inner, "__name__", type(inner).__name__)
+        name = title_of(rule).rpartition(".")[2]
         try:
             reason = rule(problem)
         except UserError:

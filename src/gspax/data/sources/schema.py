@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gspax.config.protocols import Message, Problem
+from gspax.errors import shorten
 
 _ROLES = ("system", "user", "assistant")
 
@@ -53,7 +54,7 @@ class Schema:
         if isinstance(row, Problem):
             return row, _key(row.context, _text("prompt", row.prompt))
         if not isinstance(row, Mapping):
-            raise ValueError(f"wanted an object with columns, got {_show(row)}")
+            raise ValueError(f"wanted an object with columns, got {shorten(repr(row))}")
         context, prompt = _conversation(self.prompt, _column(row, self.prompt))
         task = self.task if self.task_column is None else _text(self.task_column, _column(row, self.task_column))
         answer = "" if self.answer is None else _answer(self.answer, _column(row, self.answer))
@@ -108,11 +109,11 @@ def _plain(value: object) -> object:
 
 def _text(name: str, value: object, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str) or not (value.strip() or may_be_empty):
-        raise ValueError(f"{name}: wanted a text that is not empty, got {_show(value)}")
+        raise ValueError(f"{name}: wanted a text that is not empty, got {shorten(repr(value))}")
     try:
         value.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can hold
-        raise ValueError(f"{name}: wanted valid Unicode, got {_show(value)}") from None
+        raise ValueError(f"{name}: wanted valid Unicode, got {shorten(repr(value))}") from None
     return value
 
 
@@ -137,10 +138,7 @@ def _message(name: str, value: object, *, first: bool) -> Message:
     role, content = (value.get(key) for key in ("role", "content")) if isinstance(value, dict) else (None, None)
     roles = _ROLES if first else _ROLES[1:]
     if role not in roles or not isinstance(content, str):
-        raise ValueError(f"{name}: wanted a role of {', '.join(roles)} and a content of text, got {_show(value)}")
+        raise ValueError(
+            f"{name}: wanted a role of {', '.join(roles)} and a content of text, got {shorten(repr(value))}"
+        )
     return {"role": role, "content": _text(name, content, may_be_empty=True)}
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
