@@ -1,4 +1,4 @@
-"""Run gspax and google-tunix on the same shape, in processes that alternate, so that other load hits both alike."""
+"""Run gspax and its peers on the same shape, in processes that alternate, so that other load hits all alike."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gspax.commands.environment import VARIABLE, has_accelerator
 from gspax.config import ModelConfig, Sampling
 
-SCRIPT = Path(__file__).with_name("tunix_grpo.py")
+SCRIPTS = {"google-tunix": "tunix_grpo.py", "TRL": "trl_gspo.py"}  # of each peer, in this folder
 MODEL_KEYS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size"),
@@ -24,20 +24,20 @@ FIRST_STEP = {"first_step_cpu_s": "CPU", "first_step_s": "wall"}  # from the sta
 SAMPLING_KEYS = ("prompts", "group", "max_prompt_tokens", "max_tokens")
 
 
-def compare(python: str, ours: Sequence[str], shape: dict[str, int], rounds: int) -> dict[str, Any]:
-    """Run both `rounds` times; the medians and every run's figures.
+def compare(pythons: Mapping[str, str], ours: Sequence[str], shape: dict[str, int], rounds: int) -> dict[str, Any]:
+    """Run all `rounds` times; the medians and every run's figures.
 
-    The first gspax run compiles everything, the later ones read the compilation cache, which tunix does not have.
+    The first gspax run compiles everything, the later ones read the compilation cache, which no peer has.
 
     Args:
-      python: the interpreter that has google-tunix.
+      pythons: the interpreter that has a peer, by its name in `SCRIPTS`.
       ours: FILE and its overrides.
       shape: of `shape`.
 
     Raises:
       SystemExit: one of them fails; the message has the end of what it printed.
     """
-    gspax_runs, tunix_runs = [], []
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("gspax", *pythons)}
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, VARIABLE: f"{folder}/cache"}
         environment.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -46,13 +46,16 @@ def compare(python: str, ours: Sequence[str], shape: dict[str, int], rounds: int
         result = Path(folder) / "bench.json"
         for _ in range(rounds):
             run([sys.executable, "-m", "gspax", "bench", *ours, "--json", str(result)], environment)
-            gspax_runs.append(by_phase(json.loads(result.read_text(encoding="utf-8"))))
-            tunix_runs.append(json.loads(run([python, str(SCRIPT), json.dumps(shape)], environment).splitlines()[-1]))
-    return {"rows": compared(gspax_runs, tunix_runs), "gspax": gspax_runs, "tunix": tunix_runs}
+            runs["gspax"].append(by_phase(json.loads(result.read_text(encoding="utf-8"))))
+            for name, python in pythons.items():
+                script = str(Path(__file__).with_name(SCRIPTS[name]))
+                printed = run([python, script, json.dumps(shape)], environment)
+                runs[name].append(json.loads(printed.splitlines()[-1]))
+    return {"rows": compare_figures(runs), "runs": runs}
 
 
 def shape(model: ModelConfig, sampling: Sampling) -> dict[str, int]:
-    """What both have in common: the model's sizes and the rollout batch's."""
+    """What all have in common: the model's sizes and the rollout batch's."""
     return {
         **{name: getattr(model, name) for name in MODEL_KEYS},
         **{name: getattr(sampling, name) for name in SAMPLING_KEYS},
@@ -77,25 +80,25 @@ def by_phase(result: dict[str, Any]) -> dict[str, Any]:
     return {name: result[name] for name in (*FIRST_STEP, "peak_memory_bytes")} | {"phases": phases}
 
 
-def compared(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Name of a quantity -> {gspax, tunix, ratio}: medians over the rounds, and tunix's over ours."""
+def compare_figures(runs: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Each quantity's value for gspax and for each peer: medians over the rounds.
 
-    def phase(name: str, clock: str) -> tuple[float, float]:
-        a, b = (statistics.median(each["phases"][name][clock] for each in side) for side in (ours, theirs))
-        return a, b
-
-    peaks = [max(each["peak_memory_bytes"] for each in side) / 1e9 for side in (ours, theirs)]
-    pairs = {
-        "step, CPU s": phase("step", "cpu_s"),
-        "step, wall s": phase("step", "wall_s"),
-        "rollout, CPU s": phase("rollout", "cpu_s"),
-        "update, CPU s": phase("train", "cpu_s"),
-        "peak memory, GB": (peaks[0], peaks[1]),
+    The first step of gspax's first run compiles; the later runs read the cache.
+    """
+    rows = {
+        f"{title}, {clock} s": {
+            name: statistics.median(each["phases"][phase][field] for each in figures) for name, figures in runs.items()
+        }
+        for title, phase in (("step", "step"), ("rollout", "rollout"), ("update", "train"))
+        for clock, field in (("wall", "wall_s"), ("CPU", "cpu_s"))
+    }
+    rows["peak memory, GB"] = {
+        name: statistics.median(each["peak_memory_bytes"] / 1e9 for each in figures) for name, figures in runs.items()
     }
     for field, clock in FIRST_STEP.items():
-        first = statistics.median(each[field] for each in theirs)
-        pairs[f"first step, {clock} s"] = (ours[0][field], first)
-        if len(ours) > 1:
-            cached = statistics.median(each[field] for each in ours[1:])
-            pairs[f"first step with a warm cache, {clock} s"] = (cached, first)
-    return {name: {"gspax": a, "tunix": b, "ratio": b / a} for name, (a, b) in pairs.items()}
+        firsts = {name: [each[field] for each in figures] for name, figures in runs.items()}
+        medians = {name: statistics.median(seconds) for name, seconds in firsts.items()}
+        rows[f"first step, {clock} s"] = medians | {"gspax": firsts["gspax"][0]}
+        if cached := firsts["gspax"][1:]:
+            rows[f"first step with a warm cache, {clock} s"] = medians | {"gspax": statistics.median(cached)}
+    return rows

@@ -2,23 +2,18 @@
 
     PYTHON tunix_grpo.py '{"vocab_size": 512, ...}'     (the keys of `peers.shape`)
 
-Prints one line of JSON: medians of the steps after the first two, the end of the first step and the peak memory. No
-token ends a completion, so every one has `max_tokens` tokens; the reward is the share of digits.
+Prints one line of JSON (`stopwatch.summarize`). No token ends a completion, so every one has `max_tokens` tokens; the
+reward is the share of digits.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import resource
-import statistics
 import sys
-import time
 from typing import Any
 
-START = time.perf_counter()
-STEPS, WARM_UP = 6, 2
+from stopwatch import STEPS, Stopwatch, summarize
 
 
 class Bytes:
@@ -42,28 +37,6 @@ class Bytes:
 
 def share_of_digits(prompts: Any, completions: list[str], **_: Any) -> list[float]:
     return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
-
-
-class Stopwatch:
-    """Wall and CPU seconds of each call of a method, after which `wait` is called."""
-
-    def __init__(self, owner: Any, name: str, wait: Any = lambda: None) -> None:
-        self.calls: list[tuple[float, float]] = []
-        self.starts: list[tuple[float, float]] = []
-        method = getattr(owner, name)
-
-        def timed(*arguments: Any, **options: Any) -> Any:
-            self.starts.append(now())
-            result = method(*arguments, **options)
-            wait()
-            self.calls.append(tuple(b - a for a, b in zip(self.starts[-1], now(), strict=True)))  # type: ignore[arg-type]
-            return result
-
-        setattr(owner, name, timed)
-
-
-def now() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
 
 
 def make_cluster(shape: dict[str, Any]) -> Any:
@@ -146,24 +119,12 @@ def main(shape: dict[str, Any]) -> dict[str, Any]:
     def wait() -> None:
         jax.block_until_ready(jax.tree.leaves(nnx.state(cluster.actor_trainer.model)))
 
-    rollout, update = Stopwatch(cluster, "generate"), Stopwatch(cluster, "update_actor", wait)
+    rollout = Stopwatch(cluster, "generate")
+    Stopwatch(cluster, "update_actor", wait)  # a step ends when its update is computed
     random = np.random.default_rng(0)
     sums = [[f"{a}+{b}=" for a, b in random.integers(0, 1000, (shape["prompts"], 2))] for _ in range(STEPS)]
     learner.train([{"prompts": np.array(prompts)} for prompts in sums])
-    starts = [*rollout.starts, now()]
-    steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(starts)]
-
-    def medians(calls: list[Any]) -> dict[str, float]:
-        wall, cpu = (statistics.median(each) for each in zip(*calls[WARM_UP:], strict=True))
-        return {"wall_s": wall, "cpu_s": cpu}
-
-    return {
-        "version": importlib.metadata.version("google-tunix"),
-        "first_step_s": starts[1][0] - START,
-        "first_step_cpu_s": starts[1][1],
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "phases": {"rollout": medians(rollout.calls), "train": medians(update.calls), "step": medians(steps)},
-    }
+    return summarize(importlib.metadata.version("google-tunix"), rollout)
 
 
 if __name__ == "__main__":

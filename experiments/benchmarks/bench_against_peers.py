@@ -1,15 +1,16 @@
-"""gspax beside google-tunix on three shapes, more experts, and drawing in all its cases, as the tables of speed.md.
+"""gspax, google-tunix, and TRL on three shapes; more experts; sampling in all its cases: the tables of speed.md.
 
 Runs `gspax bench` for each shape, unless its figures are in DIR already, and writes the tables. A run that failed, as
 for want of memory, is repeated by the same command; the figures that DIR has are kept.
 
-Run: python experiments/benchmarks/bench_against_tunix.py DIR --tunix PYTHON --commit COMMIT
+Run: python experiments/benchmarks/bench_against_peers.py DIR --tunix PYTHON --trl PYTHON --commit COMMIT
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,23 +42,25 @@ def read_or_run(path: Path, *options: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def read_or_compare(path: Path, python: str, rounds: int, *overrides: str) -> dict[str, Any]:
+def read_or_compare(path: Path, pythons: dict[str, str], rounds: int, *overrides: str) -> dict[str, Any]:
     """The comparison in `path`, measured now if there is none."""
     if not path.exists():
         experiment = override(load(FILE), overrides)
         shape = peers.shape(experiment.model, experiment.sampling)
-        result = peers.compare(python, [str(FILE), *overrides], shape, rounds)
+        result = peers.compare(pythons, [str(FILE), *overrides], shape, rounds)
         path.write_text(json.dumps({"overrides": overrides, **result}, indent=1) + "\n", encoding="utf-8")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def compared(name: str, figures: dict[str, Any]) -> list[str]:
-    """The table of one shape."""
-    overrides = " ".join(figures["overrides"])
-    lines = [f"### {name}{f' (`{overrides}`)' if overrides else ''}", "", "| | gspax | google-tunix | ratio |"]
-    lines += ["| --- | --- | --- | --- |"]
+def comparison_table(name: str, figures: dict[str, Any]) -> list[str]:
+    """The table of one shape: each quantity, and how many times gspax's value a peer's is."""
+    overrides, (ours, *others) = " ".join(figures["overrides"]), figures["runs"]
+    columns = ["", ours, *others, *(f"{other} / {ours}" for other in others)]
+    lines = [f"### {name}{f' (`{overrides}`)' if overrides else ''}", "", f"| {' | '.join(columns)} |"]
+    lines += [f"|{' --- |' * len(columns)}"]
     for quantity, row in figures["rows"].items():
-        lines.append(f"| {quantity} | {row['gspax']:.2f} | {row['tunix']:.2f} | {row['ratio']:.2f} |")
+        values = [row[ours], *(row[other] for other in others), *(row[other] / row[ours] for other in others)]
+        lines.append(f"| {quantity} | {' | '.join(f'{value:.2f}' for value in values)} |")
     return [*lines, ""]
 
 
@@ -90,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR", help="of the JSON files")
     parser.add_argument("--tunix", required=True, metavar="PYTHON", help="an interpreter with google-tunix")
+    parser.add_argument("--trl", required=True, metavar="PYTHON", help="an interpreter with TRL")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument(
         "--rounds", type=int, default=2, metavar="N", help="of each shape; the second reads the compilation cache"
@@ -97,18 +101,20 @@ def main() -> None:
     parser.add_argument("--commit", required=True, help="what is measured")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
+    pythons = {"google-tunix": options.tunix, "TRL": options.trl}
     lines = [
-        "# Speed beside google-tunix",
+        "# Speed compared with google-tunix and TRL",
         "",
-        f"Written by `bench_against_tunix.py` at {options.commit}: `bench_small_moe.py` (16 prompts x 8 samples",
-        "x 64 new tokens, 4 layers of width 128, float32) on 2 CPU cores. The processes alternate; on a machine",
-        "that is shared, compare CPU seconds. The first step counts from the start of the process, imports",
-        "included, and compiles everything; with a warm cache gspax reads its programs, and tunix has no cache.",
+        f"Written by `bench_against_peers.py` at {options.commit}: `bench_small_moe.py` (16 prompts x 8 samples",
+        f"x 64 new tokens, 4 layers of width 128, float32) on {os.cpu_count()} CPU cores. The processes alternate.",
+        "On a machine that is shared, compare CPU seconds, but not with TRL's: torch's threads spin while they wait.",
+        "The first step counts from the start of the process, imports included, and compiles everything; with a",
+        "warm cache gspax reads its programs. The peers have no cache.",
         "",
     ]
     for name in options.shapes:
         path = options.folder / f"{name}.json"
-        lines += compared(name, read_or_compare(path, options.tunix, options.rounds, *SHAPES[name]))
+        lines += comparison_table(name, read_or_compare(path, pythons, options.rounds, *SHAPES[name]))
     lines += ["## From 8 to 64 experts", "", *widened(options.folder)]
     lines += ["## Drawing alone", "", *drawn(read_or_run(options.folder / "drawing.json", "--parts", "drawing"))]
     (HERE / "speed.md").write_text("\n".join(lines).rstrip("\n") + "\n", encoding="utf-8")
