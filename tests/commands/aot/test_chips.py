@@ -66,27 +66,3 @@ def test_the_devices_of_a_topology_and_an_unsupported_one():
     with pytest.raises(UserError, match="--topology v5e:3x5: libtpu does not support it: "):
         chips.describe_devices(chips.parse_topology("v5e:3x5"))
     assert dict(os.environ) == before, "processes started later would see a TPU on this machine"
-
-
-@pytest.mark.parametrize(
-    ("text", "crossed", "links"),
-    [
-        ("v5p:4x4x4", (0,), 2),  # a ring: both ways
-        ("v5p:4x4x4", (0, 1, 2), 6),
-        ("v5p:2x2x4", (0,), 1),  # a line of two
-        ("v5e:8x8", (0, 1), 2),  # a v5e dimension wraps around at 16
-        ("v5e:16x16", (0, 1), 4),
-        ("v6e:4x1", (1,), 1),
-        ("v5e:4x4", (), 1),
-    ],
-)
-def test_links_that_a_device_can_use_at_once(text, crossed, links):
-    topology = chips.parse_topology(text)
-    assert topology.network_rate(crossed) == links * topology.chip.link_rate
-
-
-def test_a_part_of_a_slice_does_not_wrap_around():
-    topology = chips.parse_topology("v5p:4x4x4")
-    assert topology.network_rate((0, 1, 2), (2, 4, 4)) == 5 * topology.chip.link_rate
-    large = chips.parse_topology("v5p:8x4x4")
-    assert large.network_rate((0,), (4, 4, 4)) == large.chip.link_rate

@@ -23,15 +23,38 @@ def grid(*lengths):
     return np.stack(np.meshgrid(*map(np.arange, lengths), indexing="ij"), axis=-1).reshape(-1, len(lengths))
 
 
+@pytest.mark.parametrize(
+    ("text", "axes", "links"),
+    [
+        ("v5p:4x4x4", "x", 2),  # a ring: both ways
+        ("v5p:4x4x4", "xyz", 6),
+        ("v5p:2x2x4", "x", 1),  # a line of two
+        ("v5e:8x8", "xy", 2),  # a v5e dimension wraps around at 16
+        ("v5e:16x16", "xy", 4),
+        ("v6e:4x1", "y", 1),
+        ("v5e:4x4", "", 1),
+    ],
+)
+def test_links_that_a_device_can_use_at_once(text, axes, links):
+    topology = chips.parse_topology(text)
+    mesh = dict(zip("xyz", topology.shape, strict=False))
+    assert chips.link_rate(tuple(axes), grid(*topology.shape), mesh, topology) == links * topology.chip.link_rate
+
+
+def test_a_part_of_a_slice_does_not_wrap_around():
+    topology = chips.parse_topology("v5p:8x4x4")
+    rate = partial(chips.link_rate, coords=grid(4, 4, 4), mesh={"x": 4, "y": 4, "z": 4}, topology=topology)
+    assert rate(("x",)) == topology.chip.link_rate
+    assert rate(("x", "y", "z")) == 5 * topology.chip.link_rate
+
+
 def test_axes_of_the_mesh_cross_dimensions_of_the_torus():
-    mesh = {"data": 2, "fsdp": 4, "tensor": 2}
-    # 16 devices, row by row: data is half of the rows
-    crossed = partial(chips.dimensions_crossed, coords=grid(4, 4), mesh=mesh)
-    assert crossed(("data",)) == (0,)
-    assert crossed(("fsdp",)) == (0, 1)
-    assert crossed(("tensor",)) == (1,)
-    assert crossed(("data", "tensor")) == (0, 1)
-    assert crossed(()) == ()
+    """64 devices row by row, two ranges of rows for `data`: dimension 0 is a line with one link, 1 a ring with two."""
+    topology = chips.parse_topology("v5e:4x16")
+    rate = partial(chips.link_rate, coords=grid(4, 16), mesh={"data": 2, "fsdp": 8, "tensor": 4}, topology=topology)
+    links = {axes: rate(axes) / topology.chip.link_rate for axes in (("data",), ("fsdp",), ("tensor",), ())}
+    assert links == {("data",): 1, ("fsdp",): 1 + 2, ("tensor",): 2, (): 1}
+    assert rate(("data", "tensor")) == 3 * topology.chip.link_rate
 
 
 def test_the_rate_along_axes_of_the_mesh():

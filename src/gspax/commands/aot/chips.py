@@ -39,54 +39,35 @@ class Chip:
     """The peak rates and the memory of one device of a TPU generation."""
 
     flops: float  # FLOP/s of bfloat16 matrix products
-    memory: int  # bytes that a program may use
+    memory_gib: float  # that a program may use
     memory_rate: float  # bytes/s
-    link_rate: float  # bytes/s, one way: the device's share of one link to a neighbour
+    link_rate: float  # bytes/s, one way: the device's share of one link to a neighbor
     dcn_rate: float  # bytes/s, one way: its share of the data center's network, which connects slices
     dimensions: int  # of the torus
-    ring: int  # a dimension whose length is a multiple of this wraps around
-    devices: int  # per chip
+    devices: int = 1  # per chip
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a program may use."""
+        return int(self.memory_gib * 2**30)
+
+    @property
+    def ring(self) -> int:
+        """A dimension of the torus whose length is a multiple of this wraps around."""
+        return 16 if self.dimensions == 2 else 4
 
 
 CHIPS = {
-    "v5e": Chip(
-        flops=197e12,
-        memory=int(15.75 * 2**30),
-        memory_rate=819e9,
-        link_rate=50e9,
-        dcn_rate=25e9 / 8,
-        dimensions=2,
-        ring=16,
-        devices=1,
-    ),
-    "v5p": Chip(
-        flops=459e12,
-        memory=int(95.74 * 2**30),
-        memory_rate=2765e9,
-        link_rate=100e9,
-        dcn_rate=50e9 / 8,
-        dimensions=3,
-        ring=4,
-        devices=1,
-    ),
-    "v6e": Chip(
-        flops=918e12,
-        memory=int(31.25 * 2**30),
-        memory_rate=1638e9,
-        link_rate=100e9,
-        dcn_rate=100e9 / 8,
-        dimensions=2,
-        ring=16,
-        devices=1,
-    ),
-    "tpu7x": Chip(
+    "v5e": Chip(flops=197e12, memory_gib=15.75, memory_rate=819e9, link_rate=50e9, dcn_rate=25e9 / 8, dimensions=2),
+    "v5p": Chip(flops=459e12, memory_gib=95.74, memory_rate=2765e9, link_rate=100e9, dcn_rate=50e9 / 8, dimensions=3),
+    "v6e": Chip(flops=918e12, memory_gib=31.25, memory_rate=1638e9, link_rate=100e9, dcn_rate=100e9 / 8, dimensions=2),
+    "tpu7x": Chip(  # each chip is two devices
         flops=2307e12 / 2,
-        memory=int(94.75 * 2**30),
+        memory_gib=94.75,
         memory_rate=7380e9 / 2,
         link_rate=100e9 / 2,
         dcn_rate=100e9 / 8 / 2,
         dimensions=3,
-        ring=4,
         devices=2,
     ),
 }
@@ -120,21 +101,6 @@ class Topology:
 
     def __str__(self) -> str:
         return (f"{self.slices}x" if self.slices > 1 else "") + f"{self.kind}:{'x'.join(map(str, self.shape))}"
-
-    def network_rate(self, crossed: tuple[int, ...], extent: tuple[int, ...] | None = None) -> float:
-        """Bytes/s that a device can send at once along these dimensions of the torus.
-
-        A dimension that wraps around has two links; a line has one, since the others wait for its end devices.
-
-        Args:
-          crossed: dimensions.
-          extent: the devices of the program along each dimension, if it uses only part of a slice; a dimension that is
-            used in part does not wrap around.
-        """
-        extent = extent or self.shape
-        closed = [a == b and b % self.chip.ring == 0 for a, b in zip(extent, self.shape, strict=True)]
-        links = sum(1 + closed[axis] for axis in crossed if self.shape[axis] > 1)
-        return max(links, 1) * self.chip.link_rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,24 +208,20 @@ def _split_slices(placement: Placement | None, topology: Topology) -> tuple[Topo
 def link_rate(axes: tuple[str, ...], coords: np.ndarray, mesh: dict[str, int], topology: Topology) -> float:
     """The bytes/s at which a device can send to its group along axes of the mesh, within a slice.
 
-    For axes that are `UNKNOWN` it assumes all dimensions.
+    A dimension of the torus that wraps around has two links. A line has one, since the others wait for its end devices,
+    and so has a dimension that the program uses in part. Axes that are `UNKNOWN` count as all axes.
 
     Args:
       axes: of the mesh.
-      coords: int [devices, dimensions], the coordinates of the mesh's devices in the torus.
+      coords: int [devices, dimensions], the coordinates of the mesh's devices in the torus. They repeat from slice to
+        slice.
       mesh: axis sizes, in the devices' order.
       topology: the slices that hold the mesh.
     """
-    extent = tuple((np.ptp(coords, axis=0) + 1).tolist())
-    crossed = tuple(range(len(extent))) if axes == UNKNOWN else dimensions_crossed(axes, coords, mesh)
-    return topology.network_rate(crossed, extent)
-
-
-def dimensions_crossed(axes: tuple[str, ...], coords: np.ndarray, mesh: dict[str, int]) -> tuple[int, ...]:
-    """The torus dimensions that groups of devices along axes of the mesh extend over.
-
-    Arguments are those of `link_rate`. Coordinates repeat from slice to slice.
-    """
     grid = coords.reshape(*mesh.values(), -1)
-    group = grid[tuple(slice(None) if axis in axes else 0 for axis in mesh)].reshape(-1, grid.shape[-1])
-    return tuple(np.flatnonzero(np.ptp(group, axis=0)).tolist())
+    group = grid[tuple(slice(None) if axis in axes or axes == UNKNOWN else 0 for axis in mesh)]
+    crossed = np.ptp(group.reshape(-1, coords.shape[-1]), axis=0) > 0
+    extent = np.ptp(coords, axis=0) + 1
+    wraps = (extent == topology.shape) & (extent % topology.chip.ring == 0)
+    links = int(np.sum(crossed * (1 + wraps)))
+    return max(links, 1) * topology.chip.link_rate
