@@ -22,9 +22,9 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,30 +33,30 @@ from gspax.model.kernels.decode_attention import KERNEL, fetched_positions
 
 RAGGED = "ragged-all-to-all"
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", RAGGED)
-TRANSFERS = {  # between slices, by libtpu's names
-    "ALL_REDUCE": "all-reduce",
-    "ALL_GATHER": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "collective-permute",
-}
 SPREAD = "async_collective_fusion_config"  # marks a collective that the TPU compiler has spread over several fusions
+ASYNC = "AsyncCollective"  # custom calls that start and end such a collective
 CONTROL = {"while", "call", "conditional", "async-start"}  # run other computations and move nothing themselves
 FREE = CONTROL | {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "optimization-barrier", "add-dependency"),
 }
 FUSED = {"fusion", "custom-call"}  # their `calls` describe them; the instructions inside are not run one by one
-ASYNC = "AsyncCollective"  # custom calls that start and end a collective that is spread over fusions
 SLICES = {"dynamic-slice", "gather", "slice"}
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place -> the operand that is written
 UNKNOWN = ("unknown",)  # the axes of a collective whose groups could not be parsed
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*?)\)(?:, (\w+=.*))?$")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?")
-_ON_CHIP = re.compile(r"\b[a-z]+\d*\w*\[[\d,]*\]\{[^}]*S\([1-9]\d*\)[^}]*\}")
+_BUFFER = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
+
+
+class Buffer(NamedTuple):
+    """An array in the type of an instruction."""
+
+    shape: tuple[int, ...]
+    size: int  # bytes
+    on_chip: bool
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,20 @@ class Instruction:
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
         return tuple(re.findall(r"%([\w.\-]+)", self.arguments))
+
+    @functools.cached_property
+    def buffers(self) -> list[Buffer]:
+        return parse_type(self.type)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the result."""
+        return sum(buffer.size for buffer in self.buffers)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the result that are in the device's memory, not on chip."""
+        return sum(buffer.size for buffer in self.buffers if not buffer.on_chip)
 
     @property
     def called(self) -> list[str]:
@@ -92,7 +106,7 @@ class Instruction:
 
 
 Computation = dict[str, Instruction]
-# How many positions of a cache with so many are fetched for a row, by the call with fewer query heads per key head or
+# The positions of a cache of this length that are fetched for a row, by the call with fewer query heads per key head or
 # by the other one.
 Fetched = Callable[[int, bool], float]
 Key = TypeVar("Key", bound=Hashable)
@@ -132,23 +146,29 @@ def parse(text: str) -> Module:
     return Module(computations, entry)
 
 
-def array_bytes(type_: str) -> list[int]:
-    """Bytes of each array in a type such as `(f32[2,3]{1,0}, pred[])`."""
-    return [
-        math.ceil(math.prod(int(length) for length in shape.split(",") if length) * (int(bits) if bits else 8) / 8)
-        for _, bits, shape, _ in _ARRAY.findall(type_)
-    ]
+def parse_type(type_: str) -> list[Buffer]:
+    """The arrays in a type such as `(f32[2,3]{1,0}, pred[])`."""
+    buffers = []
+    for bits, lengths, layout in _BUFFER.findall(type_):
+        shape = _integers(lengths)
+        size = math.ceil(math.prod(shape) * int(bits or 8) / 8)
+        buffers.append(Buffer(shape, size, bool(re.search(r"S\([1-9]", layout))))
+    return buffers
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
 
 
 def find_root(computation: Computation) -> Instruction:
     """The instruction whose result is the computation's."""
-    return next(each for each in computation.values() if each.root)
+    return next(op for op in computation.values() if op.root)
 
 
-def reach(instruction: Instruction, module: Module) -> Iterator[Instruction]:
+def reach(op: Instruction, module: Module) -> Iterator[Instruction]:
     """The instruction, and all that it runs."""
-    yield instruction
-    for name in (*instruction.called, *instruction.branches):
+    yield op
+    for name in (*op.called, *op.branches):
         for inner in module.computations.get(name, {}).values():
             yield from reach(inner, module)
 
@@ -158,49 +178,49 @@ def trip_count(loop: Instruction, module: Module) -> int | None:
     if known := re.search(r'known_trip_count[^}]*?"n":\s*"(\d+)"', loop.attributes):
         return int(known[1])
     condition = module.computations[loop.attribute("condition")]
-    root, values = find_root(condition), _constants(condition)
-    if root.opcode == "fusion":  # the comparison and its constant may have been fused
-        inside, given = module.computations[root.attribute("calls")], [values.get(name, "") for name in root.operands]
-        root, values = find_root(inside), _constants(inside, given)
-    if root.opcode != "compare" or "direction=LT" not in root.attributes:
+    root = find_root(condition)
+    fused = _fused(root, module)  # the comparison and its constant may have been fused
+    compare = find_root(fused) if fused else root
+    if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
         return None
-    limit = values.get(root.operands[1], "")
-    return int(limit) if limit.isdigit() else None
+    limit = (fused or condition)[compare.operands[1]]
+    if fused and limit.opcode == "parameter":
+        limit = condition[root.operands[int(limit.arguments)]]
+    is_known = limit.opcode == "constant" and limit.arguments.isdigit()
+    return int(limit.arguments) if is_known else None
 
 
-def _constants(computation: Computation, given: Sequence[str] = ()) -> dict[str, str]:
-    """The values of a computation's constants, and those that are `given` to its parameters."""
-    values = {}
-    for each in computation.values():
-        if each.opcode == "constant":
-            values[each.name] = each.arguments
-        elif each.opcode == "parameter" and given:
-            values[each.name] = given[int(each.arguments)]
-    return values
-
-
-def total(module: Module, count: Callable[[str, Instruction], Counter[Key]], *, unknown_trips: int) -> Counter[Key]:
+def total(
+    module: Module,
+    count: Callable[[str, Instruction], Counter[Key]],
+    *,
+    unknown_trips: int,
+    into_fusions: bool = True,
+) -> Counter[Key]:
     """The sum of `count(computation, instruction)` over everything that the program runs, loops included.
 
     Args:
+      module: the program.
+      count: the counts of one instruction, without those that it runs; gets the name of its computation too.
       unknown_trips: the trip count of loops that do not state it.
+      into_fusions: whether to count the instructions inside of fusions, kernels and reductions too.
     """
 
     @functools.cache
-    def of(name: str) -> Counter[Key]:
+    def count_all(name: str) -> Counter[Key]:
         counts: Counter[Key] = Counter()
-        for each in module.computations.get(name, {}).values():
-            counts.update(count(name, each))
-            known = trip_count(each, module) if each.opcode == "while" else 1
+        for op in module.computations.get(name, {}).values():
+            counts.update(count(name, op))
+            known = trip_count(op, module) if op.opcode == "while" else 1
             times = unknown_trips if known is None else known
-            for called in each.called:
-                for key, value in of(called).items():
+            for called in op.called if into_fusions or op.opcode in CONTROL else ():
+                for key, value in count_all(called).items():
                     counts[key] += times * value
-            if branches := _without_fallback(each.branches, module):
-                counts.update(max(map(of, branches), key=lambda branch: sum(branch.values())))
+            if branches := _without_fallback(op.branches, module):
+                counts.update(max(map(count_all, branches), key=lambda branch: sum(branch.values())))
         return counts
 
-    return of(module.entry)
+    return count_all(module.entry)
 
 
 def _without_fallback(branches: list[str], module: Module) -> list[str]:
@@ -208,7 +228,7 @@ def _without_fallback(branches: list[str], module: Module) -> list[str]:
 
     def has_ragged(name: str) -> bool:
         instructions = module.computations.get(name, {}).values()
-        return any(inner.opcode.startswith(RAGGED) for each in instructions for inner in reach(each, module))
+        return any(inner.opcode.startswith(RAGGED) for op in instructions for inner in reach(op, module))
 
     return list(filter(has_ragged, branches)) or branches
 
@@ -216,9 +236,9 @@ def _without_fallback(branches: list[str], module: Module) -> list[str]:
 def unknown_loops(module: Module) -> int:
     """The number of loops with unknown trip counts, without those inside of another one."""
 
-    def count(computation: str, each: Instruction) -> Counter[tuple[str, str]]:
-        is_unknown = each.opcode == "while" and trip_count(each, module) is None
-        return Counter({(computation, each.name): 1} if is_unknown else {})
+    def count(computation: str, op: Instruction) -> Counter[tuple[str, str]]:
+        is_unknown = op.opcode == "while" and trip_count(op, module) is None
+        return Counter({(computation, op.name): 1} if is_unknown else {})
 
     return sum(runs > 0 for runs in total(module, count, unknown_trips=0).values())
 
@@ -232,38 +252,33 @@ def collectives(module: Module, mesh: dict[str, int], *, unknown_trips: int, sli
     slices.
 
     Args:
+      module: the program.
       mesh: axis sizes in the order of the devices that the program was compiled for.
       unknown_trips: the trip count of loops that do not state it.
       slices: TPU slices that the program was compiled for; if several, the mesh axis `slice` is along them.
     """
-    # The TPU compiler spreads one collective over several fusions, which all show it; the one that starts it counts.
-    starts = {
-        name
-        for name, inside in module.computations.items()
-        if any('custom_call_target="AsyncCollectiveStart"' in each.attributes for each in inside.values())
-    }
     within = {**mesh, "slice": mesh["slice"] // slices} if slices > 1 else mesh
 
-    def count(computation: str, each: Instruction) -> Counter[Collective]:
-        if each.opcode == "send":
-            return _between_slices(each, slices)
-        kind = each.opcode.removesuffix("-start")
-        if kind not in KINDS or (SPREAD in each.attributes and computation not in starts):
+    def count(name: str, op: Instruction) -> Counter[Collective]:
+        if op.opcode == "send":
+            return _between_slices(op, slices)
+        computation, kind = module.computations[name], op.opcode.removesuffix("-start")
+        # The TPU compiler spreads one collective over several fusions, which all show it. The first one counts.
+        if kind not in KINDS or _starts_elsewhere(op, computation):
             return Counter()
-        axes, size = _group_axes(each.attributes, within)
-        sizes = array_bytes(each.type)
-        whole = sum(sizes)
-        if kind == "all-gather" and each.opcode != kind:  # the type lists the arguments before the results
+        axes, size = _group_axes(op.attributes, within)
+        whole = op.size
+        if kind == "all-gather" and op.opcode != kind:  # the type lists the arguments before the results
             whole = whole * size // (size + 1)
         elif kind == "collective-permute":
-            whole = max(sizes)
+            whole = max(buffer.size for buffer in op.buffers)
         elif kind == "reduce-scatter":
             whole *= size
-        elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):  # each device keeps only its part
+        elif kind == "all-reduce" and name.startswith("all-reduce-scatter"):  # each device keeps only its part
             kind = "reduce-scatter"
-        elif kind == RAGGED and (source := module.computations[computation].get(each.operands[0])):
+        elif kind == RAGGED and (source := computation.get(op.operands[0])):
             # one end is a buffer with room to spare: the other is what the devices send on average
-            whole = min(whole, sum(array_bytes(source.type)))
+            whole = min(whole, source.size)
         return Counter({Collective(kind, axes, size): _sent(kind, whole, size)})
 
     return {key: sent for key, sent in total(module, count, unknown_trips=unknown_trips).items() if sent}
@@ -281,8 +296,8 @@ def _between_slices(send: Instruction, slices: int) -> Counter[Collective]:
     transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.attributes)
     if not transfer:
         return Counter()
-    kind = TRANSFERS.get(transfer[1], transfer[1].lower())
-    operand = sum(array_bytes(send.type)[:-1])  # the last is a handle
+    kind = transfer[1].lower().replace("_", "-").replace("one-to-one", "collective-permute")
+    operand = sum(buffer.size for buffer in send.buffers[:-1])  # the last is a handle
     whole = operand * slices if kind == "all-gather" else operand
     return Counter({Collective(kind, ("slice",), slices, dcn=True): _sent(kind, whole, slices)})
 
@@ -291,31 +306,32 @@ def gathered_weights(module: Module) -> list[str]:
     """The collectives in the loop over tokens whose argument is equal for all tokens, as "kind of type"."""
     return [
         line
-        for each in module.computations[module.entry].values()
-        if each.opcode == "while" and trip_count(each, module) is None
-        for line in _constant_collectives(module, module.computations[each.attribute("body")])
+        for op in module.computations[module.entry].values()
+        if op.opcode == "while" and trip_count(op, module) is None
+        for line in _constant_collectives(module, module.computations[op.attribute("body")])
     ]
 
 
 def _constant_collectives(module: Module, body: Computation) -> Iterator[str]:
     """Collectives of a loop's body that depend only on constants and on state that the body returns unchanged."""
     elements = {
-        name: int(index[1])
-        for name, each in body.items()
-        if each.opcode == "get-tuple-element" and body[each.operands[0]].opcode == "parameter"
-        if (index := re.search(r"index=(\d+)", each.attributes))
+        op.name: int(index[1])
+        for op in body.values()
+        if op.opcode == "get-tuple-element" and body[op.operands[0]].opcode == "parameter"
+        if (index := re.search(r"index=(\d+)", op.attributes))
     }
     root = find_root(body)
     results = root.operands if root.opcode == "tuple" else ()
     unchanged = {number for number, name in enumerate(results) if elements.get(name) == number}
-    constant = {name for name, each in body.items() if each.opcode == "constant" or elements.get(name) in unchanged}
-    for name, each in body.items():
-        known = [operand for operand in each.operands if operand in body]
-        if name not in elements and known and constant.issuperset(known):
-            constant.add(name)
-            kinds = {inner.opcode.removesuffix("-start") for inner in reach(each, module)} & set(KINDS)
-            size = sum(array_bytes(each.type)) / 1e6
-            yield from (f"{kind} of {each.type.split('{')[0].lstrip('(')}, {size:.1f} MB" for kind in sorted(kinds))
+    constant = {op.name for op in body.values() if op.opcode == "constant" or elements.get(op.name) in unchanged}
+    for op in body.values():
+        known = [operand for operand in op.operands if operand in body]
+        if op.name not in elements and known and constant.issuperset(known):
+            constant.add(op.name)
+            kinds = {inner.opcode.removesuffix("-start") for inner in reach(op, module)} & set(KINDS)
+            yield from (
+                f"{kind} of {op.type.split('{')[0].lstrip('(')}, {op.size / 1e6:.1f} MB" for kind in sorted(kinds)
+            )
 
 
 def _group_axes(attributes: str, mesh: dict[str, int]) -> tuple[tuple[str, ...], int]:
@@ -341,7 +357,7 @@ def _first_group(attributes: str, devices: int) -> list[int] | None:
     if "replica_groups={}" in attributes:
         return list(range(devices))
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
-        return _integers(listed[1])
+        return list(_integers(listed[1]))
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
         return _grid(iota[2], iota[3]).reshape(_integers(iota[1]))[0].tolist()
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?\]?\)?)\))? \{([^}]*)\}", attributes):
@@ -355,19 +371,10 @@ def _first_group(attributes: str, devices: int) -> list[int] | None:
     return None
 
 
-def _integers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def _grid(shape: str, transposed: str | None) -> np.ndarray:
     """0, 1, 2, ... in this shape, with its axes permuted."""
     grid = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
     return grid.transpose(_integers(transposed)) if transposed else grid
-
-
-def memory_bytes(type_: str) -> int:
-    """Bytes of the arrays in a type, except those on chip."""
-    return sum(array_bytes(_ON_CHIP.sub("", type_)))
 
 
 def fetched_at(part: str, sampling: Sampling) -> Fetched:
@@ -388,130 +395,119 @@ def traffic(module: Module, *, unknown_trips: int, fetched: Fetched | None = Non
     """Bytes that one run of the program reads from and writes to a device's memory.
 
     Args:
+      module: the program.
       unknown_trips: the trip count of loops that do not state it.
       fetched: what the decoding attention fetches (`fetched_at`); None for its whole caches.
     """
-    everything = [each for computation in module.computations.values() for each in computation.values()]
-    inner = {each.attribute("calls") for each in everything if each.opcode in FUSED}
-    inner |= {each.attribute("to_apply") for each in everything if each.opcode != "call"}
 
-    def count(computation: str, each: Instruction) -> Counter[str]:
-        if computation in inner:
-            return Counter()
-        around = module.computations[computation]
-        if fetched is not None and _is_decode_attention(each):
-            return Counter(bytes=_attention_bytes(each, around, fetched))
-        return Counter(bytes=_moved(each, around, module))
+    def count(name: str, op: Instruction) -> Counter[str]:
+        computation = module.computations[name]
+        if fetched is not None and _is_decode_attention(op):
+            return Counter(bytes=_attention_bytes(op, computation, fetched))
+        return Counter(bytes=_moved(op, computation, module))
 
-    return total(module, count, unknown_trips=unknown_trips)["bytes"]
+    return total(module, count, unknown_trips=unknown_trips, into_fusions=False)["bytes"]
 
 
-def _is_decode_attention(each: Instruction) -> bool:
-    return each.opcode == "custom-call" and f"/{KERNEL}/" in each.attributes
+def _is_decode_attention(op: Instruction) -> bool:
+    return op.opcode == "custom-call" and f"/{KERNEL}/" in op.attributes
 
 
-def _attention_bytes(each: Instruction, around: Computation, fetched: Fetched) -> int:
+def _attention_bytes(op: Instruction, computation: Computation, fetched: Fetched) -> int:
     """Queries and results, and what is fetched of keys and values: the last two arguments, [X, K, T, H]."""
-    q, k = (around[name].type for name in each.operands[-3:-1])
-    (rows, _, per_key, _), (X, K, T, H) = _shape(q), _shape(k)
-    fewest = min(_shape(around[other.operands[-3]].type)[2] for other in around.values() if _is_decode_attention(other))
-    size = memory_bytes(k) / (X * K * T * H)  # 0 if the array is on chip
-    return int(rows * K * fetched(T, per_key == fewest) * H * size * 2) + memory_bytes(q) + memory_bytes(each.type)
+
+    def heads_per_key(call: Instruction) -> int:
+        return computation[call.operands[-3]].buffers[0].shape[2]
+
+    q, k = (computation[name] for name in op.operands[-3:-1])
+    (rows, *_), (X, K, T, H) = q.buffers[0].shape, k.buffers[0].shape
+    fewest = min(heads_per_key(other) for other in computation.values() if _is_decode_attention(other))
+    number_size = k.memory / (X * K * T * H)  # 0 if the array is on chip
+    cache = int(rows * K * fetched(T, heads_per_key(op) == fewest) * H * number_size * 2)
+    return cache + q.memory + op.memory
 
 
-def _shape(type_: str) -> list[int]:
-    match = re.search(r"\[([\d,]+)\]", type_)
-    return [int(length) for length in match[1].split(",")] if match else []
-
-
-def _moved(each: Instruction, around: Computation, module: Module) -> int:
-    if each.opcode in FREE or each.opcode.endswith(("-done", "-update")):
+def _moved(op: Instruction, computation: Computation, module: Module) -> int:
+    if op.opcode in FREE or op.opcode.endswith(("-done", "-update")):
         return 0
-    if each.opcode == "copy-start":  # its type has both ends
-        return memory_bytes(each.type)
-    if each.opcode == "slice-start":
-        source, target = each.type.rsplit("}), ", 1) if "}), " in each.type else ("", each.type)
-        part = array_bytes(target)[0]
-        return (part if memory_bytes(source + "}") else 0) + (part if memory_bytes(target) >= part else 0)
-    read = [memory_bytes(around[name].type) if name in around else 0 for name in each.operands]
-    if inside := _fused(each, module):
-        return _fusion(each.type, read, inside, module)
-    written = memory_bytes(each.type)
-    if each.opcode in SLICES:
-        read[0] = min(read[0], sum(array_bytes(each.type)))
-    elif each.opcode in UPDATES:
-        update = around[each.operands[UPDATES[each.opcode]]]
-        read[0], written = 0, min(written, sum(array_bytes(update.type)))
-    elif each.opcode == "send":  # its type repeats the argument
+    if op.opcode == "copy-start":  # its type has both ends
+        return op.memory
+    if op.opcode == "slice-start":  # its type has the argument and the part
+        argument, part = op.buffers[:2]
+        return part.size * ((not argument.on_chip) + (not part.on_chip))
+    read = [computation[name].memory if name in computation else 0 for name in op.operands]
+    if inside := _fused(op, module):
+        return _fusion(op, read, inside, module)
+    written = op.memory
+    if op.opcode in SLICES:
+        read[0] = min(read[0], op.size)
+    elif op.opcode in UPDATES:
+        read[0], written = 0, min(written, computation[op.operands[UPDATES[op.opcode]]].size)
+    elif op.opcode == "send":  # its type repeats the argument
         written = 0
     return sum(read) + written
 
 
-def _fused(each: Instruction, module: Module) -> Computation:
+def _fused(op: Instruction, module: Module) -> Computation:
     """The computation of a fusion; empty for other instructions."""
-    return module.computations.get(each.attribute("calls"), {}) if each.opcode in FUSED else {}
+    return module.computations.get(op.attribute("calls"), {}) if op.opcode in FUSED else {}
 
 
 def _parameters(inside: Computation) -> Iterator[tuple[int, str]]:
     """The number and the name of each parameter."""
-    return ((int(each.arguments), each.name) for each in inside.values() if each.opcode == "parameter")
+    return ((int(op.arguments), op.name) for op in inside.values() if op.opcode == "parameter")
 
 
-def _unaliased(each: Instruction, inside: Computation, module: Module) -> Instruction:
+def _unaliased(op: Instruction, inside: Computation, module: Module) -> Instruction:
     """The instruction that this one aliases: through bitcasts, and fusions of nothing but bitcasts."""
-    if each.opcode == "bitcast":
+    if op.opcode == "bitcast":
         number = 0
-    elif (nested := _fused(each, module)) and (
+    elif (nested := _fused(op, module)) and (
         source := _unaliased(find_root(nested), nested, module)
     ).opcode == "parameter":
         number = int(source.arguments)
     else:
-        return each
-    operand = each.operands[number]
-    return _unaliased(inside[operand], inside, module) if operand in inside else each
+        return op
+    operand = op.operands[number]
+    return _unaliased(inside[operand], inside, module) if operand in inside else op
 
 
-def _fusion(type_: str, whole: list[int], inside: Computation, module: Module) -> int:
+def _fusion(fusion: Instruction, whole: list[int], inside: Computation, module: Module) -> int:
     """Bytes that a fusion reads of its arguments, `whole` bytes each, and writes of its results."""
-    moved = sum(min(whole[number], _reads(name, inside, module)) for number, name in _parameters(inside))
+    read = sum(min(whole[number], _reads(name, inside, module)) for number, name in _parameters(inside))
     root = find_root(inside)
     if ASYNC in root.attributes:  # its result includes the collective's
-        return moved + sum(_writes(inner, inside, module) for inner in inside.values() if _is_spread(inner))
-    results = [inside[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    types = re.findall(r"[a-z]+\d*\w*\[[\d,]*\](?:\{[^}]*\})?", type_) if root.opcode == "tuple" else [type_]
-    written = (
-        min(memory_bytes(each), _writes(result, inside, module)) for result, each in zip(results, types, strict=False)
+        return read + sum(_writes(op, inside, module) for op in inside.values() if SPREAD in op.attributes)
+    if root.opcode != "tuple":
+        return read + min(fusion.memory, _writes(root, inside, module))
+    results = zip(fusion.buffers, root.operands, strict=False)
+    return read + sum(
+        min(buffer.size, _writes(inside[name], inside, module)) for buffer, name in results if not buffer.on_chip
     )
-    return moved + sum(written)
 
 
-def _is_spread(each: Instruction) -> bool:
-    """Whether it is a collective that the compiler has spread over several fusions, each of which shows it."""
-    return each.opcode in KINDS and SPREAD in each.attributes
-
-
-def _is_elsewhere(each: Instruction, inside: Computation) -> bool:
-    """Whether it belongs to a collective that another fusion starts."""
-    is_start = (f'"{ASYNC}Start"' in other.attributes for other in inside.values())
-    return ASYNC in each.attributes or (_is_spread(each) and not any(is_start))
+def _starts_elsewhere(op: Instruction, inside: Computation) -> bool:
+    """Whether it belongs to a collective that the compiler has spread over several fusions, and another one starts."""
+    starts = any(f'"{ASYNC}Start"' in other.attributes for other in inside.values())
+    return ASYNC in op.attributes or (SPREAD in op.attributes and not starts)
 
 
 def _reads(name: str, inside: Computation, module: Module) -> int:
     """Bytes of an array in a fusion that are read: all, only slices, or none if it is only passed on."""
-    whole = sum(array_bytes(inside[name].type))
+    whole = inside[name].size
     read = 0
     for user in inside.values():
         for number in (number for number, operand in enumerate(user.operands) if operand == name):
             if _unaliased(user, inside, module) is _unaliased(inside[name], inside, module):
                 read += _reads(user.name, inside, module)
             elif user.opcode in SLICES and number == 0:
-                read += sum(array_bytes(user.type))
+                read += user.size
             elif nested := _fused(user, module):
                 read += sum(_reads(inner, nested, module) for place, inner in _parameters(nested) if place == number)
             elif not (
                 (user.opcode == "dynamic-update-slice" and number == 0)
                 or (user.opcode == "tuple" and user.root)
-                or _is_elsewhere(user, inside)
+                or _starts_elsewhere(user, inside)
             ):
                 return whole
     return min(whole, read)
@@ -520,10 +516,10 @@ def _reads(name: str, inside: Computation, module: Module) -> int:
 def _writes(result: Instruction, inside: Computation, module: Module) -> int:
     """Bytes that a fusion writes of one of its results."""
     result = _unaliased(result, inside, module)
-    if result.opcode == "parameter" or _is_elsewhere(result, inside):
+    if result.opcode == "parameter" or _starts_elsewhere(result, inside):
         return 0
     if nested := _fused(result, module):
         return _writes(find_root(nested), nested, module)
     if result.opcode == "dynamic-update-slice":
-        return sum(array_bytes(inside[result.operands[1]].type))
-    return sum(array_bytes(result.type))
+        return inside[result.operands[1]].size
+    return result.size
