@@ -35,12 +35,19 @@ def phase(**changes):
     return Phase(**{**fields, "sent": {}, "devices": 16, **changes})
 
 
-def make_phases(experiment, compiled, mesh, *, runs=None, **options):
-    """`report.make_phases` for an experiment without a reference."""
-    updates = experiment.schedule.minibatches
-    runs = runs or {programs.TRAIN: updates, programs.SCORE: updates - 1}
-    work = report.Work(model=experiment.model, sampling=experiment.sampling, minibatches=updates, runs=runs)
-    return report.make_phases(compiled, mesh, work, **options)
+def make_phases(experiment, compiled, mesh, **options):
+    return report.make_phases(compiled, work_of(experiment), mesh, **options)
+
+
+def work_of(experiment):
+    minibatches = experiment.schedule.minibatches
+    return report.Work(model=experiment.model, sampling=experiment.sampling, minibatches=minibatches)
+
+
+def outcome(name, *, runs=1, **changes):
+    """The outcome of compiling a program."""
+    program = programs.Program(name=name, lower=lambda: None, resident=0, runs=runs)
+    return Compiled(program=program, seconds=1, **changes)
 
 
 def test_a_roofline_by_hand():
@@ -69,15 +76,15 @@ def gigabytes(**changes):
 
 def test_each_misfit_is_reported_on_one_line():
     assert gigabytes().total == 12 * 10**9
-    fits = Compiled(name="old log-probs", seconds=1, memory=gigabytes())
-    large = Compiled(name="train step", seconds=1, memory=gigabytes(peak=15))
-    refused = Compiled(name="rollout", seconds=1, error="Used 20.00G of 15.75G hbm.")
+    fits = outcome("old log-probs", memory=gigabytes())
+    large = outcome("train step", memory=gigabytes(peak=15))
+    refused = outcome("rollout", error="Used 20.00G of 15.75G hbm.")
     assert programs.describe_misfits([fits, large, refused], V5E) == [
         "Does not fit v5e:4x4: the train step needs 18.00 GB on each device, a program may use 16.91",
         "Does not compile for v5e:4x4: the rollout: Used 20.00G of 15.75G hbm.",
     ]
-    table = report.memory_table([fits, large, refused], V5E).splitlines()
-    assert table[0].split()[-4:] == ["old", "log-probs", "train", "step"]  # no column for what did not compile
+    table = report.memory_table([fits, large], V5E).splitlines()
+    assert table[0].split()[-4:] == ["old", "log-probs", "train", "step"]
     assert table[7].split()[-2:] == ["12.000", "18.000"]
 
 
@@ -103,7 +110,7 @@ ENTRY %main (x: f32[64]) -> f32[64] {
 def test_the_phases_of_the_rollout_are_prefill_and_decode():
     experiment = small_experiment.experiment
     mesh = {"data": 1, "fsdp": 16}
-    prefill, decode = make_phases(experiment, Compiled(name=programs.ROLLOUT, seconds=1, text=TEXT), mesh)
+    prefill, decode = make_phases(experiment, outcome(programs.ROLLOUT, text=TEXT), mesh)
     sampling, config = experiment.sampling, experiment.model
     S, C = sampling.max_prompt_tokens, sampling.max_tokens
     assert (prefill.name, prefill.runs, decode.runs) == ("prefill", 1, C - 1)
@@ -122,8 +129,8 @@ def test_the_phases_of_conversations_are_prefill_decode_and_replies():
     experiment = replace(experiment, sampling=sampling)
     runs = {programs.PROMPTS: 1, programs.TURNS: 4, programs.REPLIES: 2}
     prompts, turns, replies = (
-        make_phases(experiment, Compiled(name=name, seconds=1, text=TEXT), {"data": 1, "fsdp": 16}, runs=runs)
-        for name in runs
+        make_phases(experiment, outcome(name, runs=times, text=TEXT), {"data": 1, "fsdp": 16})
+        for name, times in runs.items()
     )
     assert [(each.name, each.runs) for each in (*prompts, *turns, *replies)] == [
         (report.PREFILL, 1),
@@ -138,7 +145,7 @@ def test_the_phases_of_conversations_are_prefill_decode_and_replies():
 
 
 def test_unknown_trip_counts_are_reported():
-    train, rollout = (Compiled(name=name, seconds=1, text=TEXT) for name in (programs.TRAIN, programs.ROLLOUT))
+    train, rollout = (outcome(name, text=TEXT) for name in (programs.TRAIN, programs.ROLLOUT))
     assert report.describe_uncounted([train, rollout]) == [
         "The train step has loops (1) with unknown trip counts; each is counted once."
     ]
@@ -149,7 +156,7 @@ def test_the_flops_of_an_update_are_three_forward_passes_and_one_more_with_remat
     each = 8 * 4 / 2 / 16 * 8 * forward_flops(experiment.model, 8)  # half of 8 x 4 rows of 8 tokens on 16 devices
     for remat, passes in (("none", 3), ("products", 3), ("full", 4), ("offload", 4)):
         model = replace(experiment.model, remat=remat)
-        compiled = Compiled(name=programs.TRAIN, seconds=1, text=TEXT)
+        compiled = outcome(programs.TRAIN, runs=2, text=TEXT)
         (part,) = make_phases(replace(experiment, model=model), compiled, {"data": 1, "fsdp": 16})
         assert (part.model_flops, part.flops, part.runs) == (3 * each, passes * each, 2)
 
@@ -209,14 +216,14 @@ def test_the_push_is_bound_by_the_target_with_fewer_devices():
     def mesh(devices, topology):
         return target("", dict.fromkeys(AXES, 1) | {"fsdp": devices}, topology)
 
-    model = small_experiment.experiment.model
+    experiment = small_experiment.experiment
     one, other = chips.parse_topology("v5e:2x2"), chips.parse_topology("v5e:2x2")
-    whole = 4 * parameter_count(model)  # float32
-    few = report.push_phase(model, mesh(4, one), mesh(2, other))
+    whole = 4 * parameter_count(experiment.model)  # float32
+    few = report.push_phase(work_of(experiment), mesh(4, one), mesh(2, other))
     ((over, sent),) = few.sent.items()
     assert over == Collective("push", ("fsdp",), 2, dcn=True)
     assert whole / 2 <= sent <= whole / 2 * 1.1  # norms and routers are replicated
-    ((over, sent),) = report.push_phase(model, mesh(2, one), mesh(4, one)).sent.items()
+    ((over, sent),) = report.push_phase(work_of(experiment), mesh(2, one), mesh(4, one)).sent.items()
     assert over == Collective("push", ("fsdp",), 4, dcn=False)
     assert whole / 2 <= sent <= whole / 2 * 1.2
 
@@ -391,20 +398,20 @@ TOPOLOGIES = pytest.mark.parametrize(
 @TOPOLOGIES
 def test_the_report_of_a_disaggregated_sampler(topology, part, dcn, capsys, monkeypatch, tmp_path):
     """On whole slices or part of one, each program is compiled for and counted on its target's four devices."""
-    stub = Compiled(name="", seconds=1, memory=gigabytes(), text=TEXT)
+    stub = outcome("", memory=gigabytes(), text=TEXT)
     meshes, counted = [], {}
 
     def listed(experiment, learner, sampler):
         meshes.extend(mesh.shape["fsdp"] for mesh in (learner, sampler))
         return programs.make_programs(experiment, learner, sampler)
 
-    def phases(compiled, sizes, work, slices, of=report.make_phases):
+    def phases(compiled, work, sizes, slices, of=report.make_phases):
         counted[compiled.name] = (sizes["data"], sizes["fsdp"], slices)
-        return of(compiled, sizes, work, slices)
+        return of(compiled, work, sizes, slices)
 
     monkeypatch.setattr(report, "make_programs", listed)
     monkeypatch.setattr(report, "make_phases", phases)
-    monkeypatch.setattr(report, "compile_program", lambda program: replace(stub, name=program.name))
+    monkeypatch.setattr(report, "compile_program", lambda program: replace(stub, program=program))
     assert gspax(placed(tmp_path, staleness=1, mesh="Mesh(data=2, fsdp=2)"), "--topology", topology) == 0
     assert meshes == [4, 2]
     assert counted == {programs.TRAIN: (1, 4, 1), programs.SCORE: (1, 4, 1), programs.ROLLOUT: (2, 2, 1)}

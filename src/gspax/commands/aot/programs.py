@@ -170,11 +170,8 @@ def _make_conversations(
 
     Prefills sample a token too; where there are fewer slots than conversations, slots have several, one after another.
     """
-    sampling, version, rows = (
-        options.sampling,
-        jax.ShapeDtypeStruct((), jnp.int32),
-        partial(abstract_rows, options.mesh),
-    )
+    sampling, rows = options.sampling, partial(abstract_rows, options.mesh)
+    version = jax.ShapeDtypeStruct((), jnp.int32)
     B, reply = sampling.prompts * sampling.group, reply_tokens(sampling.max_tokens)
     state = _abstract_engine(params, prompts, key, options)
     given = engine.Replies(rows((B, reply - 1), jnp.int32), rows((B,), jnp.int32))
@@ -280,12 +277,16 @@ class Memory:
 class Compiled:
     """The outcome of compiling a program: its memory and its text, or the compiler's error."""
 
-    name: str
+    program: Program
     seconds: float
     memory: Memory | None = None
     error: str = ""
     text: str = field(default="", repr=False)
     few: tuple[Compiled, ...] = ()  # with fewer layers, if the program was extrapolated from them
+
+    @property
+    def name(self) -> str:
+        return self.program.name
 
     @functools.cached_property
     def module(self) -> hlo.Module:
@@ -299,7 +300,7 @@ def compile_program(program: Program) -> Compiled:
         with _no_persistent_cache():
             compiled = program.lower().compile()
     except jax.errors.JaxRuntimeError as problem:
-        return Compiled(name=program.name, seconds=time.perf_counter() - began, error=summarize_error(str(problem)))
+        return Compiled(program=program, seconds=time.perf_counter() - began, error=summarize_error(str(problem)))
     stats, text = compiled.memory_analysis(), compiled.as_text()
     assert stats is not None and text is not None  # on TPU and CPU there are both
     memory = Memory(
@@ -310,7 +311,7 @@ def compile_program(program: Program) -> Compiled:
         peak=stats.peak_memory_in_bytes,
         resident=program.resident,
     )
-    return Compiled(name=program.name, seconds=time.perf_counter() - began, memory=memory, text=text)
+    return Compiled(program=program, seconds=time.perf_counter() - began, memory=memory, text=text)
 
 
 @contextlib.contextmanager
@@ -338,17 +339,15 @@ def are_alike(model: ModelConfig) -> bool:
 
 
 def compile_few(program: Program, few: Callable[[int], Program], layers: int) -> Compiled:
-    """The program with `layers` layers, from `few` of each number in `FEW`; an error of either is its error.
-
-    Only `resident` is taken from the program itself.
-    """
-    small = tuple(compile_program(replace(few(number), resident=program.resident)) for number in FEW)
+    """The program with `layers` layers, from `few` of each number in `FEW`; an error of either is its error."""
+    small = tuple(compile_program(few(number)) for number in FEW)
     seconds = sum(each.seconds for each in small)
     less, more = (each.memory for each in small)
     if less is None or more is None:
-        return Compiled(name=program.name, seconds=seconds, error=small[0].error or small[1].error)
+        return Compiled(program=program, seconds=seconds, error=small[0].error or small[1].error)
     sizes = {name: round(extrapolate(size, getattr(more, name), layers)) for name, size in vars(less).items()}
-    return Compiled(name=program.name, seconds=seconds, memory=Memory(**sizes), text=small[1].text, few=small)
+    memory = Memory(**sizes | {"resident": program.resident})
+    return Compiled(program=program, seconds=seconds, memory=memory, text=small[1].text, few=small)
 
 
 def extrapolate(less: float, more: float, layers: int) -> float:

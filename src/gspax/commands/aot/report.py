@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -44,7 +44,7 @@ from gspax.commands.aot.programs import (
     make_programs,
     reply_tokens,
 )
-from gspax.config import Experiment, ModelConfig, Placement, SamplerDtype, Sampling
+from gspax.config import Experiment, ModelConfig, Placement, Sampling
 from gspax.model.decoding import BLOCK
 from gspax.model.sizes.counts import forward_flops
 from gspax.model.sizes.memory import (
@@ -102,7 +102,6 @@ class Work:
     model: ModelConfig
     sampling: Sampling
     minibatches: int
-    runs: Mapping[str, int]  # executions of each program
 
 
 Estimates = Sequence[tuple[Phase, Times]]
@@ -120,37 +119,36 @@ def run(experiment: Experiment, topology: Topology, *, all_layers: bool = False)
       UserError: as `make_targets`.
     """
     jax.config.update("jax_platforms", "cpu")  # a TPU on this machine is not used
-    model, sampling, placement = experiment.model, experiment.sampling, experiment.placement
+    model = experiment.model
     learner, sampler = make_targets(experiment, topology)
     print(heading(experiment.name, topology, learner, sampler, turns=experiment.environment is not None), flush=True)
 
     def make(model: ModelConfig) -> list[Program]:
         return make_programs(replace(experiment, model=model), learner.mesh, sampler.mesh)
 
-    programs = make(model)
-    compiled = [_compile(program, model, make, all_layers=all_layers) for program in programs]
-    print("\n" + memory_table(compiled, topology))
-    runs = {program.name: program.runs for program in programs}
-    work = Work(model=model, sampling=sampling, minibatches=experiment.schedule.minibatches, runs=runs)
-    estimates = estimate(compiled, learner, sampler, work)
-    if placement is not None:
-        push = push_phase(model, learner, sampler, sampling.weights_dtype)
+    compiled = [_compile(program, model, make, all_layers=all_layers) for program in make(model)]
+    succeeded = [program for program in compiled if not program.error]
+    print("\n" + memory_table(succeeded, topology))
+    work = Work(model=model, sampling=experiment.sampling, minibatches=experiment.schedule.minibatches)
+    estimates = estimate(succeeded, learner, sampler, work)
+    if experiment.placement is not None:
+        push = push_phase(work, learner, sampler)
         estimates.insert(0, (push, estimate_times(push, topology.chip, sampler.link_rate)))
     if estimates:
-        ahead = samples_ahead(placement, experiment.schedule.checkpoint_every)
         print("\n" + time_table(estimates, topology.chip))
-        print("\n" + step_lines(sampling, estimates, topology, ahead=ahead))
+        ahead = samples_ahead(experiment.placement, experiment.schedule.checkpoint_every)
+        print("\n" + step_lines(experiment.sampling, estimates, topology, ahead=ahead))
         if experiment.environment is not None:
-            reply = reply_tokens(sampling.max_tokens)
+            reply = reply_tokens(experiment.sampling.max_tokens)
             print(f"Assumed: conversations of {experiment.turns.limit} turns, replies of {reply} tokens.")
         print("\n" + collective_table([phase for phase, _ in estimates]))
-    for each in compiled:
-        if each.name in (ROLLOUT, TURNS) and not each.error:
-            print("\n" + token_table(model, sampling, sampler.sizes, estimates))
-            print("\n" + gathered_lines(each.module))
+    for program in succeeded:
+        if program.name in (ROLLOUT, TURNS):
+            print("\n" + token_table(work, sampler.sizes, estimates))
+            print("\n" + gathered_lines(program.module))
     misfits = describe_misfits(compiled, topology)
     conclusion = "\n".join(misfits) or f"Everything fits {topology}."
-    print("\n" + "\n\n".join([*describe_uncounted(compiled), conclusion]))
+    print("\n" + "\n\n".join([*describe_uncounted(succeeded), conclusion]))
     return not misfits
 
 
@@ -174,12 +172,12 @@ def _compile(
 
 
 def estimate(compiled: Sequence[Compiled], learner: Target, sampler: Target, work: Work) -> list[tuple[Phase, Times]]:
-    """The phases of the programs that compiled, and their times on their targets."""
+    """The phases of the compiled programs, and their times on their targets."""
     estimates = []
-    for program in (each for each in compiled if not each.error):
+    for program in compiled:
         target = sampler if program.name in SAMPLER else learner
         phases, *more = (
-            make_phases(each, target.sizes, work, target.topology.slices) for each in program.few or (program,)
+            make_phases(each, work, target.sizes, target.topology.slices) for each in program.few or (program,)
         )
         if more:
             phases = extrapolate_phases(phases, more[0], work.model.num_hidden_layers)
@@ -194,16 +192,16 @@ def samples_ahead(placement: Placement | None, checkpoint_every: int) -> bool:
     return placement.staleness > 0 if placement.partial is None else placement.partial.ahead > 0
 
 
-def make_phases(compiled: Compiled, mesh: dict[str, int], work: Work, slices: int = 1) -> list[Phase]:
+def make_phases(compiled: Compiled, work: Work, mesh: dict[str, int], slices: int = 1) -> list[Phase]:
     """The phases of a compiled program: the rollout is its prefill and its loop over tokens, the others are one phase.
 
     Args:
       compiled: the program.
-      mesh: axis sizes, in the order of the devices that it was compiled for.
       work: of a step.
+      mesh: axis sizes, in the order of the devices that the program was compiled for.
       slices: that the mesh extends over.
     """
-    model, sampling, runs = work.model, work.sampling, work.runs
+    model, sampling = work.model, work.sampling
     S, C = sampling.max_prompt_tokens, sampling.max_tokens
     devices = math.prod(mesh.values())
     rows = sampling.prompts * sampling.group / devices
@@ -211,7 +209,7 @@ def make_phases(compiled: Compiled, mesh: dict[str, int], work: Work, slices: in
     def phase(name: str, model_flops: float, flops: float | None = None, *, trips: int = 1) -> Phase:
         return Phase(
             name=name,
-            runs=runs.get(compiled.name, 1),
+            runs=compiled.program.runs,
             model_flops=model_flops,
             flops=model_flops if flops is None else flops,
             moved=hlo.traffic(compiled.module, unknown_trips=trips),
@@ -226,7 +224,7 @@ def make_phases(compiled: Compiled, mesh: dict[str, int], work: Work, slices: in
         passes, recomputed = (3, model.remat in ("full", "offload")) if compiled.name == TRAIN else (1, 0)
         return [phase(compiled.name, passes * forward, (passes + recomputed) * forward)]
     in_turn = 1  # conversations of a slot
-    if TURNS in runs:
+    if compiled.name != ROLLOUT:
         in_turn = math.ceil(sampling.prompts * sampling.group / count_slots(model, sampling, mesh))
     token = rows / in_turn * forward_flops(model, 2 * (S + C / 2))  # a sampled token attends to all before it
     if compiled.name == REPLIES:
@@ -241,8 +239,8 @@ def make_phases(compiled: Compiled, mesh: dict[str, int], work: Work, slices: in
     }
     both = phase(DECODE, token)
     sent = dict(Counter(both.sent) - Counter(prefill.sent))
-    decode = replace(both, runs=runs.get(TURNS, C - 1), moved=moved_at["mean"], sent=sent, moved_at=moved_at)
-    return [decode] if compiled.name == TURNS else [prefill, decode]
+    decode = replace(both, moved=moved_at["mean"], sent=sent, moved_at=moved_at)
+    return [decode] if compiled.name == TURNS else [prefill, replace(decode, runs=C - 1)]
 
 
 def extrapolate_phases(less: list[Phase], more: list[Phase], layers: int) -> list[Phase]:
@@ -263,10 +261,10 @@ def extrapolate_phases(less: list[Phase], more: list[Phase], layers: int) -> lis
     ]
 
 
-def push_phase(model: ModelConfig, learner: Target, sampler: Target, weights_dtype: SamplerDtype = "auto") -> Phase:
+def push_phase(work: Work, learner: Target, sampler: Target) -> Phase:
     """The transfer of parameters to a disaggregated sampler, at the rate of the target with fewer devices."""
-    received = device_bytes(abstract_inference_weights(model, sampler.mesh, weights_dtype))
-    sent = received * max(sampler.mesh.size, learner.mesh.size) // learner.mesh.size
+    weights = abstract_inference_weights(work.model, sampler.mesh, work.sampling.weights_dtype)
+    sent = device_bytes(weights) * max(sampler.mesh.size, learner.mesh.size) // learner.mesh.size
     axes = tuple(axis for axis, size in sampler.sizes.items() if size > 1)
     over = Collective("push", axes, sampler.mesh.size, dcn=learner.topology is not sampler.topology)
     return Phase(name=PUSH, runs=1, model_flops=0, flops=0, moved=0, sent={over: sent}, devices=learner.mesh.size)
@@ -311,7 +309,7 @@ def heading(name: str, topology: Topology, learner: Target, sampler: Target, *, 
 
 
 def memory_table(compiled: Sequence[Compiled], topology: Topology) -> str:
-    """Memory per device of each program that compiled, item by item."""
+    """Memory per device of each compiled program, item by item."""
     rows = {
         "arguments": "arguments",
         "results (not aliased)": "results",
@@ -321,13 +319,12 @@ def memory_table(compiled: Sequence[Compiled], topology: Topology) -> str:
         "resident in the run": "resident",
         "total of the last three": "total",
     }
-    measured = [each for each in compiled if each.memory is not None]
-    lines = [f"{'Memory per device, GB':<28}" + "".join(f"{each.name:>16}" for each in measured)]
+    lines = [f"{'Memory per device, GB':<28}" + "".join(f"{program.name:>16}" for program in compiled)]
     for title, name in rows.items():
-        cells = [f"{getattr(each.memory, name) / GB:>16.3f}" for each in measured]
+        cells = [f"{getattr(program.memory, name) / GB:>16.3f}" for program in compiled]
         lines.append(f"  {title:<26}" + "".join(cells))
     usable = topology.chip.memory / GB
-    return "\n".join([*lines, f"  {'a program may use':<26}" + f"{usable:>16.2f}" * len(measured)])
+    return "\n".join([*lines, f"  {'a program may use':<26}" + f"{usable:>16.2f}" * len(compiled)])
 
 
 def time_table(estimates: Estimates, chip: Chip) -> str:
@@ -381,12 +378,12 @@ def collective_table(phases: Sequence[Phase]) -> str:
     return "\n".join(lines)
 
 
-def token_table(model: ModelConfig, sampling: Sampling, mesh: dict[str, int], estimates: Estimates) -> str:
+def token_table(work: Work, mesh: dict[str, int], estimates: Estimates) -> str:
     """One token of the decoding loop: what is moved and sent, and the least that must be read."""
     lines = [f"{'A token, GB':<28}{'moved':>9}{'needed':>9}{'ratio':>8}{'sent':>9}"]
     for phase, _ in estimates:
         for part, moved in phase.moved_at.items():
-            need, sent = needed(part, model, sampling, mesh), sum(phase.sent.values())
+            need, sent = needed(part, work.model, work.sampling, mesh), sum(phase.sent.values())
             where = "mean of a response" if part == "mean" else f"at its {part}"
             lines.append(f"  {where:<26}{moved / GB:9.3f}{need / GB:9.3f}{moved / need:8.2f}{sent / GB:9.3f}")
     return "\n".join(lines)
@@ -403,13 +400,9 @@ def gathered_lines(module: hlo.Module) -> str:
 def describe_uncounted(compiled: Sequence[Compiled]) -> list[str]:
     """One sentence for each program with loops of unknown trip count, other than the sampler's one over tokens (of a
     reply: over blocks)."""
-    uncounted = (
-        (each.name, hlo.unknown_loops(each.module) - (each.name in (ROLLOUT, TURNS, REPLIES)))
-        for each in compiled
-        if not each.error
-    )
-    return [
-        f"The {name} has loops ({loops}) with unknown trip counts; each is counted once."
-        for name, loops in uncounted
-        if loops > 0
-    ]
+    lines = []
+    for program in compiled:
+        loops = hlo.unknown_loops(program.module) - (program.name in (ROLLOUT, TURNS, REPLIES))
+        if loops > 0:
+            lines.append(f"The {program.name} has loops ({loops}) with unknown trip counts; each is counted once.")
+    return lines
