@@ -11,6 +11,7 @@ from gspax.commands import bench, benchmarks
 from gspax.commands.benchmarks import Limits, table
 from gspax.errors import UserError
 from gspax.model.sizes.counts import forward_flops
+from gspax.parallel.sharding import single_device_mesh
 from gspax.rollout.runtime import make_runtime
 
 # tiny.MOE: D 16, N 4, K 2, H 8, E 5 (2 active), F 12, V 23, 3 layers
@@ -45,8 +46,9 @@ def test_figures_divide_work_by_median_seconds():
         return {**times, "response/length_mean": 3.0}
 
     sampling = replace(experiment.sampling, prompts=1000, group=4, max_prompt_tokens=5)
-    measured = [metrics(9), metrics(1), metrics(0.1)]
-    found = benchmarks.phases(experiment.model, sampling, measured, scored=0.5, epochs=2)
+    schedule = replace(experiment.schedule, minibatches=2, epochs=2)
+    runtime = make_runtime(replace(experiment, sampling=sampling, schedule=schedule))
+    found = benchmarks.phases(runtime, [metrics(9), metrics(1), metrics(0.1)])
     limits = Limits(matmul_flops=1e9, copy_bytes=1e9)
     rows = {line.split()[0]: line.split()[1:] for line in table(found, limits).splitlines()[1:]}
     each = forward_flops(experiment.model, 8)
@@ -64,15 +66,19 @@ def test_figures_divide_work_by_median_seconds():
             *(f"{seconds[phase]:.3f}", f"{seconds[phase]:.3f}"),
             *(f"{tokens / seconds[phase]:,.0f}", f"{rate / 1e9:.2f}", f"{rate / 1e9:.1%}"),
         ]
-    unscored = benchmarks.phases(experiment.model, sampling, measured, scored=0.0)
-    assert [figure.name for figure in unscored] == ["rollout", "train", "step"]
 
 
-def test_a_first_update_that_scores_leaves_the_other_minibatches_to_score():
+def test_old_log_probs_count_for_the_minibatches_whose_first_update_does_not_compute_them():
+    seconds = {f"{clock}/{phase}": 1.0 for clock in ("time", "cpu") for phase in benchmarks.PHASES}
     schedule = replace(experiment.schedule, minibatches=4)
     variants = {0.75: {"schedule": schedule}, 1: {"routing_replay": "old"}, 0: {"old_logp": "sampler"}}
     for share, changes in variants.items():
-        assert benchmarks.scored_share(make_runtime(replace(experiment, **changes))) == share
+        runtime = make_runtime(replace(experiment, **changes))
+        tokens = {
+            each.name: each.tokens for each in benchmarks.phases(runtime, [{**seconds, "response/length_mean": 3}])
+        }
+        assert tokens.get("old_logp", 0) == share * tokens["train"]
+        assert ("old_logp" in tokens) == (share > 0)
 
 
 def test_bytes_that_drawing_needs_by_hand():
@@ -89,12 +95,13 @@ def test_bytes_that_drawing_needs_by_hand():
 
 def test_ragged_samples_have_the_mean_length_and_a_quarter_as_many_slots():
     sampling = replace(experiment.sampling, prompts=16, group=8, max_tokens=64)
-    found = {case.name: case for case in benchmarks.cases(replace(tiny.MOE, vocab_size=512), sampling)}
+    mesh = single_device_mesh()
+    found = dict(benchmarks.cases(replace(tiny.MOE, vocab_size=512), sampling, mesh))
     assert list(found) == ["equal", "short", "long", "40 experts", "ragged", "64 slots"]
     slots = found["64 slots"]
     assert (slots.sampling.prompts * slots.sampling.group, slots.sampling.slots) == (256, 64)
     assert slots.sampling.max_tokens == 256 and 512 / len(slots.stop_ids) == 32
-    assert "40 experts" not in {case.name for case in benchmarks.cases(tiny.CONFIGS["dense"], sampling)}
+    assert "40 experts" not in dict(benchmarks.cases(tiny.CONFIGS["dense"], sampling, mesh))
 
 
 @pytest.fixture
@@ -119,16 +126,23 @@ def test_a_whole_step_and_scoring_are_measured_and_traced(small, tmp_path):
         and result["peak_memory_bytes"] > 2**20
     )
     assert list((tmp_path / "trace").rglob("perfetto_trace.json.gz"))
-    bench.write(tmp_path / "bench.json", result, ["seed=1"])
-    assert json.loads((tmp_path / "bench.json").read_text()) == {"overrides": ["seed=1"], **result}
     assert shown[0].startswith("first step done ") and shown[-1].startswith("trace of one step: ")
 
 
 def test_every_case_is_drawn(small, monkeypatch):
-    one = next(benchmarks.cases(small.model, small.sampling))
-    monkeypatch.setattr(benchmarks, "cases", lambda model, sampling: [one])
+    cases = benchmarks.cases
+    monkeypatch.setattr(benchmarks, "cases", lambda *arguments: [next(cases(*arguments))])
     [figure] = benchmarks.measure_sampling(make_runtime(small))
     assert figure.name == "drawing, equal" and figure.tokens == 8 * 2 * 2
+
+
+def test_the_figures_are_written_beside_the_overrides(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench.processes, "join", lambda *_: True)
+    monkeypatch.setattr(bench, "run", lambda *_: {"figures": [1.5]})
+    file, target = tmp_path / "small.py", tmp_path / "bench.json"
+    file.write_text("from small_experiment import experiment\n")
+    assert bench.execute(bench.make_parser().parse_args([str(file), "seed=1", "--json", str(target)])) == 0
+    assert json.loads(target.read_text()) == {"overrides": ["seed=1"], "figures": [1.5]}
 
 
 @pytest.mark.parametrize(

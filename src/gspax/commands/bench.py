@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,8 +59,9 @@ def execute(options: argparse.Namespace) -> int:
         raise UserError(f"--profile: wanted the part step, got --parts {','.join(options.parts)}")
     is_primary = processes.join("bench", options, experiment)
     result = run(experiment, options.parts, options.profile, print if is_primary else lambda line: None)
-    if is_primary:
-        write(options.json, result, options.overrides)
+    if is_primary and options.json is not None:
+        text = json.dumps({"overrides": options.overrides, **result}, indent=1)
+        options.json.write_text(f"{text}\n", encoding="utf-8")
     return 0
 
 
@@ -77,19 +78,15 @@ def run(
     figures: list[benchmarks.Figure] = []
     facts: dict[str, object] = {}
     if "step" in parts:  # first, for the sake of the first step and of the peak
-        measured, peak = benchmarks.measure_steps(runtime, trace), benchmarks.peak_memory()
-        facts = {name: value for name, value in vars(measured).items() if name != "metrics"}
-        facts["peak_memory_bytes"] = peak
+        steps = benchmarks.measure_steps(runtime, trace)
+        facts = {name: value for name, value in vars(steps).items() if name != "metrics"}
         show(
-            f"first step done {measured.first_step_s:.1f} s after the start ({measured.first_step_cpu_s:.1f} CPU s); "
-            f"{measured.programs} programs compiled in {measured.compile_s:.1f} s "
-            f"({measured.cached_programs} read from the cache)"
+            f"first step done {steps.first_step_s:.1f} s after the start ({steps.first_step_cpu_s:.1f} CPU s); "
+            f"{steps.programs} programs compiled in {steps.compile_s:.1f} s "
+            f"({steps.cached_programs} read from the cache)"
         )
-        show(f"peak memory {peak / 2**30:.2f} GiB")
-        scored, epochs = benchmarks.scored_share(runtime), experiment.schedule.epochs
-        figures += benchmarks.phases(
-            experiment.model, experiment.sampling, measured.metrics, scored=scored, epochs=epochs
-        )
+        show(f"peak memory {steps.peak_memory_bytes / 2**30:.2f} GiB")
+        figures += benchmarks.phases(runtime, steps.metrics)
     if "drawing" in parts:
         figures += benchmarks.measure_sampling(runtime)
     if "scoring" in parts:
@@ -112,9 +109,3 @@ def run(
         **facts,
         "figures": [figure.to_json(limits) for figure in figures],
     }
-
-
-def write(path: Path | None, result: dict[str, object], overrides: Sequence[str]) -> None:
-    """Write the JSON file, if one is wanted."""
-    if path is not None:
-        path.write_text(json.dumps({"overrides": list(overrides), **result}, indent=1) + "\n", encoding="utf-8")

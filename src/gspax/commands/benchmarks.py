@@ -25,6 +25,7 @@ from gspax.learner.state import abstract_params, add_adapters, init_state
 from gspax.model import transformer
 from gspax.model.low_rank import partition
 from gspax.model.sizes.counts import attention_count, forward_flops, mlp_count
+from gspax.model.sizes.memory import position_bytes, size_of
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.problems import Skipped
@@ -137,7 +138,7 @@ def age() -> float:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """The metrics of the steps after the first, and what the first one cost."""
+    """The metrics of the steps after the first, what the first one cost, and the peak of all."""
 
     metrics: list[dict[str, float]]
     first_step_s: float  # from the start of the process, imports and compilation included
@@ -145,6 +146,7 @@ class MeasuredSteps:
     programs: int
     cached_programs: int  # of these, read from the compilation cache
     compile_s: float
+    peak_memory_bytes: int
 
 
 def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
@@ -168,26 +170,17 @@ def measure_steps(runtime: Runtime, trace: Path | None) -> MeasuredSteps:
         if trace is not None:
             with jax.profiler.trace(str(trace), create_perfetto_trace=True):
                 run_step(runtime, state, reference, in_flight)
-    return MeasuredSteps(metrics, *first_step)
+    return MeasuredSteps(metrics, *first_step, peak_memory_bytes=peak_memory())
 
 
-def scored_share(runtime: Runtime) -> float:
-    """The share of a rollout whose old log-probs are computed: mostly all minibatches but the first."""
-    return len(runtime.steps.scored) / runtime.experiment.schedule.minibatches
+def phases(runtime: Runtime, metrics: list[dict[str, float]]) -> list[Figure]:
+    """Medians of the metrics of steps, and the work of each phase.
 
-
-def phases(
-    model: ModelConfig, sampling: Sampling, metrics: list[dict[str, float]], *, scored: float = 1.0, epochs: int = 1
-) -> list[Figure]:
-    """Medians of the steps' metrics, and the work of each phase.
-
-    Args:
-      model: which the FLOPs are counted for.
-      sampling: of the experiment.
-      metrics: of the steps.
-      scored: `scored_share`; at 0 there is no phase for old log-probs.
-      epochs: passes of updates over the rollout.
+    Old log-probs are those of `steps.scored`, mostly all minibatches but the first; if there are none, the phase is
+    left out.
     """
+    model, sampling, schedule = runtime.experiment.model, runtime.experiment.sampling, runtime.experiment.schedule
+    scored = len(runtime.steps.scored) / schedule.minibatches
     median = {name: statistics.median(step[name] for step in metrics) for name in metrics[0]}
     rows = sampling.prompts * sampling.group
     sampled = rows * median["response/length_mean"]
@@ -198,10 +191,10 @@ def phases(
     flops = {
         "rollout": (sampling.prompts * sampling.max_prompt_tokens + sampled) * per_token,
         "old_logp": scored * trained * per_token,
-        "train": epochs * 3 * trained * per_token,
+        "train": schedule.epochs * 3 * trained * per_token,
     }
     flops["step"] = sum(flops.values())
-    tokens = {"rollout": sampled, "old_logp": scored * trained, "train": epochs * trained, "step": sampled}
+    tokens = {"rollout": sampled, "old_logp": scored * trained, "train": schedule.epochs * trained, "step": sampled}
     return [
         Figure(phase, median[f"time/{phase}"], median[f"cpu/{phase}"], tokens[phase], flops[phase])
         for phase in PHASES
@@ -209,48 +202,38 @@ def phases(
     ]
 
 
-@dataclass(frozen=True)
-class Case:
-    """Settings for sampling from a model with random parameters."""
-
-    name: str
-    model: ModelConfig
-    sampling: Sampling
-    stop_ids: tuple[int, ...] = ()
-
-
-def cases(model: ModelConfig, sampling: Sampling) -> Iterator[Case]:
-    """The experiment's own shape, and others around it.
+def cases(model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh) -> Iterator[tuple[str, SampleOptions]]:
+    """The experiment's own shape, and others around it, for a model with random parameters.
 
     Ragged lengths are geometric: the distribution of random parameters is nearly uniform, so n stop ids among V end a
     sample after V / n tokens on average. They have a mean of half of `max_tokens` and end at 4 × `max_tokens`; twice
     the experiment's samples are sampled, at once and then in a quarter as many slots.
     """
     C = sampling.max_tokens
-    yield Case("equal", model, sampling)
-    yield Case("short", model, replace(sampling, max_tokens=max(1, C // 4)))
-    yield Case("long", model, replace(sampling, max_tokens=4 * C))
+    equal = SampleOptions(model=model, sampling=sampling, stop_ids=(), mesh=mesh)
+    yield "equal", equal
+    yield "short", replace(equal, sampling=replace(sampling, max_tokens=max(1, C // 4)))
+    yield "long", replace(equal, sampling=replace(sampling, max_tokens=4 * C))
     if model.num_experts:
         many = replace(model, num_experts=8 * model.num_experts)
-        yield Case(f"{many.num_experts} experts", many, sampling)
-    ragged = replace(sampling, prompts=2 * sampling.prompts, max_tokens=4 * C, slots=0)
-    stop_ids = tuple(range(max(1, 2 * model.vocab_size // C)))
-    yield Case("ragged", model, ragged, stop_ids)
-    slots = ragged.prompts * ragged.group // RAGGED_SLOTS
-    yield Case(f"{slots} slots", model, replace(ragged, slots=slots), stop_ids)
+        yield f"{many.num_experts} experts", replace(equal, model=many)
+    longer = replace(sampling, prompts=2 * sampling.prompts, max_tokens=4 * C, slots=0)
+    ragged = replace(equal, sampling=longer, stop_ids=tuple(range(max(1, 2 * model.vocab_size // C))))
+    yield "ragged", ragged
+    slots = longer.prompts * longer.group // RAGGED_SLOTS
+    yield f"{slots} slots", replace(ragged, sampling=replace(longer, slots=slots))
 
 
 def measure_sampling(runtime: Runtime) -> list[Figure]:
     """A figure of each case, on the sampler's devices, without rewards."""
     mesh, key = runtime.sampler.mesh, jax.random.key(runtime.experiment.seed)
     figures = []
-    for case in cases(runtime.experiment.model, runtime.experiment.sampling):
-        model, sampling = case.model, case.sampling
+    for name, options in cases(runtime.experiment.model, runtime.experiment.sampling, mesh):
+        model, sampling = options.model, options.sampling
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(model, mesh))
         params = jax.jit(partial(transformer.init, model), out_shardings=shardings)(key)
         weights = make_sampler(model, mesh, mesh).push(params)
         prompts = [[1 + i % (model.vocab_size - 1)] * sampling.max_prompt_tokens for i in range(sampling.prompts)]
-        options = SampleOptions(model=model, sampling=sampling, stop_ids=case.stop_ids, mesh=mesh)
         call = partial(sample, weights, prompts, range(sampling.prompts), key, options)
         length_B = multihost.to_host(call().length_B).astype(int).tolist()
         wall, cpu = measure(call)
@@ -258,7 +241,7 @@ def measure_sampling(runtime: Runtime) -> list[Figure]:
         per_token = forward_flops(model, sampling.max_prompt_tokens + tokens / len(length_B))
         flops = (sampling.prompts * sampling.max_prompt_tokens + tokens) * per_token
         moved = bytes_needed(model, sampling, length_B)
-        figures.append(Figure(f"drawing, {case.name}", wall, cpu, tokens, flops, moved))
+        figures.append(Figure(f"drawing, {name}", wall, cpu, tokens, flops, moved))
     return figures
 
 
@@ -268,18 +251,17 @@ def bytes_needed(model: ModelConfig, sampling: Sampling, length_B: list[int]) ->
     At every step these are the weights that its tokens need, once; for every token its sample's positions so far, and
     the prompt of each group.
     """
-    size = 2 if model.dtype == "bfloat16" else 4
     at_once = min(sampling.slots or len(length_B), len(length_B))
     steps = max(max(length_B), math.ceil(sum(length_B) / at_once))
     experts = min(model.num_experts, at_once * model.num_experts_per_tok)
     weights = model.vocab_size * model.hidden_size + sum(
         attention_count(model) + mlp_count(model, layer, experts) for layer in range(model.num_hidden_layers)
     )
-    position = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
     own = sum(length * (length + 1) / 2 for length in length_B)
     groups = [length_B[first : first + sampling.group] for first in range(0, len(length_B), sampling.group)]
     prompt = sampling.max_prompt_tokens * sum(map(max, groups))
-    return size * (steps * weights + (own + prompt) * position)
+    cache = (own + prompt) * position_bytes(model, sampling.kv_cache_dtype, {"tensor": 1})
+    return steps * weights * size_of(model.dtype) + cache
 
 
 def measure_logprobs(runtime: Runtime) -> Figure:
