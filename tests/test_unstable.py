@@ -27,12 +27,10 @@ def advice(entry):
 
 
 def test_every_entry_has_a_reason_advice_and_a_test():
-    tests = set(re.findall(r"advice\(unstable\.(\w+)\)", Path(__file__).read_text()))
-    assert tests == set(unstable.__all__)
-    public = {name for name, value in vars(unstable).items() if inspect.isfunction(value)}
-    assert public == set(unstable.__all__)
-    for name in unstable.__all__:
-        assert "When it goes:" in inspect.getdoc(getattr(unstable, name)), name
+    entries = {name: value for name, value in vars(unstable).items() if inspect.isfunction(value)}
+    assert set(re.findall(r"advice\(unstable\.(\w+)\)", Path(__file__).read_text())) == set(entries)
+    for name, entry in entries.items():
+        assert "When it goes:" in inspect.getdoc(entry), name
 
 
 def test_a_failure_quotes_the_advice(monkeypatch):
@@ -83,45 +81,35 @@ def test_get_topology_desc():
         inspect.signature(topologies.get_topology_desc).bind(**arguments)
 
 
-def test_splash_attention_kernel():
+def test_splash_attention():
     """The attention itself is compared with XLA's in tests/model/kernels/test_attention.py."""
-    with advice(unstable.splash_attention_kernel):
-        module = unstable.splash_attention_kernel()
-        inspect.signature(module.make_splash_mha).bind_partial(
+    with advice(unstable.splash_attention):
+        kernel, masks = unstable.splash_attention()
+        inspect.signature(kernel.make_splash_mha).bind_partial(
             None, block_sizes=None, head_shards=1, q_seq_shards=1, interpret=True
         )
         sizes = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-        module.BlockSizes(**{f"block_{name}": 128 for name in sizes})
-        module.SegmentIds(q=None, kv=None)
-        assert callable(module.SplashAttentionKernel.manual_sharding_spec)
-
-
-def test_splash_attention_mask():
-    with advice(unstable.splash_attention_mask):
-        module = unstable.splash_attention_mask()
-        mask = module.LocalMask((4, 4), window_size=(1, 0), offset=0)
+        kernel.BlockSizes(**{f"block_{name}": 128 for name in sizes})
+        kernel.SegmentIds(q=None, kv=None)
+        assert callable(kernel.SplashAttentionKernel.manual_sharding_spec)
+        mask = masks.LocalMask((4, 4), window_size=(1, 0), offset=0)
         assert mask.q_sequence.tolist() == [0, 1, 2, 3]
         wanted = np.tril(np.ones((4, 4), bool)) & ~np.tril(np.ones((4, 4), bool), -2)
         np.testing.assert_array_equal(mask[:, :], wanted)
-        module.MultiHeadMask([mask] * 2)
+        masks.MultiHeadMask([mask] * 2)
 
 
 def test_pallas():
     """The kernel is compared with loops in tests/model/kernels/test_decode_attention.py."""
     with advice(unstable.pallas):
-        module = unstable.pallas()
-        assert all(map(callable, (module.BlockSpec, module.when, module.program_id, module.num_programs)))
-        inspect.signature(module.pallas_call).bind_partial(
+        pallas, tpu = unstable.pallas()
+        assert all(map(callable, (pallas.BlockSpec, pallas.when, pallas.program_id, pallas.num_programs)))
+        inspect.signature(pallas.pallas_call).bind_partial(
             None, out_shape=(), grid_spec=None, compiler_params=None, name="", interpret=True
         )
-
-
-def test_pallas_tpu():
-    with advice(unstable.pallas_tpu):
-        module = unstable.pallas_tpu()
-        module.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(1,), in_specs=[], out_specs=[], scratch_shapes=[])
-        module.CompilerParams(dimension_semantics=("parallel",))
-        module.VMEM((8, 128), np.float32)
+        tpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(1,), in_specs=[], out_specs=[], scratch_shapes=[])
+        tpu.CompilerParams(dimension_semantics=("parallel",))
+        tpu.VMEM((8, 128), np.float32)
 
 
 SERVICE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import sys
 import sysconfig
 import traceback
@@ -75,10 +76,6 @@ class FailureError(UserError):
     exit_code = 1
 
 
-class JoinTimeoutError(FailureError):
-    """A process did not join in time."""
-
-
 class DivergedError(FailureError):
     """Several skipped updates in a row, parameters that are not finite, or a collapse. Trying again does not help."""
 
@@ -88,3 +85,12 @@ class DivergedError(FailureError):
         super().__init__(message)
         self.step, self.position = step, position  # where the run was, and the problems that it had consumed
         self.final = final  # going back to an earlier state would not help either
+
+
+class Interrupted(Exception):  # noqa: N818  (not an error)
+    """A signal ends the run, whose completed steps are saved."""
+
+    def __init__(self, signum: int) -> None:
+        name = signal.Signals(signum).name
+        super().__init__(f"{name}: completed steps are saved, the same command continues")
+        self.signum = signum

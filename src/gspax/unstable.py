@@ -16,21 +16,6 @@ import numpy as np
 if TYPE_CHECKING:
     import jax
 
-__all__ = [
-    "attached_tpu_chips",
-    "cluster_types",
-    "coordination_service",
-    "create_device_mesh",
-    "get_topology_desc",
-    "is_kubernetes",
-    "key_impl_name",
-    "light_compilation",
-    "pallas",
-    "pallas_tpu",
-    "splash_attention_kernel",
-    "splash_attention_mask",
-]
-
 
 def create_device_mesh(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     """Devices laid along a TPU's torus, where one physical axis may be split over two mesh axes.
@@ -67,45 +52,26 @@ def get_topology_desc(name: str, slices: int) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices)
 
 
-def splash_attention_kernel() -> ModuleType:
-    """The module of the splash attention kernel, the attention over full rows on TPU.
+def splash_attention() -> tuple[ModuleType, ModuleType]:
+    """The modules of the splash attention kernel, the attention over full rows on TPU, and of its masks.
 
     With shared prompts its backward pass, `_splash_attention_bwd`, is called with a log-sum-exp of two calls.
     When it goes: its new home (the kernel is developed in the package tokamax), or plain attention on TPU.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as module
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    return module
-
-
-def splash_attention_mask() -> ModuleType:
-    """The module of that kernel's masks: `LocalMask`, `MultiHeadMask`.
-
-    When it goes: as for `splash_attention_kernel`; the two move together.
-    """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as module
-
-    return module
+    return splash_attention_kernel, splash_attention_mask
 
 
-def pallas() -> ModuleType:
-    """Pallas, in which the decoding attention's TPU kernel is written.
+def pallas() -> tuple[ModuleType, ModuleType]:
+    """Pallas, in which the decoding attention's TPU kernel is written, and its names for TPU.
 
     When it goes: its new home; or `model.kernels.segments` on TPU too, which reads more of the cache.
     """
-    from jax.experimental import pallas as module
+    from jax.experimental import pallas
+    from jax.experimental.pallas import tpu
 
-    return module
-
-
-def pallas_tpu() -> ModuleType:
-    """Pallas' names for TPU: grid specs with prefetched scalars, VMEM.
-
-    When it goes: as for `pallas`; the two move together.
-    """
-    from jax.experimental.pallas import tpu as module
-
-    return module
+    return pallas, tpu
 
 
 def coordination_service(address: str, count: int) -> object:

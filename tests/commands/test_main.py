@@ -244,19 +244,19 @@ def test_a_failure_while_running_exits_1_with_its_traceback(monkeypatch, capsys)
         (DivergedError("no"), 3),
         (OSError(errno.ENOSPC, "no", "file"), 1),
         (OSError(errno.EROFS, "no", "file"), 2),
-        (OSError(errno.ENAMETOOLONG, "no", "x" * 300), 2),
+        (OSError(errno.ENAMETOOLONG, "no", "x" * 400), 2),
     ],
     ids=repr,
 )
 def test_the_exit_code_tells_whether_a_restart_may_help(monkeypatch, capsys, problem, code):
     assert failing(monkeypatch, problem) == code
     (line,) = capsys.readouterr().err.splitlines()
-    assert line in ("gspax: no", "gspax: file: no", f"gspax: {'x' * 200}...: no")
+    assert line in ("gspax: no", "gspax: file: no", f"gspax: {'x' * 300}…: no")
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_exits_with_the_signals_code(monkeypatch, capsys, signum, code):
-    from gspax.run.interrupt import Interrupted
+    from gspax.errors import Interrupted
 
     assert failing(monkeypatch, Interrupted(signum)) == code
     assert capsys.readouterr().err == (f"gspax: {signum.name}: completed steps are saved, the same command continues\n")

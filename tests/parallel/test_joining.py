@@ -10,7 +10,7 @@ import pytest
 from jax._src.clusters import cloud_tpu_cluster
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gspax.errors import JoinTimeoutError, UserError
+from gspax.errors import FailureError, UserError
 from gspax.experiment.description import difference
 from gspax.parallel import joining, multihost
 from gspax.parallel.connections import Channel
@@ -154,7 +154,7 @@ def test_missing_processes_are_named_on_every_other_process(address):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_timeout_has_its_own_exception_because_it_can_be_retried(address, index):
-    with pytest.raises(JoinTimeoutError):
+    with pytest.raises(FailureError):
         rendezvous(ProcessInfo(address, 2, index), SAME, difference, 0.1, SECRET)
 
 

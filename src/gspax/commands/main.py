@@ -21,12 +21,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 import gspax
 from gspax.commands import environment, processes
 from gspax.commands.arguments import Parser
-from gspax.errors import UserError, how_to_install
+from gspax.errors import Interrupted, UserError, how_to_install, shorten
 
 SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "train": ("FILE --workdir DIR", "run an experiment; continue it if DIR holds a checkpoint of it"),
@@ -87,8 +86,8 @@ def _run_and_report(arguments: list[str]) -> int:
         return int(done.code or 0)
     except UserError as problem:
         return _fail(problem, str(problem).splitlines(), problem.exit_code)
-    except _interrupted() as stop:
-        return _fail(stop, [str(stop)], 128 + getattr(stop, "signum", signal.SIGINT))
+    except Interrupted as stop:
+        return _fail(stop, [str(stop)], 128 + stop.signum)
     except KeyboardInterrupt as stop:
         return _fail(stop, ["interrupted"], 128 + signal.SIGINT)
     except BrokenPipeError:  # the reader of our output has exited, as in `gspax ... | head`
@@ -104,16 +103,11 @@ def _run_and_report(arguments: list[str]) -> int:
         if problem.errno not in OF_STORAGE:
             traceback.print_exc()
             return 1
-        where = "" if problem.filename is None else f"{_brief(problem.filename)}: "
+        where = "" if problem.filename is None else f"{shorten(str(problem.filename))}: "
         return _fail(problem, [f"{where}{problem.strerror}"], OF_STORAGE[problem.errno])
     except Exception:
         traceback.print_exc()
         return 1
-
-
-def _interrupted() -> Any:
-    """The exception of a run that a signal ended; () while its module, which needs jax, is not imported."""
-    return getattr(sys.modules.get("gspax.run.interrupt"), "Interrupted", ())
 
 
 def _fail(problem: BaseException, lines: Sequence[str], code: int) -> int:
@@ -123,11 +117,6 @@ def _fail(problem: BaseException, lines: Sequence[str], code: int) -> int:
         for line in lines:
             print(f"gspax: {line}", file=sys.stderr, flush=True)
     return code
-
-
-def _brief(name: object) -> str:
-    text = str(name)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _run(arguments: list[str]) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import gspax
 from gspax.commands.arguments import at_least, require_address
-from gspax.parallel.watchdog import end_process
+from gspax.parallel import watchdog
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -61,7 +61,7 @@ def join(subcommand: str, options: argparse.Namespace, experiment: Experiment) -
       UserError: a process does not join in time, or has another subcommand, version, file or experiment.
     """
     from gspax.experiment.description import describe, difference
-    from gspax.parallel import joining, secret, watchdog
+    from gspax.parallel import joining, secret
 
     if options.coordinator is not None:
         require_address(options.coordinator)
@@ -95,7 +95,7 @@ def follow_launcher() -> None:
     def wait(launcher: socket.socket) -> None:
         with contextlib.suppress(OSError):
             launcher.recv(1)
-        end_process("the `gspax launch` that started this process has ended", 1)
+        watchdog.end_process("the `gspax launch` that started this process has ended", 1)
 
     threading.Thread(target=wait, args=(_launcher,), name="gspax_launcher", daemon=True).start()
 
@@ -105,7 +105,6 @@ def leave(code: int) -> None:
     if _launcher is not None:
         with contextlib.suppress(OSError):
             _launcher.send(b"\0")
-    if "gspax.parallel.watchdog" in sys.modules:
-        sys.modules["gspax.parallel.watchdog"].stop()
+    watchdog.stop()
     if "gspax.parallel.joining" in sys.modules:
         sys.modules["gspax.parallel.joining"].leave(code)

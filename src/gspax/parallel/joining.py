@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import jax
 
 from gspax import unstable
-from gspax.errors import JoinTimeoutError, UserError, warn
+from gspax.errors import FailureError, UserError, warn
 from gspax.parallel import _service, connections, wire
 from gspax.parallel.connections import Channel
 from gspax.parallel.wire import MessageError
@@ -95,7 +95,7 @@ def rendezvous(
 
     Raises:
       UserError: on every process, if the fingerprints or process counts differ, or process 0 cannot listen.
-      JoinTimeoutError: on every process that has joined, if another one does not within `timeout` seconds.
+      FailureError: on every process that has joined, if another one does not within `timeout` seconds.
     """
     message = Message(info.index, info.count, secrets.token_hex(8), fingerprint)
     if info.index == 0:
@@ -108,7 +108,7 @@ def rendezvous(
     if outcome.errors:
         raise UserError(f"processes: {'; '.join(map(str, outcome.errors))}")
     if outcome.missing:
-        raise JoinTimeoutError(f"processes: {outcome.missing}")
+        raise FailureError(f"processes: {outcome.missing}")
     return channels
 
 
@@ -353,7 +353,7 @@ def join(
 
     Raises:
       UserError: on every process, if the fingerprints or process counts differ.
-      JoinTimeoutError: on every process that has joined, if another one does not within `timeout` seconds.
+      FailureError: on every process that has joined, if another one does not within `timeout` seconds.
     """
     if info is None:
         return

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import TypeVar
 
+from gspax.errors import Interrupted
 from gspax.parallel import multihost
 from gspax.parallel.watchdog import SHOW_CURSOR
 
@@ -32,15 +33,6 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME = 1.0  # seconds in which signals count as one: a terminal and the shell in it, or a launcher, send several
 POLL = 0.5  # seconds between two checks for signals while futures are waited for
-
-
-class Interrupted(Exception):  # noqa: N818  (not an error)
-    """A signal ends the run."""
-
-    def __init__(self, signum: int) -> None:
-        name = signal.Signals(signum).name
-        super().__init__(f"{name}: completed steps are saved, the same command continues")
-        self.signum = signum
 
 
 class _Listener:

@@ -47,7 +47,7 @@ LAST = jnp.iinfo(jnp.int32).max
 LANES = 128  # splash attention: lengths are padded to a multiple of this
 SPLASH_BLOCKS = (512, 384, 256, 128)  # the largest that divides the padded length is used
 
-splash, splash_mask = unstable.splash_attention_kernel(), unstable.splash_attention_mask()
+splash, splash_mask = unstable.splash_attention()
 LocalMask: Any = splash_mask.LocalMask
 Masks: TypeAlias = Any  # splash.SplashAttentionKernel: a pytree of tables that is callable, the kernel
 

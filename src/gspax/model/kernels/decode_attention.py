@@ -104,7 +104,7 @@ def _call_kernel(
     The grid is rows x blocks, up to the last block of the longest row. Blocks outside a row's active positions are
     mapped to its nearest active one, which is on chip already, so they are not fetched.
     """
-    pl, pltpu = unstable.pallas(), unstable.pallas_tpu()
+    pl, pltpu = unstable.pallas()
     (B, K, R, H), T = q_BKRH.shape, k_XKTH.shape[2]
     block = min(KERNEL_BLOCK, T)
 
@@ -147,7 +147,7 @@ def _call_kernel(
 def _kernel(row_B: Ref, start_B: Ref, stop_B: Ref, *refs: Ref, block: int, T: int) -> None:
     """One block of one row. `refs`, in VMEM: scales of keys and values, if any; queries, keys, values; context,
     log-sum-exp; the running softmax."""
-    pl = unstable.pallas()
+    pl, _ = unstable.pallas()
     *scale_refs, q_ref, k_ref, v_ref, context_ref, logsumexp_ref, top_ref, sum_ref, part_ref = refs
     running_refs = top_ref, sum_ref, part_ref
     b, i = pl.program_id(0), pl.program_id(1)
