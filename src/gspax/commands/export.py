@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -182,7 +183,7 @@ def _read_source(source: Path) -> tuple[ModelConfig, Lora | None, list[Path]]:
             lora = _parse_dataclass(Lora, experiment["lora"]) if experiment.get("lora") else None
         except (KeyError, TypeError) as problem:
             raise UserError(f"{run.experiment}: wanted a model of this version of gspax: {problem}") from problem
-        return config, lora, [*_find_tokenizer(experiment.get("tokenizer")), *_find_start(config.checkpoint)]
+        return config, lora, _find_companions(experiment.get("tokenizer"), config.checkpoint)
     if (source / "config.json").is_file():
         require_intact(source)
         return read_config(source), None, [source]
@@ -220,18 +221,17 @@ def _parse_dataclass(kind: type[T], described: Mapping[str, Any]) -> T:
     return kind(**fields)
 
 
-def _find_tokenizer(described: object) -> list[Path]:
-    """The folder that a tokenizer was read from, as its field `path` or `checkpoint` names it."""
-    fields = described if isinstance(described, dict) else {}
-    return [*([Path(fields["path"])] if fields.get("path") else []), *_find_start(fields.get("checkpoint") or "")]
+def _find_companions(tokenizer: object, checkpoint: str) -> list[Path]:
+    """The folders of a run's tokenizer, by its description, and of the checkpoint that the run started from.
 
-
-def _find_start(checkpoint: str) -> list[Path]:
-    """The folder of the checkpoint that a run started from, if it is on this machine."""
-    try:
-        return [locate(checkpoint, SMALL, download=False)] if checkpoint else []
-    except UserError:
-        return []
+    A checkpoint that is not on this machine is left out.
+    """
+    fields = tokenizer if isinstance(tokenizer, dict) else {}
+    folders = [Path(fields["path"])] if fields.get("path") else []
+    for name in filter(None, (fields.get("checkpoint"), checkpoint)):
+        with contextlib.suppress(UserError):
+            folders.append(locate(name, SMALL, download=False))
+    return folders
 
 
 def _find_checkpoints(run: RunDir) -> Path:
@@ -251,8 +251,6 @@ def _read_special_tokens(folders: list[Path]) -> dict[str, object]:
     """The special token ids of config.json, which transformers uses without a generation_config.json."""
     from gspax.run.directory import read_json
 
-    for folder in folders:
-        if (folder / "config.json").is_file():
-            raw = read_json(folder / "config.json")
-            return {name: raw[name] for name in SPECIAL_TOKENS if name in raw}
-    return {}
+    files = [folder / "config.json" for folder in folders if (folder / "config.json").is_file()]
+    raw = read_json(files[0]) if files else {}
+    return {name: raw[name] for name in SPECIAL_TOKENS if name in raw}

@@ -147,7 +147,7 @@ def _call_kernel(
 def _kernel(row_B: Ref, start_B: Ref, stop_B: Ref, *refs: Ref, block: int, T: int) -> None:
     """One block of one row. `refs`, in VMEM: scales of keys and values, if any; queries, keys, values; context,
     log-sum-exp; the running softmax."""
-    pl, _ = unstable.pallas()
+    pl = unstable.pallas()[0]
     *scale_refs, q_ref, k_ref, v_ref, context_ref, logsumexp_ref, top_ref, sum_ref, part_ref = refs
     running_refs = top_ref, sum_ref, part_ref
     b, i = pl.program_id(0), pl.program_id(1)
