@@ -104,14 +104,11 @@ def list_chunks(config: ModelConfig, parameters: Collection[str], *, fused: bool
         for row in LAYER + (_expert_rows(config, fused) if sparse else DENSE):
             if (name := f"runs/{run}/{row.ours}") not in parameters:  # biases, in a model without them
                 continue
-            chunks = table.setdefault(name, [])
-            for layer in range(count):
-                tensor = f"model.layers.{first + layer}.{row.published}"
-                if "{expert}" in tensor:
-                    experts = range(config.num_experts)
-                    chunks += [Chunk(tensor.format(expert=expert), (layer, expert), row) for expert in experts]
-                else:
-                    chunks.append(Chunk(tensor, (layer,), row))
+            shape = (count, config.num_experts) if "{expert}" in row.published else (count,)
+            table[name] = [
+                Chunk(f"model.layers.{first + index[0]}.{row.published}".format(expert=index[-1]), index, row)
+                for index in np.ndindex(shape)
+            ]
         first += count
     return table
 

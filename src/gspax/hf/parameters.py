@@ -73,7 +73,7 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
       UserError: files or tensors are missing, unexpected, corrupt, not finite or of another shape; the message names
         them.
     """
-    stored = tensors.find(folder)
+    stored = {name: tensor for name, tensor in tensors.find(folder).items() if not names.BUFFER.fullmatch(name)}
     leaves = named_leaves(wanted)
     fused = any(name.endswith(names.FUSED_NAME) for name in stored)
     table = names.list_chunks(config, leaves, fused=fused)
@@ -98,14 +98,7 @@ def _validate(
     copied_head = config.tie_word_embeddings and HEAD in stored
     if copied_head:
         expected[HEAD] = expected[EMBEDDING]
-    for name, shape in expected.items():
-        if name not in stored:
-            missing = len(expected.keys() - stored.keys()) - 1
-            raise UserError(f"{folder}: tensor {name} is missing" + (f", and {missing} more" if missing else ""))
-        stored[name].require_shape(shape)
-    for name, tensor in stored.items():
-        if name not in expected and not names.BUFFER.fullmatch(name):
-            raise UserError(f"{tensor.file}: tensor {name} is not part of the model in config.json")
+    tensors.require_shapes(folder, stored, expected)
     if copied_head:
         head, embedding = (tensors.read(stored[name]).view(np.uint8) for name in (HEAD, EMBEDDING))
         if not np.array_equal(head, embedding):  # a different head would be lost

@@ -82,16 +82,11 @@ def read_adapters(
       UserError: tensors are missing, unexpected, not finite or of another shape; the message names them.
     """
     stored = _stored(folder)
+    tensors.require_shapes(folder, stored, _published_shapes(config, lora, shapes))
     factors = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
     for path, index, published in _factors(config, shapes):
         part = factors[path][index]
-        if published not in stored:
-            raise UserError(f"{folder}: tensor {published} is missing")
-        place = stored.pop(published)
-        place.require_shape(_published_shape(path, part.size, lora.rank))
-        part[...] = tensors.read(place).T.reshape(part.shape)
-    if stored:
-        raise UserError(f"{folder / WEIGHTS}: tensor {min(stored)} is not part of the model in config.json")
+        part[...] = tensors.read(stored[published]).T.reshape(part.shape)
     return factors
 
 
@@ -138,10 +133,7 @@ def write_adapters(
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    published_shapes = {
-        published: _published_shape(path, math.prod(shapes[path][len(index) :]), lora.rank)
-        for path, index, published in _factors(config, shapes)
-    }
+    published_shapes = _published_shapes(config, lora, shapes)
     kind = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
     stored = tensors.create(folder / WEIGHTS, published_shapes, kind)
     for path in shapes:
@@ -161,9 +153,15 @@ def _factors(config: ModelConfig, paths: Iterable[str]) -> Iterator[tuple[str, t
                 yield f"{name}/{letter}", chunk.index, f"{PREFIX}{module}.{suffix}.weight"
 
 
-def _published_shape(path: str, size: int, rank: int) -> tuple[int, int]:
-    """The shape of PEFT's matrix for a factor of `size` numbers. gspax holds the transpose: a is [in..., rank]."""
-    return (rank, size // rank) if path.endswith("/a") else (size // rank, rank)
+def _published_shapes(
+    config: ModelConfig, lora: Lora, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of PEFT's matrices by name. gspax holds the transpose: a is [in..., rank]."""
+    published_shapes: dict[str, tuple[int, ...]] = {}
+    for path, index, published in _factors(config, shapes):
+        size = math.prod(shapes[path][len(index) :]) // lora.rank
+        published_shapes[published] = (lora.rank, size) if path.endswith("/a") else (size, lora.rank)
+    return published_shapes
 
 
 def _stored(folder: Path) -> dict[str, tensors.Stored]:

@@ -45,11 +45,6 @@ class Stored:
         """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def require_shape(self, shape: tuple[int, ...]) -> None:
-        """UserError unless the tensor has this shape."""
-        if self.shape != shape:
-            raise UserError(f"{self.file}: tensor {self.name}: wanted the shape {list(shape)}, got {list(self.shape)}")
-
 
 def find(folder: Path) -> dict[str, Stored]:
     """The tensors of a checkpoint folder by name, from the headers of all its files; no tensor is read.
@@ -70,6 +65,20 @@ def find(folder: Path) -> dict[str, Stored]:
         if name not in tensors or tensors[name].file.name != file_name:
             raise UserError(f"{folder / file_name}: wanted the tensor {name}, which {INDEX} says is in it; it is not")
     return tensors
+
+
+def require_shapes(folder: Path, tensors: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """UserError unless the tensors of a folder are exactly those of the model, by name and shape."""
+    for name, shape in shapes.items():
+        if name not in tensors:
+            missing = len(shapes.keys() - tensors.keys()) - 1
+            raise UserError(f"{folder}: tensor {name} is missing" + (f", and {missing} more" if missing else ""))
+        if tensors[name].shape != shape:
+            got = list(tensors[name].shape)
+            raise UserError(f"{tensors[name].file}: tensor {name}: wanted the shape {list(shape)}, got {got}")
+    if unexpected := sorted(tensors.keys() - shapes.keys()):
+        name = unexpected[0]
+        raise UserError(f"{tensors[name].file}: tensor {name} is not part of the model in config.json")
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

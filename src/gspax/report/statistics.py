@@ -1,7 +1,7 @@
 """Statistics of several samples per problem: pure functions of numpy arrays.
 
-Samples of one problem are not independent, so every interval here is clustered by problem: it takes one value per
-problem and treats problems as sampled at random (Miller 2024, arXiv 2411.00640).
+Every interval is a 95 % confidence interval. Samples of one problem are not independent, so it is clustered by problem:
+it takes one value per problem and treats problems as sampled at random (Miller 2024, arXiv 2411.00640).
 
 Axes: P problems, N samples of each, A different answers of a problem.
 """
@@ -52,8 +52,8 @@ def show(interval: Interval, spec: str = ".3f") -> str:
     return f"{interval['mean']:{spec}}{bounds}"
 
 
-def estimate(value_P: np.ndarray, *, level: float = 0.95) -> Estimate:
-    """The mean of one value per problem, with a confidence interval.
+def estimate(value_P: np.ndarray) -> Estimate:
+    """The mean of one value per problem, with its confidence interval.
 
     Values in [0, 1] get a Wilson interval at the effective sample size mean · (1 - mean) / SE², which stays in [0, 1]
     and has a width even if all values are equal (there the effective size is P). Others get mean ± t · SE. SE is the
@@ -70,15 +70,15 @@ def estimate(value_P: np.ndarray, *, level: float = 0.95) -> Estimate:
         raise ValueError(f"value_P: wanted one value for each of at least one problem, got shape {value_P.shape}")
     mean, P = float(value_P.mean()), len(value_P)
     if P == 1 or value_P.min() < 0 or value_P.max() > 1:
-        return estimate_mean(value_P, level=level)
-    error, t = float(value_P.std(ddof=1)) / np.sqrt(P), _student_quantile(P - 1, (1 + level) / 2)
+        return estimate_mean(value_P)
+    error, t = float(value_P.std(ddof=1)) / np.sqrt(P), _student_quantile(P - 1)
     size = mean * (1 - mean) / error**2 if error > 0 else P
     center = (mean + t**2 / (2 * size)) / (1 + t**2 / size)
     half = t / (1 + t**2 / size) * np.sqrt(mean * (1 - mean) / size + t**2 / (4 * size**2))
     return Estimate(mean, max(0.0, float(center - half)), min(1.0, float(center + half)))
 
 
-def estimate_mean(value_N: np.ndarray, *, level: float = 0.95) -> Estimate:
+def estimate_mean(value_N: np.ndarray) -> Estimate:
     """The mean of independent values, such as one per seed, as mean ± t · SE.
 
     >>> estimate_mean(np.array([0.5, 0.75, 1.0])).mean
@@ -87,12 +87,12 @@ def estimate_mean(value_N: np.ndarray, *, level: float = 0.95) -> Estimate:
     value_N = np.asarray(value_N, np.float64)
     mean, N = float(value_N.mean()), len(value_N)
     if N == 1:
-        return Estimate(mean, float("nan"), float("nan"))
-    half = _student_quantile(N - 1, (1 + level) / 2) * float(value_N.std(ddof=1) / np.sqrt(N))
+        return Estimate(mean, math.nan, math.nan)
+    half = _student_quantile(N - 1) * float(value_N.std(ddof=1) / np.sqrt(N))
     return Estimate(mean, mean - half, mean + half)
 
 
-def estimate_gap(before_N: np.ndarray, after_M: np.ndarray, *, level: float = 0.95) -> Estimate:
+def estimate_gap(before_N: np.ndarray, after_M: np.ndarray) -> Estimate:
     """The difference of the means of two independent samples, `after - before`, with Welch's interval.
 
     The bounds are NaN if either has a single value.
@@ -104,16 +104,16 @@ def estimate_gap(before_N: np.ndarray, after_M: np.ndarray, *, level: float = 0.
     both = [np.asarray(value, np.float64) for value in (before_N, after_M)]
     mean = float(both[1].mean() - both[0].mean())
     if min(map(len, both)) < 2:
-        return Estimate(mean, float("nan"), float("nan"))
+        return Estimate(mean, math.nan, math.nan)
     errors = [float(value.var(ddof=1)) / len(value) for value in both]
     if sum(errors) == 0:
         return Estimate(mean, mean, mean)
     freedom = sum(errors) ** 2 / sum(e**2 / (len(x) - 1) for e, x in zip(errors, both, strict=True))
-    half = _student_quantile(freedom, (1 + level) / 2) * float(np.sqrt(sum(errors)))
+    half = _student_quantile(freedom) * float(np.sqrt(sum(errors)))
     return Estimate(mean, mean - half, mean + half)
 
 
-def estimate_difference(before_P: np.ndarray, after_P: np.ndarray, *, level: float = 0.95) -> Estimate:
+def estimate_difference(before_P: np.ndarray, after_P: np.ndarray) -> Estimate:
     """The mean of `after_P - before_P`, both of the same problems, as mean ± t · SE of the paired differences.
 
     >>> estimate_difference(np.array([0.0, 0.5, 0.25]), np.array([0.5, 0.5, 1.0])).mean
@@ -121,7 +121,7 @@ def estimate_difference(before_P: np.ndarray, after_P: np.ndarray, *, level: flo
     """
     if np.shape(before_P) != np.shape(after_P):
         raise ValueError(f"after_P: wanted the problems of before_P, {np.shape(before_P)}, got {np.shape(after_P)}")
-    return estimate_mean(np.subtract(after_P, before_P, dtype=np.float64), level=level)
+    return estimate_mean(np.subtract(after_P, before_P, dtype=np.float64))
 
 
 def pass_at_k(correct_PN: np.ndarray, k: int) -> np.ndarray:
@@ -183,7 +183,8 @@ def _samples(array_PN: np.ndarray, k: int) -> int:
     return int(array_PN.shape[1])
 
 
-def _student_quantile(freedom: float, probability: float) -> float:
+def _student_quantile(freedom: float) -> float:
+    """Half the width of a 95 % interval in standard errors."""
     from scipy.special import stdtrit  # a dependency of jax
 
-    return float(stdtrit(freedom, probability))
+    return float(stdtrit(freedom, 0.975))
