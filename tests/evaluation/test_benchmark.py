@@ -18,7 +18,7 @@ from gspax import config
 from gspax.commands import main as program
 from gspax.data.problem import Problem
 from gspax.errors import UserError
-from gspax.evaluation import benchmark, checkpoint, completions
+from gspax.evaluation import benchmark, checkpoint
 from gspax.evaluation.checkpoint import evaluate_task
 from gspax.experiment import validate
 from gspax.parallel.sharding import make_mesh
@@ -59,17 +59,13 @@ TASK = config.Task(name="parity", data=Held(), reward=parity, vote=vote, samples
 def policy():
     mesh = make_mesh(config.Mesh(), jax.devices()[:1])
     params = make_inference_weights(tiny.params(experiment.model), experiment.model, mesh)
-    return completions.Policy(params, experiment.model, experiment.tokenizer, mesh)
-
-
-def defaults(task, **sampling):
-    return benchmark.apply_defaults(task, experiment.evaluation, replace(experiment.sampling, **sampling))
+    return benchmark.Policy(params, experiment, mesh)
 
 
 def run(policy, task=TASK, **sampling):
-    training = replace(experiment.sampling, **sampling)
-    drawn = benchmark.run_task(defaults(task), policy, jax.random.key(0), training=training, grading=experiment.grading)
-    return list(drawn)
+    task = benchmark.apply_defaults(task, policy)
+    changed = replace(policy, experiment=replace(experiment, sampling=replace(experiment.sampling, **sampling)))
+    return list(benchmark.run_task(task, changed, jax.random.key(0)))
 
 
 def test_a_sample_does_not_depend_on_chunks_or_slots(policy):
@@ -87,11 +83,16 @@ def test_a_sample_does_not_depend_on_chunks_or_slots(policy):
 
 
 def test_chunks_have_the_prompts_of_training_and_fewer_slots_than_samples():
-    training = config.Sampling(prompts=4, group=8)
-    assert benchmark.plan_chunks(6, 16, training, 1) == ([[0, 1, 2, 3], [4, 5, 0, 1]], 32)
-    assert benchmark.plan_chunks(6, 2, training, 1) == ([[0, 1, 2, 3], [4, 5, 0, 1]], 0)
-    assert benchmark.plan_chunks(3, 1, training, 8) == ([[0, 1, 2, 0, 1, 2, 0, 1]], 0)
-    assert benchmark.plan_chunks(4, 16, replace(training, slots=12), 8)[1] == 16
+    def plan(problems, samples, shards, **settings):
+        task = replace(TASK, problems=problems, samples=samples)
+        chunks, sampling = benchmark.plan_chunks(task, config.Sampling(prompts=4, group=8, **settings), shards)
+        assert sampling.group == samples
+        return [len(ids) for ids in chunks], sampling.prompts, sampling.slots
+
+    assert plan(6, 16, 1) == ([4, 2], 4, 32)
+    assert plan(6, 2, 1) == ([4, 2], 4, 0)
+    assert plan(3, 1, 8) == ([3], 8, 0)
+    assert plan(4, 16, 8, slots=12) == ([4], 8, 16)
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def drawn(monkeypatch):
         found.append(options.sampling)
         raise InterruptedError
 
-    monkeypatch.setattr(completions, "sample", fake)
+    monkeypatch.setattr(benchmark, "sample", fake)
     return found
 
 
@@ -147,25 +148,20 @@ def test_rewards_between_0_and_1_have_no_pass_at_k_and_one_problem_no_interval()
 
 
 def test_the_files_of_a_task_hold_every_completion(policy, tmp_path):
-    path = tmp_path / "step_000001" / "parity.v2"
-    task = defaults(TASK)
-    summary = evaluate_task(
-        task, policy, jax.random.key(0), path, training=experiment.sampling, grading=experiment.grading
-    )
-    assert sorted(each.name for each in path.parent.iterdir()) == [
-        f"parity.v2.{end}" for end in ("html", "json", "jsonl")
-    ]
-    rows = read_rows(path.parent / "parity.v2.jsonl")
+    folder, task = tmp_path / "step_000001", benchmark.apply_defaults(replace(TASK, name="parity.v2"), policy)
+    arguments = task, policy, jax.random.key(0), folder
+    summary = evaluate_task(*arguments)
+    assert sorted(each.name for each in folder.iterdir()) == [f"parity.v2.{end}" for end in ("html", "json", "jsonl")]
+    rows = read_rows(folder / "parity.v2.jsonl")
     assert len(rows) == PROBLEMS * SAMPLES
     assert all(row["reason"] == ("even: all" if row["reward"] else "odd") for row in rows)
-    result = json.loads((path.parent / "parity.v2.json").read_text())
-    (samples,) = run(policy)
+    result = json.loads((folder / "parity.v2.json").read_text())
+    (samples,) = run(policy, task)
     assert result["summary"] == summary == benchmark.summarize(task, samples)
     assert rows == [benchmark.to_json(task, each) for each in samples]
     assert result["task"]["samples"] == SAMPLES and result["environment"]["packages"]["jax"]
-    again = {"training": experiment.sampling, "grading": experiment.grading, "show": True}
-    evaluate_task(task, policy, jax.random.key(0), path, **again)
-    assert (path.parent / "parity.v2-2.json").exists() and len(read_rows(path.parent / "parity.v2-2.jsonl")) == 20
+    evaluate_task(*arguments, show=True)
+    assert (folder / "parity.v2-2.json").exists() and len(read_rows(folder / "parity.v2-2.jsonl")) == 20
 
 
 def test_failures_are_judged_over_the_whole_task(policy, tmp_path):

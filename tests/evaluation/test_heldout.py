@@ -9,8 +9,8 @@ import tiny
 from small_experiment import experiment
 
 from gspax import config
-from gspax.evaluation import completions
-from gspax.evaluation.completions import Policy, fill_chunks
+from gspax.evaluation import benchmark
+from gspax.evaluation.benchmark import Policy, split_problems
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
 from gspax.sampler import sampler
@@ -42,16 +42,9 @@ def small(**sampling):
 def run(experiment, devices=1, seed=0):
     mesh = make_mesh(config.Mesh(), jax.devices()[:devices])
     params = make_inference_weights(tiny.params(experiment.model), experiment.model, mesh)
-    policy = Policy(params, experiment.model, experiment.tokenizer, mesh)
+    policy = Policy(params, experiment, mesh)
     with reward_calls(experiment.reward, experiment.grading) as rewards:
-        return completions.evaluate_heldout(
-            policy,
-            jax.random.key(seed),
-            experiment.data,
-            rewards,
-            settings=experiment.evaluation,
-            training=experiment.sampling,
-        )
+        return benchmark.evaluate_heldout(policy, jax.random.key(seed), rewards)
 
 
 @pytest.fixture
@@ -77,7 +70,7 @@ def calls(monkeypatch):
             finished_B=ids % 4 > 0,
         )
 
-    monkeypatch.setattr(completions, "sample", fake)
+    monkeypatch.setattr(benchmark, "sample", fake)
     return calls
 
 
@@ -100,14 +93,14 @@ def test_completions_are_sampled_at_temperature_1_beside_a_greedy_one(calls):
     run(filtered)
     plain = {"temperature": 1.0, "max_tokens": 4, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     assert [(call["greedy"], call["sampling"]) for call in calls] == [
-        (1, replace(filtered.sampling, group=SAMPLES + 1, **plain))
+        (1, replace(filtered.sampling, prompts=PROBLEMS, group=SAMPLES + 1, **plain))
     ]
 
 
-def test_the_last_chunk_is_filled_up_from_the_first_problem():
-    assert fill_chunks(6, 4, 1) == [[0, 1, 2, 3], [4, 5, 0, 1]]
-    assert fill_chunks(3, 4, 8) == [[0, 1, 2, 0, 1, 2, 0, 1]]
-    assert fill_chunks(2, 0, 1) == [[0], [1]]
+def test_chunks_are_multiples_of_the_devices_and_the_last_one_has_fewer_problems():
+    assert split_problems(6, 4, 1) == ([range(4), range(4, 6)], 4)
+    assert split_problems(3, 4, 8) == ([range(3)], 8)
+    assert split_problems(2, 0, 1) == ([range(1), range(1, 2)], 1)
 
 
 def test_evaluation_max_tokens_overrides_sampling(calls):
@@ -126,15 +119,31 @@ def test_evaluations_share_a_key_that_no_rollout_uses(calls):
     )
 
 
-def test_metrics_are_means_over_the_requested_problems(calls):
+def test_metrics_are_means_over_the_requested_problems_without_those_that_fill_the_last_chunk(calls):
     def last_digit(problem, completion):
         return float(completion)
 
     metrics, rows, _ = run(replace(small(prompts=3, group=3), reward=last_digit))
-    assert [call["ids"] for call in calls] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1]]
+    assert [call["ids"] for call in calls] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 9, 9]]
     assert metrics["eval/reward"] == metrics["eval/greedy_reward"] == np.mean(range(10))
     assert metrics["eval/truncated"] == 0.3, "0, 4 and 8 of ten"
     assert [each.texts.completion for each in rows] == [str(i) for i in range(10)], "the first sample of each problem"
+
+
+@dataclass(frozen=True)
+class FirstIsMissing(HeldoutOnly):
+    def heldout(self, index):
+        if index in (0, 3):
+            raise FileNotFoundError(f"problem {index}")
+        return super().heldout(index)
+
+
+def test_places_of_unusable_problems_and_of_a_short_chunk_get_the_first_usable_one(calls, capsys):
+    metrics, rows, _ = run(replace(small(prompts=3, group=3), data=FirstIsMissing()))
+    assert [call["ids"] for call in calls] == [[1, 1, 2], [4, 4, 5], [6, 7, 8], [9, 9, 9]]
+    assert [each.texts.completion for each in rows] == [str(index) for index in (1, 2, 4, 5, 6, 7, 8, 9)]
+    assert metrics["eval/skipped"] == 2
+    assert "evaluation: problem 3: data: FirstIsMissing.heldout(3) raised FileNotFoundError" in capsys.readouterr().err
 
 
 def test_evaluate_returns_at_most_sixteen_rows(calls):

@@ -23,9 +23,8 @@ from small_experiment import Spoiled, experiment
 from gspax import config
 from gspax.commands import main
 from gspax.config.optimizers import adamw
-from gspax.evaluation.benchmark import apply_defaults
+from gspax.evaluation.benchmark import Policy
 from gspax.evaluation.checkpoint import evaluate_task
-from gspax.evaluation.completions import Policy
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state, init_state, restore_state
 from gspax.losses import kl
@@ -177,18 +176,11 @@ def assert_near(params, others):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, others)
 
 
-def evaluate(runtime, state, path):
+def evaluate(runtime, state, folder):
     """A task in two chunks of the shape of a rollout batch, which are drawn by a program that is compiled already."""
     task = config.Task(name="sort", data=DENSE.data, reward=DENSE.reward, problems=11, samples=4)
-    policy = Policy(runtime.sampler.push(state.params), DENSE.model, DENSE.tokenizer, runtime.sampler.mesh)
-    return evaluate_task(
-        apply_defaults(task, DENSE.evaluation, DENSE.sampling),
-        policy,
-        jax.random.key(1),
-        path,
-        training=DENSE.sampling,
-        grading=DENSE.grading,
-    )
+    policy = Policy(runtime.sampler.push(state.params), DENSE, runtime.sampler.mesh)
+    return evaluate_task(task, policy, jax.random.key(1), folder)
 
 
 CHILD = """
@@ -260,7 +252,7 @@ with Checkpoints(directory, keep=1) as checkpoints:
     save(checkpoints, 1, state, {}, is_last=True)
 own = [row for row, each in enumerate(samples.completions) if each.texts is not None]
 result = {"metrics": metrics, "own": own, "rows": samples.to_json()}
-result["summary"] = evaluate(runtime, state, Path(directory).with_name("evaluated") / "sort")
+result["summary"] = evaluate(runtime, state, Path(directory).with_name("evaluated"))
 Path(directory).with_name(f"{index}.json").write_text(json.dumps(result))
 """
 
@@ -330,7 +322,7 @@ def test_a_step_of_two_processes_equals_that_of_one(tmp_path):
         state, metrics, samples, *_ = run_step(runtime, state, None, InFlight(Skipped(DENSE.sampling.max_failed)))
         finished(processes)
         first, second = (json.loads((tmp_path / f"{index}.json").read_text()) for index in (0, 1))
-        summary = evaluate(runtime, state, tmp_path / "alone" / "sort")
+        summary = evaluate(runtime, state, tmp_path / "alone")
     finally:
         for process in processes:
             process.kill()

@@ -1,6 +1,7 @@
-"""One benchmark task: sample its completions, compute rewards, and summarize.
+"""Evaluations: the held-out problems of a run, and benchmark tasks. Sample, compute rewards, and summarize.
 
-Problems come in chunks, whose prompts are prefilled together; a chunk's samples share the slots of a training rollout
+Problems come in chunks, whose prompts are prefilled together. Held-out problems are sampled at temperature 1 and
+decoded greedily, side by side in one program. A chunk of a task has samples that share the slots of a training rollout
 (`Sampling.slots`), so their number is bounded by time, not by memory. A sample depends on the run's key, the task's
 name, its problem and its number alone.
 
@@ -9,29 +10,48 @@ Axes: P problems, N samples of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NotRequired, TypedDict
 
 import jax
 import numpy as np
 
-from gspax.config import Evaluation, Grading, Sampling, Task
-from gspax.data.problem import digest
-from gspax.evaluation.completions import Policy, complete, fill_chunks
-from gspax.parallel.sharding import batch_shards
+from gspax.config import Experiment, Sampling, Task
+from gspax.data.problem import Problem, digest
+from gspax.errors import UserError, warn_once
+from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.report import statistics
 from gspax.report.statistics import Interval
-from gspax.rewards.scores import reward_calls
-from gspax.rollout import completion
+from gspax.rewards.calls import Calls
+from gspax.rewards.scores import Result, reward_calls
 from gspax.rollout.completion import Completion, gather_texts
-from gspax.rollout.grading import check_evaluation
-from gspax.types import Array
+from gspax.rollout.completion import to_json as completion_to_json
+from gspax.rollout.episodes import Interaction, Ready, sample_conversations
+from gspax.rollout.grading import check_evaluation, find_failed, reward_completions
+from gspax.rollout.problems import attempt, name_problems, prepare
+from gspax.run.progress import Bar
+from gspax.sampler.engine import SampleOptions
+from gspax.sampler.sampler import lengths_to_host, sample
+from gspax.types import Array, Params
 
-BENCHMARKS = 3  # folded into the run's key
+EVALUATION = 2  # folded into the run's key
+BENCHMARKS = 3  # likewise
 # the fields of `Sampling` that a task sets
 OF_TASK = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "max_prompt_tokens")
 _LONGEST_ANSWER = 2000  # characters that are kept: the tests of a program can be megabytes
+SHOWN = 16  # held-out problems whose first sample the report shows
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The policy that is evaluated, and its experiment: model, tokenizer, and the settings of evaluations."""
+
+    params: Params  # inference weights (`sampler.inference_weights`)
+    experiment: Experiment
+    mesh: jax.sharding.Mesh
+    interaction: Interaction | None = None  # for multi-turn rollouts
 
 
 class Tokens(TypedDict):
@@ -67,33 +87,156 @@ class TaskSample:
     vote: object = None  # from `Task.vote`; None without one, and for a completion that gives no answer
 
 
-def apply_defaults(task: Task, evaluation: Evaluation, sampling: Sampling) -> Task:
-    """The task with the experiment's lengths where it has none, and the number of its problems."""
+def split_problems(problems: int, most: int, shards: int) -> tuple[list[range], int]:
+    """The indices of the problems in chunks, the last of which may have fewer, and the size of a chunk.
+
+    The size is at most `most`, rounded up to a multiple of `shards`.
+    """
+    size = -(-max(1, min(problems, most)) // shards) * shards
+    return [range(first, min(first + size, problems)) for first in range(0, problems, size)], size
+
+
+def complete(
+    policy: Policy,
+    key: Array,
+    read: Callable[[int], Problem],
+    ids: Sequence[int],
+    *,
+    sampling: Sampling,
+    rewards: Calls[Result],
+    greedy: int = 0,
+    name: str = "evaluation",
+) -> dict[tuple[int, int], Completion]:
+    """The completions of these problems, by id and number of the sample, in this order. Collective.
+
+    Problems that cannot be loaded or whose prompts do not fit are left out, with a warning.
+
+    Args:
+      policy: the policy that samples.
+      key: as for `sampler.sample`.
+      read: loads the problem of an id.
+      ids: at most `sampling.prompts`.
+      sampling: how completions are sampled; its `prompts` is a multiple of the devices that rows are sharded over.
+      rewards: calls of the reward, of completions or of the last message of each multi-turn rollout.
+      greedy: the number of completions in each group, the last ones, that are decoded greedily.
+      name: of the evaluation, for the warning.
+
+    Returns:
+      Completions of `grading.reward_completions`, with texts on the process that owns the row.
+    """
+    placed, ready, usable = _load(policy, read, ids, sampling, name)
+    if not usable:
+        return {}
+    model, tokenizer = policy.experiment.model, policy.experiment.tokenizer
+    problems = [one and one.problem for one in ready]
+    reward = partial(reward_completions, problems, tokenizer=tokenizer, calls=rewards)
+    options = SampleOptions(
+        model=model, sampling=sampling, stop_ids=tokenizer.stop_ids, mesh=policy.mesh, greedy=greedy
+    )
+    if policy.interaction is not None:
+        interaction = replace(policy.interaction, rewards=rewards)
+        rollout, started = sample_conversations(interaction, policy.params, ready, placed, key, options)
+        completions = reward(rollout, started=started)
+    else:
+        prompts = [one and one.prompt for one in ready]
+        completions = reward(lengths_to_host(sample(policy.params, prompts, placed, key, options)))
+    group = sampling.group
+    return {(ids[place], n): completions[place * group + n] for place in usable for n in range(group)}
+
+
+def _load(
+    policy: Policy, read: Callable[[int], Problem], ids: Sequence[int], sampling: Sampling, name: str
+) -> tuple[list[int], list[Ready | None], list[int]]:
+    """The id of the problem in each of `sampling.prompts` places, the problems of this process's rows, and the places
+    of the `ids` that can be used, in their order.
+
+    The other places are filled with the first problem that can be used.
+    """
+    make = partial(
+        prepare,
+        read,
+        tokenizer=policy.experiment.tokenizer,
+        model=policy.experiment.model,
+        limit=sampling.max_prompt_tokens,
+        interaction=policy.interaction,
+    )
+    places, by_row = sampling.prompts, named_sharding(policy.mesh, "batch")
+    ready, failed = attempt(make, dict(enumerate(ids)), places, by_row)
+    if failed and jax.process_index() == 0:
+        reasons = name_problems({ids[place]: reason for place, reason in failed.items()})
+        warn_once(f"{name}: {reasons}: left out of the evaluation")
+    usable = [place for place in range(len(ids)) if place not in failed]
+    if not usable:
+        return [], [], []
+    filler = ids[usable[0]]
+    filled, again = attempt(make, dict.fromkeys({*range(places)}.difference(usable), filler), places, by_row)
+    if again:
+        raise UserError(f"{name}: problem {filler} could be read only once: {next(iter(again.values()))}")
+    placed = [ids[place] if place in usable else filler for place in range(places)]
+    return placed, [(ready | filled).get(place) for place in range(places)], usable
+
+
+def evaluate_heldout(
+    policy: Policy, key: Array, rewards: Calls[Result], bar: Bar | None = None
+) -> tuple[dict[str, float], list[Completion], list[Completion]]:
+    """Mean held-out rewards, the first samples for the report, and the completions whose rewards failed. Collective.
+
+    `key` is the run's. Every evaluation samples with the same noise, so that two differ by the policy alone. A chunk
+    has about the rows of a rollout; `bar` shows the problems after each.
+
+    Raises:
+      UserError: no problem can be used, or every reward has failed (`FailedRewardsError`).
+    """
+    settings, training, read = policy.experiment.evaluation, policy.experiment.sampling, policy.experiment.data.heldout
+    group, key = settings.samples + 1, jax.random.fold_in(key, EVALUATION)  # the last of a group is greedy
+    most = training.prompts * training.group // group
+    chunks, size = split_problems(settings.problems, most, batch_shards(policy.mesh))
+    max_tokens = settings.max_tokens or training.max_tokens
+    sampling = replace(training, prompts=size, group=group, max_tokens=max_tokens)
+    sampling = replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    usable: list[Completion] = []
+    for ids in chunks:
+        usable += complete(policy, key, read, ids, sampling=sampling, rewards=rewards, greedy=1).values()
+        check_evaluation(usable, rewards, "evaluation", is_last=ids.stop == settings.problems)
+        if bar is not None and usable:
+            bar.update(ids.stop, {"reward": sum(completion.reward for completion in usable) / len(usable)})
+    if not usable:
+        raise UserError(f"evaluation: wanted held-out problems, got none of {settings.problems} that can be used")
+    greedy = usable[settings.samples :: group]
+    sampled = [completion for number, completion in enumerate(usable) if number % group < settings.samples]
+    metrics = {
+        "eval/reward": float(np.mean([completion.reward for completion in sampled])),
+        "eval/greedy_reward": float(np.mean([completion.reward for completion in greedy])),
+        "eval/truncated": float(np.mean([not completion.finished for completion in sampled])),
+        "eval/skipped": float(settings.problems - len(usable) // group),
+        "eval/reward_failed": float(np.mean([bool(completion.error) for completion in usable])),
+    }
+    return metrics, gather_texts(usable[::group][:SHOWN]), find_failed(usable)
+
+
+def apply_defaults(task: Task, policy: Policy) -> Task:
+    """The task with the number of its problems, and with the lengths of the policy's experiment where it has none.
+
+    It has `task.problems`, or all problems if that is 0 or more than there are.
+    """
+    evaluation, sampling = policy.experiment.evaluation, policy.experiment.sampling
+    available = getattr(task.data, "heldout_count", None)
     return replace(
         task,
-        problems=count_problems(task),
+        problems=task.problems if available is None else min(task.problems or available, available),
         max_tokens=task.max_tokens or evaluation.max_tokens or sampling.max_tokens,
         max_prompt_tokens=task.max_prompt_tokens or sampling.max_prompt_tokens,
     )
 
 
-def count_problems(task: Task) -> int:
-    """The number of problems that a task evaluates: `task.problems`, or all if that is 0 or more than there are."""
-    available = getattr(task.data, "heldout_count", None)
-    return min(task.problems or available, available) if available is not None else task.problems
-
-
-def run_task(
-    task: Task, policy: Policy, key: Array, *, training: Sampling, grading: Grading
-) -> Iterator[list[TaskSample]]:
+def run_task(task: Task, policy: Policy, key: Array, bar: Bar | None = None) -> Iterator[list[TaskSample]]:
     """The samples of a task in chunks of whole problems, the N samples of a problem adjacent. Collective.
 
     Args:
       task: from `apply_defaults`.
-      policy: the model and its tokenizer.
+      policy: the policy that samples; a training rollout limits what is in memory at one time.
       key: of the run; every evaluation samples with the same noise.
-      training: the number of prompts and samples that are in memory at one time.
-      grading: settings for the calls of the task's reward.
+      bar: shows the problems after each chunk.
 
     Yields:
       Samples with texts. Problems that cannot be used are left out.
@@ -102,45 +245,46 @@ def run_task(
       FailedRewardsError: the task's reward failed for every completion.
     """
     key = jax.random.fold_in(jax.random.fold_in(key, BENCHMARKS), digest(task.name) % 2**32)
-    chunks, slots = plan_chunks(task.problems, task.samples, training, batch_shards(policy.mesh))
-    own = {name: getattr(task, name) for name in OF_TASK}
-    sampling = replace(training, group=task.samples, slots=slots, **own)
-    left, read, name = task.problems, task.data.heldout, f"task {task.name}"
+    chunks, sampling = plan_chunks(task, policy.experiment.sampling, batch_shards(policy.mesh))
+    read, name = task.data.heldout, f"task {task.name}"
     completions: list[Completion] = []
-    with reward_calls(task.reward, grading) as rewards:
+    with reward_calls(task.reward, policy.experiment.grading) as rewards:
         for ids in chunks:
-            rows = complete(policy, key, read, ids, sampling=sampling, rewards=rewards, name=name)
-            usable = {row: each for row, each in enumerate(rows[: left * task.samples]) if each is not None}
-            chunk = gather_texts(list(usable.values()))
-            yield [_make_sample(each, task, ids, row) for row, each in zip(usable, chunk, strict=True)]
-            left -= len(ids)
+            sampled = complete(policy, key, read, ids, sampling=sampling, rewards=rewards, name=name)
+            chunk = gather_texts(list(sampled.values()))
             completions += chunk
-            check_evaluation(completions, rewards, name, is_last=left <= 0)
+            if bar is not None and completions:
+                bar.update(
+                    ids.stop, {"reward": sum(completion.reward for completion in completions) / len(completions)}
+                )
+            yield [_make_sample(task, *place, completion) for place, completion in zip(sampled, chunk, strict=True)]
+            check_evaluation(completions, rewards, name, is_last=ids.stop == task.problems)
 
 
-def plan_chunks(problems: int, samples: int, training: Sampling, shards: int) -> tuple[list[list[int]], int]:
-    """The problems of each chunk, and the slots of its samples (0: one for each).
+def plan_chunks(task: Task, training: Sampling, shards: int) -> tuple[list[range], Sampling]:
+    """The problems of each chunk, and how they are sampled.
 
-    A chunk has at most the prompts of a training rollout, rounded up to a multiple of `shards`; the slots are at
-    most its samples.
+    A chunk has at most the prompts of a training rollout, rounded up to a multiple of `shards`; its samples share at
+    most the slots of a training rollout.
     """
-    chunks = fill_chunks(problems, training.prompts, shards)
-    rows = len(chunks[0]) * samples
+    chunks, size = split_problems(task.problems, training.prompts, shards)
+    rows = size * task.samples
     slots = -(-min(training.slots or training.prompts * training.group, rows) // shards) * shards
-    return chunks, slots if slots < rows else 0
+    own = {name: getattr(task, name) for name in OF_TASK}
+    return chunks, replace(training, prompts=size, group=task.samples, slots=slots if slots < rows else 0, **own)
 
 
-def _make_sample(completion: Completion, task: Task, ids: Sequence[int], row: int) -> TaskSample:
+def _make_sample(task: Task, problem: int, number: int, completion: Completion) -> TaskSample:
     assert completion.texts is not None
     texts = completion.texts._replace(answer=str(completion.texts.answer)[:_LONGEST_ANSWER])
     vote = None if task.vote is None else task.vote(texts.completion)
-    return TaskSample(ids[row // task.samples], row % task.samples, replace(completion, texts=texts), vote)
+    return TaskSample(problem, number, replace(completion, texts=texts), vote)
 
 
 def to_json(task: Task, sample: TaskSample) -> dict[str, object]:
     """A sample as a JSON object, with a vote if the task has votes."""
     vote = {} if task.vote is None else {"vote": sample.vote}
-    return {"problem": sample.problem, "sample": sample.sample} | vote | completion.to_json(sample.completion)
+    return {"problem": sample.problem, "sample": sample.sample} | vote | completion_to_json(sample.completion)
 
 
 def summarize(task: Task, samples: Sequence[TaskSample]) -> Summary:
@@ -154,22 +298,22 @@ def summarize(task: Task, samples: Sequence[TaskSample]) -> Summary:
     def to_interval(value_P: np.ndarray) -> Interval:
         return statistics.to_json(statistics.estimate(value_P))
 
-    completions, N = [each.completion for each in samples], task.samples
-    reward_PN = np.array([each.reward for each in completions], np.float64).reshape(-1, N)
-    length_B = np.array([each.length for each in completions])
+    completions, N = [sample.completion for sample in samples], task.samples
+    reward_PN = np.array([completion.reward for completion in completions], np.float64).reshape(-1, N)
+    length_B = np.array([completion.length for completion in completions])
     summary: Summary = {
         "problems": len(reward_PN),
         "samples": N,
         "reward": to_interval(reward_PN.mean(axis=1)),
-        "truncated": float(np.mean([not each.finished for each in completions])),
-        "failed": float(np.mean([bool(each.error) for each in completions])),
+        "truncated": float(np.mean([not completion.finished for completion in completions])),
+        "failed": float(np.mean([bool(completion.error) for completion in completions])),
         "tokens": {"mean": float(length_B.mean()), "max": int(length_B.max()), "total": int(length_B.sum())},
     }
     sizes = statistics.sizes(N)
     if np.isin(reward_PN, (0.0, 1.0)).all():
         summary["pass"] = {str(k): to_interval(statistics.pass_at_k(reward_PN == 1, k)) for k in sizes}
     if task.vote is not None:
-        vote_PN = [[each.vote for each in samples[i : i + N]] for i in range(0, len(samples), N)]
+        vote_PN = [[sample.vote for sample in samples[i : i + N]] for i in range(0, len(samples), N)]
         summary["majority"] = {
             str(k): to_interval(statistics.majority_at_k(vote_PN, reward_PN, k)) for k in sizes if k > 2
         }
@@ -186,6 +330,6 @@ def metrics(name: str, summary: Summary) -> dict[str, float]:
         "reward_failed": summary["failed"],
         "tokens": summary["tokens"]["mean"],
     }
-    values |= {f"pass_at_{k}": each["mean"] for k, each in summary.get("pass", {}).items() if k != "1"}
-    values |= {f"maj_at_{k}": each["mean"] for k, each in summary.get("majority", {}).items()}
+    values |= {f"pass_at_{k}": interval["mean"] for k, interval in summary.get("pass", {}).items() if k != "1"}
+    values |= {f"maj_at_{k}": interval["mean"] for k, interval in summary.get("majority", {}).items()}
     return {f"eval/{name}/{metric}": value for metric, value in values.items() if value is not None}

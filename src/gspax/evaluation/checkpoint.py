@@ -16,29 +16,28 @@ from typing import cast
 import jax
 
 from gspax import advantages, losses
-from gspax.config import Evaluation, Experiment, Grading, Sampling, Task
+from gspax.config import Evaluation, Experiment, Sampling, Task
 from gspax.data.chat import hf_chat
 from gspax.data.problem import Problem
 from gspax.data.sources import sequence
 from gspax.data.tokenizer import hf_tokenizer, read_settings
 from gspax.errors import UserError
 from gspax.evaluation.benchmark import (
+    Policy,
     Summary,
     TaskSample,
     apply_defaults,
+    evaluate_heldout,
     metrics,
-    plan_chunks,
     run_task,
     summarize,
     to_json,
 )
-from gspax.evaluation.completions import Policy, evaluate_heldout
 from gspax.evaluation.tasks import Settings
 from gspax.experiment.description import describe
 from gspax.hf.source import CONFIG, SMALL, hf, locate
 from gspax.learner.state import abstract_params, load_model, restore_state
 from gspax.parallel import multihost
-from gspax.parallel.sharding import batch_shards
 from gspax.report import evaluation_page, statistics
 from gspax.rollout.completion import Completion
 from gspax.rollout.runtime import Runtime, make_runtime
@@ -66,15 +65,10 @@ def evaluate(
     The files of the tasks are written to `folder`, in place of those of an interrupted evaluation.
     """
     experiment = runtime.experiment
-    settings, training = experiment.evaluation, experiment.sampling
-    policy, key = _make_policy(runtime, state), multihost.key_to_host(state.key)
-    values, shown, failed = evaluate_heldout(
-        policy, key, experiment.data, runtime.rewards, settings=settings, training=training
-    )
-    for task in settings.tasks:
-        task, path = apply_defaults(task, settings, training), folder / task.name
-        summary = evaluate_task(task, policy, key, path, training=training, grading=experiment.grading)
-        values |= metrics(task.name, summary)
+    policy, key = _make_policy(runtime, state)
+    values, shown, failed = evaluate_heldout(policy, key, runtime.rewards)
+    for task in experiment.evaluation.tasks:
+        values |= metrics(task.name, evaluate_task(task, policy, key, folder))
     return values, shown, failed
 
 
@@ -83,35 +77,32 @@ def evaluate_run(experiment: Experiment, workdir: Path, step: int | None, tasks:
 
     Without `tasks`, on the held-out problems, appended to evaluations.jsonl, and on the experiment's own tasks.
     """
-    settings, training, runtime = experiment.evaluation, experiment.sampling, make_runtime(experiment)
+    settings, runtime = experiment.evaluation, make_runtime(experiment)
     mesh, optimizer, rewards = runtime.mesh, runtime.optimizer, runtime.rewards
     run = find_run(workdir, describe(experiment))
     with Checkpoints(run.checkpoints, mesh=mesh) as checkpoints:
         step = checkpoints.latest() if step is None else step
         state = restore_state(run, checkpoints, experiment.model, optimizer, mesh, lora=experiment.lora, step=step)
     assert step is not None  # else restoring has raised
-    policy, key = _make_policy(runtime, state), multihost.key_to_host(state.key)
+    policy, key = _make_policy(runtime, state)
     del state  # the optimizer's memory is for the cache
     if tasks is None:
         tasks = settings.tasks
         progress.say(f"step {step}: evaluating {settings.problems} held-out problems")
         with rewards, progress.track(settings.problems, title="held-out problems") as bar:
             progress.phase("evaluating")
-            values, _, _ = evaluate_heldout(
-                policy, key, experiment.data, rewards, settings=settings, training=training, bar=bar
-            )
+            values, _, _ = evaluate_heldout(policy, key, rewards, bar)
         if jax.process_index() == 0:
             _record_heldout(run, step, values, settings)
     for task in tasks:
-        task, path = apply_defaults(task, settings, training), run.tasks_at(step) / task.name
-        evaluate_task(task, policy, key, path, training=training, grading=experiment.grading, show=True)
+        evaluate_task(task, policy, key, run.tasks_at(step), show=True)
 
 
-def _make_policy(runtime: Runtime, state: TrainState) -> Policy:
-    """The policy of a state on the sampler's devices."""
-    sampler, experiment = runtime.sampler, runtime.experiment
-    params = sampler.push(state.params)
-    return Policy(params, experiment.model, experiment.tokenizer, sampler.mesh, runtime.interaction)
+def _make_policy(runtime: Runtime, state: TrainState) -> tuple[Policy, Array]:
+    """The policy of a state on the sampler's devices, and the run's key on the host."""
+    sampler = runtime.sampler
+    policy = Policy(sampler.push(state.params), runtime.experiment, sampler.mesh, runtime.interaction)
+    return policy, multihost.key_to_host(state.key)
 
 
 def make_experiment(checkpoint: str, tasks: tuple[Task, ...]) -> Experiment:
@@ -150,56 +141,49 @@ def no_reward(problem: Problem, completion: str) -> float:
 
 def evaluate_published(experiment: Experiment, workdir: Path) -> None:
     """`gspax eval --from HF`: evaluate a published model (`make_experiment`) on tasks; the files are in `workdir`."""
-    model, training = experiment.model, experiment.sampling
+    model = experiment.model
     mesh, _ = make_meshes(experiment)
     params = load_model(model, abstract_params(model, mesh, model.dtype))
-    params = make_inference_weights(params, model, mesh, training.weights_dtype)
-    policy, key = Policy(params, model, experiment.tokenizer, mesh), jax.random.key(experiment.seed)
+    params = make_inference_weights(params, model, mesh, experiment.sampling.weights_dtype)
+    policy, key = Policy(params, experiment, mesh), jax.random.key(experiment.seed)
     for task in experiment.evaluation.tasks:
-        task, path = apply_defaults(task, experiment.evaluation, training), workdir / task.name
-        evaluate_task(task, policy, key, path, training=training, grading=experiment.grading, show=True)
+        evaluate_task(task, policy, key, workdir, show=True)
 
 
-def evaluate_task(
-    task: Task, policy: Policy, key: Array, path: Path, *, training: Sampling, grading: Grading, show: bool = False
-) -> Summary:
-    """Run one task and write `path`.json, .jsonl and .html. The summary, on every process. Collective.
+def evaluate_task(task: Task, policy: Policy, key: Array, folder: Path, *, show: bool = False) -> Summary:
+    """Run one task and write its files to `folder`. The summary, on every process. Collective.
 
     Args:
-      task: from `apply_defaults`.
-      policy: the model and its tokenizer.
+      task: its lengths are those of the policy's experiment where it has none.
+      policy: the policy that samples.
       key: of the run.
-      path: of the files, without a suffix.
-      training: as for `run_task`, and `grading`.
-      grading: likewise.
-      show: print progress and results, and write to `path`-2, … rather than over the files of an earlier evaluation.
+      folder: of the files TASK.json, TASK.jsonl and TASK.html.
+      show: print progress and results, and write to TASK-2, … rather than over the files of an earlier evaluation.
     """
-    chunks, _ = plan_chunks(task.problems, task.samples, training, batch_shards(policy.mesh))
-    samples: list[TaskSample] = []
-    primary = jax.process_index() == 0
-    path = _free_path(path) if show else path
+    task = apply_defaults(task, policy)
+    path = _free_path(folder / task.name) if show else folder / task.name
     part = _file(path, ".jsonl.part")  # the completions of an evaluation that is not finished
-    if primary:
-        part.parent.mkdir(parents=True, exist_ok=True)
-    sampled = run_task(task, policy, key, training=training, grading=grading)
+    primary = jax.process_index() == 0
+    samples: list[TaskSample] = []
     with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(progress.track(len(chunks), title=task.name, every=1)) if show else None
-        file = stack.enter_context(part.open("w", encoding="utf-8")) if primary else None
-        for done, chunk in enumerate(sampled, start=1):
+        file = None
+        if primary:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(part.open("w", encoding="utf-8"))
+        bar = stack.enter_context(progress.track(task.problems, title=task.name, every=1)) if show else None
+        for chunk in run_task(task, policy, key, bar):
             samples += chunk
             if file is not None:
-                file.writelines(to_line(to_json(task, each)) for each in chunk)
+                file.writelines(to_line(to_json(task, sample)) for sample in chunk)
                 file.flush()
-            if bar is not None:
-                bar.update(done, {"reward": sum(each.completion.reward for each in samples) / max(len(samples), 1)})
     if not samples:
         raise UserError(f"task {task.name}: wanted problems, got none of {task.problems} that can be used")
     summary = summarize(task, samples)
     if primary:
         part.replace(_file(path, ".jsonl"))
         text = describe_summary(task.name, summary)
-        evaluation_page.write(_file(path, ".html"), path.name, text, [to_json(task, each) for each in samples])
-        result = {"summary": summary, "task": describe(task), "model": describe(policy.model)}
+        evaluation_page.write(_file(path, ".html"), path.name, text, [to_json(task, sample) for sample in samples])
+        result = {"summary": summary, "task": describe(task), "model": describe(policy.experiment.model)}
         result |= {"environment": describe_environment()}
         write_atomically(_file(path, ".json"), json.dumps(result, indent=2) + "\n")
         if show:
@@ -215,7 +199,7 @@ def _file(path: Path, suffix: str) -> Path:
 def _free_path(path: Path) -> Path:
     """The path, or `path`-2, …: the first one without results."""
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(each for each in itertools.chain((path,), others) if not _file(each, ".json").exists())
+    return next(free for free in itertools.chain((path,), others) if not _file(free, ".json").exists())
 
 
 def _record_heldout(run: RunDir, step: int, values: Mapping[str, float], settings: Evaluation) -> None:
@@ -231,8 +215,8 @@ def describe_summary(name: str, summary: Summary) -> list[str]:
     tokens = summary["tokens"]
     figures = {
         "mean reward": statistics.show(summary["reward"], ".4f"),
-        **{f"pass@{k}": statistics.show(each, ".4f") for k, each in summary.get("pass", {}).items()},
-        **{f"maj@{k}": statistics.show(each, ".4f") for k, each in summary.get("majority", {}).items()},
+        **{f"pass@{k}": statistics.show(interval, ".4f") for k, interval in summary.get("pass", {}).items()},
+        **{f"maj@{k}": statistics.show(interval, ".4f") for k, interval in summary.get("majority", {}).items()},
         "tokens": f"{tokens['mean']:.1f} on average, {tokens['max']} at most, {tokens['total']:,} in all",
         "truncated": f"{100 * summary['truncated']:.1f} %",
     }
