@@ -19,7 +19,7 @@ from gspax.errors import UserError
 from gspax.evaluation import tasks
 from gspax.rewards import answers, code, format, http, length, program_tests
 from gspax.rewards.environments import ToolError, parse_brackets, parse_hermes
-from gspax.rewards.environments.calculator import calculate
+from gspax.rewards.environments.tools import calculate
 
 PROBLEM = Problem("12+34", "46")
 PARTS = ["1", "1,", "1,111", ",111", " 111", "1 ", "1.", "12/", "1/2 ", "1 1/", "a", "a ", "1a", "1e", ".", " ", "\n"]

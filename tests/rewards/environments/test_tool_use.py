@@ -9,8 +9,8 @@ from gspax.data import Problem
 from gspax.errors import UserError
 from gspax.experiment.description import describe
 from gspax.rewards.environments import Tool, ToolError, ToolUse, calculator, python
-from gspax.rewards.environments.calculator import calculate
 from gspax.rewards.environments.tool_use import Call, Malformed, parse_brackets, parse_hermes
+from gspax.rewards.environments.tools import calculate
 
 CALCULATE = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "%s"}}\n</tool_call>'
 environment = ToolUse(tools=(calculator(),), call_reward=0.1, failure_reward=-0.5)
@@ -92,7 +92,7 @@ def test_the_schema_is_that_of_chat_templates():
 def test_the_description_names_the_environment_and_its_tools():
     described = describe(environment)
     assert described["type"] == "gspax.rewards.environments.ToolUse"
-    assert described["tools"][0]["run"] == "gspax.rewards.environments.calculator.calculate"
+    assert described["tools"][0]["run"] == "gspax.rewards.environments.tools.calculate"
 
 
 @pytest.mark.parametrize(

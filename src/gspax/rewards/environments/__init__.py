@@ -4,9 +4,8 @@ An environment is any object with `reset` and `step` (`protocols.Environment`).
 """
 
 from gspax.config.protocols import Environment, Step
-from gspax.rewards.environments.calculator import calculator
-from gspax.rewards.environments.python import python
 from gspax.rewards.environments.tool_use import Tool, ToolError, ToolUse, parse_brackets, parse_hermes
+from gspax.rewards.environments.tools import calculator, python
 
 __all__ = [
     "Environment",

@@ -1,4 +1,7 @@
-"""A calculator: exact arithmetic on numbers, by a parser of its own; nothing is evaluated as a program."""
+"""The tools of gspax: a calculator, and Python programs in a sandbox.
+
+The calculator does exact arithmetic by a parser of its own; nothing is evaluated as a program.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import math
 import operator
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 
+from gspax.errors import UserError
+from gspax.rewards.code import Sandbox, run_program
 from gspax.rewards.environments.tool_use import Tool, ToolError
 
-_LONGEST = 400  # characters
+_LONGEST_EXPRESSION = 400  # characters
 _MOST_BITS = 4096  # of a numerator or a denominator
 _DIGITS = 12  # significant ones of a result that is no integer
 
@@ -22,6 +28,7 @@ _BINARY: dict[type, Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_SANDBOX = Sandbox()
 
 
 def calculator() -> Tool:
@@ -43,8 +50,8 @@ def calculate(expression: str) -> str:
     Raises:
       ToolError: it is no such expression, divides by 0, or has a result or a power that is too large.
     """
-    if len(expression) > _LONGEST:
-        raise ToolError(f"wanted at most {_LONGEST} characters, got {len(expression)}")
+    if len(expression) > _LONGEST_EXPRESSION:
+        raise ToolError(f"wanted at most {_LONGEST_EXPRESSION} characters, got {len(expression)}")
     try:
         tree = ast.parse(expression.strip().replace("^", "**").replace(",", ""), mode="eval")
         return _show(_value(tree.body))
@@ -89,3 +96,33 @@ def _show(value: Fraction) -> str:
         return f"{float(value):.{_DIGITS}g}"
     except OverflowError:
         raise ToolError("the result is too large") from None
+
+
+def python(*, allow_code_execution: bool = False, sandbox: Sandbox = _SANDBOX) -> Tool:
+    """The tool `python(code)`; every call runs in a fresh interpreter.
+
+    Args:
+      allow_code_execution: must be True: this runs programs that a model has written.
+      sandbox: where they run.
+
+    Raises:
+      UserError: `allow_code_execution` is not True.
+    """
+    if not allow_code_execution:
+        raise UserError("environment: wanted allow_code_execution=True for a tool that runs programs of a model")
+    return Tool(
+        name="python",
+        description="Runs a Python program without network or files; the reply is what it prints.",
+        run=partial(run_python, sandbox=sandbox),
+        parameters={"code": {"type": "string"}},
+    )
+
+
+def run_python(code: str, *, sandbox: Sandbox) -> str:
+    """The output of a program. ToolError with the last line of its errors if it fails, or if it takes too long."""
+    ran = run_program(code, allow_code_execution=True, sandbox=sandbox)
+    if ran.status != "exited":
+        raise ToolError(f"the program was ended after {sandbox.limits.timeout:g} s")
+    if ran.code != 0:
+        raise ToolError(f"{ran.output}{ran.last_error()}")
+    return ran.output
