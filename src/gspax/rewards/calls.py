@@ -18,11 +18,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 from gspax.config import Grading
-from gspax.config.functions import unwrap
+from gspax.config.functions import is_gspax, unwrap
 from gspax.config.protocols import BatchReward, Problem
 from gspax.errors import UserError, describe_error
 
@@ -74,9 +74,8 @@ def concurrent(calls: int) -> Callable[[F], F]:
 
 @dataclass(eq=False)
 class _Call(Generic[T]):
-    subjects: Sequence[object]
-    texts: Sequence[str]
-    futures: list[Future[T]] = field(default_factory=list)
+    arguments: tuple[object, object]  # of the function: a subject and a text, or sequences of them if it is batched
+    futures: list[Future[T]]
     began: float | None = None  # by time.monotonic; moved by the time spent waiting
     waits: float | None = None  # the time since which the call has been waiting for other calls
 
@@ -156,10 +155,10 @@ class Calls(Generic[T]):
 
     def submit(self, subjects: Sequence[object], texts: Sequence[str]) -> list[Future[T]]:
         """Start calls, each with the subject and the text of one index. A future raises UserError at most."""
-        size = max(1, len(texts)) if self._batched else 1
-        calls = [_Call[T](subjects[i : i + size], texts[i : i + size]) for i in range(0, len(texts), size)]
-        for call in calls:
-            call.futures = [Future() for _ in call.texts]
+        if self._batched:
+            calls = [_Call[T]((subjects, texts), [Future() for _ in texts])] if texts else []
+        else:
+            calls = [_Call[T](pair, [Future()]) for pair in zip(subjects, texts, strict=True)]
         with self._lock:
             self._pending = [call for call in self._pending if not call.done] + calls
             if self._server is None:
@@ -190,7 +189,7 @@ class Calls(Generic[T]):
 
     def _call(self, call: _Call[T]) -> bool:
         try:
-            return call.settle(self._results(call, self.function(*self._arguments(call))))
+            return call.settle(self._results(call, self.function(*call.arguments)))
         except BaseException as error:  # SystemExit included: it would end this thread only
             return call.settle(self._failed(call, error))
 
@@ -198,21 +197,18 @@ class Calls(Generic[T]):
         deadline = asyncio.timeout(self.grading.timeout)
         try:
             async with deadline:
-                results = self._results(call, await self.function(*self._arguments(call)))
+                results = self._results(call, await self.function(*call.arguments))
             call.settle(results)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             call.settle(self._late(call) if deadline.expired() else self._failed(call, error))
 
-    def _arguments(self, call: _Call[T]) -> tuple[object, object]:
-        return (call.subjects, call.texts) if self._batched else (call.subjects[0], call.texts[0])
-
     def _results(self, call: _Call[T], value: Any) -> list[T]:
         values = list(value) if self._batched else [value]
-        if len(values) == len(call.texts):
+        if len(values) == len(call.futures):
             return [self._read(value) for value in values]
-        return self._fail_all(call, f"wanted a value for each of {len(call.texts)} completions, got {len(values)}")
+        return self._fail_all(call, f"wanted a value for each of {len(call.futures)} completions, got {len(values)}")
 
     def _failed(self, call: _Call[T], error: BaseException) -> list[T] | UserError:
         """The results of a call that raised; a UserError itself, because then a setting is wrong."""
@@ -224,7 +220,7 @@ class Calls(Generic[T]):
         return self._fail_all(call, f"late: no answer after {self.grading.timeout:g} s (grading.timeout)")
 
     def _fail_all(self, call: _Call[T], error: str) -> list[T]:
-        return [self._fail(error) for _ in call.texts]
+        return [self._fail(error) for _ in call.futures]
 
 
 class _Threads(Generic[T]):
@@ -234,16 +230,13 @@ class _Threads(Generic[T]):
         self._serve, self._numbers = serve, itertools.count(1)
         self._queue: queue.SimpleQueue[_Call[T] | None] = queue.SimpleQueue()
         for _ in range(count):
-            self.add()
+            self.replace(())
 
     def put(self, call: _Call[T] | None) -> None:
         self._queue.put(call)
 
     def replace(self, pending: Sequence[_Call[T]]) -> None:
-        """Let another thread make the pending calls that a late one would have made."""
-        self.add()
-
-    def add(self) -> None:
+        """Start a thread, which makes the pending calls that a late one would have made."""
         threading.Thread(target=self._run, name=f"gspax-call-{next(self._numbers)}", daemon=True).start()
 
     def stop(self) -> None:
@@ -329,8 +322,7 @@ def find_rewards(function: UserFunction) -> Iterator[UserFunction]:
 
 def find_async_members(function: UserFunction) -> Iterator[tuple[UserFunction, UserFunction]]:
     """Pairs of a composition of gspax and an async reward inside it, which it would not await."""
-    inner = inner_function(function)
-    for member in _members(function) if str(getattr(inner, "__module__", "")).startswith("gspax.") else ():
+    for member in _members(function) if is_gspax(function) else ():
         if _is_async(member):
-            yield inner, inner_function(member)
+            yield inner_function(function), inner_function(member)
         yield from find_async_members(member)

@@ -157,9 +157,7 @@ def grade(
         outcome, detail = _run_tests(pool, tests, code, sandbox.limits, deadline)
         return Grade(1.0 if outcome == "passed" else failed if outcome in FAILED else 0.0, outcome, detail)
 
-    pairs = list(zip(answers, map(extract_program, completions), strict=True))
-    decided = dict(zip(unique := list(dict.fromkeys(pairs)), pool.map(grade_one, unique), strict=True))
-    grades = [decided[pair] for pair in pairs]
+    grades = pool.map(grade_one, list(zip(answers, map(extract_program, completions), strict=True)))
     _tally.add(grades)
     return grades
 

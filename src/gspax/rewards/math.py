@@ -77,12 +77,11 @@ def grade(
         return Grade(failed, equal.reason) if isinstance(equal, Failure) else _GRADES[equal]
 
     extracted = [extract(text, form=form) for text in completions]
-    grades = [_grade_here(*pair) for pair in zip(map(reference, answers), extracted, strict=True)]
-    pairs = list(dict.fromkeys(pair for pair in grades if isinstance(pair, tuple)))  # samples repeat each other
-    decided = dict(zip(pairs, pool.map(ask, pairs), strict=True))
-    done = [decided[grade] if isinstance(grade, tuple) else grade for grade in grades]
-    _tally.add(done)
-    return done
+    first = [_grade_here(*pair) for pair in zip(map(reference, answers), extracted, strict=True)]
+    asked = iter(pool.map(ask, [pair for pair in first if isinstance(pair, tuple)]))
+    grades = [next(asked) if isinstance(grade, tuple) else grade for grade in first]
+    _tally.add(grades)
+    return grades
 
 
 _GRADES = {True: Grade(1.0, "equal"), False: Grade(0.0, "different")}

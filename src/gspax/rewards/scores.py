@@ -114,7 +114,9 @@ def to_result(value: object) -> Result:
             rewards = tuple(whole.parts[name] for name in names)
         elif isinstance(value, tuple):
             scores = [to_score(member) for member in value]
-            whole = Score(0.0, _join(("", each.reason) for each in scores), _join(("", each.error) for each in scores))
+            whole = Score(
+                0.0, _join(("", score.reason) for score in scores), _join(("", score.error) for score in scores)
+            )
             rewards = tuple(score.value for score in scores)
         else:
             whole = to_score(value)

@@ -69,11 +69,13 @@ class Pool:
             self._idle.put(kept)
 
     def map(self, call: Callable[[A], B], items: Sequence[A]) -> list[B]:
-        """`call` of every item, on as many threads as there are workers; each call may ask this pool."""
-        if len(items) < 2:  # in this thread, whose clock `waiting` stops
-            return [call(item) for item in items]
+        """`call` of every item, once for equal ones, in as many threads as there are workers; it may ask this pool."""
+        distinct = list(dict.fromkeys(items))
+        if len(distinct) < 2:  # in this thread, whose clock `waiting` stops
+            return [call(item) for item in distinct] * len(items)
         with ThreadPoolExecutor(self.workers) as threads:
-            return list(threads.map(call, items))
+            results = dict(zip(distinct, threads.map(call, distinct), strict=True))
+        return [results[item] for item in items]
 
     def close(self) -> None:
         """Kill the idle workers. The pool may be used again."""
