@@ -58,13 +58,13 @@ class Samples(NamedTuple):
 
     def failed(self) -> Samples:
         """The samples for which the reward function failed."""
-        rows = [row for row, each in enumerate(self.completions) if each.error]
+        rows = [row for row, completion in enumerate(self.completions) if completion.error]
         turns = self.turn_advantages and [self.turn_advantages[row] for row in rows]
         return Samples([self.completions[row] for row in rows], self.advantage_B[rows], turns)
 
     def to_json(self) -> list[dict[str, object]]:
         """One JSON object per completion. Collective."""
-        lines = [to_json(each) for each in gather_texts(self.completions)]
+        lines = [to_json(completion) for completion in gather_texts(self.completions)]
         for row, line in enumerate(lines):
             if self.turn_advantages is not None:
                 line["turn_advantages"] = list(self.turn_advantages[row])
@@ -87,5 +87,5 @@ def to_json(completion: Completion) -> dict[str, object]:
 
 def gather_texts(completions: Sequence[Completion]) -> list[Completion]:
     """The completions, all of them with their texts. Collective."""
-    texts = multihost.gather_rows([each.texts and tuple(each.texts) for each in completions])
-    return [replace(each, texts=Texts(*own)) for each, own in zip(completions, texts, strict=True)]
+    texts = multihost.gather_rows([completion.texts and tuple(completion.texts) for completion in completions])
+    return [replace(completion, texts=Texts(*own)) for completion, own in zip(completions, texts, strict=True)]

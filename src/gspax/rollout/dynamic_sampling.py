@@ -53,7 +53,7 @@ def refill(
       without_overlong, by_turn: as for `find_constant_groups`.
     """
     find = partial(find_constant_groups, group=sampling.group, without_overlong=without_overlong, by_turn=by_turn)
-    rewards, replaced = [each.reward for each in batch.completions], 0
+    rewards, replaced = [completion.reward for completion in batch.completions], 0
     for _ in range(sampling.max_refills):
         constant_P = find(batch.completions)
         if not constant_P.any():
@@ -68,7 +68,7 @@ def refill(
             rollout=replace_groups(batch.rollout, fresh.rollout, source_P, mesh),
             completions=[old if source < 0 else fresh.completions[source] for old, source in sources],
         )
-        rewards += [each.reward for each in fresh.completions]
+        rewards += [completion.reward for completion in fresh.completions]
         replaced += int((source_P >= 0).sum())
     metrics = {
         "sampling/prompts": float(batch.prompts),
@@ -87,14 +87,12 @@ def find_constant_groups(
     rewards of turns are compared, because each turn has an advantage (`grading.credit_turns`).
     """
 
-    def rewards(completion: Completion) -> tuple[np.float32, ...]:
-        values = completion.turns.rewards if by_turn and completion.turns is not None else completion.rewards
-        return tuple(map(np.float32, values))
+    def is_constant(samples: Sequence[Completion]) -> bool:
+        counted = [sample for sample in samples if sample.finished or not without_overlong]
+        rewards = [sample.turns.rewards if by_turn and sample.turns else sample.rewards for sample in counted]
+        return len({tuple(map(np.float32, values)) for values in rewards}) <= 1
 
-    groups = [completions[first : first + group] for first in range(0, len(completions), group)]
-    return np.array(
-        [len({rewards(each) for each in group if each.finished or not without_overlong}) <= 1 for group in groups]
-    )
+    return np.array([is_constant(completions[first : first + group]) for first in range(0, len(completions), group)])
 
 
 def plan_refill(constant_P: np.ndarray, fresh_constant_P: np.ndarray) -> np.ndarray:

@@ -162,7 +162,7 @@ def sample_conversations(
       UserError: a prompt does not fit.
     """
     options = replace(sampler.split_rows(options, len(ready)), turns=True)
-    prompts = sampler.place_prompts([each and each.prompt for each in ready], prompt_ids, options)
+    prompts = sampler.place_prompts([one and one.prompt for one in ready], prompt_ids, options)
     state, progress = sampler.start(params, prompts, key, options=options)
     rows = RowsOnHost(list(ready), np.zeros(progress.length_B.shape, bool))
     while not rows.ended_B.all():
@@ -201,7 +201,10 @@ def answer(
             episode.message = interaction.tokenizer.decode(tokens_BC[row][slice(*episode.spans[-1])])
             episode.texts.append(episode.message)
         whole = {row: episode for row, episode in turns.items() if waiting_B[row]}
-        states, messages = [each.state for each in whole.values()], [each.message for each in whole.values()]
+        states, messages = (
+            [episode.state for episode in whole.values()],
+            [episode.message for episode in whole.values()],
+        )
         return dict(zip(whole, interaction.steps.submit(states, messages), strict=True))
 
     def take(steps: dict[int, Future[Step | Failure]]) -> dict[int, list[int]]:

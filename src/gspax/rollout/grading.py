@@ -6,7 +6,7 @@ Axes: P prompts, G samples, B = P·G completions, R rewards of each, K turns of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -67,7 +67,9 @@ def start_rewards(
     """
     texts = {row: tokenizer.decode(tokens) for row, tokens in finished.items() if problems[row // group] is not None}
     futures = calls.submit([problems[row // group] for row in texts], list(texts.values()))
-    started.update({row: StartedReward(text, each) for (row, text), each in zip(texts.items(), futures, strict=True)})
+    started.update(
+        {row: StartedReward(text, future) for (row, text), future in zip(texts.items(), futures, strict=True)}
+    )
 
 
 def reward_completions(
@@ -92,8 +94,18 @@ def reward_completions(
     group, length_B = len(rollout.length_B) // len(problems), count_sampled(rollout)
     own = dict(started or {})
     known = {row for rows in multihost.gather(sorted(own)) for row in rows}
-    own |= multihost.all_or_raise(lambda: _start_own(problems, rollout, tokenizer, calls, known))
-    interrupt.wait([each.future for each in own.values()])
+
+    def start_others() -> None:
+        """Start the rewards of this process's rows that no process has started before."""
+        finished = {}
+        for row, tokens in sorted(multihost.owned_rows(rollout.tokens_BT).items()):
+            if row not in known:
+                start = rollout.prompt_length_B[row]
+                finished[row] = tokens[start : start + rollout.length_B[row]]
+        start_rewards(problems, own, finished, tokenizer=tokenizer, calls=calls, group=group)
+
+    multihost.all_or_raise(start_others)
+    interrupt.wait([reward.future for reward in own.values()])
     graded = _gather_results(own, len(length_B))
     completions = []
     for row, result in enumerate(_match_rewards([result for result, _ in graded], calls.grading.failed)):
@@ -114,24 +126,10 @@ def reward_completions(
     return completions
 
 
-def _start_own(
-    problems: Sequence[Problem | None], rollout: Rollout, tokenizer: Tokenizer, calls: Calls[Result], known: Set[int]
-) -> Started:
-    """The rewards to come of this process's rows but those that are known, whose rewards were started before."""
-    rows, group = multihost.owned_rows(rollout.tokens_BT), len(rollout.length_B) // len(problems)
-    finished = {}
-    for row in sorted(rows.keys() - known):
-        start = rollout.prompt_length_B[row]
-        finished[row] = rows[row][start : start + rollout.length_B[row]]
-    started = Started()
-    start_rewards(problems, started, finished, tokenizer=tokenizer, calls=calls, group=group)
-    return started
-
-
 def _gather_results(own: Started, rows: int) -> list[tuple[Result, GradedTurns | None]]:
     """The result and the turns of each row; this process has its own. Collective."""
     mine = multihost.all_or_raise(
-        lambda: {row: (tuple(each.future.result()), each.turns and tuple(each.turns)) for row, each in own.items()}
+        lambda: {row: (tuple(one.future.result()), one.turns and tuple(one.turns)) for row, one in own.items()}
     )
     everywhere = multihost.gather_rows([mine.get(row) for row in range(rows)])
     return [(Result._make(result), GradedTurns._make(turns) if turns else None) for result, turns in everywhere]
@@ -142,8 +140,8 @@ def _match_rewards(results: Sequence[Result], failed: float) -> list[Result]:
 
     The choice follows from the results alone, so that it is the same in every process and after every restart.
     """
-    counted = [_names(each) for each in results if not each.error] or [_names(each) for each in results if each.rewards]
-    wanted = Counter(counted).most_common(1)[0][0] if counted else ("",)
+    counted = [result for result in results if not result.error] or [result for result in results if result.rewards]
+    wanted = Counter(map(_names, counted)).most_common(1)[0][0] if counted else ("",)
 
     def match(result: Result) -> Result:
         names = _names(result)
@@ -153,7 +151,7 @@ def _match_rewards(results: Sequence[Result], failed: float) -> list[Result]:
         error = result.error or f"wanted {_describe_names(wanted)}; got {_describe_names(names)}"
         return Result((value,) * len(wanted), error, reason=result.reason)
 
-    return [match(each) for each in results]
+    return [match(result) for result in results]
 
 
 def _names(result: Result) -> tuple[str, ...]:
@@ -184,28 +182,28 @@ def _join_turn_rewards(result: Result, turns: GradedTurns | None) -> tuple[tuple
 def reward_metrics(completions: Sequence[Completion], group: int) -> dict[str, float]:
     """Metrics of the sums of rewards, means of named rewards (`rewards/NAME`) over the completions that have them, and
     means over multi-turn rollouts: turns, reply tokens, and the environment's metrics."""
-    reward_PG = np.array([each.reward for each in completions], np.float32).reshape(-1, group)
+    reward_PG = np.array([completion.reward for completion in completions], np.float32).reshape(-1, group)
     metrics = {
         "reward/mean": float(reward_PG.mean(dtype=np.float64)),  # rewards may be near float32's largest number
         "reward/std": float(reward_PG.std(dtype=np.float64)),
         "reward/zero_std_groups": float(constant_groups(jnp.asarray(reward_PG)).mean()),
-        "reward/failed": sum(bool(each.error) for each in completions) / len(completions),
+        "reward/failed": sum(bool(completion.error) for completion in completions) / len(completions),
     }
-    if turns := [each.turns for each in completions if each.turns is not None]:
-        counts, sums = [len(each.rewards) for each in turns], [each.environment for each in turns]
+    if turns := [completion.turns for completion in completions if completion.turns is not None]:
+        counts, sums = [len(graded.rewards) for graded in turns], [graded.environment for graded in turns]
         metrics |= {"rollout/turns": float(np.mean(counts)), "rollout/turns_max": float(max(counts))}
-        for name in dict.fromkeys(name for each in sums for name in each):
-            metrics[f"rollout/{name}"] = float(np.mean([each.get(name, 0.0) for each in sums]))
-    parts = [each.parts for each in completions]
-    for name in dict.fromkeys(name for each in parts for name in each):
-        metrics[f"rewards/{name}"] = float(np.mean([each[name] for each in parts if name in each]))
+        for name in dict.fromkeys(name for values in sums for name in values):
+            metrics[f"rollout/{name}"] = float(np.mean([values.get(name, 0.0) for values in sums]))
+    parts = [completion.parts for completion in completions]
+    for name in dict.fromkeys(name for values in parts for name in values):
+        metrics[f"rewards/{name}"] = float(np.mean([values[name] for values in parts if name in values]))
     return metrics
 
 
 def check_batch(completions: Sequence[Completion], calls: Calls[Result]) -> None:
     """FailedRewardsError if the reward function failed for too many completions of a rollout. Collective."""
-    if sentence := _describe_failures(completions, calls):
-        raise FailedRewardsError(sentence, find_failed(completions))
+    if failure := _find_failure(completions, calls):
+        raise failure
 
 
 def check_evaluation(completions: Sequence[Completion], calls: Calls[Result], name: str, *, is_last: bool) -> None:
@@ -216,36 +214,41 @@ def check_evaluation(completions: Sequence[Completion], calls: Calls[Result], na
     Raises:
       FailedRewardsError: all rewards failed, those of the whole evaluation (`is_last`) or of the first `SURE`.
     """
-    if not (is_last or len(completions) >= SURE) or not (sentence := _describe_failures(completions, calls)):
+    if not is_last and len(completions) < SURE:
         return
-    if all(each.error for each in completions):
-        raise FailedRewardsError(f"{name}: {sentence}", find_failed(completions))
-    if is_last:
-        multihost.warn_from_primary(f"{name}: {sentence}")
+    failure = _find_failure(completions, calls, f"{name}: ")
+    if failure and len(failure.completions) == len(completions):
+        raise failure
+    if failure and is_last:
+        multihost.warn_from_primary(str(failure))
 
 
 def find_failed(completions: Sequence[Completion]) -> list[Completion]:
     """The completions for which the reward function failed, with their texts. Collective."""
-    failed = [each for each in completions if each.error]
+    failed = [completion for completion in completions if completion.error]
     return gather_texts(failed) if failed else []
 
 
-def _describe_failures(completions: Sequence[Completion], calls: Calls[Result]) -> str:
-    """One sentence if the reward function failed for more than `grading.max_failed`, else nothing. Collective.
+def _find_failure(
+    completions: Sequence[Completion], calls: Calls[Result], prefix: str = ""
+) -> FailedRewardsError | None:
+    """An error if the reward function failed for more than `grading.max_failed`, with these completions. Collective.
 
     Up to `FEW` failures are not too many, unless all have failed or none may; nor is a single one.
     """
-    failed, share = [each for each in completions if each.error], calls.grading.max_failed
+    share, failed = calls.grading.max_failed, [completion for completion in completions if completion.error]
     few = min(FEW, max(len(completions) - 1, 1)) if share else 0
     if len(failed) <= max(share * len(completions), few):
-        return ""
-    (first,) = gather_texts(failed[:1])
+        return None
+    failed = gather_texts(failed)
+    first = failed[0]
     assert first.texts is not None
     many = f"{len(failed)} of {len(completions)} completions (grading.max_failed allows {100 * share:g} %)"
-    return (
-        f"reward: {title_of(calls.function)} failed for {many}: {first.error} for "
+    sentence = (
+        f"{prefix}reward: {title_of(calls.function)} failed for {many}: {first.error} for "
         f"the prompt {first.texts.prompt!r} and the completion {first.texts.completion!r}"
     )
+    return FailedRewardsError(sentence, failed)
 
 
 def count_sampled(rollout: Rollout) -> np.ndarray:
@@ -296,10 +299,10 @@ def compute_advantages(
       group: G, the adjacent completions of one prompt.
       finished_B: a mask that `advantage` takes too, as [P, G].
     """
-    reward_BR, metrics = np.array([each.rewards for each in completions], np.float32), {}
+    reward_BR, metrics = np.array([completion.rewards for completion in completions], np.float32), {}
     single = reward_BR.shape[1] == 1
     if not single and jax.process_index() == 0:
-        _warn_of_order([list(each.parts) for each in completions])
+        _warn_of_order([list(completion.parts) for completion in completions])
     if added_B is not None:
         added_B1 = added_B[:, None]
         reward_BR = reward_BR + added_B1 if single else np.concatenate([reward_BR, added_B1], axis=1)
@@ -336,11 +339,11 @@ def credit_turns(
       discount: for the rewards of later turns.
       finished_B: if given, the other completions have no advantage.
     """
-    turns = [each.turns for each in completions if each.turns is not None]
-    count_B = np.array([len(each.rewards) for each in turns])
+    turns = [completion.turns for completion in completions if completion.turns is not None]
+    count_B = np.array([len(graded.rewards) for graded in turns])
     reward_BK = np.zeros((len(completions), count_B.max()), np.float32)
-    for row, each in enumerate(turns):
-        reward_BK[row, : count_B[row]] = each.rewards
+    for row, graded in enumerate(turns):
+        reward_BK[row, : count_B[row]] = graded.rewards
     if added_B is not None:
         reward_BK[np.arange(len(turns)), count_B - 1] += added_B
     mask_BK = np.arange(reward_BK.shape[1])[None] < count_B[:, None]
@@ -350,9 +353,9 @@ def credit_turns(
     advantage_PGK = by_turn(advantage, reward_PGK, mask_PGK, discount=discount)
     advantage_BK = np.asarray(advantage_PGK).reshape(mask_BK.shape)
     advantage_BT = np.zeros(rollout.tokens_BT.shape, np.float32)
-    for row, each in enumerate(turns):
+    for row, graded in enumerate(turns):
         prompt = int(rollout.prompt_length_B[row])
-        for (start, end), value in zip(each.spans, advantage_BK[row], strict=False):
+        for (start, end), value in zip(graded.spans, advantage_BK[row], strict=False):
             advantage_BT[row, prompt + start : prompt + end] = value
     return advantage_BT, [values[:count].tolist() for values, count in zip(advantage_BK, count_B, strict=True)]
 

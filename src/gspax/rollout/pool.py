@@ -13,7 +13,7 @@ Axes: R places for groups, P of them in a rollout, B rows of all places; else as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -70,26 +70,25 @@ def new_pool(places: int, group: int, first: int, key: Array) -> Pool:
     )
 
 
-def next_problems(pool: Pool, groups: int) -> np.ndarray:
-    """The indices of the next problems, in the free places that they get, int64 [R]; FREE elsewhere."""
-    fresh_R = np.full_like(pool.problem_R, FREE)
+def next_problems(pool: Pool, groups: int) -> dict[int, int]:
+    """The indices of the next problems by the free places that they get."""
     places = np.flatnonzero(pool.problem_R == FREE)[:groups]
-    fresh_R[places] = pool.next_problem + np.arange(len(places))
-    return fresh_R
+    return {int(place): pool.next_problem + number for number, place in enumerate(places)}
 
 
 def admit(
-    pool: Pool, index_R: np.ndarray, ready: Sequence[Ready | None], weights: Weights, options: SampleOptions
+    pool: Pool, ids: Mapping[int, int], ready: Sequence[Ready | None], weights: Weights, options: SampleOptions
 ) -> Pool:
     """The pool with new groups, and the first token of each of their samples.
 
     Args:
-      index_R: from `next_problems`, or later ones where some of these cannot be used.
-      ready: the problems of all R places that this process has rows of; None where `index_R` is FREE.
+      ids: from `next_problems`, or later ones where some of these cannot be used.
+      ready: the problems of all R places that this process has rows of; None where `ids` has none.
     """
     params, version = weights
-    fresh_R, rows = index_R != FREE, pool.rows
-    problem_R = np.where(fresh_R, index_R, pool.problem_R)
+    rows, problem_R, fresh_R = pool.rows, pool.problem_R.copy(), np.zeros(len(pool.problem_R), bool)
+    problem_R[list(ids)] = list(ids.values())
+    fresh_R[list(ids)] = True
     fresh_B = np.repeat(fresh_R, len(rows.ended_B) // len(fresh_R))
     prompts = [new and new.prompt if fresh else [0] for new, fresh in zip(ready, fresh_R, strict=True)]  # any will do
     placed = place_prompts(prompts, np.maximum(problem_R, 0).tolist(), options, widest=True)
@@ -108,7 +107,7 @@ def admit(
         pool,
         problem_R=problem_R,
         policy_R=np.where(fresh_R, version, pool.policy_R),
-        next_problem=max(pool.next_problem, int(index_R.max()) + 1),
+        next_problem=max(ids.values()) + 1,
         rows=replace(rows, ready=all_ready, ended_B=rows.ended_B & ~fresh_B),
         tokens_RS=tokens_RS,
         state=state,

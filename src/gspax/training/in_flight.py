@@ -24,7 +24,6 @@ from gspax.parallel.sharding import named_sharding
 from gspax.rollout.episodes import Ready, sample_conversations, set_finished
 from gspax.rollout.grading import Started, start_rewards
 from gspax.rollout.pool import (
-    FREE,
     Pool,
     Weights,
     admit,
@@ -231,11 +230,8 @@ def admit_problems(
     """Add a number of groups to the pool."""
     if groups <= 0:
         return pool
-    index_R = next_problems(pool, groups)
-    indices = {place: index for place, index in enumerate(index_R.tolist()) if index != FREE}
-    ids, ready = read_prompts(runtime, indices, len(index_R), skipped)
-    index_R[list(ids)] = list(ids.values())
-    return admit(pool, index_R, ready, weights, options)
+    ids, ready = read_prompts(runtime, next_problems(pool, groups), len(pool.problem_R), skipped)
+    return admit(pool, ids, ready, weights, options)
 
 
 def end_samples(runtime: Runtime, pool: Pool, weights: Weights, options: SampleOptions) -> Pool:
