@@ -1,4 +1,4 @@
-"""Where problems come from: files and data sets (`jsonl` and others), or a generator; and tokenizers.
+"""Problems from files, from data sets (`jsonl` and others) or from a generator; and tokenizers.
 
 A generated task is a module with `Problems`, `reward`, `half_wrong` and `tokenizer`.
 """

@@ -162,7 +162,7 @@ def contrast(variants: Sequence[dict[object, float]]) -> list[Entry]:
 
 
 def find_differences(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """The settings in which runs differ, besides names and seeds, each with its values: one per run, None without."""
+    """The settings in which runs differ, besides names and seeds, each with one value per run, or None."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     settings = {name: [run.settings.get(name) for run in runs] for name in names}
     labels = {name for name in names if name == "name" or name.split(".")[-1] == "seed"}

@@ -1,4 +1,4 @@
-"""The metrics of a run as curves: which panels there are, and their drawing with matplotlib."""
+"""The metrics of a run as curves: the panels, and how matplotlib draws them."""
 
 from __future__ import annotations
 

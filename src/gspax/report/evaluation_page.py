@@ -62,13 +62,11 @@ def shorten(value: object) -> object:
 def convert(rows: Sequence[Row]) -> dict[str, object]:
     """The script's data: rows, in whose texts a number stands for a formula, and (source, tree) of the formulas."""
     numbers: dict[str, int] = {}
-    formulas: list[tuple[str, mathml.Tree]] = []
+    trees: dict[str, mathml.Tree] = {}
 
     def number_of(formula: mathml.Formula) -> int:
-        if formula.source not in numbers:
-            numbers[formula.source] = len(formulas)
-            formulas.append((formula.source, formula.tree))
-        return numbers[formula.source]
+        trees[formula.source] = formula.tree
+        return numbers.setdefault(formula.source, len(numbers))
 
     @functools.cache  # samples share their prompt and answer
     def split(text: str) -> str | list[str | int]:
@@ -76,7 +74,7 @@ def convert(rows: Sequence[Row]) -> dict[str, object]:
         return text if parts == [text] else [part if isinstance(part, str) else number_of(part) for part in parts]
 
     shown = [{**row, **{name: split(str(row[name])) for name in TEXTS if name in row}} for row in rows]
-    return {"rows": shown, "tex": formulas}
+    return {"rows": shown, "tex": list(trees.items())}
 
 
 CONTROLS = """<form id=filters>

@@ -64,7 +64,7 @@ def render_note(text: str) -> str:
 
 
 def render_text(value: object) -> str:
-    """Untrusted text as HTML: escaped, truncated, unprintable characters but line ends as escape sequences."""
+    """Untrusted text as HTML: escaped, truncated, with escape sequences for unprintable characters except line ends."""
     return _render(str(value), lambda text: [text])
 
 

@@ -112,7 +112,7 @@ def _take(element: Element, level: int = 0) -> Tree:
 
 
 def _find(text: str) -> Iterator[tuple[int, int, str]]:
-    """Where formulas start and end, and what is between their delimiters."""
+    """The start, the end and the inner text of each formula."""
     position = 0
     while (match := _FORMULA.search(text, position)) is not None:
         start, position = match.span()

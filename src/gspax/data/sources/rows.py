@@ -118,7 +118,7 @@ class RowSource:
 
     @functools.cached_property
     def opened(self) -> Scan:
-        """The rows to use, after reading every row once. UserError if there are bad rows, or none that are left."""
+        """The rows to use, found by reading every row once. UserError if rows are bad, or if no problem is left."""
         try:
             return _open(self)
         except UserError:
@@ -258,7 +258,7 @@ def _first_reason(rules: tuple[Rule, ...], problem: Problem, table: Table, i: in
 
 
 def _serialize(problem: Problem) -> bytes:
-    """The content of a problem, the same in every process. ValueError if its metadata has none that could be."""
+    """The content of a problem, the same in every process. ValueError if JSON cannot hold its metadata."""
     fields = [problem.prompt, problem.answer, problem.context, problem.task, problem.metadata]
     try:
         return json.dumps(fields, sort_keys=True, default=_plain).encode() + b"\n"
@@ -267,7 +267,7 @@ def _serialize(problem: Problem) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """A value of metadata that JSON lacks, as one that it has."""
+    """A metadata value of a type that JSON lacks, as a JSON value."""
     if isinstance(value, set | frozenset):
         return ["set", sorted(json.dumps(element, sort_keys=True, default=_plain) for element in value)]
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:

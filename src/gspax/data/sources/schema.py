@@ -14,7 +14,7 @@ _ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    r"""Which columns hold what, and the text around a prompt.
+    r"""The meaning of a row's columns, and the text around a prompt.
 
     A column inside another is named with a dot: `reward_model.ground_truth`.
 

@@ -135,7 +135,7 @@ class _LineFile:
 
     @classmethod
     def open(cls, path: str) -> _LineFile:
-        """UserError if the file cannot be read."""
+        """Read the file once, for its offsets and its hash. UserError if it cannot be read."""
         offsets, offset, hashed = array("q"), 0, hashlib.sha256()
         with reading(path), open(path, "rb") as stream:
             stamp = _stamp(stream)
