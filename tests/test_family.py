@@ -21,7 +21,7 @@ from gspax.learner.state import init_state
 from gspax.learner.train_step import make_score, make_update
 from gspax.learner.updates import Steps, make_steps
 from gspax.losses import correction, kl, shaping
-from gspax.model.sizes.old_policy import keeps_experts
+from gspax.model.sizes import reads_experts
 from gspax.parallel.sharding import make_mesh, named_sharding
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.runtime import Runtime
@@ -90,7 +90,8 @@ def train(changes, rollouts=2, seed=0):
     if variant.reference is not None and variant.reference.loss is None:
         read["reference"] = Reference()  # only its loss is part of the objective
     update = step(*read.values())
-    keep = keeps_experts(variant.regularizers, variant.routing_replay, variant.router_shift)
+    read = reads_experts(variant.regularizers, variant.routing_replay, variant.router_shift)
+    keep = read and variant.routing_replay != "sampler"
     shift = variant.router_shift is not None
     scored = make_steps(variant, OPTIMIZER, MESH).scored
     steps = Steps(update, score(variant.model, keep, shift), route(variant.model), None, scored)

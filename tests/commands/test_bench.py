@@ -10,7 +10,7 @@ from small_experiment import experiment
 from gspax.commands import bench, benchmarks
 from gspax.commands.benchmarks import Limits, table
 from gspax.errors import UserError
-from gspax.model.sizes.counts import forward_flops
+from gspax.model.sizes import forward_flops
 from gspax.parallel.sharding import single_device_mesh
 from gspax.rollout.runtime import make_runtime
 
@@ -84,7 +84,7 @@ def test_old_log_probs_count_for_the_minibatches_whose_first_update_does_not_com
 def test_bytes_that_drawing_needs_by_hand():
     # two groups of two, lengths 1, 3 and 2, 2; a prompt of 5 tokens; tiny.MOE has 3 layers, 2 key heads of 8
     sampling = replace(experiment.sampling, prompts=2, group=2, max_prompt_tokens=5, slots=0)
-    weights = 23 * 16 + 3 * (ATTENTION + NORMS + 16 * 5 + 5 * 3 * 16 * 12)  # all 5 experts: 4 samples choose 8
+    weights = 23 * 16 + 16 + 3 * (ATTENTION + NORMS + 16 * 5 + 5 * 3 * 16 * 12)  # all 5 experts: 4 samples choose 8
     position = 3 * 2 * 2 * 8
     cache = (1 + 6 + 3 + 3 + 5 * (3 + 2)) * position
     assert benchmarks.bytes_needed(tiny.MOE, sampling, [1, 3, 2, 2]) == 4 * (3 * weights + cache)

@@ -20,7 +20,7 @@ from gspax.commands.aot.programs import Compiled, Memory
 from gspax.commands.aot.report import Phase, Times
 from gspax.config import Mesh, PartialRollouts, Placement, Sampling
 from gspax.experiment import load
-from gspax.model.sizes.counts import forward_flops, parameter_count
+from gspax.model.sizes import forward_flops, parameter_count
 from gspax.parallel.sharding import AXES, make_mesh
 
 ROOT = Path(__file__).parents[2]

@@ -18,15 +18,17 @@ from gspax.experiment.plan import plan, render
 from gspax.experiment.validation import validate
 from gspax.learner import adapters
 from gspax.model import decoding, presets, transformer
-from gspax.model.sizes.counts import active_parameter_count, parameter_count, trained_count
-from gspax.model.sizes.memory import (
+from gspax.model.sizes import (
     LOGIT_BUDGET,
     USABLE,
+    active_parameter_count,
     choose_sampler_layout,
     inference_weights_bytes,
     logit_chunk,
-    prefill_chunk,
+    parameter_count,
     sampler_bytes,
+    sampler_sizes,
+    trained_count,
 )
 from gspax.parallel import sharding
 from gspax.parallel.sharding import make_mesh
@@ -144,12 +146,11 @@ def test_master_copies_are_counted_and_offloaded_states_are_not():
     one, half = plan(EXPERIMENT, 1), plan(override(EXPERIMENT, ["model.param_dtype=bfloat16"]), 1)
     assert 2 * half.learner["parameters, bfloat16"] == one.learner["parameters, float32"]
     assert 2 * half.learner["gradients"] == one.learner["gradients"]
-    assert half.learner["master copy, float32"] == one.learner["parameters, float32"]
+    assert half.learner["optimizer state"] == 3 * one.learner["parameters, float32"]  # two moments and the copy
     assert half.checkpoint == one.checkpoint * 14 // 12
     away = plan(override(EXPERIMENT, ["model.param_dtype=bfloat16", "optimizer.offload=true"]), 1)
-    moved = {"Adam moments, float32", "master copy, float32"}
     for there, here in ((half.learner, away.learner), (half.sampler, away.sampler)):
-        assert there.keys() - here.keys() == moved and away.host == sum(there[part] for part in moved)
+        assert there.keys() - here.keys() == {"optimizer state"} and away.host == there["optimizer state"]
     assert one.host == half.host == 0
     assert "In host memory" in render(away) and "In host memory" not in render(half)
 
@@ -180,7 +181,7 @@ def test_with_adapters_only_their_state_is_counted_as_trained(changes):
     found, whole = plan(made, 1), plan(replace(made, lora=None), 1)
     assert found.learner["adapters, float32"] == 4 * factors == found.learner["gradients"]
     assert found.learner["parameters, float32"] == whole.learner["parameters, float32"]
-    assert found.checkpoint == 12 * factors and found.sampler["Adam moments, float32"] == 8 * factors
+    assert found.checkpoint == 12 * factors and found.sampler["optimizer state"] == 8 * factors
     assert found.learner["reference policy, float32"] == 4 * factors
 
 
@@ -197,11 +198,11 @@ def test_a_disaggregated_sampler_holds_pushed_parameters_and_no_moments():
     half = replace(EXPERIMENT, model=replace(EXPERIMENT.model, dtype="bfloat16"))
     apart = replace(half, placement=config.Placement(devices=2, staleness=2))
     found, alone = plan(apart, 6), plan(half, 4)
-    assert found.mesh == alone.mesh and math.prod(found.layout.sizes.values()) == 2
+    assert found.mesh == alone.mesh and math.prod(found.sampler_mesh.values()) == 2
     assert found.learner == alone.learner
     pushed = found.sampler["inference weights, bfloat16, pushed 3 times"]
-    assert pushed == 3 * inference_weights_bytes(half.model, half.sampling, found.layout.sizes)
-    assert "Adam moments, float32" in alone.sampler and "Adam moments, float32" not in found.sampler
+    assert pushed == 3 * inference_weights_bytes(half.model, half.sampling, found.sampler_mesh)
+    assert "optimizer state" in alone.sampler and "optimizer state" not in found.sampler
     two = plan(half, 2)
     assert found.sampler["cache of the completions"] == two.sampler["cache of the completions"] > 0
     text = render(found)
@@ -220,7 +221,7 @@ def test_8_bits_take_less_memory():
     gib = (before["cache of the prompts, once per prompt"] + before["cache of the completions"] / 2) / 2**30
     limited = [replace(each, sampling=replace(each.sampling, cache_gib=gib)) for each in (half, eight)]
     rows = half.sampling.prompts * half.sampling.group
-    assert plan(limited[0]).slots == rows // 2 and plan(limited[1]).slots > 0.7 * rows
+    assert plan(limited[0]).sizes.slots == rows // 2 and plan(limited[1]).sizes.slots > 0.7 * rows
 
 
 def test_a_copy_in_8_bits_is_as_large_as_planned():
@@ -238,29 +239,29 @@ def test_the_prompts_that_are_prefilled_at_once():
     assert "Prefill" not in render(plan(replace(EXPERIMENT, sampling=every)))
     ones = dict.fromkeys(sharding.AXES, 1)
     long = replace(every, max_prompt_tokens=2**16)
-    few, many = (prefill_chunk(EXPERIMENT.model, replace(long, max_tokens=n), ones) for n in (1, 2**16))
+    few, many = (sampler_sizes(EXPERIMENT.model, replace(long, max_tokens=n), ones).prefill_chunk for n in (1, 2**16))
     assert few < many <= 12, "what the completions' cache will take is free"
 
 
 def test_the_layout_of_the_sampler_is_explained():
     found = plan(EXPERIMENT, 4)
-    assert found.layout.sizes["expert"] == 4
-    assert found.layout.why == ("experts: 1 of 4 on each device", "attention and head: whole on each device")
+    assert found.sampler_mesh["expert"] == 4
+    assert "experts: 1 of 4 on each device\n" in render(found)
+    assert "attention and head: whole on each device\n" in render(found)
     given = plan(replace(EXPERIMENT, sampler_mesh=config.Mesh(data=2, tensor=2, fsdp=1)), 4)
-    assert (given.layout.sizes["data"], given.layout.sizes["tensor"]) == (2, 2)
-    assert given.layout.why == ("as given",)
+    assert (given.sampler_mesh["data"], given.sampler_mesh["tensor"]) == (2, 2)
+    assert "experts: 4 of 4 on each device, each in 2 parts\n" in render(given)
+    gathering = plan(replace(EXPERIMENT, sampler_mesh=config.Mesh(fsdp=4, expert=1)), 4)
+    assert "attention and head: whole on each device, in 4 parts that every token gathers\n" in render(gathering)
 
 
-def test_where_memory_is_short_the_sampler_takes_a_smaller_layout_and_says_so():
+def test_where_memory_is_short_the_sampler_takes_a_smaller_layout():
     mesh = plan(EXPERIMENT, 4).mesh
-    whole = sum(sampler_bytes(EXPERIMENT, mesh, choose_sampler_layout(EXPERIMENT, mesh).sizes).values())
+    whole = sum(sampler_bytes(EXPERIMENT, mesh, choose_sampler_layout(EXPERIMENT, mesh)).values())
     assert choose_sampler_layout(EXPERIMENT, mesh, 2 * whole) == choose_sampler_layout(EXPERIMENT, mesh)
     less = choose_sampler_layout(EXPERIMENT, mesh, int(whole / USABLE) - 1)
-    assert less.sizes["tensor"] == 2
-    assert less.why[0] == "experts: 2 of 4 on each device, each in 2 parts"
-    assert less.why[2].startswith("a faster layout would need")
-    least = choose_sampler_layout(EXPERIMENT, mesh, 1000)
-    assert least.sizes == mesh and "parts that every token gathers" in least.why[1]
+    assert (less["expert"], less["tensor"]) == (2, 2)
+    assert choose_sampler_layout(EXPERIMENT, mesh, 1000) == mesh
 
 
 @pytest.mark.parametrize(
@@ -286,12 +287,12 @@ def test_a_sampler_mesh_must_fit_the_learners_devices(changes, said):
 
 
 def test_the_cache_budget_limits_the_slots():
-    assert plan(EXPERIMENT, 1).slots == 64 and "Slots" not in render(plan(EXPERIMENT, 1))
+    assert plan(EXPERIMENT, 1).sizes.slots == 64 and "Slots" not in render(plan(EXPERIMENT, 1))
     whole = plan(EXPERIMENT, 2).sampler
     prompts, completions = (whole[f"cache of the {part}"] for part in ("prompts, once per prompt", "completions"))
     half = replace(EXPERIMENT.sampling, cache_gib=(prompts + completions / 2) / 2**30)
     found = plan(replace(EXPERIMENT, sampling=half), 2)
-    assert found.slots == 32 and found.sampler["cache of the completions"] == completions // 2
+    assert found.sizes.slots == 32 and found.sampler["cache of the completions"] == completions // 2
     assert "Slots       32 rows sampled at once" in render(found)
     assert validate(replace(EXPERIMENT, sampling=replace(half, slots=32)), 2) == []
     wanted = {

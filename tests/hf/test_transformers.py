@@ -17,7 +17,7 @@ from gspax.hf.config_json import read_config, to_json
 from gspax.hf.parameters import read_params
 from gspax.learner.state import abstract_params
 from gspax.model import transformer
-from gspax.model.sizes.counts import parameter_count
+from gspax.model.sizes import parameter_count
 from gspax.parallel.sharding import make_mesh
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")

@@ -32,7 +32,6 @@ from gspax.learner.forward import StepSettings
 from gspax.learner.state import abstract_state
 from gspax.learner.updates import Steps, make_steps
 from gspax.losses import kl
-from gspax.model.sizes.old_policy import find_scored
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.scores import reward_calls
 from gspax.rollout.completion import Samples
@@ -790,8 +789,9 @@ def test_without_scoring_the_first_update_measures_the_policy():
     ],
 )
 def test_what_needs_old_log_probs_before_the_first_update(changes, scored):
-    given = {"reference": None, "regularizers": config.Regularizers(), "calibration": None}
-    assert find_scored(4, **given | changes) == scored
+    schedule = replace(experiment.schedule, minibatches=4)
+    variant = replace(experiment, schedule=schedule, **changes)
+    assert make_steps(variant, optax.sgd(1.0), make_mesh(config.Mesh(), jax.devices()[:1])).scored == scored
 
 
 def test_score_and_update_share_temperature_and_microbatches(monkeypatch):

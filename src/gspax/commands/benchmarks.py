@@ -24,10 +24,9 @@ from gspax.config import ModelConfig, Sampling
 from gspax.learner.state import abstract_params, add_adapters, init_state
 from gspax.model import transformer
 from gspax.model.low_rank import partition
-from gspax.model.sizes.counts import attention_count, forward_flops, mlp_count
-from gspax.model.sizes.memory import position_bytes, size_of
+from gspax.model.sizes import forward_flops, lookup_count, parameter_count, sampler_sizes, size_of
 from gspax.parallel import multihost
-from gspax.parallel.sharding import named_sharding
+from gspax.parallel.sharding import AXES, named_sharding
 from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime
 from gspax.run.compilation import count_compilations
@@ -254,13 +253,11 @@ def bytes_needed(model: ModelConfig, sampling: Sampling, length_B: list[int]) ->
     at_once = min(sampling.slots or len(length_B), len(length_B))
     steps = max(max(length_B), math.ceil(sum(length_B) / at_once))
     experts = min(model.num_experts, at_once * model.num_experts_per_tok)
-    weights = model.vocab_size * model.hidden_size + sum(
-        attention_count(model) + mlp_count(model, layer, experts) for layer in range(model.num_hidden_layers)
-    )
+    weights = parameter_count(model, experts) - lookup_count(model)
     own = sum(length * (length + 1) / 2 for length in length_B)
     groups = [length_B[first : first + sampling.group] for first in range(0, len(length_B), sampling.group)]
     prompt = sampling.max_prompt_tokens * sum(map(max, groups))
-    cache = (own + prompt) * position_bytes(model, sampling.kv_cache_dtype, {"tensor": 1})
+    cache = (own + prompt) * sampler_sizes(model, sampling, dict.fromkeys(AXES, 1)).position
     return steps * weights * size_of(model.dtype) + cache
 
 

@@ -44,6 +44,7 @@ from gspax.config.model import (
     is_sparse,
     layer_runs,
     layer_windows,
+    sparse_layers,
 )
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "layer_runs",
     "layer_windows",
     "row_shape",
+    "sparse_layers",
     "trained_dtype",
     "updates_per_step",
 ]

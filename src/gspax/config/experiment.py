@@ -353,7 +353,7 @@ class Experiment:
     warm_start: WarmStart | None = None
     mesh: Mesh = field(default_factory=Mesh)
     placement: Placement | None = None  # None: the sampler runs on the learner's devices ...
-    sampler_mesh: Mesh | None = None  # ... with these axes; None: chosen by `model.sizes.memory`
+    sampler_mesh: Mesh | None = None  # ... with these axes; None: chosen by `model.sizes`
     seed: Annotated[int, Range("at least 0 and below 2^32", lambda x: 0 <= x < 2**32)] = 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Literal
 
 from gspax.config.ranges import (
@@ -85,9 +87,14 @@ def is_sparse(config: ModelConfig, layer: int) -> bool:
     )
 
 
+def sparse_layers(config: ModelConfig) -> int:
+    """The number of layers with experts."""
+    return sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+
+
 def has_experts(config: ModelConfig) -> bool:
     """Whether any layer has experts."""
-    return any(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+    return sparse_layers(config) > 0
 
 
 def expert_id_dtype(config: ModelConfig) -> Literal["uint8", "uint16"]:
@@ -105,11 +112,27 @@ def layer_windows(config: ModelConfig) -> tuple[int, ...]:
 
 def layer_runs(config: ModelConfig) -> tuple[tuple[bool, int], ...]:
     """Consecutive layers of one kind as (sparse, count); each run is one stack of parameters and one `lax.scan`."""
-    runs: list[tuple[bool, int]] = []
-    for layer in range(config.num_hidden_layers):
-        sparse = is_sparse(config, layer)
-        if runs and runs[-1][0] == sparse:
-            runs[-1] = (sparse, runs[-1][1] + 1)
-        else:
-            runs.append((sparse, 1))
-    return tuple(runs)
+    sparse = (is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+    return tuple((kind, len(list(layers))) for kind, layers in groupby(sparse))
+
+
+def architecture_problems(m: ModelConfig) -> Iterator[str]:
+    """Why no model can be built from a configuration whose fields are in range, one sentence each."""
+    if m.num_attention_heads % m.num_key_value_heads:
+        yield (
+            f"model.num_attention_heads: wanted a multiple of model.num_key_value_heads ({m.num_key_value_heads}), "
+            f"got {m.num_attention_heads}"
+        )
+    if m.head_dim % 2:
+        yield f"model.head_dim: wanted an even number (RoPE rotates pairs), got {m.head_dim}"
+    sparse = sparse_layers(m)
+    if outside := [layer for layer in m.mlp_only_layers if not 0 <= layer < m.num_hidden_layers]:
+        yield f"model.mlp_only_layers: wanted layers below {m.num_hidden_layers}, got {outside[0]}"
+    if sparse < m.num_hidden_layers and m.intermediate_size < 1:
+        yield f"model.intermediate_size: wanted at least 1 for the dense layers, got {m.intermediate_size}"
+    if sparse and m.moe_intermediate_size < 1:
+        yield f"model.moe_intermediate_size: wanted at least 1 for the experts, got {m.moe_intermediate_size}"
+    if sparse and not 1 <= m.num_experts_per_tok <= m.num_experts:
+        yield (
+            f"model.num_experts_per_tok: wanted 1 to model.num_experts ({m.num_experts}), got {m.num_experts_per_tok}"
+        )

@@ -6,20 +6,21 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gspax.config import Experiment, trained_dtype, updates_per_step
+from gspax.config import Experiment, ModelConfig, trained_dtype, updates_per_step
 from gspax.experiment.description import describe, flatten, show
-from gspax.model.sizes.counts import active_parameter_count, parameter_count, trained_count, with_carried
-from gspax.model.sizes.memory import (
-    SamplerLayout,
+from gspax.model.sizes import (
+    SamplerSizes,
+    active_parameter_count,
     choose_sampler_layout,
-    count_device_prompts,
-    count_slots,
     learner_bytes,
     optimizer_bytes,
-    prefill_chunk,
+    parameter_count,
     row_length,
     sampler_bytes,
+    sampler_sizes,
     size_of,
+    trained_count,
+    with_carried,
 )
 from gspax.parallel import sharding
 
@@ -31,10 +32,8 @@ class Plan:
     experiment: Experiment
     overridden: tuple[str, ...]  # keys given on the command line
     mesh: dict[str, int]
-    layout: SamplerLayout
-    slots: int  # rows that are sampled at once
-    device_prompts: int  # of a device of the sampler
-    prefill_chunk: int  # of these, prefilled at once
+    sampler_mesh: dict[str, int]
+    sizes: SamplerSizes
     learner: dict[str, int]  # array -> bytes during an update, activations excluded
     sampler: dict[str, int]  # array -> bytes during a rollout
     host: int  # bytes of optimizer state in host memory, for each device
@@ -50,21 +49,18 @@ def plan(experiment: Experiment, devices: int = 1, *, overridden: Collection[str
     config, placement, lora = experiment.model, experiment.placement, experiment.lora
     own = sharding.resolve_axes(placement.mesh, placement.devices, config) if placement else None
     mesh = sharding.resolve_axes(experiment.mesh, devices - (placement.devices if placement else 0), config)
-    layout, held = choose_sampler_layout(experiment, own or mesh), with_carried(experiment.sampling, placement)
+    sampler_mesh, held = choose_sampler_layout(experiment, own or mesh), with_carried(experiment.sampling, placement)
     moments, all_moments = (
-        sum(optimizer_bytes(experiment.optimizer, config, lora, sizes).values())
-        for sizes in (mesh, dict.fromkeys(mesh, 1))
+        optimizer_bytes(experiment.optimizer, config, lora, sizes) for sizes in (mesh, dict.fromkeys(mesh, 1))
     )
     return Plan(
         experiment=experiment,
         overridden=tuple(overridden),
         mesh=mesh,
-        layout=layout,
-        slots=count_slots(config, held, layout.sizes),
-        device_prompts=count_device_prompts(held, layout.sizes),
-        prefill_chunk=prefill_chunk(config, held, layout.sizes),
+        sampler_mesh=sampler_mesh,
+        sizes=sampler_sizes(config, held, sampler_mesh),
         learner=learner_bytes(experiment, mesh),
-        sampler=sampler_bytes(experiment, mesh, layout.sizes),
+        sampler=sampler_bytes(experiment, mesh, sampler_mesh),
         host=moments if experiment.optimizer.offload else 0,
         checkpoint=size_of(trained_dtype(config, lora)) * trained_count(config, lora) + all_moments,
     )
@@ -79,7 +75,7 @@ def render(plan: Plan) -> str:
     for key, value in settings.items():
         mark = "*" if any(f"{key}.".startswith(f"{overridden}.") for overridden in plan.overridden) else " "
         lines.append(f"{mark} {key:<{width}}  {show(value)}")
-    rows, updates = sampling.prompts * sampling.group, updates_per_step(experiment.schedule)
+    sizes, rows, updates = plan.sizes, sampling.prompts * sampling.group, updates_per_step(experiment.schedule)
     sampled, trained_on = rows * sampling.max_tokens, rows * row_length(sampling)
     lines += [
         "",
@@ -87,15 +83,15 @@ def render(plan: Plan) -> str:
         f"{_count(active_parameter_count(experiment.model))} active per token (embedding and head counted in both)",
         f"Mesh        {_axes(plan.mesh)}{' of the learner' if disaggregated else ''} (--devices N for another number)",
         f"            {sharding.explain_mesh(experiment.mesh, plan.mesh, experiment.model)}",
-        f"Sampler     {_axes(plan.layout.sizes)}{' of its own' if disaggregated else ''}",
-        *(f"            {reason}" for reason in plan.layout.why),
+        f"Sampler     {_axes(plan.sampler_mesh)}{' of its own' if disaggregated else ''}",
+        *(f"            {reason}" for reason in _explain_sampler_mesh(plan.sampler_mesh, experiment.model)),
         f"One step    {rows:,} rows, {updates} updates, at most {sampled:,} tokens sampled, {trained_on:,} trained on",
         f"In total    {steps:,} steps, {steps * updates:,} updates, at most {steps * trained_on:,} tokens",
     ]
-    if plan.slots < rows:
-        lines.append(f"Slots       {plan.slots:,} rows sampled at once; a slot of a finished row takes the next")
-    if plan.prefill_chunk < plan.device_prompts:
-        lines.append(f"Prefill     {plan.prefill_chunk:,} of {plan.device_prompts:,} prompts of a device at a time")
+    if sizes.slots < rows:
+        lines.append(f"Slots       {sizes.slots:,} rows sampled at once; a slot of a finished row takes the next")
+    if sizes.prefill_chunk < sizes.prompts:
+        lines.append(f"Prefill     {sizes.prefill_chunk:,} of {sizes.prompts:,} prompts of a device at a time")
     if experiment.warm_start is not None:
         lines.append(f"Warm start  {experiment.warm_start.steps:,} supervised updates before them")
     lines.append(f"Checkpoint  {_bytes(plan.checkpoint)}: trained parameters and optimizer state")
@@ -113,6 +109,18 @@ def _axes(mesh: dict[str, int]) -> str:
     devices = math.prod(mesh.values())
     named = ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "all axes 1"
     return f"{named}: {devices} device{'s' if devices > 1 else ''}"
+
+
+def _explain_sampler_mesh(sizes: dict[str, int], model: ModelConfig) -> list[str]:
+    """One line for experts, one for everything else."""
+    expert, tensor, fsdp = sizes["expert"], sizes["tensor"], sizes["fsdp"]
+    lines = []
+    if model.num_experts:
+        parts = f", each in {tensor} parts" if tensor > 1 else ""
+        lines.append(f"experts: {model.num_experts // expert} of {model.num_experts} on each device{parts}")
+    whole = f"over {tensor} devices by heads, widths and vocabulary" if tensor > 1 else "whole on each device"
+    gathered = f", in {fsdp} parts that every token gathers" if fsdp > 1 else ""
+    return [*lines, f"attention and head: {whole}{gathered}"]
 
 
 def _count(number: int) -> str:

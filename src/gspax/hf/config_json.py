@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gspax.config import ModelConfig, Yarn
+from gspax.config.model import architecture_problems
 from gspax.data.files import SHOWN, Json, read_object, show
 from gspax.errors import UserError
-from gspax.model.architecture import architecture_problems
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from gspax.config import ModelConfig
 from gspax.learner.objective import Outputs
 from gspax.losses.logprobs import chunked_scores, shift
 from gspax.model import transformer
-from gspax.model.sizes.memory import logit_chunk
+from gspax.model.sizes import logit_chunk
 from gspax.parallel.sharding import axis_sizes, batch_shards, mesh_axes, own_axes, spec, token_spec
 from gspax.types import Array, Params
 
@@ -62,7 +62,7 @@ def forward(
 ) -> Outputs:
     """Log-probs, entropies, and routing of these tokens under the policy.
 
-    Logits exist for one chunk of tokens at a time (`memory.logit_chunk`) and are recomputed in the backward pass.
+    Logits exist for one chunk of tokens at a time (`sizes.logit_chunk`) and are recomputed in the backward pass.
 
     Args:
       mask_BT: the tokens whose log-probs and entropies are computed; they are 0 elsewhere. None, or `worst_case`: all.

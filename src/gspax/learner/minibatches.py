@@ -234,7 +234,7 @@ def score_minibatches(
     Collective, with a stop point after each minibatch (`run.interrupt`).
 
     Args:
-      which: the minibatches whose old log-probs are computed (`old_policy.find_scored`). If it starts at 1, the first
+      which: the minibatches whose old log-probs are computed (`Steps.scored`). If it starts at 1, the first
         one is left to its update.
 
     Returns:

@@ -25,7 +25,7 @@ from gspax.learner import adapters
 from gspax.learner.optimizer import Offloaded, state_shardings
 from gspax.model import transformer
 from gspax.model.low_rank import combine, partition
-from gspax.model.sizes import memory
+from gspax.model.sizes import resident_bytes
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.run.checkpoints import Checkpoints
@@ -41,7 +41,7 @@ def require_memory(
     config: ModelConfig, lora: Lora | None, optimizer: Optimizer, mesh: jax.sharding.Mesh, *, reference: bool
 ) -> None:
     """UserError if the parameters, moments, and reference of a run are larger than the memory of its devices."""
-    parts = memory.resident_bytes(config, lora, optimizer, dict(mesh.shape), reference=reference)
+    parts = resident_bytes(config, lora, optimizer, dict(mesh.shape), reference=reference)
     needed, available = sum(parts.values()), _device_memory(jax.local_devices()[0])
     if available is not None and needed > available:
         what = ", ".join(f"{part} {size / 2**30:,.1f} GiB" for part, size in parts.items())

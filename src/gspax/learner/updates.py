@@ -26,7 +26,7 @@ from gspax.learner.train_step import (
     make_score,
     make_update,
 )
-from gspax.model.sizes.old_policy import find_scored, keeps_experts
+from gspax.model.sizes import reads_experts
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
 from gspax.types import Array, Batch, PyTree, TrainState
@@ -61,7 +61,15 @@ def make_steps(
         worst_case=worst_case,
         routing_replay=experiment.routing_replay != "off",
     )
-    keep = keeps_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
+    # The sampler's experts are in the rollout; the old policy's are found by the pass that computes its log-probs.
+    reference, replay, shift = experiment.reference, experiment.routing_replay, experiment.router_shift
+    keep = replay != "sampler" and reads_experts(experiment.regularizers, replay, shift)
+    # The first minibatch's update computes its own old log-probs, unless they are read before it: by a KL in the
+    # reward, for the routing that updates read, or for a calibrated clip range, which needs to know how differently
+    # the two passes round.
+    rewarded = reference is not None and reference.reward is not None
+    first = 0 if rewarded or keep or shift is not None or experiment.calibration is not None else 1
+    scored = range(first, schedule.minibatches) if experiment.old_logp == "scored" else range(0)
     objective = make_objective(
         experiment.loss,
         correction=experiment.correction,
@@ -71,19 +79,10 @@ def make_steps(
         calibration=experiment.calibration,
         router_shift=experiment.router_shift,
     )
-    scored = find_scored(
-        schedule.minibatches,
-        experiment.reference,
-        experiment.regularizers,
-        experiment.calibration,
-        old_logp=experiment.old_logp,
-        routing_replay=experiment.routing_replay,
-        router_shift=experiment.router_shift,
-    )
     instruments = experiment.instruments
     return Steps(
         make_update(settings, objective, optimizer, experiment.guard),
-        make_score(settings, keep_experts=keep, keep_router_logp=experiment.router_shift is not None),
+        make_score(settings, keep_experts=keep, keep_router_logp=shift is not None),
         make_route(model, mesh) if has_experts(model) else None,
         make_gradient(settings, objective),
         scored,

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from gspax.config import ModelConfig, SamplerDtype, is_sparse, layer_windows
+from gspax.config import ModelConfig, SamplerDtype, is_sparse, layer_windows, sparse_layers
 from gspax.model import transformer
 from gspax.model.kernels import segments
 from gspax.model.kernels.decode_attention import merge
@@ -218,7 +218,7 @@ def extend(
         undefined; so are the experts of all positions that are not read.
     """
     W, X = tokens_WX.shape
-    M, L = min(X, BLOCK), sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
+    M, L = min(X, BLOCK), sparse_layers(config)
     index_1M = jnp.arange(M)[None]
 
     def run(block: Array, carry: tuple[Array, Cache, Array]) -> tuple[Array, Cache, Array]:

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 from gspax.config import ModelConfig, Sampling, expert_id_dtype, layer_windows
 from gspax.model import decoding
 from gspax.model.decoding import Cache, Slots
-from gspax.model.sizes.memory import count_slots, prefill_chunk
+from gspax.model.sizes import sampler_sizes
 from gspax.parallel.sharding import batch_shards, constrain, named_sharding, sample_axis, spec
 from gspax.sampler.token_sampling import is_stop, sample_at
 from gspax.types import Array, Params, PyTree, Rollout
@@ -182,15 +182,15 @@ def _sample_first(
     """The prefilled prompts and the first token of every sample; only without a queue do slots have samples."""
     model, mesh, P = options.model, options.mesh, len(prompts.length_P)
     sampling = replace(options.sampling, prompts=P)
-    G, C, sizes = sampling.group, sampling.max_tokens, dict(mesh.shape)
-    B, W = P * G, count_slots_of(options, P)
+    G, C, sizes = sampling.group, sampling.max_tokens, sampler_sizes(model, sampling, dict(mesh.shape))
+    B, W = P * G, sizes.slots
     with jax.named_scope("prefill"):
         last_PD, cached, expert_PSLA = decoding.prefill(
             params,
             model,
             prompts.tokens_PS,
             prompts.length_P,
-            chunk=prefill_chunk(model, sampling, sizes),
+            chunk=sizes.prefill_chunk,
             kv_cache_dtype=sampling.kv_cache_dtype,
             mesh=mesh,
         )
@@ -498,12 +498,6 @@ def assemble(tokens_PS: Array, state: State, options: SampleOptions) -> Rollout:
         version_BT=None if rows.version_BC is None else place(rows.version_BC),
     )
     return jax.lax.with_sharding_constraint(rollout, named_sharding(options.mesh, "batch"))
-
-
-def count_slots_of(options: SampleOptions, prompts: int) -> int:
-    """The number W of slots for the samples of so many prompts; at least one on each device."""
-    sizes = dict(options.mesh.shape)
-    return max(count_slots(options.model, replace(options.sampling, prompts=prompts), sizes), batch_shards(sizes))
 
 
 def row_axis(mesh: jax.sharding.Mesh, B: int, W: int) -> str:

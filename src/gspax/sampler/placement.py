@@ -22,7 +22,7 @@ import jax
 from gspax.config import Experiment, ModelConfig, SamplerDtype
 from gspax.errors import UserError
 from gspax.experiment.validation import check
-from gspax.model.sizes.memory import choose_sampler_layout
+from gspax.model.sizes import choose_sampler_layout
 from gspax.parallel import multihost
 from gspax.parallel.sharding import group_by_slice, make_mesh, named_sharding, reshape_mesh
 from gspax.parallel.transfer import size_mismatch, transfer
@@ -63,7 +63,7 @@ def make_meshes(
     mesh = make_mesh(experiment.mesh, learners, config)
     sampler = mesh if placement is None else make_mesh(placement.mesh, own, config)
     layout = choose_sampler_layout(experiment, dict(sampler.shape), memory or device_memory(sampler))
-    return mesh, reshape_mesh(sampler, layout.sizes)
+    return mesh, reshape_mesh(sampler, layout)
 
 
 def device_memory(mesh: jax.sharding.Mesh) -> int | None:

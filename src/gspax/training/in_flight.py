@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from gspax.data.problem import Problem
-from gspax.model.sizes.counts import with_carried
+from gspax.model.sizes import with_carried
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.rollout.episodes import Ready, sample_conversations, set_finished

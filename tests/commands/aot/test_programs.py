@@ -13,7 +13,7 @@ from gspax import config, losses
 from gspax.commands.aot import programs
 from gspax.learner import minibatches, train_step
 from gspax.learner.optimizer import make_optimizer
-from gspax.model.sizes.old_policy import keeps_experts
+from gspax.model.sizes import reads_experts
 from gspax.parallel.sharding import make_mesh
 from gspax.rewards.environments import ToolUse
 from gspax.sampler.inference_weights import abstract_inference_weights
@@ -61,7 +61,8 @@ def test_the_abstract_minibatch_equals_one_of_a_rollout(experiment):
     batches, layouts = minibatches.split_minibatches(
         rollout, experiment.schedule.minibatches, shape, mesh, sharing=sharing
     )
-    keep_experts = keeps_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
+    reads = reads_experts(experiment.regularizers, experiment.routing_replay, experiment.router_shift)
+    keep_experts = reads and experiment.routing_replay != "sampler"
     reference = {} if experiment.reference else None
     batches, _ = minibatches.score_minibatches(score, {}, reference, batches, range(len(batches)))
     batches = minibatches.set_advantages(batches, layouts, np.zeros(B), mesh)

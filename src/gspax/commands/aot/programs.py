@@ -33,10 +33,10 @@ from gspax.config import (
     ModelConfig,
     Sampling,
     expert_id_dtype,
-    is_sparse,
     layer_runs,
     layer_windows,
     row_shape,
+    sparse_layers,
     trained_dtype,
     updates_per_step,
 )
@@ -45,8 +45,7 @@ from gspax.learner.state import abstract_state
 from gspax.learner.updates import make_steps
 from gspax.model.decoding import LayerCache
 from gspax.model.low_rank import partition
-from gspax.model.sizes.counts import with_carried
-from gspax.model.sizes.old_policy import reads_experts
+from gspax.model.sizes import reads_experts, sampler_sizes, with_carried
 from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.sampler import engine, sampler
 from gspax.sampler.engine import Prompts, SampleOptions
@@ -175,7 +174,7 @@ def _make_conversations(
     B, reply = sampling.prompts * sampling.group, reply_tokens(sampling.max_tokens)
     state = _abstract_engine(params, prompts, key, options)
     given = engine.Replies(rows((B, reply - 1), jnp.int32), rows((B,), jnp.int32))
-    turns = math.ceil(B / engine.count_slots_of(options, sampling.prompts))
+    turns = math.ceil(B / sampler_sizes(options.model, sampling, dict(options.mesh.shape)).slots)
     sampled = max(0, sampling.max_tokens - 1 - replies * reply)
     start = _lower(sampler.start, params, prompts, key, options=options)
     advance = _lower(sampler.advance_chunk, params, state, key, version, options=options)
@@ -208,8 +207,7 @@ def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
     """`ShapeDtypeStruct`s, with shardings, of a minibatch as an update receives it."""
     config, schedule, router_shift = experiment.model, experiment.schedule, experiment.router_shift
     B, T, _, packed = row_shape(experiment.sampling, schedule, batch_shards(mesh))
-    layers = sum(is_sparse(config, layer) for layer in range(config.num_hidden_layers))
-    experts = B, layers, T, config.num_experts_per_tok
+    experts = B, sparse_layers(config), T, config.num_experts_per_tok
     has_experts = reads_experts(experiment.regularizers, experiment.routing_replay, router_shift)
     rows = partial(abstract_rows, mesh)
     return Batch(

@@ -46,12 +46,11 @@ from gspax.commands.aot.programs import (
 )
 from gspax.config import Experiment, ModelConfig, Placement, Sampling
 from gspax.model.decoding import BLOCK
-from gspax.model.sizes.counts import forward_flops
-from gspax.model.sizes.memory import (
-    count_slots,
-    embedding_table_count,
+from gspax.model.sizes import (
+    forward_flops,
     inference_weights_bytes,
-    position_bytes,
+    lookup_count,
+    sampler_sizes,
     size_of,
 )
 from gspax.parallel.sharding import batch_shards
@@ -225,7 +224,7 @@ def make_phases(compiled: Compiled, work: Work, mesh: dict[str, int], slices: in
         return [phase(compiled.name, passes * forward, (passes + recomputed) * forward)]
     in_turn = 1  # conversations of a slot
     if compiled.name != ROLLOUT:
-        in_turn = math.ceil(sampling.prompts * sampling.group / count_slots(model, sampling, mesh))
+        in_turn = math.ceil(sampling.prompts * sampling.group / sampler_sizes(model, sampling, mesh).slots)
     token = rows / in_turn * forward_flops(model, 2 * (S + C / 2))  # a sampled token attends to all before it
     if compiled.name == REPLIES:
         reply = reply_tokens(C)
@@ -290,12 +289,11 @@ def needed(part: str, model: ModelConfig, sampling: Sampling, mesh: dict[str, in
     These are the weights on the device once, except for the table of embeddings, of which a token reads a row; the
     active part of the completions' cache; and the prompts' cache once per prompt.
     """
-    prompts = sampling.prompts // math.gcd(sampling.prompts, batch_shards(mesh))
+    sizes = sampler_sizes(model, sampling, mesh)
     rows = sampling.prompts * sampling.group / batch_shards(mesh)
     length = {"start": 1.0, "end": sampling.max_tokens, "mean": (1 + sampling.max_tokens) / 2}[part]
-    positions = rows * length + prompts * sampling.max_prompt_tokens
-    cache = position_bytes(model, sampling.kv_cache_dtype, mesh) * positions
-    table = size_of(model.dtype) * embedding_table_count(model)
+    cache = rows * length * sizes.position + sizes.prompt_cache
+    table = size_of(model.dtype) * lookup_count(model)
     return int(inference_weights_bytes(model, sampling, mesh) - table // mesh["tensor"] // mesh["fsdp"] + cache)
 
 

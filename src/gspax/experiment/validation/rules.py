@@ -27,11 +27,12 @@ from gspax.config import (
     Sampling,
     Schedule,
     Turns,
-    is_sparse,
+    has_experts,
     layer_windows,
     updates_per_step,
 )
 from gspax.config.functions import Function, interface_problems, keywords, title_of
+from gspax.config.model import architecture_problems
 from gspax.config.protocols import Advantage, Correction, Environment, Loss, Rejection, Reward, Tokenizer
 from gspax.config.ranges import INT32
 from gspax.data.sources import opening_notes, opening_problems
@@ -51,9 +52,7 @@ from gspax.experiment.validation.fields import (
 from gspax.experiment.validation.first_calls import first_problems
 from gspax.losses.calibration import INERT
 from gspax.losses.traits import aggregate_of, level_of, traits_of
-from gspax.model.architecture import architecture_problems
-from gspax.model.sizes.counts import with_carried
-from gspax.model.sizes.memory import choose_sampler_layout, slot_problems
+from gspax.model.sizes import choose_sampler_layout, slot_problems, with_carried
 from gspax.parallel import sharding
 from gspax.rewards.calls import find_async_members
 
@@ -343,7 +342,7 @@ def _router(
     on = [f"regularizers.{name}" for name in ("load_balance", "router_z") if getattr(regularizers, name)]
     on += ["routing_replay"] if routing_replay != "off" else []
     on += ["router_shift"] if router_shift is not None else []
-    if on and not any(is_sparse(model, layer) for layer in range(model.num_hidden_layers)):
+    if on and not has_experts(model):
         yield f"{on[0]}: wanted a model with experts, got none in {model.num_hidden_layers} layers"
 
 
@@ -473,7 +472,7 @@ def _mesh(experiment: Experiment, devices: int | None, slices: tuple[int, int]) 
     yield from sharding.find_mismatches(sizes, model)
     if experiment.sampler_mesh is None:
         if placement is None and sampling.cache_gib:
-            yield from slot_problems(model, sampling, choose_sampler_layout(experiment, sizes).sizes)
+            yield from slot_problems(model, sampling, choose_sampler_layout(experiment, sizes))
     elif placement is not None:
         yield "sampler_mesh: wanted null with placement, whose placement.mesh is the sampler's, got a mesh"
     else:

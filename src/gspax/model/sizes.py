@@ -1,0 +1,374 @@
+"""Sizes that follow from an experiment's numbers: parameters, FLOPs, bytes on a device, and what these decide.
+
+They decide the sampler's layout, its slots, and the chunks of a prefill and of logits. Parameters, gradients, optimizer
+state, the cache and the rollout are exact up to norms and biases, which are replicated. Activations are estimated only
+where one of these decisions depends on them; `gspax compile` reads those of a whole program from compiled code.
+
+The sampler's mesh has the devices of the learner's, with other axes: what is cheap for an update, parameters in small
+parts that each layer gathers, would send all weights for every token. `sharding.sampler_layouts` has the choices.
+
+Axes: P prompts, G samples per prompt, B = P·G rows, T tokens, V vocabulary, D model, N query heads, K key/value heads,
+H head, E experts, A active experts, F expert width, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gspax.config import (
+    LOGIT_BUDGET,
+    Experiment,
+    Lora,
+    Mesh,
+    ModelConfig,
+    Optimizer,
+    Placement,
+    Regularizers,
+    RouterShift,
+    RoutingReplay,
+    SamplerDtype,
+    Sampling,
+    expert_id_dtype,
+    optimizers,
+    row_shape,
+    sparse_layers,
+    trained_dtype,
+)
+from gspax.config.functions import unwrap
+from gspax.parallel import sharding
+
+FLOAT32 = 4  # bytes
+LOGIT_COPIES = 3  # the logits, their softmax and its gradient
+PREFILL_BUDGET = 2**28  # bytes of a prefill's activations that always fit
+USABLE = 0.9  # of a device's memory, when a sampler's layout is chosen: the rest is for what the estimate leaves out
+AxisSizes = dict[str, int]
+
+
+# --- parameters and FLOPs --------------------------------------------------------------------------------------------
+
+
+def parameter_count(config: ModelConfig, experts: int | None = None) -> int:
+    """Numbers in the model's parameters, embedding and head included; with `experts`, in so many experts of a layer."""
+    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    attention = 2 * D * N * H + 2 * D * K * H
+    if config.attention_bias or config.qkv_bias:
+        attention += N * H + 2 * K * H
+    if config.attention_bias:
+        attention += D
+    norms = 2 * D + (2 * H if config.qk_norm else 0)
+    experts = config.num_experts if experts is None else experts
+    shared = config.shared_expert_intermediate_size
+    sparse_mlp = D * config.num_experts + 3 * experts * D * config.moe_intermediate_size
+    sparse_mlp += 3 * D * shared + D if shared else 0
+    sparse, layers = sparse_layers(config), config.num_hidden_layers
+    mlps = sparse * sparse_mlp + (layers - sparse) * 3 * D * config.intermediate_size
+    head = 0 if config.tie_word_embeddings else config.vocab_size * D
+    return config.vocab_size * D + head + D + layers * (attention + norms) + mlps
+
+
+def active_parameter_count(config: ModelConfig) -> int:
+    """Parameters used by one token: only its experts; embedding and head in full, as in the published "A3B"."""
+    return parameter_count(config, config.num_experts_per_tok)
+
+
+def lookup_count(config: ModelConfig) -> int:
+    """Numbers in an embedding that is not the head too: a token reads one row of it."""
+    return 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+
+
+def forward_flops(config: ModelConfig, length: float) -> float:
+    """FLOPs of one token's forward pass in a row of `length` tokens: matrix products, and attention to half the row."""
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
+    return 2 * (active_parameter_count(config) - lookup_count(config)) + attention
+
+
+def trained_count(config: ModelConfig, lora: Lora | None) -> int:
+    """Numbers that have a gradient: those of the adapters, if there are any, else all parameters."""
+    if lora is None:
+        return parameter_count(config)
+    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    sparse, layers = sparse_layers(config), config.num_hidden_layers
+    attention = layers * (2 * (D + N * H) + 2 * (D + K * H)) if lora.attention else 0
+    experts = sparse * config.num_experts * (D + config.moe_intermediate_size)
+    mlps = 3 * (experts + (layers - sparse) * (D + config.intermediate_size)) if lora.mlp else 0
+    return lora.rank * (attention + mlps)
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------
+
+
+def learner_bytes(experiment: Experiment, mesh: AxisSizes) -> dict[str, int]:
+    """The arrays of an update by name, without activations."""
+    config, lora, sampling = experiment.model, experiment.lora, experiment.sampling
+    trained = _sharded(trained_count(config, lora), mesh)
+    shape = row_shape(sampling, experiment.schedule, sharding.batch_shards(mesh))
+    updates = experiment.regularizers, experiment.routing_replay, experiment.router_shift
+    parts = {
+        **resident_bytes(config, lora, experiment.optimizer, mesh, reference=experiment.reference is not None),
+        "adapters, float32": FLOAT32 * trained if lora is not None else 0,
+        "gradients": size_of(trained_dtype(config, lora)) * trained,
+        "sum of the microbatches' gradients": FLOAT32 * trained if shape.microbatch < shape.rows else 0,
+        **_rollout_bytes(config, sampling, *updates, mesh),
+    }
+    return {part: size for part, size in parts.items() if size}
+
+
+def sampler_bytes(experiment: Experiment, learner: AxisSizes, mesh: AxisSizes) -> dict[str, int]:
+    """The arrays of a rollout by name. The layout of the sampler is chosen by their sum, so a prefill is estimated.
+
+    Args:
+      learner: axis sizes of the learner's mesh, whose devices hold its state; unused if the sampler is disaggregated.
+      mesh: axis sizes of the sampler's mesh.
+    """
+    config, placement = experiment.model, experiment.placement
+    sampling = with_carried(experiment.sampling, placement)
+    weights, dtype = inference_weights_bytes(config, sampling, mesh), _dtype(sampling.weights_dtype, config)
+    if placement is None:
+        reference = experiment.reference is not None
+        held = resident_bytes(config, experiment.lora, experiment.optimizer, learner, reference=reference)
+        held[f"inference weights, {dtype}"] = weights
+    else:
+        pushes = 1 + (placement.staleness if placement.partial is None else 1)
+        held = {f"inference weights, {dtype}, pushed {pushes} times": pushes * weights}
+    sizes = sampler_sizes(config, sampling, mesh)
+    # The prefill is over when the completions' cache is made, except where that outlives the program of the prefill.
+    prefill = sizes.prefill - (0 if sampling.chunk else sizes.completion_cache)
+    updates = experiment.regularizers, experiment.routing_replay, experiment.router_shift
+    logits = sizes.device_slots * config.vocab_size // mesh["tensor"]
+    parts = {
+        **held,
+        "cache of the prompts, once per prompt": sizes.prompt_cache,
+        "cache of the completions": sizes.completion_cache,
+        f"prefill of {sizes.prefill_chunk} prompts, estimated, beyond that": prefill if prefill > PREFILL_BUDGET else 0,
+        "logits of one position, and their exponentials": 2 * FLOAT32 * logits,
+        **_rollout_bytes(config, sampling, *updates, mesh),
+    }
+    return {part: size for part, size in parts.items() if size}
+
+
+def resident_bytes(
+    config: ModelConfig, lora: Lora | None, optimizer: Optimizer, mesh: AxisSizes, *, reference: bool
+) -> dict[str, int]:
+    """The arrays that the learner's devices hold throughout a run, by name."""
+    parts = {f"parameters, {config.param_dtype}": size_of(config.param_dtype) * _sharded(parameter_count(config), mesh)}
+    if not optimizer.offload:
+        parts["optimizer state"] = optimizer_bytes(optimizer, config, lora, mesh)
+    if reference:  # with adapters a copy of these alone: the frozen parameters serve both policies
+        dtype = trained_dtype(config, lora)
+        parts[f"reference policy, {dtype}"] = size_of(dtype) * _sharded(trained_count(config, lora), mesh)
+    return parts
+
+
+def optimizer_bytes(optimizer: Optimizer, config: ModelConfig, lora: Lora | None, mesh: AxisSizes) -> int:
+    """A device's share of the optimizer state and of a float32 master copy.
+
+    AdamW has two moments; the state of any other transform is traced for the whole model.
+    """
+    trained = _sharded(trained_count(config, lora), mesh)
+    master = 0 if trained_dtype(config, lora) == "float32" else FLOAT32 * trained
+    if unwrap(optimizer.transform) is optimizers.adamw:
+        return 2 * FLOAT32 * trained + master
+    from gspax.model import transformer  # here, because a dry run with AdamW needs neither flax nor optax
+
+    params = transformer.abstract_params(replace(config, param_dtype="float32"))
+    leaves = jax.tree.leaves(jax.eval_shape(optimizer.transform(0.0).init, params))
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return math.ceil(total * trained / parameter_count(config)) + master
+
+
+def inference_weights_bytes(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> int:
+    """A device's share of the inference weights: only experts are sharded over the axis expert."""
+    experts = parameter_count(config) - parameter_count(config, experts=0)
+    table = lookup_count(config)  # never in 8 bits
+    others = parameter_count(config, experts=0) - table
+    count = size_of(_dtype(sampling.weights_dtype, config)) * (experts / mesh["expert"] + others)
+    return math.ceil((count + size_of(config.dtype) * table) / (mesh["tensor"] * mesh["fsdp"]))
+
+
+def reads_experts(regularizers: Regularizers, routing_replay: RoutingReplay, router_shift: RouterShift | None) -> bool:
+    """Whether updates read the experts of a rollout's tokens: the sampler's, or those that the old policy chose."""
+    return routing_replay != "off" or bool(regularizers.load_balance) or router_shift is not None
+
+
+def _rollout_bytes(
+    config: ModelConfig,
+    sampling: Sampling,
+    regularizers: Regularizers,
+    replay: RoutingReplay,
+    shift: RouterShift | None,
+    mesh: AxisSizes,
+) -> dict[str, int]:
+    """Tokens, segments, three kinds of log-probs (4 bytes each), a mask, and what updates read of a token's routing.
+
+    That is its experts' ids in all layers, and their log-probs for a shift.
+    """
+    positions = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh)) * row_length(sampling)
+    parts = {"rollout": positions * (5 * 4 + 1)}
+    if reads_experts(regularizers, replay, shift):
+        expert = size_of(expert_id_dtype(config)) + (FLOAT32 if shift is not None else 0)
+        parts["routing of the rollout"] = positions * sparse_layers(config) * config.num_experts_per_tok * expert
+    return parts
+
+
+def row_length(sampling: Sampling) -> int:
+    """Tokens of a row: prompt and completion."""
+    return sampling.max_prompt_tokens + sampling.max_tokens
+
+
+def size_of(dtype: str) -> int:
+    """Bytes of one number."""
+    return jnp.dtype(dtype).itemsize
+
+
+def _dtype(dtype: SamplerDtype, config: ModelConfig) -> str:
+    return config.dtype if dtype == "auto" else dtype
+
+
+def _sharded(count: int, mesh: AxisSizes) -> int:
+    """One device's share of numbers in matrices."""
+    return math.ceil(count / (mesh["fsdp"] * mesh["expert"] * mesh["tensor"]))
+
+
+# --- the sampler ------------------------------------------------------------------------------------------------------
+
+
+def choose_sampler_layout(experiment: Experiment, sizes: AxisSizes, memory: int | None = None) -> AxisSizes:
+    """The sampler's axes on devices whose axes have these sizes: those of the experiment, or the fastest that fit.
+
+    Args:
+      sizes: of the learner's mesh, or of a disaggregated sampler's.
+      memory: bytes of a device; None: unknown, and not compared.
+
+    Raises:
+      UserError: the experiment's axes do not fit the devices.
+    """
+    placement, model, sampling = experiment.placement, experiment.model, experiment.sampling
+    wanted = experiment.sampler_mesh
+    if placement is not None:
+        wanted = placement.mesh if placement.mesh != Mesh() else None
+    if wanted is not None:
+        return sharding.resolve_axes(wanted, math.prod(sizes.values()), model, slices=sizes["slice"])
+    held = with_carried(sampling, placement).prompts
+    rows = math.gcd(sampling.prompts * sampling.group, held * sampling.group, sampling.slots)
+    for layout in sharding.sampler_layouts(sizes, model, rows):
+        if memory is None or sum(sampler_bytes(experiment, sizes, layout).values()) <= USABLE * memory:
+            return layout
+    return sizes
+
+
+def with_carried(sampling: Sampling, placement: Placement | None) -> Sampling:
+    """The settings with as many prompts as the sampler holds at once: with partial rollouts, more than a batch's."""
+    carried = placement.partial.carried if placement is not None and placement.partial is not None else 0
+    return replace(sampling, prompts=sampling.prompts + carried)
+
+
+class SamplerSizes(NamedTuple):
+    """What the sampler's devices hold and compute at once. Bytes are those of one device."""
+
+    prompts: int  # of a device; those whose samples are on several devices count on each (`sampler.split_groups`)
+    slots: int  # of all devices: one for each sample, `sampling.slots`, or as many as fit, but one for each device
+    fitting: int  # slots whose caches fit `sampling.cache_gib`
+    device_slots: int
+    position: int  # bytes of the keys, the values and their scales of one position of a row
+    prompt_cache: int  # bytes
+    completion_cache: int  # bytes
+    prefill_chunk: int  # prompts that a device prefills at once
+    prefill: int  # bytes of their activations in one layer, an estimate
+
+
+def sampler_sizes(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> SamplerSizes:
+    """The sizes of a rollout of `sampling.prompts` on a mesh whose axes have these sizes.
+
+    A prefill's activations fit in the memory of the completions' cache, which does not exist yet, or in
+    `PREFILL_BUDGET`, unless `sampling.prefill_prompts` says how many prompts all devices prefill at once.
+    """
+    shards, samples = sharding.batch_shards(mesh), sampling.prompts * sampling.group
+    dtype, heads = _dtype(sampling.kv_cache_dtype, config), config.num_key_value_heads // mesh["tensor"]
+    vector = size_of(dtype) * config.head_dim + (FLOAT32 if dtype == "int8" else 0)
+    position = 2 * config.num_hidden_layers * heads * vector
+    prompts = sampling.prompts // math.gcd(sampling.prompts, shards)
+    prompt_cache = prompts * sampling.max_prompt_tokens * position
+    slots = fitting = min(sampling.slots or samples, samples)
+    if sampling.cache_gib:
+        left = sampling.cache_gib * 2**30 - prompt_cache
+        fitting = max(0, int(left // (position * sampling.max_tokens))) * shards
+        slots = max(shards, min(slots, fitting))
+    device_slots = math.ceil(slots / shards)
+    if device_slots % mesh["context"] == 0:  # sharded over it too (`sharding.sample_axis`)
+        device_slots //= mesh["context"]
+    completion_cache = device_slots * sampling.max_tokens * position
+    one_prompt = math.ceil(sampling.max_prompt_tokens / mesh["context"]) * _layer_bytes(config, mesh)
+    if sampling.prefill_prompts:
+        chunk = min(prompts, math.ceil(sampling.prefill_prompts / shards))
+    else:
+        at_once = max(1, max(PREFILL_BUDGET, completion_cache) // one_prompt)
+        chunk = math.ceil(prompts / math.ceil(prompts / at_once))
+    return SamplerSizes(
+        prompts=prompts,
+        slots=slots,
+        fitting=fitting,
+        device_slots=device_slots,
+        position=position,
+        prompt_cache=prompt_cache,
+        completion_cache=completion_cache,
+        prefill_chunk=chunk,
+        prefill=chunk * one_prompt,
+    )
+
+
+def slot_problems(config: ModelConfig, sampling: Sampling, mesh: AxisSizes) -> Iterator[str]:
+    """One sentence if the slots' caches do not fit their budget."""
+    if not sampling.cache_gib:
+        return
+    sizes = sampler_sizes(config, sampling, mesh)
+    if not sizes.fitting:
+        needed = sizes.prompt_cache + sizes.position * sampling.max_tokens
+        yield (
+            f"sampling.cache_gib: wanted at least {needed / 2**30:.3g} for the cache of a device's prompts and of one "
+            f"slot, got {sampling.cache_gib:g}"
+        )
+    elif sampling.slots > sizes.fitting:
+        yield (
+            f"sampling.slots: wanted at most {sizes.fitting}, whose caches fit "
+            f"sampling.cache_gib={sampling.cache_gib:g}, got {sampling.slots}"
+        )
+
+
+def logit_chunk(config: ModelConfig, mesh: AxisSizes, tokens: int) -> int:
+    """Tokens whose logits one device holds at once, of all the tokens of a pass on it.
+
+    The logits take as much memory as one layer's backward pass, which is not alive at the same time, or `LOGIT_BUDGET`
+    logits if those are more. Each chunk reads the whole head, so more of them are slower.
+    """
+    vocabulary = config.vocab_size // mesh["tensor"]
+    layer = tokens * _layer_bytes(config, mesh) // (LOGIT_COPIES * FLOAT32 * vocabulary)
+    chunk = max(LOGIT_BUDGET // vocabulary, layer, 1)
+    return math.ceil(tokens / math.ceil(tokens / chunk))
+
+
+def _layer_bytes(config: ModelConfig, mesh: AxisSizes) -> int:
+    """An estimate of the bytes per token that the backward pass of the largest layer reads, without attention scores.
+
+    Heads and widths are sharded over the axis tensor; keys and values are gathered over the axis context.
+    """
+    D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    size, tensor, shared = size_of(config.dtype), mesh["tensor"], config.shared_expert_intermediate_size
+
+    def mlp(width: int) -> int:
+        return 2 * D + 3 * width // tensor
+
+    gathered = 2 * K * H * mesh["context"] if mesh["context"] > 1 else 0
+    heads = (3 * N * H + 3 * K * H + gathered) // tensor  # projected, normalized, rotated, and the context
+    sparse, mlps = sparse_layers(config), []
+    if sparse < config.num_hidden_layers:
+        mlps.append(size * mlp(config.intermediate_size))
+    if sparse:
+        experts = config.num_experts_per_tok * mlp(config.moe_intermediate_size) + (mlp(shared) if shared else 0)
+        mlps.append(size * (2 * D + experts) + 2 * FLOAT32 * config.num_experts)
+    return size * (3 * D + heads) + max(mlps)

@@ -1,1 +1,0 @@
-"""Parameter counts, memory, and layouts that follow from a configuration."""
