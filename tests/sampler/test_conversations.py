@@ -252,7 +252,7 @@ def test_a_waiting_slot_keeps_its_conversation_and_that_of_a_finished_one_takes_
     params = make_inference_weights(tiny.params(model), model, options.mesh)
     tokens_PS = np.random.default_rng(0).integers(4, 23, (P, 8)).astype(np.int32)
     state, progress = sampler.start(params, Prompts(tokens_PS, LENGTHS, IDS), key, options=options)
-    held = [state.rows.queue.sample_W.tolist()]
+    held = [state.rows.sample_W.tolist()]
     for replies in ({0: reply}, {2: reply}, {}):
         state, progress = sampler.advance_chunk(params, state, key, 0, options=options)
         waiting, lengths = np.flatnonzero(progress.waiting_B), progress.length_B
@@ -262,7 +262,7 @@ def test_a_waiting_slot_keeps_its_conversation_and_that_of_a_finished_one_takes_
         for row in waiting:
             assert progress.ended_B[row] == (row not in replies)
             assert progress.length_B[row] == lengths[row] + (len(reply) + 1 if row in replies else 0)
-        held.append(state.rows.queue.sample_W.tolist())
+        held.append(state.rows.sample_W.tolist())
     assert held == [[0, 1], [0, 2], [3, 2], [4, 5]]
     assert progress.left
 

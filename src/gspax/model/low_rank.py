@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import jax
 
@@ -45,15 +44,13 @@ def partition(params: Params) -> tuple[Params, Params]:
     if not any(map(is_low_rank, jax.tree.leaves(params, is_leaf=is_low_rank))):
         return params, jax.tree.map(lambda _: None, params)
 
-    def select(leaf: PyTree, trained: bool) -> PyTree:
-        if not is_low_rank(leaf):
-            return None if trained else leaf
-        return replace(leaf, base=None) if trained else replace(leaf, a=None, b=None)
+    def train(leaf: PyTree) -> PyTree:
+        return replace(leaf, base=None) if is_low_rank(leaf) else None
 
-    trained, frozen = (
-        jax.tree.map(partial(select, trained=trained), params, is_leaf=is_low_rank) for trained in (True, False)
-    )
-    return trained, frozen
+    def freeze(leaf: PyTree) -> PyTree:
+        return replace(leaf, a=None, b=None) if is_low_rank(leaf) else leaf
+
+    return jax.tree.map(train, params, is_leaf=is_low_rank), jax.tree.map(freeze, params, is_leaf=is_low_rank)
 
 
 def combine(trained: Params, frozen: Params) -> Params:

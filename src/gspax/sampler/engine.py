@@ -66,19 +66,8 @@ class Prompts(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Queue:
-    """The samples that have no slot yet, and those that have one."""
-
-    order_B: Array  # int32    samples without a slot; only the first `queued_Q` count
-    queued_Q: Array  # int32
-    taken_Q: Array  # int32    of those, the samples that have got a slot since
-    sample_W: Array  # int32
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Samples and slots. Indices of samples and prompts count on their own device."""
+    """Samples, slots, and the queue (`has_queue`). Indices of samples and prompts count on their own device."""
 
     prompt_B: Array  # int32
     prompt_length_B: Array  # int32
@@ -91,7 +80,10 @@ class Rows:
     finished_B: Array  # bool     complete: ended with a stop token
     expert_BCLA: Array | None  # uint8 or wider, of the tokens that were decoded; `num_experts` elsewhere
     version_BC: Array | None  # int32
-    queue: Queue | None  # None: slot b has sample b, and all are at one position
+    order_B: Array  # int32    queued samples, which have no slot; only the first `queued_Q` count
+    queued_Q: Array  # int32
+    taken_Q: Array  # int32    of those, the samples that have got a slot since
+    sample_W: Array  # int32    the slot's sample; not read without a queue
     token_W: Array  # int32    the sample's last token, which is not in the cache yet
     length_W: Array  # int32    the sample's tokens after the prompt
     active_W: Array  # bool     the sample gets tokens
@@ -116,6 +108,8 @@ class Sampled(NamedTuple):
     token_W: Array
     logp_W: Array
     expert_WLA: Array | None  # of the token before
+    step: Array  # int32 []  decoding passes before
+    version: Array  # int32 []  of the parameters
 
 
 class Replies(NamedTuple):
@@ -157,7 +151,7 @@ def admit(
     if before is None:
         state = replace(new, rows=replace(new.rows, finished_B=new.rows.finished_B | ~fresh_B))
     else:
-        samples = [item.name for item in fields(Rows) if item.name != "queue" and not item.name.endswith("_W")]
+        samples = [item.name for item in fields(Rows) if not item.name.endswith(("_W", "_Q"))]
         rows = replace(
             before.rows,
             **{name: _choose(fresh_B, getattr(new.rows, name), getattr(before.rows, name)) for name in samples},
@@ -202,7 +196,7 @@ def _sample_first(
     token_B, logp_B = sample_at(logits_BV, key, id_B, prompt_length_B, sampling, greedy_B)
     stops_B = is_stop(token_B, options.stop_ids)
     kept_PSLA = expert_PSLA.astype(expert_id_dtype(model)) if options.keep_experts else None
-    queued = W < B or options.admits or options.turns
+    zeros_Q, zeros_W = jnp.zeros(_row_shards(mesh, B, W), jnp.int32), jnp.zeros(W, jnp.int32)
 
     def first(x_B: Array) -> Array:
         return jnp.zeros((B, C), x_B.dtype).at[:, 0].set(x_B)
@@ -221,20 +215,25 @@ def _sample_first(
         if kept_PSLA is None
         else jnp.full((B, C, *kept_PSLA.shape[2:]), model.num_experts, kept_PSLA.dtype),
         version_BC=first(jnp.full(B, version, jnp.int32)) if options.keep_versions else None,
-        queue=_empty_queue(B, W, _row_shards(mesh, B, W)) if queued else None,
+        order_B=jnp.zeros(B, jnp.int32),
+        queued_Q=zeros_Q,
+        taken_Q=zeros_Q,
+        sample_W=zeros_W,
         token_W=token_B[:W],
-        length_W=jnp.ones(W, jnp.int32),
-        active_W=jnp.zeros(W, bool) if queued else ~stops_B & (C > 1),
+        length_W=zeros_W + 1,
+        active_W=jnp.zeros(W, bool),
         waiting_W=jnp.zeros(W, bool),
     )
+    if not has_queue(rows, options):
+        rows = replace(rows, active_W=~stops_B & (C > 1))
     rows = jax.tree.map(lambda leaf: constrain(leaf, mesh, row_axis(mesh, B, W)), rows)
     cache = decoding.new_cache(cached, model, W, C, kv_cache_dtype=sampling.kv_cache_dtype, mesh=mesh)
     return State(rows=rows, step=jnp.int32(0), cache=cache, prompt_expert_PSLA=kept_PSLA)
 
 
-def _empty_queue(B: int, W: int, Q: int) -> Queue:
-    zeros_Q = jnp.zeros(Q, jnp.int32)
-    return Queue(order_B=jnp.zeros(B, jnp.int32), queued_Q=zeros_Q, taken_Q=zeros_Q, sample_W=jnp.zeros(W, jnp.int32))
+def has_queue(rows: Rows, options: SampleOptions) -> bool:
+    """Whether slots take samples from a queue. Otherwise slot b has sample b, and all are at one position."""
+    return len(rows.active_W) < len(rows.length_B) or options.admits or options.turns
 
 
 def advance(
@@ -254,7 +253,7 @@ def advance(
     def decode(state: State) -> State:
         rows = state.rows
         slots, id_W, greedy_W = describe_slots(rows, options)
-        if rows.queue is None:
+        if not has_queue(rows, options):
             slots = slots._replace(first=state.step)
         with jax.named_scope("decode"):
             hidden_WD, cache, expert_WLA = decoding.decode(
@@ -263,9 +262,9 @@ def advance(
         logits_WV = decoding.logits(params, hidden_WD)
         position_W = slots.prompt_length_W + rows.length_W
         token_W, logp_W = sample_at(logits_WV, key, id_W, position_W, options.sampling, greedy_W)
-        sampled = Sampled(rows.active_W, token_W, logp_W, expert_WLA if options.keep_experts else None)
-        write = partial(_write_back, options=options)
-        rows = on_devices(write, options, rows, sampled, state.step, jnp.asarray(version, jnp.int32))
+        kept_WLA, at_version = expert_WLA if options.keep_experts else None, jnp.asarray(version, jnp.int32)
+        sampled = Sampled(rows.active_W, token_W, logp_W, kept_WLA, state.step, at_version)
+        rows = on_devices(partial(_write_back, options=options), options, rows, sampled)
         return replace(state, rows=rows, step=state.step + 1, cache=cache)
 
     return jax.lax.while_loop(lambda state: (state.step < last) & state.rows.active_W.any(), decode, state)
@@ -276,15 +275,14 @@ def describe_slots(rows: Rows, options: SampleOptions) -> tuple[Slots, Array, Ar
 
     def describe(rows: Rows) -> tuple[Slots, Array, Array | None]:
         of_sample = rows.prompt_length_B, rows.prompt_B, rows.id_B, rows.greedy_B
-        if rows.queue is not None:
-            sample_W = rows.queue.sample_W
-            of_sample = jax.tree.map(lambda x_B: x_B[sample_W], of_sample)
+        if has_queue(rows, options):
+            of_sample = jax.tree.map(lambda x_B: x_B[rows.sample_W], of_sample)
         prompt_length_W, prompt_W, id_W, greedy_W = of_sample
         return Slots(prompt_length_W, prompt_W, rows.length_W - 1, rows.active_W.astype(jnp.int32)), id_W, greedy_W
 
     slots, id_W, greedy_W = on_devices(describe, options, rows)
     in_order = len(rows.active_W) == len(rows.length_B) and not options.admits  # slot b has sample b
-    one_view = rows.queue is None or not layer_windows(options.model)  # a prompt's slots see the same of it
+    one_view = not has_queue(rows, options) or not layer_windows(options.model)  # a prompt's slots see the same of it
     if in_order and one_view and options.mesh.shape["context"] == 1:
         slots = slots._replace(prompt_W=None)  # each prompt is read once for all its slots
     return slots, id_W, greedy_W
@@ -292,42 +290,39 @@ def describe_slots(rows: Rows, options: SampleOptions) -> tuple[Slots, Array, Ar
 
 def _enqueue_all(state: State, fresh_P: Array, options: SampleOptions) -> State:
     """Queue the samples that have neither finished nor a slot, fresh ones last, and refill the free slots."""
-    if state.rows.queue is None:
+    if not has_queue(state.rows, options):
         return state
     fresh_B = jnp.repeat(fresh_P, state.rows.length_B.shape[0] // fresh_P.shape[0])
 
     def enqueue(rows: Rows, fresh_B: Array) -> Rows:
-        assert rows.queue is not None
         C, held_B = rows.tokens_BC.shape[1], of_samples(rows, rows.active_W | rows.waiting_W)
         queued_B = ~rows.finished_B & (rows.length_B < C) & ~held_B
         order_B = jnp.argsort(jnp.where(queued_B, fresh_B.astype(jnp.int32), 2)).astype(jnp.int32)
         queued_Q = queued_B.sum(dtype=jnp.int32)[None]
-        queue = replace(rows.queue, order_B=order_B, queued_Q=queued_Q, taken_Q=jnp.zeros_like(queued_Q))
-        return _refill(replace(rows, queue=queue), options)
+        rows = replace(rows, order_B=order_B, queued_Q=queued_Q, taken_Q=jnp.zeros_like(queued_Q))
+        return _refill(rows, options)
 
     return replace(state, rows=on_devices(enqueue, options, state.rows, fresh_B))
 
 
 def of_samples(rows: Rows, slots_W: Array) -> Array:
     """The samples of these slots, bool [B]."""
-    assert rows.queue is not None
     B = len(rows.length_B)
-    return jnp.zeros(B, bool).at[jnp.where(slots_W, rows.queue.sample_W, B)].set(True, mode="drop")
+    return jnp.zeros(B, bool).at[jnp.where(slots_W, rows.sample_W, B)].set(True, mode="drop")
 
 
 def _refill(rows: Rows, options: SampleOptions) -> Rows:
     """Give each free slot the next sample, whose first token is sampled already; with turns, that may end the first."""
-    queue = rows.queue
-    assert queue is not None
     free_W = ~(rows.active_W | rows.waiting_W)
-    turn_W = queue.taken_Q + jnp.cumsum(free_W, dtype=jnp.int32) - 1
-    takes_W = free_W & (turn_W < queue.queued_Q)
-    sample_W = jnp.where(takes_W, queue.order_B.at[turn_W].get(mode="clip"), queue.sample_W)
+    turn_W = rows.taken_Q + jnp.cumsum(free_W, dtype=jnp.int32) - 1
+    takes_W = free_W & (turn_W < rows.queued_Q)
+    sample_W = jnp.where(takes_W, rows.order_B.at[turn_W].get(mode="clip"), rows.sample_W)
     token_W = jnp.where(takes_W, rows.tokens_BC[sample_W, 0], rows.token_W)
     stops_W = is_stop(token_W, options.stop_ids)
     return replace(
         rows,
-        queue=replace(queue, sample_W=sample_W, taken_Q=queue.taken_Q + takes_W.sum(dtype=jnp.int32)[None]),
+        taken_Q=rows.taken_Q + takes_W.sum(dtype=jnp.int32)[None],
+        sample_W=sample_W,
         token_W=token_W,
         length_W=jnp.where(takes_W, 1, rows.length_W),
         active_W=rows.active_W | (takes_W & ~stops_W),
@@ -335,20 +330,20 @@ def _refill(rows: Rows, options: SampleOptions) -> Rows:
     )
 
 
-def _write_back(rows: Rows, sampled: Sampled, step: Array, version: Array, *, options: SampleOptions) -> Rows:
+def _write_back(rows: Rows, sampled: Sampled, *, options: SampleOptions) -> Rows:
     """Record the slots' new tokens. Samples that finish leave their slots to others; with turns, a stop token waits."""
     C, gets_W = rows.tokens_BC.shape[1], sampled.gets_W
     stops_W = is_stop(sampled.token_W, options.stop_ids) & gets_W
     sample_W = None
-    if rows.queue is not None:
-        sample_W = jnp.where(gets_W, rows.queue.sample_W, len(rows.length_B))  # of the other slots: dropped
+    if has_queue(rows, options):
+        sample_W = jnp.where(gets_W, rows.sample_W, len(rows.length_B))  # of the other slots: dropped
 
     def record(x_BC: PyTree, x_W: Array | None, back: int = 0) -> PyTree:
         """With a value for the new token of each slot, or for the one before."""
         if x_BC is None or x_W is None:
             return x_BC
         if sample_W is None:
-            return jax.lax.dynamic_update_index_in_dim(x_BC, x_W.astype(x_BC.dtype), step + 1 - back, axis=1)
+            return jax.lax.dynamic_update_index_in_dim(x_BC, x_W.astype(x_BC.dtype), sampled.step + 1 - back, axis=1)
         return x_BC.at[sample_W, rows.length_W - back].set(x_W.astype(x_BC.dtype), mode="drop")
 
     def of_sample(x_B: Array, x_W: Array) -> Array:
@@ -360,7 +355,7 @@ def _write_back(rows: Rows, sampled: Sampled, step: Array, version: Array, *, op
         logp_BC=record(rows.logp_BC, sampled.logp_W),
         sampled_BC=record(rows.sampled_BC, gets_W),
         expert_BCLA=record(rows.expert_BCLA, sampled.expert_WLA, back=1),
-        version_BC=record(rows.version_BC, jnp.broadcast_to(version, stops_W.shape)),
+        version_BC=record(rows.version_BC, jnp.broadcast_to(sampled.version, stops_W.shape)),
         length_B=of_sample(rows.length_B, rows.length_W + 1),
         finished_B=rows.finished_B if options.turns else of_sample(rows.finished_B, stops_W),
         token_W=jnp.where(gets_W, sampled.token_W, rows.token_W),
@@ -418,32 +413,23 @@ def resume(
     position_W = slots.prompt_length_W + rows.length_W + count_W
     logits_WV = decoding.logits(params, hidden_WD)
     token_W, logp_W = sample_at(logits_WV, key, id_W, position_W, options.sampling, greedy_W)
-    sampled, version = Sampled(resumed_W, token_W, logp_W, None), jnp.asarray(version, jnp.int32)
+    sampled = Sampled(resumed_W, token_W, logp_W, None, state.step, jnp.asarray(version, jnp.int32))
     write = partial(_write_replies, options=options)
-    rows = on_devices(write, options, rows, (reply_WX, count_W, expert_WYLA), sampled, state.step, version)
+    rows = on_devices(write, options, rows, (reply_WX, count_W, expert_WYLA), sampled)
     return replace(state, rows=rows, cache=cache)
 
 
 def _replies_of_slots(rows: Rows, reply_BX: Array, count_B: Array) -> tuple[Array, Array]:
     """The replies to the samples of waiting slots."""
-    assert rows.queue is not None
-    sample_W = rows.queue.sample_W
-    return reply_BX[sample_W], jnp.where(rows.waiting_W, count_B[sample_W], 0)
+    return reply_BX[rows.sample_W], jnp.where(rows.waiting_W, count_B[rows.sample_W], 0)
 
 
 def _write_replies(
-    rows: Rows,
-    replies: tuple[Array, Array, Array],
-    sampled: Sampled,
-    step: Array,
-    version: Array,
-    *,
-    options: SampleOptions,
+    rows: Rows, replies: tuple[Array, Array, Array], sampled: Sampled, *, options: SampleOptions
 ) -> Rows:
     """Record the replies, outside the mask, and the tokens after them; the other waiting samples are finished."""
-    assert rows.queue is not None
     reply_WX, count_W, expert_WYLA = replies
-    C, sample_W1, expert_BCLA = rows.tokens_BC.shape[1], rows.queue.sample_W[:, None], rows.expert_BCLA
+    C, sample_W1, expert_BCLA = rows.tokens_BC.shape[1], rows.sample_W[:, None], rows.expert_BCLA
     index_1Y = jnp.arange(expert_WYLA.shape[1])[None]
     # of the stop token and of a reply after it; the others are dropped
     run_WY = (index_1Y <= count_W[:, None]) & sampled.gets_W[:, None]
@@ -458,7 +444,7 @@ def _write_replies(
         length_W=rows.length_W + count_W,
         waiting_W=jnp.zeros_like(rows.waiting_W),
     )
-    return _write_back(rows, sampled, step, version, options=options)
+    return _write_back(rows, sampled, options=options)
 
 
 def assemble(tokens_PS: Array, state: State, options: SampleOptions) -> Rollout:

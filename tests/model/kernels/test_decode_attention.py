@@ -177,7 +177,7 @@ def test_the_kernel_compiles_for_tpu_and_reads_the_cache_in_place(topology, quan
     )
 
     def write_and_attend(q, k, v, position_B):
-        k = jax.tree.map(partial(module.write_positions, position_B=position_B), k, new(q[:, ::8]))
+        k = jax.tree.map(partial(module.write_positions, position=position_B), k, new(q[:, ::8]))
         return module.decode_attention(q, k, v, jnp.zeros_like(position_B), position_B + 1), k
 
     compiled = jax.jit(write_and_attend, donate_argnums=1).lower(q, cache, cache, row).compile()

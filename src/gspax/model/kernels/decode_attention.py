@@ -76,17 +76,20 @@ def merge(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Arra
     return share_BN1 * first_BNH + (1 - share_BN1) * second_BNH, jnp.logaddexp(first_BN, second_BN)
 
 
-def write_positions(cache_BKTH: Array, new_BKH: Array, position_B: Array) -> Array:
-    """The cache, or a `Quantized` one's scales [B, K, T], with one new position in each row.
+def write_positions(cache_BKTH: Array, new_BKH: Array, position: Array) -> Array:
+    """The cache, or a `Quantized` one's scales [B, K, T], with a new key or value at each row's position.
 
-    A mapped `dynamic_update_slice`, which XLA runs in place on TPU, in the kernel's layout. For a scatter by index it
-    picks another layout, and copies the cache there and back for every token.
+    The positions are int32 `[B]`, or `[]` if it is one for all rows. A mapped `dynamic_update_slice` runs in place on
+    TPU, in the kernel's layout. For a scatter by index XLA picks another layout, and copies the cache there and back
+    for every token.
     """
+    if position.ndim == 0:
+        return lax.dynamic_update_slice_in_dim(cache_BKTH, new_BKH[:, :, None], position, axis=2)
 
     def write(cache_KTH: Array, new_KH: Array, position: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(cache_KTH, new_KH[:, None].astype(cache_KTH.dtype), position, axis=1)
 
-    return jax.vmap(write)(cache_BKTH, new_BKH, position_B)
+    return jax.vmap(write)(cache_BKTH, new_BKH, position)
 
 
 def fetched_positions(T: int, stop: int, start: int = 0) -> int:

@@ -71,9 +71,7 @@ def dequantize(weight: Weight, dtype: DTypeLike, axis: int) -> Array:
 
 def look_up(table: Weight, index: Array, dtype: DTypeLike) -> Array:
     """Rows of a table of vectors, in a dtype."""
-    if not isinstance(table, Quantized):
-        return table[index].astype(dtype)
-    return (table.values[index].astype(jnp.float32) * table.scale[index][..., None]).astype(dtype)
+    return dequantize(jax.tree.map(lambda x: x[index], table), dtype, axis=-1)
 
 
 def cast(tree: T, dtype: DTypeLike) -> T:

@@ -62,7 +62,7 @@ def write(segments: Segments, k_BKH: Array, v_BKH: Array, position: Array, *, ke
     """
     new = _round(k_BKH, v_BKH) if isinstance(segments[0].v_XKSH, Quantized) else Segment(k_BKH, v_BKH)
     if kernel:
-        return (jax.tree.map(partial(_write_whole, position), segments[0], new),)
+        return (jax.tree.map(partial(write_positions, position=position), segments[0], new),)
     first, written = 0, []
     for segment in segments:
         written.append(_write_segment(segment, new, position - first))
@@ -82,13 +82,6 @@ def _write_segment(segment: Segment, new: Segment, position: Array) -> Segment:
         jax.tree.map(lambda cache, x: put(cache, x, axis=x.ndim), segment.k_XKHS, new.k_XKHS),
         jax.tree.map(lambda cache, x: put(cache, x, axis=2), segment.v_XKSH, new.v_XKSH),
     )
-
-
-def _write_whole(position: Array, cache_BKTH: Array, new_BKH: Array) -> Array:
-    """The cache of one array, or its scales without the axis H, with each row's new key or value at its position."""
-    if position.ndim == 0:
-        return lax.dynamic_update_slice_in_dim(cache_BKTH, new_BKH[:, :, None], position, axis=2)
-    return write_positions(cache_BKTH, new_BKH, position)
 
 
 def _write_array(cache: Array, new: Array, place: Array, within: Array, axis: int) -> Array:
