@@ -143,8 +143,14 @@ def test_weights_may_be_renewed_between_two_chunks(dtype):
 
     def run(later):
         sampling, key = replace(SAMPLING, slots=5, chunk=3, kv_cache_dtype=dtype), jax.random.key(0)
-        options = tiny.options(config, sampling, STOP)
-        return jax.device_get(sampler.sample(first, PROMPTS, range(4), key, options, renew=lambda: (later, 7)))
+        options = replace(tiny.options(config, sampling, STOP), keep_versions=True)
+        options = sampler.split_rows(options, len(PROMPTS))
+        prompts = sampler.place_prompts(PROMPTS, range(4), options)
+        state, progress = sampler.start(first, prompts, key, options=options)
+        state, progress = sampler.advance_chunk(first, state, key, 0, options=options)
+        while progress.left:
+            state, progress = sampler.advance_chunk(later, state, key, 7, options=options)
+        return jax.device_get(sampler.assemble(prompts.tokens_PS, state, options=options))
 
     want, got = run(first), run(second)
     assert set(np.unique(got.version_BT)) == {0, 7}

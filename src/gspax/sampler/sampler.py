@@ -5,7 +5,7 @@ Log-probs are of the temperature-scaled distribution before any filter, in the s
 and min-p therefore bias the ratio.
 
 With `sampling.chunk` the loop runs in chunks, and the host gets the samples that have finished while others continue.
-Tokens and log-probs are those of the whole loop, unless the weights are renewed between two chunks.
+Tokens and log-probs are those of the whole loop, unless newer weights decode the next chunk (`rollout.pool`).
 
 Axes: P prompts, G samples per prompt, B = P·G rows, S prompt positions, C completion positions, T = S + C.
 """
@@ -53,7 +53,6 @@ def sample(
     options: SampleOptions,
     *,
     ended: Finished | None = None,
-    renew: Callable[[], tuple[Params, int]] | None = None,
 ) -> Rollout:
     """Sample `sampling.group` completions of each prompt; the rows of one prompt are adjacent.
 
@@ -66,9 +65,6 @@ def sample(
       options: of which `sampling.prompts` is not read. Temperature 0 decodes greedily, with log-probs at temperature 1.
       ended: with `sampling.chunk`, called after each chunk in which samples have ended; it gets each row once. What it
         raises is raised on every process.
-      renew: with `sampling.chunk`, called before every chunk but the first: inference weights and their version, which
-        `Rollout.version_BT` records; the first ones have version 0. Newer weights continue the unfinished samples,
-        whose cache is kept.
 
     Raises:
       UserError: an empty prompt, one longer than `sampling.max_prompt_tokens`, or B not a multiple of the devices.
@@ -77,21 +73,17 @@ def sample(
     placed = place_prompts(prompts, prompt_ids, options)
     if not options.sampling.chunk:
         return _generate(params, placed, key, options=options)
-    options = replace(options, keep_versions=renew is not None)
-    version = 0
     state, progress = start(params, placed, key, options=options)
     handed_over_B = np.zeros(progress.length_B.shape, bool)
     while True:
         interrupt.stop_point()
         before, left = progress, bool(multihost.to_host(progress.left))
         if left:  # before the samples that have ended are fetched, so that the devices do not wait for the host
-            state, progress = advance_chunk(params, state, key, np.int32(version), options=options)
+            state, progress = advance_chunk(params, state, key, np.int32(0), options=options)
         if ended is not None:
             hand_over(before, handed_over_B, ended)
         if not left:
             return assemble(placed.tokens_PS, state, options=options)
-        if renew is not None:
-            params, version = renew()
 
 
 def hand_over(progress: Progress, handed_over_B: np.ndarray, ended: Finished) -> None:
@@ -129,7 +121,10 @@ def start(params: Params, prompts: Prompts, key: Array, *, options: SampleOption
 def advance_chunk(
     params: Params, state: State, key: Array, version: Array | int, *, options: SampleOptions
 ) -> tuple[State, Progress]:
-    """`engine.advance` by `sampling.chunk` tokens of each slot; without a chunk until no slot is active."""
+    """`engine.advance` by `sampling.chunk` tokens of each slot; without a chunk until no slot is active.
+
+    The weights may be newer than those of earlier chunks: they continue the unfinished samples, whose cache is kept.
+    """
     state = engine.advance(params, state, key, options, options.sampling.chunk or 2**30, version)
     return state, describe_progress(state, options)
 
