@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from gspax.config import ModelConfig, Remat, layer_runs, layer_windows
+from gspax.config import ModelConfig, layer_runs, layer_windows
 from gspax.model.layers import (
     Attend,
     Attention,
@@ -148,8 +148,6 @@ def _rematerialize(body: Callable[..., LayerOutput], config: ModelConfig) -> Cal
             offload_dst="pinned_host",
         ),
     }
-    if config.remat not in policies:
-        raise ValueError(f"remat: wanted one of {', '.join(get_args(Remat))}, got {config.remat!r}")
     return jax.checkpoint(body, prevent_cse=False, policy=policies[config.remat])
 
 
@@ -252,9 +250,6 @@ def apply(
       hidden_BTD in the compute dtype (for `logits`), and the `Routing` of the sparse layers: expert ids int32
       `[L, B, T, A]` (padding has the id `num_experts`) and router logits float32 `[L, B, T, E]`. Under `jit`, results
       that the caller does not use are not computed.
-
-    Raises:
-      ValueError: `config.remat` is unknown.
     """
     model = _module(params, config)
     return model(tokens_BT, segment_BT, mesh=mesh, prefix_BT=prefix_BT, forced_LBTA=forced_LBTA)

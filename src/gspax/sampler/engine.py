@@ -470,8 +470,7 @@ def assemble(tokens_PS: Array, state: State, options: SampleOptions) -> Rollout:
         mask_BT = place(rows.sampled_BC)
         reply_B = rows.length_B - mask_BT.sum(axis=1, dtype=jnp.int32)
     if rows.expert_BCLA is not None and state.prompt_expert_PSLA is not None:
-        expert_BTLA = place(rows.expert_BCLA, state.prompt_expert_PSLA, options.model.num_experts)
-        expert_BLTA = expert_BTLA.swapaxes(1, 2).astype(rows.expert_BCLA.dtype)
+        expert_BLTA = place(rows.expert_BCLA, state.prompt_expert_PSLA, options.model.num_experts).swapaxes(1, 2)
     rollout = Rollout(
         tokens_BT=place(rows.tokens_BC, tokens_PS),
         mask_BT=mask_BT,

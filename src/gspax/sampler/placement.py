@@ -114,7 +114,4 @@ def find_last_ahead(staleness: int, done: int, due: Callable[[int], object]) -> 
     No batch is sampled ahead past a checkpoint (`due(n)`: one is saved after n batches), so that a resumed run samples
     what the uninterrupted run did.
     """
-    last = done
-    while last < done + staleness and not due(last + 1):
-        last += 1
-    return last
+    return next((last for last in range(done, done + staleness) if due(last + 1)), done + staleness)

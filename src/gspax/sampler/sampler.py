@@ -19,7 +19,6 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Sampling
@@ -146,9 +145,8 @@ def resume(
 
 def describe_progress(state: State, options: SampleOptions) -> Progress:
     """The progress of a state."""
-    rows, waiting_B = state.rows, jnp.zeros_like(state.rows.finished_B)
-    if options.turns:
-        waiting_B = engine.on_devices(engine.of_samples, options, rows, rows.waiting_W)
+    rows = state.rows
+    waiting_B = engine.on_devices(engine.of_samples, options, rows, rows.waiting_W)
     ended_B = rows.finished_B | ((rows.length_B >= rows.tokens_BC.shape[1]) & ~waiting_B)
     tokens_BC, length_B, ended_B, waiting_B = jax.lax.with_sharding_constraint(
         (rows.tokens_BC, rows.length_B, ended_B, waiting_B), named_sharding(options.mesh, "batch")

@@ -59,8 +59,7 @@ def decode_attention(
     Raises:
       ValueError: the number of key heads does not divide that of the query heads.
     """
-    B, N, H = q_BNH.shape
-    K = k_XKTH.shape[1]
+    (B, N, H), K = q_BNH.shape, k_XKTH.shape[1]
     if N % K:
         raise ValueError(f"decode_attention: wanted query heads in multiples of the {K} key heads, got {N}")
     row_B = jnp.arange(B) if row_B is None else row_B
