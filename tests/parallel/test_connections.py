@@ -56,8 +56,9 @@ def connect(ended):
     for each in channels:
         each.close()
     for thread in threading.enumerate():
-        if thread.name.startswith("gspax_link_"):
-            thread.join()
+        if thread.name.startswith("gspax_connection_"):
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def wait_for(condition):

@@ -57,15 +57,20 @@ ENTRY = {"bytes": 8, "sha256": "0" * 64}
         {"state/data": {"bytes": "8", "sha256": "0"}},
         {"state/data": {"bytes": 8}},
         {"state/data": ENTRY | {"more": 1}},
-        {"../private": ENTRY},
-        {"state/../../private": ENTRY},
-        {"/etc/hostname": ENTRY},
     ],
 )
 def test_a_manifest_of_another_form_is_damage(files, checkpoint):
     (checkpoint / MANIFEST).write_text(manifest._render({"version": 1, "packages": {}, "files": files}))
     (found,) = find_damage(checkpoint)
     assert found.startswith("manifest.json cannot be read")
+
+
+@pytest.mark.parametrize("name", ["../private", "state/../../private", "/etc/hostname"])
+def test_no_file_outside_of_a_checkpoint_is_read(name, checkpoint, monkeypatch):
+    content = {"version": 1, "packages": {}, "files": {name: ENTRY}}
+    (checkpoint / MANIFEST).write_text(manifest._render(content))
+    monkeypatch.setattr(manifest, "_digest", lambda path, **options: pytest.fail(f"{path} was read"))
+    assert find_damage(checkpoint) == [f"{name} is outside of the checkpoint"]
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[]", "3", json.dumps({"sha256": []}), "\0"])
@@ -78,4 +83,4 @@ def test_a_manifest_that_is_no_manifest_is_damage(text, checkpoint):
 def test_a_link_out_of_the_checkpoint_is_damage(checkpoint):
     (checkpoint / "state" / "data").unlink()
     (checkpoint / "state" / "data").symlink_to("../../private")
-    assert find_damage(checkpoint) == ["state/data is a link out of the checkpoint"]
+    assert find_damage(checkpoint) == ["state/data is outside of the checkpoint"]
