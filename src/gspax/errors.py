@@ -50,11 +50,11 @@ def place_of(error: BaseException) -> str:
 
     The path is relative to the working directory if it is below it.
     """
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
-    if not own:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
+    if not frames:
         return ""
-    path, below = own[-1].filename, os.path.join(os.getcwd(), "")
-    return f" ({path.removeprefix(below)}:{own[-1].lineno})"
+    path, below = frames[-1].filename, os.path.join(os.getcwd(), "")
+    return f" ({path.removeprefix(below)}:{frames[-1].lineno})"
 
 
 def is_library(path: str) -> bool:

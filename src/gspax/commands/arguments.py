@@ -161,9 +161,8 @@ def require_directory(path: Path) -> None:
 
 def require_possible(path: Path) -> None:
     """UserError if no directory can be at `path`, or nothing can be created there."""
-    try:
-        nearest = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-        path.exists()  # raises for a name that is too long
+    try:  # a name that is too long raises
+        nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     except (OSError, ValueError) as problem:
         raise UserError(f"{str(path)[:200]}: wanted a directory: {problem}") from problem
     if not nearest.is_dir():

@@ -113,7 +113,7 @@ def _time(call: Callable[[], object], repeats: int) -> list[tuple[float, float]]
 
 def measure(call: Callable[[], object]) -> tuple[float, float]:
     """Median wall and CPU seconds of a call that returns jax arrays, after a first one that compiles."""
-    wall, cpu = (statistics.median(each) for each in zip(*_time(call, REPEATS), strict=True))
+    wall, cpu = (statistics.median(seconds) for seconds in zip(*_time(call, REPEATS), strict=True))
     return wall, cpu
 
 
@@ -254,10 +254,10 @@ def bytes_needed(model: ModelConfig, sampling: Sampling, length_B: list[int]) ->
     steps = max(max(length_B), math.ceil(sum(length_B) / at_once))
     experts = min(model.num_experts, at_once * model.num_experts_per_tok)
     weights = parameter_count(model, experts) - lookup_count(model)
-    own = sum(length * (length + 1) / 2 for length in length_B)
+    completions = sum(length * (length + 1) / 2 for length in length_B)
     groups = [length_B[first : first + sampling.group] for first in range(0, len(length_B), sampling.group)]
     prompt = sampling.max_prompt_tokens * sum(map(max, groups))
-    cache = (own + prompt) * sampler_sizes(model, sampling, dict.fromkeys(AXES, 1)).position
+    cache = (completions + prompt) * sampler_sizes(model, sampling, dict.fromkeys(AXES, 1)).position
     return steps * weights * size_of(model.dtype) + cache
 
 

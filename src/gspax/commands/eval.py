@@ -58,8 +58,8 @@ def execute(options: argparse.Namespace) -> int:
         options.file = None
     if (options.file is None) == (options.source is None):
         raise UserError("wanted the FILE of an experiment, or --from HF without one")
-    given = {name: getattr(options, name) for name in SETTINGS}
-    settings = cast("Settings", {name: value for name, value in given.items() if value is not None})
+    values = {name: getattr(options, name) for name in SETTINGS}
+    settings = cast("Settings", {name: value for name, value in values.items() if value is not None})
     if options.tasks is None and (settings or options.source):
         raise UserError("wanted --tasks, whose settings these are (see `gspax eval --help`)")
     if options.source is not None:
@@ -95,18 +95,18 @@ def _evaluate_published(options: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def find_tasks(names: str, own: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
+def find_tasks(names: str, known: Sequence[Task], settings: Settings) -> tuple[Task, ...]:
     """The tasks of `--tasks`, see `find_task`."""
-    return tuple(find_task(name, {task.name: task for task in own}, settings) for name in names.split(","))
+    return tuple(find_task(name, {task.name: task for task in known}, settings) for name in names.split(","))
 
 
-def find_task(text: str, own: dict[str, Task], settings: Settings) -> Task:
+def find_task(text: str, known: dict[str, Task], settings: Settings) -> Task:
     """The task that `NAME` or `NAME=PATH` stands for, with these fields.
 
     Args:
       text: a task of the experiment, else a function of `gspax.evaluation.tasks`, or the dotted name of a `Task` or of
         a function that gives one.
-      own: the experiment's tasks by name.
+      known: the experiment's tasks by name.
       settings: fields to replace.
     """
     from gspax.config import Task
@@ -114,12 +114,12 @@ def find_task(text: str, own: dict[str, Task], settings: Settings) -> Task:
     from gspax.experiment.overrides import lookup
 
     name, _, path = (part.strip() for part in text.partition("="))
-    if name in own and not path:
-        return dataclasses.replace(own[name], **settings)
+    if name in known and not path:
+        return dataclasses.replace(known[name], **settings)
     try:
         task = lookup(name if "." in name else f"{tasks.__name__}.{name}")
     except ValueError as wanted:
-        mine = f" or of the experiment's tasks ({', '.join(own)})" if own else ""
+        mine = f" or of the experiment's tasks ({', '.join(known)})" if known else ""
         raise UserError(f"--tasks: wanted {wanted}{mine}, got {name!r}") from None
     if callable(task) and not isinstance(task, type):
         try:

@@ -158,7 +158,7 @@ class _Merged:
     def __getitem__(self, index: tuple[int, ...]) -> np.ndarray:
         from gspax.model.low_rank import LowRank
 
-        base, a, b = (np.asarray(each[index], np.float32) for each in (self.base, self.a, self.b))
+        base, a, b = (np.asarray(stored[index], np.float32) for stored in (self.base, self.a, self.b))
         return np.asarray(LowRank(base, a, b, self.scale).dense())  # type: ignore[arg-type]  # of numpy arrays
 
 
@@ -215,7 +215,7 @@ def _parse_dataclass(kind: type[T], described: Mapping[str, Any]) -> T:
     for name, hint in typing.get_type_hints(kind).items():
         value = described[name]
         if isinstance(value, dict):
-            (hint,) = (each for each in typing.get_args(hint) if each is not types.NoneType)
+            (hint,) = (kind for kind in typing.get_args(hint) if kind is not types.NoneType)
             value = _parse_dataclass(hint, value)
         fields[name] = tuple(value) if isinstance(value, list) else value
     return kind(**fields)

@@ -145,12 +145,12 @@ class _Process:
 def _wait(processes: Sequence[_Process]) -> list[int]:
     """The exit codes; once a process has failed, the others have `PATIENCE` seconds."""
     failed_at = None
-    while None in (codes := [each.code() for each in processes]):
+    while None in (codes := [process.code() for process in processes]):
         if failed_at is None and any(codes):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > PATIENCE:
-            for each in processes:
-                each.send_signal(signal.SIGKILL)
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
         time.sleep(POLL)
     return [code for code in codes if code is not None]
 

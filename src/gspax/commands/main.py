@@ -43,17 +43,8 @@ SUBCOMMANDS = {  # name -> what the overview shows: its arguments, what it does
     "parity": ("HF", "compare a Hugging Face checkpoint with transformers, layer by layer"),
 }
 COMPUTING = ("train", "sft", "eval", "bench")  # the subcommands that run an experiment on this machine's devices
-OF_STORAGE = {  # what a full disk, missing rights or an impossible path raise -> the exit code
-    errno.ENOSPC: 1,
-    errno.EDQUOT: 1,
-    errno.EFBIG: 1,
-    errno.EIO: 1,
-    errno.EROFS: 2,
-    errno.EACCES: 2,
-    errno.EPERM: 2,
-    errno.ENOTDIR: 2,
-    errno.ENAMETOOLONG: 2,
-}
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # with space the same command may succeed
+IMPOSSIBLE_PATH = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
 TRAIN_EXTRA = (  # top-level packages of the extra `train`
     "PIL",
     "flax",
@@ -100,11 +91,11 @@ def _run_and_report(arguments: list[str]) -> int:
         traceback.print_exc()
         return 1
     except OSError as problem:
-        if problem.errno not in OF_STORAGE:
+        if problem.errno not in FULL_DISK | IMPOSSIBLE_PATH:
             traceback.print_exc()
             return 1
         where = "" if problem.filename is None else f"{shorten(str(problem.filename))}: "
-        return _fail(problem, [f"{where}{problem.strerror}"], OF_STORAGE[problem.errno])
+        return _fail(problem, [f"{where}{problem.strerror}"], 1 if problem.errno in FULL_DISK else 2)
     except Exception:
         traceback.print_exc()
         return 1

@@ -151,15 +151,15 @@ def _difference(part: str, ours: ArrayLike, theirs: np.ndarray) -> Difference:
 
 def first_disagreement(differences: Sequence[Difference]) -> str | None:
     """The first part that differs by more than rounding; NaN differs."""
-    return next((each.part for each in differences if not each.relative <= TOLERANCE), None)
+    return next((difference.part for difference in differences if not difference.relative <= TOLERANCE), None)
 
 
 def render(differences: Sequence[Difference]) -> str:
     """The table, with the conclusion as its last line."""
     lines = [f"{'':<12}{'largest difference':>20}{'relative':>12}"]
-    for each in differences:
-        note = "" if each.relative <= TOLERANCE else "  differs"
-        lines.append(f"{each.part:<12}{each.largest:>20.3g}{each.relative:>12.3g}{note}")
+    for difference in differences:
+        note = "" if difference.relative <= TOLERANCE else "  differs"
+        lines.append(f"{difference.part:<12}{difference.largest:>20.3g}{difference.relative:>12.3g}{note}")
     first = first_disagreement(differences)
     conclusion = f"The first part that differs by more than {TOLERANCE:g} is: {first}."
     return "\n".join([*lines, f"All parts agree to {TOLERANCE:g}." if first is None else conclusion])

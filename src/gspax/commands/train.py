@@ -60,16 +60,16 @@ def program() -> list[str]:
     called = Path(sys.argv[0])
     if called.parts[-2:] == ("gspax", "__main__.py"):
         return [sys.executable, "-m", "gspax"]
-    found = shutil.which("gspax")
-    is_found = found is not None and called.exists() and Path(found).samefile(called)
-    return ["gspax" if is_found or called.name != "gspax" else sys.argv[0]]
+    on_path = shutil.which("gspax")
+    is_on_path = on_path is not None and called.exists() and Path(on_path).samefile(called)
+    return ["gspax" if is_on_path or called.name != "gspax" else sys.argv[0]]
 
 
 def next_commands(options: argparse.Namespace, steps: int, problems: int) -> str:
     """Commands to run next: more steps, and an evaluation on more problems."""
 
     def command(name: str, key: str, value: int) -> str:
-        kept = [each for each in options.overrides if override_key(each) != key]
+        kept = [assignment for assignment in options.overrides if override_key(assignment) != key]
         return shlex.join([*program(), name, options.file, "--workdir", str(options.workdir), *kept, f"{key}={value}"])
 
     return (

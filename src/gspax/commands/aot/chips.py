@@ -196,13 +196,13 @@ def _split_slices(placement: Placement | None, topology: Topology) -> tuple[Topo
     """The slices of learner and sampler: the same ones, or whole slices for each."""
     if placement is None or topology.slices == 1:
         return topology, topology
-    own, rest = divmod(placement.devices, topology.slice_devices)
-    if rest or not 0 < own < topology.slices:
+    sampler_slices, rest = divmod(placement.devices, topology.slice_devices)
+    if rest or not 0 < sampler_slices < topology.slices:
         raise UserError(
             f"placement.devices: wanted whole slices of {topology.slice_devices} devices on {topology}, and fewer than "
             f"all, got {placement.devices} (part of a slice is supported only where there is a single slice)"
         )
-    return replace(topology, slices=topology.slices - own), replace(topology, slices=own)
+    return replace(topology, slices=topology.slices - sampler_slices), replace(topology, slices=sampler_slices)
 
 
 def link_rate(axes: tuple[str, ...], coords: np.ndarray, mesh: dict[str, int], topology: Topology) -> float:

@@ -90,9 +90,9 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
     steps = make_steps(experiment, optimizer, mesh, worst_case=True)
     params = device_bytes(state.params)
     reference = 0 if experiment.reference is None else device_bytes(partition(state.params)[0])
-    held = device_bytes(state) + reference
+    learner = device_bytes(state) + reference  # throughout the run
     other_batches = (experiment.schedule.minibatches - 1) * device_bytes(batch)
-    scoring = held - params + other_batches
+    scoring = learner - params + other_batches
     if experiment.placement is not None and experiment.placement.staleness > 0:
         # Log-probs do not wait for the parameters that are on their way to the sampler.
         scoring += device_bytes(abstract_inference_weights(model, mesh, weights_dtype))
@@ -102,7 +102,7 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
     copy = Program(
         name=COPY,
         lower=_lower(copier(model, sampler_mesh, weights_dtype), state.params),
-        resident=held - params,
+        resident=learner - params,
     )
     return [
         Program(
@@ -113,7 +113,7 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
         ),
         Program(name=SCORE, lower=_lower(steps.score, state.params, *scored), resident=scoring, runs=scores),
         *([] if experiment.placement is not None else [copy]),
-        *_make_sampler(experiment, state, sampler_mesh, held),
+        *_make_sampler(experiment, state, sampler_mesh, learner),
     ]
 
 
@@ -122,15 +122,15 @@ def _lower(function: Callable[..., object], *arguments: object, **settings: obje
     return partial(cast(jax.stages.Wrapped, function).lower, *arguments, **settings)
 
 
-def _make_sampler(experiment: Experiment, state: TrainState, mesh: jax.sharding.Mesh, held: int) -> list[Program]:
-    """The sampler, on devices that hold `held` bytes throughout the run if they are the learner's.
+def _make_sampler(experiment: Experiment, state: TrainState, mesh: jax.sharding.Mesh, learner: int) -> list[Program]:
+    """The sampler, on devices that hold `learner` bytes throughout the run if they are the learner's.
 
     Each rollout that is sampled ahead adds inference weights and a rollout to the devices of a disaggregated sampler.
     """
     model, placement = experiment.model, experiment.placement
     params = abstract_inference_weights(model, mesh, experiment.sampling.weights_dtype)
     key = cast(Array, jax.ShapeDtypeStruct(state.key.shape, state.key.dtype, sharding=named_sharding(mesh)))
-    resident = held
+    resident = learner
     if placement is not None:
         rollouts = placement.staleness if placement.partial is None else 1
         resident = rollouts * (device_bytes(params) + device_bytes(abstract_rollout(experiment.sampling, mesh)))
@@ -173,12 +173,12 @@ def _make_conversations(
     version = jax.ShapeDtypeStruct((), jnp.int32)
     B, reply = sampling.prompts * sampling.group, reply_tokens(sampling.max_tokens)
     state = _abstract_engine(params, prompts, key, options)
-    given = engine.Replies(rows((B, reply - 1), jnp.int32), rows((B,), jnp.int32))
+    reply_rows = engine.Replies(rows((B, reply - 1), jnp.int32), rows((B,), jnp.int32))
     turns = math.ceil(B / sampler_sizes(options.model, sampling, dict(options.mesh.shape)).slots)
     sampled = max(0, sampling.max_tokens - 1 - replies * reply)
     start = _lower(sampler.start, params, prompts, key, options=options)
     advance = _lower(sampler.advance_chunk, params, state, key, version, options=options)
-    resume = _lower(sampler.resume, params, state, given, key, version, options=options)
+    resume = _lower(sampler.resume, params, state, reply_rows, key, version, options=options)
     return [
         Program(name=PROMPTS, lower=start, resident=resident),
         Program(name=TURNS, lower=advance, resident=resident, runs=turns * sampled),
@@ -339,8 +339,8 @@ def are_alike(model: ModelConfig) -> bool:
 def compile_few(program: Program, few: Callable[[int], Program], layers: int) -> Compiled:
     """The program with `layers` layers, from `few` of each number in `FEW`; an error of either is its error."""
     small = tuple(compile_program(few(number)) for number in FEW)
-    seconds = sum(each.seconds for each in small)
-    less, more = (each.memory for each in small)
+    seconds = sum(compiled.seconds for compiled in small)
+    less, more = (compiled.memory for compiled in small)
     if less is None or more is None:
         return Compiled(program=program, seconds=seconds, error=small[0].error or small[1].error)
     sizes = {name: round(extrapolate(size, getattr(more, name), layers)) for name, size in vars(less).items()}
@@ -356,12 +356,12 @@ def extrapolate(less: float, more: float, layers: int) -> float:
 def describe_misfits(compiled: Sequence[Compiled], topology: Topology) -> list[str]:
     """One sentence for each program that does not compile or does not fit the chip's memory."""
     lines = []
-    for each in compiled:
-        if each.error:
-            lines.append(f"Does not compile for {topology}: the {each.name}: {each.error}")
-        elif each.memory is not None and each.memory.total > topology.chip.memory:
+    for program in compiled:
+        if program.error:
+            lines.append(f"Does not compile for {topology}: the {program.name}: {program.error}")
+        elif program.memory is not None and program.memory.total > topology.chip.memory:
             lines.append(
-                f"Does not fit {topology}: the {each.name} needs {each.memory.total / GB:.2f} GB on each device, "
+                f"Does not fit {topology}: the {program.name} needs {program.memory.total / GB:.2f} GB on each device, "
                 f"a program may use {topology.chip.memory / GB:.2f}"
             )
     return lines

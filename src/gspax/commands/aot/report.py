@@ -159,7 +159,7 @@ def _compile(
 
     def few(number: int) -> Program:
         smaller = make(replace(model, num_hidden_layers=number))
-        return next(each for each in smaller if each.name == program.name)
+        return next(small for small in smaller if small.name == program.name)
 
     if program.name in SAMPLER and are_alike(model) and not all_layers:
         compiled = compile_few(program, few, model.num_hidden_layers)
@@ -176,7 +176,7 @@ def estimate(compiled: Sequence[Compiled], learner: Target, sampler: Target, wor
     for program in compiled:
         target = sampler if program.name in SAMPLER else learner
         phases, *more = (
-            make_phases(each, work, target.sizes, target.topology.slices) for each in program.few or (program,)
+            make_phases(small, work, target.sizes, target.topology.slices) for small in program.few or (program,)
         )
         if more:
             phases = extrapolate_phases(phases, more[0], work.model.num_hidden_layers)
@@ -389,7 +389,7 @@ def token_table(work: Work, mesh: dict[str, int], estimates: Estimates) -> str:
 
 def gathered_lines(module: hlo.Module) -> str:
     """The weights that are gathered for every token, if any."""
-    weights = "".join(f"\n  {each}" for each in hlo.gathered_weights(module))
+    weights = "".join(f"\n  {line}" for line in hlo.gathered_weights(module))
     if not weights:
         return "No weight is gathered in the loop over tokens."
     return f"Gathered for every token, though equal for all of them:{weights}"
