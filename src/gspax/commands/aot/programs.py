@@ -90,9 +90,9 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
     steps = make_steps(experiment, optimizer, mesh, worst_case=True)
     params = device_bytes(state.params)
     reference = 0 if experiment.reference is None else device_bytes(partition(state.params)[0])
-    learner = device_bytes(state) + reference  # throughout the run
+    learner_bytes = device_bytes(state) + reference  # throughout the run
     other_batches = (experiment.schedule.minibatches - 1) * device_bytes(batch)
-    scoring = learner - params + other_batches
+    scoring = learner_bytes - params + other_batches
     if experiment.placement is not None and experiment.placement.staleness > 0:
         # Log-probs do not wait for the parameters that are on their way to the sampler.
         scoring += device_bytes(abstract_inference_weights(model, mesh, weights_dtype))
@@ -102,7 +102,7 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
     copy = Program(
         name=COPY,
         lower=_lower(copier(model, sampler_mesh, weights_dtype), state.params),
-        resident=learner - params,
+        resident=learner_bytes - params,
     )
     return [
         Program(
@@ -113,7 +113,7 @@ def make_programs(experiment: Experiment, mesh: jax.sharding.Mesh, sampler_mesh:
         ),
         Program(name=SCORE, lower=_lower(steps.score, state.params, *scored), resident=scoring, runs=scores),
         *([] if experiment.placement is not None else [copy]),
-        *_make_sampler(experiment, state, sampler_mesh, learner),
+        *_make_sampler(experiment, state, sampler_mesh, learner_bytes),
     ]
 
 
@@ -122,15 +122,17 @@ def _lower(function: Callable[..., object], *arguments: object, **settings: obje
     return partial(cast(jax.stages.Wrapped, function).lower, *arguments, **settings)
 
 
-def _make_sampler(experiment: Experiment, state: TrainState, mesh: jax.sharding.Mesh, learner: int) -> list[Program]:
-    """The sampler, on devices that hold `learner` bytes throughout the run if they are the learner's.
+def _make_sampler(
+    experiment: Experiment, state: TrainState, mesh: jax.sharding.Mesh, learner_bytes: int
+) -> list[Program]:
+    """The sampler, on devices that hold `learner_bytes` throughout the run if they are the learner's.
 
     Each rollout that is sampled ahead adds inference weights and a rollout to the devices of a disaggregated sampler.
     """
     model, placement = experiment.model, experiment.placement
     params = abstract_inference_weights(model, mesh, experiment.sampling.weights_dtype)
     key = cast(Array, jax.ShapeDtypeStruct(state.key.shape, state.key.dtype, sharding=named_sharding(mesh)))
-    resident = learner
+    resident = learner_bytes
     if placement is not None:
         rollouts = placement.staleness if placement.partial is None else 1
         resident = rollouts * (device_bytes(params) + device_bytes(abstract_rollout(experiment.sampling, mesh)))
