@@ -129,7 +129,7 @@ def test_the_phases_of_conversations_are_prefill_decode_and_replies():
     experiment = replace(experiment, sampling=sampling)
     runs = {programs.PROMPTS: 1, programs.TURNS: 4, programs.REPLIES: 2}
     prompts, turns, replies = (
-        make_phases(experiment, outcome(name, runs=times, text=TEXT), {"data": 1, "fsdp": 16})
+        make_phases(experiment, outcome(name, runs=times, text=TEXT), dict.fromkeys(AXES, 1) | {"fsdp": 16})
         for name, times in runs.items()
     )
     assert [(each.name, each.runs) for each in (*prompts, *turns, *replies)] == [
