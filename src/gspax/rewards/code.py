@@ -206,9 +206,9 @@ def _run_tests(pool: Pool, tests: Tests, code: str, limits: Limits, deadline: fl
     return "passed", ""
 
 
-def _run(pool: Pool, code: str, limits: Limits, given: str | list[object], function: str | None = None) -> Ran:
+def _run(pool: Pool, code: str, limits: Limits, inputs: str | list[object], function: str | None = None) -> Ran:
     """Run a program with this standard input, or one of its functions with these arguments."""
-    result = pool.ask((code, function, given, vars(limits)), timeout=limits.timeout + _SPARE)
+    result = pool.ask((code, function, inputs, vars(limits)), timeout=limits.timeout + _SPARE)
     return Ran(result.reason, -1, "", "") if isinstance(result, Failure) else Ran(*result)
 
 

@@ -201,10 +201,8 @@ def answer(
             episode.message = interaction.tokenizer.decode(tokens_BC[row][slice(*episode.spans[-1])])
             episode.texts.append(episode.message)
         whole = {row: episode for row, episode in turns.items() if waiting_B[row]}
-        states, messages = (
-            [episode.state for episode in whole.values()],
-            [episode.message for episode in whole.values()],
-        )
+        states = [episode.state for episode in whole.values()]
+        messages = [episode.message for episode in whole.values()]
         return dict(zip(whole, interaction.steps.submit(states, messages), strict=True))
 
     def take(steps: dict[int, Future[Step | Failure]]) -> dict[int, list[int]]:

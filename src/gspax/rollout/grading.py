@@ -67,9 +67,8 @@ def start_rewards(
     """
     texts = {row: tokenizer.decode(tokens) for row, tokens in finished.items() if problems[row // group] is not None}
     futures = calls.submit([problems[row // group] for row in texts], list(texts.values()))
-    started.update(
-        {row: StartedReward(text, future) for (row, text), future in zip(texts.items(), futures, strict=True)}
-    )
+    for (row, text), future in zip(texts.items(), futures, strict=True):
+        started[row] = StartedReward(text, future)
 
 
 def reward_completions(

@@ -7,7 +7,6 @@ a resumed run loads the same ones. Each process loads those of its own rows; all
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -25,7 +24,7 @@ from gspax.errors import UserError, describe_error, warn
 from gspax.parallel import multihost
 from gspax.rollout.episodes import Interaction, Ready, begin
 from gspax.run.folders import write_atomically
-from gspax.run.record import read_rows
+from gspax.run.record import read_rows, to_line
 from gspax.sampler.sampler import check_length
 
 T = TypeVar("T")
@@ -86,9 +85,9 @@ class Skipped:
             return
         self.reasons |= failed
         if self.path is not None and jax.process_index() == 0:
-            rows = ({"problem": index, "reason": reason} for index, reason in sorted(self.reasons.items()))
+            lines = [to_line({"problem": index, "reason": reason}) for index, reason in sorted(self.reasons.items())]
             try:
-                write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+                write_atomically(self.path, "".join(lines))
             except OSError as error:  # a full disk costs a line of a log, not the run
                 warn(f"{self.path} could not be written: {error.strerror}; the run goes on")
         allowed = int(self.share * max(loaded, FIRST))

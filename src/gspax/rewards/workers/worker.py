@@ -173,7 +173,7 @@ def serve_code(isolation: str, python: str) -> Answer:
 def run(
     code: str,
     function: str | None,
-    given: str | list[object],
+    inputs: str | list[object],
     limits: Mapping[str, float],
     *,
     isolation: str,
@@ -184,17 +184,17 @@ def run(
     Args:
       code: the program.
       function: the name of its function to call, if any.
-      given: standard input; the arguments of the function.
+      inputs: standard input; the arguments of the function.
       limits: the fields of `code.Limits`.
       isolation: as in `code.Sandbox`.
       python: the interpreter.
     """
     timeout, most, sandboxed = limits["timeout"], int(limits["output"]) << 20, isolation == "bubblewrap"
-    task: dict[str, object] = {"code": code, "function": function, "arguments": given, "imports": _IMPORTS}
+    task: dict[str, object] = {"code": code, "function": function, "arguments": inputs, "imports": _IMPORTS}
     task |= {"limits": resource_limits(limits, sandboxed), "seconds": timeout + 1}
     with contextlib.ExitStack() as stack:
         stdin, output, errors, file = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(4))
-        _fill(stdin, given.encode(errors="replace") if isinstance(given, str) else b"")
+        _fill(stdin, inputs.encode(errors="replace") if isinstance(inputs, str) else b"")
         _fill(file, marshal.dumps(task, 2))
         command = [python, "-I", "-S", "-B", "-c", _child(), str(file.fileno())]
         folder = "/" if sandboxed else stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
