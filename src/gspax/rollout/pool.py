@@ -85,7 +85,6 @@ def admit(
       ids: from `next_problems`, or later ones where some of these cannot be used.
       ready: the problems of all R places that this process has rows of; None where `ids` has none.
     """
-    params, version = weights
     rows, problem_R, fresh_R = pool.rows, pool.problem_R.copy(), np.zeros(len(pool.problem_R), bool)
     problem_R[list(ids)] = list(ids.values())
     fresh_R[list(ids)] = True
@@ -94,19 +93,19 @@ def admit(
     placed = place_prompts(prompts, np.maximum(problem_R, 0).tolist(), options, widest=True)
     fresh_P = np.repeat(fresh_R, len(placed.length_P) // len(fresh_R))
     tokens_RS, state, progress = _admit(
-        params,
+        weights.params,
         (pool.tokens_RS, pool.state),
         placed,
         pool.key,
         fresh_P=multihost.to_devices(fresh_P, named_sharding(options.mesh, "batch")),
-        version=np.int32(version),
+        version=np.int32(weights.version),
         options=options,
     )
     all_ready = [new if fresh else old for fresh, new, old in zip(fresh_R, ready, rows.ready, strict=True)]
     return replace(
         pool,
         problem_R=problem_R,
-        policy_R=np.where(fresh_R, version, pool.policy_R),
+        policy_R=np.where(fresh_R, weights.version, pool.policy_R),
         next_problem=max(ids.values()) + 1,
         rows=replace(rows, ready=all_ready, ended_B=rows.ended_B & ~fresh_B),
         tokens_RS=tokens_RS,
@@ -117,18 +116,16 @@ def admit(
 
 def sample_chunk(pool: Pool, weights: Weights, options: SampleOptions) -> Pool:
     """The pool after `sampling.chunk` more tokens of each slot. Does not wait."""
-    params, version = weights
-    state, progress = advance_chunk(params, pool.state, pool.key, np.int32(version), options=options)
+    state, progress = advance_chunk(weights.params, pool.state, pool.key, np.int32(weights.version), options=options)
     return replace(pool, state=state, progress=progress)
 
 
 def reply(interaction: Interaction, pool: Pool, weights: Weights, options: SampleOptions) -> Pool:
     """The pool after the environment's replies to the turns that have ended. Waits for the last chunk. Collective."""
-    params, version = weights
     assert pool.progress is not None
     if (replies := answer(interaction, pool.rows, pool.progress, options)) is None:
         return pool
-    state, progress = resume(params, pool.state, replies, pool.key, np.int32(version), options=options)
+    state, progress = resume(weights.params, pool.state, replies, pool.key, np.int32(weights.version), options=options)
     return replace(pool, state=state, progress=progress)
 
 
