@@ -15,7 +15,6 @@ from gspax.model.sizes import (
     learner_bytes,
     optimizer_bytes,
     parameter_count,
-    row_length,
     sampler_bytes,
     sampler_sizes,
     size_of,
@@ -76,7 +75,7 @@ def render(plan: Plan) -> str:
         mark = "*" if any(f"{key}.".startswith(f"{overridden}.") for overridden in plan.overridden) else " "
         lines.append(f"{mark} {key:<{width}}  {show(value)}")
     sizes, rows, updates = plan.sizes, sampling.prompts * sampling.group, updates_per_step(experiment.schedule)
-    sampled, trained_on = rows * sampling.max_tokens, rows * row_length(sampling)
+    sampled, trained_on = rows * sampling.max_tokens, rows * (sampling.max_prompt_tokens + sampling.max_tokens)
     lines += [
         "",
         f"Model       {_count(parameter_count(experiment.model))} parameters, "

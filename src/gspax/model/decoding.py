@@ -5,9 +5,9 @@ They take inference weights (`sampler.inference_weights`), whose layers are not 
 layer's cache are arrays of their own, and the layers are unrolled, so that they are read in place. XLA:TPU turns one
 layer of a stacked array into a copy before it reads it.
 
-A prompt's keys and values exist once per prompt; a slot has those of its own completion. A multi-turn rollout continues
-after an environment's reply: the reply is run in blocks, every weight is read once for each block, and the slot then
-decodes as before.
+The keys and values of a prompt exist once; a slot has the keys and values of its completion. A multi-turn rollout
+continues after an environment's reply: the reply is run in blocks, every weight is read once for each block, and the
+slot then decodes as before.
 
 Axes: P prompts, S prompt positions, W slots, C completion positions, M new tokens of each slot in a block, X new tokens
 in all, D model, N query heads, K key/value heads, R = N/K, H head, A active experts, L sparse layers.
@@ -81,7 +81,7 @@ def prefill(
       config: of the model.
       tokens_PS: int32.
       length_P: int32, tokens of each prompt.
-      chunk: so many prompts of each device are run at a time, so that activations are those of a chunk; 0: all.
+      chunk: the number of prompts that each device runs at a time, to limit activations; 0: all.
       kv_cache_dtype: "auto", the compute dtype, or "int8" with a scale for each token and head. The prompts attend to
         keys and values that are not rounded.
       mesh: the device mesh.
@@ -156,7 +156,7 @@ def new_cache(
     kv_cache_dtype: SamplerDtype = "auto",
     mesh: jax.sharding.Mesh,
 ) -> Cache:
-    """The cache of these prompts, and of `max_tokens` positions for each of so many slots."""
+    """The cache of these prompts, with `max_tokens` empty positions for each slot."""
     K, H, rows, kernel = config.num_key_value_heads, config.head_dim, sample_axis(mesh, slots), on_tpu(mesh)
 
     def empty(size: int) -> segments.Segment:
@@ -352,7 +352,7 @@ def _attend_to_block(
         prompt_W = numbers_W
     first_W, count_W = slots.first, slots.count_W
     zeros_W = jnp.zeros_like(count_W)
-    # the tokens of a query head as so many heads, which see the same positions of prompt and cache
+    # The tokens of a query head become heads of their own: they see the same positions of prompt and cache.
     q_WLH = q_WNMH.reshape(W, N * M, H)
     so_far = segments.attend(q_WLH, cache.completion, zeros_W, jnp.where(count_W > 0, first_W, 0), kernel=kernel)
     of_prompt = _attend_to_prompts(q_WLH, cache.prompt, zeros_W, slots, prompt_W, kernel=kernel)

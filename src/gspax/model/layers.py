@@ -103,7 +103,7 @@ def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
         return frequency.astype(np.float32), 1.0
 
     def pair(turns: float) -> float:
-        """The (fractional) index of the pair that makes so many full turns over the original context."""
+        """The (fractional) index of the pair that makes this number of turns over the original context."""
         return H * math.log(yarn.original_max_position_embeddings / (2 * math.pi * turns)) / (2 * math.log(base))
 
     first, last = pair(yarn.beta_fast), pair(yarn.beta_slow)

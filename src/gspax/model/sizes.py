@@ -2,7 +2,7 @@
 
 They decide the sampler's layout, its slots, and the chunks of a prefill and of logits. Parameters, gradients, optimizer
 state, the cache and the rollout are exact up to norms and biases, which are replicated. Activations are estimated only
-where one of these decisions depends on them; `gspax compile` reads those of a whole program from compiled code.
+where one of these decisions depends on them; `gspax compile` reads a whole program's activations from compiled code.
 
 The sampler's mesh has the devices of the learner's, with other axes: what is cheap for an update, parameters in small
 parts that each layer gathers, would send all weights for every token. `sharding.sampler_layouts` has the choices.
@@ -54,7 +54,7 @@ AxisSizes = dict[str, int]
 
 
 def parameter_count(config: ModelConfig, experts: int | None = None) -> int:
-    """Numbers in the model's parameters, embedding and head included; with `experts`, in so many experts of a layer."""
+    """Numbers in the model's parameters, embedding and head included. `experts` replaces the number of experts."""
     D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     attention = 2 * D * N * H + 2 * D * K * H
     if config.attention_bias or config.qkv_bias:
@@ -89,7 +89,7 @@ def forward_flops(config: ModelConfig, length: float) -> float:
 
 
 def trained_count(config: ModelConfig, lora: Lora | None) -> int:
-    """Numbers that have a gradient: those of the adapters, if there are any, else all parameters."""
+    """Numbers that have a gradient: the adapters, if there are any, else all parameters."""
     if lora is None:
         return parameter_count(config)
     D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -208,17 +208,13 @@ def _rollout_bytes(
 
     That is its experts' ids in all layers, and their log-probs for a shift.
     """
-    positions = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh)) * row_length(sampling)
+    rows = math.ceil(sampling.prompts * sampling.group / sharding.batch_shards(mesh))
+    positions = rows * (sampling.max_prompt_tokens + sampling.max_tokens)
     parts = {"rollout": positions * (5 * 4 + 1)}
     if reads_experts(regularizers, replay, shift):
         expert = size_of(expert_id_dtype(config)) + (FLOAT32 if shift is not None else 0)
         parts["routing of the rollout"] = positions * sparse_layers(config) * config.num_experts_per_tok * expert
     return parts
-
-
-def row_length(sampling: Sampling) -> int:
-    """Tokens of a row: prompt and completion."""
-    return sampling.max_prompt_tokens + sampling.max_tokens
 
 
 def size_of(dtype: str) -> int:
@@ -269,7 +265,7 @@ def with_carried(sampling: Sampling, placement: Placement | None) -> Sampling:
 
 
 class SamplerSizes(NamedTuple):
-    """What the sampler's devices hold and compute at once. Bytes are those of one device."""
+    """The sizes of a rollout on the sampler's devices. Bytes are per device."""
 
     prompts: int  # of a device; those whose samples are on several devices count on each (`sampler.split_groups`)
     slots: int  # of all devices: one for each sample, `sampling.slots`, or as many as fit, but one for each device

@@ -49,7 +49,9 @@ class SampleOptions:
     sampling: Sampling  # `prompts` and `group` are those of a batch (`sampler.split_groups`)
     stop_ids: tuple[int, ...]  # a stop token ends its sample, or its turn, and belongs to it
     mesh: jax.sharding.Mesh
-    greedy: int = 0  # of each prompt's samples, the last so many are decoded greedily, with log-probs at temperature 1
+    greedy: int = (
+        0  # the number of each prompt's last samples that are decoded greedily, with log-probs at temperature 1
+    )
     keep_experts: bool = False  # record the chosen experts
     keep_versions: bool = False  # record the version of the weights that each token was sampled with
     admits: bool = False  # groups are put in the places of others (`admit`)
@@ -143,7 +145,7 @@ def admit(
       before: the state whose other places are kept; None: they are empty.
       prompts: of all places.
       options: with `admits`.
-      fresh_P: bool, the places to take; those of `before` must hold finished groups.
+      fresh_P: bool, the places to take; in `before` they must hold finished groups.
       version: of the parameters, which the first tokens are sampled with.
     """
     new = _sample_first(params, prompts, key, options, version=version)
@@ -246,7 +248,7 @@ def advance(
 ) -> State:
     """Decode until no slot is active, or `tokens` times.
 
-    The parameters may be newer than those of earlier tokens; what is cached of these is not recomputed.
+    The parameters may be newer than at earlier tokens, whose cached keys and values are not recomputed.
     """
     last = state.step + tokens
 

@@ -35,7 +35,7 @@ Finished = Callable[[dict[int, np.ndarray]], None]  # gets this process's comple
 
 
 class Progress(NamedTuple):
-    """The arrays that the host fetches after a chunk; the rows are sharded as those of a rollout."""
+    """The arrays that the host fetches after a chunk; the rows are sharded as in a rollout."""
 
     tokens_BC: Array
     length_B: Array
@@ -122,7 +122,7 @@ def advance_chunk(
 ) -> tuple[State, Progress]:
     """`engine.advance` by `sampling.chunk` tokens of each slot; without a chunk until no slot is active.
 
-    The weights may be newer than those of earlier chunks: they continue the unfinished samples, whose cache is kept.
+    The weights may be newer than in earlier chunks: they continue the unfinished samples, whose cache is kept.
     """
     state = engine.advance(params, state, key, options, options.sampling.chunk or 2**30, version)
     return state, describe_progress(state, options)
@@ -155,7 +155,7 @@ def describe_progress(state: State, options: SampleOptions) -> Progress:
 
 
 def split_rows(options: SampleOptions, prompts: int) -> SampleOptions:
-    """The options for so many prompts, with the groups divided as the devices need it (`split_groups`)."""
+    """The options for this number of prompts, with the groups divided as the devices need it (`split_groups`)."""
     sampling = split_groups(replace(options.sampling, prompts=prompts), options.mesh)
     if options.greedy and sampling.prompts > prompts:
         raise ValueError(f"greedy: wanted prompts in multiples of the devices, got {prompts}")

@@ -5,7 +5,7 @@ own continues, if there is one. Padding is a segment like any other (0), so ever
 padding are finite, and no other token attends to them.
 
 There are four implementations. The devices that the program is for (those of the mesh, which need not belong to this
-host) decide between them:
+host) choose one of them:
 
 - JAX's splash attention (Pallas) on TPU;
 - cuDNN on GPU, for bfloat16 and float16 and the head sizes that it supports;
@@ -80,7 +80,7 @@ class Shard(NamedTuple):
     k_BSKH: Array
     v_BSKH: Array
     segment_BT: Array  # of the queries
-    prefix_BT: Array | None  # likewise
+    prefix_BT: Array | None  # of the queries
     segment_BS: Array  # of the keys
     first: Array | int  # position of the first query among the keys
 

@@ -57,7 +57,7 @@ def decode_attention(
       interpret: run the kernel in Pallas' interpreter, on any platform.
 
     Raises:
-      ValueError: the number of key heads does not divide that of the query heads.
+      ValueError: the number of key heads does not divide the number of query heads.
     """
     (B, N, H), K = q_BNH.shape, k_XKTH.shape[1]
     if N % K:

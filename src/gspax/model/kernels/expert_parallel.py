@@ -47,8 +47,8 @@ from gspax.types import PyTree
 
 CAPACITY_FACTOR = 1.5  # of a receive buffer, in even shares; with a few devices the busiest rarely gets more
 EXTRA_ROWS = 256  # added to that: the shares of a few rows are uneven by chance
-DECODING_CAPACITY_FACTOR, DECODING_EXTRA_ROWS = 1.25, 64  # likewise for a decoding step
-FEW_EXPERTS = 2  # in decoding a device multiplies all rows of its buffer by so many; by more, only each expert's own
+DECODING_CAPACITY_FACTOR, DECODING_EXTRA_ROWS = 1.25, 64  # the same for a decoding step
+FEW_EXPERTS = 2  # in decoding, up to this many experts multiply all rows of the buffer; more multiply their own rows
 LANES = 128
 
 
@@ -72,7 +72,7 @@ def expert_parallel(
         x_ND: this device's rows, float32 or bfloat16.
         expert_NA: int32 in [0, E], numbered over all devices; E drops the choice.
         gate_NA: the weight of each choice, used in float32.
-        experts: those of this device.
+        experts: the experts of this device.
         exchange: `by_platform`, `ring` or `all_to_all`, of an axis of two devices or more.
 
     Returns:
@@ -96,7 +96,7 @@ def by_platform(axis: str) -> Exchange:
 
 
 def has_ragged_all_to_all(device_kind: str, devices: int) -> bool:
-    """Whether the TPU compiler supports a ragged all-to-all on a slice of so many devices of this kind.
+    """Whether the TPU compiler supports a ragged all-to-all on a slice of this many devices of a kind.
 
     It rejects v5e slices of more than 16 chips ("limited ICI routing", libtpu 0.0.51).
     """
@@ -127,7 +127,7 @@ _exchanged.defvjp(_exchanged_forward, _exchanged_backward)
 def buffer_rows(
     choices: tuple[int, ...], devices: int, experts: int, *, capacity_factor: float, extra_rows: int, tile: int = 8
 ) -> int:
-    """R: rows of a receive buffer, for [N, A] choices and so many experts on each device.
+    """R: rows of a receive buffer, for [N, A] choices and `experts` experts on each device.
 
     `capacity_factor` even shares and `extra_rows`, rounded up to a multiple of `tile`, but never more than could
     arrive.

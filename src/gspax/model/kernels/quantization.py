@@ -22,8 +22,8 @@ T = TypeVar("T")
 class Quantized(NamedTuple):
     """An array that is about `values` times `scale`, in place of the array."""
 
-    values: Array  # int8; in a tree of shardings or names of axes, what belongs to it
-    scale: Array  # float32, without the axes whose numbers share one; likewise
+    values: Array  # int8; in a tree of shardings or axis names, the sharding or names of this array
+    scale: Array  # float32, without the axes whose numbers share one; in such trees as `values`
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def _round(k: Array, v: Array) -> Segment:
 
 
 def segment_sizes(length: int, *, kernel: bool) -> list[int]:
-    """The positions of the segments of a cache of so many positions."""
+    """The lengths of the segments of a cache with `length` positions."""
     size = length if kernel else max(SEGMENT, -(-length // MOST_SEGMENTS))
     return [min(size, length - first) for first in range(0, length, size)]
 
