@@ -14,12 +14,11 @@ from small_experiment import experiment, objective_of
 from gspax import advantages, config, losses
 from gspax.config import Calibration, Reference, Regularizers
 from gspax.experiment import validate
-from gspax.learner.clipping import initial_range
 from gspax.learner.diagnostics import make_route
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import init_state
 from gspax.learner.train_step import make_score, make_update
-from gspax.learner.updates import Steps, make_steps
+from gspax.learner.updates import Steps, initial_range, make_steps
 from gspax.losses import correction, kl, shaping
 from gspax.model.sizes import reads_experts
 from gspax.parallel.sharding import make_mesh, named_sharding

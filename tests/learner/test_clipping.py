@@ -12,7 +12,8 @@ from small_experiment import experiment
 from gspax import losses
 from gspax.config import Calibration
 from gspax.experiment import load, override
-from gspax.learner import clipping, objective
+from gspax.learner import objective
+from gspax.learner.updates import adapt_range, initial_range, noise_floor, noise_warnings
 from gspax.run.directory import RunDir
 from gspax.run.record import read_metrics
 from gspax.training import loop
@@ -37,17 +38,17 @@ def update(noise=0.0, low=0.0, high=0.0, live=0.0, skipped=0.0, empty=0.0):
 
 
 def adapt(updates, clip_range=START, rates=STEADY):
-    return clipping.adapt_range(SETTINGS, clip_range, updates, rates)
+    return adapt_range(SETTINGS, clip_range, updates, rates)
 
 
 def test_nothing_is_clipped_at_the_start():
-    np.testing.assert_array_equal(clipping.initial_range(SETTINGS), [1, 1])
-    np.testing.assert_array_equal(clipping.initial_range(None), [0, 0])
+    np.testing.assert_array_equal(initial_range(SETTINGS), [1, 1])
+    np.testing.assert_array_equal(initial_range(None), [0, 0])
 
 
 def test_the_noise_floor_is_the_deviation_of_the_first_update():
-    assert clipping.noise_floor(update(noise=1e-4)) == 1e-4
-    assert clipping.noise_floor(update(noise=0.0)) == 2.0**-23, "the resolution of float32 next to 1"
+    assert noise_floor(update(noise=1e-4)) == 1e-4
+    assert noise_floor(update(noise=0.0)) == 2.0**-23, "the resolution of float32 next to 1"
 
 
 def test_a_measurement_is_scaled_to_the_middle_of_a_rollout_batch():
@@ -59,13 +60,13 @@ def test_a_measurement_is_scaled_to_the_middle_of_a_rollout_batch():
     third = [*second, update(0, 0.003, 0.006, 0.5)]
     assert adapt(third) == pytest.approx((typical / 2 * 0.003, typical / 2 * 0.006))
     half = replace(SETTINGS, gain=0.5)
-    widths = clipping.adapt_range(half, START, third, STEADY)
+    widths = adapt_range(half, START, third, STEADY)
     assert widths == pytest.approx(((0.01 * typical / 2 * 0.003) ** 0.5, (0.02 * typical / 2 * 0.006) ** 0.5))
 
 
 def test_the_first_measurement_replaces_the_widest_range():
     measured = [update(), update(0, 0.001, 0.0, 0.25)]
-    low, high = clipping.adapt_range(replace(SETTINGS, gain=0.1), (1.0, 1.0), measured, STEADY)
+    low, high = adapt_range(replace(SETTINGS, gain=0.1), (1.0, 1.0), measured, STEADY)
     assert low == pytest.approx(2**0.5 * 0.001) and high == 1, "above, nothing was measured yet"
 
 
@@ -147,7 +148,7 @@ def shares(rate, rollouts, minibatches=4, outlier=None, seed=0, unsteady=0.0):
             _, metrics = losses.reduce(minimised(outputs, batch, constants))
             updates.append({name: float(value) for name, value in metrics.items()} | {"skipped": 0.0, "empty": 0.0})
             ranges.append(clip_range)
-            clip_range = clipping.adapt_range(Calibration(), clip_range, updates, rates)
+            clip_range = adapt_range(Calibration(), clip_range, updates, rates)
         found.append(np.mean([each["clip_fraction_live"] for each in updates[1:]]))
     return np.array(found), np.array(ranges)
 
@@ -169,7 +170,7 @@ def test_one_outlier_is_not_the_noise_floor():
     logp = logp.at[0].add(np.log(1.03) * batch.mask_BT[0])
     _, metrics = losses.reduce(losses.gspo(logp, batch.old_logp_BT, batch.advantage, batch.mask_BT))
     assert metrics["ratio_max"] == pytest.approx(1.03)
-    assert clipping.noise_floor(metrics) < 1e-6
+    assert noise_floor(metrics) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -185,20 +186,20 @@ def test_nine_tenths_of_the_tokens_stay_within_the_noise_floor(deviation, length
     logp = mask * np.log1p(np.array(deviation))[:, None]
     ones = np.ones(len(length), np.float32)
     _, metrics = losses.reduce(losses.gspo(jnp.float32(logp), jnp.zeros(mask.shape), jnp.array(ones), jnp.array(mask)))
-    floor = clipping.noise_floor(metrics)
+    floor = noise_floor(metrics)
     beyond = sum(n for each, n in zip(deviation, length, strict=True) if each > floor * (1 + 1e-3))
     assert beyond <= 0.1 * sum(length), f"{beyond / sum(length):.0%} of the tokens lie beyond {floor:.1e}"
     assert floor == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_noise_warnings_are_for_sequence_ratios():
-    (sentence,) = clipping.noise_warnings(LOSS, 0.015)
+    (sentence,) = noise_warnings(LOSS, 0.015)
     assert sentence.startswith("clip_low is 0.01, below the noise floor 0.015")
-    assert clipping.noise_warnings(LOSS, 0.001) == ()
+    assert noise_warnings(LOSS, 0.001) == ()
     wide = partial(losses.gspo, clip_low=0.2, clip_high=0.2)
-    assert clipping.noise_warnings(wide, 0.015) == ()  # such a range is warned of before the run
-    assert clipping.noise_warnings(losses.grpo, 0.5) == ()
-    assert clipping.noise_warnings(experiment.loss, 1e-6) == ()
+    assert noise_warnings(wide, 0.015) == ()  # such a range is warned of before the run
+    assert noise_warnings(losses.grpo, 0.5) == ()
+    assert noise_warnings(experiment.loss, 1e-6) == ()
 
 
 @pytest.mark.slow

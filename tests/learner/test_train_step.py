@@ -18,8 +18,8 @@ from gspax.config import optimizers
 from gspax.config.optimizers import adamw
 from gspax.learner import objective, train_step
 from gspax.learner.diagnostics import make_route
-from gspax.learner.expert_load import expert_counts, expert_load
 from gspax.learner.forward import forward
+from gspax.learner.metrics import expert_counts, expert_load
 from gspax.learner.optimizer import learning_rate, make_optimizer
 from gspax.learner.state import abstract_state, applied_updates, init_state, new_state
 from gspax.losses import correction, kl

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from gspax.config import Calibration
-from gspax.learner import clipping
+from gspax.learner import updates as updating
 from gspax.learner.diagnostics import Readings
 from gspax.learner.train_step import Scores
 from gspax.learner.updates import Steps, run_updates
@@ -53,7 +53,7 @@ def run(skipped=(0, 0, 0), empty=(0, 0, 0), batches=(BATCH,) * 3, scores=(OLD,) 
 )
 def test_calibration_is_given_the_rates_of_the_schedule(monkeypatch, flags, wanted):
     given = []
-    monkeypatch.setattr(clipping, "adapt_range", lambda settings, widths, updates, rates: given.append(rates) or widths)
+    monkeypatch.setattr(updating, "adapt_range", lambda settings, widths, updates, rates: given.append(rates) or widths)
     run(**flags, calibration=Calibration())
     assert given[-1] == wanted, "of these updates and the next three"
 

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from pair_cases import MASKS
 
 from gspax import losses
-from gspax.learner import expert_load
+from gspax.learner.metrics import expert_load
 from gspax.losses import kl, regularizers
 
 L, B, T, E, A = 3, 8, 9, 5, 2
@@ -28,7 +28,7 @@ def routers(seed=0, scale=1.0):
 
 
 def load_of(expert, mask):
-    return np.asarray(expert_load.expert_load(jnp.where(mask[None, :, :, None], expert, E), E))
+    return np.asarray(expert_load(jnp.where(mask[None, :, :, None], expert, E), E))
 
 
 def loop_load_balance(prob, expert, mask):

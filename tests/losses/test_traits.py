@@ -13,7 +13,8 @@ from small_experiment import experiment
 from gspax import losses
 from gspax.config import Calibration, Reference, Regularizers
 from gspax.experiment import validate, warnings
-from gspax.learner import clipping, objective
+from gspax.learner import objective
+from gspax.learner.updates import noise_warnings
 from gspax.losses import correction, kl
 from gspax.losses.traits import aggregate_of, level_of
 from gspax.types import Batch
@@ -94,7 +95,7 @@ def test_a_wrapped_loss_is_validated_the_same(loss, wrap):
 
     for changes in EXPERIMENTS:
         assert found(wrap(loss), changes) == found(loss, changes)
-    assert clipping.noise_warnings(wrap(loss), 0.01) == clipping.noise_warnings(loss, 0.01)
+    assert noise_warnings(wrap(loss), 0.01) == noise_warnings(loss, 0.01)
 
 
 @over_losses

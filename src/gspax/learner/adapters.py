@@ -8,6 +8,7 @@ reference policy of a KL is the same base with a copy of the first adapters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -52,9 +53,8 @@ def init(config: ModelConfig, lora: Lora, key: Array) -> Params:
         if path[-1].key == "b":
             factors.append(jnp.zeros(leaf.shape))
             continue
-        fan_in = 1
-        for name, size in zip(names[:-1], leaf.shape[:-1], strict=True):
-            fan_in *= 1 if name in STACKED else size
+        inputs = zip(names[:-1], leaf.shape[:-1], strict=True)
+        fan_in = math.prod(size for name, size in inputs if name not in STACKED)
         factors.append(jax.random.normal(jax.random.fold_in(key, index), leaf.shape) * fan_in**-0.5)
     return jax.tree.unflatten(tree, factors)
 

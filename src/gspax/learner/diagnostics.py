@@ -21,10 +21,10 @@ import optax
 
 from gspax import losses, unstable
 from gspax.config import Instruments, ModelConfig, has_experts, is_sparse
-from gspax.learner.expert_load import changed_by_layer, router_confidence
 from gspax.learner.forward import StepSettings, pad_rows
-from gspax.learner.objective import Objective, PolicyLoss, make_objective, segment_ids
-from gspax.learner.train_step import Scalars, Scores, Update, make_gradient
+from gspax.learner.metrics import changed_share
+from gspax.learner.objective import Objective, PolicyLoss, Scores, make_objective, segment_ids
+from gspax.learner.train_step import Scalars, Update, make_gradient
 from gspax.losses.ratio_spread import fit_exponent, ratio_spread
 from gspax.losses.traits import aggregate_of
 from gspax.model import transformer
@@ -61,8 +61,8 @@ def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss,
     compare = make_gradient_comparison(settings, objective, loss)
     spread = jax.jit(ratio_spread)
     take = jax.jit(partial(take_rows, rows=instruments.rows, shards=shards, adjacent=settings.packed))
-    confidence = jax.jit(partial(measure_confidence, config, settings.mesh))
-    changed_by_rounding = jax.jit(partial(measure_rounding, config, settings.mesh))
+    confidence = jax.jit(partial(measure_confidence, settings))
+    changed_by_rounding = jax.jit(partial(measure_rounding, settings))
     changed = jax.jit(partial(changed_by_layer, num_experts=config.num_experts))
 
     def measure(
@@ -111,41 +111,58 @@ def make_route(config: ModelConfig, mesh: jax.sharding.Mesh) -> Route:
     def route(params: Params, tokens_BT: Array, segment_BT: Array, prefix_BT: Array | None = None) -> Array:
         arrays = tokens_BT, segment_BT, prefix_BT
         rows = take_rows(arrays, rows=ROUTED_ROWS, shards=batch_shards(mesh), adjacent=True)
-        return _route(config, mesh, params, *rows)[0].expert
+        return _route(StepSettings(config=config, mesh=mesh), params, *rows)[0].expert
 
     return route
 
 
 def _route(
-    config: ModelConfig,
-    mesh: jax.sharding.Mesh,
-    params: Params,
-    tokens_BT: Array,
-    segment_BT: Array,
-    prefix_BT: Array | None,
+    settings: StepSettings, params: Params, tokens_BT: Array, segment_BT: Array, prefix_BT: Array | None
 ) -> tuple[Routing, Array]:
     """The routing of some rows, prompts included, and bool [B, T], whether a position holds a token."""
+    config, mesh = settings.config, settings.mesh
     tokens_BT, segment_BT, prefix_BT = pad_rows((tokens_BT, segment_BT, prefix_BT), mesh)
     routing = transformer.apply(params, config, tokens_BT, segment_BT, prefix_BT=prefix_BT, mesh=mesh)[1]
     return routing, segment_BT > 0
 
 
-def measure_confidence(
-    config: ModelConfig, mesh: jax.sharding.Mesh, params: Params, rows: Batch
-) -> tuple[Array, dict[str, Array]]:
+def measure_confidence(settings: StepSettings, params: Params, rows: Batch) -> tuple[Array, dict[str, Array]]:
     """The experts that the routers choose, [L, B, T, A], and `router_confidence` by the name of its metric."""
-    routing, valid_BT = _route(config, mesh, params, rows.tokens_BT, rows.segment_BT, rows.prefix_BT)
-    by_name = router_confidence(routing.logits, valid_BT, config.num_experts_per_tok)
+    routing, valid_BT = _route(settings, params, rows.tokens_BT, rows.segment_BT, rows.prefix_BT)
+    by_name = router_confidence(routing.logits, valid_BT, settings.config.num_experts_per_tok)
     return routing.expert, {f"routing/{name}": x_L for name, x_L in by_name.items()}
 
 
-def measure_rounding(config: ModelConfig, mesh: jax.sharding.Mesh, params: Params, rows: Batch) -> Array:
+def router_confidence(logits_LBTE: Array, valid_BT: Array, active: int) -> dict[str, Array]:
+    """The confidence of each layer's router, float32 `[L]`: means over the tokens of `valid_BT`.
+
+    `entropy` of the softmax over the experts, in nats; `confidence`, its largest probability; `margin`, by how much the
+    logit of the last chosen expert exceeds that of the first one that is not (0 if all `active` = E are chosen).
+    """
+    log_prob_LBTE = jax.nn.log_softmax(logits_LBTE.astype(jnp.float32))
+    best_LBTA = jax.lax.top_k(log_prob_LBTE, min(active + 1, log_prob_LBTE.shape[-1]))[0]  # differences as of logits
+    values = {
+        "entropy": -(jnp.exp(log_prob_LBTE) * log_prob_LBTE).sum(axis=-1),
+        "confidence": jnp.exp(best_LBTA[..., 0]),
+        "margin": best_LBTA[..., active - 1] - best_LBTA[..., -1],
+    }
+    tokens = jnp.maximum(valid_BT.sum(), 1)
+    return {name: jnp.where(valid_BT[None], x_LBT, 0).sum(axis=(1, 2)) / tokens for name, x_LBT in values.items()}
+
+
+def measure_rounding(settings: StepSettings, params: Params, rows: Batch) -> Array:
     """The share of choices that differ between float32 and bfloat16, float32 [L]."""
     arrays = rows.tokens_BT, rows.segment_BT, rows.prefix_BT
+    float32, bfloat16 = (replace(settings, config=replace(settings.config, dtype=x)) for x in ("float32", "bfloat16"))
     with jax.default_matmul_precision(EXACT):
-        exact, _ = _route(replace(config, dtype="float32"), mesh, to_float32(params), *arrays)
-    rounded, _ = _route(replace(config, dtype="bfloat16"), mesh, params, *arrays)
-    return changed_by_layer(exact.expert, rounded.expert, config.num_experts)
+        exact, _ = _route(float32, to_float32(params), *arrays)
+    rounded, _ = _route(bfloat16, params, *arrays)
+    return changed_by_layer(exact.expert, rounded.expert, settings.config.num_experts)
+
+
+def changed_by_layer(before_LBTA: Array, after_LBTA: Array, num_experts: int) -> Array:
+    """`changed_share` of each layer, float32 `[L]`."""
+    return changed_share(before_LBTA, after_LBTA, num_experts, axis=(1, 2, 3))
 
 
 def make_gradient_comparison(

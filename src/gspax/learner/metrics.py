@@ -1,4 +1,7 @@
-"""The metrics of a step (rollout, updates, routing, time) as flat dicts of floats named `group/name`."""
+"""The metrics of a step (rollout, updates, routing, time) as flat dicts of floats named `group/name`.
+
+Axes: as in docs/architecture.md; L sparse layers.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax import losses
-from gspax.learner.expert_load import changed_share, relative_load
-from gspax.learner.objective import segment_ids
-from gspax.learner.train_step import Scores
+from gspax.learner.objective import Scores, segment_ids
 from gspax.losses import kl, masked
 from gspax.losses.correction import effective_sample_sizes, mismatch_metrics
 from gspax.losses.terms import mean_over
@@ -142,3 +143,31 @@ def routing_metrics(count_LE: Array, before_LBTA: Array, after_LBTA: Array) -> d
 @jax.jit
 def _load_and_change(count_LE: Array, before_LBTA: Array, after_LBTA: Array) -> tuple[Array, Array]:
     return relative_load(count_LE), changed_share(before_LBTA, after_LBTA, count_LE.shape[1])
+
+
+def expert_counts(expert_LBTA: Array, num_experts: int) -> Array:
+    """Tokens that each layer sent to each expert, int32 `[L, E]`. Ids equal to `num_experts` are padding."""
+    return jax.nn.one_hot(expert_LBTA, num_experts, dtype=jnp.int32).sum(axis=(1, 2, 3))
+
+
+def relative_load(count_LE: Array) -> Array:
+    """The counts over the mean of their layer, float32 `[L, E]`: 1 everywhere is perfect balance."""
+    mean_L1 = jnp.maximum(count_LE.mean(axis=-1, keepdims=True), 1.0)
+    return (count_LE / mean_L1).astype(jnp.float32)
+
+
+def expert_load(expert_LBTA: Array, num_experts: int) -> Array:
+    """`relative_load` of the choices in `expert_counts`."""
+    return relative_load(expert_counts(expert_LBTA, num_experts))
+
+
+def changed_share(
+    before_LBTA: Array, after_LBTA: Array, num_experts: int, axis: tuple[int, ...] | None = None
+) -> Array:
+    """Share of the same tokens' expert choices that changed, 1 - |before ∩ after| / A, float32.
+
+    The order of a token's experts does not matter; padding (id `num_experts`) is not counted.
+    """
+    kept_LBTA = (before_LBTA[..., :, None] == after_LBTA[..., None, :]).any(axis=-1)
+    real_LBTA = before_LBTA < num_experts
+    return (real_LBTA & ~kept_LBTA).sum(axis=axis) / jnp.maximum(real_LBTA.sum(axis=axis), 1)

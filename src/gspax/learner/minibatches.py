@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspax.config import Reference, RowShape
-from gspax.learner.train_step import Score, Scores
+from gspax.learner.objective import Scores
+from gspax.learner.train_step import Score
 from gspax.losses.shaping import filter_overlong
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding

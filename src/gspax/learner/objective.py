@@ -40,6 +40,17 @@ class Outputs(NamedTuple):
     routing: Routing  # of the sparse layers
 
 
+class Scores(NamedTuple):
+    """The log-probs, entropies, and routing of the policy on a minibatch."""
+
+    logp_BT: Array  # float32
+    entropy_BT: Array  # float32
+    expert_BLTA: Array | None = None  # as in `Batch`
+    router_logp_BLTA: Array | None = None  # as in `Batch`
+    count_LE: Array | None = None  # int32  tokens that each layer sent to each expert
+    fallbacks: Array | None = None  # int32  exchanges of rows, a layer's of a microbatch, that fell back to the ring
+
+
 class UpdateConstants(NamedTuple):
     """The values that are the same for all microbatches of an update."""
 

@@ -93,18 +93,18 @@ def init_state(
     Random parameters come from `fold_in(key, 0)`. UserError if the checkpoint is broken or of another model.
     """
 
-    def init(key: Array) -> TrainState:
-        return new_state(transformer.init(config, jax.random.fold_in(key, 0)), optimizer, key)
-
-    def init_around(params: Params, key: Array) -> TrainState:  # loaded parameters are not moved
+    def init_rest(params: Params, key: Array) -> TrainState:  # the parameters are not moved
         return replace(new_state(params, optimizer, key), params=None)
 
-    shardings = _shardings(abstract_state(config, optimizer, mesh))
-    if not config.checkpoint:
-        return jax.jit(init, out_shardings=shardings, compiler_options=unstable.light_compilation(mesh))(key)
-    params = load_model(config, abstract_params(config, mesh))
-    around = jax.jit(init_around, out_shardings=replace(shardings, params=None))(params, key)
-    return replace(around, params=params)
+    wanted = abstract_state(config, optimizer, mesh)
+    shardings = _shardings(wanted)
+    if config.checkpoint:
+        params = load_model(config, wanted.params)
+    else:
+        options = {"out_shardings": shardings.params, "compiler_options": unstable.light_compilation(mesh)}
+        params = jax.jit(lambda key: transformer.init(config, jax.random.fold_in(key, 0)), **options)(key)
+    state = jax.jit(init_rest, out_shardings=replace(shardings, params=None))(params, key)
+    return replace(state, params=params)
 
 
 def add_adapters(
@@ -148,20 +148,18 @@ def with_new_moments(
 
 def abstract_params(config: ModelConfig, mesh: jax.sharding.Mesh, dtype: str | None = None) -> Params:
     """`ShapeDtypeStruct`s of the parameters, sharded by `sharding.RULES`, in `dtype` or by default the model's."""
-    return jax.tree.map(
-        lambda leaf, axes: leaf.update(dtype=dtype or leaf.dtype, sharding=named_sharding(mesh, *axes)),
-        transformer.abstract_params(config),
-        transformer.logical_axes(config),
-    )
+    params = _sharded(transformer.abstract_params(config), transformer.logical_axes(config), mesh)
+    return params if dtype is None else jax.tree.map(lambda leaf: leaf.update(dtype=dtype), params)
 
 
 def abstract_adapters(config: ModelConfig, lora: Lora, mesh: jax.sharding.Mesh) -> Params:
     """`ShapeDtypeStruct`s of the adapters, sharded by `sharding.RULES`."""
-    return jax.tree.map(
-        lambda leaf, axes: leaf.update(sharding=named_sharding(mesh, *axes)),
-        adapters.abstract(config, lora),
-        adapters.logical_axes(config, lora),
-    )
+    return _sharded(adapters.abstract(config, lora), adapters.logical_axes(config, lora), mesh)
+
+
+def _sharded(shapes: PyTree, axes: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+    """The `ShapeDtypeStruct`s, sharded by the names of their axes."""
+    return jax.tree.map(lambda leaf, names: leaf.update(sharding=named_sharding(mesh, *names)), shapes, axes)
 
 
 def abstract_policy(config: ModelConfig, lora: Lora | None, mesh: jax.sharding.Mesh) -> Params:

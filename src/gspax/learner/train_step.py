@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,25 +29,13 @@ from gspax import losses, unstable
 from gspax.config import Guard, expert_id_dtype, has_experts
 from gspax.errors import UserError
 from gspax.learner.adapters import trained_axes
-from gspax.learner.expert_load import expert_counts, expert_load
 from gspax.learner.forward import StepSettings, forward
-from gspax.learner.objective import Objective, UpdateConstants, router_logp
+from gspax.learner.metrics import expert_counts, expert_load
+from gspax.learner.objective import Objective, Scores, UpdateConstants, router_logp
 from gspax.model.low_rank import combine, partition
 from gspax.model.moe import exchanges_rows
 from gspax.parallel.sharding import constrain, replica_axes, within_replica
 from gspax.types import Array, Batch, Params, PyTree, TrainState, known
-
-
-class Scores(NamedTuple):
-    """The log-probs, entropies, and routing of the policy on a minibatch."""
-
-    logp_BT: Array  # float32
-    entropy_BT: Array  # float32
-    expert_BLTA: Array | None = None  # as in `Batch`
-    router_logp_BLTA: Array | None = None  # as in `Batch`
-    count_LE: Array | None = None  # int32  tokens that each layer sent to each expert
-    fallbacks: Array | None = None  # int32  exchanges of rows, a layer's of a microbatch, that fell back to the ring
-
 
 Scalars = dict[str, Array]  # float32 scalars by the name of their metric
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Scalars]]
@@ -233,27 +221,19 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
         expert_BLTA: Array | None = None,
         prefix_BT: Array | None = None,
     ) -> Scores:
-        def of_microbatch(part: tuple[Array, Array, Array, Array | None, Array | None]) -> tuple[tuple[()], Scores]:
-            tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT = part
+        def of_microbatch(part: PyTree) -> tuple[tuple[()], Scores]:
             with jax.named_scope("score"):
-                outputs = forward(
-                    params,
-                    settings,
-                    tokens_BT,
-                    segment_BT,
-                    mask_BT=mask_BT,
-                    expert_BLTA=expert_BLTA,
-                    prefix_BT=prefix_BT,
-                )
-            went_BLTA = outputs.routing.expert.swapaxes(0, 1)
+                logp_BT, entropy_BT, routing = forward(params, settings, **part)
+            expert_BLTA = routing.expert.swapaxes(0, 1)
             return (), Scores(
-                outputs.logp_BT,
-                outputs.entropy_BT,
-                went_BLTA.astype(expert_id_dtype(settings.config)) if keep_experts else None,
-                router_logp(outputs.routing, went_BLTA) if keep_router_logp else None,
+                logp_BT,
+                entropy_BT,
+                expert_BLTA.astype(expert_id_dtype(settings.config)) if keep_experts else None,
+                router_logp(routing, expert_BLTA) if keep_router_logp else None,
             )
 
-        arrays = tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT
+        arrays: dict[str, Array | None] = {"tokens_BT": tokens_BT, "segment_BT": segment_BT, "mask_BT": mask_BT}
+        arrays |= {"expert_BLTA": expert_BLTA, "prefix_BT": prefix_BT}
         return run_microbatches(of_microbatch, arrays, settings.microbatch_rows, count_held(settings, segment_BT))[1]
 
     return score

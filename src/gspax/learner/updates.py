@@ -1,24 +1,30 @@
-"""The compiled functions of the learner, and the optimizer updates of a rollout, one minibatch after the other."""
+"""The compiled functions of the learner, and the optimizer updates of a rollout, one minibatch after the other.
+
+A run can calibrate its clip range (`losses.calibration`). Each update measures the widths that would have clipped the
+wanted share, and the next one uses their running average, so a run has a range after its first ratios other than 1, in
+its first rollout. Until then it clips nothing. Shares are of the sequences with an advantage: the others are never
+clipped, and their number depends on the task.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from gspax.config import Calibration, Experiment, has_experts, row_shape
-from gspax.learner import clipping
+from gspax.config.functions import keywords
 from gspax.learner.diagnostics import Measure, Readings, Route, make_measure, make_route
-from gspax.learner.objective import make_objective
+from gspax.learner.objective import Scores, make_objective
 from gspax.learner.state import applied_updates
 from gspax.learner.train_step import (
     Gradient,
     Score,
-    Scores,
     StepSettings,
     Update,
     fill_old_logp,
@@ -26,10 +32,16 @@ from gspax.learner.train_step import (
     make_score,
     make_update,
 )
+from gspax.losses import Terms
+from gspax.losses.calibration import next_range, range_warnings
+from gspax.losses.traits import traits_of
 from gspax.model.sizes import reads_experts
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards
 from gspax.types import Array, Batch, PyTree, TrainState
+
+WIDEST = 1.0  # a lower bound of 0: clips nothing
+RESOLUTION = 2.0**-23  # of float32 next to 1: a narrower range clips everything
 
 
 class Steps(NamedTuple):
@@ -128,23 +140,23 @@ def run_updates(
     for number in range(count):
         batch, on_policy = fill_old_logp(batches[number % len(batches)])
         if measure is not None and number == count - 1:
-            state, metrics, own, readings = measure(steps.update, state, batch, on_policy)
+            state, metrics, computed, readings = measure(steps.update, state, batch, on_policy)
         else:
-            state, metrics, own = steps.update(state, batch, on_policy)
+            state, metrics, computed = steps.update(state, batch, on_policy)
         if number == 0:
-            scores[0], count_LE = scores[0] or own, own.count_LE
-            batches[0] = replace(batch, old_logp_BT=own.logp_BT) if on_policy else batch
+            scores[0], count_LE = scores[0] or computed, computed.count_LE
+            batches[0] = replace(batch, old_logp_BT=computed.logp_BT) if on_policy else batch
         updates.append(metrics)
         if calibration is not None:
             done = applied_updates(state)
             rates = [float(rate(n)) for start in (first, done) for n in range(start, start + count)]
-            state = _adapt_range(calibration, state, updates, rates)
+            state = _calibrate(calibration, state, updates, rates)
     updates, readings = multihost.to_host((updates, readings))
     if updates[-1]["empty"] and readings is not None:
         readings = readings._replace(gradient={}, ratio={})  # of nothing
     earliest: Mapping[str, float] = next((metrics for metrics in updates if not metrics["empty"]), {})
     if was_scored and "ratio_deviation" in earliest:
-        updates = [{**metrics, "noise_floor": clipping.noise_floor(earliest)} for metrics in updates]
+        updates = [{**metrics, "noise_floor": noise_floor(earliest)} for metrics in updates]
     routing = None
     if steps.route is not None and before is not None and count_LE is not None:
         routing = count_LE, before, steps.route(state.params, *arrays)
@@ -154,9 +166,75 @@ def run_updates(
     return Updated(state, updates, scored, routing, readings, last_skipped)
 
 
-def _adapt_range(settings: Calibration, state: TrainState, updates: list[PyTree], rates: Sequence[float]) -> TrainState:
+def initial_range(settings: Calibration | None) -> Array:
+    """The widths before anything is measured, float32 [2]: `WIDEST`, which clips nothing; zeros without calibration."""
+    # a weakly typed array would compile the update twice
+    return jnp.zeros(2) if settings is None else jnp.full(2, WIDEST, jnp.float32)
+
+
+def noise_floor(first_update: Mapping[str, float]) -> float:
+    """The noise floor of s: `ratio_deviation` of a rollout's first update, where only rounding moves s from 1."""
+    return max(float(first_update["ratio_deviation"]), RESOLUTION)
+
+
+def _calibrate(settings: Calibration, state: TrainState, updates: list[PyTree], rates: Sequence[float]) -> TrainState:
     """The state with the clip range for its next update; that of the last of `updates` joins its metrics."""
     low, high = map(float, multihost.to_host(state.clip_range))
     updates[-1] = {**multihost.to_host(updates[-1]), "clip_low": low, "clip_high": high}
-    adapted = np.array(clipping.adapt_range(settings, (low, high), updates, rates), np.float32)
+    adapted = np.array(adapt_range(settings, (low, high), updates, rates), np.float32)
     return replace(state, clip_range=multihost.to_devices(adapted, state.clip_range.sharding))
+
+
+def adapt_range(
+    settings: Calibration,
+    clip_range: tuple[float, float],
+    updates: Sequence[Mapping[str, float]],
+    rates: Sequence[float],
+) -> tuple[float, float]:
+    """The range after the last of `updates`, the updates of a rollout so far.
+
+    Sequence ratios spread in proportion to the sum of the learning rates of the rollout's updates before. So the widths
+    that an update measured (`calibration.range_metrics`) are scaled by the sum that is typical of a rollout over that
+    update's own, and the range by how much the typical sum grows from one rollout to the next. Nothing is measured by a
+    rollout's first update, by updates with only learning rates of 0 before them, and from the first update on that was
+    not applied.
+
+    Args:
+      updates: the metrics of each update on the host.
+      rates: the learning rates of this rollout's updates if all are applied, then those of the next rollout's.
+    """
+    before, following = (np.cumsum([0, *half[:-1]]) for half in np.split(np.asarray(rates, np.float64), 2))
+    typical, this = _geometric_mean(before), len(updates) - 1
+    if before[this] > 0 and not any(update["skipped"] or update["empty"] for update in updates):
+        floor = min(noise_floor(updates[0]), WIDEST)
+        measured = [float(updates[this][f"clip_{side}_measured"]) for side in ("low", "high")]
+        low, high = (width * typical / float(before[this]) if width > floor else 0.0 for width in measured)
+        clip_range = next_range(
+            clip_range,
+            (low, high),
+            clipped=float(updates[this]["clip_fraction_live"]),
+            share=settings.share,
+            tolerance=settings.tolerance,
+            gain=settings.gain,
+            floor=floor,
+            ceiling=WIDEST,  # short responses leave 1 further than `calibration.INERT`
+        )
+    if this == len(before) - 1 and typical > 0 and (growth := _geometric_mean(following) / typical) > 0:
+        low, high = (width if width >= WIDEST else min(growth * width, WIDEST) for width in clip_range)
+        return low, high
+    return clip_range
+
+
+def _geometric_mean(sums: np.ndarray) -> float:
+    """The geometric mean of the sums above 0; 0 if there are none."""
+    return float(np.exp(np.mean(np.log(sums[sums > 0])))) if (sums > 0).any() else 0.0
+
+
+def noise_warnings(loss: Callable[..., Terms], floor: float) -> tuple[str, ...]:
+    """A sentence for each side of a loss's own clip range on sequence ratios that is below the noise floor."""
+    traits, options = traits_of(loss), keywords(loss)
+    if traits.ratio != "sequence" or not traits.clip_range or not {"clip_low", "clip_high"} <= options.keys():
+        return ()
+    widths = options["clip_low"], options["clip_high"]
+    before = range_warnings(*widths)  # given before the run, by `experiment.warnings`
+    return tuple(line for line in range_warnings(*widths, floor=floor) if line not in before)

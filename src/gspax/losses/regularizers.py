@@ -65,7 +65,7 @@ def load_balance(
 
     In pre-training it keeps all experts in use, with a coefficient of 0.01. In RL it works against the reward: verl
     leaves it off because it hurts, NeMo-RL because log-probabilities then diverge more between engines; TRL uses
-    0.001. The load can be measured without it (`learner.expert_load`).
+    0.001. The load can be measured without it (`learner.metrics.expert_load`).
 
     >>> prob, load = jnp.full((1, 1, 2, 4), 0.25), jnp.ones((1, 4))
     >>> load_balance(prob, load, jnp.array([[True, True]])).value.tolist()
@@ -73,7 +73,7 @@ def load_balance(
 
     Args:
       prob: float32 [L, B, T, E], softmax of the router's logits over all experts.
-      load: float32 [L, E], each expert's tokens over the mean of its layer, as `learner.expert_load` gives.
+      load: float32 [L, E], each expert's tokens over the mean of its layer, as `learner.metrics.expert_load` gives.
       mask: bool [B, T], True on the tokens that count, those of prompts too if `load` has them.
 
     Returns:

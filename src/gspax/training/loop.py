@@ -14,7 +14,6 @@ from gspax.errors import DivergedError
 from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
 from gspax.experiment.validation.first_calls import check_calls
-from gspax.learner import clipping
 from gspax.learner.state import (
     drop_frozen,
     first_state,
@@ -23,6 +22,7 @@ from gspax.learner.state import (
     save_reference,
     with_new_moments,
 )
+from gspax.learner.updates import initial_range, noise_warnings
 from gspax.parallel import multihost
 from gspax.parallel.sharding import named_sharding
 from gspax.report import run_page
@@ -116,8 +116,9 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
             bar.update(done, result.metrics)
             if done == started + 1:
                 bar.print(f"first step done; {compiled}")
-            if done == 1:
-                clipping.warn_of_noise(experiment.loss, experiment.calibration, result.metrics)
+            if done == 1 and experiment.calibration is None:
+                for sentence in noise_warnings(experiment.loss, result.metrics.get("policy/noise_floor", 0.0)):
+                    multihost.warn_from_primary(sentence)
             if problem is not None:
                 raise problem
             if progress.is_due(done, schedule.eval_every, schedule.steps):
@@ -161,7 +162,7 @@ def restore_or_start(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, sk
         state = with_new_moments(warm_start(experiment, run, mesh, skipped), model, lora, optimizer, mesh)
     if experiment.reference is not None:
         save_reference(run, state, lora, mesh)
-    clip_range = clipping.initial_range(experiment.calibration)
+    clip_range = initial_range(experiment.calibration)
     return replace(state, clip_range=multihost.to_devices(clip_range, named_sharding(mesh)))
 
 
