@@ -56,11 +56,9 @@ def fresh(runtime):
 
 
 def texts(runtime, drawn):
-    """The completions of a `PendingRollout` or of a `RolloutBatch`."""
-    rollout = getattr(drawn, "sampled", drawn.rollout)
-    completions = reward_completions(
-        drawn.problems, sampler.lengths_to_host(rollout), tokenizer=experiment.tokenizer, calls=runtime.rewards
-    )
+    """The completions of a `SampledBatch`."""
+    rollout = sampler.lengths_to_host(drawn.sampled)
+    completions = reward_completions(drawn.problems, rollout, tokenizer=experiment.tokenizer, calls=runtime.rewards)
     return [each.texts.completion for each in completions]
 
 
@@ -77,7 +75,7 @@ def test_learner_and_sampler_have_disjoint_devices(runtime):
         np.testing.assert_array_equal, pushed, make_inference_weights(state.params, DISAGGREGATED.model, runtime.mesh)
     )
     drawn = start_rollout(runtime, pushed, state, 0, Skipped())
-    assert devices(drawn.rollout) == set(jax.devices()[4:])
+    assert devices(drawn.sampled) == set(jax.devices()[4:])
 
 
 def test_without_staleness_a_step_equals_the_colocated_step_bit_for_bit(runtime):
@@ -152,7 +150,12 @@ def test_a_rollout_batch_is_received_before_the_next_is_drawn(runtime, monkeypat
         return SimpleNamespace(first=first, taken=8)
 
     monkeypatch.setattr(in_flight, "start_rollout", start_rollout)
-    monkeypatch.setattr(in_flight, "receive", lambda runtime, pending: events.append(f"take {pending.first // 8}"))
+
+    def receive(runtime, pending):
+        events.append(f"take {pending.first // 8}")
+        return pending
+
+    monkeypatch.setattr(in_flight, "receive", receive)
     for done in range(3):
         minibatches = ahead_of.experiment.schedule.minibatches
         now = replace(state, step=state.step + minibatches * done, position=state.position + 8 * done)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -46,27 +46,16 @@ from gspax.types import Array, Params, Rollout, TrainState
 SAMPLING = 1  # folded into the run's key
 
 
-@dataclass(frozen=True)
-class PendingRollout:
-    """A rollout in flight: the sampler works on it, or has finished it."""
+@dataclass(frozen=True, kw_only=True)
+class SampledBatch:
+    """A rollout that the sampler works on or has finished, with its problems and their rewards to come."""
 
     policy: int  # number of rollouts that the inference weights were trained on
     taken: int  # problems, including skipped ones
-    problems: list[Problem | None]
-    rollout: Rollout  # on the sampler's mesh
-    started: Started  # rewards
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """A rollout that has arrived; its lengths are on the host."""
-
-    policy: int
-    taken: int  # problems, including skipped ones
-    problems: list[Problem | None]
+    problems: list[Problem | None]  # None where this process has no row of it
     sampled: Rollout  # on the sampler's mesh, where each process has the rows of its own problems
-    rollout: Rollout  # the same on the learner's mesh
-    started: Started
+    started: Started  # rewards
+    rollout: Rollout | None = None  # `sampled` on the learner's mesh; None until it has arrived (`receive`)
     metrics: dict[str, float] = field(default_factory=dict)  # of partial rollouts
 
 
@@ -75,11 +64,11 @@ class InFlight:
     """The rollouts that one step leaves for the next, and the problems that were skipped so far."""
 
     skipped: Skipped = field(default_factory=Skipped)
-    batches: deque[PendingRollout] = field(default_factory=deque)  # that the sampler works on, the next one first
+    batches: deque[SampledBatch] = field(default_factory=deque)  # that the sampler works on, the next one first
     pool: Pool | None = None  # instead, for partial rollouts; None before the first step and after a restore
 
 
-def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> RolloutBatch:
+def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> SampledBatch:
     """Fetch the next rollout to the learner's mesh, and then start the sampler on those that it may sample ahead.
 
     The order matters: between processes, fetching a rollout waits for all that the sampler was told to do before.
@@ -90,9 +79,8 @@ def next_rollout(runtime: Runtime, state: TrainState, in_flight: InFlight) -> Ro
     first = int(multihost.to_host(state.position))
     if not ahead:
         ahead.append(start_rollout(runtime, runtime.sampler.push(state.params), state, first, in_flight.skipped))
-    pending = ahead.popleft()
-    batch = receive(runtime, pending)
-    first += pending.taken + sum(rollout.taken for rollout in ahead)
+    batch = receive(runtime, ahead.popleft())
+    first += batch.taken + sum(pending.taken for pending in ahead)
     last = find_last_ahead(placement.staleness if placement else 0, done, partial(is_saved, runtime))
     missing = range(last - done - len(ahead))
     params = runtime.sampler.push(state.params) if missing else None
@@ -108,30 +96,44 @@ def is_saved(runtime: Runtime, done: int) -> bool:
     return progress.is_due(done, schedule.checkpoint_every, schedule.steps)
 
 
-def start_rollout(runtime: Runtime, params: Params, state: TrainState, first: int, skipped: Skipped) -> PendingRollout:
+def start_rollout(runtime: Runtime, params: Params, state: TrainState, first: int, skipped: Skipped) -> SampledBatch:
     """Start sampling the usable problems from `first` on, with inference weights.
 
     It waits for the samples with `sampling.chunk`, and with an environment, whose replies the sampler needs.
     """
-    experiment, sampler = runtime.experiment, runtime.sampler
-    places = range(experiment.sampling.prompts)
+    places = range(runtime.experiment.sampling.prompts)
     ids, ready = read_prompts(runtime, {place: first + place for place in places}, len(places), skipped)
     prompt_ids, taken = [ids[place] for place in places], max(ids.values()) + 1 - first
     problems, started = [one and one.problem for one in ready], Started()
-    policy, key = count_rollouts(runtime, state), sampling_key(state)
+    policy, key, options = count_rollouts(runtime, state), sampling_key(state), sample_options(runtime)
+    if runtime.interaction is not None:
+        sampled, started = sample_conversations(runtime.interaction, params, ready, prompt_ids, key, options)
+    else:
+        prompts = [one and one.prompt for one in ready]
+        sampled = sample(params, prompts, prompt_ids, key, options, ended=rewarder(runtime, problems, started))
+    return SampledBatch(policy=policy, taken=taken, problems=problems, sampled=sampled, started=started)
+
+
+def sample_options(runtime: Runtime) -> SampleOptions:
+    """The options that the sampler's programs are compiled with."""
+    experiment, mesh = runtime.experiment, runtime.sampler.mesh
     options = SampleOptions(
         model=experiment.model,
         sampling=experiment.sampling,
         stop_ids=experiment.tokenizer.stop_ids,
-        mesh=sampler.mesh,
+        mesh=mesh,
         keep_experts=experiment.routing_replay == "sampler",
     )
-    if runtime.interaction is not None:
-        rollout, started = sample_conversations(runtime.interaction, params, ready, prompt_ids, key, options)
-    else:
-        prompts = [one and one.prompt for one in ready]
-        rollout = sample(params, prompts, prompt_ids, key, options, ended=rewarder(runtime, problems, started))
-    return PendingRollout(policy, taken, problems, rollout, started)
+    placement = experiment.placement
+    if placement is None or placement.partial is None:
+        return options
+    return replace(
+        options,
+        sampling=split_groups(with_carried(experiment.sampling, placement), mesh),
+        keep_versions=True,
+        admits=True,
+        turns=runtime.interaction is not None,
+    )
 
 
 def read_prompts(
@@ -168,66 +170,44 @@ def sampling_key(state: TrainState) -> Array:
     return jax.random.fold_in(multihost.key_to_host(state.key), SAMPLING)
 
 
-def receive(runtime: Runtime, pending: PendingRollout) -> RolloutBatch:
+def receive(runtime: Runtime, batch: SampledBatch) -> SampledBatch:
     """Wait for a rollout, and fetch it to the learner's mesh."""
-    sampled = lengths_to_host(pending.rollout)
-    fetched = runtime.sampler.fetch(sampled)
-    return RolloutBatch(pending.policy, pending.taken, pending.problems, sampled, fetched, pending.started)
+    sampled = lengths_to_host(batch.sampled)
+    return replace(batch, sampled=sampled, rollout=runtime.sampler.fetch(sampled))
 
 
-def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight) -> RolloutBatch:
+def next_partial(runtime: Runtime, state: TrainState, in_flight: InFlight) -> SampledBatch:
     """Take the next rollout out of the pool, and leave the pool that the sampler works on during the updates."""
     sampling, placement = runtime.experiment.sampling, runtime.experiment.placement
     assert placement is not None and placement.partial is not None
-    done, P = count_rollouts(runtime, state), sampling.prompts
-    options, places = partial_options(runtime), with_carried(sampling, placement).prompts
-    weights = Weights(runtime.sampler.push(state.params), done)
-
-    def fill(pool: Pool, batch: int) -> Pool:
-        """Add groups up to the number that may be there while a rollout is sampled."""
-        most = min(places, P * (1 + find_last_ahead(1, batch, partial(is_saved, runtime)) - batch))
-        return admit_problems(runtime, pool, most - pool.count(), weights, options, in_flight.skipped)
-
-    pool = in_flight.pool
+    done, options = count_rollouts(runtime, state), sample_options(runtime)
+    weights, pool = Weights(runtime.sampler.push(state.params), done), in_flight.pool
     if pool is None:
-        first = int(multihost.to_host(state.position))
+        places, first = with_carried(sampling, placement).prompts, int(multihost.to_host(state.position))
         pool = new_pool(places, sampling.group, first, sampling_key(state))
-    pool = fill(pool, done)
+    pool = fill(runtime, pool, done, weights, options, in_flight.skipped)
     while True:
         pool = end_samples(runtime, pool, weights, options)
-        chosen = choose_groups(pool, find_ended(pool), P, done - placement.staleness)
+        chosen = choose_groups(pool, find_ended(pool), sampling.prompts, done - placement.staleness)
         if chosen is not None:
             break
         interrupt.stop_point()
         pool = sample_chunk(pool, weights, options)
     batch, pool = take_batch(runtime, state, pool, chosen, options)
+    batch = receive(runtime, batch)
     if not is_saved(runtime, done + 1):
-        pool = fill(pool, done + 1) if placement.partial.ahead else pool
+        if placement.partial.ahead:
+            pool = fill(runtime, pool, done + 1, weights, options, in_flight.skipped)
         for _ in range(placement.partial.ahead):
             pool = sample_chunk(pool, weights, options)
     in_flight.pool = pool
     return batch
 
 
-def partial_options(runtime: Runtime) -> SampleOptions:
-    """The options that the pool's programs are compiled with."""
-    experiment, mesh = runtime.experiment, runtime.sampler.mesh
-    return SampleOptions(
-        model=experiment.model,
-        sampling=split_groups(with_carried(experiment.sampling, experiment.placement), mesh),
-        stop_ids=experiment.tokenizer.stop_ids,
-        mesh=mesh,
-        keep_experts=experiment.routing_replay == "sampler",
-        keep_versions=True,
-        admits=True,
-        turns=runtime.interaction is not None,
-    )
-
-
-def admit_problems(
-    runtime: Runtime, pool: Pool, groups: int, weights: Weights, options: SampleOptions, skipped: Skipped
-) -> Pool:
-    """Add a number of groups to the pool."""
+def fill(runtime: Runtime, pool: Pool, done: int, weights: Weights, options: SampleOptions, skipped: Skipped) -> Pool:
+    """Add groups to the pool, up to the number that it may have once `done` rollouts have been taken out of it."""
+    rollouts = 1 + find_last_ahead(1, done, partial(is_saved, runtime)) - done
+    groups = min(len(pool.problem_R), rollouts * runtime.experiment.sampling.prompts) - pool.count()
     if groups <= 0:
         return pool
     ids, ready = read_prompts(runtime, next_problems(pool, groups), len(pool.problem_R), skipped)
@@ -246,15 +226,19 @@ def end_samples(runtime: Runtime, pool: Pool, weights: Weights, options: SampleO
 
 def take_batch(
     runtime: Runtime, state: TrainState, pool: Pool, places: np.ndarray, options: SampleOptions
-) -> tuple[RolloutBatch, Pool]:
-    """Take the groups in these places out of the pool, as a rollout on the learner's mesh.
+) -> tuple[SampledBatch, Pool]:
+    """Take the groups in these places out of the pool.
 
     Problems count as taken once they are in a rollout, together with those that were skipped until then.
     """
-    policy = int(pool.policy_R[places].min())
-    problems = [ready and ready.problem for ready in (pool.rows.ready[place] for place in places)]
-    pool, rollout, started = take(pool, places, options)
-    sampled = lengths_to_host(rollout) if runtime.interaction is None else set_finished(rollout, started)
-    taken = pool.next_problem - pool.count() - int(multihost.to_host(state.position))
-    metrics = {"rollout/carried": float(pool.count())}
-    return RolloutBatch(policy, taken, problems, sampled, runtime.sampler.fetch(sampled), started, metrics), pool
+    ready = [pool.rows.ready[place] for place in places]
+    pool, sampled, started = take(pool, places, options)
+    batch = SampledBatch(
+        policy=int(pool.policy_R[places].min()),
+        taken=pool.next_problem - pool.count() - int(multihost.to_host(state.position)),
+        problems=[one and one.problem for one in ready],
+        sampled=sampled if runtime.interaction is None else set_finished(sampled, started),
+        started=started,
+        metrics={"rollout/carried": float(pool.count())},
+    )
+    return batch, pool

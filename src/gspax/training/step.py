@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from gspax.config import ModelConfig, row_shape, updates_per_step
 from gspax.learner import minibatches
@@ -25,9 +24,9 @@ from gspax.learner.metrics import (
     update_metrics,
 )
 from gspax.learner.minibatches import Layout
+from gspax.learner.objective import Scores
 from gspax.learner.optimizer import learning_rate
 from gspax.learner.state import applied_updates, count_updates
-from gspax.learner.train_step import Scores
 from gspax.learner.updates import Updated, run_updates
 from gspax.model.low_rank import combine, partition
 from gspax.parallel import multihost
@@ -45,7 +44,7 @@ from gspax.rollout.grading import (
 )
 from gspax.rollout.runtime import Runtime, count_rollouts
 from gspax.run import interrupt, progress
-from gspax.training.in_flight import InFlight, RolloutBatch, next_rollout, receive, start_rollout
+from gspax.training.in_flight import InFlight, SampledBatch, next_rollout, receive, start_rollout
 from gspax.types import Batch, Params, Rollout, TrainState
 
 
@@ -57,15 +56,6 @@ class StepResult(NamedTuple):
     samples: Samples
     updates: Sequence[Mapping[str, float]] = ()  # the metrics of each update with response tokens
     skipped_batch: Batch | None = None  # the minibatch of the last update that was skipped
-
-
-class Advantages(NamedTuple):
-    """The advantages of a rollout, and the metrics of the terms that were added to its rewards."""
-
-    value_B: np.ndarray  # float32, of each completion
-    turns: Sequence[Sequence[float]] | None  # of each turn of a completion, with credit for each turn
-    trained: np.ndarray  # float32, the loss's: `value_B`, or [B, T] with credit for each turn
-    metrics: dict[str, float]
 
 
 def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_flight: InFlight) -> StepResult:
@@ -97,8 +87,7 @@ def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_f
     clock.lap("old_logp")
 
     progress.phase("updating")  # advantages compare the completions of a prompt; then an update per minibatch
-    advantages = assign_advantages(runtime, graded, batches, layouts)
-    batches = minibatches.set_advantages(batches, layouts, advantages.trained, runtime.mesh)
+    batches, samples, shaping_metrics = assign_advantages(runtime, graded, batches, layouts)
     updated = run_updates(
         runtime.steps,
         state,
@@ -116,18 +105,18 @@ def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_f
     metrics = {
         **rollout_metrics(graded, experiment.sampling.group),
         **(staleness_metrics(graded.rollout, trained, graded.policy) if experiment.placement else {}),
-        **advantages.metrics,
+        **shaping_metrics,
         **learner_metrics(updated, layouts, experiment.model),
         "optim/learning_rate": float(rate(max(applied_updates(state) - 1, 0))),
         **clock.metrics(int(count_sampled(graded.rollout).sum())),
     }
-    samples = Samples(graded.completions, advantages.value_B, advantages.turns)
     updates = [update for update in updated.metrics if not update["empty"]]
     return StepResult(state, metrics, samples, updates, updated.skipped_batch)
 
 
-def grade(runtime: Runtime, batch: RolloutBatch) -> GradedBatch:
-    """Compute the rewards of a rollout. FailedRewardsError if too many of them have failed."""
+def grade(runtime: Runtime, batch: SampledBatch) -> GradedBatch:
+    """Compute the rewards of a rollout that has arrived. FailedRewardsError if too many of them have failed."""
+    assert batch.rollout is not None, "see `receive`"
     completions = reward_completions(
         batch.problems,
         batch.sampled,
@@ -191,10 +180,15 @@ def prepare_minibatches(
 
 def assign_advantages(
     runtime: Runtime, graded: GradedBatch, batches: Sequence[Batch], layouts: Sequence[Layout]
-) -> Advantages:
-    """Compute the advantages from the rewards, after the KL penalty and the length reward are added to them."""
+) -> tuple[list[Batch], Samples, dict[str, float]]:
+    """Compute the advantages from the rewards, after the KL penalty and the length reward are added to them.
+
+    Returns:
+      The minibatches with the advantages of their responses, or of tokens with credit for each turn; the completions
+      with theirs; and the metrics of the terms that were added.
+    """
     experiment, rollout, completions = runtime.experiment, graded.rollout, graded.completions
-    reference, group = experiment.reference, experiment.sampling.group
+    reference, group, turns = experiment.reference, experiment.sampling.group, None
     added_B, metrics = shape_rewards(
         rollout,
         minibatches.reference_kl(reference, batches, layouts),
@@ -203,18 +197,19 @@ def assign_advantages(
     )
     finished_B = rollout.finished_B if experiment.filter_overlong else None
     value_B, more = compute_advantages(experiment.advantage, completions, added_B, group=group, finished_B=finished_B)
-    if experiment.turns.credit != "turn":
-        return Advantages(value_B, None, value_B, metrics | more)
-    value_BT, by_turn = credit_turns(
-        experiment.advantage,
-        completions,
-        rollout,
-        added_B,
-        group=group,
-        discount=experiment.turns.discount,
-        finished_B=finished_B,
-    )
-    return Advantages(value_B, by_turn, value_BT, metrics | more)
+    trained = value_B
+    if experiment.turns.credit == "turn":
+        trained, turns = credit_turns(
+            experiment.advantage,
+            completions,
+            rollout,
+            added_B,
+            group=group,
+            discount=experiment.turns.discount,
+            finished_B=finished_B,
+        )
+    batches = minibatches.set_advantages(batches, layouts, trained, runtime.mesh)
+    return batches, Samples(completions, value_B, turns), metrics | more
 
 
 def rollout_metrics(graded: GradedBatch, group: int) -> dict[str, float]:
