@@ -91,7 +91,8 @@ def test_a_watch_that_is_stored_and_restored_finds_the_collapse_at_the_same_step
 def test_without_the_setting_there_are_the_alarms_alone():
     found = watches(Guard(), FALL)
     assert found[-1] == Watch() and guards.alarm_metrics(Guard(), found[-1]).keys() == {"alarm/entropy", "alarm/length"}
-    assert guards.answer_collapse(None, Watch(lasting={"entropy": 99}), 1, None) is None
+    guard = guards.RunGuard(QUIET, None, None, Watch(lasting={"entropy": 99}))
+    assert guard.after_step(1, StepResult(None, {}, Samples([], np.zeros(0))))[1] is None
 
 
 QUIET = replace(

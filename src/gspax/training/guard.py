@@ -31,12 +31,13 @@ from gspax.errors import DivergedError, UserError, warn
 from gspax.experiment.description import describe
 from gspax.learner.state import drop_frozen
 from gspax.parallel import multihost
+from gspax.run import checkpoints as checkpointing
 from gspax.run.checkpoints import Checkpoints, shorten
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import write_atomically
-from gspax.run.record import read_rows
+from gspax.run.record import Recorder, read_rows
 from gspax.training.step import StepResult
-from gspax.types import Batch, Params, TrainState, known
+from gspax.types import Batch, JsonObject, Params, TrainState, known
 
 MINIBATCH, ABOUT, STATE = "minibatch.npz", "about.json", "state"  # the entries of a dump
 
@@ -84,9 +85,14 @@ class RunGuard:
         self.is_sound = is_sound(result.updates)
         metrics = alarm_metrics(settings, self.watch)
         if (count := max(in_a_row, default=0)) >= limit:
-            dumped = dump(self.run, step, state, result.skipped_batch, describe(self.experiment), self.mesh)
-            return metrics, too_many_skipped(count, limit, step, state, dumped)
-        return metrics, answer_collapse(settings.collapse, self.watch, step, state)
+            return metrics, too_many_skipped(count, limit, step, state, dump(self, step, result))
+        collapse = settings.collapse
+        if collapse is None or not (sentence := find_collapse(collapse, self.watch)):
+            return metrics, None
+        if collapse.action == "stop":
+            return metrics, DivergedError(sentence, step=step, position=read_position(state), final=True)
+        multihost.warn_from_primary(sentence)
+        return metrics, None
 
 
 def follow(guard: Guard, before: Watch, metrics: Mapping[str, float]) -> Watch:
@@ -135,35 +141,21 @@ def find_alarms(guard: Guard, metrics: Mapping[str, float], watch: Watch) -> dic
 
 def alarm_metrics(guard: Guard, watch: Watch) -> dict[str, float]:
     """`alarm/entropy`, `alarm/length`, ...: 1 while there is that alarm, else 0; `alarm/collapse` likewise."""
-    names = ("entropy", "length") if guard.collapse is None else ("entropy", "length", "reward", "gradient")
+    collapse = guard.collapse
+    names = ("entropy", "length") if collapse is None else ("entropy", "length", "reward", "gradient")
     metrics = {f"alarm/{name}": float(name in watch.lasting) for name in names}
-    if guard.collapse is not None:
-        metrics["alarm/collapse"] = float(max(_lasting(guard.collapse, watch).values()) >= guard.collapse.steps)
+    if collapse is not None:
+        lasting = [watch.lasting.get(name, 0) >= collapse.steps for name in collapse.alarms]
+        metrics["alarm/collapse"] = float(any(lasting))
     return metrics
 
 
-def answer_collapse(settings: Collapse | None, watch: Watch, step: int, state: TrainState) -> DivergedError | None:
-    """Warn if the run collapses with this step, or return an error if the run is to stop then."""
-    sentence = None if settings is None else find_collapse(settings, watch)
-    if settings is None or sentence is None:
-        return None
-    if settings.action == "stop":
-        return DivergedError(sentence, step=step, position=read_position(state), final=True)
-    multihost.warn_from_primary(sentence)
-    return None
-
-
-def find_collapse(settings: Collapse, watch: Watch) -> str | None:
-    """A sentence if the run collapses with this step: an alarm has now lasted long enough. None otherwise."""
-    for name, steps in _lasting(settings, watch).items():
-        if steps == settings.steps:
-            return f"guard.collapse: wanted fewer than {steps} steps in a row with alarm/{name}, got so many."
-    return None
-
-
-def _lasting(settings: Collapse, watch: Watch) -> dict[str, int]:
-    """The steps in a row with each alarm that counts."""
-    return {name: watch.lasting.get(name, 0) for name in settings.alarms}
+def find_collapse(settings: Collapse, watch: Watch) -> str:
+    """A sentence if the run collapses with this step: an alarm has now lasted long enough. Otherwise nothing."""
+    for name in settings.alarms:
+        if watch.lasting.get(name, 0) == settings.steps:
+            return f"guard.collapse: wanted fewer than {settings.steps} steps in a row with alarm/{name}, got so many."
+    return ""
 
 
 def count_skipped(before: int, skipped: Sequence[bool]) -> list[int]:
@@ -204,6 +196,16 @@ def too_many_skipped(count: int, limit: int, step: int, state: TrainState, dumpe
     )
 
 
+def save_state(
+    checkpoints: Checkpoints, recorder: Recorder, step: int, state: TrainState, extra: JsonObject, *, is_last: bool
+) -> None:
+    """Save the state after `step` steps, once its log is on disk. DivergedError if a parameter is not finite."""
+    stored = drop_frozen(state)
+    check_finite(stored, step)
+    recorder.flush()
+    checkpointing.save(checkpoints, step, stored, extra, is_last=is_last)
+
+
 def check_finite(state: TrainState, step: int) -> None:
     """Raise DivergedError if a parameter is not finite, so that a checkpoint never holds such parameters."""
     finite = multihost.to_host(_are_finite(state.params))
@@ -239,22 +241,14 @@ class About(TypedDict):
     experiment: dict[str, object]  # `experiment.description`
 
 
-def dump(
-    run: RunDir,
-    step: int,
-    state: TrainState,
-    batch: Batch | None,
-    description: dict[str, object],
-    mesh: jax.sharding.Mesh,
-) -> str:
-    """Write a minibatch and the state for `gspax replay`, in place of earlier dumps of the run. Collective.
-
-    Args:
-      batch: the minibatch; None if there is none to dump.
+def dump(guard: RunGuard, step: int, result: StepResult) -> str:
+    """Write the last skipped minibatch and the state for `gspax replay`, in place of earlier dumps. Collective.
 
     Returns:
-      A sentence that names the folder, or why nothing could be written: the divergence is reported in any case.
+      A sentence that names the folder, or why nothing could be written: the divergence is reported in any case. Nothing
+      without a minibatch.
     """
+    run, batch = guard.run, result.skipped_batch
     if batch is None:
         return ""
     folder = run.dumps / f"step_{step:06d}"
@@ -264,15 +258,15 @@ def dump(
         if jax.process_index() != 0:
             return
         np.savez(folder / MINIBATCH, **arrays)
-        about = About(step=step, experiment=description)
+        about = About(step=step, experiment=describe(guard.experiment))
         write_atomically(folder / ABOUT, json.dumps(about, indent=2) + "\n")
         for old in folder.parent.glob("step_*"):
             if old != folder:
                 shutil.rmtree(old)
 
     try:
-        with Checkpoints(folder / STATE, keep=1, mesh=mesh) as checkpoints:
-            checkpoints.save(step, drop_frozen(state), {})
+        with Checkpoints(folder / STATE, keep=1, mesh=guard.mesh) as checkpoints:
+            checkpoints.save(step, drop_frozen(result.state), {})
         multihost.all_or_raise(write)
     except (OSError, UserError) as error:
         return f" Its minibatch could not be dumped: {error}."

@@ -15,7 +15,6 @@ from gspax.evaluation.checkpoint import evaluate
 from gspax.experiment.description import describe
 from gspax.experiment.validation.first_calls import check_calls
 from gspax.learner.state import (
-    drop_frozen,
     first_state,
     load_reference,
     restore_state,
@@ -32,12 +31,11 @@ from gspax.rollout.problems import Skipped
 from gspax.rollout.runtime import Runtime, count_rollouts, make_runtime
 from gspax.run import interrupt, progress
 from gspax.run.checkpoints import Checkpoints, read_extra
-from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.compilation import count_compilations
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.manifest import finished_steps
 from gspax.run.record import Recorder
-from gspax.training.guard import RunGuard, Watch, check_finite, go_back, skip_problems
+from gspax.training.guard import RunGuard, Watch, go_back, save_state, skip_problems
 from gspax.training.in_flight import InFlight
 from gspax.training.step import run_step
 from gspax.training.warm_start import warm_start
@@ -92,7 +90,8 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
     guard = RunGuard(experiment, run, runtime.mesh, watch)
 
     def save(is_last: bool) -> None:
-        save_state(checkpoints, guard, recorder, done, state, is_last=is_last)
+        extra = {"experiment": describe(experiment), "watch": asdict(guard.watch)}
+        save_state(checkpoints, recorder, done, state, extra, is_last=is_last)
 
     with (
         Recorder(run, done) as recorder,
@@ -129,17 +128,6 @@ def train_from_newest(runtime: Runtime, run: RunDir, checkpoints: Checkpoints, c
                 progress.phase("saving a checkpoint")
                 save(is_last)
             interrupt.stop_point()  # after the save, so that a signal during it costs no further step
-
-
-def save_state(
-    checkpoints: Checkpoints, guard: RunGuard, recorder: Recorder, done: int, state: TrainState, *, is_last: bool
-) -> None:
-    """Save the state after `done` steps and the guard's watch. DivergedError if a parameter is not finite."""
-    stored = drop_frozen(state)
-    check_finite(stored, done)
-    recorder.flush()
-    extra = {"experiment": describe(guard.experiment), "watch": asdict(guard.watch)}
-    save_checkpoint(checkpoints, done, stored, extra, is_last=is_last)
 
 
 def describe_unsaved(checkpoints: Path) -> str:

@@ -5,8 +5,9 @@ It uses the train step of reinforcement learning with another loss, so both stag
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import cast
 import jax
 import numpy as np
 
-from gspax.config import Experiment, WarmStart, row_shape, trained_dtype
+from gspax.config import Experiment, Sampling, Schedule, WarmStart, row_shape, trained_dtype
 from gspax.config.protocols import ConversationTokenizer, DataSource, Environment
 from gspax.data.problem import encode_prompt, read_problem
 from gspax.data.tokenizer import check_ids
@@ -24,8 +25,8 @@ from gspax.experiment.description import describe
 from gspax.learner import objective
 from gspax.learner.forward import StepSettings
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import drop_frozen, first_state, restore_state
-from gspax.learner.train_step import TrainStep, make_train_step
+from gspax.learner.state import first_state, restore_state
+from gspax.learner.train_step import make_train_step
 from gspax.losses import Terms
 from gspax.parallel import multihost
 from gspax.parallel.sharding import batch_shards, named_sharding
@@ -36,7 +37,7 @@ from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, enter_run
 from gspax.run.record import Recorder
 from gspax.sampler.placement import make_meshes
-from gspax.training.guard import check_finite, count_skipped, too_many_skipped
+from gspax.training.guard import count_skipped, save_state, too_many_skipped
 from gspax.types import Array, Batch, TrainState
 
 
@@ -72,82 +73,71 @@ def warm_start(experiment: Experiment, run: RunDir, mesh: jax.sharding.Mesh, ski
       DivergedError: several updates in a row are skipped, or a parameter is not finite.
       Interrupted: the state was saved.
     """
-    stage, model, lora, schedule = experiment.warm_start, experiment.model, experiment.lora, experiment.schedule
+    stage, model, lora, sampling = experiment.warm_start, experiment.model, experiment.lora, experiment.sampling
     assert stage is not None
     optimizer = make_optimizer(stage.optimizer, trained_dtype(model, lora))
-    rows = schedule.microbatch_rows
-    if schedule.microbatch_tokens:
-        rows = row_shape(experiment.sampling, schedule, batch_shards(mesh)).microbatch
-    rows = math.gcd(stage.rows, rows)  # the most that divide both, all if that is 0
+    rows = microbatch_rows(stage.rows, sampling, experiment.schedule, mesh)
     train_step = make_train_step(StepSettings(config=model, mesh=mesh, microbatch_rows=rows), imitation, optimizer)
     demonstrations = Demonstrations(
         stage=stage,
         data=experiment.data,
         tokenizer=cast(ConversationTokenizer, experiment.tokenizer),  # checked by `experiment.validate`
         environment=experiment.environment,
-        length=experiment.sampling.max_prompt_tokens + experiment.sampling.max_tokens,
+        length=sampling.max_prompt_tokens + sampling.max_tokens,
         vocab_size=model.vocab_size,
         seed=experiment.seed,
     )
-    next_batch = partial(make_demonstrations, demonstrations, mesh=mesh, skipped=skipped)
-    with Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints:
+    steps, limit, in_a_row = stage.steps, experiment.schedule.max_skipped, 0
+    with Checkpoints(run.warm_start.checkpoints, keep=1, mesh=mesh) as checkpoints, final_errors():
         if checkpoints.latest() is None:
             state = first_state(run, model, lora, optimizer, jax.random.key(experiment.seed), mesh)
         else:
             state = restore_state(run, checkpoints, model, optimizer, mesh, lora=lora)
-        limits = stage.steps, schedule.max_skipped
-        try:
-            return _train(limits, run, checkpoints, state, train_step, next_batch)
-        except DivergedError as problem:  # final: the stage is deterministic, so the same updates would fail again
-            raise DivergedError(f"warm start: {problem}", step=problem.step, final=True) from problem
+        done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
 
+        def save() -> None:
+            save_state(checkpoints, recorder, done, state, {}, is_last=True)
 
-def _train(
-    limits: tuple[int, int],
-    run: RunDir,
-    checkpoints: Checkpoints,
-    state: TrainState,
-    train_step: TrainStep,
-    next_batch: Callable[[int], tuple[Batch, int]],
-) -> TrainState:
-    """Run the updates that are left, and save the state after the last one.
-
-    Args:
-      limits: the updates of the stage, and `schedule.max_skipped`.
-      next_batch: a function of an index that returns the demonstrations from that problem on, and how many it read.
-    """
-    (steps, max_skipped), in_a_row = limits, 0
-    done, first = (int(x) for x in multihost.to_host((state.step, state.position)))
-
-    def save() -> None:
-        stored = drop_frozen(state)
-        check_finite(stored, done)
-        recorder.flush()
-        checkpoints.save(done, stored, {})
-
-    with (
-        Recorder(run.warm_start, done) as recorder,
-        progress.track(steps, done, "warm start") as bar,
-        interrupt.call_on_interrupt(save),
-    ):
-        if done:
-            bar.print(f"warm start: {'already at' if done >= steps else 'continuing from'} step {done} of {steps}")
-        progress.phase("updating")
-        while done < steps:
-            batch, read = next_batch(first)
-            state, metrics = train_step(state, batch)
-            state = replace(state, position=state.position + read)
-            done, first = done + 1, first + read
-            shown = {name: float(value) for name, value in multihost.to_host(metrics).items()}
-            recorder.write_metrics(done, shown)
-            bar.update(done, {"loss": shown["loss"]})
-            in_a_row = count_skipped(in_a_row, [bool(shown["skipped"])])[-1]
-            if in_a_row >= max_skipped:
-                raise too_many_skipped(in_a_row, max_skipped, done, state)
-            if done == steps:
-                save()
-            interrupt.stop_point()
+        with (
+            Recorder(run.warm_start, done) as recorder,
+            progress.track(steps, done, "warm start") as bar,
+            interrupt.call_on_interrupt(save),
+        ):
+            if done:
+                bar.print(f"warm start: {'already at' if done >= steps else 'continuing from'} step {done} of {steps}")
+            progress.phase("updating")
+            while done < steps:
+                batch, read = make_demonstrations(demonstrations, first, mesh=mesh, skipped=skipped)
+                state, metrics = train_step(state, batch)
+                state = replace(state, position=state.position + read)
+                done, first = done + 1, first + read
+                shown = {name: float(value) for name, value in multihost.to_host(metrics).items()}
+                recorder.write_metrics(done, shown)
+                bar.update(done, {"loss": shown["loss"]})
+                in_a_row = count_skipped(in_a_row, [bool(shown["skipped"])])[-1]
+                if in_a_row >= limit:
+                    raise too_many_skipped(in_a_row, limit, done, state)
+                if done == steps:
+                    save()
+                interrupt.stop_point()
     return state
+
+
+@contextlib.contextmanager
+def final_errors() -> Iterator[None]:
+    """Make a divergence final: the stage is deterministic, so the same updates would fail again."""
+    try:
+        yield
+    except DivergedError as problem:
+        raise DivergedError(f"warm start: {problem}", step=problem.step, final=True) from problem
+
+
+def microbatch_rows(rows: int, sampling: Sampling, schedule: Schedule, mesh: jax.sharding.Mesh) -> int:
+    """The largest divisor of a minibatch's rows that also divides the rows of the run's microbatches."""
+    of_run = schedule.microbatch_rows
+    if schedule.microbatch_tokens:
+        of_run = row_shape(sampling, schedule, batch_shards(mesh)).microbatch
+    return math.gcd(rows, of_run)  # all rows if `of_run` is 0
 
 
 @dataclass(frozen=True, kw_only=True)
