@@ -49,9 +49,7 @@ class SampleOptions:
     sampling: Sampling  # `prompts` and `group` are those of a batch (`sampler.split_groups`)
     stop_ids: tuple[int, ...]  # a stop token ends its sample, or its turn, and belongs to it
     mesh: jax.sharding.Mesh
-    greedy: int = (
-        0  # the number of each prompt's last samples that are decoded greedily, with log-probs at temperature 1
-    )
+    greedy: int = 0  # how many of each prompt's samples, the last ones, are greedy, with log-probs at temperature 1
     keep_experts: bool = False  # record the chosen experts
     keep_versions: bool = False  # record the version of the weights that each token was sampled with
     admits: bool = False  # groups are put in the places of others (`admit`)
