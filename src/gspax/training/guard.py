@@ -31,8 +31,8 @@ from gspax.errors import DivergedError, UserError, warn
 from gspax.experiment.description import describe
 from gspax.learner.state import drop_frozen
 from gspax.parallel import multihost
-from gspax.run import checkpoints as checkpointing
 from gspax.run.checkpoints import Checkpoints, shorten
+from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.directory import RunDir, read_json
 from gspax.run.folders import write_atomically
 from gspax.run.record import Recorder, read_rows
@@ -203,7 +203,7 @@ def save_state(
     stored = drop_frozen(state)
     check_finite(stored, step)
     recorder.flush()
-    checkpointing.save(checkpoints, step, stored, extra, is_last=is_last)
+    save_checkpoint(checkpoints, step, stored, extra, is_last=is_last)
 
 
 def check_finite(state: TrainState, step: int) -> None:
