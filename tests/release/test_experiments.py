@@ -32,7 +32,8 @@ FOLDER = ROOT / "experiments"
 # in test_dataset_experiments.py
 DATASETS = {"gsm8k_gspo", "gsm8k_lora", "math_gspo", "code_gspo", "tools_gspo_token"}
 WORDS = {"word_problems", "word_problems_sft", "word_problems_gspo"}  # in test_word_problems.py
-FILES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in DATASETS | WORDS)
+TASKS = {"addition", "calculations"}  # problems that experiments import
+FILES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in DATASETS | WORDS | TASKS)
 
 
 SAME = ("qwen3_30b_a3b_v5e_64", "qwen3_30b_a3b_v6e_64")  # the same programs as on v5p with other sizes
