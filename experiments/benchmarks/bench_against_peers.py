@@ -16,12 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_sampling
 import peers
 
 from gspax.experiment import load, override
 
 HERE = Path(__file__).parent
 FILE = HERE.parent / "bench_small_moe.py"
+BENCH = "-m", "gspax", "bench", str(FILE)
 SHAPES = {
     "moe": (),
     "dense": ("model.num_experts=0", "model.intermediate_size=512"),
@@ -34,11 +36,10 @@ ROWS = {  # of one step
 }
 
 
-def read_or_run(path: Path, *options: str) -> dict[str, Any]:
-    """The figures in `path`, measured now if there are none."""
+def run_once(path: Path, *command: str) -> dict[str, Any]:
+    """The figures in `path`, which a Python program writes now if there are none."""
     if not path.exists():
-        command = [sys.executable, "-m", "gspax", "bench", str(FILE), *options, "--json", str(path)]
-        subprocess.run(command, check=True)
+        subprocess.run([sys.executable, *command, "--json", str(path)], check=True)
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -69,23 +70,12 @@ def widened(folder: Path) -> list[str]:
     lines = ["| rows | | 8 experts, CPU s | 64 experts, CPU s | ratio |", "| --- | --- | --- | --- | --- |"]
     for rows, options in ROWS.items():
         few, many = (
-            read_or_run(folder / f"{rows}_rows_{experts}_experts.json", *options, f"model.num_experts={experts}")
+            run_once(folder / f"{rows}_rows_{experts}_experts.json", *BENCH, *options, f"model.num_experts={experts}")
             for experts in (8, 64)
         )
         for first, second in zip(few["figures"], many["figures"], strict=True):
             a, b = first["cpu_s"], second["cpu_s"]
             lines.append(f"| {rows:,} | {first['name']} | {a:.2f} | {b:.2f} | {b / a:.2f} |")
-    return [*lines, ""]
-
-
-def drawn(figures: dict[str, Any]) -> list[str]:
-    """The table of the drawing cases."""
-    lines = ["| | wall s | CPU s | tokens | tokens per CPU s | of copy |", "| --- | --- | --- | --- | --- | --- |"]
-    for row in figures["figures"]:
-        lines.append(
-            f"| {row['name']} | {row['wall_s']:.2f} | {row['cpu_s']:.2f} | {row['tokens']:,.0f} "
-            f"| {row['tokens'] / row['cpu_s']:,.0f} | {row['of_copy']:.0%} |"
-        )
     return [*lines, ""]
 
 
@@ -116,7 +106,8 @@ def main() -> None:
         path = options.folder / f"{name}.json"
         lines += comparison_table(name, read_or_compare(path, pythons, options.rounds, *SHAPES[name]))
     lines += ["## From 8 to 64 experts", "", *widened(options.folder)]
-    lines += ["## Drawing alone", "", *drawn(read_or_run(options.folder / "drawing.json", "--parts", "drawing"))]
+    sampling = run_once(options.folder / "sampling.json", str(HERE / "bench_sampling.py"), str(FILE))
+    lines += ["## Sampling alone", "", *bench_sampling.table(sampling["figures"])]
     (HERE / "speed.md").write_text("\n".join(lines).rstrip("\n") + "\n", encoding="utf-8")
 
 
