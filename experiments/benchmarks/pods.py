@@ -85,10 +85,10 @@ def read_figures(report: str) -> dict[str, str]:
     gathered = {"No weight is gathered": "none", "Gathered for every token": "**some**"}
     found["weights gathered in the loop over tokens"] = next((v for k, v in gathered.items() if k in report), "-")
     step = re.search(r"A step takes at least ([\d.]+) s: (.*)", report)
-    tokens = re.search(r"MFU at most ([\d.]+%), ([\d,]+) drawn", report)
+    tokens = re.search(r"MFU at most ([\d.]+%), ([\d,]+) sampled", report)
     if step and tokens:
         found["a step's parts, seconds"] = step[2]
-        found["drawn tokens/s on each device; MFU at most"] = f"{tokens[2]}; {tokens[1]}"
+        found["sampled tokens/s on each device; MFU at most"] = f"{tokens[2]}; {tokens[1]}"
         found["**a step takes at least, seconds**"] = f"**{step[1]}**"
     return found
 

@@ -169,7 +169,7 @@ def test_the_step_time_needs_every_phase():
     estimates = [(phase(name=name, flops=197e12), times) for name in NAMES]
     lines = report.step_lines(small_experiment.experiment.sampling, estimates, V5E, ahead=False)
     assert "A step takes at least 12.00 s: rollout 6.00, old log-probs 3.00, updates 3.00" in lines
-    assert "MFU at most 100.0%, 1 drawn tokens/s on each device" in lines  # 128 tokens in 12 s on 16 devices
+    assert "MFU at most 100.0%, 1 sampled tokens/s on each device" in lines  # 128 tokens in 12 s on 16 devices
     assert "not all of it compiled" in report.step_lines(
         small_experiment.experiment.sampling, estimates[1:], V5E, ahead=False
     )

@@ -108,7 +108,7 @@ def drawn(monkeypatch):
     return found
 
 
-def test_a_task_is_drawn_with_its_own_settings(policy, drawn):
+def test_a_task_is_sampled_with_its_own_settings(policy, drawn):
     own = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "max_tokens": 3, "max_prompt_tokens": 4}
     with pytest.raises(InterruptedError):
         run(policy, replace(TASK, **own), temperature=0.5, top_k=3, top_p=0.5)

@@ -237,7 +237,7 @@ COMBINATIONS = {
         "reference: wanted the KL in the loss or in the reward"
     ),
     "turns.credit=turn": 'turns.credit: wanted "conversation" without an environment',
-    "old_logp=sampler routing_replay=old": "routing_replay: wanted old_logp=scored, got sampler",
+    "old_logp=sampler routing_replay=old": "routing_replay: wanted old_logp=learner, got sampler",
 }
 # Numbers that are wrong by themselves, one of each part. No combination above depends on them.
 NUMBERS = (

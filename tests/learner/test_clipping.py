@@ -31,7 +31,7 @@ def update(noise=0.0, low=0.0, high=0.0, live=0.0, skipped=0.0, empty=0.0):
         "ratio_deviation": noise,
         "clip_low_measured": low,
         "clip_high_measured": high,
-        "clip_fraction_live": live,
+        "clip_fraction_nonzero": live,
         "skipped": skipped,
         "empty": empty,
     }
@@ -149,7 +149,7 @@ def shares(rate, rollouts, minibatches=4, outlier=None, seed=0, unsteady=0.0):
             updates.append({name: float(value) for name, value in metrics.items()} | {"skipped": 0.0, "empty": 0.0})
             ranges.append(clip_range)
             clip_range = adapt_range(Calibration(), clip_range, updates, rates)
-        found.append(np.mean([each["clip_fraction_live"] for each in updates[1:]]))
+        found.append(np.mean([each["clip_fraction_nonzero"] for each in updates[1:]]))
     return np.array(found), np.array(ranges)
 
 
@@ -213,5 +213,5 @@ def test_the_default_experiment_clips_the_wanted_share_from_its_third_rollout_ba
     loop.train(override(sort_gspo, overrides), tmp_path / "run")
     steps = [row for row in read_metrics(RunDir(tmp_path / "run").metrics) if "policy/loss" in row]
     # a mean over four updates, the first of which clips nothing
-    share = np.array([row["policy/clip_fraction_live"] for row in steps]) * 4 / 3
+    share = np.array([row["policy/clip_fraction_nonzero"] for row in steps]) * 4 / 3
     assert ((share[2:] > 0.075) & (share[2:] < 0.3)).all(), share

@@ -1,4 +1,4 @@
-"""Instruments against the same quantities computed directly; on a mesh, in packed rows, and only when they are due."""
+"""Diagnostics against the same quantities computed directly; on a mesh, in packed rows, and only when they are due."""
 
 import functools
 from dataclasses import replace
@@ -25,7 +25,7 @@ CONFIG = replace(tiny.MOE, num_hidden_layers=2)
 E, A = CONFIG.num_experts, CONFIG.num_experts_per_tok
 B, T, ROWS = 8, 12, 4
 SGD = optax.sgd(3.0)
-SETTINGS = config.Instruments(every=2, rows=ROWS)
+SETTINGS = config.Diagnostics(every=2, rows=ROWS)
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def log_probs(params, tokens, segment):
 
 
 def measured(mesh=None, on_policy=False):
-    """The state, metrics and readings of an update with instruments; on the given mesh."""
+    """The state, metrics and readings of an update with diagnostics; on the given mesh."""
     objective = make_objective(losses.grpo)
     update = train_step.make_update(tiny.settings(CONFIG, mesh), objective, SGD)
     measure = diagnostics.make_measure(tiny.settings(CONFIG, mesh), objective, losses.grpo, SETTINGS)
@@ -174,7 +174,7 @@ def test_readings_become_metrics_by_layer_and_length():
     assert "routing/margin/layer_2" in names and "routing/margin/layer_0" not in names
 
 
-def test_an_update_is_the_same_with_instruments():
+def test_an_update_is_the_same_with_diagnostics():
     update = train_step.make_update(tiny.settings(CONFIG), make_objective(losses.grpo), SGD)
     state = new_state(jax.tree.map(jnp.copy, tiny.params(CONFIG)), SGD, jax.random.key(0))
     state, metrics, _ = jax.device_get(update(state, batch(), False))
@@ -212,18 +212,18 @@ def test_only_the_last_update_of_a_rollout_batch_is_measured(epochs, batches):
 
 
 @pytest.mark.parametrize(("done", "due"), [(0, False), (1, True), (2, False), (3, True), (4, True)])
-def test_instruments_are_due_every_few_steps_and_at_the_last(done, due):
+def test_diagnostics_are_due_every_few_steps_and_at_the_last(done, due):
     schedule = config.Schedule(steps=5, minibatches=2)
-    runtime = SimpleNamespace(experiment=SimpleNamespace(instruments=SETTINGS, schedule=schedule))
+    runtime = SimpleNamespace(experiment=SimpleNamespace(diagnostics=SETTINGS, schedule=schedule))
     assert is_measured(runtime, done) == due
-    runtime.experiment.instruments = None
+    runtime.experiment.diagnostics = None
     assert not is_measured(runtime, done)
 
 
 @pytest.mark.slow
 def test_packed_rows_give_the_readings_of_one_row_per_sequence():
     """Two sequences in a row: the same tokens are routed, and the same sums make gradients and ratios."""
-    objective, all_rows, data = make_objective(losses.gspo), config.Instruments(rows=0), batch()
+    objective, all_rows, data = make_objective(losses.gspo), config.Diagnostics(rows=0), batch()
 
     def pack(x, join=lambda x: x):
         return jnp.concatenate([x[0::2], join(x[1::2])], axis=1)

@@ -87,7 +87,7 @@ def test_range_metrics_give_the_widths_that_clip_the_share():
         width = float(found[f"clip_{name}_measured"])
         assert np.sum(deviation[live] > width * (1 + 1e-6)) == math.floor(0.2 * live.sum())
     share = np.sum(clipped.part) / np.sum(advantage != 0)
-    assert float(found["clip_fraction_live"]) == pytest.approx(share)
+    assert float(found["clip_fraction_nonzero"]) == pytest.approx(share)
 
 
 def test_range_metrics_of_packed_rows_equal_one_row_per_sequence():

@@ -138,7 +138,7 @@ def test_refills_end_when_every_group_has_a_signal_or_at_the_bound(bound, batche
     assert found.metrics == {
         "sampling/prompts": taken,
         "sampling/groups_replaced": sum(each > 0 for each in from_batches),
-        "reward/mean_drawn": np.mean(everything),
+        "reward/mean_sampled": np.mean(everything),
     }
 
 

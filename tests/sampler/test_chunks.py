@@ -59,7 +59,7 @@ def test_chunks_give_the_bits_of_the_whole_and_each_completion_once(chunk, slots
             np.testing.assert_array_equal(tokens, np.asarray(whole.tokens_BT)[row, start : start + lengths[row]])
 
 
-def test_an_error_in_what_is_done_with_a_completion_ends_the_drawing():
+def test_an_error_in_what_is_done_with_a_completion_ends_the_sampling():
     def ended(found):
         raise UserError("reward: no")
 

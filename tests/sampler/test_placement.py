@@ -135,7 +135,7 @@ def test_staleness_1_samples_with_the_parameters_before_the_last_update(runtime)
         ),
     ],
 )
-def test_a_rollout_batch_is_received_before_the_next_is_drawn(runtime, monkeypatch, staleness, wanted):
+def test_a_rollout_is_received_before_the_next_is_sampled(runtime, monkeypatch, staleness, wanted):
     """In the other order, with several processes, receiving would wait for the draw that was queued last."""
     events, flight = [], InFlight()
     ahead_of = no_checkpoints(runtime)

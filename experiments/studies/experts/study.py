@@ -34,7 +34,7 @@ MODELS = {
     "16 experts, top-4": ("model.num_experts=16", "model.moe_intermediate_size=16", "model.num_experts_per_tok=4"),
 }
 STARTS = {name: Start(name, SORT.base, (*SORT.overrides, *overrides)) for name, overrides in MODELS.items()}
-MEASURED = ("instruments=gspax.config.Instruments", "instruments.every=5")
+MEASURED = ("diagnostics=gspax.config.Diagnostics", "diagnostics.every=5")
 RATES = ("1e-4", "3e-4", "1e-3")
 UPDATE = Measure("changed by an update", "routing/changed_by_update", over=1, percent=True)
 BATCH = Measure("changed by a batch's updates", "routing/changed", over=1, percent=True)

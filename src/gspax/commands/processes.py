@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 XLA_CPU_THREADS = "64"
 LAUNCHER = "GSPAX_LAUNCHER"  # the descriptor of a socket, from `gspax launch` to a process that it starts
 _launcher: socket.socket | None = None
-STALL_TIMEOUT = 7200  # seconds: more than a checkpoint takes to load, or a sampler without chunks to draw
+STALL_TIMEOUT = 7200  # seconds: more than a checkpoint takes to load, or a sampler without chunks samples
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -48,7 +48,7 @@ from gspax.config.ranges import (
 
 Action = Literal["warn", "stop"]
 Alarm = Literal["reward", "gradient", "entropy", "length"]
-OldLogp = Literal["scored", "sampler"]
+OldLogp = Literal["learner", "sampler"]
 RoutingReplay = Literal["off", "old", "sampler"]
 Rate = Annotated[float, Range("above 0 and at most 100", lambda x: 0 < x <= 100)]
 Temperature = Annotated[float, Range("0.001 to 1000", lambda x: 1e-3 <= x <= 1e3)]  # beyond, logits overflow or vanish
@@ -196,7 +196,7 @@ class Guard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Instruments:
+class Diagnostics:
     """Diagnostics around the last update of a rollout batch, every few steps (`learner.diagnostics`)."""
 
     every: PositiveInt = 10  # steps
@@ -339,7 +339,7 @@ class Experiment:
     calibration: Calibration | None = None
     environment: Environment | None = None  # answers the policy's messages: tools, tasks of several turns
     turns: Turns = field(default_factory=Turns)
-    old_logp: OldLogp = "scored"  # the ratios' denominators: scored by the learner, or the sampler's own log-probs
+    old_logp: OldLogp = "learner"  # the ratios' denominators: computed by the learner, or the sampler's own log-probs
     routing_replay: RoutingReplay = "off"  # updates route tokens as the old policy (R2) or as the sampler did (R3)
     router_shift: RouterShift | None = None
     grading: Grading = field(default_factory=Grading)
@@ -348,7 +348,7 @@ class Experiment:
     lora: Lora | None = None
     schedule: Schedule = field(default_factory=Schedule)
     guard: Guard = field(default_factory=Guard)
-    instruments: Instruments | None = None
+    diagnostics: Diagnostics | None = None
     evaluation: Evaluation = field(default_factory=Evaluation)
     warm_start: WarmStart | None = None
     mesh: Mesh = field(default_factory=Mesh)

@@ -52,7 +52,7 @@ _NAMED_BY_TEXT = (Number, PurePath, Enum, bytes, range, datetime.date, datetime.
 # What a resumed run may change. None of it enters an update: `schedule.steps` is a total, the others set how often and
 # on how many problems the run evaluates and saves, so the parameters after step n stay the same. The limit on prompts
 # only adds padding; without it in here, one prompt that is too long would end a run for good. The guard decides which
-# updates are skipped: a run that diverged may go on with a stricter one. Instruments only measure.
+# updates are skipped: a run that diverged may go on with a stricter one. Diagnostics only measure.
 RESUMABLE = (
     "schedule.steps",
     "schedule.eval_every",
@@ -60,8 +60,8 @@ RESUMABLE = (
     "schedule.keep_checkpoints",
     "schedule.max_skipped",
     "guard.*",
-    "instruments",
-    "instruments.*",
+    "diagnostics",
+    "diagnostics.*",
     "evaluation.*",
     "sampling.max_prompt_tokens",
     "sampling.max_failed",

@@ -1,4 +1,4 @@
-"""Diagnostics around the last update of a rollout, every few steps (`config.Instruments`).
+"""Diagnostics around the last update of a rollout, every few steps (`config.Diagnostics`).
 
 Some rows of the update's minibatch are run again: by the policy before and after the update, for the experts that they
 choose and how surely; in float32 and in bfloat16, for the choices that rounding alone changes; and backwards, for the
@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from gspax import losses, unstable
-from gspax.config import Instruments, ModelConfig, has_experts, is_sparse
+from gspax.config import Diagnostics, ModelConfig, has_experts, is_sparse
 from gspax.learner.forward import StepSettings, pad_rows
 from gspax.learner.metrics import changed_share
 from gspax.learner.objective import Objective, PolicyLoss, Scores, make_objective, segment_ids
@@ -50,7 +50,7 @@ class Readings(NamedTuple):
 Measure = Callable[[Update, TrainState, Batch, bool], tuple[TrainState, Scalars, Scores, Readings]]
 
 
-def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss, instruments: Instruments) -> Measure:
+def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss, diagnostics: Diagnostics) -> Measure:
     """`update` with the diagnostics around it; its results are untouched.
 
     Args:
@@ -60,7 +60,7 @@ def make_measure(settings: StepSettings, objective: Objective, loss: PolicyLoss,
     config, shards = settings.config, batch_shards(settings.mesh)
     compare = make_gradient_comparison(settings, objective, loss)
     spread = jax.jit(ratio_spread)
-    take = jax.jit(partial(take_rows, rows=instruments.rows, shards=shards, adjacent=settings.packed))
+    take = jax.jit(partial(take_rows, rows=diagnostics.rows, shards=shards, adjacent=settings.packed))
     confidence = jax.jit(partial(measure_confidence, settings))
     changed_by_rounding = jax.jit(partial(measure_rounding, settings))
     changed = jax.jit(partial(changed_by_layer, num_experts=config.num_experts))

@@ -52,7 +52,7 @@ class Steps(NamedTuple):
     route: Route | None  # None for a dense model
     gradient: Gradient  # of the update, not compiled
     scored: range  # the minibatches of a rollout whose old log-probs are computed before the first update
-    measure: Measure | None = None  # with `Experiment.instruments`
+    measure: Measure | None = None  # with `Experiment.diagnostics`
 
 
 def make_steps(
@@ -81,7 +81,7 @@ def make_steps(
     # the two passes round.
     rewarded = reference is not None and reference.reward is not None
     first = 0 if rewarded or keep or shift is not None or experiment.calibration is not None else 1
-    scored = range(first, schedule.minibatches) if experiment.old_logp == "scored" else range(0)
+    scored = range(first, schedule.minibatches) if experiment.old_logp == "learner" else range(0)
     objective = make_objective(
         experiment.loss,
         correction=experiment.correction,
@@ -91,14 +91,14 @@ def make_steps(
         calibration=experiment.calibration,
         router_shift=experiment.router_shift,
     )
-    instruments = experiment.instruments
+    diagnostics = experiment.diagnostics
     return Steps(
         make_update(settings, objective, optimizer, experiment.guard),
         make_score(settings, keep_experts=keep, keep_router_logp=shift is not None),
         make_route(model, mesh) if has_experts(model) else None,
         make_gradient(settings, objective),
         scored,
-        None if instruments is None else make_measure(settings, objective, experiment.loss, instruments),
+        None if diagnostics is None else make_measure(settings, objective, experiment.loss, diagnostics),
     )
 
 
@@ -109,7 +109,7 @@ class Updated(NamedTuple):
     metrics: list[Mapping[str, float]]  # of each update, on the host
     scored: list[tuple[Batch, Scores]]  # the minibatches whose log-probs under the old policy are known, with these
     routing: tuple[Array, Array, Array] | None  # the arguments of `metrics.routing_metrics`; None for a dense model
-    readings: Readings | None = None  # of the instruments, on the host
+    readings: Readings | None = None  # of the diagnostics, on the host
     skipped_batch: Batch | None = None  # the minibatch of the last update that was skipped
 
 
@@ -129,7 +129,7 @@ def run_updates(
     Args:
       batches, scores: from `score_minibatches`. What the first minibatch lacks its own update computes.
       rate: the learning rate as a function of the updates applied.
-      measure: instruments around the last update; None: not in this step.
+      measure: diagnostics around the last update; None: not in this step.
     """
     batches, scores, was_scored = list(batches), list(scores), scores[0] is not None
     first, count = applied_updates(state), epochs * len(batches)
@@ -212,7 +212,7 @@ def adapt_range(
         clip_range = next_range(
             clip_range,
             (low, high),
-            clipped=float(updates[this]["clip_fraction_live"]),
+            clipped=float(updates[this]["clip_fraction_nonzero"]),
             share=settings.share,
             tolerance=settings.tolerance,
             gain=settings.gain,

@@ -39,7 +39,7 @@ def range_metrics(
 ) -> Metrics:
     """Metrics of a minibatch that its run's clip range is adapted by; compiled as part of the train step.
 
-    - `clip_fraction_live`: clipped sequences over those with an advantage other than 0.
+    - `clip_fraction_nonzero`: clipped sequences over those with an advantage other than 0.
     - `clip_low_measured`, `clip_high_measured`: the widths that would have clipped `share` of the sequences with a
       negative advantage from below, and of those with a positive one from above; 0 for fewer than two of them.
 
@@ -61,7 +61,7 @@ def range_metrics(
 
     live_B = jnp.sum(some_BS & (advantage_BS != 0), axis=-1, dtype=jnp.float32)
     return {
-        "clip_fraction_live": Share(clipped.part, live_B),
+        "clip_fraction_nonzero": Share(clipped.part, live_B),
         "clip_low_measured": width(-above_BS, advantage_BS < 0),
         "clip_high_measured": width(above_BS, advantage_BS > 0),
     }

@@ -73,7 +73,7 @@ def refill(
     metrics = {
         "sampling/prompts": float(batch.prompts),
         "sampling/groups_replaced": float(replaced),
-        "reward/mean_drawn": float(np.mean(rewards)),
+        "reward/mean_sampled": float(np.mean(rewards)),
     }
     return replace(batch, metrics=metrics)
 

@@ -236,5 +236,5 @@ def learner_metrics(updated: Updated, layouts: Sequence[Layout], model: ModelCon
 
 def is_measured(runtime: Runtime, trained: int) -> bool:
     """Whether diagnostics are due in the step after this number of rollouts."""
-    instruments, last = runtime.experiment.instruments, runtime.experiment.schedule.steps
-    return instruments is not None and progress.is_due(trained + 1, instruments.every, last)
+    diagnostics, last = runtime.experiment.diagnostics, runtime.experiment.schedule.steps
+    return diagnostics is not None and progress.is_due(trained + 1, diagnostics.every, last)

@@ -156,7 +156,7 @@ def test_every_program_can_be_lowered_for_present_devices():
     assert [(leaf.shape, leaf.dtype) for leaf in shapes[programs.ROLLOUT]] == wanted
 
 
-def test_conversations_are_drawn_by_three_programs_of_the_same_state():
+def test_conversations_are_sampled_by_three_programs_of_the_same_state():
     """With half as many slots: the state that the first program returns is the one that the others take."""
     mesh = make_mesh(SMALL.mesh, jax.devices()[:4])
     sampling = replace(SMALL.sampling, slots=SMALL.sampling.prompts * SMALL.sampling.group // 2)

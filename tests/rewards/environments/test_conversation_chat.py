@@ -1,4 +1,4 @@
-"""Replies as tokens: what a template writes after an assistant's turn, and nothing that was drawn tokenised again."""
+"""Replies as tokens: what a template writes after an assistant's turn, and nothing that was drawn tokenized again."""
 
 from pathlib import Path
 

@@ -362,7 +362,7 @@ def step_lines(sampling: Sampling, estimates: Estimates, topology: Topology, *, 
         f"old log-probs {seconds[SCORE]:.2f}, updates {seconds[TRAIN]:.2f}\n"
         f"(responses of {sampling.max_tokens} tokens, perfect overlap); "
         f"MFU at most {flops / step / devices / topology.chip.flops:.1%}, "
-        f"{tokens / step / devices:,.0f} drawn tokens/s on each device"
+        f"{tokens / step / devices:,.0f} sampled tokens/s on each device"
     )
 
 

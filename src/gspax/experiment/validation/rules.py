@@ -151,7 +151,7 @@ def warnings(experiment: Experiment) -> list[str]:
             "temperature-scaled distribution, so sampling through a filter biases the policy ratio"
         )
     placement, uncorrected = experiment.placement, experiment.correction is None and experiment.rejection is None
-    if placement and placement.staleness and uncorrected and experiment.old_logp == "scored":
+    if placement and placement.staleness and uncorrected and experiment.old_logp == "learner":
         notes.append(
             f"placement.staleness={placement.staleness}: completions are sampled by older parameters than the ratio's "
             "denominator, and nothing corrects for that; set a correction or a rejection (gspax.losses.correction)"
@@ -363,7 +363,7 @@ def _sampler_logp(
         "regularizers.load_balance": regularizers.load_balance > 0 and routing_replay != "sampler",
     }
     for field in (name for name, is_on in needs_computed.items() if is_on and old_logp == "sampler"):
-        yield f"{field}: wanted old_logp=scored, got sampler, with which no log-probs are computed before the updates"
+        yield f"{field}: wanted old_logp=learner, got sampler, with which no log-probs are computed before the updates"
 
 
 def _weights(loss: Loss, correction: Correction | None, rejection: Rejection | None) -> Iterator[str]:
