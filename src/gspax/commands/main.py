@@ -46,7 +46,6 @@ COMPUTING = ("train", "sft", "eval", "bench")  # the subcommands that run an exp
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # with space the same command may succeed
 IMPOSSIBLE_PATH = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
 TRAIN_EXTRA = (  # top-level packages of the extra `train`
-    "PIL",
     "flax",
     "huggingface_hub",
     "jinja2",

@@ -50,7 +50,10 @@ def no_mask(rewards):
         ({"environment": ToolUse}, "environment: wanted an instance, got the class ToolUse (write ToolUse(...))"),
         ({"environment": object()}, "environment: wanted an object with reset and step, object has no reset"),
         ({"tokenizer": sort.tokenizer}, "tokenizer: wanted one for conversations with an environment (data.hf_chat, "),
-        ({"loss": losses.gspo}, "turns.credit: wanted a loss with advantages of tokens (losses.gspo_token), got gspo"),
+        (
+            {"loss": losses.gspo},
+            "turns.credit: wanted a loss with advantages of tokens .*, got gspax.losses.gspo",
+        ),
         (
             {"advantage": no_mask},
             "turns.credit: wanted an advantage of (rewards, mask), because not every ",
