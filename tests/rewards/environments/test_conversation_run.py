@@ -52,7 +52,7 @@ def no_mask(rewards):
         ({"tokenizer": sort.tokenizer}, "tokenizer: wanted one for conversations with an environment (data.hf_chat, "),
         (
             {"loss": losses.gspo},
-            "turns.credit: wanted a loss with advantages of tokens .*, got gspax.losses.gspo",
+            "turns.credit: wanted a loss with advantages of tokens (losses.gspo_token), got gspax",
         ),
         (
             {"advantage": no_mask},
