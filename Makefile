@@ -27,7 +27,7 @@ MINUTES ?= 60
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: train test unit release test-python study study-page faults soak docs clean
+.PHONY: train test unit release costs test-python study study-page faults soak docs clean
 
 train: $(INSTALLED)
 	$(BIN)/gspax train experiments/sort_gspo.py --workdir runs/sort_gspo
@@ -40,11 +40,17 @@ test: $(TESTS) $(TORCH) $(TPU)
 
 # Losses, configuration, data, formats, and reports: for every commit.
 unit: $(TESTS)
-	$(PYTEST) -m "unit and not slow"
+	$(PYTEST) -m "unit and not slow and not release"
 
-# What the pages, the package, the studies, and the launch scripts promise.
+# What the pages, the package, the studies, and the launch scripts promise, and the tests of over a CPU-second.
 release: $(TESTS) $(TORCH) $(TPU)
 	$(PYTEST) -m "release and not slow"
+
+# The list of those tests, tests/costly.txt, measured again.
+costs: $(TESTS) $(TORCH) $(TPU)
+	rm -f .cache/costs
+	TEST_COSTS=.cache/costs $(PYTEST)
+	awk '$$1 >= 1 {sub(/^[0-9.]+ /, ""); print}' .cache/costs | LC_ALL=C sort > tests/costly.txt
 
 # Another Python, in a virtual environment of its own: make test-python PYTHON=python3.13 VENV=.venv-3.13
 test-python: $(TESTS)

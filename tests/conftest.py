@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,14 +45,36 @@ TIERS = {  # the folders and files of a tier; all others are of tier "device": t
     "release": ("release/",),
 }
 
+COSTLY = TESTS / "costly.txt"  # tests of over a CPU-second, written by `make costs`; they wait for `make release`
+COSTS = os.environ.get("TEST_COSTS", "")  # a file to write the CPU-seconds of each test to
+
 RESIDENT_BUDGET = 10**9  # bytes a worker may hold between two files; most of them are compiled programs
 
 
 def pytest_collection_modifyitems(items):
-    """Mark each test with its tier, so that `pytest -m "unit and not slow"` runs one of them."""
+    """Mark each test with its tier, and those of over a CPU-second with `release` besides."""
+    costly = set() if COSTS else {*COSTLY.read_text(encoding="utf-8").splitlines()}
     for item in items:
         name = item.path.relative_to(TESTS).as_posix()
         item.add_marker(next((tier for tier, places in TIERS.items() if name.startswith(places)), "device"))
+        if item.nodeid in costly:
+            item.add_marker("release")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Write down what a test costs, with its fixtures and the processes that it has waited for."""
+    before = cpu_seconds()
+    result = yield
+    if COSTS:
+        with open(COSTS, "a", encoding="utf-8") as file:
+            file.write(f"{cpu_seconds() - before:.2f} {item.nodeid}\n")
+    return result
+
+
+def cpu_seconds():
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,6 +12,7 @@ from small_experiment import experiment
 
 from gspax import losses
 from gspax.config import Calibration, Reference, Regularizers
+from gspax.config.functions import title_of
 from gspax.experiment import validate, warnings
 from gspax.learner import objective
 from gspax.learner.updates import noise_warnings
@@ -90,8 +91,7 @@ def test_a_wrapped_loss_is_validated_the_same(loss, wrap):
         clip = {name: value for name, value in changes.items() if name in bounds(loss)}
         rest = {name: value for name, value in changes.items() if not name.startswith("clip_")}
         variant = replace(experiment, loss=functools.partial(function, **clip), **rest)
-        sentences = [*validate(variant), *warnings(variant)]
-        return [each.replace(" mine", f" {loss.__name__}").replace(" other", f" {loss.__name__}") for each in sentences]
+        return [sentence.replace(title_of(function), "LOSS") for sentence in (*validate(variant), *warnings(variant))]
 
     for changes in EXPERIMENTS:
         assert found(wrap(loss), changes) == found(loss, changes)
@@ -169,7 +169,7 @@ def test_a_token_correction_of_a_sequence_loss_warns():
     for loss in (losses.gspo, losses.luspo, losses.gmpo):
         variant = replace(experiment, loss=loss, correction=correction.truncate_tokens)
         (sentence,) = [each for each in warnings(variant) if each.startswith("correction: ")]
-        assert f"the gradient of {loss.__name__} has one weight per sequence" in sentence
+        assert f"the gradient of {title_of(loss)} has one weight per sequence" in sentence
         assert not [
             each
             for each in warnings(replace(variant, correction=correction.truncate_geometric))
