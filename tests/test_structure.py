@@ -285,8 +285,8 @@ def over_budget(path):
         if isinstance(node, ast.ClassDef) and lines(node) > 150:
             found.append(f"{label(path)}:{node.lineno}: class {node.name} has {lines(node)} lines, more than 150")
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if lines(node) > 80:
-                found.append(f"{label(path)}:{node.lineno}: {node.name} has {lines(node)} lines, more than 80")
+            if lines(node) > 60:
+                found.append(f"{label(path)}:{node.lineno}: {node.name} has {lines(node)} lines, more than 60")
             names = positional(node, method=id(node) in methods)
             if len(names) > 6:
                 found.append(
