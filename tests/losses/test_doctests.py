@@ -18,6 +18,7 @@ MODULES = {
     "gspax.losses.traits": 1,
     "gspax.losses.logprobs": 1,
     "gspax.losses.kl": 3,
+    "gspax.losses.distill": 2,
     "gspax.losses.correction": 4,
     "gspax.losses.regularizers": 3,
     "gspax.losses.calibration": 2,

@@ -169,6 +169,15 @@ def positive(name: str, value: float) -> float:
     return float(value)
 
 
+def count(name: str, value: int) -> int:
+    """`value` if it is a Python int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a Python int; got {describe(value)}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1; got {value}")
+    return value
+
+
 def function(name: str, value: object) -> None:
     """TypeError unless `value` can be called."""
     if not callable(value):

@@ -93,18 +93,19 @@ def chunked_scores(
     and errors are those of `chunked_token_logp`.
     """
     hidden_BTD, tokens_BT = _hidden_and_tokens(hidden_BTD, tokens_BT)
-    temperature = checks.positive("temperature", temperature)
-    if isinstance(chunk, bool) or not isinstance(chunk, int):
-        raise TypeError(f"chunk must be a Python int; got {checks.describe(chunk)}")
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1; got {chunk}")
+    temperature, chunk = checks.positive("temperature", temperature), checks.count("chunk", chunk)
 
     def scores(hidden_BCD: Array, tokens_BC: Array) -> tuple[Array, Array]:
-        logits_BCV = checks.array("the result of project", project(hidden_BCD), jnp.float32, "BCV", _FINER)
-        checks.same_shape("the result of project", logits_BCV[..., 0], "its argument [B, C]", tokens_BC.shape)
-        return _scores(logits_BCV, tokens_BC, temperature)
+        return _scores(checked_logits(project, hidden_BCD), tokens_BC, temperature)
 
-    return _in_chunks(scores, hidden_BTD, tokens_BT, chunk)
+    return in_chunks(scores, chunk, hidden_BTD, tokens_BT)
+
+
+def checked_logits(project: Callable[[Array], Array], hidden_BCD: Array) -> Array:
+    """`project(hidden_BCD)`. TypeError, ValueError: they are no float32 logits [B, C, V]."""
+    logits_BCV = checks.array("the result of project", project(hidden_BCD), jnp.float32, "BCV", _FINER)
+    checks.same_shape("the result of project", logits_BCV[..., 0], "its argument [B, C]", hidden_BCD.shape[:2])
+    return logits_BCV
 
 
 def shift(
@@ -138,23 +139,25 @@ def _scores(logits_BCV: Array, tokens_BC: Array, temperature: float) -> tuple[Ar
     return logit_BC - lse_BC, lse_BC - mean_BC
 
 
-def _in_chunks(
-    scores: Callable[[Array, Array], tuple[Array, Array]], hidden_BTD: Array, tokens_BT: Array, chunk: int
-) -> tuple[Array, Array]:
-    """`scores(hidden_BTD, tokens_BT)`, `chunk` positions at a time."""
-    B, T, D = hidden_BTD.shape
+def in_chunks(scores: Callable[..., Scored], chunk: int, *arrays: Array) -> Scored:
+    """`scores(*arrays)` of arrays [B, T, ...], `chunk` positions at a time and recomputed in the backward pass.
+
+    Args:
+      scores: arrays [B, C, ...] -> a tree of arrays [B, C], position by position.
+    """
+    B, T = arrays[0].shape[:2]
     if chunk >= T:
-        return scores(hidden_BTD, tokens_BT)
+        return scores(*arrays)
     K = -(-T // chunk)
-    # Padded with the last position, not with zeros: there the projection and its derivative are finite.
-    fill = (0, K * chunk - T)
-    hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), fill, (0, 0)), mode="edge")
-    tokens_BT = jnp.pad(tokens_BT, ((0, 0), fill), mode="edge")
-    hidden_KBCD = hidden_BTD.reshape(B, K, chunk, D).swapaxes(0, 1)
-    tokens_KBC = tokens_BT.reshape(B, K, chunk).swapaxes(0, 1)
+
+    def split(x: Array) -> Array:
+        # Padded with the last position, not with zeros: there the projection and its derivative are finite.
+        x = jnp.pad(x, ((0, 0), (0, K * chunk - T), *[(0, 0)] * (x.ndim - 2)), mode="edge")
+        return x.reshape(B, K, chunk, *x.shape[2:]).swapaxes(0, 1)
+
     # prevent_cse only matters outside a loop; inside one it hinders the compiler.
     body = jax.checkpoint(scores, prevent_cse=False)
-    _, scores_KBC = jax.lax.scan(lambda carry, x: (carry, body(*x)), None, (hidden_KBCD, tokens_KBC))
+    _, scores_KBC = jax.lax.scan(lambda carry, x: (carry, body(*x)), None, tuple(map(split, arrays)))
     return jax.tree.map(lambda x_KBC: x_KBC.swapaxes(0, 1).reshape(B, K * chunk)[:, :T], scores_KBC)
 
 
