@@ -41,9 +41,8 @@ from jax.lax import stop_gradient
 from jax.typing import ArrayLike
 
 from gspax.losses import checks, sequences
-from gspax.losses.kl import log_ratio, pair, with_gradient
 from gspax.losses.logprobs import checked_logits, in_chunks
-from gspax.losses.surrogate import k3_of
+from gspax.losses.surrogate import compare_logp, k3_of, limited_log_ratio, with_gradient
 from gspax.losses.terms import Aggregate, Metrics, Terms, by_sequence, mean_over
 
 Array = jax.Array
@@ -97,13 +96,13 @@ def reverse_kl(
     Raises:
       TypeError, ValueError: an argument is no array, or of another dtype or shape.
     """
-    logp_BT, x_BT, mask_BT, segment_BT = pair(logp, teacher_logp, mask, segment_ids)
+    logp_BT, x_BT, mask_BT, segment_BT = compare_logp(logp, teacher_logp, mask, segment_ids)
     kept_logp_BTK, kept_x_BTK, outside_BT = _kept(kept, mask_BT)
     ratio_BT = jnp.ones_like(x_BT)
     if old_logp is not None:
         old_logp_BT = checks.array("old_logp", old_logp, jnp.float32, "BT")
         checks.same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
-        ratio_BT = jnp.exp(log_ratio(logp_BT, old_logp_BT, mask_BT))
+        ratio_BT = jnp.exp(limited_log_ratio(logp_BT, old_logp_BT, mask_BT))
     p_BTK = stop_gradient(jnp.exp(kept_logp_BTK))
     exact_BT = with_gradient(p_BTK * k3_of(kept_x_BTK), p_BTK * kept_x_BTK, kept_logp_BTK).sum(-1)
     weight_BT = jnp.where(outside_BT, ratio_BT, 0)
@@ -253,7 +252,7 @@ def mixed_advantage(
       mask: bool [B, T]; 0 outside of it.
       coefficient: λ.
     """
-    _, x_BT, mask_BT, _ = pair(logp, teacher_logp, mask, None)
+    _, x_BT, mask_BT, _ = compare_logp(logp, teacher_logp, mask, None)
     rank = len(getattr(advantage, "shape", ()))
     task = checks.array("advantage", advantage, jnp.float32, "BT" if rank == 2 else "B")
     checks.same_shape("advantage", task, "logp" if rank == 2 else "logp in its rows", x_BT.shape[:rank])
@@ -273,7 +272,7 @@ def _kept(kept: Kept, mask_BT: Array) -> tuple[Array, Array, Array]:
         raise ValueError(f"{wanted}; got {list(logp_BTK.shape)}")
     mask_BT1 = mask_BT[..., None]
     logp_BTK = jnp.where(mask_BT1, logp_BTK, 0)
-    return logp_BTK, log_ratio(logp_BTK, teacher_BTK, mask_BT1), mask_BT & ~sampled_BT
+    return logp_BTK, limited_log_ratio(logp_BTK, teacher_BTK, mask_BT1), mask_BT & ~sampled_BT
 
 
 def _expected(weight_logp_V: Array, logp_V: Array, other_V: Array) -> Array:

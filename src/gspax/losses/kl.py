@@ -32,11 +32,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.lax import stop_gradient
-from jax.typing import ArrayLike
 
 from gspax.losses import checks, sequences
-from gspax.losses.surrogate import LOG_RATIO_LIMIT, k3_of
+from gspax.losses.surrogate import compare_logp, k3_of, limited_log_ratio, with_gradient
 from gspax.losses.terms import Aggregate, Metrics, Terms, by_constant, by_sequence, mean_over
 
 Array = jax.Array
@@ -49,7 +47,7 @@ def k1(logp: Array, ref_logp: Array, mask: Array) -> Array:
     >>> [float(k(logp, ref_logp, jnp.array([[False, True]]))[0, 1].round(3)) for k in (k1, k2, k3)]
     [0.693, 0.24, 0.193]
     """
-    return pair(logp, ref_logp, mask, None)[1]
+    return compare_logp(logp, ref_logp, mask, None)[1]
 
 
 def k2(logp: Array, ref_logp: Array, mask: Array) -> Array:
@@ -102,12 +100,12 @@ def token_kl(
     Raises:
       TypeError, ValueError: an argument is no array, or of another dtype or shape.
     """
-    logp_BT, x_BT, mask_BT, segment_BT = pair(logp, ref_logp, mask, segment_ids)
+    logp_BT, x_BT, mask_BT, segment_BT = compare_logp(logp, ref_logp, mask, segment_ids)
     ratio_BT = jnp.ones_like(x_BT)
     if old_logp is not None:
         old_logp_BT = checks.array("old_logp", old_logp, jnp.float32, "BT")
         checks.same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
-        ratio_BT = jnp.exp(log_ratio(logp_BT, old_logp_BT, mask_BT))
+        ratio_BT = jnp.exp(limited_log_ratio(logp_BT, old_logp_BT, mask_BT))
     value_BT = with_gradient(ratio_BT * k3_of(x_BT), ratio_BT * x_BT, logp_BT)
     return Terms(*aggregate(value_BT, mask_BT, segment_BT), _metrics(x_BT, mask_BT))
 
@@ -129,7 +127,7 @@ def sequence_kl(logp: Array, ref_logp: Array, mask: Array, *, segment_ids: Array
     Returns:
       Terms with float32 [B] leaves and the metrics `ref_kl` (k3) and `ref_kl_k1`, means over the response tokens.
     """
-    logp_BT, x_BT, mask_BT, segment_BT = pair(logp, ref_logp, mask, segment_ids)
+    logp_BT, x_BT, mask_BT, segment_BT = compare_logp(logp, ref_logp, mask, segment_ids)
     value_BT = with_gradient(x_BT, sequences.to_go(x_BT, segment_BT), logp_BT)
     return Terms(*by_constant(value_BT, mask_BT, segment_BT), _metrics(x_BT, mask_BT))
 
@@ -150,7 +148,7 @@ def grpo_kl(
     Args, Returns, Raises:
       as `token_kl`.
     """
-    logp_BT, x_BT, mask_BT, segment_BT = pair(logp, ref_logp, mask, segment_ids)
+    logp_BT, x_BT, mask_BT, segment_BT = compare_logp(logp, ref_logp, mask, segment_ids)
     value_BT = with_gradient(k3_of(x_BT), -jnp.expm1(-x_BT), logp_BT)
     return Terms(*aggregate(value_BT, mask_BT, segment_BT), _metrics(x_BT, mask_BT))
 
@@ -177,29 +175,6 @@ def add_penalty(terms: Terms, penalty: Terms, *, coefficient: float) -> Terms:
         raise ValueError(f"penalty must not have metrics that terms has; got {both} in both")
     value_B = terms.value + float(coefficient) * penalty.value
     return Terms(value_B, terms.weight, {**terms.metrics, **penalty.metrics})
-
-
-def pair(
-    logp: ArrayLike, ref_logp: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike | None
-) -> tuple[Array, Array, Array, Array | None]:
-    """(log π, x without a gradient, the mask, the segments)."""
-    policies = checks.two_policies("logp", logp, "ref_logp", ref_logp, mask, segment_ids)
-    logp_BT, ref_logp_BT, mask_BT, segment_BT = policies
-    mask_BT = sequences.response(mask_BT, segment_BT)
-    return logp_BT, log_ratio(logp_BT, ref_logp_BT, mask_BT), mask_BT, segment_BT
-
-
-def log_ratio(logp_BT: Array, other_BT: Array, mask_BT: Array) -> Array:
-    """log π - log of the other policy without a gradient, limited to ±25, 0 outside the mask."""
-    return stop_gradient(jnp.clip(jnp.where(mask_BT, logp_BT - other_BT, 0), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-
-
-def with_gradient(value_BT: Array, gradient_BT: Array, logp_BT: Array) -> Array:
-    """The value, with the given gradient by logp, both constants: the added term is 0 except for its derivative.
-
-    What is outside the mask does not matter: every aggregation leaves it out.
-    """
-    return value_BT + gradient_BT * (logp_BT - stop_gradient(logp_BT))
 
 
 def _metrics(x_BT: Array, mask_BT: Array) -> Metrics:

@@ -47,6 +47,29 @@ class Inputs(NamedTuple):
     correction_BU: Array | None  # float32  constant factor of the objective; None: 1
 
 
+def compare_logp(
+    logp: ArrayLike, ref_logp: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike | None
+) -> tuple[Array, Array, Array, Array | None]:
+    """(log π, x without a gradient, the mask, the segments)."""
+    policies = checks.two_policies("logp", logp, "ref_logp", ref_logp, mask, segment_ids)
+    logp_BT, ref_logp_BT, mask_BT, segment_BT = policies
+    mask_BT = sequences.response(mask_BT, segment_BT)
+    return logp_BT, limited_log_ratio(logp_BT, ref_logp_BT, mask_BT), mask_BT, segment_BT
+
+
+def limited_log_ratio(logp_BT: Array, other_BT: Array, mask_BT: Array) -> Array:
+    """log π - log of the other policy without a gradient, limited to ±25, 0 outside the mask."""
+    return stop_gradient(jnp.clip(jnp.where(mask_BT, logp_BT - other_BT, 0), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def with_gradient(value_BT: Array, gradient_BT: Array, logp_BT: Array) -> Array:
+    """The value, with the given gradient by logp, both constants: the added term is 0 except for its derivative.
+
+    What is outside the mask does not matter: every aggregation leaves it out.
+    """
+    return value_BT + gradient_BT * (logp_BT - stop_gradient(logp_BT))
+
+
 def prepare(
     logp: ArrayLike,
     old_logp: ArrayLike,
