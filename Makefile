@@ -42,7 +42,7 @@ test: $(TESTS) $(TORCH) $(TPU)
 unit: $(TESTS)
 	$(PYTEST) -m "unit and not slow and not release"
 
-# What the pages, the package, the studies, and the launch scripts promise, and the tests of over a CPU-second.
+# What the pages, the package, the studies, and the launch scripts promise, and the tests of over half a CPU-second.
 release: $(TESTS) $(TORCH) $(TPU)
 	$(PYTEST) -m "release and not slow"
 
@@ -50,7 +50,7 @@ release: $(TESTS) $(TORCH) $(TPU)
 costs: $(TESTS) $(TORCH) $(TPU)
 	rm -f .cache/costs
 	TEST_COSTS=.cache/costs $(PYTEST)
-	awk '$$1 >= 1 {sub(/^[0-9.]+ /, ""); print}' .cache/costs | LC_ALL=C sort > tests/costly.txt
+	awk '$$1 >= 0.5 {sub(/^[0-9.]+ /, ""); print}' .cache/costs | LC_ALL=C sort > tests/costly.txt
 
 # Another Python, in a virtual environment of its own: make test-python PYTHON=python3.13 VENV=.venv-3.13
 test-python: $(TESTS)

@@ -45,14 +45,14 @@ TIERS = {  # the folders and files of a tier; all others are of tier "device": t
     "release": ("release/",),
 }
 
-COSTLY = TESTS / "costly.txt"  # tests of over a CPU-second, written by `make costs`; they wait for `make release`
+COSTLY = TESTS / "costly.txt"  # tests of over half a CPU-second, written by `make costs`; they wait for `make release`
 COSTS = os.environ.get("TEST_COSTS", "")  # a file to write the CPU-seconds of each test to
 
 RESIDENT_BUDGET = 10**9  # bytes a worker may hold between two files; most of them are compiled programs
 
 
 def pytest_collection_modifyitems(items):
-    """Mark each test with its tier, and those of over a CPU-second with `release` besides."""
+    """Mark each test with its tier, and those of over half a CPU-second with `release` besides."""
     costly = set() if COSTS else {*COSTLY.read_text(encoding="utf-8").splitlines()}
     for item in items:
         name = item.path.relative_to(TESTS).as_posix()
