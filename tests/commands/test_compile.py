@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,10 @@ def test_each_misfit_is_reported_on_one_line():
     table = report.memory_table([fits, large], V5E).splitlines()
     assert table[0].split()[-4:] == ["old", "log-probs", "train", "step"]
     assert table[7].split()[-2:] == ["12.000", "18.000"]
+    names = [programs.TRAIN, programs.SCORE, *programs.SAMPLER]
+    every = [outcome(name, memory=gigabytes()) for name in names]
+    titles = report.memory_table(every, V5E).splitlines()[0].removeprefix("Memory per device, GB")
+    assert re.split(" {2,}", titles.strip()) == names  # no two titles run together
 
 
 TEXT = """HloModule m

@@ -317,12 +317,12 @@ def memory_table(compiled: Sequence[Compiled], topology: Topology) -> str:
         "resident in the run": "resident",
         "total of the last three": "total",
     }
-    lines = [f"{'Memory per device, GB':<28}" + "".join(f"{program.name:>16}" for program in compiled)]
+    lines = [f"{'Memory per device, GB':<28}" + "".join(f"{program.name:>19}" for program in compiled)]
     for title, name in rows.items():
-        cells = [f"{getattr(program.memory, name) / GB:>16.3f}" for program in compiled]
+        cells = [f"{getattr(program.memory, name) / GB:>19.3f}" for program in compiled]
         lines.append(f"  {title:<26}" + "".join(cells))
     usable = topology.chip.memory / GB
-    return "\n".join([*lines, f"  {'a program may use':<26}" + f"{usable:>16.2f}" * len(compiled)])
+    return "\n".join([*lines, f"  {'a program may use':<26}" + f"{usable:>19.2f}" * len(compiled)])
 
 
 def time_table(estimates: Estimates, chip: Chip) -> str:
