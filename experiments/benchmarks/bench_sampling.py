@@ -61,6 +61,7 @@ def cases(model: ModelConfig, sampling: Sampling, mesh: jax.sharding.Mesh) -> It
 def measure(experiment: Experiment) -> list[dict[str, Any]]:
     """A row of figures for each case, on the sampler's devices."""
     mesh, key = make_runtime(experiment).sampler.mesh, jax.random.key(experiment.seed)
+    limits = measure_limits(experiment.model.dtype)
     rows = []
     for name, options in cases(experiment.model, experiment.sampling, mesh):
         model, sampling = options.model, options.sampling
@@ -71,7 +72,7 @@ def measure(experiment: Experiment) -> list[dict[str, Any]]:
         call = partial(sample, weights, prompts, range(sampling.prompts), key, options)
         length_B = multihost.to_host(call().length_B).astype(int).tolist()
         wall, cpu = (statistics.median(seconds) for seconds in zip(*time_calls(call, REPEATS), strict=True))
-        tokens, limits = sum(length_B), measure_limits(model.dtype)
+        tokens = sum(length_B)
         per_token = forward_flops(model, sampling.max_prompt_tokens + tokens / len(length_B))
         flops = (sampling.prompts * sampling.max_prompt_tokens + tokens) * per_token
         rates = {

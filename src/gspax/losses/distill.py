@@ -42,7 +42,7 @@ from jax.typing import ArrayLike
 
 from gspax.losses import checks, sequences
 from gspax.losses.logprobs import checked_logits, in_chunks
-from gspax.losses.surrogate import compare_logp, k3_of, limited_log_ratio, with_gradient
+from gspax.losses.surrogate import compare_logp, k3_of, limited_log_ratio, sampling_ratio, with_gradient
 from gspax.losses.terms import Aggregate, Metrics, Terms, by_sequence, mean_over
 
 Array = jax.Array
@@ -98,11 +98,7 @@ def reverse_kl(
     """
     logp_BT, x_BT, mask_BT, segment_BT = compare_logp(logp, teacher_logp, mask, segment_ids)
     kept_logp_BTK, kept_x_BTK, outside_BT = _kept(kept, mask_BT)
-    ratio_BT = jnp.ones_like(x_BT)
-    if old_logp is not None:
-        old_logp_BT = checks.array("old_logp", old_logp, jnp.float32, "BT")
-        checks.same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
-        ratio_BT = jnp.exp(limited_log_ratio(logp_BT, old_logp_BT, mask_BT))
+    ratio_BT = sampling_ratio(logp_BT, old_logp, mask_BT)
     p_BTK = stop_gradient(jnp.exp(kept_logp_BTK))
     exact_BT = with_gradient(p_BTK * k3_of(kept_x_BTK), p_BTK * kept_x_BTK, kept_logp_BTK).sum(-1)
     weight_BT = jnp.where(outside_BT, ratio_BT, 0)

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from gspax.losses import checks, sequences
-from gspax.losses.surrogate import compare_logp, k3_of, limited_log_ratio, with_gradient
+from gspax.losses.surrogate import compare_logp, k3_of, sampling_ratio, with_gradient
 from gspax.losses.terms import Aggregate, Metrics, Terms, by_constant, by_sequence, mean_over
 
 Array = jax.Array
@@ -101,11 +101,7 @@ def token_kl(
       TypeError, ValueError: an argument is no array, or of another dtype or shape.
     """
     logp_BT, x_BT, mask_BT, segment_BT = compare_logp(logp, ref_logp, mask, segment_ids)
-    ratio_BT = jnp.ones_like(x_BT)
-    if old_logp is not None:
-        old_logp_BT = checks.array("old_logp", old_logp, jnp.float32, "BT")
-        checks.same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
-        ratio_BT = jnp.exp(limited_log_ratio(logp_BT, old_logp_BT, mask_BT))
+    ratio_BT = sampling_ratio(logp_BT, old_logp, mask_BT)
     value_BT = with_gradient(ratio_BT * k3_of(x_BT), ratio_BT * x_BT, logp_BT)
     return Terms(*aggregate(value_BT, mask_BT, segment_BT), _metrics(x_BT, mask_BT))
 

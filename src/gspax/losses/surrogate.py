@@ -62,6 +62,15 @@ def limited_log_ratio(logp_BT: Array, other_BT: Array, mask_BT: Array) -> Array:
     return stop_gradient(jnp.clip(jnp.where(mask_BT, logp_BT - other_BT, 0), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
+def sampling_ratio(logp_BT: Array, old_logp: ArrayLike | None, mask_BT: Array) -> Array:
+    """π/π_old without a gradient, 1 outside the mask; 1 everywhere without `old_logp`: π itself sampled the tokens."""
+    if old_logp is None:
+        return jnp.ones_like(logp_BT)
+    old_logp_BT = checks.array("old_logp", old_logp, jnp.float32, "BT")
+    checks.same_shape("old_logp", old_logp_BT, "logp", logp_BT.shape)
+    return jnp.exp(limited_log_ratio(logp_BT, old_logp_BT, mask_BT))
+
+
 def with_gradient(value_BT: Array, gradient_BT: Array, logp_BT: Array) -> Array:
     """The value, with the given gradient by logp, both constants: the added term is 0 except for its derivative.
 

@@ -181,7 +181,7 @@ def find_mismatches(sizes: dict[str, int], model: ModelConfig) -> Iterator[str]:
         "shared_expert_intermediate_size": "mlp",
     }
     for name, axis in dimensions.items():
-        size, parts = getattr(model, name), math.prod(sizes[name] for name in mesh_axes(axis))
+        size, parts = getattr(model, name), math.prod(sizes[each] for each in mesh_axes(axis))
         if size % parts:
             over = " x ".join(f"mesh.{each}" for each in mesh_axes(axis) if sizes[each] > 1)
             yield f"model.{name}: wanted a multiple of {over} ({parts}), got {size}"
