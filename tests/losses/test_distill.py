@@ -335,3 +335,14 @@ def test_a_teacher_of_another_vocabulary_or_other_rows_is_refused():
         call(lambda x: x @ teacher_head, teacher_hidden)
     with pytest.raises(ValueError, match=r"teacher_hidden_BTE must have the rows and tokens \[2, 7\] of hidden_BTD"):
         call(lambda x: x @ teacher_head, teacher_hidden[:, 1:])
+
+
+def test_the_teacher_gets_no_gradient():
+    hidden, head, teacher_hidden, teacher_head = heads()
+
+    def loss(hidden, teacher_hidden, teacher_head):
+        arguments = (lambda x: x @ head), hidden, (lambda x: x @ teacher_head), teacher_hidden
+        return distill.chunked_divergence(distill.full_forward_kl, *arguments, chunk=3).sum()
+
+    student, *teacher = jax.grad(loss, argnums=(0, 1, 2))(hidden, teacher_hidden, teacher_head)
+    assert np.abs(student).max() > 0.01 and not any(np.any(gradient) for gradient in teacher)
