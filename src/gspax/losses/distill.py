@@ -11,10 +11,11 @@ set K of tokens: over K it is computed, and outside of it a token y that was sam
     E_y[ Σ_{v∈K} p(v) k3(x_v) + 1[y∉K] k3(x_y) ]                = KL(p‖q),
     E_y[ Σ_{v∈K} x_v p(v) ∇ log p(v) + 1[y∉K] x_y ∇ log p(y) ]  = ∇ KL(p‖q),
 
-whatever K is, the teacher's most probable tokens or the student's. With K empty this is the sampled estimator, an
+for every K that is chosen without looking at y, if p > 0 where q > 0 outside of it. The gradient is set separately:
+the derivative of the sampled value is that of another divergence. With K empty this is the sampled estimator, an
 advantage of log q - log p (Thinking Machines 2025, "On-Policy Distillation"; GLM-5, arXiv 2602.15763, eq. 2); with all
-of the vocabulary it is the exact KL (DeepSeek-V4). Two other forms are biased: the sum over K without the sampled rest,
-and Σ_{v∈K} p log(p/q) with it, which adds Σ_{v∈K} ∇p(v) to the gradient.
+of the vocabulary it is the exact KL (DeepSeek-V4). Two other forms have a biased gradient: a sum over K alone, and
+Σ_{v∈K} p log(p/q) with the sampled term for the rest, which adds Σ_{v∈K} ∇p(v).
 
 - `reverse_kl` is the estimate above as `Terms`; `select_logp` gathers its log-probs of the kept tokens.
 - `chunked_divergence` compares all of both vocabularies without logits [B, T, V] in memory, by `full_reverse_kl`,
@@ -70,7 +71,8 @@ def reverse_kl(
 ) -> Terms:
     """KL(student‖teacher) of each next token: exact over the kept tokens, sampled outside of them.
 
-    Value and gradient are unbiased for every set of kept tokens (see the module). With none it is `kl.token_kl`.
+    Value and gradient are unbiased for every set of kept tokens that does not depend on the sampled one (see the
+    module). With none it is `kl.token_kl`.
 
     >>> logp, teacher_logp = jnp.log(jnp.array([[1.0, 0.5]])), jnp.log(jnp.array([[1.0, 0.25]]))
     >>> p_BTK, q_BTK = jnp.array([[[1.0, 1.0], [0.5, 0.5]]]), jnp.array([[[1.0, 1.0], [0.25, 0.75]]])
