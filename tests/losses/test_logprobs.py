@@ -114,7 +114,7 @@ def test_positions_can_be_scored_in_separate_parts(parts):
     def by_parts(hidden, matrix):
         def score(hidden, tokens):
             pairs = zip(jnp.split(hidden, parts, axis=1), jnp.split(tokens, parts, axis=1), strict=True)
-            scores = [logprobs.chunked_scores(lambda h: h @ matrix, *pair, **how) for pair in pairs]
+            scores = [logprobs.logp_and_entropy(part @ matrix, tokens, how["temperature"]) for part, tokens in pairs]
             return tuple(jnp.concatenate(each, axis=1) for each in zip(*scores, strict=True))
 
         return total(logprobs.shift(score, hidden, tokens, keep_length=True))

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from gspax.config import ModelConfig
 from gspax.learner.objective import Outputs
-from gspax.losses.logprobs import chunked_scores, shift
+from gspax.losses.logprobs import logp_and_entropy, shift
 from gspax.model import transformer
 from gspax.model.sizes import logit_chunk
 from gspax.parallel.sharding import axis_sizes, batch_shards, mesh_axes, own_axes, spec, token_spec
@@ -177,9 +177,7 @@ def _device_logp(
 
 def _chunk_logp(temperature: float, head_DV: Array, summed_DV: Array, hidden_CD: Array, token_C: Array) -> LogpEntropy:
     """Log-probs and entropies of one chunk, [C]."""
-    project = partial(_product, head_DV, summed_DV)
-    both = chunked_scores(project, hidden_CD[None], token_C[None], temperature=temperature, chunk=len(token_C))
-    return both[0][0], both[1][0]
+    return logp_and_entropy(_product(head_DV, summed_DV, hidden_CD), token_C, temperature)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -266,24 +264,24 @@ def _copies(head_DV: Array, dtype: jnp.dtype, mesh: jax.sharding.Mesh, split: tu
 
 
 @jax.custom_vjp
-def _product(head_DV: Array, summed_DV: Array, hidden_BCD: Array) -> Array:
+def _product(head_DV: Array, summed_DV: Array, hidden_CD: Array) -> Array:
     """Float32 logits hidden · head; the head's gradient is that of `summed_DV`."""
     del summed_DV
     with jax.named_scope("head"):
-        return jnp.matmul(hidden_BCD, head_DV, preferred_element_type=jnp.float32)
+        return jnp.matmul(hidden_CD, head_DV, preferred_element_type=jnp.float32)
 
 
-def _product_forward(head_DV: Array, summed_DV: Array, hidden_BCD: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _product(head_DV, summed_DV, hidden_BCD), (head_DV, hidden_BCD)
+def _product_forward(head_DV: Array, summed_DV: Array, hidden_CD: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(head_DV, summed_DV, hidden_CD), (head_DV, hidden_CD)
 
 
-def _product_backward(kept: tuple[Array, Array], dlogits_BCV: Array) -> tuple[None, Array, Array]:
-    head_DV, hidden_BCD = kept
+def _product_backward(kept: tuple[Array, Array], dlogits_CV: Array) -> tuple[None, Array, Array]:
+    head_DV, hidden_CD = kept
     product = partial(jax.lax.dot_general, preferred_element_type=jnp.float32)  # of factors as they are
     with jax.named_scope("head"):
-        dhead_DV = product(hidden_BCD, dlogits_BCV, (((0, 1), (0, 1)), ((), ())))
-        dhidden_BCD = product(dlogits_BCV, head_DV, (((2,), (1,)), ((), ())))
-    return None, dhead_DV, dhidden_BCD.astype(hidden_BCD.dtype)
+        dhead_DV = product(hidden_CD, dlogits_CV, (((0,), (0,)), ((), ())))
+        dhidden_CD = product(dlogits_CV, head_DV, (((1,), (1,)), ((), ())))
+    return None, dhead_DV, dhidden_CD.astype(hidden_CD.dtype)
 
 
 _product.defvjp(_product_forward, _product_backward)

@@ -43,7 +43,7 @@ def token_logp(logits_BTV: Array, tokens_BT: Array, *, temperature: float = 1.0)
     logits_BTV = checks.array("logits_BTV", logits_BTV, jnp.float32, "BTV", _FINER)
     tokens_BT = _tokens(tokens_BT, "logits_BTV", logits_BTV)
     temperature = checks.positive("temperature", temperature)
-    return shift(lambda logits, tokens: _scores(logits, tokens, temperature)[0], logits_BTV, tokens_BT)
+    return shift(lambda logits, tokens: logp_and_entropy(logits, tokens, temperature)[0], logits_BTV, tokens_BT)
 
 
 def chunked_token_logp(
@@ -75,30 +75,13 @@ def chunked_token_logp(
       TypeError: logits that are not float32, tokens that are not int32, a number of the wrong type.
       ValueError: shapes do not fit; temperature not above 0; chunk below 1.
     """
-    score = partial(chunked_scores, project, temperature=temperature, chunk=chunk)
-    return shift(score, *_hidden_and_tokens(hidden_BTD, tokens_BT))
-
-
-def chunked_scores(
-    project: Callable[[Array], Array],
-    hidden_BTD: Array,
-    tokens_BT: Array,
-    *,
-    temperature: float = 1.0,
-    chunk: int,
-) -> tuple[Array, Array]:
-    """`chunked_token_logp` without the shift: column t scores `tokens_BT[b, t]` with the output at t itself.
-
-    Positions are independent, so any subset of rows and positions can be scored on the device that holds it. Arguments
-    and errors are those of `chunked_token_logp`.
-    """
     hidden_BTD, tokens_BT = _hidden_and_tokens(hidden_BTD, tokens_BT)
     temperature, chunk = checks.positive("temperature", temperature), checks.count("chunk", chunk)
 
     def scores(hidden_BCD: Array, tokens_BC: Array) -> tuple[Array, Array]:
-        return _scores(checked_logits(project, hidden_BCD), tokens_BC, temperature)
+        return logp_and_entropy(checked_logits(project, hidden_BCD), tokens_BC, temperature)
 
-    return in_chunks(scores, chunk, hidden_BTD, tokens_BT)
+    return shift(partial(in_chunks, scores, chunk), hidden_BTD, tokens_BT)
 
 
 def checked_logits(project: Callable[[Array], Array], hidden_BCD: Array) -> Array:
@@ -126,17 +109,17 @@ def shift(
     return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), scored)
 
 
-def _scores(logits_BCV: Array, tokens_BC: Array, temperature: float) -> tuple[Array, Array]:
-    """(log-probability of each token, entropy of the distribution that its logits give), both [B, C].
+def logp_and_entropy(logits_XV: Array, tokens_X: Array, temperature: float) -> tuple[Array, Array]:
+    """The log-probability of each token and the entropy of the distribution that its logits give; X is any axes.
 
-    log π = logit - logsumexp and entropy = logsumexp - Σ p·logit: no array of log-probabilities over V is needed.
+    The entropy is -Σ p·log p, where log p = logit - logsumexp is kept finite: 0·log 0 is 0. In this form XLA computes
+    exponential, product, and sum in one pass: on CPU a fifth of the time of logsumexp - Σ p·logit.
     """
-    logits_BCV = logits_BCV / temperature
-    lse_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-    logit_BC = jnp.take_along_axis(logits_BCV, tokens_BC[..., None], axis=-1)[..., 0]
-    p_BCV = jnp.exp(logits_BCV - lse_BC[..., None])
-    mean_BC = jnp.sum(p_BCV * jnp.where(p_BCV > 0, logits_BCV, 0), axis=-1)  # p = 0: the logit may be -inf
-    return logit_BC - lse_BC, lse_BC - mean_BC
+    logits_XV = logits_XV / temperature
+    lse_X = jax.nn.logsumexp(logits_XV, axis=-1)
+    logit_X = jnp.take_along_axis(logits_XV, tokens_X[..., None], axis=-1)[..., 0]
+    logp_XV = jnp.maximum(logits_XV - lse_X[..., None], jnp.finfo(jnp.float32).min)
+    return logit_X - lse_X, -jnp.sum(jnp.exp(logp_XV) * logp_XV, axis=-1)
 
 
 def in_chunks(scores: Callable[..., Scored], chunk: int, *arrays: Array) -> Scored:

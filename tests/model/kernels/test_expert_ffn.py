@@ -37,10 +37,14 @@ ROUTINGS = {  # name: (rows, experts, active, how ids are chosen)
     "all_to_last": (BLOCK, 5, 1, 4),
     "many_blocks": (3 * BLOCK, 2, 2, "any"),
     "few_rows_of_many": (20, 16, 2, "some dropped"),
+    "large_blocks": (1000, 3, 2, "any"),
 }
 
 
-DEFAULT = {blocked: ("one_row", "every_expert", "padding", "all_padding", "all_to_first"), ragged: ("even", "padding")}
+DEFAULT = {
+    blocked: ("one_row", "every_expert", "padding", "all_padding", "all_to_first", "large_blocks"),
+    ragged: ("even", "padding"),
+}
 
 
 def make_case(name, dtype=np.float32):

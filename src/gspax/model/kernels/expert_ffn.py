@@ -5,8 +5,8 @@
 Rows are copied once per choice and sorted by expert (dispatch), a backend multiplies each expert's rows by that
 expert's matrices, and the A results of a row are summed (combine). There are two backends for the middle part:
 
-- `blocked`, for CPU, is plain XLA: a scan over the experts and, inside it, a loop over the expert's blocks of BLOCK
-  rows. One block's intermediates stay in cache and its result overwrites its input.
+- `blocked`, for CPU, is plain XLA: a scan over the experts and, inside it, a loop over blocks of the expert's rows.
+  One block's intermediates stay in cache and its result overwrites its input.
 - `ragged`, for accelerators, is `jax.lax.ragged_dot`: a grouped-matmul kernel on TPU, dense over the experts on CPU.
 
 `expert_ffn` picks the backend when the program is lowered, so compiling for TPU on a CPU host needs no flag.
@@ -17,7 +17,8 @@ transpose (at gate = 1), so no gather turns into a scatter-add.
 
 On a mesh, call it inside `jax.shard_map`: the partitioner does not partition either backend.
 
-Axes: N rows, A experts per row, M = N·A choices, S = M + BLOCK sorted rows, D model, F expert width, E experts.
+Axes: N rows, A experts per row, M = N·A choices, S = M + BLOCK sorted rows, B rows of a block, D model, F expert width,
+E experts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,11 @@ from jax import Array, lax
 from gspax.model.kernels.quantization import Quantized, Weight, cast, dequantize
 from gspax.types import PyTree
 
-BLOCK = 40  # rows; larger blocks pad small batches more, and XLA:CPU multi-threads their products at a loss
+BLOCK = 40  # rows, the least padding of an expert's last block; XLA:CPU multiplies such blocks with one thread
+LARGE_BLOCK = 640  # rows, as many as fit; two threads multiply them in 0.6 of the time, which 320 rows do not reach
 MANY_ROWS = 128  # per expert: `ragged` converts weights of 8 bits first, instead of scaling float32 results
+
+Carry = TypeVar("Carry")  # of a loop
 
 
 class Permutation(NamedTuple):
@@ -211,16 +215,13 @@ def _blocked_forward(x_SD: Array, gate_S: Array, experts: Experts, count_E: Arra
         experts, start, count = xs
         w = cast(experts, x_SD.dtype)
 
-        def one_block(i: Array, x_SD: Array) -> Array:
-            at = start + i * BLOCK
-            x_BD = _slice(x_SD, at)
-            mine_B = jnp.arange(BLOCK) < count - i * BLOCK
+        def one_block(x_SD: Array, at: Array, mine_B: Array) -> Array:
+            x_BD, gate_B = _slice(x_SD, at, mine_B), _slice(gate_S, at, mine_B)
             a_BF, u_BF = dot("bd,df->bf", x_BD, w.gate_EDF), dot("bd,df->bf", x_BD, w.up_EDF)
-            h_BF = jax.nn.silu(a_BF) * u_BF * _slice(gate_S, at)[:, None]
-            y_BD = dot("bf,fd->bd", h_BF.astype(x_BD.dtype), w.down_EFD)
-            return _update(x_SD, at, mine_B[:, None], y_BD)
+            h_BF = jax.nn.silu(a_BF) * u_BF * gate_B[:, None]
+            return _update(x_SD, at, mine_B, dot("bf,fd->bd", h_BF.astype(x_BD.dtype), w.down_EFD))
 
-        return lax.fori_loop(0, -(-count // BLOCK), one_block, x_SD), None
+        return _over_blocks(one_block, x_SD, start, count, _has_large_blocks(x_SD, count_E)), None
 
     return lax.scan(one_expert, x_SD, (experts, jnp.cumsum(count_E) - count_E, count_E))[0]
 
@@ -234,21 +235,42 @@ def _blocked_backward(
         experts, start, count = xs
         w = cast(experts, x_SD.dtype)
 
-        def one_block(i: Array, carry: PyTree) -> PyTree:
+        def one_block(carry: PyTree, at: Array, mine_B: Array) -> PyTree:
             (x_SD, gate_S), dw = carry
-            at = start + i * BLOCK
-            x_BD, dy_BD, gate_B = _slice(x_SD, at), _slice(dy_SD, at), _slice(gate_S, at)
-            mine_B = jnp.arange(BLOCK) < count - i * BLOCK
+            x_BD, dy_BD, gate_B = (_slice(x_S, at, mine_B) for x_S in (x_SD, dy_SD, gate_S))
             dx_BD, dgate_B, dw_block = _block_gradients(x_BD, jnp.where(mine_B, gate_B, 0), w, dy_BD)
-            rows = _update(x_SD, at, mine_B[:, None], dx_BD), _update(gate_S, at, mine_B, dgate_B)
+            rows = _update(x_SD, at, mine_B, dx_BD), _update(gate_S, at, mine_B, dgate_B)
             return rows, jax.tree.map(jnp.add, dw, dw_block)
 
         zero = jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), experts)
-        rows, dw = lax.fori_loop(0, -(-count // BLOCK), one_block, (rows, zero))
+        rows, dw = _over_blocks(one_block, (rows, zero), start, count, _has_large_blocks(x_SD, count_E))
         return rows, jax.tree.map(lambda d, a: d.astype(a.dtype), dw, experts)
 
     (dx_SD, dgate_S), dexperts = lax.scan(one_expert, (x_SD, gate_S), (experts, jnp.cumsum(count_E) - count_E, count_E))
     return dx_SD, dgate_S, dexperts
+
+
+def _has_large_blocks(x_SD: Array, count_E: Array) -> bool:
+    """Whether experts have a large block of rows on average. Shapes tell, so smaller programs have no second loop."""
+    return x_SD.shape[0] >= LARGE_BLOCK * count_E.size
+
+
+def _over_blocks(
+    one_block: Callable[[Carry, Array, Array], Carry], carry: Carry, start: Array, count: Array, large: bool
+) -> Carry:
+    """`one_block(carry, first row, which rows of the block are the expert's)` for `count` rows from `start` on."""
+
+    def blocks(carry: Carry, start: Array, count: Array, number: Array, size: int) -> Carry:
+        def body(i: Array, carry: Carry) -> Carry:
+            return one_block(carry, start + i * size, jnp.arange(size) < count - i * size)
+
+        return lax.fori_loop(0, number, body, carry)
+
+    if large:
+        number = count // LARGE_BLOCK
+        carry = blocks(carry, start, count, number, LARGE_BLOCK)
+        start, count = start + number * LARGE_BLOCK, count - number * LARGE_BLOCK
+    return blocks(carry, start, count, -(-count // BLOCK), BLOCK)
 
 
 def _block_gradients(x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array) -> tuple[Array, Array, Experts]:
@@ -270,13 +292,16 @@ def _block_gradients(x_BD: Array, gate_B: Array, w: Experts, dy_BD: Array) -> tu
     return dx_BD, dgate_B, dw
 
 
-def _slice(x_S: Array, at: Array) -> Array:
-    return lax.dynamic_slice_in_dim(x_S, at, BLOCK)
+def _slice(x_S: Array, at: Array, mine_B: Array) -> Array:
+    return lax.dynamic_slice_in_dim(x_S, at, len(mine_B))
 
 
 def _update(x_S: Array, at: Array, mine_B: Array, new_B: Array) -> Array:
     """Writes only the block's own rows."""
-    return lax.dynamic_update_slice_in_dim(x_S, jnp.where(mine_B, new_B.astype(x_S.dtype), _slice(x_S, at)), at, 0)
+    mine = mine_B.reshape(-1, *[1] * (new_B.ndim - 1))
+    return lax.dynamic_update_slice_in_dim(
+        x_S, jnp.where(mine, new_B.astype(x_S.dtype), _slice(x_S, at, mine_B)), at, 0
+    )
 
 
 def dot(subscripts: str, a: Array, b: Weight) -> Array:
