@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import gcs
 import jax
 import pytest
 
@@ -90,6 +91,26 @@ def _drop_compiled_programs():
         gc.collect()
         with contextlib.suppress(AttributeError):  # glibc: return the freed pages, more than half
             ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(scope="session")
+def gcs_server():
+    """A server of buckets for this process and those that it starts; tensorstore reads its address once."""
+    with gcs.serve() as server:
+        os.environ.update(server.env)
+        yield server
+
+
+@pytest.fixture
+def bucket(gcs_server):
+    """The path of a run in a bucket of its own, and the server."""
+    from gspax.run.buckets import to_path
+
+    name = f"bucket-{len(gcs_server.buckets)}"
+    gcs_server.buckets[name], gcs_server.faults = {}, lambda request: None
+    gcs_server.requests.clear()
+    yield to_path(f"gs://{name}/runs/a"), gcs_server
+    gcs_server.faults = lambda request: None
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,15 @@ import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import moments
 import tensorstore
+
+from gspax.run.growing import read_growing
 
 VICTIM = str(Path(__file__).with_name("victim.py"))
 CACHE = str(Path(__file__).parents[2] / ".cache" / "faults")
@@ -60,12 +62,15 @@ def start(
     steps: int = STEPS,
     with_report: bool = True,
     log: str = "",
+    url: str = "",
+    env: Mapping[str, str] | None = None,
 ) -> Run:
-    """Start or resume the run in `workdir`; its output goes to a file beside that, which `log` names."""
+    """Start or resume the run in `workdir`, or at `url`. Its output goes to a file beside `workdir`, named by `log`."""
     output = workdir.with_name(f"{log or workdir.name}.log")
     _resumed(output).unlink(missing_ok=True)
-    arguments = ["train", file, "--workdir", str(workdir), f"schedule.steps={steps}", *overrides]
-    process = _server.Process(target=_run, args=(arguments, output, kill, workdir, steps, with_report), daemon=True)
+    arguments = ["train", file, "--workdir", url or str(workdir), f"schedule.steps={steps}", *overrides]
+    given = (arguments, output, kill, workdir, steps, with_report, dict(env or {}))
+    process = _server.Process(target=_run, args=given, daemon=True)
     process.start()
     return Run(process, output)
 
@@ -78,12 +83,18 @@ def environment() -> dict[str, str]:
 
 
 def _run(
-    arguments: list[str], output: Path, kill: moments.Kill | None, workdir: Path, steps: int, with_report: bool
+    arguments: list[str],
+    output: Path,
+    kill: moments.Kill | None,
+    workdir: Path,
+    steps: int,
+    with_report: bool,
+    env: dict[str, str],
 ) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.environ["GSPAX_COMPILATION_CACHE"] = CACHE
+    os.environ.update(env | {"GSPAX_COMPILATION_CACHE": CACHE})
     import jax
 
     from gspax.commands import main
@@ -126,7 +137,7 @@ def _watch_start(resumed: Path) -> None:
 
 def metrics(workdir: Path) -> list[dict[str, str]]:
     """The lines of metrics.jsonl, without clocks."""
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in read_growing(workdir / "metrics.jsonl").decode().splitlines()]
     return [{name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in rows]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
@@ -54,10 +55,10 @@ def test_another_experiment_is_rejected_with_its_fields_and_changes_nothing(tmp_
     assert listing(tmp_path) == before
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/run", "s3:/bucket/run"])
-def test_a_url_is_rejected_and_creates_no_folder(url, tmp_path, monkeypatch):
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs:/bucket/run", Path("gs://bucket/run")])
+def test_a_url_of_no_bucket_is_rejected_and_creates_no_folder(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="wanted a directory of a file system"):
+    with pytest.raises(UserError, match="wanted a directory or gs://BUCKET/NAME"):
         open_run(url, DESCRIPTION)
     assert not any(tmp_path.iterdir())
 

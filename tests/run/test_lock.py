@@ -115,11 +115,10 @@ def test_a_process_with_the_same_id_is_another_one(path):
 
 
 def test_the_heartbeat_of_another_host_decides(path, quick):
-    with lock.hold(path):
-        holder = json.loads(path.read_text())
-    path.write_text(json.dumps(holder | {"machine": "another", "host": "far"}))
-    done = threading.Event()
-    beating = threading.Thread(target=lock._beat, args=(path, path.read_text(), done))
+    holder, done = lock._FileLock(path), threading.Event()
+    holder._content = json.dumps(json.loads(holder._content) | {"machine": "another", "host": "far"})
+    holder.acquire()
+    beating = threading.Thread(target=lock._beat, args=(holder, done))
     beating.start()
     with pytest.raises(FailureError, match="on far since"):
         lock.require_free(path)

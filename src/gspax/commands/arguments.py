@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gspax.errors import UserError, warn
+from gspax.run.buckets import is_bucket, require_usable, to_path
 
 if TYPE_CHECKING:
     from gspax.config import Experiment
@@ -47,7 +48,7 @@ def add_experiment(parser: Parser) -> None:
 
 def add_dry_run(parser: Parser) -> None:
     """`--workdir`, and `--dry-run` with its `--devices`."""
-    parser.add_argument("--workdir", type=Path, metavar="DIR", help="the run directory (not needed for a dry run)")
+    parser.add_argument("--workdir", type=to_path, metavar="DIR", help="the run directory (not needed for a dry run)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print settings and costs, and stop")
     parser.add_argument("--devices", type=at_least(1), metavar="N", help="devices that a dry run assumes (default: 1)")
 
@@ -57,7 +58,7 @@ def add_target(parser: Parser, dtype: str) -> None:
     parser.add_argument(
         "--to",
         dest="target",
-        type=Path,
+        type=to_path,
         metavar="DIR",
         required=True,
         help="a new folder, complete or absent",
@@ -161,6 +162,8 @@ def require_directory(path: Path) -> None:
 
 def require_possible(path: Path) -> None:
     """UserError if no directory can be at `path`, or nothing can be created there."""
+    if is_bucket(path):
+        return require_usable(path)
     try:  # a name that is too long raises
         nearest = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     except (OSError, ValueError) as problem:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gspax.commands.arguments import Parser, require_directory, subcommand_parser
 from gspax.errors import UserError
+from gspax.run.buckets import to_path
 
 
 def make_parser() -> Parser:
@@ -17,7 +18,7 @@ def make_parser() -> Parser:
         "The exit code is 1 if one is damaged or cannot be verified.",
         "gspax check runs/sort",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a run, or a converted checkpoint")
+    parser.add_argument("directory", type=to_path, metavar="DIR", help="a run, or a converted checkpoint")
     return parser
 
 

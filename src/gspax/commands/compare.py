@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gspax.commands.arguments import Parser, require_directory, require_possible, subcommand_parser
 from gspax.errors import UserError, warn
+from gspax.run.buckets import is_bucket, to_path
 
 METRICS = (  # compared unless --metrics names others; those that no run has are left out
     "eval/reward",
@@ -37,7 +38,7 @@ def make_parser() -> Parser:
         metavar="[NAME=]DIR",
         help="a run, or a folder of runs of one experiment; the first is the baseline",
     )
-    parser.add_argument("--out", type=Path, default=Path("compare"), metavar="DIR", help="default: compare")
+    parser.add_argument("--out", type=to_path, default=Path("compare"), metavar="DIR", help="default: compare")
     parser.add_argument("--metrics", metavar="A,B", help="the metrics to compare (default: the usual ones)")
     return parser
 
@@ -73,5 +74,6 @@ def _split(text: str) -> tuple[str, Path]:
     """`NAME=DIR`, or DIR, whose last part is the name."""
     name, separator, folder = text.partition("=")
     if separator and name and "/" not in name:
-        return name, Path(folder)
-    return Path(text).resolve().name, Path(text)
+        return name, to_path(folder)
+    path = to_path(text)
+    return (path if is_bucket(path) else path.resolve()).name, path

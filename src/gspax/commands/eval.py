@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from gspax.commands import processes
 from gspax.commands.arguments import Parser, at_least, load_experiment, require_directory, subcommand_parser
 from gspax.errors import UserError
+from gspax.run.buckets import to_path
 
 if TYPE_CHECKING:
     from gspax.config import Task
@@ -32,7 +32,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("file", metavar="FILE", nargs="?", help="the experiment's Python file; none with --from")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="set a field of the experiment")
-    parser.add_argument("--workdir", type=Path, metavar="DIR", required=True, help="the run directory")
+    parser.add_argument("--workdir", type=to_path, metavar="DIR", required=True, help="the run directory")
     parser.add_argument("--step", type=at_least(0), metavar="N", help="the checkpoint (default: the newest)")
     parser.add_argument("--from", dest="source", metavar="HF", help="a published checkpoint: a folder, or on the Hub")
     group = parser.add_argument_group("tasks")

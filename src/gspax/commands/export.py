@@ -19,6 +19,7 @@ from gspax.config import Lora, ModelConfig
 from gspax.errors import UserError, warn
 from gspax.hf.config_json import read_config
 from gspax.hf.source import HUB_NAME, SMALL, copy_companions, locate
+from gspax.run.buckets import to_path
 from gspax.run.folders import atomic_folder
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def make_parser() -> Parser:
         "gspax export --from runs/sort --to exported/sort --dtype float32",
     )
     parser.add_argument(
-        "--from", dest="source", type=Path, metavar="DIR", required=True, help="a run, or what `gspax convert` wrote"
+        "--from", dest="source", type=to_path, metavar="DIR", required=True, help="a run, or what `gspax convert` wrote"
     )
     add_target(parser, "bfloat16")
     parser.add_argument(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gspax.commands.arguments import Parser, load_experiment, subcommand_parser
+from gspax.run.buckets import to_path
 
 if TYPE_CHECKING:
     from gspax.types import Batch, Params
@@ -25,7 +25,7 @@ def make_parser() -> Parser:
         "gspax replay experiments/sort_gspo.py runs/sort/dumps/step_000012 model.dtype=float32",
     )
     parser.add_argument("file", metavar="FILE", help="the run's file, which defines `experiment = Experiment(...)`")
-    parser.add_argument("dump", type=Path, metavar="DUMP", help="a folder in the run's dumps/")
+    parser.add_argument("dump", type=to_path, metavar="DUMP", help="a folder in the run's dumps/")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings to try; those of the run are in DUMP")
     return parser
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from gspax.commands.arguments import Parser, require_directory, subcommand_parser
+from gspax.run.buckets import to_path
 
 
 def make_parser() -> Parser:
     parser = subcommand_parser(
         "report", "Write report.html of a run: curves, samples, settings.", "gspax report runs/sort"
     )
-    parser.add_argument("workdir", type=Path, metavar="DIR", help="the run directory")
+    parser.add_argument("workdir", type=to_path, metavar="DIR", help="the run directory")
     return parser
 
 

@@ -44,7 +44,7 @@ from gspax.rollout.runtime import Runtime, make_runtime
 from gspax.run import progress
 from gspax.run.checkpoints import Checkpoints
 from gspax.run.directory import RunDir, describe_environment, find_run
-from gspax.run.folders import write_atomically
+from gspax.run.folders import append_line, write_atomically
 from gspax.run.record import to_line
 from gspax.sampler.inference_weights import make_inference_weights
 from gspax.sampler.placement import make_meshes
@@ -203,8 +203,7 @@ def _free_path(path: Path) -> Path:
 
 
 def _record_heldout(run: RunDir, step: int, values: Mapping[str, float], settings: Evaluation) -> None:
-    with run.evaluations.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, **values, "evaluation": describe(settings)}) + "\n")
+    append_line(run.evaluations, json.dumps({"step": step, **values, "evaluation": describe(settings)}) + "\n")
     print(f"step {step}, {settings.problems} held-out problems")
     for name, value in values.items():
         print(f"  {name:22} {value:.4f}")

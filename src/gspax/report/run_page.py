@@ -29,6 +29,7 @@ from gspax.report.curves import (
 )
 from gspax.report.html import render_note, render_page, render_prose, render_settings, render_table, render_text
 from gspax.report.statistics import show
+from gspax.run.buckets import to_path
 from gspax.run.directory import RunDir, read_attempts, read_description, read_json
 from gspax.run.folders import write_atomically
 from gspax.run.record import read_rows
@@ -56,7 +57,7 @@ def write(workdir: Path) -> Path:
     Raises:
       UserError: the run has no metrics yet, or its files cannot be read.
     """
-    run = RunDir(Path(workdir))
+    run = RunDir(to_path(workdir))
     series = read_series(run.metrics)
     if not series:
         raise UserError(f"there is nothing to report: {run.metrics} has no metrics yet")

@@ -28,7 +28,8 @@ import tensorstore
 from gspax.errors import FailureError, UserError
 from gspax.parallel import multihost
 from gspax.run import lock, manifest
-from gspax.run.folders import set_aside, write_atomically
+from gspax.run.buckets import is_bucket, to_path
+from gspax.run.folders import write_atomically
 from gspax.run.manifest import MANIFEST
 from gspax.types import Array, JsonObject, PyTree
 from gspax.unstable import key_impl_name
@@ -61,7 +62,7 @@ class Checkpoints:
         note: Path | None = None,
     ) -> None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self.directory, self.note = Path(directory).absolute(), note
+        self.directory, self.note = _absolute(to_path(directory)), note
         self._is_read_only = keep is None
         self._files = _Files(self.directory, keep, note, mesh, concurrent_gb)
         self._verified: set[int] = set()
@@ -86,7 +87,8 @@ class Checkpoints:
         self.wait()
         if step == self._newest:
             return
-        multihost.all_or_raise(lock.require_held)
+        if problem := _lock_problem():
+            raise FailureError(f"checkpoint {step} could not be written to {self.directory}: {problem}")
         try:
             multihost.all_or_raise(lambda: self._files.make_room(step))
             table = {name: jax.random.key_data(leaf) if _is_key(leaf) else leaf for name, leaf in _table(state).items()}
@@ -131,7 +133,7 @@ class Checkpoints:
             if self._is_read_only:
                 _warn(self.directory, problem)
             else:
-                _on_primary(partial(set_aside, self.directory / str(step), f"is damaged: {damage}"))
+                _on_primary(partial(manifest.set_step_aside, self.directory, step, f"is damaged: {damage}"))
                 self._newest = None
         if problem and self._is_read_only:
             raise UserError(f"{self.directory} has no intact checkpoint: {problem}")
@@ -196,7 +198,11 @@ def save(checkpoints: Checkpoints, step: int, state: PyTree, extra: Mapping[str,
     Raises:
       FailureError: this save is the last one and fails, or the lock of the run is lost.
     """
-    multihost.all_or_raise(lock.require_held)  # also before the remains of a failed save are deleted
+    if problem := _lock_problem():  # also before the remains of a failed save are deleted
+        if is_last:
+            raise FailureError(f"checkpoint {step} could not be written to {checkpoints.directory}: {problem}")
+        multihost.warn_from_primary(f"checkpoint {step} is not written: {problem}; the run goes on")
+        return
     for act, is_required in (
         (checkpoints.wait, False),
         (lambda: checkpoints.save(step, state, extra), is_last),
@@ -209,6 +215,19 @@ def save(checkpoints: Checkpoints, step: int, state: PyTree, extra: Mapping[str,
             multihost.warn_from_primary(f"{error}; the run goes on and tries again at the next save")
     if is_last:
         checkpoints.wait()
+
+
+def _lock_problem() -> str:
+    """Why it is not known whether the run has its lock, "" if it has. Collective. LostError if it has not."""
+
+    def check() -> str:
+        try:
+            lock.require_held()
+        except OSError as error:
+            return f"its lock cannot be renewed ({shorten(error)})"
+        return ""
+
+    return next(filter(None, multihost.gather(multihost.all_or_raise(check))), "")
 
 
 def read_extra(checkpoints: Checkpoints, step: int) -> JsonObject:
@@ -378,6 +397,10 @@ def _run_in_thread(work: Callable[[], None]) -> futures.Future[None]:
     return future
 
 
+def _absolute(path: Path) -> Path:
+    return path if is_bucket(path) else path.absolute()
+
+
 def _unreadable(directory: Path, step: int, error: Exception) -> UserError:
     return UserError(f"checkpoint {step} in {directory} cannot be read: {shorten(error)}")
 
@@ -471,7 +494,7 @@ class StoredArray:
 def open_array(directory: Path, step: int, name: str, shape: tuple[int, ...]) -> StoredArray:
     """An array by its path, such as `params/embedding`. UserError if it is missing or of another shape."""
     where = f"{name} of checkpoint {step} in {directory}"
-    base = (directory / str(step)).absolute().as_uri() + "/"
+    base = _absolute(directory / str(step)).as_uri() + "/"
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
     try:
         store = tensorstore.open(spec, open=True, read=True).result()

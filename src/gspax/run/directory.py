@@ -7,7 +7,6 @@ import datetime
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from gspax.errors import UserError
 from gspax.experiment.description import difference, resumable
 from gspax.parallel import multihost
 from gspax.run import lock
+from gspax.run.buckets import is_bucket, require_usable, to_path
 from gspax.run.folders import set_aside, write_atomically
 from gspax.run.manifest import extra_file, finished_steps, installed_versions
 from gspax.run.redaction import recorded_variables, redact_arguments
@@ -71,7 +71,7 @@ def enter_run(workdir: Path, description: Mapping[str, object]) -> Iterator[RunD
     Raises:
       UserError: as `open_run`, or another process writes there; nothing is changed then.
     """
-    run = RunDir(Path(workdir))
+    run = RunDir(to_path(workdir))
     multihost.all_or_raise(lambda: _create(run, description))
     with lock.hold(run.lock):  # before anything is written: two runs may start at the same moment
         multihost.all_or_raise(lambda: open_run(workdir, description))
@@ -83,7 +83,7 @@ def _create(run: RunDir, description: Mapping[str, object]) -> None:
     """Create the directory of a run. UserError as `open_run`."""
     if jax.process_index() == 0:
         _read_same(run, description)
-        if run.lock.is_dir():
+        if not is_bucket(run.path) and run.lock.is_dir():
             set_aside(run.lock, "is a folder")
         run.path.mkdir(parents=True, exist_ok=True)
 
@@ -95,9 +95,10 @@ def open_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     their new values in `experiment.json`.
 
     Raises:
-      UserError: `workdir` is a URL, a file, of another experiment, or not empty and no run; nothing is changed then.
+      UserError: `workdir` is a file, cannot be written to, is of another experiment, or not empty and no run; nothing
+        is changed then.
     """
-    run = RunDir(Path(workdir))
+    run = RunDir(to_path(workdir))
     if jax.process_index() != 0:
         return run
     old = _read_same(run, description)
@@ -120,9 +121,9 @@ def _read_same(run: RunDir, description: Mapping[str, object]) -> JsonObject | N
     It is compared with the experiment. If it is damaged, lost, or of another experiment, the description in the newest
     checkpoint is compared instead, because the run continues from that checkpoint. UserError as `open_run`.
     """
-    if re.match(r"[a-z][a-z0-9]+:/", str(run.path)):  # Path turns two slashes into one
-        raise UserError(f"{run.path}: wanted a directory of a file system (mount the bucket), got a URL")
-    if run.path.exists() and not run.path.is_dir():
+    if is_bucket(run.path):
+        require_usable(run.path)
+    elif run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path} is a file, not a run directory")
     old, saved = _read_object(run.experiment), _read_saved(run)
     if old and (saved is None or difference(saved, description, ignore=resumable(description))):
@@ -159,19 +160,21 @@ def read_description(run: RunDir) -> JsonObject | None:
 def _clear_places(run: RunDir) -> None:
     """Set aside folders where the run writes files, files where it needs folders, and an unreadable experiment.json."""
     logs = run.metrics, run.environment, run.newest, run.skipped, run.rollbacks, run.evaluations
-    for path in (*logs, run.report, run.before, run.after):
-        if path.is_dir():
-            set_aside(path, "is a folder")
-    for path in (run.checkpoints, run.tensorboard, run.samples, run.start, run.warm_start.path, run.tasks):
-        if path.exists() and not path.is_dir():
-            set_aside(path, "is no folder")
+    folders = run.checkpoints, run.tensorboard, run.samples, run.start, run.warm_start.path, run.tasks
+    if not is_bucket(run.path):  # there an object does not stand in the way of others below its name
+        for path in (*logs, run.report, run.before, run.after):
+            if path.is_dir():
+                set_aside(path, "is a folder")
+        for path in folders:
+            if path.exists() and not path.is_dir():
+                set_aside(path, "is no folder")
     if run.experiment.exists() and _read_object(run.experiment) is None:
         set_aside(run.experiment)
 
 
 def _has_foreign_files(run: RunDir) -> bool:
     """Whether there are files that no run writes before experiment.json."""
-    names = [entry.name for entry in run.path.iterdir()] if run.path.exists() else []
+    names = [entry.name for entry in run.path.glob("*")]
     return any(name != run.lock.name and not name.endswith(".tmp") for name in names)
 
 
@@ -203,7 +206,7 @@ def wait_until_shared(run: RunDir, timeout: float = 30.0) -> None:
 
 def find_run(workdir: Path, description: Mapping[str, object]) -> RunDir:
     """The existing run directory of this experiment, to read from. UserError if it is none or another experiment's."""
-    run = RunDir(Path(workdir))
+    run = RunDir(to_path(workdir))
     if (recorded := read_description(run)) is None:
         raise UserError(f"{run.path} is not a gspax run (it has no experiment.json that can be read)")
     if different := difference(recorded, description, ignore=(*resumable(description), *LAYOUT)):

@@ -6,24 +6,31 @@ import contextlib
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from gspax.errors import UserError, warn
-from gspax.run import lock
+from gspax.run import lock, objects
+from gspax.run.buckets import is_bucket
+
+LAST = ("adapter_config.json", "config.json")  # of a checkpoint, which is none without it
 
 
 def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write a file so that a reader finds the old content or the new, even after a kill or a power loss.
 
     Args:
-      private: only the user may read it.
+      private: only the user may read it. In a bucket its own rules decide.
 
     Raises:
       lock.LostError: this process has lost the lock of its run, whose file this may be.
     """
     lock.require_held()
     data = content.encode("utf-8") if isinstance(content, str) else content
+    if is_bucket(path):
+        path.write_bytes(data)
+        return
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -38,6 +45,23 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = False)
             temporary.unlink()  # on a full disk it would keep its bytes
         raise
     sync_folder(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line, which ends in a newline, to a file that is written rarely: in a bucket all of it is written again."""
+    if is_bucket(path):
+        write_atomically(path, (path.read_text(encoding="utf-8") if path.exists() else "") + line)
+        return
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder and all that is in it, as far as this process may."""
+    if is_bucket(folder):
+        objects.delete_folder(folder)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -59,7 +83,11 @@ def unused_name(path: Path, prefix: str) -> Path:
 def set_aside(path: Path, why: str = "is damaged") -> None:
     """Rename a file or folder that a run cannot use, and warn the user."""
     target = unused_name(path, "damaged")
-    path.rename(target)
+    if is_bucket(path):  # a file: there are no folders
+        target.write_bytes(path.read_bytes())
+        path.unlink()
+    else:
+        path.rename(target)
     warn(f"{path} {why}: moved to {target.name}")
 
 
@@ -67,13 +95,19 @@ def set_aside(path: Path, why: str = "is damaged") -> None:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder, which becomes `target` when the block ends without an error and is deleted otherwise.
 
-    It is `NAME.*.tmp` next to `target`; only a process that is killed leaves one behind.
+    It is `NAME.*.tmp` next to `target`; only a process that is killed leaves one behind. For a bucket it is a temporary
+    folder of this machine, whose files are copied, those in `LAST` after all others.
 
     Raises:
       UserError: `target` exists and is not an empty folder, or cannot be written.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target}: wanted a new or an empty folder, it exists and is not empty")
+    if is_bucket(target):
+        with tempfile.TemporaryDirectory() as local:
+            yield Path(local)
+            _copy_to_bucket(Path(local), target)
+        return
     temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -86,3 +120,13 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _copy_to_bucket(folder: Path, target: Path) -> None:
+    """Copy all files of a folder. UserError if one cannot be written."""
+    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name in LAST, path))
+    try:
+        for path in files:
+            (target / path.relative_to(folder)).write_bytes(path.read_bytes())
+    except OSError as problem:
+        raise UserError(f"{target}: cannot be written: {problem.strerror}") from problem

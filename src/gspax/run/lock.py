@@ -4,8 +4,11 @@ The file is created whole, by a link if the file system has them, so of several 
 process and the process's start. On the same machine a lock is stale if that process is gone; on another one, if nobody
 has touched the file for `STALE` seconds, which a second run waits for.
 
-A process may lose its lock: it was suspended until another run took over, or somebody deleted the file. It reads the
-lock again before each write of the run (`require_held`), and ends if the content is not what it wrote.
+In a bucket the lock is an object. Its generation takes the place of the time of a file: every write of it names the
+generation that it replaces, and is refused if another process has written the object.
+
+A process may lose its lock: it was suspended until another run took over, or somebody deleted the file. It looks at
+the lock again before each write of the run (`require_held`), and ends if it is not as this process has left it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import json
 import os
 import platform
+import secrets
 import sys
 import threading
 import time
@@ -21,10 +25,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gspax.errors import FailureError, warn
+from gspax.run import objects
+from gspax.run.buckets import is_bucket
 
 HEARTBEAT, STALE = 10.0, 60.0  # seconds
 
-_held: dict[Path, str] = {}  # the contents of the locks that this process holds, usually one
+_held: list[_FileLock | _ObjectLock] = []  # the locks that this process holds, usually one
 
 
 class LostError(FailureError):
@@ -42,13 +48,13 @@ def hold(path: Path) -> Iterator[None]:
 
     from gspax.parallel import multihost
 
-    content = json.dumps(_describe())
+    lock: _FileLock | _ObjectLock = _ObjectLock(path) if is_bucket(path) else _FileLock(path)
     is_primary = jax.process_index() == 0
-    multihost.all_or_raise(lambda: _acquire(path, content) if is_primary else None)
+    multihost.all_or_raise(lambda: lock.acquire() if is_primary else None)
     done = threading.Event()
-    beating = threading.Thread(target=_beat, args=(path, content, done), name="gspax_heartbeat", daemon=True)
+    beating = threading.Thread(target=_beat, args=(lock, done), name="gspax_heartbeat", daemon=True)
     if is_primary:
-        _held[path] = content
+        _held.append(lock)
         beating.start()
     try:
         yield
@@ -56,21 +62,114 @@ def hold(path: Path) -> Iterator[None]:
         if is_primary:
             done.set()
             beating.join()
-            _held.pop(path, None)
-            if _read(path) == content:
-                path.unlink(missing_ok=True)
+            _held.remove(lock)
+            lock.release()
 
 
 def require_held() -> None:
     """Raise `LostError` if another process has taken a lock of this one, or if it was deleted.
 
-    A lock that cannot be read counts as held.
+    A lock file that cannot be read counts as held.
+
+    Raises:
+      OSError: the lock is in a bucket that does not answer, so that another process may have taken it.
     """
-    for path, content in [*_held.items()]:
+    for lock in [*_held]:
+        if not lock.is_held():
+            raise LostError(f"{lock.path} is no longer the lock of this run: another may write here, so this one ends")
+
+
+def _beat(lock: _FileLock | _ObjectLock, done: threading.Event) -> None:
+    """Renew the lock until `done`, or until another process has taken it."""
+    while not done.wait(HEARTBEAT):
         with contextlib.suppress(OSError):
-            if _read(path) == content:
-                continue
-            raise LostError(f"{path} is no longer the lock of this run: another may write here, so this one ends")
+            if not lock.renew():
+                return
+
+
+class _FileLock:
+    """A lock file, created whole, by a link if the file system has them: of several processes one succeeds."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._content = path, json.dumps(_describe())
+
+    def acquire(self) -> None:
+        """FailureError if another process holds the lock."""
+        path = self.path
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+        temporary.write_text(self._content, encoding="utf-8")
+        try:
+            for last in (False, False, True):
+                require_free(path)
+                try:
+                    _create(path, temporary)
+                    return
+                except FileExistsError:
+                    if last:
+                        raise _just_taken(path) from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def is_held(self) -> bool:
+        with contextlib.suppress(OSError):
+            return _read(self.path) == self._content
+        return True
+
+    def renew(self) -> bool:
+        """Touch the file; False if it is another process's."""
+        if _read(self.path) != self._content:
+            return False
+        os.utime(self.path)
+        return True
+
+    def release(self) -> None:
+        if _read(self.path) == self._content:
+            self.path.unlink(missing_ok=True)
+
+
+class _ObjectLock:
+    """A lock in a bucket: each write of it names the generation that it replaces, so of several processes one succeeds.
+
+    It counts as held for `HEARTBEAT` seconds after it was renewed, of the `STALE` that another process waits for.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._description = path, {**_describe(), "token": secrets.token_hex(8)}
+        self._guard = threading.Lock()  # the heartbeat and the run renew it
+        self._generation: bytes | None = None  # of the object as this process has written it; None once it is lost
+        self._renewed, self._count = 0.0, 0
+
+    def acquire(self) -> None:
+        """FailureError if another process holds the lock."""
+        for _ in range(3):
+            content, self._generation = objects.read_object(self.path)
+            if content is not None:
+                _require_stale(self.path, content.decode(errors="replace"))
+            if self.renew():
+                return
+        raise _just_taken(self.path)
+
+    def is_held(self) -> bool:
+        return self._generation is not None and (time.monotonic() < self._renewed + HEARTBEAT or self.renew())
+
+    def renew(self) -> bool:
+        """Write the object again; False if it is not as this process has left it."""
+        with self._guard:
+            if self._generation is not None:
+                began, self._count = time.monotonic(), self._count + 1
+                content = json.dumps({**self._description, "renewed": self._count}).encode()
+                self._generation = objects.write_if(self.path, content, self._generation)
+                self._renewed = began
+            return self._generation is not None
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):  # it becomes stale
+            if self._generation is not None:
+                objects.write_if(self.path, None, self._generation)
+
+
+def _just_taken(path: Path) -> FailureError:
+    return FailureError(f"{path.parent} is in use by another run that has just started")
 
 
 def require_free(path: Path) -> None:
@@ -78,10 +177,7 @@ def require_free(path: Path) -> None:
     text = _read(path)
     if text is None:
         return
-    holder = _parse(text)
-    if not _is_stale(path, text, holder):
-        where = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}"
-        raise FailureError(f"{path.parent} is in use by another run ({where}): wait for it or take another directory")
+    _require_stale(path, text)
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(FileNotFoundError):
         path.rename(aside)
@@ -92,20 +188,12 @@ def require_free(path: Path) -> None:
     warn(f"{path}: removed the lock of a run that has ended")
 
 
-def _acquire(path: Path, content: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    temporary.write_text(content, encoding="utf-8")
-    try:
-        for last in (False, False, True):
-            require_free(path)
-            try:
-                _create(path, temporary)
-                return
-            except FileExistsError:
-                if last:
-                    raise FailureError(f"{path.parent} is in use by another run that has just started") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+def _require_stale(path: Path, text: str) -> None:
+    """FailureError if a process holds the lock with this content."""
+    holder = _parse(text)
+    if not _is_stale(path, text, holder):
+        where = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('since')}"
+        raise FailureError(f"{path.parent} is in use by another run ({where}): wait for it or take another directory")
 
 
 def _create(path: Path, source: Path) -> None:
@@ -119,15 +207,6 @@ def _create(path: Path, source: Path) -> None:
             file.write(source.read_text(encoding="utf-8"))
 
 
-def _beat(path: Path, content: str, done: threading.Event) -> None:
-    """Touch the lock until `done`, or until another process has taken it."""
-    while not done.wait(HEARTBEAT):
-        with contextlib.suppress(OSError):
-            if _read(path) != content:
-                return
-            os.utime(path)
-
-
 def _is_stale(path: Path, text: str, holder: dict[str, object]) -> bool:
     if holder.get("machine") == _machine():
         return _start_of(holder.get("pid")) != holder.get("start")
@@ -137,13 +216,18 @@ def _is_stale(path: Path, text: str, holder: dict[str, object]) -> bool:
 def _is_touched(path: Path, text: str) -> bool:
     """Whether the file changes within `STALE` seconds. Clocks are not compared, because two hosts' may differ."""
     with contextlib.suppress(FileNotFoundError):
-        first, deadline = path.stat().st_mtime_ns, time.monotonic() + STALE
+        first, deadline = _version(path), time.monotonic() + STALE
         print(f"gspax: {path} belongs to another host: waiting up to {STALE:.0f} s for its heartbeat", file=sys.stderr)
         while time.monotonic() < deadline:
             time.sleep(min(0.5, STALE / 10))
-            if path.stat().st_mtime_ns != first or _read(path) != text:
+            if _version(path) != first or _read(path) != text:
                 return True
     return False
+
+
+def _version(path: Path) -> int | bytes:
+    """What changes whenever the lock is renewed."""
+    return objects.read_object(path)[1] if is_bucket(path) else path.stat().st_mtime_ns
 
 
 def _describe() -> dict[str, object]:
@@ -176,7 +260,7 @@ def _start_of(pid: object) -> str | None:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_bytes().decode(errors="replace")
     except FileNotFoundError:
         return None
 

@@ -7,6 +7,10 @@ survived it too.
 STEP           a checkpoint; finished once it has a manifest
 damaged_STEP   one whose files differ from its manifest, kept for the user
 deleted_STEP   one that is being deleted
+
+In a bucket nothing is renamed: a step is saved where it stays, and its manifest is written on the condition that there
+is none. A step that is deleted loses its manifest first, and one that is damaged keeps its files, with the manifest as
+`damaged_manifest.json`.
 """
 
 from __future__ import annotations
@@ -24,14 +28,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from gspax.errors import UserError
-from gspax.run import lock
-from gspax.run.folders import sync_folder, write_atomically
+from gspax.errors import UserError, warn
+from gspax.run import lock, objects
+from gspax.run.buckets import is_bucket
+from gspax.run.folders import remove_folder, set_aside, sync_folder, unused_name, write_atomically
 
 MANIFEST, EXTRA = "manifest.json", "extra.json"
 VERSION = 1  # of the format
 PACKAGES = ("gspax", "jax", "orbax-checkpoint", "tensorstore", "numpy")
-THREADS = 8  # hashlib releases the GIL
+THREADS, READERS = 8, 2  # hashlib releases the GIL; an object is read into memory as a whole
 DELETED, UNFINISHED = "deleted_", ".orbax-checkpoint-tmp"  # UNFINISHED: in the names of folders that Orbax writes to
 PROBE, PROBE_SUFFIX = 2**16, ".probe.tmp"  # bytes
 
@@ -44,15 +49,26 @@ class Entry(NamedTuple):
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a complete checkpoint. OSError if a file cannot be read or written."""
+    """Write the manifest of a complete checkpoint. OSError if a file cannot be read or written, or there is one."""
     names = _list_files(folder)
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(READERS if is_bucket(folder) else THREADS) as pool:
         entries = list(pool.map(lambda name: _digest(folder / name, sync=True), names))
     for parent in {folder, *((folder / name).parent for name in names)}:
         sync_folder(parent)
     files = {name: entry._asdict() for name, entry in zip(names, entries, strict=True)}
     content = {"version": VERSION, "packages": installed_versions(PACKAGES), "files": files}
-    write_atomically(folder / MANIFEST, _render(content))
+    if is_bucket(folder):
+        _finish(folder / MANIFEST, _render(content).encode())
+    else:
+        write_atomically(folder / MANIFEST, _render(content))
+
+
+def _finish(path: Path, content: bytes) -> None:
+    """Write a manifest to a bucket. OSError if another process has finished the step."""
+    lock.require_held()
+    there, generation = objects.read_object(path)
+    if there is not None or objects.write_if(path, content, generation) is None:
+        raise FileExistsError(errno.EEXIST, "another process has finished this step", str(path))
 
 
 def has_manifest(folder: Path) -> bool:
@@ -78,14 +94,19 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1, *, hashes: bool = T
         files = _read(folder)
     except UserError as error:
         return [str(error)]
-    with ThreadPoolExecutor(THREADS) as pool:
+    if is_bucket(folder) and not hashes:
+        return [f"{name} is missing" for name in sorted({*files} - {*_list_files(folder)})]
+    with ThreadPoolExecutor(READERS if is_bucket(folder) else THREADS) as pool:
         checked = pool.map(lambda name: _compare(folder, name, files[name], hashes=hashes), sorted(files)[part::parts])
         return [problem for problem in checked if problem is not None]
 
 
 def _list_files(folder: Path) -> list[str]:
-    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in paths if name not in (MANIFEST, f"{MANIFEST}.tmp"))
+    if is_bucket(folder):
+        names = objects.list_files(folder)
+    else:
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return sorted(name for name in names if name not in (MANIFEST, f"{MANIFEST}.tmp"))
 
 
 def _render(content: Mapping[str, object]) -> str:
@@ -112,6 +133,9 @@ def _read(folder: Path) -> dict[str, Entry]:
 
 
 def _digest(path: Path, *, sync: bool = False) -> Entry:
+    if is_bucket(path):
+        content = path.read_bytes()
+        return Entry(len(content), hashlib.sha256(content).hexdigest())
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         size = file.tell()
@@ -123,6 +147,11 @@ def _digest(path: Path, *, sync: bool = False) -> Entry:
 def _compare(folder: Path, name: str, wanted: Entry, *, hashes: bool) -> str | None:
     path = folder / name
     try:
+        if is_bucket(folder):
+            found = _digest(path)
+            if found.bytes != wanted.bytes:
+                return f"{name} has {found.bytes} bytes instead of {wanted.bytes}"
+            return None if found == wanted else f"{name} has another SHA-256"
         if not path.resolve().is_relative_to(folder.resolve()):
             return f"{name} is outside of the checkpoint"
         size = path.stat().st_size
@@ -165,9 +194,23 @@ def remove_steps(directory: Path, steps: Sequence[int]) -> None:
     """Delete steps. Each one disappears at once; its space is freed file by file. LostError if the lock is lost."""
     lock.require_held()
     for step in steps:
-        target = directory / f"{DELETED}{step}"
-        (directory / str(step)).rename(target)
-        shutil.rmtree(target, ignore_errors=True)
+        target = directory / str(step)
+        if is_bucket(directory):
+            (target / MANIFEST).unlink()
+        else:
+            target = target.rename(directory / f"{DELETED}{step}")
+        remove_folder(target)
+
+
+def set_step_aside(directory: Path, step: int, why: str) -> None:
+    """Keep a damaged step for the user, and warn of it: as a folder `damaged_STEP`, in a bucket without a manifest."""
+    folder = directory / str(step)
+    if not is_bucket(directory):
+        return set_aside(folder, why)
+    target = unused_name(folder / MANIFEST, "damaged")
+    target.write_bytes((folder / MANIFEST).read_bytes())
+    (folder / MANIFEST).unlink()
+    warn(f"{folder} {why}: its manifest was renamed to {target.name}")
 
 
 def remove_unfinished(directory: Path) -> None:
@@ -179,7 +222,7 @@ def remove_unfinished(directory: Path) -> None:
 def remove_leftovers(directory: Path) -> None:
     """Delete the remains of killed processes and failed saves: half-written or half-deleted folders, and probes."""
     for folder in [*directory.glob(f"{DELETED}*"), *directory.glob(f"*{UNFINISHED}*")]:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
     for probe in directory.glob(f"*{PROBE_SUFFIX}"):
         probe.unlink(missing_ok=True)
 
@@ -194,7 +237,7 @@ def prune(directory: Path, keep: int) -> None:
 
 def require_space(directory: Path) -> None:
     """OSError if the newest step would not fit once more: a save that must fail is not begun."""
-    steps = finished_steps(directory)
+    steps = [] if is_bucket(directory) else finished_steps(directory)
     if steps and (wanted := size_of(directory / str(steps[-1]))) > (free := shutil.disk_usage(directory).free):
         raise OSError(errno.ENOSPC, f"no space left: wanted {wanted:,} bytes, {free:,} are free")
 
@@ -205,7 +248,8 @@ def require_writable(directory: Path) -> None:
     try:
         with probe.open("wb") as file:
             file.write(bytes(PROBE))
-            file.flush()
-            os.fsync(file.fileno())
+            if not is_bucket(directory):
+                file.flush()
+                os.fsync(file.fileno())
     finally:
         probe.unlink(missing_ok=True)

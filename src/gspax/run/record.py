@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, SupportsFloat, TypeVar
@@ -19,9 +18,10 @@ import jax
 
 from gspax.errors import UserError, warn
 from gspax.parallel import multihost
-from gspax.run import lock
+from gspax.run.buckets import is_bucket
 from gspax.run.directory import RunDir
 from gspax.run.folders import unused_name, write_atomically
+from gspax.run.growing import merge_parts, open_growing, read_growing
 from gspax.types import JsonObject
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ class Recorder:
         self._run = run
         self._writes = jax.process_index() == 0
         self._tensorboard: Scalars | None = None
-        self._unwritten = b""
         self._failing: set[Path] = set()
         self._kept: list[dict[str, float]] = []
         if not self._writes:
@@ -46,7 +45,7 @@ class Recorder:
         run.samples.mkdir(parents=True, exist_ok=True)
         first = resume_step + 1 if resume_step else 0
         self._kept = _drop_from(run, first)
-        self._file = run.metrics.open("ab", buffering=0)
+        self._file = open_growing(run.metrics)
         self._tensorboard = _open_scalars(run.tensorboard, first)
 
     def __enter__(self) -> Self:
@@ -54,7 +53,8 @@ class Recorder:
 
     def __exit__(self, *error: object) -> None:
         if self._writes:
-            self._flush()
+            with self._warned(self._run.metrics):
+                self._file.flush()
             self._file.close()
         if self._tensorboard is not None:
             with self._warned(self._run.tensorboard):
@@ -68,16 +68,18 @@ class Recorder:
         """Record scalars of a step. A step may have several lines, with different names."""
         if not self._writes:
             return
-        lock.require_held()
         numbers = {name: float(value) for name, value in values.items()}
-        self._unwritten += to_line({"step": step, **numbers}).encode()
-        self._flush()
+        with self._warned(self._run.metrics):
+            self._file.write(to_line({"step": step, **numbers}).encode())
         if self._tensorboard is not None:
             with self._warned(self._run.tensorboard):
                 self._tensorboard.write(step, numbers)
 
     def flush(self) -> None:
-        """Write what is buffered, before a save: a run that is killed has the scalars up to its checkpoint."""
+        """Write what is buffered, before a save: a run that is killed has the metrics up to its checkpoint."""
+        if self._writes:
+            with self._warned(self._run.metrics):
+                self._file.flush()
         if self._tensorboard is not None:
             with self._warned(self._run.tensorboard):
                 self._tensorboard.flush()
@@ -99,12 +101,6 @@ class Recorder:
         if self._writes:
             with self._warned(path):
                 write_atomically(path, "".join(map(to_line, rows)))
-
-    def _flush(self) -> None:
-        """Write the lines of metrics; what cannot be written waits for the next time."""
-        with self._warned(self._run.metrics):
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     @contextlib.contextmanager
     def _warned(self, path: Path) -> Iterator[None]:
@@ -141,7 +137,7 @@ def read_rows(path: Path) -> list[JsonObject]:
 def _parse(path: Path, parse: Callable[[str], T]) -> tuple[list[T], list[int]]:
     """The parsed lines of a file, and the numbers of those for which `parse` raises. Blank lines are skipped."""
     try:
-        *lines, _incomplete = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        *lines, _incomplete = read_growing(path).decode(errors="replace").split("\n")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     rows, unreadable = [], []
@@ -191,12 +187,15 @@ def _drop_from(run: RunDir, first: int) -> list[dict[str, float]]:
     if run.metrics.exists():
         rows, unreadable = _parse(run.metrics, _to_numbers)
         if unreadable:
-            copy = shutil.copyfile(run.metrics, unused_name(run.metrics, "damaged"))
+            copy = unused_name(run.metrics, "damaged")
+            copy.write_bytes(read_growing(run.metrics))
             _warn_of_unreadable(run.metrics, unreadable, f"; a copy of the file is {copy.name}")
         kept = [row for row in rows if row["step"] < first]
-        write_atomically(run.metrics, "".join(map(to_line, kept)))
+        merge_parts(run.metrics, "".join(map(to_line, kept)))
         _warn_of_gaps(run.metrics, {row["step"] for row in kept}, first)
-    for path in run.samples.iterdir():
+    elif is_bucket(run.metrics):
+        write_atomically(run.metrics, "")  # which says that this is a run; the lines go to parts
+    for path in run.samples.glob("*"):
         match = re.fullmatch(r"(?:step|failed)_(\d+)\.jsonl", path.name)
         if match and int(match[1]) >= first and path.is_file():
             path.unlink()

@@ -12,9 +12,9 @@ The skipped update's minibatch is dumped, with the state before it, for `gspax r
 
 from __future__ import annotations
 
+import io
 import json
 import math
-import shutil
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,7 @@ from gspax.parallel import multihost
 from gspax.run.checkpoints import Checkpoints, shorten
 from gspax.run.checkpoints import save as save_checkpoint
 from gspax.run.directory import RunDir, read_json
-from gspax.run.folders import write_atomically
+from gspax.run.folders import remove_folder, write_atomically
 from gspax.run.record import Recorder, read_rows
 from gspax.training.step import StepResult
 from gspax.types import Batch, JsonObject, Params, TrainState, known
@@ -257,12 +257,13 @@ def dump(guard: RunGuard, step: int, result: StepResult) -> str:
     def write() -> None:
         if jax.process_index() != 0:
             return
-        np.savez(folder / MINIBATCH, **arrays)
+        with (folder / MINIBATCH).open("wb") as file:
+            np.savez(file, **arrays)
         about = About(step=step, experiment=describe(guard.experiment))
         write_atomically(folder / ABOUT, json.dumps(about, indent=2) + "\n")
         for old in folder.parent.glob("step_*"):
             if old != folder:
-                shutil.rmtree(old)
+                remove_folder(old)
 
     try:
         with Checkpoints(folder / STATE, keep=1, mesh=guard.mesh) as checkpoints:
@@ -277,11 +278,12 @@ def read_minibatch(folder: Path) -> Batch:
     """The minibatch of a dump, on the host. UserError if it cannot be read."""
     path = folder / MINIBATCH
     try:
-        with zipfile.ZipFile(path) as archive:
+        content = io.BytesIO(path.read_bytes())
+        with zipfile.ZipFile(content) as archive:
             damaged = archive.testzip()
         if damaged is not None:  # numpy stops reading at the shape's end, where no checksum has been compared yet
             raise UserError(f"the checksum of {damaged} differs")
-        with np.load(path, allow_pickle=False) as arrays:
+        with np.load(content, allow_pickle=False) as arrays:
             batch = Batch(**arrays)
         known(batch, "old_logp_BT"), known(batch, "advantage")
         return batch

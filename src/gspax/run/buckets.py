@@ -1,0 +1,59 @@
+"""Paths that may be in a bucket: `gs://bucket/run` is a path of `etils.epath`, with pathlib's methods, as in Orbax.
+
+Imports tensorstore for a bucket only, so that `--help` of subcommands that take a path answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from importlib import metadata
+from pathlib import Path
+from typing import cast
+
+from gspax.errors import UserError
+
+SCHEME = "gs://"
+URL = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[^/]+)+/*")
+OLDEST = {"orbax-checkpoint": (0, 12), "tensorstore": (0, 1, 84)}  # that write checkpoints to a bucket as they are
+
+
+def to_path(text: str | os.PathLike[str]) -> Path:
+    """A path of the file system, or for `gs://BUCKET/NAME` of a bucket, with the same methods.
+
+    UserError for any other URL.
+    """
+    url = os.fspath(text)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", url) is None:
+        return Path(url)
+    if URL.fullmatch(url) is None:
+        raise UserError(f"{url}: wanted a directory or {SCHEME}BUCKET/NAME, got another URL")
+    from etils import epath
+
+    from gspax.run import object_files
+
+    object_files.register()
+    return cast(Path, epath.Path(url.rstrip("/")))
+
+
+def is_bucket(path: Path) -> bool:
+    """Whether a path is of a bucket."""
+    return str(path).startswith(SCHEME)
+
+
+def require_usable(path: Path) -> None:
+    """UserError if this process cannot write to the bucket of a path: it writes an object there and deletes it."""
+    for package, oldest in OLDEST.items():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            version = metadata.version(package)
+            if tuple(map(int, re.findall(r"\d+", version)))[: len(oldest)] < oldest:
+                wanted = ".".join(map(str, oldest))
+                raise UserError(f"{path}: wanted {package} {wanted} or newer to write to a bucket, got {version}")
+    probe = path / f"{secrets.token_hex(8)}.probe.tmp"
+    try:
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as problem:
+        raise UserError(f"{path}: wanted a bucket that can be written to: {problem.strerror}") from problem

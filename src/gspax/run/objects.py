@@ -1,0 +1,90 @@
+"""The objects of a bucket, with what files do not have: a generation, on whose condition they are written.
+
+tensorstore, whose driver writes the arrays of a checkpoint, reads and writes all other objects, too. So a run has one
+client, one set of credentials and one policy of retries. gcsfs would be a second one: of conditional writes it has only
+that of a new object, and it creates a bucket that is missing.
+
+An object is written as a whole or not at all. There are no folders: one exists while there are objects below it.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspax.run.buckets import SCHEME
+
+if TYPE_CHECKING:
+    import tensorstore
+
+RETRIES = {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"}  # of 429, 5xx and resets: 20 seconds in all
+
+
+def read_object(path: Path) -> tuple[bytes | None, bytes]:
+    """The content of an object, None if there is none, and its generation for `write_if`."""
+    store, key = locate(path)
+    read = result(store.read(key), path)
+    return (read.value if read.state == "value" else None), read.stamp.generation
+
+
+def write_if(path: Path, content: bytes | None, generation: bytes) -> bytes | None:
+    """Replace an object, or delete it for None, if it still has this generation: its new one, None if it has not.
+
+    A content must be unlike earlier ones of the object: where the answer to a write is lost, the write is repeated
+    and refused, and its content shows that it was done.
+    """
+    store, key = locate(path)
+    written: bytes = result(store.write(key, content, if_equal=generation), path).generation
+    if written:
+        return written
+    found, now = read_object(path)
+    return now if found == content else None
+
+
+def list_files(folder: Path) -> list[str]:
+    """The names of all objects below a folder, relative to it, in order."""
+    store, key = locate(folder)
+    names = list_names(store, f"{key}/", f"{key}0", folder)
+    return [name.removeprefix(f"{key}/") for name in names if not name.endswith("/")]
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete all objects below a folder, in any order."""
+    import tensorstore
+
+    store, key = locate(folder)
+    result(store.delete_range(tensorstore.KvStore.KeyRange(f"{key}/", f"{key}0")), folder)
+
+
+@functools.cache
+def _open_store(bucket: str) -> tensorstore.KvStore:
+    import tensorstore
+
+    spec = {"driver": "gcs", "bucket": bucket, "context": {"gcs_request_retries": RETRIES}}
+    return tensorstore.KvStore.open(spec).result()
+
+
+def locate(path: Path | str) -> tuple[tensorstore.KvStore, str]:
+    """The store of a path's bucket, and the path in it."""
+    bucket, _, key = str(path).removeprefix(SCHEME).strip("/").partition("/")
+    return _open_store(bucket), key
+
+
+def list_names(store: tensorstore.KvStore, first: str, end: str, path: Path | str) -> list[str]:
+    """The names from `first` up to but without `end`, in order."""
+    import tensorstore
+
+    names: list[bytes] = result(store.list(tensorstore.KvStore.KeyRange(first, end)), path)
+    return sorted(name.decode() for name in names)
+
+
+def result(future: Any, path: Path | str) -> Any:
+    """The result of a request. OSError if it fails, after it was repeated where that may help."""
+    try:
+        return future.result()
+    except ValueError as error:
+        status, _, text = str(error).partition(" [")[0].partition(": ")
+        code = errno.EACCES if status in ("PERMISSION_DENIED", "UNAUTHENTICATED") else errno.EIO
+        raise OSError(code, f"{text or status} ({status})", str(path)) from error

@@ -1,0 +1,388 @@
+"""A run directory in a bucket: paths, conditional writes, the lock, checkpoints, logs, and what is refused."""
+
+import contextlib
+import itertools
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import gcs
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gspax.errors import FailureError, UserError
+from gspax.run import buckets, growing, lock, manifest, objects
+from gspax.run.buckets import require_usable, to_path
+from gspax.run.checkpoints import Checkpoints, open_array, save
+from gspax.run.directory import RunDir, enter_run
+from gspax.run.folders import append_line, write_atomically
+from gspax.run.record import Recorder, read_metrics
+
+DESCRIPTION = {"name": "sort", "schedule": {"steps": 10}}
+WANTED = {"params/w": jax.ShapeDtypeStruct((50,), jnp.float32)}
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Requests are repeated twice, after milliseconds."""
+    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 2, "initial_delay": "1ms", "max_delay": "2ms"})
+    objects._open_store.cache_clear()
+    yield
+    objects._open_store.cache_clear()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(lock, "STALE", 0.5)
+
+
+def state(step):
+    return {"params/w": jnp.full(50, step * 1.0)}
+
+
+def save_steps(run, *steps, keep=2):
+    with Checkpoints(run.checkpoints, keep=keep, note=run.newest) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state(step), {"step": step})
+
+
+# Paths
+
+
+def test_a_local_path_stays_one_of_pathlib(tmp_path):
+    assert type(to_path(tmp_path)) is type(tmp_path) and to_path("runs/a") == Path("runs/a")
+
+
+def test_a_path_in_a_bucket_reads_and_writes_objects(bucket):
+    path, server = bucket
+    name = str(path).split("/")[2]
+    assert to_path(str(path) + "/") == to_path(path) == path and str(path) == f"gs://{name}/runs/a"
+    (path / "b" / "c.json").write_text("ü")
+    (path / "b" / "d" / "e.json").write_bytes(b"2")
+    assert server.names(name) == ["runs/a/b/c.json", "runs/a/b/d/e.json"]
+    assert (path / "b" / "c.json").read_text(encoding="utf-8") == "ü"
+    assert (path / "b").is_dir() and not (path / "b").is_file() and (path / "b" / "c.json").is_file()
+    assert not (path / "b" / "c").exists() and not (path / "bb").exists()
+    assert sorted(child.name for child in (path / "b").iterdir()) == ["c.json", "d"]
+    assert [*path.glob("b/*/*.json")] == [path / "b" / "d" / "e.json"]
+    assert objects.list_files(path) == ["b/c.json", "b/d/e.json"]
+    with pytest.raises(FileNotFoundError):
+        (path / "none").read_bytes()
+    objects.delete_folder(path / "b" / "d")
+    assert server.names(name) == ["runs/a/b/c.json"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("gs:/bucket/run", "gs://bucket", "gs://bucket/", "gs:///run", "gs://ab/run", "gs://Bucket/run"),
+        *("gcs://bucket/run", "s3://bucket/run", "https://storage.googleapis.com/bucket/run"),
+    ],
+)
+def test_a_url_with_a_mistake_is_refused_with_a_sentence(url):
+    with pytest.raises(UserError, match=r"wanted a directory or gs://BUCKET/NAME, got another URL") as caught:
+        to_path(url)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bucket_that_cannot_be_used_is_refused_before_anything_starts(bucket, impatient, monkeypatch):
+    path, server = bucket
+    require_usable(path)
+    assert server.names(str(path).split("/")[2]) == []
+    with pytest.raises(UserError, match=r"^gs://no-bucket/run: wanted a bucket that can be written to: .*not exist"):
+        require_usable(to_path("gs://no-bucket/run"))
+    server.faults = lambda request: gcs.Status(403) if request.method == "PUT" else None
+    with pytest.raises(UserError, match=r"wanted a bucket that can be written to: .*PERMISSION_DENIED"):
+        enter_run(path, DESCRIPTION).__enter__()
+    server.faults = lambda request: gcs.Status(503)
+    with pytest.raises(UserError, match=r"wanted a bucket that can be written to: .*2 retry attempts"):
+        require_usable(path)
+    monkeypatch.setattr(buckets.metadata, "version", lambda package: "0.11.39")
+    with pytest.raises(UserError, match=r"wanted orbax-checkpoint 0.12 or newer to write to a bucket, got 0.11.39"):
+        require_usable(path)
+
+
+def test_a_request_that_fails_is_not_taken_for_a_missing_object(bucket, impatient):
+    """fsspec answers "there is none", and a run would begin again."""
+    path, server = bucket
+    save_steps(RunDir(path), 2)
+    server.faults = lambda request: gcs.Status(503)
+    for ask in (path.exists, path.is_dir, path.is_file, lambda: manifest.finished_steps(path / "checkpoints")):
+        with pytest.raises(OSError, match="retry attempts failed"):
+            ask()
+
+
+# Conditional writes
+
+
+def test_a_write_is_refused_once_another_one_came_first(bucket):
+    path, _ = bucket
+    _, nothing = objects.read_object(path / "x")
+    first = objects.write_if(path / "x", b"1", nothing)
+    assert first and objects.write_if(path / "x", b"2", nothing) is None
+    second = objects.write_if(path / "x", b"3", first)
+    assert second and objects.write_if(path / "x", None, first) is None
+    assert objects.read_object(path / "x") == (b"3", second)
+    assert objects.write_if(path / "x", None, second) and objects.read_object(path / "x") == (None, nothing)
+
+
+def test_a_write_whose_answer_is_lost_counts_as_done(bucket, impatient):
+    """tensorstore repeats it, and the repetition is refused because of the first one."""
+    path, server = bucket
+    _, nothing = objects.read_object(path / "x")
+    left = ["PUT"]
+    server.faults = lambda request: (
+        gcs.RESET_AFTER if request.method in left and left.remove(request.method) is None else None
+    )
+    generation = objects.write_if(path / "x", b"1", nothing)
+    assert generation and server.count()["PUT"] == 2
+    assert objects.read_object(path / "x") == (b"1", generation)
+
+
+# The lock
+
+
+def test_a_second_run_is_refused_and_changes_nothing(bucket):
+    path, server = bucket
+    name = str(path).split("/")[2]
+    with enter_run(path, DESCRIPTION) as run:
+        before = dict(server.buckets[name])
+        with (
+            pytest.raises(FailureError, match=rf"is in use by another run \(process {os.getpid()} on .* since 20"),
+            enter_run(path, {**DESCRIPTION, "schedule": {"steps": 20}}),
+        ):
+            pass
+        assert server.buckets[name] == before
+    assert not run.lock.exists() and (path / "experiment.json").exists()
+
+
+def test_the_lock_of_a_process_that_has_ended_is_taken_over(bucket):
+    path, _ = bucket
+    with lock.hold(path / "lock.json"):
+        content = json.loads((path / "lock.json").read_bytes())
+    (path / "lock.json").write_text(json.dumps(content | {"start": "1"}))
+    with lock.hold(path / "lock.json"):
+        pass
+
+
+def test_the_lock_of_another_host_is_free_once_it_is_not_renewed(bucket, quick):
+    path, _ = bucket
+    other, done = lock._ObjectLock(path / "lock.json"), threading.Event()
+    other._description |= {"machine": "another", "host": "far"}
+    other.acquire()
+    beating = threading.Thread(target=lock._beat, args=(other, done))
+    beating.start()
+    with pytest.raises(FailureError, match="on far since"), lock.hold(path / "lock.json"):
+        pass
+    done.set()
+    beating.join()
+    with lock.hold(path / "lock.json"):
+        assert not other.is_held()
+    other.release()  # it is not this one's to delete
+
+
+def test_of_several_that_start_at_once_one_holds_the_lock(bucket):
+    path, _ = bucket
+    barrier, held, refused = threading.Barrier(8), [], []
+
+    def start():
+        each = lock._ObjectLock(path / "lock.json")
+        barrier.wait()
+        try:
+            each.acquire()
+            held.append(each)
+        except FailureError:
+            refused.append(each)
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(held) == 1 and len(refused) == 7 and held[0].is_held()
+
+
+def test_a_run_that_has_lost_its_lock_writes_nothing(bucket, quick):
+    path, _ = bucket
+    with lock.hold(path / "lock.json"), pytest.raises(lock.LostError, match="is no longer the lock of this run"):
+        write_atomically(path / "x", "1")
+        (path / "lock.json").write_text("another's")
+        time.sleep(0.1)
+        write_atomically(path / "x", "2")
+    assert (path / "x").read_text() == "1" and (path / "lock.json").read_text() == "another's"
+
+
+def test_a_run_goes_on_while_its_bucket_does_not_answer(bucket, quick, impatient, capsys):
+    """The lock may be another's by then: saves fail with a warning until it could be renewed."""
+    path, server = bucket
+    run = RunDir(path)
+    with lock.hold(run.lock), Checkpoints(run.checkpoints, keep=2) as checkpoints:
+        save(checkpoints, 1, state(1), {}, is_last=False)
+        checkpoints.wait()
+        server.faults = lambda request: gcs.Status(503)
+        time.sleep(0.1)
+        save(checkpoints, 2, state(2), {}, is_last=False)
+        with pytest.raises(FailureError, match=r"checkpoint 2 could not be written .* its lock cannot be renewed"):
+            save(checkpoints, 2, state(2), {}, is_last=True)
+        server.faults = lambda request: None
+        save(checkpoints, 3, state(3), {}, is_last=True)
+        assert checkpoints.steps() == [1, 3]
+    assert "checkpoint 2 is not written: its lock cannot be renewed" in capsys.readouterr().err
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_is_saved_and_restored(bucket):
+    path, server = bucket
+    run = RunDir(path)
+    save_steps(run, 2, 4, 6)
+    with Checkpoints(run.checkpoints, keep=2, note=run.newest) as checkpoints:
+        assert checkpoints.steps() == [4, 6]
+        restored, extra = checkpoints.restore(WANTED)
+    assert float(restored["params/w"][3]) == 6 and extra == {"step": 6}
+    assert not [name for name in server.names(str(path).split("/")[2]) if "/checkpoints/2/" in name]
+    assert open_array(run.checkpoints, 6, "params/w", (50,))[()].tolist() == [6.0] * 50
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [pytest.param(range(0, 400, 17), id="some"), pytest.param(range(400), id="all", marks=pytest.mark.slow)],
+)
+def test_a_run_that_is_killed_in_a_save_has_the_step_or_not(numbers, bucket, capsys):
+    """From the n-th request of a save on, none arrives any more, for some or all n."""
+    path, server = bucket
+    run, seen = RunDir(path), set()
+    objects_of_bucket = server.buckets[str(path).split("/")[2]]
+    save_steps(run, 2, keep=1)
+    before = dict(objects_of_bucket)
+    for number in numbers:
+        objects_of_bucket.clear()
+        objects_of_bucket.update(before)
+        left = itertools.count(number, -1)
+        with Checkpoints(run.checkpoints, keep=1, note=run.newest) as checkpoints:
+            server.faults = lambda request, left=left: gcs.Status(403) if next(left) <= 0 else None
+            with contextlib.suppress(FailureError):
+                checkpoints.save(4, state(4), {"step": 4})
+                checkpoints.wait()
+            server.faults = lambda request: None
+        finished = manifest.finished_steps(run.checkpoints)
+        assert not any(manifest.find_damage(run.checkpoints / str(step)) for step in finished), number
+        with Checkpoints(run.checkpoints, keep=1, note=run.newest) as checkpoints:
+            restored, _ = checkpoints.restore(WANTED)
+            assert float(restored["params/w"][0]) == finished[-1], number
+        seen.add(tuple(finished))
+        if next(left) > 0:  # the save needs no more requests
+            break
+    assert next(left) > 0 and {(2,), (4,)} <= seen <= {(2,), (2, 4), (4,)} and number > 50
+
+
+def test_two_processes_do_not_finish_one_step(bucket):
+    """The second one's manifest would describe the objects of both."""
+    path, _ = bucket
+    (path / "a").write_text("1")
+    manifest.write_manifest(path)
+    with pytest.raises(FileExistsError, match="another process has finished this step"):
+        manifest.write_manifest(path)
+
+
+def test_damage_is_found_and_the_step_is_set_aside(bucket, capsys):
+    path, _ = bucket
+    run = RunDir(path)
+    save_steps(run, 2, 4)
+    largest = max((run.checkpoints / "4" / name for name in objects.list_files(run.checkpoints / "4")), key=str)
+    content = (run.checkpoints / "4" / "_METADATA").read_bytes()
+    (run.checkpoints / "4" / "_METADATA").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    largest.unlink()
+    damage = manifest.find_damage(run.checkpoints / "4")
+    assert any("_METADATA has another SHA-256" in line for line in damage) and len(damage) == 2
+    with Checkpoints(run.checkpoints, keep=2, note=run.newest) as checkpoints:
+        assert checkpoints.latest() == 2
+    assert (run.checkpoints / "4" / "damaged_manifest.json").exists() and manifest.finished_steps(run.checkpoints) == [
+        2
+    ]
+    assert "its manifest was renamed to damaged_manifest.json" in capsys.readouterr().err
+
+
+# Logs
+
+
+def test_metrics_are_written_in_parts_and_read_as_one(bucket, monkeypatch):
+    path, _ = bucket
+    monkeypatch.setattr(growing, "PART", 100)
+    run = RunDir(path)
+    with Recorder(run, 0) as recorder:
+        for step in range(1, 11):
+            recorder.write_metrics(step, {"x": step})
+            if step % 2 == 0:
+                recorder.flush()
+    assert [row["step"] for row in read_metrics(run.metrics)] == [*range(1, 11)]
+    assert len(growing.list_parts(run.metrics)) > 1
+    with Recorder(run, 5) as recorder:  # resumed from step 5
+        recorder.write_metrics(6, {"x": 60})
+    assert [row["x"] for row in read_metrics(run.metrics)] == [1, 2, 3, 4, 5, 60]
+
+
+def test_a_step_takes_no_request_and_a_flush_one(bucket):
+    path, server = bucket
+    with Recorder(RunDir(path), 0) as recorder:
+        recorder._tensorboard = None
+        recorder.write_metrics(1, {"x": 1})
+        server.requests.clear()
+        for step in range(2, 100):
+            recorder.write_metrics(step, {"x": step})
+        assert server.requests == []
+        recorder.flush()
+        recorder.flush()
+        assert len(server.requests) == 1
+
+
+def test_a_run_killed_between_the_file_and_its_parts_has_each_line_once(bucket):
+    path, _ = bucket
+    run = RunDir(path)
+    with Recorder(run, 0) as recorder:
+        for step in (1, 2, 3):
+            recorder.write_metrics(step, {"x": step})
+    write_atomically(run.metrics, growing.read_growing(run.metrics))  # and killed before it deletes the parts
+    assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3]
+
+
+def test_tensorboard_files_are_copied_and_rotated(bucket, monkeypatch):
+    from gspax.run import tensorboard
+
+    monkeypatch.setattr(tensorboard, "PART", 300)
+    monkeypatch.setattr(tensorboard, "FLUSH", -1.0)
+    path, _ = bucket
+    with Recorder(RunDir(path), 0) as recorder:
+        for step in range(1, 11):
+            recorder.write_metrics(step, {"x": step})
+    files = sorted((path / "tensorboard").iterdir())
+    assert len(files) > 1 and all(b"brain.Event" in file.read_bytes() for file in files)
+
+
+def test_a_line_is_added_to_an_object(bucket):
+    path, _ = bucket
+    append_line(path / "x.jsonl", "1\n")
+    append_line(path / "x.jsonl", "2\n")
+    assert (path / "x.jsonl").read_text() == "1\n2\n"
+
+
+def test_logs_that_cannot_be_written_cost_a_warning(bucket, impatient, capsys):
+    path, server = bucket
+    with Recorder(RunDir(path), 0) as recorder:
+        recorder._tensorboard = None
+        server.faults = lambda request: gcs.Status(503)
+        for step in (1, 2, 3):
+            recorder.write_metrics(step, {"x": step})
+            recorder.flush()
+        recorder.write_samples(3, [{"a": 1}])
+        server.faults = lambda request: None
+        recorder.flush()
+    assert [row["step"] for row in read_metrics(path / "metrics.jsonl")] == [1, 2, 3]
+    warnings = capsys.readouterr().err
+    assert warnings.count("metrics.jsonl could not be written: All 2 retry attempts failed: a fault (ABORTED)") == 1
+    assert "metrics.jsonl is written again" in warnings
