@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from gspax.config import Reference, RowShape
+from gspax.config import Experiment, Reference, RowShape, expert_id_dtype, row_shape, sparse_layers
 from gspax.learner.objective import Scores
 from gspax.learner.train_step import Score
 from gspax.losses.shaping import filter_overlong
+from gspax.model.sizes import reads_experts
 from gspax.parallel import multihost
-from gspax.parallel.sharding import named_sharding
+from gspax.parallel.sharding import batch_shards, named_sharding
 from gspax.run import interrupt
 from gspax.types import Array, Batch, Params, Rollout, known
 
@@ -124,6 +126,32 @@ def _gather(
 
 def _loss_mask(rollout: Rollout, without_overlong: bool) -> Array:
     return filter_overlong(rollout.mask_BT, ~rollout.finished_B) if without_overlong else rollout.mask_BT
+
+
+def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
+    """`ShapeDtypeStruct`s, with shardings, of a minibatch as an update receives it."""
+    config, schedule, router_shift = experiment.model, experiment.schedule, experiment.router_shift
+    B, T, _, packed = row_shape(experiment.sampling, schedule, batch_shards(mesh))
+    experts = B, sparse_layers(config), T, config.num_experts_per_tok
+    has_experts = reads_experts(experiment.regularizers, experiment.routing_replay, router_shift)
+    rows = partial(abstract_rows, mesh)
+    return Batch(
+        tokens_BT=rows((B, T), jnp.int32),
+        segment_BT=rows((B, T), jnp.int32),
+        mask_BT=rows((B, T), jnp.bool_),
+        old_logp_BT=rows((B, T), jnp.float32),
+        advantage=rows((B, T) if packed or experiment.turns.credit == "turn" else (B,), jnp.float32),
+        prefix_BT=rows((B, T), jnp.int32) if schedule.share_prompts else None,
+        sampler_logp_BT=rows((B, T), jnp.float32),
+        ref_logp_BT=None if experiment.reference is None else rows((B, T), jnp.float32),
+        expert_BLTA=rows(experts, expert_id_dtype(config)) if has_experts else None,
+        router_logp_BLTA=None if router_shift is None else rows(experts, jnp.float32),
+    )
+
+
+def abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """The `ShapeDtypeStruct` of an array whose rows are sharded as a batch."""
+    return cast(Array, jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, "batch")))
 
 
 def first_fit_decreasing(length_N: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,8 +9,9 @@ clipped, and their number depends on the task.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,25 @@ def make_steps(
         scored,
         None if diagnostics is None else make_measure(settings, objective, experiment.loss, diagnostics),
     )
+
+
+def compile_ahead(steps: Steps, state: TrainState, batch: Batch) -> Steps:
+    """The steps, whose update compiles in a thread from now on; its first call waits for that.
+
+    Otherwise it would compile after the first rollout. Now it does beside the sampler's compilation and the rollout.
+
+    Args:
+      state, batch: `ShapeDtypeStruct`s with shardings, from `abstract_state` and `abstract_batch`.
+    """
+    compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
+    compiled = compiler.submit(lambda: cast(jax.stages.Wrapped, steps.update).lower(state, batch, False).compile())
+    compiler.shutdown(wait=False)
+
+    def update(state: TrainState, batch: Batch, on_policy: bool) -> tuple[TrainState, dict[str, Array], Scores]:
+        compiled.result()  # jax finds the program by the types of the arguments
+        return steps.update(state, batch, on_policy)
+
+    return steps._replace(update=update)
 
 
 class Updated(NamedTuple):

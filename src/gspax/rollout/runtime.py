@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import optax
 
 from gspax.config import Experiment, trained_dtype, updates_per_step
+from gspax.learner import updates
+from gspax.learner.minibatches import abstract_batch
 from gspax.learner.optimizer import make_optimizer
-from gspax.learner.state import count_updates, require_memory
+from gspax.learner.state import abstract_state, count_updates, require_memory
 from gspax.learner.updates import Steps, make_steps
 from gspax.rewards.calls import Calls
 from gspax.rewards.scores import Result, reward_calls
@@ -44,6 +46,13 @@ def make_runtime(experiment: Experiment) -> Runtime:
         tokenizer, turns, grading = experiment.tokenizer, experiment.turns, experiment.grading
         interaction = interact(experiment.environment, tokenizer, rewards, turns, grading)
     return Runtime(experiment, mesh, optimizer, steps, sampler, rewards, interaction)
+
+
+def compile_ahead(runtime: Runtime) -> Runtime:
+    """The runtime, whose update compiles in a thread from now on (`updates.compile_ahead`)."""
+    experiment, mesh = runtime.experiment, runtime.mesh
+    state = abstract_state(experiment.model, runtime.optimizer, mesh, experiment.lora)
+    return replace(runtime, steps=updates.compile_ahead(runtime.steps, state, abstract_batch(experiment, mesh)))
 
 
 def count_rollouts(runtime: Runtime, state: TrainState) -> int:

@@ -24,7 +24,6 @@ from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from gspax.commands.aot import hlo
 from gspax.commands.aot.chips import Topology
@@ -32,21 +31,19 @@ from gspax.config import (
     Experiment,
     ModelConfig,
     Sampling,
-    expert_id_dtype,
     layer_runs,
     layer_windows,
-    row_shape,
-    sparse_layers,
     trained_dtype,
     updates_per_step,
 )
+from gspax.learner.minibatches import abstract_batch, abstract_rows
 from gspax.learner.optimizer import make_optimizer
 from gspax.learner.state import abstract_state
 from gspax.learner.updates import make_steps
 from gspax.model.decoding import LayerCache
 from gspax.model.low_rank import partition
-from gspax.model.sizes import reads_experts, sampler_sizes, with_carried
-from gspax.parallel.sharding import batch_shards, named_sharding
+from gspax.model.sizes import sampler_sizes, with_carried
+from gspax.parallel.sharding import named_sharding
 from gspax.sampler import engine, sampler
 from gspax.sampler.engine import Prompts, SampleOptions
 from gspax.sampler.inference_weights import abstract_inference_weights, copier
@@ -205,27 +202,6 @@ def _abstract_engine(params: Params, prompts: Prompts, key: Array, options: Samp
     return replace(state, rows=place(state.rows, axis), step=place(state.step), cache=cache)
 
 
-def abstract_batch(experiment: Experiment, mesh: jax.sharding.Mesh) -> Batch:
-    """`ShapeDtypeStruct`s, with shardings, of a minibatch as an update receives it."""
-    config, schedule, router_shift = experiment.model, experiment.schedule, experiment.router_shift
-    B, T, _, packed = row_shape(experiment.sampling, schedule, batch_shards(mesh))
-    experts = B, sparse_layers(config), T, config.num_experts_per_tok
-    has_experts = reads_experts(experiment.regularizers, experiment.routing_replay, router_shift)
-    rows = partial(abstract_rows, mesh)
-    return Batch(
-        tokens_BT=rows((B, T), jnp.int32),
-        segment_BT=rows((B, T), jnp.int32),
-        mask_BT=rows((B, T), jnp.bool_),
-        old_logp_BT=rows((B, T), jnp.float32),
-        advantage=rows((B, T) if packed or experiment.turns.credit == "turn" else (B,), jnp.float32),
-        prefix_BT=rows((B, T), jnp.int32) if schedule.share_prompts else None,
-        sampler_logp_BT=rows((B, T), jnp.float32),
-        ref_logp_BT=None if experiment.reference is None else rows((B, T), jnp.float32),
-        expert_BLTA=rows(experts, expert_id_dtype(config)) if has_experts else None,
-        router_logp_BLTA=None if router_shift is None else rows(experts, jnp.float32),
-    )
-
-
 def abstract_rollout(sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
     """`ShapeDtypeStruct`s, with shardings, of what the sampler returns."""
     B, T = sampling.prompts * sampling.group, sampling.max_prompt_tokens + sampling.max_tokens
@@ -238,11 +214,6 @@ def abstract_rollout(sampling: Sampling, mesh: jax.sharding.Mesh) -> Rollout:
         length_B=rows((B,), jnp.int32),
         finished_B=rows((B,), jnp.bool_),
     )
-
-
-def abstract_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """The `ShapeDtypeStruct` of an array whose rows are sharded as a batch."""
-    return cast(Array, jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, "batch")))
 
 
 def device_bytes(tree: Params | TrainState | Batch | Rollout) -> int:
