@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tiny
 from published import published, random_params
+from safetensors.numpy import load_file
 
-from gspax.hf import names
+from gspax.hf import names, tensors
 from gspax.hf.parameters import parameter_shapes
 from gspax.model import presets
 
@@ -29,8 +30,8 @@ def test_every_parameter_is_covered_once(name, fused):
     for parameter, chunks in table.items():
         depth = len(chunks[0].index)
         assert sorted(chunk.index for chunk in chunks) == list(np.ndindex(shapes[parameter][:depth]))
-    halves = [(chunk.published, chunk.row.half) for chunks in table.values() for chunk in chunks]
-    assert len(halves) == len(set(halves))
+    parts = [(chunk.published, chunk.part) for chunks in table.values() for chunk in chunks]
+    assert len(parts) == len(set(parts))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -58,19 +59,63 @@ def test_to_ours_transposes_and_reshapes_for_the_layers(row):
     tensor = np.random.default_rng(0).standard_normal(names.published_shape(row, shape))
     view = names.to_ours(row, tensor, shape)
     assert view.shape == shape and np.shares_memory(view, tensor)
-    if row.half is not None:
-        tensor = tensor[:, : shape[2]] if row.half == 0 else tensor[:, shape[2] :]
     table = row.ours == "embedding" or tensor.ndim == 1
     assert (view == (tensor if table else tensor.swapaxes(-1, -2)).reshape(shape)).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("row", [row for row in ROWS if row.half is None], ids=lambda row: row.published)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.published)
 def test_to_published_inverts_to_ours(row, dtype):
     part = np.random.default_rng(0).standard_normal(shape_of(row)).astype(dtype)
     tensor = names.to_published(row, part)
     assert tensor.flags.c_contiguous and tensor.dtype == dtype
     assert (names.to_ours(row, tensor, part.shape) == part).all()
+
+
+FUSED = {  # tensors that hold several parameters: the axes of each in ours, and the tensor made of them by hand
+    "queries, keys, and values": (
+        {"query": "(N H)+ D -> D N H", "key": "(K H)+ D -> D K H", "value": "(K H)+ D -> D K H"},
+        lambda query, key, value: np.concatenate([x.reshape(SIZES["D"], -1).T for x in (query, key, value)]),
+    ),
+    "their biases": (
+        {"query": "(N H)+ -> N H", "key": "(K H)+ -> K H", "value": "(K H)+ -> K H"},
+        lambda query, key, value: np.concatenate([x.reshape(-1) for x in (query, key, value)]),
+    ),
+    "gate and up": (
+        {"gate": "F+ D -> D F", "up": "F+ D -> D F"},
+        lambda gate, up: np.concatenate([gate.T, up.T]),
+    ),
+    "gate and up of experts": (
+        {"gate": "E F+ D -> E D F", "up": "E F+ D -> E D F"},
+        lambda gate, up: np.concatenate([gate.swapaxes(1, 2), up.swapaxes(1, 2)], axis=1),
+    ),
+    "a query and a gate of each head": (
+        {"query": "(N H+) D -> D N H", "gate": "(N H+) D -> D N H"},
+        lambda query, gate: np.concatenate([query, gate], axis=2).reshape(SIZES["D"], -1).T,
+    ),
+    "keys of each key head, and values of its value heads": (
+        {"key": "(K H+) D -> D K H", "value": "(K (E F)+) D -> D K E F"},
+        lambda key, value: np.concatenate([key, value.reshape(*key.shape[:2], -1)], axis=2).reshape(SIZES["D"], -1).T,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_parameters_that_share_a_tensor_are_written_and_read_as_its_parts(name, tmp_path):
+    axes, by_hand = FUSED[name]
+    rows = [names.Row(ours, "tensor", each) for ours, each in axes.items()]
+    rng, shapes = np.random.default_rng(0), {row: shape_of(row) for row in rows}
+    arrays = {row: rng.standard_normal(shape).astype(np.float32) for row, shape in shapes.items()}
+    expected, parts = by_hand(*arrays.values()), names._parts(shapes)
+    for row, part in parts.items():
+        assert names.published_shape(row, shapes[row], part) == expected.shape
+    stored = tensors.create(tmp_path / "model.safetensors", {"first": (3,), "tensor": expected.shape}, expected.dtype)
+    for row in reversed(rows):  # in any order
+        tensors.write(stored["tensor"], names.to_published(row, arrays[row]), parts[row])
+    np.testing.assert_array_equal(load_file(tmp_path / "model.safetensors")["tensor"], expected)
+    for row in rows:
+        flat = tensors.read(stored["tensor"], part=parts[row])
+        np.testing.assert_array_equal(names.to_ours(row, flat, shapes[row]), arrays[row])
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])

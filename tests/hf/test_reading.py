@@ -109,7 +109,12 @@ def test_a_host_does_not_read_experts_that_its_devices_do_not_hold(tmp_path):
     shard = np.zeros([last - first for first, last in box], np.float32)
     read = []
     for chunk in names.list_chunks(MOE, parameter_shapes(MOE))["runs/0/mlp/gate"]:
-        parameters._copy_chunk(chunk, lambda name: read.append(name) or tensors.read(stored[name]), {box: shard}, shape)
+
+        def read_chunk(chunk):
+            read.append(chunk.published)
+            return tensors.read(stored[chunk.published])
+
+        parameters._copy_chunk(chunk, read_chunk, {box: shard}, shape)
     experts = [(layer, expert) for layer in range(3) for expert in (2, 3)]
     assert sorted(read) == [f"model.layers.{layer}.mlp.experts.{e}.gate_proj.weight" for layer, e in experts]
     assert (shard == np.asarray(params["runs"][0]["mlp"]["gate"])[:, 2:4, :, 4:8]).all()

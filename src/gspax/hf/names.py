@@ -6,20 +6,27 @@ the name has `{expert}`, per expert; gspax stacks them along leading axes. So
 
     Row("attention/query", "self_attn.q_proj.weight", "(N H) D -> D N H")
 
-is a published matrix [N·H, D] for every layer, which gspax holds as [layers, D, N, H].
+is a published matrix [N·H, D] for every layer, which gspax holds as [layers, D, N, H]. One tensor may hold several
+parameters: the rows with its name follow one another along the axis, or the brackets, before a plus. So
+
+    Row("mlp/gate", "mlp.gate_up_proj.weight", "F+ D -> D F")
+    Row("mlp/up", "mlp.gate_up_proj.weight", "F+ D -> D F")
+
+are a matrix [2·F, D], the gate's rows before the other's, and rows with "(N H+) D" alternate from head to head.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gspax.config import ModelConfig, layer_runs
 from gspax.hf.config_json import family_of
+from gspax.hf.tensors import Part
 
 STRIP, GAP = 2**17, 32  # elements of a strip and after each of its rows, in `copy`
 
@@ -31,7 +38,6 @@ class Row:
     ours: str
     published: str
     axes: str  # "published -> ours"
-    half: int | None = None  # 0, 1: only the first or second half of the published tensor's axis 1
 
 
 def _mlp(
@@ -72,8 +78,8 @@ SHARED = (  # the shared expert of Qwen2-MoE
 )
 EXPERTS = _mlp("mlp", "mlp.experts.{expert}")  # the Hub's layout, which is also the one that is written
 FUSED_EXPERTS = (  # transformers 5 with save_original_format=False
-    Row("mlp/gate", "mlp.experts.gate_up_proj", "E F D -> E D F", half=0),
-    Row("mlp/up", "mlp.experts.gate_up_proj", "E F D -> E D F", half=1),
+    Row("mlp/gate", "mlp.experts.gate_up_proj", "E F+ D -> E D F"),
+    Row("mlp/up", "mlp.experts.gate_up_proj", "E F+ D -> E D F"),
     Row("mlp/down", "mlp.experts.down_proj", "E D F -> E F D"),
 )
 FUSED_NAME = "mlp.experts.gate_up_proj"  # distinguishes the two layouts
@@ -84,33 +90,50 @@ BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a parameter that one published tensor, or half of one, holds."""
+    """The part of a parameter that one published tensor, or a part of one, holds."""
 
     published: str  # the tensor's name
     index: tuple[int, ...]  # into the parameter's leading axes: layer of the run, expert
     row: Row
+    part: Part | None = None  # of the tensor; None: all of it
 
 
-def list_chunks(config: ModelConfig, parameters: Collection[str], *, fused: bool = False) -> dict[str, list[Chunk]]:
+def list_chunks(
+    config: ModelConfig, parameters: Mapping[str, tuple[int, ...]], *, fused: bool = False
+) -> dict[str, list[Chunk]]:
     """The chunks of each parameter.
 
     Args:
-      parameters: their paths, such as `runs/0/attention/query`.
+      parameters: their shapes by their paths, such as `runs/0/attention/query`.
       fused: whether a layer's experts are one tensor.
     """
     table = {row.ours: [Chunk(row.published, (), row)] for row in OUTER if row.ours in parameters}  # tied: no head
     first = 0
     for run, (sparse, count) in enumerate(layer_runs(config)):
-        for row in LAYER + (_expert_rows(config, fused) if sparse else DENSE):
-            if (name := f"runs/{run}/{row.ours}") not in parameters:  # biases, in a model without them
-                continue
+        rows = LAYER + (_expert_rows(config, fused) if sparse else DENSE)
+        shapes = {row: parameters.get(f"runs/{run}/{row.ours}") for row in rows}
+        present = {row: shape[1:] for row, shape in shapes.items() if shape is not None}  # biases are not in each model
+        for row, part in _parts(present).items():
             shape = (count, config.num_experts) if "{expert}" in row.published else (count,)
-            table[name] = [
-                Chunk(f"model.layers.{first + index[0]}.{row.published}".format(expert=index[-1]), index, row)
+            table[f"runs/{run}/{row.ours}"] = [
+                Chunk(f"model.layers.{first + index[0]}.{row.published}".format(expert=index[-1]), index, row, part)
                 for index in np.ndindex(shape)
             ]
         first += count
     return table
+
+
+def _parts(shapes: Mapping[Row, Sequence[int]]) -> dict[Row, Part | None]:
+    """Which part of its tensor each row is, given the shapes of a layer's parameters in the table's order."""
+    ends: dict[str, int] = {}
+    places: dict[Row, tuple[int, int, int]] = {}
+    for row, shape in shapes.items():
+        if "+" in row.axes:
+            outer, length = _joined(row, shape)
+            start = ends.get(row.published, 0)
+            places[row] = outer, start, length
+            ends[row.published] = start + length
+    return {row: Part(*places[row], ends[row.published]) if row in places else None for row in shapes}
 
 
 def _expert_rows(config: ModelConfig, fused: bool) -> tuple[Row, ...]:
@@ -132,35 +155,34 @@ def tensor_shapes(
       parameters: the shape of each parameter by its path.
     """
     return {
-        chunk.published: published_shape(chunk.row, parameters[name][len(chunk.index) :])
+        chunk.published: published_shape(chunk.row, parameters[name][len(chunk.index) :], chunk.part)
         for name, chunks in table.items()
         for chunk in chunks
     }
 
 
-def published_shape(row: Row, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the published tensor for a chunk of shape `shape`."""
-    groups, ours = _axes(row)
+def published_shape(row: Row, shape: Sequence[int], part: Part | None = None) -> tuple[int, ...]:
+    """The shape of the published tensor that holds a chunk of shape `shape`, alone or as a part."""
+    groups, ours, joined = _axes(row)
     sizes = dict(zip(ours, shape, strict=True))
     lengths = [math.prod(sizes[letter] for letter in group) for group in groups]
-    if row.half is not None:
-        lengths[1] *= 2
+    if part is not None:
+        (axis,) = (axis for axis, group in enumerate(groups) if joined in group)
+        lengths[axis] = lengths[axis] // part.length * part.total
     return tuple(lengths)
 
 
 def to_ours(row: Row, tensor: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """A view of a published tensor with our axes, of shape `shape`."""
-    groups, ours = _axes(row)
+    """A view, with our axes and of shape `shape`, of a published tensor or of the part of it that the row is."""
+    groups, ours, _ = _axes(row)
     letters = "".join(groups)
     sizes = dict(zip(ours, shape, strict=True))
-    if row.half is not None:
-        tensor = np.split(tensor, 2, axis=1)[row.half]
     return tensor.reshape([sizes[letter] for letter in letters]).transpose([letters.index(letter) for letter in ours])
 
 
 def to_published(row: Row, array: np.ndarray) -> np.ndarray:
-    """The inverse of `to_ours`: a chunk as a contiguous published tensor. Not for halves."""
-    groups, ours = _axes(row)
+    """The inverse of `to_ours`: a chunk as a contiguous published tensor, or as the part of it that the row is."""
+    groups, ours, _ = _axes(row)
     ordered = array.transpose([ours.index(letter) for letter in "".join(groups)])
     tensor = np.empty(ordered.shape, array.dtype)
     copy(tensor, ordered)
@@ -188,7 +210,24 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
         target[first : first + height] = transposed.transpose(order)
 
 
-def _axes(row: Row) -> tuple[list[str], str]:
-    """`"(N H) D -> D N H"` as (["NH", "D"], "DNH")."""
+def _axes(row: Row) -> tuple[list[str], str, str]:
+    """`"(N H)+ D -> D N H"` as (["NH", "D"], "DNH", "NH"), the last before a plus; without one, empty."""
     published, ours = row.axes.replace(" ", "").split("->")
-    return [group.strip("()") for group in re.findall(r"\(\w+\)|\w", published)], ours
+    joined = re.search(r"(\w)\+|\((\w+)\)\+", published)
+    groups: list[str] = []
+    depth = 0
+    for character in published:
+        depth += (character == "(") - (character == ")")
+        if character == "(" and depth == 1:
+            groups.append("")
+        elif character.isalpha():
+            groups[-1:] = [groups[-1] + character] if depth else [*groups[-1:], character]
+    return groups, ours, (joined[1] or joined[2]) if joined else ""
+
+
+def _joined(row: Row, shape: Sequence[int]) -> tuple[int, int]:
+    """The sizes of the axes before those with a plus, and of these, each multiplied."""
+    groups, ours, joined = _axes(row)
+    sizes, letters = dict(zip(ours, shape, strict=True)), "".join(groups)
+    before = letters[: letters.index(joined)]
+    return math.prod(sizes[letter] for letter in before), math.prod(sizes[letter] for letter in joined)

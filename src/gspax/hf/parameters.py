@@ -76,12 +76,13 @@ def read_params(folder: Path, config: ModelConfig, wanted: Params) -> Params:
     stored = {name: tensor for name, tensor in tensors.find(folder).items() if not names.BUFFER.fullmatch(name)}
     leaves = named_leaves(wanted)
     fused = any(name.endswith(names.FUSED_NAME) for name in stored)
-    table = names.list_chunks(config, leaves, fused=fused)
-    _validate(folder, config, stored, names.tensor_shapes(table, named_shapes(wanted)))
+    shapes = named_shapes(wanted)
+    table = names.list_chunks(config, shapes, fused=fused)
+    _validate(folder, config, stored, names.tensor_shapes(table, shapes))
     thread = threading.local()
 
-    def read(name: str) -> np.ndarray:
-        return tensors.read(stored[name], thread.buffer)
+    def read(chunk: Chunk) -> np.ndarray:
+        return tensors.read(stored[chunk.published], thread.buffer, chunk.part)
 
     def prepare() -> None:
         thread.buffer = np.empty(BUFFER, np.uint8)
@@ -109,7 +110,7 @@ def _validate(
 
 def _read_parameter(
     chunks: Sequence[Chunk],
-    read: Callable[[str], np.ndarray],
+    read: Callable[[Chunk], np.ndarray],
     leaf: jax.ShapeDtypeStruct,
     pool: ThreadPoolExecutor,
 ) -> jax.Array:
@@ -124,9 +125,9 @@ def _read_parameter(
 
 
 def _copy_chunk(
-    chunk: Chunk, read: Callable[[str], np.ndarray], shards: Mapping[Box, np.ndarray], shape: tuple[int, ...]
+    chunk: Chunk, read: Callable[[Chunk], np.ndarray], shards: Mapping[Box, np.ndarray], shape: tuple[int, ...]
 ) -> None:
-    """Read a chunk's tensor and copy it into the shards that overlap it; without any, do not read it."""
+    """Read a chunk's part of its tensor and copy it into the shards that overlap it; without any, do not read it."""
     depth = len(chunk.index)
     holders = {
         box: shard
@@ -134,7 +135,7 @@ def _copy_chunk(
         if all(first <= i < last for i, (first, last) in zip(chunk.index, box, strict=False))
     }
     if holders:
-        view = names.to_ours(chunk.row, read(chunk.published), shape[depth:])
+        view = names.to_ours(chunk.row, read(chunk), shape[depth:])
     for box, shard in holders.items():
         index = tuple(i - first for i, (first, _) in zip(chunk.index, box, strict=False))
         names.copy(shard[index], view[tuple(slice(*bounds) for bounds in box[depth:])])
@@ -190,7 +191,7 @@ def write_checkpoint(
                 def write(chunk: Chunk, part: np.ndarray = part) -> None:
                     place = stored[chunk.published]
                     tensor = part[chunk.index[1:]].astype(place.dtype, copy=False)
-                    tensors.write(place, names.to_published(chunk.row, tensor))
+                    tensors.write(place, names.to_published(chunk.row, tensor), chunk.part)
 
                 list(pool.map(write, layer))
 

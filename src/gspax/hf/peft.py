@@ -145,11 +145,17 @@ def write_adapters(
 
 def _factors(config: ModelConfig, paths: Iterable[str]) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """(path of the factor, index into its leading axes, name of the tensor) of every module."""
+    from gspax.hf.parameters import parameter_shapes  # imports jax, which reading a configuration needs not
+
     factors = set(paths)
-    for name, chunks in names.list_chunks(config, {path.rpartition("/")[0] for path in factors}).items():
+    adapted = {path.rpartition("/")[0] for path in factors}
+    shapes = {name: shape for name, shape in parameter_shapes(config).items() if name in adapted}
+    for name, chunks in names.list_chunks(config, shapes).items():
         for letter, suffix in (("a", "lora_A"), ("b", "lora_B")):
             for chunk in chunks if f"{name}/{letter}" in factors else ():
                 module = chunk.published.removesuffix(".weight")
+                if chunk.part is not None:
+                    raise UserError(f"lora: wanted weights that PEFT has as modules of their own, got {module}")
                 yield f"{name}/{letter}", chunk.index, f"{PREFIX}{module}.{suffix}.weight"
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -44,6 +44,15 @@ class Stored:
     def nbytes(self) -> int:
         """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Part(NamedTuple):
+    """A range of a tensor, seen as [outer, total, inner]: `length` from `start` on of the axis in the middle."""
+
+    outer: int
+    start: int
+    length: int
+    total: int
 
 
 def find(folder: Path) -> dict[str, Stored]:
@@ -151,29 +160,46 @@ def _entry(file: Path, name: str, entry: Any, first: int) -> Stored:
     return stored
 
 
-def read(stored: Stored, buffer: np.ndarray | None = None) -> np.ndarray:
-    """Read one tensor.
+def read(stored: Stored, buffer: np.ndarray | None = None, part: Part | None = None) -> np.ndarray:
+    """Read one tensor, or a part of it.
 
     Args:
       stored: its location.
       buffer: bytes to read into, if they suffice: allocating memory costs more than reading.
+      part: what to read; None: all of it.
+
+    Returns:
+      The tensor, or the numbers of the part, [outer, length, inner], in one axis.
 
     Raises:
       UserError: the file is too short, or the tensor holds NaN or an infinite number.
     """
-    if buffer is None or buffer.size < stored.nbytes:
-        buffer = np.empty(stored.nbytes, np.uint8)
-    flat = buffer[: stored.nbytes]
+    pieces = _pieces(stored, part)
+    nbytes = sum(length for _, length in pieces)
+    if buffer is None or buffer.size < nbytes:
+        buffer = np.empty(nbytes, np.uint8)
+    flat, filled = buffer[:nbytes], 0
     with stored.file.open("rb") as opened:
-        opened.seek(stored.start)
-        if opened.readinto(flat.data) < stored.nbytes:
-            raise UserError(f"{stored.file}: became shorter while being read")
+        for start, length in pieces:
+            opened.seek(start)
+            if opened.readinto(flat[filled : filled + length].data) < length:
+                raise UserError(f"{stored.file}: became shorter while being read")
+            filled += length
     bits = flat.view(f"u{stored.dtype.itemsize}")
     exponent = np.array(np.inf, stored.dtype).view(bits.dtype)  # NaN and infinity have an exponent of ones
     for first in range(0, bits.size, STRIP):
         if (bits[first : first + STRIP] & exponent == exponent).any():
             raise UserError(f"{stored.file}: tensor {stored.name}: wanted finite numbers, got NaN or infinity")
-    return flat.view(stored.dtype).reshape(stored.shape)
+    return flat.view(stored.dtype).reshape(stored.shape if part is None else -1)
+
+
+def _pieces(stored: Stored, part: Part | None) -> list[tuple[int, int]]:
+    """The place in the file and the length, in bytes, of each stretch of a part."""
+    if part is None:
+        return [(stored.start, stored.nbytes)]
+    step = stored.nbytes // part.outer  # of the outer axis
+    unit = step // part.total
+    return [(stored.start + number * step + part.start * unit, part.length * unit) for number in range(part.outer)]
 
 
 def lay_out(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, shard_size: int) -> dict[str, Stored]:
@@ -221,9 +247,13 @@ def create(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -
     return {name: Stored(name, file, dtype, shape, first + start) for (name, shape), start in starts}
 
 
-def write(stored: Stored, tensor: np.ndarray) -> None:
-    """Write a contiguous tensor of the right shape and dtype into its place."""
-    assert (tensor.shape, tensor.dtype) == (stored.shape, stored.dtype)
+def write(stored: Stored, tensor: np.ndarray, part: Part | None = None) -> None:
+    """Write a contiguous tensor of the right dtype into its place, or a part of a tensor into its own."""
+    assert tensor.dtype == stored.dtype
+    flat, written = tensor.reshape(-1).view(np.uint8), 0
     with stored.file.open("r+b") as opened:
-        opened.seek(stored.start)
-        opened.write(tensor.reshape(-1).view(np.uint8).data)
+        for start, length in _pieces(stored, part):
+            opened.seek(start)
+            opened.write(flat[written : written + length].data)
+            written += length
+    assert written == flat.size
