@@ -172,7 +172,16 @@ def test_optional_components_are_counted():
     assert more.learner["rollout"] == one.learner["rollout"]
 
 
-@pytest.mark.parametrize("changes", [[], ["lora.attention=false"], ["lora.mlp=false"], ["model.mlp_only_layers=(0,)"]])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        ["lora.attention=false"],
+        ["lora.mlp=false"],
+        ["model.mlp_only_layers=(0,)"],
+        ["lora.attention=query,value", "lora.mlp=(down,)", "model.mlp_only_layers=(0,)"],
+    ],
+)
 def test_with_adapters_only_their_state_is_counted_as_trained(changes):
     changes = ["lora=gspax.config.Lora", "lora.rank=3", "reference=gspax.config.Reference", *changes]
     made = override(EXPERIMENT, changes)

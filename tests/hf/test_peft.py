@@ -1,4 +1,4 @@
-"""Reading and writing adapters in PEFT's layout, restated here because PEFT is not installed."""
+"""Reading and writing adapters in PEFT's layout, restated here; test_peft_torch.py exchanges them with PEFT itself."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ import tiny
 from published import published, random_params
 from safetensors.numpy import load_file, save_file
 
-from gspax.config import Lora, Mesh
+from gspax.config import Lora, Mesh, adapted_weights
 from gspax.errors import UserError
 from gspax.hf import peft
 from gspax.hf.parameters import named_shapes
@@ -44,10 +44,10 @@ SETTINGS = {  # keys that PEFT 0.18 writes and gspax does not use
 def modules(lora=LORA):
     """The adapted weights, by their published names."""
     plain = published(CONFIG, random_params(CONFIG))
-    wanted = [each for each, on in (("self_attn", lora.attention), ("mlp", lora.mlp)) if on]
-    return {
-        name: x for name, x in plain.items() if "_proj.weight" in name and any(f".{each}." in name for each in wanted)
-    }
+    names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
+    names |= {name: f"{name}_proj" for name in ("gate", "up", "down")}
+    wanted = {names[name] for adapted in adapted_weights(lora).values() for name in adapted}
+    return {name: x for name, x in plain.items() if name.split(".")[-2] in wanted}
 
 
 def random_adapter(lora=LORA):
@@ -72,7 +72,15 @@ def shapes(lora=LORA):
 
 
 @pytest.mark.parametrize(
-    "lora", [LORA, replace(LORA, mlp=False), replace(LORA, attention=False)], ids=["all", "attention", "mlp"]
+    "lora",
+    [
+        LORA,
+        replace(LORA, mlp=False),
+        replace(LORA, attention=False),
+        replace(LORA, attention=("query", "value"), mlp=False),  # PEFT's default
+        replace(LORA, attention=("key",), mlp=("gate", "down")),
+    ],
+    ids=["all", "attention", "mlp", "queries and values", "some of both"],
 )
 def test_an_adapter_adds_peft_s_update_to_each_module(lora, tmp_path):
     tensors = random_adapter(lora)
@@ -113,7 +121,6 @@ def test_a_written_adapter_is_the_one_that_was_read(dtype, tmp_path):
         "use_rslora": False,
         "bias": "none",
     }
-    assert raw["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert replace(peft(tmp_path / "ours"), checkpoint=lora.checkpoint) == lora
 
 
@@ -126,7 +133,9 @@ def test_rank_stabilised_scaling(tmp_path):
     [
         ({"peft_type": "LOHA"}, 'peft_type: wanted "LORA", got "LOHA"'),
         ({"use_dora": True}, "use_dora: wanted null, false or nothing in it, got true"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern: wanted null, false or nothing in it"),
+        ({"rank_pattern": {"q_proj": 8}}, 'rank_pattern: wanted null or {} or {".*\\\\.gate_up_proj": 6}, got {'),
+        ({"alpha_pattern": {r".*\.gate_up_proj": 6}}, "alpha_pattern: wanted null or {} or "),
+        ({"use_rslora": True, "rank_pattern": {r".*\.gate_up_proj": 6}}, "rank_pattern: wanted null or {}, got {"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: wanted null"),
         ({"bias": "all"}, 'bias: wanted null or "none", got "all"'),
         ({"task_type": "SEQ_CLS"}, 'task_type: wanted null or "CAUSAL_LM", got "SEQ_CLS"'),
@@ -157,41 +166,61 @@ def test_what_leaves_the_base_as_it_is_may_have_started_an_adapter(init, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("kept", "sentence"),
+    ("module", "sentence"),
     [
-        (
-            ("q_proj", "v_proj"),
-            "wanted an adapter of all of q_proj, k_proj, v_proj, o_proj or of none, got q_proj, v_proj",
-        ),
-        (("gate_proj",), "wanted an adapter of all of gate_proj, up_proj, down_proj or of none, got gate_proj"),
+        ("model.layers.0.mlp.gate", r"wanted modules of q_proj, .*, down_proj, got gate$"),
+        ("model.layers.1.mlp.experts", r"wanted factors of each expert, .* together \(experts\), as it writes them"),
+        ("model.layers.1.mlp.experts.base_layer", r"wanted factors of each expert, .*, as it writes them with trans"),
     ],
 )
-def test_an_adapter_of_some_projections_is_refused_when_the_experiment_is_read(kept, sentence, tmp_path):
-    tensors = {name: x for name, x in random_adapter().items() if name.split(".")[-3] in kept}
-    with pytest.raises(UserError, match=f"adapter: {sentence}$"):
-        peft(save(tmp_path / "adapter", tensors))
-
-
-def test_modules_that_no_gspax_model_has_are_refused_when_the_experiment_is_read(tmp_path):
-    other = {
-        "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1.lora_A.weight": np.ones((3, 16), np.float32)
-    }
-    with pytest.raises(UserError, match=r"wanted modules of q_proj, .*, down_proj, got w1"):
+def test_modules_that_no_gspax_model_has_are_refused_when_the_experiment_is_read(module, sentence, tmp_path):
+    other = {f"base_model.model.{module}.lora_A.weight": np.ones((3, 16), np.float32)}
+    with pytest.raises(UserError, match=sentence):
         peft(save(tmp_path / "adapter", random_adapter() | other))
 
 
-def test_the_experts_of_a_mixtral_are_not_written_under_names_that_peft_drops(tmp_path):
-    lora, config = replace(LORA, mlp=False), replace(tiny.MOE, qk_norm=False)
+MIXTRAL = replace(tiny.MOE, qk_norm=False)
+SHARED = replace(tiny.CONFIGS["a shared expert"], mlp_only_layers=(0,))
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+DENSE = ["mlp.down_proj.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"]
+FUSED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
-    def write(lora):
-        shapes = named_shapes(adapters.abstract(config, lora))
-        write_adapters(tmp_path, config, lora, shapes, lambda path: np.zeros(shapes[path], np.float32))
 
-    with pytest.raises(UserError, match=r"lora.mlp: wanted false for an adapter of a Mixtral model: .*, got true"):
-        write(LORA)
+@pytest.mark.parametrize(
+    ("config", "lora", "modules", "parameters"),
+    [
+        (tiny.CONFIGS["dense"], LORA, EVERY, None),
+        (tiny.CONFIGS["dense"], replace(LORA, attention=("value", "query"), mlp=False), ["q_proj", "v_proj"], None),
+        (tiny.MOE, LORA, EVERY, None),
+        (MIXTRAL, LORA, [*EVERY[:4], "w1", "w3", "w2"], None),
+        (MIXTRAL, replace(LORA, attention=False, mlp=("down",)), ["w2"], None),
+        (CONFIG, LORA, EVERY[:4], FUSED + DENSE),
+        (CONFIG, replace(LORA, attention=False, mlp=("down",)), [], [FUSED[1], DENSE[0]]),
+        (CONFIG, replace(LORA, mlp=False), EVERY[:4], None),
+        (tiny.CONFIGS["a shared expert"], LORA, EVERY[:4], FUSED),
+        (SHARED, LORA, EVERY[:4], FUSED + DENSE),
+    ],
+)
+def test_peft_is_told_the_modules_or_the_parameters_that_it_has(config, lora, modules, parameters, tmp_path):
+    """PEFT itself: test_peft_torch.py."""
+    shapes = named_shapes(adapters.abstract(config, lora))
+    write_adapters(tmp_path, config, lora, shapes, lambda path: np.zeros(shapes[path], np.float32))
+    raw = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (raw["target_modules"], raw.get("target_parameters")) == (modules, parameters)
+    joined = {r".*\.gate_up_proj": 6}, {r".*\.gate_up_proj": 12.0}
+    of_gates = parameters is not None and FUSED[0] in parameters
+    assert (raw.get("rank_pattern"), raw.get("alpha_pattern")) == (joined if of_gates else (None, None))
+    again = peft(tmp_path)
+    assert adapted_weights(again) == adapted_weights(lora) and (again.rank, again.alpha) == (lora.rank, lora.alpha)
+
+
+@pytest.mark.parametrize("mlp", [("gate",), ("gate", "up"), ("up", "down")])
+def test_some_of_the_factors_of_experts_are_not_written_because_peft_drops_them(mlp, tmp_path):
+    lora = replace(LORA, mlp=mlp)
+    shapes = named_shapes(adapters.abstract(tiny.MOE, lora))
+    with pytest.raises(UserError, match=r"lora.mlp: wanted all of gate, up, and down, or down alone, .*, got \('"):
+        write_adapters(tmp_path, tiny.MOE, lora, shapes, lambda path: np.zeros(shapes[path], np.float32))
     assert not list(tmp_path.iterdir())
-    write(lora)
-    assert replace(peft(tmp_path), checkpoint="") == lora
 
 
 def test_tensors_that_do_not_fit_are_rejected_by_name(tmp_path):

@@ -81,8 +81,9 @@ def by_hand(name, leaf):
 
 def test_a_weight_equals_its_base_plus_the_scaled_product_of_its_factors():
     found = low_ranks(policy())
-    names = {f"runs/{run}/attention/{name}" for run in range(2) for name in adapters.ATTENTION}
-    assert found.keys() == names | {f"runs/{run}/mlp/{name}" for run in range(2) for name in adapters.MLP}
+    attention, mlp = ("query", "key", "value", "out"), ("gate", "up", "down")
+    names = {f"runs/{run}/attention/{name}" for run in range(2) for name in attention}
+    assert found.keys() == names | {f"runs/{run}/mlp/{name}" for run in range(2) for name in mlp}
     for path, leaf in found.items():
         np.testing.assert_allclose(leaf.dense(), by_hand(path.split("/")[-1], leaf), rtol=1e-5, atol=1e-6)
 
@@ -91,6 +92,12 @@ def test_a_weight_equals_its_base_plus_the_scaled_product_of_its_factors():
 def test_attention_and_mlp_can_be_adapted_separately(attention, mlp):
     found = low_ranks(policy(lora=replace(LORA, attention=attention, mlp=mlp)))
     assert {path.split("/")[2] for path in found} == {"attention" if attention else "mlp"}
+
+
+def test_some_weights_of_a_part_can_be_adapted():
+    lora = replace(LORA, attention=("value", "query"), mlp=("down",))
+    found = low_ranks(policy(lora=lora))
+    assert {"/".join(path.split("/")[2:]) for path in found} == {"attention/query", "attention/value", "mlp/down"}
 
 
 def test_adapters_are_initialized_as_a_no_op_with_unit_gain():

@@ -256,9 +256,21 @@ class Lora:
 
     rank: Size = 16
     alpha: Positive = 32.0
-    attention: bool = True  # query, key, value, out
-    mlp: bool = True  # gate, up, down, those of experts included
+    attention: bool | tuple[Literal["query", "key", "value", "out"], ...] = True  # all four, or some of them
+    mlp: bool | tuple[Literal["gate", "up", "down"], ...] = True  # likewise; those of experts included
     checkpoint: str = ""  # folder of a PEFT adapter to start from (`hf.peft`); empty: a no-op
+
+
+def adapted_weights(lora: Lora) -> dict[str, tuple[str, ...]]:
+    """The names of a layer's weights that have adapters, by the part of the layer that they are in."""
+    parts = {
+        "attention": (lora.attention, ("query", "key", "value", "out")),
+        "mlp": (lora.mlp, ("gate", "up", "down")),
+    }
+    return {
+        part: names if chosen is True else tuple(name for name in names if chosen and name in chosen)
+        for part, (chosen, names) in parts.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

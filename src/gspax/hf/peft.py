@@ -3,6 +3,9 @@
 PEFT names the factors of a module `base_model.model.MODULE.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank],
 and adds alpha / rank · B A to its weight [out, in]. The modules are named in `hf.names`; each expert is a module. As in
 `config.json`, no key of `adapter_config.json` is silently ignored.
+
+transformers 5 holds the experts of a layer as two parameters, `gate_up_proj` and `down_proj`. PEFT joins the experts'
+factors when it reads them: the gates' and the ups' side by side, of twice the rank.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,9 +27,14 @@ from gspax.hf import names, tensors
 from gspax.hf.config_json import expect
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+MODULES = {  # what PEFT calls the weights of `Lora.attention` and `Lora.mlp`
+    "attention": {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"},
+    "mlp": {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
+}
+MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # of its experts
+FUSED = r".*\.gate_up_proj"  # of all experts of a layer, in PEFT's patterns of ranks and alphas
 PREFIX = "base_model.model."
-READ = ("peft_type", "r", "lora_alpha", "use_rslora")
+READ = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 PERMITTED: dict[str, tuple[Json, ...]] = {
     "bias": (None, "none"),
     "task_type": (None, "CAUSAL_LM"),
@@ -33,7 +42,7 @@ PERMITTED: dict[str, tuple[Json, ...]] = {
     "loftq_config": (None, {}),
 }
 HARMLESS = (  # keys that do not change what the tensors mean; any other key must be null, false or empty
-    *("target_modules", "exclude_modules"),  # the tensors name the modules
+    *("target_modules", "exclude_modules", "target_parameters"),  # the tensors name the modules
     *("base_model_name_or_path", "revision"),  # the experiment names the model
     *("peft_version", "auto_mapping", "inference_mode", "megatron_core"),  # how PEFT wrote and loads it
     "lora_dropout",  # training elsewhere; gspax has no dropout
@@ -54,20 +63,20 @@ def peft(folder: str | os.PathLike[str]) -> Lora:
     """
     rank, alpha = _read_config(Path(folder))
     modules = {module for name in _stored(Path(folder)) for module in name.split(".")[-3:-2]}
-    for group in (ATTENTION, MLP):
-        adapted = [name for name in group if name in modules]
-        if adapted and len(adapted) < len(group):
-            wanted, got = ", ".join(group), ", ".join(adapted)
-            raise UserError(f"{folder}: wanted an adapter of all of {wanted} or of none, got {got}")
-    if unknown := sorted(modules - {*ATTENTION, *MLP}):
-        raise UserError(f"{folder}: wanted modules of {', '.join(ATTENTION + MLP)}, got {unknown[0][:SHOWN]}")
-    return Lora(
-        rank=rank,
-        alpha=alpha,
-        attention=bool(modules & {*ATTENTION}),
-        mlp=bool(modules & {*MLP}),
-        checkpoint=os.fspath(folder),
-    )
+    if fused := modules & {"experts", "base_layer"}:
+        raise UserError(
+            f"{folder}: wanted factors of each expert, as PEFT writes them with transformers 4, got factors of all "
+            f"experts together ({fused.pop()}), as it writes them with transformers 5"
+        )
+    modules = {MIXTRAL.get(module, module) for module in modules}
+    known = MODULES["attention"] | MODULES["mlp"]
+    if unknown := sorted(modules - known.keys()):
+        raise UserError(f"{folder}: wanted modules of {', '.join(known)}, got {unknown[0][:SHOWN]}")
+    chosen: dict[str, Any] = {}  # the fields of Lora: all of a part, none, or some of its weights
+    for part, names_of_part in MODULES.items():
+        adapted = tuple(ours for theirs, ours in names_of_part.items() if theirs in modules)
+        chosen[part] = adapted if 0 < len(adapted) < len(names_of_part) else bool(adapted)
+    return Lora(rank=rank, alpha=alpha, checkpoint=os.fspath(folder), **chosen)
 
 
 def read_adapters(
@@ -109,14 +118,9 @@ def write_adapters(
       dtype: the dtype of the tensors, `bfloat16` or `float32`.
 
     Raises:
-      UserError: PEFT has no names for these modules.
+      UserError: PEFT cannot adapt these modules.
     """
-    if lora.mlp and config.num_experts and names.family_of(config) == "mixtral":
-        raise UserError(
-            "lora.mlp: wanted false for an adapter of a Mixtral model: PEFT has no names for its experts, "
-            "got true; without --adapter the merged weights are exported"
-        )
-    modules = [*(ATTENTION if lora.attention else ()), *(MLP if lora.mlp else ())]
+    published_shapes = _published_shapes(config, lora, shapes)
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -125,7 +129,7 @@ def write_adapters(
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "use_rslora": False,
-        "target_modules": modules,
+        **_targets(config, lora, published_shapes),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -133,7 +137,6 @@ def write_adapters(
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    published_shapes = _published_shapes(config, lora, shapes)
     kind = np.dtype(np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
     stored = tensors.create(folder / WEIGHTS, published_shapes, kind)
     for path in shapes:
@@ -141,6 +144,33 @@ def write_adapters(
         for _, index, published in _factors(config, [path]):
             transposed = np.asarray(array[index]).reshape(published_shapes[published][::-1])
             tensors.write(stored[published], np.ascontiguousarray(transposed.T, dtype=kind))
+
+
+def _targets(config: ModelConfig, lora: Lora, published: Iterable[str]) -> dict[str, object]:
+    """The keys of `adapter_config.json` by which PEFT finds the modules of these tensors.
+
+    They are the last part of the modules' names. For a model with experts, PEFT 0.21 with transformers 5 replaces such
+    a name by the experts' parameter and loses the modules of the same name that are no experts, in dense layers; for
+    Qwen2-MoE it does not replace it and adapts the shared expert. For these two the parameters are named themselves.
+    """
+    modules = list(dict.fromkeys(name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in published))
+    leaves = list(dict.fromkeys(module.split(".")[-1] for module in modules))
+    of_experts = {module.split(".")[-1] for module in modules if ".experts." in module}
+    if len(of_experts) not in (0, 3) and not of_experts <= {"down_proj", "w2"}:
+        raise UserError(
+            f"lora.mlp: wanted all of gate, up, and down, or down alone, in an adapter of experts: PEFT reads no "
+            f"other, got {lora.mlp}"
+        )
+    dense = sorted({f"mlp.{module.split('.')[-1]}" for module in modules if module.split(".")[-2] == "mlp"})
+    if not of_experts or not (dense or config.shared_expert_intermediate_size):
+        return {"target_modules": leaves}
+    fused = ("gate_up_proj", "down_proj") if len(of_experts) == 3 else ("down_proj",)
+    patterns = {"rank_pattern": {FUSED: 2 * lora.rank}, "alpha_pattern": {FUSED: 2 * lora.alpha}}
+    return {
+        "target_modules": [leaf for leaf in leaves if leaf in MODULES["attention"]],
+        "target_parameters": [f"mlp.experts.{name}" for name in fused] + [f"{module}.weight" for module in dense],
+        **(patterns if "gate_up_proj" in fused else {}),
+    }
 
 
 def _factors(config: ModelConfig, paths: Iterable[str]) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -198,6 +228,9 @@ def _read_config(folder: Path) -> tuple[int, float]:
             raise ValueError(f"r: wanted an integer above 0, got {show(rank)}")
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
             raise ValueError(f"lora_alpha: wanted a number above 0, got {show(alpha)}")
+        for key, twice in (("rank_pattern", 2 * rank), ("alpha_pattern", 2 * alpha)):
+            fused = () if raw.get("use_rslora") else ({FUSED: twice},)  # the same quotient
+            expect(key, raw.get(key), (None, {}, *fused))
     except ValueError as problem:
         raise UserError(f"{path}: {problem}") from None
     return rank, alpha * math.sqrt(rank) if raw.get("use_rslora") else float(alpha)

@@ -16,15 +16,13 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from gspax.config import Lora, ModelConfig
+from gspax.config import Lora, ModelConfig, adapted_weights
 from gspax.model import transformer
 from gspax.model.low_rank import LowRank, is_low_rank
 from gspax.types import Array, Params, PyTree
 
 T = TypeVar("T")
 
-ATTENTION = ("query", "key", "value", "out")
-MLP = ("gate", "up", "down")  # of every expert and of dense layers; routers are not adapted
 STACKED = ("layer", "expert")  # axes that stack independent matrices
 FACTORS = {"a", "b"}
 
@@ -83,12 +81,11 @@ def trained_axes(config: ModelConfig, trained: Params) -> Params:
 
 def _map_adapted(tree: Params, lora: Lora, change: Callable[[PyTree], PyTree]) -> Params:
     """The subtree of a parameter-like tree that is adapted, with `change` applied to each leaf."""
-    names = {"attention": ATTENTION if lora.attention else (), "mlp": MLP if lora.mlp else ()}
     return {
         "runs": {
             run: {
                 part: {name: change(leaf) for name, leaf in layer[part].items() if name in chosen}
-                for part, chosen in names.items()
+                for part, chosen in adapted_weights(lora).items()
                 if chosen
             }
             for run, layer in tree["runs"].items()

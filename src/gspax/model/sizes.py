@@ -34,6 +34,7 @@ from gspax.config import (
     RoutingReplay,
     SamplerDtype,
     Sampling,
+    adapted_weights,
     expert_id_dtype,
     optimizers,
     row_shape,
@@ -94,9 +95,10 @@ def trained_count(config: ModelConfig, lora: Lora | None) -> int:
         return parameter_count(config)
     D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     sparse, layers = sparse_layers(config), config.num_hidden_layers
-    attention = layers * (2 * (D + N * H) + 2 * (D + K * H)) if lora.attention else 0
+    adapted, sides = adapted_weights(lora), {"query": D + N * H, "out": D + N * H, "key": D + K * H, "value": D + K * H}
+    attention = layers * sum(sides[name] for name in adapted["attention"])
     experts = sparse * config.num_experts * (D + config.moe_intermediate_size)
-    mlps = 3 * (experts + (layers - sparse) * (D + config.intermediate_size)) if lora.mlp else 0
+    mlps = len(adapted["mlp"]) * (experts + (layers - sparse) * (D + config.intermediate_size))
     return lora.rank * (attention + mlps)
 
 

@@ -169,6 +169,8 @@ def _words(hint: Hint) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_words(member) for member in members)
     if origin is tuple:
+        if typing.get_origin(members[0]) is typing.Literal:
+            return f"a tuple of {_words(members[0])}"
         return f"a tuple of {'integers' if members[0] is int else f'{members[0].__name__}s'}"
     if is_function_protocol(hint):
         return "a function"
