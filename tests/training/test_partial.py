@@ -308,8 +308,9 @@ def test_settings_that_cannot_work_are_rejected(changes, wanted):
             "placement": Placement(devices=4, staleness=1, partial=PartialRollouts(carried=2, ahead=0)),
             "sampling": {"group": 2},
         },
+        {"sampling": {"slots": 16, "top_p": 0.8, "mask_replay": 4}},
     ],
-    ids=["conversations", "bfloat16 and LoRA", "window, slots, unusable problems", "8 bits", "split groups"],
+    ids=["conversations", "bfloat16 and LoRA", "window, slots, unusable problems", "8 bits", "split groups", "sets"],
 )  # fmt: skip
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, changes):
     run = replace(PARTIAL, **{**changes, "sampling": replace(PARTIAL.sampling, **changes.get("sampling", {}))})

@@ -75,9 +75,12 @@ class Sampling:
     max_failed: Annotated[float, Range("at least 0 and at most 1", lambda x: 0 <= x <= 1)] = 0.01
     max_refills: NonNegativeInt = 0  # times that fresh prompts may replace groups of equal rewards (DAPO); 0: off
     temperature: Temperature = 1.0
-    top_k: NonNegativeInt = 0  # 0: off. Filters bias the ratio, because log-probs are of the unfiltered distribution
+    top_k: NonNegativeInt = 0  # 0: off
     top_p: Share = 1.0
     min_p: Below1 = 0.0
+    # The most tokens of the set that these filters keep, over which the learner then normalizes its log-probs too;
+    # the sampler drops others from the set. 0: log-probs are over the whole vocabulary, which the samples are not from
+    mask_replay: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +162,17 @@ def row_shape(sampling: Sampling, schedule: Schedule, shards: int) -> RowShape:
         return RowShape(_round_up(responses, microbatch), schedule.microbatch_tokens // microbatch, microbatch, True)
     microbatch = schedule.microbatch_rows or _round_up(responses, shards)
     return RowShape(_round_up(responses, microbatch), longest, microbatch, False)
+
+
+def sampling_mask_size(sampling: Sampling, vocab_size: int) -> int:
+    """The most tokens of a set that is kept for the learner (`Sampling.mask_replay`); 0: none is."""
+    return min(sampling.mask_replay, sampling.top_k or vocab_size, vocab_size)
+
+
+def filters_in_use(sampling: Sampling) -> list[str]:
+    """The names of the filters of `sampling` that are on."""
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return [name for name, value in off.items() if getattr(sampling, name) != value]
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -40,7 +40,7 @@ from gspax.types import Array, Batch, Params, PyTree, TrainState, known
 Scalars = dict[str, Array]  # float32 scalars by the name of their metric
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Scalars]]
 Update = Callable[[TrainState, Batch, bool], tuple[TrainState, Scalars, Scores]]  # see `make_update`
-Score = Callable[[Params, Array, Array, Array, Array | None, Array | None], Scores]  # see `make_score`
+Score = Callable[..., Scores]  # see `make_score`
 
 # (state, batch, on_policy) -> the gradient of the loss, the loss's terms of every row, the scores; see `make_gradient`
 Gradient = Callable[[TrainState, Batch, bool | Array], tuple[Params, losses.Terms, Scores]]
@@ -169,6 +169,7 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
                 mask_BT=part.mask_BT,
                 expert_BLTA=known(part, "expert_BLTA") if settings.routing_replay else None,
                 prefix_BT=part.prefix_BT,
+                kept_BTK=part.kept_BTK,
             )
             with jax.named_scope("loss"):
                 if part.old_logp_BT is not None:
@@ -202,9 +203,10 @@ def make_gradient(settings: StepSettings, objective: Objective) -> Gradient:
 
 
 def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_router_logp: bool = False) -> Score:
-    """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT) -> Scores`.
+    """A jitted `(params, tokens_BT, segment_BT, mask_BT, expert_BLTA, prefix_BT, *, kept_BTK) -> Scores`.
 
-    With `expert_BLTA`, not None, the tokens go to these experts. `keep_experts` and `keep_router_logp` return the
+    With `expert_BLTA`, not None, the tokens go to these experts, and with `kept_BTK` log-probs and entropies are over
+    these tokens of the vocabulary. `keep_experts` and `keep_router_logp` return the
     experts that they went to, and the router's log-probabilities of them.
 
     It runs in the update's microbatches, so that ratios between the two differ from 1 by float32 rounding alone.
@@ -220,6 +222,8 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
         mask_BT: Array,
         expert_BLTA: Array | None = None,
         prefix_BT: Array | None = None,
+        *,
+        kept_BTK: Array | None = None,
     ) -> Scores:
         def of_microbatch(part: PyTree) -> tuple[tuple[()], Scores]:
             with jax.named_scope("score"):
@@ -233,7 +237,7 @@ def make_score(settings: StepSettings, *, keep_experts: bool = False, keep_route
             )
 
         arrays: dict[str, Array | None] = {"tokens_BT": tokens_BT, "segment_BT": segment_BT, "mask_BT": mask_BT}
-        arrays |= {"expert_BLTA": expert_BLTA, "prefix_BT": prefix_BT}
+        arrays |= {"expert_BLTA": expert_BLTA, "prefix_BT": prefix_BT, "kept_BTK": kept_BTK}
         return run_microbatches(of_microbatch, arrays, settings.microbatch_rows, count_held(settings, segment_BT))[1]
 
     return score

@@ -19,6 +19,7 @@ from gspax.learner.metrics import (
     Clock,
     response_metrics,
     routing_metrics,
+    sampling_mask_metrics,
     score_metrics,
     staleness_metrics,
     update_metrics,
@@ -104,6 +105,7 @@ def run_step(runtime: Runtime, state: TrainState, reference: Params | None, in_f
 
     metrics = {
         **rollout_metrics(graded, experiment.sampling.group),
+        **sampling_mask_metrics(graded.rollout, experiment.model.vocab_size),
         **(staleness_metrics(graded.rollout, trained, graded.policy) if experiment.placement else {}),
         **shaping_metrics,
         **learner_metrics(updated, layouts, experiment.model),

@@ -27,6 +27,7 @@ from gspax.config import (
     Sampling,
     Schedule,
     Turns,
+    filters_in_use,
     has_experts,
     layer_windows,
     updates_per_step,
@@ -100,6 +101,7 @@ def validate(
         lambda: _shared_prompts(e.schedule, e.model),
         lambda: _sampled_ahead(e.sampling, e.placement),
         lambda: _tokens(e.sampling),
+        lambda: _mask_replay(e.sampling),
         lambda: _updates(e.schedule),
         lambda: _adapters(e.lora),
         lambda: _clip_range(e.loss),
@@ -144,11 +146,12 @@ def warnings(experiment: Experiment) -> list[str]:
     """Settings of a valid experiment that are probably not intended, one sentence each."""
     notes = opening_notes(experiment.data)
     sampling = experiment.sampling
-    filters = [name for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(sampling, name) != off]
-    if filters:
+    if (filters := filters_in_use(sampling)) and not sampling.mask_replay:
         notes.append(
             f"{', '.join('sampling.' + name for name in filters)}: log-probabilities are of the unfiltered, "
-            "temperature-scaled distribution, so sampling through a filter biases the policy ratio"
+            "temperature-scaled distribution, so sampling through a filter biases the gradient; set "
+            f"sampling.mask_replay={sampling.top_k or 64} to train on the distribution that was sampled, for up to so "
+            "many tokens that a filter keeps"
         )
     placement, uncorrected = experiment.placement, experiment.correction is None and experiment.rejection is None
     if placement and placement.staleness and uncorrected and experiment.old_logp == "learner":
@@ -226,6 +229,15 @@ def _tokens(sampling: Sampling) -> Iterator[str]:
         yield (
             f"sampling: wanted at most {INT32:,} tokens in a rollout batch, got {sampling.prompts} prompts x "
             f"{sampling.group} samples x {sampling.max_prompt_tokens + sampling.max_tokens} tokens = {tokens:,}"
+        )
+
+
+def _mask_replay(sampling: Sampling) -> Iterator[str]:
+    """There are sampling masks to replay."""
+    if sampling.mask_replay and not filters_in_use(sampling):
+        yield (
+            "sampling.mask_replay: wanted 0 without a filter (sampling.top_k, top_p, or min_p), whose tokens it "
+            f"replays, got {sampling.mask_replay}"
         )
 
 
